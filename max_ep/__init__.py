@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel dispatch and combine for MAX graphs.
+
+The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
+"""
+
+from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
+
+from .config import (
+    EPConfig,
+    blockwise_fp8_quant_config,
+    estimate_ep_memory_usage,
+)
+from .extension import extension_path
+from .initializer import EPCommInitializer
+from .kernels import (
+    call_distributed_ep_combine,
+    call_distributed_ep_dispatch,
+    call_ep_combine,
+    call_ep_combine_async,
+    call_ep_combine_wait,
+    call_ep_dispatch,
+    call_ep_dispatch_async,
+    call_ep_dispatch_wait,
+    call_ep_init,
+)
+from .launch import LaunchError, launch
+from .manager import EPBatchManager, EPCommBuffers
+
+__all__ = [
+    "EPBatchManager",
+    "EPCommBuffers",
+    "EPCommInitializer",
+    "EPConfig",
+    "LaunchError",
+    "blockwise_fp8_quant_config",
+    "calculate_ep_max_tokens_per_rank",
+    "call_distributed_ep_combine",
+    "call_distributed_ep_dispatch",
+    "call_ep_combine",
+    "call_ep_combine_async",
+    "call_ep_combine_wait",
+    "call_ep_dispatch",
+    "call_ep_dispatch_async",
+    "call_ep_dispatch_wait",
+    "call_ep_init",
+    "estimate_ep_memory_usage",
+    "extension_path",
+    "launch",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EPConfig: what every rank of a group must agree on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from max.driver import accelerator_count
+from max.dtype import DType
+from max.graph import DeviceRef
+from max.nn.quant_config import QuantConfig, QuantFormat
+
+from .layout import RegionSizes, region_sizes
+
+NUM_GROUPS = 2
+"""Buffer groups of the graph inputs: 0 is dispatch, 1 is combine."""
+
+MAX_TOP_K = 32
+"""Largest ``top_k``; a test compares it with ``layout.mojo``."""
+
+MAX_RANKS = 128
+"""Largest ``n_ranks``; a test compares it with ``layout.mojo``."""
+
+TOKEN_ALIGN_BYTES = 16
+"""A token is a multiple of this; a test compares it with ``layout.mojo``."""
+
+FP8_BLOCK = 128
+"""Channels that share a scale; a test compares it with ``blockwise_fp8.mojo``."""
+
+TARGETS = ("cpu",)
+"""Device kinds that have kernels."""
+
+PROTOCOLS = ("expert_slots",)
+"""Wire protocols there are."""
+
+_PLAIN_DTYPES = (DType.bfloat16, DType.float32)
+
+# Fields of MAX's EPConfig that ask for something this library does not do.
+_REFUSED = {
+    "nvfp4_dyn_global_scales": "NVFP4 dispatch",
+    "fused_shared_expert": "the fused shared expert; compute it beside the "
+    "routed ones and add it, as graphs/moe_layer.py does",
+    "fuse_ffn_combine_send": "the fused FFN",
+    "fused_moe_ready": "the fused FFN",
+    "use_allreduce": "all-reduce mode",
+    "eplb_enabled": "expert load balancing",
+}
+
+
+@dataclass
+class EPConfig:
+    """Sizes of an expert-parallel group; the same on every rank.
+
+    The fields up to ``num_logical_experts`` are those of
+    ``max.nn.comm.ep.EPConfig`` in MAX 26.7, under the same names and with the
+    same meanings; those that ask for what this library does not do are refused
+    unless they have their default. The fields behind them are this library's.
+
+    A *rank* is one of ``n_gpus_per_node * n_nodes`` members; each process
+    drives ``n_gpus_per_node`` of them. ``n_nodes=1`` puts all ranks into one
+    process. With ``target="cpu"`` a "node" is a process, so
+    ``n_gpus_per_node=1, n_nodes=4`` is one process for each of four ranks.
+
+    Raises:
+        ValueError, TypeError: On construction, if a field is out of range.
+    """
+
+    dispatch_dtype: DType
+    """Dtype on the wire: bfloat16, float32, or float8_e4m3fn with
+    ``dispatch_quant_config``."""
+    combine_dtype: DType
+    """Dtype of expert rows and results: bfloat16 or float32."""
+    hidden_size: int
+    """Elements of a token; a multiple of 16 bytes, of 128 for FP8."""
+    top_k: int
+    """Experts of a token, ``[1, min(32, n_experts)]``."""
+    n_experts: int
+    """Experts of the group; the ranks need not divide it."""
+    max_tokens_per_rank: int
+    """Tokens one rank may dispatch at a time."""
+    n_gpus_per_node: int
+    """Ranks one process drives."""
+    n_nodes: int
+    """Processes of the group."""
+    node_id: int = -1
+    """This process, ``[0, n_nodes)``; -1: found out by ``ep_init``."""
+    dispatch_quant_config: QuantConfig | None = None
+    """How to quantize: blockwise FP8 with blocks of (1, 128)."""
+    nvfp4_dyn_global_scales: bool = False
+    fused_shared_expert: bool = False
+    fuse_ffn_combine_send: bool = False
+    moe_dim: int = 0
+    fused_moe_ready: bool = False
+    use_allreduce: bool = False
+    max_batch_size: int = 0
+    eplb_enabled: bool = False
+    num_moe_layers: int = 0
+    max_replicas: int = 1
+    eplb_phy2log_plan: Any = None
+    num_logical_experts: int = 0
+
+    target: str = "auto"
+    """Device kind of the tensors: ``"cpu"``, ``"gpu"``, or ``"auto"``: what
+    this machine has."""
+    protocol: str = "auto"
+    """Wire protocol: ``"expert_slots"``, or ``"auto"``: the best there is."""
+    timeout_s: float = 30.0
+    """How long a launch waits for its peers before it raises. Where all ranks
+    are in one process nothing ever waits."""
+    fp8_power_of_two_scales: bool = False
+    """Round FP8 scales up to powers of two."""
+
+    def __post_init__(self) -> None:
+        if self.target == "auto":
+            self.target = "gpu" if accelerator_count() > 0 else "cpu"
+        if self.target not in TARGETS:
+            raise ValueError(
+                f"target={self.target!r} has no kernels yet; there are kernels "
+                f"for {', '.join(TARGETS)}. Pass target='cpu' and put the "
+                "tensors on DeviceRef.CPU()"
+            )
+        if self.protocol == "auto":
+            self.protocol = "expert_slots"
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(
+                f"protocol={self.protocol!r} is unknown; there are 'auto', "
+                + ", ".join(repr(p) for p in PROTOCOLS)
+            )
+        for field, what in _REFUSED.items():
+            if getattr(self, field):
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} is not supported: max_ep "
+                    f"has no {what}"
+                )
+        self._check_sizes()
+        self._check_dtypes()
+        self._check_hidden_size()
+
+    def _check_sizes(self) -> None:
+        for field in (
+            "hidden_size",
+            "top_k",
+            "n_experts",
+            "max_tokens_per_rank",
+            "n_gpus_per_node",
+            "n_nodes",
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field}={value!r} must be an integer >= 1")
+        if self.top_k > MAX_TOP_K:
+            raise ValueError(
+                f"top_k={self.top_k} is above {MAX_TOP_K}, the most a token "
+                "may have"
+            )
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"top_k={self.top_k} is above n_experts={self.n_experts}: a "
+                "token's experts are distinct"
+            )
+        if self.n_ranks > MAX_RANKS:
+            raise ValueError(
+                f"n_gpus_per_node * n_nodes = {self.n_ranks} ranks, at most "
+                f"{MAX_RANKS} are supported"
+            )
+        if not -1 <= self.node_id < self.n_nodes:
+            raise ValueError(
+                f"node_id={self.node_id} must be in [0, n_nodes={self.n_nodes}),"
+                " or -1"
+            )
+        if not 0 < self.timeout_s <= 24 * 3600:
+            raise ValueError(
+                f"timeout_s={self.timeout_s} must be above 0 and at most a day"
+            )
+
+    def _check_dtypes(self) -> None:
+        if self.combine_dtype not in _PLAIN_DTYPES:
+            raise ValueError(
+                f"combine_dtype={self.combine_dtype} must be bfloat16 or float32"
+            )
+        quant = self.dispatch_quant_config
+        if self.dispatch_dtype in _PLAIN_DTYPES:
+            if quant is not None:
+                raise ValueError(
+                    f"dispatch_quant_config given with dispatch_dtype="
+                    f"{self.dispatch_dtype}; pass None, or dispatch_dtype="
+                    "float8_e4m3fn"
+                )
+            return
+        if self.dispatch_dtype != DType.float8_e4m3fn:
+            raise ValueError(
+                f"dispatch_dtype={self.dispatch_dtype} must be bfloat16, "
+                "float32 or float8_e4m3fn"
+            )
+        if quant is None:
+            raise ValueError(
+                "dispatch_dtype=float8_e4m3fn needs a dispatch_quant_config: "
+                "max_ep.blockwise_fp8_quant_config() makes the supported one"
+            )
+        if (
+            quant.format != QuantFormat.BLOCKSCALED_FP8
+            or quant.input_scale.block_size != (1, FP8_BLOCK)
+            or quant.input_scale.dtype != DType.float32
+        ):
+            raise ValueError(
+                f"dispatch_quant_config has format {quant.format}, scales of "
+                f"{quant.input_scale.dtype} for blocks of "
+                f"{quant.input_scale.block_size}; supported is "
+                f"{QuantFormat.BLOCKSCALED_FP8} with float32 scales for blocks "
+                f"of (1, {FP8_BLOCK})"
+            )
+
+    def _check_hidden_size(self) -> None:
+        if self.is_quantized and self.hidden_size % FP8_BLOCK != 0:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of "
+                f"{FP8_BLOCK} for FP8 dispatch; pad it"
+            )
+        for field in ("dispatch_dtype", "combine_dtype"):
+            element_bytes = getattr(self, field).size_in_bytes
+            if self.hidden_size * element_bytes % TOKEN_ALIGN_BYTES != 0:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} of {getattr(self, field)} "
+                    f"({field}) is {self.hidden_size * element_bytes} bytes, "
+                    f"which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
+                    f"to a multiple of {TOKEN_ALIGN_BYTES // element_bytes}"
+                )
+
+    # ------------------------------------------------------------ derived facts
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks of the group."""
+        return self.n_gpus_per_node * self.n_nodes
+
+    @property
+    def n_local_experts(self) -> int:
+        """Experts each rank has room for: ``n_experts / n_ranks``, rounded up.
+
+        The last ranks hold fewer if the ranks do not divide the experts.
+        """
+        return math.ceil(self.n_experts / self.n_ranks)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether dispatch quantizes."""
+        return self.dispatch_dtype == DType.float8_e4m3fn
+
+    @property
+    def token_format(self) -> str:
+        """Name of the wire format, as ``layout_query.mojo`` takes it."""
+        return {
+            DType.bfloat16: "bfloat16",
+            DType.float32: "float32",
+            DType.float8_e4m3fn: "blockwise_fp8",
+        }[self.dispatch_dtype]
+
+    @property
+    def output_dtype(self) -> DType:
+        """Dtype of dispatched rows.
+
+        ``dispatch_dtype``, but uint8 for FP8 on CPU: MAX has no float8 tensors
+        there, so the rows carry the bits.
+        """
+        if self.is_quantized and self.target == "cpu":
+            return DType.uint8
+        return self.dispatch_dtype
+
+    @property
+    def runs_ranks_in_turn(self) -> bool:
+        """Whether ranks of one process run one after another (CPU)."""
+        return self.target == "cpu" and self.n_gpus_per_node > 1
+
+    def device(self, device_id: int) -> DeviceRef:
+        """Returns where the tensors of a local rank live.
+
+        Args:
+            device_id: Local rank, ``[0, n_gpus_per_node)``.
+        """
+        if not 0 <= device_id < self.n_gpus_per_node:
+            raise ValueError(
+                f"device_id={device_id} must be in [0, n_gpus_per_node="
+                f"{self.n_gpus_per_node})"
+            )
+        return DeviceRef.CPU() if self.target == "cpu" else DeviceRef.GPU(device_id)
+
+    def sizes(self) -> RegionSizes:
+        """Returns the sizes of one rank's memory, as Mojo lays it out."""
+        return region_sizes(
+            self.token_format,
+            self.combine_dtype.size_in_bytes,
+            self.hidden_size,
+            self.n_experts,
+            self.n_ranks,
+            self.max_tokens_per_rank,
+            self.top_k,
+        )
+
+    def get_max_recv_tokens(self) -> int:
+        """Returns the most rows one rank can receive.
+
+        Every token of every rank, once for each local expert it can have.
+        """
+        return (
+            self.n_ranks
+            * self.max_tokens_per_rank
+            * min(self.top_k, self.n_local_experts)
+        )
+
+    def estimate_memory_usage(self) -> int:
+        """Returns the bytes of one rank's symmetric region.
+
+        MAX's method of this name answers for one of two buffer groups; this is
+        the whole.
+        """
+        return self.sizes().region_bytes
+
+
+def blockwise_fp8_quant_config() -> QuantConfig:
+    """Returns the ``dispatch_quant_config`` of blockwise FP8 dispatch."""
+    from max.nn.quant_config import (
+        InputScaleSpec,
+        ScaleGranularity,
+        ScaleOrigin,
+        WeightScaleSpec,
+    )
+
+    return QuantConfig(
+        input_scale=InputScaleSpec(
+            granularity=ScaleGranularity.BLOCK,
+            origin=ScaleOrigin.DYNAMIC,
+            dtype=DType.float32,
+            block_size=(1, FP8_BLOCK),
+        ),
+        weight_scale=WeightScaleSpec(
+            granularity=ScaleGranularity.BLOCK,
+            dtype=DType.float32,
+            block_size=(FP8_BLOCK, FP8_BLOCK),
+        ),
+        mlp_quantized_layers=set(),
+        attn_quantized_layers=set(),
+        format=QuantFormat.BLOCKSCALED_FP8,
+    )
+
+
+def estimate_ep_memory_usage(
+    *,
+    hidden_size: int,
+    dispatch_dtype: DType,
+    combine_dtype: DType,
+    max_tokens_per_rank: int,
+    n_experts: int,
+    n_nodes: int,
+    n_gpus_per_node: int,
+    top_k: int,
+    use_allreduce: bool = False,
+    dispatch_element_dtype: DType | None = None,
+) -> int:
+    """Returns the bytes of one rank's symmetric region.
+
+    The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
+    ``use_allreduce`` and ``dispatch_element_dtype`` must have their defaults.
+    ``max-ep plan`` prints the parts, beside what MAX's EP would take.
+    """
+    if dispatch_element_dtype is not None:
+        raise ValueError(
+            f"dispatch_element_dtype={dispatch_element_dtype} is for packed "
+            "dtypes, which max_ep does not send"
+        )
+    quantized = dispatch_dtype == DType.float8_e4m3fn
+    return EPConfig(
+        dispatch_dtype=dispatch_dtype,
+        combine_dtype=combine_dtype,
+        hidden_size=hidden_size,
+        top_k=top_k,
+        n_experts=n_experts,
+        max_tokens_per_rank=max_tokens_per_rank,
+        n_gpus_per_node=n_gpus_per_node,
+        n_nodes=n_nodes,
+        use_allreduce=use_allreduce,
+        dispatch_quant_config=blockwise_fp8_quant_config() if quantized else None,
+        target="cpu",
+    ).estimate_memory_usage()

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the Mojo sources, precompiles them once, and runs Mojo programs.
+
+A checkout holds the sources in ``mojo/``; the wheel carries the same folder as
+``max_ep/_mojo``. Precompiled packages are kept in a cache folder under the
+hash of the sources and the compiler's version, so that MAX's own compile
+cache, which goes by path, hits as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from max.graph import Graph
+from mojo.run import subprocess_run_mojo
+
+_COMPILE_TIMEOUT_S = 300
+
+
+@functools.cache
+def mojo_dir() -> Path:
+    """Returns the folder that holds the Mojo package ``max_ep``."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "_mojo", here.parent / "mojo"):
+        if (folder / "max_ep" / "__init__.mojo").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"max_ep: no Mojo sources beside {here}; reinstall the package"
+    )
+
+
+def cache_dir() -> Path:
+    """Returns where precompiled packages are kept.
+
+    ``MAX_EP_CACHE_DIR`` if set, else ``max_ep`` in the user's cache folder.
+    """
+    if "MAX_EP_CACHE_DIR" in os.environ:
+        return Path(os.environ["MAX_EP_CACHE_DIR"])
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "max_ep"
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Returns a name for the state of sources and compiler."""
+    digest = hashlib.sha256(metadata.version("mojo-compiler").encode())
+    for source in sorted(mojo_dir().rglob("*.mojo")):
+        digest.update(str(source.relative_to(mojo_dir())).encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run_mojo(*args: str) -> str:
+    """Runs the bundled ``mojo`` in the sources' folder.
+
+    Args:
+        args: Its arguments; relative paths count from :func:`mojo_dir`.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        RuntimeError: If it fails; carries what it said.
+    """
+    done = subprocess_run_mojo(
+        list(args),
+        cwd=mojo_dir(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=_COMPILE_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"max_ep: mojo {' '.join(args)} failed:\n{done.stderr}"
+        )
+    return done.stdout
+
+
+@functools.cache
+def extension_path(package: str = "max_ep") -> Path:
+    """Returns a precompiled Mojo package for ``custom_extensions``.
+
+    Builders of this library load it into the graph by themselves; pass it to
+    ``Graph(custom_extensions=[...])`` when you call the ops by name.
+
+    Args:
+        package: Folder below :func:`mojo_dir`.
+
+    Returns:
+        Path of a ``.mojoc`` file. The first call on a machine compiles it,
+        which takes seconds.
+    """
+    target = cache_dir() / sources_hash() / f"{package}.mojoc"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A file of another name cannot be loaded, so the folder is temporary.
+        with tempfile.TemporaryDirectory(dir=target.parent) as build:
+            built = Path(build) / target.name
+            # -I: one package may import another. A relative input keeps
+            # machine paths out of the bytes.
+            run_mojo("precompile", package, "-I", ".", "-o", str(built))
+            os.replace(built, target)
+    return target
+
+
+def load_ops(graph: Graph, package: str = "max_ep") -> None:
+    """Makes the ops of a package known to a graph, once.
+
+    Args:
+        graph: The graph under construction.
+        package: Folder below :func:`mojo_dir`.
+    """
+    path = extension_path(package)
+    if path not in graph.kernel_libraries_paths:
+        graph._import_kernels([path])

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EPCommInitializer: allocates each rank's symmetric memory, and frees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from max.driver import Buffer
+from max.dtype import DType
+from max.engine import InferenceSession, Model
+from max.graph import BufferType, DeviceRef, Graph, TensorType
+
+from .config import NUM_GROUPS, EPConfig
+from .kernels import call_ep_init
+from .symmetric_memory import LocalMemory, SharedMemory
+
+GROUP_VARIABLE = "MAX_EP_GROUP"
+"""Environment variable that names the group (set by :func:`max_ep.launch`)."""
+
+NODE_VARIABLE = "MAX_EP_NODE_ID"
+"""Environment variable that gives ``node_id`` (set by :func:`max_ep.launch`)."""
+
+_SEND, _RECV, _COUNTS = range(3)
+
+
+class EPCommInitializer:
+    """Allocates the memory of this process's ranks and joins the group.
+
+    Use it as a context manager, or call :meth:`close`; the memory is also
+    freed when the process ends, in whatever way.
+
+    Example:
+        >>> with EPCommInitializer(config) as comm:
+        ...     comm.ep_init(session)
+        ...     model.execute(*inputs, *comm.model_inputs())
+    """
+
+    def __init__(self, config: EPConfig, group: str | None = None) -> None:
+        """Notes what to allocate; :meth:`ep_init` does it.
+
+        Args:
+            config: The group. With ``n_nodes > 1``, ``node_id`` may be -1 and
+                is then taken from the environment.
+            group: Name of the group, if ``n_nodes > 1``; None: taken from the
+                environment.
+        """
+        self.config = config
+        self._group = group
+        self._memory: LocalMemory | SharedMemory | None = None
+        self._model: Model | None = None
+        self._regions: list[int] = []
+        self._counters: list[list[Buffer]] = []
+        self._pointers: np.ndarray | None = None
+
+    def __enter__(self) -> EPCommInitializer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ep_init(self, session: InferenceSession) -> None:
+        """Allocates the memory, waits for the other processes and joins them.
+
+        Args:
+            session: Compiles and runs the set-up graph.
+
+        Raises:
+            MemoryError: If the memory is not to be had.
+            TimeoutError: If a process of the group does not come in time.
+            ValueError: If a process has another configuration.
+            RuntimeError: If called twice.
+        """
+        if self._memory is not None:
+            raise RuntimeError(
+                "EPCommInitializer.ep_init was called before; close() first"
+            )
+        config = self.config
+        if config.node_id < 0:
+            config.node_id = self._find_node_id()
+        sizes = config.sizes()
+        if self._model is None:
+            self._model = session.load(_setup_graph(config))
+        self._memory = self._allocate(sizes.region_bytes)
+        try:
+            self._regions = self._memory.local_addresses()
+            self._counters = [
+                [
+                    Buffer.from_numpy(np.zeros(sizes.counters_words, np.int32))
+                    for _ in range(config.n_gpus_per_node)
+                ]
+                for _ in range(NUM_GROUPS)
+            ]
+            offsets = self._prepare_ranks()
+            regions = self._memory.connect(config.timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        # [group][send, recv, counts][rank]
+        self._pointers = offsets[:, :, None] + np.array(regions, np.uint64)
+
+    def _find_node_id(self) -> int:
+        if self.config.n_nodes == 1:
+            return 0
+        if NODE_VARIABLE not in os.environ:
+            raise ValueError(
+                f"EPConfig.node_id is -1 with n_nodes={self.config.n_nodes}; pass "
+                f"the number of this process, or set {NODE_VARIABLE} "
+                "(max_ep.launch does)"
+            )
+        return int(os.environ[NODE_VARIABLE])
+
+    def _allocate(self, region_bytes: int) -> LocalMemory | SharedMemory:
+        config = self.config
+        if config.n_nodes == 1:
+            return LocalMemory(config.n_gpus_per_node, region_bytes)
+        group = self._group or os.environ.get(GROUP_VARIABLE)
+        if not group:
+            raise ValueError(
+                f"n_nodes={config.n_nodes} processes need the name of their "
+                f"group: pass EPCommInitializer(config, group=...), or set "
+                f"{GROUP_VARIABLE} (max_ep.launch does)"
+            )
+        fingerprint = ", ".join(
+            f"{field}={getattr(config, field)}"
+            for field in (
+                "token_format",
+                "combine_dtype",
+                "hidden_size",
+                "top_k",
+                "n_experts",
+                "max_tokens_per_rank",
+                "n_gpus_per_node",
+                "n_nodes",
+                "protocol",
+                "fp8_power_of_two_scales",
+            )
+        )
+        return SharedMemory(
+            group,
+            config.node_id,
+            config.n_nodes,
+            config.n_gpus_per_node,
+            region_bytes,
+            fingerprint,
+        )
+
+    def _prepare_ranks(self) -> np.ndarray:
+        """Runs ``max_ep.init`` on every local rank.
+
+        Returns:
+            ``[NUM_GROUPS, 3]`` uint64: offsets of the buffers in a region.
+        """
+        assert self._model is not None
+        config, sizes = self.config, self.config.sizes()
+        # Ranks of one process send before any of them waits, so a wait that is
+        # not met at once never will be.
+        timeout_ms = 0 if config.n_nodes == 1 else int(config.timeout_s * 1000)
+        offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
+        for device_id, region in enumerate(self._regions):
+            setup = [
+                region,
+                config.node_id * config.n_gpus_per_node + device_id,
+                timeout_ms,
+                config.n_experts,
+                config.n_ranks,
+                config.max_tokens_per_rank,
+                config.top_k,
+                sizes.dispatch_msg_bytes,
+                sizes.combine_msg_bytes,
+            ]
+            device_ptrs, _ = self._model.execute(
+                *(group[device_id] for group in self._counters),
+                np.array(setup, np.int64),
+            )
+            offsets = device_ptrs.to_numpy() - np.uint64(region)
+        return offsets
+
+    def model_inputs(self) -> list[Buffer]:
+        """Returns the EP inputs of the graph.
+
+        Returns:
+            Buffers in the order of :meth:`EPBatchManager.input_types`.
+
+        Raises:
+            RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
+        """
+        if self._pointers is None:
+            raise RuntimeError(
+                "EPCommInitializer has no memory: call ep_init(session) first "
+                "(and do not close() before the last run)"
+            )
+        return [buffer for group in self._counters for buffer in group] + [
+            Buffer.from_numpy(self._pointers[group, kind])
+            for kind in (_SEND, _RECV, _COUNTS)
+            for group in range(NUM_GROUPS)
+        ]
+
+    def reset(self) -> None:
+        """Puts all ranks back before generation 1, after a run that failed.
+
+        An error in one op ends a run half-way: some ranks have sent, others
+        have not. This makes the memory usable again. No run may be going on.
+
+        Raises:
+            RuntimeError: If the ranks are in several processes: what the
+                others have done cannot be undone from here.
+        """
+        if self.config.n_nodes > 1:
+            raise RuntimeError(
+                "EPCommInitializer.reset works where all ranks are in one "
+                f"process; with n_nodes={self.config.n_nodes} close() and "
+                "ep_init() in every process"
+            )
+        if self._pointers is None:
+            raise RuntimeError("EPCommInitializer.reset before ep_init")
+        self._prepare_ranks()
+
+    def set_eplb_placement(
+        self, log2phy: Sequence[Buffer], logcnt: Sequence[Buffer]
+    ) -> None:
+        """Exists in MAX's class; expert load balancing is not supported."""
+        raise ValueError("max_ep has no expert load balancing (EPLB)")
+
+    def close(self) -> None:
+        """Frees the memory; graphs that still hold its addresses raise."""
+        if self._pointers is not None:
+            # The graph's inputs share this array: an op that finds address 0
+            # raises instead of following it.
+            self._pointers[:] = 0
+            self._pointers = None
+        self._counters = []
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def _setup_graph(config: EPConfig) -> Graph:
+    """Builds the graph that runs ``max_ep.init`` for one rank."""
+    cpu = DeviceRef.CPU()
+    # The number of counters is left open: one compiled graph serves all sizes.
+    counters = BufferType(DType.int32, ["counters_words"], cpu)
+    setup = TensorType(DType.int64, [config.sizes().setup_words], cpu)
+    with Graph("max_ep_init", input_types=[counters, counters, setup]) as graph:
+        group_0, group_1, words = graph.inputs
+        graph.output(
+            *call_ep_init(group_0.buffer, group_1.buffer, config, setup=words.tensor)
+        )
+    return graph
+
+

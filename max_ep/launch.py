@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts one process a node on this machine and watches over them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .initializer import GROUP_VARIABLE, NODE_VARIABLE
+from .symmetric_memory import unlink_group
+
+_GRACE_S = 5.0
+
+
+class LaunchError(RuntimeError):
+    """Some processes of a group failed; says which and how.
+
+    Attributes:
+        failures: What each failed node said, by ``node_id``.
+    """
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__(
+            "\n".join(f"node {node}: {text}" for node, text in failures.items())
+        )
+
+
+def _child(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    node_id: int,
+    group: str,
+    results: multiprocessing.connection.Connection,
+) -> None:
+    os.environ[GROUP_VARIABLE] = group
+    os.environ[NODE_VARIABLE] = str(node_id)
+    try:
+        answer = pickle.dumps((True, function(node_id, *args)))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    results.send_bytes(answer)
+    results.close()
+
+
+def launch(
+    function: Callable[..., Any],
+    n_nodes: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout_s: float = 600.0,
+) -> list[Any]:
+    """Runs ``function(node_id, *args)`` in ``n_nodes`` processes.
+
+    The processes form a group: an ``EPCommInitializer`` in each finds its
+    peers by itself. They are spawned (a fork of a process that has used MAX
+    hangs), so ``function`` must be importable and ``args`` picklable.
+
+    Args:
+        function: What each process does.
+        n_nodes: How many processes.
+        args: Further arguments.
+        timeout_s: After this long the processes are killed.
+
+    Returns:
+        The results, in the order of ``node_id``.
+
+    Raises:
+        LaunchError: If a process raised, was killed, or took too long. The
+            others are given time to notice (their waits are bounded), then
+            killed; nothing of the group stays in shared memory.
+    """
+    context = multiprocessing.get_context("spawn")
+    group = uuid.uuid4().hex[:16]
+    processes, pipes = [], []
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        for node_id in range(n_nodes):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_child,
+                args=(function, args, node_id, group, sender),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        waiting = dict(enumerate(pipes))
+        while waiting:
+            ready = multiprocessing.connection.wait(
+                list(waiting.values()), max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                for node_id in waiting:
+                    failures[node_id] = f"no result after {timeout_s} s; killed"
+                break
+            for node_id, pipe in list(waiting.items()):
+                if pipe in ready:
+                    del waiting[node_id]
+                    _collect(node_id, pipe, processes[node_id], results, failures)
+    finally:
+        for process in processes:
+            process.join(_GRACE_S if not failures else 0.1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        unlink_group(group, n_nodes)
+    if failures:
+        raise LaunchError(dict(sorted(failures.items())))
+    return [results[node_id] for node_id in range(n_nodes)]
+
+
+def _collect(
+    node_id: int,
+    pipe: multiprocessing.connection.Connection,
+    process: multiprocessing.process.BaseProcess,
+    results: dict[int, Any],
+    failures: dict[int, str],
+) -> None:
+    """Takes a process's answer, or notes how it ended without one."""
+    try:
+        succeeded, answer = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join(_GRACE_S)
+        failures[node_id] = f"died without a result (exit code {process.exitcode})"
+        return
+    (results if succeeded else failures)[node_id] = answer

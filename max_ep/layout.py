@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks Mojo for sizes; the formulas live in ``layout.mojo`` alone.
+
+``layout_query.mojo`` is run once per configuration; the answers are kept
+beside the precompiled package, under the hash of the sources.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from dataclasses import dataclass, fields
+
+from .extension import cache_dir, run_mojo, sources_hash
+
+
+@dataclass(frozen=True)
+class RegionSizes:
+    """Sizes of one rank's memory, in bytes unless the name says otherwise."""
+
+    counters_words: int  # int32 words of EPLocalSyncCounters
+    setup_words: int  # int64 words that max_ep.init takes
+    n_local_experts: int
+    dispatch_msg_bytes: int
+    combine_msg_bytes: int
+    dispatch_send_bytes: int
+    dispatch_recv_bytes: int
+    dispatch_counts_bytes: int
+    combine_recv_bytes: int
+    combine_counts_bytes: int
+    region_bytes: int
+
+
+@functools.cache
+def region_sizes(
+    token_format: str,
+    combine_element_bytes: int,
+    hidden_size: int,
+    n_experts: int,
+    n_ranks: int,
+    max_tokens_per_rank: int,
+    top_k: int,
+) -> RegionSizes:
+    """Returns the sizes of ``expert_slots`` for a configuration.
+
+    Args:
+        token_format: ``"bfloat16"``, ``"float32"`` or ``"blockwise_fp8"``.
+        combine_element_bytes: Bytes of an element of the combine dtype.
+        hidden_size: Elements of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        top_k: Experts of a token.
+    """
+    question = [token_format] + [
+        str(n)
+        for n in (
+            combine_element_bytes,
+            hidden_size,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            top_k,
+        )
+    ]
+    folder = cache_dir() / sources_hash()
+    answer = folder / ("layout-" + "-".join(question) + ".json")
+    if answer.is_file():
+        sizes = json.loads(answer.read_text())
+    else:
+        printed = run_mojo("run", "-I", ".", "layout_query.mojo", *question)
+        lines = (line.split() for line in printed.splitlines())
+        sizes = {name: int(value) for name, value in lines}
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, delete=False
+        ) as written:
+            json.dump(sizes, written)
+        os.replace(written.name, answer)
+    return RegionSizes(**{f.name: sizes[f.name] for f in fields(RegionSizes)})

@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EPBatchManager: EP ops of one graph, in an order that can run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from max.dtype import DType
+from max.graph import (
+    BufferType,
+    BufferValue,
+    DeviceRef,
+    Dim,
+    TensorType,
+    TensorValue,
+    Value,
+    ops,
+)
+
+from .config import NUM_GROUPS, EPConfig
+from .kernels import (
+    call_distributed_ep_combine,
+    call_distributed_ep_dispatch,
+    call_ep_combine,
+    call_ep_combine_async,
+    call_ep_combine_wait,
+    call_ep_dispatch,
+    call_ep_dispatch_async,
+    call_ep_dispatch_wait,
+    refuse_if_in_turn,
+)
+
+_DISPATCH, _COMBINE = range(NUM_GROUPS)
+
+
+@dataclass
+class EPCommBuffers:
+    """The graph values of one group's buffers, to hand on as one thing."""
+
+    atomic_counters: list[list[BufferValue]]
+    """Counters, ``[NUM_GROUPS][n_gpus_per_node]``."""
+    send_buf_ptrs: list[TensorValue]
+    """Send buffers, ``[NUM_GROUPS]`` tensors of ``[n_ranks]`` uint64."""
+    recv_buf_ptrs: list[TensorValue]
+    """Receive buffers, likewise."""
+    recv_count_ptrs: list[TensorValue]
+    """Counts, likewise."""
+
+
+class _Turns:
+    """Watches that every wait follows its sends, while a graph is built."""
+
+    def __init__(self, phase: str, n_local_ranks: int, in_turn: bool) -> None:
+        self._phase = phase
+        self._in_turn = in_turn
+        self._sent = [0] * n_local_ranks
+        self._waited = [0] * n_local_ranks
+
+    def send(self, device_id: int) -> None:
+        unread = [
+            rank
+            for rank in self._others(device_id)
+            if self._waited[rank] < self._sent[device_id]
+        ]
+        if unread:
+            raise ValueError(
+                f"ep_{self._phase}_async on device {device_id} again, before "
+                f"ep_{self._phase}_wait on devices {unread}: the buffers still "
+                "hold what was sent last. Wait on every device first, or use a "
+                "second EPBatchManager with buffers of its own"
+            )
+        self._sent[device_id] += 1
+
+    def wait(self, device_id: int) -> None:
+        if self._sent[device_id] <= self._waited[device_id]:
+            raise ValueError(
+                f"ep_{self._phase}_wait on device {device_id} without "
+                f"ep_{self._phase}_async before it; call that first"
+            )
+        late = [
+            rank
+            for rank in self._others(device_id)
+            if self._sent[rank] <= self._waited[device_id]
+        ]
+        if late:
+            raise ValueError(
+                f"ep_{self._phase}_wait on device {device_id} before "
+                f"ep_{self._phase}_async on devices {late}: the ranks of this "
+                "process run one after another, so their sends would never "
+                f"come. Call ep_{self._phase}_async of every device first"
+            )
+        self._waited[device_id] += 1
+
+    def _others(self, device_id: int) -> Iterable[int]:
+        return range(len(self._sent)) if self._in_turn else [device_id]
+
+
+class EPBatchManager:
+    """Builds the dispatch and combine ops of a graph.
+
+    The surface of ``max.nn.comm.ep.EPBatchManager``: declare
+    :meth:`input_types` as the graph's last inputs, hand their values to
+    :meth:`fetch_buffers`, then dispatch and combine. All EP ops of a graph on
+    CPU run in the order in which they are built.
+    """
+
+    def __init__(self, config: EPConfig) -> None:
+        """Notes the group.
+
+        Args:
+            config: The group.
+        """
+        self.config = config
+        self._buffers: EPCommBuffers | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Forgets what was built before: a new graph begins."""
+        n, in_turn = self.config.n_gpus_per_node, self.config.runs_ranks_in_turn
+        self._turns = [_Turns("dispatch", n, in_turn), _Turns("combine", n, in_turn)]
+        self._src_info: dict[int, TensorValue] = {}
+        self._num_tokens: dict[int, Dim] = {}
+
+    # ------------------------------------------------------------------- buffers
+
+    def input_tree(
+        self,
+    ) -> OrderedDict[str, tuple[TensorType | BufferType, ...]]:
+        """Names the EP inputs of the graph, in the order it declares them.
+
+        Returns:
+            ``atomic_counters``: ``[NUM_GROUPS][n_gpus_per_node]`` buffers, flat;
+            ``send_buf_ptrs``, ``recv_buf_ptrs``, ``recv_count_ptrs``: one host
+            tensor ``[n_ranks]`` a group.
+        """
+        config = self.config
+        counters = tuple(
+            BufferType(
+                DType.int32, [config.sizes().counters_words], config.device(i)
+            )
+            for _ in range(NUM_GROUPS)
+            for i in range(config.n_gpus_per_node)
+        )
+        pointers = (
+            TensorType(DType.uint64, [config.n_ranks], DeviceRef.CPU()),
+        ) * NUM_GROUPS
+        return OrderedDict(
+            atomic_counters=counters,
+            send_buf_ptrs=pointers,
+            recv_buf_ptrs=pointers,
+            recv_count_ptrs=pointers,
+        )
+
+    def input_types(self) -> list[TensorType | BufferType]:
+        """Returns the types of the EP inputs, to be declared by the graph."""
+        return [t for types in self.input_tree().values() for t in types]
+
+    def comm_buffers(self, input_vals: Iterable[Value[Any]]) -> EPCommBuffers:
+        """Fetches the buffers and returns them as one value.
+
+        Args:
+            input_vals: The inputs declared by :meth:`input_types`, in order.
+        """
+        values = list(input_vals)
+        wanted = self.input_types()
+        if len(values) != len(wanted):
+            raise ValueError(
+                f"fetch_buffers got {len(values)} values, input_types() declares "
+                f"{len(wanted)}; pass exactly the graph inputs of those types"
+            )
+        n = NUM_GROUPS * self.config.n_gpus_per_node
+        for i, value in enumerate(values):
+            expected = BufferValue if i < n else TensorValue
+            if not isinstance(value, expected):
+                raise TypeError(
+                    f"EP input {i} is a {type(value).__name__}, it must be a "
+                    f"{expected.__name__}; pass the graph inputs in the order "
+                    "of input_types()"
+                )
+        per_group = self.config.n_gpus_per_node
+        counters = [values[i : i + per_group] for i in range(0, n, per_group)]
+        send, recv, counts = (
+            values[i : i + NUM_GROUPS] for i in range(n, len(values), NUM_GROUPS)
+        )
+        self._buffers = EPCommBuffers(counters, send, recv, counts)
+        self._start()
+        return self._buffers
+
+    def fetch_buffers(self, _input_vals: Iterable[Value[Any]]) -> None:
+        """Takes the buffers from the graph's inputs.
+
+        Args:
+            _input_vals: The inputs declared by :meth:`input_types`, in order.
+        """
+        self.comm_buffers(_input_vals)
+
+    def bind_comm_buffers(self, comm: EPCommBuffers) -> None:
+        """Uses buffers that were handed on, as inside a subgraph.
+
+        Args:
+            comm: From :meth:`comm_buffers`, as values of the current graph.
+        """
+        self._buffers = comm
+        self._start()
+
+    def _fetched(self) -> EPCommBuffers:
+        if self._buffers is None:
+            raise ValueError(
+                "EPBatchManager has no buffers yet: declare input_types() as "
+                "inputs of the graph and pass their values to fetch_buffers()"
+            )
+        return self._buffers
+
+    @property
+    def atomic_counters(self) -> list[list[BufferValue]]:
+        """Counters, ``[NUM_GROUPS][n_gpus_per_node]``."""
+        return self._fetched().atomic_counters
+
+    @property
+    def send_buf_ptrs(self) -> list[TensorValue]:
+        """Send buffers, one tensor a group."""
+        return self._fetched().send_buf_ptrs
+
+    @property
+    def recv_buf_ptrs(self) -> list[TensorValue]:
+        """Receive buffers, one tensor a group."""
+        return self._fetched().recv_buf_ptrs
+
+    @property
+    def recv_count_ptrs(self) -> list[TensorValue]:
+        """Counts, one tensor a group."""
+        return self._fetched().recv_count_ptrs
+
+    def _counter(self, device_id: int) -> BufferValue:
+        self.config.device(device_id)  # raises if there is no such rank
+        # As in MAX, both phases of a rank share the counters of group 0:
+        # combine needs what dispatch noted there.
+        return self.atomic_counters[_DISPATCH][device_id]
+
+    def _pointers(self, group: int) -> tuple[TensorValue, TensorValue, TensorValue]:
+        return (
+            self.send_buf_ptrs[group],
+            self.recv_buf_ptrs[group],
+            self.recv_count_ptrs[group],
+        )
+
+    # ------------------------------------------------------------------ dispatch
+
+    def ep_dispatch_async(
+        self,
+        input_tokens: TensorValue,
+        topk_ids: TensorValue,
+        device_id: int,
+        input_scales: TensorValue | None = None,
+    ) -> None:
+        """Starts sending a rank's tokens to their experts.
+
+        Args:
+            input_tokens: ``[n_tokens, hidden_size]``, see
+                :func:`call_ep_dispatch_async`.
+            topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``.
+            device_id: The local rank, ``[0, n_gpus_per_node)``.
+            input_scales: ``[1]`` or ``[n_experts]`` float32 factors, or None.
+        """
+        counter = self._counter(device_id)
+        call_ep_dispatch_async(
+            input_tokens,
+            topk_ids,
+            counter,
+            *self._pointers(_DISPATCH),
+            self.config,
+            input_scales,
+        )
+        self._turns[_DISPATCH].send(device_id)
+        self._num_tokens[device_id] = input_tokens.shape[0]
+
+    def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
+        """Completes receiving.
+
+        Args:
+            device_id: The local rank.
+
+        Returns:
+            ``output_tokens``, for FP8 ``output_scales``, ``row_offsets``,
+            ``expert_ids`` (see :func:`call_ep_dispatch_wait`), and
+            ``expert_usage_stats`` ``[2]`` uint32 on the host: upper bounds of
+            the rows of one expert and of the experts with rows.
+        """
+        counter = self._counter(device_id)
+        self._turns[_DISPATCH].wait(device_id)
+        results = call_ep_dispatch_wait(
+            counter, *self._pointers(_DISPATCH)[1:], self.config
+        )
+        return self._keep_src_info(device_id, results)
+
+    def ep_dispatch(
+        self,
+        input_tokens: TensorValue,
+        topk_ids: TensorValue,
+        device_id: int,
+        input_scales: TensorValue | None = None,
+    ) -> tuple[TensorValue, ...]:
+        """Dispatches in one launch; all ranks must run at the same time.
+
+        Args and results are those of :meth:`ep_dispatch_async` and
+        :meth:`ep_dispatch_wait`.
+
+        Raises:
+            ValueError: If the ranks of this process run one after another.
+        """
+        refuse_if_in_turn(
+            self.config,
+            "ep_dispatch",
+            "ep_dispatch_all, or ep_dispatch_async and ep_dispatch_wait",
+        )
+        counter = self._counter(device_id)
+        results = call_ep_dispatch(
+            input_tokens,
+            topk_ids,
+            counter,
+            *self._pointers(_DISPATCH),
+            self.config,
+            input_scales,
+        )
+        self._turns[_DISPATCH].send(device_id)
+        self._turns[_DISPATCH].wait(device_id)
+        self._num_tokens[device_id] = input_tokens.shape[0]
+        return self._keep_src_info(device_id, results)
+
+    def ep_dispatch_all(
+        self,
+        input_tokens: Sequence[TensorValue],
+        topk_ids: Sequence[TensorValue],
+        device_ids: list[int],
+        input_scales: Sequence[TensorValue] | None = None,
+    ) -> list[tuple[TensorValue, ...]]:
+        """Dispatches on all local ranks.
+
+        Args:
+            input_tokens: Tokens of each rank.
+            topk_ids: Expert ids of each rank.
+            device_ids: The ranks, all of them.
+            input_scales: Input scales of each rank, or None.
+
+        Returns:
+            The results of :meth:`ep_dispatch_wait`, one tuple a rank.
+        """
+        self._check_all(device_ids, input_tokens=input_tokens, topk_ids=topk_ids)
+        results = call_distributed_ep_dispatch(
+            list(input_tokens),
+            list(topk_ids),
+            [self._counter(i) for i in device_ids],
+            *self._pointers(_DISPATCH),
+            self.config,
+            list(input_scales) if input_scales is not None else None,
+        )
+        self._pass_all(_DISPATCH, device_ids)
+        for device_id, tokens in zip(device_ids, input_tokens):
+            self._num_tokens[device_id] = tokens.shape[0]
+        return [self._keep_src_info(i, r) for i, r in zip(device_ids, results)]
+
+    def _keep_src_info(
+        self, device_id: int, results: tuple[TensorValue, ...]
+    ) -> tuple[TensorValue, ...]:
+        *outputs, src_info = results
+        self._src_info[device_id] = src_info
+        config = self.config
+        stats = np.array(
+            [config.n_ranks * config.max_tokens_per_rank, config.n_local_experts],
+            np.uint32,
+        )
+        return (*outputs, ops.constant(stats, DType.uint32, DeviceRef.CPU()))
+
+    # ------------------------------------------------------------------- combine
+
+    def ep_combine_async(self, input_tokens: TensorValue, device_id: int) -> None:
+        """Starts sending expert rows back to their tokens' ranks.
+
+        Args:
+            input_tokens: ``[max_recv_tokens, hidden_size]`` of
+                ``combine_dtype``, in the order of the rank's last dispatch.
+            device_id: The local rank.
+        """
+        counter = self._counter(device_id)
+        call_ep_combine_async(
+            input_tokens,
+            self._dispatched(device_id),
+            counter,
+            *self._pointers(_COMBINE),
+            self.config,
+        )
+        self._turns[_COMBINE].send(device_id)
+
+    def ep_combine_wait(
+        self, router_weight: TensorValue, device_id: int
+    ) -> TensorValue:
+        """Completes combine.
+
+        Args:
+            router_weight: ``[n_tokens, top_k]`` float32.
+            device_id: The local rank.
+
+        Returns:
+            ``[n_tokens, hidden_size]``, see :func:`call_ep_combine_wait`.
+        """
+        counter = self._counter(device_id)
+        self._turns[_COMBINE].wait(device_id)
+        return call_ep_combine_wait(
+            counter,
+            *self._pointers(_COMBINE)[1:],
+            self.config,
+            self._num_tokens[device_id],
+            router_weight,
+        )
+
+    def ep_combine(
+        self,
+        input_tokens: TensorValue,
+        router_weight: TensorValue,
+        device_id: int,
+        topk_ids: TensorValue | None = None,
+    ) -> TensorValue:
+        """Combines in one launch; all ranks must run at the same time.
+
+        Args and result are those of :meth:`ep_combine_async` and
+        :meth:`ep_combine_wait`; ``topk_ids`` is not read.
+
+        Raises:
+            ValueError: If the ranks of this process run one after another.
+        """
+        refuse_if_in_turn(
+            self.config,
+            "ep_combine",
+            "ep_combine_all, or ep_combine_async and ep_combine_wait",
+        )
+        counter = self._counter(device_id)
+        src_info = self._dispatched(device_id)
+        result = call_ep_combine(
+            input_tokens,
+            src_info,
+            counter,
+            *self._pointers(_COMBINE),
+            self.config,
+            self._num_tokens[device_id],
+            router_weight,
+        )
+        self._turns[_COMBINE].send(device_id)
+        self._turns[_COMBINE].wait(device_id)
+        return result
+
+    def ep_combine_all(
+        self,
+        input_tokens: Sequence[TensorValue],
+        router_weights: Sequence[TensorValue],
+        device_ids: list[int],
+    ) -> list[TensorValue]:
+        """Combines on all local ranks.
+
+        Args:
+            input_tokens: Expert rows of each rank.
+            router_weights: Router weights of each rank.
+            device_ids: The ranks, all of them.
+
+        Returns:
+            The results of :meth:`ep_combine_wait`, one a rank.
+        """
+        self._check_all(
+            device_ids, input_tokens=input_tokens, router_weights=router_weights
+        )
+        src_info = [self._dispatched(i) for i in device_ids]
+        results = call_distributed_ep_combine(
+            list(input_tokens),
+            src_info,
+            [self._counter(i) for i in device_ids],
+            *self._pointers(_COMBINE),
+            self.config,
+            [self._num_tokens[i] for i in device_ids],
+            list(router_weights),
+        )
+        self._pass_all(_COMBINE, device_ids)
+        return results
+
+    def _dispatched(self, device_id: int) -> TensorValue:
+        if device_id not in self._src_info:
+            raise ValueError(
+                f"combine on device {device_id} without a dispatch: it sends "
+                "back the rows of ep_dispatch_wait, ep_dispatch or "
+                "ep_dispatch_all; call one of them first"
+            )
+        return self._src_info[device_id]
+
+    def _check_all(
+        self, device_ids: list[int], **lists: Sequence[TensorValue]
+    ) -> None:
+        if sorted(device_ids) != list(range(self.config.n_gpus_per_node)):
+            raise ValueError(
+                f"device_ids={device_ids} must name all "
+                f"{self.config.n_gpus_per_node} ranks of this process"
+            )
+        for what, values in lists.items():
+            if len(values) != len(device_ids):
+                raise ValueError(
+                    f"{what} has {len(values)} tensors for {len(device_ids)} "
+                    "device_ids"
+                )
+
+    def _pass_all(self, group: int, device_ids: list[int]) -> None:
+        for device_id in device_ids:
+            self._turns[group].send(device_id)
+        for device_id in device_ids:
+            self._turns[group].wait(device_id)

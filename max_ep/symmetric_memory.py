@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric memory of CPU ranks: one region a rank, mapped by every peer.
+
+`LocalMemory` serves ranks of one process. `SharedMemory` serves one process a
+node through POSIX shared memory:
+
+* Each process creates one segment, named after group and node, prepares its
+  regions, and marks it ready; then it maps its peers' segments.
+* Once all peers have mapped it, a process removes its segment's *name*. From
+  then on nothing is left to clean up, however the processes end: the memory
+  goes with the last mapping.
+* A process that dies before leaves its name. The next group of that name sees
+  that the owner is dead and replaces it; a peer never maps a dead owner's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import _posixshmem  # CPython's own wrapper of shm_open, as in multiprocessing
+
+_PAGE = 4096
+_MAGIC = b"max_ep01"
+# Header of a segment: magic, length of the JSON that follows. Then, in the
+# last bytes of the page, one byte a node: "I have mapped this segment".
+_HEADER = struct.Struct("<8sI")
+_MAPPED_AT = _PAGE - 256
+_POLL_S = 0.002
+
+
+def _address(memory: mmap.mmap) -> int:
+    """Returns where a mapping stands in this process."""
+    anchor = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(anchor)
+    del anchor  # an exported buffer would keep the mapping from closing
+    return address
+
+
+class LocalMemory:
+    """Regions of ranks that share this process: one mapping a rank.
+
+    Pages are taken from the system when they are first written, so the size
+    is an upper bound of what is used.
+    """
+
+    def __init__(self, n_ranks: int, region_bytes: int) -> None:
+        """Maps the regions, zeroed.
+
+        Args:
+            n_ranks: Ranks of this process.
+            region_bytes: Bytes of one region.
+
+        Raises:
+            MemoryError: If the system refuses.
+        """
+        self._maps: list[mmap.mmap] = []
+        try:
+            for _ in range(n_ranks):
+                self._maps.append(mmap.mmap(-1, region_bytes))
+        except OSError as error:
+            self.close()
+            raise MemoryError(
+                f"max_ep: cannot map {n_ranks} regions of {region_bytes} bytes: "
+                f"{error.strerror}. Lower max_tokens_per_rank; `max-ep plan` "
+                "shows what each buffer takes"
+            ) from error
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of each local rank's region."""
+        return [_address(memory) for memory in self._maps]
+
+    def connect(self, timeout_s: float) -> list[int]:
+        """Returns the address of every rank's region; there is no peer.
+
+        Args:
+            timeout_s: Not needed here.
+        """
+        return self.local_addresses()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for memory in self._maps:
+            memory.close()
+        self._maps = []
+
+
+@dataclass
+class _Owner:
+    """Who made a segment, and for what."""
+
+    pid: int
+    started: str  # distinguishes a reused pid
+    fingerprint: str
+
+    @staticmethod
+    def myself(fingerprint: str) -> _Owner:
+        return _Owner(os.getpid(), _start_time(os.getpid()), fingerprint)
+
+    def is_alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return _start_time(self.pid) == self.started
+
+
+def _start_time(pid: int) -> str:
+    """Returns when a process started, "" where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            # The command, in brackets, may hold spaces; field 22 is the start.
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    # A zombie has ended, only its parent has not looked yet.
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _segment_name(group: str, node_id: int) -> str:
+    return f"/max_ep-{group}-{node_id}"
+
+
+def _unlink(name: str) -> None:
+    try:
+        _posixshmem.shm_unlink(name)
+    except FileNotFoundError:
+        pass
+
+
+def _read_owner(memory: mmap.mmap) -> _Owner | None:
+    """Returns the owner of a segment, None while it is not ready."""
+    magic, length = _HEADER.unpack_from(memory)
+    if magic != _MAGIC:
+        return None
+    start = _HEADER.size
+    return _Owner(**json.loads(bytes(memory[start : start + length])))
+
+
+def _open(name: str) -> mmap.mmap | None:
+    """Maps a segment, None if there is none of its full size."""
+    try:
+        handle = _posixshmem.shm_open(name, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        if os.fstat(handle).st_size < _PAGE:
+            return None  # just created, not sized yet
+        return mmap.mmap(handle, 0)
+    finally:
+        os.close(handle)
+
+
+class SharedMemory:
+    """Regions of one process a node, in POSIX shared memory."""
+
+    def __init__(
+        self,
+        group: str,
+        node_id: int,
+        n_nodes: int,
+        n_local_ranks: int,
+        region_bytes: int,
+        fingerprint: str,
+    ) -> None:
+        """Creates this process's segment, zeroed and not yet visible as ready.
+
+        Args:
+            group: Name of the group, the same in all its processes and in no
+                other group alive on this machine.
+            node_id: This process, ``[0, n_nodes)``.
+            n_nodes: Processes of the group.
+            n_local_ranks: Ranks a process drives.
+            region_bytes: Bytes of one region.
+            fingerprint: What all processes must agree on, as text.
+
+        Raises:
+            RuntimeError: If a living process already has this place.
+            MemoryError: If the shared-memory file system is too small.
+        """
+        if n_nodes > _PAGE - _MAPPED_AT:
+            raise ValueError(f"n_nodes={n_nodes} is above {_PAGE - _MAPPED_AT}")
+        self._group = group
+        self._node_id = node_id
+        self._n_nodes = n_nodes
+        self._n_local_ranks = n_local_ranks
+        self._region_bytes = region_bytes
+        self._owner = _Owner.myself(fingerprint)
+        self._name = _segment_name(group, node_id)
+        self._is_named = False
+        self._mine: mmap.mmap | None = None
+        self._peers: dict[int, mmap.mmap] = {}
+        self._create(_PAGE + n_local_ranks * region_bytes)
+
+    def _create(self, n_bytes: int) -> None:
+        stale = _open(self._name)
+        if stale is not None:
+            owner = _read_owner(stale)
+            stale.close()
+            if owner is not None and owner.is_alive():
+                raise RuntimeError(
+                    f"max_ep: node {self._node_id} of group {self._group!r} is "
+                    f"already taken by process {owner.pid}; give each group a "
+                    "name of its own and each process its own node_id"
+                )
+        _unlink(self._name)
+        handle = _posixshmem.shm_open(
+            self._name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600
+        )
+        self._is_named = True
+        try:
+            # Taken now: a full file system must fail here with an error, not
+            # later with a SIGBUS in a kernel.
+            os.posix_fallocate(handle, 0, n_bytes)
+            self._mine = mmap.mmap(handle, n_bytes)
+        except OSError as error:
+            self.close()
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise MemoryError(
+                f"max_ep: no room for {n_bytes} bytes of shared memory for node "
+                f"{self._node_id} ({shared_memory_free()} bytes are free). "
+                "Enlarge it (`mount -o remount,size=...` on /dev/shm, "
+                "`docker run --shm-size=...`) or lower max_tokens_per_rank; "
+                "`max-ep plan` shows what each buffer takes"
+            ) from error
+        finally:
+            os.close(handle)
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of each local rank's region."""
+        assert self._mine is not None
+        return self._regions(self._mine)
+
+    def _regions(self, memory: mmap.mmap) -> list[int]:
+        base = _address(memory) + _PAGE
+        return [base + i * self._region_bytes for i in range(self._n_local_ranks)]
+
+    def connect(self, timeout_s: float) -> list[int]:
+        """Marks the regions ready and maps every peer's.
+
+        Args:
+            timeout_s: How long to wait for the peers.
+
+        Returns:
+            The address of every rank's region, in this process.
+
+        Raises:
+            TimeoutError: If a peer does not come; names it.
+            ValueError: If a peer has another configuration.
+        """
+        assert self._mine is not None
+        deadline = time.monotonic() + timeout_s
+        text = json.dumps(self._owner.__dict__).encode()
+        self._mine[_HEADER.size : _HEADER.size + len(text)] = text
+        _HEADER.pack_into(self._mine, 0, _MAGIC, len(text))
+        try:
+            for node in range(self._n_nodes):
+                if node != self._node_id:
+                    self._peers[node] = self._attach(node, deadline, timeout_s)
+            self._wait_until_mapped(deadline, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        _unlink(self._name)
+        self._is_named = False
+        addresses = []
+        for node in range(self._n_nodes):
+            addresses += self._regions(self._peers.get(node, self._mine))
+        return addresses
+
+    def _attach(self, node: int, deadline: float, timeout_s: float) -> mmap.mmap:
+        name = _segment_name(self._group, node)
+        found = "no segment of that name"
+
+        def look() -> mmap.mmap | None:
+            nonlocal found
+            memory = _open(name)
+            if memory is None:
+                return None
+            owner = _read_owner(memory)
+            if owner is None:
+                found = "its segment is not ready"
+            elif not owner.is_alive():
+                found = f"only what the dead process {owner.pid} left behind"
+            elif owner.fingerprint != self._owner.fingerprint:
+                memory.close()
+                raise ValueError(
+                    f"max_ep: node {node} of group {self._group!r} has another "
+                    f"configuration: {owner.fingerprint}; this node "
+                    f"({self._node_id}): {self._owner.fingerprint}"
+                )
+            else:
+                memory[_MAPPED_AT + self._node_id] = 1
+                return memory
+            memory.close()
+            return None
+
+        memory = _poll(look, deadline)
+        if memory is None:
+            raise TimeoutError(
+                f"max_ep: node {self._node_id} waited {timeout_s} s for node "
+                f"{node} of group {self._group!r} to start: {found}. Start all "
+                f"{self._n_nodes} processes, or raise EPConfig.timeout_s"
+            )
+        return memory
+
+    def _wait_until_mapped(self, deadline: float, timeout_s: float) -> None:
+        assert self._mine is not None
+        mine = self._mine
+
+        def missing() -> list[int]:
+            return [
+                node
+                for node in range(self._n_nodes)
+                if node != self._node_id and not mine[_MAPPED_AT + node]
+            ]
+
+        if not _poll(lambda: not missing(), deadline):
+            raise TimeoutError(
+                f"max_ep: node {self._node_id} waited {timeout_s} s for nodes "
+                f"{missing()} of group {self._group!r} to map its memory"
+            )
+
+    def close(self) -> None:
+        """Gives the memory back; peers keep theirs until they close."""
+        if self._is_named:
+            _unlink(self._name)
+            self._is_named = False
+        for memory in [*self._peers.values(), self._mine]:
+            if memory is not None:
+                memory.close()
+        self._peers = {}
+        self._mine = None
+
+
+def _poll(look: Callable[[], object], deadline: float):  # noqa: ANN202
+    """Calls ``look`` until it answers or the time is up; returns its answer."""
+    while True:
+        answer = look()
+        if answer or time.monotonic() > deadline:
+            return answer
+        time.sleep(_POLL_S)
+
+
+def shared_memory_free() -> int:
+    """Returns the free bytes of the shared-memory file system, -1 if unknown."""
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return -1
+    return stat.f_bavail * stat.f_frsize
+
+
+def unlink_group(group: str, n_nodes: int) -> None:
+    """Removes the names that a group's processes may have left.
+
+    Args:
+        group: Name of the group.
+        n_nodes: Its processes.
+    """
+    for node in range(n_nodes):
+        _unlink(_segment_name(group, node))

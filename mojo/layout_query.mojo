@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers Python's questions about sizes: `layout.py` runs this program.
+
+Arguments: format (bfloat16, float32, blockwise_fp8), bytes of a combine
+element, hidden_size, n_experts, n_ranks, max_tokens_per_rank, top_k. Prints a
+line `name value` for each size.
+"""
+from std.sys import argv
+
+from max_ep.counters import local_sync_counters_words
+from max_ep.formats.blockwise_fp8 import FP8_BLOCK
+from max_ep.host_setup import N_SETUP_WORDS
+from max_ep.layout import (
+    ExpertSlotsLayout,
+    blockwise_fp8_token_bytes,
+    message_bytes,
+    plain_token_bytes,
+)
+
+
+def _token_bytes(format: String, hidden_size: Int) raises -> Int:
+    if format == "bfloat16":
+        return plain_token_bytes(hidden_size, 2)
+    if format == "float32":
+        return plain_token_bytes(hidden_size, 4)
+    if format == "blockwise_fp8":
+        return blockwise_fp8_token_bytes(hidden_size, FP8_BLOCK)
+    raise Error("unknown format ", format)
+
+
+def main() raises:
+    """Prints the sizes."""
+    var args = argv()
+    var hidden_size = Int(args[3])
+    var n_experts = Int(args[4])
+    var layout = ExpertSlotsLayout(
+        n_experts,
+        Int(args[5]),
+        Int(args[6]),
+        Int(args[7]),
+        message_bytes(_token_bytes(String(args[1]), hidden_size)),
+        message_bytes(plain_token_bytes(hidden_size, Int(args[2]))),
+    )
+    print("counters_words", local_sync_counters_words(n_experts))
+    print("setup_words", N_SETUP_WORDS)
+    print("n_local_experts", layout.n_local_experts())
+    print("dispatch_msg_bytes", layout.dispatch_msg_bytes)
+    print("combine_msg_bytes", layout.combine_msg_bytes)
+    print("dispatch_send_bytes", layout.dispatch_send_bytes())
+    print("dispatch_recv_bytes", layout.dispatch_recv_bytes())
+    print("dispatch_counts_bytes", layout.dispatch_counts_bytes())
+    print("combine_recv_bytes", layout.combine_recv_bytes())
+    print("combine_counts_bytes", layout.combine_counts_bytes())
+    print("region_bytes", layout.region_bytes())

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel dispatch and combine: formats, launchers, MAX ops.
+
+Layers, each knowing only those before it:
+layout, flags, counters, token_format (and formats/), transport,
+expert_slots/, api, ops.
+"""
+from .api import (
+    ep_combine_async_kernel_api,
+    ep_combine_kernel_api,
+    ep_combine_wait_kernel_api,
+    ep_dispatch_async_kernel_api,
+    ep_dispatch_kernel_api,
+    ep_dispatch_wait_kernel_api,
+)
+from .counters import EPLocalSyncCounters
+from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from .ops import *
+from .token_format import (
+    BF16TokenFormat,
+    Float32TokenFormat,
+    PlainTokenFormat,
+    TokenFormat,
+)

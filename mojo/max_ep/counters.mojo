@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EPLocalSyncCounters: the local words that launches keep between launches.
+
+They live in this rank's own memory; no peer sees them. Words, all Int32:
+
+    [0, N_HEADER_WORDS)   who this rank is, the four generations, tallies
+    then                  first row of each (local expert, source rank) pair in
+                          the last `dispatch_wait`, and one end: `combine_async`
+                          finds each row's source rank by them
+"""
+from .layout import MAX_RANKS
+
+comptime COUNTERS_MAGIC = 0x6D657031
+"""Value of the magic word once `max_ep.init` has run."""
+
+comptime N_HEADER_WORDS = 16
+"""Words in front of the pair rows; 8 are used."""
+
+comptime _MAGIC = 0
+comptime _MY_RANK = 1
+comptime _TIMEOUT_MS = 2
+comptime _DISPATCH_SENT = 3
+comptime _DISPATCH_RECEIVED = 4
+comptime _COMBINE_SENT = 5
+comptime _COMBINE_RECEIVED = 6
+comptime _N_DROPPED = 7
+
+
+def local_sync_counters_words(n_experts: Int) -> Int:
+    """Counts the words of `EPLocalSyncCounters`.
+
+    Args:
+        n_experts: Experts of the group.
+
+    Returns:
+        Int32 words: the header, and one word for each pair and the end. A rank
+        has at most `n_experts + n_ranks - 1` pairs.
+    """
+    return N_HEADER_WORDS + n_experts + MAX_RANKS + 1
+
+
+struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
+    """View of the local words of one rank.
+
+    Parameters:
+        n_experts: Experts of the group.
+    """
+
+    var words: Pointer[Int32, MutUntrackedOrigin]
+    """The words, `[total_size()]`."""
+
+    @always_inline
+    def __init__(out self, words: Pointer[Int32, MutUntrackedOrigin]):
+        """Looks at words that somebody else owns.
+
+        Args:
+            words: `[total_size()]` Int32.
+        """
+        self.words = words
+
+    @staticmethod
+    @always_inline
+    def total_size() -> Int:
+        """States the size; Python asks for it through `layout_query.mojo`.
+
+        Returns:
+            Int32 words.
+        """
+        return local_sync_counters_words(Self.n_experts)
+
+    def reset(self, my_rank: Int, timeout_ms: Int, n_words: Int):
+        """Puts the words in the state before the first generation.
+
+        Args:
+            my_rank: This rank.
+            timeout_ms: How long a launch may wait; 0: not at all.
+            n_words: How many there are, `total_size()`.
+        """
+        for i in range(n_words):
+            self.words[unsafe_offset=i] = 0
+        self.words[unsafe_offset=_MAGIC] = COUNTERS_MAGIC
+        self.words[unsafe_offset=_MY_RANK] = Int32(my_rank)
+        self.words[unsafe_offset=_TIMEOUT_MS] = Int32(timeout_ms)
+
+    @always_inline
+    def is_initialized(self) -> Bool:
+        """Tells whether `max_ep.init` has run on these words.
+
+        Returns:
+            Whether the magic word is there.
+        """
+        return self.words[unsafe_offset=_MAGIC] == COUNTERS_MAGIC
+
+    @always_inline
+    def my_rank(self) -> Int:
+        """Names the rank that owns these words.
+
+        Returns:
+            In `[0, n_ranks)`.
+        """
+        return Int(self.words[unsafe_offset=_MY_RANK])
+
+    @always_inline
+    def timeout_ms(self) -> Int:
+        """Tells how long a launch may wait.
+
+        Returns:
+            Milliseconds; 0: not at all.
+        """
+        return Int(self.words[unsafe_offset=_TIMEOUT_MS])
+
+    @always_inline
+    def _generation(self, word: Int) -> UInt32:
+        return self.words[unsafe_offset=word].cast[DType.uint32]()
+
+    @always_inline
+    def dispatch_sent(self) -> UInt32:
+        """Reads the last generation that `dispatch_async` sent.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_DISPATCH_SENT)
+
+    @always_inline
+    def dispatch_received(self) -> UInt32:
+        """Reads the last generation that `dispatch_wait` received.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_DISPATCH_RECEIVED)
+
+    @always_inline
+    def combine_sent(self) -> UInt32:
+        """Reads the last generation that `combine_async` sent.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_COMBINE_SENT)
+
+    @always_inline
+    def combine_received(self) -> UInt32:
+        """Reads the last generation that `combine_wait` received.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_COMBINE_RECEIVED)
+
+    @always_inline
+    def set_dispatch_sent(self, generation: UInt32):
+        """Notes that `dispatch_async` has sent a generation.
+
+        Args:
+            generation: The generation.
+        """
+        self.words[unsafe_offset=_DISPATCH_SENT] = generation.cast[
+            DType.int32
+        ]()
+
+    @always_inline
+    def set_dispatch_received(self, generation: UInt32):
+        """Notes that `dispatch_wait` has received a generation.
+
+        Args:
+            generation: The generation.
+        """
+        self.words[unsafe_offset=_DISPATCH_RECEIVED] = generation.cast[
+            DType.int32
+        ]()
+
+    @always_inline
+    def set_combine_sent(self, generation: UInt32):
+        """Notes that `combine_async` has sent a generation.
+
+        Args:
+            generation: The generation.
+        """
+        self.words[unsafe_offset=_COMBINE_SENT] = generation.cast[
+            DType.int32
+        ]()
+
+    @always_inline
+    def set_combine_received(self, generation: UInt32):
+        """Notes that `combine_wait` has received a generation.
+
+        Args:
+            generation: The generation.
+        """
+        self.words[unsafe_offset=_COMBINE_RECEIVED] = generation.cast[
+            DType.int32
+        ]()
+
+    @always_inline
+    def add_dropped(self, n: Int):
+        """Counts choices that were dropped because their id was bad.
+
+        Args:
+            n: How many.
+        """
+        self.words[unsafe_offset=_N_DROPPED] += Int32(n)
+
+    @always_inline
+    def pair_row(self, pair: Int) -> Int:
+        """Reads where a pair's rows begin in the last dispatched rows.
+
+        Args:
+            pair: From `ExpertSlotsLayout.pair`, or the number of pairs for the
+                end of the last.
+
+        Returns:
+            A row.
+        """
+        return Int(self.words[unsafe_offset=N_HEADER_WORDS + pair])
+
+    @always_inline
+    def set_pair_row(self, pair: Int, row: Int):
+        """Notes where a pair's rows begin.
+
+        Args:
+            pair: As in `pair_row`.
+            row: The first row.
+        """
+        self.words[unsafe_offset=N_HEADER_WORDS + pair] = Int32(row)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combine of `expert_slots` for CPU ranks.
+
+Every row goes back to the place of its choice, `[token][k]`, on its source
+rank; the source adds the rows of a token in choice order:
+
+    acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
+    result = acc, rounded once to the combine dtype
+
+A choice without a row (id `-1`) is skipped. After `combine_async`: every row
+is with its source. After `combine_wait`: the result is there, and every owner
+knows that its rows have been read.
+"""
+from std.math import fma
+from std.memory import unsafe_memcpy
+from std.sys import size_of
+
+from ..counters import EPLocalSyncCounters
+from ..flags import Deadline, Waiter, await_generation, publish
+from ..host_parallel import for_each_chunk
+from ..layout import (
+    ExpertSlotsLayout,
+    SOURCE_GENERATION_WORD,
+    n_experts_on_rank,
+    plain_token_bytes,
+)
+from ..token_format import BytePointer
+from ..transport import PeerBuffers
+from .host_steps import await_readers, flag_at, write_source_info
+
+
+def check_src_info[
+    n_experts: Int, n_ranks: Int, layout: ExpertSlotsLayout
+](
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    counters: EPLocalSyncCounters[n_experts],
+    n_held: Int,
+) raises:
+    """Makes sure that `src_info` is the one of the last `dispatch_wait`.
+
+    Within a pair, (token, choice) must be in bounds and rise: everything that
+    becomes part of a remote address is checked here, before anything is sent.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        src_info: `[n_rows][2]`.
+        counters: This rank's local words.
+        n_held: Experts this rank holds.
+
+    Raises:
+        If a row is out of bounds or out of order.
+    """
+    for pair in range(n_held * n_ranks):
+        var last = -1
+        for row in range(counters.pair_row(pair), counters.pair_row(pair + 1)):
+            var token_idx = Int(src_info[unsafe_offset=2 * row])
+            var k = Int(src_info[unsafe_offset=2 * row + 1])
+            var choice = token_idx * layout.top_k + k
+            if (
+                k < 0
+                or k >= layout.top_k
+                or choice <= last
+                or token_idx >= layout.max_tokens_per_rank
+            ):
+                raise Error(
+                    "max_ep: combine_async on rank ",
+                    counters.my_rank(),
+                    ": src_info[",
+                    row,
+                    "] = (",
+                    token_idx,
+                    ", ",
+                    k,
+                    ") does not belong to this rank's last dispatch_wait. Pass",
+                    " the src_info of that dispatch, and combine before the",
+                    " next dispatch of the same buffers.",
+                )
+            last = choice
+
+
+def combine_async_host[
+    combine_dtype: DType,
+    hidden_size: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    layout: ExpertSlotsLayout,
+](
+    input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
+    n_rows_max: Int,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Sends each expert row back to the rank its token came from.
+
+    Parameters:
+        combine_dtype: Element type of the rows.
+        hidden_size: Elements of a row.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        input_tokens: Expert rows, `[n_rows_max][hidden_size]`, in the order of
+            the last `dispatch_wait`.
+        n_rows_max: Rows of `input_tokens` and `src_info`.
+        src_info: `[n_rows_max][2]` from that `dispatch_wait`.
+        recv_bufs: Every rank's combine recv buffer.
+        recv_counts: Every rank's combine counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If nothing was dispatched, `src_info` is not the last dispatch's, or a
+        peer has not read the generation before in time.
+    """
+    comptime n_local_experts = layout.n_local_experts()
+    comptime msg_bytes = layout.combine_msg_bytes
+    comptime row_bytes = hidden_size * size_of[Scalar[combine_dtype]]()
+    comptime token_bytes = plain_token_bytes(
+        hidden_size, size_of[Scalar[combine_dtype]]()
+    )
+
+    var my_rank = counters.my_rank()
+    var n_held = n_experts_on_rank(n_experts, n_ranks, my_rank)
+    if counters.dispatch_received() == 0:
+        raise Error(
+            "max_ep: combine_async on rank ",
+            my_rank,
+            ": nothing was dispatched to this rank yet; combine sends back",
+            " the rows of the last dispatch_wait.",
+        )
+    var n_rows = counters.pair_row(n_local_experts * n_ranks)
+    if n_rows > n_rows_max:
+        raise Error(
+            "max_ep: combine_async on rank ",
+            my_rank,
+            ": the last dispatch_wait delivered ",
+            n_rows,
+            " rows, input_tokens and src_info hold ",
+            n_rows_max,
+            ".",
+        )
+    check_src_info[n_experts, n_ranks, layout](src_info, counters, n_held)
+    var generation = counters.combine_sent() + 1
+    await_readers[n_ranks](
+        recv_counts[my_rank],
+        layout.combine_done_offset(0),
+        generation - 1,
+        Deadline.after(counters.timeout_ms()),
+        Waiter("combine_async", my_rank, 0, "word that it has read", -1),
+    )
+
+    def send_rows(begin: Int, end: Int) {imm}:
+        var pair = 0
+        for row in range(begin, end):
+            while counters.pair_row(pair + 1) <= row:
+                pair += 1
+            var src_rank = pair % n_ranks
+            var token_idx = Int(src_info[unsafe_offset=2 * row])
+            var k = Int(src_info[unsafe_offset=2 * row + 1])
+            # I4: a choice has one expert, so one writer.
+            var message = recv_bufs[src_rank].unsafe_offset(
+                layout.combine_message_offset(token_idx, k)
+            )
+            unsafe_memcpy(
+                dest=message,
+                src=input_tokens.unsafe_offset(
+                    row * hidden_size
+                ).unsafe_bitcast[UInt8](),
+                count=row_bytes,
+            )
+            write_source_info(message, token_bytes, token_idx, k, generation)
+
+    for_each_chunk(n_rows, msg_bytes, send_rows)
+
+    # I2: counts after rows; zeros too, every source waits for every expert.
+    for local_expert in range(n_held):
+        var expert_id = my_rank * n_local_experts + local_expert
+        for src_rank in range(n_ranks):
+            var pair = layout.pair(local_expert, src_rank)
+            publish(
+                flag_at(
+                    recv_counts[src_rank],
+                    layout.combine_count_offset(expert_id),
+                ),
+                generation,
+                counters.pair_row(pair + 1) - counters.pair_row(pair),
+            )
+    counters.set_combine_sent(generation)
+    # AFTER: this generation's rows and counts are with their sources.
+
+
+def combine_wait_host[
+    combine_dtype: DType,
+    hidden_size: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    layout: ExpertSlotsLayout,
+](
+    output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    recv_buf: BytePointer,
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Waits for all rows and adds the weighted rows of each token.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        hidden_size: Elements of a row.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        output_tokens: `[n_tokens][hidden_size]`.
+        router_weights: `[n_tokens][top_k]`.
+        n_tokens: Tokens that this rank dispatched.
+        recv_buf: This rank's combine recv buffer.
+        recv_counts: Every rank's combine counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If an expert's count does not arrive in time, or rows came back for
+        other tokens than these.
+    """
+    comptime n_local_experts = layout.n_local_experts()
+    comptime top_k = layout.top_k
+    comptime token_bytes = plain_token_bytes(
+        hidden_size, size_of[Scalar[combine_dtype]]()
+    )
+
+    var my_rank = counters.my_rank()
+    var generation = counters.combine_received() + 1
+    var deadline = Deadline.after(counters.timeout_ms())
+    var n_rows = 0
+    for expert_id in range(n_experts):
+        n_rows += await_generation(
+            flag_at(
+                recv_counts[my_rank], layout.combine_count_offset(expert_id)
+            ),
+            generation,
+            deadline,
+            Waiter(
+                "combine_wait",
+                my_rank,
+                expert_id // n_local_experts,
+                "rows",
+                expert_id,
+            ),
+        )
+    # AFTER: every row of this generation is visible here and to the workers.
+
+    var has_row = List[Bool](length=n_tokens * top_k, fill=False)
+    var n_found = 0
+    for choice in range(n_tokens * top_k):
+        var token_idx, k = divmod(choice, top_k)
+        var source = recv_buf.unsafe_offset(
+            layout.combine_message_offset(token_idx, k) + token_bytes
+        ).unsafe_bitcast[Int32]()
+        if (
+            source[unsafe_offset=SOURCE_GENERATION_WORD]
+            == generation.cast[DType.int32]()
+        ):
+            has_row[choice] = True
+            n_found += 1
+    if n_found != n_rows:
+        raise Error(
+            "max_ep: combine_wait on rank ",
+            my_rank,
+            ": ",
+            n_rows,
+            " rows came back but only ",
+            n_found,
+            " belong to the ",
+            n_tokens,
+            " tokens of router_weights; pass the weights of all tokens that",
+            " were dispatched.",
+        )
+    var present = has_row.unsafe_ptr()
+
+    def reduce_tokens(begin: Int, end: Int) {imm}:
+        comptime width = 16
+        comptime whole = hidden_size // width * width
+        for token_idx in range(begin, end):
+            var rows = recv_buf.unsafe_offset(
+                layout.combine_message_offset(token_idx, 0)
+            )
+            var weights = router_weights.unsafe_offset(token_idx * top_k)
+            var result = output_tokens.unsafe_offset(token_idx * hidden_size)
+
+            @always_inline
+            def reduce_columns[w: Int](column: Int) {imm}:
+                var acc = SIMD[DType.float32, w](0)
+                for k in range(top_k):
+                    if not present[unsafe_offset=token_idx * top_k + k]:
+                        continue
+                    var row = rows.unsafe_offset(
+                        k * layout.combine_msg_bytes
+                    ).unsafe_bitcast[Scalar[combine_dtype]]()
+                    acc = fma(
+                        SIMD[DType.float32, w](weights[unsafe_offset=k]),
+                        row.unsafe_load[width=w](column).cast[DType.float32](),
+                        acc,
+                    )
+                result.unsafe_store(column, acc.cast[combine_dtype]())
+
+            for column in range(0, whole, width):
+                reduce_columns[width](column)
+            for column in range(whole, hidden_size):
+                reduce_columns[1](column)
+
+    for_each_chunk(n_tokens, top_k * layout.combine_msg_bytes, reduce_tokens)
+    _ = has_row^
+
+    counters.set_combine_received(generation)
+    for owner_rank in range(n_ranks):
+        publish(
+            flag_at(
+                recv_counts[owner_rank], layout.combine_done_offset(my_rank)
+            ),
+            generation,
+            0,
+        )
+    # AFTER: the result is complete; every owner may overwrite its rows here.

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch of `expert_slots` for CPU ranks.
+
+Slots are in token order, so a result never depends on timing. After
+`dispatch_async`: every peer has, in the slots of its pairs with this rank,
+this generation's messages, and a count that announces them. After
+`dispatch_wait`: this rank's rows stand by local expert, source rank, token,
+choice, and every source knows that its messages have been read.
+"""
+from std.memory import unsafe_memcpy
+
+from ..counters import EPLocalSyncCounters
+from ..flags import Deadline, Waiter, await_generation, publish
+from ..host_parallel import for_each_chunk
+from ..layout import (
+    ExpertSlotsLayout,
+    SOURCE_CHOICE_WORD,
+    SOURCE_TOKEN_WORD,
+    n_experts_on_rank,
+)
+from ..token_format import BytePointer, TokenFormat
+from ..transport import PeerBuffers
+from .host_steps import await_readers, flag_at, write_source_info
+
+comptime NO_SLOT = Int32(-1)
+"""Slot of a choice that is not sent."""
+
+
+struct SendPlan[n_experts: Int, top_k: Int](Movable):
+    """Which slot each choice takes, and what could not be sent."""
+
+    var slots: List[Int32]
+    """Slot of each choice in its pair, `[n_tokens * top_k]`, or `NO_SLOT`."""
+    var counts: List[Int]
+    """Messages for each expert, `[n_experts]`."""
+    var n_dropped: Int
+    """Choices whose id is outside `[-1, n_experts)` or whose pair is full."""
+    var first_dropped: Int
+    """The first of them, as a choice; `-1` if there is none."""
+
+    def __init__(
+        out self,
+        topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+        n_tokens: Int,
+        capacity: Int,
+    ):
+        """Walks the choices in order and gives each the next slot of its pair.
+
+        Args:
+            topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`.
+            n_tokens: Tokens to send.
+            capacity: Slots of one pair.
+        """
+        self.slots = List[Int32](length=n_tokens * Self.top_k, fill=NO_SLOT)
+        self.counts = List[Int](length=Self.n_experts, fill=0)
+        self.n_dropped = 0
+        self.first_dropped = -1
+        for choice in range(n_tokens * Self.top_k):
+            var expert_id = Int(topk_ids[unsafe_offset=choice])
+            if expert_id == -1:
+                continue
+            if (
+                expert_id < 0
+                or expert_id >= Self.n_experts
+                or self.counts[expert_id] == capacity
+            ):
+                if self.n_dropped == 0:
+                    self.first_dropped = choice
+                self.n_dropped += 1
+                continue
+            self.slots[choice] = Int32(self.counts[expert_id])
+            self.counts[expert_id] += 1
+
+
+def dispatch_async_host[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    layout: ExpertSlotsLayout,
+    input_type: DType,
+    input_scales_wrapper: Optional[
+        def[dtype: DType](Int) capturing -> Scalar[dtype]
+    ] = None,
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    send_buf: BytePointer,
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Sends each token to its experts and publishes the message counts.
+
+    Each token is encoded once, into its place of the send buffer, and copied
+    from there to one slot for each of its choices. With input scales, which
+    may differ from expert to expert, it is encoded for each choice.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Slots of one pair.
+        layout: Offsets of the buffers.
+        input_type: Element type of the tokens.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+
+    Args:
+        input_tokens: `[n_tokens][hidden_size]`.
+        topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert.
+        n_tokens: In `[0, max_tokens_per_rank]`.
+        send_buf: `[max_tokens_per_rank][msg_bytes]`.
+        recv_bufs: Every rank's dispatch recv buffer.
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If a peer has not read the generation before in time; if ids had to be
+        dropped (after everything else was sent).
+    """
+    comptime top_k = token_fmt_type.top_k
+    comptime hidden_size = token_fmt_type.hidden_size
+    comptime msg_bytes = token_fmt_type.msg_bytes
+    comptime n_local_experts = layout.n_local_experts()
+    comptime is_scaled = Bool(input_scales_wrapper)
+
+    var my_rank = counters.my_rank()
+    var generation = counters.dispatch_sent() + 1
+    await_readers[n_ranks](
+        recv_counts[my_rank],
+        layout.dispatch_done_offset(0),
+        generation - 1,
+        Deadline.after(counters.timeout_ms()),
+        Waiter("dispatch_async", my_rank, 0, "word that it has read", -1),
+    )
+
+    var plan = SendPlan[n_experts, top_k](
+        topk_ids, n_tokens, max_tokens_per_rank
+    )
+    var slots = plan.slots.unsafe_ptr()
+
+    def send_tokens(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            var token = input_tokens.unsafe_offset(token_idx * hidden_size)
+            var staged = send_buf.unsafe_offset(token_idx * msg_bytes)
+            comptime if not is_scaled:
+                token_fmt_type.encode[input_type, False](staged, token, 1)
+            for k in range(top_k):
+                var choice = token_idx * top_k + k
+                var slot = Int(slots[unsafe_offset=choice])
+                if slot < 0:
+                    continue
+                var expert_id = Int(topk_ids[unsafe_offset=choice])
+                var dst_rank, local_expert = divmod(expert_id, n_local_experts)
+                # I1: only this rank writes the slots of pair (_, my_rank).
+                var message = recv_bufs[dst_rank].unsafe_offset(
+                    layout.dispatch_message_offset(
+                        layout.pair(local_expert, my_rank), slot
+                    )
+                )
+                comptime if is_scaled:
+                    comptime scale_of = input_scales_wrapper.value()
+                    token_fmt_type.encode[input_type, True](
+                        message, token, scale_of[DType.float32](expert_id)
+                    )
+                else:
+                    unsafe_memcpy(
+                        dest=message,
+                        src=staged,
+                        count=token_fmt_type.token_bytes,
+                    )
+                write_source_info(
+                    message,
+                    token_fmt_type.token_bytes,
+                    token_idx,
+                    k,
+                    generation,
+                )
+
+    for_each_chunk(n_tokens, top_k * msg_bytes, send_tokens)
+
+    # I2: a count is published after all messages of its pair. A rank without
+    # tokens publishes zeros: its peers wait for every pair.
+    for expert_id in range(n_experts):
+        var dst_rank, local_expert = divmod(expert_id, n_local_experts)
+        publish(
+            flag_at(
+                recv_counts[dst_rank],
+                layout.dispatch_count_offset(layout.pair(local_expert, my_rank)),
+            ),
+            generation,
+            plan.counts[expert_id],
+        )
+    counters.set_dispatch_sent(generation)
+    # AFTER: this generation's messages and counts are with their receivers.
+
+    if plan.n_dropped > 0:
+        counters.add_dropped(plan.n_dropped)
+        var token_idx, k = divmod(plan.first_dropped, top_k)
+        raise Error(
+            "max_ep: dispatch_async on rank ",
+            my_rank,
+            ": ",
+            plan.n_dropped,
+            " of ",
+            n_tokens * top_k,
+            " topk_ids were dropped; the first is token ",
+            token_idx,
+            ", choice ",
+            k,
+            ": expert ",
+            topk_ids[unsafe_offset=plan.first_dropped],
+            ". Ids must be in [-1, ",
+            n_experts,
+            ") and those of one token distinct. Mend the router's output, then",
+            " call EPCommInitializer.reset() (or restart the group, where each",
+            " rank is a process of its own).",
+        )
+    _ = plan^
+
+
+def dispatch_wait_host[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    layout: ExpertSlotsLayout,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int,
+    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
+    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    recv_buf: BytePointer,
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Waits for all messages and turns them into rows sorted by expert.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Slots of one pair.
+        layout: Offsets of the buffers.
+
+    Args:
+        rows: The output tensors, `n_rows_max` rows.
+        n_rows_max: Rows there is room for.
+        row_offsets: First row of each local expert, `[n_local_experts + 1]`.
+        expert_ids: Local experts in row order, `[n_local_experts]`.
+        src_info: `[n_rows_max][2]`: token on its source rank, choice.
+        recv_buf: This rank's dispatch recv buffer.
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If a peer's count does not arrive in time, or the rows do not fit.
+    """
+    comptime n_local_experts = layout.n_local_experts()
+    comptime n_pairs = n_local_experts * n_ranks
+
+    var my_rank = counters.my_rank()
+    var n_held = n_experts_on_rank(n_experts, n_ranks, my_rank)
+    var generation = counters.dispatch_received() + 1
+    var deadline = Deadline.after(counters.timeout_ms())
+    var my_counts = recv_counts[my_rank]
+
+    var n_rows = 0
+    for local_expert in range(n_local_experts):
+        row_offsets[unsafe_offset=local_expert] = UInt32(n_rows)
+        expert_ids[unsafe_offset=local_expert] = Int32(local_expert)
+        for src_rank in range(n_ranks):
+            var pair = layout.pair(local_expert, src_rank)
+            counters.set_pair_row(pair, n_rows)
+            if local_expert >= n_held:
+                continue
+            var expert_id = my_rank * n_local_experts + local_expert
+            n_rows += await_generation(
+                flag_at(my_counts, layout.dispatch_count_offset(pair)),
+                generation,
+                deadline,
+                Waiter("dispatch_wait", my_rank, src_rank, "count", expert_id),
+            )
+    row_offsets[unsafe_offset=n_local_experts] = UInt32(n_rows)
+    counters.set_pair_row(n_pairs, n_rows)
+    if n_rows > n_rows_max:
+        raise Error(
+            "max_ep: dispatch_wait on rank ",
+            my_rank,
+            ": ",
+            n_rows,
+            " rows arrived and there is room for ",
+            n_rows_max,
+            ": some token named an expert twice. Mend the router's output,",
+            " then call EPCommInitializer.reset().",
+        )
+    # AFTER: every message of this generation is visible to this thread and to
+    # the workers it starts; `pair_row` tells where each pair's rows go.
+
+    def decode_rows(begin: Int, end: Int) {imm}:
+        var pair = 0
+        for row in range(begin, end):
+            while counters.pair_row(pair + 1) <= row:
+                pair += 1
+            var slot = row - counters.pair_row(pair)
+            var message = recv_buf.unsafe_offset(
+                layout.dispatch_message_offset(pair, slot)
+            )
+            token_fmt_type.decode(message, rows, row)
+            var source = message.unsafe_offset(
+                token_fmt_type.token_bytes
+            ).unsafe_bitcast[Int32]()
+            src_info[unsafe_offset=2 * row] = source[
+                unsafe_offset=SOURCE_TOKEN_WORD
+            ]
+            src_info[unsafe_offset=2 * row + 1] = source[
+                unsafe_offset=SOURCE_CHOICE_WORD
+            ]
+
+    for_each_chunk(n_rows, token_fmt_type.msg_bytes, decode_rows)
+
+    counters.set_dispatch_received(generation)
+    for src_rank in range(n_ranks):
+        publish(
+            flag_at(
+                recv_counts[src_rank], layout.dispatch_done_offset(my_rank)
+            ),
+            generation,
+            0,
+        )
+    # AFTER: rows are complete, and every source may overwrite its slots here.

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockwiseFP8TokenFormat: float8_e4m3fn values, a float32 scale per block.
+
+For each block of `FP8_BLOCK` channels, all in float32:
+
+    amax   = max(|x|, FP8_MIN_AMAX)
+    value  = float8_e4m3fn(x * (FP8_MAX / amax))     nearest even, saturating
+    scale  = amax / FP8_MAX
+
+With `power_of_two_scales`, `scale` is rounded up to a power of two and the
+values are `x * (1 / scale)`. Definition: DeepEP's low-latency dispatch, which
+the seeds describe; the oracle is `quantize_blockwise_fp8` in `reference.py`.
+"""
+from std.memory import bitcast, unsafe_memcpy
+from std.sys import size_of
+
+from ..layout import blockwise_fp8_token_bytes
+from ..token_format import BytePointer, TokenFormat
+
+comptime FP8_BLOCK = 128
+"""Channels that share one scale."""
+
+comptime FP8_MAX = Float32(448)
+"""Largest finite float8_e4m3fn."""
+
+comptime FP8_MIN_AMAX = Float32(1e-4)
+"""Floor of a block's `amax`, so that a block of zeros has a usable scale."""
+
+comptime _WIDTH = 16
+
+
+@fieldwise_init
+struct ScaledRows(TrivialRegisterPassable):
+    """Output tensors of a format with blockwise scales."""
+
+    var tokens: BytePointer
+    """Values, `[max_recv_tokens][hidden_size]` of one byte each."""
+    var scales: Pointer[Float32, MutUntrackedOrigin]
+    """Scales, `[hidden_size / FP8_BLOCK][scale_stride]`: one row's scales
+    stand `scale_stride` apart, as MAX's grouped matmul reads them."""
+    var scale_stride: Int
+    """Elements between two scales of one row: `max_recv_tokens`."""
+
+
+@always_inline
+def power_of_two_at_least(x: Float32) -> Float32:
+    """Rounds up to a power of two.
+
+    Args:
+        x: A positive, finite, normal number.
+
+    Returns:
+        The smallest power of two that is not below `x`.
+    """
+    var bits = bitcast[DType.uint32](x)
+    comptime mantissa = UInt32(0x7F_FFFF)
+    return bitcast[DType.float32]((bits + mantissa) & ~mantissa)
+
+
+struct BlockwiseFP8TokenFormat[
+    hidden_size_: Int, top_k_: Int, power_of_two_scales: Bool = False
+](TokenFormat):
+    """Quantizes on sending: float8_e4m3fn values and float32 scales.
+
+    Parameters:
+        hidden_size_: Elements of a token, a multiple of `FP8_BLOCK`.
+        top_k_: Experts of a token.
+        power_of_two_scales: Whether scales are rounded up to powers of two.
+    """
+
+    comptime hidden_size = Self.hidden_size_
+    comptime top_k = Self.top_k_
+    comptime token_bytes = blockwise_fp8_token_bytes(
+        Self.hidden_size, FP8_BLOCK
+    )
+    comptime Rows = ScaledRows
+    comptime n_blocks = Self.hidden_size_ // FP8_BLOCK
+    """Scales of one token."""
+
+    @staticmethod
+    @always_inline
+    def encode[
+        input_type: DType, is_scaled: Bool
+    ](
+        message: BytePointer,
+        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        input_scale: Float32,
+    ):
+        """Quantizes a token; see the module's docstring.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            message: `[token_bytes]`.
+            token: `[hidden_size]` elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+        """
+        comptime n_parts = FP8_BLOCK // _WIDTH
+        var values = message.unsafe_bitcast[Scalar[DType.float8_e4m3fn]]()
+        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
+            Float32
+        ]()
+        for block in range(Self.n_blocks):
+            var parts = Array[SIMD[DType.float32, _WIDTH], n_parts](fill=0)
+            var largest = SIMD[DType.float32, _WIDTH](FP8_MIN_AMAX)
+            comptime for part in range(n_parts):
+                var x = token.unsafe_load[width=_WIDTH](
+                    block * FP8_BLOCK + part * _WIDTH
+                ).cast[DType.float32]()
+                comptime if is_scaled:
+                    x *= input_scale
+                parts[part] = x
+                largest = max(largest, abs(x))
+            var amax = largest.reduce_max()
+            var scale = amax / FP8_MAX
+            var factor = FP8_MAX / amax
+            comptime if Self.power_of_two_scales:
+                scale = power_of_two_at_least(scale)
+                factor = 1 / scale
+            comptime for part in range(n_parts):
+                values.unsafe_store(
+                    block * FP8_BLOCK + part * _WIDTH,
+                    (parts[part] * factor).cast[DType.float8_e4m3fn](),
+                )
+            scales[unsafe_offset=block] = scale
+
+    @staticmethod
+    @always_inline
+    def decode(message: BytePointer, rows: Self.Rows, row: Int):
+        """Copies values and scales; nothing is dequantized.
+
+        Args:
+            message: `[msg_bytes]`.
+            rows: The output tensors.
+            row: The row that the token takes there.
+        """
+        unsafe_memcpy(
+            dest=rows.tokens.unsafe_offset(row * Self.hidden_size),
+            src=message,
+            count=Self.hidden_size,
+        )
+        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
+            Float32
+        ]()
+        for block in range(Self.n_blocks):
+            rows.scales[unsafe_offset=block * rows.scale_stride + row] = scales[
+                unsafe_offset=block
+            ]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a rank's region and counters in the state before generation 1."""
+from layout import TileTensor
+from std.memory import unsafe_memset_zero
+
+from .counters import EPLocalSyncCounters, local_sync_counters_words
+from .layout import ExpertSlotsLayout
+from .token_format import BytePointer
+
+comptime N_SETUP_WORDS = 9
+"""Int64 words of `setup`: region address, rank, time-out in ms, then the six
+fields of `ExpertSlotsLayout` in order."""
+
+
+def init_host(
+    device_ptrs: TileTensor[DType.uint64, ...],
+    my_rank: TileTensor[DType.int32, ...],
+    counters_group_0: TileTensor[DType.int32, ...],
+    counters_group_1: TileTensor[DType.int32, ...],
+    setup: TileTensor[DType.int64, ...],
+) raises:
+    """Clears flags and counters and says where the buffers stand.
+
+    No peer may know the region yet, or none may be in a launch.
+
+    Args:
+        device_ptrs: Result, `[2, 3]`: send, recv and counts buffer of dispatch
+            (group 0) and combine (group 1). Combine has no send buffer; its
+            address is that of its recv buffer.
+        my_rank: Result, `[1]`.
+        counters_group_0: Local words, `[total_size()]`.
+        counters_group_1: Local words of MAX's second group, set alike.
+        setup: `[N_SETUP_WORDS]`.
+
+    Raises:
+        If a tensor is too small.
+    """
+    var words = setup.ptr
+    if Int(setup.dim[0]()) != N_SETUP_WORDS:
+        raise Error("max_ep: init: setup must hold ", N_SETUP_WORDS, " words.")
+    var region = Int(words[unsafe_offset=0])
+    var rank = Int(words[unsafe_offset=1])
+    var timeout_ms = Int(words[unsafe_offset=2])
+    var layout = ExpertSlotsLayout(
+        Int(words[unsafe_offset=3]),
+        Int(words[unsafe_offset=4]),
+        Int(words[unsafe_offset=5]),
+        Int(words[unsafe_offset=6]),
+        Int(words[unsafe_offset=7]),
+        Int(words[unsafe_offset=8]),
+    )
+    var n_words = local_sync_counters_words(layout.n_experts)
+    if (
+        Int(counters_group_0.dim[0]()) < n_words
+        or Int(counters_group_1.dim[0]()) < n_words
+    ):
+        raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
+    for counters in [Int(counters_group_0.ptr), Int(counters_group_1.ptr)]:
+        # The view's parameter only fixes its size, which is checked above.
+        EPLocalSyncCounters[0](
+            Pointer[Int32, MutUntrackedOrigin](unsafe_from_address=counters)
+        ).reset(rank, timeout_ms, n_words)
+    unsafe_memset_zero(
+        BytePointer(unsafe_from_address=region + layout.dispatch_counts_offset()),
+        layout.dispatch_counts_bytes(),
+    )
+    unsafe_memset_zero(
+        BytePointer(unsafe_from_address=region + layout.combine_counts_offset()),
+        layout.combine_counts_bytes(),
+    )
+    Pointer[Int32, MutUntrackedOrigin](unsafe_from_address=Int(my_rank.ptr))[] = (
+        Int32(rank)
+    )
+    var offsets = [
+        layout.dispatch_send_offset(),
+        layout.dispatch_recv_offset(),
+        layout.dispatch_counts_offset(),
+        layout.combine_recv_offset(),
+        layout.combine_recv_offset(),
+        layout.combine_counts_offset(),
+    ]
+    var ptrs = Pointer[UInt64, MutUntrackedOrigin](
+        unsafe_from_address=Int(device_ptrs.ptr)
+    )
+    for i in range(len(offsets)):
+        ptrs[unsafe_offset=i] = UInt64(region + offsets[i])

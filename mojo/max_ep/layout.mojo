@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The symmetric region: every byte of one rank that its peers may write.
+
+Each rank owns one region; all regions have the same layout, so an offset that
+is right on one rank is right on all of them. `expert_slots` cuts it so:
+
+    offset 0
+    +---------------------------------------------------------------------+
+    | dispatch send    [max_tokens_per_rank]              of dispatch msg  |
+    | dispatch recv    [n_local_experts][n_ranks][max_tokens_per_rank]     |
+    |                                                     of dispatch msg  |
+    | dispatch counts  [n_local_experts][n_ranks] UInt64, done [n_ranks]   |
+    +---------------------------------------------------------------------+
+    | combine recv     [max_tokens_per_rank][top_k]       of combine msg   |
+    | combine counts   [n_experts] UInt64, done [n_ranks] UInt64           |
+    +---------------------------------------------------------------------+
+    region_bytes
+
+A message is the encoded token (or expert row) followed by a source info of
+`SOURCE_INFO_BYTES`. This file knows offsets and sizes: no pointers, no
+atomics. Who may write what is in `docs/protocol.md`.
+"""
+
+comptime MESSAGE_ALIGN = 16
+"""Messages start and end on this many bytes: one 128-bit access."""
+
+comptime SOURCE_INFO_BYTES = 16
+"""Bytes behind the token of a message, see the `SOURCE_*` words."""
+
+comptime SOURCE_TOKEN_WORD = 0
+"""Int32 word of the source info: the token's index on its source rank."""
+
+comptime SOURCE_CHOICE_WORD = 1
+"""Int32 word of the source info: which of the token's choices, `[0, top_k)`."""
+
+comptime SOURCE_GENERATION_WORD = 2
+"""Int32 word of the source info: generation that wrote a combine message."""
+
+comptime BUFFER_ALIGN = 256
+"""Every buffer of a region starts on this many bytes."""
+
+comptime FLAG_BYTES = 8
+"""Bytes of one flag or done word (UInt64)."""
+
+comptime MAX_RANKS = 128
+"""Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
+
+comptime MAX_TOP_K = 32
+"""Largest `top_k`."""
+
+
+@always_inline
+def round_up(n: Int, multiple: Int) -> Int:
+    """Rounds `n` up to a whole multiple.
+
+    Args:
+        n: A size, `>= 0`.
+        multiple: The step, `> 0`.
+
+    Returns:
+        The smallest multiple of `multiple` that is not below `n`.
+    """
+    return (n + multiple - 1) // multiple * multiple
+
+
+@always_inline
+def plain_token_bytes(hidden_size: Int, element_bytes: Int) -> Int:
+    """Counts the bytes of a token that travels as it is.
+
+    Args:
+        hidden_size: Elements of the token.
+        element_bytes: Bytes of one element.
+
+    Returns:
+        Bytes, a multiple of `MESSAGE_ALIGN` for every supported size.
+    """
+    return round_up(hidden_size * element_bytes, MESSAGE_ALIGN)
+
+
+@always_inline
+def blockwise_fp8_token_bytes(hidden_size: Int, block_size: Int) -> Int:
+    """Counts the bytes of a blockwise FP8 token: values, then float32 scales.
+
+    Args:
+        hidden_size: Elements of the token, a multiple of `block_size`.
+        block_size: Elements that share one scale.
+
+    Returns:
+        Bytes, a multiple of `MESSAGE_ALIGN`.
+    """
+    return hidden_size + round_up(hidden_size // block_size * 4, MESSAGE_ALIGN)
+
+
+@always_inline
+def message_bytes(token_bytes: Int) -> Int:
+    """Counts the bytes of a message.
+
+    Args:
+        token_bytes: Bytes of the encoded token.
+
+    Returns:
+        Bytes of token and source info.
+    """
+    return token_bytes + SOURCE_INFO_BYTES
+
+
+@always_inline
+def n_local_experts_of(n_experts: Int, n_ranks: Int) -> Int:
+    """Counts the experts that a rank has room for.
+
+    Expert `e` lives on rank `e // n_local_experts`. When the ranks do not
+    divide the experts, the last ranks hold fewer (`n_experts_on_rank`), but
+    all regions are cut for this many.
+
+    Args:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+
+    Returns:
+        `n_experts / n_ranks`, rounded up.
+    """
+    return (n_experts + n_ranks - 1) // n_ranks
+
+
+@always_inline
+def n_experts_on_rank(n_experts: Int, n_ranks: Int, rank: Int) -> Int:
+    """Counts the experts that a rank really holds.
+
+    Args:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        rank: The rank asked about, in `[0, n_ranks)`.
+
+    Returns:
+        A number in `[0, n_local_experts]`.
+    """
+    var n_local = n_local_experts_of(n_experts, n_ranks)
+    return max(0, min(n_local, n_experts - rank * n_local))
+
+
+@fieldwise_init
+struct ExpertSlotsLayout(TrivialRegisterPassable):
+    """Sizes and offsets of an `expert_slots` region, all in bytes."""
+
+    var n_experts: Int
+    """Experts of the group."""
+    var n_ranks: Int
+    """Ranks of the group."""
+    var max_tokens_per_rank: Int
+    """Tokens one rank may send in one generation."""
+    var top_k: Int
+    """Experts of one token."""
+    var dispatch_msg_bytes: Int
+    """Bytes of one dispatch message."""
+    var combine_msg_bytes: Int
+    """Bytes of one combine message."""
+
+    # ------------------------------------------------- inside dispatch buffers
+
+    @always_inline
+    def n_local_experts(self) -> Int:
+        """Counts the experts that each rank has room for.
+
+        Returns:
+            The ceiling of `n_experts / n_ranks`.
+        """
+        return n_local_experts_of(self.n_experts, self.n_ranks)
+
+    @always_inline
+    def pair(self, local_expert: Int, src_rank: Int) -> Int:
+        """Numbers the (local expert, source rank) pairs.
+
+        Args:
+            local_expert: In `[0, n_local_experts)`.
+            src_rank: In `[0, n_ranks)`.
+
+        Returns:
+            The position of the pair in `[0, n_local_experts * n_ranks)`.
+        """
+        return local_expert * self.n_ranks + src_rank
+
+    @always_inline
+    def dispatch_message_offset(self, pair: Int, slot: Int) -> Int:
+        """Locates a dispatch message in the recv buffer.
+
+        Args:
+            pair: From `pair()`.
+            slot: In `[0, max_tokens_per_rank)`.
+
+        Returns:
+            Bytes from the start of the dispatch recv buffer.
+        """
+        return (pair * self.max_tokens_per_rank + slot) * self.dispatch_msg_bytes
+
+    @always_inline
+    def dispatch_count_offset(self, pair: Int) -> Int:
+        """Locates the count word of a pair.
+
+        Args:
+            pair: From `pair()`.
+
+        Returns:
+            Bytes from the start of the dispatch counts buffer.
+        """
+        return pair * FLAG_BYTES
+
+    @always_inline
+    def dispatch_done_offset(self, reader_rank: Int) -> Int:
+        """Locates the word by which a reader says "I have read it all".
+
+        Args:
+            reader_rank: The peer that has read, in `[0, n_ranks)`.
+
+        Returns:
+            Bytes from the start of the dispatch counts buffer.
+        """
+        return self.dispatch_count_offset(
+            self.pair(self.n_local_experts(), 0) + reader_rank
+        )
+
+    # -------------------------------------------------- inside combine buffers
+
+    @always_inline
+    def combine_message_offset(self, token_idx: Int, k: Int) -> Int:
+        """Locates the message of one choice in the combine recv buffer.
+
+        Args:
+            token_idx: Token on this rank, in `[0, max_tokens_per_rank)`.
+            k: Choice of the token, in `[0, top_k)`.
+
+        Returns:
+            Bytes from the start of the combine recv buffer.
+        """
+        return (token_idx * self.top_k + k) * self.combine_msg_bytes
+
+    @always_inline
+    def combine_count_offset(self, expert_id: Int) -> Int:
+        """Locates the count word of an expert.
+
+        Args:
+            expert_id: In `[0, n_experts)`.
+
+        Returns:
+            Bytes from the start of the combine counts buffer.
+        """
+        return expert_id * FLAG_BYTES
+
+    @always_inline
+    def combine_done_offset(self, reader_rank: Int) -> Int:
+        """Locates the word by which a reader says "I have read it all".
+
+        Args:
+            reader_rank: The peer that has read, in `[0, n_ranks)`.
+
+        Returns:
+            Bytes from the start of the combine counts buffer.
+        """
+        return self.combine_count_offset(self.n_experts + reader_rank)
+
+    # ------------------------------------------------------ sizes of the buffers
+
+    @always_inline
+    def dispatch_send_bytes(self) -> Int:
+        """Counts the bytes of the dispatch send buffer.
+
+        Returns:
+            Bytes.
+        """
+        return self.max_tokens_per_rank * self.dispatch_msg_bytes
+
+    @always_inline
+    def dispatch_recv_bytes(self) -> Int:
+        """Counts the bytes of the dispatch recv buffer.
+
+        Returns:
+            Bytes.
+        """
+        return self.dispatch_message_offset(
+            self.pair(self.n_local_experts(), 0), 0
+        )
+
+    @always_inline
+    def dispatch_counts_bytes(self) -> Int:
+        """Counts the bytes of the dispatch counts and done words.
+
+        Returns:
+            Bytes.
+        """
+        return self.dispatch_done_offset(self.n_ranks)
+
+    @always_inline
+    def combine_recv_bytes(self) -> Int:
+        """Counts the bytes of the combine recv buffer.
+
+        Returns:
+            Bytes.
+        """
+        return self.combine_message_offset(self.max_tokens_per_rank, 0)
+
+    @always_inline
+    def combine_counts_bytes(self) -> Int:
+        """Counts the bytes of the combine counts and done words.
+
+        Returns:
+            Bytes.
+        """
+        return self.combine_done_offset(self.n_ranks)
+
+    # --------------------------------------------- where the buffers stand
+
+    @always_inline
+    def dispatch_send_offset(self) -> Int:
+        """Locates the dispatch send buffer.
+
+        Returns:
+            Bytes from the start of the region.
+        """
+        return 0
+
+    @always_inline
+    def dispatch_recv_offset(self) -> Int:
+        """Locates the dispatch recv buffer.
+
+        Returns:
+            Bytes from the start of the region.
+        """
+        return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
+
+    @always_inline
+    def dispatch_counts_offset(self) -> Int:
+        """Locates the dispatch counts buffer.
+
+        Returns:
+            Bytes from the start of the region.
+        """
+        return self.dispatch_recv_offset() + round_up(
+            self.dispatch_recv_bytes(), BUFFER_ALIGN
+        )
+
+    @always_inline
+    def combine_recv_offset(self) -> Int:
+        """Locates the combine recv buffer.
+
+        Returns:
+            Bytes from the start of the region.
+        """
+        return self.dispatch_counts_offset() + round_up(
+            self.dispatch_counts_bytes(), BUFFER_ALIGN
+        )
+
+    @always_inline
+    def combine_counts_offset(self) -> Int:
+        """Locates the combine counts buffer.
+
+        Returns:
+            Bytes from the start of the region.
+        """
+        return self.combine_recv_offset() + round_up(
+            self.combine_recv_bytes(), BUFFER_ALIGN
+        )
+
+    @always_inline
+    def region_bytes(self) -> Int:
+        """Counts the bytes of the whole region.
+
+        Returns:
+            Bytes.
+        """
+        return self.combine_counts_offset() + round_up(
+            self.combine_counts_bytes(), BUFFER_ALIGN
+        )

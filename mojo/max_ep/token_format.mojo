@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TokenFormat: how one token looks on the wire, as compile-time facts.
+
+A message is `token_bytes` of encoded token and a source info behind it:
+
+    | encoded token (values, then scales if any) | source info |
+    0                                      token_bytes   msg_bytes
+
+This file holds the trait and the format that sends elements as they are; each
+further format has a file in `formats/`. A format knows nothing of ranks.
+"""
+from std.memory import unsafe_memcpy
+from std.sys import size_of
+
+from .layout import message_bytes, plain_token_bytes
+
+comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
+"""Bytes of a region or of a tensor."""
+
+
+trait TokenFormat:
+    """The wire format of one token."""
+
+    comptime hidden_size: Int
+    """Elements of a token."""
+    comptime top_k: Int
+    """Experts of a token."""
+    comptime token_bytes: Int
+    """Bytes of the encoded token, a multiple of `MESSAGE_ALIGN`."""
+    comptime msg_bytes: Int = message_bytes(Self.token_bytes)
+    """Bytes of a message: token and source info."""
+    comptime Rows: TrivialRegisterPassable
+    """Where decoded tokens go: the pointers of the output tensors."""
+
+    @staticmethod
+    def encode[
+        input_type: DType, is_scaled: Bool
+    ](
+        message: BytePointer,
+        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        input_scale: Float32,
+    ):
+        """Writes a token in wire format.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            message: `[token_bytes]`, aligned to `MESSAGE_ALIGN`.
+            token: `[hidden_size]` elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+        """
+        ...
+
+    @staticmethod
+    def decode(message: BytePointer, rows: Self.Rows, row: Int):
+        """Puts the token of a message into the output tensors.
+
+        Args:
+            message: `[msg_bytes]`, aligned to `MESSAGE_ALIGN`.
+            rows: The output tensors.
+            row: The row that the token takes there.
+        """
+        ...
+
+
+@fieldwise_init
+struct PlainRows(TrivialRegisterPassable):
+    """Output tensor of a format without scales."""
+
+    var tokens: BytePointer
+    """Rows, `[max_recv_tokens][hidden_size]` in the wire's element type."""
+
+
+struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
+    TokenFormat
+):
+    """Sends elements as they are, or cast once to the wire's type.
+
+    Parameters:
+        wire_type: Element type on the wire and of the output rows.
+        hidden_size_: Elements of a token, a multiple of 16 bytes.
+        top_k_: Experts of a token.
+    """
+
+    comptime hidden_size = Self.hidden_size_
+    comptime top_k = Self.top_k_
+    comptime token_bytes = plain_token_bytes(
+        Self.hidden_size, size_of[Scalar[Self.wire_type]]()
+    )
+    comptime Rows = PlainRows
+
+    @staticmethod
+    @always_inline
+    def encode[
+        input_type: DType, is_scaled: Bool
+    ](
+        message: BytePointer,
+        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        input_scale: Float32,
+    ):
+        """Writes a token in wire format; see `TokenFormat.encode`.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            message: `[token_bytes]`.
+            token: `[hidden_size]` elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+        """
+        comptime if Self.wire_type == input_type and not is_scaled:
+            unsafe_memcpy(
+                dest=message,
+                src=token.unsafe_bitcast[UInt8](),
+                count=Self.token_bytes,
+            )
+        else:
+            # 4 divides every hidden size that is a multiple of 16 bytes.
+            comptime width = 4
+            var wire = message.unsafe_bitcast[Scalar[Self.wire_type]]()
+            for i in range(0, Self.hidden_size, width):
+                var x = token.unsafe_load[width=width](i).cast[DType.float32]()
+                comptime if is_scaled:
+                    x *= input_scale
+                wire.unsafe_store(i, x.cast[Self.wire_type]())
+
+    @staticmethod
+    @always_inline
+    def decode(message: BytePointer, rows: Self.Rows, row: Int):
+        """Copies the token of a message; see `TokenFormat.decode`.
+
+        Args:
+            message: `[msg_bytes]`.
+            rows: The output tensor.
+            row: The row that the token takes there.
+        """
+        unsafe_memcpy(
+            dest=rows.tokens.unsafe_offset(row * Self.token_bytes),
+            src=message,
+            count=Self.token_bytes,
+        )
+
+
+comptime BF16TokenFormat[
+    hidden_size: Int, top_k: Int
+] = PlainTokenFormat[DType.bfloat16, hidden_size, top_k]
+"""Sends bfloat16 elements as they are; `hidden_size` a multiple of 8."""
+
+comptime Float32TokenFormat[
+    hidden_size: Int, top_k: Int
+] = PlainTokenFormat[DType.float32, hidden_size, top_k]
+"""Sends float32 elements as they are; `hidden_size` a multiple of 4."""
