@@ -9,7 +9,7 @@ A flag is one UInt64, written by one rank only and never reset:
 A reader accepts a flag only if its generation *equals* the one it waits for,
 so an old flag can never be taken for a new one, and the generation may wrap.
 """
-from std.atomic import Atomic, Ordering
+from std.atomic import Atomic, Ordering, fence
 from std.time import perf_counter_ns, sleep
 
 comptime FlagPointer = Pointer[UInt64, MutUntrackedOrigin]
@@ -56,6 +56,16 @@ def publish(flag: FlagPointer, generation: UInt32, count: Int):
     Atomic[UInt64].store[ordering=Ordering.RELEASE](
         flag, (UInt64(generation) << 32) | UInt64(count)
     )
+
+
+@always_inline
+def drain_stores():
+    """Puts this thread's streaming stores before all its later stores."""
+    # ORDER: SEQUENTIAL, system scope. Pairs with no load: it turns weakly
+    # ordered non-temporal stores (x86 does not order them with a release)
+    # into ordinary ones, which the join of the workers and the RELEASE in
+    # `publish` then carry. Weaker compiles to nothing on x86.
+    fence[ordering=Ordering.SEQUENTIAL]()
 
 
 @always_inline

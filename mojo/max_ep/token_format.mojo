@@ -9,9 +9,9 @@ A message is `token_bytes` of encoded token and a source info behind it:
 This file holds the trait and the format that sends elements as they are; each
 further format has a file in `formats/`. A format knows nothing of ranks.
 """
-from std.memory import unsafe_memcpy
 from std.sys import size_of
 
+from .host_copy import copy_bytes
 from .layout import message_bytes, plain_token_bytes
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
@@ -54,13 +54,16 @@ trait TokenFormat:
         ...
 
     @staticmethod
-    def decode(message: BytePointer, rows: Self.Rows, row: Int):
+    def decode(
+        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
+    ):
         """Puts the token of a message into the output tensors.
 
         Args:
             message: `[msg_bytes]`, aligned to `MESSAGE_ALIGN`.
             rows: The output tensors.
             row: The row that the token takes there.
+            is_streaming: Whether to write past the caches.
         """
         ...
 
@@ -112,10 +115,12 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
             input_scale: Factor of every element; read if `is_scaled`.
         """
         comptime if Self.wire_type == input_type and not is_scaled:
-            unsafe_memcpy(
+            # Read again right away, so never streamed.
+            copy_bytes(
                 dest=message,
                 src=token.unsafe_bitcast[UInt8](),
                 count=Self.token_bytes,
+                is_streaming=False,
             )
         else:
             # 4 divides every hidden size that is a multiple of 16 bytes.
@@ -129,18 +134,22 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
 
     @staticmethod
     @always_inline
-    def decode(message: BytePointer, rows: Self.Rows, row: Int):
+    def decode(
+        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
+    ):
         """Copies the token of a message; see `TokenFormat.decode`.
 
         Args:
             message: `[msg_bytes]`.
             rows: The output tensor.
             row: The row that the token takes there.
+            is_streaming: Whether to write past the caches.
         """
-        unsafe_memcpy(
+        copy_bytes(
             dest=rows.tokens.unsafe_offset(row * Self.token_bytes),
             src=message,
             count=Self.token_bytes,
+            is_streaming=is_streaming,
         )
 
 

@@ -12,12 +12,11 @@ is with its source. After `combine_wait`: the result is there, and every owner
 knows that its rows have been read.
 """
 from std.math import fma
-from std.memory import unsafe_memcpy
 from std.sys import size_of
 
 from ..counters import EPLocalSyncCounters
 from ..flags import Deadline, Waiter, await_generation, publish
-from ..host_parallel import for_each_chunk
+from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import (
     ExpertSlotsLayout,
     SOURCE_GENERATION_WORD,
@@ -120,7 +119,6 @@ def combine_async_host[
     """
     comptime n_local_experts = layout.n_local_experts()
     comptime msg_bytes = layout.combine_msg_bytes
-    comptime row_bytes = hidden_size * size_of[Scalar[combine_dtype]]()
     comptime token_bytes = plain_token_bytes(
         hidden_size, size_of[Scalar[combine_dtype]]()
     )
@@ -155,6 +153,8 @@ def combine_async_host[
         Waiter("combine_async", my_rank, 0, "word that it has read", -1),
     )
 
+    var is_streaming = should_stream(n_rows, msg_bytes)
+
     def send_rows(begin: Int, end: Int) {imm}:
         var pair = 0
         for row in range(begin, end):
@@ -167,12 +167,13 @@ def combine_async_host[
             var message = recv_bufs[src_rank].unsafe_offset(
                 layout.combine_message_offset(token_idx, k)
             )
-            unsafe_memcpy(
+            copy_bytes(
                 dest=message,
                 src=input_tokens.unsafe_offset(
                     row * hidden_size
                 ).unsafe_bitcast[UInt8](),
-                count=row_bytes,
+                count=token_bytes,
+                is_streaming=is_streaming,
             )
             write_source_info(message, token_bytes, token_idx, k, generation)
 
@@ -193,6 +194,72 @@ def combine_async_host[
             )
     counters.set_combine_sent(generation)
     # AFTER: this generation's rows and counts are with their sources.
+
+
+@always_inline
+def _reduce_token[
+    combine_dtype: DType, hidden_size: Int, layout: ExpertSlotsLayout
+](
+    result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
+    rows: BytePointer,
+    weights: Pointer[Float32, ImmUntrackedOrigin],
+    generation: UInt32,
+) -> Int:
+    """Adds the weighted rows of one token, in choice order.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        hidden_size: Elements of a row.
+        layout: Offsets of the buffers.
+
+    Args:
+        result: `[hidden_size]`.
+        rows: The token's messages, `[top_k][combine_msg_bytes]`.
+        weights: `[top_k]`.
+        generation: Only messages of this generation hold a row.
+
+    Returns:
+        How many of the messages hold a row.
+    """
+    comptime top_k = layout.top_k
+    comptime token_bytes = plain_token_bytes(
+        hidden_size, size_of[Scalar[combine_dtype]]()
+    )
+    var choices = Array[Int, top_k](fill=0)
+    var n_found = 0
+    for k in range(top_k):
+        var source = rows.unsafe_offset(
+            k * layout.combine_msg_bytes + token_bytes
+        ).unsafe_bitcast[Int32]()
+        if (
+            source[unsafe_offset=SOURCE_GENERATION_WORD]
+            == generation.cast[DType.int32]()
+        ):
+            choices[n_found] = k
+            n_found += 1
+
+    @always_inline
+    def reduce_columns[width: Int](column: Int) {imm}:
+        var acc = SIMD[DType.float32, width](0)
+        for i in range(n_found):
+            var k = choices[i]
+            var row = rows.unsafe_offset(
+                k * layout.combine_msg_bytes
+            ).unsafe_bitcast[Scalar[combine_dtype]]()
+            acc = fma(
+                SIMD[DType.float32, width](weights[unsafe_offset=k]),
+                row.unsafe_load[width=width](column).cast[DType.float32](),
+                acc,
+            )
+        result.unsafe_store(column, acc.cast[combine_dtype]())
+
+    comptime width = 32
+    comptime whole = hidden_size // width * width
+    for column in range(0, whole, width):
+        reduce_columns[width](column)
+    for column in range(whole, hidden_size):
+        reduce_columns[1](column)
+    return n_found
 
 
 def combine_wait_host[
@@ -232,9 +299,6 @@ def combine_wait_host[
     """
     comptime n_local_experts = layout.n_local_experts()
     comptime top_k = layout.top_k
-    comptime token_bytes = plain_token_bytes(
-        hidden_size, size_of[Scalar[combine_dtype]]()
-    )
 
     var my_rank = counters.my_rank()
     var generation = counters.combine_received() + 1
@@ -257,19 +321,28 @@ def combine_wait_host[
         )
     # AFTER: every row of this generation is visible here and to the workers.
 
-    var has_row = List[Bool](length=n_tokens * top_k, fill=False)
+    # Rows found of each token: summed below, when the workers are done.
+    var found = List[Int32](length=n_tokens, fill=0)
+    var n_found_of = found.unsafe_ptr()
+
+    def reduce_tokens(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            var rows = recv_buf.unsafe_offset(
+                layout.combine_message_offset(token_idx, 0)
+            )
+            n_found_of[unsafe_offset=token_idx] = Int32(
+                _reduce_token[combine_dtype, hidden_size, layout](
+                    output_tokens.unsafe_offset(token_idx * hidden_size),
+                    rows,
+                    router_weights.unsafe_offset(token_idx * top_k),
+                    generation,
+                )
+            )
+
+    for_each_chunk(n_tokens, top_k * layout.combine_msg_bytes, reduce_tokens)
     var n_found = 0
-    for choice in range(n_tokens * top_k):
-        var token_idx, k = divmod(choice, top_k)
-        var source = recv_buf.unsafe_offset(
-            layout.combine_message_offset(token_idx, k) + token_bytes
-        ).unsafe_bitcast[Int32]()
-        if (
-            source[unsafe_offset=SOURCE_GENERATION_WORD]
-            == generation.cast[DType.int32]()
-        ):
-            has_row[choice] = True
-            n_found += 1
+    for n in found:
+        n_found += Int(n)
     if n_found != n_rows:
         raise Error(
             "max_ep: combine_wait on rank ",
@@ -281,43 +354,8 @@ def combine_wait_host[
             " belong to the ",
             n_tokens,
             " tokens of router_weights; pass the weights of all tokens that",
-            " were dispatched.",
+            " were dispatched, then call EPCommInitializer.reset().",
         )
-    var present = has_row.unsafe_ptr()
-
-    def reduce_tokens(begin: Int, end: Int) {imm}:
-        comptime width = 16
-        comptime whole = hidden_size // width * width
-        for token_idx in range(begin, end):
-            var rows = recv_buf.unsafe_offset(
-                layout.combine_message_offset(token_idx, 0)
-            )
-            var weights = router_weights.unsafe_offset(token_idx * top_k)
-            var result = output_tokens.unsafe_offset(token_idx * hidden_size)
-
-            @always_inline
-            def reduce_columns[w: Int](column: Int) {imm}:
-                var acc = SIMD[DType.float32, w](0)
-                for k in range(top_k):
-                    if not present[unsafe_offset=token_idx * top_k + k]:
-                        continue
-                    var row = rows.unsafe_offset(
-                        k * layout.combine_msg_bytes
-                    ).unsafe_bitcast[Scalar[combine_dtype]]()
-                    acc = fma(
-                        SIMD[DType.float32, w](weights[unsafe_offset=k]),
-                        row.unsafe_load[width=w](column).cast[DType.float32](),
-                        acc,
-                    )
-                result.unsafe_store(column, acc.cast[combine_dtype]())
-
-            for column in range(0, whole, width):
-                reduce_columns[width](column)
-            for column in range(whole, hidden_size):
-                reduce_columns[1](column)
-
-    for_each_chunk(n_tokens, top_k * layout.combine_msg_bytes, reduce_tokens)
-    _ = has_row^
 
     counters.set_combine_received(generation)
     for owner_rank in range(n_ranks):

@@ -7,11 +7,9 @@ this generation's messages, and a count that announces them. After
 `dispatch_wait`: this rank's rows stand by local expert, source rank, token,
 choice, and every source knows that its messages have been read.
 """
-from std.memory import unsafe_memcpy
-
 from ..counters import EPLocalSyncCounters
 from ..flags import Deadline, Waiter, await_generation, publish
-from ..host_parallel import for_each_chunk
+from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import (
     ExpertSlotsLayout,
     SOURCE_CHOICE_WORD,
@@ -139,6 +137,7 @@ def dispatch_async_host[
         topk_ids, n_tokens, max_tokens_per_rank
     )
     var slots = plan.slots.unsafe_ptr()
+    var is_streaming = should_stream(n_tokens, top_k * msg_bytes)
 
     def send_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
@@ -165,10 +164,11 @@ def dispatch_async_host[
                         message, token, scale_of[DType.float32](expert_id)
                     )
                 else:
-                    unsafe_memcpy(
+                    copy_bytes(
                         dest=message,
                         src=staged,
                         count=token_fmt_type.token_bytes,
+                        is_streaming=is_streaming,
                     )
                 write_source_info(
                     message,
@@ -299,6 +299,8 @@ def dispatch_wait_host[
     # AFTER: every message of this generation is visible to this thread and to
     # the workers it starts; `pair_row` tells where each pair's rows go.
 
+    var is_streaming = should_stream(n_rows, token_fmt_type.msg_bytes)
+
     def decode_rows(begin: Int, end: Int) {imm}:
         var pair = 0
         for row in range(begin, end):
@@ -308,7 +310,7 @@ def dispatch_wait_host[
             var message = recv_buf.unsafe_offset(
                 layout.dispatch_message_offset(pair, slot)
             )
-            token_fmt_type.decode(message, rows, row)
+            token_fmt_type.decode(message, rows, row, is_streaming)
             var source = message.unsafe_offset(
                 token_fmt_type.token_bytes
             ).unsafe_bitcast[Int32]()

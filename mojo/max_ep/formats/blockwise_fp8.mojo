@@ -11,9 +11,10 @@ With `power_of_two_scales`, `scale` is rounded up to a power of two and the
 values are `x * (1 / scale)`. Definition: DeepEP's low-latency dispatch, which
 the seeds describe; the oracle is `quantize_blockwise_fp8` in `reference.py`.
 """
-from std.memory import bitcast, unsafe_memcpy
-from std.sys import size_of
+from std.math import isnan
+from std.memory import bitcast
 
+from ..host_copy import copy_bytes
 from ..layout import blockwise_fp8_token_bytes
 from ..token_format import BytePointer, TokenFormat
 
@@ -40,6 +41,44 @@ struct ScaledRows(TrivialRegisterPassable):
     stand `scale_stride` apart, as MAX's grouped matmul reads them."""
     var scale_stride: Int
     """Elements between two scales of one row: `max_recv_tokens`."""
+
+
+@always_inline
+def encode_e4m3fn[
+    width: SIMDLength, //
+](x: SIMD[DType.float32, width]) -> SIMD[DType.uint8, width]:
+    """Rounds to float8_e4m3fn, to nearest even and saturating.
+
+    The same bits as `cast[DType.float8_e4m3fn]`, which is scalar on CPU.
+
+    Parameters:
+        width: Lanes.
+
+    Args:
+        x: Numbers; NaN gives the NaN 0x7F.
+
+    Returns:
+        Their bits.
+    """
+    comptime Bits = SIMD[DType.uint32, width]
+    # The distance of subnormals is 2**-9: adding 2**14 leaves just that many
+    # bits of fraction, and rounds to nearest even on the way.
+    comptime magic = Float32(16384)
+    # The minimum also keeps the multiplication that made `x` from being fused
+    # with this addition.
+    var magnitude = min(abs(x), SIMD[DType.float32, width](FP8_MAX))
+    var subnormal = bitcast[DType.uint32](magnitude + magic) - Bits(
+        bitcast[DType.uint32](magic)
+    )
+    # Normal numbers: 20 bits of fraction go, half of the last place is added
+    # before (less one where the last place is even), the bias changes by 120.
+    var bits = bitcast[DType.uint32](magnitude)
+    bits += Bits(0x7_FFFF) + ((bits >> 20) & 1)
+    var normal = (bits >> 20) - Bits(120 << 3)
+    var is_subnormal = magnitude.lt(SIMD[DType.float32, width](0.015625))
+    var sign = (bitcast[DType.uint32](x) >> 24) & 0x80
+    var result = is_subnormal.select(subnormal, normal) | sign
+    return isnan(x).select(Bits(0x7F), result).cast[DType.uint8]()
 
 
 @always_inline
@@ -98,7 +137,6 @@ struct BlockwiseFP8TokenFormat[
             input_scale: Factor of every element; read if `is_scaled`.
         """
         comptime n_parts = FP8_BLOCK // _WIDTH
-        var values = message.unsafe_bitcast[Scalar[DType.float8_e4m3fn]]()
         var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
             Float32
         ]()
@@ -120,26 +158,30 @@ struct BlockwiseFP8TokenFormat[
                 scale = power_of_two_at_least(scale)
                 factor = 1 / scale
             comptime for part in range(n_parts):
-                values.unsafe_store(
+                message.unsafe_store(
                     block * FP8_BLOCK + part * _WIDTH,
-                    (parts[part] * factor).cast[DType.float8_e4m3fn](),
+                    encode_e4m3fn(parts[part] * factor),
                 )
             scales[unsafe_offset=block] = scale
 
     @staticmethod
     @always_inline
-    def decode(message: BytePointer, rows: Self.Rows, row: Int):
+    def decode(
+        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
+    ):
         """Copies values and scales; nothing is dequantized.
 
         Args:
             message: `[msg_bytes]`.
             rows: The output tensors.
             row: The row that the token takes there.
+            is_streaming: Whether to write past the caches.
         """
-        unsafe_memcpy(
+        copy_bytes(
             dest=rows.tokens.unsafe_offset(row * Self.hidden_size),
             src=message,
             count=Self.hidden_size,
+            is_streaming=is_streaming,
         )
         var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
             Float32

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: what dispatch and combine mean, in NumPy.
+
+Whatever runs them, CPU ranks or GPUs, by whichever protocol, is right if it
+does what stands here, bit for bit. All ranks are in one process and nothing is
+sent: a list with one entry a rank stands for the group.
+
+    tokens, topk_ids  --dispatch-->  rows by expert  --experts-->  expert rows
+    sums, not yet rounded  <--combine, with topk_weights--  expert rows
+
+NumPy has no bfloat16 and no float8_e4m3fn: both are kept as bits, `uint16` and
+`uint8`, with conversions here. This file needs NumPy only, and is one file so
+that the definition can be read in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FP8_MAX = np.float32(448)
+"""Largest finite float8_e4m3fn."""
+
+FP8_MIN_AMAX = np.float32(1e-4)
+"""Floor of a block's `amax`, so that a block of zeros has a usable scale."""
+
+
+def n_local_experts(n_experts: int, n_ranks: int) -> int:
+    """Counts a rank's places for experts: `ceil(n_experts / n_ranks)`.
+
+    Expert `e` lives on rank `e // n_local_experts`, as local expert
+    `e % n_local_experts`. If the ranks do not divide the experts, the last
+    ranks hold fewer, or none.
+    """
+    if n_experts < 1 or n_ranks < 1:
+        raise ValueError(f"need n_experts={n_experts}, n_ranks={n_ranks} >= 1")
+    return -(-n_experts // n_ranks)
+
+
+def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widens bfloat16 bits (`uint16`, any shape) to float32; exact."""
+    bits = _typed("bits", bits, np.uint16)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 to bfloat16 bits (`uint16`), to nearest, ties to even.
+
+    Too large becomes infinity. Every NaN becomes `0x7fc0`.
+    """
+    x = _typed("x", x, np.float32)
+    bits = np.where(np.isnan(x), np.uint32(0x7FC0_0000), x.view(np.uint32))
+    is_odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = bits + np.uint32(0x7FFF) + is_odd
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def float8_e4m3fn_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widens float8_e4m3fn bits (`uint8`, any shape) to float32; exact.
+
+    4 exponent bits with bias 7, 3 mantissa bits, subnormals, no infinity;
+    `0x7f` and `0xff` are NaN (E4M3 of the OCP 8-bit floating point format).
+    """
+    bits = _typed("bits", bits, np.uint8)
+    exponent = (bits >> 3).astype(np.int32) & 15
+    steps = (bits & 7) + 8.0 * (exponent > 0)
+    x = np.ldexp(steps, np.maximum(exponent, 1) - 10).astype(np.float32)
+    x = np.where((bits & 0x7F) == 0x7F, np.float32(np.nan), x)
+    return np.where(bits & 0x80, -x, x)
+
+
+def float32_to_float8_e4m3fn(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 to float8_e4m3fn bits, to nearest, ties to even.
+
+    Saturates: what is beyond +-448, infinity too, becomes +-448 (`0x7e`,
+    `0xfe`). Every NaN becomes `0x7f`, whatever its sign. `-0.0` is `0x80`.
+    """
+    x = _typed("x", x, np.float32)
+    magnitude = np.where(np.isnan(x), 0, np.minimum(np.abs(x), FP8_MAX))
+    # In [2**e, 2**(e + 1)) values are 2**(e - 3) apart; below 2**-6 they stay
+    # 2**-9 apart (subnormals). `steps` counts them, in [0, 16]; 16 is the first
+    # value of the next `e`, and the sum below carries into it.
+    e = np.frexp(np.maximum(magnitude, 2.0**-6))[1] - 1
+    steps = np.rint(np.ldexp(magnitude, 3 - e))
+    bits = ((e + 6) * 8 + steps).astype(np.uint8)
+    bits = np.where(np.signbit(x), bits | np.uint8(0x80), bits)
+    return np.where(np.isnan(x), np.uint8(0x7F), bits)
+
+
+def quantize_blockwise_fp8(
+    x: np.ndarray, power_of_two_scales: bool = False, block: int = 128
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes tokens to float8_e4m3fn with one float32 scale a block.
+
+    The numbers are those of DeepEP's low-latency dispatch, each operation
+    rounded once to float32:
+
+        amax = max(|x|, 1e-4)
+        values = e4m3fn(x * (448 / amax));  scale = amax / 448
+
+    With `power_of_two_scales` (its `round_scale`) `scale` is rounded up to a
+    power of two, and `values = e4m3fn(x * (1 / scale))`. DeepEP's kernel has
+    `amax * (1 / 448)` where its tests and this divide: a plain scale may differ
+    from the kernel's in the last bit.
+
+    Args:
+        x: Finite float32, `[n, hidden]`; `block` divides `hidden`.
+        power_of_two_scales: Whether scales are powers of two.
+        block: Elements that share one scale.
+
+    Returns:
+        Values, float8_e4m3fn bits `uint8` `[n, hidden]`, and scales, float32
+        `[n, hidden / block]`.
+    """
+    n, hidden = _typed("x", x, np.float32).shape
+    if hidden % block != 0:
+        raise ValueError(f"hidden={hidden} is not a multiple of block={block}")
+    blocks = x.reshape(n, hidden // block, block)
+    amax = np.maximum(np.abs(blocks).max(axis=2, keepdims=True), FP8_MIN_AMAX)
+    scales = amax / FP8_MAX
+    factors = FP8_MAX / amax
+    if power_of_two_scales:
+        mantissa, exponent = np.frexp(scales)  # mantissa in [0.5, 1)
+        scales = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+        factors = 1 / scales
+    values = float32_to_float8_e4m3fn(blocks * factors)
+    return values.reshape(x.shape), scales[:, :, 0]
+
+
+def dequantize_blockwise_fp8(
+    values: np.ndarray, scales: np.ndarray, block: int = 128
+) -> np.ndarray:
+    """Multiplies values (bits, `[n, hidden]`) by their scales, in float32."""
+    x = float8_e4m3fn_to_float32(values).reshape(*scales.shape, block)
+    scales = _typed("scales", scales, np.float32)
+    return (x * scales[:, :, np.newaxis]).reshape(values.shape)
+
+
+@dataclass
+class DispatchResult:
+    """What dispatch delivers to one rank.
+
+    The tensors of MAX's `ep_dispatch_wait` (`max.nn.comm.ep`), cut to the rows
+    that arrived: `row_offsets` and `expert_ids` go to its grouped matmul,
+    `src_info` back to combine. `src_ranks` MAX does not return; a rank knows it
+    from the peers' counts.
+    """
+
+    rows: np.ndarray
+    """`[n_rows, ...]`, element type of the tokens (or of quantized values)."""
+    scales: np.ndarray | None
+    """float32 `[n_blocks, n_rows]`: `scales[b, r]` is of row `r`, block `b`."""
+    row_offsets: np.ndarray
+    """uint32 `[n_local_experts + 1]`: local expert `e` has the rows
+    `[row_offsets[e], row_offsets[e + 1])`."""
+    expert_ids: np.ndarray
+    """int32 `[n_local_experts]`: the local expert of each range, 0, 1, ..."""
+    src_info: np.ndarray
+    """int32 `[n_rows, 2]`: token index on its source rank, and `k`, the
+    position of the choice in `[0, top_k)`."""
+    src_ranks: np.ndarray
+    """int32 `[n_rows]`: the rank that the row came from."""
+
+
+def dispatch(
+    tokens: Sequence[np.ndarray],
+    topk_ids: Sequence[np.ndarray],
+    n_experts: int,
+    *,
+    quantize: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    | None = None,
+) -> list[DispatchResult]:
+    """Brings each choice's token to the rank of its expert, as one row.
+
+    Rows of a rank are ordered by local expert, then source rank, then token
+    index, then `k`. Elements are copied as they are.
+
+    Args:
+        tokens: Each rank's tokens, `[n_tokens, hidden]`, any element type.
+        topk_ids: Each rank's expert ids, integer `[n_tokens, top_k]` in
+            `[-1, n_experts)`; -1 means "no expert".
+        n_experts: Experts of the group.
+        quantize: Maps float32 `[n, hidden]` to values `[n, hidden]` and scales
+            `[n, n_blocks]`. If given, tokens are float32 and rows are values.
+
+    Returns:
+        One result a rank.
+
+    Raises:
+        ValueError: If shapes do not fit, or an id is out of range.
+    """
+    n_ranks, n_tokens = len(tokens), [len(t) for t in tokens]
+    n_local = n_local_experts(n_experts, n_ranks)
+    _check_ids(topk_ids, n_tokens, n_experts)
+    if len({(t.shape[1:], t.dtype) for t in tokens}) > 1:
+        raise ValueError("hidden size or element type differs between ranks")
+    scales = None
+    if quantize is not None:
+        quantized = [quantize(_typed("tokens", t, np.float32)) for t in tokens]
+        tokens = [values for values, _ in quantized]
+        scales = np.concatenate([s for _, s in quantized])
+
+    # All tokens of the group, and which rank each is from.
+    all_tokens = np.concatenate(tokens)
+    src_rank_of = np.repeat(np.arange(n_ranks, dtype=np.int32), n_tokens)
+    first_token_of = np.cumsum([0, *n_tokens])
+    # All choices stand by source rank, token index, k. A stable sort by expert
+    # keeps that order within each expert, which is the order of rows.
+    top_k = topk_ids[0].shape[1]
+    choice_ids = np.concatenate(topk_ids).reshape(-1)
+    order = np.argsort(choice_ids, kind="stable")
+    order = order[choice_ids[order] >= 0]
+
+    results = []
+    for rank in range(n_ranks):
+        experts = rank * n_local + np.arange(n_local + 1)
+        bounds = np.searchsorted(choice_ids[order], experts)
+        source, k = np.divmod(order[bounds[0] : bounds[-1]], top_k)
+        src_ranks = src_rank_of[source]
+        token_idx = source - first_token_of[src_ranks]
+        results.append(
+            DispatchResult(
+                rows=all_tokens[source],
+                scales=None if scales is None else scales[source].T.copy(),
+                row_offsets=(bounds - bounds[0]).astype(np.uint32),
+                expert_ids=np.arange(n_local, dtype=np.int32),
+                src_info=np.stack([token_idx, k], axis=1).astype(np.int32),
+                src_ranks=src_ranks,
+            )
+        )
+    return results
+
+
+def combine(
+    expert_rows: Sequence[np.ndarray],
+    results: Sequence[DispatchResult],
+    topk_weights: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+    """Brings rows back to their tokens and adds them up, weighted.
+
+    For each token, in float32:
+
+        acc = 0;  for k in [0, top_k): acc = fma(weights[k], row[k], acc)
+
+    A choice without a row (its id was -1) is skipped. The sum does not depend
+    on where experts live, so it is the same for every number of ranks.
+
+    Args:
+        expert_rows: Each rank's expert outputs, float32 `[n_rows, hidden]`, in
+            the order of `results[rank].rows`.
+        results: What `dispatch` returned.
+        topk_weights: Each rank's router weights, float32 `[n_tokens, top_k]`.
+
+    Returns:
+        Each rank's sums, float32 `[n_tokens, hidden]`, *before* rounding to the
+        combine dtype: the caller rounds once (`float32_to_bfloat16`).
+    """
+    for rank, (rows, result) in enumerate(zip(expert_rows, results)):
+        n_rows = len(result.src_ranks)
+        if len(rows) != n_rows:
+            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
+    all_rows = np.concatenate(list(expert_rows))
+    src_ranks = np.concatenate([r.src_ranks for r in results])
+    src_info = np.concatenate([r.src_info for r in results])
+    sums = []
+    for rank, weights in enumerate(topk_weights):
+        mine = np.flatnonzero(src_ranks == rank)
+        row_of_choice = np.full(weights.shape, -1)
+        row_of_choice[src_info[mine, 0], src_info[mine, 1]] = mine
+        sums.append(_weighted_sum(all_rows, row_of_choice, weights))
+    return sums
+
+
+def moe(
+    tokens: np.ndarray,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+    expert_fn: Callable[[int, np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """Computes a mixture of experts without ranks, to check a whole layer.
+
+    Args:
+        tokens: float32 `[n_tokens, hidden]`.
+        topk_ids: Integer `[n_tokens, top_k]`; -1 means "no expert".
+        topk_weights: float32 `[n_tokens, top_k]`.
+        expert_fn: Maps an expert id and its tokens, float32 `[m, hidden]`, to
+            float32 `[m, hidden]`; called once for each expert with tokens.
+
+    Returns:
+        float32 `[n_tokens, hidden]`, summed as `combine` does.
+    """
+    row_of_choice = np.full(topk_ids.shape, -1)
+    expert_rows = [_typed("tokens", tokens, np.float32)[:0]]
+    n_rows = 0
+    for expert_id in np.unique(topk_ids[topk_ids >= 0]):
+        token_idx, k = np.nonzero(topk_ids == expert_id)
+        row_of_choice[token_idx, k] = n_rows + np.arange(len(k))
+        expert_rows.append(expert_fn(int(expert_id), tokens[token_idx]))
+        n_rows += len(k)
+    all_rows = np.concatenate(expert_rows)
+    return _weighted_sum(all_rows, row_of_choice, topk_weights)
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Computes `a * b + c` of float32 with one rounding, to nearest even.
+
+    The product of two float32 is exact in float64; the sum is not, and rounding
+    it to float64 first may land it on a tie of the rounding to float32. So the
+    first rounding is *to odd* (truncate, and set the last bit if anything was
+    lost), which never makes a tie (Boldo and Melquiond, 2008). Subnormals are
+    kept; infinities and NaN follow IEEE 754.
+    """
+    a, b, c = (_typed("fma", x, np.float32) for x in (a, b, c))
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = a.astype(np.float64) * b  # exact
+        total = np.asarray(product + c)
+        # TwoSum (Knuth): `product + c` is `total + lost`, exactly.
+        part = total - product
+        lost = (product - (total - part)) + (c - part)
+        is_inexact = np.isfinite(total) & (lost != 0)
+        is_magnitude_up = is_inexact & ((lost < 0) != (total < 0))
+        bits = (total.view(np.int64) - is_magnitude_up) | is_inexact
+        return bits.view(np.float64).astype(np.float32)
+
+
+def _weighted_sum(
+    rows: np.ndarray, row_of_choice: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """Adds each token's weighted rows with `fma`, in choice order.
+
+    `row_of_choice` is `[n_tokens, top_k]`; -1 means that there is no row.
+    """
+    rows = _typed("expert rows", rows, np.float32)
+    weights = _typed("topk_weights", weights, np.float32)
+    acc = np.zeros((len(weights), rows.shape[1]), np.float32)
+    for k in range(weights.shape[1]):
+        has = np.flatnonzero(row_of_choice[:, k] >= 0)
+        row = rows[row_of_choice[has, k]]
+        acc[has] = fma(weights[has, k, np.newaxis], row, acc[has])
+    return acc
+
+
+def _check_ids(
+    topk_ids: Sequence[np.ndarray], n_tokens: Sequence[int], n_experts: int
+) -> None:
+    """Raises a `ValueError` that says which rank's ids are wrong, if any."""
+    shapes = [ids.shape for ids in topk_ids]
+    if shapes != [(n, shapes[0][-1]) for n in n_tokens]:
+        raise ValueError(
+            f"topk_ids must be [n_tokens, top_k] on each rank, with n_tokens"
+            f" {list(n_tokens)} and one top_k, got {shapes}"
+        )
+    for rank, ids in enumerate(topk_ids):
+        for token_idx, k in np.argwhere((ids < -1) | (ids >= n_experts))[:1]:
+            raise ValueError(
+                f"rank {rank}, token {token_idx}, choice {k}: id"
+                f" {ids[token_idx, k]} is outside [-1, {n_experts})"
+            )
+
+
+def _typed(name: str, x: np.ndarray, dtype: type) -> np.ndarray:
+    """Returns `x` as an array; a silent cast would hide a second rounding."""
+    x = np.asarray(x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be {np.dtype(dtype)}, got {x.dtype}")
+    return x
