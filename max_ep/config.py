@@ -152,8 +152,7 @@ class EPConfig:
                 raise ValueError(f"{field}={value!r} must be an integer >= 1")
         if self.top_k > MAX_TOP_K:
             raise ValueError(
-                f"top_k={self.top_k} is above {MAX_TOP_K}, the most a token "
-                "may have"
+                f"top_k={self.top_k} is above {MAX_TOP_K}, the most a token may have"
             )
         if self.top_k > self.n_experts:
             raise ValueError(
@@ -167,8 +166,7 @@ class EPConfig:
             )
         if not -1 <= self.node_id < self.n_nodes:
             raise ValueError(
-                f"node_id={self.node_id} must be in [0, n_nodes={self.n_nodes}),"
-                " or -1"
+                f"node_id={self.node_id} must be in [0, n_nodes={self.n_nodes}), or -1"
             )
         if not 0 < self.timeout_s <= 24 * 3600:
             raise ValueError(

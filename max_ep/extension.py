@@ -77,9 +77,7 @@ def run_mojo(*args: str) -> str:
         timeout=_COMPILE_TIMEOUT_S,
     )
     if done.returncode != 0:
-        raise RuntimeError(
-            f"max_ep: mojo {' '.join(args)} failed:\n{done.stderr}"
-        )
+        raise RuntimeError(f"max_ep: mojo {' '.join(args)} failed:\n{done.stderr}")
     return done.stdout
 
 

@@ -92,7 +92,7 @@ class EPCommInitializer:
                 ]
                 for _ in range(NUM_GROUPS)
             ]
-            offsets = self._prepare_ranks()
+            offsets = self._prepare_ranks(was_used=False)
             regions = self._memory.connect(config.timeout_s)
         except BaseException:
             self.close()
@@ -109,7 +109,13 @@ class EPCommInitializer:
                 f"the number of this process, or set {NODE_VARIABLE} "
                 "(max_ep.launch does)"
             )
-        return int(os.environ[NODE_VARIABLE])
+        node_id = int(os.environ[NODE_VARIABLE])
+        if not 0 <= node_id < self.config.n_nodes:
+            raise ValueError(
+                f"{NODE_VARIABLE}={node_id} must be in [0, n_nodes="
+                f"{self.config.n_nodes})"
+            )
+        return node_id
 
     def _allocate(self, region_bytes: int) -> LocalMemory | SharedMemory:
         config = self.config
@@ -146,8 +152,11 @@ class EPCommInitializer:
             fingerprint,
         )
 
-    def _prepare_ranks(self) -> np.ndarray:
+    def _prepare_ranks(self, *, was_used: bool) -> np.ndarray:
         """Runs ``max_ep.init`` on every local rank.
+
+        Args:
+            was_used: Whether the regions may hold messages; fresh ones are zero.
 
         Returns:
             ``[NUM_GROUPS, 3]`` uint64: offsets of the buffers in a region.
@@ -156,13 +165,14 @@ class EPCommInitializer:
         config, sizes = self.config, self.config.sizes()
         # Ranks of one process send before any of them waits, so a wait that is
         # not met at once never will be.
-        timeout_ms = 0 if config.n_nodes == 1 else int(config.timeout_s * 1000)
+        timeout_ms = 0 if config.n_nodes == 1 else max(1, int(config.timeout_s * 1000))
         offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
         for device_id, region in enumerate(self._regions):
             setup = [
                 region,
                 config.node_id * config.n_gpus_per_node + device_id,
                 timeout_ms,
+                int(was_used),
                 config.n_experts,
                 config.n_ranks,
                 config.max_tokens_per_rank,
@@ -215,7 +225,7 @@ class EPCommInitializer:
             )
         if self._pointers is None:
             raise RuntimeError("EPCommInitializer.reset before ep_init")
-        self._prepare_ranks()
+        self._prepare_ranks(was_used=True)
 
     def set_eplb_placement(
         self, log2phy: Sequence[Buffer], logcnt: Sequence[Buffer]
@@ -248,5 +258,3 @@ def _setup_graph(config: EPConfig) -> Graph:
             *call_ep_init(group_0.buffer, group_1.buffer, config, setup=words.tensor)
         )
     return graph
-
-

@@ -154,9 +154,7 @@ def _check_send(
         if config.is_quantized
         else config.dispatch_dtype
     )
-    _check(
-        input_tokens, "input_tokens", dtypes, [None, config.hidden_size], device
-    )
+    _check(input_tokens, "input_tokens", dtypes, [None, config.hidden_size], device)
     _check(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
     _check_n_tokens(config, "input_tokens", input_tokens.shape[0])
     _check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)

@@ -74,9 +74,7 @@ def region_sizes(
         lines = (line.split() for line in printed.splitlines())
         sizes = {name: int(value) for name, value in lines}
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, delete=False
-        ) as written:
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as written:
             json.dump(sizes, written)
         os.replace(written.name, answer)
     return RegionSizes(**{f.name: sizes[f.name] for f in fields(RegionSizes)})

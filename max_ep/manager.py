@@ -139,9 +139,7 @@ class EPBatchManager:
         """
         config = self.config
         counters = tuple(
-            BufferType(
-                DType.int32, [config.sizes().counters_words], config.device(i)
-            )
+            BufferType(DType.int32, [config.sizes().counters_words], config.device(i))
             for _ in range(NUM_GROUPS)
             for i in range(config.n_gpus_per_node)
         )
@@ -493,9 +491,7 @@ class EPBatchManager:
             )
         return self._src_info[device_id]
 
-    def _check_all(
-        self, device_ids: list[int], **lists: Sequence[TensorValue]
-    ) -> None:
+    def _check_all(self, device_ids: list[int], **lists: Sequence[TensorValue]) -> None:
         if sorted(device_ids) != list(range(self.config.n_gpus_per_node)):
             raise ValueError(
                 f"device_ids={device_ids} must name all "
@@ -504,8 +500,7 @@ class EPBatchManager:
         for what, values in lists.items():
             if len(values) != len(device_ids):
                 raise ValueError(
-                    f"{what} has {len(values)} tensors for {len(device_ids)} "
-                    "device_ids"
+                    f"{what} has {len(values)} tensors for {len(device_ids)} device_ids"
                 )
 
     def _pass_all(self, group: int, device_ids: list[int]) -> None:

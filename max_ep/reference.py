@@ -169,8 +169,7 @@ def dispatch(
     topk_ids: Sequence[np.ndarray],
     n_experts: int,
     *,
-    quantize: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-    | None = None,
+    quantize: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> list[DispatchResult]:
     """Brings each choice's token to the rank of its expert, as one row.
 

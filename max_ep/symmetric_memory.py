@@ -15,6 +15,7 @@ node through POSIX shared memory:
 
 from __future__ import annotations
 
+import _posixshmem  # CPython's own wrapper of shm_open, as in multiprocessing
 import ctypes
 import errno
 import json
@@ -24,8 +25,6 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import _posixshmem  # CPython's own wrapper of shm_open, as in multiprocessing
 
 _PAGE = 4096
 _MAGIC = b"max_ep01"
@@ -262,7 +261,8 @@ class SharedMemory:
         deadline = time.monotonic() + timeout_s
         text = json.dumps(self._owner.__dict__).encode()
         self._mine[_HEADER.size : _HEADER.size + len(text)] = text
-        _HEADER.pack_into(self._mine, 0, _MAGIC, len(text))
+        _HEADER.pack_into(self._mine, 0, b"", len(text))
+        self._mine[: len(_MAGIC)] = _MAGIC  # last: this is what peers look for
         try:
             for node in range(self._n_nodes):
                 if node != self._node_id:
@@ -290,6 +290,10 @@ class SharedMemory:
             owner = _read_owner(memory)
             if owner is None:
                 found = "its segment is not ready"
+            elif memory[_MAPPED_AT + self._node_id]:
+                # Mapped before, by an earlier group of this name in this
+                # process: its owner has not come to the new one yet.
+                found = "its segment is that of an earlier group"
             elif not owner.is_alive():
                 found = f"only what the dead process {owner.pid} left behind"
             elif owner.fingerprint != self._owner.fingerprint:

@@ -474,9 +474,7 @@ def test_dispatch_is_the_plain_loops(case: str):
         n = len(rows)
         assert_same_bits(result.rows, f32(*rows).reshape(n, HIDDEN))
         assert_same_bits(result.row_offsets, np.array(row_offsets, np.uint32))
-        assert_same_bits(
-            result.src_info, np.array(src_info, np.int32).reshape(n, 2)
-        )
+        assert_same_bits(result.src_info, np.array(src_info, np.int32).reshape(n, 2))
         assert_same_bits(result.src_ranks, np.array(src_ranks, np.int32))
         assert_same_bits(result.expert_ids, np.arange(n_local, dtype=np.int32))
         assert result.scales is None
@@ -554,9 +552,7 @@ def test_dispatch_quantizes(case: str):
     c = make_case(case)
     tokens = make_tokens([len(t) for t in c.tokens], hidden=256)
     quantized = [quantize_with_torch(t, False) for t in tokens]
-    results = dispatch(
-        tokens, c.ids, c.n_experts, quantize=quantize_blockwise_fp8
-    )
+    results = dispatch(tokens, c.ids, c.n_experts, quantize=quantize_blockwise_fp8)
     for result in results:
         n = len(result.src_ranks)
         assert result.rows.shape == (n, 256)
@@ -638,9 +634,7 @@ def test_combine_adds_in_choice_order_with_one_rounding_a_step(case: str):
     got = combine(rows, results, c.weights)
     row_of = {}
     for result, rank_rows in zip(results, rows):
-        for src_rank, info, row in zip(
-            result.src_ranks, result.src_info, rank_rows
-        ):
+        for src_rank, info, row in zip(result.src_ranks, result.src_info, rank_rows):
             row_of[int(src_rank), int(info[0]), int(info[1])] = row
     for rank, weights in enumerate(c.weights):
         for token_idx in range(len(weights)):

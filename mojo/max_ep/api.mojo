@@ -9,205 +9,31 @@ one address for each rank of the group.
 """
 from layout import TileTensor
 from max.gpu.host import DeviceContext
-from max.gpu.host.info import is_cpu
 from std.sys import size_of
 
-from .counters import EPLocalSyncCounters
 from .expert_slots.host_combine import combine_async_host, combine_wait_host
 from .expert_slots.host_dispatch import dispatch_async_host, dispatch_wait_host
+from .launch_checks import (
+    check_config,
+    check_n_tokens,
+    check_size,
+    counters_of,
+    imm,
+    mut_,
+    peer_buffers,
+)
 from .layout import (
     ExpertSlotsLayout,
-    MAX_RANKS,
-    MAX_TOP_K,
     MESSAGE_ALIGN,
     message_bytes,
     plain_token_bytes,
 )
 from .token_format import TokenFormat
-from .transport import PeerBuffers
 
-comptime InputScales = Optional[def[dtype: DType](Int) capturing -> Scalar[dtype]]
+comptime InputScales = Optional[
+    def[dtype: DType](Int) capturing -> Scalar[dtype]
+]
 """Gives the factor of a token for an expert id, or None."""
-
-
-def _check_config[
-    n_experts: Int,
-    n_ranks: Int,
-    hidden_size: Int,
-    top_k: Int,
-    wire_type: DType,
-    target: StaticString,
-]():
-    """Refuses, at compile time, what the kernels cannot do.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        hidden_size: Elements of a token.
-        top_k: Experts of a token.
-        wire_type: Element type of a row.
-        target: The device kind.
-    """
-    comptime assert is_cpu[target](), (
-        "max_ep: expert_slots has kernels for target 'cpu' only"
-    )
-    comptime assert 1 <= n_ranks and n_ranks <= MAX_RANKS, (
-        "max_ep: n_ranks must be in [1, MAX_RANKS]"
-    )
-    comptime assert (
-        1 <= top_k and top_k <= MAX_TOP_K and top_k <= n_experts
-    ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
-    comptime assert (
-        hidden_size * size_of[Scalar[wire_type]]() % MESSAGE_ALIGN == 0
-    ), "max_ep: a token must be a multiple of 16 bytes"
-
-
-def _counters[
-    n_experts: Int
-](
-    op: StaticString,
-    atomic_counters: TileTensor[DType.int32, ...],
-    recv_ptrs: TileTensor[DType.uint64, ...],
-    n_ranks: Int,
-) raises -> EPLocalSyncCounters[n_experts]:
-    """Finds this rank's local words, if they and the memory are usable.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        op: Who asks.
-        atomic_counters: The words.
-        recv_ptrs: Addresses of all ranks.
-        n_ranks: Ranks of the group.
-
-    Returns:
-        A view of the words.
-
-    Raises:
-        If the words were not initialized or the memory was freed.
-    """
-    var counters = EPLocalSyncCounters[n_experts](
-        rebind[Pointer[Int32, MutUntrackedOrigin]](atomic_counters.ptr)
-    )
-    if (
-        Int(atomic_counters.dim[0]()) < counters.total_size()
-        or not counters.is_initialized()
-    ):
-        raise Error(
-            "max_ep: ",
-            op,
-            ": these atomic_counters are not initialized; pass the model_inputs()",
-            " of an EPCommInitializer after its ep_init().",
-        )
-    if Int(recv_ptrs.dim[0]()) != n_ranks:
-        raise Error(
-            "max_ep: ",
-            op,
-            ": recv_ptrs holds ",
-            Int(recv_ptrs.dim[0]()),
-            " addresses for ",
-            n_ranks,
-            " ranks.",
-        )
-    for rank in range(n_ranks):
-        if recv_ptrs.ptr[unsafe_offset=rank] == 0:
-            raise Error(
-                "max_ep: ",
-                op,
-                ": the symmetric memory was freed (EPCommInitializer.close).",
-            )
-    return counters
-
-
-@always_inline
-def _imm[
-    dtype: DType
-](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
-    """Takes a tensor's address for reading.
-
-    Parameters:
-        dtype: Element type.
-
-    Args:
-        tensor: A tensor that outlives the launch.
-
-    Returns:
-        Its first element.
-    """
-    return Pointer[Scalar[dtype], ImmUntrackedOrigin](
-        unsafe_from_address=Int(tensor.ptr)
-    )
-
-
-@always_inline
-def _mut[
-    dtype: DType
-](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
-    """Takes a tensor's address for writing.
-
-    Parameters:
-        dtype: Element type.
-
-    Args:
-        tensor: A tensor that outlives the launch.
-
-    Returns:
-        Its first element.
-    """
-    return Pointer[Scalar[dtype], MutUntrackedOrigin](
-        unsafe_from_address=Int(tensor.ptr)
-    )
-
-
-def _check_rows(
-    op: StaticString, what: StaticString, n_rows: Int, wanted: Int
-) raises:
-    """Compares a tensor's rows with what they must be.
-
-    Args:
-        op: Who asks.
-        what: The tensor's name.
-        n_rows: Its rows.
-        wanted: The rows it must have.
-
-    Raises:
-        If they differ.
-    """
-    if n_rows != wanted:
-        raise Error(
-            "max_ep: ", op, ": ", what, " has ", n_rows, " rows, not ", wanted, "."
-        )
-
-
-def _check_n_tokens(
-    op: StaticString, my_rank: Int, n_tokens: Int, max_tokens_per_rank: Int
-) raises:
-    """Refuses more tokens than the buffers hold.
-
-    Args:
-        op: Who asks.
-        my_rank: This rank.
-        n_tokens: Tokens given.
-        max_tokens_per_rank: Tokens there is room for.
-
-    Raises:
-        If there are too many.
-    """
-    if n_tokens > max_tokens_per_rank:
-        raise Error(
-            "max_ep: ",
-            op,
-            " on rank ",
-            my_rank,
-            ": ",
-            n_tokens,
-            " tokens given, EPConfig.max_tokens_per_rank is ",
-            max_tokens_per_rank,
-            ". Send fewer at a time, or raise it. Before the next run call",
-            " EPCommInitializer.reset() (or restart the group, where each rank",
-            " is a process of its own).",
-        )
 
 
 @always_inline
@@ -318,19 +144,24 @@ def ep_dispatch_async_kernel_api[
     comptime n_ranks = n_gpus_per_node * n_nodes
     comptime top_k = token_fmt_type.top_k
     comptime hidden_size = token_fmt_type.hidden_size
-    _check_config[
-        n_experts, n_ranks, hidden_size, top_k, DType.float32, target
+    check_config[
+        n_experts,
+        n_ranks,
+        hidden_size,
+        token_fmt_type.hidden_multiple,
+        top_k,
+        target,
     ]()
-    var counters = _counters[n_experts](
-        "dispatch_async", atomic_counters, recv_ptrs, n_ranks
-    )
+    comptime op = "dispatch_async"
+    var counters = counters_of[n_experts](op, atomic_counters)
     var n_tokens = Int(input_tokens.dim[0]())
-    _check_n_tokens(
-        "dispatch_async", counters.my_rank(), n_tokens, max_token_per_rank
+    check_n_tokens(op, counters.my_rank(), n_tokens, max_token_per_rank)
+    check_size(op, "rows of topk_ids", Int(topk_ids.dim[0]()), n_tokens)
+    check_size(op, "columns of topk_ids", Int(topk_ids.dim[1]()), top_k)
+    check_size(
+        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
     )
-    _check_rows(
-        "dispatch_async", "topk_ids", Int(topk_ids.dim[0]()), n_tokens
-    )
+    var send_bufs = peer_buffers[n_ranks](op, "send_ptrs", send_ptrs)
     dispatch_async_host[
         token_fmt_type,
         n_experts,
@@ -342,12 +173,12 @@ def ep_dispatch_async_kernel_api[
         input_tokens.dtype,
         input_scales_wrapper,
     ](
-        _imm(input_tokens),
-        _imm(topk_ids),
+        imm(input_tokens),
+        imm(topk_ids),
         n_tokens,
-        PeerBuffers[n_ranks](_mut(send_ptrs))[counters.my_rank()],
-        PeerBuffers[n_ranks](_mut(recv_ptrs)),
-        PeerBuffers[n_ranks](_mut(recv_count_ptrs)),
+        send_bufs[counters.my_rank()],
+        peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
+        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
         counters,
     )
 
@@ -400,36 +231,32 @@ def ep_dispatch_wait_kernel_api[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank
     ]()
     comptime n_local_experts = dispatch_layout.n_local_experts()
-    _check_config[
+    check_config[
         n_experts,
         n_ranks,
         hidden_size,
+        token_fmt_type.hidden_multiple,
         token_fmt_type.top_k,
-        DType.float32,
         target,
     ]()
-    var counters = _counters[n_experts](
-        "dispatch_wait", atomic_counters, recv_ptrs, n_ranks
+    comptime op = "dispatch_wait"
+    var counters = counters_of[n_experts](op, atomic_counters)
+    check_size(
+        op, "row_offsets", Int(row_offsets.dim[0]()), n_local_experts + 1
     )
-    _check_rows(
-        "dispatch_wait",
-        "row_offsets",
-        Int(row_offsets.dim[0]()),
-        n_local_experts + 1,
-    )
-    _check_rows(
-        "dispatch_wait", "expert_ids", Int(expert_ids.dim[0]()), n_local_experts
-    )
+    check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_local_experts)
+    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
     dispatch_wait_host[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, dispatch_layout
     ](
         rows,
         Int(src_info.dim[0]()),
-        _mut(row_offsets),
-        _mut(expert_ids),
-        _mut(src_info),
-        PeerBuffers[n_ranks](_mut(recv_ptrs))[counters.my_rank()],
-        PeerBuffers[n_ranks](_mut(recv_count_ptrs)),
+        mut_(row_offsets),
+        mut_(expert_ids),
+        mut_(src_info),
+        recv_bufs[counters.my_rank()],
+        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
         counters,
     )
 
@@ -569,17 +396,21 @@ def ep_combine_async_kernel_api[
         If an argument does not fit (nothing is sent), or a peer is late.
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
-    _check_config[
-        n_experts, n_ranks, hidden_size, top_k, combine_dtype, target
+    check_config[
+        n_experts,
+        n_ranks,
+        hidden_size,
+        MESSAGE_ALIGN // size_of[Scalar[combine_dtype]](),
+        top_k,
+        target,
     ]()
-    var counters = _counters[n_experts](
-        "combine_async", atomic_counters, recv_ptrs, n_ranks
-    )
-    _check_rows(
-        "combine_async",
-        "src_info",
-        Int(src_info.dim[0]()),
-        Int(input_tokens.dim[0]()),
+    comptime op = "combine_async"
+    var counters = counters_of[n_experts](op, atomic_counters)
+    var n_rows = Int(input_tokens.dim[0]())
+    check_size(op, "rows of src_info", Int(src_info.dim[0]()), n_rows)
+    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+    check_size(
+        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
     )
     combine_async_host[
         combine_dtype,
@@ -595,11 +426,11 @@ def ep_combine_async_kernel_api[
             max_token_per_rank,
         ](),
     ](
-        _imm(input_tokens),
-        Int(input_tokens.dim[0]()),
-        _imm(src_info),
-        PeerBuffers[n_ranks](_mut(recv_ptrs)),
-        PeerBuffers[n_ranks](_mut(recv_count_ptrs)),
+        imm(input_tokens),
+        n_rows,
+        imm(src_info),
+        peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
+        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
         counters,
     )
 
@@ -647,19 +478,28 @@ def ep_combine_wait_kernel_api[
         If an argument does not fit, or a peer is late.
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
-    _check_config[
-        n_experts, n_ranks, hidden_size, top_k, combine_dtype, target
+    check_config[
+        n_experts,
+        n_ranks,
+        hidden_size,
+        MESSAGE_ALIGN // size_of[Scalar[combine_dtype]](),
+        top_k,
+        target,
     ]()
-    var counters = _counters[n_experts](
-        "combine_wait", atomic_counters, recv_ptrs, n_ranks
-    )
+    comptime op = "combine_wait"
+    var counters = counters_of[n_experts](op, atomic_counters)
     var n_tokens = Int(router_weights.dim[0]())
-    _check_n_tokens(
-        "combine_wait", counters.my_rank(), n_tokens, max_token_per_rank
+    check_n_tokens(op, counters.my_rank(), n_tokens, max_token_per_rank)
+    check_size(
+        op, "columns of router_weights", Int(router_weights.dim[1]()), top_k
     )
-    _check_rows(
-        "combine_wait", "output_tokens", Int(output_tokens.dim[0]()), n_tokens
+    check_size(
+        op, "rows of output_tokens", Int(output_tokens.dim[0]()), n_tokens
     )
+    check_size(
+        op, "columns of output_tokens", Int(output_tokens.dim[1]()), hidden_size
+    )
+    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
     combine_wait_host[
         combine_dtype,
         hidden_size,
@@ -674,11 +514,11 @@ def ep_combine_wait_kernel_api[
             max_token_per_rank,
         ](),
     ](
-        _mut(output_tokens),
-        _imm(router_weights),
+        mut_(output_tokens),
+        imm(router_weights),
         n_tokens,
-        PeerBuffers[n_ranks](_mut(recv_ptrs))[counters.my_rank()],
-        PeerBuffers[n_ranks](_mut(recv_count_ptrs)),
+        recv_bufs[counters.my_rank()],
+        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
         counters,
     )
 

@@ -14,7 +14,7 @@ comptime COUNTERS_MAGIC = 0x6D657031
 """Value of the magic word once `max_ep.init` has run."""
 
 comptime N_HEADER_WORDS = 16
-"""Words in front of the pair rows; 8 are used."""
+"""Words in front of the pair rows; 9 are used."""
 
 comptime _MAGIC = 0
 comptime _MY_RANK = 1
@@ -24,6 +24,7 @@ comptime _DISPATCH_RECEIVED = 4
 comptime _COMBINE_SENT = 5
 comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
+comptime _SRC_INFO_HASH = 8
 
 
 def local_sync_counters_words(n_experts: Int) -> Int:
@@ -178,9 +179,7 @@ struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
         Args:
             generation: The generation.
         """
-        self.words[unsafe_offset=_COMBINE_SENT] = generation.cast[
-            DType.int32
-        ]()
+        self.words[unsafe_offset=_COMBINE_SENT] = generation.cast[DType.int32]()
 
     @always_inline
     def set_combine_received(self, generation: UInt32):
@@ -195,12 +194,30 @@ struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
 
     @always_inline
     def add_dropped(self, n: Int):
-        """Counts choices that were dropped because their id was bad.
+        """Counts choices that were dropped: a bad id, or a full pair.
 
         Args:
             n: How many.
         """
         self.words[unsafe_offset=_N_DROPPED] += Int32(n)
+
+    @always_inline
+    def src_info_hash(self) -> Int32:
+        """Reads the digest of the last dispatch's `src_info`.
+
+        Returns:
+            From `hash_src_info`.
+        """
+        return self.words[unsafe_offset=_SRC_INFO_HASH]
+
+    @always_inline
+    def set_src_info_hash(self, digest: Int32):
+        """Notes the digest of the last dispatch's `src_info`.
+
+        Args:
+            digest: From `hash_src_info`.
+        """
+        self.words[unsafe_offset=_SRC_INFO_HASH] = digest
 
     @always_inline
     def pair_row(self, pair: Int) -> Int:

@@ -24,6 +24,32 @@ comptime YIELD_SECONDS = 50e-6
 ranks than cores make progress."""
 
 
+@always_inline
+def next_generation(generation: UInt32) -> UInt32:
+    """Counts on; 0, which untouched memory shows, is left out when it wraps.
+
+    Args:
+        generation: A generation, or 0 before the first.
+
+    Returns:
+        The one after it, never 0.
+    """
+    return generation + 1 if generation != UInt32.MAX else 1
+
+
+@always_inline
+def generation_of(word: UInt64) -> UInt32:
+    """Takes the generation out of a flag.
+
+    Args:
+        word: From `peek`.
+
+    Returns:
+        The generation that wrote it.
+    """
+    return UInt32(word >> 32)
+
+
 @fieldwise_init
 struct Waiter(TrivialRegisterPassable):
     """Who waits for whom, where: what an error about a wait has to say."""
@@ -140,13 +166,13 @@ def await_generation(
     var spins = 0
     while True:
         var word = peek(flag)
-        if UInt32(word >> 32) == generation:
+        if generation_of(word) == generation:
             return Int(word & 0xFFFF_FFFF)
         spins += 1
         if spins < SPINS_BEFORE_YIELD and deadline.timeout_ms > 0:
             continue
         if deadline.has_passed():
-            _raise_missing(UInt32(word >> 32), generation, deadline, who)
+            _raise_missing(generation_of(word), generation, deadline, who)
         sleep(YIELD_SECONDS)
 
 
@@ -164,9 +190,7 @@ def _raise_missing(
     Raises:
         Always.
     """
-    var where = String(
-        "max_ep: ", who.phase, " on rank ", who.my_rank, ": "
-    )
+    var place = String("max_ep: ", who.phase, " on rank ", who.my_rank, ": ")
     var expert = String()
     if who.expert_id >= 0:
         expert = String(" for expert ", who.expert_id)
@@ -183,7 +207,7 @@ def _raise_missing(
     )
     if deadline.timeout_ms == 0:
         raise Error(
-            where,
+            place,
             "no ",
             what,
             ". The ranks of one process run one after another, so waiting",
@@ -192,7 +216,7 @@ def _raise_missing(
             " that failed half-way, call EPCommInitializer.reset().",
         )
     raise Error(
-        where,
+        place,
         "timed out after ",
         deadline.timeout_ms,
         " ms waiting for ",

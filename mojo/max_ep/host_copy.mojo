@@ -43,7 +43,7 @@ def copy_bytes(
 
     Args:
         dest: Where to, aligned to `MESSAGE_ALIGN`.
-        src: Where from, aligned alike.
+        src: Where from; a caller's tensor may have any alignment.
         count: Bytes, a multiple of `MESSAGE_ALIGN`.
         is_streaming: Whether to write past the caches; the stores are then
             weakly ordered until `drain_stores`, which `for_each_chunk` calls.
@@ -53,7 +53,7 @@ def copy_bytes(
         return
     for i in range(0, count, MESSAGE_ALIGN):
         dest.unsafe_store[alignment=MESSAGE_ALIGN, non_temporal=True](
-            i, src.unsafe_load[width=MESSAGE_ALIGN, alignment=MESSAGE_ALIGN](i)
+            i, src.unsafe_load[width=MESSAGE_ALIGN](i)
         )
 
 

@@ -4,12 +4,35 @@ from layout import TileTensor
 from std.memory import unsafe_memset_zero
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
+from .expert_slots.host_steps import write_source_info
 from .layout import ExpertSlotsLayout
 from .token_format import BytePointer
 
-comptime N_SETUP_WORDS = 9
-"""Int64 words of `setup`: region address, rank, time-out in ms, then the six
-fields of `ExpertSlotsLayout` in order."""
+comptime N_SETUP_WORDS = 10
+"""Int64 words of `setup`: region address, rank, time-out in ms, whether the
+memory was used before (1) or is zero (0), then the six fields of
+`ExpertSlotsLayout` in order."""
+
+
+def _clear_combine_generations(region: Int, layout: ExpertSlotsLayout):
+    """Makes old combine messages differ from those of the first generations.
+
+    Args:
+        region: Address of the region.
+        layout: Offsets of the buffers.
+    """
+    var recv = BytePointer(
+        unsafe_from_address=region + layout.combine_recv_offset()
+    )
+    for token_idx in range(layout.max_tokens_per_rank):
+        for k in range(layout.top_k):
+            write_source_info(
+                recv.unsafe_offset(layout.combine_message_offset(token_idx, k)),
+                layout.combine_msg_bytes,
+                token_idx,
+                k,
+                0,
+            )
 
 
 def init_host(
@@ -41,13 +64,14 @@ def init_host(
     var region = Int(words[unsafe_offset=0])
     var rank = Int(words[unsafe_offset=1])
     var timeout_ms = Int(words[unsafe_offset=2])
+    var was_used = words[unsafe_offset=3] != 0
     var layout = ExpertSlotsLayout(
-        Int(words[unsafe_offset=3]),
         Int(words[unsafe_offset=4]),
         Int(words[unsafe_offset=5]),
         Int(words[unsafe_offset=6]),
         Int(words[unsafe_offset=7]),
         Int(words[unsafe_offset=8]),
+        Int(words[unsafe_offset=9]),
     )
     var n_words = local_sync_counters_words(layout.n_experts)
     if (
@@ -61,16 +85,22 @@ def init_host(
             Pointer[Int32, MutUntrackedOrigin](unsafe_from_address=counters)
         ).reset(rank, timeout_ms, n_words)
     unsafe_memset_zero(
-        BytePointer(unsafe_from_address=region + layout.dispatch_counts_offset()),
+        BytePointer(
+            unsafe_from_address=region + layout.dispatch_counts_offset()
+        ),
         layout.dispatch_counts_bytes(),
     )
     unsafe_memset_zero(
-        BytePointer(unsafe_from_address=region + layout.combine_counts_offset()),
+        BytePointer(
+            unsafe_from_address=region + layout.combine_counts_offset()
+        ),
         layout.combine_counts_bytes(),
     )
-    Pointer[Int32, MutUntrackedOrigin](unsafe_from_address=Int(my_rank.ptr))[] = (
-        Int32(rank)
-    )
+    if was_used:
+        _clear_combine_generations(region, layout)
+    Pointer[Int32, MutUntrackedOrigin](
+        unsafe_from_address=Int(my_rank.ptr)
+    )[] = Int32(rank)
     var offsets = [
         layout.dispatch_send_offset(),
         layout.dispatch_recv_offset(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric region: every byte of one rank that its peers may write.
+"""The symmetric region: the memory of one rank that its peers can reach.
 
 Each rank owns one region; all regions have the same layout, so an offset that
 is right on one rank is right on all of them. `expert_slots` cuts it so:
@@ -16,7 +16,8 @@ is right on one rank is right on all of them. `expert_slots` cuts it so:
     +---------------------------------------------------------------------+
     region_bytes
 
-A message is the encoded token (or expert row) followed by a source info of
+Peers write everything but the dispatch send buffer, which is the owner's staging
+place. A message is the encoded token (or expert row) followed by a source info of
 `SOURCE_INFO_BYTES`. This file knows offsets and sizes: no pointers, no
 atomics. Who may write what is in `docs/protocol.md`.
 """
@@ -30,8 +31,8 @@ comptime SOURCE_INFO_BYTES = 16
 comptime SOURCE_TOKEN_WORD = 0
 """Int32 word of the source info: the token's index on its source rank."""
 
-comptime SOURCE_CHOICE_WORD = 1
-"""Int32 word of the source info: which of the token's choices, `[0, top_k)`."""
+comptime SOURCE_K_WORD = 1
+"""Int32 word of the source info: `k`, which of the token's choices."""
 
 comptime SOURCE_GENERATION_WORD = 2
 """Int32 word of the source info: generation that wrote a combine message."""
@@ -138,6 +139,19 @@ def n_experts_on_rank(n_experts: Int, n_ranks: Int, rank: Int) -> Int:
     return max(0, min(n_local, n_experts - rank * n_local))
 
 
+@always_inline
+def source_info_offset(msg_bytes: Int) -> Int:
+    """Locates the source info of a message.
+
+    Args:
+        msg_bytes: Bytes of the message.
+
+    Returns:
+        Bytes from the start of the message: where its token ends.
+    """
+    return msg_bytes - SOURCE_INFO_BYTES
+
+
 @fieldwise_init
 struct ExpertSlotsLayout(TrivialRegisterPassable):
     """Sizes and offsets of an `expert_slots` region, all in bytes."""
@@ -156,6 +170,18 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
     """Bytes of one combine message."""
 
     # ------------------------------------------------- inside dispatch buffers
+
+    @always_inline
+    def dispatch_staged_offset(self, token_idx: Int) -> Int:
+        """Locates a token's place in the send buffer.
+
+        Args:
+            token_idx: In `[0, max_tokens_per_rank)`.
+
+        Returns:
+            Bytes from the start of the dispatch send buffer.
+        """
+        return token_idx * self.dispatch_msg_bytes
 
     @always_inline
     def n_local_experts(self) -> Int:
@@ -190,7 +216,9 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         Returns:
             Bytes from the start of the dispatch recv buffer.
         """
-        return (pair * self.max_tokens_per_rank + slot) * self.dispatch_msg_bytes
+        return (
+            pair * self.max_tokens_per_rank + slot
+        ) * self.dispatch_msg_bytes
 
     @always_inline
     def dispatch_count_offset(self, pair: Int) -> Int:
@@ -266,7 +294,7 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
-        return self.max_tokens_per_rank * self.dispatch_msg_bytes
+        return self.dispatch_staged_offset(self.max_tokens_per_rank)
 
     @always_inline
     def dispatch_recv_bytes(self) -> Int:

@@ -61,6 +61,7 @@ struct Init:
         setup: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
         init_host(
             device_ptrs.to_tile_tensor(),
             my_rank.to_tile_tensor(),
@@ -96,6 +97,8 @@ struct DispatchAsync:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+
         @__parameter
         @always_inline
         def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
@@ -146,6 +149,7 @@ struct DispatchWait:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
         ep_dispatch_wait_kernel_api[
             PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
             n_experts,
@@ -195,6 +199,8 @@ struct Dispatch:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+
         @__parameter
         @always_inline
         def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
@@ -250,6 +256,8 @@ struct DispatchAsyncFP8:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+
         @__parameter
         @always_inline
         def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
@@ -257,9 +265,7 @@ struct DispatchAsyncFP8:
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
         ep_dispatch_async_kernel_api[
-            BlockwiseFP8TokenFormat[
-                hidden_size, top_k, power_of_two_scales
-            ],
+            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
             n_experts,
             max_tokens_per_rank,
             n_gpus_per_node,
@@ -303,10 +309,9 @@ struct DispatchWaitFP8:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
         ep_dispatch_wait_kernel_api[
-            BlockwiseFP8TokenFormat[
-                hidden_size, top_k, power_of_two_scales
-            ],
+            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
             n_experts,
             max_tokens_per_rank,
             n_gpus_per_node,
@@ -355,6 +360,8 @@ struct DispatchFP8:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+
         @__parameter
         @always_inline
         def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
@@ -362,9 +369,7 @@ struct DispatchFP8:
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
         ep_dispatch_kernel_api[
-            BlockwiseFP8TokenFormat[
-                hidden_size, top_k, power_of_two_scales
-            ],
+            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
             n_experts,
             max_tokens_per_rank,
             n_gpus_per_node,
@@ -410,6 +415,7 @@ struct CombineAsync:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
         ep_combine_async_kernel_api[
             combine_dtype,
             hidden_size,
@@ -453,6 +459,7 @@ struct CombineWait:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
         ep_combine_wait_kernel_api[
             combine_dtype,
             hidden_size,
@@ -498,6 +505,7 @@ struct Combine:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
         ep_combine_kernel_api[
             combine_dtype,
             hidden_size,

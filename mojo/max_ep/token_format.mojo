@@ -12,7 +12,7 @@ further format has a file in `formats/`. A format knows nothing of ranks.
 from std.sys import size_of
 
 from .host_copy import copy_bytes
-from .layout import message_bytes, plain_token_bytes
+from .layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
 """Bytes of a region or of a tensor."""
@@ -25,6 +25,8 @@ trait TokenFormat:
     """Elements of a token."""
     comptime top_k: Int
     """Experts of a token."""
+    comptime hidden_multiple: Int
+    """`hidden_size` must be a multiple of this."""
     comptime token_bytes: Int
     """Bytes of the encoded token, a multiple of `MESSAGE_ALIGN`."""
     comptime msg_bytes: Int = message_bytes(Self.token_bytes)
@@ -88,11 +90,19 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
     """
 
     comptime hidden_size = Self.hidden_size_
+    """Elements of a token."""
     comptime top_k = Self.top_k_
+    """Experts of a token."""
+    comptime hidden_multiple = MESSAGE_ALIGN // size_of[
+        Scalar[Self.wire_type]
+    ]()
+    """Elements of 16 bytes."""
     comptime token_bytes = plain_token_bytes(
         Self.hidden_size, size_of[Scalar[Self.wire_type]]()
     )
+    """Bytes of the elements."""
     comptime Rows = PlainRows
+    """One output tensor."""
 
     @staticmethod
     @always_inline
@@ -153,12 +163,22 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
         )
 
 
-comptime BF16TokenFormat[
-    hidden_size: Int, top_k: Int
-] = PlainTokenFormat[DType.bfloat16, hidden_size, top_k]
-"""Sends bfloat16 elements as they are; `hidden_size` a multiple of 8."""
+comptime BF16TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[
+    DType.bfloat16, hidden_size, top_k
+]
+"""Sends bfloat16 elements as they are.
 
-comptime Float32TokenFormat[
-    hidden_size: Int, top_k: Int
-] = PlainTokenFormat[DType.float32, hidden_size, top_k]
-"""Sends float32 elements as they are; `hidden_size` a multiple of 4."""
+Parameters:
+    hidden_size: Elements of a token, a multiple of 8.
+    top_k: Experts of a token.
+"""
+
+comptime Float32TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[
+    DType.float32, hidden_size, top_k
+]
+"""Sends float32 elements as they are.
+
+Parameters:
+    hidden_size: Elements of a token, a multiple of 4.
+    top_k: Experts of a token.
+"""

@@ -15,7 +15,13 @@ from std.math import fma
 from std.sys import size_of
 
 from ..counters import EPLocalSyncCounters
-from ..flags import Deadline, Waiter, await_generation, publish
+from ..flags import (
+    Deadline,
+    Waiter,
+    await_generation,
+    next_generation,
+    publish,
+)
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import (
     ExpertSlotsLayout,
@@ -25,60 +31,64 @@ from ..layout import (
 )
 from ..token_format import BytePointer
 from ..transport import PeerBuffers
-from .host_steps import await_readers, flag_at, write_source_info
+from .host_steps import (
+    await_readers,
+    flag_at,
+    hash_src_info,
+    source_info,
+    write_source_info,
+)
 
 
 def check_src_info[
-    n_experts: Int, n_ranks: Int, layout: ExpertSlotsLayout
+    n_experts: Int, layout: ExpertSlotsLayout
 ](
     src_info: Pointer[Int32, ImmUntrackedOrigin],
+    n_rows: Int,
     counters: EPLocalSyncCounters[n_experts],
-    n_held: Int,
 ) raises:
     """Makes sure that `src_info` is the one of the last `dispatch_wait`.
 
-    Within a pair, (token, choice) must be in bounds and rise: everything that
-    becomes part of a remote address is checked here, before anything is sent.
+    Its digest must be the one noted there, and what becomes part of a remote
+    address is bounds-checked, before anything is sent.
 
     Parameters:
         n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
         layout: Offsets of the buffers.
 
     Args:
         src_info: `[n_rows][2]`.
+        n_rows: Rows of the last dispatch.
         counters: This rank's local words.
-        n_held: Experts this rank holds.
 
     Raises:
-        If a row is out of bounds or out of order.
+        If it is another one, or a row is out of bounds.
     """
-    for pair in range(n_held * n_ranks):
-        var last = -1
-        for row in range(counters.pair_row(pair), counters.pair_row(pair + 1)):
-            var token_idx = Int(src_info[unsafe_offset=2 * row])
-            var k = Int(src_info[unsafe_offset=2 * row + 1])
-            var choice = token_idx * layout.top_k + k
-            if (
-                k < 0
-                or k >= layout.top_k
-                or choice <= last
-                or token_idx >= layout.max_tokens_per_rank
-            ):
-                raise Error(
-                    "max_ep: combine_async on rank ",
-                    counters.my_rank(),
-                    ": src_info[",
-                    row,
-                    "] = (",
-                    token_idx,
-                    ", ",
-                    k,
-                    ") does not belong to this rank's last dispatch_wait. Pass",
-                    " the src_info of that dispatch, and combine before the",
-                    " next dispatch of the same buffers.",
-                )
-            last = choice
+    var is_known = hash_src_info(src_info, n_rows) == counters.src_info_hash()
+    for row in range(n_rows):
+        var token_idx = Int(src_info[unsafe_offset=2 * row])
+        var k = Int(src_info[unsafe_offset=2 * row + 1])
+        if (
+            is_known
+            and 0 <= token_idx
+            and token_idx < layout.max_tokens_per_rank
+            and 0 <= k
+            and k < layout.top_k
+        ):
+            continue
+        raise Error(
+            "max_ep: combine_async on rank ",
+            counters.my_rank(),
+            ": src_info (row ",
+            row,
+            ": token ",
+            token_idx,
+            ", k ",
+            k,
+            ") is not that of this rank's last dispatch_wait. Pass the",
+            " src_info of that dispatch, and combine before the next dispatch",
+            " of the same buffers.",
+        )
 
 
 def combine_async_host[
@@ -143,15 +153,19 @@ def combine_async_host[
             n_rows_max,
             ".",
         )
-    check_src_info[n_experts, n_ranks, layout](src_info, counters, n_held)
-    var generation = counters.combine_sent() + 1
-    await_readers[n_ranks](
-        recv_counts[my_rank],
-        layout.combine_done_offset(0),
-        generation - 1,
-        Deadline.after(counters.timeout_ms()),
-        Waiter("combine_async", my_rank, 0, "word that it has read", -1),
-    )
+    check_src_info[n_experts, layout](src_info, n_rows, counters)
+    var generation = next_generation(counters.combine_sent())
+    if n_held > 0:
+        # Nobody waits for a rank without experts, so their done words run
+        # ahead of it; it writes nothing.
+        await_readers[n_experts, n_ranks](
+            recv_counts[my_rank],
+            layout.combine_done_offset(0),
+            counters.combine_sent(),
+            False,
+            Deadline.after(counters.timeout_ms()),
+            Waiter("combine_async", my_rank, 0, "word that it has read", -1),
+        )
 
     var is_streaming = should_stream(n_rows, msg_bytes)
 
@@ -175,7 +189,7 @@ def combine_async_host[
                 count=token_bytes,
                 is_streaming=is_streaming,
             )
-            write_source_info(message, token_bytes, token_idx, k, generation)
+            write_source_info(message, msg_bytes, token_idx, k, generation)
 
     for_each_chunk(n_rows, msg_bytes, send_rows)
 
@@ -222,15 +236,13 @@ def _reduce_token[
         How many of the messages hold a row.
     """
     comptime top_k = layout.top_k
-    comptime token_bytes = plain_token_bytes(
-        hidden_size, size_of[Scalar[combine_dtype]]()
-    )
+    comptime msg_bytes = layout.combine_msg_bytes
     var choices = Array[Int, top_k](fill=0)
     var n_found = 0
     for k in range(top_k):
-        var source = rows.unsafe_offset(
-            k * layout.combine_msg_bytes + token_bytes
-        ).unsafe_bitcast[Int32]()
+        var source = source_info(
+            rows.unsafe_offset(layout.combine_message_offset(0, k)), msg_bytes
+        )
         if (
             source[unsafe_offset=SOURCE_GENERATION_WORD]
             == generation.cast[DType.int32]()
@@ -244,7 +256,7 @@ def _reduce_token[
         for i in range(n_found):
             var k = choices[i]
             var row = rows.unsafe_offset(
-                k * layout.combine_msg_bytes
+                layout.combine_message_offset(0, k)
             ).unsafe_bitcast[Scalar[combine_dtype]]()
             acc = fma(
                 SIMD[DType.float32, width](weights[unsafe_offset=k]),
@@ -301,7 +313,7 @@ def combine_wait_host[
     comptime top_k = layout.top_k
 
     var my_rank = counters.my_rank()
-    var generation = counters.combine_received() + 1
+    var generation = next_generation(counters.combine_received())
     var deadline = Deadline.after(counters.timeout_ms())
     var n_rows = 0
     for expert_id in range(n_experts):

@@ -8,24 +8,41 @@ this generation's messages, and a count that announces them. After
 choice, and every source knows that its messages have been read.
 """
 from ..counters import EPLocalSyncCounters
-from ..flags import Deadline, Waiter, await_generation, publish
+from ..flags import (
+    Deadline,
+    Waiter,
+    await_generation,
+    next_generation,
+    publish,
+)
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import (
     ExpertSlotsLayout,
-    SOURCE_CHOICE_WORD,
+    SOURCE_K_WORD,
     SOURCE_TOKEN_WORD,
     n_experts_on_rank,
 )
 from ..token_format import BytePointer, TokenFormat
 from ..transport import PeerBuffers
-from .host_steps import await_readers, flag_at, write_source_info
+from .host_steps import (
+    await_readers,
+    flag_at,
+    hash_src_info,
+    source_info,
+    write_source_info,
+)
 
 comptime NO_SLOT = Int32(-1)
 """Slot of a choice that is not sent."""
 
 
 struct SendPlan[n_experts: Int, top_k: Int](Movable):
-    """Which slot each choice takes, and what could not be sent."""
+    """Which slot each choice takes, and what could not be sent.
+
+    Parameters:
+        n_experts: Experts of the group.
+        top_k: Experts of a token.
+    """
 
     var slots: List[Int32]
     """Slot of each choice in its pair, `[n_tokens * top_k]`, or `NO_SLOT`."""
@@ -124,11 +141,12 @@ def dispatch_async_host[
     comptime is_scaled = Bool(input_scales_wrapper)
 
     var my_rank = counters.my_rank()
-    var generation = counters.dispatch_sent() + 1
-    await_readers[n_ranks](
+    var generation = next_generation(counters.dispatch_sent())
+    await_readers[n_experts, n_ranks](
         recv_counts[my_rank],
         layout.dispatch_done_offset(0),
-        generation - 1,
+        counters.dispatch_sent(),
+        True,
         Deadline.after(counters.timeout_ms()),
         Waiter("dispatch_async", my_rank, 0, "word that it has read", -1),
     )
@@ -142,7 +160,9 @@ def dispatch_async_host[
     def send_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
             var token = input_tokens.unsafe_offset(token_idx * hidden_size)
-            var staged = send_buf.unsafe_offset(token_idx * msg_bytes)
+            var staged = send_buf.unsafe_offset(
+                layout.dispatch_staged_offset(token_idx)
+            )
             comptime if not is_scaled:
                 token_fmt_type.encode[input_type, False](staged, token, 1)
             for k in range(top_k):
@@ -172,7 +192,7 @@ def dispatch_async_host[
                     )
                 write_source_info(
                     message,
-                    token_fmt_type.token_bytes,
+                    msg_bytes,
                     token_idx,
                     k,
                     generation,
@@ -187,7 +207,9 @@ def dispatch_async_host[
         publish(
             flag_at(
                 recv_counts[dst_rank],
-                layout.dispatch_count_offset(layout.pair(local_expert, my_rank)),
+                layout.dispatch_count_offset(
+                    layout.pair(local_expert, my_rank)
+                ),
             ),
             generation,
             plan.counts[expert_id],
@@ -207,7 +229,7 @@ def dispatch_async_host[
             n_tokens * top_k,
             " topk_ids were dropped; the first is token ",
             token_idx,
-            ", choice ",
+            ", k ",
             k,
             ": expert ",
             topk_ids[unsafe_offset=plan.first_dropped],
@@ -250,7 +272,7 @@ def dispatch_wait_host[
         n_rows_max: Rows there is room for.
         row_offsets: First row of each local expert, `[n_local_experts + 1]`.
         expert_ids: Local experts in row order, `[n_local_experts]`.
-        src_info: `[n_rows_max][2]`: token on its source rank, choice.
+        src_info: `[n_rows_max][2]`: token on its source rank, k.
         recv_buf: This rank's dispatch recv buffer.
         recv_counts: Every rank's dispatch counts buffer.
         counters: This rank's local words.
@@ -263,7 +285,7 @@ def dispatch_wait_host[
 
     var my_rank = counters.my_rank()
     var n_held = n_experts_on_rank(n_experts, n_ranks, my_rank)
-    var generation = counters.dispatch_received() + 1
+    var generation = next_generation(counters.dispatch_received())
     var deadline = Deadline.after(counters.timeout_ms())
     var my_counts = recv_counts[my_rank]
 
@@ -291,10 +313,9 @@ def dispatch_wait_host[
             my_rank,
             ": ",
             n_rows,
-            " rows arrived and there is room for ",
+            " rows arrived and the outputs hold ",
             n_rows_max,
-            ": some token named an expert twice. Mend the router's output,",
-            " then call EPCommInitializer.reset().",
+            "; declare them with EPConfig.get_max_recv_tokens() rows.",
         )
     # AFTER: every message of this generation is visible to this thread and to
     # the workers it starts; `pair_row` tells where each pair's rows go.
@@ -311,19 +332,18 @@ def dispatch_wait_host[
                 layout.dispatch_message_offset(pair, slot)
             )
             token_fmt_type.decode(message, rows, row, is_streaming)
-            var source = message.unsafe_offset(
-                token_fmt_type.token_bytes
-            ).unsafe_bitcast[Int32]()
+            var source = source_info(message, token_fmt_type.msg_bytes)
             src_info[unsafe_offset=2 * row] = source[
                 unsafe_offset=SOURCE_TOKEN_WORD
             ]
             src_info[unsafe_offset=2 * row + 1] = source[
-                unsafe_offset=SOURCE_CHOICE_WORD
+                unsafe_offset=SOURCE_K_WORD
             ]
 
     for_each_chunk(n_rows, token_fmt_type.msg_bytes, decode_rows)
 
     counters.set_dispatch_received(generation)
+    counters.set_src_info_hash(hash_src_info(src_info, n_rows))
     for src_rank in range(n_ranks):
         publish(
             flag_at(

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that dispatch and combine of CPU ranks share."""
-from ..flags import Deadline, FlagPointer, Waiter, await_generation
+from ..flags import (
+    Deadline,
+    FlagPointer,
+    Waiter,
+    await_generation,
+    generation_of,
+    peek,
+)
 from ..layout import (
     FLAG_BYTES,
-    SOURCE_CHOICE_WORD,
     SOURCE_GENERATION_WORD,
+    SOURCE_K_WORD,
     SOURCE_TOKEN_WORD,
+    n_experts_on_rank,
+    source_info_offset,
 )
 from ..token_format import BytePointer
 
@@ -25,9 +34,27 @@ def flag_at(buffer: BytePointer, offset: Int) -> FlagPointer:
 
 
 @always_inline
+def source_info(
+    message: BytePointer, msg_bytes: Int
+) -> Pointer[Int32, MutUntrackedOrigin]:
+    """Points to the source info of a message.
+
+    Args:
+        message: Start of the message.
+        msg_bytes: Bytes of the message.
+
+    Returns:
+        Its words, see the `SOURCE_*` words.
+    """
+    return message.unsafe_offset(source_info_offset(msg_bytes)).unsafe_bitcast[
+        Int32
+    ]()
+
+
+@always_inline
 def write_source_info(
     message: BytePointer,
-    token_bytes: Int,
+    msg_bytes: Int,
     token_idx: Int,
     k: Int,
     generation: UInt32,
@@ -36,23 +63,43 @@ def write_source_info(
 
     Args:
         message: Start of the message.
-        token_bytes: Bytes of its token.
+        msg_bytes: Bytes of the message.
         token_idx: The token's index on its source rank.
-        k: Which of the token's choices.
+        k: Which of the token's choices, `[0, top_k)`.
         generation: The generation that writes the message.
     """
-    var words = message.unsafe_offset(token_bytes).unsafe_bitcast[Int32]()
+    var words = source_info(message, msg_bytes)
     words[unsafe_offset=SOURCE_TOKEN_WORD] = Int32(token_idx)
-    words[unsafe_offset=SOURCE_CHOICE_WORD] = Int32(k)
+    words[unsafe_offset=SOURCE_K_WORD] = Int32(k)
     words[unsafe_offset=SOURCE_GENERATION_WORD] = generation.cast[DType.int32]()
 
 
+def hash_src_info(src_info: Pointer[mut=_, Int32, _], n_rows: Int) -> Int32:
+    """Digests `src_info`, so that combine can tell the last dispatch's.
+
+    Args:
+        src_info: `[n_rows][2]`.
+        n_rows: Rows.
+
+    Returns:
+        A number that changes with any value and with their order.
+    """
+    var digest = UInt32(n_rows)
+    for i in range(2 * n_rows):
+        digest = (
+            digest ^ src_info[unsafe_offset=i].cast[DType.uint32]()
+        ) * 16777619
+        digest ^= digest >> 15
+    return digest.cast[DType.int32]()
+
+
 def await_readers[
-    n_ranks: Int
+    n_experts: Int, n_ranks: Int
 ](
     my_counts: BytePointer,
     done_offset: Int,
     generation: UInt32,
+    only_owners: Bool,
     deadline: Deadline,
     who: Waiter,
 ) raises:
@@ -62,25 +109,45 @@ def await_readers[
     last combine has already shown that all peers were done (docs/protocol.md).
 
     Parameters:
+        n_experts: Experts of the group.
         n_ranks: Ranks of the group.
 
     Args:
         my_counts: This rank's counts buffer, where peers put done words.
         done_offset: Bytes from there to the done words.
         generation: The generation that must have been read.
+        only_owners: Whether to leave out ranks that hold no expert. Nobody
+            dispatches to them, so they wait for nobody, and their done words
+            may run ahead.
         deadline: When to give up.
         who: What an error says.
 
     Raises:
-        If a peer is not done in time.
+        If a peer is not done in time, or this rank itself is not: then no
+        time would help.
     """
     for reader_rank in range(n_ranks):
+        if only_owners and (
+            n_experts_on_rank(n_experts, n_ranks, reader_rank) == 0
+        ):
+            continue
         var waiter = who
         waiter.missing_rank = reader_rank
         # I3: no slot is written before its last reader is done with it.
-        _ = await_generation(
-            flag_at(my_counts, done_offset + reader_rank * FLAG_BYTES),
-            generation,
-            deadline,
-            waiter,
-        )
+        var done = flag_at(my_counts, done_offset + reader_rank * FLAG_BYTES)
+        if (
+            reader_rank == who.my_rank
+            and generation_of(peek(done)) != generation
+            and deadline.timeout_ms > 0
+        ):
+            raise Error(
+                "max_ep: ",
+                who.phase,
+                " on rank ",
+                who.my_rank,
+                " again, before this rank has waited for what was sent last",
+                " (generation ",
+                generation,
+                "); wait on every rank before sending again.",
+            )
+        _ = await_generation(done, generation, deadline, waiter)

@@ -108,11 +108,17 @@ struct BlockwiseFP8TokenFormat[
     """
 
     comptime hidden_size = Self.hidden_size_
+    """Elements of a token."""
     comptime top_k = Self.top_k_
+    """Experts of a token."""
+    comptime hidden_multiple = FP8_BLOCK
+    """Whole blocks."""
     comptime token_bytes = blockwise_fp8_token_bytes(
         Self.hidden_size, FP8_BLOCK
     )
+    """Bytes of values and scales."""
     comptime Rows = ScaledRows
+    """Output tensors of values and scales."""
     comptime n_blocks = Self.hidden_size_ // FP8_BLOCK
     """Scales of one token."""
 

@@ -1,0 +1,45 @@
+# The words everybody uses. Each does its own set-up: a virtual environment in
+# .venv with what pyproject.toml asks for.
+PYTHON ?= python3
+# Its exact version finds a CPU build where there is one; it is installed
+# first, so that nothing else asks for a larger one.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.PHONY: demo test test-gpu bench lint format clean
+
+demo: .venv/.installed
+	$(BIN)/max-ep demo
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+test-gpu: .venv/.installed-dev
+	$(BIN)/python -m pytest -m gpu
+
+bench: .venv/.installed
+	$(BIN)/python -m bench.cpu_round_trip
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest tests/test_house_rules.py
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PIP) -e .
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) $(TORCH)
+	$(PIP) -e ".[dev]"
+	touch $@
+
+format: .venv/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/mblack -q --preview -l 80 mojo
+
+clean:
+	rm -rf .venv build dist

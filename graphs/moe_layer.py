@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A MoE layer over four ranks: router, dispatch, SwiGLU experts, combine.
+
+    python graphs/moe_layer.py [--shared-expert]
+
+The layer is ``max_ep.moe.moe_layer``; with ``--shared-expert`` every token
+also goes through one expert of its own rank, computed beside the routed ones
+and added. The result is compared with ``max_ep.reference.moe``.
+"""
+
+import argparse
+
+import numpy as np
+from max.driver import CPU
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
+
+from max_ep import EPBatchManager, EPCommInitializer, EPConfig
+from max_ep.experts import linear
+from max_ep.moe import ExpertWeights, moe_layer
+from max_ep.reference import moe
+
+N_RANKS, N_EXPERTS, TOP_K, HIDDEN_SIZE, MOE_DIM = 4, 16, 4, 128, 64
+CPU_DEVICE, F32 = DeviceRef.CPU(), DType.float32
+CONFIG = EPConfig(
+    dispatch_dtype=F32,
+    combine_dtype=F32,
+    hidden_size=HIDDEN_SIZE,
+    top_k=TOP_K,
+    n_experts=N_EXPERTS,
+    max_tokens_per_rank=64,
+    n_gpus_per_node=N_RANKS,
+    n_nodes=1,
+    target="cpu",
+)
+
+
+def shared_expert(
+    x: TensorValue, gate_up: TensorValue, down: TensorValue
+) -> TensorValue:
+    """Runs one SwiGLU expert on all tokens of a rank."""
+    gate, up = ops.split(linear(x, gate_up), [MOE_DIM, MOE_DIM], axis=1)
+    return linear(ops.silu(gate) * up, down)
+
+
+def build(has_shared_expert: bool) -> Graph:
+    """Builds the layer for all ranks."""
+    n_local = CONFIG.n_local_experts
+    types = [TensorType(F32, [f"n_{r}", HIDDEN_SIZE], CPU_DEVICE) for r in range(4)]
+    types += [TensorType(F32, [N_EXPERTS, HIDDEN_SIZE], CPU_DEVICE)]
+    types += [TensorType(F32, [n_local, 2 * MOE_DIM, HIDDEN_SIZE], CPU_DEVICE)] * 4
+    types += [TensorType(F32, [n_local, HIDDEN_SIZE, MOE_DIM], CPU_DEVICE)] * 4
+    types += [
+        TensorType(F32, [2 * MOE_DIM, HIDDEN_SIZE], CPU_DEVICE),
+        TensorType(F32, [HIDDEN_SIZE, MOE_DIM], CPU_DEVICE),
+    ]
+    manager = EPBatchManager(CONFIG)
+    with Graph("moe_layer", input_types=[*types, *manager.input_types()]) as graph:
+        values = [value.tensor for value in graph.inputs[: len(types)]]
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        x, router = values[:4], values[4]
+        experts = [ExpertWeights(*pair) for pair in zip(values[5:9], values[9:13])]
+        routed, topk_ids = moe_layer(manager, x, router, experts)
+        if has_shared_expert:
+            routed = [y + shared_expert(t, *values[13:]) for y, t in zip(routed, x)]
+        graph.output(*routed, *topk_ids)
+    return graph
+
+
+def swiglu(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Computes one SwiGLU expert in NumPy."""
+    gate, up = np.split(x @ gate_up.T, 2, axis=1)
+    return (gate / (1 + np.exp(-gate)) * up) @ down.T
+
+
+def main() -> None:
+    """Runs the layer once and compares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shared-expert", action="store_true")
+    has_shared_expert = parser.parse_args().shared_expert
+
+    rng = np.random.default_rng(7)
+
+    def draw(*shape: int) -> np.ndarray:
+        values = rng.standard_normal(shape) / np.sqrt(shape[-1])
+        return values.astype(np.float32)
+
+    x = [draw(n, HIDDEN_SIZE) * 10 for n in (64, 17, 0, 40)]  # uneven on purpose
+    router = draw(N_EXPERTS, HIDDEN_SIZE)
+    gate_up = draw(N_EXPERTS, 2 * MOE_DIM, HIDDEN_SIZE)
+    down = draw(N_EXPERTS, HIDDEN_SIZE, MOE_DIM)
+    shared = draw(2 * MOE_DIM, HIDDEN_SIZE), draw(HIDDEN_SIZE, MOE_DIM)
+
+    session = InferenceSession(devices=[CPU()])
+    model = session.load(build(has_shared_expert))
+    with EPCommInitializer(CONFIG) as comm:
+        comm.ep_init(session)
+        weights = [*np.split(gate_up, N_RANKS), *np.split(down, N_RANKS), *shared]
+        outputs = model.execute(*x, router, *weights, *comm.model_inputs())
+    y = np.concatenate([output.to_numpy() for output in outputs[:4]])
+    ids = np.concatenate([output.to_numpy() for output in outputs[4:]])
+
+    tokens = np.concatenate(x)
+    logits = tokens @ router.T
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    top = np.take_along_axis(p, ids, axis=1)
+    top = (top / top.sum(axis=1, keepdims=True)).astype(np.float32)
+    expected = moe(tokens, ids, top, lambda e, rows: swiglu(rows, gate_up[e], down[e]))
+    if has_shared_expert:
+        expected = expected + swiglu(tokens, *shared)
+    np.testing.assert_array_equal(np.sort(ids), np.sort(np.argsort(-p)[:, :TOP_K]))
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+    print(f"{len(tokens)} tokens on 4 ranks agree with the plain MoE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``max-ep``: demo, plan, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: Words behind ``max-ep``; None: those of the process.
+
+    Returns:
+        The exit status: 0 if all is well.
+    """
+    parser = argparse.ArgumentParser(
+        prog="max-ep", description="Expert parallelism for MAX graphs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="run a text through MoE layers on four CPU ranks")
+    plan = commands.add_parser(
+        "plan", help="show what each buffer of a configuration takes"
+    )
+    plan.add_argument("--ranks", type=int, required=True, help="ranks of the group")
+    plan.add_argument("--experts", type=int, required=True, help="experts of the group")
+    plan.add_argument("--top-k", type=int, required=True, help="experts of a token")
+    plan.add_argument("--hidden", type=int, required=True, help="elements of a token")
+    plan.add_argument(
+        "--tokens", type=int, required=True, help="most tokens a rank sends at a time"
+    )
+    plan.add_argument(
+        "--dispatch",
+        choices=("bfloat16", "float32", "fp8"),
+        default="bfloat16",
+        help="format on the way to the experts (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--combine",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="format on the way back (default: %(default)s)",
+    )
+    commands.add_parser("doctor", help="check this machine")
+    options = parser.parse_args(arguments)
+
+    # Imported late: `max-ep --help` must not wait for MAX, and `doctor` must
+    # say what is wrong where MAX is missing.
+    if options.command == "demo":
+        from .demo import run_demo
+
+        return run_demo()
+    if options.command == "plan":
+        from .plan import run_plan
+
+        return run_plan(options)
+    from .doctor import run_doctor
+
+    return run_doctor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

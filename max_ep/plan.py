@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``max-ep plan``: what a configuration costs, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from max.dtype import DType
+from max.nn.comm.ep.ep_config import NUM_GROUPS
+from max.nn.comm.ep.ep_config import (
+    estimate_ep_memory_usage as max_estimate_ep_memory_usage,
+)
+from rich.console import Console
+from rich.table import Table
+
+from .config import EPConfig, blockwise_fp8_quant_config
+
+_DTYPES = {
+    "bfloat16": DType.bfloat16,
+    "float32": DType.float32,
+    "fp8": DType.float8_e4m3fn,
+}
+
+
+def human(n_bytes: int) -> str:
+    """Writes a number of bytes for people."""
+    amount = float(n_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            break
+        amount /= 1024
+    return f"{n_bytes} B" if unit == "B" else f"{amount:.2f} {unit}"
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Prints the bytes of every buffer of a rank, beside MAX's EP.
+
+    Returns:
+        0, or 2 for a configuration that cannot be.
+    """
+    dispatch = _DTYPES[options.dispatch]
+    combine = _DTYPES[options.combine]
+    try:
+        config = EPConfig(
+            dispatch_dtype=dispatch,
+            combine_dtype=combine,
+            hidden_size=options.hidden,
+            top_k=options.top_k,
+            n_experts=options.experts,
+            max_tokens_per_rank=options.tokens,
+            n_gpus_per_node=options.ranks,
+            n_nodes=1,
+            target="cpu",
+            dispatch_quant_config=(
+                blockwise_fp8_quant_config() if options.dispatch == "fp8" else None
+            ),
+        )
+    except ValueError as error:
+        print(f"max-ep plan: {error}", file=sys.stderr)
+        return 2
+    sizes = config.sizes()
+    console = Console()
+    table = Table(
+        title=f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}",
+        title_justify="left",
+    )
+    for column, side in (("buffer", "left"), ("shape", "left"), ("bytes", "right")):
+        table.add_column(column, justify=side)
+    table.add_column("", justify="right")
+    n_local, tokens = sizes.n_local_experts, config.max_tokens_per_rank
+    message, back = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
+    rows = (
+        ("dispatch send", f"{tokens} x {message} B", sizes.dispatch_send_bytes),
+        (
+            "dispatch recv",
+            f"{n_local} x {config.n_ranks} x {tokens} x {message} B",
+            sizes.dispatch_recv_bytes,
+        ),
+        ("dispatch counts, done", "UInt64", sizes.dispatch_counts_bytes),
+        (
+            "combine recv",
+            f"{tokens} x {config.top_k} x {back} B",
+            sizes.combine_recv_bytes,
+        ),
+        ("combine counts, done", "UInt64", sizes.combine_counts_bytes),
+    )
+    for name, shape, n_bytes in rows:
+        table.add_row(name, shape, f"{n_bytes:,}", human(n_bytes))
+    table.add_section()
+    region = sizes.region_bytes
+    table.add_row("symmetric region", "aligned", f"{region:,}", human(region))
+    counters = 4 * sizes.counters_words
+    table.add_row("local counters", "Int32", f"{counters:,}", human(counters))
+    n_rows = config.get_max_recv_tokens()
+    output = n_rows * config.hidden_size * config.output_dtype.size_in_bytes
+    table.add_row(
+        "dispatch output (graph)",
+        f"{n_rows} x {config.hidden_size}",
+        f"{output:,}",
+        human(output),
+    )
+    console.print(table)
+    if config.n_ranks == 1:
+        console.print("MAX's EP needs two ranks or more.")
+        return 0
+    theirs = NUM_GROUPS * max_estimate_ep_memory_usage(
+        hidden_size=config.hidden_size,
+        dispatch_dtype=dispatch,
+        combine_dtype=combine,
+        max_tokens_per_rank=tokens,
+        n_experts=config.n_experts,
+        n_nodes=1,
+        n_gpus_per_node=config.n_ranks,
+        top_k=config.top_k,
+    )
+    console.print(
+        f"MAX's EP would take {theirs:,} B ({human(theirs)}) a rank: "
+        f"{NUM_GROUPS} buffer groups, by its own estimate."
+    )
+    return 0

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher makes sure of before it starts a kernel."""
+from layout import TileTensor
+from max.gpu.host.info import is_cpu
+
+from .counters import EPLocalSyncCounters
+from .layout import MAX_RANKS, MAX_TOP_K
+from .transport import PeerBuffers
+
+comptime _NEXT = (
+    " Before the next run call EPCommInitializer.reset() (or restart the group,"
+    " where each rank is a process of its own)."
+)
+
+
+def check_config[
+    n_experts: Int,
+    n_ranks: Int,
+    hidden_size: Int,
+    hidden_multiple: Int,
+    top_k: Int,
+    target: StaticString,
+]():
+    """Refuses, at compile time, what the kernels cannot do.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        hidden_size: Elements of a token.
+        hidden_multiple: What it must be a multiple of.
+        top_k: Experts of a token.
+        target: The device kind.
+    """
+    comptime assert is_cpu[
+        target
+    ](), "max_ep: expert_slots has kernels for target 'cpu' only"
+    comptime assert (
+        1 <= n_ranks and n_ranks <= MAX_RANKS
+    ), "max_ep: n_ranks must be in [1, MAX_RANKS]"
+    comptime assert (
+        1 <= top_k and top_k <= MAX_TOP_K and top_k <= n_experts
+    ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
+    comptime assert (
+        hidden_size % hidden_multiple == 0
+    ), "max_ep: hidden_size must be a multiple of 16 bytes, of 128 for FP8"
+
+
+@always_inline
+def imm[
+    dtype: DType
+](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
+    """Takes a tensor's address for reading.
+
+    Parameters:
+        dtype: Element type.
+
+    Args:
+        tensor: A tensor that outlives the launch.
+
+    Returns:
+        Its first element.
+    """
+    return Pointer[Scalar[dtype], ImmUntrackedOrigin](
+        unsafe_from_address=Int(tensor.ptr)
+    )
+
+
+@always_inline
+def mut_[
+    dtype: DType
+](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
+    """Takes a tensor's address for writing.
+
+    Parameters:
+        dtype: Element type.
+
+    Args:
+        tensor: A tensor that outlives the launch.
+
+    Returns:
+        Its first element.
+    """
+    return Pointer[Scalar[dtype], MutUntrackedOrigin](
+        unsafe_from_address=Int(tensor.ptr)
+    )
+
+
+def counters_of[
+    n_experts: Int
+](
+    op: StaticString, atomic_counters: TileTensor[DType.int32, ...]
+) raises -> EPLocalSyncCounters[n_experts]:
+    """Finds this rank's local words.
+
+    Parameters:
+        n_experts: Experts of the group.
+
+    Args:
+        op: Who asks.
+        atomic_counters: The words.
+
+    Returns:
+        A view of them.
+
+    Raises:
+        If they are too few, or `max_ep.init` has not run on them.
+    """
+    var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
+    if (
+        Int(atomic_counters.dim[0]()) < counters.total_size()
+        or not counters.is_initialized()
+    ):
+        raise Error(
+            "max_ep: ",
+            op,
+            ": these atomic_counters are not initialized; pass the",
+            " model_inputs() of an EPCommInitializer after its ep_init().",
+        )
+    return counters
+
+
+def peer_buffers[
+    n_ranks: Int
+](
+    op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
+) raises -> PeerBuffers[n_ranks]:
+    """Finds the same buffer on every rank.
+
+    Parameters:
+        n_ranks: Ranks of the group.
+
+    Args:
+        op: Who asks.
+        what: Name of the tensor.
+        ptrs: Addresses of all ranks.
+
+    Returns:
+        A view of them.
+
+    Raises:
+        If their number is not `n_ranks`, or the memory was freed.
+    """
+    if Int(ptrs.dim[0]()) != n_ranks:
+        raise Error(
+            "max_ep: ",
+            op,
+            ": ",
+            what,
+            " holds ",
+            Int(ptrs.dim[0]()),
+            " addresses for ",
+            n_ranks,
+            " ranks.",
+        )
+    var buffers = PeerBuffers[n_ranks](mut_(ptrs))
+    if not buffers.is_mapped():
+        raise Error(
+            "max_ep: ",
+            op,
+            ": the symmetric memory was freed (EPCommInitializer.close).",
+        )
+    return buffers
+
+
+def check_size(
+    op: StaticString, what: StaticString, size: Int, wanted: Int
+) raises:
+    """Compares a size of a tensor with what it must be.
+
+    Args:
+        op: Who asks.
+        what: The tensor and which of its sizes.
+        size: The size.
+        wanted: What it must be.
+
+    Raises:
+        If they differ.
+    """
+    if size != wanted:
+        raise Error(
+            "max_ep: ",
+            op,
+            ": ",
+            what,
+            " are ",
+            size,
+            ", not ",
+            wanted,
+            ".",
+            _NEXT,
+        )
+
+
+def check_n_tokens(
+    op: StaticString, my_rank: Int, n_tokens: Int, max_tokens_per_rank: Int
+) raises:
+    """Refuses more tokens than the buffers hold.
+
+    Args:
+        op: Who asks.
+        my_rank: This rank.
+        n_tokens: Tokens given.
+        max_tokens_per_rank: Tokens there is room for.
+
+    Raises:
+        If there are too many.
+    """
+    if n_tokens > max_tokens_per_rank:
+        raise Error(
+            "max_ep: ",
+            op,
+            " on rank ",
+            my_rank,
+            ": ",
+            n_tokens,
+            " tokens given, EPConfig.max_tokens_per_rank is ",
+            max_tokens_per_rank,
+            ". Send fewer at a time, or raise it.",
+            _NEXT,
+        )

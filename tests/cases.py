@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named cases, routings and data: what the tests of dispatch and combine sweep.
+
+A *case* is the sizes of a group, odd on purpose. A *routing* says how many
+tokens each rank has and which experts they choose. *Data* is what the tokens
+hold. Everything is a function of names and a fixed seed, so any process can
+make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from max.dtype import DType
+
+from max_ep import EPConfig, blockwise_fp8_quant_config
+from max_ep.reference import (
+    DispatchResult,
+    bfloat16_to_float32,
+    combine,
+    dispatch,
+    float32_to_bfloat16,
+    n_local_experts,
+    quantize_blockwise_fp8,
+)
+
+BF16, F32 = DType.bfloat16, DType.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a group of ranks in one process."""
+
+    name: str
+    n_ranks: int
+    n_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    wire: str = "bfloat16"
+    """`bfloat16`, `float32`, `fp8` or `fp8_pow2`."""
+    tokens: DType = BF16
+    """What the tokens are before they are sent."""
+    combine: DType = BF16
+    """What expert rows and results are."""
+    scales: str | None = None
+    """Input scales: None, `one` (`[1]`) or `each` (`[n_experts]`)."""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.wire.startswith("fp8")
+
+    @property
+    def sends_rows_back(self) -> bool:
+        """Whether dispatched rows can be the expert rows, as they are."""
+        return not self.is_fp8 and self.tokens == self.combine
+
+    @property
+    def n_local_experts(self) -> int:
+        return n_local_experts(self.n_experts, self.n_ranks)
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows one rank can get."""
+        per_token = min(self.top_k, self.n_local_experts)
+        return self.n_ranks * self.max_tokens_per_rank * per_token
+
+    def config(self, **changes: object) -> EPConfig:
+        """Makes the `EPConfig`, in one process unless changed."""
+        dispatch_dtype = DType.float8_e4m3fn if self.is_fp8 else self.tokens
+        fields = dict(
+            dispatch_dtype=dispatch_dtype,
+            combine_dtype=self.combine,
+            hidden_size=self.hidden_size,
+            top_k=self.top_k,
+            n_experts=self.n_experts,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            n_gpus_per_node=self.n_ranks,
+            n_nodes=1,
+            target="cpu",
+            dispatch_quant_config=(
+                blockwise_fp8_quant_config() if self.is_fp8 else None
+            ),
+            fp8_power_of_two_scales=self.wire == "fp8_pow2",
+        )
+        return EPConfig(**(fields | changes))
+
+
+_CASES = [
+    # name, ranks, experts, top_k, hidden, tokens. These three share all but
+    # the ranks: the same tokens must give the same results.
+    Case("one_rank", 1, 5, 3, 80, 7),
+    Case("two_ranks", 2, 5, 3, 80, 7),  # 3 and 2 experts
+    Case("last_rank_empty", 4, 5, 3, 80, 7),  # 2, 2, 1 and 0 experts
+    Case("uneven_7_on_3", 3, 7, 2, 36, 5, "float32", F32, F32),
+    Case("five_ranks_top_1", 5, 15, 1, 8, 3, "float32", F32, BF16),
+    Case("top_32", 2, 40, 32, 16, 7, combine=F32),
+    Case("fp8", 3, 7, 3, 256, 7, "fp8"),
+    Case("fp8_pow2", 2, 6, 2, 384, 7, "fp8_pow2", combine=F32),
+    # These differ from one above in what is sent only.
+    Case("fp8_of_float32", 3, 7, 3, 256, 7, "fp8", tokens=F32),
+    Case("scaled", 2, 5, 3, 80, 7, scales="one"),
+    Case("scaled_each", 3, 7, 2, 36, 5, "float32", F32, F32, "each"),
+    Case("fp8_scaled_each", 3, 7, 3, 256, 7, "fp8", scales="each"),
+]
+CASES = {case.name: case for case in _CASES}
+
+# Large enough that a launch is dealt over workers and writes past the caches.
+_LARGE = [
+    Case("large", 2, 12, 8, 2048, 160),
+    Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
+]
+LARGE_CASES = {case.name: case for case in _LARGE}
+
+ROUTINGS = [
+    "uniform",  # as many tokens as it comes; experts without preference
+    "zipf",  # expert e is 1 / (e + 1) as likely as expert 0
+    "full",  # all ranks full, all tokens to the same top_k experts
+    "one_silent",  # one rank has no token
+    "all_silent",  # no rank has a token
+    "masked",  # ids of -1 here and there, and whole tokens of them
+    "all_masked",  # nothing but -1
+]
+
+
+@dataclass
+class Inputs:
+    """What the ranks of one case are given: lists with one entry a rank."""
+
+    tokens: list[np.ndarray]
+    ids: list[np.ndarray]
+    weights: list[np.ndarray]
+    input_scales: np.ndarray | None
+    """The same on every rank; None if the case has none."""
+    expert_rows: list[np.ndarray] | None
+    """`[max_rows, hidden_size]`, or None: the dispatched rows go back."""
+
+
+@dataclass
+class Expected:
+    """What the oracle says, all as bits of the tensors' element types."""
+
+    dispatch: list[DispatchResult]
+    combine: list[np.ndarray]
+
+
+def _rng(*names: object) -> np.random.Generator:
+    """Makes a generator of its own for everything that has a name."""
+    return np.random.default_rng(list("/".join(map(str, names)).encode()))
+
+
+def token_counts(case: Case, routing: str) -> list[int]:
+    """Says how many tokens each rank has."""
+    n, most = case.n_ranks, case.max_tokens_per_rank
+    if routing == "full":
+        return [most] * n
+    if routing == "all_silent":
+        return [0] * n
+    counts = _rng(case, routing).integers(1, most + 1, n).tolist()
+    if routing == "one_silent":
+        counts[len(counts) // 2] = 0
+    return counts
+
+
+def expert_ids(case: Case, routing: str, counts: list[int]) -> list[np.ndarray]:
+    """Picks the experts of each token: int32 `[n_tokens, top_k]` a rank."""
+    rng = _rng(case, routing, "ids")
+    weight = np.ones(case.n_experts)
+    if routing == "zipf":
+        weight = 1 / np.arange(1, case.n_experts + 1)
+    n_choosable = case.top_k if routing == "full" else case.n_experts
+    picked = []
+    for n in counts:
+        # The top_k of `weight` with Gumbel noise: drawn without replacement.
+        noise = rng.gumbel(size=(n, n_choosable))
+        order = np.argsort(-(np.log(weight[:n_choosable]) + noise), axis=1)
+        ids = order[:, : case.top_k].astype(np.int32)
+        if routing == "masked":
+            ids[rng.random(ids.shape) < 0.4] = -1
+            ids[1::3] = -1
+        if routing == "all_masked":
+            ids[:] = -1
+        picked.append(ids)
+    return picked
+
+
+def telling_tokens(case: Case, rank: int, n: int) -> np.ndarray:
+    """Makes tokens that say where they are from, as float32 `[n, hidden]`.
+
+    Column 0 holds the rank and column 1 the token's index; every element is an
+    integer in [-127, 127], so exact in bfloat16 and a product with a small
+    power of two.
+    """
+    token, column = np.ogrid[:n, : case.hidden_size]
+    x = (7 * column + 31 * token + 53 * rank) % 255 - 127
+    x[:, 0] = rank + 1
+    x[:, 1] = np.arange(n) % 127 + 1
+    return x.astype(np.float32)
+
+
+def random_tokens(case: Case, rank: int, n: int) -> np.ndarray:
+    """Makes float32 `[n, hidden]` of which blocks differ much in magnitude.
+
+    Among the blocks are zeros, both of them, and some below the floor of the
+    FP8 scales.
+    """
+    rng = _rng(case, "tokens", rank, n)
+    x = rng.normal(size=(n, case.hidden_size))
+    block = np.arange(case.hidden_size) // 128
+    x *= 10.0 ** rng.integers(-7, 7, (n, block[-1] + 1))[:, block]
+    x[rng.random(x.shape) < 0.05] = 0
+    x[rng.random(x.shape) < 0.05] *= -0.0
+    x[2::4, :128] = -0.0
+    return x.astype(np.float32)
+
+
+def make_inputs(
+    case: Case,
+    routing: str,
+    data: str = "random",
+    counts: list[int] | None = None,
+) -> Inputs:
+    """Makes what the ranks are given.
+
+    Args:
+        case: The case.
+        routing: One of `ROUTINGS`.
+        data: `telling`, `random`, or `any_bits`: NaN and infinity as well.
+        counts: Tokens of each rank; None: what the routing says.
+    """
+    counts = token_counts(case, routing) if counts is None else counts
+    rng = _rng(case, routing, data)
+    make = telling_tokens if data == "telling" else random_tokens
+    tokens = [narrow(make(case, r, n), case.tokens) for r, n in enumerate(counts)]
+    if data == "any_bits":
+        tokens = [
+            rng.integers(0, 1 << 8 * t.itemsize, t.shape, np.uint64)
+            .astype(f"u{t.itemsize}")
+            .view(t.dtype)
+            for t in tokens
+        ]
+    scales = None
+    if case.scales is not None:
+        n_scales = 1 if case.scales == "one" else case.n_experts
+        scales = rng.uniform(0.1, 3, n_scales).astype(np.float32)
+    rows = None
+    if not case.sends_rows_back:
+        shape = (case.max_rows, case.hidden_size)
+        rows = [
+            narrow(rng.normal(size=shape).astype(np.float32), case.combine)
+            for _ in counts
+        ]
+    return Inputs(
+        tokens=tokens,
+        ids=expert_ids(case, routing, counts),
+        weights=[rng.normal(size=(n, case.top_k)).astype(np.float32) for n in counts],
+        input_scales=scales,
+        expert_rows=rows,
+    )
+
+
+def narrow(x: np.ndarray, dtype: DType) -> np.ndarray:
+    """Rounds float32 to a dtype's bits; float32 stays what it is."""
+    return float32_to_bfloat16(x) if dtype == BF16 else x
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """Undoes `narrow`."""
+    return bfloat16_to_float32(bits) if bits.dtype == np.uint16 else bits
+
+
+def expected(case: Case, given: Inputs) -> Expected:
+    """Asks the oracle."""
+    results = expected_dispatch(case, given)
+    if given.expert_rows is None:
+        rows = [r.rows for r in results]
+    else:
+        rows = [x[: len(r.rows)] for x, r in zip(given.expert_rows, results)]
+    sums = combine([widen(x) for x in rows], results, given.weights)
+    return Expected(results, [narrow(x, case.combine) for x in sums])
+
+
+def expected_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
+    """Asks the oracle about dispatch alone."""
+    quantize = None
+    if case.is_fp8:
+        quantize = functools.partial(
+            quantize_blockwise_fp8, power_of_two_scales=case.wire == "fp8_pow2"
+        )
+    tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
+    if given.input_scales is None:
+        return dispatch(tokens, given.ids, case.n_experts, quantize=quantize)
+
+    # The oracle knows no input scales: route first, then scale and encode
+    # every row by the expert it stands for.
+    results = dispatch(tokens, given.ids, case.n_experts)
+    for rank, result in enumerate(results):
+        first = rank * case.n_local_experts
+        per_expert = np.diff(result.row_offsets.astype(np.int64))
+        expert_of = first + np.repeat(np.arange(case.n_local_experts), per_expert)
+        scale_of = given.input_scales[expert_of % len(given.input_scales)]
+        x = widen(result.rows) * scale_of[:, np.newaxis]
+        if quantize:
+            result.rows, scales = quantize(x)
+            result.scales = scales.T.copy()
+        else:
+            result.rows = narrow(x, case.tokens)
+    return results

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: one MAX session, and the marker `gpu(n)`."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "gpu(n): needs n GPUs; skipped where there are fewer"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests that want more GPUs than there are."""
+    marked = [(item, item.get_closest_marker("gpu")) for item in items]
+    marked = [(item, marker) for item, marker in marked if marker]
+    if not marked:
+        return
+    from max.driver import accelerator_count
+
+    n_there = accelerator_count()
+    for item, marker in marked:
+        n_wanted = marker.args[0] if marker.args else 1
+        if n_there < n_wanted:
+            item.add_marker(
+                pytest.mark.skip(
+                    reason=f"needs {n_wanted} GPUs, this machine has {n_there}"
+                )
+            )
+
+
+@pytest.fixture(scope="session")
+def session():
+    """The process's one CPU session; a second would not share its compiler."""
+    from max.driver import CPU
+    from max.engine import InferenceSession
+
+    return InferenceSession(devices=[CPU()])

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs cases through MAX: many cases in one compiled graph, compared bitwise.
+
+Compiling is what a test of a graph costs, so the graph is built once for many
+cases, with open token counts, and run for every routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from cases import BF16, Case, Expected, Inputs
+from max.driver import Buffer
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
+
+from max_ep import EPBatchManager, EPCommInitializer
+from max_ep.reference import DispatchResult
+
+CPU = DeviceRef.CPU()
+
+
+def to_buffer(array: np.ndarray) -> Buffer:
+    """Hands an array to MAX; bfloat16 arrives as its bits."""
+    buffer = Buffer.from_numpy(np.ascontiguousarray(array))
+    if array.dtype == np.uint16:
+        return buffer.view(BF16, array.shape)
+    return buffer
+
+
+def to_numpy(buffer: Buffer) -> np.ndarray:
+    """Takes an array from MAX; bfloat16 as its bits. A copy."""
+    if buffer.dtype == BF16:
+        buffer = buffer.view(DType.uint16, tuple(buffer.shape))
+    return buffer.to_numpy().copy()
+
+
+@dataclass
+class RankInputs:
+    """Graph inputs of one rank."""
+
+    tokens: TensorValue
+    ids: TensorValue
+    weights: TensorValue
+    input_scales: TensorValue | None
+    expert_rows: TensorValue | None
+
+
+@dataclass
+class Received:
+    """What one rank got, whole tensors, bits where the oracle has bits."""
+
+    rows: np.ndarray
+    scales: np.ndarray | None
+    row_offsets: np.ndarray
+    expert_ids: np.ndarray
+    stats: np.ndarray
+    src_info: np.ndarray
+    result: np.ndarray
+
+
+def input_types(case: Case, prefix: str = "") -> list[TensorType]:
+    """Declares the inputs of all ranks of a case, in the order of `flatten`."""
+    types = []
+    for rank in range(case.n_ranks):
+        n = f"{prefix}{case.name}_t{rank}"
+        types += [
+            TensorType(case.tokens, [n, case.hidden_size], CPU),
+            TensorType(DType.int32, [n, case.top_k], CPU),
+            TensorType(DType.float32, [n, case.top_k], CPU),
+        ]
+        if case.scales is not None:
+            n_scales = 1 if case.scales == "one" else case.n_experts
+            types.append(TensorType(DType.float32, [n_scales], CPU))
+        if not case.sends_rows_back:
+            shape = [case.max_rows, case.hidden_size]
+            types.append(TensorType(case.combine, shape, CPU))
+    return types
+
+
+def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
+    """Takes the inputs of all ranks of a case from an iterator."""
+    take = lambda: next(values).tensor  # noqa: E731
+    return [
+        RankInputs(
+            take(),
+            take(),
+            take(),
+            take() if case.scales is not None else None,
+            None if case.sends_rows_back else take(),
+        )
+        for _ in range(case.n_ranks)
+    ]
+
+
+def flatten(given: Inputs) -> list[Buffer]:
+    """Lists the inputs of all ranks in the order of `input_types`."""
+    arrays = []
+    for rank in range(len(given.tokens)):
+        arrays += [given.tokens[rank], given.ids[rank], given.weights[rank]]
+        if given.input_scales is not None:
+            arrays.append(given.input_scales)
+        if given.expert_rows is not None:
+            arrays.append(given.expert_rows[rank])
+    return [to_buffer(array) for array in arrays]
+
+
+def round_trip(
+    manager: EPBatchManager, ranks: Sequence[RankInputs]
+) -> list[list[TensorValue]]:
+    """Builds dispatch and combine of all ranks, in async and wait forms.
+
+    Returns:
+        What `take_outputs` takes, a list a rank.
+    """
+    for rank, given in enumerate(ranks):
+        manager.ep_dispatch_async(given.tokens, given.ids, rank, given.input_scales)
+    dispatched = [manager.ep_dispatch_wait(rank) for rank in range(len(ranks))]
+    for rank, given in enumerate(ranks):
+        rows = given.expert_rows
+        manager.ep_combine_async(dispatched[rank][0] if rows is None else rows, rank)
+    # `_src_info` is how the manager hands src_info from wait to combine.
+    return [
+        [
+            *dispatched[rank],
+            manager._src_info[rank],
+            manager.ep_combine_wait(given.weights, rank),
+        ]
+        for rank, given in enumerate(ranks)
+    ]
+
+
+def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[Received]:
+    """Takes what `round_trip` built from an iterator over a run's outputs."""
+    take = lambda: to_numpy(next(outputs))  # noqa: E731
+    return [
+        Received(
+            take(),
+            take() if case.is_fp8 else None,
+            *(take() for _ in range(5)),
+        )
+        for _ in range(case.n_ranks)
+    ]
+
+
+class Groups:
+    """The groups of several cases in one compiled graph."""
+
+    def __init__(
+        self, session: InferenceSession, name: str, cases: Mapping[str, Case]
+    ) -> None:
+        """Builds and compiles the graph and sets up each case's memory."""
+        self.cases = cases
+        managers = {n: EPBatchManager(c.config()) for n, c in cases.items()}
+        types = []
+        for case_name, case in cases.items():
+            types += input_types(case)
+            types += managers[case_name].input_types()
+        with Graph(name, input_types=types) as graph:
+            values = iter(graph.inputs)
+            outputs = []
+            for case_name, case in cases.items():
+                ranks = take_inputs(case, values)
+                manager = managers[case_name]
+                n_values = len(manager.input_types())
+                manager.fetch_buffers([next(values) for _ in range(n_values)])
+                outputs += [v for r in round_trip(manager, ranks) for v in r]
+            graph.output(*outputs)
+        self._model = session.load(graph)
+        self.comms = {n: EPCommInitializer(m.config) for n, m in managers.items()}
+        for comm in self.comms.values():
+            comm.ep_init(session)
+
+    def run(self, given: Mapping[str, Inputs]) -> dict[str, list[Received]]:
+        """Runs all cases once."""
+        inputs = []
+        for name in self.cases:
+            inputs += flatten(given[name]) + self.comms[name].model_inputs()
+        try:
+            outputs = iter(self._model.execute(*inputs))
+        except Exception:
+            for comm in self.comms.values():
+                comm.reset()
+            raise
+        return {n: take_outputs(c, outputs) for n, c in self.cases.items()}
+
+    def close(self) -> None:
+        for comm in self.comms.values():
+            comm.close()
+
+
+# ------------------------------------------------------------------- comparing
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """Views an array's elements as unsigned integers."""
+    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
+
+
+def assert_same_bits(where: str, got: np.ndarray, want: np.ndarray) -> None:
+    """Compares bit for bit and says where the first difference is."""
+    assert got.dtype == want.dtype, f"{where}: {got.dtype}, want {want.dtype}"
+    assert got.shape == want.shape, f"{where}: {got.shape}, want {want.shape}"
+    differs = np.argwhere(as_bits(got) != as_bits(want))
+    if len(differs) == 0:
+        return
+    first = tuple(int(i) for i in differs[0])
+    raise AssertionError(
+        f"{where}: {len(differs)} of {got.size} elements differ, first at row "
+        f"{first[0]}"
+        + (f", column {first[1]}" if len(first) > 1 else "")
+        + f": got {got[first]} (bits {as_bits(got)[first]:#x}), want "
+        f"{want[first]} (bits {as_bits(want)[first]:#x})"
+    )
+
+
+def _describe_row(result: DispatchResult, row: int) -> str:
+    local_expert = int(np.searchsorted(result.row_offsets, row, "right")) - 1
+    token_idx, k = result.src_info[row]
+    return (
+        f"local expert {local_expert}, from rank {result.src_ranks[row]}, token "
+        f"{token_idx}, choice {k}"
+    )
+
+
+def assert_dispatched(
+    where: str, got: Sequence[Received], want: Sequence[DispatchResult]
+) -> None:
+    """Compares all that dispatch delivers, on every rank."""
+    for rank, (g, w) in enumerate(zip(got, want, strict=True)):
+        here = f"{where}, rank {rank}"
+        # First what says which row is which.
+        assert_same_bits(f"{here}: row_offsets", g.row_offsets, w.row_offsets)
+        assert_same_bits(f"{here}: expert_ids", g.expert_ids, w.expert_ids)
+        n_rows = len(w.rows)
+        assert_same_bits(f"{here}: src_info", g.src_info[:n_rows], w.src_info)
+        for what, have, need in [("rows", g.rows[:n_rows], w.rows)] + (
+            [("scales (transposed)", g.scales.T[:n_rows], w.scales.T)]
+            if w.scales is not None
+            else []
+        ):
+            differs = np.argwhere(as_bits(have) != as_bits(need))
+            if len(differs):
+                row = int(differs[0, 0])
+                twins = [
+                    f"row {r} of rank {other} ({_describe_row(o, r)})"
+                    for other, o in enumerate(want)
+                    if what == "rows"
+                    for r in np.flatnonzero(
+                        (as_bits(o.rows) == as_bits(have)[row]).all(axis=1)
+                    )[:1]
+                ]
+                here += f" ({_describe_row(w, row)}; what is there is "
+                here += f"{twins[0] if twins else 'no row of this dispatch'})"
+            assert_same_bits(f"{here}: {what}", have, need)
+
+
+def assert_combined(
+    where: str, got: Sequence[Received], want: Sequence[np.ndarray]
+) -> None:
+    """Compares what combine gives back, on every rank; a row is a token."""
+    for rank, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(f"{where}, rank {rank}: combine", g.result, w)
+
+
+def assert_round_trip(where: str, got: Sequence[Received], want: Expected) -> None:
+    """Compares dispatch, then combine."""
+    assert_dispatched(where, got, want.dispatch)
+    assert_combined(where, got, want.combine)

@@ -1,0 +1,933 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input gets an error that says what was given and what is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import (
+    BF16,
+    CASES,
+    F32,
+    Case,
+    Inputs,
+    expected,
+    expected_dispatch,
+    make_inputs,
+)
+from harness import (
+    Received,
+    assert_dispatched,
+    assert_round_trip,
+    round_trip,
+    take_outputs,
+    to_buffer,
+    to_numpy,
+)
+from max.driver import Buffer
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+from max.nn.quant_config import QuantFormat
+
+from max_ep import (
+    EPBatchManager,
+    EPCommInitializer,
+    EPConfig,
+    blockwise_fp8_quant_config,
+    call_distributed_ep_combine,
+    call_ep_combine,
+    call_ep_combine_async,
+    call_ep_combine_wait,
+    call_ep_dispatch,
+    call_ep_dispatch_async,
+    call_ep_dispatch_wait,
+    estimate_ep_memory_usage,
+)
+
+CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU(0)
+TWO = CASES["two_ranks"]  # 5 experts, top_k 3, hidden 80, 7 tokens, bfloat16
+FP8 = dataclasses.replace(CASES["fp8"], n_ranks=1)  # hidden 256
+
+
+@contextlib.contextmanager
+def raises(error: type[Exception], *words: str) -> Iterator[None]:
+    """Expects an error whose text has all the words, each of its own."""
+    with pytest.raises(error) as caught:
+        yield
+    text = str(caught.value)
+    missing = [word for word in words if word not in text]
+    assert not missing, f"the error does not say {missing}; it says: {text}"
+
+
+# --------------------------------------------------------------------- EPConfig
+
+# What is changed in TWO's config, and words of the error.
+BAD_CONFIGS = {
+    "hidden_bytes": (dict(hidden_size=81), ["81", "162 bytes", "multiple of 16"]),
+    "hidden_bytes_combine": (
+        dict(hidden_size=4, dispatch_dtype=F32),
+        ["hidden_size=4", "combine_dtype", "multiple of 8"],
+    ),
+    "hidden_zero": (dict(hidden_size=0), ["hidden_size=0", ">= 1"]),
+    "hidden_float": (dict(hidden_size=80.0), ["hidden_size=80.0", "integer"]),
+    "top_k_33": (dict(top_k=33, n_experts=64), ["top_k=33", "32"]),
+    "top_k_above_experts": (dict(top_k=6), ["top_k=6", "n_experts=5"]),
+    "top_k_zero": (dict(top_k=0), ["top_k=0", ">= 1"]),
+    "experts_zero": (dict(n_experts=0), ["n_experts=0"]),
+    "tokens_negative": (
+        dict(max_tokens_per_rank=-1),
+        ["max_tokens_per_rank=-1"],
+    ),
+    "ranks_129": (dict(n_gpus_per_node=129), ["129", "128"]),
+    "nodes_zero": (dict(n_nodes=0), ["n_nodes=0"]),
+    "node_id": (dict(node_id=1), ["node_id=1", "n_nodes=1"]),
+    "timeout": (dict(timeout_s=0), ["timeout_s=0", "above 0"]),
+    "target": (dict(target="gpu"), ["'gpu'", "cpu"]),
+    "protocol": (dict(protocol="fast"), ["'fast'", "'expert_slots'"]),
+    "combine_dtype": (
+        dict(combine_dtype=DType.float16),
+        ["combine_dtype", "float16", "bfloat16 or float32"],
+    ),
+    "dispatch_dtype": (
+        dict(dispatch_dtype=DType.int8),
+        ["dispatch_dtype", "int8", "bfloat16", "float32", "float8_e4m3fn"],
+    ),
+    "quant_missing": (
+        dict(dispatch_dtype=DType.float8_e4m3fn, hidden_size=256),
+        ["dispatch_quant_config", "blockwise_fp8_quant_config()"],
+    ),
+    "quant_not_needed": (
+        dict(dispatch_quant_config=blockwise_fp8_quant_config()),
+        ["dispatch_quant_config", "bfloat16", "pass None"],
+    ),
+    # Fields of MAX's EPConfig that ask for what there is not.
+    "nvfp4": (dict(nvfp4_dyn_global_scales=True), ["nvfp4_dyn_global_scales"]),
+    "shared_expert": (
+        dict(fused_shared_expert=True),
+        ["fused_shared_expert", "add it"],
+    ),
+    "fused_send": (dict(fuse_ffn_combine_send=True), ["fuse_ffn_combine_send"]),
+    "fused_moe": (dict(fused_moe_ready=True), ["fused_moe_ready"]),
+    "allreduce": (dict(use_allreduce=True), ["use_allreduce", "all-reduce"]),
+    "eplb": (dict(eplb_enabled=True), ["eplb_enabled", "load balancing"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_config_refuses(name: str) -> None:
+    changes, words = BAD_CONFIGS[name]
+    with raises(ValueError, *words):
+        TWO.config(**changes)
+
+
+@pytest.mark.parametrize("hidden_size", [80, 192, 8])
+def test_fp8_needs_whole_blocks(hidden_size: int) -> None:
+    with raises(ValueError, f"hidden_size={hidden_size}", "128", "FP8", "pad"):
+        FP8.config(hidden_size=hidden_size)
+
+
+@pytest.mark.parametrize(
+    "part, change, words",
+    [
+        ("format", QuantFormat.NVFP4, ["NVFP4", "BLOCKSCALED_FP8"]),
+        ("block_size", (1, 64), ["(1, 64)", "(1, 128)"]),
+        ("dtype", BF16, ["bfloat16", "float32"]),
+    ],
+)
+def test_other_quant_configs_are_refused(
+    part: str, change: object, words: list[str]
+) -> None:
+    quant = blockwise_fp8_quant_config()
+    if part == "format":
+        quant = dataclasses.replace(quant, format=change)
+    else:
+        scale = dataclasses.replace(quant.input_scale, **{part: change})
+        quant = dataclasses.replace(quant, input_scale=scale)
+    with raises(ValueError, "dispatch_quant_config", *words):
+        FP8.config(dispatch_quant_config=quant)
+
+
+def test_memory_estimate_refuses_what_config_does() -> None:
+    sizes = dict(
+        hidden_size=80,
+        dispatch_dtype=BF16,
+        combine_dtype=BF16,
+        max_tokens_per_rank=7,
+        n_experts=5,
+        n_nodes=1,
+        n_gpus_per_node=2,
+        top_k=3,
+    )
+    assert estimate_ep_memory_usage(**sizes) > 0
+    with raises(ValueError, "use_allreduce"):
+        estimate_ep_memory_usage(**sizes, use_allreduce=True)
+    with raises(ValueError, "dispatch_element_dtype", "float4_e2m1fn"):
+        estimate_ep_memory_usage(**sizes, dispatch_element_dtype=DType.float4_e2m1fn)
+
+
+def test_device_of_a_rank_there_is_not() -> None:
+    for device_id in (-1, 2):
+        with raises(ValueError, f"device_id={device_id}", "n_gpus_per_node=2"):
+            TWO.config().device(device_id)
+
+
+# --------------------------------------------------------- while a graph is built
+
+
+def tensor(dtype: DType, *shape: int | str, device: DeviceRef = CPU) -> TensorType:
+    return TensorType(dtype, list(shape), device)
+
+
+GOOD_TYPES = dict(
+    tokens=tensor(BF16, "t", 80),
+    ids=tensor(DType.int32, "t", 3),
+    weights=tensor(F32, "t", 3),
+    rows=tensor(BF16, TWO.max_rows, 80),
+)
+
+
+@contextlib.contextmanager
+def building(config: EPConfig | None = None, **types: TensorType) -> Iterator[tuple]:
+    """Starts a graph with the EP inputs and inputs of these types.
+
+    Yields:
+        A manager that has its buffers, and the inputs by name.
+    """
+    types = GOOD_TYPES | types
+    manager = EPBatchManager(config or TWO.config())
+    declared = [*types.values(), *manager.input_types()]
+    with Graph("never_compiled", input_types=declared) as graph:
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        values = [value.tensor for value in graph.inputs[: len(types)]]
+        yield manager, SimpleNamespace(**dict(zip(types, values)))
+
+
+def send_all(manager: EPBatchManager, x: SimpleNamespace) -> None:
+    for rank in range(manager.config.n_gpus_per_node):
+        manager.ep_dispatch_async(x.tokens, x.ids, rank)
+
+
+def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
+    send_all(manager, x)
+    n = manager.config.n_gpus_per_node
+    return [manager.ep_dispatch_wait(rank) for rank in range(n)]
+
+
+# Input types that do not fit dispatch, the error, and what it must say.
+BAD_DISPATCH = {
+    "tokens_dtype": (
+        dict(tokens=tensor(F32, "t", 80)),
+        TypeError,
+        ["input_tokens", "float32", "bfloat16"],
+    ),
+    "tokens_hidden": (
+        dict(tokens=tensor(BF16, "t", 64)),
+        ValueError,
+        ["input_tokens", "64", "80"],
+    ),
+    "tokens_rank": (
+        dict(tokens=tensor(BF16, "t", 1, 80)),
+        ValueError,
+        ["input_tokens", "[t, 1, 80]", "[any, 80]"],
+    ),
+    "tokens_device": (
+        dict(tokens=tensor(BF16, "t", 80, device=GPU)),
+        ValueError,
+        ["input_tokens", "gpu:0", "cpu:0", ".to("],
+    ),
+    "tokens_too_many": (
+        dict(tokens=tensor(BF16, 8, 80), ids=tensor(DType.int32, 8, 3)),
+        ValueError,
+        ["8 tokens", "max_tokens_per_rank", "7"],
+    ),
+    "ids_dtype": (
+        dict(ids=tensor(DType.int64, "t", 3)),
+        TypeError,
+        ["topk_ids", "int64", "int32", "cast"],
+    ),
+    "ids_top_k": (
+        dict(ids=tensor(DType.int32, "t", 4)),
+        ValueError,
+        ["topk_ids", "[t, 4]", "[any, 3]"],
+    ),
+    "ids_device": (
+        dict(ids=tensor(DType.int32, "t", 3, device=GPU)),
+        ValueError,
+        ["topk_ids", "gpu:0", "cpu:0"],
+    ),
+    "ids_rows": (
+        dict(tokens=tensor(BF16, 4, 80), ids=tensor(DType.int32, 5, 3)),
+        ValueError,
+        ["input_tokens", "4", "topk_ids", "5"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["async", "all"])
+@pytest.mark.parametrize("name", BAD_DISPATCH)
+def test_dispatch_refuses(name: str, form: str) -> None:
+    types, error, words = BAD_DISPATCH[name]
+    with building(**types) as (manager, x), raises(error, *words):
+        if form == "async":
+            manager.ep_dispatch_async(x.tokens, x.ids, 0)
+        else:
+            manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
+
+
+def test_fp8_dispatch_takes_bfloat16_and_float32_only() -> None:
+    for dtype in (BF16, F32):
+        with building(FP8.config(), tokens=tensor(dtype, "t", 256)) as (m, x):
+            m.ep_dispatch_async(x.tokens, x.ids, 0)
+    tokens = tensor(DType.uint8, "t", 256)
+    with building(FP8.config(), tokens=tokens) as (manager, x):
+        with raises(TypeError, "input_tokens", "uint8", "bfloat16", "float32"):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0)
+
+
+@pytest.mark.parametrize(
+    "scales, error, words",
+    [
+        (tensor(F32, 2), ValueError, ["[2]", "[1]", "[n_experts=5]"]),
+        (tensor(F32, "n"), ValueError, ["[n]", "[1]", "[n_experts=5]"]),
+        (tensor(F32, 5, 1), ValueError, ["[5, 1]"]),
+        (tensor(BF16, 5), TypeError, ["bfloat16", "float32"]),
+    ],
+)
+def test_input_scales_that_do_not_fit(
+    scales: TensorType, error: type[Exception], words: list[str]
+) -> None:
+    with building(scales=scales) as (manager, x):
+        with raises(error, "input_scales", *words):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
+
+
+def test_not_graph_values() -> None:
+    """Arrays, as one would pass to `execute`, are told from graph values."""
+    with building() as (manager, x):
+        with raises(TypeError, "input_tokens", "ndarray", "graph value"):
+            manager.ep_dispatch_async(np.zeros((4, 80)), x.ids, 0)
+        with raises(TypeError, "topk_ids", "list", "graph value"):
+            manager.ep_dispatch_async(x.tokens, [[0, 1, 2]], 0)
+
+
+@pytest.mark.parametrize("what", ["input_tokens", "topk_ids"])
+def test_sizes_that_must_not_be_open(session, what: str) -> None:
+    """A symbolic hidden size or top_k is refused: at once, or when it differs.
+
+    The kernels take both from the config, so a tensor with fewer columns would
+    be read beyond its end.
+    """
+    types = {
+        "input_tokens": dict(tokens=tensor(BF16, "t", "h")),
+        "topk_ids": dict(ids=tensor(DType.int32, "t", "k")),
+    }[what]
+    # "It must be": were it to read beyond the ids, it would find bad ones.
+    with raises(ValueError, what, "must be"):
+        with building(**types) as (manager, x):
+            dispatched = dispatch_all(manager, x)
+            Graph.current.output(*(d[1] for d in dispatched))
+            graph = Graph.current
+        comm = EPCommInitializer(manager.config)
+        comm.ep_init(session)
+        arrays = [
+            np.zeros((4, 40 if what == "input_tokens" else 80), np.uint16),
+            np.tile(np.arange(1 if what == "topk_ids" else 3, dtype=np.int32), (4, 1)),
+            np.zeros((4, 3), np.float32),
+            np.zeros((TWO.max_rows, 80), np.uint16),
+        ]
+        inputs = [to_buffer(array) for array in arrays]
+        session.load(graph).execute(*inputs, *comm.model_inputs())
+
+
+# Input types that do not fit combine.
+BAD_COMBINE = {
+    "rows_dtype": (
+        dict(rows=tensor(F32, TWO.max_rows, 80)),
+        TypeError,
+        ["input_tokens", "float32", "bfloat16"],
+    ),
+    "rows_hidden": (
+        dict(rows=tensor(BF16, TWO.max_rows, 40)),
+        ValueError,
+        ["input_tokens", "40", "80"],
+    ),
+    "rows_cut": (
+        dict(rows=tensor(BF16, 5, 80)),
+        ValueError,
+        ["input_tokens", "5 rows", str(TWO.max_rows)],
+    ),
+    "rows_device": (
+        dict(rows=tensor(BF16, TWO.max_rows, 80, device=GPU)),
+        ValueError,
+        ["input_tokens", "gpu:0", "cpu:0"],
+    ),
+    "weights_dtype": (
+        dict(weights=tensor(BF16, "t", 3)),
+        TypeError,
+        ["router_weights", "bfloat16", "float32"],
+    ),
+    "weights_top_k": (
+        dict(weights=tensor(F32, "t", 2)),
+        ValueError,
+        ["router_weights", "[t, 2]", "[any, 3]"],
+    ),
+    "weights_device": (
+        dict(weights=tensor(F32, "t", 3, device=GPU)),
+        ValueError,
+        ["router_weights", "gpu:0", "cpu:0"],
+    ),
+    "weights_too_many": (
+        dict(weights=tensor(F32, 8, 3)),
+        ValueError,
+        ["router_weights", "8 tokens", "7"],
+    ),
+    "weights_rows": (
+        dict(
+            tokens=tensor(BF16, 4, 80),
+            ids=tensor(DType.int32, 4, 3),
+            weights=tensor(F32, 5, 3),
+        ),
+        ValueError,
+        ["router_weights", "5", "4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["halves", "all"])
+@pytest.mark.parametrize("name", BAD_COMBINE)
+def test_combine_refuses(name: str, form: str) -> None:
+    types, error, words = BAD_COMBINE[name]
+    with building(**types) as (manager, x):
+        dispatch_all(manager, x)
+        with raises(error, *words):
+            if form == "all":
+                manager.ep_combine_all([x.rows] * 2, [x.weights] * 2, [0, 1])
+            for rank in range(2):
+                manager.ep_combine_async(x.rows, rank)
+            manager.ep_combine_wait(x.weights, 0)
+
+
+# ------------------------------------------------------------- order of the calls
+
+
+def test_manager_before_fetch_buffers() -> None:
+    manager = EPBatchManager(TWO.config())
+    with building() as (_, x):
+        for call in (
+            lambda: manager.ep_dispatch_async(x.tokens, x.ids, 0),
+            lambda: manager.ep_dispatch_wait(0),
+            lambda: manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1]),
+            lambda: manager.ep_combine_async(x.rows, 0),
+            lambda: manager.ep_combine_wait(x.weights, 0),
+        ):
+            with raises(ValueError, "input_types()", "fetch_buffers()"):
+                call()
+
+
+def test_fetch_buffers_of_other_values() -> None:
+    with building() as (manager, x):
+        good = list(Graph.current.inputs)[len(GOOD_TYPES) :]
+        n = len(good)
+        assert n == len(manager.input_types())
+        for values in (good[:-1], [*good, good[-1]], list(Graph.current.inputs)):
+            with raises(ValueError, f"{len(values)} values", f"declares {n}"):
+                manager.fetch_buffers(values)
+        with raises(TypeError, "EP input 0", "BufferValue", "in the order"):
+            manager.fetch_buffers(good[::-1])
+
+
+def test_buffers_of_another_group() -> None:
+    """Inputs declared for one group do not serve another."""
+    three = EPBatchManager(CASES["uneven_7_on_3"].config())
+    with building() as (manager, x):
+        mine = list(Graph.current.inputs)[len(GOOD_TYPES) :]
+        with raises(ValueError, "10 values", "declares 12"):
+            three.fetch_buffers(mine)
+        # The same number of ranks, but other experts.
+        other = EPBatchManager(CASES["top_32"].config())
+        other.fetch_buffers(mine)
+        with raises(ValueError, "atomic_counter", "[150]", "[185]"):
+            other.ep_dispatch_async(x.tokens, x.ids, 0)
+
+
+def test_no_such_device() -> None:
+    with building() as (manager, x):
+        for device_id in (2, -1):
+            with raises(ValueError, f"device_id={device_id}", "[0, n_gpus_per_node=2)"):
+                manager.ep_dispatch_async(x.tokens, x.ids, device_id)
+            with raises(ValueError, f"device_id={device_id}"):
+                manager.ep_dispatch_wait(device_id)
+        for device_ids in ([0], [0, 0], [1, 2]):
+            with raises(ValueError, f"device_ids={device_ids}", "all 2 ranks"):
+                manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, device_ids)
+
+
+def test_all_forms_need_a_tensor_a_rank() -> None:
+    scales = tensor(F32, 1)
+    with building(scales=scales) as (manager, x):
+        with raises(ValueError, "topk_ids", "1 tensors", "2 device_ids"):
+            manager.ep_dispatch_all([x.tokens] * 2, [x.ids], [0, 1])
+        with raises(ValueError, "input_scales", "1 tensors", "2 device_ids"):
+            manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1], [x.scales])
+
+
+def test_wait_before_async() -> None:
+    with building() as (manager, x):
+        with raises(ValueError, "ep_dispatch_wait", "device 1", "ep_dispatch_async"):
+            manager.ep_dispatch_wait(1)
+
+
+def test_wait_before_all_sends() -> None:
+    with building() as (manager, x):
+        manager.ep_dispatch_async(x.tokens, x.ids, 0)
+        with raises(
+            ValueError,
+            "ep_dispatch_wait on device 0",
+            "devices [1]",
+            "one after another",
+            "of every device first",
+        ):
+            manager.ep_dispatch_wait(0)
+
+
+def test_wait_twice() -> None:
+    with building() as (manager, x):
+        dispatch_all(manager, x)
+        with raises(ValueError, "ep_dispatch_wait on device 0 without"):
+            manager.ep_dispatch_wait(0)
+
+
+def test_async_twice() -> None:
+    with building() as (manager, x):
+        send_all(manager, x)
+        manager.ep_dispatch_wait(0)
+        with raises(
+            ValueError,
+            "ep_dispatch_async on device 0 again",
+            "ep_dispatch_wait on devices [1]",
+            "second EPBatchManager",
+        ):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0)
+
+
+def test_combine_without_dispatch() -> None:
+    with building() as (manager, x):
+        with raises(ValueError, "device 0", "without a dispatch", "ep_dispatch_wait"):
+            manager.ep_combine_async(x.rows, 0)
+        with raises(ValueError, "device 0", "without a dispatch"):
+            manager.ep_combine_all([x.rows] * 2, [x.weights] * 2, [0, 1])
+        send_all(manager, x)  # not waited for: there are no rows yet
+        with raises(ValueError, "device 1", "without a dispatch"):
+            manager.ep_combine_async(x.rows, 1)
+
+
+def test_combine_wait_in_the_wrong_order() -> None:
+    with building() as (manager, x):
+        rows = dispatch_all(manager, x)
+        with raises(ValueError, "ep_combine_wait", "ep_combine_async before"):
+            manager.ep_combine_wait(x.weights, 0)
+        manager.ep_combine_async(rows[0][0], 0)
+        with raises(ValueError, "ep_combine_wait on device 0", "devices [1]"):
+            manager.ep_combine_wait(x.weights, 0)
+
+
+def test_a_second_graph_starts_anew() -> None:
+    """What was built in one graph does not count in the next."""
+    with building() as (manager, x):
+        dispatch_all(manager, x)
+    declared = [*GOOD_TYPES.values(), *manager.input_types()]
+    with Graph("second", input_types=declared) as graph:
+        n = len(GOOD_TYPES)
+        manager.fetch_buffers(graph.inputs[n:])
+        rows, weights = graph.inputs[3].tensor, graph.inputs[2].tensor
+        with raises(ValueError, "without a dispatch"):
+            manager.ep_combine_async(rows, 0)
+        with raises(ValueError, "without ep_combine_async"):
+            manager.ep_combine_wait(weights, 0)
+        for rank in range(2):
+            manager.ep_dispatch_async(
+                graph.inputs[0].tensor, graph.inputs[1].tensor, rank
+            )
+
+
+def test_fused_forms_of_ranks_in_turn_name_the_form_to_use() -> None:
+    with building() as (manager, x):
+        reason = ["one after another", "n_gpus_per_node=2", "n_nodes=2"]
+        with raises(ValueError, "ep_dispatch_all", "ep_dispatch_async", *reason):
+            manager.ep_dispatch(x.tokens, x.ids, 0)
+        dispatch_all(manager, x)
+        with raises(ValueError, "ep_combine_all", "ep_combine_async", *reason):
+            manager.ep_combine(x.rows, x.weights, 0)
+        counter = manager.atomic_counters[0][0]
+        pointers = [
+            manager.send_buf_ptrs[0],
+            manager.recv_buf_ptrs[0],
+            manager.recv_count_ptrs[0],
+        ]
+        with raises(ValueError, "call_ep_dispatch_async", *reason):
+            call_ep_dispatch(x.tokens, x.ids, counter, *pointers, manager.config)
+        with raises(ValueError, "call_ep_combine_async", *reason):
+            call_ep_combine(
+                x.rows,
+                manager._src_info[0],
+                counter,
+                *pointers,
+                manager.config,
+                x.tokens.shape[0],
+                x.weights,
+            )
+
+
+def test_low_level_forms_check_their_buffers() -> None:
+    bad = dict(
+        bad_pointers=tensor(DType.uint64, 3),
+        bad_dtype=tensor(DType.int64, 2),
+        src_info=tensor(DType.int32, 5, 2),
+        counter=tensor(DType.int32, 150),
+    )
+    with building(**bad) as (manager, x):
+        config = manager.config
+        counter = manager.atomic_counters[0][0]
+        send, recv, counts = (
+            p[0]
+            for p in (
+                manager.send_buf_ptrs,
+                manager.recv_buf_ptrs,
+                manager.recv_count_ptrs,
+            )
+        )
+        with raises(TypeError, "atomic_counter", "TensorValue", "BufferValue"):
+            call_ep_dispatch_async(
+                x.tokens, x.ids, x.counter, send, recv, counts, config
+            )
+        with raises(ValueError, "recv_buf_ptrs", "[3]", "[2]"):
+            call_ep_dispatch_async(
+                x.tokens, x.ids, counter, send, x.bad_pointers, counts, config
+            )
+        with raises(TypeError, "recv_count_ptrs", "int64", "uint64"):
+            call_ep_dispatch_wait(counter, recv, x.bad_dtype, config)
+        with raises(ValueError, "num_tokens", "all-reduce"):
+            call_ep_dispatch_wait(
+                counter, recv, counts, config, num_tokens=x.tokens.shape[0]
+            )
+        with raises(ValueError, "src_info", "5", str(TWO.max_rows)):
+            call_ep_combine_async(
+                x.rows, x.src_info, counter, send, recv, counts, config
+            )
+        with raises(ValueError, "send_buf_ptrs", "[3]", "[2]"):
+            call_distributed_ep_combine(
+                [x.rows] * 2,
+                [x.src_info] * 2,
+                manager.atomic_counters[0],
+                x.bad_pointers,
+                recv,
+                counts,
+                config,
+                [x.tokens.shape[0]] * 2,
+                [x.weights] * 2,
+            )
+        with raises(TypeError, "router_weights", "int32", "float32"):
+            call_ep_combine_wait(counter, recv, counts, config, x.ids.shape[0], x.ids)
+
+
+# -------------------------------------------------------------------- initializer
+
+
+def test_model_inputs_need_memory(session) -> None:
+    comm = EPCommInitializer(TWO.config())
+    with raises(RuntimeError, "ep_init(session) first"):
+        comm.model_inputs()
+    with raises(RuntimeError, "before ep_init"):
+        comm.reset()
+    comm.close()  # nothing to free; harmless
+    comm.ep_init(session)
+    assert len(comm.model_inputs()) == 10
+    with raises(RuntimeError, "ep_init", "before", "close() first"):
+        comm.ep_init(session)
+    comm.close()
+    comm.close()
+    with raises(RuntimeError, "ep_init(session) first", "close()"):
+        comm.model_inputs()
+    with raises(RuntimeError, "before ep_init"):
+        comm.reset()
+
+
+def test_eplb_placement_is_refused() -> None:
+    with raises(ValueError, "EPLB"):
+        EPCommInitializer(TWO.config()).set_eplb_placement([], [])
+
+
+def test_several_processes_need_a_node_id(session, monkeypatch) -> None:
+    monkeypatch.delenv("MAX_EP_NODE_ID", raising=False)
+    config = TWO.config(n_gpus_per_node=1, n_nodes=2)
+    with raises(ValueError, "node_id is -1", "n_nodes=2", "MAX_EP_NODE_ID"):
+        EPCommInitializer(config).ep_init(session)
+
+
+# ------------------------------------------------------------------- at run time
+
+
+class Loose:
+    """A round trip of `TWO` whose tokens, ids and weights may differ in rows.
+
+    `receive` is a graph with the waits of dispatch only: it shows what has
+    arrived after a run that ended with an error.
+    """
+
+    def __init__(self, session: InferenceSession) -> None:
+        self.session = session
+        types = []
+        for rank in range(TWO.n_ranks):
+            types += [
+                tensor(BF16, f"t{rank}", TWO.hidden_size),
+                tensor(DType.int32, f"i{rank}", TWO.top_k),
+                tensor(F32, f"w{rank}", TWO.top_k),
+            ]
+        manager = EPBatchManager(TWO.config())
+        declared = [*types, *manager.input_types()]
+        with Graph("loose", input_types=declared) as graph:
+            n = len(types)
+            manager.fetch_buffers(graph.inputs[n:])
+            values = [value.tensor for value in graph.inputs[:n]]
+            ranks = [
+                SimpleNamespace(
+                    tokens=values[i],
+                    ids=values[i + 1],
+                    weights=values[i + 2],
+                    input_scales=None,
+                    expert_rows=None,
+                )
+                for i in range(0, n, 3)
+            ]
+            built = round_trip(manager, ranks)
+            graph.output(*(value for rank in built for value in rank))
+        self._model = session.load(graph)
+        self._receive = None
+        self.comm = EPCommInitializer(manager.config)
+        self.comm.ep_init(session)
+
+    def run(self, given: Inputs, buffers: list[Buffer] | None = None) -> list:
+        inputs = []
+        for x in zip(given.tokens, given.ids, given.weights):
+            inputs += [to_buffer(array) for array in x]
+        buffers = self.comm.model_inputs() if buffers is None else buffers
+        return take_outputs(TWO, iter(self._model.execute(*inputs, *buffers)))
+
+    def receive(self) -> list[Received]:
+        if self._receive is None:
+            manager = EPBatchManager(TWO.config())
+            with Graph("receive", input_types=manager.input_types()) as graph:
+                manager.fetch_buffers(graph.inputs)
+                outputs = [
+                    call_ep_dispatch_wait(
+                        counter,
+                        manager.recv_buf_ptrs[0],
+                        manager.recv_count_ptrs[0],
+                        manager.config,
+                    )
+                    for counter in manager.atomic_counters[0]
+                ]
+                graph.output(*(value for rank in outputs for value in rank))
+            self._receive = self.session.load(graph)
+        outputs = iter(self._receive.execute(*self.comm.model_inputs()))
+        received = []
+        for _ in range(TWO.n_ranks):
+            rows, offsets, ids, info = (to_numpy(next(outputs)) for _ in range(4))
+            none = np.zeros(0)
+            received.append(Received(rows, None, offsets, ids, none, info, none))
+        return received
+
+    def check_next_run(self) -> None:
+        """After `reset` the same buffers are as good as new."""
+        self.comm.reset()
+        for routing in ("full", "uniform"):
+            given = make_inputs(TWO, routing)
+            got = self.run(given)
+            assert_round_trip(f"after reset, {routing}", got, expected(TWO, given))
+
+
+@pytest.fixture(scope="module")
+def compiled(session) -> Iterator[Loose]:
+    loose = Loose(session)
+    yield loose
+    loose.comm.close()
+
+
+@pytest.fixture
+def loose(compiled: Loose) -> Iterator[Loose]:
+    """`Loose`, usable again after a test whatever happened in it."""
+    yield compiled
+    compiled.comm.reset()
+
+
+@pytest.fixture
+def given() -> Inputs:
+    return make_inputs(TWO, "full")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("bad_id", [5, -2, 2**31 - 1, -(2**31)])
+def test_an_id_out_of_range(
+    loose: Loose, given: Inputs, rank: int, bad_id: int
+) -> None:
+    given.ids[rank][2, 1] = bad_id
+    given.ids[rank][4, 0] = bad_id
+    with raises(
+        ValueError,
+        "dispatch_async",
+        f"rank {rank}",
+        "token 2",
+        "choice 1",
+        f"expert {bad_id}",
+        "[-1, 5)",
+        "2 of 21",
+        "reset()",
+    ):
+        loose.run(given)
+    loose.check_next_run()
+
+
+def test_an_id_out_of_range_harms_no_other_token(loose: Loose, given: Inputs) -> None:
+    """All other choices arrive, as if the bad ones had been -1."""
+    given.ids[1][[0, 3, 6], [2, 0, 1]] = [5, -7, 1_000_000]
+    with raises(ValueError, "rank 1", "token 0", "choice 2", "3 of 21"):
+        loose.run(given)
+    got = loose.receive()
+    given.ids[1][[0, 3, 6], [2, 0, 1]] = -1
+    assert_dispatched("after bad ids", got, expected_dispatch(TWO, given))
+    loose.check_next_run()
+
+
+def test_the_run_after_a_failed_one_names_reset(loose: Loose, given: Inputs) -> None:
+    """Rank 0 fails, so rank 1 has not sent: the next run cannot be right."""
+    given.ids[0][0, 0] = 5
+    with raises(ValueError, "rank 0"):
+        loose.run(given)
+    with raises(ValueError, "max_ep", "generation", "rank", "reset()"):
+        loose.run(make_inputs(TWO, "uniform"))
+    loose.check_next_run()
+
+
+def test_an_expert_named_too_often(loose: Loose, given: Inputs) -> None:
+    given.ids[0][:] = 4
+    with raises(ValueError, "rank 0", "14 of 21", "token 2", "expert 4", "distinct"):
+        loose.run(given)
+    loose.check_next_run()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_too_many_tokens_at_run_time(loose: Loose, rank: int) -> None:
+    counts = [7, 7]
+    counts[rank] = 8
+    with raises(
+        ValueError,
+        "dispatch_async",
+        f"rank {rank}",
+        "8 tokens",
+        "max_tokens_per_rank is 7",
+        "reset()",
+    ):
+        loose.run(make_inputs(TWO, "uniform", counts=counts))
+    loose.check_next_run()
+
+
+def test_ids_of_other_tokens(loose: Loose, given: Inputs) -> None:
+    given.ids[1] = given.ids[1][:5]
+    with raises(ValueError, "dispatch_async", "topk_ids", "5 rows", "7"):
+        loose.run(given)
+    loose.check_next_run()
+
+
+@pytest.mark.parametrize("n_rows", [6, 3, 0])
+def test_weights_of_other_tokens(loose: Loose, given: Inputs, n_rows: int) -> None:
+    given.weights[1] = given.weights[1][:n_rows]
+    with raises(ValueError, "combine_wait", "router_weights", f"{n_rows}", "7"):
+        loose.run(given)
+    loose.check_next_run()
+
+
+def test_ops_of_an_error_are_named_once(loose: Loose, given: Inputs) -> None:
+    """The first line that is ours begins with the library's name."""
+    given.ids[0][0, 0] = 5
+    with pytest.raises(ValueError) as caught:
+        loose.run(given)
+    ours = [s for s in str(caught.value).splitlines() if s.startswith("max_ep: ")]
+    assert len(ours) == 1, str(caught.value)
+    loose.check_next_run()
+
+
+def test_counters_that_nobody_set_up(loose: Loose, given: Inputs) -> None:
+    buffers = loose.comm.model_inputs()
+    n_words = buffers[0].shape[0]
+    for rank in range(TWO.n_ranks):
+        buffers[rank] = Buffer.from_numpy(np.zeros(n_words, np.int32))
+    with raises(ValueError, "atomic_counters", "not initialized", "ep_init()"):
+        loose.run(given, buffers)
+    loose.check_next_run()
+
+
+def test_run_after_close(loose: Loose, given: Inputs, session) -> None:
+    """Buffers kept from before `close` lead to an error, not to freed memory."""
+    comm = EPCommInitializer(TWO.config())
+    comm.ep_init(session)
+    old = comm.model_inputs()
+    want = expected(TWO, given)
+    assert_round_trip("before close", loose.run(given, old), want)
+    comm.close()
+    with raises(ValueError, "symmetric memory", "freed", "close"):
+        loose.run(given, old)
+    comm.ep_init(session)
+    with raises(ValueError, "freed"):
+        loose.run(given, old)
+    new = comm.model_inputs()
+    assert_round_trip("after a second ep_init", loose.run(given, new), want)
+    comm.close()
+
+
+_OTHER_CONFIG = """
+from test_errors import *
+from max.driver import CPU as Host
+session = InferenceSession(devices=[Host()])
+loose = Loose(session)
+comm = EPCommInitializer(TWO.config(max_tokens_per_rank=1))
+comm.ep_init(session)
+try:
+    loose.run(make_inputs(TWO, "full"), comm.model_inputs())
+except ValueError as error:
+    print("refused:", error)
+else:
+    print("ran")
+"""
+
+
+def test_memory_of_another_config(loose: Loose) -> None:
+    """`model_inputs` of smaller buffers are refused, not overrun.
+
+    In a process of its own, for it may crash. The graph comes from the cache.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _OTHER_CONFIG],
+        cwd=Path(__file__).parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"died of {done.returncode}: {done.stderr[-500:]}"
+    assert "refused:" in done.stdout, done.stdout
+    assert "max_tokens_per_rank" in done.stdout or "config" in done.stdout
+
+
+def environment() -> dict[str, str]:
+    """An environment in which a child process imports what this one does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules a reviewer need not check: formatting, docstrings, layers, atomics, paths."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mojo.run import subprocess_run_mojo
+
+from max_ep.extension import mojo_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
+PYTHON_FILES = sorted(
+    path
+    for folder in ("max_ep", "graphs", "bench", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+MARKDOWN_FILES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+# Each module of the Mojo package may import only from those to its left.
+LAYERS = (
+    "layout flags host_copy counters token_format formats transport expert_slots "
+    "host_setup launch_checks api ops"
+).split()
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES], ids=name_of)
+def test_licence_line_comes_first(path: Path) -> None:
+    first = path.read_text().partition("\n")[0]
+    assert first in ("# SPDX-License-Identifier: Apache-2.0", ""), name_of(path)
+
+
+def test_mojo_is_formatted() -> None:
+    mblack = Path(sys.executable).with_name("mblack")
+    done = subprocess.run(
+        [str(mblack), "--check", "--preview", "-l", "80", *map(str, MOJO_FILES)],
+        capture_output=True,
+        text=True,
+        # Importing MAX sets variables behind Python's back that keep another
+        # Python from finding its packages.
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0, f"run `make format`:\n{done.stderr}"
+
+
+def test_mojo_docstrings() -> None:
+    """Every public symbol, but the ops' bodies: they repeat their launchers."""
+    done = subprocess_run_mojo(
+        ["doc", "--diagnose-missing-doc-strings", "-o", os.devnull, "max_ep"],
+        cwd=mojo_dir(),
+        capture_output=True,
+        text=True,
+    )
+    said = [line for line in done.stderr.splitlines() if "warning:" in line]
+    assert [line for line in said if "/ops.mojo:" in line], "the check does not work"
+    assert not [line for line in said if "/ops.mojo:" not in line]
+
+
+@pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
+def test_every_memory_order_is_argued(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for i, line in enumerate(lines):
+        if re.search(r"ordering\s*=|\bfence\[", line):
+            above = "\n".join(lines[max(0, i - 8) : i])
+            assert "# ORDER:" in above, f"{name_of(path)}:{i + 1}: {line.strip()}"
+
+
+@pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
+def test_atomics_live_in_flags(path: Path) -> None:
+    if path.name != "flags.mojo":
+        assert not re.search(r"std\.atomic|Atomic\[|fence\[", path.read_text())
+
+
+@pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
+def test_layers_point_one_way(path: Path) -> None:
+    package = mojo_dir() / "max_ep"
+    if (
+        package not in path.parents
+        or path.parent == package
+        and (path.name == "__init__.mojo")
+    ):
+        pytest.skip("not a layer")
+    relative = path.relative_to(package)
+    own = LAYERS.index(relative.parts[0].removesuffix(".mojo"))
+    pattern = r"^from (\.+)(\w+)" if relative.parts[1:] else r"^from (\.)(\w+)"
+    for dots, module in re.findall(pattern, path.read_text(), re.MULTILINE):
+        if len(dots) == len(relative.parts):
+            assert LAYERS.index(module) < own, f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", MARKDOWN_FILES, ids=name_of)
+def test_paths_in_documents_exist(path: Path) -> None:
+    text = path.read_text()
+    named = re.findall(
+        r"(?<![\w/])((?:mojo|max_ep|graphs|tests|bench|docs|\.ci)/[\w./-]*\w)", text
+    )
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    missing = [p for p in named if not (ROOT / p).exists()]
+    missing += [p for p in links if not (path.parent / p).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "path", [*MOJO_FILES, *PYTHON_FILES, *MARKDOWN_FILES], ids=name_of
+)
+def test_no_machine_is_named(path: Path) -> None:
+    found = re.findall(r"(?<![\w.])/(?:work|root|home)/\w+", path.read_text())
+    assert not found
+
+
+def test_readme_example_is_the_program() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    program = (ROOT / "graphs/round_trip.py").read_text()
+    assert blocks and all(block in program for block in blocks)
+
+
+def test_readme_commands_are_run_by_ci() -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = [
+        line.strip()
+        for block in re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.S)
+        for line in block.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+    ci = (ROOT / ".ci/run").read_text()
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for command in commands:
+        words = command.partition("#")[0].split()
+        run_by_ci = " ".join(words) in ci
+        run_by_tests = f'"{" ".join(words)}"' in tests
+        assert run_by_ci or run_by_tests, f"nothing runs `{command}`"

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in processes of their own: data, generations, time-outs, deaths.
+
+Most tests only look at what one launch of four processes brought home
+(`four`): starting processes is what costs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import processes
+import pytest
+from max.engine import InferenceSession
+from processes import KILLED_AT, KILLED_RANK, N_RANKS, SCENARIOS, names_of
+
+from max_ep import LaunchError, launch
+
+TIMEOUT_S = 2.0
+SLACK_S = 3.0
+"""What a wait may take on top of its time-out where there are more processes
+than cores."""
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory, session: InferenceSession) -> str:
+    path = tmp_path_factory.mktemp("graphs") / "processes.mef"
+    processes.compile_graphs(path, session)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def four(graphs: str) -> list[dict[str, processes.Outcome]]:
+    """What every scenario did, `[rank][name]`."""
+    return launch(
+        processes.run_scenarios, N_RANKS, (graphs, list(SCENARIOS)), timeout_s=300
+    )
+
+
+def assert_well(outcomes: list[processes.Outcome]) -> None:
+    errors = [f"process {i}: {o.error}" for i, o in enumerate(outcomes) if o.error]
+    assert not errors, "\n".join(errors)
+
+
+# ----------------------------------------------------------------- healthy groups
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(four: list[dict[str, processes.Outcome]], name: str) -> None:
+    """Every row and every sum is the oracle's, bit for bit."""
+    assert_well([outcomes[name] for outcomes in four])
+
+
+@pytest.mark.parametrize("name", ["dispatch_only", "combine_only"])
+def test_fast_rank_waits_for_slow_reader(
+    four: list[dict[str, processes.Outcome]], name: str
+) -> None:
+    """Nobody has sent a generation before the slow rank looked at the last."""
+    assert_well([outcomes[name] for outcomes in four])
+    looked = four[processes.SLOW_RANK][name].value["looked"]
+    for rank in range(N_RANKS):
+        sent = four[rank][name].value["sent"]
+        early = [g for g in range(1, len(sent)) if sent[g] < looked[g - 1]]
+        assert not early, f"rank {rank} overwrote unread rows in {early}"
+
+
+def test_stopped_process_stopped(
+    four: list[dict[str, processes.Outcome]],
+) -> None:
+    """The scenario is not empty: three times, everybody waited for the rank."""
+    assert_well([outcomes["stopped"] for outcomes in four])
+    for rank in range(N_RANKS):
+        seconds = four[rank]["stopped"].value
+        n_waits = sum(s > processes.STOPPED_S / 2 for s in seconds)
+        assert n_waits >= 3, f"rank {rank}: {seconds}"
+
+
+def test_two_processes_of_two_ranks(graphs: str) -> None:
+    assert_well(launch(processes.run_two_by_two, 2, (graphs,), timeout_s=120))
+
+
+# --------------------------------------------------------------- set-up that fails
+
+
+@pytest.fixture(scope="module")
+def set_up(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, processes.SetUp]]:
+    """What three processes said, `[node_id][case]`."""
+    notes = tmp_path_factory.mktemp("set_up")
+    answers = launch(processes.set_up, 3, (TIMEOUT_S, str(notes)), timeout_s=120)
+    # launch() would remove the names of its own group, not those of these.
+    assert names_of((notes / "group").read_text()) == []
+    return answers
+
+
+def test_set_up_of_healthy_group(set_up: list[dict[str, processes.SetUp]]) -> None:
+    assert [answers["healthy"].error for answers in set_up] == [None] * 3
+
+
+def test_process_that_never_starts_is_named(
+    set_up: list[dict[str, processes.SetUp]],
+) -> None:
+    for node_id, answers in enumerate(set_up):
+        error = answers["missing"].error
+        assert error.startswith(
+            f"TimeoutError: max_ep: node {node_id} waited {TIMEOUT_S} s for node 3 "
+        ), error
+        assert "no segment of that name" in error
+        assert "Start all 4 processes" in error
+        seconds = answers["missing"].seconds
+        assert TIMEOUT_S - 0.1 < seconds < TIMEOUT_S + SLACK_S
+
+
+def test_different_configuration_is_an_error_everywhere(
+    set_up: list[dict[str, processes.SetUp]],
+) -> None:
+    for node_id, answers in enumerate(set_up):
+        assert answers["different"].error is not None, f"node {node_id} joined"
+    odd = set_up[2]["different"]
+    assert odd.error.startswith("ValueError: max_ep: node 0 of group "), odd.error
+    assert "another configuration" in odd.error
+    assert "hidden_size=256" in odd.error and "hidden_size=512" in odd.error
+    assert odd.seconds < TIMEOUT_S
+
+
+def test_different_configuration_is_told_to_all(
+    set_up: list[dict[str, processes.SetUp]],
+) -> None:
+    """Those who wait for the odd one hear why it does not come."""
+    for node_id in (0, 1):
+        error = set_up[node_id]["different"].error
+        assert "another configuration" in error, f"node {node_id}: {error}"
+
+
+def test_node_id_outside_of_group_is_refused(
+    set_up: list[dict[str, processes.SetUp]],
+) -> None:
+    """Its rank would be behind the end of every table of addresses."""
+    error = set_up[2]["outside"].error
+    assert error is not None and error.startswith("ValueError"), error
+    assert "MAX_EP_NODE_ID" in error
+    for node_id in (0, 1):  # they are two, as configured
+        assert set_up[node_id]["outside"].error is None
+
+
+def test_close_and_init_again(set_up: list[dict[str, processes.SetUp]]) -> None:
+    """A fast process must not take a slow one's old memory for its new."""
+    for node_id, answers in enumerate(set_up):
+        error = answers["again"].error
+        assert error is None, f"node {node_id}: {error}"
+
+
+# ------------------------------------------------------------------ dead processes
+
+
+@pytest.mark.parametrize(
+    "where, missed, generation",
+    [
+        # (killed in front of, what the others then say they wait for, when)
+        ("dispatch_async", "dispatch_wait|count", KILLED_AT),
+        ("combine_async", "combine_wait|rows", KILLED_AT),
+        # In a program that only dispatches the killed rank has sent; what is
+        # missing is its word that it has read.
+        ("dispatch_wait", "dispatch_async|word that it has read", KILLED_AT),
+    ],
+)
+def test_killed_rank_is_named(
+    graphs: str, tmp_path: Path, where: str, missed: str, generation: int
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(LaunchError) as caught:
+        launch(
+            processes.die,
+            N_RANKS,
+            (graphs, where, TIMEOUT_S, str(tmp_path)),
+            timeout_s=60,
+        )
+    assert time.monotonic() - begin < 30
+    failures = caught.value.failures
+    assert sorted(failures) == list(range(N_RANKS))
+    assert failures[KILLED_RANK] == "died without a result (exit code -9)"
+    assert f"node {KILLED_RANK}: died without a result" in str(caught.value)
+    phase, what = missed.split("|")
+    for rank in range(N_RANKS):
+        if rank == KILLED_RANK:
+            continue
+        text = failures[rank]
+        assert re.search(
+            rf"max_ep: {phase} on rank {rank}: timed out after 2000 ms waiting for"
+            rf" {what}( for expert \d+)? of generation {generation} from rank"
+            rf" {KILLED_RANK} \(last seen: generation {generation - 1}\)",
+            text,
+        ), text
+        seconds = float(re.search(r"after ([\d.]+) s in generation", text)[1])
+        assert TIMEOUT_S - 0.05 < seconds < TIMEOUT_S + SLACK_S, text
+    assert names_of((tmp_path / "group").read_text()) == []
+
+
+def test_next_group_works(graphs: str) -> None:
+    """Runs after groups that died, and leaves nothing either."""
+    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=60)
+    assert len(set(groups)) == 1
+    assert names_of(groups[0]) == []
+
+
+# -------------------------------------------------------------------------- launch
+
+
+def test_results_are_in_order() -> None:
+    results = launch(processes.multiply, 3, (10,), timeout_s=60)
+    assert [r[0] for r in results] == [0, 10, 20]
+    assert [r[1] for r in results] == ["0", "1", "2"]
+    groups = {r[2] for r in results}
+    assert len(groups) == 1 and len(groups.pop()) >= 16
+
+
+def test_every_failure_is_told(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=60)
+    failures = caught.value.failures
+    assert list(failures) == [0, 1, 2, 3]
+    assert failures[0].startswith("Traceback")
+    assert "in _raise_deep_inside" in failures[0]
+    assert "LookupError: the reason" in failures[0]
+    assert failures[1] == "died without a result (exit code -9)"
+    assert failures[2] == "died without a result (exit code 7)"
+    assert "pickle" in failures[3]
+    for node_id, text in failures.items():
+        assert f"node {node_id}: {text}" in str(caught.value)
+    # 1 and 2 had no time to remove their names.
+    assert names_of((tmp_path / "group").read_text()) == []
+
+
+def test_time_limit_kills(tmp_path: Path) -> None:
+    limit_s = 6.0
+    begin = time.monotonic()
+    with pytest.raises(LaunchError) as caught:
+        launch(processes.sleep_for_long, 3, (str(tmp_path),), timeout_s=limit_s)
+    assert limit_s <= time.monotonic() - begin < limit_s + SLACK_S
+    assert list(caught.value.failures) == [1, 2]
+    for text in caught.value.failures.values():
+        assert text == f"no result after {limit_s} s; killed"
+    for note in ("1", "2"):
+        pid, group = (tmp_path / note).read_text().split()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+        assert names_of(group) == []

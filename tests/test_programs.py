@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs a reader runs: graphs/, the benchmark, the command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 400
+
+
+def run(command: str) -> str:
+    """Runs a command of the README; returns what it printed."""
+    words = command.split()
+    program = Path(sys.executable).with_name(words[0])
+    done = subprocess.run(
+        [sys.executable if words[0] == "python" else str(program), *words[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("python graphs/round_trip.py", "came back doubled"),
+        ("python graphs/moe_layer.py", "agree with the plain MoE"),
+        ("python graphs/moe_layer.py --shared-expert", "agree with the plain MoE"),
+        ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
+    ],
+)
+def test_graphs(command: str, says: str) -> None:
+    assert says in run(command)
+
+
+def test_plan_shows_every_buffer_and_max() -> None:
+    printed = run(
+        "max-ep plan --ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
+    )
+    # 64 local experts x 4 ranks x 128 slots x (7168 * 2 + 16) bytes.
+    assert f"{64 * 4 * 128 * (7168 * 2 + 16):,}" in printed
+    assert "MAX's EP would take" in printed
+
+
+def test_plan_explains_what_cannot_be() -> None:
+    program = Path(sys.executable).with_name("max-ep")
+    done = subprocess.run(
+        [str(program), *"plan --ranks 4 --experts 8".split()]
+        + "--top-k 2 --hidden 100 --tokens 1 --dispatch fp8".split(),
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 2
+    assert "hidden_size=100 must be a multiple of 128" in done.stderr
+
+
+def test_doctor_finds_a_machine_that_can_run() -> None:
+    printed = run("max-ep doctor")
+    assert "FAIL" not in printed
+    for what in ("max", "mojo", "shared memory", "compile cache", "would use: cpu"):
+        assert what in printed
+
+
+def test_demo_agrees_with_a_plain_moe_without_torch(monkeypatch, capsys) -> None:
+    """The demo's torch path is run by CI; this is the NumPy one."""
+    from max_ep import demo
+
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    assert demo.run_demo() == 0
+    printed = capsys.readouterr().out
+    assert "NumPy" in printed and "OK" in printed
+
+
+def test_demo_notices_a_wrong_result(monkeypatch) -> None:
+    from max_ep import demo
+
+    run_layer = demo.run_layer
+
+    def lose_a_token(*args):
+        x, ids = run_layer(*args)
+        x = [tokens.copy() for tokens in x]
+        x[2][5] = 0
+        return x, ids
+
+    monkeypatch.setattr(demo, "run_layer", lose_a_token)
+    assert demo.run_demo() == 1
+
+
+def test_benchmark_checks_and_measures() -> None:
+    """The smallest row of the benchmark; `make bench` runs them all."""
+    from max.driver import CPU
+    from max.engine import InferenceSession
+
+    from bench.cpu_round_trip import SHAPES, measure
+
+    row = measure(InferenceSession(devices=[CPU()]), SHAPES[0], "bfloat16", 1)
+    # 4 ranks x 8 tokens x 8 choices, 4096 bytes there and back.
+    assert row["mb"] == 4 * 8 * 8 * 2 * 4096 / 1e6
+    assert row["round_trip_ms"] > 0 and row["memcpy_1_ms"] > 0

@@ -1,0 +1,679 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine on CPU ranks, bit for bit against the oracle."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import (
+    CASES,
+    LARGE_CASES,
+    ROUTINGS,
+    Case,
+    Inputs,
+    expected,
+    expected_dispatch,
+    make_inputs,
+    narrow,
+    random_tokens,
+    widen,
+)
+from harness import (
+    Groups,
+    RankInputs,
+    Received,
+    assert_combined,
+    assert_dispatched,
+    assert_round_trip,
+    assert_same_bits,
+    flatten,
+    input_types,
+    round_trip,
+    take_inputs,
+    take_outputs,
+    to_buffer,
+)
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from max_ep import (
+    EPBatchManager,
+    EPCommInitializer,
+    call_distributed_ep_combine,
+    call_distributed_ep_dispatch,
+    call_ep_combine,
+    call_ep_combine_async,
+    call_ep_combine_wait,
+    call_ep_dispatch,
+    call_ep_dispatch_async,
+    call_ep_dispatch_wait,
+)
+from max_ep.extension import mojo_dir
+
+CPU = DeviceRef.CPU()
+
+# ------------------------------------------------------- cases times routings
+
+
+@pytest.fixture(scope="module")
+def small(session) -> Iterator[Groups]:
+    """All small cases in one graph."""
+    groups = Groups(session, "small_cases", CASES)
+    yield groups
+    groups.close()
+
+
+@pytest.fixture(scope="module")
+def run_small(small: Groups) -> Callable:
+    """Runs all cases with a routing and data, once for all tests."""
+
+    @functools.cache
+    def run(routing: str, data: str) -> SimpleNamespace:
+        given = {n: make_inputs(c, routing, data) for n, c in CASES.items()}
+        got = small.run(given)
+        # Computed after the run: what the run damaged cannot look right.
+        return SimpleNamespace(given=given, got=got)
+
+    return run
+
+
+case_names = pytest.mark.parametrize("name", CASES)
+routings = pytest.mark.parametrize("routing", ROUTINGS)
+
+
+@routings
+@pytest.mark.parametrize("data", ["telling", "random"])
+@case_names
+def test_dispatch_is_the_oracles(
+    run_small: Callable, name: str, data: str, routing: str
+) -> None:
+    run = run_small(routing, data)
+    want = expected_dispatch(CASES[name], run.given[name])
+    assert_dispatched(f"{name}, {routing}, {data}", run.got[name], want)
+
+
+@routings
+@pytest.mark.parametrize("data", ["telling", "random"])
+@case_names
+def test_combine_is_the_oracles(
+    run_small: Callable, name: str, data: str, routing: str
+) -> None:
+    run = run_small(routing, data)
+    want = expected(CASES[name], run.given[name])
+    assert_combined(f"{name}, {routing}, {data}", run.got[name], want.combine)
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.is_fp8])
+def test_dispatch_copies_any_bits(run_small: Callable, name: str) -> None:
+    """NaN payloads and infinities travel as they are (scaled ones do not)."""
+    if CASES[name].scales:
+        pytest.skip("scaling is arithmetic: NaN payloads are not kept")
+    run = run_small("uniform", "any_bits")
+    want = expected_dispatch(CASES[name], run.given[name])
+    assert_dispatched(f"{name}, any bits", run.got[name], want)
+
+
+@case_names
+def test_stats_are_upper_bounds(run_small: Callable, name: str) -> None:
+    for routing in ("full", "uniform", "all_silent"):
+        for rank, got in enumerate(run_small(routing, "random").got[name]):
+            where = f"{name}, {routing}, rank {rank}: stats {got.stats}"
+            rows_of = np.diff(got.row_offsets.astype(np.int64))
+            assert got.stats.dtype == np.uint32 and got.stats.shape == (2,), where
+            assert rows_of.max() <= got.stats[0], where
+            assert np.count_nonzero(rows_of) <= got.stats[1], where
+
+
+@case_names
+def test_full_routing_fills_rank_0(run_small: Callable, name: str) -> None:
+    """The largest output there can be is reached, so the bound is tested."""
+    got = run_small("full", "random").got[name][0]
+    assert got.row_offsets[-1] == CASES[name].max_rows == len(got.rows)
+
+
+@pytest.fixture(scope="module")
+def large(session) -> Iterator[Groups]:
+    groups = Groups(session, "large_cases", LARGE_CASES)
+    yield groups
+    groups.close()
+
+
+@pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
+def test_large_launches(large: Groups, routing: str) -> None:
+    """Launches dealt over worker threads and writing past the caches."""
+    given = {}
+    for name, case in LARGE_CASES.items():
+        counts = [case.max_tokens_per_rank, case.max_tokens_per_rank - 3]
+        counts = None if routing == "full" else counts
+        given[name] = make_inputs(case, routing, counts=counts)
+    got = large.run(given)
+    for name, case in LARGE_CASES.items():
+        want = expected(case, given[name])
+        assert_round_trip(f"{name}, {routing}", got[name], want)
+
+
+_UNALIGNED = """
+from cases import *
+from harness import *
+from max.driver import CPU as Host
+
+groups = Groups(InferenceSession(devices=[Host()]), "large_cases", LARGE_CASES)
+given = {n: make_inputs(c, "full") for n, c in LARGE_CASES.items()}
+moved = []
+for rows in given["large_fp8"].expert_rows:
+    memory = np.zeros(rows.size + 32, rows.dtype)
+    start = (-memory.ctypes.data % 64) // rows.itemsize + 1
+    moved.append(memory[start : start + rows.size].reshape(rows.shape))
+    moved[-1][:] = rows
+    assert moved[-1].ctypes.data % 16 == rows.itemsize
+given["large_fp8"].expert_rows = moved
+got = groups.run(given)
+for name, case in LARGE_CASES.items():
+    assert_round_trip(name, got[name], expected(case, given[name]))
+print("same bits")
+"""
+
+
+def test_expert_rows_at_any_address(large: Groups) -> None:
+    """Rows that a caller's array puts off a 16-byte boundary.
+
+    In a process of its own, for it may crash. The graph comes from the cache.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _UNALIGNED],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "same bits" in done.stdout, f"{done.returncode}: {done.stderr[-1000:]}"
+
+
+# ------------------------------------------------------------ number of ranks
+
+
+SPLITS = {
+    "one_rank": [[7], [6], [3]],
+    "two_ranks": [[4, 3], [0, 6], [2, 1]],
+    "last_rank_empty": [[3, 0, 2, 2], [1, 2, 2, 1], [0, 0, 0, 3]],
+}
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_combine_does_not_depend_on_the_number_of_ranks(small: Groups, i: int) -> None:
+    """The same tokens, experts and weights on 1, 2 and 4 ranks."""
+    whole = make_inputs(CASES["one_rank"], "uniform", counts=SPLITS["one_rank"][i])
+    given = {n: make_inputs(c, "all_silent") for n, c in CASES.items()}
+    for name, splits in SPLITS.items():
+        bounds = np.cumsum(splits[i])[:-1]
+        given[name] = Inputs(
+            tokens=np.split(whole.tokens[0], bounds),
+            ids=np.split(whole.ids[0], bounds),
+            weights=np.split(whole.weights[0], bounds),
+            input_scales=None,
+            expert_rows=None,
+        )
+    got = small.run(given)
+    want = expected(CASES["one_rank"], whole).combine[0]
+    for name in SPLITS:
+        result = np.concatenate([rank.result for rank in got[name]])
+        assert_same_bits(f"{name}, {splits_text(name, i)}", result, want)
+
+
+def splits_text(name: str, i: int) -> str:
+    return f"tokens of the ranks {SPLITS[name][i]}"
+
+
+# -------------------------------------------------- forms, layers, generations
+
+TWO = CASES["two_ranks"]
+ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
+ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
+
+
+def call_ep_round_trip(
+    manager: EPBatchManager, case: Case, ranks: list[RankInputs], how: str
+) -> list[list]:
+    """Builds what `harness.round_trip` builds from the `call_ep_*` functions."""
+    config = manager.config
+    counters = manager.atomic_counters[0]
+    pointers = [
+        (
+            manager.send_buf_ptrs[group],
+            manager.recv_buf_ptrs[group],
+            manager.recv_count_ptrs[group],
+        )
+        for group in range(2)
+    ]
+    n_tokens = [given.tokens.shape[0] for given in ranks]
+    if how == "halves":
+        for given, counter in zip(ranks, counters):
+            call_ep_dispatch_async(
+                given.tokens,
+                given.ids,
+                counter,
+                *pointers[0],
+                config,
+                given.input_scales,
+            )
+        dispatched = [
+            call_ep_dispatch_wait(counter, *pointers[0][1:], config)
+            for counter in counters
+        ]
+    elif how == "fused":
+        dispatched = [
+            call_ep_dispatch(
+                given.tokens,
+                given.ids,
+                counter,
+                *pointers[0],
+                config,
+                given.input_scales,
+            )
+            for given, counter in zip(ranks, counters)
+        ]
+    else:
+        scales = [given.input_scales for given in ranks]
+        dispatched = call_distributed_ep_dispatch(
+            [given.tokens for given in ranks],
+            [given.ids for given in ranks],
+            counters,
+            *pointers[0],
+            config,
+            scales if case.scales else None,
+        )
+    rows = [
+        d[0] if given.expert_rows is None else given.expert_rows
+        for d, given in zip(dispatched, ranks)
+    ]
+    src_info = [d[-1] for d in dispatched]
+    weights = [given.weights for given in ranks]
+    if how == "halves":
+        for x, info, counter in zip(rows, src_info, counters):
+            call_ep_combine_async(x, info, counter, *pointers[1], config)
+        results = [
+            call_ep_combine_wait(counter, *pointers[1][1:], config, n, w)
+            for counter, n, w in zip(counters, n_tokens, weights)
+        ]
+    elif how == "fused":
+        results = [
+            call_ep_combine(x, info, counter, *pointers[1], config, n, w)
+            for x, info, counter, n, w in zip(
+                rows, src_info, counters, n_tokens, weights
+            )
+        ]
+    else:
+        results = call_distributed_ep_combine(
+            rows, src_info, counters, *pointers[1], config, n_tokens, weights
+        )
+    # The manager gives stats, these functions do not: keep the order of
+    # `take_outputs` with something in their place.
+    return [[*d[:-1], d[-2], d[-1], result] for d, result in zip(dispatched, results)]
+
+
+def all_round_trip(
+    manager: EPBatchManager, case: Case, ranks: list[RankInputs]
+) -> list[list]:
+    """Builds what `harness.round_trip` builds from the `*_all` forms.
+
+    The ranks are named in reverse, which must not matter.
+    """
+    order = list(reversed(range(len(ranks))))
+    scales = [ranks[i].input_scales for i in order]
+    dispatched = manager.ep_dispatch_all(
+        [ranks[i].tokens for i in order],
+        [ranks[i].ids for i in order],
+        order,
+        scales if case.scales else None,
+    )
+    given_rows = [ranks[i].expert_rows for i in order]
+    results = manager.ep_combine_all(
+        [d[0] if g is None else g for d, g in zip(dispatched, given_rows)],
+        [ranks[i].weights for i in order],
+        order,
+    )
+    built = [
+        [*d, manager._src_info[i], result]
+        for i, d, result in zip(order, dispatched, results)
+    ]
+    return built[::-1]
+
+
+def fused_round_trip(
+    manager: EPBatchManager, case: Case, ranks: list[RankInputs]
+) -> list[list]:
+    """Builds what `harness.round_trip` builds, one launch a direction."""
+    (given,) = ranks
+    d = manager.ep_dispatch(given.tokens, given.ids, 0, given.input_scales)
+    rows = d[0] if given.expert_rows is None else given.expert_rows
+    result = manager.ep_combine(rows, given.weights, 0)
+    return [[*d, manager._src_info[0], result]]
+
+
+FORMS = {
+    "two_ranks": ["async_wait", "all", "call_halves", "call_distributed"],
+    "one": [
+        "async_wait",
+        "fused",
+        "call_halves",
+        "call_fused",
+        "call_distributed",
+    ],
+    "one_fp8": ["async_wait", "fused", "all", "call_fused"],
+}
+
+
+def build_form(
+    form: str, manager: EPBatchManager, case: Case, ranks: list[RankInputs]
+) -> list[list]:
+    if form == "async_wait":
+        return round_trip(manager, ranks)
+    if form == "all":
+        return all_round_trip(manager, case, ranks)
+    if form == "fused":
+        return fused_round_trip(manager, case, ranks)
+    return call_ep_round_trip(manager, case, ranks, form.removeprefix("call_"))
+
+
+class Forms:
+    """One graph with every form of three groups, and layers of one of them.
+
+    Each form is one generation of its group's one set of buffers. `layer_2`
+    takes the results of `async_wait` as its tokens. `other` is a second set of
+    buffers of the first group's sizes, and its steps stand between those of
+    `between`, which uses the first set.
+    """
+
+    def __init__(self, session) -> None:
+        self.cases = {"two_ranks": TWO, "one": ONE, "one_fp8": ONE_FP8}
+        groups = [*self.cases, "other"]
+        configs = {n: self.cases.get(n, TWO).config() for n in groups}
+        self.managers = {n: EPBatchManager(c) for n, c in configs.items()}
+        types = []
+        for name in groups:
+            case = self.cases.get(name, TWO)
+            types += input_types(case, prefix=name)
+            types += self.managers[name].input_types()
+        # Layer 2 has tokens from layer 1, but routing and weights of its own.
+        for rank in range(TWO.n_ranks):
+            n = f"two_ranks{TWO.name}_t{rank}"
+            types += [
+                TensorType(DType.int32, [n, TWO.top_k], CPU),
+                TensorType(DType.float32, [n, TWO.top_k], CPU),
+            ]
+        self.labels: list[tuple[str, str]] = []
+        outputs = []
+        with Graph("forms", input_types=types) as graph:
+            values = iter(graph.inputs)
+            ranks = {}
+            for name in groups:
+                ranks[name] = take_inputs(self.cases.get(name, TWO), values)
+                manager = self.managers[name]
+                manager.fetch_buffers([next(values) for _ in manager.input_types()])
+            built = {}
+            for name, forms in FORMS.items():
+                case, manager = self.cases[name], self.managers[name]
+                for form in forms:
+                    built[name, form] = build_form(form, manager, case, ranks[name])
+            second = [
+                RankInputs(r[-1], next(values).tensor, next(values).tensor, None, None)
+                for r in built["two_ranks", "async_wait"]
+            ]
+            built["two_ranks", "layer_2"] = round_trip(
+                self.managers["two_ranks"], second
+            )
+            built["two_ranks", "between"], built["other", "between"] = self._interleave(
+                ranks["two_ranks"], ranks["other"]
+            )
+            self.labels = list(built)
+            outputs = [v for ranks in built.values() for r in ranks for v in r]
+            graph.output(*outputs)
+        self.model = session.load(graph)
+        self.comms = {n: EPCommInitializer(m.config) for n, m in self.managers.items()}
+        for comm in self.comms.values():
+            comm.ep_init(session)
+        # Captured once: what every run of this module uses.
+        self.buffers = {n: c.model_inputs() for n, c in self.comms.items()}
+
+    def _interleave(self, a: list[RankInputs], b: list[RankInputs]) -> list:
+        """Builds two round trips, step for step in turn."""
+        sides = [(self.managers["two_ranks"], a), (self.managers["other"], b)]
+        each = range(TWO.n_ranks)
+        for rank in each:
+            for manager, given in sides:
+                manager.ep_dispatch_async(given[rank].tokens, given[rank].ids, rank)
+        got = [[m.ep_dispatch_wait(rank) for m, _ in sides] for rank in each]
+        for rank in reversed(each):
+            for (manager, _), d in zip(sides, got[rank]):
+                manager.ep_combine_async(d[0], rank)
+        results = [
+            [m.ep_combine_wait(given[rank].weights, rank) for m, given in sides]
+            for rank in each
+        ]
+        return [
+            [
+                [*got[rank][side], manager._src_info[rank], results[rank][side]]
+                for rank in each
+            ]
+            for side, (manager, _) in enumerate(sides)
+        ]
+
+    def run(self, given: dict[str, Inputs], second: Inputs) -> dict:
+        """Runs the graph once; returns a list of `Received` a label."""
+        inputs = []
+        for name in self.comms:
+            inputs += flatten(given[name]) + self.buffers[name]
+        for ids, weights in zip(second.ids, second.weights):
+            inputs += [to_buffer(ids), to_buffer(weights)]
+        outputs = iter(self.model.execute(*inputs))
+        return {
+            label: take_outputs(self.cases.get(label[0], TWO), outputs)
+            for label in self.labels
+        }
+
+    def make(self, routing: str, counts: list[int] | None = None) -> tuple:
+        """Makes what `run` takes: for `counts`, tokens of `two_ranks`."""
+        given = {n: make_inputs(c, routing) for n, c in self.cases.items()}
+        given["two_ranks"] = make_inputs(TWO, routing, counts=counts)
+        given["other"] = make_inputs(TWO, "masked", "telling")
+        n_tokens = [len(t) for t in given["two_ranks"].tokens]
+        second = make_inputs(TWO, "zipf", "telling", counts=n_tokens)
+        return given, second
+
+    def reset(self) -> None:
+        for comm in self.comms.values():
+            comm.reset()
+
+
+@pytest.fixture(scope="module")
+def forms(session) -> Iterator[Forms]:
+    forms = Forms(session)
+    yield forms
+    for comm in forms.comms.values():
+        comm.close()
+
+
+@pytest.fixture(scope="module")
+def run_forms(forms: Forms) -> Callable:
+    @functools.cache
+    def run(routing: str) -> SimpleNamespace:
+        given, second = forms.make(routing)
+        got = forms.run(given, second)
+        return SimpleNamespace(given=given, second=second, got=got)
+
+    return run
+
+
+@pytest.mark.parametrize("routing", ["uniform", "full", "masked", "one_silent"])
+@pytest.mark.parametrize(
+    "name, form", [(n, form) for n, names in FORMS.items() for form in names]
+)
+def test_every_form_gives_the_same(
+    run_forms: Callable, name: str, form: str, routing: str
+) -> None:
+    """The oracle's bits, from whatever form the graph was built of."""
+    run = run_forms(routing)
+    case = {"two_ranks": TWO, "one": ONE, "one_fp8": ONE_FP8}[name]
+    want = expected(case, run.given[name])
+    assert_round_trip(f"{name}, {routing}, {form}", run.got[name, form], want)
+
+
+def after_layer_1(first: list[Received], second: Inputs) -> Inputs:
+    return Inputs([r.result for r in first], second.ids, second.weights, None, None)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "masked"])
+def test_two_layers_share_one_set_of_buffers(run_forms: Callable, routing: str) -> None:
+    run = run_forms(routing)
+    first = run.got["two_ranks", "async_wait"]
+    want = expected(TWO, after_layer_1(first, run.second))
+    got = run.got["two_ranks", "layer_2"]
+    assert_round_trip(f"layer 2, {routing}", got, want)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "full"])
+def test_two_sets_of_buffers_do_not_touch_each_other(
+    run_forms: Callable, routing: str
+) -> None:
+    """Two groups of one size in one process, their steps in turn."""
+    run = run_forms(routing)
+    for name in ("two_ranks", "other"):
+        want = expected(TWO, run.given[name])
+        got = run.got[name, "between"]
+        assert_round_trip(f"{name} between, {routing}", got, want)
+
+
+def check_all(where: str, given: dict, second: Inputs, got: dict) -> None:
+    """Checks every output of a run of `Forms`."""
+    cases = {"two_ranks": TWO, "one": ONE, "one_fp8": ONE_FP8, "other": TWO}
+    wants = {n: expected(c, given[n]) for n, c in cases.items()}
+    first = got["two_ranks", "async_wait"]
+    for (name, form), received in got.items():
+        want = wants[name]
+        if form == "layer_2":
+            want = expected(TWO, after_layer_1(first, second))
+        assert_round_trip(f"{where}, {name}, {form}", received, want)
+
+
+def test_200_generations_through_one_set_of_buffers(forms: Forms) -> None:
+    """Token counts change from run to run; nothing of an old one shows."""
+    rng = np.random.default_rng(3)
+    for i in range(200):
+        counts = rng.integers(0, TWO.max_tokens_per_rank + 1, 2).tolist()
+        routing = ["uniform", "masked", "zipf"][i % 3]
+        given, second = forms.make(routing, counts)
+        got = forms.run(given, second)
+        check_all(f"run {i}, tokens {counts}, {routing}", given, second, got)
+
+
+def test_reset_forgets_what_was_sent_before(forms: Forms) -> None:
+    """After `reset` nothing of the runs before it is taken for new.
+
+    Generation 1 is used with all choices, then again, after `reset`, with few:
+    places of the others still hold what generation 1 wrote.
+    """
+    forms.reset()
+    for routing in ("full", "masked"):
+        given, second = forms.make(routing)
+        got = forms.run(given, second)
+        check_all(f"after reset, {routing}", given, second, got)
+        forms.reset()
+
+
+# ----------------------------------------------------------- generations wrap
+
+
+def counter_word(name: str) -> int:
+    """Finds a word of `EPLocalSyncCounters` by its name in `counters.mojo`."""
+    text = (mojo_dir() / "max_ep" / "counters.mojo").read_text()
+    return int(re.search(rf"^comptime {name} = (\d+)$", text, re.M).group(1))
+
+
+def set_generation(comm: EPCommInitializer, generation: int) -> None:
+    """Puts all ranks of a process behind a generation, as if it had passed."""
+    config = comm.config
+    buffers = comm.model_inputs()
+    n = config.n_gpus_per_node
+    words = [
+        counter_word(f"_{phase}_{what}")
+        for phase in ("DISPATCH", "COMBINE")
+        for what in ("SENT", "RECEIVED")
+    ]
+    for rank in range(n):
+        counters = buffers[rank].to_numpy()
+        counters[words] = np.uint32(generation).astype(np.int32)
+    # The done words are the last n_ranks of each counts buffer.
+    sizes = config.sizes()
+    counts_bytes = [sizes.dispatch_counts_bytes, sizes.combine_counts_bytes]
+    for group, n_bytes in enumerate(counts_bytes):
+        for address in buffers[-2 + group].to_numpy().tolist():
+            flags = (ctypes.c_uint64 * (n_bytes // 8)).from_address(address)
+            for rank in range(n):
+                flags[n_bytes // 8 - n + rank] = generation << 32
+
+
+def test_the_generation_may_wrap(forms: Forms) -> None:
+    """2**32 generations come to pass: at 3000 a second, after 17 days."""
+    try:
+        for comm in forms.comms.values():
+            set_generation(comm, 2**32 - 3)
+        for i, routing in enumerate(["uniform", "masked", "full", "masked"]):
+            given, second = forms.make(routing)
+            got = forms.run(given, second)
+            check_all(f"around the wrap, run {i}", given, second, got)
+    finally:
+        forms.reset()
+
+
+# --------------------------------------------------------- the tests have teeth
+
+
+def test_a_difference_is_told_with_place_and_source() -> None:
+    """A wrong row's message says where it is and whose it is."""
+    case = CASES["two_ranks"]
+    given = make_inputs(case, "full", "telling")
+    want = expected_dispatch(case, given)
+    got = [
+        Received(
+            r.rows.copy(),
+            None,
+            r.row_offsets,
+            r.expert_ids,
+            np.zeros(2, np.uint32),
+            r.src_info,
+            r.rows,
+        )
+        for r in want
+    ]
+    got[0].rows[[3, 5]] = got[0].rows[[5, 3]]
+    with pytest.raises(AssertionError) as caught:
+        assert_dispatched("two_ranks, full", got, want)
+    for words in ("rank 0", "row 3", "column 1", "what is there is row"):
+        assert words in str(caught.value)
+
+
+def test_data_covers_what_it_claims() -> None:
+    """Zeros of both signs, tiny and huge blocks; telling rows are distinct."""
+    case = CASES["fp8"]
+    x = np.concatenate([random_tokens(case, r, 7) for r in range(3)])
+    assert ((x == 0) & np.signbit(x)).any() and ((x == 0) & ~np.signbit(x)).any()
+    amax = np.abs(x.reshape(len(x), -1, 128)).max(axis=2)
+    assert (amax == 0).any() and ((amax > 0) & (amax < 1e-4)).any()
+    assert (amax > 448).any()
+    for case in CASES.values():
+        given = make_inputs(case, "full", "telling")
+        rows = np.concatenate(given.tokens)
+        assert len(np.unique(rows, axis=0)) == len(rows), case.name
+        exact = [narrow(widen(t), case.tokens) for t in given.tokens]
+        assert all((a == b).all() for a, b in zip(exact, given.tokens))

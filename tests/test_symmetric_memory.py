@@ -1,0 +1,563 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric memory of CPU ranks: who maps what, and what is left behind.
+
+No MAX here, so a peer is a bare Python process that starts in a moment. Where
+it does not matter that peers are processes, they are threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from max_ep import symmetric_memory
+from max_ep.symmetric_memory import (
+    LocalMemory,
+    SharedMemory,
+    shared_memory_free,
+    unlink_group,
+)
+
+REGION_BYTES = 3 * 4096 + 256
+"""Not a whole number of pages."""
+
+TIMEOUT_S = 10.0
+
+_PRELUDE = """
+import ctypes, importlib.util, os, signal, sys, threading, time
+spec = importlib.util.spec_from_file_location("symmetric_memory", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+spec.loader.exec_module(module)
+SharedMemory, group = module.SharedMemory, sys.argv[2]
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+class Peer:
+    """A process that runs some code; it can say lines and be told lines."""
+
+    def __init__(self, group: str, code: str) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                _PRELUDE + textwrap.dedent(code),
+                symmetric_memory.__file__,
+                group,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def tell(self, text: str = "go") -> None:
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """Kills it and waits until it is gone."""
+        self.process.kill()
+        self.end()
+
+    def end(self) -> int:
+        code = self.process.wait(30)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """A name; nothing of that name may be left when a test is done."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    left = names_of(name)
+    unlink_group(name, 8)
+    assert left == []
+
+
+@pytest.fixture
+def start(group: str) -> Iterator[Callable[[str], Peer]]:
+    peers: list[Peer] = []
+
+    def start_peer(code: str) -> Peer:
+        peers.append(Peer(group, code))
+        return peers[-1]
+
+    yield start_peer
+    for peer in peers:
+        if peer.process.poll() is None:
+            peer.kill()
+
+
+def names_of(group: str) -> list[str]:
+    prefix = f"max_ep-{group}-"
+    return sorted(n[len(prefix) :] for n in os.listdir("/dev/shm") if prefix in n)
+
+
+def make(
+    group: str,
+    node_id: int,
+    n_nodes: int = 2,
+    n_local_ranks: int = 1,
+    fingerprint: str = "hidden_size=8",
+) -> SharedMemory:
+    return SharedMemory(
+        group, node_id, n_nodes, n_local_ranks, REGION_BYTES, fingerprint
+    )
+
+
+def connect_all(
+    memories: list[SharedMemory], timeout_s: float = TIMEOUT_S
+) -> list[list[int]]:
+    with ThreadPoolExecutor(len(memories)) as pool:
+        return list(pool.map(lambda memory: memory.connect(timeout_s), memories))
+
+
+def read(address: int, n: int = 8) -> bytes:
+    return ctypes.string_at(address, n)
+
+
+def write(address: int, data: bytes) -> None:
+    ctypes.memmove(address, data, len(data))
+
+
+# ------------------------------------------------------------------ one process
+
+
+def test_local_memory_is_zero_and_writable_to_its_ends() -> None:
+    memory = LocalMemory(3, REGION_BYTES)
+    addresses = memory.connect(0.0)
+    assert addresses == memory.local_addresses()
+    assert len(set(addresses)) == 3
+    for address in addresses:
+        assert address % 256 == 0
+        assert read(address, REGION_BYTES) == bytes(REGION_BYTES)
+    for i, address in enumerate(addresses):
+        write(address, bytes([i + 1]) * REGION_BYTES)
+    for i, address in enumerate(addresses):
+        assert read(address, REGION_BYTES) == bytes([i + 1]) * REGION_BYTES
+    memory.close()
+    memory.close()
+    assert memory.local_addresses() == []
+
+
+def test_local_memory_gives_back() -> None:
+    def n_mappings() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("/dev/zero" in line for line in maps)
+
+    before = n_mappings()
+    memory = LocalMemory(3, REGION_BYTES)
+    assert n_mappings() > before
+    memory.close()
+    assert n_mappings() == before
+
+
+def test_local_memory_that_cannot_be() -> None:
+    with pytest.raises(MemoryError, match="cannot map 2 regions of .* bytes"):
+        LocalMemory(2, 1 << 50)
+
+
+# ---------------------------------------------------------------------- sharing
+
+
+def test_every_rank_has_one_address_for_the_same_bytes(group: str) -> None:
+    """Three nodes of two ranks: what one writes, all read, and nothing else."""
+    memories = [make(group, node, 3, 2) for node in range(3)]
+    own = [memory.local_addresses() for memory in memories]
+    tables = connect_all(memories)
+    for node, table in enumerate(tables):
+        assert len(table) == 6
+        assert table[2 * node : 2 * node + 2] == own[node]
+        assert all(address % 256 == 0 for address in table)
+    for address in tables[0]:
+        assert read(address, REGION_BYTES) == bytes(REGION_BYTES)
+    for rank in range(6):
+        writer = (rank // 2 + 1) % 3  # not the owner
+        write(tables[writer][rank], bytes([rank + 1]) * REGION_BYTES)
+    for table in tables:
+        for rank, address in enumerate(table):
+            assert read(address, REGION_BYTES) == bytes([rank + 1]) * REGION_BYTES
+    for memory in memories:
+        memory.close()
+
+
+def test_processes_share_bytes(group: str, start: Callable[[str], Peer]) -> None:
+    """And keep them when the process that wrote them is gone."""
+    peer = start(
+        f"""
+        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8")
+        mine, other = memory.local_addresses()[0], memory.connect(30)[0]
+        ctypes.memmove(mine, b"by owner", 8)
+        ctypes.memmove(other + {REGION_BYTES} - 8, b"by other", 8)
+        say("written")
+        sys.stdin.readline()
+        say(ctypes.string_at(mine + 8, 8).decode())
+        sys.stdin.readline()
+        """
+    )
+    memory = make(group, 0)
+    mine, other = memory.connect(30)
+    assert peer.hear() == "written"
+    assert read(other) == b"by owner"
+    assert read(mine + REGION_BYTES - 8) == b"by other"
+    write(other + 8, b"from me!")
+    peer.tell()
+    assert peer.hear() == "from me!"
+    peer.kill()
+    assert read(other, 16) == b"by ownerfrom me!"
+    memory.close()
+
+
+def test_peers_keep_what_one_gives_back(group: str) -> None:
+    memories = [make(group, node) for node in range(2)]
+    tables = connect_all(memories)
+    write(tables[0][0], b"still ok")
+    memories[0].close()
+    memories[0].close()
+    assert read(tables[1][0]) == b"still ok"
+    memories[1].close()
+
+
+def test_memory_is_given_back(group: str) -> None:
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum(f"max_ep-{group}" in line for line in maps)
+
+    memories = [make(group, node) for node in range(2)]
+    connect_all(memories)
+    assert mapped() == 4
+    memories[0].close()
+    assert mapped() == 2
+    memories[1].close()
+    assert mapped() == 0
+
+
+def test_no_names_once_connected(group: str) -> None:
+    memories = [make(group, node, 3) for node in range(3)]
+    assert names_of(group) == ["0", "1", "2"]
+    connect_all(memories)
+    assert names_of(group) == []
+    for memory in memories:
+        memory.close()
+
+
+def test_only_the_user_may_open(group: str) -> None:
+    memory = make(group, 0)
+    assert os.stat(f"/dev/shm/max_ep-{group}-0").st_mode & 0o777 == 0o600
+    memory.close()
+
+
+class _SlowMemory(SharedMemory):
+    """Of a process that loses its core just when all peers have answered."""
+
+    def _wait_until_mapped(self, deadline: float, timeout_s: float) -> None:
+        time.sleep(0.05)
+        super()._wait_until_mapped(deadline, timeout_s)
+
+
+@pytest.mark.parametrize("slow_node", [0, 1, 2])
+def test_again_and_again_under_one_name(group: str, slow_node: int) -> None:
+    """A fast node must not take a slow one's memory of the round before."""
+    n_nodes, n_rounds = 3, 4
+
+    def run(node_id: int) -> str | None:
+        kind = _SlowMemory if node_id == slow_node else SharedMemory
+        try:
+            for round_ in range(n_rounds):
+                memory = kind(group, node_id, n_nodes, 1, REGION_BYTES, "")
+                memory.connect(1.0)
+                memory.close()
+        except Exception as error:
+            return f"node {node_id}, round {round_}: {error}"
+        return None
+
+    with ThreadPoolExecutor(n_nodes) as pool:
+        assert list(pool.map(run, range(n_nodes))) == [None] * n_nodes
+
+
+# ------------------------------------------------------------- names left behind
+
+_JOIN_AND_HANG = f"""
+memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8")
+def join():
+    try:
+        memory.connect(60)
+        say("connected")
+    except Exception as error:
+        say(type(error).__name__)
+threading.Thread(target=join, daemon=True).start()
+while module._read_owner(memory._mine) is None:
+    time.sleep(0.001)
+say("ready")
+time.sleep(60)
+"""
+
+
+def test_memory_of_the_dead_is_replaced(
+    group: str, start: Callable[[str], Peer]
+) -> None:
+    dead = start(_JOIN_AND_HANG)
+    assert dead.hear() == "ready"
+    dead.kill()
+    assert names_of(group) == ["1"]  # or this test would show nothing
+    memories = [make(group, node) for node in range(2)]
+    tables = connect_all(memories)
+    write(tables[0][1], b"to node1")
+    assert read(memories[1].local_addresses()[0]) == b"to node1"
+    for memory in memories:
+        memory.close()
+
+
+def test_zombie_is_dead(group: str, start: Callable[[str], Peer]) -> None:
+    """A killed process whose parent has not looked yet still has its pid."""
+    zombie = start(_JOIN_AND_HANG)
+    assert zombie.hear() == "ready"
+    os.kill(zombie.process.pid, signal.SIGKILL)
+    state = ""
+    while state != "Z":
+        time.sleep(0.01)
+        with open(f"/proc/{zombie.process.pid}/stat") as stat:
+            state = stat.read().rpartition(")")[2].split()[0]
+    memory = make(group, 1)
+    memory.close()
+
+
+def test_memory_of_a_reused_pid_is_replaced(group: str) -> None:
+    """The pid in the segment lives, but it is another process."""
+    memory = make(group, 1)
+    with pytest.raises(TimeoutError):
+        memory.connect(0.0)
+    memory = make(group, 1)
+    owner = memory._owner
+    memory._owner = type(owner)(1, "before the system started", owner.fingerprint)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(memory.connect, 1.0)
+        while symmetric_memory._read_owner(memory._mine) is None:
+            time.sleep(0.001)
+        other = make(group, 1)  # must not be refused
+        with pytest.raises(TimeoutError):
+            waiting.result()
+    other.close()
+
+
+def test_dead_peer_is_not_mapped(group: str, start: Callable[[str], Peer]) -> None:
+    dead = start(_JOIN_AND_HANG)
+    assert dead.hear() == "ready"
+    dead.kill()
+    memory = make(group, 0)
+    with pytest.raises(
+        TimeoutError,
+        match="node 0 waited 0.3 s for node 1 of group .* to start: only what the "
+        f"dead process {dead.process.pid} left behind",
+    ):
+        memory.connect(0.3)
+    unlink_group(group, 2)
+
+
+def test_living_owner_is_not_replaced(group: str, start: Callable[[str], Peer]) -> None:
+    owner = start(_JOIN_AND_HANG)
+    assert owner.hear() == "ready"
+    with pytest.raises(
+        RuntimeError,
+        match=f"node 1 of group .* already taken by process {owner.process.pid};",
+    ):
+        make(group, 1)
+    # And it goes on as if nothing had been.
+    memory = make(group, 0)
+    memory.connect(TIMEOUT_S)
+    assert owner.hear() == "connected"
+    memory.close()
+
+
+def test_living_owner_is_not_replaced_before_it_is_ready(group: str) -> None:
+    """Two processes with one node_id that start at the same moment."""
+    first = make(group, 0)
+    try:
+        with pytest.raises(RuntimeError, match="already taken"):
+            second = make(group, 0)
+            second.close()
+    finally:
+        first.close()
+
+
+def test_close_removes_no_name_of_another(group: str) -> None:
+    """The loser of such a start must not take the winner's name along."""
+    first = make(group, 0)
+    try:
+        second = make(group, 0)
+    except RuntimeError:
+        first.close()
+        return  # refused: then there is nothing to lose
+    first.close()
+    left = names_of(group)
+    second.close()
+    assert left == ["0"]
+
+
+def test_unlink_group_leaves_others_alone(group: str) -> None:
+    memories = [make(group, node) for node in range(2)]
+    other = make(f"{group}-other", 0)
+    unlink_group(group, 2)
+    assert names_of(group) == ["other-0"]
+    unlink_group(group, 2)
+    for memory in [*memories, other]:
+        memory.close()
+
+
+@pytest.mark.parametrize("n_peers", [1, 2])
+def test_killed_processes_leave_no_names(
+    group: str, start: Callable[[str], Peer], n_peers: int
+) -> None:
+    """Once connected, processes may end as they like."""
+    n_nodes = n_peers + 1
+    peers = [
+        start(
+            f"""
+            memory = SharedMemory(group, {i}, {n_nodes}, 1, {REGION_BYTES}, "")
+            memory.connect(30)
+            say("connected")
+            time.sleep(60)
+            """
+        )
+        for i in range(n_peers)
+    ]
+    memory = make(group, n_peers, n_nodes, fingerprint="")
+    memory.connect(30)
+    for peer in peers:
+        assert peer.hear() == "connected"
+        peer.kill()
+    assert names_of(group) == []
+    memory.close()
+
+
+# ------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize("n_bytes", ["more than free", "more than there is"])
+def test_full_file_system_is_an_error_at_once(group: str, n_bytes: str) -> None:
+    """Not a bus error in a kernel, later."""
+    stat = os.statvfs("/dev/shm")
+    wanted = stat.f_blocks * stat.f_frsize + 4096
+    holder = None
+    if n_bytes == "more than free":
+        # Leave less than there is in all, without using much: take a little.
+        holder = SharedMemory(f"{group}-holder", 0, 2, 1, 1 << 20, "")
+        wanted = stat.f_blocks * stat.f_frsize - (1 << 19)
+        if wanted > _spare_bytes():
+            holder.close()
+            pytest.skip("filling /dev/shm would take more memory than is spare")
+    free = shared_memory_free()
+    handles = set(os.listdir("/proc/self/fd"))
+    try:
+        with pytest.raises(MemoryError) as caught:
+            SharedMemory(group, 0, 2, 1, wanted, "")
+    finally:
+        if holder is not None:
+            holder.close()
+    text = str(caught.value)
+    assert str(wanted + 4096) in text and "node 0" in text
+    assert "--shm-size" in text
+    assert names_of(group) == []
+    assert abs(shared_memory_free() - free) < 64 << 20  # others use it too
+    assert set(os.listdir("/proc/self/fd")) == handles
+
+
+def _spare_bytes() -> int:
+    with open("/proc/meminfo") as meminfo:
+        lines = dict(line.split(":") for line in meminfo)
+    return int(lines["MemAvailable"].split()[0]) * 1024 // 4
+
+
+def test_memory_is_taken_when_made(group: str) -> None:
+    """Or there would be a bus error when a kernel comes to it."""
+    n_bytes = 64 << 20
+    memory = SharedMemory(group, 0, 2, 1, n_bytes, "")
+    taken = os.stat(f"/dev/shm/max_ep-{group}-0").st_blocks * 512
+    memory.close()
+    assert taken >= n_bytes
+
+
+def test_peer_that_does_not_come_is_named(group: str) -> None:
+    memories = [make(group, node, 3) for node in (0, 2)]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(memory.connect, 0.5) for memory in memories]
+    assert 0.4 < time.monotonic() - begin < 2
+    for node_id, wait in zip((0, 2), waits):
+        with pytest.raises(
+            TimeoutError,
+            match=f"node {node_id} waited 0.5 s for node 1 of group {group!r} to "
+            "start: no segment of that name. Start all 3 processes",
+        ):
+            wait.result()
+    assert names_of(group) == []
+
+
+def test_peer_that_is_not_ready_is_named(group: str) -> None:
+    slow, memory = make(group, 0), make(group, 1)
+    with pytest.raises(TimeoutError, match="for node 0 .*: its segment is not ready"):
+        memory.connect(0.2)
+    slow.close()
+
+
+def test_peer_that_does_not_map_is_named(
+    group: str, start: Callable[[str], Peer]
+) -> None:
+    """Node 1 is there, but waits for node 2 before it would look at node 0."""
+    memory = make(group, 0)
+    stuck = make(group, 1)
+    # Its header says that it is ready; it maps nobody.
+    owner = stuck._owner
+    text = symmetric_memory.json.dumps(owner.__dict__).encode()
+    header = symmetric_memory._HEADER
+    stuck._mine[header.size : header.size + len(text)] = text
+    header.pack_into(stuck._mine, 0, symmetric_memory._MAGIC, len(text))
+    with pytest.raises(
+        TimeoutError, match=r"node 0 waited 0.2 s for nodes \[1\] of .* to map"
+    ):
+        memory.connect(0.2)
+    stuck.close()
+    assert names_of(group) == []
+
+
+def test_another_configuration_is_refused(group: str) -> None:
+    memories = [make(group, 0), make(group, 1, fingerprint="hidden_size=16")]
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(memory.connect, 1.0) for memory in memories]
+    errors = [wait.exception() for wait in waits]
+    assert all(errors), errors
+    told = [str(error) for error in errors if isinstance(error, ValueError)]
+    assert told, errors
+    for text in told:
+        assert "another configuration" in text
+        assert "hidden_size=8" in text and "hidden_size=16" in text
+    assert names_of(group) == []
+
+
+def test_too_many_nodes(group: str) -> None:
+    with pytest.raises(ValueError, match="n_nodes=257 is above 256"):
+        make(group, 0, 257)
+
+
+def test_close_before_connect_removes_the_name(group: str) -> None:
+    memory = make(group, 0)
+    memory.close()
+    assert names_of(group) == []
+    memory.close()
