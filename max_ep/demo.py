@@ -13,6 +13,7 @@ import importlib.util
 import re
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 
@@ -230,9 +231,13 @@ def run_demo() -> int:
         task = progress.add_task(
             "compile (about a minute the first time)", total=N_LAYERS + 2
         )
-        model = session.load(build_layer(config, EPBatchManager(config)))
-        progress.update(task, advance=1, description="symmetric memory")
-        comm.ep_init(session)
+        graph = build_layer(config, EPBatchManager(config))
+        # ep_init compiles a graph too: one core for each.
+        with ThreadPoolExecutor() as pool:
+            joined = pool.submit(comm.ep_init, InferenceSession(devices=[CPU()]))
+            model = session.load(graph)
+            progress.update(task, advance=1, description="symmetric memory")
+            joined.result()
         progress.update(task, advance=1)
         # np.array_split: the last ranks have a token fewer.
         x = np.array_split(tokens, N_RANKS)
