@@ -15,7 +15,7 @@ from cases import BF16, Case, Expected, Inputs
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Graph, TensorType, TensorValue
 
 from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.reference import DispatchResult
@@ -83,7 +83,10 @@ def input_types(case: Case, prefix: str = "") -> list[TensorType]:
 
 def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
     """Takes the inputs of all ranks of a case from an iterator."""
-    take = lambda: next(values).tensor  # noqa: E731
+
+    def take() -> TensorValue:
+        return next(values).tensor
+
     return [
         RankInputs(
             take(),
@@ -135,7 +138,10 @@ def round_trip(
 
 def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[Received]:
     """Takes what `round_trip` built from an iterator over a run's outputs."""
-    take = lambda: to_numpy(next(outputs))  # noqa: E731
+
+    def take() -> np.ndarray:
+        return to_numpy(next(outputs))
+
     return [
         Received(
             take(),

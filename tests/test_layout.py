@@ -312,8 +312,9 @@ def test_experts_on_a_rank(mojo_says) -> None:
 def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says) -> None:
     got = {}
     for wire, *words in mojo_says["format"]:
-        hidden_size, n_token, n_msg, hidden_of, _top_k = (int(w) for w in words)
+        hidden_size, n_token, n_msg, hidden_of, top_k = (int(w) for w in words)
         assert hidden_of == hidden_size
+        assert f"{top_k}" in _FORMAT_SIZES[wire, hidden_size]
         got[wire, hidden_size] = (n_token, n_msg)
     want = {key: token_bytes(*key) for key in _FORMAT_SIZES}
     assert got == {key: (n, n + 16) for key, n in want.items()}

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,41 @@ def test_doctor_finds_a_machine_that_can_run() -> None:
     assert "FAIL" not in printed
     for what in ("max", "mojo", "shared memory", "compile cache", "would use: cpu"):
         assert what in printed
+
+
+def test_wheel_carries_the_mojo_sources(tmp_path) -> None:
+    """An installed max_ep, without the checkout, compiles and answers."""
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "-w", str(tmp_path), str(ROOT)],
+        check=True,
+        env=dict(os.environ),
+    )
+    (wheel,) = tmp_path.glob("max_ep-*.whl")
+    installed = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(installed)
+    for path in ("py.typed", "data/declaration.txt", "_mojo/max_ep/ops.mojo"):
+        assert (installed / "max_ep" / path).is_file()
+    code = (
+        "from max_ep.extension import mojo_dir, extension_path; import max_ep;"
+        "print(mojo_dir()); print(extension_path());"
+        "print(max_ep.estimate_ep_memory_usage.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(installed),
+            "MAX_EP_CACHE_DIR": str(tmp_path / "cache"),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    folder, package, _ = done.stdout.split()
+    assert folder == str(installed / "max_ep" / "_mojo")
+    assert Path(package).is_file()
 
 
 def test_demo_agrees_with_a_plain_moe_without_torch(monkeypatch, capsys) -> None:
