@@ -20,10 +20,17 @@ from max.graph import (
     StaticDim,
     TensorType,
     TensorValue,
-    Value,
     ops,
 )
 
+from .checks import (
+    check_buffers,
+    check_rows,
+    check_send,
+    check_value,
+    check_weights,
+    refuse_if_in_turn,
+)
 from .config import FP8_BLOCK, NUM_GROUPS, EPConfig
 from .extension import load_ops
 
@@ -73,101 +80,6 @@ def _call(
     return [result.tensor for result in results]
 
 
-# ----------------------------------------------------------------------- checks
-
-
-def _check(
-    value: Value,
-    what: str,
-    dtypes: DType | tuple[DType, ...],
-    shape: list[int | None],
-    device: DeviceRef | None,
-) -> None:
-    """Raises unless a value has dtype, shape and device; says what it has.
-
-    Args:
-        value: The value.
-        what: Its name.
-        dtypes: The dtypes it may have.
-        shape: Its sizes; None: any.
-        device: Where it must be; None: anywhere.
-    """
-    if not isinstance(value, (TensorValue, BufferValue)):
-        raise TypeError(
-            f"{what} is a {type(value).__name__}; pass a graph value (a "
-            "TensorValue, or `.tensor` of a graph input)"
-        )
-    dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
-    if value.dtype not in dtypes:
-        raise TypeError(
-            f"{what} has dtype {value.dtype}, it must be "
-            f"{' or '.join(str(d) for d in dtypes)}; cast it"
-        )
-    given = list(value.shape)
-    fits = len(given) == len(shape) and all(
-        want is None or not isinstance(have, StaticDim) or int(have) == want
-        for have, want in zip(given, shape)
-    )
-    if not fits:
-        wanted = ", ".join("any" if s is None else str(s) for s in shape)
-        raise ValueError(
-            f"{what} has shape [{', '.join(str(d) for d in given)}], it must be "
-            f"[{wanted}]"
-        )
-    if device is not None and value.device != device:
-        raise ValueError(
-            f"{what} is on {value.device}, it must be on {device}; move it with "
-            f".to({device!r}), or choose another EPConfig.target"
-        )
-
-
-def _check_n_tokens(config: EPConfig, what: str, n_tokens: Dim) -> None:
-    if isinstance(n_tokens, StaticDim) and int(n_tokens) > config.max_tokens_per_rank:
-        raise ValueError(
-            f"{what} has {int(n_tokens)} tokens, EPConfig.max_tokens_per_rank is "
-            f"{config.max_tokens_per_rank}; send fewer at a time, or raise it"
-        )
-
-
-def _check_buffers(
-    config: EPConfig, counter: BufferValue, **pointers: TensorValue
-) -> None:
-    if not isinstance(counter, BufferValue):
-        raise TypeError(
-            f"atomic_counter is a {type(counter).__name__}; it must be a "
-            "BufferValue: an input declared by EPBatchManager.input_types()"
-        )
-    words = config.sizes().counters_words
-    _check(counter, "atomic_counter", DType.int32, [words], None)
-    for what, value in pointers.items():
-        _check(value, what, DType.uint64, [config.n_ranks], DeviceRef.CPU())
-
-
-def _check_send(
-    config: EPConfig,
-    input_tokens: TensorValue,
-    topk_ids: TensorValue,
-    device: DeviceRef,
-) -> None:
-    dtypes = (
-        (DType.bfloat16, DType.float32)
-        if config.is_quantized
-        else config.dispatch_dtype
-    )
-    _check(input_tokens, "input_tokens", dtypes, [None, config.hidden_size], device)
-    _check(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
-    _check_n_tokens(config, "input_tokens", input_tokens.shape[0])
-    _check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)
-
-
-def _check_same_rows(
-    what: str, value: TensorValue, other: str, other_value: TensorValue
-) -> None:
-    a, b = value.shape[0], other_value.shape[0]
-    if isinstance(a, StaticDim) and isinstance(b, StaticDim) and a != b:
-        raise ValueError(f"{what} has {a} rows and {other} has {b}")
-
-
 # ------------------------------------------------------- shared parts of the ops
 
 
@@ -187,7 +99,7 @@ def _input_scales(
     """Returns the input scales, an empty tensor where there are none."""
     if input_scales is None:
         return ops.constant(np.zeros(0, np.float32), DType.float32, device)
-    _check(input_scales, "input_scales", DType.float32, [None], device)
+    check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]
     if not isinstance(n, StaticDim) or int(n) not in (1, config.n_experts):
         raise ValueError(
@@ -208,56 +120,6 @@ def _recv_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
         TensorType(DType.int32, [config.n_local_experts], device),
         TensorType(DType.int32, [n_rows, 2], device),
     ]
-
-
-def _check_rows(
-    config: EPConfig,
-    input_tokens: TensorValue,
-    src_info: TensorValue,
-    device: DeviceRef,
-) -> None:
-    _check(
-        input_tokens,
-        "input_tokens",
-        config.combine_dtype,
-        [None, config.hidden_size],
-        device,
-    )
-    _check(src_info, "src_info", DType.int32, [None, 2], device)
-    _check_same_rows("input_tokens", input_tokens, "src_info", src_info)
-
-
-def _check_weights(
-    config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
-) -> None:
-    _check(
-        router_weights, "router_weights", DType.float32, [None, config.top_k], device
-    )
-    _check_n_tokens(config, "router_weights", router_weights.shape[0])
-    rows = router_weights.shape[0]
-    if isinstance(rows, StaticDim) and isinstance(num_tokens, StaticDim):
-        if rows != num_tokens:
-            raise ValueError(
-                f"router_weights has {rows} rows, num_tokens is {num_tokens}"
-            )
-
-
-def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
-    """Raises if a rank cannot wait for peers that run after it.
-
-    Args:
-        config: The group.
-        what: The fused form.
-        instead: The form to use.
-    """
-    if config.runs_ranks_in_turn:
-        raise ValueError(
-            f"{what} of one rank waits for its peers, but the "
-            f"{config.n_gpus_per_node} ranks of this process run one after "
-            f"another (target='cpu', n_gpus_per_node={config.n_gpus_per_node}). "
-            f"Use {instead}, or one process a rank (n_gpus_per_node=1, n_nodes="
-            f"{config.n_ranks})"
-        )
 
 
 # ---------------------------------------------------------------------- builders
@@ -328,7 +190,7 @@ def call_ep_dispatch_async(
         TypeError: If a dtype is not the one above.
         ValueError: If a shape or device is not.
     """
-    _check_buffers(
+    check_buffers(
         config,
         atomic_counter,
         send_buf_ptrs=send_buf_ptrs,
@@ -336,7 +198,7 @@ def call_ep_dispatch_async(
         recv_count_ptrs=recv_count_ptrs,
     )
     device = atomic_counter.device
-    _check_send(config, input_tokens, topk_ids, device)
+    check_send(config, input_tokens, topk_ids, device)
     scales = _input_scales(config, input_scales, device)
     _call(
         "dispatch_async" + _format_suffix(config),
@@ -379,7 +241,7 @@ def call_ep_dispatch_wait(
     """
     if num_tokens is not None:
         raise ValueError("num_tokens is for all-reduce mode, which max_ep lacks")
-    _check_buffers(
+    check_buffers(
         config,
         atomic_counter,
         recv_buf_ptrs=recv_buf_ptrs,
@@ -417,7 +279,7 @@ def call_ep_dispatch(
         "call_ep_dispatch",
         "call_ep_dispatch_async of all ranks, then call_ep_dispatch_wait",
     )
-    _check_buffers(
+    check_buffers(
         config,
         atomic_counter,
         send_buf_ptrs=send_buf_ptrs,
@@ -425,7 +287,7 @@ def call_ep_dispatch(
         recv_count_ptrs=recv_count_ptrs,
     )
     device = atomic_counter.device
-    _check_send(config, input_tokens, topk_ids, device)
+    check_send(config, input_tokens, topk_ids, device)
     scales = _input_scales(config, input_scales, device)
     return tuple(
         _call(
@@ -470,14 +332,14 @@ def call_ep_combine_async(
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
     """
-    _check_buffers(
+    check_buffers(
         config,
         atomic_counter,
         send_buf_ptrs=send_buf_ptrs,
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
-    _check_rows(config, input_tokens, src_info, atomic_counter.device)
+    check_rows(config, input_tokens, src_info, atomic_counter.device)
     _call(
         "combine_async",
         config,
@@ -510,14 +372,14 @@ def call_ep_combine_wait(
         sum, in order of choice, of weight times expert row, in float32 by
         fused multiply-add, rounded once. Choices of ``-1`` add nothing.
     """
-    _check_buffers(
+    check_buffers(
         config,
         atomic_counter,
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
     device = atomic_counter.device
-    _check_weights(config, router_weights, num_tokens, device)
+    check_weights(config, router_weights, num_tokens, device)
     return _call(
         "combine_wait",
         config,
@@ -551,7 +413,7 @@ def call_ep_combine(
         "call_ep_combine",
         "call_ep_combine_async of all ranks, then call_ep_combine_wait",
     )
-    _check_buffers(
+    check_buffers(
         config,
         atomic_counter,
         send_buf_ptrs=send_buf_ptrs,
@@ -559,8 +421,8 @@ def call_ep_combine(
         recv_count_ptrs=recv_count_ptrs,
     )
     device = atomic_counter.device
-    _check_rows(config, input_tokens, src_info, device)
-    _check_weights(config, router_weights, num_tokens, device)
+    check_rows(config, input_tokens, src_info, device)
+    check_weights(config, router_weights, num_tokens, device)
     return _call(
         "combine",
         config,

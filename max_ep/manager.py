@@ -21,6 +21,7 @@ from max.graph import (
     ops,
 )
 
+from .checks import refuse_if_in_turn
 from .config import NUM_GROUPS, EPConfig
 from .kernels import (
     call_distributed_ep_combine,
@@ -31,7 +32,6 @@ from .kernels import (
     call_ep_dispatch,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
-    refuse_if_in_turn,
 )
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a graph builder makes sure of: dtypes, shapes, devices, and forms that
+can run. Each error says what was given, what is needed, and what to do.
+"""
+
+from __future__ import annotations
+
+from max.dtype import DType
+from max.graph import (
+    BufferValue,
+    DeviceRef,
+    Dim,
+    StaticDim,
+    TensorValue,
+    Value,
+)
+
+from .config import EPConfig
+
+
+def check_value(
+    value: Value,
+    what: str,
+    dtypes: DType | tuple[DType, ...],
+    shape: list[int | None],
+    device: DeviceRef | None,
+) -> None:
+    """Raises unless a value has dtype, shape and device; says what it has.
+
+    Args:
+        value: The value.
+        what: Its name.
+        dtypes: The dtypes it may have.
+        shape: Its sizes; None: any.
+        device: Where it must be; None: anywhere.
+    """
+    if not isinstance(value, (TensorValue, BufferValue)):
+        raise TypeError(
+            f"{what} is a {type(value).__name__}; pass a graph value (a "
+            "TensorValue, or `.tensor` of a graph input)"
+        )
+    dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    if value.dtype not in dtypes:
+        raise TypeError(
+            f"{what} has dtype {value.dtype}, it must be "
+            f"{' or '.join(str(d) for d in dtypes)}; cast it"
+        )
+    given = list(value.shape)
+    fits = len(given) == len(shape) and all(
+        want is None or not isinstance(have, StaticDim) or int(have) == want
+        for have, want in zip(given, shape)
+    )
+    if not fits:
+        wanted = ", ".join("any" if s is None else str(s) for s in shape)
+        raise ValueError(
+            f"{what} has shape [{', '.join(str(d) for d in given)}], it must be "
+            f"[{wanted}]"
+        )
+    if device is not None and value.device != device:
+        raise ValueError(
+            f"{what} is on {value.device}, it must be on {device}; move it with "
+            f".to({device!r}), or choose another EPConfig.target"
+        )
+
+
+def check_n_tokens(config: EPConfig, what: str, n_tokens: Dim) -> None:
+    if isinstance(n_tokens, StaticDim) and int(n_tokens) > config.max_tokens_per_rank:
+        raise ValueError(
+            f"{what} has {int(n_tokens)} tokens, EPConfig.max_tokens_per_rank is "
+            f"{config.max_tokens_per_rank}; send fewer at a time, or raise it"
+        )
+
+
+def check_buffers(
+    config: EPConfig, counter: BufferValue, **pointers: TensorValue
+) -> None:
+    if not isinstance(counter, BufferValue):
+        raise TypeError(
+            f"atomic_counter is a {type(counter).__name__}; it must be a "
+            "BufferValue: an input declared by EPBatchManager.input_types()"
+        )
+    words = config.sizes().counters_words
+    check_value(counter, "atomic_counter", DType.int32, [words], None)
+    for what, value in pointers.items():
+        check_value(value, what, DType.uint64, [config.n_ranks], DeviceRef.CPU())
+
+
+def check_send(
+    config: EPConfig,
+    input_tokens: TensorValue,
+    topk_ids: TensorValue,
+    device: DeviceRef,
+) -> None:
+    dtypes = (
+        (DType.bfloat16, DType.float32)
+        if config.is_quantized
+        else config.dispatch_dtype
+    )
+    check_value(
+        input_tokens, "input_tokens", dtypes, [None, config.hidden_size], device
+    )
+    check_value(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
+    check_n_tokens(config, "input_tokens", input_tokens.shape[0])
+    check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)
+
+
+def check_same_rows(
+    what: str, value: TensorValue, other: str, other_value: TensorValue
+) -> None:
+    a, b = value.shape[0], other_value.shape[0]
+    if isinstance(a, StaticDim) and isinstance(b, StaticDim) and a != b:
+        raise ValueError(f"{what} has {a} rows and {other} has {b}")
+
+
+def check_rows(
+    config: EPConfig,
+    input_tokens: TensorValue,
+    src_info: TensorValue,
+    device: DeviceRef,
+) -> None:
+    check_value(
+        input_tokens,
+        "input_tokens",
+        config.combine_dtype,
+        [None, config.hidden_size],
+        device,
+    )
+    check_value(src_info, "src_info", DType.int32, [None, 2], device)
+    check_same_rows("input_tokens", input_tokens, "src_info", src_info)
+
+
+def check_weights(
+    config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
+) -> None:
+    check_value(
+        router_weights, "router_weights", DType.float32, [None, config.top_k], device
+    )
+    check_n_tokens(config, "router_weights", router_weights.shape[0])
+    rows = router_weights.shape[0]
+    if isinstance(rows, StaticDim) and isinstance(num_tokens, StaticDim):
+        if rows != num_tokens:
+            raise ValueError(
+                f"router_weights has {rows} rows, num_tokens is {num_tokens}"
+            )
+
+
+def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
+    """Raises if a rank cannot wait for peers that run after it.
+
+    Args:
+        config: The group.
+        what: The fused form.
+        instead: The form to use.
+    """
+    if config.runs_ranks_in_turn:
+        raise ValueError(
+            f"{what} of one rank waits for its peers, but the "
+            f"{config.n_gpus_per_node} ranks of this process run one after "
+            f"another (target='cpu', n_gpus_per_node={config.n_gpus_per_node}). "
+            f"Use {instead}, or one process a rank (n_gpus_per_node=1, n_nodes="
+            f"{config.n_ranks})"
+        )
