@@ -347,7 +347,10 @@ class EPBatchManager:
         Returns:
             The results of :meth:`ep_dispatch_wait`, one tuple a rank.
         """
-        self._check_all(device_ids, input_tokens=input_tokens, topk_ids=topk_ids)
+        lists = {"input_tokens": input_tokens, "topk_ids": topk_ids}
+        if input_scales is not None:
+            lists["input_scales"] = input_scales
+        self._check_all(device_ids, **lists)
         results = call_distributed_ep_dispatch(
             list(input_tokens),
             list(topk_ids),

@@ -336,8 +336,6 @@ def test_sizes_that_must_not_be_open(session, what: str) -> None:
             dispatched = dispatch_all(manager, x)
             Graph.current.output(*(d[1] for d in dispatched))
             graph = Graph.current
-        comm = EPCommInitializer(manager.config)
-        comm.ep_init(session)
         arrays = [
             np.zeros((4, 40 if what == "input_tokens" else 80), np.uint16),
             np.tile(np.arange(1 if what == "topk_ids" else 3, dtype=np.int32), (4, 1)),
@@ -345,7 +343,9 @@ def test_sizes_that_must_not_be_open(session, what: str) -> None:
             np.zeros((TWO.max_rows, 80), np.uint16),
         ]
         inputs = [to_buffer(array) for array in arrays]
-        session.load(graph).execute(*inputs, *comm.model_inputs())
+        with EPCommInitializer(manager.config) as comm:
+            comm.ep_init(session)
+            session.load(graph).execute(*inputs, *comm.model_inputs())
     assert "dropped" not in str(caught.value), "it read beyond the ids"
 
 

@@ -153,7 +153,10 @@ def ep_dispatch_async_kernel_api[
         target,
     ]()
     comptime op = "dispatch_async"
-    var counters = counters_of[n_experts](op, atomic_counters)
+    comptime dispatch_layout = _dispatch_layout[
+        token_fmt_type, n_experts, n_ranks, max_token_per_rank
+    ]()
+    var counters = counters_of[n_experts](op, atomic_counters, dispatch_layout)
     var n_tokens = Int(input_tokens.dim[0]())
     check_n_tokens(op, counters.my_rank(), n_tokens, max_token_per_rank)
     check_size(op, "rows of topk_ids", Int(topk_ids.dim[0]()), n_tokens)
@@ -167,9 +170,7 @@ def ep_dispatch_async_kernel_api[
         n_experts,
         n_ranks,
         max_token_per_rank,
-        _dispatch_layout[
-            token_fmt_type, n_experts, n_ranks, max_token_per_rank
-        ](),
+        dispatch_layout,
         input_tokens.dtype,
         input_scales_wrapper,
     ](
@@ -240,7 +241,7 @@ def ep_dispatch_wait_kernel_api[
         target,
     ]()
     comptime op = "dispatch_wait"
-    var counters = counters_of[n_experts](op, atomic_counters)
+    var counters = counters_of[n_experts](op, atomic_counters, dispatch_layout)
     check_size(
         op, "row_offsets", Int(row_offsets.dim[0]()), n_local_experts + 1
     )
@@ -405,7 +406,15 @@ def ep_combine_async_kernel_api[
         target,
     ]()
     comptime op = "combine_async"
-    var counters = counters_of[n_experts](op, atomic_counters)
+    comptime combine_layout = _combine_layout[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_token_per_rank,
+    ]()
+    var counters = counters_of[n_experts](op, atomic_counters, combine_layout)
     var n_rows = Int(input_tokens.dim[0]())
     check_size(op, "rows of src_info", Int(src_info.dim[0]()), n_rows)
     check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
@@ -417,14 +426,7 @@ def ep_combine_async_kernel_api[
         hidden_size,
         n_experts,
         n_ranks,
-        _combine_layout[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_token_per_rank,
-        ](),
+        combine_layout,
     ](
         imm(input_tokens),
         n_rows,
@@ -487,14 +489,22 @@ def ep_combine_wait_kernel_api[
         target,
     ]()
     comptime op = "combine_wait"
-    var counters = counters_of[n_experts](op, atomic_counters)
-    var n_tokens = Int(router_weights.dim[0]())
+    comptime combine_layout = _combine_layout[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_token_per_rank,
+    ]()
+    var counters = counters_of[n_experts](op, atomic_counters, combine_layout)
+    var n_tokens = Int(output_tokens.dim[0]())
     check_n_tokens(op, counters.my_rank(), n_tokens, max_token_per_rank)
     check_size(
         op, "columns of router_weights", Int(router_weights.dim[1]()), top_k
     )
     check_size(
-        op, "rows of output_tokens", Int(output_tokens.dim[0]()), n_tokens
+        op, "rows of router_weights", Int(router_weights.dim[0]()), n_tokens
     )
     check_size(
         op, "columns of output_tokens", Int(output_tokens.dim[1]()), hidden_size
@@ -505,14 +515,7 @@ def ep_combine_wait_kernel_api[
         hidden_size,
         n_experts,
         n_ranks,
-        _combine_layout[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_token_per_rank,
-        ](),
+        combine_layout,
     ](
         mut_(output_tokens),
         imm(router_weights),

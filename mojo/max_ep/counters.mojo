@@ -8,13 +8,13 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
                           the last `dispatch_wait`, and one end: `combine_async`
                           finds each row's source rank by them
 """
-from .layout import MAX_RANKS
+from .layout import ExpertSlotsLayout, MAX_RANKS
 
 comptime COUNTERS_MAGIC = 0x6D657031
 """Value of the magic word once `max_ep.init` has run."""
 
 comptime N_HEADER_WORDS = 16
-"""Words in front of the pair rows; 9 are used."""
+"""Words in front of the pair rows; 15 are used."""
 
 comptime _MAGIC = 0
 comptime _MY_RANK = 1
@@ -25,6 +25,7 @@ comptime _COMBINE_SENT = 5
 comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
 comptime _SRC_INFO_HASH = 8
+comptime _LAYOUT = 9  # six words, the fields of ExpertSlotsLayout
 
 
 def local_sync_counters_words(n_experts: Int) -> Int:
@@ -38,6 +39,18 @@ def local_sync_counters_words(n_experts: Int) -> Int:
         has at most `n_experts + n_ranks - 1` pairs.
     """
     return N_HEADER_WORDS + n_experts + MAX_RANKS + 1
+
+
+@always_inline
+def _fields(layout: ExpertSlotsLayout) -> Array[Int, 6]:
+    return [
+        layout.n_experts,
+        layout.n_ranks,
+        layout.max_tokens_per_rank,
+        layout.top_k,
+        layout.dispatch_msg_bytes,
+        layout.combine_msg_bytes,
+    ]
 
 
 struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
@@ -69,19 +82,46 @@ struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
         """
         return local_sync_counters_words(Self.n_experts)
 
-    def reset(self, my_rank: Int, timeout_ms: Int, n_words: Int):
+    def reset(
+        self,
+        my_rank: Int,
+        timeout_ms: Int,
+        n_words: Int,
+        layout: ExpertSlotsLayout,
+    ):
         """Puts the words in the state before the first generation.
 
         Args:
             my_rank: This rank.
             timeout_ms: How long a launch may wait; 0: not at all.
             n_words: How many there are, `total_size()`.
+            layout: How the regions are cut.
         """
         for i in range(n_words):
             self.words[unsafe_offset=i] = 0
         self.words[unsafe_offset=_MAGIC] = COUNTERS_MAGIC
         self.words[unsafe_offset=_MY_RANK] = Int32(my_rank)
         self.words[unsafe_offset=_TIMEOUT_MS] = Int32(timeout_ms)
+        var fields = _fields(layout)
+        for i in range(len(fields)):
+            self.words[unsafe_offset=_LAYOUT + i] = Int32(fields[i])
+
+    def is_cut_as(self, layout: ExpertSlotsLayout) -> Bool:
+        """Tells whether the regions are cut as a launch expects.
+
+        Args:
+            layout: What the launch expects; a message size of 0 is one that it
+                does not know.
+
+        Returns:
+            Whether all sizes that it knows are those of `reset`.
+        """
+        var fields = _fields(layout)
+        for i in range(len(fields)):
+            var cut = Int(self.words[unsafe_offset=_LAYOUT + i])
+            if fields[i] != 0 and fields[i] != cut:
+                return False
+        return True
 
     @always_inline
     def is_initialized(self) -> Bool:

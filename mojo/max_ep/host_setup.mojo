@@ -83,7 +83,7 @@ def init_host(
         # The view's parameter only fixes its size, which is checked above.
         EPLocalSyncCounters[0](
             Pointer[Int32, MutUntrackedOrigin](unsafe_from_address=counters)
-        ).reset(rank, timeout_ms, n_words)
+        ).reset(rank, timeout_ms, n_words, layout)
     unsafe_memset_zero(
         BytePointer(
             unsafe_from_address=region + layout.dispatch_counts_offset()

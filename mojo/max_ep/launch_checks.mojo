@@ -4,7 +4,7 @@ from layout import TileTensor
 from max.gpu.host.info import is_cpu
 
 from .counters import EPLocalSyncCounters
-from .layout import MAX_RANKS, MAX_TOP_K
+from .layout import ExpertSlotsLayout, MAX_RANKS, MAX_TOP_K
 from .transport import PeerBuffers
 
 comptime _NEXT = (
@@ -88,7 +88,9 @@ def mut_[
 def counters_of[
     n_experts: Int
 ](
-    op: StaticString, atomic_counters: TileTensor[DType.int32, ...]
+    op: StaticString,
+    atomic_counters: TileTensor[DType.int32, ...],
+    layout: ExpertSlotsLayout,
 ) raises -> EPLocalSyncCounters[n_experts]:
     """Finds this rank's local words.
 
@@ -98,12 +100,14 @@ def counters_of[
     Args:
         op: Who asks.
         atomic_counters: The words.
+        layout: How the op expects the regions to be cut.
 
     Returns:
         A view of them.
 
     Raises:
-        If they are too few, or `max_ep.init` has not run on them.
+        If they are too few, `max_ep.init` has not run on them, or the regions
+        are cut otherwise.
     """
     var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
     if (
@@ -115,6 +119,18 @@ def counters_of[
             op,
             ": these atomic_counters are not initialized; pass the",
             " model_inputs() of an EPCommInitializer after its ep_init().",
+        )
+    if not counters.is_cut_as(layout):
+        raise Error(
+            "max_ep: ",
+            op,
+            " on rank ",
+            counters.my_rank(),
+            (
+                ": the symmetric memory belongs to another EPConfig than the"
+                " graph;"
+            ),
+            " pass the model_inputs() of an EPCommInitializer with the same.",
         )
     return counters
 
