@@ -27,12 +27,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _PAGE = 4096
-_MAGIC = b"max_ep01"
-# Header of a segment: magic, length of the JSON that follows. Then, in the
-# last bytes of the page, one byte a node: "I have mapped this segment".
+_CREATED = b"max_ep_0"
+_READY = b"max_ep_1"
+# Header of a segment: state, length of the JSON that names the owner. Then, in
+# the last bytes of the page, one byte a node.
+_MAPPED, _OBJECTS = 1, 2  # "I have mapped this", "we do not agree"
 _HEADER = struct.Struct("<8sI")
 _MAPPED_AT = _PAGE - 256
 _POLL_S = 0.002
+_CREATION_S = 0.5
+"""How long a process may take from creating a segment to naming its owner."""
 
 
 def _address(memory: mmap.mmap) -> int:
@@ -136,13 +140,47 @@ def _unlink(name: str) -> None:
         pass
 
 
+def _exists(name: str) -> bool:
+    try:
+        os.close(_posixshmem.shm_open(name, os.O_RDWR))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _open_owned(name: str) -> mmap.mmap | None | bool:
+    """Maps a segment that has an owner.
+
+    Returns:
+        The mapping; None if there is no such segment; False to look again.
+    """
+    memory = _open(name)
+    if memory is not None:
+        if _read_owner(memory) is not None:
+            return memory
+        memory.close()
+        return False
+    return False if _exists(name) else None
+
+
+def _write_owner(memory: mmap.mmap, owner: _Owner) -> None:
+    text = json.dumps(owner.__dict__).encode()
+    memory[_HEADER.size : _HEADER.size + len(text)] = text
+    _HEADER.pack_into(memory, 0, b"", len(text))
+    memory[: len(_CREATED)] = _CREATED  # last: this is what others look for
+
+
 def _read_owner(memory: mmap.mmap) -> _Owner | None:
-    """Returns the owner of a segment, None while it is not ready."""
-    magic, length = _HEADER.unpack_from(memory)
-    if magic != _MAGIC:
+    """Returns the owner of a segment, None while it is being created."""
+    state, length = _HEADER.unpack_from(memory)
+    if state not in (_CREATED, _READY):
         return None
     start = _HEADER.size
     return _Owner(**json.loads(bytes(memory[start : start + length])))
+
+
+def _is_ready(memory: mmap.mmap) -> bool:
+    return bytes(memory[: len(_READY)]) == _READY
 
 
 def _open(name: str) -> mmap.mmap | None:
@@ -201,8 +239,13 @@ class SharedMemory:
         self._create(_PAGE + n_local_ranks * region_bytes)
 
     def _create(self, n_bytes: int) -> None:
-        stale = _open(self._name)
-        if stale is not None:
+        # One that has no owner yet gets a moment to be created.
+        deadline = time.monotonic() + _CREATION_S
+        while (stale := _open_owned(self._name)) is False:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        if stale:
             owner = _read_owner(stale)
             stale.close()
             if owner is not None and owner.is_alive():
@@ -221,6 +264,7 @@ class SharedMemory:
             # later with a SIGBUS in a kernel.
             os.posix_fallocate(handle, 0, n_bytes)
             self._mine = mmap.mmap(handle, n_bytes)
+            _write_owner(self._mine, self._owner)
         except OSError as error:
             self.close()
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -259,10 +303,7 @@ class SharedMemory:
         """
         assert self._mine is not None
         deadline = time.monotonic() + timeout_s
-        text = json.dumps(self._owner.__dict__).encode()
-        self._mine[_HEADER.size : _HEADER.size + len(text)] = text
-        _HEADER.pack_into(self._mine, 0, b"", len(text))
-        self._mine[: len(_MAGIC)] = _MAGIC  # last: this is what peers look for
+        self._mine[: len(_READY)] = _READY
         try:
             for node in range(self._n_nodes):
                 if node != self._node_id:
@@ -284,11 +325,12 @@ class SharedMemory:
 
         def look() -> mmap.mmap | None:
             nonlocal found
+            self._raise_objections()
             memory = _open(name)
             if memory is None:
                 return None
             owner = _read_owner(memory)
-            if owner is None:
+            if owner is None or (owner.is_alive() and not _is_ready(memory)):
                 found = "its segment is not ready"
             elif memory[_MAPPED_AT + self._node_id]:
                 # Mapped before, by an earlier group of this name in this
@@ -298,13 +340,14 @@ class SharedMemory:
                 found = f"only what the dead process {owner.pid} left behind"
             elif owner.fingerprint != self._owner.fingerprint:
                 memory.close()
+                self._object()
                 raise ValueError(
                     f"max_ep: node {node} of group {self._group!r} has another "
                     f"configuration: {owner.fingerprint}; this node "
                     f"({self._node_id}): {self._owner.fingerprint}"
                 )
             else:
-                memory[_MAPPED_AT + self._node_id] = 1
+                memory[_MAPPED_AT + self._node_id] = _MAPPED
                 return memory
             memory.close()
             return None
@@ -323,6 +366,7 @@ class SharedMemory:
         mine = self._mine
 
         def missing() -> list[int]:
+            self._raise_objections()
             return [
                 node
                 for node in range(self._n_nodes)
@@ -334,6 +378,25 @@ class SharedMemory:
                 f"max_ep: node {self._node_id} waited {timeout_s} s for nodes "
                 f"{missing()} of group {self._group!r} to map its memory"
             )
+
+    def _object(self) -> None:
+        """Tells the peers that are there why this process will not come."""
+        for node in range(self._n_nodes):
+            memory = _open(_segment_name(self._group, node))
+            if memory is not None:
+                memory[_MAPPED_AT + self._node_id] = _OBJECTS
+                memory.close()
+
+    def _raise_objections(self) -> None:
+        assert self._mine is not None
+        for node in range(self._n_nodes):
+            if node != self._node_id and self._mine[_MAPPED_AT + node] == _OBJECTS:
+                raise ValueError(
+                    f"max_ep: node {node} of group {self._group!r} has another "
+                    "configuration than the rest and has left; its own error "
+                    f"shows both. This node ({self._node_id}): "
+                    f"{self._owner.fingerprint}"
+                )
 
     def close(self) -> None:
         """Gives the memory back; peers keep theirs until they close."""

@@ -697,50 +697,49 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_scenarios(node_id: int, graphs: str, names: list[str]) -> dict[str, Outcome]:
+def run_scenarios(
+    node_id: int, graphs: str, names: list[str], notes: str
+) -> dict[str, Outcome]:
     """Runs scenarios of four processes, each in a group of its own."""
     engine = Engine(graphs)
+    engine.join(SMALL.config(node_id))
     outcomes = {}
     for name in names:
+        # Where one failed, some processes come from there later than others.
+        meet(notes, name, node_id, N_RANKS)
         shape = {"large": LARGE, "few_experts": FEW_EXPERTS}.get(name, SMALL)
-        outcomes[name] = _try(
-            name, lambda: _join(engine, shape.config(node_id), name, shape)
-        )
+        config = shape.config(node_id)
+        outcomes[name] = _run_scenario(engine, config, shape, name, SCENARIOS[name])
     return outcomes
 
 
 def run_two_by_two(node_id: int, graphs: str) -> Outcome:
     """Runs two processes of two ranks each."""
-    engine = Engine(graphs)
     config = SMALL.config(node_id, n_nodes=2, n_gpus_per_node=2)
-    return _try("two_by_two", lambda: _join(engine, config, "two_by_two", SMALL))
+    return _run_scenario(Engine(graphs), config, SMALL, "two_by_two", _two_by_two)
 
 
-def _join(
-    engine: Engine, config: EPConfig, name: str, shape: Shape
-) -> tuple[Member, Callable[[Member], Any]]:
-    group = f"{os.environ[GROUP_VARIABLE]}-{name}"
-    member = Member(engine, config, shape, group)
-    # launch() removes the names of the group that it made, not of this one.
-    left = names_of(group)
-    assert config.node_id not in [int(n.rpartition("-")[2]) for n in left], left
-    return member, SCENARIOS.get(name, _two_by_two)
-
-
-def _try(
-    name: str, join: Callable[[], tuple[Member, Callable[[Member], Any]]]
+def _run_scenario(
+    engine: Engine,
+    config: EPConfig,
+    shape: Shape,
+    name: str,
+    scenario: Callable[[Member], Any],
 ) -> Outcome:
+    group = f"{os.environ[GROUP_VARIABLE]}-{name}"
     begin = time.monotonic()
-    member = None
+    error = value = member = None
     try:
-        member, scenario = join()
+        member = Member(engine, config, shape, group)
+        # launch() removes the names of the group that it made, not of this one.
+        assert f"max_ep-{group}-{config.node_id}" not in names_of(group)
         value = scenario(member)
-        return Outcome(None, value, time.monotonic() - begin)
     except Exception:
-        return Outcome(traceback.format_exc(), None, time.monotonic() - begin)
+        error = traceback.format_exc()
     finally:
         if member is not None:
             member.comm.close()
+    return Outcome(error, value, time.monotonic() - begin)
 
 
 def names_of(group: str) -> list[str]:

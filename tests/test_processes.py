@@ -33,10 +33,16 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session: InferenceSession) 
 
 
 @pytest.fixture(scope="module")
-def four(graphs: str) -> list[dict[str, processes.Outcome]]:
+def four(
+    graphs: str, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, processes.Outcome]]:
     """What every scenario did, `[rank][name]`."""
+    notes = tmp_path_factory.mktemp("four")
     return launch(
-        processes.run_scenarios, N_RANKS, (graphs, list(SCENARIOS)), timeout_s=300
+        processes.run_scenarios,
+        N_RANKS,
+        (graphs, list(SCENARIOS), str(notes)),
+        timeout_s=300,
     )
 
 

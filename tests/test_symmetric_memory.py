@@ -279,8 +279,9 @@ def test_again_and_again_under_one_name(group: str, slow_node: int) -> None:
 
     def run(node_id: int) -> str | None:
         kind = _SlowMemory if node_id == slow_node else SharedMemory
+        round_ = 0
         try:
-            for round_ in range(n_rounds):
+            for round_ in range(n_rounds):  # noqa: B007
                 memory = kind(group, node_id, n_nodes, 1, REGION_BYTES, "")
                 memory.connect(1.0)
                 memory.close()
@@ -346,15 +347,12 @@ def test_memory_of_a_reused_pid_is_replaced(group: str) -> None:
         memory.connect(0.0)
     memory = make(group, 1)
     owner = memory._owner
-    memory._owner = type(owner)(1, "before the system started", owner.fingerprint)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(memory.connect, 1.0)
-        while symmetric_memory._read_owner(memory._mine) is None:
-            time.sleep(0.001)
-        other = make(group, 1)  # must not be refused
-        with pytest.raises(TimeoutError):
-            waiting.result()
+    symmetric_memory._write_owner(
+        memory._mine, type(owner)(1, "before the system started", owner.fingerprint)
+    )
+    other = make(group, 1)  # must not be refused
     other.close()
+    memory.close()
 
 
 def test_dead_peer_is_not_mapped(group: str, start: Callable[[str], Peer]) -> None:
@@ -523,12 +521,8 @@ def test_peer_that_does_not_map_is_named(
     """Node 1 is there, but waits for node 2 before it would look at node 0."""
     memory = make(group, 0)
     stuck = make(group, 1)
-    # Its header says that it is ready; it maps nobody.
-    owner = stuck._owner
-    text = symmetric_memory.json.dumps(owner.__dict__).encode()
-    header = symmetric_memory._HEADER
-    stuck._mine[header.size : header.size + len(text)] = text
-    header.pack_into(stuck._mine, 0, symmetric_memory._MAGIC, len(text))
+    # It says that it is ready, and maps nobody.
+    stuck._mine[: len(symmetric_memory._READY)] = symmetric_memory._READY
     with pytest.raises(
         TimeoutError, match=r"node 0 waited 0.2 s for nodes \[1\] of .* to map"
     ):
@@ -547,7 +541,8 @@ def test_another_configuration_is_refused(group: str) -> None:
     assert told, errors
     for text in told:
         assert "another configuration" in text
-        assert "hidden_size=8" in text and "hidden_size=16" in text
+    # Who looks first sees both; the other may hear of it.
+    assert any("hidden_size=8" in t and "hidden_size=16" in t for t in told)
     assert names_of(group) == []
 
 
