@@ -827,11 +827,14 @@ def test_an_id_out_of_range_harms_no_other_token(loose: Loose, given: Inputs) ->
 
 
 def test_the_run_after_a_failed_one_names_reset(loose: Loose, given: Inputs) -> None:
-    """Rank 0 fails, so rank 1 has not sent: the next run cannot be right."""
+    """Nobody has read what rank 0 sent before it failed, so it may not send.
+
+    I3: no slot is written before its last reader is done with it.
+    """
     given.ids[0][0, 0] = 5
     with raises(ValueError, "rank 0"):
         loose.run(given)
-    with raises(ValueError, "max_ep", "generation", "rank", "reset()"):
+    with raises(ValueError, "dispatch_async on rank 0", "has read", "reset()"):
         loose.run(make_inputs(TWO, "uniform"))
     loose.check_next_run()
 
