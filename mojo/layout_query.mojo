@@ -41,7 +41,10 @@ def main() raises:
         message_bytes(_token_bytes(String(args[1]), hidden_size)),
         message_bytes(plain_token_bytes(hidden_size, Int(args[2]))),
     )
-    print("counters_words", local_sync_counters_words(n_experts))
+    print(
+        "counters_words",
+        local_sync_counters_words(n_experts, layout.n_choices()),
+    )
     print("setup_words", N_SETUP_WORDS)
     print("n_local_experts", layout.n_local_experts())
     print("dispatch_msg_bytes", layout.dispatch_msg_bytes)

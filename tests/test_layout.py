@@ -169,13 +169,18 @@ def test_processes_and_local_ranks_are_ranks_alike() -> None:
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 127, 128])
 def test_counters_hold_every_pair(n_ranks: int) -> None:
     header = mojo_constant("N_HEADER_WORDS", "max_ep/counters.mojo")
-    words_of = {n: header + n + mojo_constant("MAX_RANKS") + 1 for n in range(1, 300)}
-    # The formula is the one that Mojo has.
-    sizes = CASES["two_ranks"].config().sizes()
-    assert sizes.counters_words == words_of[CASES["two_ranks"].n_experts]
+    max_ranks = mojo_constant("MAX_RANKS")
+    words_of = {n: header + 2 * (n + max_ranks + 1) for n in range(1, 300)}
+    # The formula is the one that Mojo has; two halves of experts and one of
+    # slots, for each choice, follow.
+    case = CASES["two_ranks"]
+    n_choices = case.max_tokens_per_rank * case.top_k
+    assert case.config().sizes().counters_words == (
+        words_of[case.n_experts] + 3 * n_choices
+    )
     for n_experts, n_words in words_of.items():
         n_pairs = up(n_experts, n_ranks)
-        assert header + n_pairs + 1 <= n_words, (n_experts, n_ranks)
+        assert header + 2 * (n_pairs + 1) <= n_words, (n_experts, n_ranks)
 
 
 # ------------------------------------------------------- offsets, asked in Mojo

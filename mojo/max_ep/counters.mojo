@@ -3,18 +3,30 @@
 
 They live in this rank's own memory; no peer sees them. Words, all Int32:
 
-    [0, N_HEADER_WORDS)   who this rank is, the four generations, tallies
-    then                  first row of each (local expert, source rank) pair in
-                          the last `dispatch_wait`, and one end: `combine_async`
-                          finds each row's source rank by them
+    [0, N_HEADER_WORDS)   who this rank is, the four generations, tallies, the
+                          failure record of GPU launches
+    pairs                 (first row, rows) of each (local expert, source rank)
+                          pair in the last `dispatch_wait`, and one end:
+                          `combine_async` finds each row's source rank by them
+    choices [2][max_tokens_per_rank * top_k]
+                          GPU only: expert of each choice of the last two
+                          dispatches, `NO_EXPERT` if it was not sent; halves
+                          alternate by generation
+    slots [max_tokens_per_rank * top_k]
+                          GPU only: slot of each choice of this dispatch
 """
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
 from .layout import ExpertSlotsLayout, MAX_RANKS
 
 comptime COUNTERS_MAGIC = 0x6D657031
 """Value of the magic word once `max_ep.init` has run."""
 
-comptime N_HEADER_WORDS = 16
-"""Words in front of the pair rows; 15 are used."""
+comptime N_HEADER_WORDS = 32
+"""Words in front of the pairs."""
+
+comptime NO_EXPERT = Int32(-1)
+"""Expert of a choice that is not sent."""
 
 comptime _MAGIC = 0
 comptime _MY_RANK = 1
@@ -26,19 +38,32 @@ comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
 comptime _SRC_INFO_HASH = 8
 comptime _LAYOUT = 9  # six words, the fields of ExpertSlotsLayout
+comptime _BLOCKS_DONE = 15
+comptime _N_TOKENS = 16  # two words, by the parity of the generation
+comptime _COMBINE_OF = 18
+comptime FAILURE_WORD = 20
+"""First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
+
+comptime N_FAILURE_WORDS = 8
+"""Words of the failure record."""
 
 
-def local_sync_counters_words(n_experts: Int) -> Int:
+def _choices_word(n_experts: Int) -> Int:
+    # A rank has at most n_experts + n_ranks - 1 pairs.
+    return N_HEADER_WORDS + 2 * (n_experts + MAX_RANKS + 1)
+
+
+def local_sync_counters_words(n_experts: Int, n_choices: Int) -> Int:
     """Counts the words of `EPLocalSyncCounters`.
 
     Args:
         n_experts: Experts of the group.
+        n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
 
     Returns:
-        Int32 words: the header, and one word for each pair and the end. A rank
-        has at most `n_experts + n_ranks - 1` pairs.
+        Int32 words.
     """
-    return N_HEADER_WORDS + n_experts + MAX_RANKS + 1
+    return _choices_word(n_experts) + 3 * n_choices
 
 
 @always_inline
@@ -53,7 +78,9 @@ def _fields(layout: ExpertSlotsLayout) -> Array[Int, 6]:
     ]
 
 
-struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
+struct EPLocalSyncCounters[n_experts: Int](
+    DevicePassable, TrivialRegisterPassable
+):
     """View of the local words of one rank.
 
     Parameters:
@@ -62,6 +89,23 @@ struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
 
     var words: Pointer[Int32, MutUntrackedOrigin]
     """The words, `[total_size()]`."""
+
+    comptime device_type: AnyType = Self
+    """A kernel gets the view as it is."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in error messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "EPLocalSyncCounters"
 
     @always_inline
     def __init__(out self, words: Pointer[Int32, MutUntrackedOrigin]):
@@ -74,13 +118,16 @@ struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def total_size() -> Int:
+    def total_size(n_choices: Int) -> Int:
         """States the size; Python asks for it through `layout_query.mojo`.
+
+        Args:
+            n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
 
         Returns:
             Int32 words.
         """
-        return local_sync_counters_words(Self.n_experts)
+        return local_sync_counters_words(Self.n_experts, n_choices)
 
     def reset(
         self,
@@ -270,14 +317,124 @@ struct EPLocalSyncCounters[n_experts: Int](TrivialRegisterPassable):
         Returns:
             A row.
         """
-        return Int(self.words[unsafe_offset=N_HEADER_WORDS + pair])
+        return Int(self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair])
 
     @always_inline
-    def set_pair_row(self, pair: Int, row: Int):
-        """Notes where a pair's rows begin.
+    def pair_count(self, pair: Int) -> Int:
+        """Reads how many rows a pair has in the last dispatched rows.
+
+        Args:
+            pair: From `ExpertSlotsLayout.pair`.
+
+        Returns:
+            Rows.
+        """
+        return Int(self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair + 1])
+
+    @always_inline
+    def set_pair_rows(self, pair: Int, row: Int, count: Int):
+        """Notes where a pair's rows begin and how many they are.
 
         Args:
             pair: As in `pair_row`.
             row: The first row.
+            count: Rows.
         """
-        self.words[unsafe_offset=N_HEADER_WORDS + pair] = Int32(row)
+        self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair] = Int32(row)
+        self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair + 1] = Int32(count)
+
+    # ------------------------------------------------- words of GPU launches
+
+    @always_inline
+    def blocks_done(self) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to the number of blocks that have ended in this launch.
+
+        Returns:
+            A word that is 0 between launches.
+        """
+        return self.words.unsafe_offset(_BLOCKS_DONE)
+
+    @always_inline
+    def failure(self) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to the failure record.
+
+        Returns:
+            `N_FAILURE_WORDS` words, see `failures.mojo`.
+        """
+        return self.words.unsafe_offset(FAILURE_WORD)
+
+    @always_inline
+    def n_tokens(self, generation: UInt32) -> Int:
+        """Reads how many tokens a dispatch sent.
+
+        Args:
+            generation: This dispatch or the one before it.
+
+        Returns:
+            Tokens.
+        """
+        return Int(
+            self.words[unsafe_offset=_N_TOKENS + Int(generation & UInt32(1))]
+        )
+
+    @always_inline
+    def set_n_tokens(self, generation: UInt32, n_tokens: Int):
+        """Notes how many tokens a dispatch sent.
+
+        Args:
+            generation: The dispatch.
+            n_tokens: Tokens.
+        """
+        self.words[
+            unsafe_offset=_N_TOKENS + Int(generation & UInt32(1))
+        ] = Int32(n_tokens)
+
+    @always_inline
+    def combine_of(self) -> UInt32:
+        """Reads which dispatch the last `combine_async` answered.
+
+        Returns:
+            A dispatch generation.
+        """
+        return self._generation(_COMBINE_OF)
+
+    @always_inline
+    def set_combine_of(self, generation: UInt32):
+        """Notes which dispatch `combine_async` answers.
+
+        Args:
+            generation: The dispatch generation.
+        """
+        self.words[unsafe_offset=_COMBINE_OF] = generation.cast[DType.int32]()
+
+    @always_inline
+    def choices(
+        self, generation: UInt32, n_choices: Int
+    ) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to the experts of a dispatch's choices.
+
+        Args:
+            generation: This dispatch or the one before it.
+            n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
+
+        Returns:
+            `[n_choices]`, `NO_EXPERT` where nothing was sent.
+        """
+        return self.words.unsafe_offset(
+            _choices_word(Self.n_experts)
+            + Int(generation & UInt32(1)) * n_choices
+        )
+
+    @always_inline
+    def slots(self, n_choices: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to the slots of this dispatch's choices.
+
+        Args:
+            n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
+
+        Returns:
+            `[n_choices]`; only those of sent choices are written.
+        """
+        return self.words.unsafe_offset(
+            _choices_word(Self.n_experts) + 2 * n_choices
+        )

@@ -38,6 +38,33 @@ def next_generation(generation: UInt32) -> UInt32:
 
 
 @always_inline
+def flag_word(generation: UInt32, count: Int) -> UInt64:
+    """Puts a flag together.
+
+    Args:
+        generation: The generation that writes it.
+        count: In `[0, 2**32)`.
+
+    Returns:
+        The word.
+    """
+    return (UInt64(generation) << 32) | UInt64(count)
+
+
+@always_inline
+def count_of(word: UInt64) -> Int:
+    """Takes the count out of a flag.
+
+    Args:
+        word: From `peek`.
+
+    Returns:
+        In `[0, 2**32)`.
+    """
+    return Int(word & 0xFFFF_FFFF)
+
+
+@always_inline
 def generation_of(word: UInt64) -> UInt32:
     """Takes the generation out of a flag.
 
@@ -80,7 +107,7 @@ def publish(flag: FlagPointer, generation: UInt32, count: Int):
     # threads it joined before. Weaker would let a reader see the new flag
     # while the messages still hold the last generation.
     Atomic[UInt64].store[ordering=Ordering.RELEASE](
-        flag, (UInt64(generation) << 32) | UInt64(count)
+        flag, flag_word(generation, count)
     )
 
 
@@ -167,7 +194,7 @@ def await_generation(
     while True:
         var word = peek(flag)
         if generation_of(word) == generation:
-            return Int(word & 0xFFFF_FFFF)
+            return count_of(word)
         spins += 1
         if spins < SPINS_BEFORE_YIELD and deadline.timeout_ms > 0:
             continue

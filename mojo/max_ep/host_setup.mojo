@@ -29,8 +29,7 @@ def _clear_combine_generations(region: Int, layout: ExpertSlotsLayout):
             write_source_info(
                 recv.unsafe_offset(layout.combine_message_offset(token_idx, k)),
                 layout.combine_msg_bytes,
-                token_idx,
-                k,
+                layout.choice(token_idx, k),
                 0,
             )
 
@@ -73,7 +72,9 @@ def init_host(
         Int(words[unsafe_offset=8]),
         Int(words[unsafe_offset=9]),
     )
-    var n_words = local_sync_counters_words(layout.n_experts)
+    var n_words = local_sync_counters_words(
+        layout.n_experts, layout.n_choices()
+    )
     if (
         Int(counters_group_0.dim[0]()) < n_words
         or Int(counters_group_1.dim[0]()) < n_words

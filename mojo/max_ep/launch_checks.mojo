@@ -111,7 +111,7 @@ def counters_of[
     """
     var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
     if (
-        Int(atomic_counters.dim[0]()) < counters.total_size()
+        Int(atomic_counters.dim[0]()) < counters.total_size(layout.n_choices())
         or not counters.is_initialized()
     ):
         raise Error(

@@ -26,16 +26,12 @@ comptime MESSAGE_ALIGN = 16
 """Messages start and end on this many bytes: one 128-bit access."""
 
 comptime SOURCE_INFO_BYTES = 16
-"""Bytes behind the token of a message, see the `SOURCE_*` words."""
+"""Bytes behind the token of a message: a flag (UInt64), and as much unused.
 
-comptime SOURCE_TOKEN_WORD = 0
-"""Int32 word of the source info: the token's index on its source rank."""
-
-comptime SOURCE_K_WORD = 1
-"""Int32 word of the source info: `k`, which of the token's choices."""
-
-comptime SOURCE_GENERATION_WORD = 2
-"""Int32 word of the source info: generation that wrote a combine message."""
+The flag has the form of all flags (`flags.mojo`): the generation that wrote
+the message, and as its count the choice, `token_idx * top_k + k`, that it is
+of. On GPUs it also says that the message has arrived.
+"""
 
 comptime BUFFER_ALIGN = 256
 """Every buffer of a region starts on this many bytes."""
@@ -182,6 +178,28 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
             Bytes from the start of the dispatch send buffer.
         """
         return token_idx * self.dispatch_msg_bytes
+
+    @always_inline
+    def choice(self, token_idx: Int, k: Int) -> Int:
+        """Numbers the choices of a rank.
+
+        Args:
+            token_idx: In `[0, max_tokens_per_rank)`.
+            k: In `[0, top_k)`.
+
+        Returns:
+            The choice; `divmod` by `top_k` takes it apart.
+        """
+        return token_idx * self.top_k + k
+
+    @always_inline
+    def n_choices(self) -> Int:
+        """Counts the choices that a rank has room for.
+
+        Returns:
+            `max_tokens_per_rank * top_k`.
+        """
+        return self.choice(self.max_tokens_per_rank, 0)
 
     @always_inline
     def n_local_experts(self) -> Int:

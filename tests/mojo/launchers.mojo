@@ -59,7 +59,9 @@ def main() raises:
         N_EXPERTS, N_RANKS, MAX_TOKENS, TOP_K, msg_bytes, msg_bytes
     )
     var n_local = layout.n_local_experts()
-    comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size()
+    comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size(
+        MAX_TOKENS * TOP_K
+    )
     # [send, recv, counts] of dispatch, then of combine; one address a rank.
     var ptrs = [
         vector[DType.uint64](N_RANKS),

@@ -19,13 +19,13 @@ from ..flags import (
     Deadline,
     Waiter,
     await_generation,
+    generation_of,
     next_generation,
     publish,
 )
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import (
     ExpertSlotsLayout,
-    SOURCE_GENERATION_WORD,
     n_experts_on_rank,
     plain_token_bytes,
 )
@@ -35,7 +35,7 @@ from .host_steps import (
     await_readers,
     flag_at,
     hash_src_info,
-    source_info,
+    message_flag,
     write_source_info,
 )
 
@@ -189,7 +189,9 @@ def combine_async_host[
                 count=token_bytes,
                 is_streaming=is_streaming,
             )
-            write_source_info(message, msg_bytes, token_idx, k, generation)
+            write_source_info(
+                message, msg_bytes, layout.choice(token_idx, k), generation
+            )
 
     for_each_chunk(n_rows, msg_bytes, send_rows)
 
@@ -204,7 +206,7 @@ def combine_async_host[
                     layout.combine_count_offset(expert_id),
                 ),
                 generation,
-                counters.pair_row(pair + 1) - counters.pair_row(pair),
+                counters.pair_count(pair),
             )
     counters.set_combine_sent(generation)
     # AFTER: this generation's rows and counts are with their sources.
@@ -240,13 +242,10 @@ def _reduce_token[
     var choices = Array[Int, top_k](fill=0)
     var n_found = 0
     for k in range(top_k):
-        var source = source_info(
+        var flag = message_flag(
             rows.unsafe_offset(layout.combine_message_offset(0, k)), msg_bytes
         )
-        if (
-            source[unsafe_offset=SOURCE_GENERATION_WORD]
-            == generation.cast[DType.int32]()
-        ):
+        if generation_of(flag[]) == generation:
             choices[n_found] = k
             n_found += 1
 

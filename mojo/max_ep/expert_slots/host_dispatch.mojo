@@ -12,23 +12,19 @@ from ..flags import (
     Deadline,
     Waiter,
     await_generation,
+    count_of,
     next_generation,
     publish,
 )
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
-from ..layout import (
-    ExpertSlotsLayout,
-    SOURCE_K_WORD,
-    SOURCE_TOKEN_WORD,
-    n_experts_on_rank,
-)
+from ..layout import ExpertSlotsLayout, n_experts_on_rank
 from ..token_format import BytePointer, TokenFormat
 from ..transport import PeerBuffers
 from .host_steps import (
     await_readers,
     flag_at,
     hash_src_info,
-    source_info,
+    message_flag,
     write_source_info,
 )
 
@@ -190,13 +186,7 @@ def dispatch_async_host[
                         count=token_fmt_type.token_bytes,
                         is_streaming=is_streaming,
                     )
-                write_source_info(
-                    message,
-                    msg_bytes,
-                    token_idx,
-                    k,
-                    generation,
-                )
+                write_source_info(message, msg_bytes, choice, generation)
 
     for_each_chunk(n_tokens, top_k * msg_bytes, send_tokens)
 
@@ -295,18 +285,20 @@ def dispatch_wait_host[
         expert_ids[unsafe_offset=local_expert] = Int32(local_expert)
         for src_rank in range(n_ranks):
             var pair = layout.pair(local_expert, src_rank)
-            counters.set_pair_row(pair, n_rows)
+            counters.set_pair_rows(pair, n_rows, 0)
             if local_expert >= n_held:
                 continue
             var expert_id = my_rank * n_local_experts + local_expert
-            n_rows += await_generation(
+            var count = await_generation(
                 flag_at(my_counts, layout.dispatch_count_offset(pair)),
                 generation,
                 deadline,
                 Waiter("dispatch_wait", my_rank, src_rank, "count", expert_id),
             )
+            counters.set_pair_rows(pair, n_rows, count)
+            n_rows += count
     row_offsets[unsafe_offset=n_local_experts] = UInt32(n_rows)
-    counters.set_pair_row(n_pairs, n_rows)
+    counters.set_pair_rows(n_pairs, n_rows, 0)
     if n_rows > n_rows_max:
         raise Error(
             "max_ep: dispatch_wait on rank ",
@@ -332,13 +324,12 @@ def dispatch_wait_host[
                 layout.dispatch_message_offset(pair, slot)
             )
             token_fmt_type.decode(message, rows, row, is_streaming)
-            var source = source_info(message, token_fmt_type.msg_bytes)
-            src_info[unsafe_offset=2 * row] = source[
-                unsafe_offset=SOURCE_TOKEN_WORD
-            ]
-            src_info[unsafe_offset=2 * row + 1] = source[
-                unsafe_offset=SOURCE_K_WORD
-            ]
+            var token_idx, k = divmod(
+                count_of(message_flag(message, token_fmt_type.msg_bytes)[]),
+                token_fmt_type.top_k,
+            )
+            src_info[unsafe_offset=2 * row] = Int32(token_idx)
+            src_info[unsafe_offset=2 * row + 1] = Int32(k)
 
     for_each_chunk(n_rows, token_fmt_type.msg_bytes, decode_rows)
 

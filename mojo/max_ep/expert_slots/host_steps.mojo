@@ -5,17 +5,11 @@ from ..flags import (
     FlagPointer,
     Waiter,
     await_generation,
+    flag_word,
     generation_of,
     peek,
 )
-from ..layout import (
-    FLAG_BYTES,
-    SOURCE_GENERATION_WORD,
-    SOURCE_K_WORD,
-    SOURCE_TOKEN_WORD,
-    n_experts_on_rank,
-    source_info_offset,
-)
+from ..layout import FLAG_BYTES, n_experts_on_rank, source_info_offset
 from ..token_format import BytePointer
 
 
@@ -34,44 +28,34 @@ def flag_at(buffer: BytePointer, offset: Int) -> FlagPointer:
 
 
 @always_inline
-def source_info(
-    message: BytePointer, msg_bytes: Int
-) -> Pointer[Int32, MutUntrackedOrigin]:
-    """Points to the source info of a message.
+def message_flag(message: BytePointer, msg_bytes: Int) -> FlagPointer:
+    """Points to the flag in the source info of a message.
 
     Args:
         message: Start of the message.
         msg_bytes: Bytes of the message.
 
     Returns:
-        Its words, see the `SOURCE_*` words.
+        The flag: generation and choice.
     """
-    return message.unsafe_offset(source_info_offset(msg_bytes)).unsafe_bitcast[
-        Int32
-    ]()
+    return flag_at(message, source_info_offset(msg_bytes))
 
 
 @always_inline
 def write_source_info(
-    message: BytePointer,
-    msg_bytes: Int,
-    token_idx: Int,
-    k: Int,
-    generation: UInt32,
+    message: BytePointer, msg_bytes: Int, choice: Int, generation: UInt32
 ):
     """Writes the source info behind the token of a message.
+
+    An ordinary store: on CPU the count of the pair announces the message.
 
     Args:
         message: Start of the message.
         msg_bytes: Bytes of the message.
-        token_idx: The token's index on its source rank.
-        k: Which of the token's choices, `[0, top_k)`.
+        choice: Which choice of its source rank the message is of.
         generation: The generation that writes the message.
     """
-    var words = source_info(message, msg_bytes)
-    words[unsafe_offset=SOURCE_TOKEN_WORD] = Int32(token_idx)
-    words[unsafe_offset=SOURCE_K_WORD] = Int32(k)
-    words[unsafe_offset=SOURCE_GENERATION_WORD] = generation.cast[DType.int32]()
+    message_flag(message, msg_bytes)[] = flag_word(generation, choice)
 
 
 def hash_src_info(src_info: Pointer[mut=_, Int32, _], n_rows: Int) -> Int32:
