@@ -29,7 +29,7 @@ TOKEN_ALIGN_BYTES = 16
 FP8_BLOCK = 128
 """Channels that share a scale; a test compares it with ``blockwise_fp8.mojo``."""
 
-TARGETS = ("cpu",)
+TARGETS = ("cpu", "gpu")
 """Device kinds that have kernels."""
 
 PROTOCOLS = ("expert_slots",)
@@ -111,15 +111,17 @@ class EPConfig:
     are in one process nothing ever waits."""
     fp8_power_of_two_scales: bool = False
     """Round FP8 scales up to powers of two."""
+    ranks_per_gpu: int = 1
+    """Local ranks that share a GPU. Above 1 one GPU stands in for several: its
+    ranks run one after another, so the fused forms are refused."""
 
     def __post_init__(self) -> None:
         if self.target == "auto":
             self.target = "gpu" if accelerator_count() > 0 else "cpu"
         if self.target not in TARGETS:
             raise ValueError(
-                f"target={self.target!r} has no kernels yet; there are kernels "
-                f"for {', '.join(TARGETS)}. Pass target='cpu' and put the "
-                "tensors on DeviceRef.CPU()"
+                f"target={self.target!r} is unknown; there are 'auto', "
+                + ", ".join(repr(t) for t in TARGETS)
             )
         if self.protocol == "auto":
             self.protocol = "expert_slots"
@@ -146,6 +148,7 @@ class EPConfig:
             "max_tokens_per_rank",
             "n_gpus_per_node",
             "n_nodes",
+            "ranks_per_gpu",
         ):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
@@ -163,6 +166,11 @@ class EPConfig:
             raise ValueError(
                 f"n_gpus_per_node * n_nodes = {self.n_ranks} ranks, at most "
                 f"{MAX_RANKS} are supported"
+            )
+        if self.n_gpus_per_node % self.ranks_per_gpu != 0:
+            raise ValueError(
+                f"ranks_per_gpu={self.ranks_per_gpu} must divide n_gpus_per_node="
+                f"{self.n_gpus_per_node}, the ranks of this process"
             )
         if not -1 <= self.node_id < self.n_nodes:
             raise ValueError(
@@ -268,8 +276,28 @@ class EPConfig:
 
     @property
     def runs_ranks_in_turn(self) -> bool:
-        """Whether ranks of one process run one after another (CPU)."""
-        return self.target == "cpu" and self.n_gpus_per_node > 1
+        """Whether ranks of one process run one after another on a device."""
+        if self.target == "cpu":
+            return self.n_gpus_per_node > 1
+        return self.ranks_per_gpu > 1
+
+    @property
+    def n_local_devices(self) -> int:
+        """Devices of this process."""
+        if self.target == "cpu":
+            return 1
+        return self.n_gpus_per_node // self.ranks_per_gpu
+
+    @property
+    def timeout_ms(self) -> int:
+        """How long a launch may wait; 0 where no time would help.
+
+        The ranks of one device run one after another and all send before any
+        waits, so without other devices a wait is met at once or never.
+        """
+        if self.n_nodes == 1 and self.n_local_devices == 1:
+            return 0
+        return max(1, int(self.timeout_s * 1000))
 
     def device(self, device_id: int) -> DeviceRef:
         """Returns where the tensors of a local rank live.
@@ -282,7 +310,9 @@ class EPConfig:
                 f"device_id={device_id} must be in [0, n_gpus_per_node="
                 f"{self.n_gpus_per_node})"
             )
-        return DeviceRef.CPU() if self.target == "cpu" else DeviceRef.GPU(device_id)
+        if self.target == "cpu":
+            return DeviceRef.CPU()
+        return DeviceRef.GPU(device_id // self.ranks_per_gpu)
 
     def sizes(self) -> RegionSizes:
         """Returns the sizes of one rank's memory, as Mojo lays it out."""

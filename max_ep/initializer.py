@@ -7,12 +7,14 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from max.driver import Buffer
+from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from .config import NUM_GROUPS, EPConfig
+from .extension import run_mojo
+from .gpu_memory import GpuMemory
 from .kernels import call_ep_init
 from .symmetric_memory import LocalMemory, SharedMemory
 
@@ -23,6 +25,12 @@ NODE_VARIABLE = "MAX_EP_NODE_ID"
 """Environment variable that gives ``node_id`` (set by :func:`max_ep.launch`)."""
 
 _SEND, _RECV, _COUNTS = range(3)
+
+_FAILURE_WORD = 20
+"""First word of the failure record; a test compares it with ``counters.mojo``."""
+
+_N_FAILURE_WORDS = 8
+"""Words of the failure record; a test compares it with ``counters.mojo``."""
 
 
 class EPCommInitializer:
@@ -48,8 +56,9 @@ class EPCommInitializer:
         """
         self.config = config
         self._group = group
-        self._memory: LocalMemory | SharedMemory | None = None
+        self._memory: LocalMemory | SharedMemory | GpuMemory | None = None
         self._model: Model | None = None
+        self._devices: list[Device] = []
         self._regions: list[int] = []
         self._counters: list[list[Buffer]] = []
         self._pointers: np.ndarray | None = None
@@ -57,8 +66,12 @@ class EPCommInitializer:
     def __enter__(self) -> EPCommInitializer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, exception: object, *_: object) -> None:
+        try:
+            if exception is None and self._pointers is not None:
+                self.check()
+        finally:
+            self.close()
 
     def ep_init(self, session: InferenceSession) -> None:
         """Allocates the memory, waits for the other processes and joins them.
@@ -82,13 +95,16 @@ class EPCommInitializer:
         sizes = config.sizes()
         if self._model is None:
             self._model = session.load(_setup_graph(config))
+        self._devices = _devices(config)
         self._memory = self._allocate(sizes.region_bytes)
         try:
             self._regions = self._memory.local_addresses()
             self._counters = [
                 [
-                    Buffer.from_numpy(np.zeros(sizes.counters_words, np.int32))
-                    for _ in range(config.n_gpus_per_node)
+                    Buffer.zeros(
+                        [sizes.counters_words], DType.int32, self._device_of(rank)
+                    )
+                    for rank in range(config.n_gpus_per_node)
                 ]
                 for _ in range(NUM_GROUPS)
             ]
@@ -117,8 +133,13 @@ class EPCommInitializer:
             )
         return node_id
 
-    def _allocate(self, region_bytes: int) -> LocalMemory | SharedMemory:
+    def _allocate(self, region_bytes: int) -> LocalMemory | SharedMemory | GpuMemory:
         config = self.config
+        if config.target == "gpu":
+            return GpuMemory(
+                [self._device_of(rank) for rank in range(config.n_gpus_per_node)],
+                region_bytes,
+            )
         if config.n_nodes == 1:
             return LocalMemory(config.n_gpus_per_node, region_bytes)
         group = self._group or os.environ.get(GROUP_VARIABLE)
@@ -163,29 +184,79 @@ class EPCommInitializer:
         """
         assert self._model is not None
         config, sizes = self.config, self.config.sizes()
-        # Ranks of one process send before any of them waits, so a wait that is
-        # not met at once never will be.
-        timeout_ms = 0 if config.n_nodes == 1 else max(1, int(config.timeout_s * 1000))
         offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
-        for device_id, region in enumerate(self._regions):
-            setup = [
-                region,
-                config.node_id * config.n_gpus_per_node + device_id,
-                timeout_ms,
-                int(was_used),
-                config.n_experts,
-                config.n_ranks,
-                config.max_tokens_per_rank,
-                config.top_k,
-                sizes.dispatch_msg_bytes,
-                sizes.combine_msg_bytes,
-            ]
-            device_ptrs, _ = self._model.execute(
-                *(group[device_id] for group in self._counters),
-                np.array(setup, np.int64),
-            )
-            offsets = device_ptrs.to_numpy() - np.uint64(region)
+        # A run of the set-up graph prepares one rank on each device.
+        n_devices = config.n_local_devices
+        per_device = config.n_gpus_per_node // n_devices
+        for i in range(per_device):
+            inputs: list[Buffer | np.ndarray] = []
+            for device in range(n_devices):
+                rank = device * per_device + i
+                setup = [
+                    self._regions[rank],
+                    config.node_id * config.n_gpus_per_node + rank,
+                    config.timeout_ms,
+                    int(was_used),
+                    config.n_experts,
+                    config.n_ranks,
+                    config.max_tokens_per_rank,
+                    config.top_k,
+                    sizes.dispatch_msg_bytes,
+                    sizes.combine_msg_bytes,
+                ]
+                inputs += [group[rank] for group in self._counters]
+                inputs.append(np.array(setup, np.int64))
+            device_ptrs, *_ = self._model.execute(*inputs)
+            offsets = device_ptrs.to_numpy() - np.uint64(self._regions[i])
+        self._synchronize()
         return offsets
+
+    def _device_of(self, rank: int) -> Device:
+        """Returns where a local rank runs."""
+        return self._devices[
+            rank * self.config.n_local_devices // self.config.n_gpus_per_node
+        ]
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            device.synchronize()
+
+    def check(self) -> None:
+        """Waits for the devices, and raises if a launch on a GPU has failed.
+
+        A GPU kernel cannot raise: it notes what went wrong (a peer that did
+        not come, ids out of range), combine results become NaN, and later
+        launches do nothing. Leaving the initializer's ``with`` block checks
+        too. On CPU the ops raise by themselves.
+
+        Raises:
+            RuntimeError: If a launch failed since the last :meth:`reset`; says
+                who waited for whom, in which phase, expert and generation.
+        """
+        if self._pointers is None:
+            raise RuntimeError("EPCommInitializer.check before ep_init")
+        if self.config.target == "cpu":
+            return
+        self._synchronize()
+        texts = []
+        for rank, counters in enumerate(self._counters[0]):
+            words = counters.to(CPU()).to_numpy()
+            record = words[_FAILURE_WORD : _FAILURE_WORD + _N_FAILURE_WORDS]
+            if record[0] != 0:
+                my_rank = self.config.node_id * self.config.n_gpus_per_node + rank
+                texts.append(
+                    run_mojo(
+                        "run",
+                        "-I",
+                        ".",
+                        "failure_text.mojo",
+                        str(my_rank),
+                        str(self.config.timeout_ms),
+                        *(str(word) for word in record),
+                    ).strip()
+                )
+        if texts:
+            raise RuntimeError("\n".join(texts))
 
     def model_inputs(self) -> list[Buffer]:
         """Returns the EP inputs of the graph.
@@ -246,15 +317,36 @@ class EPCommInitializer:
             self._memory = None
 
 
-def _setup_graph(config: EPConfig) -> Graph:
-    """Builds the graph that runs ``max_ep.init`` for one rank."""
-    cpu = DeviceRef.CPU()
-    # The number of counters is left open: one compiled graph serves all sizes.
-    counters = BufferType(DType.int32, ["counters_words"], cpu)
-    setup = TensorType(DType.int64, [config.sizes().setup_words], cpu)
-    with Graph("max_ep_init", input_types=[counters, counters, setup]) as graph:
-        group_0, group_1, words = graph.inputs
-        graph.output(
-            *call_ep_init(group_0.buffer, group_1.buffer, config, setup=words.tensor)
+def _devices(config: EPConfig) -> list[Device]:
+    """Returns the devices of this process, or says what is missing."""
+    if config.target == "cpu":
+        return [CPU()]
+    n_wanted, n_there = config.n_local_devices, accelerator_count()
+    if n_there < n_wanted:
+        raise ValueError(
+            f"target='gpu' with n_gpus_per_node={config.n_gpus_per_node} and "
+            f"ranks_per_gpu={config.ranks_per_gpu} needs {n_wanted} GPUs, this "
+            f"machine shows {n_there}; put more ranks on one, or pass target='cpu'"
         )
+    return [Accelerator(i) for i in range(n_wanted)]
+
+
+def _setup_graph(config: EPConfig) -> Graph:
+    """Builds the graph that runs ``max_ep.init`` for one rank on each device."""
+    cpu = DeviceRef.CPU()
+    types: list[BufferType | TensorType] = []
+    n_devices = config.n_local_devices
+    for i in range(n_devices):
+        device = config.device(i * config.n_gpus_per_node // n_devices)
+        # The number of counters is left open: one graph serves all sizes.
+        types += [BufferType(DType.int32, ["counters_words"], device)] * NUM_GROUPS
+        types.append(TensorType(DType.int64, [config.sizes().setup_words], cpu))
+    with Graph("max_ep_init", input_types=types) as graph:
+        outputs = []
+        for i in range(0, len(types), 3):
+            group_0, group_1, words = graph.inputs[i : i + 3]
+            outputs += call_ep_init(
+                group_0.buffer, group_1.buffer, config, setup=words.tensor
+            )
+        graph.output(*outputs)
     return graph

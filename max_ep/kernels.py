@@ -34,22 +34,22 @@ from .checks import (
 from .config import FP8_BLOCK, NUM_GROUPS, EPConfig
 from .extension import load_ops
 
-_order_buffers: WeakKeyDictionary[Graph, BufferValue] = WeakKeyDictionary()
+_order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
+    WeakKeyDictionary()
+)
 
 
-def _order_buffer() -> BufferValue:
-    """Returns the buffer that puts this graph's EP ops in order.
+def _order_buffer(device: DeviceRef) -> BufferValue:
+    """Returns the buffer that puts this graph's EP ops on a device in order.
 
     MAX runs in-place ops on different buffers concurrently. All EP ops of a
-    graph share this one, so they run in the order in which they were built:
-    the sends of all ranks before the first wait.
+    graph on a device share this one, so they run in the order in which they
+    were built: the sends of all its ranks before the first wait.
     """
-    graph = Graph.current
-    if graph not in _order_buffers:
-        _order_buffers[graph] = ops.buffer_create(
-            BufferType(DType.int32, [1], DeviceRef.CPU())
-        )
-    return _order_buffers[graph]
+    of_graph = _order_buffers.setdefault(Graph.current, {})
+    if device not in of_graph:
+        of_graph[device] = ops.buffer_create(BufferType(DType.int32, [1], device))
+    return of_graph[device]
 
 
 def _call(
@@ -65,7 +65,7 @@ def _call(
     results = ops.inplace_custom(
         f"max_ep.{name}",
         device=counter.device,
-        values=[counter, _order_buffer(), *values],
+        values=[counter, _order_buffer(counter.device), *values],
         out_types=out_types or [],
         parameters={
             **parameters,

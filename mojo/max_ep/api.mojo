@@ -9,10 +9,23 @@ one address for each rank of the group.
 """
 from layout import TileTensor
 from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
 from std.sys import size_of
 
+from .counters import EPLocalSyncCounters
+from .expert_slots.combine import combine_layout_of
+from .expert_slots.dispatch import dispatch_layout_of
 from .expert_slots.host_combine import combine_async_host, combine_wait_host
 from .expert_slots.host_dispatch import dispatch_async_host, dispatch_wait_host
+from .gpu_launch import (
+    InputScales,
+    launch_combine,
+    launch_combine_async,
+    launch_combine_wait,
+    launch_dispatch,
+    launch_dispatch_async,
+    launch_dispatch_wait,
+)
 from .launch_checks import (
     check_config,
     check_n_tokens,
@@ -22,76 +35,93 @@ from .launch_checks import (
     mut_,
     peer_buffers,
 )
-from .layout import (
-    ExpertSlotsLayout,
-    MESSAGE_ALIGN,
-    message_bytes,
-    plain_token_bytes,
-)
+from .layout import MESSAGE_ALIGN
 from .token_format import TokenFormat
 
-comptime InputScales = Optional[
-    def[dtype: DType](Int) capturing -> Scalar[dtype]
-]
-"""Gives the factor of a token for an expert id, or None."""
 
-
-@always_inline
-def _dispatch_layout[
-    token_fmt_type: TokenFormat, n_experts: Int, n_ranks: Int, max_tokens: Int
-]() -> ExpertSlotsLayout:
-    """Lays out the buffers as far as dispatch needs them.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens: Tokens one rank may send.
-
-    Returns:
-        A layout whose combine messages have no size.
-    """
-    return ExpertSlotsLayout(
-        n_experts,
-        n_ranks,
-        max_tokens,
-        token_fmt_type.top_k,
-        token_fmt_type.msg_bytes,
-        0,
+def _check_tokens[
+    n_experts: Int,
+    //,
+    target: StaticString,
+    hidden_size: Int,
+    top_k: Int,
+    max_tokens: Int,
+](
+    op: StaticString,
+    counters: EPLocalSyncCounters[n_experts],
+    input_tokens: TileTensor,
+    topk_ids: TileTensor[DType.int32, ...],
+) raises:
+    """Checks what is sent by dispatch; raises if it does not fit."""
+    var n_tokens = Int(input_tokens.dim[0]())
+    check_n_tokens[target](op, counters, n_tokens, max_tokens)
+    check_size(op, "rows of topk_ids", Int(topk_ids.dim[0]()), n_tokens)
+    check_size(op, "columns of topk_ids", Int(topk_ids.dim[1]()), top_k)
+    check_size(
+        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
     )
 
 
-@always_inline
-def _combine_layout[
-    combine_dtype: DType,
+def _check_row_tensors[
+    n_local_experts: Int
+](
+    op: StaticString,
+    row_offsets: TileTensor[DType.uint32, ...],
+    expert_ids: TileTensor[DType.int32, ...],
+    src_info: TileTensor[DType.int32, ...],
+) raises:
+    """Checks what dispatch delivers into; raises if it does not fit."""
+    check_size(
+        op, "row_offsets", Int(row_offsets.dim[0]()), n_local_experts + 1
+    )
+    check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_local_experts)
+    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+
+
+def _check_expert_rows[
+    hidden_size: Int
+](
+    op: StaticString,
+    input_tokens: TileTensor,
+    src_info: TileTensor[DType.int32, ...],
+) raises:
+    """Checks what is sent by combine; raises if it does not fit."""
+    check_size(
+        op,
+        "rows of src_info",
+        Int(src_info.dim[0]()),
+        Int(input_tokens.dim[0]()),
+    )
+    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+    check_size(
+        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
+    )
+
+
+def _check_results[
+    n_experts: Int,
+    //,
+    target: StaticString,
     hidden_size: Int,
     top_k: Int,
-    n_experts: Int,
-    n_ranks: Int,
     max_tokens: Int,
-]() -> ExpertSlotsLayout:
-    """Lays out the buffers as far as combine needs them.
-
-    Parameters:
-        combine_dtype: Element type of a row.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens: Tokens one rank may send.
-
-    Returns:
-        A layout whose dispatch messages have no size.
-    """
-    return ExpertSlotsLayout(
-        n_experts,
-        n_ranks,
-        max_tokens,
-        top_k,
-        0,
-        message_bytes(
-            plain_token_bytes(hidden_size, size_of[Scalar[combine_dtype]]())
-        ),
+](
+    op: StaticString,
+    counters: EPLocalSyncCounters[n_experts],
+    output_tokens: TileTensor,
+    router_weights: TileTensor[DType.float32, ...],
+) raises:
+    """Checks what combine delivers into; raises if it does not fit."""
+    var n_tokens = Int(output_tokens.dim[0]())
+    check_n_tokens[target](op, counters, n_tokens, max_tokens)
+    check_size(
+        op, "columns of router_weights", Int(router_weights.dim[1]()), top_k
+    )
+    check_size(
+        op, "rows of router_weights", Int(router_weights.dim[0]()), n_tokens
+    )
+    check_size(
+        op, "columns of output_tokens", Int(output_tokens.dim[1]()), hidden_size
     )
 
 
@@ -153,35 +183,55 @@ def ep_dispatch_async_kernel_api[
         target,
     ]()
     comptime op = "dispatch_async"
-    comptime dispatch_layout = _dispatch_layout[
+    comptime dispatch_layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank
     ]()
-    var counters = counters_of[n_experts](op, atomic_counters, dispatch_layout)
+    var counters = counters_of[n_experts, target](
+        op, atomic_counters, dispatch_layout
+    )
     var n_tokens = Int(input_tokens.dim[0]())
-    check_n_tokens(op, counters.my_rank(), n_tokens, max_token_per_rank)
-    check_size(op, "rows of topk_ids", Int(topk_ids.dim[0]()), n_tokens)
-    check_size(op, "columns of topk_ids", Int(topk_ids.dim[1]()), top_k)
-    check_size(
-        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
+    _check_tokens[target, hidden_size, top_k, max_token_per_rank](
+        op, counters, input_tokens, topk_ids
     )
     var send_bufs = peer_buffers[n_ranks](op, "send_ptrs", send_ptrs)
-    dispatch_async_host[
-        token_fmt_type,
-        n_experts,
-        n_ranks,
-        max_token_per_rank,
-        dispatch_layout,
-        input_tokens.dtype,
-        input_scales_wrapper,
-    ](
-        imm(input_tokens),
-        imm(topk_ids),
-        n_tokens,
-        send_bufs[counters.my_rank()],
-        peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
-        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
-        counters,
-    )
+    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    comptime if is_gpu[target]():
+        launch_dispatch_async[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            n_gpus_per_node,
+            input_scales_wrapper,
+            use_shmem,
+        ](
+            input_tokens,
+            topk_ids,
+            send_bufs,
+            recv_bufs,
+            counts,
+            counters,
+            context,
+        )
+    else:
+        dispatch_async_host[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            dispatch_layout,
+            input_tokens.dtype,
+            input_scales_wrapper,
+        ](
+            imm(input_tokens),
+            imm(topk_ids),
+            n_tokens,
+            send_bufs[counters.my_rank()],
+            recv_bufs,
+            counts,
+            counters,
+        )
 
 
 def ep_dispatch_wait_kernel_api[
@@ -228,7 +278,7 @@ def ep_dispatch_wait_kernel_api[
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
     comptime hidden_size = token_fmt_type.hidden_size
-    comptime dispatch_layout = _dispatch_layout[
+    comptime dispatch_layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank
     ]()
     comptime n_local_experts = dispatch_layout.n_local_experts()
@@ -241,25 +291,47 @@ def ep_dispatch_wait_kernel_api[
         target,
     ]()
     comptime op = "dispatch_wait"
-    var counters = counters_of[n_experts](op, atomic_counters, dispatch_layout)
-    check_size(
-        op, "row_offsets", Int(row_offsets.dim[0]()), n_local_experts + 1
+    var counters = counters_of[n_experts, target](
+        op, atomic_counters, dispatch_layout
     )
-    check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_local_experts)
-    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+    _check_row_tensors[n_local_experts](op, row_offsets, expert_ids, src_info)
     var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
-    dispatch_wait_host[
-        token_fmt_type, n_experts, n_ranks, max_token_per_rank, dispatch_layout
-    ](
-        rows,
-        Int(src_info.dim[0]()),
-        mut_(row_offsets),
-        mut_(expert_ids),
-        mut_(src_info),
-        recv_bufs[counters.my_rank()],
-        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
-        counters,
-    )
+    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    comptime if is_gpu[target]():
+        launch_dispatch_wait[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            n_gpus_per_node,
+            use_shmem,
+        ](
+            rows,
+            row_offsets,
+            expert_ids,
+            src_info,
+            recv_bufs,
+            counts,
+            counters,
+            context,
+        )
+    else:
+        dispatch_wait_host[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            dispatch_layout,
+        ](
+            rows,
+            Int(src_info.dim[0]()),
+            mut_(row_offsets),
+            mut_(expert_ids),
+            mut_(src_info),
+            recv_bufs[counters.my_rank()],
+            counts,
+            counters,
+        )
 
 
 def ep_dispatch_kernel_api[
@@ -314,6 +386,53 @@ def ep_dispatch_kernel_api[
     Raises:
         As the two halves do.
     """
+    comptime if is_gpu[target]():
+        comptime n_ranks = n_gpus_per_node * n_nodes
+        comptime top_k = token_fmt_type.top_k
+        comptime hidden_size = token_fmt_type.hidden_size
+        check_config[
+            n_experts,
+            n_ranks,
+            hidden_size,
+            token_fmt_type.hidden_multiple,
+            top_k,
+            target,
+        ]()
+        comptime op = "dispatch"
+        comptime dispatch_layout = dispatch_layout_of[
+            token_fmt_type, n_experts, n_ranks, max_token_per_rank
+        ]()
+        var counters = counters_of[n_experts, target](
+            op, atomic_counters, dispatch_layout
+        )
+        _check_tokens[target, hidden_size, top_k, max_token_per_rank](
+            op, counters, input_tokens, topk_ids
+        )
+        _check_row_tensors[dispatch_layout.n_local_experts()](
+            op, row_offsets, expert_ids, src_info
+        )
+        launch_dispatch[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            n_gpus_per_node,
+            input_scales_wrapper,
+            use_shmem,
+        ](
+            input_tokens,
+            topk_ids,
+            rows,
+            row_offsets,
+            expert_ids,
+            src_info,
+            peer_buffers[n_ranks](op, "send_ptrs", send_ptrs),
+            peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
+            peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
+            counters,
+            context,
+        )
+        return
     ep_dispatch_async_kernel_api[
         token_fmt_type,
         n_experts,
@@ -406,7 +525,7 @@ def ep_combine_async_kernel_api[
         target,
     ]()
     comptime op = "combine_async"
-    comptime combine_layout = _combine_layout[
+    comptime combine_layout = combine_layout_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -414,27 +533,35 @@ def ep_combine_async_kernel_api[
         n_ranks,
         max_token_per_rank,
     ]()
-    var counters = counters_of[n_experts](op, atomic_counters, combine_layout)
+    var counters = counters_of[n_experts, target](
+        op, atomic_counters, combine_layout
+    )
     var n_rows = Int(input_tokens.dim[0]())
-    check_size(op, "rows of src_info", Int(src_info.dim[0]()), n_rows)
-    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
-    check_size(
-        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
-    )
-    combine_async_host[
-        combine_dtype,
-        hidden_size,
-        n_experts,
-        n_ranks,
-        combine_layout,
-    ](
-        imm(input_tokens),
-        n_rows,
-        imm(src_info),
-        peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
-        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
-        counters,
-    )
+    _check_expert_rows[hidden_size](op, input_tokens, src_info)
+    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    comptime if is_gpu[target]():
+        launch_combine_async[
+            combine_dtype,
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            n_gpus_per_node,
+            use_shmem,
+        ](input_tokens, src_info, recv_bufs, counts, counters, context)
+    else:
+        combine_async_host[
+            combine_dtype, hidden_size, n_experts, n_ranks, combine_layout
+        ](
+            imm(input_tokens),
+            n_rows,
+            imm(src_info),
+            recv_bufs,
+            counts,
+            counters,
+        )
 
 
 def ep_combine_wait_kernel_api[
@@ -489,7 +616,7 @@ def ep_combine_wait_kernel_api[
         target,
     ]()
     comptime op = "combine_wait"
-    comptime combine_layout = _combine_layout[
+    comptime combine_layout = combine_layout_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -497,33 +624,37 @@ def ep_combine_wait_kernel_api[
         n_ranks,
         max_token_per_rank,
     ]()
-    var counters = counters_of[n_experts](op, atomic_counters, combine_layout)
+    var counters = counters_of[n_experts, target](
+        op, atomic_counters, combine_layout
+    )
     var n_tokens = Int(output_tokens.dim[0]())
-    check_n_tokens(op, counters.my_rank(), n_tokens, max_token_per_rank)
-    check_size(
-        op, "columns of router_weights", Int(router_weights.dim[1]()), top_k
-    )
-    check_size(
-        op, "rows of router_weights", Int(router_weights.dim[0]()), n_tokens
-    )
-    check_size(
-        op, "columns of output_tokens", Int(output_tokens.dim[1]()), hidden_size
+    _check_results[target, hidden_size, top_k, max_token_per_rank](
+        op, counters, output_tokens, router_weights
     )
     var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
-    combine_wait_host[
-        combine_dtype,
-        hidden_size,
-        n_experts,
-        n_ranks,
-        combine_layout,
-    ](
-        mut_(output_tokens),
-        imm(router_weights),
-        n_tokens,
-        recv_bufs[counters.my_rank()],
-        peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
-        counters,
-    )
+    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    comptime if is_gpu[target]():
+        launch_combine_wait[
+            combine_dtype,
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            n_gpus_per_node,
+            use_shmem,
+        ](output_tokens, router_weights, recv_bufs, counts, counters, context)
+    else:
+        combine_wait_host[
+            combine_dtype, hidden_size, n_experts, n_ranks, combine_layout
+        ](
+            mut_(output_tokens),
+            imm(router_weights),
+            n_tokens,
+            recv_bufs[counters.my_rank()],
+            counts,
+            counters,
+        )
 
 
 def ep_combine_kernel_api[
@@ -576,6 +707,52 @@ def ep_combine_kernel_api[
     Raises:
         As the two halves do.
     """
+    comptime if is_gpu[target]():
+        comptime n_ranks = n_gpus_per_node * n_nodes
+        check_config[
+            n_experts,
+            n_ranks,
+            hidden_size,
+            MESSAGE_ALIGN // size_of[Scalar[combine_dtype]](),
+            top_k,
+            target,
+        ]()
+        comptime op = "combine"
+        comptime combine_layout = combine_layout_of[
+            combine_dtype,
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+        ]()
+        var counters = counters_of[n_experts, target](
+            op, atomic_counters, combine_layout
+        )
+        _check_expert_rows[hidden_size](op, input_tokens, src_info)
+        _check_results[target, hidden_size, top_k, max_token_per_rank](
+            op, counters, output_tokens, router_weights
+        )
+        launch_combine[
+            combine_dtype,
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            n_gpus_per_node,
+            use_shmem,
+        ](
+            output_tokens,
+            input_tokens,
+            src_info,
+            router_weights,
+            peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
+            peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
+            counters,
+            context,
+        )
+        return
     ep_combine_async_kernel_api[
         combine_dtype,
         hidden_size,

@@ -145,13 +145,36 @@ struct EPLocalSyncCounters[n_experts: Int](
             layout: How the regions are cut.
         """
         for i in range(n_words):
-            self.words[unsafe_offset=i] = 0
-        self.words[unsafe_offset=_MAGIC] = COUNTERS_MAGIC
-        self.words[unsafe_offset=_MY_RANK] = Int32(my_rank)
-        self.words[unsafe_offset=_TIMEOUT_MS] = Int32(timeout_ms)
+            self.words[unsafe_offset=i] = self.word_after_reset(
+                i, my_rank, timeout_ms, layout
+            )
+
+    @always_inline
+    def word_after_reset(
+        self, i: Int, my_rank: Int, timeout_ms: Int, layout: ExpertSlotsLayout
+    ) -> Int32:
+        """States a word before the first generation.
+
+        Args:
+            i: Which word.
+            my_rank: This rank.
+            timeout_ms: How long a launch may wait.
+            layout: How the regions are cut.
+
+        Returns:
+            Its value.
+        """
+        if i == _MAGIC:
+            return COUNTERS_MAGIC
+        if i == _MY_RANK:
+            return Int32(my_rank)
+        if i == _TIMEOUT_MS:
+            return Int32(timeout_ms)
         var fields = _fields(layout)
-        for i in range(len(fields)):
-            self.words[unsafe_offset=_LAYOUT + i] = Int32(fields[i])
+        comptime for field in range(6):
+            if i == _LAYOUT + field:
+                return Int32(fields[field])
+        return 0
 
     def is_cut_as(self, layout: ExpertSlotsLayout) -> Bool:
         """Tells whether the regions are cut as a launch expects.
@@ -164,11 +187,12 @@ struct EPLocalSyncCounters[n_experts: Int](
             Whether all sizes that it knows are those of `reset`.
         """
         var fields = _fields(layout)
-        for i in range(len(fields)):
+        var is_same = True
+        comptime for i in range(6):
             var cut = Int(self.words[unsafe_offset=_LAYOUT + i])
             if fields[i] != 0 and fields[i] != cut:
-                return False
-        return True
+                is_same = False
+        return is_same
 
     @always_inline
     def is_initialized(self) -> Bool:

@@ -10,10 +10,20 @@ A reader accepts a flag only if its generation *equals* the one it waits for,
 so an old flag can never be taken for a new one, and the generation may wrap.
 """
 from std.atomic import Atomic, Ordering, fence
-from std.time import perf_counter_ns, sleep
+from std.sys import is_amd_gpu
+from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
 comptime FlagPointer = Pointer[UInt64, MutUntrackedOrigin]
 """A flag in some rank's region."""
+
+comptime SharedWord = Pointer[
+    UInt32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""A word in the shared memory of a GPU block."""
+
+comptime SPINS_BETWEEN_LOOKS = 64
+"""Loads of a flag by a GPU thread between two looks at the clock, which cost
+as much as some loads."""
 
 comptime SPINS_BEFORE_YIELD = 2048
 """Loads of a flag before the waiter gives its core to others: about the time
@@ -199,19 +209,21 @@ def await_generation(
         if spins < SPINS_BEFORE_YIELD and deadline.timeout_ms > 0:
             continue
         if deadline.has_passed():
-            _raise_missing(generation_of(word), generation, deadline, who)
+            raise_missing(
+                generation_of(word), generation, deadline.timeout_ms, who
+            )
         sleep(YIELD_SECONDS)
 
 
-def _raise_missing(
-    found: UInt32, wanted: UInt32, deadline: Deadline, who: Waiter
+def raise_missing(
+    found: UInt32, wanted: UInt32, timeout_ms: Int, who: Waiter
 ) raises:
     """Raises the error of a wait that was not met.
 
     Args:
         found: The generation the flag carries.
         wanted: The generation it should carry.
-        deadline: How long was waited.
+        timeout_ms: How long was waited; 0: not at all.
         who: Who waited for whom.
 
     Raises:
@@ -232,7 +244,7 @@ def _raise_missing(
         found,
         ")",
     )
-    if deadline.timeout_ms == 0:
+    if timeout_ms == 0:
         raise Error(
             place,
             "no ",
@@ -245,7 +257,7 @@ def _raise_missing(
     raise Error(
         place,
         "timed out after ",
-        deadline.timeout_ms,
+        timeout_ms,
         " ms waiting for ",
         what,
         ". Rank ",
@@ -253,3 +265,199 @@ def _raise_missing(
         " has died, is later than EPConfig.timeout_s, or runs other EP ops",
         " than this rank. Restart the group.",
     )
+
+
+# ------------------------------------------------------------------ GPU ranks
+
+
+def _device_scope() -> StaticString:
+    comptime if is_amd_gpu():
+        return "agent"
+    else:
+        return "device"
+
+
+def _block_scope() -> StaticString:
+    comptime if is_amd_gpu():
+        return "workgroup"
+    else:
+        return "block"
+
+
+@always_inline
+def publish_number(flag: FlagPointer, generation: UInt32, count: Int):
+    """Publishes a count, and nothing but it.
+
+    Args:
+        flag: A flag that only this rank writes.
+        generation: The generation it belongs to.
+        count: In `[0, 2**32)`.
+    """
+    # ORDER: RELAXED, system scope. Pairs with the RELAXED in `peek_number`.
+    # Makes visible: itself. Generation and count are one word, and each
+    # message that is counted announces itself, so nothing needs to be before.
+    Atomic[UInt64].store[ordering=Ordering.RELAXED](
+        flag, flag_word(generation, count)
+    )
+
+
+@always_inline
+def peek_number(flag: FlagPointer) -> UInt64:
+    """Reads a flag once, for its own count only.
+
+    Args:
+        flag: The flag.
+
+    Returns:
+        Generation (high half) and count (low half).
+    """
+    # ORDER: RELAXED, system scope. Pairs with the RELAXED in `publish_number`.
+    # Makes visible: itself. What is read by means of the count is awaited by
+    # its own flag.
+    return Atomic[UInt64].load[ordering=Ordering.RELAXED](flag)
+
+
+@always_inline
+def has_reached(word: UInt64, generation: UInt32) -> Bool:
+    """Tells whether a done word shows a generation or a later one.
+
+    A GPU rank that got no row from a peer does not wait for it in combine, so
+    its done word may be ahead of what that peer looks for; it cannot be ahead
+    by 2**31.
+
+    Args:
+        word: From `peek`.
+        generation: The generation that must have been read.
+
+    Returns:
+        Whether it has been.
+    """
+    return (generation_of(word) - generation).cast[DType.int32]() >= 0
+
+
+@fieldwise_init
+struct DeviceDeadline(TrivialRegisterPassable):
+    """The time by which one GPU launch must have met all its waits."""
+
+    var end_ns: UInt64
+    """When it is up, by the clock that all multiprocessors share."""
+
+    @staticmethod
+    @always_inline
+    def after(timeout_ms: Int) -> Self:
+        """Starts the clock.
+
+        Args:
+            timeout_ms: Milliseconds; 0: every wait looks a few times only.
+
+        Returns:
+            A deadline that runs from now on.
+        """
+        return Self(global_perf_counter_ns() + UInt64(timeout_ms) * 1_000_000)
+
+    @always_inline
+    def has_passed(self) -> Bool:
+        """Looks at the clock.
+
+        Returns:
+            Whether the time is up.
+        """
+        return global_perf_counter_ns() > self.end_ns
+
+
+@always_inline
+def block_add(counter: SharedWord, n: UInt32) -> UInt32:
+    """Adds to a counter of the block.
+
+    Args:
+        counter: The counter.
+        n: How much.
+
+    Returns:
+        What it was before.
+    """
+    # ORDER: RELAXED, block scope. Pairs with none: it deals out numbers, or
+    # counts what is read behind a warp or block barrier.
+    return Atomic[UInt32, scope=_block_scope()].fetch_add[
+        ordering=Ordering.RELAXED
+    ](counter, n)
+
+
+@always_inline
+def block_publish(word: SharedWord, value: UInt32):
+    """Tells the block that everything this warp wrote before is in place.
+
+    Args:
+        word: A word that only this warp writes.
+        value: What it says.
+    """
+    # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `block_peek`.
+    # Makes visible: what this warp wrote before, to shared memory and to this
+    # rank's own words. Weaker would show the progress before the work.
+    Atomic[UInt32, scope=_block_scope()].store[ordering=Ordering.RELEASE](
+        word, value
+    )
+
+
+@always_inline
+def block_peek(word: SharedWord) -> UInt32:
+    """Reads a word that another warp of the block publishes.
+
+    Args:
+        word: The word.
+
+    Returns:
+        Its value.
+    """
+    # ORDER: ACQUIRE, block scope. Pairs with the RELEASE in `block_publish`.
+    # Makes visible: what that warp wrote before. Weaker would let the reads of
+    # its results overtake this one.
+    return Atomic[UInt32, scope=_block_scope()].load[ordering=Ordering.ACQUIRE](
+        word
+    )
+
+
+@always_inline
+def arrive(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
+    """Counts a block that has ended.
+
+    Args:
+        counter: `EPLocalSyncCounters.blocks_done`.
+
+    Returns:
+        How many blocks ended before it.
+    """
+    # ORDER: ACQUIRE_RELEASE, device scope. Pairs with itself in the other
+    # blocks of the launch. Makes visible to the last one: that all blocks have
+    # read what they had to read, and what they wrote, so that its release of
+    # the done words covers all of them.
+    return Int(
+        Atomic[Int32, scope=_device_scope()].fetch_add[
+            ordering=Ordering.ACQUIRE_RELEASE
+        ](counter, 1)
+    )
+
+
+@always_inline
+def raise_to(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
+    """Raises a word of this rank to a value.
+
+    Args:
+        word: The word.
+        value: What it is at least, afterwards.
+
+    Returns:
+        Whether it was lower: true for one thread only.
+    """
+    comptime Word = Atomic[Int32, scope=_device_scope()]
+    # ORDER: RELAXED, device scope. Pairs with none: the host reads the failure
+    # record after the launch has ended, later launches run after this one.
+    var old = Word.load[ordering=Ordering.RELAXED](word)
+    while old < value:
+        # ORDER: RELAXED, as above.
+        if Word.compare_exchange[
+            success_ordering=Ordering.RELAXED,
+            failure_ordering=Ordering.RELAXED,
+        ](word, old, value):
+            return True
+    return False

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a rank's region and counters in the state before generation 1."""
 from layout import TileTensor
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
 from std.memory import unsafe_memset_zero
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .expert_slots.host_steps import write_source_info
+from .gpu_setup import clear_gpu
+from .launch_checks import mut_
 from .layout import ExpertSlotsLayout
 from .token_format import BytePointer
 
@@ -34,16 +38,47 @@ def _clear_combine_generations(region: Int, layout: ExpertSlotsLayout):
             )
 
 
-def init_host(
+def _clear_host(region: Int, layout: ExpertSlotsLayout, was_used: Bool):
+    """Clears the flags of a region in host memory.
+
+    Args:
+        region: Address of the region.
+        layout: Offsets of the buffers.
+        was_used: Whether messages may stand in it; fresh memory is zero.
+    """
+    unsafe_memset_zero(
+        BytePointer(
+            unsafe_from_address=region + layout.dispatch_counts_offset()
+        ),
+        layout.dispatch_counts_bytes(),
+    )
+    unsafe_memset_zero(
+        BytePointer(
+            unsafe_from_address=region + layout.combine_counts_offset()
+        ),
+        layout.combine_counts_bytes(),
+    )
+    if was_used:
+        _clear_combine_generations(region, layout)
+
+
+def init[
+    target: StaticString
+](
     device_ptrs: TileTensor[DType.uint64, ...],
     my_rank: TileTensor[DType.int32, ...],
     counters_group_0: TileTensor[DType.int32, ...],
     counters_group_1: TileTensor[DType.int32, ...],
     setup: TileTensor[DType.int64, ...],
+    context: DeviceContext,
 ) raises:
     """Clears flags and counters and says where the buffers stand.
 
-    No peer may know the region yet, or none may be in a launch.
+    No peer may know the region yet, or none may be in a launch. On GPU the
+    clearing is only started.
+
+    Parameters:
+        target: Device kind of region and counters.
 
     Args:
         device_ptrs: Result, `[2, 3]`: send, recv and counts buffer of dispatch
@@ -53,6 +88,7 @@ def init_host(
         counters_group_0: Local words, `[total_size()]`.
         counters_group_1: Local words of MAX's second group, set alike.
         setup: `[N_SETUP_WORDS]`.
+        context: The device.
 
     Raises:
         If a tensor is too small.
@@ -80,25 +116,23 @@ def init_host(
         or Int(counters_group_1.dim[0]()) < n_words
     ):
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
-    for counters in [Int(counters_group_0.ptr), Int(counters_group_1.ptr)]:
-        # The view's parameter only fixes its size, which is checked above.
-        EPLocalSyncCounters[0](
-            Pointer[Int32, MutUntrackedOrigin](unsafe_from_address=counters)
-        ).reset(rank, timeout_ms, n_words, layout)
-    unsafe_memset_zero(
-        BytePointer(
-            unsafe_from_address=region + layout.dispatch_counts_offset()
-        ),
-        layout.dispatch_counts_bytes(),
-    )
-    unsafe_memset_zero(
-        BytePointer(
-            unsafe_from_address=region + layout.combine_counts_offset()
-        ),
-        layout.combine_counts_bytes(),
-    )
-    if was_used:
-        _clear_combine_generations(region, layout)
+    comptime if is_gpu[target]():
+        clear_gpu(
+            region,
+            mut_(counters_group_0),
+            mut_(counters_group_1),
+            rank,
+            timeout_ms,
+            layout,
+            context,
+        )
+    else:
+        for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
+            # The view's parameter only fixes its size, which is checked above.
+            EPLocalSyncCounters[0](counters).reset(
+                rank, timeout_ms, n_words, layout
+            )
+        _clear_host(region, layout, was_used)
     Pointer[Int32, MutUntrackedOrigin](
         unsafe_from_address=Int(my_rank.ptr)
     )[] = Int32(rank)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launcher makes sure of before it starts a kernel."""
 from layout import TileTensor
-from max.gpu.host.info import is_cpu
+from max.gpu.host.info import is_cpu, is_gpu
 
 from .counters import EPLocalSyncCounters
 from .layout import ExpertSlotsLayout, MAX_RANKS, MAX_TOP_K
@@ -31,9 +31,9 @@ def check_config[
         top_k: Experts of a token.
         target: The device kind.
     """
-    comptime assert is_cpu[
-        target
-    ](), "max_ep: expert_slots has kernels for target 'cpu' only"
+    comptime assert (
+        is_cpu[target]() or is_gpu[target]()
+    ), "max_ep: expert_slots has kernels for targets 'cpu' and 'gpu'"
     comptime assert (
         1 <= n_ranks and n_ranks <= MAX_RANKS
     ), "max_ep: n_ranks must be in [1, MAX_RANKS]"
@@ -86,7 +86,7 @@ def mut_[
 
 
 def counters_of[
-    n_experts: Int
+    n_experts: Int, target: StaticString
 ](
     op: StaticString,
     atomic_counters: TileTensor[DType.int32, ...],
@@ -94,8 +94,11 @@ def counters_of[
 ) raises -> EPLocalSyncCounters[n_experts]:
     """Finds this rank's local words.
 
+    On GPU the words are out of reach here, and the kernels look at them.
+
     Parameters:
         n_experts: Experts of the group.
+        target: The device kind.
 
     Args:
         op: Who asks.
@@ -110,10 +113,13 @@ def counters_of[
         are cut otherwise.
     """
     var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
-    if (
-        Int(atomic_counters.dim[0]()) < counters.total_size(layout.n_choices())
-        or not counters.is_initialized()
-    ):
+    var has_room = Int(atomic_counters.dim[0]()) >= counters.total_size(
+        layout.n_choices()
+    )
+    comptime if is_gpu[target]():
+        if has_room:
+            return counters
+    if not has_room or not counters.is_initialized():
         raise Error(
             "max_ep: ",
             op,
@@ -207,14 +213,23 @@ def check_size(
         )
 
 
-def check_n_tokens(
-    op: StaticString, my_rank: Int, n_tokens: Int, max_tokens_per_rank: Int
+def check_n_tokens[
+    n_experts: Int, //, target: StaticString
+](
+    op: StaticString,
+    counters: EPLocalSyncCounters[n_experts],
+    n_tokens: Int,
+    max_tokens_per_rank: Int,
 ) raises:
     """Refuses more tokens than the buffers hold.
 
+    Parameters:
+        n_experts: Experts of the group.
+        target: The device kind.
+
     Args:
         op: Who asks.
-        my_rank: This rank.
+        counters: This rank's local words.
         n_tokens: Tokens given.
         max_tokens_per_rank: Tokens there is room for.
 
@@ -222,11 +237,12 @@ def check_n_tokens(
         If there are too many.
     """
     if n_tokens > max_tokens_per_rank:
+        var place = String(op)
+        comptime if is_cpu[target]():
+            place += String(" on rank ", counters.my_rank())
         raise Error(
             "max_ep: ",
-            op,
-            " on rank ",
-            my_rank,
+            place,
             ": ",
             n_tokens,
             " tokens given, EPConfig.max_tokens_per_rank is ",
@@ -234,3 +250,31 @@ def check_n_tokens(
             ". Send fewer at a time, or raise it.",
             _NEXT,
         )
+
+
+@always_inline
+def p2p_buffers[
+    n_ranks: Int, //, T: AnyType, p2p_world_size: Int
+](buffers: PeerBuffers[n_ranks], first_rank: Int) -> Array[
+    Pointer[T, MutUntrackedOrigin], p2p_world_size
+]:
+    """Makes kernel arguments of the buffers that pointers reach.
+
+    Parameters:
+        n_ranks: Ranks of the group.
+        T: What the pointers are of.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+
+    Args:
+        buffers: The buffers of all ranks.
+        first_rank: First rank of the p2p world.
+
+    Returns:
+        Their buffers.
+    """
+    var result = Array[Pointer[T, MutUntrackedOrigin], p2p_world_size](
+        fill=buffers[first_rank].unsafe_bitcast[T]()
+    )
+    for i in range(p2p_world_size):
+        result[i] = buffers[first_rank + i].unsafe_bitcast[T]()
+    return result^

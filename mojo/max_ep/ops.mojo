@@ -19,7 +19,7 @@ from .api import (
     InputScales,
 )
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat, ScaledRows
-from .host_setup import init_host
+from .host_setup import init
 from .token_format import BytePointer, PlainRows, PlainTokenFormat
 
 comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
@@ -36,7 +36,7 @@ def _bytes(tensor: OutputTensor) -> BytePointer:
 
 @always_inline
 def _scaled_rows(
-    tokens: OutputTensor[dtype=DType.uint8, rank=2, ...],
+    tokens: OutputTensor[rank=2, ...],
     scales: OutputTensor[dtype=DType.float32, rank=2, ...],
 ) -> ScaledRows:
     return ScaledRows(
@@ -62,12 +62,13 @@ struct Init:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank; see the launcher of its name."""
-        init_host(
+        init[target](
             device_ptrs.to_tile_tensor(),
             my_rank.to_tile_tensor(),
             counters_group_0.to_tile_tensor(),
             counters_group_1.to_tile_tensor(),
             setup.to_tile_tensor(),
+            ctx,
         )
 
 
@@ -298,7 +299,7 @@ struct DispatchWaitFP8:
         n_gpus_per_node: Int,
         n_nodes: Int,
     ](
-        output_tokens: OutputTensor[dtype=DType.uint8, rank=2, ...],
+        output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
         row_offsets: OutputTensor[dtype=DType.uint32, rank=1, ...],
         expert_ids: OutputTensor[dtype=DType.int32, rank=1, ...],
@@ -345,7 +346,7 @@ struct DispatchFP8:
         n_nodes: Int,
         has_input_scales: Bool,
     ](
-        output_tokens: OutputTensor[dtype=DType.uint8, rank=2, ...],
+        output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
         row_offsets: OutputTensor[dtype=DType.uint32, rank=1, ...],
         expert_ids: OutputTensor[dtype=DType.int32, rank=1, ...],

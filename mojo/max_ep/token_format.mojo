@@ -9,6 +9,8 @@ A message is `token_bytes` of encoded token and a source info behind it:
 This file holds the trait and the format that sends elements as they are; each
 further format has a file in `formats/`. A format knows nothing of ranks.
 """
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.memory import bitcast
 from std.sys import size_of
 
 from .host_copy import copy_bytes
@@ -18,8 +20,27 @@ comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
 """Bytes of a region or of a tensor."""
 
 
+comptime LaneBytes = SIMD[DType.uint32, 4]
+"""16 bytes in the registers of one GPU lane: what one access moves."""
+
+
+@fieldwise_init
+struct LaneWire(TrivialRegisterPassable):
+    """What one GPU lane puts on the wire in one step."""
+
+    var values: LaneBytes
+    """16 bytes of values."""
+    var scale: Float32
+    """Scale of the block that the lane's elements are in, if there is one."""
+
+
 trait TokenFormat:
-    """The wire format of one token."""
+    """The wire format of one token.
+
+    On CPU a thread encodes or decodes a whole token. On GPU a warp does, lane
+    by lane: in step `s` of a warp of `n` lanes, lane `l` moves the 16 bytes of
+    values at `(s * n + l) * 16`.
+    """
 
     comptime hidden_size: Int
     """Elements of a token."""
@@ -31,7 +52,13 @@ trait TokenFormat:
     """Bytes of the encoded token, a multiple of `MESSAGE_ALIGN`."""
     comptime msg_bytes: Int = message_bytes(Self.token_bytes)
     """Bytes of a message: token and source info."""
-    comptime Rows: TrivialRegisterPassable
+    comptime value_bytes: Int
+    """Bytes of the values of a token, without scales; a multiple of 16."""
+    comptime lane_elements: Int
+    """Elements whose values fill 16 bytes."""
+    comptime has_scales: Bool
+    """Whether float32 scales follow the values, one for eight lanes."""
+    comptime Rows: DevicePassable & TrivialRegisterPassable
     """Where decoded tokens go: the pointers of the output tensors."""
 
     @staticmethod
@@ -69,13 +96,79 @@ trait TokenFormat:
         """
         ...
 
+    @staticmethod
+    def encode_lane[
+        input_type: DType, is_scaled: Bool
+    ](
+        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
+    ) -> LaneWire:
+        """Encodes what one GPU lane holds; all lanes of the warp call it.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            elements: The lane's elements; zeros behind the token's end.
+            input_scale: Factor of every element; read if `is_scaled`.
+
+        Returns:
+            The lane's part of the wire format.
+        """
+        ...
+
+    @staticmethod
+    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
+        """Points to where the values of a row go.
+
+        Args:
+            rows: The output tensors.
+            row: The row.
+
+        Returns:
+            `[value_bytes]`.
+        """
+        ...
+
+    @staticmethod
+    def decode_scales_lane(
+        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
+    ):
+        """Puts one GPU lane's part of a message's scales into the output.
+
+        Args:
+            message: `[msg_bytes]`.
+            rows: The output tensors.
+            row: The row that the token takes there.
+            lane: This lane.
+            n_lanes: Lanes that share the work.
+        """
+        ...
+
 
 @fieldwise_init
-struct PlainRows(TrivialRegisterPassable):
+struct PlainRows(DevicePassable, TrivialRegisterPassable):
     """Output tensor of a format without scales."""
 
     var tokens: BytePointer
     """Rows, `[max_recv_tokens][hidden_size]` in the wire's element type."""
+
+    comptime device_type: AnyType = Self
+    """A kernel gets the pointers as they are."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in error messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "PlainRows"
 
 
 struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
@@ -101,6 +194,12 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
         Self.hidden_size, size_of[Scalar[Self.wire_type]]()
     )
     """Bytes of the elements."""
+    comptime value_bytes = Self.token_bytes
+    """All of them are values."""
+    comptime lane_elements = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
+    """Elements of 16 bytes."""
+    comptime has_scales = False
+    """There are none."""
     comptime Rows = PlainRows
     """One output tensor."""
 
@@ -161,6 +260,66 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
             count=Self.token_bytes,
             is_streaming=is_streaming,
         )
+
+    @staticmethod
+    @always_inline
+    def encode_lane[
+        input_type: DType, is_scaled: Bool
+    ](
+        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
+    ) -> LaneWire:
+        """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            elements: The lane's elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+
+        Returns:
+            The elements in the wire's type.
+        """
+        comptime if Self.wire_type == input_type and not is_scaled:
+            return LaneWire(bitcast[DType.uint32, 4](elements), 0)
+        else:
+            var x = elements.cast[DType.float32]()
+            comptime if is_scaled:
+                x *= input_scale
+            return LaneWire(
+                bitcast[DType.uint32, 4](x.cast[Self.wire_type]()), 0
+            )
+
+    @staticmethod
+    @always_inline
+    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
+        """Points to where a row goes.
+
+        Args:
+            rows: The output tensor.
+            row: The row.
+
+        Returns:
+            `[value_bytes]`.
+        """
+        return rows.tokens.unsafe_offset(row * Self.value_bytes)
+
+    @staticmethod
+    @always_inline
+    def decode_scales_lane(
+        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
+    ):
+        """Does nothing: there are no scales.
+
+        Args:
+            message: `[msg_bytes]`.
+            rows: The output tensor.
+            row: The row that the token takes there.
+            lane: This lane.
+            n_lanes: Lanes that share the work.
+        """
+        pass
 
 
 comptime BF16TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[

@@ -13,7 +13,7 @@ from max_ep import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
-from max_ep.host_setup import init_host
+from max_ep.host_setup import init
 from max_ep.layout import ExpertSlotsLayout, message_bytes, plain_token_bytes
 from max_ep.token_format import PlainRows
 from std.memory.alloc import unsafe_alloc
@@ -91,12 +91,13 @@ def main() raises:
             setup.ptr[unsafe_offset=i] = Int64(words[i])
         var device_ptrs = vector[DType.uint64](6)
         var my_rank = vector[DType.int32](1)
-        init_host(
+        init["cpu"](
             device_ptrs,
             my_rank,
             counters[rank],
             vector[DType.int32](n_words),
             setup,
+            ctx,
         )
         assert_equal(Int(my_rank.ptr[]), rank)
         for i in range(6):

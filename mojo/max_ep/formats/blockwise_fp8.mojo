@@ -11,12 +11,15 @@ With `power_of_two_scales`, `scale` is rounded up to a power of two and the
 values are `x * (1 / scale)`. Definition: DeepEP's low-latency dispatch, which
 the seeds describe; the oracle is `quantize_blockwise_fp8` in `reference.py`.
 """
+import max.gpu.primitives.warp as warp
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import isnan
 from std.memory import bitcast
+from std.sys import is_nvidia_gpu
 
 from ..host_copy import copy_bytes
 from ..layout import blockwise_fp8_token_bytes
-from ..token_format import BytePointer, TokenFormat
+from ..token_format import BytePointer, LaneWire, TokenFormat
 
 comptime FP8_BLOCK = 128
 """Channels that share one scale."""
@@ -29,9 +32,12 @@ comptime FP8_MIN_AMAX = Float32(1e-4)
 
 comptime _WIDTH = 16
 
+comptime _LANES = FP8_BLOCK // _WIDTH
+"""GPU lanes that share one block."""
+
 
 @fieldwise_init
-struct ScaledRows(TrivialRegisterPassable):
+struct ScaledRows(DevicePassable, TrivialRegisterPassable):
     """Output tensors of a format with blockwise scales."""
 
     var tokens: BytePointer
@@ -41,6 +47,23 @@ struct ScaledRows(TrivialRegisterPassable):
     stand `scale_stride` apart, as MAX's grouped matmul reads them."""
     var scale_stride: Int
     """Elements between two scales of one row: `max_recv_tokens`."""
+
+    comptime device_type: AnyType = Self
+    """A kernel gets the pointers as they are."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in error messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "ScaledRows"
 
 
 @always_inline
@@ -82,6 +105,22 @@ def encode_e4m3fn[
 
 
 @always_inline
+def to_e4m3fn(x: SIMD[DType.float32, _WIDTH]) -> SIMD[DType.uint8, _WIDTH]:
+    """Rounds to float8_e4m3fn by the quickest way the device has.
+
+    Args:
+        x: Numbers.
+
+    Returns:
+        The bits of `encode_e4m3fn`.
+    """
+    comptime if is_nvidia_gpu():
+        return bitcast[DType.uint8, _WIDTH](x.cast[DType.float8_e4m3fn]())
+    else:
+        return encode_e4m3fn(x)
+
+
+@always_inline
 def power_of_two_at_least(x: Float32) -> Float32:
     """Rounds up to a power of two.
 
@@ -117,6 +156,12 @@ struct BlockwiseFP8TokenFormat[
         Self.hidden_size, FP8_BLOCK
     )
     """Bytes of values and scales."""
+    comptime value_bytes = Self.hidden_size
+    """One byte a value."""
+    comptime lane_elements = _WIDTH
+    """16 values of one byte."""
+    comptime has_scales = True
+    """One for `FP8_BLOCK` elements."""
     comptime Rows = ScaledRows
     """Output tensors of values and scales."""
     comptime n_blocks = Self.hidden_size_ // FP8_BLOCK
@@ -158,11 +203,7 @@ struct BlockwiseFP8TokenFormat[
                 parts[part] = x
                 largest = max(largest, abs(x))
             var amax = largest.reduce_max()
-            var scale = amax / FP8_MAX
-            var factor = FP8_MAX / amax
-            comptime if Self.power_of_two_scales:
-                scale = power_of_two_at_least(scale)
-                factor = 1 / scale
+            var scale, factor = Self._scale_and_factor(amax)
             comptime for part in range(n_parts):
                 message.unsafe_store(
                     block * FP8_BLOCK + part * _WIDTH,
@@ -193,6 +234,86 @@ struct BlockwiseFP8TokenFormat[
             Float32
         ]()
         for block in range(Self.n_blocks):
+            rows.scales[unsafe_offset=block * rows.scale_stride + row] = scales[
+                unsafe_offset=block
+            ]
+
+    @staticmethod
+    @always_inline
+    def _scale_and_factor(amax: Float32) -> Tuple[Float32, Float32]:
+        var scale = amax / FP8_MAX
+        var factor = FP8_MAX / amax
+        comptime if Self.power_of_two_scales:
+            scale = power_of_two_at_least(scale)
+            factor = 1 / scale
+        return (scale, factor)
+
+    @staticmethod
+    @always_inline
+    def encode_lane[
+        input_type: DType, is_scaled: Bool
+    ](
+        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
+    ) -> LaneWire:
+        """Quantizes what one GPU lane holds; see `TokenFormat.encode_lane`.
+
+        Eight neighbouring lanes hold one block.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            elements: The lane's elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+
+        Returns:
+            Values, and the scale of their block.
+        """
+        var x = rebind[SIMD[DType.float32, _WIDTH]](
+            elements.cast[DType.float32]()
+        )
+        comptime if is_scaled:
+            x *= input_scale
+        var amax = max(abs(x).reduce_max(), FP8_MIN_AMAX)
+        comptime for i in range(3):
+            comptime assert 1 << 3 == _LANES
+            amax = max(amax, warp.shuffle_xor(amax, UInt32(1 << i)))
+        var scale, factor = Self._scale_and_factor(amax)
+        return LaneWire(bitcast[DType.uint32, 4](to_e4m3fn(x * factor)), scale)
+
+    @staticmethod
+    @always_inline
+    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
+        """Points to where the values of a row go.
+
+        Args:
+            rows: The output tensors.
+            row: The row.
+
+        Returns:
+            `[value_bytes]`.
+        """
+        return rows.tokens.unsafe_offset(row * Self.value_bytes)
+
+    @staticmethod
+    @always_inline
+    def decode_scales_lane(
+        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
+    ):
+        """Copies one GPU lane's part of a message's scales.
+
+        Args:
+            message: `[msg_bytes]`.
+            rows: The output tensors.
+            row: The row that the token takes there.
+            lane: This lane.
+            n_lanes: Lanes that share the work.
+        """
+        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
+            Float32
+        ]()
+        for block in range(lane, Self.n_blocks, n_lanes):
             rows.scales[unsafe_offset=block * rows.scale_stride + row] = scales[
                 unsafe_offset=block
             ]

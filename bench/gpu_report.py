@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what the GPU benchmark measured: table, plot, JSON and Markdown.
+
+A *row* is a flat dictionary, one for each case and form; ``row_of`` makes it.
+Times are microseconds of one layer, GB/s are 1e9 bytes a second, and bytes are
+those of ``bench.gpu_shapes.bytes_moved``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import gpu_shapes
+from .gpu_shapes import Case
+
+PEER_NAMES = {"ours": "max_ep", "max": "MAX", "nccl": "NCCL"}
+_OURS_SCHEMES = {"expert_slots": "slots", "rank_slots": "dedup", "gather": "gather"}
+
+METHOD = """\
+- One layer is a dispatch and the combine of what the experts return; a chain of
+  L layers is one graph, and a layer's sums are the next layer's tokens. L is 64
+  up to 128 tokens a rank, 24 up to 512, 12 above. Time is wall time from all
+  GPUs idle to all GPUs idle, over L; one process drives all GPUs (NCCL: from
+  the first process's begin to the last one's end). Launching the chain and
+  noticing its end are in it.
+- `captured` replays the chain as device graphs, `eager` runs it op by op.
+- Experts are the identity; for FP8 dispatch every expert of a rank returns one
+  given bfloat16 row. Combine is bfloat16. No matmul, no router.
+- `max_tokens_per_rank` is a compile-time size: 128, 512 or 4096, the least that
+  holds the tokens.
+- Form `dispatch` is a chain of dispatches alone; `combine` is the period of
+  `fused` less it. `kernels` are durations on the device from CUPTI, in a run of
+  its own, waiting for peers included and launch gaps not.
+- NCCL does less: `all_gather` neither filters, sorts nor weighs; `all_to_all`
+  sends one row a (token, rank), does not sort by expert, and knows all message
+  sizes beforehand. FP8 tokens are given to it quantized.
+- Wire bytes: rows that cross a link, of the busiest rank in its busier
+  direction, dispatch and combine together, by the peer's own scheme (`slots`:
+  one row a remote (token, choice); `dedup`: one a (token, remote rank);
+  `gather`: all to all). Logical bytes: one row a (token, choice), local ones
+  too, mean over the ranks. Headers and flags are not counted.
+- Before and after timing a chain runs eagerly on other inputs, and its first
+  layer is compared with the oracle: max_ep in order and bit for bit, MAX as the
+  set of tokens of each expert. The timed chain's own result is compared too: it
+  is exact in any order of summation.
+"""
+
+
+def scheme_of(peer: str, form: str, protocol: str = "expert_slots") -> str:
+    """Returns how a peer's rows travel, see ``bench.gpu_shapes.SCHEMES``."""
+    if peer == "nccl":
+        return {"all_gather": "gather", "all_to_all": "dedup"}[form]
+    return _OURS_SCHEMES[protocol] if peer == "ours" else "slots"
+
+
+def row_of(case: Case, form: str, result: dict, links: dict | None) -> dict:
+    """Makes a row of what a child process said.
+
+    Args:
+        case: What was measured.
+        form: In which form.
+        result: ``captured`` and ``eager`` (``median`` and ``p95``), perhaps
+            ``kernels`` and ``protocol``; or ``error``.
+        links: What ``measure_links`` returned, if it ran.
+    """
+    config, shape = case.config, case.config.shape
+    ids = gpu_shapes.expert_ids(shape, case.routing, config.n_ranks, case.n_tokens)
+    scheme = scheme_of(config.peer, form, result.get("protocol", "expert_slots"))
+    traffic = gpu_shapes.bytes_moved(shape, config.dtype, ids, scheme)
+    uneven = gpu_shapes.imbalance(shape, ids)
+    row: dict[str, Any] = {
+        "peer": config.peer,
+        "form": form,
+        "n_ranks": config.n_ranks,
+        "shape": config.shape_name,
+        "dtype": config.dtype,
+        "routing": case.routing,
+        "n_tokens": case.n_tokens,
+        "max_tokens": config.max_tokens,
+        "n_layers": config.n_layers,
+        "imbalance_ranks": uneven.ranks,
+        "imbalance_experts": uneven.experts,
+        "scheme": scheme,
+        "wire_bytes": traffic.wire,
+        "logical_bytes": traffic.logical,
+        "error": result.get("error", ""),
+    }
+    for mode in ("captured", "eager"):
+        times = result.get(mode)
+        if times:
+            row[f"{mode}_us"] = times["median"]
+            row[f"{mode}_p95_us"] = times["p95"]
+    kernels = result.get("kernels")
+    if isinstance(kernels, dict):
+        row |= {f"kernel_{phase}_us": us for phase, us in kernels.items()}
+    elif kernels:
+        row["kernels_note"] = kernels
+    if "captured_us" in row and form != "dispatch":
+        row["logical_gbps"] = traffic.logical / row["captured_us"] / 1e3
+        if config.n_ranks > 1:
+            row["wire_gbps"] = traffic.wire / row["captured_us"] / 1e3
+            if links and "all_to_all" in links:
+                row["link_share"] = row["wire_gbps"] / links["all_to_all"]
+    return row
+
+
+_CASE_KEYS = ("n_ranks", "shape", "dtype", "routing", "n_tokens")
+
+
+def add_phases(rows: list[dict]) -> None:
+    """Gives ``fused`` rows their phases, from the ``dispatch`` rows of the case."""
+
+    def key(row: dict) -> tuple:
+        return (row["peer"], *(row[k] for k in _CASE_KEYS))
+
+    alone = {
+        key(row): row["captured_us"]
+        for row in rows
+        if row["form"] == "dispatch" and "captured_us" in row
+    }
+    for row in rows:
+        if row["form"] == "fused" and "captured_us" in row and key(row) in alone:
+            row["dispatch_us"] = alone[key(row)]
+            row["combine_us"] = row["captured_us"] - alone[key(row)]
+
+
+# --------------------------------------------------------------------------- text
+
+
+def header(commit: str | None, command: str, n_samples: int) -> dict:
+    """Collects what a table must say about how it came to be."""
+    name, driver, n_gpus = _gpu()
+    return {
+        "commit": commit or _commit(),
+        "gpu": name,
+        "n_gpus": n_gpus,
+        "driver": driver,
+        "max": _version("max"),
+        "torch": _version("torch"),
+        "date": str(datetime.date.today()),
+        "command": command,
+        "samples": n_samples,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _commit() -> str:
+    said = _said(["git", "rev-parse", "--short", "HEAD"])
+    if not said:
+        return "unknown"
+    return said + ("+" if _said(["git", "status", "--porcelain"]) else "")
+
+
+def _gpu() -> tuple[str, str, int]:
+    lines = _said(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    ).splitlines()
+    if not lines:
+        return "no GPU", "unknown", 0
+    name, _, driver = lines[0].partition(", ")
+    return name, driver, len(lines)
+
+
+def _said(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _groups(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """Sorts rows into tables: ranks, shape, dtype, routing."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        key = tuple(row[k] for k in _CASE_KEYS[:-1])
+        groups.setdefault(key, []).append(row)
+    return groups
+
+
+def _series(rows: Iterable[dict]) -> dict[tuple[str, str], dict[int, dict]]:
+    series: dict[tuple[str, str], dict[int, dict]] = {}
+    for row in rows:
+        series.setdefault((row["peer"], row["form"]), {})[row["n_tokens"]] = row
+    return series
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return (
+        f"{value:.2f}"
+        if value < 10
+        else f"{value:.1f}"
+        if value < 100
+        else (f"{value:.0f}")
+    )
+
+
+def _cell(row: dict | None, mode: str = "captured") -> str:
+    if row is None:
+        return ""
+    if f"{mode}_us" not in row:
+        return "failed" if row["error"] else ""
+    return f"{_number(row[f'{mode}_us'])} ({_number(row[f'{mode}_p95_us'])})"
+
+
+def best(rows: Iterable[dict], peer: str, n_tokens: int) -> float | None:
+    """Returns a peer's least captured round trip in microseconds."""
+    times = [
+        row["captured_us"]
+        for row in rows
+        if row["peer"] == peer
+        and row["n_tokens"] == n_tokens
+        and row["form"] != "dispatch"
+        and "captured_us" in row
+    ]
+    return min(times) if times else None
+
+
+def tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Lays out the periods: title, columns and lines of each table."""
+    made = []
+    for (n_ranks, shape, dtype, routing), group in _groups(rows).items():
+        sizes = sorted({row["n_tokens"] for row in group})
+        uneven = {row["n_tokens"]: row for row in group}
+        title = (
+            f"{n_ranks} rank{'s' * (n_ranks > 1)}, {shape} "
+            f"({gpu_shapes.SHAPES[shape].model}), {dtype} dispatch, {routing}"
+        )
+        lines = []
+        for (peer, form), of_size in _series(group).items():
+            name = f"{PEER_NAMES[peer]} {form}"
+            for mode in ("captured", "eager"):
+                cells = [_cell(of_size.get(n), mode) for n in sizes]
+                if any(cells):
+                    lines.append([name, mode, *cells])
+            phases = [of_size.get(n, {}) for n in sizes]
+            for phase in ("dispatch", "combine"):
+                for prefix, what in (("", "phase"), ("kernel_", "kernels")):
+                    cells = [_number(r.get(f"{prefix}{phase}_us")) for r in phases]
+                    if any(cells):
+                        lines.append([f"{name}: {phase}", what, *cells])
+            for field, what in (("wire_gbps", "wire"), ("logical_gbps", "logical")):
+                cells = [_number(r.get(field)) for r in phases]
+                if any(cells):
+                    lines.append([name, f"{what} GB/s", *cells])
+        for peer in ("max", "nccl"):
+            pairs = [(best(group, "ours", n), best(group, peer, n)) for n in sizes]
+            if any(a and b for a, b in pairs):
+                cells = [f"{b / a:.2f}x" if a and b else "" for a, b in pairs]
+                lines.append([f"{PEER_NAMES[peer]} / max_ep", "best captured", *cells])
+        lines.append(
+            [
+                "imbalance",
+                "ranks, experts",
+                *(
+                    f"{uneven[n]['imbalance_ranks']:.2f}, "
+                    f"{uneven[n]['imbalance_experts']:.1f}"
+                    for n in sizes
+                ),
+            ]
+        )
+        columns = ["peer, form", "us a layer", *(f"{n} tokens" for n in sizes)]
+        made.append((title, columns, lines))
+    return made
+
+
+def describe_links(links: dict) -> str:
+    """Says in one line what the links were measured to do."""
+    names = {
+        "one_way": "one GPU to another",
+        "all_to_all": "all to all, out of each GPU",
+        "local": "within a GPU (read + written)",
+    }
+    return "; ".join(
+        f"{names[key]} {links[key]:.0f} GB/s" for key in names if key in links
+    )
+
+
+def show(rows: list[dict]) -> None:
+    """Prints the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=160)
+    for title, columns, lines in tables(rows):
+        table = Table(title=title, title_justify="left")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i < 2 else "right")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+
+
+def save(folder: Path, about: dict, rows: list[dict], links: dict) -> list[Path]:
+    """Writes ``gpu_round_trip.md``, ``.json`` and, if it can, ``.png``.
+
+    Returns:
+        The paths written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "gpu_round_trip.md"
+    written = [path, path.with_suffix(".json")]
+    written[1].write_text(
+        json.dumps({"about": about, "links": links, "rows": rows}, indent=1) + "\n"
+    )
+    picture = path.with_suffix(".png")
+    has_picture = plot(picture, about, rows)
+    if has_picture:
+        written.append(picture)
+    path.write_text(_markdown(about, rows, links, picture.name if has_picture else ""))
+    return written
+
+
+def _markdown(about: dict, rows: list[dict], links: dict, picture: str) -> str:
+    lines = [
+        "# Round trip on GPUs",
+        "",
+        f"`{about['command']}` · max_ep {about['commit']} · {about['n_gpus']} x "
+        f"{about['gpu']} · driver {about['driver']} · MAX {about['max']} · torch "
+        f"{about['torch']} · {about['date']} · {about['samples']} samples",
+        "",
+        "Microseconds of one dispatch and combine: median, p95 in brackets.",
+        "",
+        METHOD,
+    ]
+    if links:
+        lines += [f"Peer copies measured in the same run: {describe_links(links)}.", ""]
+    if picture:
+        lines += [f"![Round trip by tokens]({picture})", ""]
+    for title, columns, body in tables(rows):
+        lines += [
+            f"## {title}",
+            "",
+            f"| {' | '.join(columns)} |",
+            f"|---|---|{'---:|' * (len(columns) - 2)}",
+            *(f"| {' | '.join(line)} |" for line in body),
+            "",
+        ]
+    failed = [row for row in rows if row["error"]]
+    if failed:
+        lines += ["## Not measured", ""]
+        for row in failed:
+            case = ", ".join(str(row[k]) for k in _CASE_KEYS)
+            said = " ".join(row["error"].split())[:300]
+            lines.append(f"- {PEER_NAMES[row['peer']]} {row['form']} ({case}): {said}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(path: Path, about: dict, rows: list[dict]) -> bool:
+    """Draws captured periods over tokens; returns whether it could."""
+    groups = _groups(
+        [r for r in rows if "captured_us" in r and r["form"] != "dispatch"]
+    )
+    if not groups:
+        return False
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return False
+    n_columns = min(2, len(groups))
+    n_lines = -(-len(groups) // n_columns)
+    figure, axes = pyplot.subplots(
+        n_lines, n_columns, figsize=(7 * n_columns, 4.5 * n_lines), squeeze=False
+    )
+    styles = {"ours": "-o", "max": "--s", "nccl": ":^"}
+    for axis in axes.flat[len(groups) :]:
+        axis.axis("off")
+    for axis, (key, group) in zip(axes.flat, groups.items()):
+        for (peer, form), of_size in _series(group).items():
+            sizes = sorted(of_size)
+            axis.plot(
+                sizes,
+                [of_size[n]["captured_us"] for n in sizes],
+                styles[peer],
+                label=f"{PEER_NAMES[peer]} {form}",
+            )
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="tokens a rank",
+            ylabel="us a round trip",
+            title=f"{key[0]} ranks, {key[1]}, {key[2]}, {key[3]}",
+        )
+        axis.grid(visible=True, which="both", alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(f"{about['n_gpus']} x {about['gpu']} · max_ep {about['commit']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Round trip on GPUs beside MAX's EP and NCCL: ``python -m bench.gpu_round_trip``.
+
+On a machine without GPUs, compile the graphs (about a minute a configuration)::
+
+    python -m bench.gpu_round_trip --compile-only --mef-dir DIR --ranks 4
+
+and on the GPU host, with the same checkout and the same options::
+
+    python3 -m bench.gpu_round_trip --mef-dir DIR --ranks 4 --commit HASH --out OUT
+
+Without ``--mef-dir`` the GPU host compiles. ``--quick`` is a first look.
+``--budget-s`` starts nothing new after so many seconds; ``--merge FILE...``
+takes the rows of earlier runs along into this one's table, and skips their
+cases. Each configuration's library runs in a child process, which is killed
+when it says nothing for ``--stall-s``: a hang costs its own row only.
+
+What is measured, and how, stands in ``METHOD`` of ``bench/gpu_report.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import gpu_report
+from .gpu_shapes import (
+    DTYPES,
+    ROUTINGS,
+    SHAPES,
+    TOKENS,
+    Case,
+    Config,
+    max_tokens_for,
+)
+
+PEERS = ("ours", "max", "nccl")
+_ROOT = Path(__file__).resolve().parent.parent
+_MAX_RESTARTS = 6
+_MARK = "@@ "
+_DONE_NAME = "compiled.json"
+
+
+def main() -> None:
+    """Measures, or compiles, or is a child of either."""
+    options = _options()
+    if options.child:
+        _child(json.loads(Path(options.child).read_text()))
+    elif options.compile_only:
+        _compile_all(options)
+    else:
+        _measure_all(options)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def several(name: str, default: tuple, kind: type = str, **more: Any) -> None:
+        parser.add_argument(name, nargs="+", default=list(default), type=kind, **more)
+
+    several("--ranks", (4,), int, help="GPUs used, one rank each: 1, 2, 4")
+    several("--tokens", TOKENS, int, help="tokens a rank")
+    several("--shapes", tuple(SHAPES)[:1], choices=[*SHAPES, "all"])
+    several("--dtypes", DTYPES, choices=DTYPES)
+    several("--routings", ROUTINGS, choices=ROUTINGS)
+    several("--peers", PEERS, choices=PEERS)
+    several("--forms", (), help="forms of chains; default: all of a peer")
+    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument(
+        "--quick", action="store_true", help="8 and 128 tokens, bfloat16, uniform"
+    )
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--mef-dir", type=Path, help="folder of compiled graphs")
+    parser.add_argument("--no-profiler", action="store_true", help="do not use CUPTI")
+    parser.add_argument("--no-links", action="store_true", help="no peer copies")
+    parser.add_argument("--budget-s", type=float, default=1e9)
+    parser.add_argument(
+        "--stall-s", type=float, help="default: 60, or 240 where graphs are compiled"
+    )
+    parser.add_argument("--merge", nargs="+", type=Path, default=[])
+    parser.add_argument("--commit", help="default: asked of git")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if "all" in options.shapes:
+        options.shapes = list(SHAPES)
+    if options.quick:
+        options.tokens, options.dtypes = [8, 128], ["bfloat16"]
+        options.routings, options.samples = ["uniform"], min(options.samples, 30)
+    if options.stall_s is None:
+        options.stall_s = 60.0 if options.mef_dir else 240.0
+    if options.compile_only and options.mef_dir is None:
+        parser.error("--compile-only needs --mef-dir DIR to write to")
+    return options
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """Lists the cases, small ones first, so that a short run sees most."""
+    cases = [
+        Case(
+            Config(peer, n_ranks, shape, dtype, max_tokens_for(n_tokens)),
+            n_tokens,
+            routing,
+        )
+        for n_ranks in options.ranks
+        for shape in options.shapes
+        for dtype in options.dtypes
+        for peer in options.peers
+        for n_tokens in sorted(options.tokens)
+        for routing in options.routings
+        # MAX's EP needs two ranks, and NCCL has nothing to do for one.
+        if n_ranks > 1 or peer == "ours"
+    ]
+    return sorted(cases, key=lambda case: case.config.max_tokens)
+
+
+def _forms(peer: str, options: argparse.Namespace) -> list[str]:
+    if peer == "nccl":
+        return ["all_gather", "all_to_all"]
+    from .gpu_peers_max import DEFAULT_FORMS
+
+    wanted = DEFAULT_FORMS[peer]
+    return [f for f in wanted if not options.forms or f in options.forms]
+
+
+# ------------------------------------------------------------------------ compile
+
+
+def _compile_all(options: argparse.Namespace) -> None:
+    """Compiles each configuration in a process of its own, one at a time."""
+    cases = [case for case in _cases(options) if case.config.peer != "nccl"]
+    for config in dict.fromkeys(case.config for case in cases):
+        folder = options.mef_dir / config.name
+        forms = _forms(config.peer, options)
+        stamp = {"forms": forms, "sources": _sources(config.peer)}
+        done = folder / _DONE_NAME
+        if done.exists() and json.loads(done.read_text()) == stamp:
+            print(f"{config.name}: is there")
+            continue
+        begin = time.perf_counter()
+        spec = {"task": "compile", "config": asdict(config), "forms": forms}
+        spec["folder"] = str(folder)
+        for old in (*folder.glob("*.mef"), done):
+            old.unlink(missing_ok=True)
+        process = _start(spec)
+        for line in process.stdout or ():
+            print(f"  {line.rstrip()[:3000]}")
+        if process.wait() == 0:
+            done.write_text(json.dumps(stamp) + "\n")
+        n_bytes = sum(path.stat().st_size for path in folder.glob("*.mef"))
+        print(
+            f"{config.name}: {time.perf_counter() - begin:.0f} s, "
+            f"{n_bytes / 1e6:.1f} MB",
+            flush=True,
+        )
+
+
+def _sources(peer: str) -> str:
+    """Names what the graphs were compiled from; ours change with the checkout."""
+    if peer != "ours":
+        return ""
+    from max_ep.extension import sources_hash
+
+    return sources_hash()
+
+
+def _compile_child(spec: dict) -> None:
+    from . import gpu_peers_max
+
+    config = Config(**spec["config"])
+    gpu_peers_max.use_virtual_devices(config.n_ranks)
+    folder = Path(spec["folder"])
+    said = gpu_peers_max.compile_config(config, tuple(spec["forms"]), folder)
+    for line in said:
+        print(line)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # With virtual devices the interpreter's own exit aborts now and then.
+    os._exit(1 if any("FAILED" in line for line in said) else 0)
+
+
+# ------------------------------------------------------------------------ measure
+
+
+def _measure_all(options: argparse.Namespace) -> None:
+    begin = time.monotonic()
+    rows, links = _merged(options.merge)
+    known = {_row_name(row) for row in rows if not row["error"]}
+    if not options.no_links and max(options.ranks) > 1 and "all_to_all" not in links:
+        links = _links(max(options.ranks), options)
+        print(f"links: {gpu_report.describe_links(links)}", flush=True)
+    groups: dict[tuple, list[Case]] = {}
+    for case in _cases(options):
+        config = case.config
+        key: tuple = (config.peer, config.n_ranks, config.max_tokens)
+        if config.peer != "nccl" and config.max_tokens > 512:
+            # Its memory is gigabytes, and only the process's end gives it back.
+            key = (config,)
+        groups.setdefault(key, []).append(case)
+    for cases in groups.values():
+        left = options.budget_s - (time.monotonic() - begin)
+        for case, form, result in _run_group(cases, options, known, left):
+            row = gpu_report.row_of(case, form, result, links)
+            rows.append(row)
+            shown = result.get("captured", {}).get("median")
+            said = f"{shown:.2f} us" if shown else result.get("error", "")[:200]
+            print(f"{case.name} {form}: {said}", flush=True)
+            gpu_report.add_phases(rows)
+            about = gpu_report.header(options.commit, _command(), options.samples)
+            gpu_report.save(options.out, about, rows, links)
+    gpu_report.show(rows)
+    about = gpu_report.header(options.commit, _command(), options.samples)
+    for path in gpu_report.save(options.out, about, rows, links):
+        print(f"saved {path}")
+    print(f"{time.monotonic() - begin:.0f} s in all")
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", "bench.gpu_round_trip", *sys.argv[1:]])
+
+
+def _row_name(row: dict) -> str:
+    config = Config(
+        *(row[k] for k in ("peer", "n_ranks", "shape", "dtype")), row["max_tokens"]
+    )
+    return f"{Case(config, row['n_tokens'], row['routing']).name} {row['form']}"
+
+
+def _merged(paths: list[Path]) -> tuple[list[dict], dict]:
+    """Returns rows of earlier runs (of each case the last) and their links."""
+    rows: dict[str, dict] = {}
+    links: dict = {}
+    for path in paths:
+        saved = json.loads(path.read_text())
+        links = saved["links"] or links
+        for row in saved["rows"]:
+            if not row["error"] or _row_name(row) not in rows:
+                rows[_row_name(row)] = row
+    return list(rows.values()), links
+
+
+def _links(n_gpus: int, options: argparse.Namespace) -> dict:
+    process = _start({"task": "links", "n_gpus": n_gpus})
+    for message in _messages(process, options.stall_s):
+        if isinstance(message, dict) and "links" in message:
+            return message["links"]
+    return {}
+
+
+def _run_group(
+    cases: list[Case], options: argparse.Namespace, known: set[str], left_s: float
+) -> Iterator[tuple[Case, str, dict]]:
+    """Runs cases in a child, and in another if that one hangs or dies.
+
+    A form that has hung twice is given up for the rest of the group.
+
+    Yields:
+        Case, form and result of each; ``error`` says why there is none.
+    """
+    forms = _forms(cases[0].config.peer, options)
+    todo = {
+        f"{case.name} {form}": (case, form)
+        for case in cases
+        for form in forms
+        if f"{case.name} {form}" not in known
+    }
+    deadline = time.monotonic() + left_s
+    with_profiler = not options.no_profiler
+    n_hangs = dict.fromkeys(forms, 0)
+    for _ in range(_MAX_RESTARTS):
+        if not todo or time.monotonic() > deadline:
+            break
+        with tempfile.TemporaryDirectory() as folder:
+            spec = {
+                "task": cases[0].config.peer,
+                "cases": [case.to_json() for case in cases],
+                "forms": forms,
+                "todo": list(todo),
+                "samples": options.samples,
+                "mef_dir": str(options.mef_dir) if options.mef_dir else None,
+                "with_profiler": with_profiler,
+                "results": str(Path(folder) / "results.jsonl"),
+            }
+            end = _watch(_start(spec), options.stall_s, deadline)
+            for result in _results(Path(spec["results"])):
+                case, form = Case.from_json(result.pop("case")), result.pop("form")
+                if todo.pop(f"{case.name} {form}", None):
+                    yield case, form, result
+        if end.reason == "":
+            break
+        if end.reason == _TIME_UP:
+            continue
+        if end.step == "profiler":
+            with_profiler = False
+            continue
+        # What the child was at is lost; the next child goes on behind it.
+        error = {"error": f"{end.at} {end.step}: {end.reason}"}
+        lost = [name for name in todo if end.blames(name, todo[name][0])]
+        if end.at in todo and "said nothing" in end.reason:
+            hung_form = todo[end.at][1]
+            n_hangs[hung_form] += 1
+            if n_hangs[hung_form] > 1:
+                lost += [n for n in todo if todo[n][1] == hung_form and n not in lost]
+        for name in lost:
+            yield *todo.pop(name), error
+    for case, form in todo.values():
+        yield case, form, {"error": "not started: time was up, or children failed"}
+
+
+_TIME_UP = "time was up"
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a child ended."""
+
+    at: str
+    """The case and form it was at, or ``open_`` and a configuration."""
+    step: str
+    reason: str
+    """Empty if it came to its end."""
+
+    def blames(self, name: str, case: Case) -> bool:
+        """Returns whether a case and form is lost with this end."""
+        if self.at == "start-up":
+            return True
+        return self.at in (name, f"open_{case.config.name}")
+
+
+def _watch(process: subprocess.Popen, stall_s: float, deadline: float) -> _End:
+    """Reads what a child says until it ends; kills it if it hangs or is late."""
+    at, step, log, reason = "start-up", "", [], ""
+    for message in _messages(process, stall_s):
+        if message is None:
+            reason = f"said nothing for {stall_s:.0f} s"
+        elif isinstance(message, str):
+            log.append(message)
+        elif "start" in message:
+            at, step = message["start"], message.get("step", "")
+        if time.monotonic() > deadline and not reason:
+            _kill(process)
+            reason = _TIME_UP
+    if process.wait() != 0 and not reason:
+        reason = "the process died: " + " / ".join(log[-6:])[-600:]
+    return _End(at, step, reason)
+
+
+def _results(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _start(spec: dict) -> subprocess.Popen:
+    """Starts a child in a process group of its own."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(spec, file)
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.gpu_round_trip", "--child", file.name],
+        cwd=_ROOT,
+        env=dict(os.environ, PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Ends a child and what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _messages(process: subprocess.Popen, stall_s: float) -> Iterator[dict | str | None]:
+    """Yields a child's messages and other lines; None when it has hung.
+
+    A child that says nothing for ``stall_s`` is killed.
+    """
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line.rstrip("\n"))
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=stall_s)
+        except queue.Empty:
+            _kill(process)
+            yield None
+            return
+        if line is None:
+            process.wait()
+            return
+        if line.startswith(_MARK):
+            yield json.loads(line.removeprefix(_MARK))
+        elif line.strip():
+            if "warn" not in line.lower():
+                print(f"    | {line[:300]}", flush=True)
+            yield line
+
+
+# ----------------------------------------------------------------------- children
+
+
+def _say(message: dict) -> None:
+    print(_MARK + json.dumps(message), flush=True)
+
+
+def _child(spec: dict) -> None:
+    task = spec["task"]
+    if task == "compile":
+        _compile_child(spec)
+    elif task == "links":
+        from . import gpu_peers_nccl
+
+        _say({"links": gpu_peers_nccl.measure_links(spec["n_gpus"])})
+    elif task == "nccl":
+        from . import gpu_peers_nccl
+
+        n_ranks = spec["cases"][0]["config"]["n_ranks"]
+        gpu_peers_nccl.run_cases(n_ranks, spec["cases"], spec, spec["results"])
+    else:
+        _graph_child(spec)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _graph_child(spec: dict) -> None:
+    """Measures cases of ours or of MAX's EP; one runner a configuration."""
+    from . import gpu_peers_max
+
+    results = Path(spec["results"])
+    todo_names = set(spec["todo"])
+    cases = [Case.from_json(values) for values in spec["cases"]]
+
+    def write(case: Case, form: str, result: dict) -> None:
+        row = {"case": case.to_json(), "form": form, **result}
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        _say({"done": f"{case.name} {form}"})
+
+    for config in dict.fromkeys(case.config for case in cases):
+        mine = [case for case in cases if case.config == config]
+        todo = [
+            (case, form)
+            for case in mine
+            for form in spec["forms"]
+            if f"{case.name} {form}" in todo_names
+        ]
+        if not todo:
+            continue
+        _say({"start": f"open_{config.name}"})
+        try:
+            runner = gpu_peers_max.Runner(config, _mef_folder(config, spec))
+        except Exception as e:
+            for case, form in todo:
+                write(case, form, {"error": _cause(e)})
+            continue
+        protocol = getattr(gpu_peers_max.ep_config(config), "protocol", "expert_slots")
+        for case, form in todo:
+            name = f"{case.name} {form}"
+            _say({"start": name})
+
+            def note(step: str, name: str = name) -> None:
+                _say({"start": name, "step": step})
+
+            try:
+                result = runner.measure(
+                    case,
+                    form,
+                    spec["samples"],
+                    note,
+                    with_profiler=spec["with_profiler"],
+                )
+                write(case, form, {**result, "protocol": protocol})
+            except Exception as e:
+                write(case, form, {"error": _cause(e)})
+        runner.close()
+
+
+def _mef_folder(config: Config, spec: dict) -> Path | None:
+    if spec["mef_dir"] is None:
+        return None
+    folder = Path(spec["mef_dir"]) / config.name
+    done = folder / _DONE_NAME
+    if not done.exists():
+        raise FileNotFoundError(
+            f"{done} is missing: compile with --compile-only, or run without --mef-dir"
+        )
+    compiled_from = json.loads(done.read_text())["sources"]
+    if compiled_from != _sources(config.peer):
+        raise RuntimeError(
+            f"{folder} was compiled from other Mojo sources than this checkout's; "
+            "compile again with --compile-only"
+        )
+    return folder
+
+
+def _cause(error: BaseException) -> str:
+    said = f"{type(error).__name__}: {error}"
+    if error.__cause__ is not None:
+        said += f" / {error.__cause__}"
+    return said[:800]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU benchmark sends: named shapes, routing, data, and their bytes.
+
+Everything is a function of names and seeds, so that every process of a run,
+whichever library it drives, has the same inputs. NumPy only: neither MAX nor
+torch is imported here. Bfloat16 is kept as its bits (``uint16``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from max_ep import reference
+
+FP8_BLOCK = 128
+"""Channels that share one float32 scale on the wire."""
+
+TAG_COLUMNS = 16
+"""Leading columns of a token whose signs spell its number in the group."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one model's MoE layer."""
+
+    name: str
+    hidden_size: int
+    n_experts: int
+    top_k: int
+    model: str
+    """A model with these sizes."""
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("h7168_e256_k8", 7168, 256, 8, "DeepSeek-V3"),
+        Shape("h4096_e128_k8", 4096, 128, 8, "Qwen3-235B-A22B"),
+        Shape("h4096_e8_k2", 4096, 8, 2, "Mixtral 8x7B"),
+    )
+}
+
+DTYPES = ("bfloat16", "fp8")
+"""Formats of dispatch; combine is always bfloat16."""
+
+ROUTINGS = ("uniform", "zipf")
+"""``zipf``: expert ``e`` is ``1 / (e + 1)`` as likely as expert 0."""
+
+TOKENS = (1, 8, 32, 128, 512, 4096)
+"""Tokens a rank."""
+
+# ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
+# with it: one configuration serves all token counts up to its own.
+_LAYERS = {128: 64, 512: 24, 4096: 12}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one set of compiled graphs is for."""
+
+    peer: str
+    """``ours``, ``max`` or ``nccl``."""
+    n_ranks: int
+    shape_name: str
+    dtype: str
+    max_tokens: int
+    """``max_tokens_per_rank``: 128, 512 or 4096."""
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[self.shape_name]
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the chained graph."""
+        return _LAYERS[self.max_tokens]
+
+    @property
+    def name(self) -> str:
+        """Names the folder of compiled graphs."""
+        return (
+            f"{self.peer}_r{self.n_ranks}_{self.shape_name}_{self.dtype}"
+            f"_t{self.max_tokens}"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table, before its numbers."""
+
+    config: Config
+    n_tokens: int
+    """Tokens a rank."""
+    routing: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name}_n{self.n_tokens}_{self.routing}"
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: dict) -> Case:
+        return Case(**{**values, "config": Config(**values["config"])})
+
+
+def max_tokens_for(n_tokens: int) -> int:
+    """Returns the ``max_tokens_per_rank`` that a token count is run with."""
+    for size in _LAYERS:
+        if n_tokens <= size:
+            return size
+    raise ValueError(f"{n_tokens} tokens a rank: at most {max(_LAYERS)}")
+
+
+# -------------------------------------------------------------------------- data
+
+
+def _rng(*names: object) -> np.random.Generator:
+    """Makes a generator of its own for everything that has a name."""
+    return np.random.default_rng(list("/".join(map(str, names)).encode()))
+
+
+def expert_ids(
+    shape: Shape, routing: str, n_ranks: int, n_tokens: int, seed: int = 0
+) -> list[np.ndarray]:
+    """Picks distinct experts for each token.
+
+    Args:
+        shape: Gives ``n_experts`` and ``top_k``.
+        routing: One of :data:`ROUTINGS`.
+        n_ranks: Ranks of the group.
+        n_tokens: Tokens a rank.
+        seed: Another seed, other experts.
+
+    Returns:
+        ``int32 [n_tokens, top_k]`` in ``[0, n_experts)``, one a rank.
+    """
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing={routing!r}; there are {', '.join(ROUTINGS)}")
+    weight = np.ones(shape.n_experts)
+    if routing == "zipf":
+        weight = 1 / np.arange(1, shape.n_experts + 1)
+    picked = []
+    for rank in range(n_ranks):
+        rng = _rng(shape.name, routing, n_tokens, seed, rank, "ids")
+        # The top_k of `weight` with Gumbel noise: drawn without replacement.
+        score = np.log(weight) + rng.gumbel(size=(n_tokens, shape.n_experts))
+        order = np.argsort(-score, axis=1)[:, : shape.top_k]
+        picked.append(np.ascontiguousarray(order.astype(np.int32)))
+    return picked
+
+
+def tokens(
+    shape: Shape, n_ranks: int, n_tokens: int, seed: int = 0
+) -> list[np.ndarray]:
+    """Makes tokens that carry their number in the group.
+
+    The signs of the first ``TAG_COLUMNS`` elements (all of magnitude 1) are the
+    bits of ``rank * n_tokens + token``, so a row says whose it is even after
+    FP8 rounding; the others are windows of one normal sequence (quick to make,
+    and no two tokens are alike).
+
+    Returns:
+        bfloat16 bits, ``uint16 [n_tokens, hidden_size]``, one a rank.
+    """
+    if n_ranks * n_tokens > 1 << TAG_COLUMNS:
+        raise ValueError(f"{n_ranks} x {n_tokens} tokens do not fit the tag")
+    one, sign = np.uint16(0x3F80), np.uint16(0x8000)
+    step = 8
+    made = []
+    for rank in range(n_ranks):
+        rng = _rng(shape.name, n_tokens, seed, rank, "tokens")
+        sequence = rng.standard_normal(shape.hidden_size + step * n_tokens, np.float32)
+        windows = np.lib.stride_tricks.sliding_window_view(
+            reference.float32_to_bfloat16(sequence), shape.hidden_size
+        )
+        x = windows[: step * n_tokens : step].copy()
+        number = rank * n_tokens + np.arange(n_tokens)[:, np.newaxis]
+        bits = (number >> np.arange(TAG_COLUMNS) & 1).astype(np.uint16)
+        x[:, :TAG_COLUMNS] = one + sign * bits
+        made.append(x)
+    return made
+
+
+def router_weights(
+    shape: Shape, n_ranks: int, n_tokens: int, seed: int = 0
+) -> list[np.ndarray]:
+    """Makes random weights that sum to 1: ``float32 [n_tokens, top_k]`` a rank."""
+    made = []
+    for rank in range(n_ranks):
+        rng = _rng(shape.name, n_tokens, seed, rank, "weights")
+        w = rng.random((n_tokens, shape.top_k), np.float32) + np.float32(0.1)
+        made.append(w / w.sum(axis=1, keepdims=True))
+    return made
+
+
+LAYER_FACTORS = (2.0, 2.0, 0.25)
+"""Layer ``l`` of a chain multiplies its tokens by ``LAYER_FACTORS[l % 3]``.
+
+The weights of a layer are ``factor / top_k``. All are powers of two and the
+rows of a token are equal, so every sum is exact in any order and the chain's
+result is its input times :func:`chain_factor`, bit for bit; a value left over
+from one of the two layers before has another magnitude and shows.
+"""
+
+
+def chain_factor(n_layers: int) -> float:
+    """Returns what a chain of identity experts multiplies its tokens by."""
+    return float(np.prod([LAYER_FACTORS[i % 3] for i in range(n_layers)]))
+
+
+def expert_row(shape: Shape, rank: int) -> np.ndarray:
+    """Makes the row that every expert of a rank returns in an FP8 chain.
+
+    Integers in ``[-127, 127]``: weighted sums with powers of two are exact.
+
+    Returns:
+        ``float32 [hidden_size]``.
+    """
+    column = np.arange(shape.hidden_size)
+    return ((7 * column + 53 * rank) % 255 - 127).astype(np.float32)
+
+
+# ------------------------------------------------------------------------- bytes
+
+
+def row_bytes(shape: Shape, dtype: str) -> tuple[int, int]:
+    """Returns the bytes of one row in dispatch and in combine.
+
+    Elements and scales only: 16-byte source information, padding, counts and
+    flags of a protocol are its own affair and are not counted.
+    """
+    combine = 2 * shape.hidden_size
+    if dtype == "bfloat16":
+        return combine, combine
+    return shape.hidden_size + 4 * shape.hidden_size // FP8_BLOCK, combine
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one dispatch + combine, for one rank."""
+
+    logical: int
+    """Rows that dispatch delivers and combine takes back, one for each (token,
+    choice), local ones included; mean over the ranks."""
+    wire: int
+    """Rows that cross a link, of the busiest rank and its busier direction."""
+
+
+SCHEMES = ("slots", "dedup", "gather")
+"""How rows travel: one for each remote (token, choice); one for each (token,
+remote rank); every token to every rank."""
+
+
+def bytes_moved(
+    shape: Shape, dtype: str, ids: list[np.ndarray], scheme: str
+) -> Traffic:
+    """Counts the bytes of one dispatch and the combine behind it.
+
+    This is the one definition of bytes in the benchmark: GB/s are these over
+    the period of a round trip (1 GB is 1e9 bytes). Combine sends the rows of
+    dispatch back, so its busiest direction is dispatch's reversed.
+
+    Args:
+        shape: Gives the row sizes, see :func:`row_bytes`.
+        dtype: One of :data:`DTYPES`.
+        ids: Experts of each rank's tokens, ``[n_tokens, top_k]``.
+        scheme: One of :data:`SCHEMES`.
+    """
+    n_ranks = len(ids)
+    rows = rows_between(shape, ids, scheme)
+    off_diagonal = rows * (1 - np.eye(n_ranks, dtype=rows.dtype))
+    sent, received = off_diagonal.sum(axis=1), off_diagonal.sum(axis=0)
+    dispatch, combine = row_bytes(shape, dtype)
+    # Per rank: dispatch sends `sent` and receives `received`; combine the
+    # other way around. A link is full duplex, so the busier direction counts.
+    per_rank = np.maximum(sent, received) * (dispatch + combine)
+    n_choices = sum(int((rank_ids >= 0).sum()) for rank_ids in ids)
+    return Traffic(
+        logical=n_choices * (dispatch + combine) // n_ranks,
+        wire=int(per_rank.max()),
+    )
+
+
+def rows_between(shape: Shape, ids: list[np.ndarray], scheme: str) -> np.ndarray:
+    """Counts rows: ``int64 [n_ranks, n_ranks]``, from rank (row) to rank."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme={scheme!r}; there are {', '.join(SCHEMES)}")
+    n_ranks = len(ids)
+    n_local = reference.n_local_experts(shape.n_experts, n_ranks)
+    rows = np.zeros((n_ranks, n_ranks), np.int64)
+    for src, rank_ids in enumerate(ids):
+        if scheme == "gather":
+            rows[src] = len(rank_ids)
+            continue
+        goes_to = np.where(rank_ids >= 0, rank_ids // n_local, -1)
+        for dst in range(n_ranks):
+            hits = goes_to == dst
+            rows[src, dst] = hits.sum() if scheme == "slots" else hits.any(axis=1).sum()
+    return rows
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Largest over mean number of rows; 1 is even."""
+
+    ranks: float
+    experts: float
+
+
+def imbalance(shape: Shape, ids: list[np.ndarray]) -> Imbalance:
+    """Measures how unevenly rows fall on ranks and on experts."""
+    per_rank = rows_between(shape, ids, "slots").sum(axis=0)
+    chosen = np.concatenate(ids).reshape(-1)
+    per_expert = np.bincount(chosen[chosen >= 0], minlength=shape.n_experts)
+    return Imbalance(
+        float(per_rank.max() / per_rank.mean()),
+        float(per_expert.max() / per_expert.mean()),
+    )
+
+
+# ----------------------------------------------------------------------- expected
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the oracle puts rows; no payload, so it is quick at any size."""
+
+    token_numbers: list[np.ndarray]
+    """``int64 [n_rows]`` a rank: number in the group of each row's token."""
+    row_offsets: list[np.ndarray]
+    """``int64 [n_local_experts + 1]`` a rank."""
+
+
+def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
+    """Asks the oracle for the order of rows.
+
+    It is given each token's number in place of the token itself.
+    """
+    first = np.cumsum([0, *(len(rank_ids) for rank_ids in ids)])
+    numbers = [
+        np.arange(a, b, dtype=np.int64)[:, np.newaxis] for a, b in zip(first, first[1:])
+    ]
+    results = reference.dispatch(numbers, ids, shape.n_experts)
+    return Routes(
+        [result.rows[:, 0] for result in results],
+        [result.row_offsets.astype(np.int64) for result in results],
+    )
+
+
+# ------------------------------------------------------------------------ samples
+
+
+def summary(seconds: list[float], per: int) -> dict[str, float]:
+    """Returns median and p95 in microseconds of ``seconds / per``."""
+    us = np.array(seconds) / per * 1e6
+    return {"median": float(np.median(us)), "p95": float(np.percentile(us, 95))}

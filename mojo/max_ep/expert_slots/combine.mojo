@@ -1,0 +1,851 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combine of `expert_slots` for GPU ranks.
+
+Every row goes back to the place of its choice, `[token][k]`, on its source
+rank, and announces itself there by the flag in its source info. The source
+knows from its own dispatch which choices come back, waits for these, and adds
+the rows of a token as `host_combine.mojo` does:
+
+    acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
+    result = acc, rounded once to the combine dtype
+
+After the sending half: every row is on its way to its source. After the
+receiving half: the result is there, and every owner knows that its rows have
+been read. A launch that fails fills what it cannot compute with NaN.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    WARP_SIZE,
+    barrier,
+    block_idx,
+    grid_dim,
+    lane_id,
+    syncwarp,
+    thread_idx,
+    warp_id,
+)
+from std.math import ceildiv, fma
+from std.memory import bitcast
+from std.sys import size_of
+from std.utils import StaticTuple
+from std.utils.numerics import nan
+
+from ..counters import EPLocalSyncCounters, NO_EXPERT
+from ..failures import (
+    BAD_N_TOKENS,
+    BAD_SOURCE,
+    NOTHING_DISPATCHED,
+    TOO_MANY_ROWS,
+    is_fatal,
+    note_failure,
+)
+from ..flags import (
+    DeviceDeadline,
+    FlagPointer,
+    SharedWord,
+    block_add,
+    generation_of,
+    next_generation,
+    publish,
+)
+from ..layout import (
+    ExpertSlotsLayout,
+    MESSAGE_ALIGN,
+    message_bytes,
+    n_experts_on_rank,
+    plain_token_bytes,
+)
+from ..token_format import BytePointer, LaneBytes
+from .device_steps import (
+    SharedAddresses,
+    SharedInts,
+    any_lane,
+    await_done_words,
+    await_message,
+    bytes_at,
+    copy_warp,
+    is_last_block,
+    load16,
+    publish_done,
+    share_addresses,
+    shared_ints,
+    shared_words,
+    store16,
+)
+from .host_steps import message_flag
+
+comptime _SEND = 2
+comptime _RECEIVE = 3
+
+# Words of a block's control: next row to send, next part of a token to reduce.
+comptime _NEXT_ROW = 0
+comptime _NEXT_PART = 1
+comptime _N_CONTROL = 2
+
+comptime ROWS_IN_FLIGHT = 8
+"""Rows of a token whose loads a lane has under way at once."""
+
+
+@fieldwise_init
+struct _Launch(TrivialRegisterPassable):
+    """What the warps of a block know from the start of a launch."""
+
+    var lane: Int
+    var warp_idx: Int
+    var my_rank: Int
+    var deadline: DeviceDeadline
+    var sent: UInt32
+    var received: UInt32
+    var control: SharedWord
+    var recv_bufs: SharedAddresses
+    var counts: SharedAddresses
+
+
+@always_inline
+def combine_layout_of[
+    combine_dtype: DType,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens: Int,
+]() -> ExpertSlotsLayout:
+    """Lays out the buffers as far as combine needs them.
+
+    Parameters:
+        combine_dtype: Element type of a row.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens: Tokens one rank may send.
+
+    Returns:
+        A layout whose dispatch messages have no size.
+    """
+    return ExpertSlotsLayout(
+        n_experts,
+        n_ranks,
+        max_tokens,
+        top_k,
+        0,
+        message_bytes(
+            plain_token_bytes(hidden_size, size_of[Scalar[combine_dtype]]())
+        ),
+    )
+
+
+@always_inline
+def _start[
+    n_experts: Int, p2p_world_size: Int
+](
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+) -> _Launch:
+    """Sets a block's shared memory up; a block barrier must follow.
+
+    Parameters:
+        n_experts: Experts of the group.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+
+    Args:
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        counters: This rank's local words.
+        my_rank: This rank; -1: as the counters say.
+
+    Returns:
+        What the warps need to know.
+    """
+    var control = shared_words[_N_CONTROL]()
+    if thread_idx.x < _N_CONTROL:
+        control[unsafe_offset=thread_idx.x] = 0
+    return _Launch(
+        Int(lane_id()),
+        Int(warp_id()),
+        Int(my_rank) if my_rank >= 0 else counters.my_rank(),
+        DeviceDeadline.after(counters.timeout_ms()),
+        next_generation(counters.combine_sent()),
+        next_generation(counters.combine_received()),
+        control,
+        share_addresses(recv_buf_ptrs),
+        share_addresses(recv_count_ptrs),
+    )
+
+
+# ------------------------------------------------------------ the sending half
+
+
+@always_inline
+def _share_pairs[
+    num_threads: Int, n_experts: Int, n_pairs: Int
+](
+    pair_rows: SharedInts,
+    pair_counts: SharedInts,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Copies where each pair's rows stand to shared memory, and syncs.
+
+    Parameters:
+        num_threads: Threads of a block.
+        n_experts: Experts of the group.
+        n_pairs: Pairs of this rank.
+
+    Args:
+        pair_rows: Result: first row of each pair.
+        pair_counts: Result: rows of each pair.
+        counters: This rank's local words.
+    """
+    for pair in range(Int(thread_idx.x), n_pairs, num_threads):
+        pair_rows[unsafe_offset=pair] = Int32(counters.pair_row(pair))
+        pair_counts[unsafe_offset=pair] = Int32(counters.pair_count(pair))
+    barrier()
+
+
+@always_inline
+def _send_rows[
+    combine_dtype: DType,
+    hidden_size: Int,
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+](
+    input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
+    n_rows_max: Int,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    pair_rows: SharedInts,
+    pair_counts: SharedInts,
+    launch: _Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Sends this block's share of the rows, with one warp of several.
+
+    Parameters:
+        combine_dtype: Element type of the rows.
+        hidden_size: Elements of a row.
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        input_tokens: Expert rows, `[n_rows_max][hidden_size]`.
+        n_rows_max: Rows of `input_tokens` and `src_info`.
+        src_info: `[n_rows_max][2]`: token on its source rank, k.
+        pair_rows: First row of each pair.
+        pair_counts: Rows of each pair.
+        launch: From `_start`.
+        counters: This rank's local words.
+    """
+    comptime n_ranks = layout.n_ranks
+    comptime n_pairs = layout.n_local_experts() * n_ranks
+    comptime msg_bytes = layout.combine_msg_bytes
+    comptime row_bytes = plain_token_bytes(
+        hidden_size, size_of[Scalar[combine_dtype]]()
+    )
+    var lane = launch.lane
+    if not await_done_words[n_experts, layout](
+        bytes_at(launch.counts[unsafe_offset=launch.my_rank]),
+        layout.combine_done_offset(0),
+        counters.combine_sent(),
+        _SEND,
+        launch.deadline,
+        counters,
+        lane,
+    ):
+        return
+    # Slot by slot over all pairs: all sources get rows all the time, and
+    # tokens are complete about in their order.
+    var n_items = counters.pair_count(n_pairs) * n_pairs
+    while True:
+        var turn: UInt32 = 0
+        if lane == 0:
+            turn = block_add(launch.control.unsafe_offset(_NEXT_ROW), 1)
+        turn = warp.shuffle_idx(turn, UInt32(0))
+        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        if item >= n_items:
+            return
+        var slot, pair = divmod(item, n_pairs)
+        if slot >= Int(pair_counts[unsafe_offset=pair]):
+            continue
+        var row = Int(pair_rows[unsafe_offset=pair]) + slot
+        if row >= n_rows_max:
+            note_failure(
+                counters.failure(),
+                TOO_MANY_ROWS,
+                _SEND,
+                launch.my_rank,
+                row,
+                launch.sent,
+                0,
+                row + 1,
+                n_rows_max,
+            )
+            return
+        var token_idx = Int(src_info[unsafe_offset=2 * row])
+        var k = Int(src_info[unsafe_offset=2 * row + 1])
+        if (
+            token_idx < 0
+            or token_idx >= layout.max_tokens_per_rank
+            or k < 0
+            or k >= layout.top_k
+        ):
+            note_failure(
+                counters.failure(),
+                BAD_SOURCE,
+                _SEND,
+                launch.my_rank,
+                row,
+                launch.sent,
+                0,
+                token_idx,
+                k,
+            )
+            return
+        # I4: a choice has one expert, so one writer.
+        var message = bytes_at(
+            launch.recv_bufs[unsafe_offset=pair % n_ranks]
+        ).unsafe_offset(layout.combine_message_offset(token_idx, k))
+        copy_warp[row_bytes](
+            message,
+            input_tokens.unsafe_offset(row * hidden_size).unsafe_bitcast[
+                UInt8
+            ](),
+            lane,
+        )
+        syncwarp()
+        # I2: a message's flag is published after all of the message.
+        if lane == 0:
+            publish(
+                message_flag(message, msg_bytes),
+                launch.sent,
+                layout.choice(token_idx, k),
+            )
+
+
+# ---------------------------------------------------------- the receiving half
+
+
+@always_inline
+def _reduce_part[
+    combine_dtype: DType, hidden_size: Int, layout: ExpertSlotsLayout
+](
+    result: BytePointer,
+    rows: BytePointer,
+    weight: Float32,
+    has_row: Bool,
+    is_broken: Bool,
+    begin: Int,
+    end: Int,
+    lane: Int,
+):
+    """Adds the weighted rows of a part of one token, in choice order.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        hidden_size: Elements of a row.
+        layout: Offsets of the buffers.
+
+    Args:
+        result: The token's result, `[hidden_size]`.
+        rows: The token's messages, `[top_k][combine_msg_bytes]`.
+        weight: In lane `k`: weight of choice `k`.
+        has_row: In lane `k`: whether choice `k` has a row.
+        is_broken: Whether to write NaN instead, since a row is missing.
+        begin: First 16 bytes of the part.
+        end: Behind its last.
+        lane: This lane.
+    """
+    comptime top_k = layout.top_k
+    comptime width = MESSAGE_ALIGN // size_of[Scalar[combine_dtype]]()
+    comptime n_groups = ceildiv(top_k, ROWS_IN_FLIGHT)
+    var weights = Array[Float32, top_k](fill=0)
+    var has = Array[Bool, top_k](fill=False)
+    comptime for k in range(top_k):
+        weights[k] = warp.shuffle_idx(weight, UInt32(k))
+        has[k] = (
+            warp.shuffle_idx(Int32(1) if has_row else Int32(0), UInt32(k)) != 0
+        )
+    for vector in range(begin + lane, end, WARP_SIZE):
+        var acc = SIMD[DType.float32, width](0)
+        comptime for group in range(n_groups):
+            comptime first = group * ROWS_IN_FLIGHT
+            comptime n = min(ROWS_IN_FLIGHT, top_k - first)
+            var parts = Array[LaneBytes, n](fill=0)
+            comptime for i in range(n):
+                if has[first + i]:
+                    parts[i] = load16(
+                        rows.unsafe_offset(
+                            layout.combine_message_offset(0, first + i)
+                            + vector * MESSAGE_ALIGN
+                        )
+                    )
+            comptime for i in range(n):
+                if has[first + i]:
+                    acc = fma(
+                        SIMD[DType.float32, width](weights[first + i]),
+                        bitcast[combine_dtype, width](parts[i]).cast[
+                            DType.float32
+                        ](),
+                        acc,
+                    )
+        if is_broken:
+            acc = nan[DType.float32]()
+        store16(
+            result.unsafe_offset(vector * MESSAGE_ALIGN),
+            bitcast[DType.uint32, 4](acc.cast[combine_dtype]()),
+        )
+
+
+@always_inline
+def _reduce_tokens[
+    combine_dtype: DType,
+    hidden_size: Int,
+    num_threads: Int,
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+](
+    output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    generation: UInt32,
+    launch: _Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Reduces this block's share of the tokens, with one warp of several.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        hidden_size: Elements of a row.
+        num_threads: Threads of a block.
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        output_tokens: `[n_tokens][hidden_size]`.
+        router_weights: `[n_tokens][top_k]`.
+        n_tokens: Tokens that this rank dispatched.
+        generation: The dispatch that is answered.
+        launch: From `_start`.
+        counters: This rank's local words.
+    """
+    comptime top_k = layout.top_k
+    comptime row_bytes = plain_token_bytes(
+        hidden_size, size_of[Scalar[combine_dtype]]()
+    )
+    comptime n_vectors = row_bytes // MESSAGE_ALIGN
+    comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
+    comptime n_warps = num_threads // WARP_SIZE
+    var lane = launch.lane
+    var recv_buf = bytes_at(launch.recv_bufs[unsafe_offset=launch.my_rank])
+    var choices = counters.choices(generation, layout.n_choices())
+    # Few tokens are cut into parts, so that every warp has work.
+    var n_parts = 1
+    while n_parts < n_steps and n_tokens * n_parts < 2 * n_warps * Int(
+        grid_dim.x
+    ):
+        n_parts *= 2
+    n_parts = min(n_parts, n_steps)
+    var n_sent = counters.n_tokens(generation)
+    if n_sent != n_tokens:
+        note_failure(
+            counters.failure(),
+            BAD_N_TOKENS,
+            _RECEIVE,
+            launch.my_rank,
+            -1,
+            launch.received,
+            0,
+            n_tokens,
+            n_sent,
+        )
+    var is_broken = is_fatal(counters.failure()[])
+    while True:
+        var turn: UInt32 = 0
+        if lane == 0:
+            turn = block_add(launch.control.unsafe_offset(_NEXT_PART), 1)
+        turn = warp.shuffle_idx(turn, UInt32(0))
+        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        if item >= n_tokens * n_parts:
+            return
+        var token_idx, part = divmod(item, n_parts)
+        var rows = recv_buf.unsafe_offset(
+            layout.combine_message_offset(token_idx, 0)
+        )
+        var expert = NO_EXPERT
+        var weight: Float32 = 0
+        if lane < top_k:
+            expert = choices[unsafe_offset=token_idx * top_k + lane]
+            weight = router_weights[unsafe_offset=token_idx * top_k + lane]
+        var has_row = expert != NO_EXPERT
+        if has_row and not is_broken:
+            var word = await_message[n_experts](
+                message_flag(
+                    rows.unsafe_offset(layout.combine_message_offset(0, lane)),
+                    layout.combine_msg_bytes,
+                ),
+                launch.received,
+                _RECEIVE,
+                Int(expert) // layout.n_local_experts(),
+                Int(expert),
+                launch.deadline,
+                counters,
+            )
+            is_broken = generation_of(word) != launch.received
+        is_broken = any_lane(is_broken)
+        syncwarp()
+        _reduce_part[combine_dtype, hidden_size, layout](
+            output_tokens.unsafe_offset(token_idx * hidden_size).unsafe_bitcast[
+                UInt8
+            ](),
+            rows,
+            weight,
+            has_row,
+            is_broken,
+            part * n_steps // n_parts * WARP_SIZE,
+            min((part + 1) * n_steps // n_parts * WARP_SIZE, n_vectors),
+            lane,
+        )
+
+
+@always_inline
+def _finish[
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+    is_sending: Bool,
+    is_receiving: Bool,
+](launch: _Launch, counters: EPLocalSyncCounters[n_experts]):
+    """Ends a launch: its last block notes the generation and tells the peers.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        is_sending: Whether the launch sent.
+        is_receiving: Whether it received.
+
+    Args:
+        launch: From `_start`.
+        counters: This rank's local words.
+    """
+    if not is_last_block(counters) or is_fatal(counters.failure()[]):
+        return
+    comptime if is_sending:
+        if launch.lane == 0:
+            counters.set_combine_sent(launch.sent)
+            counters.set_combine_of(counters.dispatch_received())
+        # AFTER: this generation's rows are on their way to their sources.
+    comptime if is_receiving:
+        if launch.lane == 0:
+            counters.set_combine_received(launch.received)
+        publish_done(
+            launch.counts,
+            layout.n_ranks,
+            layout.combine_done_offset(launch.my_rank),
+            launch.received,
+            launch.lane,
+        )
+        # AFTER: the result is complete; every owner may overwrite its rows
+        # here.
+
+
+# ------------------------------------------------------------------ the kernels
+
+
+@always_inline
+def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
+    """Chooses how many warps of a block send while the others reduce.
+
+    Args:
+        n_tokens: Tokens of this rank.
+        n_warps: Warps of a block.
+
+    Returns:
+        In `[1, n_warps - 1]`.
+    """
+    return min(4 if n_tokens > 256 else 8, n_warps - 1)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def combine_async_kernel[
+    combine_dtype: DType,
+    num_threads: Int,
+    n_sms: Int,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    p2p_world_size: Int,
+    use_shmem: Bool = True,
+](
+    input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
+    n_rows_max: Int32,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    ep_counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+):
+    """Sends each expert row back to the rank its token came from.
+
+    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        num_threads: Threads of a block, two warps or more.
+        n_sms: Multiprocessors of the device.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        input_tokens: Expert rows, `[n_rows_max][hidden_size]`, in the order of
+            the last dispatch, aligned to 16 bytes.
+        n_rows_max: Rows of `input_tokens` and `src_info`.
+        src_info: `[n_rows_max][2]` from that dispatch.
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        ep_counters: This rank's local words.
+        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
+    """
+    comptime layout = combine_layout_of[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+    ]()
+    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    if ep_counters.dispatch_received() == 0:
+        note_failure(
+            ep_counters.failure(),
+            NOTHING_DISPATCHED,
+            _SEND,
+            launch.my_rank,
+            -1,
+            launch.sent,
+            0,
+        )
+    if is_fatal(ep_counters.failure()[]):
+        return
+    comptime n_pairs = layout.n_local_experts() * n_ranks
+    var pair_rows = shared_ints[n_pairs]()
+    var pair_counts = shared_ints[n_pairs]()
+    _share_pairs[num_threads, n_experts, n_pairs](
+        pair_rows, pair_counts, ep_counters
+    )
+    _send_rows[combine_dtype, hidden_size, n_experts, layout](
+        input_tokens,
+        Int(n_rows_max),
+        src_info,
+        pair_rows,
+        pair_counts,
+        launch,
+        ep_counters,
+    )
+    _finish[n_experts, layout, True, False](launch, ep_counters)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def combine_wait_kernel[
+    combine_dtype: DType,
+    num_threads: Int,
+    n_sms: Int,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    p2p_world_size: Int,
+    use_shmem: Bool = True,
+](
+    output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int32,
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    ep_counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+):
+    """Adds the weighted rows of each token, as they arrive.
+
+    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        num_threads: Threads of a block, two warps or more.
+        n_sms: Multiprocessors of the device.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        output_tokens: `[n_tokens][hidden_size]`.
+        router_weights: `[n_tokens][top_k]`.
+        n_tokens: Tokens that this rank dispatched.
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        ep_counters: This rank's local words.
+        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
+    """
+    comptime layout = combine_layout_of[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+    ]()
+    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    if is_fatal(ep_counters.failure()[]):
+        barrier()
+        _reduce_tokens[
+            combine_dtype, hidden_size, num_threads, n_experts, layout
+        ](
+            output_tokens,
+            router_weights,
+            Int(n_tokens),
+            ep_counters.dispatch_received(),
+            launch,
+            ep_counters,
+        )
+        return
+    barrier()
+    _reduce_tokens[combine_dtype, hidden_size, num_threads, n_experts, layout](
+        output_tokens,
+        router_weights,
+        Int(n_tokens),
+        ep_counters.combine_of(),
+        launch,
+        ep_counters,
+    )
+    _finish[n_experts, layout, False, True](launch, ep_counters)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def combine_kernel[
+    combine_dtype: DType,
+    num_threads: Int,
+    n_sms: Int,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    p2p_world_size: Int,
+    use_shmem: Bool = True,
+](
+    input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
+    n_rows_max: Int32,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int32,
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    ep_counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+):
+    """Sends and reduces in one launch; all ranks must run at the same time.
+
+    Launch: `grid_dim` in `[1, n_sms]`, all blocks resident at once,
+    `block_dim = num_threads`.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        num_threads: Threads of a block, two warps or more.
+        n_sms: Multiprocessors of the device.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        input_tokens: Expert rows, `[n_rows_max][hidden_size]`, in the order of
+            the last dispatch, aligned to 16 bytes.
+        n_rows_max: Rows of `input_tokens` and `src_info`.
+        src_info: `[n_rows_max][2]` from that dispatch.
+        output_tokens: `[n_tokens][hidden_size]`.
+        router_weights: `[n_tokens][top_k]`.
+        n_tokens: Tokens that this rank dispatched.
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        ep_counters: This rank's local words.
+        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
+    """
+    comptime layout = combine_layout_of[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+    ]()
+    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    if ep_counters.dispatch_received() == 0:
+        note_failure(
+            ep_counters.failure(),
+            NOTHING_DISPATCHED,
+            _SEND,
+            launch.my_rank,
+            -1,
+            launch.sent,
+            0,
+        )
+    if is_fatal(ep_counters.failure()[]):
+        barrier()
+        _reduce_tokens[
+            combine_dtype, hidden_size, num_threads, n_experts, layout
+        ](
+            output_tokens,
+            router_weights,
+            Int(n_tokens),
+            ep_counters.dispatch_received(),
+            launch,
+            ep_counters,
+        )
+        return
+    comptime n_pairs = layout.n_local_experts() * n_ranks
+    var pair_rows = shared_ints[n_pairs]()
+    var pair_counts = shared_ints[n_pairs]()
+    _share_pairs[num_threads, n_experts, n_pairs](
+        pair_rows, pair_counts, ep_counters
+    )
+    comptime n_warps = num_threads // WARP_SIZE
+    if launch.warp_idx < n_send_warps(Int(n_tokens), n_warps):
+        _send_rows[combine_dtype, hidden_size, n_experts, layout](
+            input_tokens,
+            Int(n_rows_max),
+            src_info,
+            pair_rows,
+            pair_counts,
+            launch,
+            ep_counters,
+        )
+    _reduce_tokens[combine_dtype, hidden_size, num_threads, n_experts, layout](
+        output_tokens,
+        router_weights,
+        Int(n_tokens),
+        ep_counters.dispatch_received(),
+        launch,
+        ep_counters,
+    )
+    _finish[n_experts, layout, True, True](launch, ep_counters)

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that dispatch and combine of GPU ranks share.
+
+A launch is a grid of blocks that are all resident at once, because some wait
+for what others send. A warp is the unit of work: it moves one message, lane
+by lane, 16 bytes an access. `docs/protocol.md` holds the argument why waits
+end and buffers may be reused.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, lane_id, thread_idx
+from max.gpu import syncwarp, warp_id
+from std.math import ceildiv
+from std.memory import unsafe_stack_allocation
+
+from ..counters import EPLocalSyncCounters
+from ..failures import NO_MESSAGE, NOT_READ, note_failure
+from ..flags import (
+    DeviceDeadline,
+    FlagPointer,
+    SPINS_BETWEEN_LOOKS,
+    SharedWord,
+    arrive,
+    block_peek,
+    generation_of,
+    has_reached,
+    peek,
+    publish,
+)
+from ..layout import ExpertSlotsLayout, FLAG_BYTES, MESSAGE_ALIGN
+from ..layout import n_experts_on_rank
+from ..token_format import BytePointer, LaneBytes
+from .host_steps import flag_at
+
+comptime SharedInts = Pointer[
+    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Numbers in the shared memory of a block."""
+
+comptime SharedAddresses = Pointer[
+    UInt64, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Addresses of all ranks' buffers, in the shared memory of a block: a kernel
+argument that is indexed at run time would be copied to local memory."""
+
+comptime ACCESSES_IN_FLIGHT = 7
+"""16-byte loads a lane has under way: 28 registers, and it divides the 28
+steps of the 7168 bfloat16 of a large model's token."""
+
+
+@always_inline
+def load16(p: Pointer[mut=_, UInt8, _]) -> LaneBytes:
+    """Loads 16 bytes.
+
+    Args:
+        p: Aligned to 16.
+
+    Returns:
+        The bytes.
+    """
+    return p.unsafe_bitcast[UInt32]().unsafe_load[
+        width=4, alignment=MESSAGE_ALIGN, invariant=False
+    ]()
+
+
+@always_inline
+def store16(p: BytePointer, bytes: LaneBytes):
+    """Stores 16 bytes.
+
+    Args:
+        p: Aligned to 16.
+        bytes: The bytes.
+    """
+    p.unsafe_bitcast[UInt32]().unsafe_store[alignment=MESSAGE_ALIGN](0, bytes)
+
+
+@always_inline
+def shuffle_address(address: UInt64, src_lane: Int) -> UInt64:
+    """Hands one lane's address to the whole warp.
+
+    Args:
+        address: This lane's.
+        src_lane: Whose is wanted, the same in all lanes.
+
+    Returns:
+        That of `src_lane`.
+    """
+    var low = warp.shuffle_idx(UInt32(address & 0xFFFF_FFFF), UInt32(src_lane))
+    var high = warp.shuffle_idx(UInt32(address >> 32), UInt32(src_lane))
+    return (UInt64(high) << 32) | UInt64(low)
+
+
+@always_inline
+def bytes_at(address: UInt64) -> BytePointer:
+    """Makes a pointer of an address.
+
+    Args:
+        address: The address.
+
+    Returns:
+        The pointer.
+    """
+    return BytePointer(unsafe_from_address=Int(address))
+
+
+@always_inline
+def shared_words[n: Int]() -> SharedWord:
+    """Allocates words in shared memory; they are not initialized.
+
+    Parameters:
+        n: How many.
+
+    Returns:
+        The words.
+    """
+    return unsafe_stack_allocation[
+        n, UInt32, address_space=AddressSpace.SHARED
+    ]()
+
+
+@always_inline
+def shared_ints[n: Int]() -> SharedInts:
+    """Allocates numbers in shared memory; they are not initialized.
+
+    Parameters:
+        n: How many.
+
+    Returns:
+        The numbers.
+    """
+    return unsafe_stack_allocation[
+        n, Int32, address_space=AddressSpace.SHARED
+    ]()
+
+
+@always_inline
+def share_addresses[
+    T: AnyType, n: Int, //
+](buffers: Array[Pointer[T, MutUntrackedOrigin], n]) -> SharedAddresses:
+    """Copies kernel arguments to shared memory; a block barrier must follow.
+
+    Parameters:
+        T: What the addresses are of.
+        n: How many addresses.
+
+    Args:
+        buffers: The addresses.
+
+    Returns:
+        The same in shared memory.
+    """
+    var table = unsafe_stack_allocation[
+        n, UInt64, address_space=AddressSpace.SHARED
+    ]()
+    comptime for i in range(n):
+        if thread_idx.x == i:
+            table[unsafe_offset=i] = UInt64(Int(buffers[i]))
+    return table
+
+
+@always_inline
+def copy_warp[
+    n_bytes: Int
+](dest: BytePointer, src: Pointer[UInt8, _], lane: Int):
+    """Copies bytes with all lanes of a warp.
+
+    Parameters:
+        n_bytes: How many, a multiple of 16.
+
+    Args:
+        dest: Where to, aligned to 16.
+        src: Where from, aligned to 16.
+        lane: This lane.
+    """
+    comptime n_vectors = n_bytes // MESSAGE_ALIGN
+    comptime in_flight = ACCESSES_IN_FLIGHT
+    for first in range(0, n_vectors, WARP_SIZE * in_flight):
+        var parts = Array[LaneBytes, in_flight](fill=0)
+        comptime for i in range(in_flight):
+            var vector = first + i * WARP_SIZE + lane
+            if vector < n_vectors:
+                parts[i] = load16(src.unsafe_offset(vector * MESSAGE_ALIGN))
+        comptime for i in range(in_flight):
+            var vector = first + i * WARP_SIZE + lane
+            if vector < n_vectors:
+                store16(dest.unsafe_offset(vector * MESSAGE_ALIGN), parts[i])
+
+
+@always_inline
+def any_lane(condition: Bool) -> Bool:
+    """Tells whether a condition holds in any lane of the warp.
+
+    Args:
+        condition: This lane's.
+
+    Returns:
+        The same in all lanes.
+    """
+    comptime if WARP_SIZE == 32:
+        return warp.vote[DType.uint32](condition) != 0
+    else:
+        return warp.vote[DType.uint64](condition) != 0
+
+
+@always_inline
+def await_done_words[
+    n_experts: Int, layout: ExpertSlotsLayout
+](
+    my_counts: BytePointer,
+    done_offset: Int,
+    generation: UInt32,
+    phase: Int,
+    deadline: DeviceDeadline,
+    counters: EPLocalSyncCounters[n_experts],
+    lane: Int,
+) -> Bool:
+    """Waits until every peer has read what this rank sent it last.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        my_counts: This rank's counts buffer, where peers put done words.
+        done_offset: Bytes from there to the done words.
+        generation: The generation that must have been read.
+        phase: Who waits, a position in `failures.PHASES`.
+        deadline: When to give up.
+        counters: This rank's local words.
+        lane: This lane.
+
+    Returns:
+        Whether all have; the same in all lanes.
+    """
+    var is_met = True
+    for rank in range(lane, layout.n_ranks, WARP_SIZE):
+        # I3: no slot is written before its last reader is done with it.
+        var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
+        var word = peek(flag)
+        var spins = 0
+        while not has_reached(word, generation):
+            spins += 1
+            if spins % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+                note_failure(
+                    counters.failure(),
+                    NOT_READ,
+                    phase,
+                    rank,
+                    -1,
+                    generation,
+                    word,
+                )
+                is_met = False
+                break
+            word = peek(flag)
+    return not any_lane(not is_met)
+
+
+@always_inline
+def await_message[
+    n_experts: Int
+](
+    flag: FlagPointer,
+    generation: UInt32,
+    phase: Int,
+    missing_rank: Int,
+    expert_id: Int,
+    deadline: DeviceDeadline,
+    counters: EPLocalSyncCounters[n_experts],
+) -> UInt64:
+    """Waits until a message has arrived.
+
+    Parameters:
+        n_experts: Experts of the group.
+
+    Args:
+        flag: The flag of the message, in this rank's region.
+        generation: The generation to wait for.
+        phase: Who waits, a position in `failures.PHASES`.
+        missing_rank: Who sends it.
+        expert_id: Its global expert.
+        deadline: When to give up.
+        counters: This rank's local words.
+
+    Returns:
+        The flag; of another generation if the message did not come.
+    """
+    var word = peek(flag)
+    var spins = 0
+    while generation_of(word) != generation:
+        spins += 1
+        if spins % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+            note_failure(
+                counters.failure(),
+                NO_MESSAGE,
+                phase,
+                missing_rank,
+                expert_id,
+                generation,
+                word,
+            )
+            break
+        word = peek(flag)
+    return word
+
+
+@always_inline
+def is_last_block(counters: EPLocalSyncCounters) -> Bool:
+    """Tells one warp of the grid that all blocks have done their work.
+
+    Every thread of every block calls it, once, at the end of a launch.
+
+    Args:
+        counters: This rank's local words.
+
+    Returns:
+        True in the first warp of the block that ended last.
+    """
+    barrier()
+    if warp_id() != 0:
+        return False
+    var n_before: UInt32 = 0
+    if lane_id() == 0:
+        n_before = UInt32(arrive(counters.blocks_done()))
+    n_before = warp.shuffle_idx(n_before, UInt32(0))
+    if Int(n_before) != Int(grid_dim.x) - 1:
+        return False
+    if lane_id() == 0:
+        counters.blocks_done()[] = 0
+    return True
+
+
+@always_inline
+def publish_done(
+    counts: SharedAddresses,
+    n_ranks: Int,
+    offset: Int,
+    generation: UInt32,
+    lane: Int,
+):
+    """Tells every rank that its messages have been read.
+
+    Args:
+        counts: All ranks' counts buffers.
+        n_ranks: How many.
+        offset: Bytes from there to this rank's done word.
+        generation: The generation that has been read.
+        lane: This lane of the last block's first warp.
+    """
+    syncwarp()
+    for rank in range(lane, n_ranks, WARP_SIZE):
+        publish(
+            flag_at(bytes_at(counts[unsafe_offset=rank]), offset), generation, 0
+        )

@@ -1,0 +1,1306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch of `expert_slots` for GPU ranks.
+
+The same messages in the same slots, and the same rows, as `host_dispatch.mojo`
+makes; other flags announce them. The count of a pair is published as soon as
+it is known; each message then announces itself by the flag in its source info,
+so receiving goes on while the wire is busy.
+
+Roles of a block's warps: the first finds the slots of the choices, the next
+ones send, the last reads the counts; each then takes part in receiving.
+
+After the sending half: every peer has this generation's counts, and gets its
+messages. After the receiving half: this rank's rows stand by local expert,
+source rank, token, choice, and every source knows that they have been read.
+"""
+import max.gpu.primitives.warp as warp
+from layout import TensorLayout, TileTensor
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    WARP_SIZE,
+    barrier,
+    block_idx,
+    grid_dim,
+    lane_id,
+    syncwarp,
+    thread_idx,
+    warp_id,
+)
+from std.math import ceildiv
+from std.memory import bitcast
+from std.utils import StaticTuple
+
+from ..counters import EPLocalSyncCounters, NO_EXPERT
+from ..failures import (
+    DROPPED,
+    NO_COUNT,
+    NO_MESSAGE,
+    TOO_MANY_ROWS,
+    is_fatal,
+    note_failure,
+)
+from ..flags import (
+    DeviceDeadline,
+    FlagPointer,
+    SPINS_BETWEEN_LOOKS,
+    SharedWord,
+    block_add,
+    block_peek,
+    block_publish,
+    count_of,
+    generation_of,
+    next_generation,
+    peek,
+    peek_number,
+    publish,
+    publish_number,
+)
+from ..launch_checks import imm
+from ..layout import ExpertSlotsLayout, MESSAGE_ALIGN, n_experts_on_rank
+from ..token_format import BytePointer, LaneBytes, TokenFormat
+from .device_steps import (
+    ACCESSES_IN_FLIGHT,
+    SharedAddresses,
+    SharedInts,
+    any_lane,
+    await_done_words,
+    await_message,
+    bytes_at,
+    copy_warp,
+    is_last_block,
+    publish_done,
+    share_addresses,
+    shared_ints,
+    shared_words,
+    shuffle_address,
+    store16,
+)
+from .host_steps import flag_at, message_flag
+
+comptime _SEND = 0
+comptime _RECEIVE = 1
+
+# Words of a block's control: units whose slots are found, whether the counts
+# are there, next item to receive.
+comptime _INDEXED = 0
+comptime _PAIRS_READY = 1
+comptime _NEXT_ITEM = 2
+comptime _N_CONTROL = 3
+
+comptime FAILED_PAIRS = UInt32(2)
+"""Value of the word `_PAIRS_READY` when the counts did not come."""
+
+
+@fieldwise_init
+struct DispatchUnits(TrivialRegisterPassable):
+    """How the choices are dealt to the blocks: a unit is a part of a token.
+
+    Unit `u` belongs to block `u % n_blocks`, so tokens leave in their order.
+    """
+
+    var n_units: Int
+    """Units of all blocks."""
+    var n_parts: Int
+    """Units of one token."""
+
+    @staticmethod
+    @always_inline
+    def of(n_tokens: Int, top_k: Int, n_blocks: Int) -> Self:
+        """Cuts few tokens into parts, so that every block has work.
+
+        Args:
+            n_tokens: Tokens to send.
+            top_k: Experts of a token.
+            n_blocks: Blocks of the grid.
+
+        Returns:
+            The units.
+        """
+        var n_parts = 1
+        while n_parts < top_k and n_tokens * n_parts < 2 * n_blocks:
+            n_parts *= 2
+        n_parts = min(n_parts, top_k)
+        return Self(n_tokens * n_parts, n_parts)
+
+    @always_inline
+    def token(self, unit: Int) -> Int:
+        """Names the token of a unit.
+
+        Args:
+            unit: In `[0, n_units)`.
+
+        Returns:
+            The token.
+        """
+        return unit // self.n_parts
+
+    @always_inline
+    def first_k(self, unit: Int, top_k: Int, next: Int = 0) -> Int:
+        """Names the first choice of a unit.
+
+        Args:
+            unit: In `[0, n_units)`.
+            top_k: Experts of a token.
+            next: 1 for the end of the unit's choices.
+
+        Returns:
+            In `[0, top_k]`.
+        """
+        return (unit % self.n_parts + next) * top_k // self.n_parts
+
+
+# ------------------------------------------------------------ the sending half
+
+
+@always_inline
+def _count_choices[
+    n_experts: Int
+](
+    histogram: SharedWord,
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    begin: Int,
+    end: Int,
+    lane: Int,
+):
+    """Adds a range of choices to the block's histogram, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+
+    Args:
+        histogram: Choices of each expert so far, `[n_experts]`.
+        topk_ids: `[n_tokens][top_k]`.
+        begin: First choice.
+        end: Behind the last.
+        lane: This lane.
+    """
+    comptime in_flight = 8
+    for first in range(begin, end, WARP_SIZE * in_flight):
+        var ids = Array[Int32, in_flight](fill=NO_EXPERT)
+        comptime for i in range(in_flight):
+            var choice = first + i * WARP_SIZE + lane
+            if choice < end:
+                ids[i] = topk_ids[unsafe_offset=choice]
+        comptime for i in range(in_flight):
+            if ids[i] >= 0 and ids[i] < Int32(n_experts):
+                _ = block_add(histogram.unsafe_offset(Int(ids[i])), 1)
+
+
+@always_inline
+def _index_choices[
+    n_experts: Int, layout: ExpertSlotsLayout
+](
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    units: DispatchUnits,
+    histogram: SharedWord,
+    control: SharedWord,
+    counts: SharedAddresses,
+    counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int,
+    generation: UInt32,
+    lane: Int,
+):
+    """Finds the slot of each choice of this block, then publishes counts.
+
+    The slot of a choice is the number of earlier choices of its expert, as on
+    CPU. Every block counts for itself, so no block waits for another.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        topk_ids: `[n_tokens][top_k]`.
+        n_tokens: Tokens to send.
+        units: How the choices are dealt.
+        histogram: Zeros, `[n_experts]`.
+        control: The block's control words.
+        counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        my_rank: This rank.
+        generation: The generation that is sent.
+        lane: This lane.
+    """
+    comptime top_k = layout.top_k
+    var choices = counters.choices(generation, layout.n_choices())
+    var slots = counters.slots(layout.n_choices())
+    var block = Int(block_idx.x)
+    var n_blocks = Int(grid_dim.x)
+    var n_counted = 0
+    var n_indexed: UInt32 = 0
+    for unit in range(block, units.n_units, n_blocks):
+        var token_idx = units.token(unit)
+        _count_choices[n_experts](
+            histogram, topk_ids, n_counted, token_idx * top_k, lane
+        )
+        n_counted = token_idx * top_k
+        syncwarp()
+        var expert = NO_EXPERT
+        if lane < top_k:
+            expert = topk_ids[unsafe_offset=token_idx * top_k + lane]
+        var is_expert = expert >= 0 and expert < Int32(n_experts)
+        var slot = 0
+        if is_expert:
+            slot = Int(histogram[unsafe_offset=Int(expert)])
+        # The same expert twice in a token: the later choice stands behind.
+        comptime for k in range(top_k):
+            var other = warp.shuffle_idx(expert, UInt32(k))
+            if k < lane and other == expert:
+                slot += 1
+        var first_k = units.first_k(unit, top_k)
+        var end_k = units.first_k(unit, top_k, 1)
+        if first_k <= lane and lane < end_k:
+            var has_slot = is_expert and slot < layout.max_tokens_per_rank
+            if not has_slot and expert != NO_EXPERT:
+                note_failure(
+                    counters.failure(),
+                    DROPPED,
+                    _SEND,
+                    my_rank,
+                    Int(expert),
+                    generation,
+                    0,
+                    token_idx,
+                    lane,
+                )
+            var choice = layout.choice(token_idx, lane)
+            choices[unsafe_offset=choice] = expert if has_slot else NO_EXPERT
+            slots[unsafe_offset=choice] = Int32(slot)
+        syncwarp()
+        n_indexed += 1
+        if lane == 0:
+            block_publish(control.unsafe_offset(_INDEXED), n_indexed)
+    _count_choices[n_experts](
+        histogram, topk_ids, n_counted, n_tokens * top_k, lane
+    )
+    syncwarp()
+    # A rank without tokens publishes zeros: its peers wait for every pair.
+    for expert_id in range(
+        block + n_blocks * lane, n_experts, n_blocks * WARP_SIZE
+    ):
+        var dst_rank, local_expert = divmod(expert_id, layout.n_local_experts())
+        publish_number(
+            flag_at(
+                bytes_at(counts[unsafe_offset=dst_rank]),
+                layout.dispatch_count_offset(
+                    layout.pair(local_expert, my_rank)
+                ),
+            ),
+            generation,
+            min(
+                Int(histogram[unsafe_offset=expert_id]),
+                layout.max_tokens_per_rank,
+            ),
+        )
+
+
+@always_inline
+def _send_unit[
+    input_type: DType,
+    token_fmt_type: TokenFormat,
+    input_scales_wrapper: Optional[
+        def[dtype: DType](Int) capturing -> Scalar[dtype]
+    ],
+](
+    token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    message: UInt64,
+    expert: Int32,
+    first_k: Int,
+    end_k: Int,
+    lane: Int,
+):
+    """Encodes a token and writes it to the messages of a unit, with one warp.
+
+    Parameters:
+        input_type: Element type of the token.
+        token_fmt_type: Wire format of a token.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+
+    Args:
+        token: `[hidden_size]`.
+        message: In lane `k`: address of the message of choice `k`, or 0.
+        expert: In lane `k`: expert of choice `k`.
+        first_k: First choice of the unit.
+        end_k: Behind its last.
+        lane: This lane.
+    """
+    comptime n_elements = token_fmt_type.lane_elements
+    comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
+    comptime in_flight = ACCESSES_IN_FLIGHT
+    comptime Elements = SIMD[input_type, n_elements]
+    comptime is_scaled = Bool(input_scales_wrapper)
+    for first in range(0, n_vectors, WARP_SIZE * in_flight):
+        var elements = Array[Elements, in_flight](fill=0)
+        comptime for i in range(in_flight):
+            var vector = first + i * WARP_SIZE + lane
+            if vector < n_vectors:
+                elements[i] = token.unsafe_load[
+                    width=n_elements, alignment=MESSAGE_ALIGN
+                ](vector * n_elements)
+        var values = Array[LaneBytes, in_flight](fill=0)
+        var scales = Array[LaneBytes, in_flight](fill=0)
+        comptime if not is_scaled:
+            _encode[input_type, token_fmt_type, False](
+                elements, values, scales, 1, lane
+            )
+        for k in range(first_k, end_k):
+            var to = shuffle_address(message, k)
+            if to == 0:
+                continue
+            comptime if is_scaled:
+                comptime scale_of = input_scales_wrapper.value()
+                var id = Int(warp.shuffle_idx(expert, UInt32(k)))
+                _encode[input_type, token_fmt_type, True](
+                    elements, values, scales, scale_of[DType.float32](id), lane
+                )
+            comptime for i in range(in_flight):
+                var vector = first + i * WARP_SIZE + lane
+                if vector < n_vectors:
+                    store16(
+                        bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN),
+                        values[i],
+                    )
+                    comptime if token_fmt_type.has_scales:
+                        # Eight lanes share a scale: 32 have 16 bytes of them.
+                        if lane % 32 == 0:
+                            store16(
+                                bytes_at(to).unsafe_offset(
+                                    token_fmt_type.value_bytes + vector // 2
+                                ),
+                                scales[i],
+                            )
+
+
+@always_inline
+def _encode[
+    input_type: DType, token_fmt_type: TokenFormat, is_scaled: Bool
+](
+    elements: Array[
+        SIMD[input_type, token_fmt_type.lane_elements], ACCESSES_IN_FLIGHT
+    ],
+    mut values: Array[LaneBytes, ACCESSES_IN_FLIGHT],
+    mut scales: Array[LaneBytes, ACCESSES_IN_FLIGHT],
+    input_scale: Float32,
+    lane: Int,
+):
+    """Encodes some steps of a token.
+
+    Parameters:
+        input_type: Element type of the token.
+        token_fmt_type: Wire format of a token.
+        is_scaled: Whether to multiply by `input_scale` first.
+
+    Args:
+        elements: What this lane holds, for each step.
+        values: Result: its values.
+        scales: Result, in every 32nd lane: the scales of its 32 lanes.
+        input_scale: Factor of every element.
+        lane: This lane.
+    """
+    comptime for i in range(ACCESSES_IN_FLIGHT):
+        var wire = token_fmt_type.encode_lane[input_type, is_scaled](
+            elements[i], input_scale
+        )
+        values[i] = wire.values
+        comptime if token_fmt_type.has_scales:
+            comptime for block in range(4):
+                var from_lane = UInt32(lane // 32 * 32 + 8 * block)
+                scales[i][block] = bitcast[DType.uint32](
+                    warp.shuffle_idx(wire.scale, from_lane)
+                )
+
+
+@always_inline
+def _send_half[
+    input_type: DType,
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+    token_fmt_type: TokenFormat,
+    input_scales_wrapper: Optional[
+        def[dtype: DType](Int) capturing -> Scalar[dtype]
+    ],
+](
+    tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    units: DispatchUnits,
+    control: SharedWord,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int,
+    generation: UInt32,
+    deadline: DeviceDeadline,
+    sender: Int,
+    n_senders: Int,
+    lane: Int,
+):
+    """Sends this block's units with some of its warps.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        token_fmt_type: Wire format of a token.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+
+    Args:
+        tokens: `[n_tokens][hidden_size]`.
+        units: How the choices are dealt.
+        control: The block's control words.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        my_rank: This rank.
+        generation: The generation that is sent.
+        deadline: When to give up.
+        sender: This warp among those that send.
+        n_senders: How many do.
+        lane: This lane.
+    """
+    comptime top_k = layout.top_k
+    if not await_done_words[n_experts, layout](
+        bytes_at(counts[unsafe_offset=my_rank]),
+        layout.dispatch_done_offset(0),
+        counters.dispatch_sent(),
+        _SEND,
+        deadline,
+        counters,
+        lane,
+    ):
+        return
+    var choices = counters.choices(generation, layout.n_choices())
+    var slots = counters.slots(layout.n_choices())
+    var n_blocks = Int(grid_dim.x)
+    var first_unit = Int(block_idx.x) + sender * n_blocks
+    var position = UInt32(sender)
+    for unit in range(first_unit, units.n_units, n_senders * n_blocks):
+        while block_peek(control.unsafe_offset(_INDEXED)) <= position:
+            pass
+        position += UInt32(n_senders)
+        var token_idx = units.token(unit)
+        var first_k = units.first_k(unit, top_k)
+        var end_k = units.first_k(unit, top_k, 1)
+        var choice = layout.choice(token_idx, lane)
+        var expert = NO_EXPERT
+        var message: UInt64 = 0
+        if first_k <= lane and lane < end_k:
+            expert = choices[unsafe_offset=choice]
+            if expert != NO_EXPERT:
+                var dst_rank, local_expert = divmod(
+                    Int(expert), layout.n_local_experts()
+                )
+                # I1: only this rank writes the slots of pair (_, my_rank).
+                message = recv_bufs[unsafe_offset=dst_rank] + UInt64(
+                    layout.dispatch_message_offset(
+                        layout.pair(local_expert, my_rank),
+                        Int(slots[unsafe_offset=choice]),
+                    )
+                )
+        _send_unit[input_type, token_fmt_type, input_scales_wrapper](
+            tokens.unsafe_offset(token_idx * token_fmt_type.hidden_size),
+            message,
+            expert,
+            first_k,
+            end_k,
+            lane,
+        )
+        syncwarp()
+        # I2: a message's flag is published after all of the message.
+        if message != 0:
+            publish(
+                message_flag(bytes_at(message), token_fmt_type.msg_bytes),
+                generation,
+                choice,
+            )
+
+
+# ---------------------------------------------------------- the receiving half
+
+
+@always_inline
+def _read_counts[
+    n_experts: Int, layout: ExpertSlotsLayout
+](
+    pair_rows: SharedInts,
+    pair_counts: SharedInts,
+    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
+    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    n_rows_max: Int,
+    my_counts: BytePointer,
+    counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int,
+    generation: UInt32,
+    deadline: DeviceDeadline,
+    lane: Int,
+) -> Int:
+    """Waits for the counts of all pairs and lays out the rows, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        pair_rows: Result: first row of each pair.
+        pair_counts: Result: rows of each pair.
+        row_offsets: Result of block 0: `[n_local_experts + 1]`.
+        expert_ids: Result of block 0: `[n_local_experts]`.
+        n_rows_max: Rows the outputs hold.
+        my_counts: This rank's counts buffer.
+        counters: This rank's local words; block 0 notes the pairs there.
+        my_rank: This rank.
+        generation: The generation to wait for.
+        deadline: When to give up.
+        lane: This lane.
+
+    Returns:
+        The largest count of a pair, or -1 if a count did not come or the rows
+        do not fit; the same in all lanes.
+    """
+    comptime n_ranks = layout.n_ranks
+    comptime n_local_experts = layout.n_local_experts()
+    comptime n_pairs = n_local_experts * n_ranks
+    comptime in_flight = 8
+    var is_first_block = block_idx.x == 0
+    var n_held = n_experts_on_rank(n_experts, n_ranks, my_rank)
+    var n_rows = 0
+    var largest = 0
+    var is_late = False
+    for first in range(0, n_pairs, WARP_SIZE * in_flight):
+        var words = Array[UInt64, in_flight](fill=0)
+        comptime for i in range(in_flight):
+            var pair = first + i * WARP_SIZE + lane
+            if pair < n_held * n_ranks:
+                words[i] = peek_number(
+                    flag_at(my_counts, layout.dispatch_count_offset(pair))
+                )
+        comptime for i in range(in_flight):
+            var pair = first + i * WARP_SIZE + lane
+            var count = 0
+            if pair < n_held * n_ranks:
+                var flag = flag_at(
+                    my_counts, layout.dispatch_count_offset(pair)
+                )
+                var spins = 0
+                while generation_of(words[i]) != generation:
+                    spins += 1
+                    if (
+                        spins % SPINS_BETWEEN_LOOKS == 0
+                        and deadline.has_passed()
+                    ):
+                        note_failure(
+                            counters.failure(),
+                            NO_COUNT,
+                            _RECEIVE,
+                            pair % n_ranks,
+                            my_rank * n_local_experts + pair // n_ranks,
+                            generation,
+                            words[i],
+                        )
+                        is_late = True
+                        break
+                    words[i] = peek_number(flag)
+                count = 0 if is_late else count_of(words[i])
+            var row = n_rows + Int(
+                warp.prefix_sum[exclusive=True](Int32(count))
+            )
+            if pair < n_pairs:
+                pair_rows[unsafe_offset=pair] = Int32(row)
+                pair_counts[unsafe_offset=pair] = Int32(count)
+                if is_first_block:
+                    counters.set_pair_rows(pair, row, count)
+                    var local_expert, src_rank = divmod(pair, n_ranks)
+                    if src_rank == 0:
+                        row_offsets[unsafe_offset=local_expert] = UInt32(row)
+                        expert_ids[unsafe_offset=local_expert] = Int32(
+                            local_expert
+                        )
+            n_rows += Int(warp.sum(Int32(count)))
+            largest = max(largest, Int(warp.max(Int32(count))))
+    if is_first_block and lane == 0:
+        row_offsets[unsafe_offset=n_local_experts] = UInt32(n_rows)
+        # The end has no rows; combine wants to know the largest pair.
+        counters.set_pair_rows(n_pairs, n_rows, largest)
+    if any_lane(is_late):
+        return -1
+    if n_rows > n_rows_max:
+        if lane == 0:
+            note_failure(
+                counters.failure(),
+                TOO_MANY_ROWS,
+                _RECEIVE,
+                my_rank,
+                0,
+                generation,
+                0,
+                n_rows,
+                n_rows_max,
+            )
+        return -1
+    return largest
+
+
+@always_inline
+def _receive_half[
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+    token_fmt_type: TokenFormat,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int,
+    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
+    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    control: SharedWord,
+    pair_rows: SharedInts,
+    pair_counts: SharedInts,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int,
+    generation: UInt32,
+    deadline: DeviceDeadline,
+    is_counter: Bool,
+    lane: Int,
+):
+    """Turns messages into rows as they arrive, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        token_fmt_type: Wire format of a token.
+
+    Args:
+        rows: The output tensors.
+        n_rows_max: Rows they hold.
+        row_offsets: `[n_local_experts + 1]`.
+        expert_ids: `[n_local_experts]`.
+        src_info: `[n_rows_max][2]`.
+        control: The block's control words.
+        pair_rows: First row of each pair.
+        pair_counts: Rows of each pair.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        my_rank: This rank.
+        generation: The generation to receive.
+        deadline: When to give up.
+        is_counter: Whether this warp reads the counts for its block.
+        lane: This lane.
+    """
+    comptime n_ranks = layout.n_ranks
+    comptime n_local_experts = layout.n_local_experts()
+    comptime n_pairs = n_local_experts * n_ranks
+    if is_counter:
+        var largest = _read_counts[n_experts, layout](
+            pair_rows,
+            pair_counts,
+            row_offsets,
+            expert_ids,
+            n_rows_max,
+            bytes_at(counts[unsafe_offset=my_rank]),
+            counters,
+            my_rank,
+            generation,
+            deadline,
+            lane,
+        )
+        syncwarp()
+        if lane == 0:
+            pair_rows[unsafe_offset=n_pairs] = Int32(largest)
+            block_publish(
+                control.unsafe_offset(_PAIRS_READY),
+                1 if largest >= 0 else FAILED_PAIRS,
+            )
+    while block_peek(control.unsafe_offset(_PAIRS_READY)) == 0:
+        pass
+    if block_peek(control.unsafe_offset(_PAIRS_READY)) == FAILED_PAIRS:
+        return
+    # Slot by slot over all pairs: about the order in which messages arrive.
+    var n_items = Int(pair_rows[unsafe_offset=n_pairs]) * n_pairs
+    var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
+    while True:
+        var turn: UInt32 = 0
+        if lane == 0:
+            turn = block_add(control.unsafe_offset(_NEXT_ITEM), 1)
+        turn = warp.shuffle_idx(turn, UInt32(0))
+        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        if item >= n_items:
+            return
+        var slot, pair = divmod(item, n_pairs)
+        if slot >= Int(pair_counts[unsafe_offset=pair]):
+            continue
+        var message = recv_buf.unsafe_offset(
+            layout.dispatch_message_offset(pair, slot)
+        )
+        var word = await_message[n_experts](
+            message_flag(message, token_fmt_type.msg_bytes),
+            generation,
+            _RECEIVE,
+            pair % n_ranks,
+            my_rank * n_local_experts + pair // n_ranks,
+            deadline,
+            counters,
+        )
+        if any_lane(generation_of(word) != generation):
+            return
+        var row = Int(pair_rows[unsafe_offset=pair]) + slot
+        copy_warp[token_fmt_type.value_bytes](
+            token_fmt_type.row_values(rows, row), message, lane
+        )
+        token_fmt_type.decode_scales_lane(message, rows, row, lane, WARP_SIZE)
+        if lane == 0:
+            var token_idx, k = divmod(count_of(word), layout.top_k)
+            src_info[unsafe_offset=2 * row] = Int32(token_idx)
+            src_info[unsafe_offset=2 * row + 1] = Int32(k)
+
+
+# ------------------------------------------------------------------ the kernels
+
+
+@always_inline
+def dispatch_layout_of[
+    token_fmt_type: TokenFormat, n_experts: Int, n_ranks: Int, max_tokens: Int
+]() -> ExpertSlotsLayout:
+    """Lays out the buffers as far as dispatch needs them.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens: Tokens one rank may send.
+
+    Returns:
+        A layout whose combine messages have no size.
+    """
+    return ExpertSlotsLayout(
+        n_experts,
+        n_ranks,
+        max_tokens,
+        token_fmt_type.top_k,
+        token_fmt_type.msg_bytes,
+        0,
+    )
+
+
+@always_inline
+def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
+    """Chooses how many warps of a block send while the others receive.
+
+    Stores to peers queue up in a multiprocessor and delay all its other
+    traffic, so few warps send when there is much to send
+    (docs/results/gpu_round_trip.md).
+
+    Args:
+        n_tokens: Tokens to send.
+        n_warps: Warps of a block.
+
+    Returns:
+        In `[1, n_warps - 2]`.
+    """
+    return min(3 if n_tokens > 256 else 6, n_warps - 2)
+
+
+@fieldwise_init
+struct _Launch(TrivialRegisterPassable):
+    """What the warps of a block know from the start of a launch."""
+
+    var lane: Int
+    var warp_idx: Int
+    var my_rank: Int
+    var deadline: DeviceDeadline
+    var sent: UInt32
+    var received: UInt32
+    var control: SharedWord
+    var recv_bufs: SharedAddresses
+    var counts: SharedAddresses
+
+
+@always_inline
+def _start[
+    n_experts: Int, p2p_world_size: Int
+](
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+) -> _Launch:
+    """Sets a block's shared memory up; a block barrier must follow.
+
+    Parameters:
+        n_experts: Experts of the group.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+
+    Args:
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        counters: This rank's local words.
+        my_rank: This rank; -1: as the counters say.
+
+    Returns:
+        What the warps need to know.
+    """
+    var control = shared_words[_N_CONTROL]()
+    if thread_idx.x < _N_CONTROL:
+        control[unsafe_offset=thread_idx.x] = 0
+    return _Launch(
+        Int(lane_id()),
+        Int(warp_id()),
+        Int(my_rank) if my_rank >= 0 else counters.my_rank(),
+        DeviceDeadline.after(counters.timeout_ms()),
+        next_generation(counters.dispatch_sent()),
+        next_generation(counters.dispatch_received()),
+        control,
+        share_addresses(recv_buf_ptrs),
+        share_addresses(recv_count_ptrs),
+    )
+
+
+@always_inline
+def _send[
+    input_type: DType,
+    num_threads: Int,
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+    token_fmt_type: TokenFormat,
+    input_scales_wrapper: Optional[
+        def[dtype: DType](Int) capturing -> Scalar[dtype]
+    ],
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    n_senders: Int,
+    launch: _Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Deals the sending half to the warps of a block.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        num_threads: Threads of a block.
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        token_fmt_type: Wire format of a token.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+
+    Args:
+        input_tokens: `[n_tokens][hidden_size]`.
+        topk_ids: `[n_tokens][top_k]`.
+        n_tokens: Tokens to send.
+        n_senders: Warps that send.
+        launch: From `_start`.
+        counters: This rank's local words.
+    """
+    var histogram = shared_words[n_experts]()
+    for i in range(Int(thread_idx.x), n_experts, num_threads):
+        histogram[unsafe_offset=i] = 0
+    barrier()
+    var units = DispatchUnits.of(n_tokens, layout.top_k, Int(grid_dim.x))
+    if launch.warp_idx == 0:
+        _index_choices[n_experts, layout](
+            topk_ids,
+            n_tokens,
+            units,
+            histogram,
+            launch.control,
+            launch.counts,
+            counters,
+            launch.my_rank,
+            launch.sent,
+            launch.lane,
+        )
+    elif launch.warp_idx <= n_senders:
+        _send_half[
+            input_type, n_experts, layout, token_fmt_type, input_scales_wrapper
+        ](
+            input_tokens,
+            units,
+            launch.control,
+            launch.recv_bufs,
+            launch.counts,
+            counters,
+            launch.my_rank,
+            launch.sent,
+            launch.deadline,
+            launch.warp_idx - 1,
+            n_senders,
+            launch.lane,
+        )
+
+
+@always_inline
+def _receive[
+    num_threads: Int,
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+    token_fmt_type: TokenFormat,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int,
+    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
+    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    launch: _Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Has a warp of a block take its part in the receiving half.
+
+    Parameters:
+        num_threads: Threads of a block.
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        token_fmt_type: Wire format of a token.
+
+    Args:
+        rows: The output tensors.
+        n_rows_max: Rows they hold.
+        row_offsets: `[n_local_experts + 1]`.
+        expert_ids: `[n_local_experts]`.
+        src_info: `[n_rows_max][2]`.
+        launch: From `_start`.
+        counters: This rank's local words.
+    """
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    _receive_half[n_experts, layout, token_fmt_type](
+        rows,
+        n_rows_max,
+        row_offsets,
+        expert_ids,
+        src_info,
+        launch.control,
+        shared_ints[n_pairs + 1](),
+        shared_ints[n_pairs](),
+        launch.recv_bufs,
+        launch.counts,
+        counters,
+        launch.my_rank,
+        launch.received,
+        launch.deadline,
+        launch.warp_idx == num_threads // WARP_SIZE - 1,
+        launch.lane,
+    )
+
+
+@always_inline
+def _finish[
+    n_experts: Int,
+    layout: ExpertSlotsLayout,
+    is_sending: Bool,
+    is_receiving: Bool,
+](launch: _Launch, counters: EPLocalSyncCounters[n_experts], n_tokens: Int):
+    """Ends a launch: its last block notes the generation and tells the peers.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        is_sending: Whether the launch sent.
+        is_receiving: Whether it received.
+
+    Args:
+        launch: From `_start`.
+        counters: This rank's local words.
+        n_tokens: Tokens that were sent.
+    """
+    if not is_last_block(counters) or is_fatal(counters.failure()[]):
+        return
+    comptime if is_sending:
+        if launch.lane == 0:
+            counters.set_n_tokens(launch.sent, n_tokens)
+            counters.set_dispatch_sent(launch.sent)
+        # AFTER: this generation's counts are with their receivers, and its
+        # messages are on their way.
+    comptime if is_receiving:
+        if launch.lane == 0:
+            counters.set_dispatch_received(launch.received)
+        publish_done(
+            launch.counts,
+            layout.n_ranks,
+            layout.dispatch_done_offset(launch.my_rank),
+            launch.received,
+            launch.lane,
+        )
+        # AFTER: rows are complete; every source may overwrite its slots here.
+
+
+@always_inline
+def _deliver_nothing[
+    num_threads: Int, n_local_experts: Int
+](
+    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
+    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+):
+    """Leaves outputs without rows, after a failure of this rank.
+
+    Parameters:
+        num_threads: Threads of a block.
+        n_local_experts: Experts a rank has room for.
+
+    Args:
+        row_offsets: `[n_local_experts + 1]`.
+        expert_ids: `[n_local_experts]`.
+    """
+    if block_idx.x != 0:
+        return
+    for i in range(Int(thread_idx.x), n_local_experts + 1, num_threads):
+        row_offsets[unsafe_offset=i] = 0
+        if i < n_local_experts:
+            expert_ids[unsafe_offset=i] = Int32(i)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def dispatch_async_kernel[
+    input_type: DType,
+    num_threads: Int,
+    input_tokens_layout: TensorLayout,
+    topk_ids_layout: TensorLayout,
+    n_sms: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    p2p_world_size: Int,
+    token_fmt_type: TokenFormat,
+    input_scales_wrapper: Optional[
+        def[dtype: DType](Int) capturing -> Scalar[dtype]
+    ] = None,
+    use_shmem: Bool = True,
+](
+    input_tokens: TileTensor[
+        input_type, input_tokens_layout, ImmUntrackedOrigin
+    ],
+    topk_ids: TileTensor[DType.int32, topk_ids_layout, ImmUntrackedOrigin],
+    send_buf_p: BytePointer,
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    ep_counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+):
+    """Sends each token to its experts; returns without waiting for receivers.
+
+    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        num_threads: Threads of a block, three warps or more.
+        input_tokens_layout: Layout of the tokens.
+        topk_ids_layout: Layout of the ids.
+        n_sms: Multiprocessors of the device.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Slots of one pair.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+        token_fmt_type: Wire format of a token.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        input_tokens: `[n_tokens, hidden_size]`, rows aligned to 16 bytes.
+        topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`; `-1`: no expert.
+        send_buf_p: This rank's send buffer, `[max_tokens_per_rank][msg_bytes]`.
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        ep_counters: This rank's local words.
+        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
+
+    Safety:
+        All buffers must be mapped and peer-writable until every receiver has
+        returned from its wait.
+    """
+    comptime layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+    ]()
+    if is_fatal(ep_counters.failure()[]):
+        return
+    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var n_tokens = Int(input_tokens.dim[0]())
+    _send[
+        input_type,
+        num_threads,
+        n_experts,
+        layout,
+        token_fmt_type,
+        input_scales_wrapper,
+    ](
+        imm(input_tokens),
+        imm(topk_ids),
+        n_tokens,
+        num_threads // WARP_SIZE - 1,
+        launch,
+        ep_counters,
+    )
+    _finish[n_experts, layout, True, False](launch, ep_counters, n_tokens)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def dispatch_wait_kernel[
+    num_threads: Int,
+    n_sms: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    p2p_world_size: Int,
+    token_fmt_type: TokenFormat,
+    use_shmem: Bool = True,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int32,
+    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
+    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    ep_counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+):
+    """Turns the messages into rows sorted by expert, as they arrive.
+
+    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
+
+    Parameters:
+        num_threads: Threads of a block.
+        n_sms: Multiprocessors of the device.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Slots of one pair.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+        token_fmt_type: Wire format of a token.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        rows: The output tensors, `n_rows_max` rows.
+        n_rows_max: Rows there is room for.
+        row_offsets: First row of each local expert, `[n_local_experts + 1]`.
+        expert_ids: Local experts in row order, `[n_local_experts]`.
+        src_info: `[n_rows_max][2]`: token on its source rank, k.
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        ep_counters: This rank's local words.
+        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
+    """
+    comptime layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+    ]()
+    if is_fatal(ep_counters.failure()[]):
+        _deliver_nothing[num_threads, layout.n_local_experts()](
+            row_offsets, expert_ids
+        )
+        return
+    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    barrier()
+    _receive[num_threads, n_experts, layout, token_fmt_type](
+        rows,
+        Int(n_rows_max),
+        row_offsets,
+        expert_ids,
+        src_info,
+        launch,
+        ep_counters,
+    )
+    _finish[n_experts, layout, False, True](launch, ep_counters, 0)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def dispatch_kernel[
+    input_type: DType,
+    num_threads: Int,
+    input_tokens_layout: TensorLayout,
+    topk_ids_layout: TensorLayout,
+    n_sms: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    p2p_world_size: Int,
+    token_fmt_type: TokenFormat,
+    input_scales_wrapper: Optional[
+        def[dtype: DType](Int) capturing -> Scalar[dtype]
+    ] = None,
+    use_shmem: Bool = True,
+](
+    input_tokens: TileTensor[
+        input_type, input_tokens_layout, ImmUntrackedOrigin
+    ],
+    topk_ids: TileTensor[DType.int32, topk_ids_layout, ImmUntrackedOrigin],
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int32,
+    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
+    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    send_buf_p: BytePointer,
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    ep_counters: EPLocalSyncCounters[n_experts],
+    my_rank: Int32,
+):
+    """Sends and receives in one launch; all ranks must run at the same time.
+
+    Launch: `grid_dim` in `[1, n_sms]`, all blocks resident at once,
+    `block_dim = num_threads`.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        num_threads: Threads of a block, three warps or more.
+        input_tokens_layout: Layout of the tokens.
+        topk_ids_layout: Layout of the ids.
+        n_sms: Multiprocessors of the device.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Slots of one pair.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+        token_fmt_type: Wire format of a token.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        input_tokens: As in `dispatch_async_kernel`.
+        topk_ids: Likewise.
+        rows: As in `dispatch_wait_kernel`.
+        n_rows_max: Likewise.
+        row_offsets: Likewise.
+        expert_ids: Likewise.
+        src_info: Likewise.
+        send_buf_p: This rank's send buffer, `[max_tokens_per_rank][msg_bytes]`.
+        recv_buf_ptrs: Recv buffers of the p2p world.
+        recv_count_ptrs: Counts buffers of the p2p world.
+        ep_counters: This rank's local words.
+        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
+    """
+    comptime layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+    ]()
+    if is_fatal(ep_counters.failure()[]):
+        _deliver_nothing[num_threads, layout.n_local_experts()](
+            row_offsets, expert_ids
+        )
+        return
+    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var n_tokens = Int(input_tokens.dim[0]())
+    _send[
+        input_type,
+        num_threads,
+        n_experts,
+        layout,
+        token_fmt_type,
+        input_scales_wrapper,
+    ](
+        imm(input_tokens),
+        imm(topk_ids),
+        n_tokens,
+        n_send_warps(n_tokens, num_threads // WARP_SIZE),
+        launch,
+        ep_counters,
+    )
+    _receive[num_threads, n_experts, layout, token_fmt_type](
+        rows,
+        Int(n_rows_max),
+        row_offsets,
+        expert_ids,
+        src_info,
+        launch,
+        ep_counters,
+    )
+    _finish[n_experts, layout, True, True](launch, ep_counters, n_tokens)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU launch that cannot go on leaves behind, and how the host tells it.
+
+A kernel cannot raise. It notes the first and worst failure in the failure
+record of its rank's counters and ends; launches that follow on that rank see
+the record and do nothing (combine fills its result with NaN), until
+`EPCommInitializer.check` raises what `raise_failure` makes of it.
+
+    word 0  code     1  phase           2  missing rank     3  expert id, or row
+    4, 5    generation wanted, found    6, 7  two numbers, by the code
+"""
+from .counters import N_FAILURE_WORDS
+from .flags import Waiter, generation_of, raise_missing, raise_to
+
+comptime DROPPED = Int32(1)
+"""Some ids were dropped; everything else went on. Numbers: token, `k`."""
+comptime BAD_SOURCE = Int32(2)
+"""`src_info` is not that of the last dispatch. Numbers: token, `k`."""
+comptime BAD_N_TOKENS = Int32(3)
+"""`router_weights` are for another number of tokens. Numbers: given, sent."""
+comptime TOO_MANY_ROWS = Int32(4)
+"""The outputs are too small. Numbers: rows that arrived, rows there are."""
+comptime NOTHING_DISPATCHED = Int32(5)
+"""Combine came before any dispatch."""
+comptime NO_COUNT = Int32(6)
+"""A pair's count did not come in time."""
+comptime NO_MESSAGE = Int32(7)
+"""A message did not come in time."""
+comptime NOT_READ = Int32(8)
+"""A peer has not read what it was sent last."""
+
+comptime PHASES: Array[StaticString, 4] = [
+    "dispatch_async",
+    "dispatch_wait",
+    "combine_async",
+    "combine_wait",
+]
+"""Names of the phases, by the number in the record."""
+
+
+@always_inline
+def is_fatal(code: Int32) -> Bool:
+    """Tells whether launches of this rank can no longer go on.
+
+    Args:
+        code: Word 0 of the record.
+
+    Returns:
+        Whether anything but dropped ids was noted.
+    """
+    return code > DROPPED
+
+
+@always_inline
+def note_failure(
+    record: Pointer[Int32, MutUntrackedOrigin],
+    code: Int32,
+    phase: Int,
+    missing_rank: Int,
+    expert_or_row: Int,
+    wanted: UInt32,
+    found: UInt64,
+    a: Int = 0,
+    b: Int = 0,
+):
+    """Notes a failure, unless one as bad is noted.
+
+    Args:
+        record: From `EPLocalSyncCounters.failure`.
+        code: What went wrong.
+        phase: Position in `PHASES`.
+        missing_rank: Who did not answer.
+        expert_or_row: Global expert id (`-1`: none is concerned), or the row.
+        wanted: The generation that was awaited.
+        found: The flag that was found.
+        a: First number of the code.
+        b: Second number of the code.
+    """
+    if not raise_to(record, code):
+        return
+    record[unsafe_offset=1] = Int32(phase)
+    record[unsafe_offset=2] = Int32(missing_rank)
+    record[unsafe_offset=3] = Int32(expert_or_row)
+    record[unsafe_offset=4] = wanted.cast[DType.int32]()
+    record[unsafe_offset=5] = generation_of(found).cast[DType.int32]()
+    record[unsafe_offset=6] = Int32(a)
+    record[unsafe_offset=7] = Int32(b)
+
+
+def raise_failure(
+    record: Array[Int32, N_FAILURE_WORDS], my_rank: Int, timeout_ms: Int
+) raises:
+    """Raises what the failure record says, if it says anything.
+
+    Args:
+        record: The words.
+        my_rank: The rank they belong to.
+        timeout_ms: How long its launches wait.
+
+    Raises:
+        If a failure was noted.
+    """
+    var code = record[0]
+    if code == 0:
+        return
+    var a = record[6]
+    var b = record[7]
+    var phases = materialize[PHASES]()
+    var phase = phases[Int(record[1])]
+    var place = String("max_ep: ", phase, " on rank ", my_rank, ": ")
+    comptime then = " Then call EPCommInitializer.reset()."
+    if code == DROPPED:
+        raise Error(
+            place,
+            "topk_ids were dropped; one of them is token ",
+            a,
+            ", k ",
+            b,
+            ": expert ",
+            record[3],
+            ". Ids must be in [-1, n_experts) and those of one token distinct.",
+            " Mend the router's output.",
+            then,
+        )
+    if code == BAD_SOURCE:
+        raise Error(
+            place,
+            "src_info (row ",
+            record[3],
+            ": token ",
+            a,
+            ", k ",
+            b,
+            ") is not that of this rank's last dispatch_wait. Pass the",
+            " src_info of that dispatch, and combine before the next dispatch",
+            " of the same buffers.",
+            then,
+        )
+    if code == BAD_N_TOKENS:
+        raise Error(
+            place,
+            "router_weights are for ",
+            a,
+            " tokens, ",
+            b,
+            " were dispatched; pass the weights of all of them.",
+            then,
+        )
+    if code == TOO_MANY_ROWS:
+        raise Error(
+            place,
+            a,
+            " rows arrived and the tensors hold ",
+            b,
+            "; declare them with EPConfig.get_max_recv_tokens() rows.",
+            then,
+        )
+    if code == NOTHING_DISPATCHED:
+        raise Error(
+            place,
+            "nothing was dispatched to this rank yet; combine sends back the",
+            " rows of the last dispatch_wait.",
+            then,
+        )
+    var what: StaticString = "count"
+    if code == NO_MESSAGE:
+        what = "message"
+    if code == NOT_READ:
+        what = "word that it has read"
+    raise_missing(
+        record[5].cast[DType.uint32](),
+        record[4].cast[DType.uint32](),
+        timeout_ms,
+        Waiter(
+            phase,
+            my_rank,
+            Int(record[2]),
+            what,
+            Int(record[3]),
+        ),
+    )

@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the GPU kernels: grid, block, and arguments in a kernel's form.
+
+The launchers in `api.mojo` have checked what they were given. Nothing here
+waits for the device.
+"""
+from layout import Coord, TileTensor, row_major
+from max.gpu.host import DeviceContext
+
+from .counters import EPLocalSyncCounters
+from .expert_slots.combine import (
+    combine_async_kernel,
+    combine_kernel,
+    combine_wait_kernel,
+)
+from .expert_slots.dispatch import (
+    dispatch_async_kernel,
+    dispatch_kernel,
+    dispatch_wait_kernel,
+)
+from .launch_checks import imm, mut_, p2p_buffers
+from .token_format import BytePointer, TokenFormat
+from .transport import PeerBuffers
+
+comptime NUM_THREADS = 512
+"""Threads of a block: 16 warps, with up to 128 registers a thread."""
+
+
+@always_inline
+def n_sms() -> Int:
+    """Counts the multiprocessors of the device that is compiled for.
+
+    A launch has one block on each, so that all are resident at once.
+
+    Returns:
+        Multiprocessors.
+    """
+    return materialize[DeviceContext.default_device_info.sm_count]()
+
+
+comptime RANK_OF_COUNTERS = Int32(-1)
+"""The rank stands in the counters, in device memory."""
+
+comptime InputScales = Optional[
+    def[dtype: DType](Int) capturing -> Scalar[dtype]
+]
+"""Gives the factor of a token for an expert id, or None."""
+
+comptime MatrixLayout = type_of(row_major(Coord(Int64(0), Int64(0))))
+"""Layout of tokens and ids as the kernels get them."""
+
+
+@always_inline
+def _matrix[
+    dtype: DType
+](tensor: TileTensor[dtype, ...]) -> TileTensor[
+    dtype, MatrixLayout, ImmUntrackedOrigin
+]:
+    return {
+        imm(tensor),
+        row_major(
+            Coord(Int64(Int(tensor.dim[0]())), Int64(Int(tensor.dim[1]())))
+        ),
+    }
+
+
+def launch_dispatch_async[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    n_gpus_per_node: Int,
+    input_scales_wrapper: InputScales,
+    use_shmem: Bool,
+](
+    input_tokens: TileTensor,
+    topk_ids: TileTensor[DType.int32, ...],
+    send_bufs: PeerBuffers[n_ranks],
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+    context: DeviceContext,
+) raises:
+    """Starts `dispatch_async_kernel`.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks whose memory is reached by pointers.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        input_tokens: `[n_tokens, hidden_size]`.
+        topk_ids: `[n_tokens, top_k]`.
+        send_bufs: All ranks' send buffers.
+        recv_bufs: All ranks' recv buffers.
+        recv_counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = dispatch_async_kernel[
+        input_tokens.dtype,
+        NUM_THREADS,
+        MatrixLayout,
+        MatrixLayout,
+        n_sms(),
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        token_fmt_type,
+        input_scales_wrapper,
+        use_shmem,
+    ]
+    context.enqueue_function[kernel](
+        _matrix(input_tokens),
+        _matrix(topk_ids),
+        send_bufs[0],
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        counters,
+        RANK_OF_COUNTERS,
+        grid_dim=n_sms(),
+        block_dim=NUM_THREADS,
+    )
+
+
+def launch_dispatch_wait[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    n_gpus_per_node: Int,
+    use_shmem: Bool,
+](
+    rows: token_fmt_type.Rows,
+    row_offsets: TileTensor[DType.uint32, ...],
+    expert_ids: TileTensor[DType.int32, ...],
+    src_info: TileTensor[DType.int32, ...],
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+    context: DeviceContext,
+) raises:
+    """Starts `dispatch_wait_kernel`.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks whose memory is reached by pointers.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        rows: The output tensors.
+        row_offsets: `[n_local_experts + 1]`.
+        expert_ids: `[n_local_experts]`.
+        src_info: `[max_recv_tokens, 2]`.
+        recv_bufs: All ranks' recv buffers.
+        recv_counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = dispatch_wait_kernel[
+        NUM_THREADS,
+        n_sms(),
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        token_fmt_type,
+        use_shmem,
+    ]
+    context.enqueue_function[kernel](
+        rows,
+        Int32(Int(src_info.dim[0]())),
+        mut_(row_offsets),
+        mut_(expert_ids),
+        mut_(src_info),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        counters,
+        RANK_OF_COUNTERS,
+        grid_dim=n_sms(),
+        block_dim=NUM_THREADS,
+    )
+
+
+def launch_dispatch[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    n_gpus_per_node: Int,
+    input_scales_wrapper: InputScales,
+    use_shmem: Bool,
+](
+    input_tokens: TileTensor,
+    topk_ids: TileTensor[DType.int32, ...],
+    rows: token_fmt_type.Rows,
+    row_offsets: TileTensor[DType.uint32, ...],
+    expert_ids: TileTensor[DType.int32, ...],
+    src_info: TileTensor[DType.int32, ...],
+    send_bufs: PeerBuffers[n_ranks],
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+    context: DeviceContext,
+) raises:
+    """Starts `dispatch_kernel`.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks whose memory is reached by pointers.
+        input_scales_wrapper: Gives the factor of a token for an expert id.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        input_tokens: `[n_tokens, hidden_size]`.
+        topk_ids: `[n_tokens, top_k]`.
+        rows: The output tensors.
+        row_offsets: `[n_local_experts + 1]`.
+        expert_ids: `[n_local_experts]`.
+        src_info: `[max_recv_tokens, 2]`.
+        send_bufs: All ranks' send buffers.
+        recv_bufs: All ranks' recv buffers.
+        recv_counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = dispatch_kernel[
+        input_tokens.dtype,
+        NUM_THREADS,
+        MatrixLayout,
+        MatrixLayout,
+        n_sms(),
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        token_fmt_type,
+        input_scales_wrapper,
+        use_shmem,
+    ]
+    context.enqueue_function[kernel](
+        _matrix(input_tokens),
+        _matrix(topk_ids),
+        rows,
+        Int32(Int(src_info.dim[0]())),
+        mut_(row_offsets),
+        mut_(expert_ids),
+        mut_(src_info),
+        send_bufs[0],
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        counters,
+        RANK_OF_COUNTERS,
+        grid_dim=n_sms(),
+        block_dim=NUM_THREADS,
+    )
+
+
+def launch_combine_async[
+    combine_dtype: DType,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    n_gpus_per_node: Int,
+    use_shmem: Bool,
+](
+    input_tokens: TileTensor[combine_dtype, ...],
+    src_info: TileTensor[DType.int32, ...],
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+    context: DeviceContext,
+) raises:
+    """Starts `combine_async_kernel`.
+
+    Parameters:
+        combine_dtype: Element type of the rows.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks whose memory is reached by pointers.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
+        src_info: `[n_rows_max, 2]`.
+        recv_bufs: All ranks' recv buffers.
+        recv_counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = combine_async_kernel[
+        combine_dtype,
+        NUM_THREADS,
+        n_sms(),
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        use_shmem,
+    ]
+    context.enqueue_function[kernel](
+        imm(input_tokens),
+        Int32(Int(input_tokens.dim[0]())),
+        imm(src_info),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        counters,
+        RANK_OF_COUNTERS,
+        grid_dim=n_sms(),
+        block_dim=NUM_THREADS,
+    )
+
+
+def launch_combine_wait[
+    combine_dtype: DType,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    n_gpus_per_node: Int,
+    use_shmem: Bool,
+](
+    output_tokens: TileTensor[combine_dtype, ...],
+    router_weights: TileTensor[DType.float32, ...],
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+    context: DeviceContext,
+) raises:
+    """Starts `combine_wait_kernel`.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks whose memory is reached by pointers.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        output_tokens: `[n_tokens, hidden_size]`.
+        router_weights: `[n_tokens, top_k]`.
+        recv_bufs: All ranks' recv buffers.
+        recv_counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = combine_wait_kernel[
+        combine_dtype,
+        NUM_THREADS,
+        n_sms(),
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        use_shmem,
+    ]
+    context.enqueue_function[kernel](
+        mut_(output_tokens),
+        imm(router_weights),
+        Int32(Int(output_tokens.dim[0]())),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        counters,
+        RANK_OF_COUNTERS,
+        grid_dim=n_sms(),
+        block_dim=NUM_THREADS,
+    )
+
+
+def launch_combine[
+    combine_dtype: DType,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    n_gpus_per_node: Int,
+    use_shmem: Bool,
+](
+    output_tokens: TileTensor[combine_dtype, ...],
+    input_tokens: TileTensor[combine_dtype, ...],
+    src_info: TileTensor[DType.int32, ...],
+    router_weights: TileTensor[DType.float32, ...],
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+    context: DeviceContext,
+) raises:
+    """Starts `combine_kernel`.
+
+    Parameters:
+        combine_dtype: Element type of rows and result.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks whose memory is reached by pointers.
+        use_shmem: Whether the others are reached through SHMEM.
+
+    Args:
+        output_tokens: `[n_tokens, hidden_size]`.
+        input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
+        src_info: `[n_rows_max, 2]`.
+        router_weights: `[n_tokens, top_k]`.
+        recv_bufs: All ranks' recv buffers.
+        recv_counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = combine_kernel[
+        combine_dtype,
+        NUM_THREADS,
+        n_sms(),
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        use_shmem,
+    ]
+    context.enqueue_function[kernel](
+        imm(input_tokens),
+        Int32(Int(input_tokens.dim[0]())),
+        imm(src_info),
+        mut_(output_tokens),
+        imm(router_weights),
+        Int32(Int(output_tokens.dim[0]())),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        counters,
+        RANK_OF_COUNTERS,
+        grid_dim=n_sms(),
+        block_dim=NUM_THREADS,
+    )

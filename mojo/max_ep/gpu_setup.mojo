@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a GPU rank's region and counters in the state before generation 1."""
+from max.gpu import block_dim, global_idx, grid_dim
+from max.gpu.host import DeviceContext
+
+from .counters import EPLocalSyncCounters, local_sync_counters_words
+from .layout import ExpertSlotsLayout, FLAG_BYTES
+from .expert_slots.host_steps import flag_at, message_flag
+from .token_format import BytePointer
+
+
+def clear_kernel(
+    region: BytePointer,
+    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
+    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    my_rank: Int32,
+    timeout_ms: Int32,
+    n_experts: Int32,
+    n_ranks: Int32,
+    max_tokens_per_rank: Int32,
+    top_k: Int32,
+    dispatch_msg_bytes: Int32,
+    combine_msg_bytes: Int32,
+):
+    """Clears every flag and word of a rank; nobody may use them meanwhile.
+
+    Launch: any grid, any block.
+
+    Args:
+        region: The rank's region.
+        counters_group_0: Local words, `[total_size()]`.
+        counters_group_1: Local words of MAX's second group.
+        my_rank: The rank.
+        timeout_ms: How long a launch may wait.
+        n_experts: As in `ExpertSlotsLayout`, as the rest.
+        n_ranks: Likewise.
+        max_tokens_per_rank: Likewise.
+        top_k: Likewise.
+        dispatch_msg_bytes: Likewise.
+        combine_msg_bytes: Likewise.
+    """
+    var layout = ExpertSlotsLayout(
+        Int(n_experts),
+        Int(n_ranks),
+        Int(max_tokens_per_rank),
+        Int(top_k),
+        Int(dispatch_msg_bytes),
+        Int(combine_msg_bytes),
+    )
+    var first = Int(global_idx.x)
+    var n_threads = Int(grid_dim.x * block_dim.x)
+    var n_words = local_sync_counters_words(
+        layout.n_experts, layout.n_choices()
+    )
+    # The view's parameter only fixes its size.
+    var counters = EPLocalSyncCounters[0](counters_group_0)
+    for i in range(first, n_words, n_threads):
+        var word = counters.word_after_reset(
+            i, Int(my_rank), Int(timeout_ms), layout
+        )
+        counters_group_0[unsafe_offset=i] = word
+        counters_group_1[unsafe_offset=i] = word
+
+    var counts = region.unsafe_offset(layout.dispatch_counts_offset())
+    for i in range(
+        first, layout.dispatch_counts_bytes() // FLAG_BYTES, n_threads
+    ):
+        flag_at(counts, i * FLAG_BYTES)[] = 0
+    counts = region.unsafe_offset(layout.combine_counts_offset())
+    for i in range(
+        first, layout.combine_counts_bytes() // FLAG_BYTES, n_threads
+    ):
+        flag_at(counts, i * FLAG_BYTES)[] = 0
+
+    var messages = region.unsafe_offset(layout.dispatch_send_offset())
+    for i in range(first, layout.max_tokens_per_rank, n_threads):
+        var message = messages.unsafe_offset(layout.dispatch_staged_offset(i))
+        message_flag(message, layout.dispatch_msg_bytes)[] = 0
+    messages = region.unsafe_offset(layout.dispatch_recv_offset())
+    var n_messages = layout.dispatch_recv_bytes() // layout.dispatch_msg_bytes
+    for i in range(first, n_messages, n_threads):
+        var message = messages.unsafe_offset(i * layout.dispatch_msg_bytes)
+        message_flag(message, layout.dispatch_msg_bytes)[] = 0
+    messages = region.unsafe_offset(layout.combine_recv_offset())
+    for i in range(first, layout.n_choices(), n_threads):
+        var message = messages.unsafe_offset(i * layout.combine_msg_bytes)
+        message_flag(message, layout.combine_msg_bytes)[] = 0
+
+
+def clear_gpu(
+    region: Int,
+    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
+    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    my_rank: Int,
+    timeout_ms: Int,
+    layout: ExpertSlotsLayout,
+    context: DeviceContext,
+) raises:
+    """Starts `clear_kernel`.
+
+    Args:
+        region: Address of the rank's region.
+        counters_group_0: Local words.
+        counters_group_1: Local words of MAX's second group.
+        my_rank: The rank.
+        timeout_ms: How long a launch may wait.
+        layout: How the region is cut.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    context.enqueue_function[clear_kernel](
+        BytePointer(unsafe_from_address=region),
+        counters_group_0,
+        counters_group_1,
+        Int32(my_rank),
+        Int32(timeout_ms),
+        Int32(layout.n_experts),
+        Int32(layout.n_ranks),
+        Int32(layout.max_tokens_per_rank),
+        Int32(layout.top_k),
+        Int32(layout.dispatch_msg_bytes),
+        Int32(layout.combine_msg_bytes),
+        grid_dim=128,
+        block_dim=256,
+    )
