@@ -305,24 +305,29 @@ def show(rows: list[dict]) -> None:
         console.print(table)
 
 
+def save_json(folder: Path, about: dict, rows: list[dict], links: dict) -> Path:
+    """Writes ``gpu_round_trip.json``; quick, so done after every row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "gpu_round_trip.json"
+    text = json.dumps({"about": about, "links": links, "rows": rows}, indent=1)
+    path.write_text(text + "\n")
+    return path
+
+
 def save(folder: Path, about: dict, rows: list[dict], links: dict) -> list[Path]:
     """Writes ``gpu_round_trip.md``, ``.json`` and, if it can, ``.png``.
 
     Returns:
         The paths written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "gpu_round_trip.md"
-    written = [path, path.with_suffix(".json")]
-    written[1].write_text(
-        json.dumps({"about": about, "links": links, "rows": rows}, indent=1) + "\n"
-    )
-    picture = path.with_suffix(".png")
+    written = [save_json(folder, about, rows, links)]
+    picture = written[0].with_suffix(".png")
     has_picture = plot(picture, about, rows)
     if has_picture:
         written.append(picture)
+    path = picture.with_suffix(".md")
     path.write_text(_markdown(about, rows, links, picture.name if has_picture else ""))
-    return written
+    return [path, *written]
 
 
 def _markdown(about: dict, rows: list[dict], links: dict, picture: str) -> str:

@@ -199,6 +199,7 @@ def _compile_child(spec: dict) -> None:
 
 def _measure_all(options: argparse.Namespace) -> None:
     begin = time.monotonic()
+    about = gpu_report.header(options.commit, _command(), options.samples)
     rows, links = _merged(options.merge)
     known = {_row_name(row) for row in rows if not row["error"]}
     if not options.no_links and max(options.ranks) > 1 and "all_to_all" not in links:
@@ -220,11 +221,9 @@ def _measure_all(options: argparse.Namespace) -> None:
             shown = result.get("captured", {}).get("median")
             said = f"{shown:.2f} us" if shown else result.get("error", "")[:200]
             print(f"{case.name} {form}: {said}", flush=True)
-            gpu_report.add_phases(rows)
-            about = gpu_report.header(options.commit, _command(), options.samples)
-            gpu_report.save(options.out, about, rows, links)
+            gpu_report.save_json(options.out, about, rows, links)
+    gpu_report.add_phases(rows)
     gpu_report.show(rows)
-    about = gpu_report.header(options.commit, _command(), options.samples)
     for path in gpu_report.save(options.out, about, rows, links):
         print(f"saved {path}")
     print(f"{time.monotonic() - begin:.0f} s in all")

@@ -7,34 +7,40 @@ cases, with open token counts, and run for every routing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from cases import BF16, Case, Expected, Inputs
-from max.driver import Buffer
+from max import driver
+from max.driver import Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, TensorValue
 
-from max_ep import EPBatchManager, EPCommInitializer
+from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.reference import DispatchResult
 
 CPU = DeviceRef.CPU()
 
 
-def to_buffer(array: np.ndarray) -> Buffer:
+def to_buffer(array: np.ndarray, device: Device | None = None) -> Buffer:
     """Hands an array to MAX; bfloat16 arrives as its bits."""
     buffer = Buffer.from_numpy(np.ascontiguousarray(array))
     if array.dtype == np.uint16:
-        return buffer.view(BF16, array.shape)
-    return buffer
+        buffer = buffer.view(BF16, array.shape)
+    return buffer.to(device) if device is not None else buffer
+
+
+_BITS = {BF16: DType.uint16, DType.float8_e4m3fn: DType.uint8}
 
 
 def to_numpy(buffer: Buffer) -> np.ndarray:
-    """Takes an array from MAX; bfloat16 as its bits. A copy."""
-    if buffer.dtype == BF16:
-        buffer = buffer.view(DType.uint16, tuple(buffer.shape))
+    """Takes an array from MAX; what NumPy lacks, as its bits. A copy."""
+    if not buffer.is_host:
+        buffer = buffer.to(driver.CPU())
+    if buffer.dtype in _BITS:
+        buffer = buffer.view(_BITS[buffer.dtype], tuple(buffer.shape))
     return buffer.to_numpy().copy()
 
 
@@ -62,22 +68,25 @@ class Received:
     result: np.ndarray
 
 
-def input_types(case: Case, prefix: str = "") -> list[TensorType]:
+def input_types(
+    case: Case, prefix: str = "", config: EPConfig | None = None
+) -> list[TensorType]:
     """Declares the inputs of all ranks of a case, in the order of `flatten`."""
     types = []
     for rank in range(case.n_ranks):
         n = f"{prefix}{case.name}_t{rank}"
+        place = CPU if config is None else config.device(rank)
         types += [
-            TensorType(case.tokens, [n, case.hidden_size], CPU),
-            TensorType(DType.int32, [n, case.top_k], CPU),
-            TensorType(DType.float32, [n, case.top_k], CPU),
+            TensorType(case.tokens, [n, case.hidden_size], place),
+            TensorType(DType.int32, [n, case.top_k], place),
+            TensorType(DType.float32, [n, case.top_k], place),
         ]
         if case.scales is not None:
             n_scales = 1 if case.scales == "one" else case.n_experts
-            types.append(TensorType(DType.float32, [n_scales], CPU))
+            types.append(TensorType(DType.float32, [n_scales], place))
         if not case.sends_rows_back:
             shape = [case.max_rows, case.hidden_size]
-            types.append(TensorType(case.combine, shape, CPU))
+            types.append(TensorType(case.combine, shape, place))
     return types
 
 
@@ -99,16 +108,21 @@ def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
     ]
 
 
-def flatten(given: Inputs) -> list[Buffer]:
+def flatten(given: Inputs, config: EPConfig | None = None) -> list[Buffer]:
     """Lists the inputs of all ranks in the order of `input_types`."""
-    arrays = []
+    buffers = []
     for rank in range(len(given.tokens)):
+        arrays = []
         arrays += [given.tokens[rank], given.ids[rank], given.weights[rank]]
         if given.input_scales is not None:
             arrays.append(given.input_scales)
         if given.expert_rows is not None:
             arrays.append(given.expert_rows[rank])
-    return [to_buffer(array) for array in arrays]
+        device = None
+        if config is not None and config.target == "gpu":
+            device = driver.Accelerator(config.device(rank).id)
+        buffers += [to_buffer(array, device) for array in arrays]
+    return buffers
 
 
 def round_trip(
@@ -152,18 +166,46 @@ def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[Received]:
     ]
 
 
+def fused_round_trip(
+    manager: EPBatchManager, ranks: Sequence[RankInputs]
+) -> list[list[TensorValue]]:
+    """Builds what `round_trip` builds, one launch a direction and rank."""
+    dispatched = [
+        manager.ep_dispatch(given.tokens, given.ids, rank, given.input_scales)
+        for rank, given in enumerate(ranks)
+    ]
+    return [
+        [
+            *dispatched[rank],
+            manager._src_info[rank],
+            manager.ep_combine(
+                dispatched[rank][0] if given.expert_rows is None else given.expert_rows,
+                given.weights,
+                rank,
+            ),
+        ]
+        for rank, given in enumerate(ranks)
+    ]
+
+
 class Groups:
     """The groups of several cases in one compiled graph."""
 
     def __init__(
-        self, session: InferenceSession, name: str, cases: Mapping[str, Case]
+        self,
+        session: InferenceSession,
+        name: str,
+        cases: Mapping[str, Case],
+        *,
+        config: Callable[[Case], EPConfig] = Case.config,
+        build: Callable = round_trip,
     ) -> None:
         """Builds and compiles the graph and sets up each case's memory."""
         self.cases = cases
-        managers = {n: EPBatchManager(c.config()) for n, c in cases.items()}
+        managers = {n: EPBatchManager(config(c)) for n, c in cases.items()}
         types = []
         for case_name, case in cases.items():
-            types += input_types(case)
+            types += input_types(case, config=managers[case_name].config)
             types += managers[case_name].input_types()
         with Graph(name, input_types=types) as graph:
             values = iter(graph.inputs)
@@ -173,20 +215,27 @@ class Groups:
                 manager = managers[case_name]
                 n_values = len(manager.input_types())
                 manager.fetch_buffers([next(values) for _ in range(n_values)])
-                outputs += [v for r in round_trip(manager, ranks) for v in r]
+                outputs += [v for r in build(manager, ranks) for v in r]
             graph.output(*outputs)
-        self._model = session.load(graph)
+        self.model = session.load(graph)
         self.comms = {n: EPCommInitializer(m.config) for n, m in managers.items()}
         for comm in self.comms.values():
             comm.ep_init(session)
 
+    def inputs(self, given: Mapping[str, Inputs]) -> list[Buffer]:
+        """Lists the inputs of the model."""
+        inputs = []
+        for name, comm in self.comms.items():
+            inputs += flatten(given[name], comm.config) + comm.model_inputs()
+        return inputs
+
     def run(self, given: Mapping[str, Inputs]) -> dict[str, list[Received]]:
         """Runs all cases once."""
-        inputs = []
-        for name in self.cases:
-            inputs += flatten(given[name]) + self.comms[name].model_inputs()
+        inputs = self.inputs(given)
         try:
-            outputs = iter(self._model.execute(*inputs))
+            outputs = iter(self.model.execute(*inputs))
+            for comm in self.comms.values():
+                comm.check()
         except Exception:
             for comm in self.comms.values():
                 comm.reset()

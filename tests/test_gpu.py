@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine on GPU ranks, bit for bit against the oracle.
+
+On one GPU several ranks run one after another; on several, at the same time,
+with random delays between them, eager and as captured graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import (
+    CASES,
+    ROUTINGS,
+    Case,
+    Inputs,
+    expected,
+    expected_dispatch,
+    make_inputs,
+)
+from harness import (
+    Groups,
+    assert_dispatched,
+    assert_round_trip,
+    fused_round_trip,
+    round_trip,
+    take_outputs,
+)
+from max.driver import Accelerator, Buffer, accelerator_count
+from max.dtype import DType
+from max.graph import BufferType, Graph, ops
+
+from max_ep import EPBatchManager, EPConfig
+from max_ep.kernels import _order_buffer
+
+LARGE = {
+    c.name: c
+    for c in [
+        Case("large", 2, 12, 8, 2048, 160),
+        Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
+        Case("large_four", 4, 64, 8, 7168, 512),
+        Case("large_four_fp8", 4, 64, 8, 7168, 128, "fp8"),
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def gpu_session():
+    """A session with all GPUs of the machine."""
+    from max.driver import CPU
+    from max.engine import InferenceSession
+
+    gpus = [Accelerator(i) for i in range(accelerator_count())]
+    return InferenceSession(devices=[CPU(), *gpus])
+
+
+def on_one_gpu(case: Case) -> EPConfig:
+    """All ranks on one GPU, one after another."""
+    return case.config(target="gpu", ranks_per_gpu=case.n_ranks)
+
+
+def on_gpus(case: Case) -> EPConfig:
+    """A GPU for each rank."""
+    return case.config(target="gpu", timeout_s=5)
+
+
+def two_on_each(case: Case) -> EPConfig:
+    """Two ranks on each GPU."""
+    return case.config(target="gpu", ranks_per_gpu=2, timeout_s=5)
+
+
+PLACES = {
+    "one_gpu": (1, on_one_gpu, round_trip, range(1, 6)),
+    "one_rank_fused": (1, on_gpus, fused_round_trip, [1]),
+    "two_gpus": (2, on_gpus, round_trip, [2]),
+    "two_gpus_fused": (2, on_gpus, fused_round_trip, [2]),
+    "two_gpus_two_on_each": (2, two_on_each, round_trip, [4]),
+    "four_gpus": (4, on_gpus, round_trip, [3, 4]),
+    "four_gpus_fused": (4, on_gpus, fused_round_trip, [3, 4]),
+}
+CASES_OF = {
+    place: [n for n, c in CASES.items() if c.n_ranks in n_ranks]
+    for place, (_, _, _, n_ranks) in PLACES.items()
+}
+
+
+def marked(names: dict[str, list[str]]) -> list:
+    return [
+        pytest.param(place, name, marks=pytest.mark.gpu(PLACES[place][0]))
+        for place, of_place in names.items()
+        for name in of_place
+    ]
+
+
+@pytest.fixture(scope="module")
+def groups_at(gpu_session) -> Iterator[Callable]:
+    """Compiles the cases of a place when they are first asked for."""
+    made = {}
+
+    def get(place: str) -> Groups:
+        if place not in made:
+            _, config, build, _ = PLACES[place]
+            cases = {n: CASES[n] for n in CASES_OF[place]}
+            made[place] = Groups(
+                gpu_session, f"gpu_{place}", cases, config=config, build=build
+            )
+        return made[place]
+
+    yield get
+    for groups in made.values():
+        groups.close()
+
+
+@pytest.fixture(scope="module")
+def run_at(groups_at: Callable) -> Callable:
+    @functools.cache
+    def run(place: str, routing: str, data: str) -> SimpleNamespace:
+        groups = groups_at(place)
+        given = {n: make_inputs(c, routing, data) for n, c in groups.cases.items()}
+        return SimpleNamespace(given=given, got=groups.run(given))
+
+    return run
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("data", ["telling", "random"])
+@pytest.mark.parametrize("place, name", marked(CASES_OF))
+def test_round_trip_is_the_oracles(
+    run_at: Callable, place: str, name: str, data: str, routing: str
+) -> None:
+    run = run_at(place, routing, data)
+    want = expected(CASES[name], run.given[name])
+    assert_round_trip(f"{place}, {name}, {routing}, {data}", run.got[name], want)
+
+
+PLAIN = {
+    place: [n for n in names if not CASES[n].is_fp8 and not CASES[n].scales]
+    for place, names in CASES_OF.items()
+}
+
+
+@pytest.mark.parametrize("place, name", marked(PLAIN))
+def test_dispatch_copies_any_bits(run_at: Callable, place: str, name: str) -> None:
+    run = run_at(place, "uniform", "any_bits")
+    want = expected_dispatch(CASES[name], run.given[name])
+    assert_dispatched(f"{place}, {name}, any bits", run.got[name], want)
+
+
+# ------------------------------------------------------------------ large cases
+
+
+LARGE_PLACES = {
+    "one_gpu": (1, on_one_gpu, round_trip, ["large", "large_fp8"]),
+    "two_gpus_fused": (2, on_gpus, fused_round_trip, ["large", "large_fp8"]),
+    "four_gpus_fused": (
+        4,
+        on_gpus,
+        fused_round_trip,
+        ["large_four", "large_four_fp8"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=pytest.mark.gpu(v[0])) for p, v in LARGE_PLACES.items()],
+)
+def test_large_launches(gpu_session, place: str) -> None:
+    _, config, build, names = LARGE_PLACES[place]
+    cases = {n: LARGE[n] for n in names}
+    groups = Groups(gpu_session, f"large_{place}", cases, config=config, build=build)
+    try:
+        for routing in ("uniform", "full", "zipf"):
+            given = {n: make_inputs(c, routing) for n, c in cases.items()}
+            got = groups.run(given)
+            for name, case in cases.items():
+                want = expected(case, given[name])
+                assert_round_trip(f"{place}, {name}, {routing}", got[name], want)
+    finally:
+        groups.close()
+
+
+# -------------------------------------------------- captured graphs and delays
+
+DELAYS_PACKAGE = Path(__file__).parent / "mojo" / "max_ep_tests"
+N_DELAYS = 4
+FOUR = Case("four", 4, 10, 3, 512, 7)
+TWO = Case("two", 2, 5, 3, 512, 7)
+ALONE = Case("alone", 1, 5, 3, 512, 7)
+
+
+def delayed(build: Callable, delays: list) -> Callable:
+    """Puts a delay before every phase of every rank."""
+
+    def hold_up(rank: int, which: int) -> None:
+        device = delays[rank].device
+        ops.inplace_custom(
+            "max_ep_tests.delay",
+            device=device,
+            values=[delays[rank], _order_buffer(device)],
+            parameters={"which": which},
+        )
+
+    class Delayed:
+        """An `EPBatchManager` whose ops come late."""
+
+        def __init__(self, manager: EPBatchManager) -> None:
+            self._manager = manager
+
+        def __getattr__(self, name: str):
+            method = getattr(self._manager, name)
+            which = {
+                "ep_dispatch_async": 0,
+                "ep_dispatch": 0,
+                "ep_dispatch_wait": 1,
+                "ep_combine_async": 2,
+                "ep_combine": 2,
+                "ep_combine_wait": 3,
+            }.get(name)
+            if which is None:
+                return method
+
+            def call(*args):
+                rank = (
+                    args[0]
+                    if name == "ep_dispatch_wait"
+                    else args[2 - (which in (2, 3) and name != "ep_combine")]
+                )
+                hold_up(rank, which)
+                return method(*args)
+
+            return call
+
+    return lambda manager, ranks: build(Delayed(manager), ranks)
+
+
+@pytest.mark.parametrize(
+    "case, build",
+    [
+        pytest.param(
+            case,
+            build,
+            marks=pytest.mark.gpu(case.n_ranks),
+            id=f"{case.name}-{build.__name__}",
+        )
+        for case in (ALONE, TWO, FOUR)
+        for build in (round_trip, fused_round_trip)
+    ],
+)
+def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> None:
+    """A captured graph, replayed with other tokens, routings and delays."""
+    from harness import flatten, input_types, take_inputs
+
+    from max_ep import EPCommInitializer
+
+    config = case.config(target="gpu", timeout_s=5)
+    manager = EPBatchManager(config)
+    ranks = range(case.n_ranks)
+    counts = [case.max_tokens_per_rank] * case.n_ranks
+    types = input_types(case, config=config)
+    n_given = len(types)
+    # Captured graphs have fixed shapes: every run has as many tokens.
+    types = [
+        type(t)(t.dtype, [case.max_tokens_per_rank, *t.shape[1:]], t.device)
+        for t in types
+    ]
+    types += [BufferType(DType.int32, [N_DELAYS], config.device(r)) for r in ranks]
+    types += manager.input_types()
+    with Graph(
+        f"replays_{case.name}_{build.__name__}",
+        input_types=types,
+        custom_extensions=[DELAYS_PACKAGE],
+    ) as graph:
+        values = graph.inputs
+        delays = [v.buffer for v in values[n_given : n_given + case.n_ranks]]
+        manager.fetch_buffers(values[n_given + case.n_ranks :])
+        given_values = take_inputs(case, iter(values[:n_given]))
+        built = delayed(build, delays)(manager, given_values)
+        graph.output(*[v for rank in built for v in rank])
+    model = gpu_session.load(graph)
+    rng = np.random.default_rng(5)
+    runs = [
+        make_inputs(case, routing, data, counts)
+        for routing in ("uniform", "zipf", "masked", "full")
+        for data in ("telling", "random")
+    ]
+    wants = [expected(case, given) for given in runs]
+    inputs = [flatten(given, config) for given in runs]
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
+        place = [buffer.copy() for buffer in inputs[0]]
+        waits = [
+            Buffer.zeros([N_DELAYS], DType.int32, Accelerator(config.device(r).id))
+            for r in ranks
+        ]
+        arguments = [*place, *waits, *comm.model_inputs()]
+        # Warm: nothing may be compiled or allocated during capture.
+        model.execute(*arguments)
+        comm.check()
+        outputs = model.capture(1, *arguments)
+        comm.check()
+        for i in range(1000):
+            which = int(rng.integers(len(runs)))
+            for to, buffer in zip(place, inputs[which]):
+                to.inplace_copy_from(buffer)
+            if i % 4 != 0:
+                for wait in waits:
+                    nanoseconds = rng.integers(0, 60_000, N_DELAYS).astype(np.int32)
+                    nanoseconds *= rng.integers(0, 2, N_DELAYS).astype(np.int32)
+                    wait.inplace_copy_from(Buffer.from_numpy(nanoseconds))
+            model.replay(1, *arguments)
+            if i % 10 == 0 or i > 990:
+                comm.check()
+                got = take_outputs(case, iter(outputs))
+                assert_round_trip(f"replay {i}", got, wants[which])
+
+
+# -------------------------------------------------------------------- failures
+
+
+@pytest.mark.gpu(2)
+def test_a_missing_peer_is_named(gpu_session) -> None:
+    """Rank 1 does not send: rank 0 ends its wait, and says who is missing."""
+    case = Case("missing", 2, 5, 3, 512, 7)
+    from harness import flatten, input_types, take_inputs
+
+    from max_ep import EPCommInitializer
+
+    config = case.config(target="gpu", timeout_s=0.5)
+    manager = EPBatchManager(config)
+    types = [*input_types(case, config=config), *manager.input_types()]
+    with Graph("missing", input_types=types) as graph:
+        n_given = 3 * case.n_ranks
+        manager.fetch_buffers(graph.inputs[n_given:])
+        given = take_inputs(case, iter(graph.inputs[:n_given]))[0]
+        d = manager.ep_dispatch(given.tokens, given.ids, 0)
+        graph.output(manager.ep_combine(d[0], given.weights, 0))
+    model = gpu_session.load(graph)
+    comm = EPCommInitializer(config)
+    comm.ep_init(gpu_session)
+    try:
+        inputs = flatten(make_inputs(case, "full"), config) + comm.model_inputs()
+        (result,) = model.execute(*inputs)
+        with pytest.raises(RuntimeError) as caught:
+            comm.check()
+        for words in (
+            "dispatch_wait on rank 0",
+            "timed out after 500 ms",
+            "count for expert",
+            "generation 1",
+            "from rank 1",
+        ):
+            assert words in str(caught.value)
+        bits = (
+            result.to(__import__("max").driver.CPU())
+            .view(DType.uint16, tuple(result.shape))
+            .to_numpy()
+        )
+        assert ((bits & 0x7FFF) > 0x7F80).all(), "what is missing must be NaN"
+        comm.reset()
+        comm.check()
+    finally:
+        comm.close()
+
+
+@pytest.mark.gpu(1)
+def test_bad_ids_are_dropped_and_reported(gpu_session) -> None:
+    case = Case("bad_ids", 1, 5, 3, 512, 7)
+    groups = Groups(gpu_session, "bad_ids", {case.name: case}, config=on_gpus)
+    try:
+        given = make_inputs(case, "full")
+        good = [ids.copy() for ids in given.ids]
+        given.ids[0][4, 1] = 5
+        with pytest.raises(RuntimeError, match="token 4, k 1: expert 5"):
+            groups.run({case.name: given})
+        groups.comms[case.name].reset()
+        given = Inputs(given.tokens, good, given.weights, None, None)
+        got = groups.run({case.name: given})
+        assert_round_trip("after a reset", got[case.name], expected(case, given))
+    finally:
+        groups.close()
