@@ -93,8 +93,8 @@ def run_doctor() -> int:
     n_gpus = accelerator_count()
     say(
         "gpu",
-        n_gpus == 0,
-        "none" if n_gpus == 0 else f"{n_gpus} found, not used: kernels are for CPU",
+        True,
+        "none" if n_gpus == 0 else f"{n_gpus}, one rank each with target='gpu'",
         is_needed=False,
     )
     is_good, text = _check_shared_memory()
@@ -110,7 +110,8 @@ def run_doctor() -> int:
     )
     print()
     if can_run:
-        print("target='auto' would use: cpu, protocol expert_slots.")
+        target = "gpu" if n_gpus else "cpu"
+        print(f"target='auto' would use: {target}, protocol expert_slots.")
     else:
         print("Graphs cannot run; mend what is marked FAIL.")
     return 0 if can_run else 1

@@ -2,8 +2,8 @@
 """Expert-parallel dispatch and combine: formats, launchers, MAX ops.
 
 Layers, each knowing only those before it:
-layout, flags, counters, token_format (and formats/), transport,
-expert_slots/, api, ops.
+layout, flags, counters, failures, token_format (and formats/), transport,
+launch_checks, expert_slots/, gpu_setup, host_setup, gpu_launch, api, ops.
 """
 from .api import (
     ep_combine_async_kernel_api,

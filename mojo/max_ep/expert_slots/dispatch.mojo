@@ -199,6 +199,7 @@ def _index_choices[
     counters: EPLocalSyncCounters[n_experts],
     my_rank: Int,
     generation: UInt32,
+    deadline: DeviceDeadline,
     lane: Int,
 ):
     """Finds the slot of each choice of this block, then publishes counts.
@@ -220,6 +221,7 @@ def _index_choices[
         counters: This rank's local words.
         my_rank: This rank.
         generation: The generation that is sent.
+        deadline: When to give up.
         lane: This lane.
     """
     comptime top_k = layout.top_k
@@ -275,6 +277,17 @@ def _index_choices[
         histogram, topk_ids, n_counted, n_tokens * top_k, lane
     )
     syncwarp()
+    # A count is one word, so it too must have been read before it changes.
+    if not await_done_words[n_experts, layout](
+        bytes_at(counts[unsafe_offset=my_rank]),
+        layout.dispatch_done_offset(0),
+        counters.dispatch_sent(),
+        _SEND,
+        deadline,
+        counters,
+        lane,
+    ):
+        return
     # A rank without tokens publishes zeros: its peers wait for every pair.
     for expert_id in range(
         block + n_blocks * lane, n_experts, n_blocks * WARP_SIZE
@@ -907,6 +920,7 @@ def _send[
             counters,
             launch.my_rank,
             launch.sent,
+            launch.deadline,
             launch.lane,
         )
     elif launch.warp_idx <= n_senders:
