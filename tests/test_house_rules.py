@@ -23,8 +23,8 @@ MARKDOWN_FILES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 # Each module of the Mojo package may import only from those to its left.
 LAYERS = (
-    "layout flags host_copy counters token_format formats transport expert_slots "
-    "host_setup launch_checks api ops"
+    "layout flags host_copy counters row_tables token_format formats transport "
+    "expert_slots host_setup launch_checks api ops"
 ).split()
 
 

@@ -2,7 +2,7 @@
 """Expert-parallel dispatch and combine: formats, launchers, MAX ops.
 
 Layers, each knowing only those before it:
-layout, flags, counters, token_format (and formats/), transport,
+layout, flags, counters, row_tables, token_format (and formats/), transport,
 expert_slots/, api, ops.
 """
 from .api import (
