@@ -118,14 +118,17 @@ def check_rows(
     src_info: TensorValue,
     device: DeviceRef,
 ) -> None:
+    rows: list[int | None] = [None]
+    if config.is_padded:
+        rows = [config.n_local_experts, config.expert_capacity]
     check_value(
         input_tokens,
         "input_tokens",
         config.combine_dtype,
-        [None, config.hidden_size],
+        [*rows, config.hidden_size],
         device,
     )
-    check_value(src_info, "src_info", DType.int32, [None, 2], device)
+    check_value(src_info, "src_info", DType.int32, [*rows, 2], device)
     check_same_rows("input_tokens", input_tokens, "src_info", src_info)
 
 
@@ -142,6 +145,21 @@ def check_weights(
             raise ValueError(
                 f"router_weights has {rows} rows, num_tokens is {num_tokens}"
             )
+
+
+def check_shared_rows(
+    config: EPConfig, input_tokens: TensorValue | None, device: DeviceRef
+) -> None:
+    if config.fused_shared_expert != (input_tokens is not None):
+        needs = "needs" if config.fused_shared_expert else "takes no"
+        raise ValueError(
+            f"combine_wait with fused_shared_expert={config.fused_shared_expert} "
+            f"{needs} input_tokens: the expert rows that combine_async took, of "
+            "which the shared expert's come first"
+        )
+    if input_tokens is not None:
+        shape = [None, config.hidden_size]
+        check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
 
 
 def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:

@@ -44,6 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="bfloat16",
         help="format on the way back (default: %(default)s)",
     )
+    plan.add_argument(
+        "--layout",
+        choices=("packed", "padded"),
+        default="packed",
+        help="how dispatched rows stand (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--shared-expert",
+        action="store_true",
+        help="with a fused shared expert (EPConfig.fused_shared_expert)",
+    )
     commands.add_parser("doctor", help="check this machine")
     options = parser.parse_args(arguments)
 

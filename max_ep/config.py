@@ -35,13 +35,14 @@ TARGETS = ("cpu", "gpu")
 PROTOCOLS = ("expert_slots",)
 """Wire protocols there are."""
 
+OUTPUT_LAYOUTS = ("packed", "padded")
+"""How the rows of a rank may stand in the outputs of dispatch."""
+
 _PLAIN_DTYPES = (DType.bfloat16, DType.float32)
 
 # Fields of MAX's EPConfig that ask for something this library does not do.
 _REFUSED = {
     "nvfp4_dyn_global_scales": "NVFP4 dispatch",
-    "fused_shared_expert": "the fused shared expert; compute it beside the "
-    "routed ones and add it, as graphs/moe_layer.py does",
     "fuse_ffn_combine_send": "the fused FFN",
     "fused_moe_ready": "the fused FFN",
     "use_allreduce": "all-reduce mode",
@@ -90,6 +91,9 @@ class EPConfig:
     """How to quantize: blockwise FP8 with blocks of (1, 128)."""
     nvfp4_dyn_global_scales: bool = False
     fused_shared_expert: bool = False
+    """Every rank also computes a shared expert, on all of its own tokens: they
+    stand in front of its dispatched rows, and combine adds what the expert made
+    of them (docs/decisions/0008-two-row-layouts-and-a-shared-expert.md)."""
     fuse_ffn_combine_send: bool = False
     moe_dim: int = 0
     fused_moe_ready: bool = False
@@ -114,6 +118,10 @@ class EPConfig:
     ranks_per_gpu: int = 1
     """Local ranks that share a GPU. Above 1 one GPU stands in for several: its
     ranks run one after another, so the fused forms are refused."""
+    output_layout: str = "packed"
+    """How dispatched rows stand: ``"packed"``: one after another, with
+    ``row_offsets``; ``"padded"``: each local expert has ``expert_capacity``
+    rows of its own, with ``recv_counts``, as in DeepEP's low-latency mode."""
 
     def __post_init__(self) -> None:
         if self.target == "auto":
@@ -136,6 +144,18 @@ class EPConfig:
                     f"{field}={getattr(self, field)!r} is not supported: max_ep "
                     f"has no {what}"
                 )
+        if self.output_layout not in OUTPUT_LAYOUTS:
+            raise ValueError(
+                f"output_layout={self.output_layout!r} is unknown; there are "
+                + ", ".join(repr(layout) for layout in OUTPUT_LAYOUTS)
+            )
+        if self.fused_shared_expert and self.is_padded:
+            raise ValueError(
+                "fused_shared_expert=True needs output_layout='packed': padded "
+                "rows are those of the local experts, and the shared expert's "
+                "would have no place there. Compute it beside the routed ones "
+                "and add it, as graphs/moe_layer.py does"
+            )
         self._check_sizes()
         self._check_dtypes()
         self._check_hidden_size()
@@ -250,6 +270,28 @@ class EPConfig:
         return math.ceil(self.n_experts / self.n_ranks)
 
     @property
+    def is_padded(self) -> bool:
+        """Whether each local expert has rows of its own."""
+        return self.output_layout == "padded"
+
+    @property
+    def expert_capacity(self) -> int:
+        """The most rows one local expert can receive."""
+        return self.n_ranks * self.max_tokens_per_rank
+
+    @property
+    def n_output_rows(self) -> int:
+        """Rows of the tensors that dispatch delivers and combine takes.
+
+        Packed: ``get_max_recv_tokens()``, and ``max_tokens_per_rank`` more with
+        a fused shared expert. Padded: ``n_local_experts * expert_capacity``.
+        """
+        if self.is_padded:
+            return self.n_local_experts * self.expert_capacity
+        n_shared = self.max_tokens_per_rank if self.fused_shared_expert else 0
+        return self.get_max_recv_tokens() + n_shared
+
+    @property
     def is_quantized(self) -> bool:
         """Whether dispatch quantizes."""
         return self.dispatch_dtype == DType.float8_e4m3fn
@@ -329,7 +371,8 @@ class EPConfig:
     def get_max_recv_tokens(self) -> int:
         """Returns the most rows one rank can receive.
 
-        Every token of every rank, once for each local expert it can have.
+        Every token of every rank, once for each local expert it can have. The
+        tensors may have more rows: ``n_output_rows``.
         """
         return (
             self.n_ranks

@@ -27,6 +27,7 @@ from .checks import (
     check_buffers,
     check_rows,
     check_send,
+    check_shared_rows,
     check_value,
     check_weights,
     refuse_if_in_turn,
@@ -57,7 +58,7 @@ def _call(
     config: EPConfig,
     counter: BufferValue,
     values: list[TensorValue],
-    parameters: dict[str, bool | int | DType],
+    parameters: dict[str, bool | int | str | DType],
     out_types: list[TensorType] | None = None,
 ) -> list[TensorValue]:
     """Adds one EP op to the current graph."""
@@ -99,6 +100,13 @@ def _input_scales(
     """Returns the input scales, an empty tensor where there are none."""
     if input_scales is None:
         return ops.constant(np.zeros(0, np.float32), DType.float32, device)
+    if config.fused_shared_expert:
+        raise ValueError(
+            "input_scales are factors of routed experts, and with "
+            "fused_shared_expert=True a token is encoded once for all experts; "
+            "scale the tokens before dispatch, or compute the shared expert "
+            "beside the routed ones"
+        )
     check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]
     if not isinstance(n, StaticDim) or int(n) not in (1, config.n_experts):
@@ -110,16 +118,56 @@ def _input_scales(
 
 
 def _recv_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
-    n_rows = config.get_max_recv_tokens()
+    """Returns the types of what the ops of dispatch deliver.
+
+    To the ops padded rows are rows with gaps between, so in two dimensions.
+    """
+    n_rows, n_local = config.n_output_rows, config.n_local_experts
     types = [TensorType(config.output_dtype, [n_rows, config.hidden_size], device)]
     if config.is_quantized:
-        n_blocks = config.hidden_size // FP8_BLOCK
-        types.append(TensorType(DType.float32, [n_blocks, n_rows], device))
-    return types + [
-        TensorType(DType.uint32, [config.n_local_experts + 1], device),
-        TensorType(DType.int32, [config.n_local_experts], device),
-        TensorType(DType.int32, [n_rows, 2], device),
-    ]
+        n_scales = config.hidden_size // FP8_BLOCK
+        shape = [n_scales, n_rows]
+        if config.is_padded:
+            shape = [n_local * n_scales, config.expert_capacity]
+        types.append(TensorType(DType.float32, shape, device))
+    if config.is_padded:
+        types += [
+            TensorType(DType.int32, [n_local], device),
+            TensorType(DType.int32, [n_local * config.n_ranks, 2], device),
+        ]
+    else:
+        n_groups = n_local + int(config.fused_shared_expert)
+        types += [
+            TensorType(DType.uint32, [n_groups + 1], device),
+            TensorType(DType.int32, [n_groups], device),
+        ]
+    return [*types, TensorType(DType.int32, [n_rows, 2], device)]
+
+
+def _recv_parameters(config: EPConfig) -> dict[str, bool | str]:
+    return {
+        "fused_shared_expert": config.fused_shared_expert,
+        "output_layout": config.output_layout,
+    }
+
+
+def _recv_outputs(
+    config: EPConfig, results: list[TensorValue]
+) -> tuple[TensorValue, ...]:
+    """Gives what the ops of dispatch deliver its shapes and order."""
+    if not config.is_padded:
+        return tuple(results)
+    n_local = config.n_local_experts
+    *tokens_and_scales, recv_counts, recv_ranges, src_info = (
+        value.reshape([n_local, -1, value.shape[-1]]) if value.rank == 2 else value
+        for value in results
+    )
+    return (*tokens_and_scales, recv_counts, src_info, recv_ranges)
+
+
+def _flat_rows(config: EPConfig, value: TensorValue) -> TensorValue:
+    """Returns rows as the ops of combine take them: in two dimensions."""
+    return value.reshape([-1, value.shape[-1]]) if config.is_padded else value
 
 
 # ---------------------------------------------------------------------- builders
@@ -184,7 +232,8 @@ def call_ep_dispatch_async(
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
         input_scales: ``[1]`` or ``[n_experts]`` float32: factor of a token, in
-            float32, before it is encoded for an expert.
+            float32, before it is encoded for an expert. Not with
+            ``fused_shared_expert``.
 
     Raises:
         TypeError: If a dtype is not the one above.
@@ -212,7 +261,11 @@ def call_ep_dispatch_async(
             recv_buf_ptrs,
             recv_count_ptrs,
         ],
-        {**_format_parameters(config), "has_input_scales": input_scales is not None},
+        {
+            **_format_parameters(config),
+            "has_input_scales": input_scales is not None,
+            "fused_shared_expert": config.fused_shared_expert,
+        },
     )
 
 
@@ -238,6 +291,21 @@ def call_ep_dispatch_wait(
         ``row_offsets`` ``[n_local_experts + 1]`` uint32, ``expert_ids``
         ``[n_local_experts]`` int32, ``src_info`` ``[max_recv_tokens, 2]``
         int32 (token, choice). Rows behind ``row_offsets[-1]`` are undefined.
+
+        With ``fused_shared_expert``, ``max_tokens_per_rank`` more rows: this
+        rank's own tokens come first, in the wire's format, with choice -1.
+        They are group 0 of ``row_offsets`` ``[n_local_experts + 2]`` and
+        ``expert_ids`` ``[n_local_experts + 1]``, local expert ``e`` is group
+        ``e + 1``.
+
+        With ``output_layout="padded"`` and ``capacity`` for
+        ``config.expert_capacity``: ``output_tokens`` ``[n_local_experts,
+        capacity, hidden_size]``, for FP8 ``output_scales`` ``[n_local_experts,
+        hidden_size / 128, capacity]`` float32, ``recv_counts``
+        ``[n_local_experts]`` int32, ``src_info`` ``[n_local_experts, capacity,
+        2]`` int32 and ``recv_ranges`` ``[n_local_experts, n_ranks, 2]`` int32:
+        of each source rank's rows the first, within the expert's, and how many.
+        Rows behind ``recv_counts`` are undefined.
     """
     if num_tokens is not None:
         raise ValueError("num_tokens is for all-reduce mode, which max_ep lacks")
@@ -247,16 +315,15 @@ def call_ep_dispatch_wait(
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
-    return tuple(
-        _call(
-            "dispatch_wait" + _format_suffix(config),
-            config,
-            atomic_counter,
-            [recv_buf_ptrs, recv_count_ptrs],
-            _format_parameters(config),
-            _recv_types(config, atomic_counter.device),
-        )
+    results = _call(
+        "dispatch_wait" + _format_suffix(config),
+        config,
+        atomic_counter,
+        [recv_buf_ptrs, recv_count_ptrs],
+        {**_format_parameters(config), **_recv_parameters(config)},
+        _recv_types(config, atomic_counter.device),
     )
+    return _recv_outputs(config, results)
 
 
 def call_ep_dispatch(
@@ -289,26 +356,26 @@ def call_ep_dispatch(
     device = atomic_counter.device
     check_send(config, input_tokens, topk_ids, device)
     scales = _input_scales(config, input_scales, device)
-    return tuple(
-        _call(
-            "dispatch" + _format_suffix(config),
-            config,
-            atomic_counter,
-            [
-                input_tokens,
-                topk_ids,
-                scales,
-                send_buf_ptrs,
-                recv_buf_ptrs,
-                recv_count_ptrs,
-            ],
-            {
-                **_format_parameters(config),
-                "has_input_scales": input_scales is not None,
-            },
-            _recv_types(config, device),
-        )
+    results = _call(
+        "dispatch" + _format_suffix(config),
+        config,
+        atomic_counter,
+        [
+            input_tokens,
+            topk_ids,
+            scales,
+            send_buf_ptrs,
+            recv_buf_ptrs,
+            recv_count_ptrs,
+        ],
+        {
+            **_format_parameters(config),
+            **_recv_parameters(config),
+            "has_input_scales": input_scales is not None,
+        },
+        _recv_types(config, device),
     )
+    return _recv_outputs(config, results)
 
 
 def call_ep_combine_async(
@@ -323,9 +390,11 @@ def call_ep_combine_async(
     """Adds "send expert rows back to their tokens' ranks" to the current graph.
 
     Args:
-        input_tokens: Expert rows, ``[max_recv_tokens, hidden_size]`` of
-            ``config.combine_dtype``, in the order of this rank's last dispatch.
-        src_info: ``[max_recv_tokens, 2]`` int32 from that dispatch.
+        input_tokens: Expert rows, of the shape of ``output_tokens`` (see
+            :func:`call_ep_dispatch_wait`) and of ``config.combine_dtype``, where
+            this rank's last dispatch put them. Those of a fused shared expert
+            are not sent: :func:`call_ep_combine_wait` adds them.
+        src_info: ``src_info`` from that dispatch.
         atomic_counter: This rank's counters.
         send_buf_ptrs: All ranks' send buffers, ``[n_ranks]`` uint64, host.
         recv_buf_ptrs: All ranks' receive buffers, likewise.
@@ -344,7 +413,13 @@ def call_ep_combine_async(
         "combine_async",
         config,
         atomic_counter,
-        [input_tokens, src_info, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs],
+        [
+            _flat_rows(config, input_tokens),
+            _flat_rows(config, src_info),
+            send_buf_ptrs,
+            recv_buf_ptrs,
+            recv_count_ptrs,
+        ],
         {"combine_dtype": config.combine_dtype},
     )
 
@@ -356,6 +431,7 @@ def call_ep_combine_wait(
     config: EPConfig,
     num_tokens: Dim,
     router_weights: TensorValue,
+    input_tokens: TensorValue | None = None,
 ) -> TensorValue:
     """Adds "complete combine" to the current graph.
 
@@ -366,11 +442,15 @@ def call_ep_combine_wait(
         config: The group.
         num_tokens: Tokens this rank dispatched.
         router_weights: ``[num_tokens, top_k]`` float32.
+        input_tokens: With ``fused_shared_expert``, the expert rows that
+            :func:`call_ep_combine_async` took: row ``t`` is the shared
+            expert's of token ``t``. Otherwise None.
 
     Returns:
         ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: per token the
         sum, in order of choice, of weight times expert row, in float32 by
-        fused multiply-add, rounded once. Choices of ``-1`` add nothing.
+        fused multiply-add, then plus the shared expert's row if it is fused,
+        rounded once. Choices of ``-1`` add nothing.
     """
     check_buffers(
         config,
@@ -380,11 +460,13 @@ def call_ep_combine_wait(
     )
     device = atomic_counter.device
     check_weights(config, router_weights, num_tokens, device)
+    check_shared_rows(config, input_tokens, device)
+    shared_rows = [] if input_tokens is None else [input_tokens]
     return _call(
-        "combine_wait",
+        "combine_wait.shared" if shared_rows else "combine_wait",
         config,
         atomic_counter,
-        [router_weights, recv_buf_ptrs, recv_count_ptrs],
+        [*shared_rows, router_weights, recv_buf_ptrs, recv_count_ptrs],
         {"combine_dtype": config.combine_dtype},
         [TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)],
     )[0]
@@ -428,14 +510,17 @@ def call_ep_combine(
         config,
         atomic_counter,
         [
-            input_tokens,
-            src_info,
+            _flat_rows(config, input_tokens),
+            _flat_rows(config, src_info),
             router_weights,
             send_buf_ptrs,
             recv_buf_ptrs,
             recv_count_ptrs,
         ],
-        {"combine_dtype": config.combine_dtype},
+        {
+            "combine_dtype": config.combine_dtype,
+            "fused_shared_expert": config.fused_shared_expert,
+        },
         [TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)],
     )[0]
 
@@ -536,6 +621,7 @@ def call_distributed_ep_combine(
             config,
             num_tokens_per_device[i],
             router_weights[i],
+            input_tokens[i] if config.fused_shared_expert else None,
         )
         for i in local_ranks
     ]

@@ -123,6 +123,7 @@ class EPBatchManager:
         n, in_turn = self.config.n_gpus_per_node, self.config.runs_ranks_in_turn
         self._turns = [_Turns("dispatch", n, in_turn), _Turns("combine", n, in_turn)]
         self._src_info: dict[int, TensorValue] = {}
+        self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
 
     # ------------------------------------------------------------------- buffers
@@ -286,7 +287,9 @@ class EPBatchManager:
             ``output_tokens``, for FP8 ``output_scales``, ``row_offsets``,
             ``expert_ids`` (see :func:`call_ep_dispatch_wait`), and
             ``expert_usage_stats`` ``[2]`` uint32 on the host: upper bounds of
-            the rows of one expert and of the experts with rows.
+            the rows of one expert and of the experts with rows. With
+            ``output_layout="padded"``: ``output_tokens``, for FP8
+            ``output_scales``, ``recv_counts``, ``src_info``, ``recv_ranges``.
         """
         counter = self._counter(device_id)
         self._turns[_DISPATCH].wait(device_id)
@@ -367,13 +370,14 @@ class EPBatchManager:
     def _keep_src_info(
         self, device_id: int, results: tuple[TensorValue, ...]
     ) -> tuple[TensorValue, ...]:
+        config = self.config
+        if config.is_padded:
+            self._src_info[device_id] = results[-2]
+            return results
         *outputs, src_info = results
         self._src_info[device_id] = src_info
-        config = self.config
-        stats = np.array(
-            [config.n_ranks * config.max_tokens_per_rank, config.n_local_experts],
-            np.uint32,
-        )
+        n_groups = config.n_local_experts + int(config.fused_shared_expert)
+        stats = np.array([config.expert_capacity, n_groups], np.uint32)
         return (*outputs, ops.constant(stats, DType.uint32, DeviceRef.CPU()))
 
     # ------------------------------------------------------------------- combine
@@ -382,8 +386,8 @@ class EPBatchManager:
         """Starts sending expert rows back to their tokens' ranks.
 
         Args:
-            input_tokens: ``[max_recv_tokens, hidden_size]`` of
-                ``combine_dtype``, in the order of the rank's last dispatch.
+            input_tokens: Expert rows, of the shape of ``output_tokens`` and of
+                ``combine_dtype``, where the rank's last dispatch put them.
             device_id: The local rank.
         """
         counter = self._counter(device_id)
@@ -395,6 +399,7 @@ class EPBatchManager:
             self.config,
         )
         self._turns[_COMBINE].send(device_id)
+        self._expert_rows[device_id] = input_tokens
 
     def ep_combine_wait(
         self, router_weight: TensorValue, device_id: int
@@ -416,6 +421,8 @@ class EPBatchManager:
             self.config,
             self._num_tokens[device_id],
             router_weight,
+            # A fused shared expert's rows were not sent, but stand there.
+            self._expert_rows[device_id] if self.config.fused_shared_expert else None,
         )
 
     def ep_combine(

@@ -52,6 +52,8 @@ def run_plan(options: argparse.Namespace) -> int:
             n_gpus_per_node=options.ranks,
             n_nodes=1,
             target="cpu",
+            output_layout=options.layout,
+            fused_shared_expert=options.shared_expert,
             dispatch_quant_config=(
                 blockwise_fp8_quant_config() if options.dispatch == "fp8" else None
             ),
@@ -92,11 +94,14 @@ def run_plan(options: argparse.Namespace) -> int:
     table.add_row("symmetric region", "aligned", f"{region:,}", human(region))
     counters = 4 * sizes.counters_words
     table.add_row("local counters", "Int32", f"{counters:,}", human(counters))
-    n_rows = config.get_max_recv_tokens()
+    n_rows = config.n_output_rows
     output = n_rows * config.hidden_size * config.output_dtype.size_in_bytes
+    shape = f"{n_rows}"
+    if config.is_padded:
+        shape = f"{n_local} x {config.expert_capacity}"
     table.add_row(
-        "dispatch output (graph)",
-        f"{n_rows} x {config.hidden_size}",
+        f"dispatch output (graph), {config.output_layout}",
+        f"{shape} x {config.hidden_size}",
         f"{output:,}",
         human(output),
     )

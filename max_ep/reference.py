@@ -153,13 +153,14 @@ class DispatchResult:
     scales: np.ndarray | None
     """float32 `[n_blocks, n_rows]`: `scales[b, r]` is of row `r`, block `b`."""
     row_offsets: np.ndarray
-    """uint32 `[n_local_experts + 1]`: local expert `e` has the rows
-    `[row_offsets[e], row_offsets[e + 1])`."""
+    """uint32 `[n_groups + 1]`: group `e` has the rows `[row_offsets[e],
+    row_offsets[e + 1])`. A group is a local expert; with a shared expert that
+    is group 0, and local expert `e` is group `e + 1`."""
     expert_ids: np.ndarray
-    """int32 `[n_local_experts]`: the local expert of each range, 0, 1, ..."""
+    """int32 `[n_groups]`: 0, 1, ..."""
     src_info: np.ndarray
     """int32 `[n_rows, 2]`: token index on its source rank, and `k`, the
-    position of the choice in `[0, top_k)`."""
+    position of the choice in `[0, top_k)`; -1 for the shared expert."""
     src_ranks: np.ndarray
     """int32 `[n_rows]`: the rank that the row came from."""
 
@@ -170,11 +171,13 @@ def dispatch(
     n_experts: int,
     *,
     quantize: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
+    shared_expert: bool = False,
 ) -> list[DispatchResult]:
     """Brings each choice's token to the rank of its expert, as one row.
 
     Rows of a rank are ordered by local expert, then source rank, then token
-    index, then `k`. Elements are copied as they are.
+    index, then `k`. Elements are copied as they are. With a shared expert, all
+    of the rank's own tokens stand in front of them, whatever their choices.
 
     Args:
         tokens: Each rank's tokens, `[n_tokens, hidden]`, any element type.
@@ -183,6 +186,7 @@ def dispatch(
         n_experts: Experts of the group.
         quantize: Maps float32 `[n, hidden]` to values `[n, hidden]` and scales
             `[n, n_blocks]`. If given, tokens are float32 and rows are values.
+        shared_expert: Whether every rank's tokens go to its shared expert too.
 
     Returns:
         One result a rank.
@@ -217,19 +221,92 @@ def dispatch(
         experts = rank * n_local + np.arange(n_local + 1)
         bounds = np.searchsorted(choice_ids[order], experts)
         source, k = np.divmod(order[bounds[0] : bounds[-1]], top_k)
+        row_offsets = bounds - bounds[0]
+        if shared_expert:
+            own = np.arange(first_token_of[rank], first_token_of[rank + 1])
+            source = np.concatenate([own, source])
+            k = np.concatenate([np.full(len(own), -1), k])
+            row_offsets = np.concatenate([[0], row_offsets + len(own)])
         src_ranks = src_rank_of[source]
         token_idx = source - first_token_of[src_ranks]
         results.append(
             DispatchResult(
                 rows=all_tokens[source],
                 scales=None if scales is None else scales[source].T.copy(),
-                row_offsets=(bounds - bounds[0]).astype(np.uint32),
-                expert_ids=np.arange(n_local, dtype=np.int32),
+                row_offsets=row_offsets.astype(np.uint32),
+                expert_ids=np.arange(len(row_offsets) - 1, dtype=np.int32),
                 src_info=np.stack([token_idx, k], axis=1).astype(np.int32),
                 src_ranks=src_ranks,
             )
         )
     return results
+
+
+@dataclass
+class PaddedResult:
+    """What dispatch delivers to one rank whose experts have rows of their own.
+
+    The results of DeepEP's low-latency dispatch. Rows behind `recv_counts` are
+    undefined; here they are zero.
+    """
+
+    rows: np.ndarray
+    """`[n_local_experts, capacity, ...]`, its `packed_recv_x`."""
+    scales: np.ndarray | None
+    """float32 `[n_local_experts, n_blocks, capacity]`, `packed_recv_x_scales`."""
+    recv_counts: np.ndarray
+    """int32 `[n_local_experts]`: rows of each, `packed_recv_count`."""
+    src_info: np.ndarray
+    """int32 `[n_local_experts, capacity, 2]`: token index and `k`. The former
+    is its `packed_recv_src_info`."""
+    recv_ranges: np.ndarray
+    """int32 `[n_local_experts, n_ranks, 2]`: of the rows from each source rank
+    the first, within the expert's, and how many: its
+    `packed_recv_layout_range`, which has `first << 32 | count`."""
+
+
+def pad(result: DispatchResult, n_ranks: int, capacity: int) -> PaddedResult:
+    """Gives each local expert `capacity` rows of its own.
+
+    Args:
+        result: What `dispatch` returned, without a shared expert.
+        n_ranks: Ranks of the group.
+        capacity: Rows of one expert: `n_ranks * max_tokens_per_rank`.
+
+    Returns:
+        The same rows; those of an expert are in the same order.
+    """
+    bounds = result.row_offsets.astype(np.int64)
+    n_local = len(bounds) - 1
+    padded = PaddedResult(
+        rows=np.zeros((n_local, capacity, *result.rows.shape[1:]), result.rows.dtype),
+        scales=None,
+        recv_counts=np.diff(bounds).astype(np.int32),
+        src_info=np.zeros((n_local, capacity, 2), np.int32),
+        recv_ranges=np.zeros((n_local, n_ranks, 2), np.int32),
+    )
+    if result.scales is not None:
+        n_blocks = len(result.scales)
+        padded.scales = np.zeros((n_local, n_blocks, capacity), np.float32)
+    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+        n_rows = end - begin
+        padded.rows[expert, :n_rows] = result.rows[begin:end]
+        padded.src_info[expert, :n_rows] = result.src_info[begin:end]
+        if padded.scales is not None:
+            padded.scales[expert, :, :n_rows] = result.scales[:, begin:end]
+        counts = np.bincount(result.src_ranks[begin:end], minlength=n_ranks)
+        padded.recv_ranges[expert, :, 0] = np.cumsum(counts) - counts
+        padded.recv_ranges[expert, :, 1] = counts
+    return padded
+
+
+def unpad(rows: np.ndarray, recv_counts: np.ndarray) -> np.ndarray:
+    """Puts padded rows, `[n_local_experts, capacity, ...]`, one after another.
+
+    Returns:
+        `[n_rows, ...]`, as `combine` takes them.
+    """
+    return np.concatenate([own[:n] for own, n in zip(rows, recv_counts)])
 
 
 def combine(
@@ -242,6 +319,7 @@ def combine(
     For each token, in float32:
 
         acc = 0;  for k in [0, top_k): acc = fma(weights[k], row[k], acc)
+        acc = acc + shared row                     if there is a shared expert
 
     A choice without a row (its id was -1) is skipped. The sum does not depend
     on where experts live, so it is the same for every number of ranks.
@@ -267,8 +345,12 @@ def combine(
     for rank, weights in enumerate(topk_weights):
         mine = np.flatnonzero(src_ranks == rank)
         row_of_choice = np.full(weights.shape, -1)
+        is_shared = src_info[mine, 1] == -1
+        mine, shared = mine[~is_shared], mine[is_shared]
         row_of_choice[src_info[mine, 0], src_info[mine, 1]] = mine
-        sums.append(_weighted_sum(all_rows, row_of_choice, weights))
+        acc = _weighted_sum(all_rows, row_of_choice, weights)
+        acc[src_info[shared, 0]] += all_rows[shared]
+        sums.append(acc)
     return sums
 
 
@@ -277,6 +359,7 @@ def moe(
     topk_ids: np.ndarray,
     topk_weights: np.ndarray,
     expert_fn: Callable[[int, np.ndarray], np.ndarray],
+    shared_fn: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """Computes a mixture of experts without ranks, to check a whole layer.
 
@@ -286,6 +369,7 @@ def moe(
         topk_weights: float32 `[n_tokens, top_k]`.
         expert_fn: Maps an expert id and its tokens, float32 `[m, hidden]`, to
             float32 `[m, hidden]`; called once for each expert with tokens.
+        shared_fn: Likewise, of the shared expert: maps all tokens.
 
     Returns:
         float32 `[n_tokens, hidden]`, summed as `combine` does.
@@ -299,7 +383,8 @@ def moe(
         expert_rows.append(expert_fn(int(expert_id), tokens[token_idx]))
         n_rows += len(k)
     all_rows = np.concatenate(expert_rows)
-    return _weighted_sum(all_rows, row_of_choice, topk_weights)
+    acc = _weighted_sum(all_rows, row_of_choice, topk_weights)
+    return acc if shared_fn is None else acc + shared_fn(tokens)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from max.dtype import DType
@@ -18,12 +18,15 @@ from max.dtype import DType
 from max_ep import EPConfig, blockwise_fp8_quant_config
 from max_ep.reference import (
     DispatchResult,
+    PaddedResult,
     bfloat16_to_float32,
     combine,
     dispatch,
     float32_to_bfloat16,
     n_local_experts,
+    pad,
     quantize_blockwise_fp8,
+    unpad,
 )
 
 BF16, F32 = DType.bfloat16, DType.float32
@@ -47,6 +50,9 @@ class Case:
     """What expert rows and results are."""
     scales: str | None = None
     """Input scales: None, `one` (`[1]`) or `each` (`[n_experts]`)."""
+    # Not in `repr`, which seeds the data.
+    output_layout: str = field(default="packed", repr=False)
+    fused_shared_expert: bool = field(default=False, repr=False)
 
     @property
     def is_fp8(self) -> bool:
@@ -67,6 +73,23 @@ class Case:
         per_token = min(self.top_k, self.n_local_experts)
         return self.n_ranks * self.max_tokens_per_rank * per_token
 
+    @property
+    def is_padded(self) -> bool:
+        return self.output_layout == "padded"
+
+    @property
+    def capacity(self) -> int:
+        """The most rows one expert can get."""
+        return self.n_ranks * self.max_tokens_per_rank
+
+    @property
+    def rows_shape(self) -> list[int]:
+        """Sizes of the rows of one rank, without the hidden size."""
+        if self.is_padded:
+            return [self.n_local_experts, self.capacity]
+        n_shared = self.max_tokens_per_rank if self.fused_shared_expert else 0
+        return [self.max_rows + n_shared]
+
     def config(self, **changes: object) -> EPConfig:
         """Makes the `EPConfig`, in one process unless changed."""
         dispatch_dtype = DType.float8_e4m3fn if self.is_fp8 else self.tokens
@@ -84,6 +107,8 @@ class Case:
                 blockwise_fp8_quant_config() if self.is_fp8 else None
             ),
             fp8_power_of_two_scales=self.wire == "fp8_pow2",
+            output_layout=self.output_layout,
+            fused_shared_expert=self.fused_shared_expert,
         )
         return EPConfig(**(fields | changes))
 
@@ -106,6 +131,18 @@ _CASES = [
     Case("fp8_scaled_each", 3, 7, 3, 256, 7, "fp8", scales="each"),
 ]
 CASES = {case.name: case for case in _CASES}
+
+_PADDED = dict(output_layout="padded")
+_SHARED = dict(fused_shared_expert=True)
+_LAYOUT_CASES = [
+    Case("padded_last_rank_empty", 4, 5, 3, 80, 7, **_PADDED),
+    # Large enough that a launch is dealt over workers.
+    Case("padded_fp8", 3, 7, 3, 1024, 96, "fp8", scales="each", **_PADDED),
+    Case("shared_last_rank_empty", 4, 5, 3, 80, 7, **_SHARED),
+    Case("shared_fp8", 3, 7, 3, 1024, 96, "fp8", **_SHARED),
+]
+LAYOUT_CASES = {case.name: case for case in _LAYOUT_CASES}
+"""Padded rows, and a fused shared expert."""
 
 # Large enough that a launch is dealt over workers and writes past the caches.
 _LARGE = [
@@ -135,14 +172,14 @@ class Inputs:
     input_scales: np.ndarray | None
     """The same on every rank; None if the case has none."""
     expert_rows: list[np.ndarray] | None
-    """`[max_rows, hidden_size]`, or None: the dispatched rows go back."""
+    """`[*rows_shape, hidden_size]`, or None: the dispatched rows go back."""
 
 
 @dataclass
 class Expected:
     """What the oracle says, all as bits of the tensors' element types."""
 
-    dispatch: list[DispatchResult]
+    dispatch: list[DispatchResult] | list[PaddedResult]
     combine: list[np.ndarray]
 
 
@@ -247,7 +284,7 @@ def make_inputs(
         scales = rng.uniform(0.1, 3, n_scales).astype(np.float32)
     rows = None
     if not case.sends_rows_back:
-        shape = (case.max_rows, case.hidden_size)
+        shape = (*case.rows_shape, case.hidden_size)
         rows = [
             narrow(rng.normal(size=shape).astype(np.float32), case.combine)
             for _ in counts
@@ -273,17 +310,35 @@ def widen(bits: np.ndarray) -> np.ndarray:
 
 def expected(case: Case, given: Inputs) -> Expected:
     """Asks the oracle."""
-    results = expected_dispatch(case, given)
+    results = _packed_dispatch(case, given)
+    dispatched = _in_layout(case, results)
     if given.expert_rows is None:
         rows = [r.rows for r in results]
+    elif case.is_padded:
+        counts = [p.recv_counts for p in dispatched]
+        rows = [unpad(x, n) for x, n in zip(given.expert_rows, counts)]
     else:
         rows = [x[: len(r.rows)] for x, r in zip(given.expert_rows, results)]
     sums = combine([widen(x) for x in rows], results, given.weights)
-    return Expected(results, [narrow(x, case.combine) for x in sums])
+    return Expected(dispatched, [narrow(x, case.combine) for x in sums])
 
 
-def expected_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
+def expected_dispatch(
+    case: Case, given: Inputs
+) -> list[DispatchResult] | list[PaddedResult]:
     """Asks the oracle about dispatch alone."""
+    return _in_layout(case, _packed_dispatch(case, given))
+
+
+def _in_layout(
+    case: Case, results: list[DispatchResult]
+) -> list[DispatchResult] | list[PaddedResult]:
+    if not case.is_padded:
+        return results
+    return [pad(result, case.n_ranks, case.capacity) for result in results]
+
+
+def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
     quantize = None
     if case.is_fp8:
         quantize = functools.partial(
@@ -291,7 +346,13 @@ def expected_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
         )
     tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
     if given.input_scales is None:
-        return dispatch(tokens, given.ids, case.n_experts, quantize=quantize)
+        return dispatch(
+            tokens,
+            given.ids,
+            case.n_experts,
+            quantize=quantize,
+            shared_expert=case.fused_shared_expert,
+        )
 
     # The oracle knows no input scales: route first, then scale and encode
     # every row by the expert it stands for.

@@ -19,7 +19,7 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, TensorValue
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
-from max_ep.reference import DispatchResult
+from max_ep.reference import DispatchResult, PaddedResult
 
 CPU = DeviceRef.CPU()
 
@@ -68,6 +68,20 @@ class Received:
     result: np.ndarray
 
 
+@dataclass
+class ReceivedPadded:
+    """What one rank got in padded rows, whole tensors."""
+
+    rows: np.ndarray
+    scales: np.ndarray | None
+    recv_counts: np.ndarray
+    src_info: np.ndarray
+    recv_ranges: np.ndarray
+    kept_src_info: np.ndarray
+    """What the manager hands from dispatch to combine: `src_info`."""
+    result: np.ndarray
+
+
 def input_types(
     case: Case, prefix: str = "", config: EPConfig | None = None
 ) -> list[TensorType]:
@@ -85,7 +99,7 @@ def input_types(
             n_scales = 1 if case.scales == "one" else case.n_experts
             types.append(TensorType(DType.float32, [n_scales], place))
         if not case.sends_rows_back:
-            shape = [case.max_rows, case.hidden_size]
+            shape = [*case.rows_shape, case.hidden_size]
             types.append(TensorType(case.combine, shape, place))
     return types
 
@@ -150,14 +164,17 @@ def round_trip(
     ]
 
 
-def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[Received]:
+def take_outputs(
+    case: Case, outputs: Iterable[Buffer]
+) -> list[Received] | list[ReceivedPadded]:
     """Takes what `round_trip` built from an iterator over a run's outputs."""
 
     def take() -> np.ndarray:
         return to_numpy(next(outputs))
 
+    kind = ReceivedPadded if case.is_padded else Received
     return [
-        Received(
+        kind(
             take(),
             take() if case.is_fp8 else None,
             *(take() for _ in range(5)),
@@ -273,20 +290,46 @@ def assert_same_bits(where: str, got: np.ndarray, want: np.ndarray) -> None:
 
 
 def _describe_row(result: DispatchResult, row: int) -> str:
-    local_expert = int(np.searchsorted(result.row_offsets, row, "right")) - 1
+    group = int(np.searchsorted(result.row_offsets, row, "right")) - 1
     token_idx, k = result.src_info[row]
     return (
-        f"local expert {local_expert}, from rank {result.src_ranks[row]}, token "
+        f"group {group}, from rank {result.src_ranks[row]}, token "
         f"{token_idx}, choice {k}"
     )
 
 
+def assert_padded(where: str, got: ReceivedPadded, want: PaddedResult) -> None:
+    """Compares all that dispatch delivers to one rank, expert by expert."""
+    assert_same_bits(f"{where}: recv_counts", got.recv_counts, want.recv_counts)
+    for name in ("recv_ranges", "src_info", "rows", "scales"):
+        have, need = getattr(got, name), getattr(want, name)
+        if need is None:
+            continue
+        assert have.shape == need.shape, f"{where}: {name}: {have.shape}"
+        for expert, n_rows in enumerate(want.recv_counts):
+            here = f"{where}: {name} of local expert {expert}"
+            if name == "scales":
+                assert_same_bits(
+                    here, have[expert, :, :n_rows], need[expert, :, :n_rows]
+                )
+            elif name == "recv_ranges":
+                assert_same_bits(here, have[expert], need[expert])
+            else:
+                assert_same_bits(here, have[expert, :n_rows], need[expert, :n_rows])
+    assert (got.kept_src_info == got.src_info).all()
+
+
 def assert_dispatched(
-    where: str, got: Sequence[Received], want: Sequence[DispatchResult]
+    where: str,
+    got: Sequence[Received] | Sequence[ReceivedPadded],
+    want: Sequence[DispatchResult] | Sequence[PaddedResult],
 ) -> None:
     """Compares all that dispatch delivers, on every rank."""
     for rank, (g, w) in enumerate(zip(got, want, strict=True)):
         here = f"{where}, rank {rank}"
+        if isinstance(w, PaddedResult):
+            assert_padded(here, g, w)
+            continue
         # First what says which row is which.
         assert_same_bits(f"{here}: row_offsets", g.row_offsets, w.row_offsets)
         assert_same_bits(f"{here}: expert_ids", g.expert_ids, w.expert_ids)

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -65,6 +66,7 @@ class Shape:
     max_tokens_per_rank: int = 32
     silent_rank: int | None = None
     """A rank that sends nothing and that nobody sends to."""
+    fused_shared_expert: bool = False
     seed: int = 1
 
     def config(
@@ -86,6 +88,7 @@ class Shape:
             node_id=node_id,
             target="cpu",
             timeout_s=timeout_s,
+            fused_shared_expert=self.fused_shared_expert,
         )
 
 
@@ -99,6 +102,9 @@ LARGE = Shape(hidden_size=2048, n_experts=8, max_tokens_per_rank=256)
 # 4 ranks, 3 experts: the last rank holds none. Nobody sends to it, so it waits
 # for nobody and may be ahead of all.
 FEW_EXPERTS = Shape(n_experts=3, top_k=2)
+
+# The last rank receives nobody's rows but its own.
+SHARED = replace(FEW_EXPERTS, fused_shared_expert=True)
 
 
 @dataclass
@@ -171,7 +177,10 @@ def oracle(shape: Shape, generation: int, rank: int) -> Want:
     """Computes a rank's results from all ranks' inputs."""
     batches = [make_batch(shape, generation, r) for r in range(N_RANKS)]
     dispatched = reference.dispatch(
-        [b.tokens for b in batches], [b.ids for b in batches], shape.n_experts
+        [b.tokens for b in batches],
+        [b.ids for b in batches],
+        shape.n_experts,
+        shared_expert=shape.fused_shared_expert,
     )
     return Want(dispatched[rank], moe(shape, generation, generation, rank))
 
@@ -184,6 +193,11 @@ def moe(shape: Shape, generation: int, expert_generation: int, rank: int) -> np.
         mine.ids,
         mine.weights,
         lambda e, rows: expert(e, expert_generation, rows),
+        shared_fn=(
+            functools.partial(expert, shape.n_experts, expert_generation)
+            if shape.fused_shared_expert
+            else None
+        ),
     )
     return reference.float32_to_bfloat16(sums)
 
@@ -198,7 +212,7 @@ def _inputs(config: EPConfig, rank: int = 0) -> list[TensorType]:
         TensorType(DType.bfloat16, [n, config.hidden_size], cpu),
         TensorType(DType.int32, [n, config.top_k], cpu),
         TensorType(DType.float32, [n, config.top_k], cpu),
-        TensorType(DType.bfloat16, [config.get_max_recv_tokens(), 1], cpu),
+        TensorType(DType.bfloat16, [config.n_output_rows, 1], cpu),
     ]
 
 
@@ -321,6 +335,7 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     )
     _add_back_to_back(module, "large", LARGE.config(0))
     _add_round_trip(module, "few_experts", FEW_EXPERTS.config(0), "async_wait")
+    _add_round_trip(module, "shared", SHARED.config(0), "async_wait")
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     with EPCommInitializer(SMALL.config(0, n_nodes=1)) as comm:
@@ -386,7 +401,7 @@ class Member:
         for rank in ranks:
             batch = make_batch(self.shape, generation, rank)
             want = oracle(self.shape, generation, rank)
-            factors = np.ones((self.config.get_max_recv_tokens(), 1), np.float32)
+            factors = np.ones((self.config.n_output_rows, 1), np.float32)
             _apply_experts(self.shape, generation, rank, want.dispatched, factors)
             inputs += [_bfloat16(batch.tokens), batch.ids, batch.weights]
             inputs.append(_bfloat16(reference.float32_to_bfloat16(factors)))
@@ -454,9 +469,12 @@ def _apply_experts(
     """Runs each expert of a rank on its rows, in place."""
     n_local = reference.n_local_experts(shape.n_experts, N_RANKS)
     bounds = dispatched.row_offsets
-    for i in range(n_local):
+    ids = [rank * n_local + i for i in range(n_local)]
+    if shape.fused_shared_expert:
+        ids.insert(0, shape.n_experts)
+    for i, expert_id in enumerate(ids):
         mine = slice(bounds[i], bounds[i + 1])
-        rows[mine] = expert(rank * n_local + i, generation, rows[mine])
+        rows[mine] = expert(expert_id, generation, rows[mine])
 
 
 def check_dispatched(
@@ -559,13 +577,18 @@ def _large(member: Member) -> None:
             check_bits(f"{where}, combine {i}", _bits(got[8 + i]), want)
 
 
-def _few_experts(member: Member) -> None:
+def _few_experts(member: Member, graph: str = "few_experts") -> None:
     """Ranks that hold experts are slow, the one that holds none is not."""
     rng = np.random.default_rng(350 + member.rank)
     for generation in range(1, 31):
         if member.rank < 3:
             _sleep_at_random(rng)
-        member.round_trip("few_experts", generation)
+        member.round_trip(graph, generation)
+
+
+def _shared(member: Member) -> None:
+    """The same with a fused shared expert, so that every rank has rows."""
+    _few_experts(member, "shared")
 
 
 SLOW_RANK = 1
@@ -681,6 +704,7 @@ SCENARIOS: dict[str, Callable[[Member], Any]] = {
     "silent_rank": _silent_rank,
     "large": _large,
     "few_experts": _few_experts,
+    "shared": _shared,
     "dispatch_only": _dispatch_only,
     "combine_only": _combine_only,
     "stopped": _stopped,
@@ -707,7 +731,8 @@ def run_scenarios(
     for name in names:
         # Where one failed, some processes come from there later than others.
         meet(notes, name, node_id, N_RANKS)
-        shape = {"large": LARGE, "few_experts": FEW_EXPERTS}.get(name, SMALL)
+        shapes = {"large": LARGE, "few_experts": FEW_EXPERTS, "shared": SHARED}
+        shape = shapes.get(name, SMALL)
         config = shape.config(node_id)
         outcomes[name] = _run_scenario(engine, config, shape, name, SCENARIOS[name])
     return outcomes

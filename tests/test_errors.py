@@ -108,12 +108,16 @@ BAD_CONFIGS = {
         dict(dispatch_quant_config=blockwise_fp8_quant_config()),
         ["dispatch_quant_config", "bfloat16", "pass None"],
     ),
+    "output_layout": (
+        dict(output_layout="ragged"),
+        ["'ragged'", "'packed'", "'padded'"],
+    ),
+    "shared_and_padded": (
+        dict(fused_shared_expert=True, output_layout="padded"),
+        ["fused_shared_expert", "output_layout='packed'", "add it"],
+    ),
     # Fields of MAX's EPConfig that ask for what there is not.
     "nvfp4": (dict(nvfp4_dyn_global_scales=True), ["nvfp4_dyn_global_scales"]),
-    "shared_expert": (
-        dict(fused_shared_expert=True),
-        ["fused_shared_expert", "add it"],
-    ),
     "fused_send": (dict(fuse_ffn_combine_send=True), ["fuse_ffn_combine_send"]),
     "fused_moe": (dict(fused_moe_ready=True), ["fused_moe_ready"]),
     "allreduce": (dict(use_allreduce=True), ["use_allreduce", "all-reduce"]),
@@ -309,6 +313,13 @@ def test_input_scales_that_do_not_fit(
             manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
 
 
+def test_input_scales_with_a_fused_shared_expert() -> None:
+    config = TWO.config(fused_shared_expert=True)
+    with building(config, scales=tensor(F32, 1)) as (manager, x):
+        with raises(ValueError, "input_scales", "fused_shared_expert", "before"):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
+
+
 def test_not_graph_values() -> None:
     """Arrays, as one would pass to `execute`, are told from graph values."""
     with building() as (manager, x):
@@ -414,6 +425,34 @@ def test_combine_refuses(name: str, form: str) -> None:
             for rank in range(2):
                 manager.ep_combine_async(x.rows, rank)
             manager.ep_combine_wait(x.weights, 0)
+
+
+def test_padded_combine_takes_padded_rows() -> None:
+    """The rows of packed dispatch, or rows cut short, are not those."""
+    config = TWO.config(output_layout="padded")
+    for shape in ([TWO.max_rows, 80], [3, 13, 80], [2, 14, 80], [42, 80]):
+        with building(config, rows=tensor(BF16, *shape)) as (manager, x):
+            dispatch_all(manager, x)
+            words = ["input_tokens", str(shape), "[3, 14, 80]"]
+            with raises(ValueError, *words):
+                manager.ep_combine_async(x.rows, 0)
+
+
+def test_combine_wait_needs_the_shared_rows() -> None:
+    """Whose rows are added must be said, and only where they are."""
+    for is_fused in (True, False):
+        config = TWO.config(fused_shared_expert=is_fused)
+        with building(config, short=tensor(F32, "t", 80)) as (manager, x):
+            counter = manager.atomic_counters[0][0]
+            pointers = [manager.recv_buf_ptrs[1], manager.recv_count_ptrs[1]]
+            more = [config, x.tokens.shape[0], x.weights]
+            word = "needs" if is_fused else "takes no"
+            rows = None if is_fused else x.rows
+            with raises(ValueError, f"fused_shared_expert={is_fused}", word):
+                call_ep_combine_wait(counter, *pointers, *more, rows)
+            if is_fused:
+                with raises(TypeError, "input_tokens", "float32", "bfloat16"):
+                    call_ep_combine_wait(counter, *pointers, *more, x.short)
 
 
 # ------------------------------------------------------------- order of the calls
@@ -927,7 +966,7 @@ from test_errors import *
 from max.driver import CPU as Host
 session = InferenceSession(devices=[Host()])
 loose = Loose(session)
-comm = EPCommInitializer(TWO.config(hidden_size=8))
+comm = EPCommInitializer(TWO.config(hidden_size=40))
 comm.ep_init(session)
 try:
     loose.run(make_inputs(TWO, "full"), comm.model_inputs())
@@ -953,7 +992,7 @@ def test_memory_of_another_config(loose: Loose) -> None:
     )
     assert done.returncode == 0, f"died of {done.returncode}: {done.stderr[-500:]}"
     assert "refused:" in done.stdout, done.stdout
-    assert "max_tokens_per_rank" in done.stdout or "config" in done.stdout
+    assert "belongs to another EPConfig" in done.stdout
 
 
 def environment() -> dict[str, str]:

@@ -16,5 +16,9 @@ def test_launchers_with_input_scales() -> None:
     assert run("launchers.mojo") == "OK"
 
 
+def test_output_layouts_at_their_edges() -> None:
+    assert run("output_layouts.mojo") == "OK"
+
+
 def test_fp8_rounding_agrees_with_mojo() -> None:
     assert int(run("fp8_rounding.mojo")) > 40_000_000

@@ -51,6 +51,21 @@ def test_plan_shows_every_buffer_and_max() -> None:
     assert "MAX's EP would take" in printed
 
 
+@pytest.mark.parametrize(
+    "options, shape",
+    [
+        ("", f"{4 * 8 * 2} x 64"),  # 4 ranks x 8 tokens x 2 choices
+        ("--shared-expert", f"{4 * 8 * 2 + 8} x 64"),
+        ("--layout padded", f"4 x {4 * 8} x 64"),  # 4 local experts
+    ],
+)
+def test_plan_shows_the_rows_of_a_layout(options: str, shape: str) -> None:
+    sizes = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"
+    printed = run(f"max-ep plan {sizes} {options}")
+    line = next(x for x in printed.splitlines() if "dispatch output" in x)
+    assert f" {shape} " in line
+
+
 def test_plan_explains_what_cannot_be() -> None:
     program = Path(sys.executable).with_name("max-ep")
     done = subprocess.run(

@@ -31,7 +31,9 @@ from max_ep.reference import (
     fma,
     moe,
     n_local_experts,
+    pad,
     quantize_blockwise_fp8,
+    unpad,
 )
 
 HIDDEN = 16
@@ -603,6 +605,98 @@ def test_shapes_that_do_not_fit_are_refused():
         combine([rows[0], rows[0][:1]], results, weights)
     with pytest.raises(TypeError, match="topk_weights must be float32"):
         combine(rows, results, [w.astype(np.float64) for w in weights])
+
+
+# --- Other layouts of the rows ----------------------------------------------
+
+
+@cases
+def test_padded_is_the_plain_loops(case: str):
+    """Each expert's rows begin at its own first, by source rank."""
+    c = make_case(case)
+    n_local = math.ceil(c.n_experts / c.n_ranks)
+    capacity = c.n_ranks * max(max(map(len, c.ids)), 1) * c.top_k
+    for rank, result in enumerate(dispatch(c.tokens, c.ids, c.n_experts)):
+        padded = pad(result, c.n_ranks, capacity)
+        assert padded.rows.shape == (n_local, capacity, HIDDEN)
+        assert padded.src_info.shape == (n_local, capacity, 2)
+        assert padded.scales is None
+        for local_expert in range(n_local):
+            expert_id, row = rank * n_local + local_expert, 0
+            for src_rank in range(c.n_ranks):
+                begin = row
+                for token_idx, k in np.argwhere(c.ids[src_rank] == expert_id):
+                    got = padded.rows[local_expert, row]
+                    assert_same_bits(got, c.tokens[src_rank][token_idx])
+                    info = padded.src_info[local_expert, row]
+                    assert info.tolist() == [token_idx, k]
+                    row += 1
+                got = padded.recv_ranges[local_expert, src_rank].tolist()
+                assert got == [begin, row - begin]
+            assert padded.recv_counts[local_expert] == row
+        assert_same_bits(unpad(padded.rows, padded.recv_counts), result.rows)
+
+
+def test_padded_scales_stand_by_column():
+    """Scale `s` of row `j` of expert `e` is at `(e * n_scales + s) * capacity + j`."""
+    c = make_case("two_ranks")
+    tokens = [np.repeat(t, 128, axis=1) for t in c.tokens]
+    results = dispatch(tokens, c.ids, c.n_experts, quantize=quantize_blockwise_fp8)
+    for result in results:
+        capacity, n_scales = 16, HIDDEN
+        padded = pad(result, c.n_ranks, capacity)
+        assert padded.scales is not None and result.scales is not None
+        flat = padded.scales.reshape(-1)
+        row = 0
+        for e, count in enumerate(padded.recv_counts):
+            for j in range(count):
+                at = (e * n_scales + np.arange(n_scales)) * capacity + j
+                assert_same_bits(flat[at], result.scales[:, row])
+                row += 1
+
+
+@cases
+def test_shared_rows_come_first(case: str):
+    """All own tokens, masked ones too; behind them all is as without."""
+    c = make_case(case)
+    plain = dispatch(c.tokens, c.ids, c.n_experts)
+    shared = dispatch(c.tokens, c.ids, c.n_experts, shared_expert=True)
+    for rank, (without, result) in enumerate(zip(plain, shared)):
+        n = len(c.tokens[rank])
+        assert_same_bits(result.rows[:n], c.tokens[rank])
+        assert result.src_info[:n].tolist() == [[t, -1] for t in range(n)]
+        assert (result.src_ranks[:n] == rank).all()
+        assert_same_bits(result.rows[n:], without.rows)
+        assert_same_bits(result.src_info[n:], without.src_info)
+        assert_same_bits(result.src_ranks[n:], without.src_ranks)
+        offsets = [0, *(without.row_offsets.astype(np.int64) + n)]
+        assert result.row_offsets.tolist() == offsets
+        assert result.expert_ids.tolist() == list(range(len(offsets) - 1))
+
+
+@cases
+def test_shared_rows_are_added_last(case: str):
+    c = make_case(case)
+    results = dispatch(c.tokens, c.ids, c.n_experts, shared_expert=True)
+    factor = np.float32(-1 / 3)
+    rows = [r.rows * factor for r in results]
+    n_tokens = [len(t) for t in c.tokens]
+    routed = combine(
+        [x[n:] for x, n in zip(rows, n_tokens)],
+        dispatch(c.tokens, c.ids, c.n_experts),
+        c.weights,
+    )
+    got = combine(rows, results, c.weights)
+    for rank, n in enumerate(n_tokens):
+        assert_same_bits(got[rank], routed[rank] + rows[rank][:n])
+        want = moe(
+            c.tokens[rank],
+            c.ids[rank],
+            c.weights[rank],
+            lambda _, x: x * factor,
+            shared_fn=lambda x: x * factor,
+        )
+        assert_same_bits(got[rank], want)
 
 
 # --- Combine and whole layers ----------------------------------------------

@@ -16,8 +16,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import (
+    BF16,
     CASES,
+    F32,
     LARGE_CASES,
+    LAYOUT_CASES,
     ROUTINGS,
     Case,
     Inputs,
@@ -64,11 +67,13 @@ CPU = DeviceRef.CPU()
 
 # ------------------------------------------------------- cases times routings
 
+SMALL_CASES = CASES | LAYOUT_CASES
+
 
 @pytest.fixture(scope="module")
 def small(session) -> Iterator[Groups]:
     """All small cases in one graph."""
-    groups = Groups(session, "small_cases", CASES)
+    groups = Groups(session, "small_cases", SMALL_CASES)
     yield groups
     groups.close()
 
@@ -79,7 +84,7 @@ def run_small(small: Groups) -> Callable:
 
     @functools.cache
     def run(routing: str, data: str) -> SimpleNamespace:
-        given = {n: make_inputs(c, routing, data) for n, c in CASES.items()}
+        given = {n: make_inputs(c, routing, data) for n, c in SMALL_CASES.items()}
         got = small.run(given)
         # Computed after the run: what the run damaged cannot look right.
         return SimpleNamespace(given=given, got=got)
@@ -87,7 +92,10 @@ def run_small(small: Groups) -> Callable:
     return run
 
 
-case_names = pytest.mark.parametrize("name", CASES)
+case_names = pytest.mark.parametrize("name", SMALL_CASES)
+packed_case_names = pytest.mark.parametrize(
+    "name", [n for n, c in SMALL_CASES.items() if not c.is_padded]
+)
 routings = pytest.mark.parametrize("routing", ROUTINGS)
 
 
@@ -98,7 +106,7 @@ def test_dispatch_is_the_oracles(
     run_small: Callable, name: str, data: str, routing: str
 ) -> None:
     run = run_small(routing, data)
-    want = expected_dispatch(CASES[name], run.given[name])
+    want = expected_dispatch(SMALL_CASES[name], run.given[name])
     assert_dispatched(f"{name}, {routing}, {data}", run.got[name], want)
 
 
@@ -109,21 +117,21 @@ def test_combine_is_the_oracles(
     run_small: Callable, name: str, data: str, routing: str
 ) -> None:
     run = run_small(routing, data)
-    want = expected(CASES[name], run.given[name])
+    want = expected(SMALL_CASES[name], run.given[name])
     assert_combined(f"{name}, {routing}, {data}", run.got[name], want.combine)
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, c in CASES.items() if not c.is_fp8 and not c.scales]
+    "name", [n for n, c in SMALL_CASES.items() if not c.is_fp8 and not c.scales]
 )
 def test_dispatch_copies_any_bits(run_small: Callable, name: str) -> None:
     """NaN payloads and infinities travel as they are; arithmetic comes later."""
     run = run_small("uniform", "any_bits")
-    want = expected_dispatch(CASES[name], run.given[name])
+    want = expected_dispatch(SMALL_CASES[name], run.given[name])
     assert_dispatched(f"{name}, any bits", run.got[name], want)
 
 
-@case_names
+@packed_case_names
 def test_stats_are_upper_bounds(run_small: Callable, name: str) -> None:
     for routing in ("full", "uniform", "all_silent"):
         for rank, got in enumerate(run_small(routing, "random").got[name]):
@@ -134,11 +142,18 @@ def test_stats_are_upper_bounds(run_small: Callable, name: str) -> None:
             assert np.count_nonzero(rows_of) <= got.stats[1], where
 
 
-@case_names
+@packed_case_names
 def test_full_routing_fills_rank_0(run_small: Callable, name: str) -> None:
     """The largest output there can be is reached, so the bound is tested."""
     got = run_small("full", "random").got[name][0]
-    assert got.row_offsets[-1] == CASES[name].max_rows == len(got.rows)
+    assert [got.row_offsets[-1]] == SMALL_CASES[name].rows_shape == [len(got.rows)]
+
+
+@pytest.mark.parametrize("name", [n for n, c in LAYOUT_CASES.items() if c.is_padded])
+def test_full_routing_fills_padded_experts(run_small: Callable, name: str) -> None:
+    """An expert that all tokens of all ranks choose has no room left."""
+    got = run_small("full", "random").got[name][0]
+    assert got.recv_counts.max() == LAYOUT_CASES[name].capacity == got.rows.shape[1]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +229,7 @@ SPLITS = {
 def test_combine_does_not_depend_on_the_number_of_ranks(small: Groups, i: int) -> None:
     """The same tokens, experts and weights on 1, 2 and 4 ranks."""
     whole = make_inputs(CASES["one_rank"], "uniform", counts=SPLITS["one_rank"][i])
-    given = {n: make_inputs(c, "all_silent") for n, c in CASES.items()}
+    given = {n: make_inputs(c, "all_silent") for n, c in SMALL_CASES.items()}
     for name, splits in SPLITS.items():
         bounds = np.cumsum(splits[i])[:-1]
         given[name] = Inputs(
@@ -240,6 +255,17 @@ def splits_text(name: str, i: int) -> str:
 TWO = CASES["two_ranks"]
 ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
 ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
+FORM_CASES = {
+    "two_ranks": TWO,
+    "one": ONE,
+    "one_fp8": ONE_FP8,
+    "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
+    "padded_two": Case("padded_two", 2, 5, 3, 80, 7, output_layout="padded"),
+    "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
+    "shared_two": Case(
+        "shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True
+    ),
+}
 
 
 def call_ep_round_trip(
@@ -297,14 +323,21 @@ def call_ep_round_trip(
         d[0] if given.expert_rows is None else given.expert_rows
         for d, given in zip(dispatched, ranks)
     ]
-    src_info = [d[-1] for d in dispatched]
+    src_info = [d[-2] if case.is_padded else d[-1] for d in dispatched]
     weights = [given.weights for given in ranks]
     if how == "halves":
         for x, info, counter in zip(rows, src_info, counters):
             call_ep_combine_async(x, info, counter, *pointers[1], config)
         results = [
-            call_ep_combine_wait(counter, *pointers[1][1:], config, n, w)
-            for counter, n, w in zip(counters, n_tokens, weights)
+            call_ep_combine_wait(
+                counter,
+                *pointers[1][1:],
+                config,
+                n,
+                w,
+                x if case.fused_shared_expert else None,
+            )
+            for counter, n, w, x in zip(counters, n_tokens, weights, rows)
         ]
     elif how == "fused":
         results = [
@@ -317,6 +350,8 @@ def call_ep_round_trip(
         results = call_distributed_ep_combine(
             rows, src_info, counters, *pointers[1], config, n_tokens, weights
         )
+    if case.is_padded:
+        return [[*d, d[-2], result] for d, result in zip(dispatched, results)]
     # The manager gives stats, these functions do not: keep the order of
     # `take_outputs` with something in their place.
     return [[*d[:-1], d[-2], d[-1], result] for d, result in zip(dispatched, results)]
@@ -371,6 +406,10 @@ FORMS = {
         "call_distributed",
     ],
     "one_fp8": ["async_wait", "fused", "all", "call_fused"],
+    "padded": ["fused", "call_halves", "call_fused"],
+    "padded_two": ["async_wait", "all", "call_distributed"],
+    "shared": ["fused", "call_halves", "call_fused"],
+    "shared_two": ["async_wait", "all", "call_distributed"],
 }
 
 
@@ -396,7 +435,7 @@ class Forms:
     """
 
     def __init__(self, session) -> None:
-        self.cases = {"two_ranks": TWO, "one": ONE, "one_fp8": ONE_FP8}
+        self.cases = FORM_CASES
         groups = [*self.cases, "other"]
         configs = {n: self.cases.get(n, TWO).config() for n in groups}
         self.managers = {n: EPBatchManager(c) for n, c in configs.items()}
@@ -524,8 +563,7 @@ def test_every_form_gives_the_same(
 ) -> None:
     """The oracle's bits, from whatever form the graph was built of."""
     run = run_forms(routing)
-    case = {"two_ranks": TWO, "one": ONE, "one_fp8": ONE_FP8}[name]
-    want = expected(case, run.given[name])
+    want = expected(FORM_CASES[name], run.given[name])
     assert_round_trip(f"{name}, {routing}, {form}", run.got[name, form], want)
 
 
@@ -556,7 +594,7 @@ def test_two_sets_of_buffers_do_not_touch_each_other(
 
 def check_all(where: str, given: dict, second: Inputs, got: dict) -> None:
     """Checks every output of a run of `Forms`."""
-    cases = {"two_ranks": TWO, "one": ONE, "one_fp8": ONE_FP8, "other": TWO}
+    cases = FORM_CASES | {"other": TWO}
     wants = {n: expected(c, given[n]) for n, c in cases.items()}
     first = got["two_ranks", "async_wait"]
     for (name, form), received in got.items():
@@ -671,7 +709,7 @@ def test_data_covers_what_it_claims() -> None:
     amax = np.abs(x.reshape(len(x), -1, 128)).max(axis=2)
     assert (amax == 0).any() and ((amax > 0) & (amax < 1e-4)).any()
     assert (amax > 448).any()
-    for case in CASES.values():
+    for case in SMALL_CASES.values():
         given = make_inputs(case, "full", "telling")
         rows = np.concatenate(given.tokens)
         assert len(np.unique(rows, axis=0)) == len(rows), case.name

@@ -2,8 +2,9 @@
 """Expert-parallel dispatch and combine: formats, launchers, MAX ops.
 
 Layers, each knowing only those before it:
-layout, flags, counters, failures, token_format (and formats/), transport,
-launch_checks, expert_slots/, gpu_setup, host_setup, gpu_launch, api, ops.
+layout, flags, counters, failures, row_tables, token_format (and formats/),
+transport, launch_checks, expert_slots/, gpu_setup, host_setup, gpu_launch,
+api, ops.
 """
 from .api import (
     ep_combine_async_kernel_api,

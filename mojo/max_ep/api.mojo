@@ -29,14 +29,16 @@ from .gpu_launch import (
 from .launch_checks import (
     check_config,
     check_n_tokens,
+    check_shared_rows,
     check_size,
     counters_of,
     imm,
     mut_,
     peer_buffers,
 )
-from .layout import MESSAGE_ALIGN
-from .token_format import TokenFormat
+from .layout import ExpertSlotsLayout, MESSAGE_ALIGN
+from .row_tables import RowTables
+from .token_format import SharedRows, TokenFormat
 
 
 def _check_tokens[
@@ -62,20 +64,44 @@ def _check_tokens[
     )
 
 
-def _check_row_tensors[
-    n_local_experts: Int
+@always_inline
+def _row_tables[
+    layout: ExpertSlotsLayout,
+    fused_shared_expert: Bool,
+    output_layout: StaticString,
 ](
     op: StaticString,
-    row_offsets: TileTensor[DType.uint32, ...],
+    row_offsets: TileTensor,
     expert_ids: TileTensor[DType.int32, ...],
     src_info: TileTensor[DType.int32, ...],
-) raises:
+) raises -> RowTables[layout, output_layout == "padded", fused_shared_expert]:
     """Checks what dispatch delivers into; raises if it does not fit."""
-    check_size(
-        op, "row_offsets", Int(row_offsets.dim[0]()), n_local_experts + 1
-    )
-    check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_local_experts)
+    comptime is_padded = output_layout == "padded"
+    comptime assert (
+        is_padded or output_layout == "packed"
+    ), "max_ep: output_layout must be packed or padded"
+    comptime assert not (
+        is_padded and fused_shared_expert
+    ), "max_ep: fused_shared_expert needs output_layout packed"
+    comptime Tables = RowTables[layout, is_padded, fused_shared_expert]
+    comptime if is_padded:
+        comptime assert row_offsets.dtype == DType.int32, "recv_counts: int32"
+        comptime n_local_experts = layout.n_local_experts()
+        comptime n_pairs = layout.pair(n_local_experts, 0)
+        check_size(
+            op, "recv_counts", Int(row_offsets.dim[0]()), n_local_experts
+        )
+        check_size(op, "recv_ranges", Int(expert_ids.dim[0]()), n_pairs)
+    else:
+        comptime assert row_offsets.dtype == DType.uint32, "row_offsets: uint32"
+        comptime n_groups = Tables.n_groups
+        check_size(op, "row_offsets", Int(row_offsets.dim[0]()), n_groups + 1)
+        check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_groups)
     check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+    return {
+        mut_(row_offsets).unsafe_bitcast[UInt32](),
+        mut_(expert_ids),
+    }
 
 
 def _check_expert_rows[
@@ -134,6 +160,7 @@ def ep_dispatch_async_kernel_api[
     target: StaticString,
     input_scales_wrapper: InputScales = None,
     use_shmem: Bool = n_nodes > 1,
+    fused_shared_expert: Bool = False,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor,
@@ -157,6 +184,9 @@ def ep_dispatch_async_kernel_api[
         use_shmem: Whether peers are reached through the SHMEM library. On CPU
             every peer's region is mapped and a put is a store, so both values
             mean the same.
+        fused_shared_expert: Whether `dispatch_wait` puts this rank's tokens in
+            front of its rows. Not together with input scales: they are
+            factors of experts, and the shared one has none.
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -182,6 +212,9 @@ def ep_dispatch_async_kernel_api[
         top_k,
         target,
     ]()
+    comptime assert not (
+        fused_shared_expert and Bool(input_scales_wrapper)
+    ), "max_ep: fused_shared_expert takes no input scales"
     comptime op = "dispatch_async"
     comptime dispatch_layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank
@@ -205,6 +238,7 @@ def ep_dispatch_async_kernel_api[
             n_gpus_per_node,
             input_scales_wrapper,
             use_shmem,
+            fused_shared_expert,
         ](
             input_tokens,
             topk_ids,
@@ -223,6 +257,7 @@ def ep_dispatch_async_kernel_api[
             dispatch_layout,
             input_tokens.dtype,
             input_scales_wrapper,
+            fused_shared_expert,
         ](
             imm(input_tokens),
             imm(topk_ids),
@@ -242,9 +277,11 @@ def ep_dispatch_wait_kernel_api[
     n_nodes: Int,
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
+    fused_shared_expert: Bool = False,
+    output_layout: StaticString = "packed",
 ](
     rows: token_fmt_type.Rows,
-    row_offsets: TileTensor[DType.uint32, ...],
+    row_offsets: TileTensor,
     expert_ids: TileTensor[DType.int32, ...],
     src_info: TileTensor[DType.int32, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -262,14 +299,24 @@ def ep_dispatch_wait_kernel_api[
         n_nodes: Processes of the group.
         target: Device kind of the tensors, such as `cpu`.
         use_shmem: As in `ep_dispatch_async_kernel_api`.
+        fused_shared_expert: Whether this rank's own tokens, as it has encoded
+            them, come first: group 0. Local expert `e` is then group `e + 1`.
+        output_layout: `packed`: rows without gaps. `padded`: each local expert
+            has `expert_capacity` rows of its own.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
-        row_offsets: First row of each local expert, `[n_local_experts + 1]`.
-        expert_ids: Local experts in row order, `[n_local_experts]`.
-        src_info: Token and choice of each row, `[max_recv_tokens, 2]`.
+        row_offsets: Packed: first row of each group, uint32 `[n_groups + 1]`.
+            Padded: `recv_counts`, rows of each local expert, int32
+            `[n_local_experts]`.
+        expert_ids: Packed: groups in row order, `[n_groups]`. Padded:
+            `recv_ranges`, `[n_local_experts * n_ranks, 2]`: the rows of each
+            source rank, the first (from the expert's first) and how many.
+        src_info: Token and choice of each row, `[n_output_rows, 2]`; `-1` for
+            the choice of the shared expert.
         atomic_counters: Local words.
-        recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
+        recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`. The send
+            buffer is found from here: `max_ep.init` puts both into one region.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
 
@@ -294,7 +341,9 @@ def ep_dispatch_wait_kernel_api[
     var counters = counters_of[n_experts, target](
         op, atomic_counters, dispatch_layout
     )
-    _check_row_tensors[n_local_experts](op, row_offsets, expert_ids, src_info)
+    var tables = _row_tables[
+        dispatch_layout, fused_shared_expert, output_layout
+    ](op, row_offsets, expert_ids, src_info)
     var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
     comptime if is_gpu[target]():
@@ -305,17 +354,9 @@ def ep_dispatch_wait_kernel_api[
             max_token_per_rank,
             n_gpus_per_node,
             use_shmem,
-        ](
-            rows,
-            row_offsets,
-            expert_ids,
-            src_info,
-            recv_bufs,
-            counts,
-            counters,
-            context,
-        )
+        ](rows, tables, src_info, recv_bufs, counts, counters, context)
     else:
+        var recv_buf = recv_bufs[counters.my_rank()]
         dispatch_wait_host[
             token_fmt_type,
             n_experts,
@@ -325,10 +366,10 @@ def ep_dispatch_wait_kernel_api[
         ](
             rows,
             Int(src_info.dim[0]()),
-            mut_(row_offsets),
-            mut_(expert_ids),
+            tables,
             mut_(src_info),
-            recv_bufs[counters.my_rank()],
+            recv_buf.unsafe_offset(dispatch_layout.dispatch_send_from_recv()),
+            recv_buf,
             counts,
             counters,
         )
@@ -343,9 +384,11 @@ def ep_dispatch_kernel_api[
     target: StaticString,
     input_scales_wrapper: InputScales = None,
     use_shmem: Bool = n_nodes > 1,
+    fused_shared_expert: Bool = False,
+    output_layout: StaticString = "packed",
 ](
     rows: token_fmt_type.Rows,
-    row_offsets: TileTensor[DType.uint32, ...],
+    row_offsets: TileTensor,
     expert_ids: TileTensor[DType.int32, ...],
     src_info: TileTensor[DType.int32, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -369,12 +412,14 @@ def ep_dispatch_kernel_api[
         target: Device kind of the tensors, such as `cpu`.
         input_scales_wrapper: As in `ep_dispatch_async_kernel_api`.
         use_shmem: As in `ep_dispatch_async_kernel_api`.
+        fused_shared_expert: As in `ep_dispatch_wait_kernel_api`.
+        output_layout: As in `ep_dispatch_wait_kernel_api`.
 
     Args:
         rows: Output tensors of the format.
-        row_offsets: First row of each local expert, `[n_local_experts + 1]`.
-        expert_ids: Local experts in row order, `[n_local_experts]`.
-        src_info: Token and choice of each row, `[max_recv_tokens, 2]`.
+        row_offsets: As in `ep_dispatch_wait_kernel_api`.
+        expert_ids: As in `ep_dispatch_wait_kernel_api`.
+        src_info: Token and choice of each row, `[n_output_rows, 2]`.
         atomic_counters: Local words.
         input_tokens: Tokens, `[n_tokens, hidden_size]`.
         topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`.
@@ -408,9 +453,9 @@ def ep_dispatch_kernel_api[
         _check_tokens[target, hidden_size, top_k, max_token_per_rank](
             op, counters, input_tokens, topk_ids
         )
-        _check_row_tensors[dispatch_layout.n_local_experts()](
-            op, row_offsets, expert_ids, src_info
-        )
+        comptime assert not (
+            fused_shared_expert and Bool(input_scales_wrapper)
+        ), "max_ep: fused_shared_expert takes no input scales"
         launch_dispatch[
             token_fmt_type,
             n_experts,
@@ -423,8 +468,9 @@ def ep_dispatch_kernel_api[
             input_tokens,
             topk_ids,
             rows,
-            row_offsets,
-            expert_ids,
+            _row_tables[dispatch_layout, fused_shared_expert, output_layout](
+                op, row_offsets, expert_ids, src_info
+            ),
             src_info,
             peer_buffers[n_ranks](op, "send_ptrs", send_ptrs),
             peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
@@ -442,6 +488,7 @@ def ep_dispatch_kernel_api[
         target,
         input_scales_wrapper,
         use_shmem,
+        fused_shared_expert,
     ](
         atomic_counters,
         input_tokens,
@@ -459,6 +506,8 @@ def ep_dispatch_kernel_api[
         n_nodes,
         target,
         use_shmem,
+        fused_shared_expert,
+        output_layout,
     ](
         rows,
         row_offsets,
@@ -505,8 +554,9 @@ def ep_combine_async_kernel_api[
 
     Args:
         atomic_counters: Local words; they know the last dispatch's rows.
-        input_tokens: Expert rows, `[max_recv_tokens, hidden_size]`.
-        src_info: Token and choice of each row, `[max_recv_tokens, 2]`.
+        input_tokens: Expert rows, `[n_output_rows, hidden_size]`, where the
+            last dispatch put them.
+        src_info: Token and choice of each row, `[n_output_rows, 2]`.
         send_ptrs: Unused: rows go out straight from `input_tokens`.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
@@ -574,6 +624,7 @@ def ep_combine_wait_kernel_api[
     n_nodes: Int,
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
+    fused_shared_expert: Bool = False,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -581,6 +632,7 @@ def ep_combine_wait_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
+    shared_rows: SharedRows = SharedRows.none(),
 ) raises:
     """Completes combine: the weighted sum of each token's expert rows.
 
@@ -594,6 +646,7 @@ def ep_combine_wait_kernel_api[
         n_nodes: Processes of the group.
         target: Device kind of the tensors, such as `cpu`.
         use_shmem: As in `ep_dispatch_async_kernel_api`.
+        fused_shared_expert: Whether to add `shared_rows`.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -602,6 +655,8 @@ def ep_combine_wait_kernel_api[
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
+        shared_rows: The shared expert's rows of this rank's tokens: the first
+            of its expert rows.
 
     Raises:
         If an argument does not fit, or a peer is late.
@@ -631,6 +686,8 @@ def ep_combine_wait_kernel_api[
     _check_results[target, hidden_size, top_k, max_token_per_rank](
         op, counters, output_tokens, router_weights
     )
+    comptime if fused_shared_expert:
+        check_shared_rows[target](op, counters, shared_rows.n_rows, n_tokens)
     var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
     comptime if is_gpu[target]():
@@ -643,14 +700,29 @@ def ep_combine_wait_kernel_api[
             max_token_per_rank,
             n_gpus_per_node,
             use_shmem,
-        ](output_tokens, router_weights, recv_bufs, counts, counters, context)
+            fused_shared_expert,
+        ](
+            output_tokens,
+            router_weights,
+            shared_rows,
+            recv_bufs,
+            counts,
+            counters,
+            context,
+        )
     else:
         combine_wait_host[
-            combine_dtype, hidden_size, n_experts, n_ranks, combine_layout
+            combine_dtype,
+            hidden_size,
+            n_experts,
+            n_ranks,
+            combine_layout,
+            fused_shared_expert,
         ](
             mut_(output_tokens),
             imm(router_weights),
             n_tokens,
+            shared_rows,
             recv_bufs[counters.my_rank()],
             counts,
             counters,
@@ -667,6 +739,7 @@ def ep_combine_kernel_api[
     n_nodes: Int,
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
+    fused_shared_expert: Bool = False,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -692,12 +765,15 @@ def ep_combine_kernel_api[
         n_nodes: Processes of the group.
         target: Device kind of the tensors, such as `cpu`.
         use_shmem: As in `ep_dispatch_async_kernel_api`.
+        fused_shared_expert: Whether the first rows of `input_tokens` are the
+            shared expert's, and are added instead of sent.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
         atomic_counters: Local words.
-        input_tokens: Expert rows, `[max_recv_tokens, hidden_size]`.
-        src_info: Token and choice of each row, `[max_recv_tokens, 2]`.
+        input_tokens: Expert rows, `[n_output_rows, hidden_size]`, where the
+            last dispatch put them.
+        src_info: Token and choice of each row, `[n_output_rows, 2]`.
         router_weights: Weight of each choice, `[n_tokens, top_k]`.
         send_ptrs: As in `ep_combine_async_kernel_api`.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
@@ -733,6 +809,13 @@ def ep_combine_kernel_api[
         _check_results[target, hidden_size, top_k, max_token_per_rank](
             op, counters, output_tokens, router_weights
         )
+        comptime if fused_shared_expert:
+            check_shared_rows[target](
+                op,
+                counters,
+                Int(input_tokens.dim[0]()),
+                Int(output_tokens.dim[0]()),
+            )
         launch_combine[
             combine_dtype,
             hidden_size,
@@ -742,6 +825,7 @@ def ep_combine_kernel_api[
             max_token_per_rank,
             n_gpus_per_node,
             use_shmem,
+            fused_shared_expert,
         ](
             output_tokens,
             input_tokens,
@@ -782,6 +866,7 @@ def ep_combine_kernel_api[
         n_nodes,
         target,
         use_shmem,
+        fused_shared_expert,
     ](
         output_tokens,
         atomic_counters,
@@ -789,4 +874,8 @@ def ep_combine_kernel_api[
         recv_ptrs,
         recv_count_ptrs,
         context,
+        SharedRows(
+            mut_(input_tokens).unsafe_bitcast[UInt8](),
+            Int(input_tokens.dim[0]()),
+        ),
     )

@@ -6,7 +6,8 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
     [0, N_HEADER_WORDS)   who this rank is, the four generations, tallies, the
                           failure record of GPU launches
     pairs                 (first row, rows) of each (local expert, source rank)
-                          pair in the last `dispatch_wait`, and one end:
+                          pair in the last `dispatch_wait`, and one end: (rows
+                          the tensors must hold, rows of the largest pair).
                           `combine_async` finds each row's source rank by them
     choices [2][max_tokens_per_rank * top_k]
                           GPU only: expert of each choice of the last two
@@ -335,8 +336,8 @@ struct EPLocalSyncCounters[n_experts: Int](
         """Reads where a pair's rows begin in the last dispatched rows.
 
         Args:
-            pair: From `ExpertSlotsLayout.pair`, or the number of pairs for the
-                end of the last.
+            pair: From `ExpertSlotsLayout.pair`, or the number of pairs for
+                how many rows the tensors must hold.
 
         Returns:
             A row.
@@ -348,7 +349,8 @@ struct EPLocalSyncCounters[n_experts: Int](
         """Reads how many rows a pair has in the last dispatched rows.
 
         Args:
-            pair: From `ExpertSlotsLayout.pair`.
+            pair: From `ExpertSlotsLayout.pair`, or the number of pairs for the
+                rows of the largest pair.
 
         Returns:
             Rows.

@@ -16,10 +16,12 @@ from .expert_slots.combine import (
 from .expert_slots.dispatch import (
     dispatch_async_kernel,
     dispatch_kernel,
+    dispatch_layout_of,
     dispatch_wait_kernel,
 )
 from .launch_checks import imm, mut_, p2p_buffers
-from .token_format import BytePointer, TokenFormat
+from .row_tables import RowTables
+from .token_format import BytePointer, SharedRows, TokenFormat
 from .transport import PeerBuffers
 
 comptime NUM_THREADS = 512
@@ -72,6 +74,7 @@ def launch_dispatch_async[
     n_gpus_per_node: Int,
     input_scales_wrapper: InputScales,
     use_shmem: Bool,
+    fused_shared_expert: Bool,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -91,6 +94,7 @@ def launch_dispatch_async[
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         input_scales_wrapper: Gives the factor of a token for an expert id.
         use_shmem: Whether the others are reached through SHMEM.
+        fused_shared_expert: Whether tokens are put aside for `dispatch_wait`.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
@@ -117,6 +121,7 @@ def launch_dispatch_async[
         token_fmt_type,
         input_scales_wrapper,
         use_shmem,
+        fused_shared_expert,
     ]
     context.enqueue_function[kernel](
         _matrix(input_tokens),
@@ -140,8 +145,12 @@ def launch_dispatch_wait[
     use_shmem: Bool,
 ](
     rows: token_fmt_type.Rows,
-    row_offsets: TileTensor[DType.uint32, ...],
-    expert_ids: TileTensor[DType.int32, ...],
+    tables: RowTables[
+        dispatch_layout_of[
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+        ](),
+        ...,
+    ],
     src_info: TileTensor[DType.int32, ...],
     recv_bufs: PeerBuffers[n_ranks],
     recv_counts: PeerBuffers[n_ranks],
@@ -160,9 +169,8 @@ def launch_dispatch_wait[
 
     Args:
         rows: The output tensors.
-        row_offsets: `[n_local_experts + 1]`.
-        expert_ids: `[n_local_experts]`.
-        src_info: `[max_recv_tokens, 2]`.
+        tables: The output tensors that say which row is whose.
+        src_info: `[n_output_rows, 2]`.
         recv_bufs: All ranks' recv buffers.
         recv_counts: All ranks' counts buffers.
         counters: This rank's local words.
@@ -180,12 +188,13 @@ def launch_dispatch_wait[
         n_gpus_per_node,
         token_fmt_type,
         use_shmem,
+        tables.is_padded,
+        tables.fused_shared_expert,
     ]
     context.enqueue_function[kernel](
         rows,
         Int32(Int(src_info.dim[0]())),
-        mut_(row_offsets),
-        mut_(expert_ids),
+        tables,
         mut_(src_info),
         p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
@@ -208,8 +217,12 @@ def launch_dispatch[
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
     rows: token_fmt_type.Rows,
-    row_offsets: TileTensor[DType.uint32, ...],
-    expert_ids: TileTensor[DType.int32, ...],
+    tables: RowTables[
+        dispatch_layout_of[
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+        ](),
+        ...,
+    ],
     src_info: TileTensor[DType.int32, ...],
     send_bufs: PeerBuffers[n_ranks],
     recv_bufs: PeerBuffers[n_ranks],
@@ -232,9 +245,8 @@ def launch_dispatch[
         input_tokens: `[n_tokens, hidden_size]`.
         topk_ids: `[n_tokens, top_k]`.
         rows: The output tensors.
-        row_offsets: `[n_local_experts + 1]`.
-        expert_ids: `[n_local_experts]`.
-        src_info: `[max_recv_tokens, 2]`.
+        tables: The output tensors that say which row is whose.
+        src_info: `[n_output_rows, 2]`.
         send_bufs: All ranks' send buffers.
         recv_bufs: All ranks' recv buffers.
         recv_counts: All ranks' counts buffers.
@@ -257,14 +269,15 @@ def launch_dispatch[
         token_fmt_type,
         input_scales_wrapper,
         use_shmem,
+        tables.is_padded,
+        tables.fused_shared_expert,
     ]
     context.enqueue_function[kernel](
         _matrix(input_tokens),
         _matrix(topk_ids),
         rows,
         Int32(Int(src_info.dim[0]())),
-        mut_(row_offsets),
-        mut_(expert_ids),
+        tables,
         mut_(src_info),
         send_bufs[0],
         p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
@@ -350,9 +363,11 @@ def launch_combine_wait[
     max_tokens_per_rank: Int,
     n_gpus_per_node: Int,
     use_shmem: Bool,
+    fused_shared_expert: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
+    shared_rows: SharedRows,
     recv_bufs: PeerBuffers[n_ranks],
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
@@ -369,10 +384,12 @@ def launch_combine_wait[
         max_tokens_per_rank: Tokens one rank may send.
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
+        fused_shared_expert: Whether to add the shared expert's rows.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
         router_weights: `[n_tokens, top_k]`.
+        shared_rows: The shared expert's rows; read if it is fused.
         recv_bufs: All ranks' recv buffers.
         recv_counts: All ranks' counts buffers.
         counters: This rank's local words.
@@ -392,11 +409,13 @@ def launch_combine_wait[
         max_tokens_per_rank,
         n_gpus_per_node,
         use_shmem,
+        fused_shared_expert,
     ]
     context.enqueue_function[kernel](
         mut_(output_tokens),
         imm(router_weights),
         Int32(Int(output_tokens.dim[0]())),
+        shared_rows,
         p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
         counters,
@@ -415,6 +434,7 @@ def launch_combine[
     max_tokens_per_rank: Int,
     n_gpus_per_node: Int,
     use_shmem: Bool,
+    fused_shared_expert: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     input_tokens: TileTensor[combine_dtype, ...],
@@ -436,6 +456,7 @@ def launch_combine[
         max_tokens_per_rank: Tokens one rank may send.
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
+        fused_shared_expert: Whether to add the shared expert's rows.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -461,6 +482,7 @@ def launch_combine[
         max_tokens_per_rank,
         n_gpus_per_node,
         use_shmem,
+        fused_shared_expert,
     ]
     context.enqueue_function[kernel](
         imm(input_tokens),

@@ -252,6 +252,44 @@ def check_n_tokens[
         )
 
 
+def check_shared_rows[
+    n_experts: Int, //, target: StaticString
+](
+    op: StaticString,
+    counters: EPLocalSyncCounters[n_experts],
+    n_rows: Int,
+    n_tokens: Int,
+) raises:
+    """Refuses expert rows that cannot hold a shared expert's.
+
+    Parameters:
+        n_experts: Experts of the group.
+        target: The device kind.
+
+    Args:
+        op: Who asks.
+        counters: This rank's local words.
+        n_rows: Rows given.
+        n_tokens: Tokens whose rows come first there.
+
+    Raises:
+        If there are too few rows.
+    """
+    if n_rows < n_tokens:
+        var place = String(op)
+        comptime if is_cpu[target]():
+            place += String(" on rank ", counters.my_rank())
+        raise Error(
+            "max_ep: ",
+            place,
+            ": ",
+            n_tokens,
+            " tokens, but input_tokens holds ",
+            n_rows,
+            " rows; the shared expert's come first there.",
+        )
+
+
 @always_inline
 def p2p_buffers[
     n_ranks: Int, //, T: AnyType, p2p_world_size: Int

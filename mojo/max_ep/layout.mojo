@@ -224,6 +224,15 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         return local_expert * self.n_ranks + src_rank
 
     @always_inline
+    def expert_capacity(self) -> Int:
+        """Counts the rows that a local expert can get.
+
+        Returns:
+            `n_ranks * max_tokens_per_rank`.
+        """
+        return self.n_ranks * self.max_tokens_per_rank
+
+    @always_inline
     def dispatch_message_offset(self, pair: Int, slot: Int) -> Int:
         """Locates a dispatch message in the recv buffer.
 
@@ -371,6 +380,15 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
             Bytes from the start of the region.
         """
         return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
+
+    @always_inline
+    def dispatch_send_from_recv(self) -> Int:
+        """Locates the dispatch send buffer as seen from the recv buffer.
+
+        Returns:
+            Bytes from the start of the recv buffer of the same region; negative.
+        """
+        return self.dispatch_send_offset() - self.dispatch_recv_offset()
 
     @always_inline
     def dispatch_counts_offset(self) -> Int:

@@ -20,7 +20,12 @@ from .api import (
 )
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat, ScaledRows
 from .host_setup import init
-from .token_format import BytePointer, PlainRows, PlainTokenFormat
+from .token_format import (
+    BytePointer,
+    PlainRows,
+    PlainTokenFormat,
+    SharedRows,
+)
 
 comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
 """Words that an op changes: counters, or the order of the ops."""
@@ -87,6 +92,7 @@ struct DispatchAsync:
         n_gpus_per_node: Int,
         n_nodes: Int,
         has_input_scales: Bool,
+        fused_shared_expert: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -114,6 +120,7 @@ struct DispatchAsync:
             n_nodes,
             target,
             InputScales(scale_of) if has_input_scales else None,
+            fused_shared_expert=fused_shared_expert,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -139,10 +146,12 @@ struct DispatchWait:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        fused_shared_expert: Bool,
+        output_layout: StaticString,
     ](
         output_tokens: OutputTensor[rank=2, ...],
-        row_offsets: OutputTensor[dtype=DType.uint32, rank=1, ...],
-        expert_ids: OutputTensor[dtype=DType.int32, rank=1, ...],
+        row_offsets: OutputTensor[rank=1, ...],
+        expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -158,6 +167,8 @@ struct DispatchWait:
             n_gpus_per_node,
             n_nodes,
             target,
+            fused_shared_expert=fused_shared_expert,
+            output_layout=output_layout,
         ](
             PlainRows(_bytes(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -185,10 +196,12 @@ struct Dispatch:
         n_gpus_per_node: Int,
         n_nodes: Int,
         has_input_scales: Bool,
+        fused_shared_expert: Bool,
+        output_layout: StaticString,
     ](
         output_tokens: OutputTensor[rank=2, ...],
-        row_offsets: OutputTensor[dtype=DType.uint32, rank=1, ...],
-        expert_ids: OutputTensor[dtype=DType.int32, rank=1, ...],
+        row_offsets: OutputTensor[rank=1, ...],
+        expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -216,6 +229,8 @@ struct Dispatch:
             n_nodes,
             target,
             InputScales(scale_of) if has_input_scales else None,
+            fused_shared_expert=fused_shared_expert,
+            output_layout=output_layout,
         ](
             PlainRows(_bytes(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -246,6 +261,7 @@ struct DispatchAsyncFP8:
         n_gpus_per_node: Int,
         n_nodes: Int,
         has_input_scales: Bool,
+        fused_shared_expert: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -273,6 +289,7 @@ struct DispatchAsyncFP8:
             n_nodes,
             target,
             InputScales(scale_of) if has_input_scales else None,
+            fused_shared_expert=fused_shared_expert,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -298,11 +315,13 @@ struct DispatchWaitFP8:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        fused_shared_expert: Bool,
+        output_layout: StaticString,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
-        row_offsets: OutputTensor[dtype=DType.uint32, rank=1, ...],
-        expert_ids: OutputTensor[dtype=DType.int32, rank=1, ...],
+        row_offsets: OutputTensor[rank=1, ...],
+        expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -318,6 +337,8 @@ struct DispatchWaitFP8:
             n_gpus_per_node,
             n_nodes,
             target,
+            fused_shared_expert=fused_shared_expert,
+            output_layout=output_layout,
         ](
             _scaled_rows(output_tokens, output_scales),
             row_offsets.to_tile_tensor(),
@@ -345,11 +366,13 @@ struct DispatchFP8:
         n_gpus_per_node: Int,
         n_nodes: Int,
         has_input_scales: Bool,
+        fused_shared_expert: Bool,
+        output_layout: StaticString,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
-        row_offsets: OutputTensor[dtype=DType.uint32, rank=1, ...],
-        expert_ids: OutputTensor[dtype=DType.int32, rank=1, ...],
+        row_offsets: OutputTensor[rank=1, ...],
+        expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -377,6 +400,8 @@ struct DispatchFP8:
             n_nodes,
             target,
             InputScales(scale_of) if has_input_scales else None,
+            fused_shared_expert=fused_shared_expert,
+            output_layout=output_layout,
         ](
             _scaled_rows(output_tokens, output_scales),
             row_offsets.to_tile_tensor(),
@@ -480,6 +505,55 @@ struct CombineWait:
         )
 
 
+@extensibility.register("max_ep.combine_wait.shared")
+struct CombineWaitShared:
+    """Completes combine and adds the fused shared expert's rows."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        combine_dtype: DType,
+        hidden_size: Int,
+        top_k: Int,
+        n_experts: Int,
+        max_tokens_per_rank: Int,
+        n_gpus_per_node: Int,
+        n_nodes: Int,
+    ](
+        output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
+        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+        ep_combine_wait_kernel_api[
+            combine_dtype,
+            hidden_size,
+            top_k,
+            n_experts,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            n_nodes,
+            target,
+            fused_shared_expert=True,
+        ](
+            output_tokens.to_tile_tensor(),
+            atomic_counters.to_tile_tensor(),
+            router_weights.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+            ctx,
+            SharedRows(
+                BytePointer(unsafe_from_address=Int(input_tokens.unsafe_ptr())),
+                input_tokens.dim_size(0),
+            ),
+        )
+
+
 @extensibility.register("max_ep.combine")
 struct Combine:
     """Sends rows back and reduces them in one launch."""
@@ -494,6 +568,7 @@ struct Combine:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        fused_shared_expert: Bool,
     ](
         output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
         atomic_counters: WordsTensor,
@@ -516,6 +591,7 @@ struct Combine:
             n_gpus_per_node,
             n_nodes,
             target,
+            fused_shared_expert=fused_shared_expert,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),

@@ -171,6 +171,43 @@ struct PlainRows(DevicePassable, TrivialRegisterPassable):
         return "PlainRows"
 
 
+@fieldwise_init
+struct SharedRows(DevicePassable, TrivialRegisterPassable):
+    """Rows of a fused shared expert, which combine adds where they stand."""
+
+    var rows: BytePointer
+    """`[n_rows][hidden_size]` of the combine dtype; row `t` is of token `t`."""
+    var n_rows: Int
+    """Rows that may be read."""
+
+    comptime device_type: AnyType = Self
+    """A kernel gets this as it is."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in error messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "SharedRows"
+
+    @staticmethod
+    def none() -> Self:
+        """Makes what stands for "there is no fused shared expert".
+
+        Returns:
+            No rows.
+        """
+        # A Pointer is never null; nobody reads behind this one.
+        return Self(BytePointer(unsafe_from_address=MESSAGE_ALIGN), 0)
+
+
 struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
     TokenFormat
 ):

@@ -7,6 +7,7 @@ knows from its own dispatch which choices come back, waits for these, and adds
 the rows of a token as `host_combine.mojo` does:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
+    acc = acc + shared[token]                with a fused shared expert
     result = acc, rounded once to the combine dtype
 
 After the sending half: every row is on its way to its source. After the
@@ -56,7 +57,7 @@ from ..layout import (
     n_experts_on_rank,
     plain_token_bytes,
 )
-from ..token_format import BytePointer, LaneBytes
+from ..token_format import BytePointer, LaneBytes, SharedRows
 from .device_steps import (
     SharedAddresses,
     SharedInts,
@@ -328,10 +329,14 @@ def _send_rows[
 
 @always_inline
 def _reduce_part[
-    combine_dtype: DType, hidden_size: Int, layout: ExpertSlotsLayout
+    combine_dtype: DType,
+    hidden_size: Int,
+    layout: ExpertSlotsLayout,
+    fused_shared_expert: Bool,
 ](
     result: BytePointer,
     rows: BytePointer,
+    shared_row: BytePointer,
     weight: Float32,
     has_row: Bool,
     is_broken: Bool,
@@ -345,10 +350,12 @@ def _reduce_part[
         combine_dtype: Element type of rows and result.
         hidden_size: Elements of a row.
         layout: Offsets of the buffers.
+        fused_shared_expert: Whether to add `shared_row`.
 
     Args:
         result: The token's result, `[hidden_size]`.
         rows: The token's messages, `[top_k][combine_msg_bytes]`.
+        shared_row: What the shared expert made of the token, `[hidden_size]`.
         weight: In lane `k`: weight of choice `k`.
         has_row: In lane `k`: whether choice `k` has a row.
         is_broken: Whether to write NaN instead, since a row is missing.
@@ -368,6 +375,9 @@ def _reduce_part[
         )
     for vector in range(begin + lane, end, WARP_SIZE):
         var acc = SIMD[DType.float32, width](0)
+        var shared = LaneBytes(0)
+        comptime if fused_shared_expert:
+            shared = load16(shared_row.unsafe_offset(vector * MESSAGE_ALIGN))
         comptime for group in range(n_groups):
             comptime first = group * ROWS_IN_FLIGHT
             comptime n = min(ROWS_IN_FLIGHT, top_k - first)
@@ -389,6 +399,8 @@ def _reduce_part[
                         ](),
                         acc,
                     )
+        comptime if fused_shared_expert:
+            acc += bitcast[combine_dtype, width](shared).cast[DType.float32]()
         if is_broken:
             acc = nan[DType.float32]()
         store16(
@@ -404,10 +416,12 @@ def _reduce_tokens[
     num_threads: Int,
     n_experts: Int,
     layout: ExpertSlotsLayout,
+    fused_shared_expert: Bool,
 ](
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
     router_weights: Pointer[Float32, ImmUntrackedOrigin],
     n_tokens: Int,
+    shared_rows: SharedRows,
     generation: UInt32,
     launch: _Launch,
     counters: EPLocalSyncCounters[n_experts],
@@ -420,11 +434,13 @@ def _reduce_tokens[
         num_threads: Threads of a block.
         n_experts: Experts of the group.
         layout: Offsets of the buffers.
+        fused_shared_expert: Whether to add `shared_rows`.
 
     Args:
         output_tokens: `[n_tokens][hidden_size]`.
         router_weights: `[n_tokens][top_k]`.
         n_tokens: Tokens that this rank dispatched.
+        shared_rows: The shared expert's rows; read if it is fused.
         generation: The dispatch that is answered.
         launch: From `_start`.
         counters: This rank's local words.
@@ -494,11 +510,12 @@ def _reduce_tokens[
             is_broken = generation_of(word) != launch.received
         is_broken = any_lane(is_broken)
         syncwarp()
-        _reduce_part[combine_dtype, hidden_size, layout](
+        _reduce_part[combine_dtype, hidden_size, layout, fused_shared_expert](
             output_tokens.unsafe_offset(token_idx * hidden_size).unsafe_bitcast[
                 UInt8
             ](),
             rows,
+            shared_rows.rows.unsafe_offset(token_idx * row_bytes),
             weight,
             has_row,
             is_broken,
@@ -667,10 +684,12 @@ def combine_wait_kernel[
     max_tokens_per_rank: Int,
     p2p_world_size: Int,
     use_shmem: Bool = True,
+    fused_shared_expert: Bool = False,
 ](
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
     router_weights: Pointer[Float32, ImmUntrackedOrigin],
     n_tokens: Int32,
+    shared_rows: SharedRows,
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     ep_counters: EPLocalSyncCounters[n_experts],
@@ -691,11 +710,13 @@ def combine_wait_kernel[
         max_tokens_per_rank: Tokens one rank may send.
         p2p_world_size: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
+        fused_shared_expert: Whether to add the shared expert's rows.
 
     Args:
         output_tokens: `[n_tokens][hidden_size]`.
         router_weights: `[n_tokens][top_k]`.
         n_tokens: Tokens that this rank dispatched.
+        shared_rows: The shared expert's rows; read if it is fused.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -713,21 +734,35 @@ def combine_wait_kernel[
     if is_fatal(ep_counters.failure()[]):
         barrier()
         _reduce_tokens[
-            combine_dtype, hidden_size, num_threads, n_experts, layout
+            combine_dtype,
+            hidden_size,
+            num_threads,
+            n_experts,
+            layout,
+            fused_shared_expert,
         ](
             output_tokens,
             router_weights,
             Int(n_tokens),
+            shared_rows,
             ep_counters.dispatch_received(),
             launch,
             ep_counters,
         )
         return
     barrier()
-    _reduce_tokens[combine_dtype, hidden_size, num_threads, n_experts, layout](
+    _reduce_tokens[
+        combine_dtype,
+        hidden_size,
+        num_threads,
+        n_experts,
+        layout,
+        fused_shared_expert,
+    ](
         output_tokens,
         router_weights,
         Int(n_tokens),
+        shared_rows,
         ep_counters.combine_of(),
         launch,
         ep_counters,
@@ -749,6 +784,7 @@ def combine_kernel[
     max_tokens_per_rank: Int,
     p2p_world_size: Int,
     use_shmem: Bool = True,
+    fused_shared_expert: Bool = False,
 ](
     input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
     n_rows_max: Int32,
@@ -777,6 +813,7 @@ def combine_kernel[
         max_tokens_per_rank: Tokens one rank may send.
         p2p_world_size: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
+        fused_shared_expert: Whether to add the shared expert's rows.
 
     Args:
         input_tokens: Expert rows, `[n_rows_max][hidden_size]`, in the order of
@@ -799,6 +836,10 @@ def combine_kernel[
         n_ranks,
         max_tokens_per_rank,
     ]()
+    # Row `t` of the expert rows is the shared expert's of token `t`.
+    var shared_rows = SharedRows(
+        BytePointer(unsafe_from_address=Int(input_tokens)), Int(n_rows_max)
+    )
     var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
     if ep_counters.dispatch_received() == 0:
         note_failure(
@@ -813,11 +854,17 @@ def combine_kernel[
     if is_fatal(ep_counters.failure()[]):
         barrier()
         _reduce_tokens[
-            combine_dtype, hidden_size, num_threads, n_experts, layout
+            combine_dtype,
+            hidden_size,
+            num_threads,
+            n_experts,
+            layout,
+            fused_shared_expert,
         ](
             output_tokens,
             router_weights,
             Int(n_tokens),
+            shared_rows,
             ep_counters.dispatch_received(),
             launch,
             ep_counters,
@@ -840,10 +887,18 @@ def combine_kernel[
             launch,
             ep_counters,
         )
-    _reduce_tokens[combine_dtype, hidden_size, num_threads, n_experts, layout](
+    _reduce_tokens[
+        combine_dtype,
+        hidden_size,
+        num_threads,
+        n_experts,
+        layout,
+        fused_shared_expert,
+    ](
         output_tokens,
         router_weights,
         Int(n_tokens),
+        shared_rows,
         ep_counters.dispatch_received(),
         launch,
         ep_counters,

@@ -57,6 +57,7 @@ from ..flags import (
 )
 from ..launch_checks import imm
 from ..layout import ExpertSlotsLayout, MESSAGE_ALIGN, n_experts_on_rank
+from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .device_steps import (
     ACCESSES_IN_FLIGHT,
@@ -321,6 +322,7 @@ def _send_unit[
     expert: Int32,
     first_k: Int,
     end_k: Int,
+    staged: UInt64,
     lane: Int,
 ):
     """Encodes a token and writes it to the messages of a unit, with one warp.
@@ -336,6 +338,8 @@ def _send_unit[
         expert: In lane `k`: expert of choice `k`.
         first_k: First choice of the unit.
         end_k: Behind its last.
+        staged: Address of one more place for the token, or 0; without input
+            scales.
         lane: This lane.
     """
     comptime n_elements = token_fmt_type.lane_elements
@@ -367,22 +371,49 @@ def _send_unit[
                 _encode[input_type, token_fmt_type, True](
                     elements, values, scales, scale_of[DType.float32](id), lane
                 )
-            comptime for i in range(in_flight):
-                var vector = first + i * WARP_SIZE + lane
-                if vector < n_vectors:
+            _store_encoded[token_fmt_type](to, first, values, scales, lane)
+        if staged != 0:
+            _store_encoded[token_fmt_type](staged, first, values, scales, lane)
+
+
+@always_inline
+def _store_encoded[
+    token_fmt_type: TokenFormat
+](
+    to: UInt64,
+    first: Int,
+    values: Array[LaneBytes, ACCESSES_IN_FLIGHT],
+    scales: Array[LaneBytes, ACCESSES_IN_FLIGHT],
+    lane: Int,
+):
+    """Writes some steps of an encoded token, with one warp.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+
+    Args:
+        to: Address of the message.
+        first: First 16 bytes of the steps.
+        values: From `_encode`.
+        scales: From `_encode`.
+        lane: This lane.
+    """
+    comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
+    comptime for i in range(ACCESSES_IN_FLIGHT):
+        var vector = first + i * WARP_SIZE + lane
+        if vector < n_vectors:
+            store16(
+                bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN), values[i]
+            )
+            comptime if token_fmt_type.has_scales:
+                # Eight lanes share a scale: 32 have 16 bytes of them.
+                if lane % 32 == 0:
                     store16(
-                        bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN),
-                        values[i],
+                        bytes_at(to).unsafe_offset(
+                            token_fmt_type.value_bytes + vector // 2
+                        ),
+                        scales[i],
                     )
-                    comptime if token_fmt_type.has_scales:
-                        # Eight lanes share a scale: 32 have 16 bytes of them.
-                        if lane % 32 == 0:
-                            store16(
-                                bytes_at(to).unsafe_offset(
-                                    token_fmt_type.value_bytes + vector // 2
-                                ),
-                                scales[i],
-                            )
 
 
 @always_inline
@@ -425,6 +456,28 @@ def _encode[
 
 
 @always_inline
+def _staged[
+    layout: ExpertSlotsLayout
+](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
+    """Locates where a token waits for its place among this rank's rows.
+
+    Parameters:
+        layout: Offsets of the buffers.
+
+    Args:
+        recv_buf: This rank's recv buffer; the send buffer is in its region.
+        token_idx: The token.
+
+    Returns:
+        Room for a message in the send buffer.
+    """
+    return recv_buf.unsafe_offset(
+        layout.dispatch_send_from_recv()
+        + layout.dispatch_staged_offset(token_idx)
+    )
+
+
+@always_inline
 def _send_half[
     input_type: DType,
     n_experts: Int,
@@ -433,6 +486,7 @@ def _send_half[
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ],
+    fused_shared_expert: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     units: DispatchUnits,
@@ -455,6 +509,7 @@ def _send_half[
         layout: Offsets of the buffers.
         token_fmt_type: Wire format of a token.
         input_scales_wrapper: Gives the factor of a token for an expert id.
+        fused_shared_expert: Whether to put tokens aside for this rank's rows.
 
     Args:
         tokens: `[n_tokens][hidden_size]`.
@@ -483,6 +538,7 @@ def _send_half[
         return
     var choices = counters.choices(generation, layout.n_choices())
     var slots = counters.slots(layout.n_choices())
+    var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     var n_blocks = Int(grid_dim.x)
     var first_unit = Int(block_idx.x) + sender * n_blocks
     var position = UInt32(sender)
@@ -509,12 +565,18 @@ def _send_half[
                         Int(slots[unsafe_offset=choice]),
                     )
                 )
+        var staged: UInt64 = 0
+        comptime if fused_shared_expert:
+            if first_k == 0:
+                # I4: only this warp writes and only this rank reads it.
+                staged = UInt64(Int(_staged[layout](recv_buf, token_idx)))
         _send_unit[input_type, token_fmt_type, input_scales_wrapper](
             tokens.unsafe_offset(token_idx * token_fmt_type.hidden_size),
             message,
             expert,
             first_k,
             end_k,
+            staged,
             lane,
         )
         syncwarp()
@@ -536,8 +598,8 @@ def _read_counts[
 ](
     pair_rows: SharedInts,
     pair_counts: SharedInts,
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    tables: RowTables[layout, ...],
+    n_shared: Int,
     n_rows_max: Int,
     my_counts: BytePointer,
     counters: EPLocalSyncCounters[n_experts],
@@ -555,8 +617,8 @@ def _read_counts[
     Args:
         pair_rows: Result: first row of each pair.
         pair_counts: Result: rows of each pair.
-        row_offsets: Result of block 0: `[n_local_experts + 1]`.
-        expert_ids: Result of block 0: `[n_local_experts]`.
+        tables: Result of block 0: which row is whose.
+        n_shared: Rows of the shared expert, which come first.
         n_rows_max: Rows the outputs hold.
         my_counts: This rank's counts buffer.
         counters: This rank's local words; block 0 notes the pairs there.
@@ -575,7 +637,7 @@ def _read_counts[
     comptime in_flight = 8
     var is_first_block = block_idx.x == 0
     var n_held = n_experts_on_rank(n_experts, n_ranks, my_rank)
-    var n_rows = 0
+    var n_rows = n_shared
     var largest = 0
     var is_late = False
     for first in range(0, n_pairs, WARP_SIZE * in_flight):
@@ -619,23 +681,30 @@ def _read_counts[
             if pair < n_pairs:
                 pair_rows[unsafe_offset=pair] = Int32(row)
                 pair_counts[unsafe_offset=pair] = Int32(count)
-                if is_first_block:
-                    counters.set_pair_rows(pair, row, count)
-                    var local_expert, src_rank = divmod(pair, n_ranks)
-                    if src_rank == 0:
-                        row_offsets[unsafe_offset=local_expert] = UInt32(row)
-                        expert_ids[unsafe_offset=local_expert] = Int32(
-                            local_expert
-                        )
             n_rows += Int(warp.sum(Int32(count)))
             largest = max(largest, Int(warp.max(Int32(count))))
+    syncwarp()
+    for local_expert in range(lane, n_local_experts, WARP_SIZE):
+        var first = layout.pair(local_expert, 0)
+        var n_before = Int(pair_rows[unsafe_offset=first])
+        var first_row = tables.first_row(local_expert, n_before)
+        var n_expert_rows = 0
+        for pair in range(first, first + n_ranks):
+            var count = Int(pair_counts[unsafe_offset=pair])
+            pair_rows[unsafe_offset=pair] = Int32(first_row + n_expert_rows)
+            if is_first_block:
+                counters.set_pair_rows(pair, first_row + n_expert_rows, count)
+                tables.write_pair(pair, n_expert_rows, count)
+            n_expert_rows += count
+        if is_first_block:
+            tables.write_expert(local_expert, first_row, n_expert_rows)
+    var n_rows_needed = tables.n_rows_needed(n_rows)
     if is_first_block and lane == 0:
-        row_offsets[unsafe_offset=n_local_experts] = UInt32(n_rows)
-        # The end has no rows; combine wants to know the largest pair.
-        counters.set_pair_rows(n_pairs, n_rows, largest)
+        tables.write_ends(n_rows)
+        counters.set_pair_rows(n_pairs, n_rows_needed, largest)
     if any_lane(is_late):
         return -1
-    if n_rows > n_rows_max:
+    if n_rows_needed > n_rows_max:
         if lane == 0:
             note_failure(
                 counters.failure(),
@@ -645,7 +714,7 @@ def _read_counts[
                 0,
                 generation,
                 0,
-                n_rows,
+                n_rows_needed,
                 n_rows_max,
             )
         return -1
@@ -660,9 +729,9 @@ def _receive_half[
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    tables: RowTables[layout, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
+    n_shared: Int,
     control: SharedWord,
     pair_rows: SharedInts,
     pair_counts: SharedInts,
@@ -685,9 +754,9 @@ def _receive_half[
     Args:
         rows: The output tensors.
         n_rows_max: Rows they hold.
-        row_offsets: `[n_local_experts + 1]`.
-        expert_ids: `[n_local_experts]`.
+        tables: Which row is whose.
         src_info: `[n_rows_max][2]`.
+        n_shared: Rows of the shared expert, which come first.
         control: The block's control words.
         pair_rows: First row of each pair.
         pair_counts: Rows of each pair.
@@ -707,8 +776,8 @@ def _receive_half[
         var largest = _read_counts[n_experts, layout](
             pair_rows,
             pair_counts,
-            row_offsets,
-            expert_ids,
+            tables,
+            n_shared,
             n_rows_max,
             bytes_at(counts[unsafe_offset=my_rank]),
             counters,
@@ -878,6 +947,7 @@ def _send[
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ],
+    fused_shared_expert: Bool,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -895,6 +965,7 @@ def _send[
         layout: Offsets of the buffers.
         token_fmt_type: Wire format of a token.
         input_scales_wrapper: Gives the factor of a token for an expert id.
+        fused_shared_expert: Whether to put tokens aside for this rank's rows.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`.
@@ -925,7 +996,12 @@ def _send[
         )
     elif launch.warp_idx <= n_senders:
         _send_half[
-            input_type, n_experts, layout, token_fmt_type, input_scales_wrapper
+            input_type,
+            n_experts,
+            layout,
+            token_fmt_type,
+            input_scales_wrapper,
+            fused_shared_expert,
         ](
             input_tokens,
             units,
@@ -951,9 +1027,9 @@ def _receive[
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    tables: RowTables[layout, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
+    n_shared: Int,
     launch: _Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
@@ -968,9 +1044,9 @@ def _receive[
     Args:
         rows: The output tensors.
         n_rows_max: Rows they hold.
-        row_offsets: `[n_local_experts + 1]`.
-        expert_ids: `[n_local_experts]`.
+        tables: Which row is whose.
         src_info: `[n_rows_max][2]`.
+        n_shared: Rows of the shared expert, which come first.
         launch: From `_start`.
         counters: This rank's local words.
     """
@@ -978,9 +1054,9 @@ def _receive[
     _receive_half[n_experts, layout, token_fmt_type](
         rows,
         n_rows_max,
-        row_offsets,
-        expert_ids,
+        tables,
         src_info,
+        n_shared,
         launch.control,
         shared_ints[n_pairs + 1](),
         shared_ints[n_pairs](),
@@ -993,6 +1069,48 @@ def _receive[
         launch.warp_idx == num_threads // WARP_SIZE - 1,
         launch.lane,
     )
+
+
+@always_inline
+def _place_own_tokens[
+    num_threads: Int, layout: ExpertSlotsLayout, token_fmt_type: TokenFormat
+](
+    rows: token_fmt_type.Rows,
+    n_tokens: Int,
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    launch: _Launch,
+):
+    """Copies what this block has put aside to the shared expert's rows.
+
+    Parameters:
+        num_threads: Threads of a block.
+        layout: Offsets of the buffers.
+        token_fmt_type: Wire format of a token.
+
+    Args:
+        rows: The output tensors.
+        n_tokens: Tokens of this rank, and rows for them.
+        src_info: `[n_rows_max][2]`.
+        launch: From `_start`.
+    """
+    comptime n_warps = num_threads // WARP_SIZE
+    var n_blocks = Int(grid_dim.x)
+    var units = DispatchUnits.of(n_tokens, layout.top_k, n_blocks)
+    var recv_buf = bytes_at(launch.recv_bufs[unsafe_offset=launch.my_rank])
+    for token_idx in range(launch.warp_idx, n_tokens, n_warps):
+        # The block that sends the first part of a token puts it aside.
+        if token_idx * units.n_parts % n_blocks != Int(block_idx.x):
+            continue
+        var staged = _staged[layout](recv_buf, token_idx)
+        copy_warp[token_fmt_type.value_bytes](
+            token_fmt_type.row_values(rows, token_idx), staged, launch.lane
+        )
+        token_fmt_type.decode_scales_lane(
+            staged, rows, token_idx, launch.lane, WARP_SIZE
+        )
+        if launch.lane == 0:
+            src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
+            src_info[unsafe_offset=2 * token_idx + 1] = -1
 
 
 @always_inline
@@ -1037,28 +1155,26 @@ def _finish[
 
 
 @always_inline
-def _deliver_nothing[
-    num_threads: Int, n_local_experts: Int
-](
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
-):
+def _deliver_nothing[num_threads: Int](tables: RowTables):
     """Leaves outputs without rows, after a failure of this rank.
 
     Parameters:
         num_threads: Threads of a block.
-        n_local_experts: Experts a rank has room for.
 
     Args:
-        row_offsets: `[n_local_experts + 1]`.
-        expert_ids: `[n_local_experts]`.
+        tables: Which row is whose.
     """
+    comptime layout = tables.layout
     if block_idx.x != 0:
         return
-    for i in range(Int(thread_idx.x), n_local_experts + 1, num_threads):
-        row_offsets[unsafe_offset=i] = 0
-        if i < n_local_experts:
-            expert_ids[unsafe_offset=i] = Int32(i)
+    for local_expert in range(
+        Int(thread_idx.x), layout.n_local_experts(), num_threads
+    ):
+        for src_rank in range(layout.n_ranks):
+            tables.write_pair(layout.pair(local_expert, src_rank), 0, 0)
+        tables.write_expert(local_expert, 0, 0)
+    if thread_idx.x == 0:
+        tables.write_ends(0)
 
 
 @__llvm_metadata(
@@ -1079,6 +1195,7 @@ def dispatch_async_kernel[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ] = None,
     use_shmem: Bool = True,
+    fused_shared_expert: Bool = False,
 ](
     input_tokens: TileTensor[
         input_type, input_tokens_layout, ImmUntrackedOrigin
@@ -1107,11 +1224,13 @@ def dispatch_async_kernel[
         token_fmt_type: Wire format of a token.
         input_scales_wrapper: Gives the factor of a token for an expert id.
         use_shmem: Whether the others are reached through SHMEM.
+        fused_shared_expert: Whether to put tokens aside for `dispatch_wait`.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`, rows aligned to 16 bytes.
         topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`; `-1`: no expert.
-        send_buf_p: This rank's send buffer, `[max_tokens_per_rank][msg_bytes]`.
+        send_buf_p: Not read: a send buffer is in the region of its rank's recv
+            buffer, and is found from there.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -1135,6 +1254,7 @@ def dispatch_async_kernel[
         layout,
         token_fmt_type,
         input_scales_wrapper,
+        fused_shared_expert,
     ](
         imm(input_tokens),
         imm(topk_ids),
@@ -1158,11 +1278,18 @@ def dispatch_wait_kernel[
     p2p_world_size: Int,
     token_fmt_type: TokenFormat,
     use_shmem: Bool = True,
+    is_padded: Bool = False,
+    fused_shared_expert: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    tables: RowTables[
+        dispatch_layout_of[
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+        ](),
+        is_padded,
+        fused_shared_expert,
+    ],
     src_info: Pointer[Int32, MutUntrackedOrigin],
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
@@ -1182,13 +1309,15 @@ def dispatch_wait_kernel[
         p2p_world_size: Ranks whose memory is reached by pointers.
         token_fmt_type: Wire format of a token.
         use_shmem: Whether the others are reached through SHMEM.
+        is_padded: Whether each expert's rows stand by themselves.
+        fused_shared_expert: Whether this rank's tokens come first.
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
         n_rows_max: Rows there is room for.
-        row_offsets: First row of each local expert, `[n_local_experts + 1]`.
-        expert_ids: Local experts in row order, `[n_local_experts]`.
-        src_info: `[n_rows_max][2]`: token on its source rank, k.
+        tables: The output tensors that say which row is whose.
+        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
+            expert token, -1.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -1198,18 +1327,22 @@ def dispatch_wait_kernel[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
     if is_fatal(ep_counters.failure()[]):
-        _deliver_nothing[num_threads, layout.n_local_experts()](
-            row_offsets, expert_ids
-        )
+        _deliver_nothing[num_threads](tables)
         return
     var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
     barrier()
+    var n_shared = 0
+    comptime if fused_shared_expert:
+        n_shared = ep_counters.n_tokens(launch.received)
+        _place_own_tokens[num_threads, layout, token_fmt_type](
+            rows, min(n_shared, Int(n_rows_max)), src_info, launch
+        )
     _receive[num_threads, n_experts, layout, token_fmt_type](
         rows,
         Int(n_rows_max),
-        row_offsets,
-        expert_ids,
+        tables,
         src_info,
+        n_shared,
         launch,
         ep_counters,
     )
@@ -1234,6 +1367,8 @@ def dispatch_kernel[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ] = None,
     use_shmem: Bool = True,
+    is_padded: Bool = False,
+    fused_shared_expert: Bool = False,
 ](
     input_tokens: TileTensor[
         input_type, input_tokens_layout, ImmUntrackedOrigin
@@ -1241,8 +1376,13 @@ def dispatch_kernel[
     topk_ids: TileTensor[DType.int32, topk_ids_layout, ImmUntrackedOrigin],
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    tables: RowTables[
+        dispatch_layout_of[
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+        ](),
+        is_padded,
+        fused_shared_expert,
+    ],
     src_info: Pointer[Int32, MutUntrackedOrigin],
     send_buf_p: BytePointer,
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
@@ -1268,16 +1408,18 @@ def dispatch_kernel[
         token_fmt_type: Wire format of a token.
         input_scales_wrapper: Gives the factor of a token for an expert id.
         use_shmem: Whether the others are reached through SHMEM.
+        is_padded: Whether each expert's rows stand by themselves.
+        fused_shared_expert: Whether this rank's tokens come first.
 
     Args:
         input_tokens: As in `dispatch_async_kernel`.
         topk_ids: Likewise.
         rows: As in `dispatch_wait_kernel`.
         n_rows_max: Likewise.
-        row_offsets: Likewise.
-        expert_ids: Likewise.
+        tables: Likewise.
         src_info: Likewise.
-        send_buf_p: This rank's send buffer, `[max_tokens_per_rank][msg_bytes]`.
+        send_buf_p: Not read: a send buffer is in the region of its rank's recv
+            buffer, and is found from there.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -1287,9 +1429,7 @@ def dispatch_kernel[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
     if is_fatal(ep_counters.failure()[]):
-        _deliver_nothing[num_threads, layout.n_local_experts()](
-            row_offsets, expert_ids
-        )
+        _deliver_nothing[num_threads](tables)
         return
     var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
     var n_tokens = Int(input_tokens.dim[0]())
@@ -1300,6 +1440,7 @@ def dispatch_kernel[
         layout,
         token_fmt_type,
         input_scales_wrapper,
+        fused_shared_expert,
     ](
         imm(input_tokens),
         imm(topk_ids),
@@ -1311,10 +1452,16 @@ def dispatch_kernel[
     _receive[num_threads, n_experts, layout, token_fmt_type](
         rows,
         Int(n_rows_max),
-        row_offsets,
-        expert_ids,
+        tables,
         src_info,
+        n_tokens if fused_shared_expert else 0,
         launch,
         ep_counters,
     )
+    comptime if fused_shared_expert:
+        # Whatever this block's warps have put aside is there after this.
+        barrier()
+        _place_own_tokens[num_threads, layout, token_fmt_type](
+            rows, min(n_tokens, Int(n_rows_max)), src_info, launch
+        )
     _finish[n_experts, layout, True, True](launch, ep_counters, n_tokens)

@@ -5,9 +5,11 @@ Every row goes back to the place of its choice, `[token][k]`, on its source
 rank; the source adds the rows of a token in choice order:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
+    acc = acc + shared[token]                with a fused shared expert
     result = acc, rounded once to the combine dtype
 
-A choice without a row (id `-1`) is skipped. After `combine_async`: every row
+A choice without a row (id `-1`) is skipped. Rows of the shared expert are not
+sent. After `combine_async`: every row
 is with its source. After `combine_wait`: the result is there, and every owner
 knows that its rows have been read.
 """
@@ -29,13 +31,15 @@ from ..layout import (
     n_experts_on_rank,
     plain_token_bytes,
 )
-from ..token_format import BytePointer
+from ..token_format import BytePointer, SharedRows
 from ..transport import PeerBuffers
 from .host_steps import (
+    RowCursor,
     await_readers,
     flag_at,
     hash_src_info,
     message_flag,
+    n_rows_of_pairs,
     write_source_info,
 )
 
@@ -44,7 +48,6 @@ def check_src_info[
     n_experts: Int, layout: ExpertSlotsLayout
 ](
     src_info: Pointer[Int32, ImmUntrackedOrigin],
-    n_rows: Int,
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
     """Makes sure that `src_info` is the one of the last `dispatch_wait`.
@@ -57,15 +60,19 @@ def check_src_info[
         layout: Offsets of the buffers.
 
     Args:
-        src_info: `[n_rows][2]`.
-        n_rows: Rows of the last dispatch.
+        src_info: `[n_rows][2]`; the rows of pairs are read.
         counters: This rank's local words.
 
     Raises:
         If it is another one, or a row is out of bounds.
     """
-    var is_known = hash_src_info(src_info, n_rows) == counters.src_info_hash()
-    for row in range(n_rows):
+    comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
+    var digest = hash_src_info(src_info, n_pairs, counters)
+    var is_known = digest == counters.src_info_hash()
+    var cursor = RowCursor.start()
+    for i in range(n_rows_of_pairs(n_pairs, counters)):
+        var slot = cursor.advance(i, counters)
+        var row = counters.pair_row(cursor.pair) + slot
         var token_idx = Int(src_info[unsafe_offset=2 * row])
         var k = Int(src_info[unsafe_offset=2 * row + 1])
         if (
@@ -142,18 +149,19 @@ def combine_async_host[
             ": nothing was dispatched to this rank yet; combine sends back",
             " the rows of the last dispatch_wait.",
         )
-    var n_rows = counters.pair_row(n_local_experts * n_ranks)
-    if n_rows > n_rows_max:
+    comptime n_pairs = layout.pair(n_local_experts, 0)
+    var n_rows = n_rows_of_pairs(n_pairs, counters)
+    if counters.pair_row(n_pairs) > n_rows_max:
         raise Error(
             "max_ep: combine_async on rank ",
             my_rank,
-            ": the last dispatch_wait delivered ",
-            n_rows,
-            " rows, input_tokens and src_info hold ",
+            ": the rows of the last dispatch_wait end at ",
+            counters.pair_row(n_pairs),
+            ", input_tokens and src_info hold ",
             n_rows_max,
             ".",
         )
-    check_src_info[n_experts, layout](src_info, n_rows, counters)
+    check_src_info[n_experts, layout](src_info, counters)
     var generation = next_generation(counters.combine_sent())
     if n_held > 0:
         # Nobody waits for a rank without experts, so their done words run
@@ -170,11 +178,11 @@ def combine_async_host[
     var is_streaming = should_stream(n_rows, msg_bytes)
 
     def send_rows(begin: Int, end: Int) {imm}:
-        var pair = 0
-        for row in range(begin, end):
-            while counters.pair_row(pair + 1) <= row:
-                pair += 1
-            var src_rank = pair % n_ranks
+        var cursor = RowCursor.start()
+        for i in range(begin, end):
+            var slot = cursor.advance(i, counters)
+            var row = counters.pair_row(cursor.pair) + slot
+            var src_rank = cursor.pair % n_ranks
             var token_idx = Int(src_info[unsafe_offset=2 * row])
             var k = Int(src_info[unsafe_offset=2 * row + 1])
             # I4: a choice has one expert, so one writer.
@@ -214,10 +222,14 @@ def combine_async_host[
 
 @always_inline
 def _reduce_token[
-    combine_dtype: DType, hidden_size: Int, layout: ExpertSlotsLayout
+    combine_dtype: DType,
+    hidden_size: Int,
+    layout: ExpertSlotsLayout,
+    fused_shared_expert: Bool,
 ](
     result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
     rows: BytePointer,
+    shared: BytePointer,
     weights: Pointer[Float32, ImmUntrackedOrigin],
     generation: UInt32,
 ) -> Int:
@@ -227,10 +239,12 @@ def _reduce_token[
         combine_dtype: Element type of rows and result.
         hidden_size: Elements of a row.
         layout: Offsets of the buffers.
+        fused_shared_expert: Whether to add `shared`.
 
     Args:
         result: `[hidden_size]`.
         rows: The token's messages, `[top_k][combine_msg_bytes]`.
+        shared: The shared expert's row, `[hidden_size]`; read if it is fused.
         weights: `[top_k]`.
         generation: Only messages of this generation hold a row.
 
@@ -262,6 +276,12 @@ def _reduce_token[
                 row.unsafe_load[width=width](column).cast[DType.float32](),
                 acc,
             )
+        comptime if fused_shared_expert:
+            acc += (
+                shared.unsafe_bitcast[Scalar[combine_dtype]]()
+                .unsafe_load[width=width](column)
+                .cast[DType.float32]()
+            )
         result.unsafe_store(column, acc.cast[combine_dtype]())
 
     comptime width = 32
@@ -279,10 +299,12 @@ def combine_wait_host[
     n_experts: Int,
     n_ranks: Int,
     layout: ExpertSlotsLayout,
+    fused_shared_expert: Bool = False,
 ](
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
     router_weights: Pointer[Float32, ImmUntrackedOrigin],
     n_tokens: Int,
+    shared_rows: SharedRows,
     recv_buf: BytePointer,
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
@@ -295,11 +317,14 @@ def combine_wait_host[
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
         layout: Offsets of the buffers.
+        fused_shared_expert: Whether to add `shared_rows`.
 
     Args:
         output_tokens: `[n_tokens][hidden_size]`.
         router_weights: `[n_tokens][top_k]`.
         n_tokens: Tokens that this rank dispatched.
+        shared_rows: The shared expert's rows, `n_tokens` or more if it is
+            fused.
         recv_buf: This rank's combine recv buffer.
         recv_counts: Every rank's combine counts buffer.
         counters: This rank's local words.
@@ -342,9 +367,16 @@ def combine_wait_host[
                 layout.combine_message_offset(token_idx, 0)
             )
             n_found_of[unsafe_offset=token_idx] = Int32(
-                _reduce_token[combine_dtype, hidden_size, layout](
+                _reduce_token[
+                    combine_dtype, hidden_size, layout, fused_shared_expert
+                ](
                     output_tokens.unsafe_offset(token_idx * hidden_size),
                     rows,
+                    shared_rows.rows.unsafe_offset(
+                        token_idx
+                        * hidden_size
+                        * size_of[Scalar[combine_dtype]]()
+                    ),
                     router_weights.unsafe_offset(token_idx * top_k),
                     generation,
                 )

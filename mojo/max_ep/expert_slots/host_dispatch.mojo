@@ -18,9 +18,11 @@ from ..flags import (
 )
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import ExpertSlotsLayout, n_experts_on_rank
+from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from ..transport import PeerBuffers
 from .host_steps import (
+    RowCursor,
     await_readers,
     flag_at,
     hash_src_info,
@@ -93,6 +95,7 @@ def dispatch_async_host[
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ] = None,
+    fused_shared_expert: Bool = False,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -116,6 +119,7 @@ def dispatch_async_host[
         layout: Offsets of the buffers.
         input_type: Element type of the tokens.
         input_scales_wrapper: Gives the factor of a token for an expert id.
+        fused_shared_expert: Whether `dispatch_wait` reads the send buffer.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`.
@@ -146,6 +150,19 @@ def dispatch_async_host[
         Deadline.after(counters.timeout_ms()),
         Waiter("dispatch_async", my_rank, 0, "word that it has read", -1),
     )
+    comptime if fused_shared_expert:
+        # A rank without experts is not among those readers, but reads its own
+        # send buffer.
+        if counters.dispatch_received() != counters.dispatch_sent():
+            raise Error(
+                "max_ep: dispatch_async on rank ",
+                my_rank,
+                " again, before its dispatch_wait: that still has to read the",
+                " shared expert's tokens. Wait on every rank before sending",
+                " again; after a run that raised, call",
+                " EPCommInitializer.reset() (or restart the group).",
+            )
+    counters.set_n_tokens(generation, n_tokens)
 
     var plan = SendPlan[n_experts, top_k](
         topk_ids, n_tokens, max_tokens_per_rank
@@ -238,12 +255,14 @@ def dispatch_wait_host[
     n_ranks: Int,
     max_tokens_per_rank: Int,
     layout: ExpertSlotsLayout,
+    is_padded: Bool,
+    fused_shared_expert: Bool,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
+    tables: RowTables[layout, is_padded, fused_shared_expert],
     src_info: Pointer[Int32, MutUntrackedOrigin],
+    send_buf: BytePointer,
     recv_buf: BytePointer,
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
@@ -256,13 +275,16 @@ def dispatch_wait_host[
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Slots of one pair.
         layout: Offsets of the buffers.
+        is_padded: Whether each expert's rows stand by themselves.
+        fused_shared_expert: Whether this rank's tokens come first.
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
         n_rows_max: Rows there is room for.
-        row_offsets: First row of each local expert, `[n_local_experts + 1]`.
-        expert_ids: Local experts in row order, `[n_local_experts]`.
-        src_info: `[n_rows_max][2]`: token on its source rank, k.
+        tables: The output tensors that say which row is whose.
+        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
+            expert token, -1.
+        send_buf: This rank's dispatch send buffer; read if it is fused.
         recv_buf: This rank's dispatch recv buffer.
         recv_counts: Every rank's dispatch counts buffer.
         counters: This rank's local words.
@@ -279,49 +301,71 @@ def dispatch_wait_host[
     var deadline = Deadline.after(counters.timeout_ms())
     var my_counts = recv_counts[my_rank]
 
-    var n_rows = 0
+    var n_shared = 0
+    comptime if fused_shared_expert:
+        if counters.dispatch_sent() != generation:
+            raise Error(
+                "max_ep: dispatch_wait on rank ",
+                my_rank,
+                " before its dispatch_async: the shared expert's tokens are",
+                " not there. Send first.",
+            )
+        n_shared = counters.n_tokens(generation)
+
+    var n_rows = n_shared
+    var largest_pair = 0
     for local_expert in range(n_local_experts):
-        row_offsets[unsafe_offset=local_expert] = UInt32(n_rows)
-        expert_ids[unsafe_offset=local_expert] = Int32(local_expert)
+        var first_row = tables.first_row(local_expert, n_rows)
+        var n_expert_rows = 0
         for src_rank in range(n_ranks):
             var pair = layout.pair(local_expert, src_rank)
-            counters.set_pair_rows(pair, n_rows, 0)
-            if local_expert >= n_held:
-                continue
-            var expert_id = my_rank * n_local_experts + local_expert
-            var count = await_generation(
-                flag_at(my_counts, layout.dispatch_count_offset(pair)),
-                generation,
-                deadline,
-                Waiter("dispatch_wait", my_rank, src_rank, "count", expert_id),
-            )
-            counters.set_pair_rows(pair, n_rows, count)
-            n_rows += count
-    row_offsets[unsafe_offset=n_local_experts] = UInt32(n_rows)
-    counters.set_pair_rows(n_pairs, n_rows, 0)
-    if n_rows > n_rows_max:
+            var count = 0
+            if local_expert < n_held:
+                count = await_generation(
+                    flag_at(my_counts, layout.dispatch_count_offset(pair)),
+                    generation,
+                    deadline,
+                    Waiter(
+                        "dispatch_wait",
+                        my_rank,
+                        src_rank,
+                        "count",
+                        my_rank * n_local_experts + local_expert,
+                    ),
+                )
+            counters.set_pair_rows(pair, first_row + n_expert_rows, count)
+            tables.write_pair(pair, n_expert_rows, count)
+            largest_pair = max(largest_pair, count)
+            n_expert_rows += count
+        tables.write_expert(local_expert, first_row, n_expert_rows)
+        n_rows += n_expert_rows
+    tables.write_ends(n_rows)
+    var n_routed = n_rows - n_shared
+    var n_rows_needed = tables.n_rows_needed(n_rows)
+    counters.set_pair_rows(n_pairs, n_rows_needed, largest_pair)
+    if n_rows_needed > n_rows_max:
         raise Error(
             "max_ep: dispatch_wait on rank ",
             my_rank,
             ": ",
-            n_rows,
-            " rows arrived and the outputs hold ",
+            n_rows_needed,
+            " rows are needed and the outputs hold ",
             n_rows_max,
-            "; declare them with EPConfig.get_max_recv_tokens() rows.",
+            "; declare them with EPConfig.n_output_rows rows.",
         )
     # AFTER: every message of this generation is visible to this thread and to
-    # the workers it starts; `pair_row` tells where each pair's rows go.
+    # the workers it starts; `pair_row` tells where each pair's rows go, with
+    # the shared expert's, if any, before the first.
 
     var is_streaming = should_stream(n_rows, token_fmt_type.msg_bytes)
 
     def decode_rows(begin: Int, end: Int) {imm}:
-        var pair = 0
-        for row in range(begin, end):
-            while counters.pair_row(pair + 1) <= row:
-                pair += 1
-            var slot = row - counters.pair_row(pair)
+        var cursor = RowCursor.start()
+        for i in range(begin, end):
+            var slot = cursor.advance(i, counters)
+            var row = counters.pair_row(cursor.pair) + slot
             var message = recv_buf.unsafe_offset(
-                layout.dispatch_message_offset(pair, slot)
+                layout.dispatch_message_offset(cursor.pair, slot)
             )
             token_fmt_type.decode(message, rows, row, is_streaming)
             var token_idx, k = divmod(
@@ -331,10 +375,23 @@ def dispatch_wait_host[
             src_info[unsafe_offset=2 * row] = Int32(token_idx)
             src_info[unsafe_offset=2 * row + 1] = Int32(k)
 
-    for_each_chunk(n_rows, token_fmt_type.msg_bytes, decode_rows)
+    for_each_chunk(n_routed, token_fmt_type.msg_bytes, decode_rows)
+
+    comptime if fused_shared_expert:
+
+        def decode_own_tokens(begin: Int, end: Int) {imm}:
+            for token_idx in range(begin, end):
+                var staged = send_buf.unsafe_offset(
+                    layout.dispatch_staged_offset(token_idx)
+                )
+                token_fmt_type.decode(staged, rows, token_idx, is_streaming)
+                src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
+                src_info[unsafe_offset=2 * token_idx + 1] = -1
+
+        for_each_chunk(n_shared, token_fmt_type.msg_bytes, decode_own_tokens)
 
     counters.set_dispatch_received(generation)
-    counters.set_src_info_hash(hash_src_info(src_info, n_rows))
+    counters.set_src_info_hash(hash_src_info(src_info, n_pairs, counters))
     for src_rank in range(n_ranks):
         publish(
             flag_at(

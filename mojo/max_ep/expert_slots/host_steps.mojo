@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that dispatch and combine of CPU ranks share."""
+from ..counters import EPLocalSyncCounters
 from ..flags import (
     Deadline,
     FlagPointer,
@@ -58,22 +59,82 @@ def write_source_info(
     message_flag(message, msg_bytes)[] = flag_word(generation, choice)
 
 
-def hash_src_info(src_info: Pointer[mut=_, Int32, _], n_rows: Int) -> Int32:
+@fieldwise_init
+struct RowCursor(TrivialRegisterPassable):
+    """Walks the rows of all pairs in order, over the gaps between them."""
+
+    var pair: Int
+    """The pair of the row."""
+    var n_before: Int
+    """Rows of the pairs before it."""
+
+    @staticmethod
+    @always_inline
+    def start() -> Self:
+        """Stands before the first row.
+
+        Returns:
+            A cursor.
+        """
+        return Self(0, 0)
+
+    @always_inline
+    def advance(mut self, i: Int, counters: EPLocalSyncCounters) -> Int:
+        """Goes on to the pair of a row.
+
+        Args:
+            i: Which of the rows of all pairs, not before the last one asked
+                for; below `n_rows_of_pairs`.
+            counters: Hold the pair rows.
+
+        Returns:
+            Position of the row in its pair: the slot of its message.
+        """
+        while self.n_before + counters.pair_count(self.pair) <= i:
+            self.n_before += counters.pair_count(self.pair)
+            self.pair += 1
+        return i - self.n_before
+
+
+def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
+    """Counts the rows of the last dispatch, without a shared expert's.
+
+    Args:
+        n_pairs: Pairs of a rank.
+        counters: Hold the pair rows.
+
+    Returns:
+        Rows.
+    """
+    var n_rows = 0
+    for pair in range(n_pairs):
+        n_rows += counters.pair_count(pair)
+    return n_rows
+
+
+def hash_src_info(
+    src_info: Pointer[mut=_, Int32, _],
+    n_pairs: Int,
+    counters: EPLocalSyncCounters,
+) -> Int32:
     """Digests `src_info`, so that combine can tell the last dispatch's.
 
     Args:
-        src_info: `[n_rows][2]`.
-        n_rows: Rows.
+        src_info: `[n_rows][2]`; the rows of pairs are read.
+        n_pairs: Pairs of a rank.
+        counters: Hold the pair rows.
 
     Returns:
         A number that changes with any value and with their order.
     """
-    var digest = UInt32(n_rows)
-    for i in range(2 * n_rows):
-        digest = (
-            digest ^ src_info[unsafe_offset=i].cast[DType.uint32]()
-        ) * 16777619
-        digest ^= digest >> 15
+    var digest = UInt32(n_rows_of_pairs(n_pairs, counters))
+    for pair in range(n_pairs):
+        var first = 2 * counters.pair_row(pair)
+        for i in range(first, first + 2 * counters.pair_count(pair)):
+            digest = (
+                digest ^ src_info[unsafe_offset=i].cast[DType.uint32]()
+            ) * 16777619
+            digest ^= digest >> 15
     return digest.cast[DType.int32]()
 
 

@@ -43,10 +43,26 @@ struct ScaledRows(DevicePassable, TrivialRegisterPassable):
     var tokens: BytePointer
     """Values, `[max_recv_tokens][hidden_size]` of one byte each."""
     var scales: Pointer[Float32, MutUntrackedOrigin]
-    """Scales, `[hidden_size / FP8_BLOCK][scale_stride]`: one row's scales
-    stand `scale_stride` apart, as MAX's grouped matmul reads them."""
-    var scale_stride: Int
-    """Elements between two scales of one row: `max_recv_tokens`."""
+    """Scales, `[n_groups][hidden_size / FP8_BLOCK][rows_per_group]`: one row's
+    scales stand `rows_per_group` apart, as grouped matmuls read them."""
+    var rows_per_group: Int
+    """Rows whose scales stand together: all of them where rows are packed,
+    those of one expert where they are padded."""
+
+    @always_inline
+    def scale_index(self, row: Int, block: Int, n_blocks: Int) -> Int:
+        """Locates a scale.
+
+        Args:
+            row: The row.
+            block: The block, in `[0, n_blocks)`.
+            n_blocks: Blocks of a row.
+
+        Returns:
+            Elements from the start of `scales`.
+        """
+        var group, row_in_group = divmod(row, self.rows_per_group)
+        return (group * n_blocks + block) * self.rows_per_group + row_in_group
 
     comptime device_type: AnyType = Self
     """A kernel gets the pointers as they are."""
@@ -233,10 +249,11 @@ struct BlockwiseFP8TokenFormat[
         var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
             Float32
         ]()
+        var first = rows.scale_index(row, 0, Self.n_blocks)
         for block in range(Self.n_blocks):
-            rows.scales[unsafe_offset=block * rows.scale_stride + row] = scales[
-                unsafe_offset=block
-            ]
+            rows.scales[
+                unsafe_offset=first + block * rows.rows_per_group
+            ] = scales[unsafe_offset=block]
 
     @staticmethod
     @always_inline
@@ -313,7 +330,8 @@ struct BlockwiseFP8TokenFormat[
         var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
             Float32
         ]()
+        var first = rows.scale_index(row, 0, Self.n_blocks)
         for block in range(lane, Self.n_blocks, n_lanes):
-            rows.scales[unsafe_offset=block * rows.scale_stride + row] = scales[
-                unsafe_offset=block
-            ]
+            rows.scales[
+                unsafe_offset=first + block * rows.rows_per_group
+            ] = scales[unsafe_offset=block]

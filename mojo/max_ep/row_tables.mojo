@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which row is whose: the order of dispatched rows, and the tables that tell.
+
+    packed   [this rank's tokens | ] expert 0 | expert 1 | ...     no gaps
+    padded   expert 0 .... | expert 1 .... | ...     each `expert_capacity` rows
+
+In both, the rows of an expert stand by source rank, token, k. With a fused
+shared expert (packed only) this rank's own tokens come first, as group 0, and
+local expert `e` is group `e + 1`; without, it is group `e`. `dispatch_wait` asks
+here where rows begin, and notes it in the pair rows of `EPLocalSyncCounters`;
+everything after it goes by those, so it need not know the order.
+"""
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
+from .layout import ExpertSlotsLayout
+
+
+@fieldwise_init
+struct RowTables[
+    layout: ExpertSlotsLayout, is_padded: Bool, fused_shared_expert: Bool
+](DevicePassable, TrivialRegisterPassable):
+    """The output tensors of `dispatch_wait` that say which row is whose.
+
+    Parameters:
+        layout: Sizes of the group.
+        is_padded: Whether the order is the padded one.
+        fused_shared_expert: Whether this rank's tokens come first.
+    """
+
+    var row_offsets: Pointer[UInt32, MutUntrackedOrigin]
+    """Packed: first row of each group and the end, `[n_groups + 1]`. Padded:
+    `recv_counts`, rows of each local expert, `[n_local_experts]`."""
+    var expert_ids: Pointer[Int32, MutUntrackedOrigin]
+    """Packed: number of each group, `[n_groups]`. Padded: `recv_ranges`, first
+    row within the expert's, and rows, of each pair, `[n_pairs][2]`."""
+
+    comptime n_groups = Self.layout.n_local_experts() + Int(
+        Self.fused_shared_expert
+    )
+    """Groups of rows: local experts, and the shared one if there is one."""
+
+    comptime device_type: AnyType = Self
+    """A kernel gets this as it is."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in error messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "RowTables"
+
+    @always_inline
+    def first_row(self, local_expert: Int, n_rows: Int) -> Int:
+        """Says where the rows of an expert begin.
+
+        Args:
+            local_expert: In `[0, n_local_experts)`.
+            n_rows: Rows of all groups before it.
+
+        Returns:
+            A row.
+        """
+        comptime if Self.is_padded:
+            return local_expert * Self.layout.expert_capacity()
+        return n_rows
+
+    @always_inline
+    def n_rows_needed(self, n_rows: Int) -> Int:
+        """Says how many rows the tensors must hold.
+
+        Args:
+            n_rows: Rows of all groups.
+
+        Returns:
+            Rows, gaps included.
+        """
+        comptime if Self.is_padded:
+            return self.first_row(Self.layout.n_local_experts(), 0)
+        return n_rows
+
+    @always_inline
+    def write_pair(self, pair: Int, begin: Int, count: Int):
+        """Notes the rows of a pair, if the tables tell.
+
+        Args:
+            pair: From `ExpertSlotsLayout.pair`.
+            begin: First of them, from the first row of the expert.
+            count: Rows.
+        """
+        comptime if Self.is_padded:
+            self.expert_ids[unsafe_offset=2 * pair] = Int32(begin)
+            self.expert_ids[unsafe_offset=2 * pair + 1] = Int32(count)
+
+    @always_inline
+    def write_expert(self, local_expert: Int, first_row: Int, count: Int):
+        """Notes the rows of an expert.
+
+        Args:
+            local_expert: In `[0, n_local_experts)`.
+            first_row: From `first_row`.
+            count: Rows.
+        """
+        comptime if Self.is_padded:
+            self.row_offsets[unsafe_offset=local_expert] = UInt32(count)
+        else:
+            self._write_group(
+                local_expert + Int(Self.fused_shared_expert), first_row
+            )
+
+    @always_inline
+    def write_ends(self, n_rows: Int):
+        """Notes the shared expert's group, if there is one, and the end.
+
+        Args:
+            n_rows: Rows of all groups.
+        """
+        comptime if not Self.is_padded:
+            comptime if Self.fused_shared_expert:
+                self._write_group(0, 0)
+            self.row_offsets[unsafe_offset=Self.n_groups] = UInt32(n_rows)
+
+    @always_inline
+    def _write_group(self, group: Int, first_row: Int):
+        self.row_offsets[unsafe_offset=group] = UInt32(first_row)
+        self.expert_ids[unsafe_offset=group] = Int32(group)
