@@ -31,6 +31,8 @@ class RegionSizes:
     combine_recv_bytes: int
     combine_counts_bytes: int
     region_bytes: int
+    dispatch_put_bytes: int  # of put_bytes
+    put_bytes: int  # behind the region, where SHMEM is used
 
 
 @functools.cache

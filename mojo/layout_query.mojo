@@ -55,3 +55,5 @@ def main() raises:
     print("combine_recv_bytes", layout.combine_recv_bytes())
     print("combine_counts_bytes", layout.combine_counts_bytes())
     print("region_bytes", layout.region_bytes())
+    print("dispatch_put_bytes", layout.combine_put_from_region_end())
+    print("put_bytes", layout.put_bytes())

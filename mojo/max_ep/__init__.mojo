@@ -3,8 +3,8 @@
 
 Layers, each knowing only those before it:
 layout, flags, counters, failures, row_tables, token_format (and formats/),
-transport, launch_checks, expert_slots/, gpu_setup, host_setup, gpu_launch,
-api, ops.
+transport, launch_checks, expert_slots/, gpu_setup, host_setup, shmem_modules,
+gpu_launch, api, ops.
 """
 from .api import (
     ep_combine_async_kernel_api,

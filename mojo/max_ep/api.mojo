@@ -557,7 +557,8 @@ def ep_combine_async_kernel_api[
         input_tokens: Expert rows, `[n_output_rows, hidden_size]`, where the
             last dispatch put them.
         src_info: Token and choice of each row, `[n_output_rows, 2]`.
-        send_ptrs: Unused: rows go out straight from `input_tokens`.
+        send_ptrs: Put buffers, where SHMEM reaches other hosts; to the rest,
+            rows go out straight from `input_tokens`.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
@@ -600,7 +601,15 @@ def ep_combine_async_kernel_api[
             max_token_per_rank,
             n_gpus_per_node,
             use_shmem,
-        ](input_tokens, src_info, recv_bufs, counts, counters, context)
+        ](
+            input_tokens,
+            src_info,
+            peer_buffers[n_ranks](op, "send_ptrs", send_ptrs),
+            recv_bufs,
+            counts,
+            counters,
+            context,
+        )
     else:
         combine_async_host[
             combine_dtype, hidden_size, n_experts, n_ranks, combine_layout
@@ -831,6 +840,7 @@ def ep_combine_kernel_api[
             input_tokens,
             src_info,
             router_weights,
+            peer_buffers[n_ranks](op, "send_ptrs", send_ptrs),
             peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
             peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
             counters,

@@ -461,3 +461,16 @@ def raise_to(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
         ](word, old, value):
             return True
     return False
+
+
+@always_inline
+def order_before_put():
+    """Orders what this thread has read and written before a put that follows.
+
+    For words that SHMEM writes: unlike `publish`, its signal orders nothing.
+    """
+    # ORDER: RELEASE fence, system scope. With the put that follows it pairs
+    # with the ACQUIRE in `peek`. Makes visible: all bytes this thread wrote
+    # before, and that it has read what it read. Weaker would let a reader see
+    # the word first.
+    fence[ordering=Ordering.RELEASE]()

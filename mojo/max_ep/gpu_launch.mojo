@@ -21,6 +21,7 @@ from .expert_slots.dispatch import (
 )
 from .launch_checks import imm, mut_, p2p_buffers
 from .row_tables import RowTables
+from .shmem_modules import register_module
 from .token_format import BytePointer, SharedRows, TokenFormat
 from .transport import PeerBuffers
 
@@ -123,12 +124,16 @@ def launch_dispatch_async[
         use_shmem,
         fused_shared_expert,
     ]
-    context.enqueue_function[kernel](
+    var function = context.compile_function[kernel]()
+    comptime if use_shmem:
+        register_module(function, context)
+    context.enqueue_function(
+        function,
         _matrix(input_tokens),
         _matrix(topk_ids),
-        send_bufs[0],
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
         grid_dim=n_sms(),
@@ -191,13 +196,17 @@ def launch_dispatch_wait[
         tables.is_padded,
         tables.fused_shared_expert,
     ]
-    context.enqueue_function[kernel](
+    var function = context.compile_function[kernel]()
+    comptime if use_shmem:
+        register_module(function, context)
+    context.enqueue_function(
+        function,
         rows,
         Int32(Int(src_info.dim[0]())),
         tables,
         mut_(src_info),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
         grid_dim=n_sms(),
@@ -272,16 +281,20 @@ def launch_dispatch[
         tables.is_padded,
         tables.fused_shared_expert,
     ]
-    context.enqueue_function[kernel](
+    var function = context.compile_function[kernel]()
+    comptime if use_shmem:
+        register_module(function, context)
+    context.enqueue_function(
+        function,
         _matrix(input_tokens),
         _matrix(topk_ids),
         rows,
         Int32(Int(src_info.dim[0]())),
         tables,
         mut_(src_info),
-        send_bufs[0],
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
         grid_dim=n_sms(),
@@ -301,6 +314,7 @@ def launch_combine_async[
 ](
     input_tokens: TileTensor[combine_dtype, ...],
     src_info: TileTensor[DType.int32, ...],
+    send_bufs: PeerBuffers[n_ranks],
     recv_bufs: PeerBuffers[n_ranks],
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
@@ -321,6 +335,7 @@ def launch_combine_async[
     Args:
         input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
         src_info: `[n_rows_max, 2]`.
+        send_bufs: All ranks' put buffers; read with `use_shmem`.
         recv_bufs: All ranks' recv buffers.
         recv_counts: All ranks' counts buffers.
         counters: This rank's local words.
@@ -341,12 +356,17 @@ def launch_combine_async[
         n_gpus_per_node,
         use_shmem,
     ]
-    context.enqueue_function[kernel](
+    var function = context.compile_function[kernel]()
+    comptime if use_shmem:
+        register_module(function, context)
+    context.enqueue_function(
+        function,
         imm(input_tokens),
         Int32(Int(input_tokens.dim[0]())),
         imm(src_info),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
         grid_dim=n_sms(),
@@ -411,13 +431,17 @@ def launch_combine_wait[
         use_shmem,
         fused_shared_expert,
     ]
-    context.enqueue_function[kernel](
+    var function = context.compile_function[kernel]()
+    comptime if use_shmem:
+        register_module(function, context)
+    context.enqueue_function(
+        function,
         mut_(output_tokens),
         imm(router_weights),
         Int32(Int(output_tokens.dim[0]())),
         shared_rows,
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
         grid_dim=n_sms(),
@@ -440,6 +464,7 @@ def launch_combine[
     input_tokens: TileTensor[combine_dtype, ...],
     src_info: TileTensor[DType.int32, ...],
     router_weights: TileTensor[DType.float32, ...],
+    send_bufs: PeerBuffers[n_ranks],
     recv_bufs: PeerBuffers[n_ranks],
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
@@ -463,6 +488,7 @@ def launch_combine[
         input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
         src_info: `[n_rows_max, 2]`.
         router_weights: `[n_tokens, top_k]`.
+        send_bufs: All ranks' put buffers; read with `use_shmem`.
         recv_bufs: All ranks' recv buffers.
         recv_counts: All ranks' counts buffers.
         counters: This rank's local words.
@@ -484,15 +510,20 @@ def launch_combine[
         use_shmem,
         fused_shared_expert,
     ]
-    context.enqueue_function[kernel](
+    var function = context.compile_function[kernel]()
+    comptime if use_shmem:
+        register_module(function, context)
+    context.enqueue_function(
+        function,
         imm(input_tokens),
         Int32(Int(input_tokens.dim[0]())),
         imm(src_info),
         mut_(output_tokens),
         imm(router_weights),
         Int32(Int(output_tokens.dim[0]())),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs, 0),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts, 0),
+        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
         grid_dim=n_sms(),

@@ -175,7 +175,8 @@ def peer_buffers[
             " ranks.",
         )
     var buffers = PeerBuffers[n_ranks](mut_(ptrs))
-    if not buffers.is_mapped():
+    # All are freed together.
+    if buffers.first_mapped() == n_ranks:
         raise Error(
             "max_ep: ",
             op,
@@ -293,7 +294,7 @@ def check_shared_rows[
 @always_inline
 def p2p_buffers[
     n_ranks: Int, //, T: AnyType, p2p_world_size: Int
-](buffers: PeerBuffers[n_ranks], first_rank: Int) -> Array[
+](buffers: PeerBuffers[n_ranks]) -> Array[
     Pointer[T, MutUntrackedOrigin], p2p_world_size
 ]:
     """Makes kernel arguments of the buffers that pointers reach.
@@ -304,12 +305,12 @@ def p2p_buffers[
         p2p_world_size: Ranks whose memory is reached by pointers.
 
     Args:
-        buffers: The buffers of all ranks.
-        first_rank: First rank of the p2p world.
+        buffers: The buffers of all ranks; those of other hosts at address 0.
 
     Returns:
-        Their buffers.
+        The buffers of this host's ranks.
     """
+    var first_rank = buffers.first_mapped()
     var result = Array[Pointer[T, MutUntrackedOrigin], p2p_world_size](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )

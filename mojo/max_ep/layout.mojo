@@ -312,6 +312,57 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         """
         return self.combine_count_offset(self.n_experts + reader_rank)
 
+    # ------------------------------------------- inside SHMEM's put buffers
+
+    @always_inline
+    def dispatch_put_offset(self, choice: Int) -> Int:
+        """Locates where a dispatch message waits to be put to another host.
+
+        Args:
+            choice: From `choice`.
+
+        Returns:
+            Bytes from the start of the dispatch put buffer.
+        """
+        return choice * self.dispatch_msg_bytes
+
+    @always_inline
+    def combine_put_offset(self, src_rank: Int, choice: Int) -> Int:
+        """Locates where a combine message waits to be put to another host.
+
+        Args:
+            src_rank: Rank the token came from.
+            choice: From `choice`, on that rank.
+
+        Returns:
+            Bytes from the start of the combine put buffer.
+        """
+        return (src_rank * self.n_choices() + choice) * self.combine_msg_bytes
+
+    @always_inline
+    def put_bytes(self) -> Int:
+        """Counts the bytes of both put buffers, dispatch's first.
+
+        They stand behind the region, and only where SHMEM is used.
+
+        Returns:
+            Bytes.
+        """
+        return self.combine_put_from_region_end() + round_up(
+            self.combine_put_offset(self.n_ranks, 0), BUFFER_ALIGN
+        )
+
+    @always_inline
+    def combine_put_from_region_end(self) -> Int:
+        """Locates the combine put buffer.
+
+        Returns:
+            Bytes from the end of the region, where the dispatch put buffer is.
+        """
+        return round_up(
+            self.dispatch_put_offset(self.n_choices()), BUFFER_ALIGN
+        )
+
     # ------------------------------------------------------ sizes of the buffers
 
     @always_inline

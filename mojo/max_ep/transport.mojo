@@ -3,9 +3,96 @@
 
 `PeerBuffers` holds one address a rank. On CPU every rank's region is mapped
 into this process (it is this process's own memory, or POSIX shared memory),
-so a put is a store. The SHMEM transport (`use_shmem` on GPUs) belongs here.
+so a put is a store. On GPUs the ranks of one host are reached by stores to
+mapped addresses too; those of other hosts by SHMEM (`use_shmem`): a message is
+laid ready in symmetric memory, and put with its flag as the signal.
+
+The SHMEM functions stand in the bitcode of NVSHMEM, which is built into the
+package by `mojo precompile --bitcode-libs` (`extension.py`); names and argument
+order: https://docs.nvidia.com/nvshmem/api/gen/api/signal.html.
 """
+from std.ffi import external_call
+
+from .flags import flag_word, order_before_put
 from .token_format import BytePointer
+
+comptime _SIGNAL_SET = Int32(9)
+"""NVSHMEM_SIGNAL_SET: the signal replaces the word."""
+
+
+@always_inline
+def mapped_address(own: UInt64, rank: Int) -> UInt64:
+    """Asks SHMEM where a rank's copy of symmetric memory is mapped.
+
+    Args:
+        own: Address of this rank's copy.
+        rank: Whose is wanted.
+
+    Returns:
+        An address, or 0 if the rank's memory is not mapped.
+    """
+    return UInt64(
+        Int(
+            external_call["nvshmem_ptr", BytePointer](
+                BytePointer(unsafe_from_address=Int(own)), Int32(rank)
+            )
+        )
+    )
+
+
+@always_inline
+def put_message_warp(
+    to: UInt64,
+    from_: UInt64,
+    n_bytes: Int,
+    flag: UInt64,
+    generation: UInt32,
+    choice: Int,
+    rank: Int,
+):
+    """Starts to put a message, and its flag behind it, with a whole warp.
+
+    The bytes may be overwritten when the receiver says that it has read them.
+
+    Args:
+        to: Where the message goes, as an address of this rank's own copy.
+        from_: Where it stands, in this rank's symmetric memory.
+        n_bytes: Bytes of it, without the flag.
+        flag: Where the flag goes, as an address of this rank's own copy.
+        generation: The generation of the flag.
+        choice: The flag's other half.
+        rank: To whom.
+    """
+    # ORDER: SHMEM delivers the signal after the message; pairs with the ACQUIRE
+    # in `peek`. The warp's syncs inside order the lanes' writes before.
+    external_call["nvshmemx_putmem_signal_nbi_warp", NoneType](
+        BytePointer(unsafe_from_address=Int(to)),
+        BytePointer(unsafe_from_address=Int(from_)),
+        UInt64(n_bytes),
+        BytePointer(unsafe_from_address=Int(flag)),
+        flag_word(generation, choice),
+        _SIGNAL_SET,
+        Int32(rank),
+    )
+
+
+@always_inline
+def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
+    """Puts a word behind all that this thread has read and written.
+
+    Args:
+        to: Where it goes, as an address of this rank's own copy.
+        generation: The generation that is published.
+        count: What the word counts.
+        rank: To whom.
+    """
+    order_before_put()
+    external_call["nvshmemx_signal_op", NoneType](
+        BytePointer(unsafe_from_address=Int(to)),
+        flag_word(generation, count),
+        _SIGNAL_SET,
+        Int32(rank),
+    )
 
 
 struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
@@ -41,13 +128,14 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
             unsafe_from_address=Int(self.addresses[unsafe_offset=rank])
         )
 
-    def is_mapped(self) -> Bool:
-        """Tells whether every rank's buffer is there.
+    def first_mapped(self) -> Int:
+        """Finds the first rank whose buffer is mapped here.
 
         Returns:
-            False once the memory was freed (`EPCommInitializer.close`).
+            The rank; `n_ranks` once the memory was freed
+            (`EPCommInitializer.close`).
         """
         for rank in range(Self.n_ranks):
-            if self.addresses[unsafe_offset=rank] == 0:
-                return False
-        return True
+            if self.addresses[unsafe_offset=rank] != 0:
+                return rank
+        return Self.n_ranks

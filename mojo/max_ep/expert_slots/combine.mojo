@@ -58,6 +58,7 @@ from ..layout import (
     plain_token_bytes,
 )
 from ..token_format import BytePointer, LaneBytes, SharedRows
+from ..transport import put_message_warp
 from .device_steps import (
     SharedAddresses,
     SharedInts,
@@ -68,7 +69,9 @@ from .device_steps import (
     copy_warp,
     is_last_block,
     load16,
+    own_of,
     publish_done,
+    rank_of,
     share_addresses,
     shared_ints,
     shared_words,
@@ -99,6 +102,7 @@ struct _Launch(TrivialRegisterPassable):
     var sent: UInt32
     var received: UInt32
     var control: SharedWord
+    var put_buf: UInt64
     var recv_bufs: SharedAddresses
     var counts: SharedAddresses
 
@@ -139,24 +143,28 @@ def combine_layout_of[
 
 @always_inline
 def _start[
-    n_experts: Int, p2p_world_size: Int
+    n_experts: Int, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
 ](
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     counters: EPLocalSyncCounters[n_experts],
-    my_rank: Int32,
+    my_rank: Int,
+    put_buf: UInt64 = 0,
 ) -> _Launch:
     """Sets a block's shared memory up; a block barrier must follow.
 
     Parameters:
         n_experts: Experts of the group.
         p2p_world_size: Ranks whose memory is reached by pointers.
+        n_ranks: Ranks of the group.
+        use_shmem: Whether the others are reached through SHMEM.
 
     Args:
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         counters: This rank's local words.
-        my_rank: This rank; -1: as the counters say.
+        my_rank: This rank.
+        put_buf: This rank's put buffer, if SHMEM is used.
 
     Returns:
         What the warps need to know.
@@ -167,13 +175,14 @@ def _start[
     return _Launch(
         Int(lane_id()),
         Int(warp_id()),
-        Int(my_rank) if my_rank >= 0 else counters.my_rank(),
+        my_rank,
         DeviceDeadline.after(counters.timeout_ms()),
         next_generation(counters.combine_sent()),
         next_generation(counters.combine_received()),
         control,
-        share_addresses(recv_buf_ptrs),
-        share_addresses(recv_count_ptrs),
+        put_buf,
+        share_addresses[n_ranks, use_shmem](recv_buf_ptrs, my_rank),
+        share_addresses[n_ranks, use_shmem](recv_count_ptrs, my_rank),
     )
 
 
@@ -212,6 +221,7 @@ def _send_rows[
     hidden_size: Int,
     n_experts: Int,
     layout: ExpertSlotsLayout,
+    use_shmem: Bool,
 ](
     input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
     n_rows_max: Int,
@@ -228,6 +238,7 @@ def _send_rows[
         hidden_size: Elements of a row.
         n_experts: Experts of the group.
         layout: Offsets of the buffers.
+        use_shmem: Whether other hosts are reached through SHMEM.
 
     Args:
         input_tokens: Expert rows, `[n_rows_max][hidden_size]`.
@@ -304,11 +315,19 @@ def _send_rows[
             )
             return
         # I4: a choice has one expert, so one writer.
-        var message = bytes_at(
-            launch.recv_bufs[unsafe_offset=pair % n_ranks]
-        ).unsafe_offset(layout.combine_message_offset(token_idx, k))
+        var src_rank = pair % n_ranks
+        var offset = UInt64(layout.combine_message_offset(token_idx, k))
+        var choice = layout.choice(token_idx, k)
+        var message = launch.recv_bufs[unsafe_offset=src_rank] + offset
+        var put_to: UInt64 = 0
+        comptime if use_shmem:
+            if message == offset:
+                message = launch.put_buf + UInt64(
+                    layout.combine_put_offset(src_rank, choice)
+                )
+                put_to = launch.recv_bufs[unsafe_offset=launch.my_rank] + offset
         copy_warp[row_bytes](
-            message,
+            bytes_at(message),
             input_tokens.unsafe_offset(row * hidden_size).unsafe_bitcast[
                 UInt8
             ](),
@@ -316,11 +335,22 @@ def _send_rows[
         )
         syncwarp()
         # I2: a message's flag is published after all of the message.
+        comptime if use_shmem:
+            if put_to != 0:
+                # I3: as in dispatch, a done word ends the use of the put buffer.
+                put_message_warp(
+                    put_to,
+                    message,
+                    row_bytes,
+                    put_to + UInt64(row_bytes),
+                    launch.sent,
+                    choice,
+                    src_rank,
+                )
+                continue
         if lane == 0:
             publish(
-                message_flag(message, msg_bytes),
-                launch.sent,
-                layout.choice(token_idx, k),
+                message_flag(bytes_at(message), msg_bytes), launch.sent, choice
             )
 
 
@@ -531,6 +561,7 @@ def _finish[
     layout: ExpertSlotsLayout,
     is_sending: Bool,
     is_receiving: Bool,
+    use_shmem: Bool,
 ](launch: _Launch, counters: EPLocalSyncCounters[n_experts]):
     """Ends a launch: its last block notes the generation and tells the peers.
 
@@ -539,6 +570,7 @@ def _finish[
         layout: Offsets of the buffers.
         is_sending: Whether the launch sent.
         is_receiving: Whether it received.
+        use_shmem: Whether other hosts are reached through SHMEM.
 
     Args:
         launch: From `_start`.
@@ -554,9 +586,9 @@ def _finish[
     comptime if is_receiving:
         if launch.lane == 0:
             counters.set_combine_received(launch.received)
-        publish_done(
+        publish_done[layout.n_ranks, use_shmem](
             launch.counts,
-            layout.n_ranks,
+            launch.my_rank,
             layout.combine_done_offset(launch.my_rank),
             launch.received,
             launch.lane,
@@ -600,6 +632,7 @@ def combine_async_kernel[
     input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
     n_rows_max: Int32,
     src_info: Pointer[Int32, ImmUntrackedOrigin],
+    put_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     ep_counters: EPLocalSyncCounters[n_experts],
@@ -626,6 +659,7 @@ def combine_async_kernel[
             the last dispatch, aligned to 16 bytes.
         n_rows_max: Rows of `input_tokens` and `src_info`.
         src_info: `[n_rows_max][2]` from that dispatch.
+        put_buf_ptrs: Put buffers of the p2p world; read with `use_shmem`.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -639,7 +673,14 @@ def combine_async_kernel[
         n_ranks,
         max_tokens_per_rank,
     ]()
-    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var rank = rank_of(ep_counters, my_rank)
+    var launch = _start[n_ranks, use_shmem](
+        recv_buf_ptrs,
+        recv_count_ptrs,
+        ep_counters,
+        rank,
+        own_of(put_buf_ptrs, rank),
+    )
     if ep_counters.dispatch_received() == 0:
         note_failure(
             ep_counters.failure(),
@@ -658,7 +699,7 @@ def combine_async_kernel[
     _share_pairs[num_threads, n_experts, n_pairs](
         pair_rows, pair_counts, ep_counters
     )
-    _send_rows[combine_dtype, hidden_size, n_experts, layout](
+    _send_rows[combine_dtype, hidden_size, n_experts, layout, use_shmem](
         input_tokens,
         Int(n_rows_max),
         src_info,
@@ -667,7 +708,7 @@ def combine_async_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, True, False](launch, ep_counters)
+    _finish[n_experts, layout, True, False, use_shmem](launch, ep_counters)
 
 
 @__llvm_metadata(
@@ -730,7 +771,10 @@ def combine_wait_kernel[
         n_ranks,
         max_tokens_per_rank,
     ]()
-    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var rank = rank_of(ep_counters, my_rank)
+    var launch = _start[n_ranks, use_shmem](
+        recv_buf_ptrs, recv_count_ptrs, ep_counters, rank
+    )
     if is_fatal(ep_counters.failure()[]):
         barrier()
         _reduce_tokens[
@@ -767,7 +811,7 @@ def combine_wait_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, False, True](launch, ep_counters)
+    _finish[n_experts, layout, False, True, use_shmem](launch, ep_counters)
 
 
 @__llvm_metadata(
@@ -792,6 +836,7 @@ def combine_kernel[
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
     router_weights: Pointer[Float32, ImmUntrackedOrigin],
     n_tokens: Int32,
+    put_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     ep_counters: EPLocalSyncCounters[n_experts],
@@ -823,6 +868,7 @@ def combine_kernel[
         output_tokens: `[n_tokens][hidden_size]`.
         router_weights: `[n_tokens][top_k]`.
         n_tokens: Tokens that this rank dispatched.
+        put_buf_ptrs: Put buffers of the p2p world; read with `use_shmem`.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -840,7 +886,14 @@ def combine_kernel[
     var shared_rows = SharedRows(
         BytePointer(unsafe_from_address=Int(input_tokens)), Int(n_rows_max)
     )
-    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var rank = rank_of(ep_counters, my_rank)
+    var launch = _start[n_ranks, use_shmem](
+        recv_buf_ptrs,
+        recv_count_ptrs,
+        ep_counters,
+        rank,
+        own_of(put_buf_ptrs, rank),
+    )
     if ep_counters.dispatch_received() == 0:
         note_failure(
             ep_counters.failure(),
@@ -878,7 +931,7 @@ def combine_kernel[
     )
     comptime n_warps = num_threads // WARP_SIZE
     if launch.warp_idx < n_send_warps(Int(n_tokens), n_warps):
-        _send_rows[combine_dtype, hidden_size, n_experts, layout](
+        _send_rows[combine_dtype, hidden_size, n_experts, layout, use_shmem](
             input_tokens,
             Int(n_rows_max),
             src_info,
@@ -903,4 +956,4 @@ def combine_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, True, True](launch, ep_counters)
+    _finish[n_experts, layout, True, True, use_shmem](launch, ep_counters)

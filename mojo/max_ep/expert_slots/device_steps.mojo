@@ -7,8 +7,17 @@ by lane, 16 bytes an access. `docs/protocol.md` holds the argument why waits
 end and buffers may be reused.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, lane_id, thread_idx
-from max.gpu import syncwarp, warp_id
+from max.gpu import (
+    WARP_SIZE,
+    barrier,
+    block_dim,
+    block_idx,
+    grid_dim,
+    lane_id,
+    syncwarp,
+    thread_idx,
+    warp_id,
+)
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
@@ -29,6 +38,7 @@ from ..flags import (
 from ..layout import ExpertSlotsLayout, FLAG_BYTES, MESSAGE_ALIGN
 from ..layout import n_experts_on_rank
 from ..token_format import BytePointer, LaneBytes
+from ..transport import mapped_address, put_flag
 from .host_steps import flag_at
 
 comptime SharedInts = Pointer[
@@ -133,27 +143,83 @@ def shared_ints[n: Int]() -> SharedInts:
 
 
 @always_inline
+def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
+    """Finds out which rank a launch is for.
+
+    Args:
+        counters: The rank's local words.
+        my_rank: The rank; -1: as the counters say.
+
+    Returns:
+        The rank.
+    """
+    return Int(my_rank) if my_rank >= 0 else counters.my_rank()
+
+
+@always_inline
+def own_of[
+    T: AnyType, p2p_world_size: Int, //
+](
+    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
+) -> UInt64:
+    """Finds this rank's buffer among those of its host.
+
+    Parameters:
+        T: What the addresses are of.
+        p2p_world_size: Ranks of a host.
+
+    Args:
+        buffers: The buffers of the host's ranks.
+        my_rank: This rank.
+
+    Returns:
+        The address.
+    """
+    var own: UInt64 = 0
+    comptime for i in range(p2p_world_size):
+        if my_rank % p2p_world_size == i:
+            own = UInt64(Int(buffers[i]))
+    return own
+
+
+@always_inline
 def share_addresses[
-    T: AnyType, n: Int, //
-](buffers: Array[Pointer[T, MutUntrackedOrigin], n]) -> SharedAddresses:
+    T: AnyType, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
+](
+    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
+) -> SharedAddresses:
     """Copies kernel arguments to shared memory; a block barrier must follow.
 
     Parameters:
         T: What the addresses are of.
-        n: How many addresses.
+        p2p_world_size: Ranks whose memory is reached by pointers.
+        n_ranks: Ranks of the group.
+        use_shmem: Whether the others are reached through SHMEM.
 
     Args:
-        buffers: The addresses.
+        buffers: The addresses; with SHMEM each is its own rank's alone.
+        my_rank: This rank.
 
     Returns:
-        The same in shared memory.
+        The addresses of all ranks' buffers, 0 for those SHMEM puts to.
     """
     var table = unsafe_stack_allocation[
-        n, UInt64, address_space=AddressSpace.SHARED
+        n_ranks, UInt64, address_space=AddressSpace.SHARED
     ]()
-    comptime for i in range(n):
-        if thread_idx.x == i:
-            table[unsafe_offset=i] = UInt64(Int(buffers[i]))
+    comptime if use_shmem:
+        var own = own_of(buffers, my_rank)
+        for rank in range(Int(thread_idx.x), n_ranks, Int(block_dim.x)):
+            var address: UInt64 = 0
+            if rank == my_rank:
+                address = own
+            elif rank // p2p_world_size == my_rank // p2p_world_size:
+                address = mapped_address(own, rank)
+            table[unsafe_offset=rank] = address
+    else:
+        comptime assert p2p_world_size == n_ranks, "no pointers to other hosts"
+        comptime for i in range(n_ranks):
+            if thread_idx.x == i:
+                table[unsafe_offset=i] = UInt64(Int(buffers[i]))
     return table
 
 
@@ -330,24 +396,38 @@ def is_last_block(counters: EPLocalSyncCounters) -> Bool:
 
 
 @always_inline
-def publish_done(
+def publish_done[
+    n_ranks: Int, use_shmem: Bool
+](
     counts: SharedAddresses,
-    n_ranks: Int,
+    my_rank: Int,
     offset: Int,
     generation: UInt32,
     lane: Int,
 ):
     """Tells every rank that its messages have been read.
 
+    Parameters:
+        n_ranks: Ranks of the group.
+        use_shmem: Whether other hosts are reached through SHMEM.
+
     Args:
         counts: All ranks' counts buffers.
-        n_ranks: How many.
+        my_rank: This rank.
         offset: Bytes from there to this rank's done word.
         generation: The generation that has been read.
         lane: This lane of the last block's first warp.
     """
     syncwarp()
     for rank in range(lane, n_ranks, WARP_SIZE):
-        publish(
-            flag_at(bytes_at(counts[unsafe_offset=rank]), offset), generation, 0
-        )
+        var to = counts[unsafe_offset=rank]
+        comptime if use_shmem:
+            if to == 0:
+                put_flag(
+                    counts[unsafe_offset=my_rank] + UInt64(offset),
+                    generation,
+                    0,
+                    rank,
+                )
+                continue
+        publish(flag_at(bytes_at(to), offset), generation, 0)

@@ -59,6 +59,7 @@ from ..launch_checks import imm
 from ..layout import ExpertSlotsLayout, MESSAGE_ALIGN, n_experts_on_rank
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
+from ..transport import put_flag, put_message_warp
 from .device_steps import (
     ACCESSES_IN_FLIGHT,
     SharedAddresses,
@@ -69,7 +70,9 @@ from .device_steps import (
     bytes_at,
     copy_warp,
     is_last_block,
+    own_of,
     publish_done,
+    rank_of,
     share_addresses,
     shared_ints,
     shared_words,
@@ -189,7 +192,7 @@ def _count_choices[
 
 @always_inline
 def _index_choices[
-    n_experts: Int, layout: ExpertSlotsLayout
+    n_experts: Int, layout: ExpertSlotsLayout, use_shmem: Bool
 ](
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
     n_tokens: Int,
@@ -211,6 +214,7 @@ def _index_choices[
     Parameters:
         n_experts: Experts of the group.
         layout: Offsets of the buffers.
+        use_shmem: Whether other hosts are reached through SHMEM.
 
     Args:
         topk_ids: `[n_tokens][top_k]`.
@@ -294,19 +298,23 @@ def _index_choices[
         block + n_blocks * lane, n_experts, n_blocks * WARP_SIZE
     ):
         var dst_rank, local_expert = divmod(expert_id, layout.n_local_experts())
-        publish_number(
-            flag_at(
-                bytes_at(counts[unsafe_offset=dst_rank]),
-                layout.dispatch_count_offset(
-                    layout.pair(local_expert, my_rank)
-                ),
-            ),
-            generation,
-            min(
-                Int(histogram[unsafe_offset=expert_id]),
-                layout.max_tokens_per_rank,
-            ),
+        var offset = layout.dispatch_count_offset(
+            layout.pair(local_expert, my_rank)
         )
+        var count = min(
+            Int(histogram[unsafe_offset=expert_id]), layout.max_tokens_per_rank
+        )
+        var to = counts[unsafe_offset=dst_rank]
+        comptime if use_shmem:
+            if to == 0:
+                put_flag(
+                    counts[unsafe_offset=my_rank] + UInt64(offset),
+                    generation,
+                    count,
+                    dst_rank,
+                )
+                continue
+        publish_number(flag_at(bytes_at(to), offset), generation, count)
 
 
 @always_inline
@@ -487,10 +495,12 @@ def _send_half[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ],
     fused_shared_expert: Bool,
+    use_shmem: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     units: DispatchUnits,
     control: SharedWord,
+    put_buf: UInt64,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     counters: EPLocalSyncCounters[n_experts],
@@ -510,11 +520,13 @@ def _send_half[
         token_fmt_type: Wire format of a token.
         input_scales_wrapper: Gives the factor of a token for an expert id.
         fused_shared_expert: Whether to put tokens aside for this rank's rows.
+        use_shmem: Whether other hosts are reached through SHMEM.
 
     Args:
         tokens: `[n_tokens][hidden_size]`.
         units: How the choices are dealt.
         control: The block's control words.
+        put_buf: This rank's put buffer; used with SHMEM.
         recv_bufs: All ranks' recv buffers.
         counts: All ranks' counts buffers.
         counters: This rank's local words.
@@ -552,6 +564,7 @@ def _send_half[
         var choice = layout.choice(token_idx, lane)
         var expert = NO_EXPERT
         var message: UInt64 = 0
+        var put_to: UInt64 = 0
         if first_k <= lane and lane < end_k:
             expert = choices[unsafe_offset=choice]
             if expert != NO_EXPERT:
@@ -559,12 +572,19 @@ def _send_half[
                     Int(expert), layout.n_local_experts()
                 )
                 # I1: only this rank writes the slots of pair (_, my_rank).
-                message = recv_bufs[unsafe_offset=dst_rank] + UInt64(
+                var offset = UInt64(
                     layout.dispatch_message_offset(
                         layout.pair(local_expert, my_rank),
                         Int(slots[unsafe_offset=choice]),
                     )
                 )
+                message = recv_bufs[unsafe_offset=dst_rank] + offset
+                comptime if use_shmem:
+                    if message == offset:
+                        message = put_buf + UInt64(
+                            layout.dispatch_put_offset(choice)
+                        )
+                        put_to = recv_bufs[unsafe_offset=my_rank] + offset
         var staged: UInt64 = 0
         comptime if fused_shared_expert:
             if first_k == 0:
@@ -581,7 +601,25 @@ def _send_half[
         )
         syncwarp()
         # I2: a message's flag is published after all of the message.
-        if message != 0:
+        comptime if use_shmem:
+            comptime token_bytes = token_fmt_type.token_bytes
+            for k in range(first_k, end_k):
+                var to = shuffle_address(put_to, k)
+                var from_ = shuffle_address(message, k)
+                var id = Int(warp.shuffle_idx(expert, UInt32(k)))
+                if to != 0:
+                    # I3: the receiver's done word says that all was read, so
+                    # nothing is put from here any more when it is reused.
+                    put_message_warp(
+                        to,
+                        from_,
+                        token_bytes,
+                        to + UInt64(token_bytes),
+                        generation,
+                        layout.choice(token_idx, k),
+                        id // layout.n_local_experts(),
+                    )
+        if message != 0 and put_to == 0:
             publish(
                 message_flag(bytes_at(message), token_fmt_type.msg_bytes),
                 generation,
@@ -893,30 +931,35 @@ struct _Launch(TrivialRegisterPassable):
     var sent: UInt32
     var received: UInt32
     var control: SharedWord
+    var put_buf: UInt64
     var recv_bufs: SharedAddresses
     var counts: SharedAddresses
 
 
 @always_inline
 def _start[
-    n_experts: Int, p2p_world_size: Int
+    n_experts: Int, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
 ](
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     counters: EPLocalSyncCounters[n_experts],
-    my_rank: Int32,
+    my_rank: Int,
+    put_buf: UInt64 = 0,
 ) -> _Launch:
     """Sets a block's shared memory up; a block barrier must follow.
 
     Parameters:
         n_experts: Experts of the group.
         p2p_world_size: Ranks whose memory is reached by pointers.
+        n_ranks: Ranks of the group.
+        use_shmem: Whether the others are reached through SHMEM.
 
     Args:
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         counters: This rank's local words.
-        my_rank: This rank; -1: as the counters say.
+        my_rank: This rank.
+        put_buf: This rank's put buffer, if SHMEM is used.
 
     Returns:
         What the warps need to know.
@@ -927,13 +970,14 @@ def _start[
     return _Launch(
         Int(lane_id()),
         Int(warp_id()),
-        Int(my_rank) if my_rank >= 0 else counters.my_rank(),
+        my_rank,
         DeviceDeadline.after(counters.timeout_ms()),
         next_generation(counters.dispatch_sent()),
         next_generation(counters.dispatch_received()),
         control,
-        share_addresses(recv_buf_ptrs),
-        share_addresses(recv_count_ptrs),
+        put_buf,
+        share_addresses[n_ranks, use_shmem](recv_buf_ptrs, my_rank),
+        share_addresses[n_ranks, use_shmem](recv_count_ptrs, my_rank),
     )
 
 
@@ -948,6 +992,7 @@ def _send[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ],
     fused_shared_expert: Bool,
+    use_shmem: Bool,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -966,6 +1011,7 @@ def _send[
         token_fmt_type: Wire format of a token.
         input_scales_wrapper: Gives the factor of a token for an expert id.
         fused_shared_expert: Whether to put tokens aside for this rank's rows.
+        use_shmem: Whether other hosts are reached through SHMEM.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`.
@@ -981,7 +1027,7 @@ def _send[
     barrier()
     var units = DispatchUnits.of(n_tokens, layout.top_k, Int(grid_dim.x))
     if launch.warp_idx == 0:
-        _index_choices[n_experts, layout](
+        _index_choices[n_experts, layout, use_shmem](
             topk_ids,
             n_tokens,
             units,
@@ -1002,10 +1048,12 @@ def _send[
             token_fmt_type,
             input_scales_wrapper,
             fused_shared_expert,
+            use_shmem,
         ](
             input_tokens,
             units,
             launch.control,
+            launch.put_buf,
             launch.recv_bufs,
             launch.counts,
             counters,
@@ -1119,6 +1167,7 @@ def _finish[
     layout: ExpertSlotsLayout,
     is_sending: Bool,
     is_receiving: Bool,
+    use_shmem: Bool,
 ](launch: _Launch, counters: EPLocalSyncCounters[n_experts], n_tokens: Int):
     """Ends a launch: its last block notes the generation and tells the peers.
 
@@ -1127,6 +1176,7 @@ def _finish[
         layout: Offsets of the buffers.
         is_sending: Whether the launch sent.
         is_receiving: Whether it received.
+        use_shmem: Whether other hosts are reached through SHMEM.
 
     Args:
         launch: From `_start`.
@@ -1144,9 +1194,9 @@ def _finish[
     comptime if is_receiving:
         if launch.lane == 0:
             counters.set_dispatch_received(launch.received)
-        publish_done(
+        publish_done[layout.n_ranks, use_shmem](
             launch.counts,
-            layout.n_ranks,
+            launch.my_rank,
             layout.dispatch_done_offset(launch.my_rank),
             launch.received,
             launch.lane,
@@ -1201,7 +1251,7 @@ def dispatch_async_kernel[
         input_type, input_tokens_layout, ImmUntrackedOrigin
     ],
     topk_ids: TileTensor[DType.int32, topk_ids_layout, ImmUntrackedOrigin],
-    send_buf_p: BytePointer,
+    put_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     ep_counters: EPLocalSyncCounters[n_experts],
@@ -1229,8 +1279,8 @@ def dispatch_async_kernel[
     Args:
         input_tokens: `[n_tokens, hidden_size]`, rows aligned to 16 bytes.
         topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`; `-1`: no expert.
-        send_buf_p: Not read: a send buffer is in the region of its rank's recv
-            buffer, and is found from there.
+        put_buf_ptrs: Put buffers of the p2p world; read with `use_shmem`. The
+            send buffer is found from the recv buffer, in the same region.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -1245,7 +1295,14 @@ def dispatch_async_kernel[
     ]()
     if is_fatal(ep_counters.failure()[]):
         return
-    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var rank = rank_of(ep_counters, my_rank)
+    var launch = _start[n_ranks, use_shmem](
+        recv_buf_ptrs,
+        recv_count_ptrs,
+        ep_counters,
+        rank,
+        own_of(put_buf_ptrs, rank),
+    )
     var n_tokens = Int(input_tokens.dim[0]())
     _send[
         input_type,
@@ -1255,6 +1312,7 @@ def dispatch_async_kernel[
         token_fmt_type,
         input_scales_wrapper,
         fused_shared_expert,
+        use_shmem,
     ](
         imm(input_tokens),
         imm(topk_ids),
@@ -1263,7 +1321,9 @@ def dispatch_async_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, True, False](launch, ep_counters, n_tokens)
+    _finish[n_experts, layout, True, False, use_shmem](
+        launch, ep_counters, n_tokens
+    )
 
 
 @__llvm_metadata(
@@ -1329,7 +1389,10 @@ def dispatch_wait_kernel[
     if is_fatal(ep_counters.failure()[]):
         _deliver_nothing[num_threads](tables)
         return
-    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var rank = rank_of(ep_counters, my_rank)
+    var launch = _start[n_ranks, use_shmem](
+        recv_buf_ptrs, recv_count_ptrs, ep_counters, rank
+    )
     barrier()
     var n_shared = 0
     comptime if fused_shared_expert:
@@ -1346,7 +1409,7 @@ def dispatch_wait_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, False, True](launch, ep_counters, 0)
+    _finish[n_experts, layout, False, True, use_shmem](launch, ep_counters, 0)
 
 
 @__llvm_metadata(
@@ -1384,7 +1447,7 @@ def dispatch_kernel[
         fused_shared_expert,
     ],
     src_info: Pointer[Int32, MutUntrackedOrigin],
-    send_buf_p: BytePointer,
+    put_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     ep_counters: EPLocalSyncCounters[n_experts],
@@ -1418,8 +1481,8 @@ def dispatch_kernel[
         n_rows_max: Likewise.
         tables: Likewise.
         src_info: Likewise.
-        send_buf_p: Not read: a send buffer is in the region of its rank's recv
-            buffer, and is found from there.
+        put_buf_ptrs: Put buffers of the p2p world; read with `use_shmem`. The
+            send buffer is found from the recv buffer, in the same region.
         recv_buf_ptrs: Recv buffers of the p2p world.
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
@@ -1431,7 +1494,14 @@ def dispatch_kernel[
     if is_fatal(ep_counters.failure()[]):
         _deliver_nothing[num_threads](tables)
         return
-    var launch = _start(recv_buf_ptrs, recv_count_ptrs, ep_counters, my_rank)
+    var rank = rank_of(ep_counters, my_rank)
+    var launch = _start[n_ranks, use_shmem](
+        recv_buf_ptrs,
+        recv_count_ptrs,
+        ep_counters,
+        rank,
+        own_of(put_buf_ptrs, rank),
+    )
     var n_tokens = Int(input_tokens.dim[0]())
     _send[
         input_type,
@@ -1441,6 +1511,7 @@ def dispatch_kernel[
         token_fmt_type,
         input_scales_wrapper,
         fused_shared_expert,
+        use_shmem,
     ](
         imm(input_tokens),
         imm(topk_ids),
@@ -1464,4 +1535,6 @@ def dispatch_kernel[
         _place_own_tokens[num_threads, layout, token_fmt_type](
             rows, min(n_tokens, Int(n_rows_max)), src_info, launch
         )
-    _finish[n_experts, layout, True, True](launch, ep_counters, n_tokens)
+    _finish[n_experts, layout, True, True, use_shmem](
+        launch, ep_counters, n_tokens
+    )
