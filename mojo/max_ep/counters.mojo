@@ -39,9 +39,21 @@ comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
 comptime _SRC_INFO_HASH = 8
 comptime _LAYOUT = 9  # six words, the fields of ExpertSlotsLayout
+comptime _LAYOUT_NAMES: Array[StaticString, 6] = [
+    "n_experts",
+    "n_ranks",
+    "max_tokens_per_rank",
+    "top_k",
+    "bytes of a dispatch message",
+    "bytes of a combine message",
+]
 comptime _BLOCKS_DONE = 15
 comptime _N_TOKENS = 16  # two words, by the parity of the generation
 comptime _COMBINE_OF = 18
+comptime BROKEN_WORD = 19
+"""Not 0 once a launch on a GPU has ended with a failure; unlike the failure
+record it does not change during a launch, so all blocks see the same."""
+
 comptime FAILURE_WORD = 20
 """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
 
@@ -77,6 +89,44 @@ def _fields(layout: ExpertSlotsLayout) -> Array[Int, 6]:
         layout.dispatch_msg_bytes,
         layout.combine_msg_bytes,
     ]
+
+
+@always_inline
+def wanted_word(i: Int, found: Int32, layout: ExpertSlotsLayout) -> Int32:
+    """States what a word must be if the words are those of a launch.
+
+    Args:
+        i: Which word, in `[0, N_HEADER_WORDS)`.
+        found: What it is.
+        layout: How the launch expects the regions to be cut; a message size of
+            0 is one that it does not know.
+
+    Returns:
+        What `reset` writes there, or `found` for a word that does not tell.
+    """
+    var wanted = found
+    if i == _MAGIC:
+        wanted = COUNTERS_MAGIC
+    var fields = _fields(layout)
+    comptime for field in range(6):
+        if i == _LAYOUT + field and fields[field] != 0:
+            wanted = Int32(fields[field])
+    return wanted
+
+
+def name_of_word(i: Int) -> String:
+    """Names a word for which `wanted_word` can want another value.
+
+    Args:
+        i: Which word.
+
+    Returns:
+        Its name.
+    """
+    if i == _MAGIC:
+        return "mark of max_ep.init"
+    var names = materialize[_LAYOUT_NAMES]()
+    return String(names[i - _LAYOUT])
 
 
 struct EPLocalSyncCounters[n_experts: Int](
@@ -187,13 +237,11 @@ struct EPLocalSyncCounters[n_experts: Int](
         Returns:
             Whether all sizes that it knows are those of `reset`.
         """
-        var fields = _fields(layout)
-        var is_same = True
-        comptime for i in range(6):
-            var cut = Int(self.words[unsafe_offset=_LAYOUT + i])
-            if fields[i] != 0 and fields[i] != cut:
-                is_same = False
-        return is_same
+        for i in range(_LAYOUT, _LAYOUT + 6):
+            var found = self.words[unsafe_offset=i]
+            if found != wanted_word(i, found, layout):
+                return False
+        return True
 
     @always_inline
     def is_initialized(self) -> Bool:
@@ -388,6 +436,11 @@ struct EPLocalSyncCounters[n_experts: Int](
             `N_FAILURE_WORDS` words, see `failures.mojo`.
         """
         return self.words.unsafe_offset(FAILURE_WORD)
+
+    @always_inline
+    def set_broken(self):
+        """Notes that launches of this rank can no longer go on."""
+        self.words[unsafe_offset=BROKEN_WORD] = 1
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU launch that cannot go on leaves behind, and how the host tells it.
 
-A kernel cannot raise. It notes the first and worst failure in the failure
-record of its rank's counters and ends; launches that follow on that rank see
-the record and do nothing (combine fills its result with NaN), until
-`EPCommInitializer.check` raises what `raise_failure` makes of it.
+A kernel cannot raise. It notes the failure in the failure record of its rank's
+counters, unless one of the same code or a higher one is there, and ends. If it
+was fatal, launches that follow on that rank do nothing (combine fills its result
+with NaN). `EPCommInitializer.check` raises what `raise_failure` makes of it.
 
     word 0  code     1  phase           2  missing rank     3  expert id, or row
     4, 5    generation wanted, found    6, 7  two numbers, by the code
 """
-from .counters import N_FAILURE_WORDS
+from .counters import N_FAILURE_WORDS, name_of_word
 from .flags import Waiter, generation_of, raise_missing, raise_to
 
 comptime DROPPED = Int32(1)
@@ -28,6 +28,9 @@ comptime NO_MESSAGE = Int32(7)
 """A message did not come in time."""
 comptime NOT_READ = Int32(8)
 """A peer has not read what it was sent last."""
+comptime WRONG_COUNTERS = Int32(9)
+"""The counters are those of another configuration. Instead of an expert id:
+which of their words. Numbers: what it is, what it should be."""
 
 comptime PHASES: Array[StaticString, 4] = [
     "dispatch_async",
@@ -160,6 +163,19 @@ def raise_failure(
             place,
             "nothing was dispatched to this rank yet; combine sends back the",
             " rows of the last dispatch_wait.",
+            then,
+        )
+    if code == WRONG_COUNTERS:
+        raise Error(
+            place,
+            "the symmetric memory belongs to another EPConfig than the graph (",
+            name_of_word(Int(record[3])),
+            ": ",
+            a,
+            " there, ",
+            b,
+            " in the graph); pass the model_inputs() of an EPCommInitializer",
+            " with the same.",
             then,
         )
     var what: StaticString = "count"

@@ -8,6 +8,7 @@ A flag is one UInt64, written by one rank only and never reset:
 
 A reader accepts a flag only if its generation *equals* the one it waits for,
 so an old flag can never be taken for a new one, and the generation may wrap.
+Done words of GPU ranks may run ahead, and are accepted then (`has_reached`).
 """
 from std.atomic import Atomic, Ordering, fence
 from std.sys import is_amd_gpu
@@ -295,7 +296,9 @@ def publish_number(flag: FlagPointer, generation: UInt32, count: Int):
     """
     # ORDER: RELAXED, system scope. Pairs with the RELAXED in `peek_number`.
     # Makes visible: itself. Generation and count are one word, and each
-    # message that is counted announces itself, so nothing needs to be before.
+    # message that is counted announces itself, so nothing this rank wrote
+    # needs to be before. Its caller has seen, with ACQUIRE, that the count of
+    # the generation before was read: this store cannot overtake that.
     Atomic[UInt64].store[ordering=Ordering.RELAXED](
         flag, flag_word(generation, count)
     )
@@ -321,9 +324,10 @@ def peek_number(flag: FlagPointer) -> UInt64:
 def has_reached(word: UInt64, generation: UInt32) -> Bool:
     """Tells whether a done word shows a generation or a later one.
 
-    A GPU rank that got no row from a peer does not wait for it in combine, so
-    its done word may be ahead of what that peer looks for; it cannot be ahead
-    by 2**31.
+    A GPU rank that gets nothing from a peer does not wait for it: in dispatch
+    one that holds no expert, in combine one whose tokens went elsewhere. So its
+    done word may be ahead of what that peer looks for; it cannot be ahead by
+    2**31.
 
     Args:
         word: From `peek`.
@@ -450,8 +454,9 @@ def raise_to(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
         Whether it was lower: true for one thread only.
     """
     comptime Word = Atomic[Int32, scope=_device_scope()]
-    # ORDER: RELAXED, device scope. Pairs with none: the host reads the failure
-    # record after the launch has ended, later launches run after this one.
+    # ORDER: RELAXED, device scope. Pairs with none: the host and later launches
+    # read the failure record after this one has ended, its last block after
+    # `arrive`. Who reads it earlier may see it or not, and ends either way.
     var old = Word.load[ordering=Ordering.RELAXED](word)
     while old < value:
         # ORDER: RELAXED, as above.

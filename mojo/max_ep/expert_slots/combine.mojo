@@ -66,6 +66,7 @@ from .device_steps import (
     await_done_words,
     await_message,
     bytes_at,
+    can_start,
     copy_warp,
     is_last_block,
     load16,
@@ -556,6 +557,29 @@ def _reduce_tokens[
 
 
 @always_inline
+def _fill_with_nan[
+    combine_dtype: DType, //, num_threads: Int
+](result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin], n_elements: Int):
+    """Fills a result that is not computed, with all blocks.
+
+    Parameters:
+        combine_dtype: Element type of the result.
+        num_threads: Threads of a block.
+
+    Args:
+        result: `[n_elements]`.
+        n_elements: How many.
+    """
+    var value = nan[DType.float32]().cast[combine_dtype]()
+    for i in range(
+        Int(block_idx.x) * num_threads + Int(thread_idx.x),
+        n_elements,
+        Int(grid_dim.x) * num_threads,
+    ):
+        result[unsafe_offset=i] = value
+
+
+@always_inline
 def _finish[
     n_experts: Int,
     layout: ExpertSlotsLayout,
@@ -576,7 +600,7 @@ def _finish[
         launch: From `_start`.
         counters: This rank's local words.
     """
-    if not is_last_block(counters) or is_fatal(counters.failure()[]):
+    if not is_last_block(counters):
         return
     comptime if is_sending:
         if launch.lane == 0:
@@ -673,6 +697,8 @@ def combine_async_kernel[
         n_ranks,
         max_tokens_per_rank,
     ]()
+    if not can_start[layout](ep_counters, _SEND):
+        return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
         recv_buf_ptrs,
@@ -691,7 +717,7 @@ def combine_async_kernel[
             launch.sent,
             0,
         )
-    if is_fatal(ep_counters.failure()[]):
+        _ = is_last_block(ep_counters)
         return
     comptime n_pairs = layout.n_local_experts() * n_ranks
     var pair_rows = shared_ints[n_pairs]()
@@ -771,29 +797,13 @@ def combine_wait_kernel[
         n_ranks,
         max_tokens_per_rank,
     ]()
+    if not can_start[layout](ep_counters, _RECEIVE):
+        _fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
+        return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
         recv_buf_ptrs, recv_count_ptrs, ep_counters, rank
     )
-    if is_fatal(ep_counters.failure()[]):
-        barrier()
-        _reduce_tokens[
-            combine_dtype,
-            hidden_size,
-            num_threads,
-            n_experts,
-            layout,
-            fused_shared_expert,
-        ](
-            output_tokens,
-            router_weights,
-            Int(n_tokens),
-            shared_rows,
-            ep_counters.dispatch_received(),
-            launch,
-            ep_counters,
-        )
-        return
     barrier()
     _reduce_tokens[
         combine_dtype,
@@ -886,6 +896,9 @@ def combine_kernel[
     var shared_rows = SharedRows(
         BytePointer(unsafe_from_address=Int(input_tokens)), Int(n_rows_max)
     )
+    if not can_start[layout](ep_counters, _SEND):
+        _fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
+        return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
         recv_buf_ptrs,
@@ -904,24 +917,8 @@ def combine_kernel[
             launch.sent,
             0,
         )
-    if is_fatal(ep_counters.failure()[]):
-        barrier()
-        _reduce_tokens[
-            combine_dtype,
-            hidden_size,
-            num_threads,
-            n_experts,
-            layout,
-            fused_shared_expert,
-        ](
-            output_tokens,
-            router_weights,
-            Int(n_tokens),
-            shared_rows,
-            ep_counters.dispatch_received(),
-            launch,
-            ep_counters,
-        )
+        _fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
+        _ = is_last_block(ep_counters)
         return
     comptime n_pairs = layout.n_local_experts() * n_ranks
     var pair_rows = shared_ints[n_pairs]()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that dispatch and combine of GPU ranks share.
 
-A launch is a grid of blocks that are all resident at once, because some wait
-for what others send. A warp is the unit of work: it moves one message, lane
-by lane, 16 bytes an access. `docs/protocol.md` holds the argument why waits
-end and buffers may be reused.
+A launch is a grid of blocks that are all resident at once, because in the fused
+forms some wait for what others send. A warp is the unit of work: it moves one
+message, lane by lane, 16 bytes an access. `docs/protocol.md` holds the argument
+why waits end and buffers may be reused.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import (
@@ -21,8 +21,19 @@ from max.gpu import (
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
-from ..counters import EPLocalSyncCounters
-from ..failures import NO_MESSAGE, NOT_READ, note_failure
+from ..counters import (
+    BROKEN_WORD,
+    EPLocalSyncCounters,
+    N_HEADER_WORDS,
+    wanted_word,
+)
+from ..failures import (
+    NO_MESSAGE,
+    NOT_READ,
+    WRONG_COUNTERS,
+    is_fatal,
+    note_failure,
+)
 from ..flags import (
     DeviceDeadline,
     FlagPointer,
@@ -268,6 +279,52 @@ def any_lane(condition: Bool) -> Bool:
 
 
 @always_inline
+def can_start[
+    layout: ExpertSlotsLayout
+](counters: EPLocalSyncCounters, phase: Int) -> Bool:
+    """Tells whether a launch may touch anything but its counters and results.
+
+    The launcher has made sure that the counters are as many as the launch
+    needs, so their header may be read, and the failure noted there, whoever
+    they belong to. No word that is looked at changes during a launch: all
+    warps of the grid get the same answer, and none waits for one that left.
+
+    Parameters:
+        layout: How the launch expects the regions to be cut.
+
+    Args:
+        counters: The local words it was given.
+        phase: Who asks, a position in `failures.PHASES`.
+
+    Returns:
+        Whether the counters are this configuration's, and no launch on them
+        has failed.
+    """
+    comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane looks at one word"
+    var lane = Int(lane_id())
+    var found: Int32 = 0
+    var wanted: Int32 = 0
+    if lane < N_HEADER_WORDS:
+        found = counters.words[unsafe_offset=lane]
+        wanted = wanted_word(lane, found, layout)
+    if any_lane(found != wanted):
+        if found != wanted:
+            note_failure(
+                counters.failure(),
+                WRONG_COUNTERS,
+                phase,
+                -1,
+                lane,
+                0,
+                0,
+                Int(found),
+                Int(wanted),
+            )
+        return False
+    return not any_lane(lane == BROKEN_WORD and found != 0)
+
+
+@always_inline
 def await_done_words[
     n_experts: Int, layout: ExpertSlotsLayout
 ](
@@ -318,6 +375,8 @@ def await_done_words[
                 is_met = False
                 break
             word = peek(flag)
+    # What each lane has seen of its ranks, all lanes may build on.
+    syncwarp()
     return not any_lane(not is_met)
 
 
@@ -373,7 +432,8 @@ def await_message[
 def is_last_block(counters: EPLocalSyncCounters) -> Bool:
     """Tells one warp of the grid that all blocks have done their work.
 
-    Every thread of every block calls it, once, at the end of a launch.
+    Every thread of every block calls it, once, at the end of a launch. If one
+    has failed, no warp is told, and later launches do nothing.
 
     Args:
         counters: This rank's local words.
@@ -384,15 +444,15 @@ def is_last_block(counters: EPLocalSyncCounters) -> Bool:
     barrier()
     if warp_id() != 0:
         return False
-    var n_before: UInt32 = 0
+    var all_done: UInt32 = 0
     if lane_id() == 0:
-        n_before = UInt32(arrive(counters.blocks_done()))
-    n_before = warp.shuffle_idx(n_before, UInt32(0))
-    if Int(n_before) != Int(grid_dim.x) - 1:
-        return False
-    if lane_id() == 0:
-        counters.blocks_done()[] = 0
-    return True
+        if arrive(counters.blocks_done()) == Int(grid_dim.x) - 1:
+            counters.blocks_done()[] = 0
+            if is_fatal(counters.failure()[]):
+                counters.set_broken()
+            else:
+                all_done = 1
+    return warp.shuffle_idx(all_done, UInt32(0)) != 0
 
 
 @always_inline

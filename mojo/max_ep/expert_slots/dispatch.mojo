@@ -36,7 +36,6 @@ from ..failures import (
     NO_COUNT,
     NO_MESSAGE,
     TOO_MANY_ROWS,
-    is_fatal,
     note_failure,
 )
 from ..flags import (
@@ -68,6 +67,7 @@ from .device_steps import (
     await_done_words,
     await_message,
     bytes_at,
+    can_start,
     copy_warp,
     is_last_block,
     own_of,
@@ -588,7 +588,7 @@ def _send_half[
         var staged: UInt64 = 0
         comptime if fused_shared_expert:
             if first_k == 0:
-                # I4: only this warp writes and only this rank reads it.
+                # I3: this rank's own done word, too, was awaited above.
                 staged = UInt64(Int(_staged[layout](recv_buf, token_idx)))
         _send_unit[input_type, token_fmt_type, input_scales_wrapper](
             tokens.unsafe_offset(token_idx * token_fmt_type.hidden_size),
@@ -1183,7 +1183,7 @@ def _finish[
         counters: This rank's local words.
         n_tokens: Tokens that were sent.
     """
-    if not is_last_block(counters) or is_fatal(counters.failure()[]):
+    if not is_last_block(counters):
         return
     comptime if is_sending:
         if launch.lane == 0:
@@ -1293,7 +1293,7 @@ def dispatch_async_kernel[
     comptime layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
-    if is_fatal(ep_counters.failure()[]):
+    if not can_start[layout](ep_counters, _SEND):
         return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
@@ -1386,7 +1386,7 @@ def dispatch_wait_kernel[
     comptime layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
-    if is_fatal(ep_counters.failure()[]):
+    if not can_start[layout](ep_counters, _RECEIVE):
         _deliver_nothing[num_threads](tables)
         return
     var rank = rank_of(ep_counters, my_rank)
@@ -1491,7 +1491,7 @@ def dispatch_kernel[
     comptime layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
-    if is_fatal(ep_counters.failure()[]):
+    if not can_start[layout](ep_counters, _SEND):
         _deliver_nothing[num_threads](tables)
         return
     var rank = rank_of(ep_counters, my_rank)
