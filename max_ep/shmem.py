@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -134,8 +135,13 @@ class _Libraries:
         self.shmem.nvshmem_free.argtypes = [ctypes.c_void_p]
         self.shmem.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
         self.shmem.nvshmemx_cumodule_finalize.argtypes = [ctypes.c_void_p]
-        self.cuda = ctypes.CDLL("libcuda.so.1")
-        self.cuda.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+
+    @functools.cached_property
+    def cuda(self) -> ctypes.CDLL:
+        """The CUDA driver."""
+        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+        return cuda
 
     def all_equal(self, what: bytes) -> bool:
         """Tells whether all processes give the same bytes; collective."""
