@@ -219,7 +219,7 @@ class _Pe:
             attributes,
             0,
             (1 << 16) + 144,
-            libraries.world.value,
+            ctypes.addressof(libraries.world),
             (1 << 16) + 128,
             (1 << 16) + 24,
             0,
