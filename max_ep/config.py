@@ -192,6 +192,11 @@ class EPConfig:
                 f"ranks_per_gpu={self.ranks_per_gpu} must divide n_gpus_per_node="
                 f"{self.n_gpus_per_node}, the ranks of this process"
             )
+        if self.uses_shmem and self.ranks_per_gpu > 1:
+            raise ValueError(
+                f"ranks_per_gpu={self.ranks_per_gpu} with n_nodes={self.n_nodes}: "
+                "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
+            )
         if not -1 <= self.node_id < self.n_nodes:
             raise ValueError(
                 f"node_id={self.node_id} must be in [0, n_nodes={self.n_nodes}), or -1"
@@ -324,6 +329,11 @@ class EPConfig:
         return self.ranks_per_gpu > 1
 
     @property
+    def uses_shmem(self) -> bool:
+        """Whether ranks reach those of other processes through SHMEM."""
+        return self.target == "gpu" and self.n_nodes > 1
+
+    @property
     def n_local_devices(self) -> int:
         """Devices of this process."""
         if self.target == "cpu":
@@ -384,9 +394,10 @@ class EPConfig:
         """Returns the bytes of one rank's symmetric region.
 
         MAX's method of this name answers for one of two buffer groups; this is
-        the whole.
+        the whole, with what SHMEM puts from if it is used.
         """
-        return self.sizes().region_bytes
+        sizes = self.sizes()
+        return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
 
 
 def blockwise_fp8_quant_config() -> QuantConfig:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .plan import human
+from .shmem import missing_parts
 from .symmetric_memory import shared_memory_free
 
 _WANTED_MAX = "26.7."
@@ -95,6 +96,16 @@ def run_doctor() -> int:
         "gpu",
         True,
         "none" if n_gpus == 0 else f"{n_gpus}, one rank each with target='gpu'",
+        is_needed=False,
+    )
+    missing = missing_parts()
+    say(
+        "shmem",
+        not missing,
+        "GPU ranks of several hosts can join"
+        if not missing
+        else f"only GPU ranks of several hosts need it: lacks {', '.join(missing)} "
+        "(pip install 'max_ep[shmem]')",
         is_needed=False,
     )
     is_good, text = _check_shared_memory()

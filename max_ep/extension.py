@@ -20,6 +20,8 @@ from pathlib import Path
 from max.graph import Graph
 from mojo.run import subprocess_run_mojo
 
+from .shmem import bitcode_path, bitcode_version, check_installed
+
 _COMPILE_TIMEOUT_S = 300
 
 
@@ -82,7 +84,7 @@ def run_mojo(*args: str) -> str:
 
 
 @functools.cache
-def extension_path(package: str = "max_ep") -> Path:
+def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     """Returns a precompiled Mojo package for ``custom_extensions``.
 
     Builders of this library load it into the graph by themselves; pass it to
@@ -90,12 +92,20 @@ def extension_path(package: str = "max_ep") -> Path:
 
     Args:
         package: Folder below :func:`mojo_dir`.
+        with_shmem: Whether to build SHMEM's device functions in, for groups of
+            GPU ranks on several hosts (``EPConfig.uses_shmem``).
 
     Returns:
         Path of a ``.mojoc`` file. The first call on a machine compiles it,
         which takes seconds.
     """
-    target = cache_dir() / sources_hash() / f"{package}.mojoc"
+    folder, options = cache_dir() / sources_hash(), []
+    if with_shmem:
+        if bitcode_path() is None:
+            check_installed()
+        folder = folder / f"shmem-{bitcode_version()}"
+        options = ["--bitcode-libs", str(bitcode_path())]
+    target = folder / f"{package}.mojoc"
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         # A file of another name cannot be loaded, so the folder is temporary.
@@ -103,18 +113,19 @@ def extension_path(package: str = "max_ep") -> Path:
             built = Path(build) / target.name
             # -I: one package may import another. A relative input keeps
             # machine paths out of the bytes.
-            run_mojo("precompile", package, "-I", ".", "-o", str(built))
+            run_mojo("precompile", package, "-I", ".", *options, "-o", str(built))
             os.replace(built, target)
     return target
 
 
-def load_ops(graph: Graph, package: str = "max_ep") -> None:
+def load_ops(graph: Graph, package: str = "max_ep", with_shmem: bool = False) -> None:
     """Makes the ops of a package known to a graph, once.
 
     Args:
         graph: The graph under construction.
         package: Folder below :func:`mojo_dir`.
+        with_shmem: As in :func:`extension_path`.
     """
-    path = extension_path(package)
+    path = extension_path(package, with_shmem)
     if path not in graph.kernel_libraries_paths:
         graph._import_kernels([path])

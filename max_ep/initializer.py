@@ -16,6 +16,7 @@ from .config import NUM_GROUPS, EPConfig
 from .extension import run_mojo
 from .gpu_memory import GpuMemory
 from .kernels import call_ep_init
+from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 
 GROUP_VARIABLE = "MAX_EP_GROUP"
@@ -56,7 +57,7 @@ class EPCommInitializer:
         """
         self.config = config
         self._group = group
-        self._memory: LocalMemory | SharedMemory | GpuMemory | None = None
+        self._memory: LocalMemory | SharedMemory | GpuMemory | ShmemMemory | None = None
         self._model: Model | None = None
         self._devices: list[Device] = []
         self._regions: list[int] = []
@@ -96,7 +97,7 @@ class EPCommInitializer:
         if self._model is None:
             self._model = session.load(_setup_graph(config))
         self._devices = _devices(config)
-        self._memory = self._allocate(sizes.region_bytes)
+        self._memory = self._allocate(config.estimate_memory_usage())
         try:
             self._regions = self._memory.local_addresses()
             self._counters = [
@@ -113,12 +114,19 @@ class EPCommInitializer:
         except BaseException:
             self.close()
             raise
-        # [group][send, recv, counts][rank]
-        self._pointers = offsets[:, :, None] + np.array(regions, np.uint64)
+        if config.uses_shmem:
+            # What is sent to other hosts is put from behind the region.
+            put = sizes.region_bytes
+            offsets[:, _SEND] = put, put + sizes.dispatch_put_bytes
+        # [group][send, recv, counts][rank]; 0: not reached by an address.
+        addresses = np.array(regions, np.uint64)
+        self._pointers = (offsets[:, :, None] + addresses) * (addresses != 0)
 
     def _find_node_id(self) -> int:
         if self.config.n_nodes == 1:
             return 0
+        if self.config.uses_shmem:
+            return mpi_rank()[0]
         if NODE_VARIABLE not in os.environ:
             raise ValueError(
                 f"EPConfig.node_id is -1 with n_nodes={self.config.n_nodes}; pass "
@@ -133,13 +141,23 @@ class EPCommInitializer:
             )
         return node_id
 
-    def _allocate(self, region_bytes: int) -> LocalMemory | SharedMemory | GpuMemory:
+    def _allocate(
+        self, region_bytes: int
+    ) -> LocalMemory | SharedMemory | GpuMemory | ShmemMemory:
         config = self.config
-        if config.target == "gpu":
-            return GpuMemory(
-                [self._device_of(rank) for rank in range(config.n_gpus_per_node)],
+        devices = [self._device_of(rank) for rank in range(config.n_gpus_per_node)]
+        if config.uses_shmem:
+            here = [Buffer(DType.uint8, [1], device) for device in devices]
+            return ShmemMemory(
+                [buffer._data_ptr() for buffer in here],
+                config.node_id,
+                config.n_nodes,
                 region_bytes,
+                self._fingerprint(),
+                config.timeout_s,
             )
+        if config.target == "gpu":
+            return GpuMemory(devices, region_bytes)
         if config.n_nodes == 1:
             return LocalMemory(config.n_gpus_per_node, region_bytes)
         group = self._group or os.environ.get(GROUP_VARIABLE)
@@ -149,8 +167,19 @@ class EPCommInitializer:
                 f"group: pass EPCommInitializer(config, group=...), or set "
                 f"{GROUP_VARIABLE} (max_ep.launch does)"
             )
-        fingerprint = ", ".join(
-            f"{field}={getattr(config, field)}"
+        return SharedMemory(
+            group,
+            config.node_id,
+            config.n_nodes,
+            config.n_gpus_per_node,
+            region_bytes,
+            self._fingerprint(),
+        )
+
+    def _fingerprint(self) -> str:
+        """Returns what must be the same in all processes."""
+        return ", ".join(
+            f"{field}={getattr(self.config, field)}"
             for field in (
                 "token_format",
                 "combine_dtype",
@@ -163,14 +192,6 @@ class EPCommInitializer:
                 "protocol",
                 "fp8_power_of_two_scales",
             )
-        )
-        return SharedMemory(
-            group,
-            config.node_id,
-            config.n_nodes,
-            config.n_gpus_per_node,
-            region_bytes,
-            fingerprint,
         )
 
     def _prepare_ranks(self, *, was_used: bool) -> np.ndarray:

@@ -62,7 +62,7 @@ def _call(
     out_types: list[TensorType] | None = None,
 ) -> list[TensorValue]:
     """Adds one EP op to the current graph."""
-    load_ops(Graph.current)
+    load_ops(Graph.current, with_shmem=config.uses_shmem)
     results = ops.inplace_custom(
         f"max_ep.{name}",
         device=counter.device,

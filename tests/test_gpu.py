@@ -15,7 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import (
+    BF16,
     CASES,
+    F32,
+    LAYOUT_CASES,
     ROUTINGS,
     Case,
     Inputs,
@@ -43,10 +46,21 @@ LARGE = {
     for c in [
         Case("large", 2, 12, 8, 2048, 160),
         Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
+        Case("large_padded", 2, 12, 8, 2048, 160, "fp8", output_layout="padded"),
+        Case("large_shared", 2, 12, 8, 2048, 320, "fp8", fused_shared_expert=True),
         Case("large_four", 4, 64, 8, 7168, 512),
         Case("large_four_fp8", 4, 64, 8, 7168, 128, "fp8"),
     ]
 }
+
+
+_FEW_RANKS = [
+    Case("padded_one", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
+    Case("padded_two", 2, 5, 3, 80, 7, output_layout="padded"),
+    Case("shared_one", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
+    Case("shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True),
+]
+ALL_CASES = CASES | LAYOUT_CASES | {c.name: c for c in _FEW_RANKS}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +98,7 @@ PLACES = {
     "four_gpus_fused": (4, on_gpus, fused_round_trip, [3, 4]),
 }
 CASES_OF = {
-    place: [n for n, c in CASES.items() if c.n_ranks in n_ranks]
+    place: [n for n, c in ALL_CASES.items() if c.n_ranks in n_ranks]
     for place, (_, _, _, n_ranks) in PLACES.items()
 }
 
@@ -105,7 +119,7 @@ def groups_at(gpu_session) -> Iterator[Callable]:
     def get(place: str) -> Groups:
         if place not in made:
             _, config, build, _ = PLACES[place]
-            cases = {n: CASES[n] for n in CASES_OF[place]}
+            cases = {n: ALL_CASES[n] for n in CASES_OF[place]}
             made[place] = Groups(
                 gpu_session, f"gpu_{place}", cases, config=config, build=build
             )
@@ -134,12 +148,12 @@ def test_round_trip_is_the_oracles(
     run_at: Callable, place: str, name: str, data: str, routing: str
 ) -> None:
     run = run_at(place, routing, data)
-    want = expected(CASES[name], run.given[name])
+    want = expected(ALL_CASES[name], run.given[name])
     assert_round_trip(f"{place}, {name}, {routing}, {data}", run.got[name], want)
 
 
 PLAIN = {
-    place: [n for n in names if not CASES[n].is_fp8 and not CASES[n].scales]
+    place: [n for n in names if not ALL_CASES[n].is_fp8 and not ALL_CASES[n].scales]
     for place, names in CASES_OF.items()
 }
 
@@ -147,7 +161,7 @@ PLAIN = {
 @pytest.mark.parametrize("place, name", marked(PLAIN))
 def test_dispatch_copies_any_bits(run_at: Callable, place: str, name: str) -> None:
     run = run_at(place, "uniform", "any_bits")
-    want = expected_dispatch(CASES[name], run.given[name])
+    want = expected_dispatch(ALL_CASES[name], run.given[name])
     assert_dispatched(f"{place}, {name}, any bits", run.got[name], want)
 
 
@@ -155,8 +169,18 @@ def test_dispatch_copies_any_bits(run_at: Callable, place: str, name: str) -> No
 
 
 LARGE_PLACES = {
-    "one_gpu": (1, on_one_gpu, round_trip, ["large", "large_fp8"]),
-    "two_gpus_fused": (2, on_gpus, fused_round_trip, ["large", "large_fp8"]),
+    "one_gpu": (
+        1,
+        on_one_gpu,
+        round_trip,
+        ["large", "large_fp8", "large_padded", "large_shared"],
+    ),
+    "two_gpus_fused": (
+        2,
+        on_gpus,
+        fused_round_trip,
+        ["large", "large_fp8", "large_padded", "large_shared"],
+    ),
     "four_gpus_fused": (
         4,
         on_gpus,

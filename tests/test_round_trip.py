@@ -548,7 +548,13 @@ def run_forms(forms: Forms) -> Callable:
     @functools.cache
     def run(routing: str) -> SimpleNamespace:
         given, second = forms.make(routing)
-        got = forms.run(given, second)
+        try:
+            got = forms.run(given, second)
+        except Exception:
+            # So that what comes next fails for a reason of its own, if at all.
+            for comm in forms.comms.values():
+                comm.reset()
+            raise
         return SimpleNamespace(given=given, second=second, got=got)
 
     return run
@@ -624,7 +630,13 @@ def test_reset_forgets_what_was_sent_before(forms: Forms) -> None:
     forms.reset()
     for routing in ("full", "masked"):
         given, second = forms.make(routing)
-        got = forms.run(given, second)
+        try:
+            got = forms.run(given, second)
+        except Exception:
+            # So that what comes next fails for a reason of its own, if at all.
+            for comm in forms.comms.values():
+                comm.reset()
+            raise
         check_all(f"after reset, {routing}", given, second, got)
         forms.reset()
 

@@ -4,7 +4,7 @@
 NVSHMEM's device functions read a state that is part of each CUDA module and
 is filled in by the host thread that has joined SHMEM for the device; any other
 thread has no state of its own to fill in. MAX runs ops on threads of its own, so
-an op asks Python (`shmem_memory.py`) to have it done there. What they share is a
+an op asks Python (`shmem.py`) to have it done there. What they share is a
 table, whose address is in the environment:
 
     word 0   address of `int64 register(int64 device_id, uint64 CUmodule)`

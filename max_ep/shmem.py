@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVSHMEM's host side: symmetric memory of GPU ranks on several hosts.
+
+The NVSHMEM that MAX ships keeps all its host state in thread-local variables: a
+thread is a PE (SHMEM's word for a rank). Whoever allocates, frees or registers
+kernels must be the thread that joined, and joining, allocating and freeing are
+collective, so the threads of one process must be in them at the same time. MAX
+says nothing about the threads that ops run on, so each local rank gets a thread
+here that does nothing else.
+
+Processes find each other through MPI (Open MPI: ``mpirun`` starts them), and
+rank = ``mpi_rank * n_gpus_per_node + local rank``. Needs the extra
+``max_ep[shmem]``; decision note 0010 says why it is built so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import queue
+import struct
+import sys
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from importlib import metadata
+from pathlib import Path
+
+BITCODE_PACKAGE = "nvidia-nvshmem-cu13"
+"""PyPI package whose device bitcode is built into the kernels."""
+
+MPI_LIBRARY_VARIABLE = "MAX_EP_MPI_LIBRARY"
+"""Environment variable that names Open MPI's ``libmpi.so.40``."""
+
+_MODULES_VARIABLE = "MAX_EP_SHMEM_MODULES"  # as in shmem_modules.mojo
+_MAX_MODULES = 4096
+_INIT_WITH_MPI_COMM = 1 << 1
+_IS_INITIALIZED = 2
+_THREAD_MULTIPLE = 3
+_DIGEST_BYTES = 32
+
+
+def bitcode_path() -> Path | None:
+    """Returns NVSHMEM's device bitcode, or None if it is not installed."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        path = Path(folder) / "nvshmem" / "lib" / "libnvshmem_device.bc"
+        if path.is_file():
+            return path
+    return None
+
+
+def mpi_library() -> Path | None:
+    """Returns Open MPI's library, or None if it is not found."""
+    if MPI_LIBRARY_VARIABLE in os.environ:
+        path = Path(os.environ[MPI_LIBRARY_VARIABLE])
+        return path if path.is_file() else None
+    folders = [Path(sys.prefix) / "lib"]
+    folders += [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
+    for folder in folders:
+        if (folder / "libmpi.so.40").is_file():
+            return folder / "libmpi.so.40"
+    return None
+
+
+def host_library_dir() -> Path | None:
+    """Returns the folder of MAX's NVSHMEM host library, or None."""
+    spec = importlib.util.find_spec("modular")
+    for folder in spec.submodule_search_locations if spec else ():
+        if (Path(folder) / "lib" / "libnvshmem_host.so.3").is_file():
+            return Path(folder) / "lib"
+    return None
+
+
+def missing_parts() -> list[str]:
+    """Says what SHMEM lacks on this machine; nothing if it can be used."""
+    missing = []
+    if bitcode_path() is None:
+        missing.append(f"the device bitcode of {BITCODE_PACKAGE}")
+    if host_library_dir() is None:
+        missing.append("MAX's libnvshmem_host.so.3 (package max-shmem-libs)")
+    if mpi_library() is None:
+        missing.append(f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)")
+    return missing
+
+
+def check_installed() -> None:
+    """Raises with what is missing, if SHMEM cannot be used here."""
+    missing = missing_parts()
+    if missing:
+        raise RuntimeError(
+            "max_ep: n_nodes > 1 with target='gpu' goes through SHMEM, which lacks "
+            + " and ".join(missing)
+            + "; pip install 'max_ep[shmem]'"
+        )
+
+
+class _Libraries:
+    """Open MPI, NVSHMEM's MPI plug-in and host library, and the CUDA driver."""
+
+    def __init__(self) -> None:
+        check_installed()
+        mpi, folder = mpi_library(), host_library_dir()
+        assert mpi is not None and folder is not None
+        # In this order and global: what is loaded already satisfies the next
+        # one by its name, without LD_LIBRARY_PATH.
+        self.mpi = ctypes.CDLL(str(mpi), mode=ctypes.RTLD_GLOBAL)
+        provided = ctypes.c_int()
+        status = self.mpi.MPI_Init_thread(
+            None, None, _THREAD_MULTIPLE, ctypes.byref(provided)
+        )
+        if status or provided.value < _THREAD_MULTIPLE:
+            raise RuntimeError(
+                f"max_ep: MPI_Init_thread: status {status}, thread level "
+                f"{provided.value}; {_THREAD_MULTIPLE} is needed"
+            )
+        world = ctypes.c_char.in_dll(self.mpi, "ompi_mpi_comm_world")
+        self.world = ctypes.c_void_p(ctypes.addressof(world))
+        byte = ctypes.c_char.in_dll(self.mpi, "ompi_mpi_byte")
+        self.byte = ctypes.c_void_p(ctypes.addressof(byte))
+        rank, size = ctypes.c_int(), ctypes.c_int()
+        self.mpi.MPI_Comm_rank(self.world, ctypes.byref(rank))
+        self.mpi.MPI_Comm_size(self.world, ctypes.byref(size))
+        self.rank, self.size = rank.value, size.value
+        # Where NVSHMEM looks for its plug-ins.
+        os.environ.setdefault("MODULAR_SHMEM_LIB_DIR", str(folder))
+        ctypes.CDLL(str(folder / "nvshmem_bootstrap_mpi.so.3"), mode=ctypes.RTLD_GLOBAL)
+        self.shmem = ctypes.CDLL(str(folder / "libnvshmem_host.so.3"))
+        self.shmem.nvshmem_malloc.restype = ctypes.c_void_p
+        self.shmem.nvshmem_malloc.argtypes = [ctypes.c_size_t]
+        self.shmem.nvshmem_free.argtypes = [ctypes.c_void_p]
+        self.shmem.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
+        self.shmem.nvshmemx_cumodule_finalize.argtypes = [ctypes.c_void_p]
+
+    @functools.cached_property
+    def cuda(self) -> ctypes.CDLL:
+        """The CUDA driver."""
+        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+        return cuda
+
+    def all_equal(self, what: bytes) -> bool:
+        """Tells whether all processes give the same bytes; collective."""
+        digest = hashlib.sha256(what).digest()
+        everybodys = ctypes.create_string_buffer(_DIGEST_BYTES * self.size)
+        self.mpi.MPI_Allgather(
+            digest,
+            _DIGEST_BYTES,
+            self.byte,
+            everybodys,
+            _DIGEST_BYTES,
+            self.byte,
+            self.world,
+        )
+        return everybodys.raw == digest * self.size
+
+    def barrier(self) -> None:
+        """Waits for all processes."""
+        self.mpi.MPI_Barrier(self.world)
+
+    def context_of(self, address: int) -> int:
+        """Returns the CUDA context of an allocation."""
+        context, ordinal = ctypes.c_void_p(), ctypes.c_int()
+        pointer = ctypes.c_uint64(address)
+        get = self.cuda.cuPointerGetAttribute
+        if get(ctypes.byref(context), 1, pointer) == 0 and context.value:
+            return context.value
+        # Memory of a pool has no context: take the device's primary one.
+        for status in (
+            get(ctypes.byref(ordinal), 9, pointer),
+            self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal),
+        ):
+            if status != 0:
+                raise RuntimeError(f"max_ep: CUDA error {status} at {address:#x}")
+        assert context.value is not None
+        return context.value
+
+
+class _Pe:
+    """One local rank: a thread that runs what it is given, in order."""
+
+    def __init__(self, local_rank: int) -> None:
+        self._modules: set[int] = set()
+        self._jobs: queue.Queue = queue.Queue()
+        threading.Thread(
+            target=self._run, name=f"max_ep-shmem-{local_rank}", daemon=True
+        ).start()
+
+    def _run(self) -> None:
+        while True:
+            future, function, arguments = self._jobs.get()
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+    def submit(self, function, *arguments) -> Future:
+        """Runs a function on this rank's thread."""
+        future: Future = Future()
+        self._jobs.put((future, function, arguments))
+        return future
+
+    def join(
+        self, libraries: _Libraries, local: int, n_local: int, context: int
+    ) -> tuple[int, int]:
+        """Joins SHMEM; collective. Returns rank and ranks."""
+        status = libraries.cuda.cuCtxSetCurrent(context)
+        if status:
+            raise RuntimeError(f"max_ep: cuCtxSetCurrent: CUDA error {status}")
+        # nvshmemx_init_attr_t, version 1: version, mpi_comm *, then arguments:
+        # version, unique id (version, id *, local rank, local ranks).
+        attributes = ctypes.create_string_buffer(144)
+        struct.pack_into(
+            "i4xQ i4x i4xQii",
+            attributes,
+            0,
+            (1 << 16) + 144,
+            ctypes.addressof(libraries.world),
+            (1 << 16) + 128,
+            (1 << 16) + 24,
+            0,
+            local,
+            n_local,
+        )
+        shmem = libraries.shmem
+        status = shmem.nvshmemx_hostlib_init_attr(_INIT_WITH_MPI_COMM, attributes)
+        state = shmem.nvshmemx_init_status()
+        if status or state < _IS_INITIALIZED:
+            raise RuntimeError(
+                f"max_ep: joining SHMEM failed: status {status}, state {state}; "
+                "NVSHMEM_DEBUG=INFO says more"
+            )
+        return shmem.nvshmem_my_pe(), shmem.nvshmem_n_pes()
+
+    def register(self, libraries: _Libraries, module: int) -> int:
+        """Gives a CUDA module this rank's device state, once."""
+        if module in self._modules:
+            return 0
+        status = libraries.shmem.nvshmemx_cumodule_init(module)
+        if status == 0:
+            self._modules.add(module)
+        return status
+
+    def leave(self, libraries: _Libraries) -> None:
+        """Leaves SHMEM; collective."""
+        for module in self._modules:
+            libraries.shmem.nvshmemx_cumodule_finalize(module)
+        libraries.shmem.nvshmemx_hostlib_finalize()
+
+
+class _Membership:
+    """This process in SHMEM: joined once, left when the process ends."""
+
+    def __init__(self, contexts: list[int], libraries: _Libraries) -> None:
+        self.libraries = libraries
+        self.pes = [_Pe(i) for i in range(len(contexts))]
+        n = len(contexts)
+        numbers = self.on_all(
+            60.0,
+            lambda i: self.pes[i].join(libraries, i, n, contexts[i]),
+            "joining SHMEM",
+        )
+        want = [(libraries.rank * n + i, libraries.size * n) for i in range(n)]
+        if numbers != want:
+            raise RuntimeError(f"max_ep: SHMEM numbers ranks {numbers}, not {want}")
+        self._table = (ctypes.c_uint64 * (2 + 2 * _MAX_MODULES))()
+        # Kept alive: ops call it as long as the process runs.
+        self._callback = ctypes.CFUNCTYPE(
+            ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64
+        )(self._register)
+        self._table[0] = ctypes.cast(self._callback, ctypes.c_void_p).value
+        os.environ[_MODULES_VARIABLE] = str(ctypes.addressof(self._table))
+        atexit.register(self._leave)
+
+    def on_all(self, timeout_s: float, function, what: str) -> list:
+        """Runs ``function(local_rank)`` on all ranks' threads at once."""
+        futures = [pe.submit(function, i) for i, pe in enumerate(self.pes)]
+        try:
+            return [future.result(timeout_s) for future in futures]
+        except FutureTimeout:
+            raise TimeoutError(
+                f"max_ep: {what} on process {self.libraries.rank} of "
+                f"{self.libraries.size} timed out after {timeout_s:g} s: another "
+                "process did not take part"
+            ) from None
+
+    def _register(self, device_id: int, module: int) -> int:
+        # Called by an op, on whatever thread MAX runs it.
+        try:
+            pe = self.pes[device_id]
+            status = pe.submit(pe.register, self.libraries, module).result(60)
+            n = self._table[1]
+            if status == 0 and n < _MAX_MODULES:
+                self._table[2 + 2 * n], self._table[3 + 2 * n] = device_id, module
+                self._table[1] = n + 1
+            return status
+        except BaseException as error:  # noqa: BLE001 - must not unwind into the op
+            print(f"max_ep: registering kernels failed: {error!r}", file=sys.stderr)
+            return -1
+
+    def _leave(self) -> None:
+        try:
+            self.on_all(
+                20.0, lambda i: self.pes[i].leave(self.libraries), "leaving SHMEM"
+            )
+            self.libraries.mpi.MPI_Finalize()
+        except (TimeoutError, RuntimeError) as error:
+            print(error, file=sys.stderr)
+
+
+_libraries: _Libraries | None = None
+_membership: _Membership | None = None
+
+
+def mpi_rank() -> tuple[int, int]:
+    """Returns the number of this process and how many there are; starts MPI.
+
+    Raises:
+        RuntimeError: If SHMEM is not installed here.
+    """
+    global _libraries
+    if _libraries is None:
+        _libraries = _Libraries()
+    return _libraries.rank, _libraries.size
+
+
+class ShmemMemory:
+    """Regions of this process's ranks in SHMEM's symmetric memory."""
+
+    def __init__(
+        self,
+        context_addresses: list[int],
+        node_id: int,
+        n_nodes: int,
+        region_bytes: int,
+        fingerprint: str,
+        timeout_s: float,
+    ) -> None:
+        """Joins SHMEM, if this process has not yet, and allocates; collective.
+
+        Args:
+            context_addresses: Some device memory of each local rank's GPU.
+            node_id: The number of this process.
+            n_nodes: Processes of the group.
+            region_bytes: Bytes of one region.
+            fingerprint: What must be the same in all processes.
+            timeout_s: How long to wait for them.
+
+        Raises:
+            ValueError: If this is another process than ``node_id``, or a
+                process has another configuration.
+            MemoryError: If a GPU has no room.
+            TimeoutError: If a process does not come.
+            RuntimeError: If SHMEM is not installed, or fails.
+        """
+        global _membership
+        if mpi_rank() != (node_id, n_nodes):
+            raise ValueError(
+                f"node_id={node_id} of n_nodes={n_nodes}, but MPI says that this is "
+                "process {} of {}; start the group with `mpirun -np n_nodes`".format(
+                    *mpi_rank()
+                )
+            )
+        assert _libraries is not None
+        libraries = _libraries
+        n_local = len(context_addresses)
+        if _membership is None:
+            contexts = [libraries.context_of(a) for a in context_addresses]
+            _membership = _Membership(contexts, libraries)
+        if len(_membership.pes) != n_local:
+            raise ValueError(
+                f"n_gpus_per_node={n_local}, but this process joined SHMEM with "
+                f"{len(_membership.pes)}; that cannot change while it runs"
+            )
+        self._timeout_s = timeout_s
+        self._addresses: list[int] = []
+        what = f"{region_bytes} bytes, {fingerprint}"
+        if not self._on_first(lambda: libraries.all_equal(what.encode()), "joining"):
+            raise ValueError(
+                "max_ep: the processes of this group have different "
+                f"configurations; this one ({node_id}): {what}"
+            )
+        addresses = _membership.on_all(
+            timeout_s,
+            lambda _: libraries.shmem.nvshmem_malloc(region_bytes),
+            "allocating symmetric memory",
+        )
+        if not all(addresses):
+            raise MemoryError(
+                f"max_ep: SHMEM cannot allocate {region_bytes} bytes a rank. Lower "
+                "max_tokens_per_rank; `max-ep plan` shows what each buffer takes"
+            )
+        self._addresses = addresses
+        self._first_rank = node_id * n_local
+        self._n_ranks = n_nodes * n_local
+
+    def _on_first(self, function, what: str):
+        assert _membership is not None
+        # MPI is called by one thread of a process.
+        future = _membership.pes[0].submit(function)
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeout:
+            raise TimeoutError(
+                f"max_ep: {what} timed out after {self._timeout_s:g} s: another "
+                "process of the group did not come"
+            ) from None
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of each local rank's region, valid on its GPU."""
+        return self._addresses
+
+    def connect(self, timeout_s: float) -> list[int]:
+        """Waits until all processes have cleared their regions.
+
+        Args:
+            timeout_s: How long.
+
+        Returns:
+            The address of every rank's region; 0 for ranks of other processes,
+            which are reached by puts to the own address.
+        """
+        assert _libraries is not None
+        self._on_first(_libraries.barrier, "joining the group")
+        regions = [0] * self._n_ranks
+        for i, address in enumerate(self._addresses):
+            regions[self._first_rank + i] = address
+        return regions
+
+    def close(self) -> None:
+        """Gives the memory back; collective."""
+        if not self._addresses:
+            return
+        assert _membership is not None and _libraries is not None
+        addresses, self._addresses = self._addresses, []
+        free = _libraries.shmem.nvshmem_free
+        _membership.on_all(
+            self._timeout_s, lambda i: free(addresses[i]), "freeing symmetric memory"
+        )
+
+
+def bitcode_version() -> str:
+    """Returns the version of the installed bitcode package."""
+    return metadata.version(BITCODE_PACKAGE)

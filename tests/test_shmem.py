@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU ranks of two processes that reach each other through SHMEM.
+
+One host stands in for two. Needs the extra `max_ep[shmem]`. Without a GPU: what
+users are told when a part is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import CASES
+
+from max_ep import EPCommInitializer, extension_path, shmem
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    "gpus_per_process",
+    [pytest.param(n, marks=pytest.mark.gpu(2 * n), id=f"2x{n}") for n in (1, 2)],
+)
+def test_round_trips_of_two_processes(gpus_per_process: int) -> None:
+    """Both processes find all of their ranks' rows and sums to be the oracle's."""
+    shmem.check_installed()
+    command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable]
+    command += [str(HERE / "shmem_member.py"), str(gpus_per_process)]
+    environment = os.environ | {
+        # One host without a network: messages between processes by memory.
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,sm",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-6000:]
+    for process in range(2):
+        assert f"process {process}: " in said, said[-6000:]
+    assert said.count("runs are the oracle's") == 2, said[-6000:]
+
+
+def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is launched, and with the command that mends it."""
+    monkeypatch.setattr(shmem, "bitcode_path", lambda: None)
+    monkeypatch.setenv(shmem.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
+    config = CASES["two_ranks"].config(target="gpu", n_nodes=2, n_gpus_per_node=1)
+    with pytest.raises(RuntimeError) as caught:
+        shmem.ShmemMemory([0], 0, 2, 1, "", 1.0)
+    for words in (
+        "nvidia-nvshmem-cu13",
+        "MAX_EP_MPI_LIBRARY",
+        "pip install 'max_ep[shmem]'",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(RuntimeError, match="max_ep.shmem."):
+        EPCommInitializer(config)._find_node_id()
+
+
+def test_kernels_need_the_bitcode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("max_ep.extension.bitcode_path", lambda: None)
+    monkeypatch.setattr(shmem, "bitcode_path", lambda: None)
+    with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13"):
+        extension_path("max_ep", with_shmem=True)
+
+
+def test_one_rank_on_each_gpu() -> None:
+    with pytest.raises(ValueError, match="pass ranks_per_gpu=1"):
+        CASES["two_ranks"].config(
+            target="gpu", n_nodes=2, n_gpus_per_node=2, ranks_per_gpu=2
+        )
+
+
+def test_put_buffers_are_counted() -> None:
+    """A choice's message, and a row for each choice of each rank."""
+    case = CASES["two_ranks"]
+    apart = case.config(target="gpu", n_nodes=2, n_gpus_per_node=1)
+    together = case.config(target="gpu")
+    sizes = apart.sizes()
+    n_choices = case.max_tokens_per_rank * case.top_k
+    wanted = n_choices * sizes.dispatch_msg_bytes
+    assert wanted <= sizes.dispatch_put_bytes < wanted + 4096
+    wanted = 2 * n_choices * sizes.combine_msg_bytes
+    assert wanted <= sizes.put_bytes - sizes.dispatch_put_bytes < wanted + 4096
+    assert (
+        apart.estimate_memory_usage() - together.estimate_memory_usage()
+        == sizes.put_bytes
+    )
