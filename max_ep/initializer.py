@@ -27,12 +27,6 @@ NODE_VARIABLE = "MAX_EP_NODE_ID"
 
 _SEND, _RECV, _COUNTS = range(3)
 
-_FAILURE_WORD = 20
-"""First word of the failure record; a test compares it with ``counters.mojo``."""
-
-_N_FAILURE_WORDS = 8
-"""Words of the failure record; a test compares it with ``counters.mojo``."""
-
 
 class EPCommInitializer:
     """Allocates the memory of this process's ranks and joins the group.
@@ -259,10 +253,10 @@ class EPCommInitializer:
         if self.config.target == "cpu":
             return
         self._synchronize()
-        texts = []
+        sizes, texts = self.config.sizes(), []
         for rank, counters in enumerate(self._counters[0]):
             words = counters.to(CPU()).to_numpy()
-            record = words[_FAILURE_WORD : _FAILURE_WORD + _N_FAILURE_WORDS]
+            record = words[sizes.failure_word :][: sizes.n_failure_words]
             if record[0] != 0:
                 my_rank = self.config.node_id * self.config.n_gpus_per_node + rank
                 texts.append(
@@ -317,6 +311,9 @@ class EPCommInitializer:
             )
         if self._pointers is None:
             raise RuntimeError("EPCommInitializer.reset before ep_init")
+        # A kernel that still waits, on another GPU, could write to a rank that
+        # is cleared already.
+        self._synchronize()
         self._prepare_ranks(was_used=True)
 
     def set_eplb_placement(

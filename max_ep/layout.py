@@ -21,6 +21,8 @@ class RegionSizes:
     """Sizes of one rank's memory, in bytes unless the name says otherwise."""
 
     counters_words: int  # int32 words of EPLocalSyncCounters
+    failure_word: int  # first of them in the failure record
+    n_failure_words: int  # words of the failure record
     setup_words: int  # int64 words that max_ep.init takes
     n_local_experts: int
     dispatch_msg_bytes: int

@@ -7,7 +7,11 @@ line `name value` for each size.
 """
 from std.sys import argv
 
-from max_ep.counters import local_sync_counters_words
+from max_ep.counters import (
+    FAILURE_WORD,
+    N_FAILURE_WORDS,
+    local_sync_counters_words,
+)
 from max_ep.formats.blockwise_fp8 import FP8_BLOCK
 from max_ep.host_setup import N_SETUP_WORDS
 from max_ep.layout import (
@@ -45,6 +49,8 @@ def main() raises:
         "counters_words",
         local_sync_counters_words(n_experts, layout.n_choices()),
     )
+    print("failure_word", FAILURE_WORD)
+    print("n_failure_words", N_FAILURE_WORDS)
     print("setup_words", N_SETUP_WORDS)
     print("n_local_experts", layout.n_local_experts())
     print("dispatch_msg_bytes", layout.dispatch_msg_bytes)
