@@ -111,8 +111,8 @@ class EPConfig:
     protocol: str = "auto"
     """Wire protocol: ``"expert_slots"``, or ``"auto"``: the best there is."""
     timeout_s: float = 30.0
-    """How long a launch waits for its peers before it raises. Where all ranks
-    are in one process nothing ever waits."""
+    """How long a launch waits for its peers before it fails. Nothing waits
+    where all ranks of the group run one after another (``timeout_ms`` is 0)."""
     fp8_power_of_two_scales: bool = False
     """Round FP8 scales up to powers of two."""
     ranks_per_gpu: int = 1
@@ -345,9 +345,12 @@ class EPConfig:
         """How long a launch may wait; 0 where no time would help.
 
         The ranks of one device run one after another and all send before any
-        waits, so without other devices a wait is met at once or never.
+        waits, so without other devices a wait is met at once or never. A rank
+        that has a GPU of its own may use the fused forms, in which some blocks
+        of a launch wait for others, also where it is the only rank.
         """
-        if self.n_nodes == 1 and self.n_local_devices == 1:
+        in_turn = self.target == "cpu" or self.runs_ranks_in_turn
+        if self.n_nodes == 1 and self.n_local_devices == 1 and in_turn:
             return 0
         return max(1, int(self.timeout_s * 1000))
 

@@ -103,7 +103,10 @@ def picture(
         answer[f"{name}_bytes"] = n_bytes
         answer[f"{name}_offset"] = offset
         offset += up(n_bytes, 256)
-    return answer | {"region_bytes": offset}
+    put_bytes = up(max_tokens * top_k * dispatch_msg, 256)
+    answer |= {"region_bytes": offset, "dispatch_put_bytes": put_bytes}
+    put_bytes += up(n_ranks * max_tokens * top_k * combine_msg, 256)
+    return answer | {"put_bytes": put_bytes}
 
 
 def picture_of(case: Case) -> dict[str, int]:
@@ -129,11 +132,16 @@ def test_sizes_are_those_of_the_picture(name: str) -> None:
     for field in vars(sizes):
         if field in want:
             assert getattr(sizes, field) == want[field], f"{name}: {field}"
-    # Everything is compared, but for the two that are not in the picture.
+    # Everything is compared, but for what is not in the picture.
+    constants = {
+        "setup_words": ("N_SETUP_WORDS", "max_ep/host_setup.mojo"),
+        "failure_word": ("FAILURE_WORD", "max_ep/counters.mojo"),
+        "n_failure_words": ("N_FAILURE_WORDS", "max_ep/counters.mojo"),
+    }
     rest = set(vars(sizes)) - set(want)
-    assert rest == {"counters_words", "setup_words"}
-    setup_words = mojo_constant("N_SETUP_WORDS", "max_ep/host_setup.mojo")
-    assert sizes.setup_words == setup_words
+    assert rest == {"counters_words", *constants}
+    for field, (constant, path) in constants.items():
+        assert getattr(sizes, field) == mojo_constant(constant, path)
 
 
 @case_names
@@ -164,6 +172,27 @@ def test_processes_and_local_ranks_are_ranks_alike() -> None:
         cfg = case.config(n_nodes=n_nodes, n_gpus_per_node=4 // n_nodes)
         assert cfg.n_ranks == 4
         assert cfg.sizes() == case.config().sizes()
+
+
+@pytest.mark.parametrize(
+    "waits, target, n_gpus_per_node, more",
+    [
+        (False, "cpu", 1, {}),
+        (False, "cpu", 4, {}),
+        (True, "cpu", 1, {"n_nodes": 4}),
+        # Its own blocks wait for each other in the fused forms.
+        (True, "gpu", 1, {}),
+        (True, "gpu", 4, {}),
+        (False, "gpu", 4, {"ranks_per_gpu": 4}),
+        (True, "gpu", 4, {"ranks_per_gpu": 2}),
+    ],
+)
+def test_there_is_time_where_a_wait_can_be_met_later(
+    waits: bool, target: str, n_gpus_per_node: int, more: dict[str, int]
+) -> None:
+    given = {"target": target, "n_gpus_per_node": n_gpus_per_node, **more}
+    config = CASES["one_rank"].config(timeout_s=2, **given)
+    assert config.timeout_ms == (2000 if waits else 0)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 127, 128])

@@ -3,6 +3,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from max_ep.extension import run_mojo
 
 PROGRAMS = Path(__file__).resolve().parent / "mojo"
@@ -22,3 +24,23 @@ def test_output_layouts_at_their_edges() -> None:
 
 def test_fp8_rounding_agrees_with_mojo() -> None:
     assert int(run("fp8_rounding.mojo")) > 40_000_000
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        # code, phase, missing rank, expert or row, wanted, found, two numbers
+        ("0 0 0 0 0 0 0 0", []),
+        ("1 0 1 99 7 0 4 2", ["dispatch_async", "token 4, k 2: expert 99"]),
+        ("2 2 1 5 7 0 4 9", ["combine_async", "row 5: token 4, k 9", "src_info"]),
+        ("6 1 3 4 7 6 0 0", ["count for expert 4 of generation 7 from rank 3"]),
+        ("8 2 3 -1 7 6 0 0", ["word that it has read of generation 7 from rank 3"]),
+        ("9 3 -1 12 0 0 2 3", ["another EPConfig", "top_k: 2 there, 3 in the graph"]),
+    ],
+)
+def test_failure_records_in_words(record: str, words: list[str]) -> None:
+    """What `EPCommInitializer.check` says of a rank's record."""
+    said = run_mojo("run", "-I", ".", "failure_text.mojo", "1", "5000", *record.split())
+    assert said.startswith("max_ep: ") == bool(words)
+    for word in words + ["on rank 1: "] * bool(words):
+        assert word in said
