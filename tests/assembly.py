@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the assembly of a GPU kernel: its memory accesses and the ways through it.
+
+PTX (NVIDIA) and what LLVM's AMDGPU back end prints become the same thing, a list
+of operations with their successors, in the same words. So what a test says about
+the protocol, it says once. It is checked against what the compiler promises; what
+the hardware makes of that, no test without a GPU can tell.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Op:
+    """One instruction."""
+
+    text: str
+    what: str = ""
+    """load, store, atomic, fence, barrier (of the block), warp_barrier, vote; empty
+    for what has nothing to do with memory."""
+    n_bytes: int = 0
+    """Bytes that one lane moves."""
+    space: str = ""
+    """global, shared, local, param, or generic: that is found out at run time."""
+    order: str = ""
+    """relaxed, acquire, release, acq_rel, volatile; empty if it has none."""
+    scope: str = ""
+    """block, device, system; empty if it has no order."""
+    is_read_only: bool = False
+    """Whether a cache may serve it that is not kept coherent."""
+    successors: list[int] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """Its name in tests, such as `load acquire system`."""
+        return " ".join(word for word in (self.what, self.order, self.scope) if word)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an ordinary access to memory that others can reach."""
+        return (
+            self.what in ("load", "store")
+            and self.space in ("global", "generic")
+            and not self.order
+        )
+
+    def moves_16(self, what: str) -> bool:
+        """Tells whether it is an ordinary access of 16 bytes.
+
+        Args:
+            what: load or store.
+        """
+        return self.is_plain and self.what == what and self.n_bytes == 16
+
+
+class Kernel:
+    """The operations of a kernel; the first is where it starts."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        self.ops = ops
+        self._before: list[list[int]] = [[] for _ in ops]
+        for i, op in enumerate(ops):
+            for after in op.successors:
+                self._before[after].append(i)
+
+    def find(self, where: Callable[[Op], bool]) -> set[int]:
+        """Returns the places of the operations that fulfil a condition."""
+        return {i for i, op in enumerate(self.ops) if where(op)}
+
+    def find_kind(self, *kinds: str) -> set[int]:
+        """Returns the places of the operations of some kinds."""
+        return self.find(lambda op: op.kind in kinds)
+
+    def reach(
+        self,
+        starts: Iterable[int],
+        without: Collection[int] = (),
+        within: Collection[int] | None = None,
+    ) -> set[int]:
+        """Finds what may run after some operations.
+
+        Args:
+            starts: The operations.
+            without: Operations that no way may cross.
+            within: Operations that no way may leave.
+
+        Returns:
+            The places of what one step or more lead to.
+        """
+        reached: set[int] = set()
+        todo = [after for start in starts for after in self.ops[start].successors]
+        while todo:
+            i = todo.pop()
+            if i in reached or i in without or within is not None and i not in within:
+                continue
+            reached.add(i)
+            todo += self.ops[i].successors
+        return reached
+
+    def reach_from_start(self, without: Collection[int]) -> set[int]:
+        """Finds what may run although some operations have not."""
+        return {0} | self.reach([0], without)
+
+    def loops(self, within: Collection[int] | None = None) -> list[Loop]:
+        """Finds the loops that are in no other loop.
+
+        Args:
+            within: Where to look; everywhere if None.
+        """
+        places = set(range(len(self.ops))) if within is None else set(within)
+        loops, done = [], set()
+        # What a search leaves last, it can reach the most from; whatever of that
+        # leads back is one loop (Kosaraju).
+        for i in reversed(self._by_leaving(places)):
+            if i in done:
+                continue
+            body, todo = {i}, [i]
+            while todo:
+                for before in self._before[todo.pop()]:
+                    if before in places and before not in body | done:
+                        body.add(before)
+                        todo.append(before)
+            done |= body
+            if len(body) > 1 or i in self.ops[i].successors:
+                entries = {j for j in body if not body.issuperset(self._before[j])}
+                assert len(entries) == 1, "a loop that is entered at several places"
+                loops.append(Loop(self, body, entries.pop()))
+        return loops
+
+    def _by_leaving(self, places: set[int]) -> list[int]:
+        left: list[int] = []
+        seen: set[int] = set()
+        for start in sorted(places):
+            if start in seen:
+                continue
+            seen.add(start)
+            way = [(start, iter(self.ops[start].successors))]
+            while way:
+                for after in way[-1][1]:
+                    if after in places and after not in seen:
+                        seen.add(after)
+                        way.append((after, iter(self.ops[after].successors)))
+                        break
+                else:
+                    left.append(way.pop()[0])
+        return left
+
+
+@dataclass
+class Loop:
+    """A loop of a kernel, with the loops in it."""
+
+    kernel: Kernel
+    body: set[int]
+    entry: int
+
+    def find(self, where: Callable[[Op], bool]) -> set[int]:
+        """Returns the places of the operations that fulfil a condition."""
+        return {i for i in self.body if where(self.kernel.ops[i])}
+
+    def find_kind(self, *kinds: str) -> set[int]:
+        """Returns the places of the operations of some kinds."""
+        return self.find(lambda op: op.kind in kinds)
+
+    def reach_in_turn(self, starts: Iterable[int]) -> set[int]:
+        """Finds what may run after some operations in the same turn of the loop."""
+        return self.kernel.reach(starts, {self.entry}, self.body)
+
+    def reach_from_entry(self, without: Collection[int]) -> set[int]:
+        """Finds what may run in a turn although some operations have not."""
+        if self.entry in without:
+            return set()
+        return self.kernel.reach([self.entry], {self.entry, *without}, self.body)
+
+    def copying(self) -> Iterator[Loop]:
+        """Finds the smallest loops in it around its accesses of 16 bytes."""
+        inner = self.kernel.loops(self.body - {self.entry})
+        own = self.body.difference(*(loop.body for loop in inner))
+        if any(self.kernel.ops[i].moves_16(self.kernel.ops[i].what) for i in own):
+            yield self
+        for loop in inner:
+            yield from loop.copying()
+
+
+_SCOPES = {"sys": "system", "gpu": "device", "cta": "block", "cluster": "cluster"}
+_ORDERS = ("relaxed", "acquire", "release", "acq_rel", "volatile", "sc")
+_PTX_ACCESS = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}
+_PTX_BARRIERS = {
+    "bar.sync": "barrier",
+    "barrier.sync": "barrier",
+    "bar.warp": "warp_barrier",
+    "vote.sync": "vote",
+}
+
+
+_PTX_UNKNOWN = "cp ldu multimem mbarrier suld sust sured ldmatrix stmatrix".split()
+_PTX_ENDS = ("bra", "brx", "ret", "exit", "trap")
+
+
+def _ptx_op(text: str) -> Op:
+    name = text.split()[0]
+    words = [word.partition("::")[0] for word in name.split(".")]
+    order = next((word for word in words if word in _ORDERS), "")
+    scope = next((_SCOPES[word] for word in words if word in _SCOPES), "")
+    if words[0] in ("fence", "membar"):
+        return Op(text, "fence", order=order, scope=scope)
+    # Accesses that this file does not know, and would overlook.
+    assert words[0] not in _PTX_UNKNOWN, text
+    if words[0] not in _PTX_ACCESS:
+        return Op(text, _PTX_BARRIERS.get(".".join(words[:2]), ""))
+    n_lanes = next((int(w[1:]) for w in words if re.fullmatch(r"v\d", w)), 1)
+    space = [w for w in words if w in ("global", "shared", "local", "param")]
+    return Op(
+        text,
+        _PTX_ACCESS[words[0]],
+        n_lanes * int(re.sub(r"\D", "", words[-1])) // 8,
+        space[0] if space else "generic",
+        order or ("relaxed" if words[0] in ("atom", "red") else ""),
+        scope,
+        is_read_only="nc" in words,
+    )
+
+
+def parse_ptx(text: str) -> Kernel:
+    """Reads the PTX of one kernel."""
+    body = text[text.index("\n{\n") + 3 : text.rindex("\n}")]
+    body = re.sub(r"//.*", "", body)
+    ops: list[Op] = []
+    goes_on: list[bool] = []
+    targets: list[str] = []
+    labels: dict[str, int] = {}
+    tables: dict[str, list[str]] = {}
+    for statement in body.split(";"):
+        statement = statement.strip()
+        label = ""
+        while found := re.match(r"([\w$]+):\s*", statement):
+            label = found[1]
+            labels[label] = len(ops)
+            statement = statement[found.end() :]
+        if statement.startswith(".branchtargets"):
+            tables[label] = re.findall(r"\$\w+", statement)
+        if not statement or statement.startswith("."):
+            continue
+        predicate, statement = re.fullmatch(
+            r"(@!?%p\d+)?\s*(.*)", statement, re.S
+        ).groups()
+        name = statement.split()[0].partition(".")[0]
+        assert name != "call", "a call: its accesses are not seen here"
+        ops.append(_ptx_op(statement))
+        goes_on.append(bool(predicate) or name not in _PTX_ENDS)
+        targets.append(statement.split()[-1] if name in ("bra", "brx") else "")
+    for i, (op, target) in enumerate(zip(ops, targets)):
+        op.successors = [i + 1] if goes_on[i] else []
+        if target:
+            op.successors += [labels[t] for t in tables.get(target, [target])]
+    return Kernel(ops)
+
+
+_AMD_ACCESS = re.compile(
+    r"(?P<space>global|flat|scratch|buffer|ds)_"
+    r"(?P<what>load|store|read2?|write2?|atomic)"
+    r"(?:st64)?_(?P<type>\w+)"
+)
+_AMD_SPACES = {"flat": "generic", "scratch": "local", "buffer": "local", "ds": "shared"}
+_AMD_WHAT = {"read": "load", "write": "store"}
+_AMD_BYTES = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "dword": 4}
+_AMD_BITS = {"system": "sc0 sc1", "device": "sc1"}
+
+
+def _amd_op(text: str) -> Op:
+    name = text.split()[0]
+    if name == "s_barrier":
+        return Op(text, "barrier")
+    found = _AMD_ACCESS.match(name)
+    if not found:
+        known = re.match(
+            r"ds_(bpermute|permute|swizzle)_|ds_add_|buffer_(inv|wbl2)", name
+        )
+        assert known or not re.match(r"(global|flat|scratch|buffer|ds)_", name), text
+        return Op(text, "atomic" if name.startswith("ds_add") else "", space="shared")
+    space = _AMD_SPACES.get(found["space"], found["space"])
+    what = found["what"].removesuffix("2")
+    what = _AMD_WHAT.get(what, what)
+    if space == "shared":
+        # The LDS keeps the order of a block's accesses; nothing says more.
+        return Op(text, what, space=space)
+    if what == "atomic":
+        # Its `sc0` asks for the old value.
+        return Op(text, what, 4, space, "relaxed", "device")
+    size, _, n = found["type"].partition("x")
+    n_bytes = _AMD_BYTES[size] * int(n or 1)
+    scope = next((s for s, b in _AMD_BITS.items() if re.search(rf"\b{b}\b", text)), "")
+    return Op(text, what, n_bytes, space, "relaxed" if scope else "", scope)
+
+
+def _comes_next(ops: Iterable[Op], instruction: str) -> bool:
+    """Tells whether a wait for memory comes, then an instruction, before accesses."""
+    has_waited = False
+    for op in ops:
+        if op.what or "branch" in op.text:
+            return False
+        if op.text == instruction:
+            return has_waited
+        has_waited |= "vmcnt(0)" in op.text
+    return False
+
+
+def _strengthen(ops: list[Op], starts: Collection[int]) -> None:
+    """Tells release and acquire from relaxed, by the instructions around them.
+
+    Release: caches are written back, and that is waited for, before the store.
+    Acquire: the load is waited for, then caches are emptied. In either, no other
+    access is between, and no way in or out.
+    """
+    for i, op in enumerate(ops):
+        if op.order != "relaxed":
+            continue
+        begin = max((start for start in starts if start <= i), default=0)
+        end = min((start for start in starts if start > i), default=len(ops))
+        bits = _AMD_BITS[op.scope]
+        is_release = _comes_next(reversed(ops[begin:i]), f"buffer_wbl2 {bits}")
+        is_acquire = _comes_next(ops[i + 1 : end], f"buffer_inv {bits}")
+        if op.what != "load" and is_release:
+            op.order = "release"
+        if op.what != "store" and is_acquire:
+            op.order = "acq_rel" if op.order == "release" else "acquire"
+
+
+def parse_amdgcn(text: str, record_offset: int) -> Kernel:
+    """Reads the assembly of one kernel for an AMD GPU.
+
+    Args:
+        text: The assembly.
+        record_offset: Bytes from the start of the counters to words that the
+            compiler stores 16 bytes at once, though they are stored one by one. They
+            are taken for what they are.
+    """
+    ops: list[Op] = []
+    labels: dict[str, int] = {}
+    for line in text.partition(".section")[0].splitlines():
+        line = line.partition(";")[0].rstrip()
+        if found := re.match(r"(\.LBB\w+):", line):
+            labels[found[1]] = len(ops)
+        elif re.match(r"\t[a-z]", line):
+            ops.append(_amd_op(" ".join(line.split())))
+            if re.search(rf"s\[\d+:\d+\] offset:{record_offset}$", ops[-1].text):
+                ops[-1].n_bytes = 4
+    for i, op in enumerate(ops):
+        name, _, target = op.text.partition(" ")
+        assert not re.match(r"s_(call|swappc|setpc)", name), op.text
+        op.successors = [i + 1] if name not in ("s_branch", "s_endpgm") else []
+        if name.startswith(("s_branch", "s_cbranch")):
+            op.successors.append(labels[target])
+    _strengthen(ops, set(labels.values()))
+    return Kernel(ops)
+
+
+def amd_resources(text: str) -> dict[str, int]:
+    """Returns the numbers that the metadata of an AMD kernel gives."""
+    return {
+        name: int(value)
+        for name, value in re.findall(r"^ +-? *\.(\w+): +(\d+)$", text, re.M)
+    }
+
+
+@dataclass
+class NvidiaResources:
+    """What a kernel needs of a multiprocessor."""
+
+    n_registers: int
+    """Of one thread."""
+    stack_bytes: int
+    """Of one thread, in local memory: arrays, and registers that were spilled."""
+
+
+# Kinds of entries of `.nv.info`; each is of a function and has one number.
+_EIATTR_FRAME_SIZE = 0x11
+_EIATTR_REGCOUNT = 0x2F
+_EIFMT_SIZED = 4
+
+
+def nvidia_resources(cubin: bytes) -> NvidiaResources:
+    """Reads what the assembler notes in a kernel's ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_bytes, n_sections, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [
+        struct.unpack_from("<2I4Q2I2Q", cubin, table + i * entry_bytes)
+        for i in range(n_sections)
+    ]
+    numbers: dict[int, int] = {}
+    for name, _, _, _, offset, n_bytes, *_ in sections:
+        name += sections[names][4]
+        if cubin[name : cubin.index(b"\0", name)] != b".nv.info":
+            continue
+        place = offset
+        while place < offset + n_bytes:
+            form, kind, size = struct.unpack_from("<2BH", cubin, place)
+            place += 4
+            if form == _EIFMT_SIZED:
+                if kind in (_EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT):
+                    _, number = struct.unpack_from("<2I", cubin, place)
+                    numbers[kind] = max(number, numbers.get(kind, 0))
+                place += size
+    return NvidiaResources(numbers[_EIATTR_REGCOUNT], numbers[_EIATTR_FRAME_SIZE])

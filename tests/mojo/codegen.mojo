@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the GPU kernels for devices that need not be there.
+
+Takes a folder, and writes assembly to `<target>.<kernel>.<variant>.s` in it, and
+what NVIDIA's assembler makes of it to `.cubin`. Prints what the assembly shows of
+the sources' constants. Run by tests/test_codegen.py.
+"""
+from max.gpu.host import get_gpu_target
+from max_ep.counters import FAILURE_WORD
+from max_ep.expert_slots.combine import (
+    combine_async_kernel,
+    combine_kernel,
+    combine_wait_kernel,
+)
+from max_ep.expert_slots.device_steps import ACCESSES_IN_FLIGHT
+from max_ep.expert_slots.dispatch import (
+    dispatch_async_kernel,
+    dispatch_kernel,
+    dispatch_wait_kernel,
+)
+from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.gpu_launch import InputScales, MatrixLayout, NUM_THREADS
+from max_ep.gpu_setup import clear_kernel
+from max_ep.layout import MAX_TOP_K
+from max_ep.token_format import BF16TokenFormat, TokenFormat
+from std.compile import compile_info
+from std.sys import argv, size_of
+
+# A large model on eight H200.
+comptime HIDDEN = 7168
+comptime TOP_K = 8
+comptime N_EXPERTS = 256
+comptime N_RANKS = 8
+comptime MAX_TOKENS = 128
+comptime N_SMS = 132
+
+comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
+comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
+
+
+@__parameter
+def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
+    return Scalar[dtype](expert_id)
+
+
+comptime SCALES = InputScales(scale_of)
+
+comptime dispatch_async[
+    Format: TokenFormat, shared: Bool = False, scales: InputScales = None
+] = dispatch_async_kernel[
+    DType.bfloat16,
+    NUM_THREADS,
+    MatrixLayout,
+    MatrixLayout,
+    N_SMS,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    Format,
+    scales,
+    False,
+    shared,
+]
+
+comptime dispatch_wait[
+    Format: TokenFormat, padded: Bool = False, shared: Bool = False
+] = dispatch_wait_kernel[
+    NUM_THREADS,
+    N_SMS,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    Format,
+    False,
+    padded,
+    shared,
+]
+
+comptime dispatch[
+    Format: TokenFormat, padded: Bool = False, shared: Bool = False
+] = dispatch_kernel[
+    DType.bfloat16,
+    NUM_THREADS,
+    MatrixLayout,
+    MatrixLayout,
+    N_SMS,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    Format,
+    None,
+    False,
+    padded,
+    shared,
+]
+
+comptime combine_async[dtype: DType] = combine_async_kernel[
+    dtype,
+    NUM_THREADS,
+    N_SMS,
+    HIDDEN,
+    TOP_K,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    False,
+]
+
+comptime combine_wait[dtype: DType, shared: Bool = False] = combine_wait_kernel[
+    dtype,
+    NUM_THREADS,
+    N_SMS,
+    HIDDEN,
+    TOP_K,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    False,
+    shared,
+]
+
+comptime combine[
+    dtype: DType, shared: Bool = False, top_k: Int = TOP_K
+] = combine_kernel[
+    dtype,
+    NUM_THREADS,
+    N_SMS,
+    HIDDEN,
+    top_k,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    False,
+    shared,
+]
+
+
+def write[
+    Kernel: TrivialRegisterPassable,
+    //,
+    kernel: Kernel,
+    target: StaticString,
+    kind: StaticString,
+](path: String) raises:
+    var info = compile_info[
+        kernel, emission_kind=kind, target=get_gpu_target[target]()
+    ]()
+    with open(path, "w") as file:
+        file.write(info.asm)
+
+
+def emit[
+    Kernel: TrivialRegisterPassable, //, kernel: Kernel
+](name: String) raises:
+    var folder = String(argv()[1])
+    write[kernel, "sm_90a", "asm"](String(folder, "/sm_90a.", name, ".s"))
+    write[kernel, "sm_90a", "object"](
+        String(folder, "/sm_90a.", name, ".cubin")
+    )
+    write[kernel, "gfx942", "asm"](String(folder, "/gfx942.", name, ".s"))
+
+
+def main() raises:
+    """Compiles what the test names."""
+    emit[dispatch_async[BF16]]("dispatch_async.bf16")
+    emit[dispatch_async[BF16, shared=True]]("dispatch_async.bf16_shared")
+    emit[dispatch_async[FP8]]("dispatch_async.fp8")
+    emit[dispatch_async[FP8, scales=SCALES]]("dispatch_async.fp8_scaled")
+    emit[dispatch_wait[BF16]]("dispatch_wait.bf16")
+    emit[dispatch_wait[BF16, padded=True]]("dispatch_wait.bf16_padded")
+    emit[dispatch_wait[BF16, shared=True]]("dispatch_wait.bf16_shared")
+    emit[dispatch_wait[FP8]]("dispatch_wait.fp8")
+    emit[dispatch_wait[FP8, padded=True]]("dispatch_wait.fp8_padded")
+    emit[dispatch[BF16]]("dispatch.bf16")
+    emit[dispatch[BF16, shared=True]]("dispatch.bf16_shared")
+    emit[dispatch[FP8, padded=True]]("dispatch.fp8_padded")
+    emit[combine_async[DType.bfloat16]]("combine_async.bf16")
+    emit[combine_wait[DType.bfloat16]]("combine_wait.bf16")
+    emit[combine_wait[DType.bfloat16, shared=True]]("combine_wait.bf16_shared")
+    emit[combine_wait[DType.float32]]("combine_wait.f32")
+    emit[combine[DType.bfloat16]]("combine.bf16")
+    emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
+    emit[combine[DType.bfloat16, top_k=MAX_TOP_K]]("combine.bf16_many")
+    emit[clear_kernel]("clear.any")
+    print(NUM_THREADS, ACCESSES_IN_FLIGHT, TOP_K, MAX_TOP_K)
+    # Where a failure's first word behind its code is, from the counters.
+    print(size_of[Int32]() * (FAILURE_WORD + 1))
