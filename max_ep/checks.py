@@ -170,11 +170,18 @@ def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
         what: The fused form.
         instead: The form to use.
     """
-    if config.runs_ranks_in_turn:
+    if not config.runs_ranks_in_turn:
+        return
+    if config.target == "gpu":
         raise ValueError(
-            f"{what} of one rank waits for its peers, but the "
-            f"{config.n_gpus_per_node} ranks of this process run one after "
-            f"another (target='cpu', n_gpus_per_node={config.n_gpus_per_node}). "
-            f"Use {instead}, or one process a rank (n_gpus_per_node=1, n_nodes="
-            f"{config.n_ranks})"
+            f"{what} of one rank waits for its peers, but the ranks that share a "
+            f"GPU run one after another (ranks_per_gpu={config.ranks_per_gpu}). "
+            f"Use {instead}, or a GPU for each rank (ranks_per_gpu=1)"
         )
+    raise ValueError(
+        f"{what} of one rank waits for its peers, but the "
+        f"{config.n_gpus_per_node} ranks of this process run one after "
+        f"another (target='cpu', n_gpus_per_node={config.n_gpus_per_node}). "
+        f"Use {instead}, or one process a rank (n_gpus_per_node=1, n_nodes="
+        f"{config.n_ranks})"
+    )

@@ -51,6 +51,7 @@ from max_ep import (
     call_ep_dispatch_wait,
     estimate_ep_memory_usage,
 )
+from max_ep.checks import refuse_if_in_turn
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU(0)
 TWO = CASES["two_ranks"]  # 5 experts, top_k 3, hidden 80, 7 tokens, bfloat16
@@ -597,6 +598,13 @@ def test_a_second_graph_starts_anew() -> None:
             manager.ep_dispatch_async(
                 graph.inputs[0].tensor, graph.inputs[1].tensor, rank
             )
+
+
+def test_fused_forms_of_ranks_that_share_a_gpu() -> None:
+    refuse_if_in_turn(TWO.config(target="gpu"), "ep_dispatch", "ep_dispatch_all")
+    config = TWO.config(target="gpu", ranks_per_gpu=2)
+    with raises(ValueError, "ep_dispatch_all", "ranks_per_gpu=2", "ranks_per_gpu=1"):
+        refuse_if_in_turn(config, "ep_dispatch", "ep_dispatch_all")
 
 
 def test_fused_forms_of_ranks_in_turn_name_the_form_to_use() -> None:

@@ -408,3 +408,42 @@ def test_bad_ids_are_dropped_and_reported(gpu_session) -> None:
         assert_round_trip("after a reset", got[case.name], expected(case, given))
     finally:
         groups.close()
+
+
+@pytest.mark.gpu(1)
+def test_memory_of_another_config_is_not_touched(gpu_session) -> None:
+    """The launcher cannot see whose counters it is given: the kernels look."""
+    from harness import flatten
+
+    from max_ep import EPCommInitializer
+
+    case = Case("other_config", 1, 5, 3, 512, 7)
+    # Half as large a region, but as many counters, so MAX takes them.
+    half = Case("other_config_half", 1, 5, 3, 256, 7)
+    for name, build in (("halves", round_trip), ("fused", fused_round_trip)):
+        groups = Groups(
+            gpu_session,
+            f"other_config_{name}",
+            {case.name: case},
+            config=on_gpus,
+            build=build,
+        )
+        comm = EPCommInitializer(on_gpus(half))
+        comm.ep_init(gpu_session)
+        try:
+            inputs = flatten(make_inputs(case, "full"), on_gpus(case))
+            outputs = groups.model.execute(*inputs, *comm.model_inputs())
+            with pytest.raises(RuntimeError) as caught:
+                comm.check()
+            for words in (
+                "dispatch_async on rank 0",
+                "another EPConfig",
+                "bytes of a dispatch message: 528 there, 1040 in the graph",
+            ):
+                assert words in str(caught.value)
+            (got,) = take_outputs(case, iter(outputs))
+            assert not got.row_offsets.any()
+            assert ((got.result & 0x7FFF) > 0x7F80).all(), "must be NaN"
+        finally:
+            comm.close()
+            groups.close()

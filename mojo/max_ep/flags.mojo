@@ -264,7 +264,8 @@ def raise_missing(
         ". Rank ",
         who.missing_rank,
         " has died, is later than EPConfig.timeout_s, or runs other EP ops",
-        " than this rank. Restart the group.",
+        " than this rank. Restart the group, or call EPCommInitializer.reset()",
+        " if all its ranks are in one process.",
     )
 
 
