@@ -52,7 +52,7 @@ comptime _N_TOKENS = 16  # two words, by the parity of the generation
 comptime _COMBINE_OF = 18
 comptime BROKEN_WORD = 19
 """Not 0 once a launch on a GPU has ended with a failure; unlike the failure
-record it does not change during a launch, so all blocks see the same."""
+record it does not change while warps of the launch rely on each other."""
 
 comptime FAILURE_WORD = 20
 """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""

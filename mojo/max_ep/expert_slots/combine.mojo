@@ -717,7 +717,7 @@ def combine_async_kernel[
             launch.sent,
             0,
         )
-        _ = is_last_block(ep_counters)
+        ep_counters.set_broken()
         return
     comptime n_pairs = layout.n_local_experts() * n_ranks
     var pair_rows = shared_ints[n_pairs]()
@@ -918,7 +918,7 @@ def combine_kernel[
             0,
         )
         _fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
-        _ = is_last_block(ep_counters)
+        ep_counters.set_broken()
         return
     comptime n_pairs = layout.n_local_experts() * n_ranks
     var pair_rows = shared_ints[n_pairs]()

@@ -286,8 +286,8 @@ def can_start[
 
     The launcher has made sure that the counters are as many as the launch
     needs, so their header may be read, and the failure noted there, whoever
-    they belong to. No word that is looked at changes during a launch: all
-    warps of the grid get the same answer, and none waits for one that left.
+    they belong to. No word that is looked at changes during a launch, unless
+    all its warps leave early: so none waits for one that has left.
 
     Parameters:
         layout: How the launch expects the regions to be cut.
