@@ -50,11 +50,9 @@ AMD_REGISTERS_OF_TWO_WAVES = 256
 # Local memory that a thread uses since its registers do not suffice, in bytes. It
 # should be none, and is for all others.
 SPILLED = {
-    (NVIDIA, "dispatch_async.fp8"): 176,
-    (NVIDIA, "dispatch_async.fp8_scaled"): 824,
-    (NVIDIA, "dispatch.fp8_padded"): 208,
-    (NVIDIA, "combine.bf16_shared"): 8,
-    (AMD, "dispatch_async.fp8_scaled"): 348,
+    (NVIDIA, "dispatch_async.fp8_scaled"): 72,
+    # The assembler prefers 64 registers and a spill to two blocks that fit.
+    (NVIDIA, "combine.bf16"): 8,
 }
 
 
@@ -69,6 +67,7 @@ class Compiled:
     cubin: bytes
     num_threads: int
     in_flight: int
+    encoded_in_flight: int
     top_k: int
 
     @property
@@ -126,7 +125,8 @@ class Compiled:
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     folder = tmp_path_factory.mktemp("assembly")
     printed = run_mojo("run", "-I", ".", str(PROGRAM), str(folder))
-    num_threads, in_flight, top_k, max_top_k, record = map(int, printed.split())
+    numbers = map(int, printed.split())
+    num_threads, in_flight, encoded_in_flight, top_k, max_top_k, record = numbers
     compiled = {}
     for path in sorted(folder.glob("*.s")):
         target, _, name = path.stem.partition(".")
@@ -139,6 +139,7 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
             path.with_suffix(".cubin").read_bytes() if target == NVIDIA else b"",
             num_threads,
             in_flight,
+            encoded_in_flight,
             max_top_k if name.endswith("_many") else top_k,
         )
     return compiled
@@ -169,11 +170,10 @@ def test_all_are_looked_at(assembly: dict[str, Compiled]) -> None:
 def test_system_scope(it: Compiled) -> None:
     """Everything between ranks: flags by release and acquire, counts relaxed.
 
-    Each wait is two loads, one before its loop and one in it. Combine's receiving
-    half is there twice, the other is for launches that find a failure.
+    Each wait is two loads, one before its loop and one in it.
     """
     counts = it.is_dispatch
-    n_waits = it.sends * (2 if counts else 1) + it.receives * (1 if counts else 2)
+    n_waits = it.sends * (2 if counts else 1) + it.receives
     found = Counter(op.kind for op in it.kernel.ops if op.scope == "system")
     assert bool(found.pop("load relaxed system", 0)) == (it.receives and counts)
     assert found == +Counter(
@@ -266,7 +266,7 @@ def test_message_is_read_after_its_flag(it: Compiled) -> None:
     Combine's lanes await a message each and read all of them, so they meet between.
     """
     loops = it.receive_loops()
-    assert len(loops) == it.receives * (1 if it.is_dispatch else 2)
+    assert len(loops) == it.receives
     for loop in loops:
         read = loop.body & it.loads_16()
         awaited = loop.find_kind("load acquire system")
@@ -333,8 +333,9 @@ def test_payload_moves_by_16_bytes(it: Compiled) -> None:
     n_loads = n_stores = 0
     if it.is_dispatch and it.sends:
         # FP8 reads 32 bytes for 16 that it sends, and sends scales behind them.
-        n_loads += per_step * (1 + it.has("fp8"))
-        n_stores += per_step * (1 + it.has("fp8")) * (1 + shared)
+        sent = it.encoded_in_flight if it.has("fp8") else per_step
+        n_loads += sent * (1 + it.has("fp8"))
+        n_stores += sent * (1 + it.has("fp8")) * (1 + shared)
     if it.is_dispatch and it.receives:
         n_loads += per_step * (1 + shared)
         n_stores += per_step * (1 + shared)
@@ -342,8 +343,8 @@ def test_payload_moves_by_16_bytes(it: Compiled) -> None:
         n_loads += per_step
         n_stores += per_step
     if not it.is_dispatch and it.receives:
-        n_loads += 2 * (it.top_k + shared)
-        n_stores += 2
+        n_loads += it.top_k + shared
+        n_stores += 1
     if it.target == NVIDIA:
         assert (len(it.loads_16()), len(it.stores_16())) == (n_loads, n_stores)
         for loop in it.kernel.loops():

@@ -14,6 +14,7 @@ from max_ep.expert_slots.combine import (
 )
 from max_ep.expert_slots.device_steps import ACCESSES_IN_FLIGHT
 from max_ep.expert_slots.dispatch import (
+    ENCODED_IN_FLIGHT,
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
@@ -188,6 +189,6 @@ def main() raises:
     emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
     emit[combine[DType.bfloat16, top_k=MAX_TOP_K]]("combine.bf16_many")
     emit[clear_kernel]("clear.any")
-    print(NUM_THREADS, ACCESSES_IN_FLIGHT, TOP_K, MAX_TOP_K)
+    print(NUM_THREADS, ACCESSES_IN_FLIGHT, ENCODED_IN_FLIGHT, TOP_K, MAX_TOP_K)
     # Where a failure's first word behind its code is, from the counters.
     print(size_of[Int32]() * (FAILURE_WORD + 1))

@@ -95,6 +95,10 @@ comptime FAILED_PAIRS = UInt32(2)
 """Value of the word `_PAIRS_READY` when the counts did not come."""
 
 
+comptime ENCODED_IN_FLIGHT = 3
+"""Steps that fit into the registers with scales (tests/test_codegen.py)."""
+
+
 @fieldwise_init
 struct DispatchUnits(TrivialRegisterPassable):
     """How the choices are dealt to the blocks: a unit is a part of a token.
@@ -318,6 +322,23 @@ def _index_choices[
 
 
 @always_inline
+def _steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
+    """Counts the steps of a token that a lane encodes at once.
+
+    What is encoded needs registers for elements, values and scales.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+
+    Returns:
+        Steps of 16 bytes of values.
+    """
+    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else (
+        ACCESSES_IN_FLIGHT
+    )
+
+
+@always_inline
 def _send_unit[
     input_type: DType,
     token_fmt_type: TokenFormat,
@@ -352,7 +373,7 @@ def _send_unit[
     """
     comptime n_elements = token_fmt_type.lane_elements
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime in_flight = ACCESSES_IN_FLIGHT
+    comptime in_flight = _steps_in_flight[token_fmt_type]()
     comptime Elements = SIMD[input_type, n_elements]
     comptime is_scaled = Bool(input_scales_wrapper)
     for first in range(0, n_vectors, WARP_SIZE * in_flight):
@@ -390,8 +411,8 @@ def _store_encoded[
 ](
     to: UInt64,
     first: Int,
-    values: Array[LaneBytes, ACCESSES_IN_FLIGHT],
-    scales: Array[LaneBytes, ACCESSES_IN_FLIGHT],
+    values: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
+    scales: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
     lane: Int,
 ):
     """Writes some steps of an encoded token, with one warp.
@@ -407,7 +428,7 @@ def _store_encoded[
         lane: This lane.
     """
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime for i in range(ACCESSES_IN_FLIGHT):
+    comptime for i in range(_steps_in_flight[token_fmt_type]()):
         var vector = first + i * WARP_SIZE + lane
         if vector < n_vectors:
             store16(
@@ -429,10 +450,11 @@ def _encode[
     input_type: DType, token_fmt_type: TokenFormat, is_scaled: Bool
 ](
     elements: Array[
-        SIMD[input_type, token_fmt_type.lane_elements], ACCESSES_IN_FLIGHT
+        SIMD[input_type, token_fmt_type.lane_elements],
+        _steps_in_flight[token_fmt_type](),
     ],
-    mut values: Array[LaneBytes, ACCESSES_IN_FLIGHT],
-    mut scales: Array[LaneBytes, ACCESSES_IN_FLIGHT],
+    mut values: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
+    mut scales: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
     input_scale: Float32,
     lane: Int,
 ):
@@ -450,7 +472,7 @@ def _encode[
         input_scale: Factor of every element.
         lane: This lane.
     """
-    comptime for i in range(ACCESSES_IN_FLIGHT):
+    comptime for i in range(_steps_in_flight[token_fmt_type]()):
         var wire = token_fmt_type.encode_lane[input_type, is_scaled](
             elements[i], input_scale
         )
