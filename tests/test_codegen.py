@@ -283,7 +283,8 @@ def test_message_is_read_after_its_flag(it: Compiled) -> None:
 def test_slots_are_written_after_their_readers_are_done(it: Compiled) -> None:
     """I3: a warp votes that all done words are there before it writes to a peer.
 
-    Only PTX shows a vote; an AMD wave counts bits.
+    Only PTX shows a vote; an AMD wave counts bits. That the vote comes between is all
+    that is shown: for an order between lanes PTX asks for a warp barrier.
     """
     written = it.kernel.find_kind("store relaxed system")
     for loop in it.send_loops():
