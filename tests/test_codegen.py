@@ -171,6 +171,9 @@ def test_system_scope(it: Compiled) -> None:
     """Everything between ranks: flags by release and acquire, counts relaxed.
 
     Each wait is two loads, one before its loop and one in it.
+
+    Fails if `publish` or `peek` is relaxed or of device scope, if a wait goes by
+    `peek_number` or is left out, and if `publish_number` is stronger than it says.
     """
     counts = it.is_dispatch
     n_waits = it.sends * (2 if counts else 1) + it.receives
@@ -192,7 +195,10 @@ def test_system_scope(it: Compiled) -> None:
 
 
 def test_device_scope(it: Compiled) -> None:
-    """Blocks meet in `arrive`; what else they share is the failure record."""
+    """Blocks meet in `arrive`; what else they share is the failure record.
+
+    Fails if `arrive` is relaxed.
+    """
     found = Counter(op.kind for op in it.kernel.ops if op.scope == "device")
     relaxed = {"load relaxed device", "atomic relaxed device"}
     if it.sends or it.receives:
@@ -207,6 +213,7 @@ def test_block_scope(it: Compiled) -> None:
     """Warps hand work on in shared memory, by release and acquire.
 
     Only PTX tells: an AMD block's accesses to shared memory stay in order anyway.
+    Fails if `block_publish` is relaxed.
     """
     found = Counter(op.kind for op in it.kernel.ops if op.scope == "block")
     found.pop("atomic relaxed block", 0)
@@ -225,6 +232,7 @@ def test_warps_hand_on_what_is_there(it: Compiled) -> None:
     """The slots of a unit are noted before they are handed on, and read after it.
 
     Likewise the rows of all pairs are, before a message is looked at.
+    Fails without the `syncwarp` or the `block_peek` between.
     """
     awaited = it.kernel.find_kind("load acquire block")
     for loop in it.send_loops():
@@ -244,7 +252,10 @@ def test_warps_hand_on_what_is_there(it: Compiled) -> None:
 
 
 def test_message_is_written_before_its_flag(it: Compiled) -> None:
-    """I2, in a turn of the sending loop: no byte of a message behind its release."""
+    """I2, in a turn of the sending loop: no byte of a message behind its release.
+
+    Fails if it is published first, and without the `syncwarp` between.
+    """
     loops = it.send_loops()
     assert len(loops) == it.sends
     for loop in loops:
@@ -264,6 +275,7 @@ def test_message_is_read_after_its_flag(it: Compiled) -> None:
     """I2, in a turn of the receiving loop: no byte of a message before its acquire.
 
     Combine's lanes await a message each and read all of them, so they meet between.
+    Fails if a message is copied first, and without combine's `syncwarp`.
     """
     loops = it.receive_loops()
     assert len(loops) == it.receives
@@ -283,7 +295,9 @@ def test_message_is_read_after_its_flag(it: Compiled) -> None:
 def test_slots_are_written_after_their_readers_are_done(it: Compiled) -> None:
     """I3: a warp votes that all done words are there before it writes to a peer.
 
-    Only PTX shows a vote; an AMD wave counts bits.
+    Only PTX shows a vote; an AMD wave counts bits. That the vote comes between is all
+    that is shown: for an order between lanes PTX asks for a warp barrier.
+    Fails if `_send_half` does not await the done words.
     """
     written = it.kernel.find_kind("store relaxed system")
     for loop in it.send_loops():
@@ -295,7 +309,10 @@ def test_slots_are_written_after_their_readers_are_done(it: Compiled) -> None:
 
 
 def test_done_words_come_last(it: Compiled) -> None:
-    """I3: all blocks have read and written what they must when peers are told so."""
+    """I3: all blocks have read and written what they must when peers are told so.
+
+    Fails without the block barrier before `arrive`, or the `syncwarp` behind it.
+    """
     kernel = it.kernel
     arrived = kernel.find_kind("atomic acq_rel device")
     met = kernel.find_kind("barrier")
@@ -315,7 +332,10 @@ def test_done_words_come_last(it: Compiled) -> None:
 
 @only([NVIDIA, AMD], ["dispatch.bf16_shared"])
 def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
-    """I4: what the sending warps put aside is there when others fetch it."""
+    """I4: what the sending warps put aside is there when others fetch it.
+
+    Fails without the block barrier between.
+    """
     fetched = it.loads_16().difference(
         *(loop.body for loop in it.send_loops() + it.receive_loops())
     )
@@ -328,7 +348,11 @@ def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
 
 
 def test_payload_moves_by_16_bytes(it: Compiled) -> None:
-    """As many accesses of 16 bytes as the code means, and no narrower ones."""
+    """As many accesses of 16 bytes as the code means, and no narrower ones.
+
+    Fails if `load16` or `store16` has a smaller alignment: then it is four accesses
+    in PTX (an AMD GPU has unaligned ones of 16 bytes).
+    """
     per_step, shared = it.in_flight, it.has("shared")
     n_loads = n_stores = 0
     if it.is_dispatch and it.sends:
@@ -369,7 +393,7 @@ def test_payload_moves_by_16_bytes(it: Compiled) -> None:
 def test_only_tokens_are_read_as_constants(it: Compiled) -> None:
     """Nothing that a peer or another warp writes: that cache does not hear of it.
 
-    Only PTX has such loads.
+    Only PTX has such loads. Fails if `load16` says that what it reads is invariant.
     """
     tokens: set[int] = set()
     if it.is_dispatch and it.sends:
@@ -379,7 +403,10 @@ def test_only_tokens_are_read_as_constants(it: Compiled) -> None:
 
 
 def test_no_local_memory(it: Compiled) -> None:
-    """No array that is indexed at run time, and no spilled registers but known ones."""
+    """No array that is indexed at run time, and no spilled registers but known ones.
+
+    Fails if a `comptime for` over an array becomes a plain one.
+    """
     local = it.kernel.find(lambda op: op.space == "local")
     if it.target == NVIDIA:
         assert not shown(it, local)
@@ -392,7 +419,10 @@ def test_no_local_memory(it: Compiled) -> None:
 
 
 def test_block_is_resident(it: Compiled) -> None:
-    """The registers of a multiprocessor suffice for a block of `NUM_THREADS`."""
+    """The registers of a multiprocessor suffice for a block of `NUM_THREADS`.
+
+    Fails if a kernel's `MAX_THREADS_PER_BLOCK_METADATA` says otherwise.
+    """
     has_bound = it.name != "clear.any"
     if it.target == NVIDIA:
         assert (f"\n.maxntid {it.num_threads}\n" in it.text) == has_bound
