@@ -329,6 +329,8 @@ class EPCommInitializer:
             # raises instead of following it.
             self._pointers[:] = 0
             self._pointers = None
+            # Kernels that are still running write into what is freed below.
+            self._synchronize()
         self._counters = []
         if self._memory is not None:
             self._memory.close()

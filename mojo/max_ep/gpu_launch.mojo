@@ -5,7 +5,7 @@ The launchers in `api.mojo` have checked what they were given. Nothing here
 waits for the device.
 """
 from layout import Coord, TileTensor, row_major
-from max.gpu.host import DeviceContext
+from max.gpu.host import DeviceAttribute, DeviceContext
 
 from .counters import EPLocalSyncCounters
 from .expert_slots.combine import (
@@ -31,14 +31,27 @@ comptime NUM_THREADS = 512
 
 @always_inline
 def n_sms() -> Int:
-    """Counts the multiprocessors of the device that is compiled for.
+    """Counts the multiprocessors of the kind of device that is compiled for.
 
-    A launch has one block on each, so that all are resident at once.
+    A launch has at most one block on each, so that all are resident at once.
 
     Returns:
         Multiprocessors.
     """
     return materialize[DeviceContext.default_device_info.sm_count]()
+
+
+@always_inline
+def _n_blocks(context: DeviceContext) raises -> Int:
+    """Counts the blocks of a launch.
+
+    A device may have fewer multiprocessors than its kind: another product, or a
+    part of one.
+    """
+    return min(
+        n_sms(),
+        context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
+    )
 
 
 comptime RANK_OF_COUNTERS = Int32(-1)
@@ -136,7 +149,7 @@ def launch_dispatch_async[
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
-        grid_dim=n_sms(),
+        grid_dim=_n_blocks(context),
         block_dim=NUM_THREADS,
     )
 
@@ -209,7 +222,7 @@ def launch_dispatch_wait[
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
-        grid_dim=n_sms(),
+        grid_dim=_n_blocks(context),
         block_dim=NUM_THREADS,
     )
 
@@ -297,7 +310,7 @@ def launch_dispatch[
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
-        grid_dim=n_sms(),
+        grid_dim=_n_blocks(context),
         block_dim=NUM_THREADS,
     )
 
@@ -369,7 +382,7 @@ def launch_combine_async[
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
-        grid_dim=n_sms(),
+        grid_dim=_n_blocks(context),
         block_dim=NUM_THREADS,
     )
 
@@ -444,7 +457,7 @@ def launch_combine_wait[
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
-        grid_dim=n_sms(),
+        grid_dim=_n_blocks(context),
         block_dim=NUM_THREADS,
     )
 
@@ -526,6 +539,6 @@ def launch_combine[
         p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
         counters,
         RANK_OF_COUNTERS,
-        grid_dim=n_sms(),
+        grid_dim=_n_blocks(context),
         block_dim=NUM_THREADS,
     )

@@ -37,7 +37,9 @@ from ..failures import (
     BAD_N_TOKENS,
     BAD_SOURCE,
     NOTHING_DISPATCHED,
+    OVERTAKEN,
     TOO_MANY_ROWS,
+    WRONG_EXPERT,
     is_fatal,
     note_failure,
 )
@@ -46,6 +48,7 @@ from ..flags import (
     FlagPointer,
     SharedWord,
     block_add,
+    count_of,
     generation_of,
     next_generation,
     publish,
@@ -316,7 +319,8 @@ def _send_rows[
             )
             return
         # I4: a choice has one expert, so one writer.
-        var src_rank = pair % n_ranks
+        var local_expert, src_rank = divmod(pair, n_ranks)
+        var expert_id = launch.my_rank * layout.n_local_experts() + local_expert
         var offset = UInt64(layout.combine_message_offset(token_idx, k))
         var choice = layout.choice(token_idx, k)
         var message = launch.recv_bufs[unsafe_offset=src_rank] + offset
@@ -345,13 +349,15 @@ def _send_rows[
                     row_bytes,
                     put_to + UInt64(row_bytes),
                     launch.sent,
-                    choice,
+                    expert_id,
                     src_rank,
                 )
                 continue
         if lane == 0:
             publish(
-                message_flag(bytes_at(message), msg_bytes), launch.sent, choice
+                message_flag(bytes_at(message), msg_bytes),
+                launch.sent,
+                expert_id,
             )
 
 
@@ -506,6 +512,20 @@ def _reduce_tokens[
             n_tokens,
             n_sent,
         )
+    # Choices are kept for two dispatches.
+    var dispatch_sent = counters.dispatch_sent()
+    if dispatch_sent != generation and dispatch_sent != next_generation(
+        generation
+    ):
+        note_failure(
+            counters.failure(),
+            OVERTAKEN,
+            _RECEIVE,
+            launch.my_rank,
+            -1,
+            launch.received,
+            0,
+        )
     var is_broken = is_fatal(counters.failure()[])
     while True:
         var turn: UInt32 = 0
@@ -539,6 +559,19 @@ def _reduce_tokens[
                 counters,
             )
             is_broken = generation_of(word) != launch.received
+            if not is_broken and count_of(word) != Int(expert):
+                note_failure(
+                    counters.failure(),
+                    WRONG_EXPERT,
+                    _RECEIVE,
+                    Int(expert) // layout.n_local_experts(),
+                    Int(expert),
+                    launch.received,
+                    word,
+                    token_idx,
+                    lane,
+                )
+                is_broken = True
         is_broken = any_lane(is_broken)
         syncwarp()
         _reduce_part[combine_dtype, hidden_size, layout, fused_shared_expert](

@@ -35,6 +35,7 @@ from ..failures import (
     DROPPED,
     NO_COUNT,
     NO_MESSAGE,
+    NOT_SENT,
     TOO_MANY_ROWS,
     note_failure,
 )
@@ -653,6 +654,24 @@ def _send_half[
 
 
 @always_inline
+def _write_no_rows(tables: RowTables, first: Int, step: Int):
+    """Has the tables say that there are no rows.
+
+    Args:
+        tables: Which row is whose.
+        first: This thread, of those that write.
+        step: How many do.
+    """
+    comptime layout = tables.layout
+    for local_expert in range(first, layout.n_local_experts(), step):
+        for src_rank in range(layout.n_ranks):
+            tables.write_pair(layout.pair(local_expert, src_rank), 0, 0)
+        tables.write_expert(local_expert, 0, 0)
+    if first == 0:
+        tables.write_ends(0)
+
+
+@always_inline
 def _read_counts[
     n_experts: Int, layout: ExpertSlotsLayout
 ](
@@ -763,8 +782,14 @@ def _read_counts[
         tables.write_ends(n_rows)
         counters.set_pair_rows(n_pairs, n_rows_needed, largest)
     if any_lane(is_late):
+        if is_first_block:
+            syncwarp()
+            _write_no_rows(tables, lane, WARP_SIZE)
         return -1
     if n_rows_needed > n_rows_max:
+        if is_first_block:
+            syncwarp()
+            _write_no_rows(tables, lane, WARP_SIZE)
         if lane == 0:
             note_failure(
                 counters.failure(),
@@ -1236,17 +1261,8 @@ def _deliver_nothing[num_threads: Int](tables: RowTables):
     Args:
         tables: Which row is whose.
     """
-    comptime layout = tables.layout
-    if block_idx.x != 0:
-        return
-    for local_expert in range(
-        Int(thread_idx.x), layout.n_local_experts(), num_threads
-    ):
-        for src_rank in range(layout.n_ranks):
-            tables.write_pair(layout.pair(local_expert, src_rank), 0, 0)
-        tables.write_expert(local_expert, 0, 0)
-    if thread_idx.x == 0:
-        tables.write_ends(0)
+    if block_idx.x == 0:
+        _write_no_rows(tables, Int(thread_idx.x), num_threads)
 
 
 @__llvm_metadata(
@@ -1412,6 +1428,15 @@ def dispatch_wait_kernel[
         _deliver_nothing[num_threads](tables)
         return
     var rank = rank_of(ep_counters, my_rank)
+    comptime if fused_shared_expert:
+        var received = next_generation(ep_counters.dispatch_received())
+        if ep_counters.dispatch_sent() != received:
+            note_failure(
+                ep_counters.failure(), NOT_SENT, _RECEIVE, rank, -1, received, 0
+            )
+            ep_counters.set_broken()
+            _deliver_nothing[num_threads](tables)
+            return
     var launch = _start[n_ranks, use_shmem](
         recv_buf_ptrs, recv_count_ptrs, ep_counters, rank
     )
