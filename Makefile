@@ -4,11 +4,13 @@ PYTHON ?= python3
 # Its exact version finds a CPU build where there is one; it is installed
 # first, so that nothing else asks for a larger one.
 TORCH ?= torch==2.13.0
+# What `sanitize` looks for: see tests/sanitize.sh.
+CHECK ?= memcheck
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-gpu bench lint format clean
+.PHONY: demo test test-gpu sanitize bench lint format clean
 
 demo: .venv/.installed
 	$(BIN)/max-ep demo
@@ -18,6 +20,9 @@ test: .venv/.installed-dev
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu
+
+sanitize: .venv/.installed-dev
+	PYTHON=$(BIN)/python tests/sanitize.sh $(CHECK)
 
 bench: .venv/.installed
 	$(BIN)/python -m bench.cpu_round_trip

@@ -136,7 +136,11 @@ def check_weights(
     config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
 ) -> None:
     check_value(
-        router_weights, "router_weights", DType.float32, [None, config.top_k], device
+        router_weights,
+        "router_weights",
+        (DType.float32, DType.bfloat16),
+        [None, config.top_k],
+        device,
     )
     check_n_tokens(config, "router_weights", router_weights.shape[0])
     rows = router_weights.shape[0]

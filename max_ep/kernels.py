@@ -117,6 +117,14 @@ def _input_scales(
     return input_scales
 
 
+def _router_weights(
+    config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
+) -> TensorValue:
+    """Returns the weights as the ops take them; a bfloat16 router's, widened."""
+    check_weights(config, router_weights, num_tokens, device)
+    return ops.cast(router_weights, DType.float32)
+
+
 def _recv_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
     """Returns the types of what the ops of dispatch deliver.
 
@@ -441,7 +449,8 @@ def call_ep_combine_wait(
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
         num_tokens: Tokens this rank dispatched.
-        router_weights: ``[num_tokens, top_k]`` float32.
+        router_weights: ``[num_tokens, top_k]`` float32, or bfloat16, which is
+            widened.
         input_tokens: With ``fused_shared_expert``, the expert rows that
             :func:`call_ep_combine_async` took: row ``t`` is the shared
             expert's of token ``t``. Otherwise None.
@@ -459,7 +468,7 @@ def call_ep_combine_wait(
         recv_count_ptrs=recv_count_ptrs,
     )
     device = atomic_counter.device
-    check_weights(config, router_weights, num_tokens, device)
+    router_weights = _router_weights(config, router_weights, num_tokens, device)
     check_shared_rows(config, input_tokens, device)
     shared_rows = [] if input_tokens is None else [input_tokens]
     return _call(
@@ -504,7 +513,7 @@ def call_ep_combine(
     )
     device = atomic_counter.device
     check_rows(config, input_tokens, src_info, device)
-    check_weights(config, router_weights, num_tokens, device)
+    router_weights = _router_weights(config, router_weights, num_tokens, device)
     return _call(
         "combine",
         config,

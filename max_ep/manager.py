@@ -407,7 +407,8 @@ class EPBatchManager:
         """Completes combine.
 
         Args:
-            router_weight: ``[n_tokens, top_k]`` float32.
+            router_weight: ``[n_tokens, top_k]`` float32, or bfloat16, which is
+                widened.
             device_id: The local rank.
 
         Returns:

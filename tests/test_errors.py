@@ -383,9 +383,9 @@ BAD_COMBINE = {
         ["input_tokens", "gpu:0", "cpu:0"],
     ),
     "weights_dtype": (
-        dict(weights=tensor(BF16, "t", 3)),
+        dict(weights=tensor(DType.float16, "t", 3)),
         TypeError,
-        ["router_weights", "bfloat16", "float32"],
+        ["router_weights", "float16", "float32 or DType.bfloat16"],
     ),
     "weights_top_k": (
         dict(weights=tensor(F32, "t", 2)),

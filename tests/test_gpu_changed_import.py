@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``graphs/changed_import.py`` with MAX's EP and with max_ep: the same results.
+
+Both run in processes of their own, with the same arguments but ``--package``.
+
+Equal bit for bit are all that dispatch delivers but the order of rows within an
+expert, which MAX leaves open, and combine's sums of the runs in which float32
+arithmetic is exact. Of random tokens and weights two things may differ: the
+last bit of float32 sums, because MAX does not promise an order of addition or
+fused multiply-adds; and the quantization of FP8, because it does not promise
+how a scale is rounded. Each package's are compared with bounds for that, from
+what it delivered itself; ``-s`` shows how many elements differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphs.changed_import import (
+    EXACT_RUNS,
+    FP8_BLOCK,
+    N_EXPERTS,
+    OUTPUTS,
+    RANDOM_RUN,
+    TOP_K,
+    by_expert,
+    make_inputs,
+    narrow,
+    widen,
+)
+from max_ep import reference
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX, OURS = "max.nn.comm.ep", "max_ep"
+TIMEOUT_S = 400
+
+
+@dataclass
+class Run:
+    """What one package gave in one run of one form."""
+
+    where: str
+    sums: list[np.ndarray]
+    """bfloat16 bits ``[n_tokens, hidden]`` of each rank."""
+    dispatched: list[list[np.ndarray]]
+    """Rows, for FP8 scales, row offsets, expert ids of each rank."""
+
+
+def run_script(package: str, arguments: str, folder: Path) -> dict[str, np.ndarray]:
+    """Runs the program in a process of its own; returns what it saved."""
+    path = folder / f"{package}.npz"
+    python_path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, str(ROOT / "graphs/changed_import.py")]
+    try:
+        done = subprocess.run(
+            [*command, "--package", package, *arguments.split(), "--save", str(path)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
+            },
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{package} {arguments}: not done in {TIMEOUT_S} s: {error.output}")
+    print(f"{package} {arguments}\n{done.stdout}")
+    assert done.returncode == 0, f"{package} {arguments}\n{done.stdout}\n{done.stderr}"
+    with np.load(path) as saved:
+        return dict(saved)
+
+
+def take(saved: dict[str, np.ndarray], form: str, run: str, package: str) -> Run:
+    def of(rank: int, names: tuple[str, ...]) -> list[np.ndarray]:
+        keys = [f"{form}/{run}/{rank}/{name}" for name in names]
+        return [saved[key] for key in keys if key in saved]
+
+    ranks = range(len(saved["counts"]))
+    return Run(
+        f"{package}, {form}, {run}",
+        [of(rank, OUTPUTS[:1])[0] for rank in ranks],
+        [of(rank, OUTPUTS[1:]) for rank in ranks],
+    )
+
+
+def forms_of(saved: dict[str, np.ndarray]) -> list[str]:
+    return list(dict.fromkeys(k.split("/")[0] for k in saved if "/" in k))
+
+
+# ------------------------------------------------------------------------ checks
+
+
+def check_rows_are_the_oracles(
+    got: Run, inputs: list[list[np.ndarray]], *, is_fp8: bool, has_shared: bool
+) -> None:
+    """Compares each expert's rows with the oracle's, as sets."""
+    tokens, ids = inputs[:2]
+    want = reference.dispatch(
+        tokens if is_fp8 else [narrow(x) for x in tokens],
+        ids,
+        N_EXPERTS,
+        quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
+        shared_expert=has_shared,
+    )
+    for rank, (g, w) in enumerate(zip(got.dispatched, want, strict=True)):
+        scales = [] if w.scales is None else [w.scales]
+        wanted = by_expert([w.rows, *scales, w.row_offsets, w.expert_ids])
+        for expert, (have, need) in enumerate(zip(by_expert(g), wanted, strict=True)):
+            where = f"{got.where}: rank {rank}, expert {expert}"
+            assert have.shape == need.shape, f"{where}: {have.shape}, want {need.shape}"
+            assert (have == need).all(), f"{where}: other rows"
+
+
+def dequantize(dispatched: list[np.ndarray]) -> np.ndarray:
+    """Returns a rank's rows in float32."""
+    rows, *scales = dispatched[:-2]
+    if not scales:
+        return widen(rows)
+    values = reference.float8_e4m3fn_to_float32(rows)
+    return values * np.repeat(scales[0].T, FP8_BLOCK, axis=1)
+
+
+def rows_by_token(
+    dispatched: list[np.ndarray], tokens: np.ndarray
+) -> dict[tuple[int, int], int]:
+    """Finds each token's row for each expert by the signs of its elements.
+
+    Args:
+        dispatched: What a dispatch gave a rank.
+        tokens: Float32 ``[n, hidden]`` of the whole group.
+
+    Returns:
+        (expert, token) to row; no pair comes twice.
+    """
+    rows, *_, row_offsets, expert_ids = dispatched
+    sign_bit = 1 << (8 * rows.itemsize - 1)
+    packed = np.packbits(rows & sign_bit != 0, axis=1)
+    token_of = {
+        signs.tobytes(): token
+        for token, signs in enumerate(np.packbits(np.signbit(tokens), axis=1))
+    }
+    assert len(token_of) == len(tokens), "tokens of the same signs"
+    found = {}
+    for group, expert in enumerate(expert_ids):
+        for row in range(int(row_offsets[group]), int(row_offsets[group + 1])):
+            token = token_of.get(packed[row].tobytes())
+            assert token is not None, f"expert {expert}: row {row} is no token"
+            assert (int(expert), token) not in found, f"token {token} came twice"
+            found[int(expert), token] = row
+    return found
+
+
+def check_rows_are_close(got: Run, inputs: list[list[np.ndarray]]) -> None:
+    """Compares quantized rows with their tokens, to FP8's rounding."""
+    tokens = np.concatenate(inputs[0])
+    n_found = 0
+    for dispatched in got.dispatched:
+        values, scales = dequantize(dispatched), dispatched[1]
+        for (_, token), row in rows_by_token(dispatched, tokens).items():
+            scale = np.repeat(scales[:, row], FP8_BLOCK)
+            # Half a step of 3 mantissa bits, or of the subnormals; a little more
+            # for the scale's own rounding.
+            allowed = np.abs(tokens[token]) * (2.0**-4 * 1.02) + scale * 2.0**-9
+            error = np.abs(values[row] - tokens[token])
+            assert (error <= allowed).all(), f"{got.where}: token {token} is off"
+            n_found += 1
+    assert n_found == sum(ids.size for ids in inputs[1]), f"{got.where}: {n_found} rows"
+
+
+def check_sums(
+    got: Run, inputs: list[list[np.ndarray]], *, is_exact: bool, has_shared: bool
+) -> None:
+    """Compares sums with those of the rows that this package delivered.
+
+    Float32 sums of ``n`` products are within ``n`` roundings of the exact one,
+    in any order, products fused or not. Rounding to bfloat16 is monotone, so a
+    sum lies between the rounded ends of that interval: where they are the same
+    number, only that one is right.
+    """
+    tokens, ids, weights, factors = inputs
+    all_tokens, counts = np.concatenate(tokens), [len(x) for x in tokens]
+    first = np.cumsum([0, *counts])
+    n_local, n_shared = N_EXPERTS // len(counts), int(has_shared)
+    found = [rows_by_token(d, all_tokens) for d in got.dispatched]
+    values = [dequantize(d) for d in got.dispatched]
+
+    def row_of(rank: int, group: int, token: int) -> np.ndarray:
+        """Returns what an expert sent back of a token, ``[hidden]`` float64."""
+        where = f"{got.where}: rank {rank}, expert {group}"
+        assert (group, token) in found[rank], f"{where}: token {token} is missing"
+        product = values[rank][found[rank][group, token]] * factors[rank][group]
+        bits = reference.float32_to_bfloat16(product)
+        return reference.bfloat16_to_float32(bits).astype(np.float64)
+
+    for rank, n_tokens in enumerate(counts):
+        exact = np.zeros((n_tokens, all_tokens.shape[1]))
+        magnitude = np.zeros_like(exact)
+        for token in range(n_tokens):
+            terms = [
+                (weight, *divmod(int(expert), n_local))
+                for weight, expert in zip(weights[rank][token], ids[rank][token])
+            ]
+            terms += [(1.0, rank, -n_shared)] * n_shared
+            for weight, at, local_expert in terms:
+                row = row_of(at, local_expert + n_shared, int(first[rank]) + token)
+                exact[token] += np.float64(weight) * row
+                magnitude[token] += np.abs(np.float64(weight) * row)
+        slack = 0 if is_exact else (TOP_K + n_shared + 1) * 2.0**-24
+        low, high = (
+            widen(
+                reference.float32_to_bfloat16(
+                    (exact + sign * slack * magnitude).astype(np.float32)
+                )
+            )
+            for sign in (-1, 1)
+        )
+        sums = widen(got.sums[rank])
+        wrong = ~((low <= sums) & (sums <= high))
+        where = f"{got.where}: rank {rank}"
+        assert not wrong.any(), (
+            f"{where}: {wrong.sum()} of {wrong.size} sums are off, "
+            f"{(low < high).sum()} may be rounded either way; the first is "
+            f"{sums[wrong][0]}, not in [{low[wrong][0]}, {high[wrong][0]}]"
+        )
+
+
+def check_run(
+    got: Run, run: str, counts: list[int], *, is_fp8: bool, has_shared: bool
+) -> None:
+    """Compares one package's run with the oracle."""
+    inputs = make_inputs(run, counts, has_shared=has_shared)
+    is_exact = run in EXACT_RUNS
+    if is_fp8 and not is_exact and MAX in got.where:
+        check_rows_are_close(got, inputs)
+    else:
+        kind = {"is_fp8": is_fp8, "has_shared": has_shared}
+        check_rows_are_the_oracles(got, inputs, **kind)
+    check_sums(got, inputs, is_exact=is_exact, has_shared=has_shared)
+
+
+# ------------------------------------------------------------------- on GPUs, both
+
+ARGUMENTS = {
+    "bfloat16": "",
+    "fp8": "--fp8 --forms fused all",
+    "bfloat16_weights": "--bfloat16-weights --forms split",
+    "shared_expert": "--shared-expert --forms fused",
+    "silent_rank": "--tokens 17 0 --forms fused",
+    "four_bfloat16": "",
+    "four_fp8": "--fp8 --forms fused",
+}
+
+
+@pytest.fixture(scope="module")
+def saved_by_both(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """Runs both packages, once for each name."""
+
+    @functools.cache
+    def run(name: str) -> dict[str, dict[str, np.ndarray]]:
+        n_ranks = 4 if name.startswith("four") else 2
+        arguments = f"--ranks {n_ranks} {ARGUMENTS[name]}"
+        folder = tmp_path_factory.mktemp(name)
+        return {p: run_script(p, arguments, folder) for p in (MAX, OURS)}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.gpu(4 if "four" in name else 2))
+        for name in ARGUMENTS
+    ],
+)
+def test_only_the_import_changes(saved_by_both: Callable, name: str) -> None:
+    saved = saved_by_both(name)
+    assert saved[MAX].keys() == saved[OURS].keys()
+    counts = saved[OURS]["counts"].tolist()
+    kind = {"is_fp8": "fp8" in name, "has_shared": "shared" in name}
+    for form in forms_of(saved[OURS]):
+        for run in (*EXACT_RUNS, RANDOM_RUN):
+            theirs, ours = (take(saved[p], form, run, p) for p in (MAX, OURS))
+            for got in (theirs, ours):
+                check_run(got, run, counts, **kind)
+            differ = [(a != b).sum() for a, b in zip(theirs.sums, ours.sums)]
+            print(f"{name}, {form}, {run}: {sum(differ)} sums differ")
+            if run in EXACT_RUNS:
+                assert not any(differ), f"{form}, {run}: {differ} sums differ"
+            for rank in range(len(counts)):
+                pairs = zip(theirs.dispatched[rank], ours.dispatched[rank], strict=True)
+                for a, b in pairs:
+                    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+# --------------------------------------------------------- ours alone, and teeth
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--forms split", "--forms all --bfloat16-weights --shared-expert"]
+)
+def test_max_ep_alone(arguments: str, tmp_path: Path) -> None:
+    """Ours, on what there is: CPU ranks where there is no GPU."""
+    saved = run_script(OURS, arguments, tmp_path)
+    counts = saved["counts"].tolist()
+    kind = {"is_fp8": False, "has_shared": "shared" in arguments}
+    (form,) = forms_of(saved)
+    for run in (*EXACT_RUNS, RANDOM_RUN):
+        check_run(take(saved, form, run, OURS), run, counts, **kind)
+
+
+def perfect_run(run: str, counts: list[int], *, is_fp8: bool) -> Run:
+    """Makes what a package may give: the oracle's, rows of an expert turned."""
+    tokens, ids, weights, factors = make_inputs(run, counts)
+    results = reference.dispatch(
+        tokens if is_fp8 else [narrow(x) for x in tokens],
+        ids,
+        N_EXPERTS,
+        quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
+    )
+    dispatched, expert_rows = [], []
+    for rank, result in enumerate(results):
+        scales = [] if result.scales is None else [result.scales]
+        arrays = [result.rows, *scales, result.row_offsets, result.expert_ids]
+        factor = np.repeat(factors[rank], np.diff(result.row_offsets.astype(int)))
+        product = dequantize(arrays) * factor[:, np.newaxis]
+        bits = reference.float32_to_bfloat16(product)
+        expert_rows.append(reference.bfloat16_to_float32(bits))
+        order = np.arange(len(result.rows))
+        for begin, end in zip(result.row_offsets[:-1], result.row_offsets[1:]):
+            order[begin:end] = order[begin:end][::-1]
+        turned = [result.rows[order], *(x[:, order] for x in scales)]
+        dispatched.append([*turned, result.row_offsets, result.expert_ids])
+    sums = reference.combine(expert_rows, results, weights)
+    bits = [reference.float32_to_bfloat16(x) for x in sums]
+    return Run(f"{MAX}, perfect, {run}", bits, dispatched)
+
+
+def off_by_one_bit(got: Run) -> None:
+    got.sums[0][5, 7] ^= 1
+
+
+def other_row(got: Run) -> None:
+    got.dispatched[1][0][0] = got.dispatched[1][0][1]
+
+
+def other_expert(got: Run) -> None:
+    got.dispatched[0][-2][1] -= 1
+
+
+def large_scale(got: Run) -> None:
+    got.dispatched[0][1][2, 3] *= 1.2
+
+
+@pytest.mark.parametrize(
+    "is_fp8, run, spoil",
+    [
+        (False, "uniform", None),
+        (False, "random", None),
+        (True, "uniform", None),
+        (True, "random", None),
+        (False, "crowded", off_by_one_bit),
+        (False, "random", off_by_one_bit),
+        (True, "uniform", off_by_one_bit),
+        (False, "random", other_row),
+        (True, "random", other_row),
+        (False, "uniform", other_expert),
+        (True, "random", other_expert),
+        (True, "random", large_scale),
+    ],
+)
+def test_the_checks(is_fp8: bool, run: str, spoil: Callable | None) -> None:
+    """They pass what is right in another order, and notice what is not."""
+    counts = [20, 0, 3, 7]
+    got = perfect_run(run, counts, is_fp8=is_fp8)
+    kind = {"is_fp8": is_fp8, "has_shared": False}
+    if spoil is None:
+        check_run(got, run, counts, **kind)
+        return
+    spoil(got)
+    with pytest.raises(AssertionError):
+        check_run(got, run, counts, **kind)
+
+
+def test_a_last_bit_of_a_scale_may_differ() -> None:
+    """FP8 of random tokens, quantized by a rounding that is not the oracle's."""
+    counts = [20, 0, 3, 7]
+    got = perfect_run("random", counts, is_fp8=True)
+    inputs = make_inputs("random", counts)
+    for dispatched in got.dispatched:
+        dispatched[1] = np.nextafter(dispatched[1], np.float32(np.inf))
+    check_rows_are_close(got, inputs)
+    with pytest.raises(AssertionError, match="other rows"):
+        check_rows_are_the_oracles(got, inputs, is_fp8=True, has_shared=False)
