@@ -32,7 +32,7 @@ FP8_BLOCK = 128
 TARGETS = ("cpu", "gpu")
 """Device kinds that have kernels."""
 
-PROTOCOLS = ("expert_slots",)
+PROTOCOLS = ("expert_slots", "rank_slots")
 """Wire protocols there are."""
 
 OUTPUT_LAYOUTS = ("packed", "padded")
@@ -109,7 +109,9 @@ class EPConfig:
     """Device kind of the tensors: ``"cpu"``, ``"gpu"``, or ``"auto"``: what
     this machine has."""
     protocol: str = "auto"
-    """Wire protocol: ``"expert_slots"``, or ``"auto"``: the best there is."""
+    """Wire protocol: ``"expert_slots"`` sends a token once for each of its
+    experts, ``"rank_slots"`` once to each rank that has one of them (CPU ranks
+    only, for now; the same results, bit for bit). ``"auto"``: the first."""
     timeout_s: float = 30.0
     """How long a launch waits for its peers before it fails. Nothing waits
     where all ranks of the group run one after another (``timeout_ms`` is 0)."""
@@ -137,6 +139,11 @@ class EPConfig:
             raise ValueError(
                 f"protocol={self.protocol!r} is unknown; there are 'auto', "
                 + ", ".join(repr(p) for p in PROTOCOLS)
+            )
+        if self.protocol == "rank_slots" and self.target != "cpu":
+            raise ValueError(
+                f"protocol='rank_slots' with target={self.target!r}: GPU ranks have "
+                "'expert_slots' only; pass that, or 'auto'"
             )
         for field, what in _REFUSED.items():
             if getattr(self, field):
@@ -379,6 +386,7 @@ class EPConfig:
             self.n_ranks,
             self.max_tokens_per_rank,
             self.top_k,
+            self.protocol,
         )
 
     def get_max_recv_tokens(self) -> int:

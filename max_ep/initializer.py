@@ -218,6 +218,7 @@ class EPCommInitializer:
                     config.top_k,
                     sizes.dispatch_msg_bytes,
                     sizes.combine_msg_bytes,
+                    sizes.protocol,
                 ]
                 inputs += [group[rank] for group in self._counters]
                 inputs.append(np.array(setup, np.int64))

@@ -89,9 +89,10 @@ def _format_suffix(config: EPConfig) -> str:
 
 
 def _format_parameters(config: EPConfig) -> dict[str, bool | int | DType]:
+    protocol = {"protocol": config.sizes().protocol}
     if config.is_quantized:
-        return {"power_of_two_scales": config.fp8_power_of_two_scales}
-    return {"dispatch_dtype": config.dispatch_dtype}
+        return protocol | {"power_of_two_scales": config.fp8_power_of_two_scales}
+    return protocol | {"dispatch_dtype": config.dispatch_dtype}
 
 
 def _input_scales(
@@ -106,6 +107,12 @@ def _input_scales(
             "fused_shared_expert=True a token is encoded once for all experts; "
             "scale the tokens before dispatch, or compute the shared expert "
             "beside the routed ones"
+        )
+    if config.protocol == "rank_slots":
+        raise ValueError(
+            "input_scales are factors of experts, and with protocol='rank_slots' a "
+            "token is encoded once for all experts of a rank; pass "
+            "protocol='expert_slots', or scale the tokens before dispatch"
         )
     check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]

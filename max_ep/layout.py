@@ -24,6 +24,7 @@ class RegionSizes:
     failure_word: int  # first of them in the failure record
     n_failure_words: int  # words of the failure record
     setup_words: int  # int64 words that max_ep.init takes
+    protocol: int  # as layout.mojo numbers it
     n_local_experts: int
     dispatch_msg_bytes: int
     combine_msg_bytes: int
@@ -46,8 +47,9 @@ def region_sizes(
     n_ranks: int,
     max_tokens_per_rank: int,
     top_k: int,
+    protocol: str,
 ) -> RegionSizes:
-    """Returns the sizes of ``expert_slots`` for a configuration.
+    """Returns the sizes of a configuration.
 
     Args:
         token_format: ``"bfloat16"``, ``"float32"`` or ``"blockwise_fp8"``.
@@ -57,6 +59,7 @@ def region_sizes(
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         top_k: Experts of a token.
+        protocol: ``"expert_slots"`` or ``"rank_slots"``.
     """
     question = [token_format] + [
         str(n)
@@ -69,6 +72,7 @@ def region_sizes(
             top_k,
         )
     ]
+    question.append(protocol)
     folder = cache_dir() / sources_hash()
     answer = folder / ("layout-" + "-".join(question) + ".json")
     if answer.is_file():

@@ -15,10 +15,11 @@ from max_ep.counters import (
 from max_ep.formats.blockwise_fp8 import FP8_BLOCK
 from max_ep.host_setup import N_SETUP_WORDS
 from max_ep.layout import (
-    ExpertSlotsLayout,
+    RegionLayout,
     blockwise_fp8_token_bytes,
     message_bytes,
     plain_token_bytes,
+    protocol_of,
 )
 
 
@@ -37,13 +38,14 @@ def main() raises:
     var args = argv()
     var hidden_size = Int(args[3])
     var n_experts = Int(args[4])
-    var layout = ExpertSlotsLayout(
+    var layout = RegionLayout(
         n_experts,
         Int(args[5]),
         Int(args[6]),
         Int(args[7]),
         message_bytes(_token_bytes(String(args[1]), hidden_size)),
         message_bytes(plain_token_bytes(hidden_size, Int(args[2]))),
+        protocol_of(String(args[8])),
     )
     print(
         "counters_words",
@@ -52,6 +54,7 @@ def main() raises:
     print("failure_word", FAILURE_WORD)
     print("n_failure_words", N_FAILURE_WORDS)
     print("setup_words", N_SETUP_WORDS)
+    print("protocol", layout.protocol)
     print("n_local_experts", layout.n_local_experts())
     print("dispatch_msg_bytes", layout.dispatch_msg_bytes)
     print("combine_msg_bytes", layout.combine_msg_bytes)

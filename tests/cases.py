@@ -10,7 +10,7 @@ make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from max.dtype import DType
@@ -53,6 +53,7 @@ class Case:
     # Not in `repr`, which seeds the data.
     output_layout: str = field(default="packed", repr=False)
     fused_shared_expert: bool = field(default=False, repr=False)
+    protocol: str = field(default="expert_slots", repr=False)
 
     @property
     def is_fp8(self) -> bool:
@@ -109,6 +110,7 @@ class Case:
             fp8_power_of_two_scales=self.wire == "fp8_pow2",
             output_layout=self.output_layout,
             fused_shared_expert=self.fused_shared_expert,
+            protocol=self.protocol,
         )
         return EPConfig(**(fields | changes))
 
@@ -143,6 +145,13 @@ _LAYOUT_CASES = [
 ]
 LAYOUT_CASES = {case.name: case for case in _LAYOUT_CASES}
 """Padded rows, and a fused shared expert."""
+
+RANK_SLOTS_CASES = {
+    f"{name}_by_rank": replace(case, name=f"{name}_by_rank", protocol="rank_slots")
+    for name, case in (CASES | LAYOUT_CASES).items()
+    if case.scales is None
+}
+"""Those cases whose tokens need be encoded only once, by the other protocol."""
 
 # Large enough that a launch is dealt over workers and writes past the caches.
 _LARGE = [

@@ -223,7 +223,7 @@ _SWEEP = {
 }
 
 _PROGRAM = """
-from max_ep.layout import ExpertSlotsLayout, n_experts_on_rank
+from max_ep.layout import RegionLayout, n_experts_on_rank
 
 def main() raises:
     for n_experts in [1, 5, 64]:
@@ -231,7 +231,7 @@ def main() raises:
             for max_tokens in [1, 7, 128]:
                 for top_k in [1, 3]:
                     for dispatch_msg in [32, 176, 1104]:
-                        var l = ExpertSlotsLayout(
+                        var l = RegionLayout(
                             n_experts, n_ranks, max_tokens, top_k,
                             dispatch_msg, 2 * dispatch_msg,
                         )

@@ -21,6 +21,7 @@ from cases import (
     F32,
     LARGE_CASES,
     LAYOUT_CASES,
+    RANK_SLOTS_CASES,
     ROUTINGS,
     Case,
     Inputs,
@@ -67,7 +68,7 @@ CPU = DeviceRef.CPU()
 
 # ------------------------------------------------------- cases times routings
 
-SMALL_CASES = CASES | LAYOUT_CASES
+SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES
 
 
 @pytest.fixture(scope="module")

@@ -36,9 +36,26 @@ from .launch_checks import (
     mut_,
     peer_buffers,
 )
-from .layout import ExpertSlotsLayout, MESSAGE_ALIGN
+from .layout import EXPERT_SLOTS, MESSAGE_ALIGN, RANK_SLOTS, RegionLayout
+from .rank_slots.host_dispatch import (
+    dispatch_async_host as rank_slots_dispatch_async_host,
+    dispatch_wait_host as rank_slots_dispatch_wait_host,
+)
 from .row_tables import RowTables
 from .token_format import SharedRows, TokenFormat
+
+
+def _check_protocol[protocol: Int, target: StaticString, is_scaled: Bool]():
+    """Refuses what `rank_slots` cannot do, when an op is compiled."""
+    comptime assert (
+        protocol == EXPERT_SLOTS or protocol == RANK_SLOTS
+    ), "max_ep: the protocol must be EXPERT_SLOTS or RANK_SLOTS"
+    comptime assert (
+        protocol == EXPERT_SLOTS or not is_gpu[target]()
+    ), "max_ep: rank_slots is for CPU ranks"
+    comptime assert (
+        protocol == EXPERT_SLOTS or not is_scaled
+    ), "max_ep: rank_slots encodes a token once, so it takes no input scales"
 
 
 def _check_tokens[
@@ -66,7 +83,7 @@ def _check_tokens[
 
 @always_inline
 def _row_tables[
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     fused_shared_expert: Bool,
     output_layout: StaticString,
 ](
@@ -161,6 +178,7 @@ def ep_dispatch_async_kernel_api[
     input_scales_wrapper: InputScales = None,
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
+    protocol: Int = EXPERT_SLOTS,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor,
@@ -187,6 +205,8 @@ def ep_dispatch_async_kernel_api[
         fused_shared_expert: Whether `dispatch_wait` puts this rank's tokens in
             front of its rows. Not together with input scales: they are
             factors of experts, and the shared one has none.
+        protocol: The wire protocol: `EXPERT_SLOTS`, or `RANK_SLOTS` (CPU only,
+            and without input scales).
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -215,9 +235,10 @@ def ep_dispatch_async_kernel_api[
     comptime assert not (
         fused_shared_expert and Bool(input_scales_wrapper)
     ), "max_ep: fused_shared_expert takes no input scales"
+    _check_protocol[protocol, target, Bool(input_scales_wrapper)]()
     comptime op = "dispatch_async"
     comptime dispatch_layout = dispatch_layout_of[
-        token_fmt_type, n_experts, n_ranks, max_token_per_rank
+        token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
     ]()
     var counters = counters_of[n_experts, target](
         op, atomic_counters, dispatch_layout
@@ -247,6 +268,23 @@ def ep_dispatch_async_kernel_api[
             counts,
             counters,
             context,
+        )
+    elif protocol == RANK_SLOTS:
+        rank_slots_dispatch_async_host[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            dispatch_layout,
+            input_tokens.dtype,
+            fused_shared_expert,
+        ](
+            imm(input_tokens),
+            imm(topk_ids),
+            n_tokens,
+            recv_bufs,
+            counts,
+            counters,
         )
     else:
         dispatch_async_host[
@@ -279,6 +317,7 @@ def ep_dispatch_wait_kernel_api[
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
     output_layout: StaticString = "packed",
+    protocol: Int = EXPERT_SLOTS,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -303,6 +342,7 @@ def ep_dispatch_wait_kernel_api[
             them, come first: group 0. Local expert `e` is then group `e + 1`.
         output_layout: `packed`: rows without gaps. `padded`: each local expert
             has `expert_capacity` rows of its own.
+        protocol: As in `ep_dispatch_async_kernel_api`.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
@@ -326,7 +366,7 @@ def ep_dispatch_wait_kernel_api[
     comptime n_ranks = n_gpus_per_node * n_nodes
     comptime hidden_size = token_fmt_type.hidden_size
     comptime dispatch_layout = dispatch_layout_of[
-        token_fmt_type, n_experts, n_ranks, max_token_per_rank
+        token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
     ]()
     comptime n_local_experts = dispatch_layout.n_local_experts()
     check_config[
@@ -337,13 +377,11 @@ def ep_dispatch_wait_kernel_api[
         token_fmt_type.top_k,
         target,
     ]()
+    _check_protocol[protocol, target, False]()
     comptime op = "dispatch_wait"
     var counters = counters_of[n_experts, target](
         op, atomic_counters, dispatch_layout
     )
-    var tables = _row_tables[
-        dispatch_layout, fused_shared_expert, output_layout
-    ](op, row_offsets, expert_ids, src_info)
     var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
     comptime if is_gpu[target]():
@@ -354,9 +392,43 @@ def ep_dispatch_wait_kernel_api[
             max_token_per_rank,
             n_gpus_per_node,
             use_shmem,
-        ](rows, tables, src_info, recv_bufs, counts, counters, context)
+        ](
+            rows,
+            _row_tables[
+                dispatch_layout_of[
+                    token_fmt_type, n_experts, n_ranks, max_token_per_rank
+                ](),
+                fused_shared_expert,
+                output_layout,
+            ](op, row_offsets, expert_ids, src_info),
+            src_info,
+            recv_bufs,
+            counts,
+            counters,
+            context,
+        )
     else:
+        var tables = _row_tables[
+            dispatch_layout, fused_shared_expert, output_layout
+        ](op, row_offsets, expert_ids, src_info)
         var recv_buf = recv_bufs[counters.my_rank()]
+        comptime if protocol == RANK_SLOTS:
+            rank_slots_dispatch_wait_host[
+                token_fmt_type,
+                n_experts,
+                n_ranks,
+                max_token_per_rank,
+                dispatch_layout,
+            ](
+                rows,
+                Int(src_info.dim[0]()),
+                tables,
+                mut_(src_info),
+                recv_buf,
+                counts,
+                counters,
+            )
+            return
         dispatch_wait_host[
             token_fmt_type,
             n_experts,
@@ -368,7 +440,7 @@ def ep_dispatch_wait_kernel_api[
             Int(src_info.dim[0]()),
             tables,
             mut_(src_info),
-            recv_buf.unsafe_offset(dispatch_layout.dispatch_send_from_recv()),
+            recv_buf.unsafe_offset(dispatch_layout.staged_from_recv(0)),
             recv_buf,
             counts,
             counters,
@@ -386,6 +458,7 @@ def ep_dispatch_kernel_api[
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
     output_layout: StaticString = "packed",
+    protocol: Int = EXPERT_SLOTS,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -414,6 +487,7 @@ def ep_dispatch_kernel_api[
         use_shmem: As in `ep_dispatch_async_kernel_api`.
         fused_shared_expert: As in `ep_dispatch_wait_kernel_api`.
         output_layout: As in `ep_dispatch_wait_kernel_api`.
+        protocol: As in `ep_dispatch_async_kernel_api`.
 
     Args:
         rows: Output tensors of the format.
@@ -443,6 +517,7 @@ def ep_dispatch_kernel_api[
             top_k,
             target,
         ]()
+        _check_protocol[protocol, target, Bool(input_scales_wrapper)]()
         comptime op = "dispatch"
         comptime dispatch_layout = dispatch_layout_of[
             token_fmt_type, n_experts, n_ranks, max_token_per_rank
@@ -489,6 +564,7 @@ def ep_dispatch_kernel_api[
         input_scales_wrapper,
         use_shmem,
         fused_shared_expert,
+        protocol,
     ](
         atomic_counters,
         input_tokens,
@@ -508,6 +584,7 @@ def ep_dispatch_kernel_api[
         use_shmem,
         fused_shared_expert,
         output_layout,
+        protocol,
     ](
         rows,
         row_offsets,

@@ -18,7 +18,7 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
 """
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
-from .layout import ExpertSlotsLayout, MAX_RANKS
+from .layout import RegionLayout, MAX_RANKS
 
 comptime COUNTERS_MAGIC = 0x6D657031
 """Value of the magic word once `max_ep.init` has run."""
@@ -38,21 +38,24 @@ comptime _COMBINE_SENT = 5
 comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
 comptime _SRC_INFO_HASH = 8
-comptime _LAYOUT = 9  # six words, the fields of ExpertSlotsLayout
-comptime _LAYOUT_NAMES: Array[StaticString, 6] = [
+comptime _N_FIELDS = 7
+comptime _LAYOUT = 9  # `_N_FIELDS` words, the fields of RegionLayout
+comptime _LAYOUT_NAMES: Array[StaticString, _N_FIELDS] = [
     "n_experts",
     "n_ranks",
     "max_tokens_per_rank",
     "top_k",
     "bytes of a dispatch message",
     "bytes of a combine message",
+    "protocol",
 ]
-comptime _BLOCKS_DONE = 15
 comptime _N_TOKENS = 16  # two words, by the parity of the generation
 comptime _COMBINE_OF = 18
 comptime BROKEN_WORD = 19
 """Not 0 once a launch on a GPU has ended with a failure; unlike the failure
 record it does not change while warps of the launch rely on each other."""
+
+comptime _BLOCKS_DONE = 28
 
 comptime FAILURE_WORD = 20
 """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
@@ -80,7 +83,7 @@ def local_sync_counters_words(n_experts: Int, n_choices: Int) -> Int:
 
 
 @always_inline
-def _fields(layout: ExpertSlotsLayout) -> Array[Int, 6]:
+def _fields(layout: RegionLayout) -> Array[Int, _N_FIELDS]:
     return [
         layout.n_experts,
         layout.n_ranks,
@@ -88,11 +91,12 @@ def _fields(layout: ExpertSlotsLayout) -> Array[Int, 6]:
         layout.top_k,
         layout.dispatch_msg_bytes,
         layout.combine_msg_bytes,
+        layout.protocol,
     ]
 
 
 @always_inline
-def wanted_word(i: Int, found: Int32, layout: ExpertSlotsLayout) -> Int32:
+def wanted_word(i: Int, found: Int32, layout: RegionLayout) -> Int32:
     """States what a word must be if the words are those of a launch.
 
     Args:
@@ -108,7 +112,7 @@ def wanted_word(i: Int, found: Int32, layout: ExpertSlotsLayout) -> Int32:
     if i == _MAGIC:
         wanted = COUNTERS_MAGIC
     var fields = _fields(layout)
-    comptime for field in range(6):
+    comptime for field in range(_N_FIELDS):
         if i == _LAYOUT + field and fields[field] != 0:
             wanted = Int32(fields[field])
     return wanted
@@ -185,7 +189,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         my_rank: Int,
         timeout_ms: Int,
         n_words: Int,
-        layout: ExpertSlotsLayout,
+        layout: RegionLayout,
     ):
         """Puts the words in the state before the first generation.
 
@@ -202,7 +206,7 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def word_after_reset(
-        self, i: Int, my_rank: Int, timeout_ms: Int, layout: ExpertSlotsLayout
+        self, i: Int, my_rank: Int, timeout_ms: Int, layout: RegionLayout
     ) -> Int32:
         """States a word before the first generation.
 
@@ -222,12 +226,12 @@ struct EPLocalSyncCounters[n_experts: Int](
         if i == _TIMEOUT_MS:
             return Int32(timeout_ms)
         var fields = _fields(layout)
-        comptime for field in range(6):
+        comptime for field in range(_N_FIELDS):
             if i == _LAYOUT + field:
                 return Int32(fields[field])
         return 0
 
-    def is_cut_as(self, layout: ExpertSlotsLayout) -> Bool:
+    def is_cut_as(self, layout: RegionLayout) -> Bool:
         """Tells whether the regions are cut as a launch expects.
 
         Args:
@@ -237,7 +241,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         Returns:
             Whether all sizes that it knows are those of `reset`.
         """
-        for i in range(_LAYOUT, _LAYOUT + 6):
+        for i in range(_LAYOUT, _LAYOUT + _N_FIELDS):
             var found = self.words[unsafe_offset=i]
             if found != wanted_word(i, found, layout):
                 return False
@@ -384,7 +388,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         """Reads where a pair's rows begin in the last dispatched rows.
 
         Args:
-            pair: From `ExpertSlotsLayout.pair`, or the number of pairs for
+            pair: From `RegionLayout.pair`, or the number of pairs for
                 how many rows the tensors must hold.
 
         Returns:
@@ -397,7 +401,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         """Reads how many rows a pair has in the last dispatched rows.
 
         Args:
-            pair: From `ExpertSlotsLayout.pair`, or the number of pairs for the
+            pair: From `RegionLayout.pair`, or the number of pairs for the
                 rows of the largest pair.
 
         Returns:

@@ -4,7 +4,7 @@ from max.gpu import block_dim, global_idx, grid_dim
 from max.gpu.host import DeviceContext
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
-from .layout import ExpertSlotsLayout, FLAG_BYTES
+from .layout import RegionLayout, FLAG_BYTES
 from .expert_slots.host_steps import flag_at, message_flag
 from .token_format import BytePointer
 
@@ -21,6 +21,7 @@ def clear_kernel(
     top_k: Int32,
     dispatch_msg_bytes: Int32,
     combine_msg_bytes: Int32,
+    protocol: Int32,
 ):
     """Clears every flag and word of a rank; nobody may use them meanwhile.
 
@@ -32,20 +33,22 @@ def clear_kernel(
         counters_group_1: Local words of MAX's second group.
         my_rank: The rank.
         timeout_ms: How long a launch may wait.
-        n_experts: As in `ExpertSlotsLayout`, as the rest.
+        n_experts: As in `RegionLayout`, as the rest.
         n_ranks: Likewise.
         max_tokens_per_rank: Likewise.
         top_k: Likewise.
         dispatch_msg_bytes: Likewise.
         combine_msg_bytes: Likewise.
+        protocol: Likewise.
     """
-    var layout = ExpertSlotsLayout(
+    var layout = RegionLayout(
         Int(n_experts),
         Int(n_ranks),
         Int(max_tokens_per_rank),
         Int(top_k),
         Int(dispatch_msg_bytes),
         Int(combine_msg_bytes),
+        Int(protocol),
     )
     var first = Int(global_idx.x)
     var n_threads = Int(grid_dim.x * block_dim.x)
@@ -93,7 +96,7 @@ def clear_gpu(
     counters_group_1: Pointer[Int32, MutUntrackedOrigin],
     my_rank: Int,
     timeout_ms: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     context: DeviceContext,
 ) raises:
     """Starts `clear_kernel`.
@@ -122,6 +125,7 @@ def clear_gpu(
         Int32(layout.top_k),
         Int32(layout.dispatch_msg_bytes),
         Int32(layout.combine_msg_bytes),
+        Int32(layout.protocol),
         grid_dim=128,
         block_dim=256,
     )

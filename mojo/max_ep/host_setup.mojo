@@ -9,16 +9,16 @@ from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .expert_slots.host_steps import write_source_info
 from .gpu_setup import clear_gpu
 from .launch_checks import mut_
-from .layout import ExpertSlotsLayout
+from .layout import RANK_SLOTS, RegionLayout
 from .token_format import BytePointer
 
-comptime N_SETUP_WORDS = 10
+comptime N_SETUP_WORDS = 11
 """Int64 words of `setup`: region address, rank, time-out in ms, whether the
-memory was used before (1) or is zero (0), then the six fields of
-`ExpertSlotsLayout` in order."""
+memory was used before (1) or is zero (0), then the seven fields of
+`RegionLayout` in order."""
 
 
-def _clear_combine_generations(region: Int, layout: ExpertSlotsLayout):
+def _clear_combine_generations(region: Int, layout: RegionLayout):
     """Makes old combine messages differ from those of the first generations.
 
     Args:
@@ -38,7 +38,7 @@ def _clear_combine_generations(region: Int, layout: ExpertSlotsLayout):
             )
 
 
-def _clear_host(region: Int, layout: ExpertSlotsLayout, was_used: Bool):
+def _clear_host(region: Int, layout: RegionLayout, was_used: Bool):
     """Clears the flags of a region in host memory.
 
     Args:
@@ -60,6 +60,14 @@ def _clear_host(region: Int, layout: ExpertSlotsLayout, was_used: Bool):
     )
     if was_used:
         _clear_combine_generations(region, layout)
+        if layout.protocol == RANK_SLOTS:
+            # An entry is of the generation that it says, however old it is.
+            unsafe_memset_zero(
+                BytePointer(
+                    unsafe_from_address=region + layout.dispatch_recv_offset()
+                ),
+                layout.entry_offset(layout.n_ranks, 0),
+            )
 
 
 def init[
@@ -100,13 +108,14 @@ def init[
     var rank = Int(words[unsafe_offset=1])
     var timeout_ms = Int(words[unsafe_offset=2])
     var was_used = words[unsafe_offset=3] != 0
-    var layout = ExpertSlotsLayout(
+    var layout = RegionLayout(
         Int(words[unsafe_offset=4]),
         Int(words[unsafe_offset=5]),
         Int(words[unsafe_offset=6]),
         Int(words[unsafe_offset=7]),
         Int(words[unsafe_offset=8]),
         Int(words[unsafe_offset=9]),
+        Int(words[unsafe_offset=10]),
     )
     var n_words = local_sync_counters_words(
         layout.n_experts, layout.n_choices()

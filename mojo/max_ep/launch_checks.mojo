@@ -4,7 +4,7 @@ from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
 from .counters import EPLocalSyncCounters
-from .layout import ExpertSlotsLayout, MAX_RANKS, MAX_TOP_K
+from .layout import RegionLayout, MAX_RANKS, MAX_TOP_K
 from .transport import PeerBuffers
 
 comptime _NEXT = (
@@ -90,7 +90,7 @@ def counters_of[
 ](
     op: StaticString,
     atomic_counters: TileTensor[DType.int32, ...],
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
 ) raises -> EPLocalSyncCounters[n_experts]:
     """Finds this rank's local words.
 

@@ -16,6 +16,19 @@ is right on one rank is right on all of them. `expert_slots` cuts it so:
     +---------------------------------------------------------------------+
     region_bytes
 
+`rank_slots` has no dispatch send buffer (a token is encoded into its place in the
+owner's own recv buffer), and cuts dispatch recv and counts so:
+
+    +---------------------------------------------------------------------+
+    | dispatch recv    entries [n_ranks][max_tokens_per_rank][top_k]       |
+    |                  tokens  [n_ranks][max_tokens_per_rank]              |
+    |                                                     of dispatch msg  |
+    | dispatch counts  as above, then tokens [n_ranks] UInt64              |
+    +---------------------------------------------------------------------+
+
+An entry (`ENTRY_BYTES`) says where a choice goes: generation, expert, position
+among the choices of that expert, router weight.
+
 Peers write everything but the dispatch send buffer, which is the owner's staging
 place. A message is the encoded token (or expert row) followed by a source info of
 `SOURCE_INFO_BYTES`. This file knows offsets and sizes: no pointers, no
@@ -39,11 +52,39 @@ comptime BUFFER_ALIGN = 256
 comptime FLAG_BYTES = 8
 """Bytes of one flag or done word (UInt64)."""
 
+comptime ENTRY_BYTES = 16
+"""Bytes of an entry of `rank_slots`: four words of 32 bits, one access."""
+
+comptime EXPERT_SLOTS = 1
+"""Protocol: a message for each (token, choice), in a slot of its expert."""
+
+comptime RANK_SLOTS = 2
+"""Protocol: a message for each (token, destination rank), and entries."""
+
 comptime MAX_RANKS = 128
 """Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
 
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
+
+
+def protocol_of(name: StringSlice) raises -> Int:
+    """Finds a protocol by its name in `EPConfig`.
+
+    Args:
+        name: The name.
+
+    Returns:
+        `EXPERT_SLOTS` or `RANK_SLOTS`.
+
+    Raises:
+        If there is none of that name.
+    """
+    if name == "expert_slots":
+        return EXPERT_SLOTS
+    if name == "rank_slots":
+        return RANK_SLOTS
+    raise Error("max_ep: no protocol is called ", name, ".")
 
 
 @always_inline
@@ -149,7 +190,7 @@ def source_info_offset(msg_bytes: Int) -> Int:
 
 
 @fieldwise_init
-struct ExpertSlotsLayout(TrivialRegisterPassable):
+struct RegionLayout(TrivialRegisterPassable):
     """Sizes and offsets of an `expert_slots` region, all in bytes."""
 
     var n_experts: Int
@@ -164,8 +205,52 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
     """Bytes of one dispatch message."""
     var combine_msg_bytes: Int
     """Bytes of one combine message."""
+    var protocol: Int
+    """`EXPERT_SLOTS`, `RANK_SLOTS`, or 0 where it does not matter."""
 
     # ------------------------------------------------- inside dispatch buffers
+
+    @always_inline
+    def entry_offset(self, src_rank: Int, choice: Int) -> Int:
+        """Locates an entry of `rank_slots`.
+
+        Args:
+            src_rank: Rank of the token.
+            choice: From `choice`, on that rank.
+
+        Returns:
+            Bytes from the start of the dispatch recv buffer.
+        """
+        return (src_rank * self.n_choices() + choice) * ENTRY_BYTES
+
+    @always_inline
+    def token_offset(self, src_rank: Int, token_idx: Int) -> Int:
+        """Locates a token of `rank_slots`.
+
+        Args:
+            src_rank: Rank of the token.
+            token_idx: In `[0, max_tokens_per_rank)`.
+
+        Returns:
+            Bytes from the start of the dispatch recv buffer.
+        """
+        return (
+            round_up(self.entry_offset(self.n_ranks, 0), BUFFER_ALIGN)
+            + (src_rank * self.max_tokens_per_rank + token_idx)
+            * self.dispatch_msg_bytes
+        )
+
+    @always_inline
+    def dispatch_n_tokens_offset(self, src_rank: Int) -> Int:
+        """Locates the word by which a source of `rank_slots` says how many tokens.
+
+        Args:
+            src_rank: The source, in `[0, n_ranks)`.
+
+        Returns:
+            Bytes from the start of the dispatch counts buffer.
+        """
+        return self.dispatch_done_offset(self.n_ranks + src_rank)
 
     @always_inline
     def dispatch_staged_offset(self, token_idx: Int) -> Int:
@@ -372,6 +457,8 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
+        if self.protocol == RANK_SLOTS:
+            return 0
         return self.dispatch_staged_offset(self.max_tokens_per_rank)
 
     @always_inline
@@ -381,6 +468,8 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
+        if self.protocol == RANK_SLOTS:
+            return self.token_offset(self.n_ranks, 0)
         return self.dispatch_message_offset(
             self.pair(self.n_local_experts(), 0), 0
         )
@@ -392,6 +481,8 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
+        if self.protocol == RANK_SLOTS:
+            return self.dispatch_n_tokens_offset(self.n_ranks)
         return self.dispatch_done_offset(self.n_ranks)
 
     @always_inline
@@ -433,12 +524,18 @@ struct ExpertSlotsLayout(TrivialRegisterPassable):
         return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
 
     @always_inline
-    def dispatch_send_from_recv(self) -> Int:
-        """Locates the dispatch send buffer as seen from the recv buffer.
+    def staged_from_recv(self, rank: Int) -> Int:
+        """Locates a rank's own tokens, encoded, as seen from its recv buffer.
+
+        Args:
+            rank: The rank.
 
         Returns:
-            Bytes from the start of the recv buffer of the same region; negative.
+            Bytes from the start of its recv buffer to where
+            `dispatch_staged_offset` counts from; negative with `expert_slots`.
         """
+        if self.protocol == RANK_SLOTS:
+            return self.token_offset(rank, 0)
         return self.dispatch_send_offset() - self.dispatch_recv_offset()
 
     @always_inline

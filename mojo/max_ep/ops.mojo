@@ -93,6 +93,7 @@ struct DispatchAsync:
         n_nodes: Int,
         has_input_scales: Bool,
         fused_shared_expert: Bool,
+        protocol: Int,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -121,6 +122,7 @@ struct DispatchAsync:
             target,
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
+            protocol=protocol,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -148,6 +150,7 @@ struct DispatchWait:
         n_nodes: Int,
         fused_shared_expert: Bool,
         output_layout: StaticString,
+        protocol: Int,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
@@ -169,6 +172,7 @@ struct DispatchWait:
             target,
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
+            protocol=protocol,
         ](
             PlainRows(_bytes(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -198,6 +202,7 @@ struct Dispatch:
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
+        protocol: Int,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
@@ -231,6 +236,7 @@ struct Dispatch:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
+            protocol=protocol,
         ](
             PlainRows(_bytes(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -262,6 +268,7 @@ struct DispatchAsyncFP8:
         n_nodes: Int,
         has_input_scales: Bool,
         fused_shared_expert: Bool,
+        protocol: Int,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -290,6 +297,7 @@ struct DispatchAsyncFP8:
             target,
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
+            protocol=protocol,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -317,6 +325,7 @@ struct DispatchWaitFP8:
         n_nodes: Int,
         fused_shared_expert: Bool,
         output_layout: StaticString,
+        protocol: Int,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -339,6 +348,7 @@ struct DispatchWaitFP8:
             target,
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
+            protocol=protocol,
         ](
             _scaled_rows(output_tokens, output_scales),
             row_offsets.to_tile_tensor(),
@@ -368,6 +378,7 @@ struct DispatchFP8:
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
+        protocol: Int,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -402,6 +413,7 @@ struct DispatchFP8:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
+            protocol=protocol,
         ](
             _scaled_rows(output_tokens, output_scales),
             row_offsets.to_tile_tensor(),

@@ -12,12 +12,12 @@ everything after it goes by those, so it need not know the order.
 """
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
-from .layout import ExpertSlotsLayout
+from .layout import RegionLayout
 
 
 @fieldwise_init
 struct RowTables[
-    layout: ExpertSlotsLayout, is_padded: Bool, fused_shared_expert: Bool
+    layout: RegionLayout, is_padded: Bool, fused_shared_expert: Bool
 ](DevicePassable, TrivialRegisterPassable):
     """The output tensors of `dispatch_wait` that say which row is whose.
 
@@ -90,7 +90,7 @@ struct RowTables[
         """Notes the rows of a pair, if the tables tell.
 
         Args:
-            pair: From `ExpertSlotsLayout.pair`.
+            pair: From `RegionLayout.pair`.
             begin: First of them, from the first row of the expert.
             count: Rows.
         """

@@ -13,8 +13,13 @@ from max_ep import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
-from max_ep.host_setup import init
-from max_ep.layout import ExpertSlotsLayout, message_bytes, plain_token_bytes
+from max_ep.host_setup import N_SETUP_WORDS, init
+from max_ep.layout import (
+    EXPERT_SLOTS,
+    RegionLayout,
+    message_bytes,
+    plain_token_bytes,
+)
 from max_ep.token_format import PlainRows
 from std.memory.alloc import unsafe_alloc
 from std.testing import assert_equal
@@ -55,8 +60,14 @@ def main() raises:
     var ctx = DeviceContext(api="cpu")
     var msg_bytes = message_bytes(plain_token_bytes(HIDDEN, 4))
     assert_equal(msg_bytes, Format.msg_bytes)
-    var layout = ExpertSlotsLayout(
-        N_EXPERTS, N_RANKS, MAX_TOKENS, TOP_K, msg_bytes, msg_bytes
+    var layout = RegionLayout(
+        N_EXPERTS,
+        N_RANKS,
+        MAX_TOKENS,
+        TOP_K,
+        msg_bytes,
+        msg_bytes,
+        EXPERT_SLOTS,
     )
     var n_local = layout.n_local_experts()
     comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size(
@@ -74,7 +85,7 @@ def main() raises:
     var counters = [vector[DType.int32](n_words), vector[DType.int32](n_words)]
     for rank in range(N_RANKS):
         var region = vector[DType.uint8](layout.region_bytes())
-        var setup = vector[DType.int64](10)
+        var setup = vector[DType.int64](N_SETUP_WORDS)
         var words = [
             Int(region.ptr),
             rank,
@@ -86,8 +97,9 @@ def main() raises:
             TOP_K,
             msg_bytes,
             msg_bytes,
+            EXPERT_SLOTS,
         ]
-        for i in range(10):
+        for i in range(N_SETUP_WORDS):
             setup.ptr[unsafe_offset=i] = Int64(words[i])
         var device_ptrs = vector[DType.uint64](6)
         var my_rank = vector[DType.int32](1)

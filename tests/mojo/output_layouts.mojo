@@ -17,8 +17,13 @@ from max_ep import (
     ep_dispatch_wait_kernel_api,
 )
 from max_ep.formats.blockwise_fp8 import ScaledRows
-from max_ep.host_setup import init
-from max_ep.layout import ExpertSlotsLayout, message_bytes, plain_token_bytes
+from max_ep.host_setup import N_SETUP_WORDS, init
+from max_ep.layout import (
+    EXPERT_SLOTS,
+    RegionLayout,
+    message_bytes,
+    plain_token_bytes,
+)
 from max_ep.token_format import PlainRows, SharedRows
 from std.memory.alloc import unsafe_alloc
 from std.testing import assert_equal, assert_true
@@ -64,8 +69,8 @@ struct Group:
     """[send, recv, counts] of dispatch, then of combine."""
 
     def __init__(out self, dispatch_msg: Int, combine_msg: Int) raises:
-        var layout = ExpertSlotsLayout(
-            1, N_RANKS, MAX_TOKENS, 1, dispatch_msg, combine_msg
+        var layout = RegionLayout(
+            1, N_RANKS, MAX_TOKENS, 1, dispatch_msg, combine_msg, EXPERT_SLOTS
         )
         self.counters = []
         self.ptrs = []
@@ -74,7 +79,7 @@ struct Group:
         for rank in range(N_RANKS):
             self.counters.append(vector[DType.int32](N_WORDS))
             var region = vector[DType.uint8](layout.region_bytes())
-            var setup = vector[DType.int64](10)
+            var setup = vector[DType.int64](N_SETUP_WORDS)
             var words = [
                 Int(region.ptr),
                 rank,
@@ -86,8 +91,9 @@ struct Group:
                 1,
                 dispatch_msg,
                 combine_msg,
+                EXPERT_SLOTS,
             ]
-            for i in range(10):
+            for i in range(N_SETUP_WORDS):
                 setup.ptr[unsafe_offset=i] = Int64(words[i])
             var device_ptrs = vector[DType.uint64](6)
             init["cpu"](

@@ -54,7 +54,7 @@ from ..flags import (
     publish,
 )
 from ..layout import (
-    ExpertSlotsLayout,
+    RegionLayout,
     MESSAGE_ALIGN,
     message_bytes,
     n_experts_on_rank,
@@ -119,7 +119,7 @@ def combine_layout_of[
     n_experts: Int,
     n_ranks: Int,
     max_tokens: Int,
-]() -> ExpertSlotsLayout:
+]() -> RegionLayout:
     """Lays out the buffers as far as combine needs them.
 
     Parameters:
@@ -131,9 +131,9 @@ def combine_layout_of[
         max_tokens: Tokens one rank may send.
 
     Returns:
-        A layout whose dispatch messages have no size.
+        A layout whose dispatch messages have no size, of any protocol.
     """
-    return ExpertSlotsLayout(
+    return RegionLayout(
         n_experts,
         n_ranks,
         max_tokens,
@@ -142,6 +142,7 @@ def combine_layout_of[
         message_bytes(
             plain_token_bytes(hidden_size, size_of[Scalar[combine_dtype]]())
         ),
+        0,
     )
 
 
@@ -224,7 +225,7 @@ def _send_rows[
     combine_dtype: DType,
     hidden_size: Int,
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     use_shmem: Bool,
 ](
     input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
@@ -368,7 +369,7 @@ def _send_rows[
 def _reduce_part[
     combine_dtype: DType,
     hidden_size: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     fused_shared_expert: Bool,
 ](
     result: BytePointer,
@@ -452,7 +453,7 @@ def _reduce_tokens[
     hidden_size: Int,
     num_threads: Int,
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     fused_shared_expert: Bool,
 ](
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
@@ -615,7 +616,7 @@ def _fill_with_nan[
 @always_inline
 def _finish[
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     is_sending: Bool,
     is_receiving: Bool,
     use_shmem: Bool,

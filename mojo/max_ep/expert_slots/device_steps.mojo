@@ -46,7 +46,7 @@ from ..flags import (
     peek,
     publish,
 )
-from ..layout import ExpertSlotsLayout, FLAG_BYTES, MESSAGE_ALIGN
+from ..layout import RegionLayout, FLAG_BYTES, MESSAGE_ALIGN
 from ..layout import n_experts_on_rank
 from ..token_format import BytePointer, LaneBytes
 from ..transport import mapped_address, put_flag
@@ -280,7 +280,7 @@ def any_lane(condition: Bool) -> Bool:
 
 @always_inline
 def can_start[
-    layout: ExpertSlotsLayout
+    layout: RegionLayout
 ](counters: EPLocalSyncCounters, phase: Int) -> Bool:
     """Tells whether a launch may touch anything but its counters and results.
 
@@ -326,7 +326,7 @@ def can_start[
 
 @always_inline
 def await_done_words[
-    n_experts: Int, layout: ExpertSlotsLayout
+    n_experts: Int, layout: RegionLayout
 ](
     my_counts: BytePointer,
     done_offset: Int,

@@ -56,7 +56,12 @@ from ..flags import (
     publish_number,
 )
 from ..launch_checks import imm
-from ..layout import ExpertSlotsLayout, MESSAGE_ALIGN, n_experts_on_rank
+from ..layout import (
+    EXPERT_SLOTS,
+    MESSAGE_ALIGN,
+    RegionLayout,
+    n_experts_on_rank,
+)
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
 from ..transport import put_flag, put_message_warp
@@ -197,7 +202,7 @@ def _count_choices[
 
 @always_inline
 def _index_choices[
-    n_experts: Int, layout: ExpertSlotsLayout, use_shmem: Bool
+    n_experts: Int, layout: RegionLayout, use_shmem: Bool
 ](
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
     n_tokens: Int,
@@ -488,7 +493,7 @@ def _encode[
 
 @always_inline
 def _staged[
-    layout: ExpertSlotsLayout
+    layout: RegionLayout
 ](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
     """Locates where a token waits for its place among this rank's rows.
 
@@ -503,8 +508,7 @@ def _staged[
         Room for a message in the send buffer.
     """
     return recv_buf.unsafe_offset(
-        layout.dispatch_send_from_recv()
-        + layout.dispatch_staged_offset(token_idx)
+        layout.staged_from_recv(0) + layout.dispatch_staged_offset(token_idx)
     )
 
 
@@ -512,7 +516,7 @@ def _staged[
 def _send_half[
     input_type: DType,
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     token_fmt_type: TokenFormat,
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
@@ -673,7 +677,7 @@ def _write_no_rows(tables: RowTables, first: Int, step: Int):
 
 @always_inline
 def _read_counts[
-    n_experts: Int, layout: ExpertSlotsLayout
+    n_experts: Int, layout: RegionLayout
 ](
     pair_rows: SharedInts,
     pair_counts: SharedInts,
@@ -809,7 +813,7 @@ def _read_counts[
 @always_inline
 def _receive_half[
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     token_fmt_type: TokenFormat,
 ](
     rows: token_fmt_type.Rows,
@@ -926,8 +930,12 @@ def _receive_half[
 
 @always_inline
 def dispatch_layout_of[
-    token_fmt_type: TokenFormat, n_experts: Int, n_ranks: Int, max_tokens: Int
-]() -> ExpertSlotsLayout:
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens: Int,
+    protocol: Int = EXPERT_SLOTS,
+]() -> RegionLayout:
     """Lays out the buffers as far as dispatch needs them.
 
     Parameters:
@@ -935,17 +943,19 @@ def dispatch_layout_of[
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
         max_tokens: Tokens one rank may send.
+        protocol: The wire protocol.
 
     Returns:
         A layout whose combine messages have no size.
     """
-    return ExpertSlotsLayout(
+    return RegionLayout(
         n_experts,
         n_ranks,
         max_tokens,
         token_fmt_type.top_k,
         token_fmt_type.msg_bytes,
         0,
+        protocol,
     )
 
 
@@ -1033,7 +1043,7 @@ def _send[
     input_type: DType,
     num_threads: Int,
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     token_fmt_type: TokenFormat,
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
@@ -1117,7 +1127,7 @@ def _send[
 def _receive[
     num_threads: Int,
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     token_fmt_type: TokenFormat,
 ](
     rows: token_fmt_type.Rows,
@@ -1168,7 +1178,7 @@ def _receive[
 
 @always_inline
 def _place_own_tokens[
-    num_threads: Int, layout: ExpertSlotsLayout, token_fmt_type: TokenFormat
+    num_threads: Int, layout: RegionLayout, token_fmt_type: TokenFormat
 ](
     rows: token_fmt_type.Rows,
     n_tokens: Int,
@@ -1211,7 +1221,7 @@ def _place_own_tokens[
 @always_inline
 def _finish[
     n_experts: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     is_sending: Bool,
     is_receiving: Bool,
     use_shmem: Bool,

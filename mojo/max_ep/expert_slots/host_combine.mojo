@@ -27,7 +27,7 @@ from ..flags import (
 )
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import (
-    ExpertSlotsLayout,
+    RegionLayout,
     n_experts_on_rank,
     plain_token_bytes,
 )
@@ -45,7 +45,7 @@ from .host_steps import (
 
 
 def check_src_info[
-    n_experts: Int, layout: ExpertSlotsLayout
+    n_experts: Int, layout: RegionLayout
 ](
     src_info: Pointer[Int32, ImmUntrackedOrigin],
     counters: EPLocalSyncCounters[n_experts],
@@ -103,7 +103,7 @@ def combine_async_host[
     hidden_size: Int,
     n_experts: Int,
     n_ranks: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
 ](
     input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
     n_rows_max: Int,
@@ -224,7 +224,7 @@ def combine_async_host[
 def _reduce_token[
     combine_dtype: DType,
     hidden_size: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     fused_shared_expert: Bool,
 ](
     result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
@@ -298,7 +298,7 @@ def combine_wait_host[
     hidden_size: Int,
     n_experts: Int,
     n_ranks: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     fused_shared_expert: Bool = False,
 ](
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],

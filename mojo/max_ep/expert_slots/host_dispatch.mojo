@@ -17,7 +17,7 @@ from ..flags import (
     publish,
 )
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
-from ..layout import ExpertSlotsLayout, n_experts_on_rank
+from ..layout import RegionLayout, n_experts_on_rank
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from ..transport import PeerBuffers
@@ -90,7 +90,7 @@ def dispatch_async_host[
     n_experts: Int,
     n_ranks: Int,
     max_tokens_per_rank: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     input_type: DType,
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
@@ -224,70 +224,61 @@ def dispatch_async_host[
     counters.set_dispatch_sent(generation)
     # AFTER: this generation's messages and counts are with their receivers.
 
-    if plan.n_dropped > 0:
-        counters.add_dropped(plan.n_dropped)
-        var token_idx, k = divmod(plan.first_dropped, top_k)
-        raise Error(
-            "max_ep: dispatch_async on rank ",
-            my_rank,
-            ": ",
-            plan.n_dropped,
-            " of ",
-            n_tokens * top_k,
-            " topk_ids were dropped; the first is token ",
-            token_idx,
-            ", k ",
-            k,
-            ": expert ",
-            topk_ids[unsafe_offset=plan.first_dropped],
-            ". Ids must be in [-1, ",
-            n_experts,
-            ") and those of one token distinct. Mend the router's output, then",
-            " call EPCommInitializer.reset() (or restart the group, where each",
-            " rank is a process of its own).",
-        )
+    raise_if_dropped(plan, topk_ids, n_tokens, counters)
     _ = plan^
 
 
-def dispatch_wait_host[
-    token_fmt_type: TokenFormat,
+@fieldwise_init
+struct Arrived(TrivialRegisterPassable):
+    """What has arrived in a generation."""
+
+    var generation: UInt32
+    """The generation."""
+    var n_shared: Int
+    """Rows of the shared expert."""
+    var n_rows: Int
+    """Rows of all."""
+
+    @always_inline
+    def n_routed(self) -> Int:
+        """Counts the rows of the routed experts.
+
+        Returns:
+            Rows.
+        """
+        return self.n_rows - self.n_shared
+
+
+def lay_out_rows[
     n_experts: Int,
     n_ranks: Int,
-    max_tokens_per_rank: Int,
-    layout: ExpertSlotsLayout,
+    layout: RegionLayout,
     is_padded: Bool,
     fused_shared_expert: Bool,
 ](
-    rows: token_fmt_type.Rows,
-    n_rows_max: Int,
     tables: RowTables[layout, is_padded, fused_shared_expert],
-    src_info: Pointer[Int32, MutUntrackedOrigin],
-    send_buf: BytePointer,
-    recv_buf: BytePointer,
+    n_rows_max: Int,
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
-) raises:
-    """Waits for all messages and turns them into rows sorted by expert.
+) raises -> Arrived:
+    """Waits for the counts of all pairs, and says where their rows go.
 
     Parameters:
-        token_fmt_type: Wire format of a token.
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
-        max_tokens_per_rank: Slots of one pair.
         layout: Offsets of the buffers.
         is_padded: Whether each expert's rows stand by themselves.
         fused_shared_expert: Whether this rank's tokens come first.
 
     Args:
-        rows: The output tensors, `n_rows_max` rows.
-        n_rows_max: Rows there is room for.
         tables: The output tensors that say which row is whose.
-        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
-            expert token, -1.
-        send_buf: This rank's dispatch send buffer; read if it is fused.
-        recv_buf: This rank's dispatch recv buffer.
+        n_rows_max: Rows there is room for.
         recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
+        counters: This rank's local words, which note it.
+
+    Returns:
+        How much has arrived: all messages are visible to this thread and to
+        the workers it starts.
 
     Raises:
         If a peer's count does not arrive in time, or the rows do not fit.
@@ -340,7 +331,6 @@ def dispatch_wait_host[
         tables.write_expert(local_expert, first_row, n_expert_rows)
         n_rows += n_expert_rows
     tables.write_ends(n_rows)
-    var n_routed = n_rows - n_shared
     var n_rows_needed = tables.n_rows_needed(n_rows)
     counters.set_pair_rows(n_pairs, n_rows_needed, largest_pair)
     if n_rows_needed > n_rows_max:
@@ -353,11 +343,177 @@ def dispatch_wait_host[
             n_rows_max,
             "; declare them with EPConfig.n_output_rows rows.",
         )
+    return Arrived(generation, n_shared, n_rows)
+
+
+def place_own_tokens[
+    token_fmt_type: TokenFormat, layout: RegionLayout
+](
+    rows: token_fmt_type.Rows,
+    n_tokens: Int,
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    staged_tokens: BytePointer,
+    is_streaming: Bool,
+):
+    """Puts this rank's own tokens into the rows of the shared expert.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        layout: Offsets of the buffers.
+
+    Args:
+        rows: The output tensors.
+        n_tokens: Tokens of this rank.
+        src_info: `[n_rows_max][2]`.
+        staged_tokens: The tokens as this rank has encoded them.
+        is_streaming: Whether to write past the caches.
+    """
+
+    def decode_own_tokens(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            var staged = staged_tokens.unsafe_offset(
+                layout.dispatch_staged_offset(token_idx)
+            )
+            token_fmt_type.decode(staged, rows, token_idx, is_streaming)
+            src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
+            src_info[unsafe_offset=2 * token_idx + 1] = -1
+
+    for_each_chunk(n_tokens, token_fmt_type.msg_bytes, decode_own_tokens)
+
+
+def finish_receiving[
+    n_experts: Int, n_ranks: Int, layout: RegionLayout
+](
+    generation: UInt32,
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Notes that a generation has been received, and tells every source.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        generation: The generation.
+        src_info: `[n_rows_max][2]`, complete.
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+    """
+    comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
+    var my_rank = counters.my_rank()
+    counters.set_dispatch_received(generation)
+    counters.set_src_info_hash(hash_src_info(src_info, n_pairs, counters))
+    for src_rank in range(n_ranks):
+        publish(
+            flag_at(
+                recv_counts[src_rank], layout.dispatch_done_offset(my_rank)
+            ),
+            generation,
+            0,
+        )
+
+
+def raise_if_dropped[
+    n_experts: Int, top_k: Int
+](
+    plan: SendPlan[n_experts, top_k],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Raises if ids were dropped, after everything else was sent.
+
+    Parameters:
+        n_experts: Experts of the group.
+        top_k: Experts of a token.
+
+    Args:
+        plan: What was sent.
+        topk_ids: `[n_tokens][top_k]`.
+        n_tokens: Tokens sent.
+        counters: This rank's local words.
+
+    Raises:
+        If ids were dropped; names the first.
+    """
+    if plan.n_dropped > 0:
+        counters.add_dropped(plan.n_dropped)
+        var token_idx, k = divmod(plan.first_dropped, top_k)
+        raise Error(
+            "max_ep: dispatch_async on rank ",
+            counters.my_rank(),
+            ": ",
+            plan.n_dropped,
+            " of ",
+            n_tokens * top_k,
+            " topk_ids were dropped; the first is token ",
+            token_idx,
+            ", k ",
+            k,
+            ": expert ",
+            topk_ids[unsafe_offset=plan.first_dropped],
+            ". Ids must be in [-1, ",
+            n_experts,
+            ") and those of one token distinct. Mend the router's output, then",
+            " call EPCommInitializer.reset() (or restart the group, where each",
+            " rank is a process of its own).",
+        )
+
+
+def dispatch_wait_host[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    layout: RegionLayout,
+    is_padded: Bool,
+    fused_shared_expert: Bool,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int,
+    tables: RowTables[layout, is_padded, fused_shared_expert],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    send_buf: BytePointer,
+    recv_buf: BytePointer,
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Waits for all messages and turns them into rows sorted by expert.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Slots of one pair.
+        layout: Offsets of the buffers.
+        is_padded: Whether each expert's rows stand by themselves.
+        fused_shared_expert: Whether this rank's tokens come first.
+
+    Args:
+        rows: The output tensors, `n_rows_max` rows.
+        n_rows_max: Rows there is room for.
+        tables: The output tensors that say which row is whose.
+        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
+            expert token, -1.
+        send_buf: This rank's dispatch send buffer; read if it is fused.
+        recv_buf: This rank's dispatch recv buffer.
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If a peer's count does not arrive in time, or the rows do not fit.
+    """
+    var arrived = lay_out_rows[
+        n_experts, n_ranks, layout, is_padded, fused_shared_expert
+    ](tables, n_rows_max, recv_counts, counters)
     # AFTER: every message of this generation is visible to this thread and to
     # the workers it starts; `pair_row` tells where each pair's rows go, with
     # the shared expert's, if any, before the first.
 
-    var is_streaming = should_stream(n_rows, token_fmt_type.msg_bytes)
+    var is_streaming = should_stream(arrived.n_rows, token_fmt_type.msg_bytes)
 
     def decode_rows(begin: Int, end: Int) {imm}:
         var cursor = RowCursor.start()
@@ -375,29 +531,13 @@ def dispatch_wait_host[
             src_info[unsafe_offset=2 * row] = Int32(token_idx)
             src_info[unsafe_offset=2 * row + 1] = Int32(k)
 
-    for_each_chunk(n_routed, token_fmt_type.msg_bytes, decode_rows)
+    for_each_chunk(arrived.n_routed(), token_fmt_type.msg_bytes, decode_rows)
 
     comptime if fused_shared_expert:
-
-        def decode_own_tokens(begin: Int, end: Int) {imm}:
-            for token_idx in range(begin, end):
-                var staged = send_buf.unsafe_offset(
-                    layout.dispatch_staged_offset(token_idx)
-                )
-                token_fmt_type.decode(staged, rows, token_idx, is_streaming)
-                src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
-                src_info[unsafe_offset=2 * token_idx + 1] = -1
-
-        for_each_chunk(n_shared, token_fmt_type.msg_bytes, decode_own_tokens)
-
-    counters.set_dispatch_received(generation)
-    counters.set_src_info_hash(hash_src_info(src_info, n_pairs, counters))
-    for src_rank in range(n_ranks):
-        publish(
-            flag_at(
-                recv_counts[src_rank], layout.dispatch_done_offset(my_rank)
-            ),
-            generation,
-            0,
+        place_own_tokens[token_fmt_type, layout](
+            rows, arrived.n_shared, src_info, send_buf, is_streaming
         )
+    finish_receiving[n_experts, n_ranks, layout](
+        arrived.generation, src_info, recv_counts, counters
+    )
     # AFTER: rows are complete, and every source may overwrite its slots here.

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch of `rank_slots` for CPU ranks.
+
+A token is encoded once, into this rank's own recv buffer, and copied from there
+once to each rank that has an expert of it; its place is its own number, so no
+slot is allocated. An entry for each choice says for which expert it is, and
+which of the rows from this source it becomes.
+
+After `dispatch_async`: every peer has this generation's tokens and entries, and
+counts that announce them. After `dispatch_wait`: the rows stand as those of
+`expert_slots`, bit for bit, and every source knows that its tokens have been
+read. Combine is that of `expert_slots`.
+"""
+from std.memory import bitcast
+
+from ..counters import EPLocalSyncCounters
+from ..expert_slots.host_dispatch import (
+    NO_SLOT,
+    SendPlan,
+    finish_receiving,
+    lay_out_rows,
+    place_own_tokens,
+    raise_if_dropped,
+)
+from ..expert_slots.host_steps import await_readers, flag_at
+from ..flags import Deadline, Waiter, count_of, next_generation, peek, publish
+from ..host_copy import copy_bytes, for_each_chunk, should_stream
+from ..layout import RegionLayout, n_experts_on_rank
+from ..row_tables import RowTables
+from ..token_format import BytePointer, TokenFormat
+from ..transport import PeerBuffers
+
+
+@fieldwise_init
+struct Entry(TrivialRegisterPassable):
+    """Where a choice goes: one access of `ENTRY_BYTES`."""
+
+    var words: SIMD[DType.uint32, 4]
+    """Generation, global expert id, position, and a router weight's bits."""
+
+    @staticmethod
+    @always_inline
+    def of(
+        generation: UInt32, expert_id: Int, position: Int, weight: Float32
+    ) -> Self:
+        """Makes an entry.
+
+        Args:
+            generation: The generation it belongs to.
+            expert_id: Global expert id.
+            position: Which of the choices of this expert from this source.
+            weight: Router weight.
+
+        Returns:
+            The entry.
+        """
+        return Self(
+            {
+                generation,
+                UInt32(expert_id),
+                UInt32(position),
+                bitcast[DType.uint32](weight),
+            }
+        )
+
+    @always_inline
+    def store(self, to: BytePointer):
+        """Writes the entry.
+
+        Args:
+            to: From `RegionLayout.entry_offset`.
+        """
+        to.unsafe_bitcast[UInt32]().unsafe_store[alignment=16](0, self.words)
+
+    @staticmethod
+    @always_inline
+    def load(from_: BytePointer) -> Self:
+        """Reads an entry.
+
+        Args:
+            from_: From `RegionLayout.entry_offset`.
+
+        Returns:
+            The entry.
+        """
+        return Self(
+            from_.unsafe_bitcast[UInt32]().unsafe_load[width=4, alignment=16]()
+        )
+
+
+def dispatch_async_host[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    layout: RegionLayout,
+    input_type: DType,
+    fused_shared_expert: Bool = False,
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Sends each token to its ranks, and publishes the counts of their experts.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        layout: Offsets of the buffers.
+        input_type: Element type of the tokens.
+        fused_shared_expert: Whether `dispatch_wait` reads the own tokens.
+
+    Args:
+        input_tokens: `[n_tokens][hidden_size]`.
+        topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert.
+        n_tokens: In `[0, max_tokens_per_rank]`.
+        recv_bufs: Every rank's dispatch recv buffer.
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If a peer, or this rank itself, has not read the generation before in
+        time; if ids had to be dropped (after everything else was sent).
+    """
+    comptime top_k = token_fmt_type.top_k
+    comptime hidden_size = token_fmt_type.hidden_size
+    comptime msg_bytes = token_fmt_type.msg_bytes
+    comptime n_local_experts = layout.n_local_experts()
+
+    var my_rank = counters.my_rank()
+    var generation = next_generation(counters.dispatch_sent())
+    await_readers[n_experts, n_ranks](
+        recv_counts[my_rank],
+        layout.dispatch_done_offset(0),
+        counters.dispatch_sent(),
+        True,
+        Deadline.after(counters.timeout_ms()),
+        Waiter("dispatch_async", my_rank, 0, "word that it has read", -1),
+    )
+    # A rank without experts is not among those readers, but its own tokens
+    # stand where its dispatch_wait may still read them.
+    if counters.dispatch_received() != counters.dispatch_sent():
+        raise Error(
+            "max_ep: dispatch_async on rank ",
+            my_rank,
+            " again, before its dispatch_wait, which still has to read its own",
+            (
+                " tokens. Wait on every rank before sending again; after a run"
+                " that"
+            ),
+            " raised, call EPCommInitializer.reset() (or restart the group).",
+        )
+    counters.set_n_tokens(generation, n_tokens)
+
+    var plan = SendPlan[n_experts, top_k](
+        topk_ids, n_tokens, max_tokens_per_rank
+    )
+    var positions = plan.slots.unsafe_ptr()
+    var is_streaming = should_stream(n_tokens, min(top_k, n_ranks) * msg_bytes)
+
+    def send_tokens(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            # I1: only this rank writes the tokens and entries of its number.
+            var staged = recv_bufs[my_rank].unsafe_offset(
+                layout.token_offset(my_rank, token_idx)
+            )
+            token_fmt_type.encode[input_type, False](
+                staged,
+                input_tokens.unsafe_offset(token_idx * hidden_size),
+                1,
+            )
+            for k in range(top_k):
+                var choice = token_idx * top_k + k
+                var position = positions[unsafe_offset=choice]
+                if position == NO_SLOT:
+                    continue
+                var expert_id = Int(topk_ids[unsafe_offset=choice])
+                var dst_rank = expert_id // n_local_experts
+                var recv_buf = recv_bufs[dst_rank]
+                Entry.of(generation, expert_id, Int(position), 0).store(
+                    recv_buf.unsafe_offset(layout.entry_offset(my_rank, choice))
+                )
+                var is_first = True
+                for earlier in range(token_idx * top_k, choice):
+                    if (
+                        positions[unsafe_offset=earlier] != NO_SLOT
+                        and Int(topk_ids[unsafe_offset=earlier])
+                        // n_local_experts
+                        == dst_rank
+                    ):
+                        is_first = False
+                if is_first and dst_rank != my_rank:
+                    copy_bytes(
+                        dest=recv_buf.unsafe_offset(
+                            layout.token_offset(my_rank, token_idx)
+                        ),
+                        src=staged,
+                        count=token_fmt_type.token_bytes,
+                        is_streaming=is_streaming,
+                    )
+
+    for_each_chunk(n_tokens, min(top_k, n_ranks) * msg_bytes, send_tokens)
+
+    # I2: numbers and counts are published after all tokens and entries. A rank
+    # without tokens publishes zeros: its peers wait for every pair.
+    for dst_rank in range(n_ranks):
+        publish(
+            flag_at(
+                recv_counts[dst_rank], layout.dispatch_n_tokens_offset(my_rank)
+            ),
+            generation,
+            n_tokens,
+        )
+    for expert_id in range(n_experts):
+        var dst_rank, local_expert = divmod(expert_id, n_local_experts)
+        publish(
+            flag_at(
+                recv_counts[dst_rank],
+                layout.dispatch_count_offset(
+                    layout.pair(local_expert, my_rank)
+                ),
+            ),
+            generation,
+            plan.counts[expert_id],
+        )
+    counters.set_dispatch_sent(generation)
+    # AFTER: this generation's tokens, entries and counts are with their
+    # receivers.
+
+    raise_if_dropped(plan, topk_ids, n_tokens, counters)
+    _ = plan^
+
+
+def dispatch_wait_host[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    layout: RegionLayout,
+    is_padded: Bool,
+    fused_shared_expert: Bool,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int,
+    tables: RowTables[layout, is_padded, fused_shared_expert],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    recv_buf: BytePointer,
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Waits for all tokens and copies each to the rows of its choices.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        layout: Offsets of the buffers.
+        is_padded: Whether each expert's rows stand by themselves.
+        fused_shared_expert: Whether this rank's tokens come first.
+
+    Args:
+        rows: The output tensors, `n_rows_max` rows.
+        n_rows_max: Rows there is room for.
+        tables: The output tensors that say which row is whose.
+        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
+            expert token, -1.
+        recv_buf: This rank's dispatch recv buffer.
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If a peer's count does not arrive in time, or the rows do not fit.
+    """
+    comptime top_k = token_fmt_type.top_k
+    comptime n_local_experts = layout.n_local_experts()
+    var my_rank = counters.my_rank()
+    var my_counts = recv_counts[my_rank]
+    var arrived = lay_out_rows[
+        n_experts, n_ranks, layout, is_padded, fused_shared_expert
+    ](tables, n_rows_max, recv_counts, counters)
+    # AFTER: every token and entry of this generation is visible to this thread
+    # and to the workers it starts; `pair_row` tells where each pair's rows go,
+    # with the shared expert's, if any, before the first.
+
+    var is_streaming = should_stream(arrived.n_rows, token_fmt_type.msg_bytes)
+    var first_expert = my_rank * n_local_experts
+    var generation = arrived.generation
+
+    def decode_tokens(begin: Int, end: Int) {imm}:
+        for i in range(begin, end):
+            var src_rank, token_idx = divmod(i, max_tokens_per_rank)
+            # A count that came says that this number came before it.
+            if token_idx >= count_of(
+                peek(
+                    flag_at(
+                        my_counts, layout.dispatch_n_tokens_offset(src_rank)
+                    )
+                )
+            ):
+                continue
+            var token = recv_buf.unsafe_offset(
+                layout.token_offset(src_rank, token_idx)
+            )
+            for k in range(top_k):
+                var words = Entry.load(
+                    recv_buf.unsafe_offset(
+                        layout.entry_offset(
+                            src_rank, layout.choice(token_idx, k)
+                        )
+                    )
+                ).words
+                # An entry of an older generation is of a choice that has no
+                # expert here this time.
+                if words[0] != generation:
+                    continue
+                var pair = layout.pair(Int(words[1]) - first_expert, src_rank)
+                var row = counters.pair_row(pair) + Int(words[2])
+                token_fmt_type.decode(token, rows, row, is_streaming)
+                src_info[unsafe_offset=2 * row] = Int32(token_idx)
+                src_info[unsafe_offset=2 * row + 1] = Int32(k)
+
+    if n_experts_on_rank(n_experts, n_ranks, my_rank) > 0:
+        for_each_chunk(
+            n_ranks * max_tokens_per_rank,
+            token_fmt_type.msg_bytes,
+            decode_tokens,
+        )
+
+    comptime if fused_shared_expert:
+        place_own_tokens[token_fmt_type, layout](
+            rows,
+            arrived.n_shared,
+            src_info,
+            recv_buf.unsafe_offset(layout.staged_from_recv(my_rank)),
+            is_streaming,
+        )
+    finish_receiving[n_experts, n_ranks, layout](
+        generation, src_info, recv_counts, counters
+    )
+    # AFTER: rows are complete, and every source may overwrite its tokens here.
