@@ -67,6 +67,7 @@ class Shape:
     silent_rank: int | None = None
     """A rank that sends nothing and that nobody sends to."""
     fused_shared_expert: bool = False
+    protocol: str = "expert_slots"
     seed: int = 1
 
     def config(
@@ -89,6 +90,7 @@ class Shape:
             target="cpu",
             timeout_s=timeout_s,
             fused_shared_expert=self.fused_shared_expert,
+            protocol=self.protocol,
         )
 
 
@@ -105,6 +107,10 @@ FEW_EXPERTS = Shape(n_experts=3, top_k=2)
 
 # The last rank receives nobody's rows but its own.
 SHARED = replace(FEW_EXPERTS, fused_shared_expert=True)
+
+# The same, and large launches, by the other protocol.
+SHARED_BY_RANK = replace(SHARED, protocol="rank_slots")
+LARGE_BY_RANK = replace(LARGE, protocol="rank_slots")
 
 
 @dataclass
@@ -334,8 +340,10 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
         module, "two_by_two", SMALL.config(0, n_nodes=2, n_gpus_per_node=2), "all"
     )
     _add_back_to_back(module, "large", LARGE.config(0))
+    _add_back_to_back(module, "large_by_rank", LARGE_BY_RANK.config(0))
     _add_round_trip(module, "few_experts", FEW_EXPERTS.config(0), "async_wait")
     _add_round_trip(module, "shared", SHARED.config(0), "async_wait")
+    _add_round_trip(module, "shared_by_rank", SHARED_BY_RANK.config(0), "async_wait")
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     with EPCommInitializer(SMALL.config(0, n_nodes=1)) as comm:
@@ -556,7 +564,7 @@ def _silent_rank(member: Member) -> None:
         member.phases(generation, pause)
 
 
-def _large(member: Member) -> None:
+def _large(member: Member, graph: str = "large") -> None:
     """Launches that are long, and close on each other's heels."""
     shape, rank = member.shape, member.rank
     for generation in (2, 3, 9, 10, 23, 6):
@@ -568,7 +576,7 @@ def _large(member: Member) -> None:
             factors = np.ones((member.config.get_max_recv_tokens(), 1), np.float32)
             _apply_experts(shape, generation + i, rank, wants[1].dispatched, factors)
             inputs.append(_bfloat16(reference.float32_to_bfloat16(factors)))
-        got = member.run("large", *inputs)
+        got = member.run(graph, *inputs)
         where = f"rank {rank}, generations {generation}, {generation + 1}"
         check_dispatched(f"{where}, first", got[:4], wants[0].dispatched)
         check_dispatched(f"{where}, second", got[4:8], wants[1].dispatched)
@@ -589,6 +597,16 @@ def _few_experts(member: Member, graph: str = "few_experts") -> None:
 def _shared(member: Member) -> None:
     """The same with a fused shared expert, so that every rank has rows."""
     _few_experts(member, "shared")
+
+
+def _shared_by_rank(member: Member) -> None:
+    """The same by `rank_slots`: own tokens stand where the rows come from."""
+    _few_experts(member, "shared_by_rank")
+
+
+def _large_by_rank(member: Member) -> None:
+    """A fast rank must not overwrite tokens that a slow one is copying."""
+    _large(member, "large_by_rank")
 
 
 SLOW_RANK = 1
@@ -683,8 +701,9 @@ def _generations_wrap(member: Member) -> None:
     n_generations = 10
     for generation in range(1, n_generations + 1):
         member.phases(generation, lambda _: _sleep_at_random(rng))
-    # 0 is left out: it is what memory shows that nobody has written.
-    late = first + n_generations - 2**32
+    # 0 is left out: it is what memory shows that nobody has written; and 1, so
+    # that even and odd alternate.
+    late = first + n_generations - 2**32 + 1
     assert list(words) == [late] * 4, "the counters do not stand there any more"
 
 
@@ -705,6 +724,8 @@ SCENARIOS: dict[str, Callable[[Member], Any]] = {
     "large": _large,
     "few_experts": _few_experts,
     "shared": _shared,
+    "shared_by_rank": _shared_by_rank,
+    "large_by_rank": _large_by_rank,
     "dispatch_only": _dispatch_only,
     "combine_only": _combine_only,
     "stopped": _stopped,
@@ -731,7 +752,13 @@ def run_scenarios(
     for name in names:
         # Where one failed, some processes come from there later than others.
         meet(notes, name, node_id, N_RANKS)
-        shapes = {"large": LARGE, "few_experts": FEW_EXPERTS, "shared": SHARED}
+        shapes = {
+            "large": LARGE,
+            "few_experts": FEW_EXPERTS,
+            "shared": SHARED,
+            "shared_by_rank": SHARED_BY_RANK,
+            "large_by_rank": LARGE_BY_RANK,
+        }
         shape = shapes.get(name, SMALL)
         config = shape.config(node_id)
         outcomes[name] = _run_scenario(engine, config, shape, name, SCENARIOS[name])
