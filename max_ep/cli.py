@@ -51,6 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how dispatched rows stand (default: %(default)s)",
     )
     plan.add_argument(
+        "--protocol",
+        choices=("auto", "expert_slots", "rank_slots"),
+        default="auto",
+        help="wire protocol (default: %(default)s)",
+    )
+    plan.add_argument(
         "--shared-expert",
         action="store_true",
         help="with a fused shared expert (EPConfig.fused_shared_expert)",

@@ -53,6 +53,7 @@ def run_plan(options: argparse.Namespace) -> int:
             n_nodes=1,
             target="cpu",
             output_layout=options.layout,
+            protocol=options.protocol,
             fused_shared_expert=options.shared_expert,
             dispatch_quant_config=(
                 blockwise_fp8_quant_config() if options.dispatch == "fp8" else None
@@ -72,13 +73,13 @@ def run_plan(options: argparse.Namespace) -> int:
     table.add_column("", justify="right")
     n_local, tokens = sizes.n_local_experts, config.max_tokens_per_rank
     message, back = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
+    send, recv = f"{tokens} x", f"{n_local} x {config.n_ranks} x {tokens} x"
+    if config.protocol == "rank_slots":
+        send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x 16 B, "
+        recv += f"{config.n_ranks} x {tokens} x"
     rows = (
-        ("dispatch send", f"{tokens} x {message} B", sizes.dispatch_send_bytes),
-        (
-            "dispatch recv",
-            f"{n_local} x {config.n_ranks} x {tokens} x {message} B",
-            sizes.dispatch_recv_bytes,
-        ),
+        ("dispatch send", f"{send} {message} B", sizes.dispatch_send_bytes),
+        ("dispatch recv", f"{recv} {message} B", sizes.dispatch_recv_bytes),
         ("dispatch counts, done", "UInt64", sizes.dispatch_counts_bytes),
         (
             "combine recv",

@@ -321,6 +321,18 @@ def test_input_scales_with_a_fused_shared_expert() -> None:
             manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
 
 
+def test_input_scales_by_rank() -> None:
+    config = TWO.config(protocol="rank_slots")
+    with building(config, scales=tensor(F32, 1)) as (manager, x):
+        with raises(ValueError, "input_scales", "rank_slots", "expert_slots"):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
+
+
+def test_rank_slots_on_gpus() -> None:
+    with raises(ValueError, "rank_slots", "target='gpu'", "'auto'"):
+        TWO.config(protocol="rank_slots", target="gpu")
+
+
 def test_not_graph_values() -> None:
     """Arrays, as one would pass to `execute`, are told from graph values."""
     with building() as (manager, x):
