@@ -56,9 +56,10 @@ class Shape:
 
 
 SHAPES = (Shape("decode", 8), Shape("prefill", 512))
+PROTOCOLS = ("expert_slots", "rank_slots")
 
 
-def config_of(shape: Shape, wire: str) -> EPConfig:
+def config_of(shape: Shape, wire: str, protocol: str = "auto") -> EPConfig:
     """Returns the group of a shape; ``wire`` is ``"bfloat16"`` or ``"fp8"``."""
     is_fp8 = wire == "fp8"
     return EPConfig(
@@ -72,6 +73,7 @@ def config_of(shape: Shape, wire: str) -> EPConfig:
         n_nodes=1,
         dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
         target="cpu",
+        protocol=protocol,
     )
 
 
@@ -85,9 +87,11 @@ def bytes_to_move(config: EPConfig, n_rows: int) -> int:
 class RoundTrip:
     """One shape in one wire format, ready to run and to check."""
 
-    def __init__(self, session: InferenceSession, shape: Shape, wire: str) -> None:
+    def __init__(
+        self, session: InferenceSession, shape: Shape, wire: str, protocol: str
+    ) -> None:
         self.shape = shape
-        self.config = config_of(shape, wire)
+        self.config = config_of(shape, wire, protocol)
         rng = np.random.default_rng(0)
         ranks = range(shape.n_ranks)
         tokens = [shape.n_tokens, shape.hidden_size]
@@ -137,7 +141,7 @@ class RoundTrip:
             rows = [config.get_max_recv_tokens(), shape.hidden_size]
             types += [TensorType(DType.bfloat16, rows, cpu)] * n
         manager = EPBatchManager(config)
-        name = f"round_trip_{config.token_format}_{shape.name}"
+        name = f"round_trip_{config.token_format}_{shape.name}_{config.protocol}"
         with Graph(name, input_types=[*types, *manager.input_types()]) as graph:
             values = [value.tensor for value in graph.inputs[: len(types)]]
             manager.fetch_buffers(graph.inputs[len(types) :])
@@ -222,21 +226,24 @@ def sample(functions: dict[str, Callable[[], object]], what: str) -> dict[str, l
 
 def measure(session: InferenceSession, shape: Shape, wire: str, n_cores: int) -> dict:
     """Measures one row of the table."""
-    trip = RoundTrip(session, shape, wire)
+    trips = {p: RoundTrip(session, shape, wire, p) for p in PROTOCOLS}
     try:
-        trip.check()
+        for trip in trips.values():
+            trip.check()
         n_bytes = bytes_to_move(trip.config, trip.n_rows)
         times = sample(
             {
-                "round_trip": trip.run,
+                **{name: trip.run for name, trip in trips.items()},
                 "memcpy_1": memcpy(n_bytes, 1),
                 "memcpy_all": memcpy(n_bytes, n_cores),
             },
             f"{shape.name} {wire}",
         )
-        trip.check()
+        for trip in trips.values():
+            trip.check()
     finally:
-        trip.close()
+        for trip in trips.values():
+            trip.close()
     row = {
         "shape": shape.name,
         "tokens_per_rank": shape.n_tokens,
@@ -247,7 +254,8 @@ def measure(session: InferenceSession, shape: Shape, wire: str, n_cores: int) ->
     for name, values in times.items():
         row[f"{name}_ms"] = statistics.median(values)
         row[f"{name}_p95_ms"] = float(np.percentile(values, 95))
-    row["ratio"] = row["round_trip_ms"] / row["memcpy_1_ms"]
+    for name in PROTOCOLS:
+        row[f"{name}_ratio"] = row[f"{name}_ms"] / row["memcpy_1_ms"]
     return row
 
 
@@ -281,19 +289,23 @@ def save(folder: Path, header: str, rows: list[dict]) -> Path:
         "",
         "Four ranks in one process, hidden 2048, 64 experts, top-8, uniform "
         f"routing, {WARM_UPS} warm-ups, {SAMPLES} samples, all columns sampled in "
-        "turn; medians, p95 in brackets. memcpy: of the same bytes.",
+        "turn; medians, p95 in brackets. MB: a row for each choice, there and back "
+        "(rank_slots moves less on the way there). memcpy: of as many bytes.",
         "",
-        "| shape | tokens a rank | wire | MB | round trip ms | memcpy, 1 thread ms "
-        "| memcpy, all cores ms | round trip / memcpy, 1 thread |",
-        "|---|---|---|---|---|---|---|---|",
+        "| shape | tokens a rank | wire | MB | expert_slots ms | rank_slots ms "
+        "| memcpy, 1 thread ms | memcpy, all cores ms "
+        "| expert_slots, rank_slots / memcpy, 1 thread |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        times = " | ".join(
+            f"{row[f'{name}_ms']:.2f} ({row[f'{name}_p95_ms']:.2f})"
+            for name in (*PROTOCOLS, "memcpy_1", "memcpy_all")
+        )
+        ratios = ", ".join(f"{row[f'{name}_ratio']:.2f}" for name in PROTOCOLS)
         lines.append(
             f"| {row['shape']} | {row['tokens_per_rank']} | {row['wire']} "
-            f"| {row['mb']:.1f} | {row['round_trip_ms']:.2f} "
-            f"({row['round_trip_p95_ms']:.2f}) | {row['memcpy_1_ms']:.2f} "
-            f"({row['memcpy_1_p95_ms']:.2f}) | {row['memcpy_all_ms']:.2f} "
-            f"({row['memcpy_all_p95_ms']:.2f}) | {row['ratio']:.2f} |"
+            f"| {row['mb']:.1f} | {times} | {ratios} |"
         )
     path = folder / "cpu_round_trip.md"
     path.write_text("\n".join(lines) + "\n")
@@ -331,10 +343,10 @@ def main() -> None:
         "shape",
         "wire",
         "MB",
-        "round trip ms",
+        *(f"{name} ms" for name in PROTOCOLS),
         "memcpy ms",
         f"memcpy x{n_cores} ms",
-        "ratio",
+        "ratios",
     ):
         table.add_column(column, justify="left" if column in "shape wire" else "right")
     for row in rows:
@@ -342,10 +354,11 @@ def main() -> None:
             f"{row['shape']} ({row['tokens_per_rank']})",
             row["wire"],
             f"{row['mb']:.1f}",
-            f"{row['round_trip_ms']:.2f}",
-            f"{row['memcpy_1_ms']:.2f}",
-            f"{row['memcpy_all_ms']:.2f}",
-            f"{row['ratio']:.2f}",
+            *(
+                f"{row[f'{name}_ms']:.2f}"
+                for name in (*PROTOCOLS, "memcpy_1", "memcpy_all")
+            ),
+            ", ".join(f"{row[f'{name}_ratio']:.2f}" for name in PROTOCOLS),
         )
     console.print(table)
     if options.save:

@@ -32,6 +32,9 @@ FP8_BLOCK = 128
 TARGETS = ("cpu", "gpu")
 """Device kinds that have kernels."""
 
+MAX_OF_ENTRY = 65536
+"""Most experts, and tokens a rank, with ``rank_slots``; as in ``entries.mojo``."""
+
 PROTOCOLS = ("expert_slots", "rank_slots")
 """Wire protocols there are."""
 
@@ -212,6 +215,14 @@ class EPConfig:
             raise ValueError(
                 f"timeout_s={self.timeout_s} must be above 0 and at most a day"
             )
+
+        for field in ("n_experts", "max_tokens_per_rank"):
+            if self.protocol == "rank_slots" and getattr(self, field) > MAX_OF_ENTRY:
+                raise ValueError(
+                    f"{field}={getattr(self, field)} is above {MAX_OF_ENTRY}, the "
+                    "most that protocol='rank_slots' can tell apart; pass "
+                    "protocol='expert_slots'"
+                )
 
     def _check_dtypes(self) -> None:
         if self.combine_dtype not in _PLAIN_DTYPES:

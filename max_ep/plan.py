@@ -75,7 +75,7 @@ def run_plan(options: argparse.Namespace) -> int:
     message, back = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
     send, recv = f"{tokens} x", f"{n_local} x {config.n_ranks} x {tokens} x"
     if config.protocol == "rank_slots":
-        send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x 16 B, "
+        send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x 8 B, "
         recv += f"{config.n_ranks} x {tokens} x"
     rows = (
         ("dispatch send", f"{send} {message} B", sizes.dispatch_send_bytes),

@@ -328,6 +328,13 @@ def test_input_scales_by_rank() -> None:
             manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
 
 
+@pytest.mark.parametrize("field", ["n_experts", "max_tokens_per_rank"])
+def test_what_entries_cannot_hold(field: str) -> None:
+    TWO.config(**{"protocol": "rank_slots", field: 65536})
+    with raises(ValueError, f"{field}=65537", "65536", "expert_slots"):
+        TWO.config(**{"protocol": "rank_slots", field: 65537})
+
+
 def test_rank_slots_on_gpus() -> None:
     with raises(ValueError, "rank_slots", "target='gpu'", "'auto'"):
         TWO.config(protocol="rank_slots", target="gpu")

@@ -59,6 +59,11 @@ def test_python_and_mojo_agree(value: float, name: str, path: str) -> None:
     assert np.float32(value) == np.float32(mojo_constant(name, path))
 
 
+def test_entries_hold_what_the_config_lets_through() -> None:
+    bits = mojo_constant("ENTRY_FIELD_BITS", "max_ep/rank_slots/entries.mojo")
+    assert config.MAX_OF_ENTRY == 2**bits
+
+
 def test_messages_keep_their_alignment() -> None:
     """What is copied in words of MESSAGE_ALIGN stays aligned to them."""
     align = mojo_constant("MESSAGE_ALIGN")
@@ -93,7 +98,7 @@ def picture(
     n_local = up(n_experts, n_ranks) // n_ranks
     by_rank = {
         "dispatch_send": 0,
-        "dispatch_recv": up(n_ranks * max_tokens * top_k * 16, 256)
+        "dispatch_recv": up(n_ranks * max_tokens * top_k * 8, 256)
         + n_ranks * max_tokens * dispatch_msg,
         "dispatch_counts": (n_local * n_ranks + 2 * n_ranks) * 8,
     }
@@ -371,10 +376,10 @@ def test_offsets_by_rank_are_those_of_the_picture(mojo_says) -> None:
     for key, words in zip(sweep, mojo_says["by_rank"]):
         n_experts, n_ranks, max_tokens, top_k, msg = key
         p = picture(msg, 2 * msg, n_experts, n_ranks, max_tokens, top_k, "rank_slots")
-        n_entry_bytes = n_ranks * max_tokens * top_k * 16
+        n_entry_bytes = n_ranks * max_tokens * top_k * 8
         want = [
             p["dispatch_recv_offset"],
-            n_entry_bytes - 16,
+            n_entry_bytes - 8,
             up(n_entry_bytes, 256),
             p["dispatch_recv_bytes"] - msg,
             p["dispatch_counts_offset"],
@@ -393,7 +398,7 @@ def test_a_token_a_rank_takes_far_less_memory() -> None:
     by_expert = case.config().sizes().dispatch_recv_bytes
     by_rank = case.config(protocol="rank_slots").sizes().dispatch_recv_bytes
     assert by_expert == 256 * 4096 * (14336 + 16)
-    assert by_rank == 4 * 4096 * (14336 + 16) + 4 * 4096 * 8 * 16
+    assert by_rank == 4 * 4096 * (14336 + 16) + 4 * 4096 * 8 * 8
 
 
 def test_experts_on_a_rank(mojo_says) -> None:

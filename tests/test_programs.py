@@ -156,4 +156,5 @@ def test_benchmark_checks_and_measures() -> None:
     row = measure(InferenceSession(devices=[CPU()]), SHAPES[0], "bfloat16", 1)
     # 4 ranks x 8 tokens x 8 choices, 4096 bytes there and back.
     assert row["mb"] == 4 * 8 * 8 * 2 * 4096 / 1e6
-    assert row["round_trip_ms"] > 0 and row["memcpy_1_ms"] > 0
+    for name in ("expert_slots", "rank_slots", "memcpy_1"):
+        assert row[f"{name}_ms"] > 0

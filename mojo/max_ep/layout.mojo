@@ -26,8 +26,8 @@ owner's own recv buffer), and cuts dispatch recv and counts so:
     | dispatch counts  as above, then tokens [n_ranks] UInt64              |
     +---------------------------------------------------------------------+
 
-An entry (`ENTRY_BYTES`) says where a choice goes: generation, expert, position
-among the choices of that expert, router weight.
+An entry (UInt64) says where a choice goes: generation, expert, and position among
+the choices of that expert.
 
 Peers write everything but the dispatch send buffer, which is the owner's staging
 place. A message is the encoded token (or expert row) followed by a source info of
@@ -52,8 +52,8 @@ comptime BUFFER_ALIGN = 256
 comptime FLAG_BYTES = 8
 """Bytes of one flag or done word (UInt64)."""
 
-comptime ENTRY_BYTES = 16
-"""Bytes of an entry of `rank_slots`: four words of 32 bits, one access."""
+comptime ENTRY_BYTES = 8
+"""Bytes of an entry of `rank_slots` (UInt64, see `rank_slots/entries.mojo`)."""
 
 comptime EXPERT_SLOTS = 1
 """Protocol: a message for each (token, choice), in a slot of its expert."""

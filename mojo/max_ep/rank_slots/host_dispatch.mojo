@@ -11,8 +11,6 @@ counts that announce them. After `dispatch_wait`: the rows stand as those of
 `expert_slots`, bit for bit, and every source knows that its tokens have been
 read. Combine is that of `expert_slots`.
 """
-from std.memory import bitcast
-
 from ..counters import EPLocalSyncCounters
 from ..expert_slots.host_dispatch import (
     NO_SLOT,
@@ -23,69 +21,21 @@ from ..expert_slots.host_dispatch import (
     raise_if_dropped,
 )
 from ..expert_slots.host_steps import await_readers, flag_at
-from ..flags import Deadline, Waiter, count_of, next_generation, peek, publish
+from ..flags import (
+    Deadline,
+    Waiter,
+    count_of,
+    generation_of,
+    next_generation,
+    peek,
+    publish,
+)
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import RegionLayout, n_experts_on_rank
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from ..transport import PeerBuffers
-
-
-@fieldwise_init
-struct Entry(TrivialRegisterPassable):
-    """Where a choice goes: one access of `ENTRY_BYTES`."""
-
-    var words: SIMD[DType.uint32, 4]
-    """Generation, global expert id, position, and a router weight's bits."""
-
-    @staticmethod
-    @always_inline
-    def of(
-        generation: UInt32, expert_id: Int, position: Int, weight: Float32
-    ) -> Self:
-        """Makes an entry.
-
-        Args:
-            generation: The generation it belongs to.
-            expert_id: Global expert id.
-            position: Which of the choices of this expert from this source.
-            weight: Router weight.
-
-        Returns:
-            The entry.
-        """
-        return Self(
-            {
-                generation,
-                UInt32(expert_id),
-                UInt32(position),
-                bitcast[DType.uint32](weight),
-            }
-        )
-
-    @always_inline
-    def store(self, to: BytePointer):
-        """Writes the entry.
-
-        Args:
-            to: From `RegionLayout.entry_offset`.
-        """
-        to.unsafe_bitcast[UInt32]().unsafe_store[alignment=16](0, self.words)
-
-    @staticmethod
-    @always_inline
-    def load(from_: BytePointer) -> Self:
-        """Reads an entry.
-
-        Args:
-            from_: From `RegionLayout.entry_offset`.
-
-        Returns:
-            The entry.
-        """
-        return Self(
-            from_.unsafe_bitcast[UInt32]().unsafe_load[width=4, alignment=16]()
-        )
+from .entries import entry_word, expert_of_entry, position_of_entry
 
 
 def dispatch_async_host[
@@ -182,9 +132,9 @@ def dispatch_async_host[
                 var expert_id = Int(topk_ids[unsafe_offset=choice])
                 var dst_rank = expert_id // n_local_experts
                 var recv_buf = recv_bufs[dst_rank]
-                Entry.of(generation, expert_id, Int(position), 0).store(
-                    recv_buf.unsafe_offset(layout.entry_offset(my_rank, choice))
-                )
+                flag_at(
+                    recv_buf, layout.entry_offset(my_rank, choice)
+                )[] = entry_word(generation, expert_id, Int(position))
                 var is_first = True
                 for earlier in range(token_idx * top_k, choice):
                     if (
@@ -308,19 +258,18 @@ def dispatch_wait_host[
                 layout.token_offset(src_rank, token_idx)
             )
             for k in range(top_k):
-                var words = Entry.load(
-                    recv_buf.unsafe_offset(
-                        layout.entry_offset(
-                            src_rank, layout.choice(token_idx, k)
-                        )
-                    )
-                ).words
+                var entry = flag_at(
+                    recv_buf,
+                    layout.entry_offset(src_rank, layout.choice(token_idx, k)),
+                )[]
                 # An entry of an older generation is of a choice that has no
                 # expert here this time.
-                if words[0] != generation:
+                if generation_of(entry) != generation:
                     continue
-                var pair = layout.pair(Int(words[1]) - first_expert, src_rank)
-                var row = counters.pair_row(pair) + Int(words[2])
+                var pair = layout.pair(
+                    expert_of_entry(entry) - first_expert, src_rank
+                )
+                var row = counters.pair_row(pair) + position_of_entry(entry)
                 token_fmt_type.decode(token, rows, row, is_streaming)
                 src_info[unsafe_offset=2 * row] = Int32(token_idx)
                 src_info[unsafe_offset=2 * row + 1] = Int32(k)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries: one word for each (token, choice), which says where it goes.
+
+    63         32 31       16 15         0
+    | generation | expert id | position |
+
+It has the form of a flag (`flags.mojo`), so one access reads or writes it whole,
+and it tells by itself of which generation it is. Expert and position have
+`ENTRY_FIELD_BITS` each; `EPConfig` refuses what does not fit.
+"""
+from ..flags import count_of, flag_word
+
+comptime ENTRY_FIELD_BITS = 16
+"""Bits of an expert id and of a position."""
+
+
+@always_inline
+def entry_word(generation: UInt32, expert_id: Int, position: Int) -> UInt64:
+    """Makes an entry.
+
+    Args:
+        generation: The generation it belongs to.
+        expert_id: Global expert id.
+        position: Which of the choices of this expert from this source.
+
+    Returns:
+        The word.
+    """
+    return flag_word(generation, (expert_id << ENTRY_FIELD_BITS) | position)
+
+
+@always_inline
+def expert_of_entry(entry: UInt64) -> Int:
+    """Reads the expert of an entry.
+
+    Args:
+        entry: From `entry_word`.
+
+    Returns:
+        Global expert id.
+    """
+    return count_of(entry) >> ENTRY_FIELD_BITS
+
+
+@always_inline
+def position_of_entry(entry: UInt64) -> Int:
+    """Reads the position of an entry.
+
+    Args:
+        entry: From `entry_word`.
+
+    Returns:
+        Which of the choices of its expert from its source.
+    """
+    return count_of(entry) & ((1 << ENTRY_FIELD_BITS) - 1)
