@@ -35,6 +35,10 @@ TARGETS = ("cpu", "gpu")
 MAX_OF_ENTRY = 65536
 """Most experts, and tokens a rank, with ``rank_slots``; as in ``entries.mojo``."""
 
+MAX_GPU_PAIRS = 3840
+"""Most ``n_local_experts * n_ranks`` on GPUs: a launch keeps 12 bytes for each in
+the 48 KiB of shared memory that every block has."""
+
 PROTOCOLS = ("expert_slots", "rank_slots")
 """Wire protocols there are."""
 
@@ -216,6 +220,12 @@ class EPConfig:
                 f"timeout_s={self.timeout_s} must be above 0 and at most a day"
             )
 
+        n_pairs = math.ceil(self.n_experts / self.n_ranks) * self.n_ranks
+        if self.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
+            raise ValueError(
+                f"n_experts={self.n_experts} on {self.n_ranks} GPU ranks is above "
+                f"{MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
+            )
         for field in ("n_experts", "max_tokens_per_rank"):
             if self.protocol == "rank_slots" and getattr(self, field) > MAX_OF_ENTRY:
                 raise ValueError(

@@ -335,6 +335,12 @@ def test_what_entries_cannot_hold(field: str) -> None:
         TWO.config(**{"protocol": "rank_slots", field: 65537})
 
 
+def test_more_experts_than_a_block_can_count() -> None:
+    TWO.config(target="gpu", n_experts=3840)
+    with raises(ValueError, "n_experts=3841", "2 GPU ranks", "3840"):
+        TWO.config(target="gpu", n_experts=3841)
+
+
 def test_rank_slots_on_gpus() -> None:
     with raises(ValueError, "rank_slots", "target='gpu'", "'auto'"):
         TWO.config(protocol="rank_slots", target="gpu")
