@@ -325,17 +325,19 @@ class EPCommInitializer:
 
     def close(self) -> None:
         """Frees the memory; graphs that still hold its addresses raise."""
-        if self._pointers is not None:
-            # The graph's inputs share this array: an op that finds address 0
-            # raises instead of following it.
-            self._pointers[:] = 0
-            self._pointers = None
-            # Kernels that are still running write into what is freed below.
-            self._synchronize()
-        self._counters = []
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        try:
+            if self._pointers is not None:
+                # The graph's inputs share this array: an op that finds address
+                # 0 raises instead of following it.
+                self._pointers[:] = 0
+                self._pointers = None
+                # Kernels that still run write into what is freed below.
+                self._synchronize()
+        finally:
+            self._counters = []
+            if self._memory is not None:
+                memory, self._memory = self._memory, None
+                memory.close()
 
 
 def _devices(config: EPConfig) -> list[Device]:

@@ -9,6 +9,7 @@ Where both halves of a phase are in one kernel, both are looked at.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from assembly import (
     parse_ptx,
 )
 
+from max_ep.config import MAX_GPU_PAIRS, MAX_RANKS
 from max_ep.extension import run_mojo
 
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen.mojo"
@@ -402,6 +404,16 @@ def test_only_tokens_are_read_as_constants(it: Compiled) -> None:
         (sending,) = it.send_loops()
         tokens = sending.body & it.loads_16()
     assert it.kernel.find(lambda op: op.is_read_only) == tokens
+
+
+@only([NVIDIA], ["dispatch.bf16", "combine.bf16"])
+def test_shared_memory_is_what_the_config_counts_with(it: Compiled) -> None:
+    """So much for each pair and each rank: `MAX_GPU_PAIRS` of them fit."""
+    sizes = re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", it.text)
+    n_bytes = sum(int(size) for size in sizes)
+    # 256 pairs and 8 ranks, as tests/mojo/codegen.mojo has them.
+    assert 0 < n_bytes <= 12 * 256 + 16 * 8 + 64
+    assert 12 * MAX_GPU_PAIRS + 16 * MAX_RANKS + 64 <= 48 * 1024
 
 
 def test_no_local_memory(it: Compiled) -> None:

@@ -66,6 +66,15 @@ def test_plan_shows_the_rows_of_a_layout(options: str, shape: str) -> None:
     assert f" {shape} " in line
 
 
+def test_plan_of_a_token_a_rank() -> None:
+    sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
+    printed = run(f"max-ep plan {sizes} --protocol rank_slots")
+    # Entries of 8 bytes, and tokens: once a source, not once an expert.
+    n_bytes = 4 * 4096 * 8 * 8 + 4 * 4096 * (7168 * 2 + 16)
+    line = next(x for x in printed.splitlines() if "dispatch recv" in x)
+    assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
+
+
 def test_plan_explains_what_cannot_be() -> None:
     program = Path(sys.executable).with_name("max-ep")
     done = subprocess.run(

@@ -260,6 +260,7 @@ FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
     "one_fp8": ONE_FP8,
+    "by_rank": Case("by_rank", 2, 5, 3, 80, 7, protocol="rank_slots"),
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
     "padded_two": Case("padded_two", 2, 5, 3, 80, 7, output_layout="padded"),
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
@@ -407,6 +408,7 @@ FORMS = {
         "call_distributed",
     ],
     "one_fp8": ["async_wait", "fused", "all", "call_fused"],
+    "by_rank": ["async_wait", "all"],
     "padded": ["fused", "call_halves", "call_fused"],
     "padded_two": ["async_wait", "all", "call_distributed"],
     "shared": ["fused", "call_halves", "call_fused"],
@@ -516,7 +518,12 @@ class Forms:
             inputs += flatten(given[name]) + self.buffers[name]
         for ids, weights in zip(second.ids, second.weights):
             inputs += [to_buffer(ids), to_buffer(weights)]
-        outputs = iter(self.model.execute(*inputs))
+        try:
+            outputs = iter(self.model.execute(*inputs))
+        except Exception:
+            # So that the next run fails for a reason of its own, if at all.
+            self.reset()
+            raise
         return {
             label: take_outputs(self.cases.get(label[0], TWO), outputs)
             for label in self.labels
@@ -549,13 +556,7 @@ def run_forms(forms: Forms) -> Callable:
     @functools.cache
     def run(routing: str) -> SimpleNamespace:
         given, second = forms.make(routing)
-        try:
-            got = forms.run(given, second)
-        except Exception:
-            # So that what comes next fails for a reason of its own, if at all.
-            for comm in forms.comms.values():
-                comm.reset()
-            raise
+        got = forms.run(given, second)
         return SimpleNamespace(given=given, second=second, got=got)
 
     return run
@@ -631,13 +632,7 @@ def test_reset_forgets_what_was_sent_before(forms: Forms) -> None:
     forms.reset()
     for routing in ("full", "masked"):
         given, second = forms.make(routing)
-        try:
-            got = forms.run(given, second)
-        except Exception:
-            # So that what comes next fails for a reason of its own, if at all.
-            for comm in forms.comms.values():
-                comm.reset()
-            raise
+        got = forms.run(given, second)
         check_all(f"after reset, {routing}", given, second, got)
         forms.reset()
 

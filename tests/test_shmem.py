@@ -16,6 +16,7 @@ import pytest
 from cases import CASES
 
 from max_ep import EPCommInitializer, extension_path, shmem
+from max_ep.extension import mojo_dir, run_mojo
 
 HERE = Path(__file__).parent
 
@@ -69,6 +70,19 @@ def test_kernels_need_the_bitcode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shmem, "bitcode_path", lambda: None)
     with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13"):
         extension_path("max_ep", with_shmem=True)
+
+
+def test_mojo_and_python_agree(tmp_path: Path) -> None:
+    """The table's name; and MAX's own number for "the signal replaces the word"."""
+    modules = (mojo_dir() / "max_ep" / "shmem_modules.mojo").read_text()
+    assert f'TABLE_VARIABLE = "{shmem._MODULES_VARIABLE}"\n' in modules
+    transport = (mojo_dir() / "max_ep" / "transport.mojo").read_text()
+    program = tmp_path / "ask.mojo"
+    program.write_text(
+        "from shmem import SHMEM_SIGNAL_SET\ndef main():\n    print(SHMEM_SIGNAL_SET)\n"
+    )
+    number = run_mojo("run", str(program)).strip()
+    assert f"_SIGNAL_SET = Int32({number})\n" in transport
 
 
 def test_one_rank_on_each_gpu() -> None:

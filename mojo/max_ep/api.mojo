@@ -45,6 +45,14 @@ from .row_tables import RowTables
 from .token_format import SharedRows, TokenFormat
 
 
+@always_inline
+def _n_mapped[
+    target: StaticString, use_shmem: Bool, n_gpus_per_node: Int, n_ranks: Int
+]() -> Int:
+    """Counts the ranks whose buffers must be mapped here."""
+    return n_gpus_per_node if is_gpu[target]() and use_shmem else n_ranks
+
+
 def _check_protocol[protocol: Int, target: StaticString, is_scaled: Bool]():
     """Refuses what `rank_slots` cannot do, when an op is compiled."""
     comptime assert (
@@ -222,6 +230,7 @@ def ep_dispatch_async_kernel_api[
         were out of range (everything else is sent).
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
+    comptime n_mapped = _n_mapped[target, use_shmem, n_gpus_per_node, n_ranks]()
     comptime top_k = token_fmt_type.top_k
     comptime hidden_size = token_fmt_type.hidden_size
     check_config[
@@ -247,9 +256,11 @@ def ep_dispatch_async_kernel_api[
     _check_tokens[target, hidden_size, top_k, max_token_per_rank](
         op, counters, input_tokens, topk_ids
     )
-    var send_bufs = peer_buffers[n_ranks](op, "send_ptrs", send_ptrs)
-    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
-    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    var send_bufs = peer_buffers[n_ranks, n_mapped](op, "send_ptrs", send_ptrs)
+    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks, n_mapped](
+        op, "recv_count_ptrs", recv_count_ptrs
+    )
     comptime if is_gpu[target]():
         launch_dispatch_async[
             token_fmt_type,
@@ -364,6 +375,7 @@ def ep_dispatch_wait_kernel_api[
         If an argument does not fit, or a peer is late.
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
+    comptime n_mapped = _n_mapped[target, use_shmem, n_gpus_per_node, n_ranks]()
     comptime hidden_size = token_fmt_type.hidden_size
     comptime dispatch_layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
@@ -382,8 +394,10 @@ def ep_dispatch_wait_kernel_api[
     var counters = counters_of[n_experts, target](
         op, atomic_counters, dispatch_layout
     )
-    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
-    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks, n_mapped](
+        op, "recv_count_ptrs", recv_count_ptrs
+    )
     comptime if is_gpu[target]():
         launch_dispatch_wait[
             token_fmt_type,
@@ -507,6 +521,9 @@ def ep_dispatch_kernel_api[
     """
     comptime if is_gpu[target]():
         comptime n_ranks = n_gpus_per_node * n_nodes
+        comptime n_mapped = _n_mapped[
+            target, use_shmem, n_gpus_per_node, n_ranks
+        ]()
         comptime top_k = token_fmt_type.top_k
         comptime hidden_size = token_fmt_type.hidden_size
         check_config[
@@ -547,9 +564,11 @@ def ep_dispatch_kernel_api[
                 op, row_offsets, expert_ids, src_info
             ),
             src_info,
-            peer_buffers[n_ranks](op, "send_ptrs", send_ptrs),
-            peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
-            peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
+            peer_buffers[n_ranks, n_mapped](op, "send_ptrs", send_ptrs),
+            peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs),
+            peer_buffers[n_ranks, n_mapped](
+                op, "recv_count_ptrs", recv_count_ptrs
+            ),
             counters,
             context,
         )
@@ -644,6 +663,7 @@ def ep_combine_async_kernel_api[
         If an argument does not fit (nothing is sent), or a peer is late.
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
+    comptime n_mapped = _n_mapped[target, use_shmem, n_gpus_per_node, n_ranks]()
     check_config[
         n_experts,
         n_ranks,
@@ -666,8 +686,10 @@ def ep_combine_async_kernel_api[
     )
     var n_rows = Int(input_tokens.dim[0]())
     _check_expert_rows[hidden_size](op, input_tokens, src_info)
-    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
-    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks, n_mapped](
+        op, "recv_count_ptrs", recv_count_ptrs
+    )
     comptime if is_gpu[target]():
         launch_combine_async[
             combine_dtype,
@@ -681,7 +703,7 @@ def ep_combine_async_kernel_api[
         ](
             input_tokens,
             src_info,
-            peer_buffers[n_ranks](op, "send_ptrs", send_ptrs),
+            peer_buffers[n_ranks, n_mapped](op, "send_ptrs", send_ptrs),
             recv_bufs,
             counts,
             counters,
@@ -748,6 +770,7 @@ def ep_combine_wait_kernel_api[
         If an argument does not fit, or a peer is late.
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
+    comptime n_mapped = _n_mapped[target, use_shmem, n_gpus_per_node, n_ranks]()
     check_config[
         n_experts,
         n_ranks,
@@ -774,8 +797,10 @@ def ep_combine_wait_kernel_api[
     )
     comptime if fused_shared_expert:
         check_shared_rows[target](op, counters, shared_rows.n_rows, n_tokens)
-    var recv_bufs = peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs)
-    var counts = peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs)
+    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks, n_mapped](
+        op, "recv_count_ptrs", recv_count_ptrs
+    )
     comptime if is_gpu[target]():
         launch_combine_wait[
             combine_dtype,
@@ -871,6 +896,9 @@ def ep_combine_kernel_api[
     """
     comptime if is_gpu[target]():
         comptime n_ranks = n_gpus_per_node * n_nodes
+        comptime n_mapped = _n_mapped[
+            target, use_shmem, n_gpus_per_node, n_ranks
+        ]()
         check_config[
             n_experts,
             n_ranks,
@@ -917,9 +945,11 @@ def ep_combine_kernel_api[
             input_tokens,
             src_info,
             router_weights,
-            peer_buffers[n_ranks](op, "send_ptrs", send_ptrs),
-            peer_buffers[n_ranks](op, "recv_ptrs", recv_ptrs),
-            peer_buffers[n_ranks](op, "recv_count_ptrs", recv_count_ptrs),
+            peer_buffers[n_ranks, n_mapped](op, "send_ptrs", send_ptrs),
+            peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs),
+            peer_buffers[n_ranks, n_mapped](
+                op, "recv_count_ptrs", recv_count_ptrs
+            ),
             counters,
             context,
         )

@@ -142,7 +142,7 @@ def counters_of[
 
 
 def peer_buffers[
-    n_ranks: Int
+    n_ranks: Int, n_mapped: Int = n_ranks
 ](
     op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
 ) raises -> PeerBuffers[n_ranks]:
@@ -150,6 +150,7 @@ def peer_buffers[
 
     Parameters:
         n_ranks: Ranks of the group.
+        n_mapped: Ranks of this host, where SHMEM reaches the others.
 
     Args:
         op: Who asks.
@@ -175,8 +176,10 @@ def peer_buffers[
             " ranks.",
         )
     var buffers = PeerBuffers[n_ranks](mut_(ptrs))
-    # All are freed together.
-    if buffers.first_mapped() == n_ranks:
+    var first_rank = 0
+    comptime if n_mapped != n_ranks:
+        first_rank = buffers.first_mapped()
+    if not buffers.are_mapped(first_rank, n_mapped):
         raise Error(
             "max_ep: ",
             op,

@@ -132,10 +132,26 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
         """Finds the first rank whose buffer is mapped here.
 
         Returns:
-            The rank; `n_ranks` once the memory was freed
-            (`EPCommInitializer.close`).
+            The rank; `n_ranks` if there is none.
         """
         for rank in range(Self.n_ranks):
             if self.addresses[unsafe_offset=rank] != 0:
                 return rank
         return Self.n_ranks
+
+    def are_mapped(self, first_rank: Int, n: Int) -> Bool:
+        """Tells whether some ranks' buffers are there.
+
+        Args:
+            first_rank: The first of them.
+            n: How many.
+
+        Returns:
+            Whether all are mapped here.
+        """
+        if first_rank + n > Self.n_ranks:
+            return False
+        for rank in range(first_rank, first_rank + n):
+            if self.addresses[unsafe_offset=rank] == 0:
+                return False
+        return True

@@ -242,17 +242,18 @@ def dispatch_wait_host[
     var first_expert = my_rank * n_local_experts
     var generation = arrived.generation
 
+    # A count that came says that this number came before it.
+    var n_tokens_of = List[Int](length=n_ranks, fill=0)
+    for src_rank in range(n_ranks):
+        n_tokens_of[src_rank] = count_of(
+            peek(flag_at(my_counts, layout.dispatch_n_tokens_offset(src_rank)))
+        )
+    var n_tokens = n_tokens_of.unsafe_ptr()
+
     def decode_tokens(begin: Int, end: Int) {imm}:
         for i in range(begin, end):
             var src_rank, token_idx = divmod(i, max_tokens_per_rank)
-            # A count that came says that this number came before it.
-            if token_idx >= count_of(
-                peek(
-                    flag_at(
-                        my_counts, layout.dispatch_n_tokens_offset(src_rank)
-                    )
-                )
-            ):
+            if token_idx >= n_tokens[unsafe_offset=src_rank]:
                 continue
             var token = recv_buf.unsafe_offset(
                 layout.token_offset(src_rank, token_idx)
@@ -280,6 +281,7 @@ def dispatch_wait_host[
             token_fmt_type.msg_bytes,
             decode_tokens,
         )
+    _ = n_tokens_of^
 
     comptime if fused_shared_expert:
         place_own_tokens[token_fmt_type, layout](
