@@ -659,9 +659,14 @@ def set_generation(comm: EPCommInitializer, generation: int) -> None:
     for rank in range(n):
         counters = buffers[rank].to_numpy()
         counters[words] = np.uint32(generation).astype(np.int32)
-    # The done words are the last n_ranks of each counts buffer.
+    # The done words are the last n_ranks of each counts buffer, but for the
+    # numbers of tokens of `rank_slots`.
     sizes = config.sizes()
-    counts_bytes = [sizes.dispatch_counts_bytes, sizes.combine_counts_bytes]
+    n_others = n if config.protocol == "rank_slots" else 0
+    counts_bytes = [
+        sizes.dispatch_counts_bytes - 8 * n_others,
+        sizes.combine_counts_bytes,
+    ]
     for group, n_bytes in enumerate(counts_bytes):
         for address in buffers[-2 + group].to_numpy().tolist():
             flags = (ctypes.c_uint64 * (n_bytes // 8)).from_address(address)

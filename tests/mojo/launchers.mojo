@@ -22,7 +22,7 @@ from max_ep.layout import (
 )
 from max_ep.token_format import PlainRows
 from std.memory.alloc import unsafe_alloc
-from std.testing import assert_equal
+from std.testing import assert_equal, assert_raises
 
 comptime HIDDEN = 8
 comptime TOP_K = 2
@@ -218,5 +218,20 @@ def main() raises:
                     result.ptr[unsafe_offset=t * HIDDEN + i],
                     factor * tokens[rank].ptr[unsafe_offset=t * HIDDEN + i],
                 )
+
+    # One address that is not there is enough to refuse them all.
+    ptrs[5].ptr[unsafe_offset=1] = 0
+    var result = tensor[DType.float32](3, HIDDEN)
+    with assert_raises(contains="was freed"):
+        ep_combine_wait_kernel_api[
+            DType.float32,
+            HIDDEN,
+            TOP_K,
+            N_EXPERTS,
+            MAX_TOKENS,
+            N_RANKS,
+            1,
+            "cpu",
+        ](result, counters[0], weights[0], ptrs[4], ptrs[5], ctx)
     _ = scales
     print("OK")
