@@ -49,7 +49,7 @@ def main() raises:
     )
     print(
         "counters_words",
-        local_sync_counters_words(n_experts, layout.n_choices()),
+        local_sync_counters_words(layout),
     )
     print("failure_word", FAILURE_WORD)
     print("n_failure_words", N_FAILURE_WORDS)

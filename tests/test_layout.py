@@ -96,11 +96,14 @@ def picture(
 ) -> dict[str, int]:
     """Draws the picture of `layout.mojo` with numbers."""
     n_local = up(n_experts, n_ranks) // n_ranks
+    entry = 16 if protocol == "rank_slots_reduced" else 8
     by_rank = {
         "dispatch_send": 0,
-        "dispatch_recv": up(n_ranks * max_tokens * top_k * 8, 256)
-        + n_ranks * max_tokens * dispatch_msg,
-        "dispatch_counts": (n_local * n_ranks + 2 * n_ranks) * 8,
+        "dispatch_recv": up(n_ranks * max_tokens * top_k * entry, 256)
+        + up(n_ranks * max_tokens * dispatch_msg, 256)
+        + up(n_ranks * min(max_tokens, 256) * dispatch_msg, 256)
+        + n_ranks * max_tokens * 4 * 8,
+        "dispatch_counts": (n_local * n_ranks + 3 * n_ranks) * 8,
     }
     buffers = {
         "dispatch_send": max_tokens * dispatch_msg,
@@ -109,8 +112,10 @@ def picture(
         "combine_recv": max_tokens * top_k * combine_msg,
         "combine_counts": (n_experts + n_ranks) * 8,
     }
-    if protocol == "rank_slots":
+    if protocol != "expert_slots":
         buffers |= by_rank
+    if protocol == "rank_slots_reduced":
+        buffers["combine_recv"] = n_ranks * max_tokens * combine_msg
     answer = {"n_local_experts": n_local}
     offset = 0
     for name, n_bytes in buffers.items():
@@ -241,7 +246,8 @@ _SWEEP = {
 }
 
 _PROGRAM = """
-from max_ep.layout import EXPERT_SLOTS, RANK_SLOTS, RegionLayout
+from max_ep.layout import EXPERT_SLOTS, N_CHUNKS, RANK_SLOTS
+from max_ep.layout import RANK_SLOTS_REDUCED, RegionLayout
 from max_ep.layout import n_experts_on_rank
 
 def main() raises:
@@ -254,22 +260,36 @@ def main() raises:
                             n_experts, n_ranks, max_tokens, top_k,
                             dispatch_msg, 2 * dispatch_msg, EXPERT_SLOTS,
                         )
-                        var b = RegionLayout(
-                            n_experts, n_ranks, max_tokens, top_k,
-                            dispatch_msg, 2 * dispatch_msg, RANK_SLOTS,
-                        )
-                        print(
-                            "by_rank",
-                            b.dispatch_recv_offset(),
-                            b.entry_offset(n_ranks - 1, b.n_choices() - 1),
-                            b.token_offset(0, 0),
-                            b.token_offset(n_ranks - 1, max_tokens - 1),
-                            b.dispatch_counts_offset(),
-                            b.dispatch_n_tokens_offset(0),
-                            b.dispatch_n_tokens_offset(n_ranks - 1),
-                            b.combine_recv_offset(), b.combine_counts_offset(),
-                            b.region_bytes(),
-                        )
+                        for protocol in [RANK_SLOTS, RANK_SLOTS_REDUCED]:
+                            var b = RegionLayout(
+                                n_experts, n_ranks, max_tokens, top_k,
+                                dispatch_msg, 2 * dispatch_msg, protocol,
+                            )
+                            var name = String("rank_slots")
+                            if protocol == RANK_SLOTS_REDUCED:
+                                name += "_reduced"
+                            print(
+                                name,
+                                b.dispatch_recv_offset(),
+                                b.entry_offset(n_ranks - 1, b.n_choices() - 1),
+                                b.token_offset(0, 0),
+                                b.token_offset(n_ranks - 1, max_tokens - 1),
+                                b.early_token_offset(0, 0),
+                                b.early_token_offset(
+                                    n_ranks - 1, b.n_early_tokens() - 1
+                                ),
+                                b.chunk_flag_offset(0, 0, 0),
+                                b.chunk_flag_offset(
+                                    n_ranks - 1, max_tokens - 1, N_CHUNKS - 1
+                                ),
+                                b.dispatch_counts_offset(),
+                                b.dispatch_n_tokens_offset(0),
+                                b.early_combine_done_offset(0),
+                                b.early_combine_done_offset(n_ranks - 1),
+                                b.combine_recv_offset(),
+                                b.combine_counts_offset(),
+                                b.region_bytes(),
+                            )
                         var last_expert = l.n_local_experts() - 1
                         var last_pair = l.pair(last_expert, n_ranks - 1)
                         print(
@@ -369,21 +389,32 @@ def test_offsets_are_those_of_the_picture(mojo_says) -> None:
         assert got[5:] == want, f"{dict(zip(_SWEEP, key))}"
 
 
-def test_offsets_by_rank_are_those_of_the_picture(mojo_says) -> None:
+@pytest.mark.parametrize("protocol", ["rank_slots", "rank_slots_reduced"])
+def test_offsets_by_rank_are_those_of_the_picture(mojo_says, protocol: str) -> None:
     """`rank_slots`: entries, then tokens; the numbers of tokens come last."""
     sweep = list(itertools.product(*_SWEEP.values()))
-    assert len(mojo_says["by_rank"]) == len(sweep)
-    for key, words in zip(sweep, mojo_says["by_rank"]):
+    entry = 16 if protocol == "rank_slots_reduced" else 8
+    assert len(mojo_says[protocol]) == len(sweep)
+    for key, words in zip(sweep, mojo_says[protocol]):
         n_experts, n_ranks, max_tokens, top_k, msg = key
-        p = picture(msg, 2 * msg, n_experts, n_ranks, max_tokens, top_k, "rank_slots")
-        n_entry_bytes = n_ranks * max_tokens * top_k * 8
+        p = picture(msg, 2 * msg, n_experts, n_ranks, max_tokens, top_k, protocol)
+        n_entry_bytes = n_ranks * max_tokens * top_k * entry
+        tokens = up(n_entry_bytes, 256)
+        n_early = min(max_tokens, 256)
+        early = tokens + up(n_ranks * max_tokens * msg, 256)
+        flags = early + up(n_ranks * n_early * msg, 256)
         want = [
             p["dispatch_recv_offset"],
-            n_entry_bytes - 8,
-            up(n_entry_bytes, 256),
-            p["dispatch_recv_bytes"] - msg,
+            n_entry_bytes - entry,
+            tokens,
+            tokens + (n_ranks * max_tokens - 1) * msg,
+            early,
+            early + (n_ranks * n_early - 1) * msg,
+            flags,
+            p["dispatch_recv_bytes"] - 8,
             p["dispatch_counts_offset"],
             (p["n_local_experts"] + 1) * n_ranks * 8,
+            (p["n_local_experts"] + 2) * n_ranks * 8,
             p["dispatch_counts_bytes"] - 8,
             p["combine_recv_offset"],
             p["combine_counts_offset"],
@@ -398,7 +429,9 @@ def test_a_token_a_rank_takes_far_less_memory() -> None:
     by_expert = case.config().sizes().dispatch_recv_bytes
     by_rank = case.config(protocol="rank_slots").sizes().dispatch_recv_bytes
     assert by_expert == 256 * 4096 * (14336 + 16)
-    assert by_rank == 4 * 4096 * (14336 + 16) + 4 * 4096 * 8 * 8
+    early = 4 * 256 * (14336 + 16)
+    flags = 4 * 4096 * 4 * 8
+    assert by_rank == 4 * 4096 * (14336 + 16) + 4 * 4096 * 8 * 8 + early + flags
 
 
 def test_experts_on_a_rank(mojo_says) -> None:

@@ -15,6 +15,12 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
                           alternate by generation
     slots [max_tokens_per_rank * top_k]
                           GPU only: slot of each choice of this dispatch
+    received tokens [n_ranks], rows [n_ranks][max_tokens_per_rank * top_k],
+    weights [n_ranks][max_tokens_per_rank * top_k] (float32)
+                          `rank_slots` reduced only: tokens of each source rank
+                          in the last dispatch_wait, and of each of their
+                          choices the row here, `NO_ROW` if there is none, and
+                          the router weight
 """
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
@@ -28,6 +34,9 @@ comptime N_HEADER_WORDS = 32
 
 comptime NO_EXPERT = Int32(-1)
 """Expert of a choice that is not sent."""
+
+comptime NO_ROW = Int32(-1)
+"""Row of a choice whose expert is on another rank, or that has none."""
 
 comptime _MAGIC = 0
 comptime _MY_RANK = 1
@@ -69,17 +78,24 @@ def _choices_word(n_experts: Int) -> Int:
     return N_HEADER_WORDS + 2 * (n_experts + MAX_RANKS + 1)
 
 
-def local_sync_counters_words(n_experts: Int, n_choices: Int) -> Int:
+@always_inline
+def _received_word(layout: RegionLayout) -> Int:
+    return _choices_word(layout.n_experts) + 3 * layout.n_choices()
+
+
+def local_sync_counters_words(layout: RegionLayout) -> Int:
     """Counts the words of `EPLocalSyncCounters`.
 
     Args:
-        n_experts: Experts of the group.
-        n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
+        layout: How the regions are cut.
 
     Returns:
         Int32 words.
     """
-    return _choices_word(n_experts) + 3 * n_choices
+    var n_words = _received_word(layout)
+    if layout.is_reduced():
+        n_words += layout.n_ranks * (1 + 2 * layout.n_choices())
+    return n_words
 
 
 @always_inline
@@ -173,16 +189,16 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @staticmethod
     @always_inline
-    def total_size(n_choices: Int) -> Int:
+    def total_size(layout: RegionLayout) -> Int:
         """States the size; Python asks for it through `layout_query.mojo`.
 
         Args:
-            n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
+            layout: How the regions are cut, for `n_experts`.
 
         Returns:
             Int32 words.
         """
-        return local_sync_counters_words(Self.n_experts, n_choices)
+        return local_sync_counters_words(layout)
 
     def reset(
         self,
@@ -521,3 +537,55 @@ struct EPLocalSyncCounters[n_experts: Int](
         return self.words.unsafe_offset(
             _choices_word(Self.n_experts) + 2 * n_choices
         )
+
+    # --------------------------------------------- words of reduced combine
+
+    @always_inline
+    def received_tokens(
+        self, layout: RegionLayout
+    ) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to how many tokens each source rank had in the last dispatch.
+
+        Args:
+            layout: How the regions are cut.
+
+        Returns:
+            `[n_ranks]`.
+        """
+        return self.words.unsafe_offset(_received_word(layout))
+
+    @always_inline
+    def received_rows(
+        self, layout: RegionLayout, src_rank: Int
+    ) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to the rows of a source's choices in the last dispatch.
+
+        Args:
+            layout: How the regions are cut.
+            src_rank: The source, in `[0, n_ranks)`.
+
+        Returns:
+            `[n_choices]`, `NO_ROW` where the expert is not on this rank.
+        """
+        return self.words.unsafe_offset(
+            _received_word(layout)
+            + layout.n_ranks
+            + src_rank * layout.n_choices()
+        )
+
+    @always_inline
+    def received_weights(
+        self, layout: RegionLayout, src_rank: Int
+    ) -> Pointer[Float32, MutUntrackedOrigin]:
+        """Points to the router weights of a source's choices.
+
+        Args:
+            layout: How the regions are cut.
+            src_rank: The source, in `[0, n_ranks)`.
+
+        Returns:
+            `[n_choices]`; only those with a row here are written.
+        """
+        return self.received_rows(
+            layout, layout.n_ranks + src_rank
+        ).unsafe_bitcast[Float32]()

@@ -52,9 +52,7 @@ def clear_kernel(
     )
     var first = Int(global_idx.x)
     var n_threads = Int(grid_dim.x * block_dim.x)
-    var n_words = local_sync_counters_words(
-        layout.n_experts, layout.n_choices()
-    )
+    var n_words = local_sync_counters_words(layout)
     # The view's parameter only fixes its size.
     var counters = EPLocalSyncCounters[0](counters_group_0)
     for i in range(first, n_words, n_threads):

@@ -9,7 +9,7 @@ from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .expert_slots.host_steps import write_source_info
 from .gpu_setup import clear_gpu
 from .launch_checks import mut_
-from .layout import RANK_SLOTS, RegionLayout
+from .layout import RegionLayout
 from .token_format import BytePointer
 
 comptime N_SETUP_WORDS = 11
@@ -60,7 +60,7 @@ def _clear_host(region: Int, layout: RegionLayout, was_used: Bool):
     )
     if was_used:
         _clear_combine_generations(region, layout)
-        if layout.protocol == RANK_SLOTS:
+        if layout.has_rank_slots():
             # An entry is of the generation that it says, however old it is.
             unsafe_memset_zero(
                 BytePointer(
@@ -117,9 +117,7 @@ def init[
         Int(words[unsafe_offset=9]),
         Int(words[unsafe_offset=10]),
     )
-    var n_words = local_sync_counters_words(
-        layout.n_experts, layout.n_choices()
-    )
+    var n_words = local_sync_counters_words(layout)
     if (
         Int(counters_group_0.dim[0]()) < n_words
         or Int(counters_group_1.dim[0]()) < n_words

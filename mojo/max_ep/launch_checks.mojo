@@ -113,9 +113,7 @@ def counters_of[
         are cut otherwise.
     """
     var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
-    var has_room = Int(atomic_counters.dim[0]()) >= counters.total_size(
-        layout.n_choices()
-    )
+    var has_room = Int(atomic_counters.dim[0]()) >= counters.total_size(layout)
     comptime if is_gpu[target]():
         if has_room:
             return counters

@@ -23,11 +23,18 @@ owner's own recv buffer), and cuts dispatch recv and counts so:
     | dispatch recv    entries [n_ranks][max_tokens_per_rank][top_k]       |
     |                  tokens  [n_ranks][max_tokens_per_rank]              |
     |                                                     of dispatch msg  |
-    | dispatch counts  as above, then tokens [n_ranks] UInt64              |
+    |                  early tokens [n_ranks][n_early_tokens], GPUs only   |
+    |                  chunk flags [n_ranks][max_tokens_per_rank][N_CHUNKS]|
+    |                                                     UInt64, GPUs only|
+    | dispatch counts  as above, then tokens [n_ranks], combine done       |
+    |                  [n_ranks] UInt64                                    |
     +---------------------------------------------------------------------+
 
-An entry (UInt64) says where a choice goes: generation, expert, and position among
-the choices of that expert.
+An entry says where a choice goes: one UInt64 with generation, expert, and position
+among the choices of that expert. With `rank_slots` *reduced* a second UInt64 follows,
+generation and router weight, and combine recv holds partial sums instead of rows:
+
+    | combine recv     [n_ranks][max_tokens_per_rank]     of combine msg   |
 
 Peers write everything but the dispatch send buffer, which is the owner's staging
 place. A message is the encoded token (or expert row) followed by a source info of
@@ -53,13 +60,23 @@ comptime FLAG_BYTES = 8
 """Bytes of one flag or done word (UInt64)."""
 
 comptime ENTRY_BYTES = 8
-"""Bytes of an entry of `rank_slots` (UInt64, see `rank_slots/entries.mojo`)."""
+"""Bytes of a word of an entry of `rank_slots` (see `rank_slots/entries.mojo`)."""
+
+comptime N_CHUNKS = 4
+"""Flags of a token that GPU ranks of `rank_slots` send: one for each part."""
+
+comptime MAX_EARLY_TOKENS = 256
+"""Tokens of a rank up to which GPU ranks of `rank_slots` send data that is its
+own flag, into a place of its own."""
 
 comptime EXPERT_SLOTS = 1
 """Protocol: a message for each (token, choice), in a slot of its expert."""
 
 comptime RANK_SLOTS = 2
 """Protocol: a message for each (token, destination rank), and entries."""
+
+comptime RANK_SLOTS_REDUCED = 3
+"""The same, and combine sends one partial sum for each (token, rank)."""
 
 comptime MAX_RANKS = 128
 """Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
@@ -75,7 +92,7 @@ def protocol_of(name: StringSlice) raises -> Int:
         name: The name.
 
     Returns:
-        `EXPERT_SLOTS` or `RANK_SLOTS`.
+        `EXPERT_SLOTS`, `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
 
     Raises:
         If there is none of that name.
@@ -84,6 +101,8 @@ def protocol_of(name: StringSlice) raises -> Int:
         return EXPERT_SLOTS
     if name == "rank_slots":
         return RANK_SLOTS
+    if name == "rank_slots_reduced":
+        return RANK_SLOTS_REDUCED
     raise Error("max_ep: no protocol is called ", name, ".")
 
 
@@ -191,7 +210,7 @@ def source_info_offset(msg_bytes: Int) -> Int:
 
 @fieldwise_init
 struct RegionLayout(TrivialRegisterPassable):
-    """Sizes and offsets of an `expert_slots` region, all in bytes."""
+    """Sizes and offsets of a region, all in bytes."""
 
     var n_experts: Int
     """Experts of the group."""
@@ -206,9 +225,37 @@ struct RegionLayout(TrivialRegisterPassable):
     var combine_msg_bytes: Int
     """Bytes of one combine message."""
     var protocol: Int
-    """`EXPERT_SLOTS`, `RANK_SLOTS`, or 0 where it does not matter."""
+    """`EXPERT_SLOTS`, `RANK_SLOTS`, `RANK_SLOTS_REDUCED`, or 0 where it does not
+    matter."""
+
+    @always_inline
+    def has_rank_slots(self) -> Bool:
+        """Tells whether a token goes once to each rank.
+
+        Returns:
+            Whether the protocol is `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        """
+        return self.protocol == RANK_SLOTS or self.is_reduced()
+
+    @always_inline
+    def is_reduced(self) -> Bool:
+        """Tells whether combine sends partial sums.
+
+        Returns:
+            Whether the protocol is `RANK_SLOTS_REDUCED`.
+        """
+        return self.protocol == RANK_SLOTS_REDUCED
 
     # ------------------------------------------------- inside dispatch buffers
+
+    @always_inline
+    def entry_bytes(self) -> Int:
+        """Counts the bytes of an entry of `rank_slots`.
+
+        Returns:
+            Those of one word, or of two with a router weight.
+        """
+        return 2 * ENTRY_BYTES if self.is_reduced() else ENTRY_BYTES
 
     @always_inline
     def entry_offset(self, src_rank: Int, choice: Int) -> Int:
@@ -221,7 +268,7 @@ struct RegionLayout(TrivialRegisterPassable):
         Returns:
             Bytes from the start of the dispatch recv buffer.
         """
-        return (src_rank * self.n_choices() + choice) * ENTRY_BYTES
+        return (src_rank * self.n_choices() + choice) * self.entry_bytes()
 
     @always_inline
     def token_offset(self, src_rank: Int, token_idx: Int) -> Int:
@@ -241,6 +288,55 @@ struct RegionLayout(TrivialRegisterPassable):
         )
 
     @always_inline
+    def n_early_tokens(self) -> Int:
+        """Counts the early tokens that a source has room for.
+
+        Returns:
+            At most `MAX_EARLY_TOKENS`.
+        """
+        return min(self.max_tokens_per_rank, MAX_EARLY_TOKENS)
+
+    @always_inline
+    def early_token_offset(self, src_rank: Int, token_idx: Int) -> Int:
+        """Locates a token of `rank_slots` whose data is its own flag.
+
+        Args:
+            src_rank: Rank of the token.
+            token_idx: In `[0, n_early_tokens)`.
+
+        Returns:
+            Bytes from the start of the dispatch recv buffer.
+        """
+        return (
+            round_up(self.token_offset(self.n_ranks, 0), BUFFER_ALIGN)
+            + (src_rank * self.n_early_tokens() + token_idx)
+            * self.dispatch_msg_bytes
+        )
+
+    @always_inline
+    def chunk_flag_offset(
+        self, src_rank: Int, token_idx: Int, chunk: Int
+    ) -> Int:
+        """Locates the flag of a part of a token of `rank_slots`.
+
+        Args:
+            src_rank: Rank of the token.
+            token_idx: In `[0, max_tokens_per_rank)`.
+            chunk: In `[0, N_CHUNKS)`.
+
+        Returns:
+            Bytes from the start of the dispatch recv buffer.
+        """
+        return (
+            round_up(self.early_token_offset(self.n_ranks, 0), BUFFER_ALIGN)
+            + (
+                (src_rank * self.max_tokens_per_rank + token_idx) * N_CHUNKS
+                + chunk
+            )
+            * FLAG_BYTES
+        )
+
+    @always_inline
     def dispatch_n_tokens_offset(self, src_rank: Int) -> Int:
         """Locates the word by which a source of `rank_slots` says how many tokens.
 
@@ -251,6 +347,20 @@ struct RegionLayout(TrivialRegisterPassable):
             Bytes from the start of the dispatch counts buffer.
         """
         return self.dispatch_done_offset(self.n_ranks + src_rank)
+
+    @always_inline
+    def early_combine_done_offset(self, reader_rank: Int) -> Int:
+        """Locates the word by which a reader of partial sums says "I have read".
+
+        GPU ranks only: dispatch knows this buffer and not that of combine.
+
+        Args:
+            reader_rank: The peer that has read, in `[0, n_ranks)`.
+
+        Returns:
+            Bytes from the start of the dispatch counts buffer.
+        """
+        return self.dispatch_n_tokens_offset(self.n_ranks + reader_rank)
 
     @always_inline
     def dispatch_staged_offset(self, token_idx: Int) -> Int:
@@ -374,6 +484,21 @@ struct RegionLayout(TrivialRegisterPassable):
         return (token_idx * self.top_k + k) * self.combine_msg_bytes
 
     @always_inline
+    def partial_offset(self, owner_rank: Int, token_idx: Int) -> Int:
+        """Locates a partial sum in the combine recv buffer.
+
+        Args:
+            owner_rank: Rank of the experts whose rows were added.
+            token_idx: Token on this rank, in `[0, max_tokens_per_rank)`.
+
+        Returns:
+            Bytes from the start of the combine recv buffer.
+        """
+        return (
+            owner_rank * self.max_tokens_per_rank + token_idx
+        ) * self.combine_msg_bytes
+
+    @always_inline
     def combine_count_offset(self, expert_id: Int) -> Int:
         """Locates the count word of an expert.
 
@@ -457,7 +582,7 @@ struct RegionLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
-        if self.protocol == RANK_SLOTS:
+        if self.has_rank_slots():
             return 0
         return self.dispatch_staged_offset(self.max_tokens_per_rank)
 
@@ -468,8 +593,8 @@ struct RegionLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
-        if self.protocol == RANK_SLOTS:
-            return self.token_offset(self.n_ranks, 0)
+        if self.has_rank_slots():
+            return self.chunk_flag_offset(self.n_ranks, 0, 0)
         return self.dispatch_message_offset(
             self.pair(self.n_local_experts(), 0), 0
         )
@@ -481,8 +606,8 @@ struct RegionLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
-        if self.protocol == RANK_SLOTS:
-            return self.dispatch_n_tokens_offset(self.n_ranks)
+        if self.has_rank_slots():
+            return self.early_combine_done_offset(self.n_ranks)
         return self.dispatch_done_offset(self.n_ranks)
 
     @always_inline
@@ -492,6 +617,8 @@ struct RegionLayout(TrivialRegisterPassable):
         Returns:
             Bytes.
         """
+        if self.is_reduced():
+            return self.partial_offset(self.n_ranks, 0)
         return self.combine_message_offset(self.max_tokens_per_rank, 0)
 
     @always_inline
@@ -534,7 +661,7 @@ struct RegionLayout(TrivialRegisterPassable):
             Bytes from the start of its recv buffer to where
             `dispatch_staged_offset` counts from; negative with `expert_slots`.
         """
-        if self.protocol == RANK_SLOTS:
+        if self.has_rank_slots():
             return self.token_offset(rank, 0)
         return self.dispatch_send_offset() - self.dispatch_recv_offset()
 

@@ -60,19 +60,17 @@ def main() raises:
     var ctx = DeviceContext(api="cpu")
     var msg_bytes = message_bytes(plain_token_bytes(HIDDEN, 4))
     assert_equal(msg_bytes, Format.msg_bytes)
-    var layout = RegionLayout(
+    comptime layout = RegionLayout(
         N_EXPERTS,
         N_RANKS,
         MAX_TOKENS,
         TOP_K,
-        msg_bytes,
-        msg_bytes,
+        Format.msg_bytes,
+        Format.msg_bytes,
         EXPERT_SLOTS,
     )
     var n_local = layout.n_local_experts()
-    comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size(
-        MAX_TOKENS * TOP_K
-    )
+    comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size(layout)
     # [send, recv, counts] of dispatch, then of combine; one address a rank.
     var ptrs = [
         vector[DType.uint64](N_RANKS),

@@ -32,7 +32,9 @@ comptime HIDDEN = 128
 comptime MAX_TOKENS = 3
 comptime N_RANKS = 2
 comptime CAPACITY = N_RANKS * MAX_TOKENS
-comptime N_WORDS = EPLocalSyncCounters[1].total_size(MAX_TOKENS)
+comptime N_WORDS = EPLocalSyncCounters[1].total_size(
+    RegionLayout(1, N_RANKS, MAX_TOKENS, 1, 0, 0, EXPERT_SLOTS)
+)
 comptime UNTOUCHED = 77
 
 

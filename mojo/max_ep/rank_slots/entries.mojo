@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries: one word for each (token, choice), which says where it goes.
+"""Entries: a word for each (token, choice) that says where it goes.
 
     63         32 31       16 15         0
     | generation | expert id | position |
 
 It has the form of a flag (`flags.mojo`), so one access reads or writes it whole,
 and it tells by itself of which generation it is. Expert and position have
-`ENTRY_FIELD_BITS` each; `EPConfig` refuses what does not fit.
+`ENTRY_FIELD_BITS` each; `EPConfig` refuses what does not fit. With reduced
+combine a second word follows, of the same form:
+
+    63         32 31                  0
+    | generation | router weight      |
 """
+from std.memory import bitcast
+
 from ..flags import count_of, flag_word
 
 comptime ENTRY_FIELD_BITS = 16
@@ -53,3 +59,34 @@ def position_of_entry(entry: UInt64) -> Int:
         Which of the choices of its expert from its source.
     """
     return count_of(entry) & ((1 << ENTRY_FIELD_BITS) - 1)
+
+
+comptime NO_ENTRY_EXPERT = (1 << ENTRY_FIELD_BITS) - 1
+"""Expert of an entry that GPU ranks send for a choice without one."""
+
+
+@always_inline
+def weight_word(generation: UInt32, weight: Float32) -> UInt64:
+    """Makes the second word of an entry.
+
+    Args:
+        generation: The generation it belongs to.
+        weight: Router weight of the choice.
+
+    Returns:
+        The word.
+    """
+    return flag_word(generation, Int(bitcast[DType.uint32](weight)))
+
+
+@always_inline
+def weight_of_word(word: UInt64) -> Float32:
+    """Reads the router weight of an entry.
+
+    Args:
+        word: From `weight_word`.
+
+    Returns:
+        The weight.
+    """
+    return bitcast[DType.float32](UInt32(word & 0xFFFF_FFFF))
