@@ -132,6 +132,28 @@ def check_rows(
     check_same_rows("input_tokens", input_tokens, "src_info", src_info)
 
 
+def check_weights_come_once(
+    config: EPConfig, router_weights: TensorValue | None, phase: str
+) -> None:
+    """Raises unless the router weights are given to the phase that uses them.
+
+    Args:
+        config: The group.
+        router_weights: What was given, or None.
+        phase: ``"dispatch"`` or ``"combine"``.
+    """
+    used_by = "dispatch" if config.is_reduced else "combine"
+    if (router_weights is not None) == (phase == used_by):
+        return
+    needs = "needs" if phase == used_by else "takes no"
+    raise ValueError(
+        f"{phase} with combine_mode={config.combine_mode!r} {needs} router weights: "
+        f"{used_by} takes them; pass "
+        + ("those of all tokens" if phase == used_by else "None")
+        + f" to {phase}, or choose another EPConfig.combine_mode"
+    )
+
+
 def check_weights(
     config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
 ) -> None:
@@ -151,18 +173,21 @@ def check_weights(
             )
 
 
-def check_shared_rows(
+def check_unsent_rows(
     config: EPConfig, input_tokens: TensorValue | None, device: DeviceRef
 ) -> None:
-    if config.fused_shared_expert != (input_tokens is not None):
-        needs = "needs" if config.fused_shared_expert else "takes no"
+    """Checks the expert rows that combine_wait adds where they stand, if any."""
+    if config.adds_unsent_rows != (input_tokens is not None):
+        needs = "needs" if config.adds_unsent_rows else "takes no"
         raise ValueError(
-            f"combine_wait with fused_shared_expert={config.fused_shared_expert} "
-            f"{needs} input_tokens: the expert rows that combine_async took, of "
-            "which the shared expert's come first"
+            f"combine_wait with fused_shared_expert={config.fused_shared_expert}, "
+            f"combine_mode={config.combine_mode!r} {needs} input_tokens: the expert "
+            "rows that combine_async took, of which it adds the shared expert's, if "
+            "it is fused, and, reduced, those of this rank's own tokens"
         )
     if input_tokens is not None:
-        shape = [None, config.hidden_size]
+        rows = [config.n_local_experts, config.expert_capacity]
+        shape = [*(rows if config.is_padded else [None]), config.hidden_size]
         check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
 
 

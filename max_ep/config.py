@@ -42,6 +42,9 @@ the 48 KiB of shared memory that every block has."""
 PROTOCOLS = ("expert_slots", "rank_slots")
 """Wire protocols there are."""
 
+COMBINE_MODES = ("unreduced", "reduced")
+"""What combine sends: rows, or partial sums of rows."""
+
 OUTPUT_LAYOUTS = ("packed", "padded")
 """How the rows of a rank may stand in the outputs of dispatch."""
 
@@ -118,7 +121,17 @@ class EPConfig:
     protocol: str = "auto"
     """Wire protocol: ``"expert_slots"`` sends a token once for each of its
     experts, ``"rank_slots"`` once to each rank that has one of them (CPU ranks
-    only, for now; the same results, bit for bit). ``"auto"``: the first."""
+    only, for now; the same results, bit for bit). ``"auto"``: the first, or the
+    second with ``combine_mode="reduced"``."""
+    combine_mode: str = "unreduced"
+    """What combine sends back: ``"unreduced"``: every expert row, and combine
+    takes the router weights; ``"reduced"``: for each token and each rank that
+    has an expert of it, one partial sum of weighted rows. Then *dispatch* takes
+    the router weights, and the protocol is ``"rank_slots"``. Fewer bytes, and
+    sums that are rounded otherwise (docs/decisions/0011-reduced-combine.md)."""
+    partial_dtype: DType | None = None
+    """Dtype of a partial sum on the wire, with ``combine_mode="reduced"``:
+    bfloat16 or float32; None: ``combine_dtype``."""
     timeout_s: float = 30.0
     """How long a launch waits for its peers before it fails. Nothing waits
     where all ranks of the group run one after another (``timeout_ms`` is 0)."""
@@ -140,12 +153,30 @@ class EPConfig:
                 f"target={self.target!r} is unknown; there are 'auto', "
                 + ", ".join(repr(t) for t in TARGETS)
             )
+        if self.combine_mode not in COMBINE_MODES:
+            raise ValueError(
+                f"combine_mode={self.combine_mode!r} is unknown; there are "
+                + ", ".join(repr(mode) for mode in COMBINE_MODES)
+            )
         if self.protocol == "auto":
-            self.protocol = "expert_slots"
+            self.protocol = "rank_slots" if self.is_reduced else "expert_slots"
         if self.protocol not in PROTOCOLS:
             raise ValueError(
                 f"protocol={self.protocol!r} is unknown; there are 'auto', "
                 + ", ".join(repr(p) for p in PROTOCOLS)
+            )
+        if self.is_reduced and self.protocol != "rank_slots":
+            raise ValueError(
+                f"combine_mode='reduced' with protocol={self.protocol!r}: the rank "
+                "of an expert can add up a token's rows only where 'rank_slots' "
+                "tells it which they are; pass that, or 'auto', or "
+                "combine_mode='unreduced'"
+            )
+        if self.is_reduced and self.target != "cpu":
+            raise ValueError(
+                f"combine_mode='reduced' with target={self.target!r}: it needs "
+                "protocol='rank_slots', which only CPU ranks have; pass "
+                "combine_mode='unreduced'"
             )
         if self.protocol == "rank_slots" and self.target != "cpu":
             raise ValueError(
@@ -239,6 +270,18 @@ class EPConfig:
             raise ValueError(
                 f"combine_dtype={self.combine_dtype} must be bfloat16 or float32"
             )
+        if self.partial_dtype is not None:
+            if not self.is_reduced:
+                raise ValueError(
+                    f"partial_dtype={self.partial_dtype} with combine_mode="
+                    f"{self.combine_mode!r}: only reduced combine sends partial "
+                    "sums; pass None, or combine_mode='reduced'"
+                )
+            if self.partial_dtype not in _PLAIN_DTYPES:
+                raise ValueError(
+                    f"partial_dtype={self.partial_dtype} must be bfloat16 or "
+                    "float32, or None for combine_dtype"
+                )
         quant = self.dispatch_quant_config
         if self.dispatch_dtype in _PLAIN_DTYPES:
             if quant is not None:
@@ -277,7 +320,9 @@ class EPConfig:
                 f"hidden_size={self.hidden_size} must be a multiple of "
                 f"{FP8_BLOCK} for FP8 dispatch; pad it"
             )
-        for field in ("dispatch_dtype", "combine_dtype"):
+        for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
+            if getattr(self, field) is None:
+                continue
             element_bytes = getattr(self, field).size_in_bytes
             if self.hidden_size * element_bytes % TOKEN_ALIGN_BYTES != 0:
                 raise ValueError(
@@ -328,6 +373,21 @@ class EPConfig:
     def is_quantized(self) -> bool:
         """Whether dispatch quantizes."""
         return self.dispatch_dtype == DType.float8_e4m3fn
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether combine sends partial sums, and dispatch takes the weights."""
+        return self.combine_mode == "reduced"
+
+    @property
+    def combine_wire_dtype(self) -> DType:
+        """Dtype of what combine sends: rows, or partial sums."""
+        return self.combine_dtype if self.partial_dtype is None else self.partial_dtype
+
+    @property
+    def adds_unsent_rows(self) -> bool:
+        """Whether ``combine_wait`` takes the expert rows, which are not all sent."""
+        return self.fused_shared_expert or self.is_reduced
 
     @property
     def token_format(self) -> str:
@@ -401,13 +461,13 @@ class EPConfig:
         """Returns the sizes of one rank's memory, as Mojo lays it out."""
         return region_sizes(
             self.token_format,
-            self.combine_dtype.size_in_bytes,
+            self.combine_wire_dtype.size_in_bytes,
             self.hidden_size,
             self.n_experts,
             self.n_ranks,
             self.max_tokens_per_rank,
             self.top_k,
-            self.protocol,
+            self.protocol + ("_reduced" if self.is_reduced else ""),
         )
 
     def get_max_recv_tokens(self) -> int:

@@ -184,6 +184,8 @@ class EPCommInitializer:
                 "n_gpus_per_node",
                 "n_nodes",
                 "protocol",
+                "combine_mode",
+                "combine_wire_dtype",
                 "fp8_power_of_two_scales",
             )
         )

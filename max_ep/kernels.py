@@ -27,9 +27,10 @@ from .checks import (
     check_buffers,
     check_rows,
     check_send,
-    check_shared_rows,
+    check_unsent_rows,
     check_value,
     check_weights,
+    check_weights_come_once,
     refuse_if_in_turn,
 )
 from .config import FP8_BLOCK, NUM_GROUPS, EPConfig
@@ -125,11 +126,29 @@ def _input_scales(
 
 
 def _router_weights(
-    config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
+    config: EPConfig,
+    router_weights: TensorValue | None,
+    num_tokens: Dim,
+    device: DeviceRef,
+    phase: str,
 ) -> TensorValue:
-    """Returns the weights as the ops take them; a bfloat16 router's, widened."""
+    """Returns the weights as the ops take them; a bfloat16 router's, widened.
+
+    Where the other phase takes them: a tensor in their place that nobody reads.
+    """
+    check_weights_come_once(config, router_weights, phase)
+    if router_weights is None:
+        return ops.constant(np.zeros((1, 1), np.float32), DType.float32, device)
     check_weights(config, router_weights, num_tokens, device)
     return ops.cast(router_weights, DType.float32)
+
+
+def _combine_parameters(config: EPConfig) -> dict[str, int | DType]:
+    return {
+        "combine_dtype": config.combine_dtype,
+        "protocol": config.sizes().protocol,
+        "partial_dtype": config.combine_wire_dtype,
+    }
 
 
 def _recv_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
@@ -231,6 +250,7 @@ def call_ep_dispatch_async(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     input_scales: TensorValue | None = None,
+    router_weights: TensorValue | None = None,
 ) -> None:
     """Adds "send my tokens to their experts" to the current graph.
 
@@ -249,10 +269,14 @@ def call_ep_dispatch_async(
         input_scales: ``[1]`` or ``[n_experts]`` float32: factor of a token, in
             float32, before it is encoded for an expert. Not with
             ``fused_shared_expert``.
+        router_weights: With ``combine_mode="reduced"``, ``[n_tokens, top_k]``
+            float32, or bfloat16, which is widened. Otherwise None:
+            :func:`call_ep_combine_wait` takes them.
 
     Raises:
         TypeError: If a dtype is not the one above.
-        ValueError: If a shape or device is not.
+        ValueError: If a shape or device is not, or if weights are missing, or
+            given where combine takes them.
     """
     check_buffers(
         config,
@@ -264,6 +288,9 @@ def call_ep_dispatch_async(
     device = atomic_counter.device
     check_send(config, input_tokens, topk_ids, device)
     scales = _input_scales(config, input_scales, device)
+    weights = _router_weights(
+        config, router_weights, input_tokens.shape[0], device, "dispatch"
+    )
     _call(
         "dispatch_async" + _format_suffix(config),
         config,
@@ -272,6 +299,7 @@ def call_ep_dispatch_async(
             input_tokens,
             topk_ids,
             scales,
+            weights,
             send_buf_ptrs,
             recv_buf_ptrs,
             recv_count_ptrs,
@@ -350,6 +378,7 @@ def call_ep_dispatch(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     input_scales: TensorValue | None = None,
+    router_weights: TensorValue | None = None,
 ) -> tuple[TensorValue, ...]:
     """Adds a dispatch in one launch; all ranks must run at the same time.
 
@@ -371,6 +400,9 @@ def call_ep_dispatch(
     device = atomic_counter.device
     check_send(config, input_tokens, topk_ids, device)
     scales = _input_scales(config, input_scales, device)
+    weights = _router_weights(
+        config, router_weights, input_tokens.shape[0], device, "dispatch"
+    )
     results = _call(
         "dispatch" + _format_suffix(config),
         config,
@@ -379,6 +411,7 @@ def call_ep_dispatch(
             input_tokens,
             topk_ids,
             scales,
+            weights,
             send_buf_ptrs,
             recv_buf_ptrs,
             recv_count_ptrs,
@@ -403,6 +436,9 @@ def call_ep_combine_async(
     config: EPConfig,
 ) -> None:
     """Adds "send expert rows back to their tokens' ranks" to the current graph.
+
+    With ``combine_mode="reduced"`` the weighted rows of each token are added
+    first, and one partial sum of them is sent.
 
     Args:
         input_tokens: Expert rows, of the shape of ``output_tokens`` (see
@@ -435,7 +471,7 @@ def call_ep_combine_async(
             recv_buf_ptrs,
             recv_count_ptrs,
         ],
-        {"combine_dtype": config.combine_dtype},
+        _combine_parameters(config),
     )
 
 
@@ -445,7 +481,7 @@ def call_ep_combine_wait(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     num_tokens: Dim,
-    router_weights: TensorValue,
+    router_weights: TensorValue | None,
     input_tokens: TensorValue | None = None,
 ) -> TensorValue:
     """Adds "complete combine" to the current graph.
@@ -457,16 +493,21 @@ def call_ep_combine_wait(
         config: The group.
         num_tokens: Tokens this rank dispatched.
         router_weights: ``[num_tokens, top_k]`` float32, or bfloat16, which is
-            widened.
-        input_tokens: With ``fused_shared_expert``, the expert rows that
-            :func:`call_ep_combine_async` took: row ``t`` is the shared
-            expert's of token ``t``. Otherwise None.
+            widened. With ``combine_mode="reduced"`` None:
+            :func:`call_ep_dispatch_async` takes them.
+        input_tokens: With ``fused_shared_expert`` or ``combine_mode="reduced"``,
+            the expert rows that :func:`call_ep_combine_async` took. Added here
+            are the shared expert's, row ``t`` for token ``t``, and with reduced
+            combine those of this rank's own tokens. Otherwise None.
 
     Returns:
         ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: per token the
         sum, in order of choice, of weight times expert row, in float32 by
         fused multiply-add, then plus the shared expert's row if it is fused,
-        rounded once. Choices of ``-1`` add nothing.
+        rounded once. Choices of ``-1`` add nothing. With
+        ``combine_mode="reduced"`` the sum of the rows of each other rank was
+        rounded to ``partial_dtype`` by itself, and these partial sums are added
+        to the own rank's in order of rank.
     """
     check_buffers(
         config,
@@ -475,15 +516,18 @@ def call_ep_combine_wait(
         recv_count_ptrs=recv_count_ptrs,
     )
     device = atomic_counter.device
-    router_weights = _router_weights(config, router_weights, num_tokens, device)
-    check_shared_rows(config, input_tokens, device)
-    shared_rows = [] if input_tokens is None else [input_tokens]
+    weights = _router_weights(config, router_weights, num_tokens, device, "combine")
+    check_unsent_rows(config, input_tokens, device)
+    values, parameters = [weights, recv_buf_ptrs, recv_count_ptrs], {}
+    if input_tokens is not None:
+        values.insert(0, _flat_rows(config, input_tokens))
+        parameters["fused_shared_expert"] = config.fused_shared_expert
     return _call(
-        "combine_wait.shared" if shared_rows else "combine_wait",
+        "combine_wait" if input_tokens is None else "combine_wait.rows",
         config,
         atomic_counter,
-        [*shared_rows, router_weights, recv_buf_ptrs, recv_count_ptrs],
-        {"combine_dtype": config.combine_dtype},
+        values,
+        _combine_parameters(config) | parameters,
         [TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)],
     )[0]
 
@@ -497,7 +541,7 @@ def call_ep_combine(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     num_tokens: Dim,
-    router_weights: TensorValue,
+    router_weights: TensorValue | None,
     topk_ids: TensorValue | None = None,
 ) -> TensorValue:
     """Adds a combine in one launch; all ranks must run at the same time.
@@ -520,7 +564,7 @@ def call_ep_combine(
     )
     device = atomic_counter.device
     check_rows(config, input_tokens, src_info, device)
-    router_weights = _router_weights(config, router_weights, num_tokens, device)
+    weights = _router_weights(config, router_weights, num_tokens, device, "combine")
     return _call(
         "combine",
         config,
@@ -528,13 +572,13 @@ def call_ep_combine(
         [
             _flat_rows(config, input_tokens),
             _flat_rows(config, src_info),
-            router_weights,
+            weights,
             send_buf_ptrs,
             recv_buf_ptrs,
             recv_count_ptrs,
         ],
         {
-            "combine_dtype": config.combine_dtype,
+            **_combine_parameters(config),
             "fused_shared_expert": config.fused_shared_expert,
         },
         [TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)],
@@ -550,6 +594,7 @@ def call_distributed_ep_dispatch(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     input_scales: list[TensorValue] | None = None,
+    router_weights: list[TensorValue] | None = None,
 ) -> list[tuple[TensorValue, ...]]:
     """Adds the dispatch of all local ranks: every send, then every wait.
 
@@ -569,6 +614,7 @@ def call_distributed_ep_dispatch(
                 recv_count_ptrs,
                 config,
                 input_scales[i] if input_scales else None,
+                router_weights[i] if router_weights else None,
             )
             for i, (tokens, ids, counter) in enumerate(
                 zip(input_tokens, topk_ids, atomic_counters)
@@ -586,6 +632,7 @@ def call_distributed_ep_dispatch(
             recv_count_ptrs,
             config,
             input_scales[i] if input_scales else None,
+            router_weights[i] if router_weights else None,
         )
     return [
         call_ep_dispatch_wait(counter, recv_buf_ptrs, recv_count_ptrs, config)
@@ -602,7 +649,7 @@ def call_distributed_ep_combine(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     num_tokens_per_device: list[Dim],
-    router_weights: list[TensorValue],
+    router_weights: list[TensorValue] | None,
 ) -> list[TensorValue]:
     """Adds the combine of all local ranks: every send, then every wait.
 
@@ -622,7 +669,7 @@ def call_distributed_ep_combine(
                 *pointers,
                 config,
                 num_tokens_per_device[i],
-                router_weights[i],
+                router_weights[i] if router_weights else None,
             )
             for i in local_ranks
         ]
@@ -636,8 +683,8 @@ def call_distributed_ep_combine(
             *pointers[1:],
             config,
             num_tokens_per_device[i],
-            router_weights[i],
-            input_tokens[i] if config.fused_shared_expert else None,
+            router_weights[i] if router_weights else None,
+            input_tokens[i] if config.adds_unsent_rows else None,
         )
         for i in local_ranks
     ]

@@ -53,13 +53,14 @@ def region_sizes(
 
     Args:
         token_format: ``"bfloat16"``, ``"float32"`` or ``"blockwise_fp8"``.
-        combine_element_bytes: Bytes of an element of the combine dtype.
+        combine_element_bytes: Bytes of an element of what combine sends.
         hidden_size: Elements of a token.
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         top_k: Experts of a token.
-        protocol: ``"expert_slots"`` or ``"rank_slots"``.
+        protocol: ``"expert_slots"``, ``"rank_slots"`` or
+            ``"rank_slots_reduced"``.
     """
     question = [token_format] + [
         str(n)

@@ -255,6 +255,7 @@ class EPBatchManager:
         topk_ids: TensorValue,
         device_id: int,
         input_scales: TensorValue | None = None,
+        router_weight: TensorValue | None = None,
     ) -> None:
         """Starts sending a rank's tokens to their experts.
 
@@ -264,6 +265,9 @@ class EPBatchManager:
             topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``.
             device_id: The local rank, ``[0, n_gpus_per_node)``.
             input_scales: ``[1]`` or ``[n_experts]`` float32 factors, or None.
+            router_weight: With ``combine_mode="reduced"``, ``[n_tokens, top_k]``
+                float32, or bfloat16, which is widened. Otherwise None:
+                :meth:`ep_combine_wait` takes it.
         """
         counter = self._counter(device_id)
         call_ep_dispatch_async(
@@ -273,6 +277,7 @@ class EPBatchManager:
             *self._pointers(_DISPATCH),
             self.config,
             input_scales,
+            router_weight,
         )
         self._turns[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -304,6 +309,7 @@ class EPBatchManager:
         topk_ids: TensorValue,
         device_id: int,
         input_scales: TensorValue | None = None,
+        router_weight: TensorValue | None = None,
     ) -> tuple[TensorValue, ...]:
         """Dispatches in one launch; all ranks must run at the same time.
 
@@ -326,6 +332,7 @@ class EPBatchManager:
             *self._pointers(_DISPATCH),
             self.config,
             input_scales,
+            router_weight,
         )
         self._turns[_DISPATCH].send(device_id)
         self._turns[_DISPATCH].wait(device_id)
@@ -338,6 +345,7 @@ class EPBatchManager:
         topk_ids: Sequence[TensorValue],
         device_ids: list[int],
         input_scales: Sequence[TensorValue] | None = None,
+        router_weights: Sequence[TensorValue] | None = None,
     ) -> list[tuple[TensorValue, ...]]:
         """Dispatches on all local ranks.
 
@@ -346,6 +354,8 @@ class EPBatchManager:
             topk_ids: Expert ids of each rank.
             device_ids: The ranks, all of them.
             input_scales: Input scales of each rank, or None.
+            router_weights: Router weights of each rank, with
+                ``combine_mode="reduced"``; otherwise None.
 
         Returns:
             The results of :meth:`ep_dispatch_wait`, one tuple a rank.
@@ -353,6 +363,8 @@ class EPBatchManager:
         lists = {"input_tokens": input_tokens, "topk_ids": topk_ids}
         if input_scales is not None:
             lists["input_scales"] = input_scales
+        if router_weights is not None:
+            lists["router_weights"] = router_weights
         self._check_all(device_ids, **lists)
         results = call_distributed_ep_dispatch(
             list(input_tokens),
@@ -361,6 +373,7 @@ class EPBatchManager:
             *self._pointers(_DISPATCH),
             self.config,
             list(input_scales) if input_scales is not None else None,
+            list(router_weights) if router_weights is not None else None,
         )
         self._pass_all(_DISPATCH, device_ids)
         for device_id, tokens in zip(device_ids, input_tokens):
@@ -402,13 +415,13 @@ class EPBatchManager:
         self._expert_rows[device_id] = input_tokens
 
     def ep_combine_wait(
-        self, router_weight: TensorValue, device_id: int
+        self, router_weight: TensorValue | None, device_id: int
     ) -> TensorValue:
         """Completes combine.
 
         Args:
             router_weight: ``[n_tokens, top_k]`` float32, or bfloat16, which is
-                widened.
+                widened. With ``combine_mode="reduced"`` None: dispatch took it.
             device_id: The local rank.
 
         Returns:
@@ -422,14 +435,14 @@ class EPBatchManager:
             self.config,
             self._num_tokens[device_id],
             router_weight,
-            # A fused shared expert's rows were not sent, but stand there.
-            self._expert_rows[device_id] if self.config.fused_shared_expert else None,
+            # Rows that were not sent stand there.
+            self._expert_rows[device_id] if self.config.adds_unsent_rows else None,
         )
 
     def ep_combine(
         self,
         input_tokens: TensorValue,
-        router_weight: TensorValue,
+        router_weight: TensorValue | None,
         device_id: int,
         topk_ids: TensorValue | None = None,
     ) -> TensorValue:
@@ -464,22 +477,24 @@ class EPBatchManager:
     def ep_combine_all(
         self,
         input_tokens: Sequence[TensorValue],
-        router_weights: Sequence[TensorValue],
+        router_weights: Sequence[TensorValue] | None,
         device_ids: list[int],
     ) -> list[TensorValue]:
         """Combines on all local ranks.
 
         Args:
             input_tokens: Expert rows of each rank.
-            router_weights: Router weights of each rank.
+            router_weights: Router weights of each rank; None with
+                ``combine_mode="reduced"``.
             device_ids: The ranks, all of them.
 
         Returns:
             The results of :meth:`ep_combine_wait`, one a rank.
         """
-        self._check_all(
-            device_ids, input_tokens=input_tokens, router_weights=router_weights
-        )
+        lists = {"input_tokens": input_tokens}
+        if router_weights is not None:
+            lists["router_weights"] = router_weights
+        self._check_all(device_ids, **lists)
         src_info = [self._dispatched(i) for i in device_ids]
         results = call_distributed_ep_combine(
             list(input_tokens),
@@ -488,7 +503,7 @@ class EPBatchManager:
             *self._pointers(_COMBINE),
             self.config,
             [self._num_tokens[i] for i in device_ids],
-            list(router_weights),
+            list(router_weights) if router_weights is not None else None,
         )
         self._pass_all(_COMBINE, device_ids)
         return results

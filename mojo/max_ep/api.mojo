@@ -36,13 +36,19 @@ from .launch_checks import (
     mut_,
     peer_buffers,
 )
-from .layout import EXPERT_SLOTS, MESSAGE_ALIGN, RANK_SLOTS, RegionLayout
+from .layout import (
+    EXPERT_SLOTS,
+    MESSAGE_ALIGN,
+    RANK_SLOTS,
+    RANK_SLOTS_REDUCED,
+    RegionLayout,
+)
 from .rank_slots.host_dispatch import (
     dispatch_async_host as rank_slots_dispatch_async_host,
     dispatch_wait_host as rank_slots_dispatch_wait_host,
 )
 from .row_tables import RowTables
-from .token_format import SharedRows, TokenFormat
+from .token_format import RouterWeights, SharedRows, TokenFormat
 
 
 @always_inline
@@ -56,8 +62,11 @@ def _n_mapped[
 def _check_protocol[protocol: Int, target: StaticString, is_scaled: Bool]():
     """Refuses what `rank_slots` cannot do, when an op is compiled."""
     comptime assert (
-        protocol == EXPERT_SLOTS or protocol == RANK_SLOTS
-    ), "max_ep: the protocol must be EXPERT_SLOTS or RANK_SLOTS"
+        EXPERT_SLOTS <= protocol and protocol <= RANK_SLOTS_REDUCED
+    ), (
+        "max_ep: the protocol must be EXPERT_SLOTS, RANK_SLOTS or"
+        " RANK_SLOTS_REDUCED"
+    )
     comptime assert (
         protocol == EXPERT_SLOTS or not is_gpu[target]()
     ), "max_ep: rank_slots is for CPU ranks"
@@ -87,6 +96,17 @@ def _check_tokens[
     check_size(
         op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
     )
+
+
+def _check_dispatch_weights[
+    protocol: Int, top_k: Int
+](op: StaticString, router_weights: RouterWeights, n_tokens: Int) raises:
+    """Checks the weights that travel with tokens; raises if they do not fit."""
+    comptime if protocol == RANK_SLOTS_REDUCED:
+        check_size(
+            op, "rows of router_weights", router_weights.n_tokens, n_tokens
+        )
+        check_size(op, "columns of router_weights", router_weights.top_k, top_k)
 
 
 @always_inline
@@ -156,6 +176,7 @@ def _check_results[
     hidden_size: Int,
     top_k: Int,
     max_tokens: Int,
+    protocol: Int,
 ](
     op: StaticString,
     counters: EPLocalSyncCounters[n_experts],
@@ -165,12 +186,14 @@ def _check_results[
     """Checks what combine delivers into; raises if it does not fit."""
     var n_tokens = Int(output_tokens.dim[0]())
     check_n_tokens[target](op, counters, n_tokens, max_tokens)
-    check_size(
-        op, "columns of router_weights", Int(router_weights.dim[1]()), top_k
-    )
-    check_size(
-        op, "rows of router_weights", Int(router_weights.dim[0]()), n_tokens
-    )
+    # Reduced, the weights came with dispatch.
+    comptime if protocol != RANK_SLOTS_REDUCED:
+        check_size(
+            op, "columns of router_weights", Int(router_weights.dim[1]()), top_k
+        )
+        check_size(
+            op, "rows of router_weights", Int(router_weights.dim[0]()), n_tokens
+        )
     check_size(
         op, "columns of output_tokens", Int(output_tokens.dim[1]()), hidden_size
     )
@@ -195,6 +218,7 @@ def ep_dispatch_async_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
+    router_weights: RouterWeights = RouterWeights.none(),
 ) raises:
     """Starts sending tokens to their experts.
 
@@ -213,8 +237,8 @@ def ep_dispatch_async_kernel_api[
         fused_shared_expert: Whether `dispatch_wait` puts this rank's tokens in
             front of its rows. Not together with input scales: they are
             factors of experts, and the shared one has none.
-        protocol: The wire protocol: `EXPERT_SLOTS`, or `RANK_SLOTS` (CPU only,
-            and without input scales).
+        protocol: The wire protocol: `EXPERT_SLOTS`, or `RANK_SLOTS` or
+            `RANK_SLOTS_REDUCED` (CPU only, and without input scales).
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -224,6 +248,8 @@ def ep_dispatch_async_kernel_api[
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
+        router_weights: Weight of each choice, `[n_tokens, top_k]`; read with
+            `RANK_SLOTS_REDUCED`, whose combine gets none.
 
     Raises:
         If an argument does not fit (nothing is sent), a peer is late, or ids
@@ -256,6 +282,7 @@ def ep_dispatch_async_kernel_api[
     _check_tokens[target, hidden_size, top_k, max_token_per_rank](
         op, counters, input_tokens, topk_ids
     )
+    _check_dispatch_weights[protocol, top_k](op, router_weights, n_tokens)
     var send_bufs = peer_buffers[n_ranks, n_mapped](op, "send_ptrs", send_ptrs)
     var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks, n_mapped](
@@ -280,7 +307,7 @@ def ep_dispatch_async_kernel_api[
             counters,
             context,
         )
-    elif protocol == RANK_SLOTS:
+    elif dispatch_layout.has_rank_slots():
         rank_slots_dispatch_async_host[
             token_fmt_type,
             n_experts,
@@ -293,6 +320,7 @@ def ep_dispatch_async_kernel_api[
             imm(input_tokens),
             imm(topk_ids),
             n_tokens,
+            router_weights.weights,
             recv_bufs,
             counts,
             counters,
@@ -426,7 +454,7 @@ def ep_dispatch_wait_kernel_api[
             dispatch_layout, fused_shared_expert, output_layout
         ](op, row_offsets, expert_ids, src_info)
         var recv_buf = recv_bufs[counters.my_rank()]
-        comptime if protocol == RANK_SLOTS:
+        comptime if dispatch_layout.has_rank_slots():
             rank_slots_dispatch_wait_host[
                 token_fmt_type,
                 n_experts,
@@ -485,6 +513,7 @@ def ep_dispatch_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
+    router_weights: RouterWeights = RouterWeights.none(),
 ) raises:
     """Sends and receives in one launch: async, then wait.
 
@@ -515,6 +544,7 @@ def ep_dispatch_kernel_api[
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
+        router_weights: As in `ep_dispatch_async_kernel_api`.
 
     Raises:
         As the two halves do.
@@ -592,6 +622,7 @@ def ep_dispatch_kernel_api[
         recv_ptrs,
         recv_count_ptrs,
         context,
+        router_weights,
     )
     ep_dispatch_wait_kernel_api[
         token_fmt_type,
@@ -626,6 +657,8 @@ def ep_combine_async_kernel_api[
     n_nodes: Int,
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
+    protocol: Int = EXPERT_SLOTS,
+    partial_dtype: DType = combine_dtype,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor[combine_dtype, ...],
@@ -647,6 +680,10 @@ def ep_combine_async_kernel_api[
         n_nodes: Processes of the group.
         target: Device kind of the tensors, such as `cpu`.
         use_shmem: As in `ep_dispatch_async_kernel_api`.
+        protocol: That of the dispatch. With `RANK_SLOTS_REDUCED` the weighted
+            rows of a token are added here, and one partial sum of them sent;
+            those of this rank's own tokens are left to `combine_wait`.
+        partial_dtype: Element type of a partial sum.
 
     Args:
         atomic_counters: Local words; they know the last dispatch's rows.
@@ -680,6 +717,8 @@ def ep_combine_async_kernel_api[
         n_experts,
         n_ranks,
         max_token_per_rank,
+        protocol,
+        partial_dtype,
     ]()
     var counters = counters_of[n_experts, target](
         op, atomic_counters, combine_layout
@@ -710,6 +749,9 @@ def ep_combine_async_kernel_api[
             context,
         )
     else:
+        comptime assert (
+            protocol != RANK_SLOTS_REDUCED
+        ), "max_ep: reduced combine has no kernels yet"
         combine_async_host[
             combine_dtype, hidden_size, n_experts, n_ranks, combine_layout
         ](
@@ -733,6 +775,8 @@ def ep_combine_wait_kernel_api[
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
+    protocol: Int = EXPERT_SLOTS,
+    partial_dtype: DType = combine_dtype,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -755,16 +799,20 @@ def ep_combine_wait_kernel_api[
         target: Device kind of the tensors, such as `cpu`.
         use_shmem: As in `ep_dispatch_async_kernel_api`.
         fused_shared_expert: Whether to add `shared_rows`.
+        protocol: As in `ep_combine_async_kernel_api`.
+        partial_dtype: As in `ep_combine_async_kernel_api`.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
         atomic_counters: Local words.
-        router_weights: Weight of each choice, `[n_tokens, top_k]`.
+        router_weights: Weight of each choice, `[n_tokens, top_k]`; not read
+            with `RANK_SLOTS_REDUCED`, whose dispatch has them.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
-        shared_rows: The shared expert's rows of this rank's tokens: the first
-            of its expert rows.
+        shared_rows: The expert rows that `combine_async` took. Read are the
+            shared expert's, which come first, if it is fused, and with
+            `RANK_SLOTS_REDUCED` those of this rank's own tokens.
 
     Raises:
         If an argument does not fit, or a peer is late.
@@ -787,12 +835,14 @@ def ep_combine_wait_kernel_api[
         n_experts,
         n_ranks,
         max_token_per_rank,
+        protocol,
+        partial_dtype,
     ]()
     var counters = counters_of[n_experts, target](
         op, atomic_counters, combine_layout
     )
     var n_tokens = Int(output_tokens.dim[0]())
-    _check_results[target, hidden_size, top_k, max_token_per_rank](
+    _check_results[target, hidden_size, top_k, max_token_per_rank, protocol](
         op, counters, output_tokens, router_weights
     )
     comptime if fused_shared_expert:
@@ -822,6 +872,9 @@ def ep_combine_wait_kernel_api[
             context,
         )
     else:
+        comptime assert (
+            protocol != RANK_SLOTS_REDUCED
+        ), "max_ep: reduced combine has no kernels yet"
         combine_wait_host[
             combine_dtype,
             hidden_size,
@@ -851,6 +904,8 @@ def ep_combine_kernel_api[
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
+    protocol: Int = EXPERT_SLOTS,
+    partial_dtype: DType = combine_dtype,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -878,6 +933,8 @@ def ep_combine_kernel_api[
         use_shmem: As in `ep_dispatch_async_kernel_api`.
         fused_shared_expert: Whether the first rows of `input_tokens` are the
             shared expert's, and are added instead of sent.
+        protocol: As in `ep_combine_async_kernel_api`.
+        partial_dtype: As in `ep_combine_async_kernel_api`.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -885,7 +942,7 @@ def ep_combine_kernel_api[
         input_tokens: Expert rows, `[n_output_rows, hidden_size]`, where the
             last dispatch put them.
         src_info: Token and choice of each row, `[n_output_rows, 2]`.
-        router_weights: Weight of each choice, `[n_tokens, top_k]`.
+        router_weights: As in `ep_combine_wait_kernel_api`.
         send_ptrs: As in `ep_combine_async_kernel_api`.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
@@ -915,14 +972,16 @@ def ep_combine_kernel_api[
             n_experts,
             n_ranks,
             max_token_per_rank,
+            protocol,
+            partial_dtype,
         ]()
         var counters = counters_of[n_experts, target](
             op, atomic_counters, combine_layout
         )
         _check_expert_rows[hidden_size](op, input_tokens, src_info)
-        _check_results[target, hidden_size, top_k, max_token_per_rank](
-            op, counters, output_tokens, router_weights
-        )
+        _check_results[
+            target, hidden_size, top_k, max_token_per_rank, protocol
+        ](op, counters, output_tokens, router_weights)
         comptime if fused_shared_expert:
             check_shared_rows[target](
                 op,
@@ -964,6 +1023,8 @@ def ep_combine_kernel_api[
         n_nodes,
         target,
         use_shmem,
+        protocol,
+        partial_dtype,
     ](
         atomic_counters,
         input_tokens,
@@ -984,6 +1045,8 @@ def ep_combine_kernel_api[
         target,
         use_shmem,
         fused_shared_expert,
+        protocol,
+        partial_dtype,
     ](
         output_tokens,
         atomic_counters,

@@ -677,6 +677,15 @@ struct RegionLayout(TrivialRegisterPassable):
         )
 
     @always_inline
+    def dispatch_counts_from_combine_counts(self) -> Int:
+        """Locates the dispatch counts, as seen from those of combine.
+
+        Returns:
+            Bytes, negative; the same for any size of dispatch messages.
+        """
+        return self.dispatch_counts_offset() - self.combine_counts_offset()
+
+    @always_inline
     def combine_recv_offset(self) -> Int:
         """Locates the combine recv buffer.
 

@@ -24,6 +24,7 @@ from .token_format import (
     BytePointer,
     PlainRows,
     PlainTokenFormat,
+    RouterWeights,
     SharedRows,
 )
 
@@ -48,6 +49,19 @@ def _scaled_rows(
         _bytes(tokens),
         _bytes(scales).unsafe_bitcast[Float32](),
         scales.dim_size(1),
+    )
+
+
+@always_inline
+def _router_weights(
+    tensor: InputTensor[dtype=DType.float32, rank=2, ...],
+) -> RouterWeights:
+    return RouterWeights(
+        Pointer[Float32, ImmUntrackedOrigin](
+            unsafe_from_address=Int(tensor.unsafe_ptr())
+        ),
+        tensor.dim_size(0),
+        tensor.dim_size(1),
     )
 
 
@@ -100,6 +114,7 @@ struct DispatchAsync:
         input_tokens: InputTensor[rank=2, ...],
         topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
         input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
+        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
@@ -131,6 +146,7 @@ struct DispatchAsync:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
+            _router_weights(router_weights),
         )
 
 
@@ -213,6 +229,7 @@ struct Dispatch:
         input_tokens: InputTensor[rank=2, ...],
         topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
         input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
+        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
@@ -249,6 +266,7 @@ struct Dispatch:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
+            _router_weights(router_weights),
         )
 
 
@@ -275,6 +293,7 @@ struct DispatchAsyncFP8:
         input_tokens: InputTensor[rank=2, ...],
         topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
         input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
+        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
@@ -306,6 +325,7 @@ struct DispatchAsyncFP8:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
+            _router_weights(router_weights),
         )
 
 
@@ -390,6 +410,7 @@ struct DispatchFP8:
         input_tokens: InputTensor[rank=2, ...],
         topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
         input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
+        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
@@ -426,6 +447,7 @@ struct DispatchFP8:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
+            _router_weights(router_weights),
         )
 
 
@@ -443,6 +465,8 @@ struct CombineAsync:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        protocol: Int,
+        partial_dtype: DType,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -463,6 +487,8 @@ struct CombineAsync:
             n_gpus_per_node,
             n_nodes,
             target,
+            protocol=protocol,
+            partial_dtype=partial_dtype,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -488,6 +514,8 @@ struct CombineWait:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        protocol: Int,
+        partial_dtype: DType,
     ](
         output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
         atomic_counters: WordsTensor,
@@ -507,6 +535,8 @@ struct CombineWait:
             n_gpus_per_node,
             n_nodes,
             target,
+            protocol=protocol,
+            partial_dtype=partial_dtype,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),
@@ -517,9 +547,9 @@ struct CombineWait:
         )
 
 
-@extensibility.register("max_ep.combine_wait.shared")
-struct CombineWaitShared:
-    """Completes combine and adds the fused shared expert's rows."""
+@extensibility.register("max_ep.combine_wait.rows")
+struct CombineWaitRows:
+    """Completes combine, adding rows that were not sent where they stand."""
 
     @staticmethod
     def execute[
@@ -531,6 +561,9 @@ struct CombineWaitShared:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        fused_shared_expert: Bool,
+        protocol: Int,
+        partial_dtype: DType,
     ](
         output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
         atomic_counters: WordsTensor,
@@ -551,7 +584,9 @@ struct CombineWaitShared:
             n_gpus_per_node,
             n_nodes,
             target,
-            fused_shared_expert=True,
+            fused_shared_expert=fused_shared_expert,
+            protocol=protocol,
+            partial_dtype=partial_dtype,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),
@@ -581,6 +616,8 @@ struct Combine:
         n_gpus_per_node: Int,
         n_nodes: Int,
         fused_shared_expert: Bool,
+        protocol: Int,
+        partial_dtype: DType,
     ](
         output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
         atomic_counters: WordsTensor,
@@ -604,6 +641,8 @@ struct Combine:
             n_nodes,
             target,
             fused_shared_expert=fused_shared_expert,
+            protocol=protocol,
+            partial_dtype=partial_dtype,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),

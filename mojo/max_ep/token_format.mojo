@@ -173,10 +173,15 @@ struct PlainRows(DevicePassable, TrivialRegisterPassable):
 
 @fieldwise_init
 struct SharedRows(DevicePassable, TrivialRegisterPassable):
-    """Rows of a fused shared expert, which combine adds where they stand."""
+    """Expert rows of this rank that combine adds where they stand.
+
+    Those of a fused shared expert, and with `RANK_SLOTS_REDUCED` those that this
+    rank's own experts made of its own tokens: neither is sent.
+    """
 
     var rows: BytePointer
-    """`[n_rows][hidden_size]` of the combine dtype; row `t` is of token `t`."""
+    """`[n_rows][hidden_size]` of the combine dtype, as the last dispatch put
+    them; a fused shared expert's row of token `t` is row `t`."""
     var n_rows: Int
     """Rows that may be read."""
 
@@ -199,13 +204,58 @@ struct SharedRows(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def none() -> Self:
-        """Makes what stands for "there is no fused shared expert".
+        """Makes what stands for "all rows are sent".
 
         Returns:
             No rows.
         """
         # A Pointer is never null; nobody reads behind this one.
         return Self(BytePointer(unsafe_from_address=MESSAGE_ALIGN), 0)
+
+
+@fieldwise_init
+struct RouterWeights(DevicePassable, TrivialRegisterPassable):
+    """Router weights that go with the tokens of a dispatch."""
+
+    var weights: Pointer[Float32, ImmUntrackedOrigin]
+    """`[n_tokens][top_k]`."""
+    var n_tokens: Int
+    """Tokens whose weights may be read."""
+    var top_k: Int
+    """Weights of a token."""
+
+    comptime device_type: AnyType = Self
+    """A kernel gets this as it is."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in error messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "RouterWeights"
+
+    @staticmethod
+    def none() -> Self:
+        """Makes what stands for "combine gets the weights".
+
+        Returns:
+            No weights.
+        """
+        # A Pointer is never null; nobody reads behind this one.
+        return Self(
+            Pointer[Float32, ImmUntrackedOrigin](
+                unsafe_from_address=MESSAGE_ALIGN
+            ),
+            0,
+            0,
+        )
 
 
 struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](

@@ -56,6 +56,7 @@ from ..flags import (
 from ..layout import (
     RegionLayout,
     MESSAGE_ALIGN,
+    RANK_SLOTS_REDUCED,
     message_bytes,
     n_experts_on_rank,
     plain_token_bytes,
@@ -119,6 +120,8 @@ def combine_layout_of[
     n_experts: Int,
     n_ranks: Int,
     max_tokens: Int,
+    protocol: Int = 0,
+    partial_dtype: DType = combine_dtype,
 ]() -> RegionLayout:
     """Lays out the buffers as far as combine needs them.
 
@@ -129,10 +132,14 @@ def combine_layout_of[
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
         max_tokens: Tokens one rank may send.
+        protocol: The wire protocol; 0: whichever it is, but not reduced.
+        partial_dtype: Element type of a partial sum, if combine is reduced.
 
     Returns:
-        A layout whose dispatch messages have no size, of any protocol.
+        A layout whose dispatch messages have no size.
     """
+    comptime is_reduced = protocol == RANK_SLOTS_REDUCED
+    comptime sent_dtype = partial_dtype if is_reduced else combine_dtype
     return RegionLayout(
         n_experts,
         n_ranks,
@@ -140,9 +147,9 @@ def combine_layout_of[
         top_k,
         0,
         message_bytes(
-            plain_token_bytes(hidden_size, size_of[Scalar[combine_dtype]]())
+            plain_token_bytes(hidden_size, size_of[Scalar[sent_dtype]]())
         ),
-        0,
+        protocol,
     )
 
 
@@ -591,7 +598,7 @@ def _reduce_tokens[
 
 
 @always_inline
-def _fill_with_nan[
+def fill_with_nan[
     combine_dtype: DType, //, num_threads: Int
 ](result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin], n_elements: Int):
     """Fills a result that is not computed, with all blocks.
@@ -832,7 +839,7 @@ def combine_wait_kernel[
         max_tokens_per_rank,
     ]()
     if not can_start[layout](ep_counters, _RECEIVE):
-        _fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
+        fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
@@ -931,7 +938,7 @@ def combine_kernel[
         BytePointer(unsafe_from_address=Int(input_tokens)), Int(n_rows_max)
     )
     if not can_start[layout](ep_counters, _SEND):
-        _fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
+        fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
@@ -951,7 +958,7 @@ def combine_kernel[
             launch.sent,
             0,
         )
-        _fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
+        fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         ep_counters.set_broken()
         return
     comptime n_pairs = layout.n_local_experts() * n_ranks

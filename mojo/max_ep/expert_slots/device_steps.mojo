@@ -197,7 +197,9 @@ def own_of[
 def share_addresses[
     T: AnyType, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
 ](
-    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
+    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size],
+    my_rank: Int,
+    offset: Int = 0,
 ) -> SharedAddresses:
     """Copies kernel arguments to shared memory; a block barrier must follow.
 
@@ -210,6 +212,7 @@ def share_addresses[
     Args:
         buffers: The addresses; with SHMEM each is its own rank's alone.
         my_rank: This rank.
+        offset: Bytes from a buffer to what is wanted; 0 with SHMEM.
 
     Returns:
         The addresses of all ranks' buffers, 0 for those SHMEM puts to.
@@ -230,7 +233,7 @@ def share_addresses[
         comptime assert p2p_world_size == n_ranks, "no pointers to other hosts"
         comptime for i in range(n_ranks):
             if thread_idx.x == i:
-                table[unsafe_offset=i] = UInt64(Int(buffers[i]))
+                table[unsafe_offset=i] = UInt64(Int(buffers[i]) + offset)
     return table
 
 

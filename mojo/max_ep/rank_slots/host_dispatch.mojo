@@ -50,6 +50,7 @@ def dispatch_async_host[
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
     n_tokens: Int,
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
     recv_bufs: PeerBuffers[n_ranks],
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
@@ -69,6 +70,7 @@ def dispatch_async_host[
         input_tokens: `[n_tokens][hidden_size]`.
         topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert.
         n_tokens: In `[0, max_tokens_per_rank]`.
+        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
         recv_bufs: Every rank's dispatch recv buffer.
         recv_counts: Every rank's dispatch counts buffer.
         counters: This rank's local words.
