@@ -32,7 +32,7 @@ FP8_BLOCK = 128
 TARGETS = ("cpu", "gpu")
 """Device kinds that have kernels."""
 
-MAX_OF_ENTRY = 65536
+MAX_OF_ENTRY = 65535
 """Most experts, and tokens a rank, with ``rank_slots``; as in ``entries.mojo``."""
 
 MAX_GPU_PAIRS = 3840
@@ -120,8 +120,8 @@ class EPConfig:
     this machine has."""
     protocol: str = "auto"
     """Wire protocol: ``"expert_slots"`` sends a token once for each of its
-    experts, ``"rank_slots"`` once to each rank that has one of them (CPU ranks
-    only, for now; the same results, bit for bit). ``"auto"``: the first, or the
+    experts, ``"rank_slots"`` once to each rank that has one of them (on GPUs: of
+    one host; the same results, bit for bit). ``"auto"``: the first, or the
     second with ``combine_mode="reduced"``."""
     combine_mode: str = "unreduced"
     """What combine sends back: ``"unreduced"``: every expert row, and combine
@@ -172,16 +172,11 @@ class EPConfig:
                 "tells it which they are; pass that, or 'auto', or "
                 "combine_mode='unreduced'"
             )
-        if self.is_reduced and self.target != "cpu":
+        if self.protocol == "rank_slots" and self.uses_shmem:
             raise ValueError(
-                f"combine_mode='reduced' with target={self.target!r}: it needs "
-                "protocol='rank_slots', which only CPU ranks have; pass "
-                "combine_mode='unreduced'"
-            )
-        if self.protocol == "rank_slots" and self.target != "cpu":
-            raise ValueError(
-                f"protocol='rank_slots' with target={self.target!r}: GPU ranks have "
-                "'expert_slots' only; pass that, or 'auto'"
+                f"protocol='rank_slots' with target='gpu' and n_nodes={self.n_nodes}: "
+                "it reaches the GPUs of one host only; pass protocol='expert_slots' "
+                "(and combine_mode='unreduced')"
             )
         for field, what in _REFUSED.items():
             if getattr(self, field):

@@ -68,9 +68,6 @@ def _check_protocol[protocol: Int, target: StaticString, is_scaled: Bool]():
         " RANK_SLOTS_REDUCED"
     )
     comptime assert (
-        protocol == EXPERT_SLOTS or not is_gpu[target]()
-    ), "max_ep: rank_slots is for CPU ranks"
-    comptime assert (
         protocol == EXPERT_SLOTS or not is_scaled
     ), "max_ep: rank_slots encodes a token once, so it takes no input scales"
 
@@ -238,7 +235,7 @@ def ep_dispatch_async_kernel_api[
             front of its rows. Not together with input scales: they are
             factors of experts, and the shared one has none.
         protocol: The wire protocol: `EXPERT_SLOTS`, or `RANK_SLOTS` or
-            `RANK_SLOTS_REDUCED` (CPU only, and without input scales).
+            `RANK_SLOTS_REDUCED` (on one host, and without input scales).
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -298,9 +295,11 @@ def ep_dispatch_async_kernel_api[
             input_scales_wrapper,
             use_shmem,
             fused_shared_expert,
+            protocol,
         ](
             input_tokens,
             topk_ids,
+            router_weights,
             send_bufs,
             recv_bufs,
             counts,
@@ -434,15 +433,12 @@ def ep_dispatch_wait_kernel_api[
             max_token_per_rank,
             n_gpus_per_node,
             use_shmem,
+            protocol,
         ](
             rows,
-            _row_tables[
-                dispatch_layout_of[
-                    token_fmt_type, n_experts, n_ranks, max_token_per_rank
-                ](),
-                fused_shared_expert,
-                output_layout,
-            ](op, row_offsets, expert_ids, src_info),
+            _row_tables[dispatch_layout, fused_shared_expert, output_layout](
+                op, row_offsets, expert_ids, src_info
+            ),
             src_info,
             recv_bufs,
             counts,
@@ -567,13 +563,16 @@ def ep_dispatch_kernel_api[
         _check_protocol[protocol, target, Bool(input_scales_wrapper)]()
         comptime op = "dispatch"
         comptime dispatch_layout = dispatch_layout_of[
-            token_fmt_type, n_experts, n_ranks, max_token_per_rank
+            token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
         ]()
         var counters = counters_of[n_experts, target](
             op, atomic_counters, dispatch_layout
         )
         _check_tokens[target, hidden_size, top_k, max_token_per_rank](
             op, counters, input_tokens, topk_ids
+        )
+        _check_dispatch_weights[protocol, top_k](
+            op, router_weights, Int(input_tokens.dim[0]())
         )
         comptime assert not (
             fused_shared_expert and Bool(input_scales_wrapper)
@@ -586,9 +585,11 @@ def ep_dispatch_kernel_api[
             n_gpus_per_node,
             input_scales_wrapper,
             use_shmem,
+            protocol,
         ](
             input_tokens,
             topk_ids,
+            router_weights,
             rows,
             _row_tables[dispatch_layout, fused_shared_expert, output_layout](
                 op, row_offsets, expert_ids, src_info
@@ -739,6 +740,8 @@ def ep_combine_async_kernel_api[
             max_token_per_rank,
             n_gpus_per_node,
             use_shmem,
+            protocol,
+            partial_dtype,
         ](
             input_tokens,
             src_info,
@@ -862,6 +865,8 @@ def ep_combine_wait_kernel_api[
             n_gpus_per_node,
             use_shmem,
             fused_shared_expert,
+            protocol,
+            partial_dtype,
         ](
             output_tokens,
             router_weights,
@@ -999,6 +1004,8 @@ def ep_combine_kernel_api[
             n_gpus_per_node,
             use_shmem,
             fused_shared_expert,
+            protocol,
+            partial_dtype,
         ](
             output_tokens,
             input_tokens,

@@ -22,6 +22,7 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
                           choices the row here, `NO_ROW` if there is none, and
                           the router weight
 """
+import max.gpu.primitives.warp as warp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
 from .layout import RegionLayout, MAX_RANKS
@@ -147,6 +148,97 @@ def name_of_word(i: Int) -> String:
         return "mark of max_ep.init"
     var names = materialize[_LAYOUT_NAMES]()
     return String(names[i - _LAYOUT])
+
+
+@fieldwise_init
+struct HeaderInWarp(TrivialRegisterPassable):
+    """The header of counters as a warp of a GPU has read it: a word a lane."""
+
+    var word: Int32
+    """In lane `i`: word `i`."""
+
+    @always_inline
+    def _get(self, i: Int) -> Int32:
+        return warp.shuffle_idx(self.word, UInt32(i))
+
+    @always_inline
+    def _generation(self, i: Int) -> UInt32:
+        return self._get(i).cast[DType.uint32]()
+
+    @always_inline
+    def my_rank(self) -> Int:
+        """Names the rank that owns the counters.
+
+        Returns:
+            In `[0, n_ranks)`.
+        """
+        return Int(self._get(_MY_RANK))
+
+    @always_inline
+    def timeout_ms(self) -> Int:
+        """Tells how long a launch may wait.
+
+        Returns:
+            Milliseconds; 0: not at all.
+        """
+        return Int(self._get(_TIMEOUT_MS))
+
+    @always_inline
+    def dispatch_sent(self) -> UInt32:
+        """Reads the last generation that was sent by dispatch.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_DISPATCH_SENT)
+
+    @always_inline
+    def dispatch_received(self) -> UInt32:
+        """Reads the last generation that was received by dispatch.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_DISPATCH_RECEIVED)
+
+    @always_inline
+    def combine_sent(self) -> UInt32:
+        """Reads the last generation that was sent by combine.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_COMBINE_SENT)
+
+    @always_inline
+    def combine_received(self) -> UInt32:
+        """Reads the last generation that was received by combine.
+
+        Returns:
+            A generation; 0 before the first.
+        """
+        return self._generation(_COMBINE_RECEIVED)
+
+    @always_inline
+    def combine_of(self) -> UInt32:
+        """Reads which dispatch the last `combine_async` answered.
+
+        Returns:
+            A dispatch generation.
+        """
+        return self._generation(_COMBINE_OF)
+
+    @always_inline
+    def n_tokens(self, generation: UInt32) -> Int:
+        """Reads how many tokens a dispatch sent.
+
+        Args:
+            generation: The last dispatch or the one before it.
+
+        Returns:
+            Tokens.
+        """
+        return Int(self._get(_N_TOKENS + Int(generation & UInt32(1))))
 
 
 struct EPLocalSyncCounters[n_experts: Int](

@@ -11,7 +11,12 @@ so an old flag can never be taken for a new one, and the generation may wrap.
 Done words of GPU ranks may run ahead, and are accepted then (`has_reached`).
 """
 from std.atomic import Atomic, Ordering, fence
-from std.sys import is_amd_gpu
+from std.sys import (
+    _RegisterPackType,
+    inlined_assembly,
+    is_amd_gpu,
+    is_nvidia_gpu,
+)
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
 comptime FlagPointer = Pointer[UInt64, MutUntrackedOrigin]
@@ -482,3 +487,63 @@ def order_before_put():
     # before, and that it has read what it read. Weaker would let a reader see
     # the word first.
     fence[ordering=Ordering.RELEASE]()
+
+
+# ------------------------------------------- data that announces itself (PTX)
+
+
+@always_inline
+def put_16(p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]):
+    """Stores 16 bytes that a reader sees all at once.
+
+    Args:
+        p: Where to, aligned to 16, in some rank's region.
+        bytes: The bytes.
+    """
+    comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
+    var low = (UInt64(bytes[1]) << 32) | UInt64(bytes[0])
+    var high = (UInt64(bytes[3]) << 32) | UInt64(bytes[2])
+    # ORDER: RELAXED, system scope, one access of 128 bits (PTX: `.b128` is a
+    # scalar type, so it is never torn; a vector of four words may be). Pairs
+    # with the RELAXED in `peek_16`. Makes visible: itself, and a part of the
+    # bytes says that all are there. Its caller has seen, with ACQUIRE, that
+    # what stood there was read.
+    inlined_assembly[
+        (
+            "{ .reg .b128 word; mov.b128 word, {$1, $2};"
+            " st.relaxed.sys.global.b128 [$0], word; }"
+        ),
+        NoneType,
+        constraints="l,l,l,~{memory}",
+        has_side_effect=True,
+    ](p, low, high)
+
+
+@always_inline
+def peek_16(p: Pointer[UInt8, MutUntrackedOrigin]) -> SIMD[DType.uint32, 4]:
+    """Reads, all at once, 16 bytes that a peer may be writing.
+
+    Args:
+        p: Where, aligned to 16, in this rank's region.
+
+    Returns:
+        The bytes.
+    """
+    comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
+    # ORDER: RELAXED, system scope, one access of 128 bits. Pairs with the
+    # RELAXED in `put_16`. Makes visible: itself.
+    var halves = inlined_assembly[
+        (
+            "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [$2];"
+            " mov.b128 {$0, $1}, word; }"
+        ),
+        _RegisterPackType[UInt64, UInt64],
+        constraints="=l,=l,l,~{memory}",
+        has_side_effect=True,
+    ](p)
+    return {
+        UInt32(halves[0] & 0xFFFF_FFFF),
+        UInt32(halves[0] >> 32),
+        UInt32(halves[1] & 0xFFFF_FFFF),
+        UInt32(halves[1] >> 32),
+    }

@@ -20,9 +20,25 @@ from .expert_slots.dispatch import (
     dispatch_wait_kernel,
 )
 from .launch_checks import imm, mut_, p2p_buffers
+from .layout import EXPERT_SLOTS, RANK_SLOTS_REDUCED
+from .rank_slots.combine import (
+    combine_async_kernel as rank_slots_combine_async_kernel,
+    combine_kernel as rank_slots_combine_kernel,
+    combine_wait_kernel as rank_slots_combine_wait_kernel,
+)
+from .rank_slots.dispatch import (
+    dispatch_async_kernel as rank_slots_dispatch_async_kernel,
+    dispatch_kernel as rank_slots_dispatch_kernel,
+    dispatch_wait_kernel as rank_slots_dispatch_wait_kernel,
+)
 from .row_tables import RowTables
 from .shmem_modules import register_module
-from .token_format import BytePointer, SharedRows, TokenFormat
+from .token_format import (
+    BytePointer,
+    RouterWeights,
+    SharedRows,
+    TokenFormat,
+)
 from .transport import PeerBuffers
 
 comptime NUM_THREADS = 512
@@ -89,16 +105,18 @@ def launch_dispatch_async[
     input_scales_wrapper: InputScales,
     use_shmem: Bool,
     fused_shared_expert: Bool,
+    protocol: Int,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
+    router_weights: RouterWeights,
     send_bufs: PeerBuffers[n_ranks],
     recv_bufs: PeerBuffers[n_ranks],
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts `dispatch_async_kernel`.
+    """Starts the `dispatch_async_kernel` of a protocol.
 
     Parameters:
         token_fmt_type: Wire format of a token.
@@ -109,10 +127,12 @@ def launch_dispatch_async[
         input_scales_wrapper: Gives the factor of a token for an expert id.
         use_shmem: Whether the others are reached through SHMEM.
         fused_shared_expert: Whether tokens are put aside for `dispatch_wait`.
+        protocol: The wire protocol.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
         topk_ids: `[n_tokens, top_k]`.
+        router_weights: Read by `RANK_SLOTS_REDUCED`.
         send_bufs: All ranks' send buffers.
         recv_bufs: All ranks' recv buffers.
         recv_counts: All ranks' counts buffers.
@@ -122,36 +142,62 @@ def launch_dispatch_async[
     Raises:
         If the launch fails.
     """
-    comptime kernel = dispatch_async_kernel[
-        input_tokens.dtype,
-        NUM_THREADS,
-        MatrixLayout,
-        MatrixLayout,
-        n_sms(),
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        n_gpus_per_node,
-        token_fmt_type,
-        input_scales_wrapper,
-        use_shmem,
-        fused_shared_expert,
-    ]
-    var function = context.compile_function[kernel]()
-    comptime if use_shmem:
-        register_module(function, context)
-    context.enqueue_function(
-        function,
-        _matrix(input_tokens),
-        _matrix(topk_ids),
-        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-        counters,
-        RANK_OF_COUNTERS,
-        grid_dim=_n_blocks(context),
-        block_dim=NUM_THREADS,
-    )
+    comptime if protocol != EXPERT_SLOTS:
+        comptime assert not use_shmem, "max_ep: rank_slots is for one host"
+        comptime by_rank = rank_slots_dispatch_async_kernel[
+            input_tokens.dtype,
+            NUM_THREADS,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            token_fmt_type,
+            protocol,
+            fused_shared_expert,
+        ]
+        var function = context.compile_function[by_rank]()
+        context.enqueue_function(
+            function,
+            imm(input_tokens),
+            imm(topk_ids),
+            router_weights.weights,
+            Int32(Int(input_tokens.dim[0]())),
+            p2p_buffers[UInt8, n_ranks](recv_bufs),
+            p2p_buffers[UInt64, n_ranks](recv_counts),
+            counters,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
+    else:
+        comptime kernel = dispatch_async_kernel[
+            input_tokens.dtype,
+            NUM_THREADS,
+            MatrixLayout,
+            MatrixLayout,
+            n_sms(),
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            token_fmt_type,
+            input_scales_wrapper,
+            use_shmem,
+            fused_shared_expert,
+        ]
+        var function = context.compile_function[kernel]()
+        comptime if use_shmem:
+            register_module(function, context)
+        context.enqueue_function(
+            function,
+            _matrix(input_tokens),
+            _matrix(topk_ids),
+            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
+            counters,
+            RANK_OF_COUNTERS,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
 
 
 def launch_dispatch_wait[
@@ -161,11 +207,12 @@ def launch_dispatch_wait[
     max_tokens_per_rank: Int,
     n_gpus_per_node: Int,
     use_shmem: Bool,
+    protocol: Int,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
         dispatch_layout_of[
-            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
         ](),
         ...,
     ],
@@ -175,7 +222,7 @@ def launch_dispatch_wait[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts `dispatch_wait_kernel`.
+    """Starts the `dispatch_wait_kernel` of a protocol.
 
     Parameters:
         token_fmt_type: Wire format of a token.
@@ -184,6 +231,7 @@ def launch_dispatch_wait[
         max_tokens_per_rank: Tokens one rank may send.
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
+        protocol: The wire protocol.
 
     Args:
         rows: The output tensors.
@@ -197,34 +245,59 @@ def launch_dispatch_wait[
     Raises:
         If the launch fails.
     """
-    comptime kernel = dispatch_wait_kernel[
-        NUM_THREADS,
-        n_sms(),
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        n_gpus_per_node,
-        token_fmt_type,
-        use_shmem,
-        tables.is_padded,
-        tables.fused_shared_expert,
-    ]
-    var function = context.compile_function[kernel]()
-    comptime if use_shmem:
-        register_module(function, context)
-    context.enqueue_function(
-        function,
-        rows,
-        Int32(Int(src_info.dim[0]())),
-        tables,
-        mut_(src_info),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-        counters,
-        RANK_OF_COUNTERS,
-        grid_dim=_n_blocks(context),
-        block_dim=NUM_THREADS,
-    )
+    comptime if protocol != EXPERT_SLOTS:
+        comptime by_rank = rank_slots_dispatch_wait_kernel[
+            NUM_THREADS,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            token_fmt_type,
+            protocol,
+            tables.is_padded,
+            tables.fused_shared_expert,
+        ]
+        var function = context.compile_function[by_rank]()
+        context.enqueue_function(
+            function,
+            rows,
+            Int32(Int(src_info.dim[0]())),
+            tables,
+            mut_(src_info),
+            p2p_buffers[UInt8, n_ranks](recv_bufs),
+            p2p_buffers[UInt64, n_ranks](recv_counts),
+            counters,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
+    else:
+        comptime kernel = dispatch_wait_kernel[
+            NUM_THREADS,
+            n_sms(),
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            token_fmt_type,
+            use_shmem,
+            tables.is_padded,
+            tables.fused_shared_expert,
+        ]
+        var function = context.compile_function[kernel]()
+        comptime if use_shmem:
+            register_module(function, context)
+        context.enqueue_function(
+            function,
+            rows,
+            Int32(Int(src_info.dim[0]())),
+            tables,
+            mut_(src_info),
+            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
+            counters,
+            RANK_OF_COUNTERS,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
 
 
 def launch_dispatch[
@@ -235,13 +308,15 @@ def launch_dispatch[
     n_gpus_per_node: Int,
     input_scales_wrapper: InputScales,
     use_shmem: Bool,
+    protocol: Int,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
+    router_weights: RouterWeights,
     rows: token_fmt_type.Rows,
     tables: RowTables[
         dispatch_layout_of[
-            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
         ](),
         ...,
     ],
@@ -252,7 +327,7 @@ def launch_dispatch[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts `dispatch_kernel`.
+    """Starts the `dispatch_kernel` of a protocol.
 
     Parameters:
         token_fmt_type: Wire format of a token.
@@ -262,10 +337,12 @@ def launch_dispatch[
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         input_scales_wrapper: Gives the factor of a token for an expert id.
         use_shmem: Whether the others are reached through SHMEM.
+        protocol: The wire protocol.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
         topk_ids: `[n_tokens, top_k]`.
+        router_weights: Read by `RANK_SLOTS_REDUCED`.
         rows: The output tensors.
         tables: The output tensors that say which row is whose.
         src_info: `[n_output_rows, 2]`.
@@ -278,41 +355,72 @@ def launch_dispatch[
     Raises:
         If the launch fails.
     """
-    comptime kernel = dispatch_kernel[
-        input_tokens.dtype,
-        NUM_THREADS,
-        MatrixLayout,
-        MatrixLayout,
-        n_sms(),
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        n_gpus_per_node,
-        token_fmt_type,
-        input_scales_wrapper,
-        use_shmem,
-        tables.is_padded,
-        tables.fused_shared_expert,
-    ]
-    var function = context.compile_function[kernel]()
-    comptime if use_shmem:
-        register_module(function, context)
-    context.enqueue_function(
-        function,
-        _matrix(input_tokens),
-        _matrix(topk_ids),
-        rows,
-        Int32(Int(src_info.dim[0]())),
-        tables,
-        mut_(src_info),
-        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-        counters,
-        RANK_OF_COUNTERS,
-        grid_dim=_n_blocks(context),
-        block_dim=NUM_THREADS,
-    )
+    comptime if protocol != EXPERT_SLOTS:
+        comptime assert not use_shmem, "max_ep: rank_slots is for one host"
+        comptime by_rank = rank_slots_dispatch_kernel[
+            input_tokens.dtype,
+            NUM_THREADS,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            token_fmt_type,
+            protocol,
+            tables.is_padded,
+            tables.fused_shared_expert,
+        ]
+        var function = context.compile_function[by_rank]()
+        context.enqueue_function(
+            function,
+            imm(input_tokens),
+            imm(topk_ids),
+            router_weights.weights,
+            Int32(Int(input_tokens.dim[0]())),
+            rows,
+            Int32(Int(src_info.dim[0]())),
+            tables,
+            mut_(src_info),
+            p2p_buffers[UInt8, n_ranks](recv_bufs),
+            p2p_buffers[UInt64, n_ranks](recv_counts),
+            counters,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
+    else:
+        comptime kernel = dispatch_kernel[
+            input_tokens.dtype,
+            NUM_THREADS,
+            MatrixLayout,
+            MatrixLayout,
+            n_sms(),
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            token_fmt_type,
+            input_scales_wrapper,
+            use_shmem,
+            tables.is_padded,
+            tables.fused_shared_expert,
+        ]
+        var function = context.compile_function[kernel]()
+        comptime if use_shmem:
+            register_module(function, context)
+        context.enqueue_function(
+            function,
+            _matrix(input_tokens),
+            _matrix(topk_ids),
+            rows,
+            Int32(Int(src_info.dim[0]())),
+            tables,
+            mut_(src_info),
+            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
+            counters,
+            RANK_OF_COUNTERS,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
 
 
 def launch_combine_async[
@@ -324,6 +432,8 @@ def launch_combine_async[
     max_tokens_per_rank: Int,
     n_gpus_per_node: Int,
     use_shmem: Bool,
+    protocol: Int,
+    partial_dtype: DType,
 ](
     input_tokens: TileTensor[combine_dtype, ...],
     src_info: TileTensor[DType.int32, ...],
@@ -333,7 +443,7 @@ def launch_combine_async[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts `combine_async_kernel`.
+    """Starts the `combine_async_kernel` of a protocol.
 
     Parameters:
         combine_dtype: Element type of the rows.
@@ -344,6 +454,8 @@ def launch_combine_async[
         max_tokens_per_rank: Tokens one rank may send.
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
+        protocol: The wire protocol.
+        partial_dtype: Element type of a partial sum.
 
     Args:
         input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
@@ -357,34 +469,58 @@ def launch_combine_async[
     Raises:
         If the launch fails.
     """
-    comptime kernel = combine_async_kernel[
-        combine_dtype,
-        NUM_THREADS,
-        n_sms(),
-        hidden_size,
-        top_k,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        n_gpus_per_node,
-        use_shmem,
-    ]
-    var function = context.compile_function[kernel]()
-    comptime if use_shmem:
-        register_module(function, context)
-    context.enqueue_function(
-        function,
-        imm(input_tokens),
-        Int32(Int(input_tokens.dim[0]())),
-        imm(src_info),
-        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-        counters,
-        RANK_OF_COUNTERS,
-        grid_dim=_n_blocks(context),
-        block_dim=NUM_THREADS,
-    )
+    comptime if protocol == RANK_SLOTS_REDUCED:
+        comptime by_rank = rank_slots_combine_async_kernel[
+            combine_dtype,
+            partial_dtype,
+            NUM_THREADS,
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            protocol,
+        ]
+        var function = context.compile_function[by_rank]()
+        context.enqueue_function(
+            function,
+            imm(input_tokens),
+            Int32(Int(input_tokens.dim[0]())),
+            p2p_buffers[UInt8, n_ranks](recv_bufs),
+            p2p_buffers[UInt64, n_ranks](recv_counts),
+            counters,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
+    else:
+        comptime kernel = combine_async_kernel[
+            combine_dtype,
+            NUM_THREADS,
+            n_sms(),
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            use_shmem,
+        ]
+        var function = context.compile_function[kernel]()
+        comptime if use_shmem:
+            register_module(function, context)
+        context.enqueue_function(
+            function,
+            imm(input_tokens),
+            Int32(Int(input_tokens.dim[0]())),
+            imm(src_info),
+            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
+            counters,
+            RANK_OF_COUNTERS,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
 
 
 def launch_combine_wait[
@@ -397,6 +533,8 @@ def launch_combine_wait[
     n_gpus_per_node: Int,
     use_shmem: Bool,
     fused_shared_expert: Bool,
+    protocol: Int,
+    partial_dtype: DType,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -406,7 +544,7 @@ def launch_combine_wait[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts `combine_wait_kernel`.
+    """Starts the `combine_wait_kernel` of a protocol.
 
     Parameters:
         combine_dtype: Element type of rows and result.
@@ -418,6 +556,8 @@ def launch_combine_wait[
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
         fused_shared_expert: Whether to add the shared expert's rows.
+        protocol: The wire protocol.
+        partial_dtype: Element type of a partial sum.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -431,35 +571,61 @@ def launch_combine_wait[
     Raises:
         If the launch fails.
     """
-    comptime kernel = combine_wait_kernel[
-        combine_dtype,
-        NUM_THREADS,
-        n_sms(),
-        hidden_size,
-        top_k,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        n_gpus_per_node,
-        use_shmem,
-        fused_shared_expert,
-    ]
-    var function = context.compile_function[kernel]()
-    comptime if use_shmem:
-        register_module(function, context)
-    context.enqueue_function(
-        function,
-        mut_(output_tokens),
-        imm(router_weights),
-        Int32(Int(output_tokens.dim[0]())),
-        shared_rows,
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-        counters,
-        RANK_OF_COUNTERS,
-        grid_dim=_n_blocks(context),
-        block_dim=NUM_THREADS,
-    )
+    comptime if protocol == RANK_SLOTS_REDUCED:
+        comptime by_rank = rank_slots_combine_wait_kernel[
+            combine_dtype,
+            partial_dtype,
+            NUM_THREADS,
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            protocol,
+            fused_shared_expert,
+        ]
+        var function = context.compile_function[by_rank]()
+        context.enqueue_function(
+            function,
+            shared_rows,
+            mut_(output_tokens),
+            Int32(Int(output_tokens.dim[0]())),
+            p2p_buffers[UInt8, n_ranks](recv_bufs),
+            p2p_buffers[UInt64, n_ranks](recv_counts),
+            counters,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
+    else:
+        comptime kernel = combine_wait_kernel[
+            combine_dtype,
+            NUM_THREADS,
+            n_sms(),
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            use_shmem,
+            fused_shared_expert,
+        ]
+        var function = context.compile_function[kernel]()
+        comptime if use_shmem:
+            register_module(function, context)
+        context.enqueue_function(
+            function,
+            mut_(output_tokens),
+            imm(router_weights),
+            Int32(Int(output_tokens.dim[0]())),
+            shared_rows,
+            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
+            counters,
+            RANK_OF_COUNTERS,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
 
 
 def launch_combine[
@@ -472,6 +638,8 @@ def launch_combine[
     n_gpus_per_node: Int,
     use_shmem: Bool,
     fused_shared_expert: Bool,
+    protocol: Int,
+    partial_dtype: DType,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     input_tokens: TileTensor[combine_dtype, ...],
@@ -483,7 +651,7 @@ def launch_combine[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts `combine_kernel`.
+    """Starts the `combine_kernel` of a protocol.
 
     Parameters:
         combine_dtype: Element type of rows and result.
@@ -495,6 +663,8 @@ def launch_combine[
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
         fused_shared_expert: Whether to add the shared expert's rows.
+        protocol: The wire protocol.
+        partial_dtype: Element type of a partial sum.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -510,35 +680,62 @@ def launch_combine[
     Raises:
         If the launch fails.
     """
-    comptime kernel = combine_kernel[
-        combine_dtype,
-        NUM_THREADS,
-        n_sms(),
-        hidden_size,
-        top_k,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        n_gpus_per_node,
-        use_shmem,
-        fused_shared_expert,
-    ]
-    var function = context.compile_function[kernel]()
-    comptime if use_shmem:
-        register_module(function, context)
-    context.enqueue_function(
-        function,
-        imm(input_tokens),
-        Int32(Int(input_tokens.dim[0]())),
-        imm(src_info),
-        mut_(output_tokens),
-        imm(router_weights),
-        Int32(Int(output_tokens.dim[0]())),
-        p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-        p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-        p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-        counters,
-        RANK_OF_COUNTERS,
-        grid_dim=_n_blocks(context),
-        block_dim=NUM_THREADS,
-    )
+    comptime if protocol == RANK_SLOTS_REDUCED:
+        comptime by_rank = rank_slots_combine_kernel[
+            combine_dtype,
+            partial_dtype,
+            NUM_THREADS,
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            protocol,
+            fused_shared_expert,
+        ]
+        var function = context.compile_function[by_rank]()
+        context.enqueue_function(
+            function,
+            imm(input_tokens),
+            Int32(Int(input_tokens.dim[0]())),
+            mut_(output_tokens),
+            Int32(Int(output_tokens.dim[0]())),
+            p2p_buffers[UInt8, n_ranks](recv_bufs),
+            p2p_buffers[UInt64, n_ranks](recv_counts),
+            counters,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )
+    else:
+        comptime kernel = combine_kernel[
+            combine_dtype,
+            NUM_THREADS,
+            n_sms(),
+            hidden_size,
+            top_k,
+            n_experts,
+            n_ranks,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            use_shmem,
+            fused_shared_expert,
+        ]
+        var function = context.compile_function[kernel]()
+        comptime if use_shmem:
+            register_module(function, context)
+        context.enqueue_function(
+            function,
+            imm(input_tokens),
+            Int32(Int(input_tokens.dim[0]())),
+            imm(src_info),
+            mut_(output_tokens),
+            imm(router_weights),
+            Int32(Int(output_tokens.dim[0]())),
+            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
+            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
+            counters,
+            RANK_OF_COUNTERS,
+            grid_dim=_n_blocks(context),
+            block_dim=NUM_THREADS,
+        )

@@ -6,7 +6,24 @@ from max.gpu.host import DeviceContext
 from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .layout import RegionLayout, FLAG_BYTES
 from .expert_slots.host_steps import flag_at, message_flag
+from .rank_slots.device_steps import EMPTY
 from .token_format import BytePointer
+
+
+@always_inline
+def _fill(bytes: BytePointer, n_bytes: Int, value: UInt32):
+    """Fills a part of a region with a word, with the whole grid.
+
+    Args:
+        bytes: The part, aligned to 8.
+        n_bytes: Its length, a multiple of 4.
+        value: The word.
+    """
+    var words = bytes.unsafe_bitcast[UInt32]()
+    for i in range(
+        Int(global_idx.x), n_bytes // 4, Int(grid_dim.x * block_dim.x)
+    ):
+        words[unsafe_offset=i] = value
 
 
 def clear_kernel(
@@ -73,19 +90,44 @@ def clear_kernel(
     ):
         flag_at(counts, i * FLAG_BYTES)[] = 0
 
-    var messages = region.unsafe_offset(layout.dispatch_send_offset())
-    for i in range(first, layout.max_tokens_per_rank, n_threads):
-        var message = messages.unsafe_offset(layout.dispatch_staged_offset(i))
-        message_flag(message, layout.dispatch_msg_bytes)[] = 0
-    messages = region.unsafe_offset(layout.dispatch_recv_offset())
-    var n_messages = layout.dispatch_recv_bytes() // layout.dispatch_msg_bytes
-    for i in range(first, n_messages, n_threads):
-        var message = messages.unsafe_offset(i * layout.dispatch_msg_bytes)
-        message_flag(message, layout.dispatch_msg_bytes)[] = 0
-    messages = region.unsafe_offset(layout.combine_recv_offset())
-    for i in range(first, layout.n_choices(), n_threads):
-        var message = messages.unsafe_offset(i * layout.combine_msg_bytes)
-        message_flag(message, layout.combine_msg_bytes)[] = 0
+    var recv = region.unsafe_offset(layout.dispatch_recv_offset())
+    if layout.has_rank_slots():
+        # An entry is of the generation that it says, however old it is.
+        _fill(recv, layout.entry_offset(layout.n_ranks, 0), 0)
+        var flags = recv.unsafe_offset(layout.chunk_flag_offset(0, 0, 0))
+        _fill(
+            flags,
+            layout.chunk_flag_offset(layout.n_ranks, 0, 0)
+            - layout.chunk_flag_offset(0, 0, 0),
+            0,
+        )
+        # Data that is its own flag: all of it says that it has not come.
+        var early = layout.early_token_offset(0, 0)
+        _fill(
+            recv.unsafe_offset(early),
+            layout.early_token_offset(layout.n_ranks, 0) - early,
+            EMPTY,
+        )
+    else:
+        var messages = region.unsafe_offset(layout.dispatch_send_offset())
+        for i in range(first, layout.max_tokens_per_rank, n_threads):
+            var message = messages.unsafe_offset(
+                layout.dispatch_staged_offset(i)
+            )
+            message_flag(message, layout.dispatch_msg_bytes)[] = 0
+        var n_messages = (
+            layout.dispatch_recv_bytes() // layout.dispatch_msg_bytes
+        )
+        for i in range(first, n_messages, n_threads):
+            var message = recv.unsafe_offset(i * layout.dispatch_msg_bytes)
+            message_flag(message, layout.dispatch_msg_bytes)[] = 0
+    recv = region.unsafe_offset(layout.combine_recv_offset())
+    if layout.is_reduced():
+        _fill(recv, layout.combine_recv_bytes(), EMPTY)
+    else:
+        for i in range(first, layout.n_choices(), n_threads):
+            var message = recv.unsafe_offset(i * layout.combine_msg_bytes)
+            message_flag(message, layout.combine_msg_bytes)[] = 0
 
 
 def clear_gpu(

@@ -118,6 +118,18 @@ trait TokenFormat:
         ...
 
     @staticmethod
+    def is_identity[input_type: DType]() -> Bool:
+        """Tells whether tokens travel as they are given.
+
+        Parameters:
+            input_type: Element type of the token.
+
+        Returns:
+            Whether an encoded token is the token.
+        """
+        ...
+
+    @staticmethod
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
         """Points to where the values of a row go.
 
@@ -127,6 +139,18 @@ trait TokenFormat:
 
         Returns:
             `[value_bytes]`.
+        """
+        ...
+
+    @staticmethod
+    def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
+        """Puts 16 bytes of scales into the output.
+
+        Args:
+            rows: The output tensors.
+            row: The row that the token takes there.
+            step: Which 16 bytes of the message's scales.
+            scales: The bytes.
         """
         ...
 
@@ -377,6 +401,32 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
             return LaneWire(
                 bitcast[DType.uint32, 4](x.cast[Self.wire_type]()), 0
             )
+
+    @staticmethod
+    @always_inline
+    def is_identity[input_type: DType]() -> Bool:
+        """Tells whether tokens travel as they are given.
+
+        Parameters:
+            input_type: Element type of the token.
+
+        Returns:
+            Whether that is the wire's type.
+        """
+        return Self.wire_type == input_type
+
+    @staticmethod
+    @always_inline
+    def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
+        """Does nothing: there are no scales.
+
+        Args:
+            rows: The output tensor.
+            row: The row that the token takes there.
+            step: Which 16 bytes.
+            scales: The bytes.
+        """
+        pass
 
     @staticmethod
     @always_inline

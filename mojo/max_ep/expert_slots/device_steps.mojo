@@ -303,12 +303,33 @@ def can_start[
         Whether the counters are this configuration's, and no launch on them
         has failed.
     """
+    var found: Int32 = 0
+    if lane_id() < N_HEADER_WORDS:
+        found = counters.words[unsafe_offset=lane_id()]
+    return is_in_order[layout](found, counters, phase)
+
+
+@always_inline
+def is_in_order[
+    layout: RegionLayout
+](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
+    """Tells whether the header of counters allows a launch; see `can_start`.
+
+    Parameters:
+        layout: How the launch expects the regions to be cut.
+
+    Args:
+        found: In lane `i`: word `i` of the header.
+        counters: The local words it is from.
+        phase: Who asks, a position in `failures.PHASES`.
+
+    Returns:
+        Whether it may go on; the same in all lanes.
+    """
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane looks at one word"
     var lane = Int(lane_id())
-    var found: Int32 = 0
     var wanted: Int32 = 0
     if lane < N_HEADER_WORDS:
-        found = counters.words[unsafe_offset=lane]
         wanted = wanted_word(lane, found, layout)
     if any_lane(found != wanted):
         if found != wanted:

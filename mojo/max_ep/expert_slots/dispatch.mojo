@@ -328,7 +328,7 @@ def _index_choices[
 
 
 @always_inline
-def _steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
+def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token that a lane encodes at once.
 
     What is encoded needs registers for elements, values and scales.
@@ -379,7 +379,7 @@ def _send_unit[
     """
     comptime n_elements = token_fmt_type.lane_elements
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime in_flight = _steps_in_flight[token_fmt_type]()
+    comptime in_flight = steps_in_flight[token_fmt_type]()
     comptime Elements = SIMD[input_type, n_elements]
     comptime is_scaled = Bool(input_scales_wrapper)
     for first in range(0, n_vectors, WARP_SIZE * in_flight):
@@ -393,7 +393,7 @@ def _send_unit[
         var values = Array[LaneBytes, in_flight](fill=0)
         var scales = Array[LaneBytes, in_flight](fill=0)
         comptime if not is_scaled:
-            _encode[input_type, token_fmt_type, False](
+            encode_steps[input_type, token_fmt_type, False](
                 elements, values, scales, 1, lane
             )
         for k in range(first_k, end_k):
@@ -403,7 +403,7 @@ def _send_unit[
             comptime if is_scaled:
                 comptime scale_of = input_scales_wrapper.value()
                 var id = Int(warp.shuffle_idx(expert, UInt32(k)))
-                _encode[input_type, token_fmt_type, True](
+                encode_steps[input_type, token_fmt_type, True](
                     elements, values, scales, scale_of[DType.float32](id), lane
                 )
             _store_encoded[token_fmt_type](to, first, values, scales, lane)
@@ -417,8 +417,8 @@ def _store_encoded[
 ](
     to: UInt64,
     first: Int,
-    values: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
-    scales: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
+    values: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
+    scales: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
     lane: Int,
 ):
     """Writes some steps of an encoded token, with one warp.
@@ -429,12 +429,12 @@ def _store_encoded[
     Args:
         to: Address of the message.
         first: First 16 bytes of the steps.
-        values: From `_encode`.
-        scales: From `_encode`.
+        values: From `encode_steps`.
+        scales: From `encode_steps`.
         lane: This lane.
     """
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime for i in range(_steps_in_flight[token_fmt_type]()):
+    comptime for i in range(steps_in_flight[token_fmt_type]()):
         var vector = first + i * WARP_SIZE + lane
         if vector < n_vectors:
             store16(
@@ -452,15 +452,15 @@ def _store_encoded[
 
 
 @always_inline
-def _encode[
+def encode_steps[
     input_type: DType, token_fmt_type: TokenFormat, is_scaled: Bool
 ](
     elements: Array[
         SIMD[input_type, token_fmt_type.lane_elements],
-        _steps_in_flight[token_fmt_type](),
+        steps_in_flight[token_fmt_type](),
     ],
-    mut values: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
-    mut scales: Array[LaneBytes, _steps_in_flight[token_fmt_type]()],
+    mut values: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
+    mut scales: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
     input_scale: Float32,
     lane: Int,
 ):
@@ -478,7 +478,7 @@ def _encode[
         input_scale: Factor of every element.
         lane: This lane.
     """
-    comptime for i in range(_steps_in_flight[token_fmt_type]()):
+    comptime for i in range(steps_in_flight[token_fmt_type]()):
         var wire = token_fmt_type.encode_lane[input_type, is_scaled](
             elements[i], input_scale
         )
@@ -658,7 +658,7 @@ def _send_half[
 
 
 @always_inline
-def _write_no_rows(tables: RowTables, first: Int, step: Int):
+def write_no_rows(tables: RowTables, first: Int, step: Int):
     """Has the tables say that there are no rows.
 
     Args:
@@ -676,7 +676,7 @@ def _write_no_rows(tables: RowTables, first: Int, step: Int):
 
 
 @always_inline
-def _read_counts[
+def read_counts[
     n_experts: Int, layout: RegionLayout
 ](
     pair_rows: SharedInts,
@@ -725,6 +725,8 @@ def _read_counts[
     var is_late = False
     for first in range(0, n_pairs, WARP_SIZE * in_flight):
         var words = Array[UInt64, in_flight](fill=0)
+        var counts = Array[Int32, in_flight](fill=0)
+        var before = Array[Int32, in_flight](fill=0)
         comptime for i in range(in_flight):
             var pair = first + i * WARP_SIZE + lane
             if pair < n_held * n_ranks:
@@ -758,16 +760,27 @@ def _read_counts[
                         break
                     words[i] = peek_number(flag)
                 count = 0 if is_late else count_of(words[i])
-            var row = n_rows + Int(
-                warp.prefix_sum[exclusive=True](Int32(count))
-            )
+            counts[i] = Int32(count)
+            largest = max(largest, count)
+        # All scans are under way at once; only then they are put together.
+        comptime for i in range(in_flight):
+            before[i] = warp.prefix_sum[exclusive=True](counts[i])
+        comptime for i in range(in_flight):
+            var pair = first + i * WARP_SIZE + lane
             if pair < n_pairs:
-                pair_rows[unsafe_offset=pair] = Int32(row)
-                pair_counts[unsafe_offset=pair] = Int32(count)
-            n_rows += Int(warp.sum(Int32(count)))
-            largest = max(largest, Int(warp.max(Int32(count))))
+                pair_rows[unsafe_offset=pair] = Int32(n_rows) + before[i]
+                pair_counts[unsafe_offset=pair] = counts[i]
+            n_rows += Int(
+                warp.shuffle_idx(before[i] + counts[i], UInt32(WARP_SIZE - 1))
+            )
+    largest = Int(warp.max(Int32(largest)))
     syncwarp()
-    for local_expert in range(lane, n_local_experts, WARP_SIZE):
+    # Packed rows already stand there; the first block also tells of them.
+    var first_of_lane = lane
+    comptime if not tables.is_padded:
+        if not is_first_block:
+            first_of_lane = n_local_experts
+    for local_expert in range(first_of_lane, n_local_experts, WARP_SIZE):
         var first = layout.pair(local_expert, 0)
         var n_before = Int(pair_rows[unsafe_offset=first])
         var first_row = tables.first_row(local_expert, n_before)
@@ -788,12 +801,12 @@ def _read_counts[
     if any_lane(is_late):
         if is_first_block:
             syncwarp()
-            _write_no_rows(tables, lane, WARP_SIZE)
+            write_no_rows(tables, lane, WARP_SIZE)
         return -1
     if n_rows_needed > n_rows_max:
         if is_first_block:
             syncwarp()
-            _write_no_rows(tables, lane, WARP_SIZE)
+            write_no_rows(tables, lane, WARP_SIZE)
         if lane == 0:
             note_failure(
                 counters.failure(),
@@ -862,7 +875,7 @@ def _receive_half[
     comptime n_local_experts = layout.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
     if is_counter:
-        var largest = _read_counts[n_experts, layout](
+        var largest = read_counts[n_experts, layout](
             pair_rows,
             pair_counts,
             tables,
@@ -1272,7 +1285,7 @@ def _deliver_nothing[num_threads: Int](tables: RowTables):
         tables: Which row is whose.
     """
     if block_idx.x == 0:
-        _write_no_rows(tables, Int(thread_idx.x), num_threads)
+        write_no_rows(tables, Int(thread_idx.x), num_threads)
 
 
 @__llvm_metadata(

@@ -19,7 +19,7 @@ from std.sys import is_nvidia_gpu
 
 from ..host_copy import copy_bytes
 from ..layout import blockwise_fp8_token_bytes
-from ..token_format import BytePointer, LaneWire, TokenFormat
+from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
 
 comptime FP8_BLOCK = 128
 """Channels that share one scale."""
@@ -298,6 +298,38 @@ struct BlockwiseFP8TokenFormat[
             amax = max(amax, warp.shuffle_xor(amax, UInt32(1 << i)))
         var scale, factor = Self._scale_and_factor(amax)
         return LaneWire(bitcast[DType.uint32, 4](to_e4m3fn(x * factor)), scale)
+
+    @staticmethod
+    @always_inline
+    def is_identity[input_type: DType]() -> Bool:
+        """Tells whether tokens travel as they are given.
+
+        Parameters:
+            input_type: Element type of the token.
+
+        Returns:
+            No: they are quantized.
+        """
+        return False
+
+    @staticmethod
+    @always_inline
+    def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
+        """Puts four scales into the output.
+
+        Args:
+            rows: The output tensors.
+            row: The row that the token takes there.
+            step: Which 16 bytes of the message's scales.
+            scales: The bytes; those behind the last block are not read.
+        """
+        var first = rows.scale_index(row, 0, Self.n_blocks)
+        comptime for i in range(4):
+            var block = 4 * step + i
+            if block < Self.n_blocks:
+                rows.scales[
+                    unsafe_offset=first + block * rows.rows_per_group
+                ] = bitcast[DType.float32](scales[i])
 
     @staticmethod
     @always_inline

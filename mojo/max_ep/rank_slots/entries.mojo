@@ -64,6 +64,9 @@ def position_of_entry(entry: UInt64) -> Int:
 comptime NO_ENTRY_EXPERT = (1 << ENTRY_FIELD_BITS) - 1
 """Expert of an entry that GPU ranks send for a choice without one."""
 
+comptime NO_POSITION = (1 << ENTRY_FIELD_BITS) - 1
+"""Position of a choice that is dropped, since its expert has no place left."""
+
 
 @always_inline
 def weight_word(generation: UInt32, weight: Float32) -> UInt64:

@@ -1,0 +1,1451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch of `rank_slots` for GPU ranks.
+
+Each token goes once to each rank that has an expert of it. An entry for each
+choice goes to every rank, and tells by itself of which generation it is, as do
+counts and numbers of tokens: none of them waits for another store. Rows and
+tables are those of `expert_slots`, bit for bit.
+
+How a token announces itself depends on how many its source sends:
+
+* *early* (at most `MAX_EARLY_TOKENS`): every 16 bytes are their own flag. The
+  receiver puts `EMPTY` back.
+* more: each of `N_CHUNKS` parts has a flag, published after it.
+
+Roles of a block's warps: the first `N_INDEX_WARPS` write entries and counts,
+the next ones send, the last two read counts and numbers of tokens; each then
+takes part in receiving.
+
+After the sending half: every rank gets entries, counts and tokens. After the
+receiving half: rows stand as those of `expert_slots`; sources hear of it from
+the next launch (`publish_earlier_reads`) or, split, from the end of this one.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    WARP_SIZE,
+    block_idx,
+    grid_dim,
+    syncwarp,
+    thread_idx,
+)
+from std.bit import count_trailing_zeros, pop_count
+from std.math import ceildiv
+from std.memory import bitcast
+from std.utils import StaticTuple
+
+from ..counters import EPLocalSyncCounters, NO_EXPERT, NO_ROW
+from ..expert_slots.device_steps import (
+    ACCESSES_IN_FLIGHT,
+    SharedAddresses,
+    SharedInts,
+    any_lane,
+    await_done_words,
+    await_message,
+    bytes_at,
+    is_last_block,
+    load16,
+    publish_done,
+    share_addresses,
+    shared_ints,
+    shuffle_address,
+    store16,
+)
+from ..expert_slots.dispatch import (
+    FAILED_PAIRS,
+    dispatch_layout_of,
+    encode_steps,
+    read_counts,
+    steps_in_flight,
+    write_no_rows,
+)
+from ..expert_slots.host_steps import flag_at
+from ..failures import DROPPED, NO_COUNT, NO_MESSAGE, note_failure
+from ..flags import (
+    FlagPointer,
+    SPINS_BETWEEN_LOOKS,
+    block_add,
+    block_peek,
+    block_publish,
+    count_of,
+    flag_word,
+    generation_of,
+    next_generation,
+    peek_16,
+    peek_number,
+    publish,
+    publish_number,
+    put_16,
+)
+from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
+from ..row_tables import RowTables
+from ..token_format import BytePointer, LaneBytes, TokenFormat
+from .device_steps import (
+    EMPTY,
+    Launch,
+    is_last_to_start,
+    publish_earlier_reads,
+    start_launch,
+    without_empty,
+)
+from .entries import (
+    NO_ENTRY_EXPERT,
+    NO_POSITION,
+    entry_word,
+    expert_of_entry,
+    position_of_entry,
+    weight_of_word,
+    weight_word,
+)
+
+comptime _SEND = 0
+comptime _RECEIVE = 1
+
+comptime N_INDEX_WARPS = 2
+"""Warps of a block that write entries."""
+
+# Words of a block's control: index warps that are done, whether counts and
+# numbers of tokens are there, next item to receive.
+comptime _INDEXED = 0
+comptime _PAIRS_READY = 1
+comptime _TOKENS_READY = 2
+comptime _NEXT_ITEM = 3
+comptime _N_CONTROL = 4
+
+comptime _IDS_IN_FLIGHT = 8
+
+
+@always_inline
+def n_early_parts(n_tokens: Int, n_steps: Int) -> Int:
+    """Chooses into how many parts warps take an early token.
+
+    Args:
+        n_tokens: Tokens of a rank.
+        n_steps: Steps of a token, of 16 bytes a lane each.
+
+    Returns:
+        In `[1, n_steps]`.
+    """
+    return min(14 if n_tokens <= 64 else 7, n_steps)
+
+
+@always_inline
+def n_send_warps(n_tokens: Int, is_early: Bool, n_warps: Int) -> Int:
+    """Chooses how many warps of a block send while the others receive.
+
+    Args:
+        n_tokens: Tokens to send.
+        is_early: Whether their data is its own flag.
+        n_warps: Warps of a block.
+
+    Returns:
+        In `[1, n_warps - N_INDEX_WARPS - 2]`.
+    """
+    var n = 3
+    if is_early:
+        n = 12 if 8 < n_tokens and n_tokens <= 64 else 6
+    return min(n, n_warps - N_INDEX_WARPS - 2)
+
+
+# ------------------------------------------------------------ the sending half
+
+
+@always_inline
+def _await_readers[
+    n_experts: Int, layout: RegionLayout
+](
+    launch: Launch,
+    counts: SharedAddresses,
+    counters: EPLocalSyncCounters[n_experts],
+) -> Bool:
+    """Waits until every rank has read the generation before, with one warp."""
+    var is_met = await_done_words[n_experts, layout](
+        bytes_at(counts[unsafe_offset=launch.my_rank]),
+        layout.dispatch_done_offset(0),
+        launch.before.dispatch_sent(),
+        _SEND,
+        launch.deadline,
+        counters,
+        launch.lane,
+    )
+    if not is_met:
+        counters.set_broken()
+    return is_met
+
+
+@always_inline
+def _write_entry[
+    layout: RegionLayout
+](
+    recv_bufs: SharedAddresses,
+    my_rank: Int,
+    choice: Int,
+    generation: UInt32,
+    expert_id: Int,
+    position: Int,
+    weight: Float32,
+):
+    """Writes the entry of a choice to every rank, with one lane.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        recv_bufs: All ranks' recv buffers.
+        my_rank: This rank.
+        choice: The choice.
+        generation: The generation that is sent.
+        expert_id: Its expert, or `NO_ENTRY_EXPERT`.
+        position: Which of the choices of this expert.
+        weight: Its router weight; read if combine is reduced.
+    """
+    var word = entry_word(generation, expert_id, position)
+    var offset = UInt64(layout.entry_offset(my_rank, choice))
+    var bytes = LaneBytes(0)
+    comptime if layout.is_reduced():
+        bytes = bitcast[DType.uint32, 4](
+            SIMD[DType.uint64, 2](word, weight_word(generation, weight))
+        )
+    for i in range(layout.n_ranks):
+        # Not all sources begin with the same rank.
+        var rank = my_rank + 1 + i
+        rank -= layout.n_ranks if rank >= layout.n_ranks else 0
+        var to = bytes_at(recv_bufs[unsafe_offset=rank] + offset)
+        # I1: only this rank writes entries of its choices.
+        comptime if layout.is_reduced():
+            put_16(to, bytes)
+        else:
+            publish_number(flag_at(to, 0), generation, count_of(word))
+
+
+@always_inline
+def _index_choices[
+    n_experts: Int, layout: RegionLayout
+](
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Writes entries and counts of some experts, with one of the index warps.
+
+    Each expert is one warp's, which walks all choices: its position counts the
+    earlier choices of the same expert. One more list holds the choices that
+    have no expert; receivers wait for their entries too.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        topk_ids: `[n_tokens][top_k]`.
+        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+        n_tokens: Tokens to send.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+    """
+    comptime top_k = layout.top_k
+    comptime in_flight = _IDS_IN_FLIGHT
+    var lane = launch.lane
+    var my_rank = launch.my_rank
+    var generation = next_generation(launch.before.dispatch_sent())
+    var choices = counters.choices(generation, layout.n_choices())
+    var below = (UInt32(1) << UInt32(lane)) - 1
+    var n_blocks = Int(grid_dim.x)
+    var n_choices = n_tokens * top_k
+    var is_waiting = True
+    for list in range(
+        Int(block_idx.x) + launch.warp_idx * n_blocks,
+        n_experts + 1,
+        N_INDEX_WARPS * n_blocks,
+    ):
+        var n_listed = 0
+        for first in range(0, n_choices, WARP_SIZE * in_flight):
+            var ids = Array[Int32, in_flight](fill=NO_EXPERT)
+            var weights = Array[Float32, in_flight](fill=0)
+            comptime for i in range(in_flight):
+                var choice = first + i * WARP_SIZE + lane
+                if choice < n_choices:
+                    ids[i] = topk_ids[unsafe_offset=choice]
+                    comptime if layout.is_reduced():
+                        weights[i] = router_weights[unsafe_offset=choice]
+            if is_waiting:
+                # I3, for entries and counts.
+                if not _await_readers[n_experts, layout](
+                    launch, counts, counters
+                ):
+                    return
+                is_waiting = False
+            comptime for i in range(in_flight):
+                var choice = first + i * WARP_SIZE + lane
+                var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
+                var is_listed = (
+                    ids[i] == Int32(list) if list < n_experts else not is_expert
+                ) and choice < n_choices
+                var listed = warp.vote[DType.uint32](is_listed)
+                if is_listed:
+                    var position = n_listed + Int(pop_count(listed & below))
+                    var has_place = (
+                        is_expert and position < layout.max_tokens_per_rank
+                    )
+                    if not has_place and ids[i] != NO_EXPERT:
+                        note_failure(
+                            counters.failure(),
+                            DROPPED,
+                            _SEND,
+                            my_rank,
+                            Int(ids[i]),
+                            generation,
+                            0,
+                            choice // top_k,
+                            choice % top_k,
+                        )
+                    choices[unsafe_offset=choice] = ids[
+                        i
+                    ] if has_place else NO_EXPERT
+                    _write_entry[layout](
+                        recv_bufs,
+                        my_rank,
+                        choice,
+                        generation,
+                        # The token of a choice without a place is sent like
+                        # any other, so its entry names the expert.
+                        list if is_expert else NO_ENTRY_EXPERT,
+                        position if has_place else NO_POSITION,
+                        weights[i],
+                    )
+                n_listed += Int(pop_count(listed))
+        if is_waiting:
+            if not _await_readers[n_experts, layout](launch, counts, counters):
+                return
+            is_waiting = False
+        if lane == 0 and list < n_experts:
+            var dst_rank, local_expert = divmod(list, layout.n_local_experts())
+            publish_number(
+                flag_at(
+                    bytes_at(counts[unsafe_offset=dst_rank]),
+                    layout.dispatch_count_offset(
+                        layout.pair(local_expert, my_rank)
+                    ),
+                ),
+                generation,
+                min(n_listed, layout.max_tokens_per_rank),
+            )
+    if block_idx.x == 0 and launch.warp_idx == 0:
+        # The first warp of the first block has at least one list.
+        for rank in range(lane, layout.n_ranks, WARP_SIZE):
+            publish_number(
+                flag_at(
+                    bytes_at(counts[unsafe_offset=rank]),
+                    layout.dispatch_n_tokens_offset(my_rank),
+                ),
+                generation,
+                n_tokens,
+            )
+
+
+@always_inline
+def _store_steps[
+    token_fmt_type: TokenFormat, is_early: Bool
+](
+    to: UInt64,
+    first: Int,
+    end: Int,
+    values: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
+    scales: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
+    lane: Int,
+):
+    """Writes some steps of an encoded token, with one warp.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        is_early: Whether the data is its own flag.
+
+    Args:
+        to: Address of the token.
+        first: First step.
+        end: Behind the last.
+        values: From `encode_steps`.
+        scales: From `encode_steps`.
+        lane: This lane.
+    """
+    comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
+    comptime for i in range(steps_in_flight[token_fmt_type]()):
+        var step = first + i
+        var vector = step * WARP_SIZE + lane
+        if step < end and vector < n_vectors:
+            var p = bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN)
+            comptime if is_early:
+                put_16(p, without_empty(values[i]))
+            else:
+                store16(p, values[i])
+            comptime if token_fmt_type.has_scales:
+                if lane == 0:
+                    p = bytes_at(to).unsafe_offset(
+                        token_fmt_type.value_bytes + step * MESSAGE_ALIGN
+                    )
+                    comptime if is_early:
+                        put_16(p, without_empty(scales[i]))
+                    else:
+                        store16(p, scales[i])
+
+
+@always_inline
+def _send_tokens[
+    input_type: DType,
+    n_experts: Int,
+    layout: RegionLayout,
+    token_fmt_type: TokenFormat,
+    fused_shared_expert: Bool,
+    has_input: Bool,
+    is_early: Bool,
+](
+    tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    sender: Int,
+    n_senders: Int,
+):
+    """Sends this block's share of the tokens with one of its sending warps.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        fused_shared_expert: Whether this rank receives all of its tokens.
+        has_input: Whether this rank reads its own tokens from `tokens`, so that
+            none is sent to it.
+        is_early: Whether the data is its own flag.
+
+    Args:
+        tokens: `[n_tokens][hidden_size]`.
+        topk_ids: `[n_tokens][top_k]`.
+        n_tokens: Tokens to send.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        sender: This warp among those that send.
+        n_senders: How many do.
+    """
+    comptime top_k = layout.top_k
+    comptime n_elements = token_fmt_type.lane_elements
+    comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
+    comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
+    comptime in_flight = steps_in_flight[token_fmt_type]()
+    comptime Elements = SIMD[input_type, n_elements]
+    var lane = launch.lane
+    var my_rank = launch.my_rank
+    var generation = next_generation(launch.before.dispatch_sent())
+    var n_blocks = Int(grid_dim.x)
+    var n_parts = min(N_CHUNKS, n_steps)
+    comptime if is_early:
+        n_parts = n_early_parts(n_tokens, n_steps)
+    var is_waiting = True
+    for unit in range(
+        Int(block_idx.x) + sender * n_blocks,
+        n_tokens * n_parts,
+        n_senders * n_blocks,
+    ):
+        var token_idx, part = divmod(unit, n_parts)
+        var dst_rank = -1
+        if lane < top_k:
+            var id = topk_ids[unsafe_offset=token_idx * top_k + lane]
+            if id >= 0 and id < Int32(n_experts):
+                dst_rank = Int(id) // layout.n_local_experts()
+        var is_target = dst_rank >= 0 and dst_rank != my_rank
+        comptime for k in range(top_k):
+            var earlier = warp.shuffle_idx(Int32(dst_rank), UInt32(k))
+            if k < lane and Int(earlier) == dst_rank:
+                is_target = False
+        var targets = warp.vote[DType.uint32](is_target)
+        var is_own = False
+        comptime if not has_input:
+            is_own = fused_shared_expert or any_lane(dst_rank == my_rank)
+        if targets == 0 and not is_own:
+            continue
+        # I1: only this rank writes the tokens of its number.
+        var offset = UInt64(layout.token_offset(my_rank, token_idx))
+        comptime if is_early:
+            offset = UInt64(layout.early_token_offset(my_rank, token_idx))
+        var address: UInt64 = 0
+        if is_target:
+            address = recv_bufs[unsafe_offset=dst_rank] + offset
+        var begin = part * n_steps // n_parts
+        var end = (part + 1) * n_steps // n_parts
+        for first in range(begin, end, in_flight):
+            var elements = Array[Elements, in_flight](fill=0)
+            comptime for i in range(in_flight):
+                var vector = (first + i) * WARP_SIZE + lane
+                if first + i < end and vector < n_vectors:
+                    elements[i] = tokens.unsafe_load[
+                        width=n_elements, alignment=MESSAGE_ALIGN
+                    ](
+                        token_idx * token_fmt_type.hidden_size
+                        + vector * n_elements
+                    )
+            if is_waiting:
+                # I3, for tokens.
+                if not _await_readers[n_experts, layout](
+                    launch, counts, counters
+                ):
+                    return
+                comptime if is_early:
+                    # Entries first: they are few, and receivers need them all.
+                    while (
+                        block_peek(launch.control.unsafe_offset(_INDEXED))
+                        < N_INDEX_WARPS
+                    ):
+                        pass
+                is_waiting = False
+            var values = Array[LaneBytes, in_flight](fill=0)
+            var scales = Array[LaneBytes, in_flight](fill=0)
+            encode_steps[input_type, token_fmt_type, False](
+                elements, values, scales, 1, lane
+            )
+            var rest = targets
+            while rest != 0:
+                var k = Int(count_trailing_zeros(rest))
+                rest &= rest - 1
+                _store_steps[token_fmt_type, is_early](
+                    shuffle_address(address, k),
+                    first,
+                    end,
+                    values,
+                    scales,
+                    lane,
+                )
+            if is_own:
+                _store_steps[token_fmt_type, is_early](
+                    recv_bufs[unsafe_offset=my_rank] + offset,
+                    first,
+                    end,
+                    values,
+                    scales,
+                    lane,
+                )
+        comptime if not is_early:
+            syncwarp()
+            # I2: a part's flag is published after all of the part.
+            var flag = layout.chunk_flag_offset(my_rank, token_idx, part)
+            if is_target:
+                publish(
+                    flag_at(bytes_at(recv_bufs[unsafe_offset=dst_rank]), flag),
+                    generation,
+                    0,
+                )
+            if is_own and lane == 0:
+                publish(
+                    flag_at(bytes_at(recv_bufs[unsafe_offset=my_rank]), flag),
+                    generation,
+                    0,
+                )
+
+
+@always_inline
+def _send[
+    input_type: DType,
+    n_experts: Int,
+    layout: RegionLayout,
+    token_fmt_type: TokenFormat,
+    fused_shared_expert: Bool,
+    has_input: Bool,
+](
+    tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    n_senders: Int,
+):
+    """Deals the sending half to the warps of a block.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        fused_shared_expert: Whether this rank receives all of its tokens.
+        has_input: Whether this rank reads its own tokens from `tokens`.
+
+    Args:
+        tokens: `[n_tokens][hidden_size]`.
+        topk_ids: `[n_tokens][top_k]`.
+        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+        n_tokens: Tokens to send.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        n_senders: Warps that send.
+    """
+    if launch.warp_idx < N_INDEX_WARPS:
+        _index_choices[n_experts, layout](
+            topk_ids,
+            router_weights,
+            n_tokens,
+            recv_bufs,
+            counts,
+            launch,
+            counters,
+        )
+        syncwarp()
+        if launch.lane == 0:
+            _ = block_add(launch.control.unsafe_offset(_INDEXED), 1)
+        return
+    var sender = launch.warp_idx - N_INDEX_WARPS
+    if sender >= n_senders:
+        return
+    if n_tokens <= layout.n_early_tokens():
+        _send_tokens[
+            input_type,
+            n_experts,
+            layout,
+            token_fmt_type,
+            fused_shared_expert,
+            has_input,
+            True,
+        ](
+            tokens,
+            topk_ids,
+            n_tokens,
+            recv_bufs,
+            counts,
+            launch,
+            counters,
+            sender,
+            n_senders,
+        )
+        return
+    comptime if layout.max_tokens_per_rank > layout.n_early_tokens():
+        _send_tokens[
+            input_type,
+            n_experts,
+            layout,
+            token_fmt_type,
+            fused_shared_expert,
+            has_input,
+            False,
+        ](
+            tokens,
+            topk_ids,
+            n_tokens,
+            recv_bufs,
+            counts,
+            launch,
+            counters,
+            sender,
+            n_senders,
+        )
+
+
+# ---------------------------------------------------------- the receiving half
+
+
+@always_inline
+def _read_numbers[
+    n_experts: Int, layout: RegionLayout
+](
+    n_tokens_of: SharedInts,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    generation: UInt32,
+) -> Bool:
+    """Waits for the numbers of tokens of all sources, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        n_tokens_of: Result: tokens of each source, and behind them the most.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        generation: The generation to wait for.
+
+    Returns:
+        Whether all came; the same in all lanes.
+    """
+    var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
+    var is_late = False
+    var most: Int32 = 0
+    for src_rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+        var flag = flag_at(my_counts, layout.dispatch_n_tokens_offset(src_rank))
+        var word = peek_number(flag)
+        var spins = 0
+        while generation_of(word) != generation:
+            spins += 1
+            if (
+                spins % SPINS_BETWEEN_LOOKS == 0
+                and launch.deadline.has_passed()
+            ):
+                note_failure(
+                    counters.failure(),
+                    NO_COUNT,
+                    _RECEIVE,
+                    src_rank,
+                    -1,
+                    generation,
+                    word,
+                )
+                is_late = True
+                break
+            word = peek_number(flag)
+        var n = 0 if is_late else count_of(word)
+        n_tokens_of[unsafe_offset=src_rank] = Int32(n)
+        most = max(most, Int32(n))
+        comptime if layout.is_reduced():
+            if block_idx.x == 0:
+                counters.received_tokens(layout)[
+                    unsafe_offset=src_rank
+                ] = Int32(n)
+    most = warp.max(most)
+    if launch.lane == 0:
+        n_tokens_of[unsafe_offset=layout.n_ranks] = most
+    return not any_lane(is_late)
+
+
+@always_inline
+def _await_entry[
+    n_experts: Int, layout: RegionLayout
+](
+    recv_buf: BytePointer,
+    src_rank: Int,
+    choice: Int,
+    generation: UInt32,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+) -> LaneBytes:
+    """Waits for an entry, with one lane.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        recv_buf: This rank's recv buffer.
+        src_rank: Rank of the token.
+        choice: The choice on that rank.
+        generation: The generation to wait for.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Its words; of another generation if it did not come.
+    """
+    var p = recv_buf.unsafe_offset(layout.entry_offset(src_rank, choice))
+    var spins = 0
+    while True:
+        var bytes: LaneBytes
+        comptime if layout.is_reduced():
+            bytes = peek_16(p)
+        else:
+            var word = peek_number(flag_at(p, 0))
+            bytes = bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](word, 0))
+        if bytes[1] == generation:
+            return bytes
+        spins += 1
+        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
+            note_failure(
+                counters.failure(),
+                NO_MESSAGE,
+                _RECEIVE,
+                src_rank,
+                -1,
+                generation,
+                flag_word(bytes[1], 0),
+            )
+            return bytes
+
+
+@always_inline
+def _load_steps[
+    n_experts: Int, layout: RegionLayout, in_flight: Int, n_vectors: Int
+](
+    mut parts: Array[LaneBytes, in_flight],
+    from_: BytePointer,
+    is_early: Bool,
+    first: Int,
+    end: Int,
+    stride: Int,
+    src_rank: Int,
+    generation: UInt32,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+) -> Bool:
+    """Loads some 16 bytes of a token a lane; early ones as they come.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        in_flight: Loads of a lane.
+        n_vectors: 16 bytes that there are.
+
+    Args:
+        parts: Result.
+        from_: Where from.
+        is_early: Whether the data is its own flag, to be put back.
+        first: First 16 bytes of this lane.
+        end: Behind the last of the part.
+        stride: 16 bytes from one load of a lane to its next.
+        src_rank: Whose token it is.
+        generation: The generation that is received.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Whether all came; this lane's.
+    """
+    var is_there = True
+    if not is_early:
+        comptime for i in range(in_flight):
+            var vector = first + i * stride
+            if vector < end and vector < n_vectors:
+                parts[i] = load16(from_.unsafe_offset(vector * MESSAGE_ALIGN))
+        return True
+    comptime for i in range(in_flight):
+        var vector = first + i * stride
+        if vector < end and vector < n_vectors:
+            parts[i] = peek_16(from_.unsafe_offset(vector * MESSAGE_ALIGN))
+    comptime for i in range(in_flight):
+        var vector = first + i * stride
+        if vector < end and vector < n_vectors:
+            var p = from_.unsafe_offset(vector * MESSAGE_ALIGN)
+            var spins = 0
+            while parts[i][3] == EMPTY:
+                spins += 1
+                if (
+                    spins % SPINS_BETWEEN_LOOKS == 0
+                    and launch.deadline.has_passed()
+                ):
+                    note_failure(
+                        counters.failure(),
+                        NO_MESSAGE,
+                        _RECEIVE,
+                        src_rank,
+                        -1,
+                        generation,
+                        0,
+                    )
+                    is_there = False
+                    break
+                parts[i] = peek_16(p)
+            # I3: whoever writes here next has seen a later done word.
+            store16(p, LaneBytes(EMPTY))
+    return is_there
+
+
+@always_inline
+def _receive_tokens[
+    n_experts: Int,
+    layout: RegionLayout,
+    token_fmt_type: TokenFormat,
+    fused_shared_expert: Bool,
+    has_input: Bool,
+](
+    rows: token_fmt_type.Rows,
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    own_tokens: UInt64,
+    pair_rows: SharedInts,
+    n_tokens_of: SharedInts,
+    recv_bufs: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    generation: UInt32,
+):
+    """Turns tokens into rows as they arrive, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        fused_shared_expert: Whether this rank's tokens come first.
+        has_input: Whether its tokens are read from `own_tokens`.
+
+    Args:
+        rows: The output tensors.
+        src_info: `[n_rows_max][2]`.
+        own_tokens: Address of this rank's tokens; read if `has_input`.
+        pair_rows: First row of each pair.
+        n_tokens_of: Tokens of each source, and the most.
+        recv_bufs: All ranks' recv buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        generation: The generation to receive.
+    """
+    comptime n_ranks = layout.n_ranks
+    comptime top_k = layout.top_k
+    comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
+    comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
+    comptime in_flight = ACCESSES_IN_FLIGHT
+    var lane = launch.lane
+    var my_rank = launch.my_rank
+    var first_expert = my_rank * layout.n_local_experts()
+    var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
+    var most = Int(n_tokens_of[unsafe_offset=n_ranks])
+    var n_parts = min(N_CHUNKS, n_steps)
+    if most <= layout.n_early_tokens():
+        n_parts = n_early_parts(most, n_steps)
+    var n_items = most * n_ranks * n_parts
+    while True:
+        var turn: UInt32 = 0
+        if lane == 0:
+            turn = block_add(launch.control.unsafe_offset(_NEXT_ITEM), 1)
+        turn = warp.shuffle_idx(turn, UInt32(0))
+        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        if item >= n_items:
+            return
+        var place, part = divmod(item, n_parts)
+        var token_idx, src_rank = divmod(place, n_ranks)
+        var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
+        if token_idx >= n_tokens:
+            continue
+        var row = NO_ROW
+        var is_sent_here = False
+        var is_late = False
+        if lane < top_k:
+            var choice = layout.choice(token_idx, lane)
+            var entry = _await_entry[n_experts, layout](
+                recv_buf, src_rank, choice, generation, launch, counters
+            )
+            is_late = entry[1] != generation
+            var words = bitcast[DType.uint64, 2](entry)
+            var local_expert = expert_of_entry(words[0]) - first_expert
+            var position = position_of_entry(words[0])
+            is_sent_here = (
+                0 <= local_expert
+                and local_expert < layout.n_local_experts()
+                and not is_late
+            )
+            if is_sent_here and position != NO_POSITION:
+                row = pair_rows[
+                    unsafe_offset=layout.pair(local_expert, src_rank)
+                ] + Int32(position)
+            if part == 0:
+                if row != NO_ROW:
+                    src_info[unsafe_offset=2 * Int(row)] = Int32(token_idx)
+                    src_info[unsafe_offset=2 * Int(row) + 1] = Int32(lane)
+                comptime if layout.is_reduced():
+                    counters.received_rows(layout, src_rank)[
+                        unsafe_offset=choice
+                    ] = row
+                    counters.received_weights(layout, src_rank)[
+                        unsafe_offset=choice
+                    ] = weight_of_word(words[1])
+        if any_lane(is_late):
+            counters.set_broken()
+            return
+        var wanted = warp.vote[DType.uint32](row != NO_ROW)
+        var is_shared = fused_shared_expert and src_rank == my_rank
+        if not is_shared and not any_lane(is_sent_here):
+            continue
+        comptime if fused_shared_expert:
+            if is_shared and part == 0 and lane == 0:
+                src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
+                src_info[unsafe_offset=2 * token_idx + 1] = -1
+
+        var is_early = n_tokens <= layout.n_early_tokens()
+        var token = recv_buf.unsafe_offset(
+            layout.early_token_offset(
+                src_rank, token_idx
+            ) if is_early else layout.token_offset(src_rank, token_idx)
+        )
+        var is_input = False
+        comptime if has_input:
+            if src_rank == my_rank:
+                is_input = True
+                is_early = False
+                token = bytes_at(
+                    own_tokens
+                    + UInt64(token_idx) * UInt64(token_fmt_type.value_bytes)
+                )
+        if not is_early and not is_input:
+            var word = await_message[n_experts](
+                flag_at(
+                    recv_buf,
+                    layout.chunk_flag_offset(src_rank, token_idx, part),
+                ),
+                generation,
+                _RECEIVE,
+                src_rank,
+                -1,
+                launch.deadline,
+                counters,
+            )
+            if any_lane(generation_of(word) != generation):
+                counters.set_broken()
+                return
+
+        var begin = part * n_steps // n_parts
+        var end = (part + 1) * n_steps // n_parts
+        for first in range(begin, end, in_flight):
+            var parts = Array[LaneBytes, in_flight](fill=0)
+            var is_there = _load_steps[n_experts, layout, in_flight, n_vectors](
+                parts,
+                token,
+                is_early,
+                first * WARP_SIZE + lane,
+                end * WARP_SIZE,
+                WARP_SIZE,
+                src_rank,
+                generation,
+                launch,
+                counters,
+            )
+            # Lane `i` has the scales of step `i`.
+            var scales = Array[LaneBytes, 1](fill=0)
+            comptime if token_fmt_type.has_scales:
+                var end_here = min(end, first + in_flight)
+                is_there = (
+                    _load_steps[n_experts, layout, 1, n_steps](
+                        scales,
+                        token.unsafe_offset(token_fmt_type.value_bytes),
+                        is_early,
+                        first + lane,
+                        end_here,
+                        1,
+                        src_rank,
+                        generation,
+                        launch,
+                        counters,
+                    )
+                    and is_there
+                )
+            if any_lane(not is_there):
+                counters.set_broken()
+                return
+            var rest = wanted
+            var is_shared_left = is_shared
+            while rest != 0 or is_shared_left:
+                var to_row = token_idx
+                if rest != 0:
+                    var k = count_trailing_zeros(rest)
+                    rest &= rest - 1
+                    to_row = Int(warp.shuffle_idx(row, k))
+                else:
+                    is_shared_left = False
+                var to = token_fmt_type.row_values(rows, to_row)
+                comptime for i in range(in_flight):
+                    var vector = (first + i) * WARP_SIZE + lane
+                    if first + i < end and vector < n_vectors:
+                        store16(
+                            to.unsafe_offset(vector * MESSAGE_ALIGN), parts[i]
+                        )
+                comptime if token_fmt_type.has_scales:
+                    if lane < in_flight and first + lane < end:
+                        token_fmt_type.place_scales(
+                            rows, to_row, first + lane, scales[0]
+                        )
+
+
+@always_inline
+def _receive[
+    num_threads: Int,
+    n_experts: Int,
+    layout: RegionLayout,
+    token_fmt_type: TokenFormat,
+    has_input: Bool,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int,
+    tables: RowTables[layout, ...],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    own_tokens: UInt64,
+    n_own_tokens: Int,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Has a warp of a block take its part in the receiving half.
+
+    Parameters:
+        num_threads: Threads of a block.
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        has_input: Whether own tokens are read from `own_tokens`.
+
+    Args:
+        rows: The output tensors.
+        n_rows_max: Rows they hold.
+        tables: Which row is whose.
+        src_info: `[n_rows_max][2]`.
+        own_tokens: Address of this rank's tokens; read if `has_input`.
+        n_own_tokens: How many they are; read with a fused shared expert.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+    """
+    comptime n_warps = num_threads // WARP_SIZE
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    comptime fused_shared_expert = tables.fused_shared_expert
+    var pair_rows = shared_ints[n_pairs + 1]()
+    var pair_counts = shared_ints[n_pairs]()
+    var n_tokens_of = shared_ints[layout.n_ranks + 1]()
+    var control = launch.control
+    var generation = next_generation(launch.before.dispatch_received())
+    if launch.warp_idx == n_warps - 1:
+        var largest = read_counts[n_experts, layout](
+            pair_rows,
+            pair_counts,
+            tables,
+            n_own_tokens if fused_shared_expert else 0,
+            n_rows_max,
+            bytes_at(counts[unsafe_offset=launch.my_rank]),
+            counters,
+            launch.my_rank,
+            generation,
+            launch.deadline,
+            launch.lane,
+        )
+        if largest < 0:
+            counters.set_broken()
+        syncwarp()
+        if launch.lane == 0:
+            block_publish(
+                control.unsafe_offset(_PAIRS_READY),
+                1 if largest >= 0 else FAILED_PAIRS,
+            )
+    elif launch.warp_idx == n_warps - 2:
+        var are_there = _read_numbers[n_experts, layout](
+            n_tokens_of, counts, launch, counters, generation
+        )
+        if not are_there:
+            counters.set_broken()
+        syncwarp()
+        if launch.lane == 0:
+            block_publish(
+                control.unsafe_offset(_TOKENS_READY),
+                1 if are_there else FAILED_PAIRS,
+            )
+    while block_peek(control.unsafe_offset(_TOKENS_READY)) == 0:
+        pass
+    while block_peek(control.unsafe_offset(_PAIRS_READY)) == 0:
+        pass
+    if (
+        block_peek(control.unsafe_offset(_PAIRS_READY)) == FAILED_PAIRS
+        or block_peek(control.unsafe_offset(_TOKENS_READY)) == FAILED_PAIRS
+    ):
+        return
+    _receive_tokens[
+        n_experts, layout, token_fmt_type, fused_shared_expert, has_input
+    ](
+        rows,
+        src_info,
+        own_tokens,
+        pair_rows,
+        n_tokens_of,
+        recv_bufs,
+        launch,
+        counters,
+        generation,
+    )
+
+
+# ------------------------------------------------------------------ the kernels
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def dispatch_async_kernel[
+    input_type: DType,
+    num_threads: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    token_fmt_type: TokenFormat,
+    protocol: Int,
+    fused_shared_expert: Bool = False,
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int32,
+    recv_buf_ptrs: Array[BytePointer, n_ranks],
+    recv_count_ptrs: Array[FlagPointer, n_ranks],
+    ep_counters: EPLocalSyncCounters[n_experts],
+):
+    """Sends each token to its ranks; returns without waiting for receivers.
+
+    Launch: any grid, `block_dim = num_threads`.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        num_threads: Threads of a block, five warps or more.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        token_fmt_type: Wire format of a token.
+        protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        fused_shared_expert: Whether this rank receives all of its tokens.
+
+    Args:
+        input_tokens: `[n_tokens][hidden_size]`, rows aligned to 16 bytes.
+        topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert.
+        router_weights: `[n_tokens][top_k]`; read by `RANK_SLOTS_REDUCED`.
+        n_tokens: In `[0, max_tokens_per_rank]`.
+        recv_buf_ptrs: All ranks' recv buffers.
+        recv_count_ptrs: All ranks' counts buffers.
+        ep_counters: This rank's local words.
+
+    Safety:
+        All buffers must be mapped and peer-writable until every receiver has
+        returned from its wait.
+    """
+    comptime layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
+    ]()
+    comptime n_warps = num_threads // WARP_SIZE
+    var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
+    var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
+    var launch = start_launch[layout, _N_CONTROL](ep_counters, _SEND)
+    if not launch.can_go:
+        return
+    if is_last_to_start(launch, ep_counters, n_warps):
+        var generation = next_generation(launch.before.dispatch_sent())
+        ep_counters.set_n_tokens(generation, Int(n_tokens))
+        ep_counters.set_dispatch_sent(generation)
+    publish_earlier_reads[layout](launch, counts, n_warps)
+    _send[
+        input_type,
+        n_experts,
+        layout,
+        token_fmt_type,
+        fused_shared_expert,
+        False,
+    ](
+        input_tokens,
+        topk_ids,
+        router_weights,
+        Int(n_tokens),
+        recv_bufs,
+        counts,
+        launch,
+        ep_counters,
+        n_warps - N_INDEX_WARPS,
+    )
+    # AFTER: this generation's entries, counts and tokens are on their way.
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def dispatch_wait_kernel[
+    num_threads: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    token_fmt_type: TokenFormat,
+    protocol: Int,
+    is_padded: Bool = False,
+    fused_shared_expert: Bool = False,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int32,
+    tables: RowTables[
+        dispatch_layout_of[
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
+        ](),
+        is_padded,
+        fused_shared_expert,
+    ],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    recv_buf_ptrs: Array[BytePointer, n_ranks],
+    recv_count_ptrs: Array[FlagPointer, n_ranks],
+    ep_counters: EPLocalSyncCounters[n_experts],
+):
+    """Turns the tokens into rows sorted by expert, as they arrive.
+
+    Launch: any grid, `block_dim = num_threads`.
+
+    Parameters:
+        num_threads: Threads of a block, five warps or more.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        token_fmt_type: Wire format of a token.
+        protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        is_padded: Whether each expert's rows stand by themselves.
+        fused_shared_expert: Whether this rank's tokens come first.
+
+    Args:
+        rows: The output tensors, `n_rows_max` rows.
+        n_rows_max: Rows there is room for.
+        tables: The output tensors that say which row is whose.
+        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
+            expert token, -1.
+        recv_buf_ptrs: All ranks' recv buffers.
+        recv_count_ptrs: All ranks' counts buffers.
+        ep_counters: This rank's local words.
+    """
+    comptime layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
+    ]()
+    var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
+    var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
+    var launch = start_launch[layout, _N_CONTROL](ep_counters, _RECEIVE)
+    if not launch.can_go:
+        if block_idx.x == 0:
+            write_no_rows(tables, Int(thread_idx.x), num_threads)
+        return
+    var generation = next_generation(launch.before.dispatch_received())
+    _receive[num_threads, n_experts, layout, token_fmt_type, False](
+        rows,
+        Int(n_rows_max),
+        tables,
+        src_info,
+        0,
+        launch.before.n_tokens(generation),
+        recv_bufs,
+        counts,
+        launch,
+        ep_counters,
+    )
+    if not is_last_block(ep_counters):
+        return
+    if launch.lane == 0:
+        ep_counters.set_dispatch_received(generation)
+    # Ranks that run one after another may send again before the next launch of
+    # this one.
+    publish_done[n_ranks, False](
+        counts,
+        launch.my_rank,
+        layout.dispatch_done_offset(launch.my_rank),
+        generation,
+        launch.lane,
+    )
+    # AFTER: rows are complete; every source may overwrite its tokens here.
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
+def dispatch_kernel[
+    input_type: DType,
+    num_threads: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    token_fmt_type: TokenFormat,
+    protocol: Int,
+    is_padded: Bool = False,
+    fused_shared_expert: Bool = False,
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int32,
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int32,
+    tables: RowTables[
+        dispatch_layout_of[
+            token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
+        ](),
+        is_padded,
+        fused_shared_expert,
+    ],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    recv_buf_ptrs: Array[BytePointer, n_ranks],
+    recv_count_ptrs: Array[FlagPointer, n_ranks],
+    ep_counters: EPLocalSyncCounters[n_experts],
+):
+    """Sends and receives in one launch; all ranks must run at the same time.
+
+    Launch: a grid whose blocks are all resident at once,
+    `block_dim = num_threads`.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        num_threads: Threads of a block, five warps or more.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        token_fmt_type: Wire format of a token.
+        protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        is_padded: Whether each expert's rows stand by themselves.
+        fused_shared_expert: Whether this rank's tokens come first.
+
+    Args:
+        input_tokens: As in `dispatch_async_kernel`.
+        topk_ids: Likewise.
+        router_weights: Likewise.
+        n_tokens: Likewise.
+        rows: As in `dispatch_wait_kernel`.
+        n_rows_max: Likewise.
+        tables: Likewise.
+        src_info: Likewise.
+        recv_buf_ptrs: All ranks' recv buffers.
+        recv_count_ptrs: All ranks' counts buffers.
+        ep_counters: This rank's local words.
+    """
+    comptime layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
+    ]()
+    comptime n_warps = num_threads // WARP_SIZE
+    comptime has_input = token_fmt_type.is_identity[input_type]()
+    var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
+    var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
+    var launch = start_launch[layout, _N_CONTROL](ep_counters, _SEND)
+    if not launch.can_go:
+        if block_idx.x == 0:
+            write_no_rows(tables, Int(thread_idx.x), num_threads)
+        return
+    if is_last_to_start(launch, ep_counters, n_warps):
+        var generation = next_generation(launch.before.dispatch_sent())
+        ep_counters.set_n_tokens(generation, Int(n_tokens))
+        ep_counters.set_dispatch_sent(generation)
+        ep_counters.set_dispatch_received(
+            next_generation(launch.before.dispatch_received())
+        )
+    publish_earlier_reads[layout](launch, counts, n_warps)
+    _send[
+        input_type,
+        n_experts,
+        layout,
+        token_fmt_type,
+        fused_shared_expert,
+        has_input,
+    ](
+        input_tokens,
+        topk_ids,
+        router_weights,
+        Int(n_tokens),
+        recv_bufs,
+        counts,
+        launch,
+        ep_counters,
+        n_send_warps(
+            Int(n_tokens), Int(n_tokens) <= layout.n_early_tokens(), n_warps
+        ),
+    )
+    _receive[num_threads, n_experts, layout, token_fmt_type, has_input](
+        rows,
+        Int(n_rows_max),
+        tables,
+        src_info,
+        UInt64(Int(input_tokens)),
+        Int(n_tokens),
+        recv_bufs,
+        counts,
+        launch,
+        ep_counters,
+    )
+    # AFTER: rows are complete; the next launch of this rank says so.
