@@ -169,6 +169,7 @@ def check_combine(
     *,
     is_fp8: bool,
     exact: bool,
+    reduced_on: int | None = None,
 ) -> None:
     """Compares one rank's sums with the oracle.
 
@@ -185,6 +186,8 @@ def check_combine(
         n_ranks: Ranks of the group.
         is_fp8: Whether experts return their rank's row.
         exact: See the module.
+        reduced_on: With reduced combine, the rank whose sums they are: the
+            parts of the others were rounded to bfloat16.
 
     Raises:
         CheckError: If anything differs.
@@ -203,9 +206,20 @@ def check_combine(
         return np.broadcast_to(row, rows.shape).copy()
 
     picked = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLE, len(x))).astype(int))
-    sums = reference.moe(
-        reference.bfloat16_to_float32(x[picked]), ids[picked], weights[picked], expert
-    )
+    x_picked = reference.bfloat16_to_float32(x[picked])
+
+    def sums_on(rank: int) -> np.ndarray:
+        there = np.where(ids[picked] // n_local == rank, ids[picked], -1)
+        return reference.moe(x_picked, there, weights[picked], expert)
+
+    if reduced_on is None:
+        sums = reference.moe(x_picked, ids[picked], weights[picked], expert)
+    else:
+        sums = sums_on(reduced_on)
+        for rank in range(n_ranks):
+            if rank != reduced_on:
+                sent = reference.float32_to_bfloat16(sums_on(rank))
+                sums = sums + reference.bfloat16_to_float32(sent)
     bits = got[torch.from_numpy(picked).to(got.device)].cpu().view(torch.int16)
     _require(
         np.array_equal(

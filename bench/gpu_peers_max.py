@@ -6,7 +6,8 @@ one is the module that is passed in. A chain of L layers is one graph: each
 layer dispatches the tokens, combines the rows of the experts, and its sums are
 the next layer's tokens. The experts are the identity (FP8 rows cannot be
 combined as they are: there, every expert of a rank returns one given row, the
-same for all tokens). Router weights are powers of two, see ``LAYER_FACTORS``.
+same for all tokens). Router weights are powers of two, see ``LAYER_FACTORS``; with
+reduced combine they are given to dispatch.
 
 Graphs are built from types alone, with the number of tokens left open, so that
 they can be compiled where there is no GPU, once for many token counts.
@@ -32,7 +33,7 @@ from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType, TensorValue
 
 from . import gpu_shapes
-from .gpu_shapes import LAYER_FACTORS, Case, Config, summary
+from .gpu_shapes import LAYER_FACTORS, OURS, Case, Config, summary
 
 FORMS = {
     "fused": "ep_dispatch and ep_combine, one op for each GPU",
@@ -46,16 +47,17 @@ FORMS = {
 # dispatch may follow dispatch. MAX's EP does not say that it may.
 DEFAULT_FORMS = {
     "ours": ("fused", "all", "split", "dispatch"),
+    "ours_by_rank": ("fused", "split", "dispatch"),
+    "ours_reduced": ("fused", "split", "dispatch"),
     "max": ("fused", "all", "split"),
 }
 
-_MODULES = {"ours": "max_ep", "max": "max.nn.comm.ep"}
 _N_FACTORS = len(LAYER_FACTORS)
 
 
 def library(peer: str) -> ModuleType:
-    """Returns the module behind ``ours`` or ``max``."""
-    return importlib.import_module(_MODULES[peer])
+    """Returns the module behind a peer."""
+    return importlib.import_module("max_ep" if peer in OURS else "max.nn.comm.ep")
 
 
 def ep_config(config: Config) -> Any:
@@ -75,8 +77,8 @@ def ep_config(config: Config) -> Any:
         node_id=0,
         dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
     )
-    if config.peer == "ours":
-        fields |= dict(target="gpu", timeout_s=5.0)
+    if config.is_ours:
+        fields |= dict(target="gpu", timeout_s=5.0, **OURS[config.peer])
     return library(config.peer).EPConfig(**fields)
 
 
@@ -87,10 +89,11 @@ def graph_of(config: Config, form: str) -> Graph:
     """Builds a chain.
 
     Inputs, each a list with one tensor a rank: tokens ``[n_tokens, hidden]``
-    bfloat16; ids ``[n_tokens, top_k]`` int32; then, but for ``dispatch``, one
-    list for each of ``LAYER_FACTORS`` of weights ``[n_tokens, top_k]`` float32,
-    and for FP8 the experts' rows ``[max_recv_tokens, hidden]`` bfloat16; last
-    the EP inputs.
+    bfloat16; ids ``[n_tokens, top_k]`` int32; then one list for each of
+    ``LAYER_FACTORS`` of weights ``[n_tokens, top_k]`` float32 (not where neither
+    dispatch nor combine takes any), and for FP8 the experts' rows
+    ``[max_recv_tokens, hidden]`` bfloat16 (not for ``dispatch``); last the EP
+    inputs.
 
     Outputs, likewise: the last layer's sums and the first layer's (not for
     ``dispatch``); then for each rank what a dispatch returned without its last
@@ -106,12 +109,12 @@ def graph_of(config: Config, form: str) -> Graph:
 
     inputs = types(DType.bfloat16, ["n_tokens", shape.hidden_size])
     inputs += types(DType.int32, ["n_tokens", shape.top_k])
-    if form != "dispatch":
+    if _takes_weights(config, form):
         for _ in LAYER_FACTORS:
             inputs += types(DType.float32, ["n_tokens", shape.top_k])
-        if config.dtype == "fp8":
-            rows = [group.get_max_recv_tokens(), shape.hidden_size]
-            inputs += types(DType.bfloat16, rows)
+    if form != "dispatch" and config.dtype == "fp8":
+        rows = [group.get_max_recv_tokens(), shape.hidden_size]
+        inputs += types(DType.bfloat16, rows)
     name = f"{config.name}_{form}_l{config.n_layers}"
     with Graph(name, input_types=[*inputs, *manager.input_types()]) as graph:
         values = [value.tensor for value in graph.inputs[: len(inputs)]]
@@ -121,12 +124,15 @@ def graph_of(config: Config, form: str) -> Graph:
         kept: list[tuple[TensorValue, ...]] = []
         first: list[TensorValue] = []
         for layer in range(config.n_layers):
-            outputs = _dispatch(manager, form, x, ids)
+            of_layer = weights[layer % _N_FACTORS] if weights else None
+            with_tokens = of_layer if config.is_reduced else None
+            outputs = _dispatch(manager, form, x, ids, with_tokens)
             if form == "dispatch":
                 kept = outputs
                 continue
             rows = expert_rows[0] if expert_rows else [o[0] for o in outputs]
-            x = _combine(manager, form, rows, weights[layer % _N_FACTORS])
+            with_rows = None if config.is_reduced else of_layer
+            x = _combine(manager, form, rows, with_rows)
             kept, first = kept or outputs, first or x
         if form == "dispatch":
             x = []
@@ -134,30 +140,51 @@ def graph_of(config: Config, form: str) -> Graph:
     return graph
 
 
+def _takes_weights(config: Config, form: str) -> bool:
+    return form != "dispatch" or config.is_reduced
+
+
 def _dispatch(
-    manager: Any, form: str, x: list[TensorValue], ids: list[TensorValue]
+    manager: Any,
+    form: str,
+    x: list[TensorValue],
+    ids: list[TensorValue],
+    weights: list[TensorValue] | None,
 ) -> list[tuple[TensorValue, ...]]:
+    """Dispatches on all ranks; ``weights``: those that go with the tokens."""
     ranks = list(range(len(x)))
+
+    def more(i: int) -> dict:
+        return {} if weights is None else {"router_weight": weights[i]}
+
     if form == "all":
         return manager.ep_dispatch_all(x, ids, ranks)
     if form == "split":
         for i in ranks:
-            manager.ep_dispatch_async(x[i], ids[i], i)
+            manager.ep_dispatch_async(x[i], ids[i], i, **more(i))
         return [manager.ep_dispatch_wait(i) for i in ranks]
-    return [manager.ep_dispatch(x[i], ids[i], i) for i in ranks]
+    return [manager.ep_dispatch(x[i], ids[i], i, **more(i)) for i in ranks]
 
 
 def _combine(
-    manager: Any, form: str, rows: list[TensorValue], weights: list[TensorValue]
+    manager: Any,
+    form: str,
+    rows: list[TensorValue],
+    weights: list[TensorValue] | None,
 ) -> list[TensorValue]:
+    """Combines on all ranks; ``weights`` is None if dispatch has them."""
     ranks = list(range(len(rows)))
+
+    def of(i: int) -> TensorValue | None:
+        return None if weights is None else weights[i]
+
     if form == "all":
         return manager.ep_combine_all(rows, weights, ranks)
     if form == "split":
         for i in ranks:
             manager.ep_combine_async(rows[i], i)
-        return [manager.ep_combine_wait(weights[i], i) for i in ranks]
-    return [manager.ep_combine(rows[i], weights[i], i) for i in ranks]
+        return [manager.ep_combine_wait(of(i), i) for i in ranks]
+    return [manager.ep_combine(rows[i], of(i), i) for i in ranks]
 
 
 # ------------------------------------------------------------- compile, without GPU
@@ -261,10 +288,8 @@ def make_data(case: Case, seed: int, *, exact_weights: bool) -> Data:
     shape, n = case.config.shape, case.config.n_ranks
     ids = gpu_shapes.expert_ids(shape, case.routing, n, case.n_tokens, seed)
     if exact_weights:
-        weights = [
-            [np.full(i.shape, factor / shape.top_k, np.float32) for i in ids]
-            for factor in LAYER_FACTORS
-        ]
+        whole = [gpu_shapes.exact_weights(shape, n, i) for i in ids]
+        weights = [[w * np.float32(f) for w in whole] for f in LAYER_FACTORS]
     else:
         random = gpu_shapes.router_weights(shape, n, case.n_tokens, seed)
         weights = [random] * _N_FACTORS
@@ -358,9 +383,10 @@ class Runner:
             return [buffer.to(device) for buffer, device in zip(here, self.devices)]
 
         inputs = put([from_bits(x) for x in data.x]) + put(data.ids)
-        if form != "dispatch":
+        if _takes_weights(self.config, form):
             for weights in data.weights:
                 inputs += put(weights)
+        if form != "dispatch":
             inputs += self._expert_rows
         self.synchronize()
         return [*inputs, *self._comm.model_inputs()]
@@ -387,7 +413,7 @@ class Runner:
         )
 
         config, n = self.config, self.config.n_ranks
-        is_fp8, exact = config.dtype == "fp8", config.peer == "ours"
+        is_fp8, exact = config.dtype == "fp8", config.is_ours
         sums, kept = (
             ([], outputs)
             if form == "dispatch"
@@ -423,6 +449,7 @@ class Runner:
                     n,
                     is_fp8=is_fp8,
                     exact=exact,
+                    reduced_on=rank if config.is_reduced else None,
                 )
 
     def _check_chain(

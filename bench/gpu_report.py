@@ -19,8 +19,19 @@ from typing import Any
 from . import gpu_shapes
 from .gpu_shapes import Case
 
-PEER_NAMES = {"ours": "max_ep", "max": "MAX", "nccl": "NCCL"}
-_OURS_SCHEMES = {"expert_slots": "slots", "rank_slots": "dedup", "gather": "gather"}
+PEER_NAMES = {
+    "ours": "max_ep expert_slots",
+    "ours_by_rank": "max_ep rank_slots",
+    "ours_reduced": "max_ep reduced",
+    "max": "MAX",
+    "nccl": "NCCL",
+}
+_SCHEMES = {
+    "ours": "slots",
+    "ours_by_rank": "dedup+slots",
+    "ours_reduced": "dedup",
+    "max": "slots",
+}
 
 METHOD = """\
 - One layer is a dispatch and the combine of what the experts return; a chain of
@@ -30,6 +41,9 @@ METHOD = """\
   the first process's begin to the last one's end). Launching the chain and
   noticing its end are in it.
 - `captured` replays the chain as device graphs, `eager` runs it op by op.
+- `rank_slots` sends a token once to each rank and takes the rows back one by
+  one; `reduced` gives the router weights to dispatch and takes one bfloat16
+  partial sum a (token, rank) back.
 - Experts are the identity; for FP8 dispatch every expert of a rank returns one
   given bfloat16 row. Combine is bfloat16. No matmul, no router.
 - `max_tokens_per_rank` is a compile-time size: 128, 512 or 4096, the least that
@@ -43,7 +57,8 @@ METHOD = """\
 - Wire bytes: rows that cross a link, of the busiest rank in its busier
   direction, dispatch and combine together, by the peer's own scheme (`slots`:
   one row a remote (token, choice); `dedup`: one a (token, remote rank);
-  `gather`: all to all). Logical bytes: one row a (token, choice), local ones
+  `gather`: all to all; `dedup+slots`: there and back). Logical bytes: one row a
+  (token, choice), local ones
   too, mean over the ranks. Headers and flags are not counted.
 - Before and after timing a chain runs eagerly on other inputs, and its first
   layer is compared with the oracle: max_ep in order and bit for bit, MAX as the
@@ -52,11 +67,11 @@ METHOD = """\
 """
 
 
-def scheme_of(peer: str, form: str, protocol: str = "expert_slots") -> str:
+def scheme_of(peer: str, form: str) -> str:
     """Returns how a peer's rows travel, see ``bench.gpu_shapes.SCHEMES``."""
     if peer == "nccl":
         return {"all_gather": "gather", "all_to_all": "dedup"}[form]
-    return _OURS_SCHEMES[protocol] if peer == "ours" else "slots"
+    return _SCHEMES[peer]
 
 
 def row_of(case: Case, form: str, result: dict, links: dict | None) -> dict:
@@ -66,12 +81,12 @@ def row_of(case: Case, form: str, result: dict, links: dict | None) -> dict:
         case: What was measured.
         form: In which form.
         result: ``captured`` and ``eager`` (``median`` and ``p95``), perhaps
-            ``kernels`` and ``protocol``; or ``error``.
+            ``kernels``; or ``error``.
         links: What ``measure_links`` returned, if it ran.
     """
     config, shape = case.config, case.config.shape
     ids = gpu_shapes.expert_ids(shape, case.routing, config.n_ranks, case.n_tokens)
-    scheme = scheme_of(config.peer, form, result.get("protocol", "expert_slots"))
+    scheme = scheme_of(config.peer, form)
     traffic = gpu_shapes.bytes_moved(shape, config.dtype, ids, scheme)
     uneven = gpu_shapes.imbalance(shape, ids)
     row: dict[str, Any] = {
@@ -258,10 +273,12 @@ def tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
                 if any(cells):
                     lines.append([name, f"{what} GB/s", *cells])
         for peer in ("max", "nccl"):
-            pairs = [(best(group, "ours", n), best(group, peer, n)) for n in sizes]
-            if any(a and b for a, b in pairs):
-                cells = [f"{b / a:.2f}x" if a and b else "" for a, b in pairs]
-                lines.append([f"{PEER_NAMES[peer]} / max_ep", "best captured", *cells])
+            for ours in gpu_shapes.OURS:
+                pairs = [(best(group, ours, n), best(group, peer, n)) for n in sizes]
+                if any(a and b for a, b in pairs):
+                    cells = [f"{b / a:.2f}x" if a and b else "" for a, b in pairs]
+                    name = f"{PEER_NAMES[peer]} / {PEER_NAMES[ours]}"
+                    lines.append([name, "best captured", *cells])
         lines.append(
             [
                 "imbalance",
@@ -386,7 +403,7 @@ def plot(path: Path, about: dict, rows: list[dict]) -> bool:
     figure, axes = pyplot.subplots(
         n_lines, n_columns, figsize=(7 * n_columns, 4.5 * n_lines), squeeze=False
     )
-    styles = {"ours": "-o", "max": "--s", "nccl": ":^"}
+    styles = {"max": "--s", "nccl": ":^"}
     for axis in axes.flat[len(groups) :]:
         axis.axis("off")
     for axis, (key, group) in zip(axes.flat, groups.items()):
@@ -395,7 +412,7 @@ def plot(path: Path, about: dict, rows: list[dict]) -> bool:
             axis.plot(
                 sizes,
                 [of_size[n]["captured_us"] for n in sizes],
-                styles[peer],
+                styles.get(peer, "-o"),
                 label=f"{PEER_NAMES[peer]} {form}",
             )
         axis.set(

@@ -39,6 +39,7 @@ from typing import Any
 from . import gpu_report
 from .gpu_shapes import (
     DTYPES,
+    OURS,
     ROUTINGS,
     SHAPES,
     TOKENS,
@@ -47,7 +48,7 @@ from .gpu_shapes import (
     max_tokens_for,
 )
 
-PEERS = ("ours", "max", "nccl")
+PEERS = (*OURS, "max", "nccl")
 _ROOT = Path(__file__).resolve().parent.parent
 _MAX_RESTARTS = 6
 _MARK = "@@ "
@@ -124,7 +125,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         for n_tokens in sorted(options.tokens)
         for routing in options.routings
         # MAX's EP needs two ranks, and NCCL has nothing to do for one.
-        if n_ranks > 1 or peer == "ours"
+        if n_ranks > 1 or peer in OURS
     ]
     return sorted(cases, key=lambda case: case.config.max_tokens)
 
@@ -172,7 +173,7 @@ def _compile_all(options: argparse.Namespace) -> None:
 
 def _sources(peer: str) -> str:
     """Names what the graphs were compiled from; ours change with the checkout."""
-    if peer != "ours":
+    if peer not in OURS:
         return ""
     from max_ep.extension import sources_hash
 
@@ -478,7 +479,6 @@ def _graph_child(spec: dict) -> None:
             for case, form in todo:
                 write(case, form, {"error": _cause(e)})
             continue
-        protocol = getattr(gpu_peers_max.ep_config(config), "protocol", "expert_slots")
         for case, form in todo:
             name = f"{case.name} {form}"
             _say({"start": name})
@@ -494,7 +494,7 @@ def _graph_child(spec: dict) -> None:
                     note,
                     with_profiler=spec["with_profiler"],
                 )
-                write(case, form, {**result, "protocol": protocol})
+                write(case, form, result)
             except Exception as e:
                 write(case, form, {"error": _cause(e)})
         runner.close()

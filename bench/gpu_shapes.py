@@ -51,6 +51,13 @@ ROUTINGS = ("uniform", "zipf")
 TOKENS = (1, 8, 32, 128, 512, 4096)
 """Tokens a rank."""
 
+OURS = {
+    "ours": {"protocol": "expert_slots"},
+    "ours_by_rank": {"protocol": "rank_slots"},
+    "ours_reduced": {"protocol": "rank_slots", "combine_mode": "reduced"},
+}
+"""Peers that are this library, and what their ``EPConfig`` says."""
+
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
 _LAYERS = {128: 64, 512: 24, 4096: 12}
@@ -61,7 +68,7 @@ class Config:
     """What one set of compiled graphs is for."""
 
     peer: str
-    """``ours``, ``max`` or ``nccl``."""
+    """One of :data:`OURS`, ``max`` or ``nccl``."""
     n_ranks: int
     shape_name: str
     dtype: str
@@ -71,6 +78,15 @@ class Config:
     @property
     def shape(self) -> Shape:
         return SHAPES[self.shape_name]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.peer in OURS
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the router weights go with dispatch."""
+        return OURS.get(self.peer, {}).get("combine_mode") == "reduced"
 
     @property
     def n_layers(self) -> int:
@@ -200,11 +216,48 @@ def router_weights(
 LAYER_FACTORS = (2.0, 2.0, 0.25)
 """Layer ``l`` of a chain multiplies its tokens by ``LAYER_FACTORS[l % 3]``.
 
-The weights of a layer are ``factor / top_k``. All are powers of two and the
-rows of a token are equal, so every sum is exact in any order and the chain's
-result is its input times :func:`chain_factor`, bit for bit; a value left over
-from one of the two layers before has another magnitude and shows.
+The weights of a layer are :func:`exact_weights` times that. The rows of a token
+are equal, so every sum is exact, in any order and also where each rank's part
+of it is rounded to bfloat16 on the way; the chain's result is its input times
+:func:`chain_factor`, bit for bit. A value left over from one of the two layers
+before has another magnitude and shows.
 """
+
+
+def exact_weights(shape: Shape, n_ranks: int, ids: np.ndarray) -> np.ndarray:
+    """Makes weights of one rank's tokens that are powers of two and sum to 1.
+
+    Those of the choices on one rank sum to a power of two as well: the ranks
+    of a token share 1 by halves (1/2, 1/4, ..., and the last one twice), and
+    the choices on a rank share its part likewise.
+
+    Args:
+        shape: Gives ``n_experts``.
+        n_ranks: Ranks of the group.
+        ids: ``int32 [n_tokens, top_k]`` in ``[0, n_experts)``.
+
+    Returns:
+        ``float32 [n_tokens, top_k]``.
+    """
+    n_local = reference.n_local_experts(shape.n_experts, n_ranks)
+    rank_of = ids // n_local
+    top_k = ids.shape[1]
+    # Of each choice: how many on the same rank came before it, and come at all.
+    same = rank_of[:, :, np.newaxis] == rank_of[:, np.newaxis, :]
+    earlier = np.tril(np.ones((top_k, top_k), bool), -1)
+    place, n_same = (same & earlier).sum(axis=2), same.sum(axis=2)
+    # Of each choice's rank: how many ranks were met before, and are met at all.
+    is_first = place == 0
+    first_of = (same & is_first[:, np.newaxis, :]).argmax(axis=2)
+    met_before = np.cumsum(is_first, axis=1) - is_first
+    rank_place = np.take_along_axis(met_before, first_of, axis=1)
+    n_met = is_first.sum(axis=1, keepdims=True)
+
+    def halves(place: np.ndarray, n: np.ndarray) -> np.ndarray:
+        return 0.5 ** np.minimum(place + 1, n - 1)
+
+    weights = halves(rank_place, n_met) * halves(place, n_same)
+    return weights.astype(np.float32)
 
 
 def chain_factor(n_layers: int) -> float:
@@ -252,7 +305,8 @@ class Traffic:
 
 SCHEMES = ("slots", "dedup", "gather")
 """How rows travel: one for each remote (token, choice); one for each (token,
-remote rank); every token to every rank."""
+remote rank); every token to every rank. Two with ``+``: dispatch's and
+combine's."""
 
 
 def bytes_moved(
@@ -268,16 +322,19 @@ def bytes_moved(
         shape: Gives the row sizes, see :func:`row_bytes`.
         dtype: One of :data:`DTYPES`.
         ids: Experts of each rank's tokens, ``[n_tokens, top_k]``.
-        scheme: One of :data:`SCHEMES`.
+        scheme: One of :data:`SCHEMES`, or two.
     """
     n_ranks = len(ids)
-    rows = rows_between(shape, ids, scheme)
-    off_diagonal = rows * (1 - np.eye(n_ranks, dtype=rows.dtype))
-    sent, received = off_diagonal.sum(axis=1), off_diagonal.sum(axis=0)
     dispatch, combine = row_bytes(shape, dtype)
-    # Per rank: dispatch sends `sent` and receives `received`; combine the
-    # other way around. A link is full duplex, so the busier direction counts.
-    per_rank = np.maximum(sent, received) * (dispatch + combine)
+    there, _, back = scheme.partition("+")
+    per_rank = np.zeros(n_ranks, np.int64)
+    for of_phase, n_bytes in ((there, dispatch), (back or there, combine)):
+        rows = rows_between(shape, ids, of_phase)
+        off_diagonal = rows * (1 - np.eye(n_ranks, dtype=rows.dtype))
+        sent, received = off_diagonal.sum(axis=1), off_diagonal.sum(axis=0)
+        # A rank sends one and receives the other, in combine the other way
+        # around. A link is full duplex, so the busier direction counts.
+        per_rank += np.maximum(sent, received) * n_bytes
     n_choices = sum(int((rank_ids >= 0).sum()) for rank_ids in ids)
     return Traffic(
         logical=n_choices * (dispatch + combine) // n_ranks,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,8 @@ from cases import (
     CASES,
     F32,
     LAYOUT_CASES,
+    RANK_SLOTS_CASES,
+    REDUCED_CASES,
     ROUTINGS,
     Case,
     Inputs,
@@ -41,17 +44,35 @@ from max.graph import BufferType, Graph, ops
 from max_ep import EPBatchManager, EPConfig
 from max_ep.kernels import _order_buffer
 
-LARGE = {
-    c.name: c
-    for c in [
+PROTOCOLS = {
+    "": {},
+    "_by_rank": {"protocol": "rank_slots"},
+    "_reduced": {"protocol": "rank_slots", "combine_mode": "reduced"},
+}
+"""What the names of cases and places end with, and what those cases change."""
+
+
+def in_protocols(cases: list[Case]) -> dict[str, Case]:
+    """Names the cases, in every protocol."""
+    return {
+        f"{c.name}{suffix}": replace(c, name=f"{c.name}{suffix}", **changes)
+        for c in cases
+        for suffix, changes in PROTOCOLS.items()
+    }
+
+
+LARGE = in_protocols(
+    [
         Case("large", 2, 12, 8, 2048, 160),
         Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
         Case("large_padded", 2, 12, 8, 2048, 160, "fp8", output_layout="padded"),
         Case("large_shared", 2, 12, 8, 2048, 320, "fp8", fused_shared_expert=True),
+        # With `rank_slots` ranks with few tokens send otherwise than the rest.
+        Case("large_mixed", 2, 12, 8, 1024, 600),
         Case("large_four", 4, 64, 8, 7168, 512),
         Case("large_four_fp8", 4, 64, 8, 7168, 128, "fp8"),
     ]
-}
+)
 
 
 _FEW_RANKS = [
@@ -60,7 +81,13 @@ _FEW_RANKS = [
     Case("shared_one", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     Case("shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True),
 ]
-ALL_CASES = CASES | LAYOUT_CASES | {c.name: c for c in _FEW_RANKS}
+ALL_CASES = (
+    CASES
+    | LAYOUT_CASES
+    | RANK_SLOTS_CASES
+    | {n.replace("_by_rank_reduced", "_reduced"): c for n, c in REDUCED_CASES.items()}
+    | in_protocols(_FEW_RANKS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +115,7 @@ def two_on_each(case: Case) -> EPConfig:
     return case.config(target="gpu", ranks_per_gpu=2, timeout_s=5)
 
 
-PLACES = {
+_PLACES = {
     "one_gpu": (1, on_one_gpu, round_trip, range(1, 6)),
     "one_rank_fused": (1, on_gpus, fused_round_trip, [1]),
     "two_gpus": (2, on_gpus, round_trip, [2]),
@@ -97,9 +124,25 @@ PLACES = {
     "four_gpus": (4, on_gpus, round_trip, [3, 4]),
     "four_gpus_fused": (4, on_gpus, fused_round_trip, [3, 4]),
 }
+# A graph for each protocol at a place.
+PLACES = {
+    f"{place}{suffix}": (*what, changes)
+    for place, what in _PLACES.items()
+    for suffix, changes in PROTOCOLS.items()
+}
+
+
+def is_of(case: Case, protocol: dict) -> bool:
+    """Tells whether a case is of a protocol of `PROTOCOLS`."""
+    default = {"protocol": "expert_slots", "combine_mode": "unreduced"}
+    return all(getattr(case, k) == v for k, v in (default | protocol).items())
+
+
 CASES_OF = {
-    place: [n for n, c in ALL_CASES.items() if c.n_ranks in n_ranks]
-    for place, (_, _, _, n_ranks) in PLACES.items()
+    place: [
+        n for n, c in ALL_CASES.items() if c.n_ranks in n_ranks and is_of(c, protocol)
+    ]
+    for place, (_, _, _, n_ranks, protocol) in PLACES.items()
 }
 
 
@@ -118,7 +161,7 @@ def groups_at(gpu_session) -> Iterator[Callable]:
 
     def get(place: str) -> Groups:
         if place not in made:
-            _, config, build, _ = PLACES[place]
+            _, config, build, *_ = PLACES[place]
             cases = {n: ALL_CASES[n] for n in CASES_OF[place]}
             made[place] = Groups(
                 gpu_session, f"gpu_{place}", cases, config=config, build=build
@@ -168,25 +211,21 @@ def test_dispatch_copies_any_bits(run_at: Callable, place: str, name: str) -> No
 # ------------------------------------------------------------------ large cases
 
 
+_LARGE_OF_TWO = ["large", "large_fp8", "large_padded", "large_shared", "large_mixed"]
 LARGE_PLACES = {
-    "one_gpu": (
-        1,
-        on_one_gpu,
-        round_trip,
-        ["large", "large_fp8", "large_padded", "large_shared"],
-    ),
-    "two_gpus_fused": (
-        2,
-        on_gpus,
-        fused_round_trip,
-        ["large", "large_fp8", "large_padded", "large_shared"],
-    ),
-    "four_gpus_fused": (
-        4,
-        on_gpus,
-        fused_round_trip,
-        ["large_four", "large_four_fp8"],
-    ),
+    f"{place}{suffix}": (n_gpus, config, build, [f"{name}{suffix}" for name in names])
+    for place, n_gpus, config, build, names in [
+        ("one_gpu", 1, on_one_gpu, round_trip, _LARGE_OF_TWO),
+        ("two_gpus_fused", 2, on_gpus, fused_round_trip, _LARGE_OF_TWO),
+        (
+            "four_gpus_fused",
+            4,
+            on_gpus,
+            fused_round_trip,
+            ["large_four", "large_four_fp8"],
+        ),
+    ]
+    for suffix in PROTOCOLS
 }
 
 
@@ -213,9 +252,15 @@ def test_large_launches(gpu_session, place: str) -> None:
 
 DELAYS_PACKAGE = Path(__file__).parent / "mojo" / "max_ep_tests"
 N_DELAYS = 4
-FOUR = Case("four", 4, 10, 3, 512, 7)
-TWO = Case("two", 2, 5, 3, 512, 7)
-ALONE = Case("alone", 1, 5, 3, 512, 7)
+REPLAYED = in_protocols(
+    [
+        Case("alone", 1, 5, 3, 512, 7),
+        Case("two", 2, 5, 3, 512, 7),
+        # More tokens than those whose data is its own flag.
+        Case("two_more", 2, 5, 3, 128, 300),
+        Case("four", 4, 10, 3, 512, 7),
+    ]
+)
 
 
 def delayed(build: Callable, delays: list) -> Callable:
@@ -272,7 +317,7 @@ def delayed(build: Callable, delays: list) -> Callable:
             marks=pytest.mark.gpu(case.n_ranks),
             id=f"{case.name}-{build.__name__}",
         )
-        for case in (ALONE, TWO, FOUR)
+        for case in REPLAYED.values()
         for build in (round_trip, fused_round_trip)
     ],
 )
@@ -348,22 +393,25 @@ def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> N
 
 
 @pytest.mark.gpu(2)
-def test_a_missing_peer_is_named(gpu_session) -> None:
+@pytest.mark.parametrize("suffix", PROTOCOLS)
+def test_a_missing_peer_is_named(gpu_session, suffix: str) -> None:
     """Rank 1 does not send: rank 0 ends its wait, and says who is missing."""
-    case = Case("missing", 2, 5, 3, 512, 7)
-    from harness import flatten, input_types, take_inputs
+    name = f"missing{suffix}"
+    case = in_protocols([Case("missing", 2, 5, 3, 512, 7)])[name]
+    from harness import flatten, input_types, take_inputs, weights_of
 
     from max_ep import EPCommInitializer
 
     config = case.config(target="gpu", timeout_s=0.5)
     manager = EPBatchManager(config)
     types = [*input_types(case, config=config), *manager.input_types()]
-    with Graph("missing", input_types=types) as graph:
+    with Graph(name, input_types=types) as graph:
         n_given = 3 * case.n_ranks
         manager.fetch_buffers(graph.inputs[n_given:])
         given = take_inputs(case, iter(graph.inputs[:n_given]))[0]
-        d = manager.ep_dispatch(given.tokens, given.ids, 0)
-        graph.output(manager.ep_combine(d[0], given.weights, 0))
+        with_tokens, with_rows = weights_of(config, given)
+        d = manager.ep_dispatch(given.tokens, given.ids, 0, router_weight=with_tokens)
+        graph.output(manager.ep_combine(d[0], with_rows, 0))
     model = gpu_session.load(graph)
     comm = EPCommInitializer(config)
     comm.ep_init(gpu_session)
@@ -375,7 +423,7 @@ def test_a_missing_peer_is_named(gpu_session) -> None:
         for words in (
             "dispatch_wait on rank 0",
             "timed out after 500 ms",
-            "count for expert",
+            "waiting for count",
             "generation 1",
             "from rank 1",
         ):
@@ -393,9 +441,11 @@ def test_a_missing_peer_is_named(gpu_session) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_bad_ids_are_dropped_and_reported(gpu_session) -> None:
-    case = Case("bad_ids", 1, 5, 3, 512, 7)
-    groups = Groups(gpu_session, "bad_ids", {case.name: case}, config=on_gpus)
+@pytest.mark.parametrize("suffix", PROTOCOLS)
+def test_bad_ids_are_dropped_and_reported(gpu_session, suffix: str) -> None:
+    name = f"bad_ids{suffix}"
+    case = in_protocols([Case("bad_ids", 1, 5, 3, 512, 7)])[name]
+    groups = Groups(gpu_session, name, {case.name: case}, config=on_gpus)
     try:
         given = make_inputs(case, "full")
         good = [ids.copy() for ids in given.ids]
@@ -411,7 +461,8 @@ def test_bad_ids_are_dropped_and_reported(gpu_session) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_memory_of_another_config_is_not_touched(gpu_session) -> None:
+@pytest.mark.parametrize("suffix", PROTOCOLS)
+def test_memory_of_another_config_is_not_touched(gpu_session, suffix: str) -> None:
     """The launcher cannot see whose counters it is given: the kernels look."""
     from harness import flatten
 
@@ -419,11 +470,13 @@ def test_memory_of_another_config_is_not_touched(gpu_session) -> None:
 
     case = Case("other_config", 1, 5, 3, 512, 7)
     # Half as large a region, but as many counters, so MAX takes them.
-    half = Case("other_config_half", 1, 5, 3, 256, 7)
+    half = replace(case, name="other_config_half", hidden_size=256)
+    cases = in_protocols([case, half])
+    case, half = cases[f"other_config{suffix}"], cases[f"other_config_half{suffix}"]
     for name, build in (("halves", round_trip), ("fused", fused_round_trip)):
         groups = Groups(
             gpu_session,
-            f"other_config_{name}",
+            f"other_config_{name}{suffix}",
             {case.name: case},
             config=on_gpus,
             build=build,

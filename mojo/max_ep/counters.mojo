@@ -151,86 +151,62 @@ def name_of_word(i: Int) -> String:
 
 
 @fieldwise_init
-struct HeaderInWarp(TrivialRegisterPassable):
-    """The header of counters as a warp of a GPU has read it: a word a lane."""
+struct LaunchHeader(TrivialRegisterPassable):
+    """What the header of a rank's counters says when a launch begins."""
 
-    var word: Int32
-    """In lane `i`: word `i`."""
+    var my_rank: Int
+    """The rank that owns the counters."""
+    var timeout_ms: Int
+    """How long a launch may wait; 0: not at all."""
+    var dispatch_sent: UInt32
+    """The last generation that dispatch sent; 0 before the first."""
+    var dispatch_received: UInt32
+    """The last generation that dispatch received."""
+    var combine_sent: UInt32
+    """The last generation that combine sent."""
+    var combine_received: UInt32
+    """The last generation that combine received."""
+    var combine_of: UInt32
+    """Which dispatch the last `combine_async` answered."""
+    var n_tokens_even: Int
+    """Tokens of the last dispatch of an even generation."""
+    var n_tokens_odd: Int
+    """Tokens of the last dispatch of an odd generation."""
 
+    @staticmethod
     @always_inline
-    def _get(self, i: Int) -> Int32:
-        return warp.shuffle_idx(self.word, UInt32(i))
+    def of(word: Int32) -> Self:
+        """Hands the header that a warp has read to all of its lanes.
 
-    @always_inline
-    def _generation(self, i: Int) -> UInt32:
-        return self._get(i).cast[DType.uint32]()
-
-    @always_inline
-    def my_rank(self) -> Int:
-        """Names the rank that owns the counters.
+        Args:
+            word: In lane `i`: word `i`.
 
         Returns:
-            In `[0, n_ranks)`.
+            The header; the same in all lanes.
         """
-        return Int(self._get(_MY_RANK))
 
-    @always_inline
-    def timeout_ms(self) -> Int:
-        """Tells how long a launch may wait.
+        # All lanes take part in a shuffle, so all words are taken here, where
+        # all lanes come.
+        @always_inline
+        @__parameter
+        def get(i: Int) -> Int32:
+            return warp.shuffle_idx(word, UInt32(i))
 
-        Returns:
-            Milliseconds; 0: not at all.
-        """
-        return Int(self._get(_TIMEOUT_MS))
-
-    @always_inline
-    def dispatch_sent(self) -> UInt32:
-        """Reads the last generation that was sent by dispatch.
-
-        Returns:
-            A generation; 0 before the first.
-        """
-        return self._generation(_DISPATCH_SENT)
-
-    @always_inline
-    def dispatch_received(self) -> UInt32:
-        """Reads the last generation that was received by dispatch.
-
-        Returns:
-            A generation; 0 before the first.
-        """
-        return self._generation(_DISPATCH_RECEIVED)
-
-    @always_inline
-    def combine_sent(self) -> UInt32:
-        """Reads the last generation that was sent by combine.
-
-        Returns:
-            A generation; 0 before the first.
-        """
-        return self._generation(_COMBINE_SENT)
-
-    @always_inline
-    def combine_received(self) -> UInt32:
-        """Reads the last generation that was received by combine.
-
-        Returns:
-            A generation; 0 before the first.
-        """
-        return self._generation(_COMBINE_RECEIVED)
-
-    @always_inline
-    def combine_of(self) -> UInt32:
-        """Reads which dispatch the last `combine_async` answered.
-
-        Returns:
-            A dispatch generation.
-        """
-        return self._generation(_COMBINE_OF)
+        return Self(
+            Int(get(_MY_RANK)),
+            Int(get(_TIMEOUT_MS)),
+            get(_DISPATCH_SENT).cast[DType.uint32](),
+            get(_DISPATCH_RECEIVED).cast[DType.uint32](),
+            get(_COMBINE_SENT).cast[DType.uint32](),
+            get(_COMBINE_RECEIVED).cast[DType.uint32](),
+            get(_COMBINE_OF).cast[DType.uint32](),
+            Int(get(_N_TOKENS)),
+            Int(get(_N_TOKENS + 1)),
+        )
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:
-        """Reads how many tokens a dispatch sent.
+        """Tells how many tokens a dispatch sent.
 
         Args:
             generation: The last dispatch or the one before it.
@@ -238,7 +214,9 @@ struct HeaderInWarp(TrivialRegisterPassable):
         Returns:
             Tokens.
         """
-        return Int(self._get(_N_TOKENS + Int(generation & UInt32(1))))
+        if generation & UInt32(1) == 0:
+            return self.n_tokens_even
+        return self.n_tokens_odd
 
 
 struct EPLocalSyncCounters[n_experts: Int](

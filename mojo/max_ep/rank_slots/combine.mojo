@@ -326,7 +326,7 @@ def _await_readers[
     var is_met = await_done_words[n_experts, layout](
         bytes_at(dispatch_counts[unsafe_offset=launch.my_rank]),
         layout.early_combine_done_offset(0),
-        launch.before.combine_sent(),
+        launch.before.combine_sent,
         _SEND,
         launch.deadline,
         counters,
@@ -609,7 +609,7 @@ def _add_tokens[
     comptime max_looks = n_looks if looks_first else n_steps * n_vectors
     var lane = launch.lane
     var my_rank = launch.my_rank
-    var generation = next_generation(launch.before.combine_received())
+    var generation = next_generation(launch.before.combine_received)
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     var choices = counters.choices(dispatch_generation, layout.n_choices())
     var n_parts = n_parts_of(n_tokens, Format.n_steps)
@@ -790,7 +790,7 @@ def _is_bad_answer[
     Returns:
         Whether to write NaN.
     """
-    var generation = next_generation(launch.before.combine_received())
+    var generation = next_generation(launch.before.combine_received)
     var n_sent = launch.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
         note_failure(
@@ -807,7 +807,7 @@ def _is_bad_answer[
         counters.set_broken()
         return True
     # Choices are kept for two dispatches.
-    var dispatch_sent = launch.before.dispatch_sent()
+    var dispatch_sent = launch.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)
     ):
@@ -985,7 +985,7 @@ def _is_nothing_dispatched[
     Returns:
         Whether to do nothing.
     """
-    if launch.before.dispatch_received() != 0:
+    if launch.before.dispatch_received != 0:
         return False
     note_failure(
         counters.failure(),
@@ -993,7 +993,7 @@ def _is_nothing_dispatched[
         _SEND,
         launch.my_rank,
         -1,
-        next_generation(launch.before.combine_sent()),
+        next_generation(launch.before.combine_sent),
         0,
     )
     counters.set_broken()
@@ -1034,7 +1034,7 @@ def _has_too_few_rows[
         phase,
         launch.my_rank,
         0,
-        next_generation(launch.before.combine_sent()),
+        next_generation(launch.before.combine_sent),
         0,
         n_rows,
         n_rows_max,
@@ -1123,9 +1123,9 @@ def combine_async_kernel[
         return
     if is_last_to_start(launch, ep_counters, n_warps):
         ep_counters.set_combine_sent(
-            next_generation(launch.before.combine_sent())
+            next_generation(launch.before.combine_sent)
         )
-        ep_counters.set_combine_of(launch.before.dispatch_received())
+        ep_counters.set_combine_of(launch.before.dispatch_received)
     publish_earlier_reads[layout](launch, dispatch_counts, n_warps)
     if _has_too_few_rows[n_experts, layout](
         Int(n_rows_max), _SEND, launch, ep_counters
@@ -1221,13 +1221,13 @@ def combine_wait_kernel[
         Int(n_tokens),
         expert_rows.rows,
         recv_bufs,
-        launch.before.combine_of(),
+        launch.before.combine_of,
         launch,
         ep_counters,
     )
     if not is_last_block(ep_counters):
         return
-    var generation = next_generation(launch.before.combine_received())
+    var generation = next_generation(launch.before.combine_received)
     if launch.lane == 0:
         ep_counters.set_combine_received(generation)
     # Ranks that run one after another may send again before the next launch of
@@ -1318,12 +1318,12 @@ def combine_kernel[
         return
     if is_last_to_start(launch, ep_counters, n_warps):
         ep_counters.set_combine_sent(
-            next_generation(launch.before.combine_sent())
+            next_generation(launch.before.combine_sent)
         )
         ep_counters.set_combine_received(
-            next_generation(launch.before.combine_received())
+            next_generation(launch.before.combine_received)
         )
-        ep_counters.set_combine_of(launch.before.dispatch_received())
+        ep_counters.set_combine_of(launch.before.dispatch_received)
     publish_earlier_reads[layout](launch, dispatch_counts, n_warps)
     var rows = BytePointer(unsafe_from_address=Int(expert_rows))
     _send[combine_dtype, partial_dtype, hidden_size, n_experts, layout](
@@ -1346,7 +1346,7 @@ def combine_kernel[
         Int(n_tokens),
         rows,
         recv_bufs,
-        launch.before.dispatch_received(),
+        launch.before.dispatch_received,
         launch,
         ep_counters,
     )

@@ -17,7 +17,7 @@ from max.gpu import (
     warp_id,
 )
 
-from ..counters import EPLocalSyncCounters, HeaderInWarp, N_HEADER_WORDS
+from ..counters import EPLocalSyncCounters, LaunchHeader, N_HEADER_WORDS
 from ..expert_slots.device_steps import (
     SharedAddresses,
     bytes_at,
@@ -68,7 +68,7 @@ struct Launch(TrivialRegisterPassable):
     """This rank."""
     var deadline: DeviceDeadline
     """When to give up."""
-    var before: HeaderInWarp
+    var before: LaunchHeader
     """The header of the counters before this launch."""
     var control: SharedWord
     """The block's control words, all 0 at first."""
@@ -101,11 +101,12 @@ def start_launch[
     var warp_idx = Int(warp_id())
     # Other blocks may already move the generations, but not before this block
     # has arrived: so this is read once, and before the barrier.
-    var header = HeaderInWarp(counters.words[unsafe_offset=lane])
+    var word = counters.words[unsafe_offset=lane]
+    var header = LaunchHeader.of(word)
     if warp_idx == 0:
         # One warp decides for its block: a failure that is noted meanwhile
         # must not make some warps leave and others wait for them.
-        var can_go = is_in_order[layout](header.word, counters, phase)
+        var can_go = is_in_order[layout](word, counters, phase)
         if lane == 0:
             control[unsafe_offset=n_control] = 1 if can_go else 0
     elif warp_idx == 1:
@@ -116,8 +117,8 @@ def start_launch[
         lane,
         warp_idx,
         control[unsafe_offset=n_control] != 0,
-        header.my_rank(),
-        DeviceDeadline.after(header.timeout_ms()),
+        header.my_rank,
+        DeviceDeadline.after(header.timeout_ms),
         header,
         control,
     )
@@ -170,7 +171,7 @@ def publish_earlier_reads[
         var counts = bytes_at(dispatch_counts[unsafe_offset=rank])
         publish(
             flag_at(counts, layout.dispatch_done_offset(launch.my_rank)),
-            launch.before.dispatch_received(),
+            launch.before.dispatch_received,
             0,
         )
         comptime if layout.is_reduced():
@@ -178,6 +179,6 @@ def publish_earlier_reads[
                 flag_at(
                     counts, layout.early_combine_done_offset(launch.my_rank)
                 ),
-                launch.before.combine_received(),
+                launch.before.combine_received,
                 0,
             )

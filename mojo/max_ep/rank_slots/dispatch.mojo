@@ -162,7 +162,7 @@ def _await_readers[
     var is_met = await_done_words[n_experts, layout](
         bytes_at(counts[unsafe_offset=launch.my_rank]),
         layout.dispatch_done_offset(0),
-        launch.before.dispatch_sent(),
+        launch.before.dispatch_sent,
         _SEND,
         launch.deadline,
         counters,
@@ -253,7 +253,7 @@ def _index_choices[
     comptime in_flight = _IDS_IN_FLIGHT
     var lane = launch.lane
     var my_rank = launch.my_rank
-    var generation = next_generation(launch.before.dispatch_sent())
+    var generation = next_generation(launch.before.dispatch_sent)
     var choices = counters.choices(generation, layout.n_choices())
     var below = (UInt32(1) << UInt32(lane)) - 1
     var n_blocks = Int(grid_dim.x)
@@ -446,7 +446,7 @@ def _send_tokens[
     comptime Elements = SIMD[input_type, n_elements]
     var lane = launch.lane
     var my_rank = launch.my_rank
-    var generation = next_generation(launch.before.dispatch_sent())
+    var generation = next_generation(launch.before.dispatch_sent)
     var n_blocks = Int(grid_dim.x)
     var n_parts = min(N_CHUNKS, n_steps)
     comptime if is_early:
@@ -1100,7 +1100,7 @@ def _receive[
     var pair_counts = shared_ints[n_pairs]()
     var n_tokens_of = shared_ints[layout.n_ranks + 1]()
     var control = launch.control
-    var generation = next_generation(launch.before.dispatch_received())
+    var generation = next_generation(launch.before.dispatch_received)
     if launch.warp_idx == n_warps - 1:
         var largest = read_counts[n_experts, layout](
             pair_rows,
@@ -1220,7 +1220,7 @@ def dispatch_async_kernel[
     if not launch.can_go:
         return
     if is_last_to_start(launch, ep_counters, n_warps):
-        var generation = next_generation(launch.before.dispatch_sent())
+        var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
     publish_earlier_reads[layout](launch, counts, n_warps)
@@ -1306,7 +1306,7 @@ def dispatch_wait_kernel[
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
-    var generation = next_generation(launch.before.dispatch_received())
+    var generation = next_generation(launch.before.dispatch_received)
     _receive[num_threads, n_experts, layout, token_fmt_type, False](
         rows,
         Int(n_rows_max),
@@ -1409,11 +1409,11 @@ def dispatch_kernel[
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
     if is_last_to_start(launch, ep_counters, n_warps):
-        var generation = next_generation(launch.before.dispatch_sent())
+        var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
         ep_counters.set_dispatch_received(
-            next_generation(launch.before.dispatch_received())
+            next_generation(launch.before.dispatch_received)
         )
     publish_earlier_reads[layout](launch, counts, n_warps)
     _send[
