@@ -733,35 +733,47 @@ def read_counts[
                 words[i] = peek_number(
                     flag_at(my_counts, layout.dispatch_count_offset(pair))
                 )
+        # All words that are missing are looked at again at once.
+        var spins = 0
+        while True:
+            var missing = -1
+            comptime for i in range(in_flight):
+                var pair = first + i * WARP_SIZE + lane
+                if pair < n_held * n_ranks and (
+                    generation_of(words[i]) != generation
+                ):
+                    missing = i
+            if missing < 0:
+                break
+            spins += 1
+            if spins % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+                var pair = first + missing * WARP_SIZE + lane
+                note_failure(
+                    counters.failure(),
+                    NO_COUNT,
+                    _RECEIVE,
+                    pair % n_ranks,
+                    my_rank * n_local_experts + pair // n_ranks,
+                    generation,
+                    peek_number(
+                        flag_at(my_counts, layout.dispatch_count_offset(pair))
+                    ),
+                )
+                is_late = True
+                break
+            comptime for i in range(in_flight):
+                var pair = first + i * WARP_SIZE + lane
+                if pair < n_held * n_ranks and (
+                    generation_of(words[i]) != generation
+                ):
+                    words[i] = peek_number(
+                        flag_at(my_counts, layout.dispatch_count_offset(pair))
+                    )
         comptime for i in range(in_flight):
             var pair = first + i * WARP_SIZE + lane
-            var count = 0
-            if pair < n_held * n_ranks:
-                var flag = flag_at(
-                    my_counts, layout.dispatch_count_offset(pair)
-                )
-                var spins = 0
-                while generation_of(words[i]) != generation:
-                    spins += 1
-                    if (
-                        spins % SPINS_BETWEEN_LOOKS == 0
-                        and deadline.has_passed()
-                    ):
-                        note_failure(
-                            counters.failure(),
-                            NO_COUNT,
-                            _RECEIVE,
-                            pair % n_ranks,
-                            my_rank * n_local_experts + pair // n_ranks,
-                            generation,
-                            words[i],
-                        )
-                        is_late = True
-                        break
-                    words[i] = peek_number(flag)
-                count = 0 if is_late else count_of(words[i])
-            counts[i] = Int32(count)
-            largest = max(largest, count)
+            if pair < n_held * n_ranks and not is_late:
+                counts[i] = Int32(count_of(words[i]))
+                largest = max(largest, count_of(words[i]))
         # All scans are under way at once; only then they are put together.
         comptime for i in range(in_flight):
             before[i] = warp.prefix_sum[exclusive=True](counts[i])

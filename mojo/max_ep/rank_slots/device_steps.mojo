@@ -138,9 +138,9 @@ def is_last_to_start(
         n_warps: Warps of a block.
 
     Returns:
-        True in one thread, of the last warp of a block.
+        True in one thread, of a warp that is not needed at once.
     """
-    if launch.warp_idx != n_warps - 1 or launch.lane != 0:
+    if launch.warp_idx != n_warps - 3 or launch.lane != 0:
         return False
     if arrive(counters.blocks_done()) != Int(grid_dim.x) - 1:
         return False
@@ -165,7 +165,7 @@ def publish_earlier_reads[
         dispatch_counts: All ranks' dispatch counts buffers.
         n_warps: Warps of a block.
     """
-    if block_idx.x != 0 or launch.warp_idx != n_warps - 2:
+    if block_idx.x != 0 or launch.warp_idx != n_warps - 4:
         return
     for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
         var counts = bytes_at(dispatch_counts[unsafe_offset=rank])

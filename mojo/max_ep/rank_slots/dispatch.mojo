@@ -811,7 +811,6 @@ def _load_steps[
     Returns:
         Whether all came; this lane's.
     """
-    var is_there = True
     if not is_early:
         comptime for i in range(in_flight):
             var vector = first + i * stride
@@ -822,32 +821,40 @@ def _load_steps[
         var vector = first + i * stride
         if vector < end and vector < n_vectors:
             parts[i] = peek_16(from_.unsafe_offset(vector * MESSAGE_ALIGN))
+    # All that are missing are looked at again at once.
+    var spins = 0
+    while True:
+        var is_missing = False
+        comptime for i in range(in_flight):
+            var vector = first + i * stride
+            if vector < end and vector < n_vectors and parts[i][3] == EMPTY:
+                is_missing = True
+        if not is_missing:
+            break
+        spins += 1
+        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
+            note_failure(
+                counters.failure(),
+                NO_MESSAGE,
+                _RECEIVE,
+                src_rank,
+                -1,
+                generation,
+                0,
+            )
+            return False
+        comptime for i in range(in_flight):
+            var vector = first + i * stride
+            if vector < end and vector < n_vectors and parts[i][3] == EMPTY:
+                parts[i] = peek_16(from_.unsafe_offset(vector * MESSAGE_ALIGN))
     comptime for i in range(in_flight):
         var vector = first + i * stride
         if vector < end and vector < n_vectors:
-            var p = from_.unsafe_offset(vector * MESSAGE_ALIGN)
-            var spins = 0
-            while parts[i][3] == EMPTY:
-                spins += 1
-                if (
-                    spins % SPINS_BETWEEN_LOOKS == 0
-                    and launch.deadline.has_passed()
-                ):
-                    note_failure(
-                        counters.failure(),
-                        NO_MESSAGE,
-                        _RECEIVE,
-                        src_rank,
-                        -1,
-                        generation,
-                        0,
-                    )
-                    is_there = False
-                    break
-                parts[i] = peek_16(p)
             # I3: whoever writes here next has seen a later done word.
-            store16(p, LaneBytes(EMPTY))
-    return is_there
+            store16(
+                from_.unsafe_offset(vector * MESSAGE_ALIGN), LaneBytes(EMPTY)
+            )
+    return True
 
 
 @always_inline
