@@ -103,7 +103,7 @@ def picture(
         + up(n_ranks * max_tokens * dispatch_msg, 256)
         + up(n_ranks * min(max_tokens, 256) * dispatch_msg, 256)
         + n_ranks * max_tokens * 4 * 8,
-        "dispatch_counts": (n_local * n_ranks + 3 * n_ranks) * 8,
+        "dispatch_counts": (n_local * n_ranks + 2 * n_ranks) * 8,
     }
     buffers = {
         "dispatch_send": max_tokens * dispatch_msg,
@@ -284,8 +284,7 @@ def main() raises:
                                 ),
                                 b.dispatch_counts_offset(),
                                 b.dispatch_n_tokens_offset(0),
-                                b.early_combine_done_offset(0),
-                                b.early_combine_done_offset(n_ranks - 1),
+                                b.dispatch_n_tokens_offset(n_ranks - 1),
                                 b.combine_recv_offset(),
                                 b.combine_counts_offset(),
                                 b.region_bytes(),
@@ -414,7 +413,6 @@ def test_offsets_by_rank_are_those_of_the_picture(mojo_says, protocol: str) -> N
             p["dispatch_recv_bytes"] - 8,
             p["dispatch_counts_offset"],
             (p["n_local_experts"] + 1) * n_ranks * 8,
-            (p["n_local_experts"] + 2) * n_ranks * 8,
             p["dispatch_counts_bytes"] - 8,
             p["combine_recv_offset"],
             p["combine_counts_offset"],

@@ -66,6 +66,8 @@ comptime BROKEN_WORD = 19
 record it does not change while warps of the launch rely on each other."""
 
 comptime _BLOCKS_DONE = 28
+comptime _DISPATCH_CLEAR = 29
+comptime _COMBINE_CLEAR = 30
 
 comptime FAILURE_WORD = 20
 """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
@@ -168,6 +170,10 @@ struct LaunchHeader(TrivialRegisterPassable):
     """The last generation that combine received."""
     var combine_of: UInt32
     """Which dispatch the last `combine_async` answered."""
+    var dispatch_clear: UInt32
+    """The last generation of dispatch that all ranks are known to have read."""
+    var combine_clear: UInt32
+    """The last generation of combine that all ranks are known to have read."""
     var n_tokens_even: Int
     """Tokens of the last dispatch of an even generation."""
     var n_tokens_odd: Int
@@ -200,6 +206,8 @@ struct LaunchHeader(TrivialRegisterPassable):
             get(_COMBINE_SENT).cast[DType.uint32](),
             get(_COMBINE_RECEIVED).cast[DType.uint32](),
             get(_COMBINE_OF).cast[DType.uint32](),
+            get(_DISPATCH_CLEAR).cast[DType.uint32](),
+            get(_COMBINE_CLEAR).cast[DType.uint32](),
             Int(get(_N_TOKENS)),
             Int(get(_N_TOKENS + 1)),
         )
@@ -575,6 +583,28 @@ struct EPLocalSyncCounters[n_experts: Int](
             generation: The dispatch generation.
         """
         self.words[unsafe_offset=_COMBINE_OF] = generation.cast[DType.int32]()
+
+    @always_inline
+    def set_dispatch_clear(self, generation: UInt32):
+        """Notes that all ranks have read a generation of dispatch.
+
+        Args:
+            generation: The generation.
+        """
+        self.words[unsafe_offset=_DISPATCH_CLEAR] = generation.cast[
+            DType.int32
+        ]()
+
+    @always_inline
+    def set_combine_clear(self, generation: UInt32):
+        """Notes that all ranks have read a generation of combine.
+
+        Args:
+            generation: The generation.
+        """
+        self.words[unsafe_offset=_COMBINE_CLEAR] = generation.cast[
+            DType.int32
+        ]()
 
     @always_inline
     def choices(

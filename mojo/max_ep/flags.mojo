@@ -344,7 +344,21 @@ def has_reached(word: UInt64, generation: UInt32) -> Bool:
     Returns:
         Whether it has been.
     """
-    return (generation_of(word) - generation).cast[DType.int32]() >= 0
+    return is_not_before(generation_of(word), generation)
+
+
+@always_inline
+def is_not_before(found: UInt32, generation: UInt32) -> Bool:
+    """Tells whether a generation is another one or a later one.
+
+    Args:
+        found: The generation in question; not ahead by 2**31.
+        generation: The other one.
+
+    Returns:
+        Whether it is.
+    """
+    return (found - generation).cast[DType.int32]() >= 0
 
 
 @fieldwise_init
@@ -393,6 +407,22 @@ def block_add(counter: SharedWord, n: UInt32) -> UInt32:
     return Atomic[UInt32, scope=_block_scope()].fetch_add[
         ordering=Ordering.RELAXED
     ](counter, n)
+
+
+@always_inline
+def block_arrive(counter: SharedWord):
+    """Tells the block that one more warp has put in place what it wrote.
+
+    Args:
+        counter: How many warps have.
+    """
+    # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `block_peek`.
+    # Makes visible: what this warp wrote before; those that arrive later add to
+    # the same word, so a reader of their number has that of all of them.
+    # Weaker would show the number before the work.
+    _ = Atomic[UInt32, scope=_block_scope()].fetch_add[
+        ordering=Ordering.RELEASE
+    ](counter, 1)
 
 
 @always_inline

@@ -26,8 +26,7 @@ owner's own recv buffer), and cuts dispatch recv and counts so:
     |                  early tokens [n_ranks][n_early_tokens], GPUs only   |
     |                  chunk flags [n_ranks][max_tokens_per_rank][N_CHUNKS]|
     |                                                     UInt64, GPUs only|
-    | dispatch counts  as above, then tokens [n_ranks], combine done       |
-    |                  [n_ranks] UInt64                                    |
+    | dispatch counts  as above, then tokens [n_ranks] UInt64              |
     +---------------------------------------------------------------------+
 
 An entry says where a choice goes: one UInt64 with generation, expert, and position
@@ -349,20 +348,6 @@ struct RegionLayout(TrivialRegisterPassable):
         return self.dispatch_done_offset(self.n_ranks + src_rank)
 
     @always_inline
-    def early_combine_done_offset(self, reader_rank: Int) -> Int:
-        """Locates the word by which a reader of partial sums says "I have read".
-
-        GPU ranks only: dispatch knows this buffer and not that of combine.
-
-        Args:
-            reader_rank: The peer that has read, in `[0, n_ranks)`.
-
-        Returns:
-            Bytes from the start of the dispatch counts buffer.
-        """
-        return self.dispatch_n_tokens_offset(self.n_ranks + reader_rank)
-
-    @always_inline
     def dispatch_staged_offset(self, token_idx: Int) -> Int:
         """Locates a token's place in the send buffer.
 
@@ -607,7 +592,7 @@ struct RegionLayout(TrivialRegisterPassable):
             Bytes.
         """
         if self.has_rank_slots():
-            return self.early_combine_done_offset(self.n_ranks)
+            return self.dispatch_n_tokens_offset(self.n_ranks)
         return self.dispatch_done_offset(self.n_ranks)
 
     @always_inline

@@ -39,11 +39,9 @@ from ..expert_slots.combine import combine_layout_of, fill_with_nan
 from ..expert_slots.device_steps import (
     SharedAddresses,
     any_lane,
-    await_done_words,
     bytes_at,
     is_last_block,
     load16,
-    publish_done,
     share_addresses,
     store16,
 )
@@ -70,8 +68,11 @@ from ..token_format import BytePointer, LaneBytes, SharedRows
 from .device_steps import (
     EMPTY,
     Launch,
+    await_readers,
     is_last_to_start,
+    note_readers,
     publish_earlier_reads,
+    publish_reads,
     start_launch,
     without_empty,
 )
@@ -315,29 +316,6 @@ def _add_rows[
 
 
 @always_inline
-def _await_readers[
-    n_experts: Int, layout: RegionLayout
-](
-    launch: Launch,
-    dispatch_counts: SharedAddresses,
-    counters: EPLocalSyncCounters[n_experts],
-) -> Bool:
-    """Waits until every rank has read the generation before, with one warp."""
-    var is_met = await_done_words[n_experts, layout](
-        bytes_at(dispatch_counts[unsafe_offset=launch.my_rank]),
-        layout.early_combine_done_offset(0),
-        launch.before.combine_sent,
-        _SEND,
-        launch.deadline,
-        counters,
-        launch.lane,
-    )
-    if not is_met:
-        counters.set_broken()
-    return is_met
-
-
-@always_inline
 def _send_partials[
     combine_dtype: DType,
     partial_dtype: DType,
@@ -427,8 +405,8 @@ def _send_partials[
                 ](sums, expert_rows, first, end, row, weight, lane)
                 if is_waiting:
                     # I3, for partial sums.
-                    if not _await_readers[n_experts, layout](
-                        launch, dispatch_counts, counters
+                    if not await_readers[layout, True](
+                        launch, dispatch_counts, counters, _SEND
                     ):
                         return
                     is_waiting = False
@@ -1121,12 +1099,12 @@ def combine_async_kernel[
     var launch = start_launch[layout, _N_CONTROL](ep_counters, _SEND)
     if not launch.can_go or _is_nothing_dispatched(launch, ep_counters):
         return
-    if is_last_to_start(launch, ep_counters, n_warps):
+    if is_last_to_start(launch, ep_counters, n_warps - 2):
         ep_counters.set_combine_sent(
             next_generation(launch.before.combine_sent)
         )
         ep_counters.set_combine_of(launch.before.dispatch_received)
-    publish_earlier_reads[layout](launch, dispatch_counts, n_warps)
+    publish_earlier_reads[layout](launch, dispatch_counts, n_warps - 3)
     if _has_too_few_rows[n_experts, layout](
         Int(n_rows_max), _SEND, launch, ep_counters
     ):
@@ -1232,12 +1210,8 @@ def combine_wait_kernel[
         ep_counters.set_combine_received(generation)
     # Ranks that run one after another may send again before the next launch of
     # this one.
-    publish_done[n_ranks, False](
-        dispatch_counts,
-        launch.my_rank,
-        layout.early_combine_done_offset(launch.my_rank),
-        generation,
-        launch.lane,
+    publish_reads[layout](
+        launch, dispatch_counts, launch.before.dispatch_received, generation
     )
     # AFTER: the result is complete; every owner may send again.
 
@@ -1316,7 +1290,7 @@ def combine_kernel[
     ):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
-    if is_last_to_start(launch, ep_counters, n_warps):
+    if is_last_to_start(launch, ep_counters, n_warps - 2):
         ep_counters.set_combine_sent(
             next_generation(launch.before.combine_sent)
         )
@@ -1324,7 +1298,7 @@ def combine_kernel[
             next_generation(launch.before.combine_received)
         )
         ep_counters.set_combine_of(launch.before.dispatch_received)
-    publish_earlier_reads[layout](launch, dispatch_counts, n_warps)
+    publish_earlier_reads[layout](launch, dispatch_counts, n_warps - 3)
     var rows = BytePointer(unsafe_from_address=Int(expert_rows))
     _send[combine_dtype, partial_dtype, hidden_size, n_experts, layout](
         rows,
@@ -1334,6 +1308,8 @@ def combine_kernel[
         ep_counters,
         n_send_warps(Int(n_tokens), n_warps),
     )
+    if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
+        note_readers[layout, False](launch, dispatch_counts, ep_counters)
     _receive[
         combine_dtype,
         partial_dtype,

@@ -13,19 +13,33 @@ from max.gpu import (
     block_idx,
     grid_dim,
     lane_id,
+    syncwarp,
     thread_idx,
     warp_id,
 )
 
 from ..counters import EPLocalSyncCounters, LaunchHeader, N_HEADER_WORDS
+from ..failures import NOT_READ, note_failure
 from ..expert_slots.device_steps import (
     SharedAddresses,
+    any_lane,
     bytes_at,
     is_in_order,
     shared_words,
 )
 from ..expert_slots.host_steps import flag_at
-from ..flags import DeviceDeadline, SharedWord, arrive, publish
+from ..flags import (
+    DeviceDeadline,
+    SPINS_BETWEEN_LOOKS,
+    SharedWord,
+    arrive,
+    count_of,
+    flag_word,
+    generation_of,
+    is_not_before,
+    peek,
+    publish,
+)
 from ..layout import RegionLayout
 from ..token_format import LaneBytes
 
@@ -126,7 +140,7 @@ def start_launch[
 
 @always_inline
 def is_last_to_start(
-    launch: Launch, counters: EPLocalSyncCounters, n_warps: Int
+    launch: Launch, counters: EPLocalSyncCounters, warp_idx: Int
 ) -> Bool:
     """Tells one thread of the grid that all blocks have read the header.
 
@@ -135,12 +149,12 @@ def is_last_to_start(
     Args:
         launch: From `start_launch`.
         counters: This rank's local words.
-        n_warps: Warps of a block.
+        warp_idx: The warp of each block that is to find out.
 
     Returns:
-        True in one thread, of a warp that is not needed at once.
+        True in one thread.
     """
-    if launch.warp_idx != n_warps - 3 or launch.lane != 0:
+    if launch.warp_idx != warp_idx or launch.lane != 0:
         return False
     if arrive(counters.blocks_done()) != Int(grid_dim.x) - 1:
         return False
@@ -149,9 +163,42 @@ def is_last_to_start(
 
 
 @always_inline
+def publish_reads[
+    layout: RegionLayout
+](
+    launch: Launch,
+    dispatch_counts: SharedAddresses,
+    dispatch_received: UInt32,
+    combine_received: UInt32,
+):
+    """Tells every rank which generations this one has read, with one warp.
+
+    A word says both: dispatch in its upper half, combine in its lower one.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        launch: From `start_launch`.
+        dispatch_counts: All ranks' dispatch counts buffers.
+        dispatch_received: The last generation of dispatch that was read.
+        combine_received: The last generation of combine that was read.
+    """
+    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+        publish(
+            flag_at(
+                bytes_at(dispatch_counts[unsafe_offset=rank]),
+                layout.dispatch_done_offset(launch.my_rank),
+            ),
+            dispatch_received,
+            Int(combine_received),
+        )
+
+
+@always_inline
 def publish_earlier_reads[
     layout: RegionLayout
-](launch: Launch, dispatch_counts: SharedAddresses, n_warps: Int):
+](launch: Launch, dispatch_counts: SharedAddresses, warp_idx: Int):
     """Tells every rank what the launches before this one have read.
 
     One warp of the first block does. What it tells was true when this launch
@@ -163,22 +210,130 @@ def publish_earlier_reads[
     Args:
         launch: From `start_launch`.
         dispatch_counts: All ranks' dispatch counts buffers.
-        n_warps: Warps of a block.
+        warp_idx: The warp.
     """
-    if block_idx.x != 0 or launch.warp_idx != n_warps - 4:
-        return
-    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
-        var counts = bytes_at(dispatch_counts[unsafe_offset=rank])
-        publish(
-            flag_at(counts, layout.dispatch_done_offset(launch.my_rank)),
+    if block_idx.x == 0 and launch.warp_idx == warp_idx:
+        publish_reads[layout](
+            launch,
+            dispatch_counts,
             launch.before.dispatch_received,
-            0,
+            launch.before.combine_received,
         )
-        comptime if layout.is_reduced():
-            publish(
-                flag_at(
-                    counts, layout.early_combine_done_offset(launch.my_rank)
-                ),
-                launch.before.combine_received,
-                0,
+
+
+@always_inline
+def _read_of[is_combine: Bool](word: UInt64) -> UInt32:
+    comptime if is_combine:
+        return UInt32(count_of(word))
+    return generation_of(word)
+
+
+@always_inline
+def await_readers[
+    n_experts: Int, //, layout: RegionLayout, is_combine: Bool
+](
+    launch: Launch,
+    dispatch_counts: SharedAddresses,
+    counters: EPLocalSyncCounters[n_experts],
+    phase: Int,
+) -> Bool:
+    """Waits until all ranks have read what this one sent last, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        is_combine: Whether what combine sent, or what dispatch did.
+
+    Args:
+        launch: From `start_launch`.
+        dispatch_counts: All ranks' dispatch counts buffers.
+        counters: This rank's local words.
+        phase: Who waits, a position in `failures.PHASES`.
+
+    Returns:
+        Whether all have; the same in all lanes.
+    """
+    var generation = launch.before.dispatch_sent
+    var clear = launch.before.dispatch_clear
+    comptime if is_combine:
+        generation = launch.before.combine_sent
+        clear = launch.before.combine_clear
+    if clear == generation:
+        return True
+    var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
+    var is_met = True
+    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+        var flag = flag_at(my_counts, layout.dispatch_done_offset(rank))
+        var word = peek(flag)
+        var spins = 0
+        while not is_not_before(_read_of[is_combine](word), generation):
+            spins += 1
+            if (
+                spins % SPINS_BETWEEN_LOOKS == 0
+                and launch.deadline.has_passed()
+            ):
+                note_failure(
+                    counters.failure(),
+                    NOT_READ,
+                    phase,
+                    rank,
+                    -1,
+                    generation,
+                    flag_word(_read_of[is_combine](word), 0),
+                )
+                is_met = False
+                break
+            word = peek(flag)
+    # What each lane has seen of its ranks, all lanes may build on.
+    syncwarp()
+    if any_lane(not is_met):
+        counters.set_broken()
+        return False
+    return True
+
+
+comptime _LOOKS = 4
+
+
+@always_inline
+def note_readers[
+    n_experts: Int, //, layout: RegionLayout, is_combine: Bool
+](
+    launch: Launch,
+    dispatch_counts: SharedAddresses,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Spares the next launch that sends a wait, if all have read already.
+
+    One warp calls it. It looks a few times, and does not insist.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        is_combine: Whether what combine sent, or what dispatch did.
+
+    Args:
+        launch: From `start_launch`.
+        dispatch_counts: All ranks' dispatch counts buffers.
+        counters: This rank's local words.
+    """
+    var generation = launch.before.dispatch_sent
+    comptime if is_combine:
+        generation = launch.before.combine_sent
+    var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
+    for _ in range(_LOOKS):
+        var is_met = True
+        for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+            var word = peek(
+                flag_at(my_counts, layout.dispatch_done_offset(rank))
             )
+            if not is_not_before(_read_of[is_combine](word), generation):
+                is_met = False
+        syncwarp()
+        if not any_lane(not is_met):
+            if launch.lane == 0:
+                comptime if is_combine:
+                    counters.set_combine_clear(generation)
+                else:
+                    counters.set_dispatch_clear(generation)
+            return

@@ -13,8 +13,8 @@ How a token announces itself depends on how many its source sends:
 * more: each of `N_CHUNKS` parts has a flag, published after it.
 
 Roles of a block's warps: the first `N_INDEX_WARPS` write entries and counts,
-the next ones send, the last two read counts and numbers of tokens; each then
-takes part in receiving.
+the next ones send, the last `N_COUNT_WARPS` read counts; each then takes part
+in receiving.
 
 After the sending half: every rank gets entries, counts and tokens. After the
 receiving half: rows stand as those of `expert_slots`; sources hear of it from
@@ -40,12 +40,10 @@ from ..expert_slots.device_steps import (
     SharedAddresses,
     SharedInts,
     any_lane,
-    await_done_words,
     await_message,
     bytes_at,
     is_last_block,
     load16,
-    publish_done,
     share_addresses,
     shared_ints,
     shuffle_address,
@@ -55,16 +53,23 @@ from ..expert_slots.dispatch import (
     FAILED_PAIRS,
     dispatch_layout_of,
     encode_steps,
-    read_counts,
     steps_in_flight,
     write_no_rows,
 )
 from ..expert_slots.host_steps import flag_at
-from ..failures import DROPPED, NO_COUNT, NO_MESSAGE, note_failure
+from ..failures import (
+    DROPPED,
+    NO_COUNT,
+    NO_MESSAGE,
+    TOO_MANY_ROWS,
+    note_failure,
+)
 from ..flags import (
     FlagPointer,
     SPINS_BETWEEN_LOOKS,
+    SharedWord,
     block_add,
+    block_arrive,
     block_peek,
     block_publish,
     count_of,
@@ -77,14 +82,22 @@ from ..flags import (
     publish_number,
     put_16,
 )
-from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
+from ..layout import (
+    MESSAGE_ALIGN,
+    N_CHUNKS,
+    RegionLayout,
+    n_experts_on_rank,
+)
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .device_steps import (
     EMPTY,
     Launch,
+    await_readers,
     is_last_to_start,
+    note_readers,
     publish_earlier_reads,
+    publish_reads,
     start_launch,
     without_empty,
 )
@@ -104,15 +117,30 @@ comptime _RECEIVE = 1
 comptime N_INDEX_WARPS = 2
 """Warps of a block that write entries."""
 
-# Words of a block's control: index warps that are done, whether counts and
-# numbers of tokens are there, next item to receive.
+comptime N_COUNT_WARPS = 8
+"""Warps of a block that read counts."""
+
+comptime N_SHARED_CHOICES = 1536
+"""Choices up to which a block keeps ids and weights in its shared memory."""
+
+# Words of a block's control: index warps that are done, whether numbers of
+# tokens are there, count warps that have their sums and those that have their
+# rows, whether a count is missing or the rows do not fit, next item to receive.
 comptime _INDEXED = 0
-comptime _PAIRS_READY = 1
-comptime _TOKENS_READY = 2
-comptime _NEXT_ITEM = 3
-comptime _N_CONTROL = 4
+comptime _TOKENS_READY = 1
+comptime _SUMMED = 2
+comptime _COUNTED = 3
+comptime _FAILED = 4
+comptime _NEXT_ITEM = 5
+comptime _N_CONTROL = 6
+
+# Warps that also count the blocks that have begun, and tell of earlier reads:
+# if they send at all, they do not begin at once.
+comptime _COUNTING_WARP = 6
+comptime _TELLING_WARP = 7
 
 comptime _IDS_IN_FLIGHT = 8
+comptime _COUNTS_IN_FLIGHT = 4
 
 
 @always_inline
@@ -130,47 +158,115 @@ def n_early_parts(n_tokens: Int, n_steps: Int) -> Int:
 
 
 @always_inline
-def n_send_warps(n_tokens: Int, is_early: Bool, n_warps: Int) -> Int:
+def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
     """Chooses how many warps of a block send while the others receive.
 
     Args:
-        n_tokens: Tokens to send.
-        is_early: Whether their data is its own flag.
+        is_early: Whether the data is its own flag.
         n_warps: Warps of a block.
 
     Returns:
-        In `[1, n_warps - N_INDEX_WARPS - 2]`.
+        In `[1, n_warps - N_INDEX_WARPS - N_COUNT_WARPS]`.
     """
-    var n = 3
-    if is_early:
-        n = 12 if 8 < n_tokens and n_tokens <= 64 else 6
-    return min(n, n_warps - N_INDEX_WARPS - 2)
+    return min(6 if is_early else 3, n_warps - N_INDEX_WARPS - N_COUNT_WARPS)
 
 
 # ------------------------------------------------------------ the sending half
 
 
+@fieldwise_init
+struct Choices(TrivialRegisterPassable):
+    """Ids and router weights of this rank's choices."""
+
+    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    """`[n_choices]`."""
+    var weights: Pointer[Float32, ImmUntrackedOrigin]
+    """`[n_choices]`; read if combine is reduced."""
+    var n_choices: Int
+    """How many."""
+    var shared_ids: SharedInts
+    """`[N_SHARED_CHOICES]`: the ids, if they are no more than that."""
+    var shared_weights: SharedInts
+    """Likewise the weights' bits."""
+
+    @always_inline
+    def are_shared(self) -> Bool:
+        """Tells whether they are in shared memory.
+
+        Returns:
+            Whether they are few enough.
+        """
+        return self.n_choices <= N_SHARED_CHOICES
+
+    @always_inline
+    def id(self, choice: Int) -> Int32:
+        """Reads an id.
+
+        Args:
+            choice: The choice.
+
+        Returns:
+            The id.
+        """
+        if self.are_shared():
+            return self.shared_ids[unsafe_offset=choice]
+        return self.ids[unsafe_offset=choice]
+
+    @always_inline
+    def weight(self, choice: Int) -> Float32:
+        """Reads a router weight.
+
+        Args:
+            choice: The choice.
+
+        Returns:
+            The weight.
+        """
+        if self.are_shared():
+            return bitcast[DType.float32](
+                self.shared_weights[unsafe_offset=choice]
+            )
+        return self.weights[unsafe_offset=choice]
+
+
 @always_inline
-def _await_readers[
-    n_experts: Int, layout: RegionLayout
+def _share_choices[
+    num_threads: Int, layout: RegionLayout
 ](
-    launch: Launch,
-    counts: SharedAddresses,
-    counters: EPLocalSyncCounters[n_experts],
-) -> Bool:
-    """Waits until every rank has read the generation before, with one warp."""
-    var is_met = await_done_words[n_experts, layout](
-        bytes_at(counts[unsafe_offset=launch.my_rank]),
-        layout.dispatch_done_offset(0),
-        launch.before.dispatch_sent,
-        _SEND,
-        launch.deadline,
-        counters,
-        launch.lane,
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int,
+) -> Choices:
+    """Copies few choices to shared memory; a block barrier must follow.
+
+    Parameters:
+        num_threads: Threads of a block.
+        layout: How the regions are cut.
+
+    Args:
+        topk_ids: `[n_tokens][top_k]`.
+        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+        n_tokens: Tokens to send.
+
+    Returns:
+        The choices.
+    """
+    comptime n_weights = N_SHARED_CHOICES if layout.is_reduced() else 1
+    var choices = Choices(
+        topk_ids,
+        router_weights,
+        n_tokens * layout.top_k,
+        shared_ints[N_SHARED_CHOICES](),
+        shared_ints[n_weights](),
     )
-    if not is_met:
-        counters.set_broken()
-    return is_met
+    if choices.are_shared():
+        for i in range(Int(thread_idx.x), choices.n_choices, num_threads):
+            choices.shared_ids[unsafe_offset=i] = topk_ids[unsafe_offset=i]
+            comptime if layout.is_reduced():
+                choices.shared_weights[unsafe_offset=i] = bitcast[DType.int32](
+                    router_weights[unsafe_offset=i]
+                )
+    return choices
 
 
 @always_inline
@@ -222,8 +318,7 @@ def _write_entry[
 def _index_choices[
     n_experts: Int, layout: RegionLayout
 ](
-    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
-    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    choices: Choices,
     n_tokens: Int,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -241,8 +336,7 @@ def _index_choices[
         layout: How the regions are cut.
 
     Args:
-        topk_ids: `[n_tokens][top_k]`.
-        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+        choices: Ids and weights.
         n_tokens: Tokens to send.
         recv_bufs: All ranks' recv buffers.
         counts: All ranks' counts buffers.
@@ -254,39 +348,40 @@ def _index_choices[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var choices = counters.choices(generation, layout.n_choices())
+    var sent = counters.choices(generation, layout.n_choices())
     var below = (UInt32(1) << UInt32(lane)) - 1
     var n_blocks = Int(grid_dim.x)
-    var n_choices = n_tokens * top_k
-    var is_waiting = True
+    # I3, for entries and counts.
+    if not await_readers[layout, False](launch, counts, counters, _SEND):
+        return
+    if block_idx.x == 0 and launch.warp_idx == 0:
+        for rank in range(lane, layout.n_ranks, WARP_SIZE):
+            publish_number(
+                flag_at(
+                    bytes_at(counts[unsafe_offset=rank]),
+                    layout.dispatch_n_tokens_offset(my_rank),
+                ),
+                generation,
+                n_tokens,
+            )
     for list in range(
         Int(block_idx.x) + launch.warp_idx * n_blocks,
         n_experts + 1,
         N_INDEX_WARPS * n_blocks,
     ):
         var n_listed = 0
-        for first in range(0, n_choices, WARP_SIZE * in_flight):
+        for first in range(0, choices.n_choices, WARP_SIZE * in_flight):
             var ids = Array[Int32, in_flight](fill=NO_EXPERT)
-            var weights = Array[Float32, in_flight](fill=0)
             comptime for i in range(in_flight):
                 var choice = first + i * WARP_SIZE + lane
-                if choice < n_choices:
-                    ids[i] = topk_ids[unsafe_offset=choice]
-                    comptime if layout.is_reduced():
-                        weights[i] = router_weights[unsafe_offset=choice]
-            if is_waiting:
-                # I3, for entries and counts.
-                if not _await_readers[n_experts, layout](
-                    launch, counts, counters
-                ):
-                    return
-                is_waiting = False
+                if choice < choices.n_choices:
+                    ids[i] = choices.id(choice)
             comptime for i in range(in_flight):
                 var choice = first + i * WARP_SIZE + lane
                 var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
                 var is_listed = (
                     ids[i] == Int32(list) if list < n_experts else not is_expert
-                ) and choice < n_choices
+                ) and choice < choices.n_choices
                 var listed = warp.vote[DType.uint32](is_listed)
                 if is_listed:
                     var position = n_listed + Int(pop_count(listed & below))
@@ -305,9 +400,12 @@ def _index_choices[
                             choice // top_k,
                             choice % top_k,
                         )
-                    choices[unsafe_offset=choice] = ids[
+                    sent[unsafe_offset=choice] = ids[
                         i
                     ] if has_place else NO_EXPERT
+                    var weight: Float32 = 0
+                    comptime if layout.is_reduced():
+                        weight = choices.weight(choice)
                     _write_entry[layout](
                         recv_bufs,
                         my_rank,
@@ -317,13 +415,9 @@ def _index_choices[
                         # any other, so its entry names the expert.
                         list if is_expert else NO_ENTRY_EXPERT,
                         position if has_place else NO_POSITION,
-                        weights[i],
+                        weight,
                     )
                 n_listed += Int(pop_count(listed))
-        if is_waiting:
-            if not _await_readers[n_experts, layout](launch, counts, counters):
-                return
-            is_waiting = False
         if lane == 0 and list < n_experts:
             var dst_rank, local_expert = divmod(list, layout.n_local_experts())
             publish_number(
@@ -335,17 +429,6 @@ def _index_choices[
                 ),
                 generation,
                 min(n_listed, layout.max_tokens_per_rank),
-            )
-    if block_idx.x == 0 and launch.warp_idx == 0:
-        # The first warp of the first block has at least one list.
-        for rank in range(lane, layout.n_ranks, WARP_SIZE):
-            publish_number(
-                flag_at(
-                    bytes_at(counts[unsafe_offset=rank]),
-                    layout.dispatch_n_tokens_offset(my_rank),
-                ),
-                generation,
-                n_tokens,
             )
 
 
@@ -406,7 +489,7 @@ def _send_tokens[
     is_early: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    choices: Choices,
     n_tokens: Int,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -429,7 +512,7 @@ def _send_tokens[
 
     Args:
         tokens: `[n_tokens][hidden_size]`.
-        topk_ids: `[n_tokens][top_k]`.
+        choices: Ids and weights.
         n_tokens: Tokens to send.
         recv_bufs: All ranks' recv buffers.
         counts: All ranks' counts buffers.
@@ -457,10 +540,10 @@ def _send_tokens[
         n_tokens * n_parts,
         n_senders * n_blocks,
     ):
-        var token_idx, part = divmod(unit, n_parts)
+        var token_idx, part = _divmod(unit, n_parts)
         var dst_rank = -1
         if lane < top_k:
-            var id = topk_ids[unsafe_offset=token_idx * top_k + lane]
+            var id = choices.id(token_idx * top_k + lane)
             if id >= 0 and id < Int32(n_experts):
                 dst_rank = Int(id) // layout.n_local_experts()
         var is_target = dst_rank >= 0 and dst_rank != my_rank
@@ -496,8 +579,8 @@ def _send_tokens[
                     )
             if is_waiting:
                 # I3, for tokens.
-                if not _await_readers[n_experts, layout](
-                    launch, counts, counters
+                if not await_readers[layout, False](
+                    launch, counts, counters, _SEND
                 ):
                     return
                 comptime if is_early:
@@ -562,8 +645,7 @@ def _send[
     has_input: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
-    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    choices: Choices,
     n_tokens: Int,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -583,8 +665,7 @@ def _send[
 
     Args:
         tokens: `[n_tokens][hidden_size]`.
-        topk_ids: `[n_tokens][top_k]`.
-        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+        choices: Ids and weights.
         n_tokens: Tokens to send.
         recv_bufs: All ranks' recv buffers.
         counts: All ranks' counts buffers.
@@ -594,8 +675,7 @@ def _send[
     """
     if launch.warp_idx < N_INDEX_WARPS:
         _index_choices[n_experts, layout](
-            topk_ids,
-            router_weights,
+            choices,
             n_tokens,
             recv_bufs,
             counts,
@@ -620,7 +700,7 @@ def _send[
             True,
         ](
             tokens,
-            topk_ids,
+            choices,
             n_tokens,
             recv_bufs,
             counts,
@@ -641,7 +721,7 @@ def _send[
             False,
         ](
             tokens,
-            topk_ids,
+            choices,
             n_tokens,
             recv_bufs,
             counts,
@@ -718,6 +798,273 @@ def _read_numbers[
     if launch.lane == 0:
         n_tokens_of[unsafe_offset=layout.n_ranks] = most
     return not any_lane(is_late)
+
+
+@always_inline
+def _read_counts[
+    n_experts: Int, layout: RegionLayout
+](
+    before: SharedInts,
+    sums: SharedInts,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    generation: UInt32,
+    counter: Int,
+) -> Bool:
+    """Waits for the counts of some pairs and adds them up, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        before: Result: rows of the pairs before each one, of those that this
+            warp counts.
+        sums: Result: rows of all of them, in the word of this warp.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        generation: The generation to wait for.
+        counter: This warp among those that count.
+
+    Returns:
+        Whether all came; the same in all lanes.
+    """
+    comptime n_ranks = layout.n_ranks
+    comptime n_local_experts = layout.n_local_experts()
+    comptime in_flight = min(
+        _COUNTS_IN_FLIGHT, ceildiv(pairs_of_warp[layout](), WARP_SIZE)
+    )
+    var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
+    var n_held = n_experts_on_rank(n_experts, n_ranks, launch.my_rank)
+    var begin = counter * pairs_of_warp[layout]()
+    var end = min(begin + pairs_of_warp[layout](), n_local_experts * n_ranks)
+    var n_before: Int32 = 0
+    for first in range(begin, end, WARP_SIZE * in_flight):
+        var words = Array[UInt64, in_flight](fill=0)
+        var is_missing = Array[Bool, in_flight](fill=False)
+        comptime for i in range(in_flight):
+            var pair = first + i * WARP_SIZE + launch.lane
+            is_missing[i] = pair < min(end, n_held * n_ranks)
+        var spins = 0
+        while True:
+            comptime for i in range(in_flight):
+                if is_missing[i]:
+                    var pair = first + i * WARP_SIZE + launch.lane
+                    words[i] = peek_number(
+                        flag_at(my_counts, layout.dispatch_count_offset(pair))
+                    )
+            var missing = -1
+            comptime for i in range(in_flight):
+                is_missing[i] = (
+                    is_missing[i] and generation_of(words[i]) != generation
+                )
+                if is_missing[i]:
+                    missing = i
+            if missing < 0:
+                break
+            spins += 1
+            if (
+                spins % SPINS_BETWEEN_LOOKS == 0
+                and launch.deadline.has_passed()
+            ):
+                var pair = first + missing * WARP_SIZE + launch.lane
+                note_failure(
+                    counters.failure(),
+                    NO_COUNT,
+                    _RECEIVE,
+                    pair % n_ranks,
+                    launch.my_rank * n_local_experts + pair // n_ranks,
+                    generation,
+                    peek_number(
+                        flag_at(my_counts, layout.dispatch_count_offset(pair))
+                    ),
+                )
+                break
+        var is_late = False
+        comptime for i in range(in_flight):
+            is_late = is_late or is_missing[i]
+        if any_lane(is_late):
+            return False
+        var below = Array[Int32, in_flight](fill=0)
+        comptime for i in range(in_flight):
+            below[i] = warp.prefix_sum[exclusive=True](
+                Int32(count_of(words[i]))
+            )
+        comptime for i in range(in_flight):
+            var pair = first + i * WARP_SIZE + launch.lane
+            if pair < end:
+                before[unsafe_offset=pair] = n_before + below[i]
+            n_before += warp.shuffle_idx(
+                below[i] + Int32(count_of(words[i])), UInt32(WARP_SIZE - 1)
+            )
+    if launch.lane == 0:
+        sums[unsafe_offset=counter] = n_before
+    return True
+
+
+@always_inline
+def pairs_of_warp[layout: RegionLayout]() -> Int:
+    """Says how many pairs each count warp counts.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Returns:
+        A multiple of the warp's size; the last warps may have fewer, or none.
+    """
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    return ceildiv(n_pairs, N_COUNT_WARPS * WARP_SIZE) * WARP_SIZE
+
+
+@always_inline
+def _lay_out_rows[
+    n_experts: Int, layout: RegionLayout
+](
+    pair_rows: SharedInts,
+    sums: SharedInts,
+    tables: RowTables[layout, ...],
+    n_shared: Int,
+    n_rows_max: Int,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    generation: UInt32,
+    counter: Int,
+):
+    """Waits for the counts and lays out the rows, with one of the count warps.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        pair_rows: Result: rows before each pair, were they packed.
+        sums: Room for a number of each count warp.
+        tables: Result of block 0: which row is whose.
+        n_shared: Rows of the shared expert, which come first.
+        n_rows_max: Rows the outputs hold.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words; block 0 notes the pairs there.
+        generation: The generation to wait for.
+        counter: This warp among those that count.
+    """
+    comptime n_ranks = layout.n_ranks
+    comptime n_pairs = layout.n_local_experts() * n_ranks
+    var control = launch.control
+    var is_there = _read_counts[n_experts, layout](
+        pair_rows, sums, counts, launch, counters, generation, counter
+    )
+    if not is_there:
+        counters.set_broken()
+        if launch.lane == 0:
+            block_publish(control.unsafe_offset(_FAILED), 1)
+    syncwarp()
+    if launch.lane == 0:
+        block_arrive(control.unsafe_offset(_SUMMED))
+    while block_peek(control.unsafe_offset(_SUMMED)) < N_COUNT_WARPS:
+        pass
+    var sum: Int32 = 0
+    if launch.lane < N_COUNT_WARPS:
+        sum = sums[unsafe_offset=launch.lane]
+    var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
+    var n_rows = Int(warp.shuffle_idx(sums_before, UInt32(N_COUNT_WARPS)))
+    var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
+    var begin = counter * pairs_of_warp[layout]()
+    var end = min(begin + pairs_of_warp[layout](), n_pairs)
+    for pair in range(begin + launch.lane, end, WARP_SIZE):
+        pair_rows[unsafe_offset=pair] += rows_before
+    var n_rows_needed = tables.n_rows_needed(n_rows)
+    if n_rows_needed > n_rows_max:
+        counters.set_broken()
+        if launch.lane == 0:
+            note_failure(
+                counters.failure(),
+                TOO_MANY_ROWS,
+                _RECEIVE,
+                launch.my_rank,
+                0,
+                generation,
+                0,
+                n_rows_needed,
+                n_rows_max,
+            )
+            block_publish(control.unsafe_offset(_FAILED), 1)
+    syncwarp()
+    if launch.lane == 0:
+        block_arrive(control.unsafe_offset(_COUNTED))
+    # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
+
+    if block_idx.x != 0:
+        return
+    while block_peek(control.unsafe_offset(_COUNTED)) < N_COUNT_WARPS:
+        pass
+    if block_peek(control.unsafe_offset(_FAILED)) != 0:
+        if counter == 0:
+            write_no_rows(tables, launch.lane, WARP_SIZE)
+        return
+    # The first block tells of the rows: in the outputs, and for combine.
+    comptime n_local_experts = layout.n_local_experts()
+    for pair in range(begin + launch.lane, end, WARP_SIZE):
+        var row = Int(pair_rows[unsafe_offset=pair])
+        var count = (
+            Int(pair_rows[unsafe_offset=pair + 1]) if pair + 1
+            < n_pairs else n_rows
+        ) - row
+        var local_expert, src_rank = divmod(pair, n_ranks)
+        var first_pair = layout.pair(local_expert, 0)
+        counters.set_pair_rows(
+            pair, Int(row_of_pair(tables, pair_rows, pair)), count
+        )
+        tables.write_pair(
+            pair, row - Int(pair_rows[unsafe_offset=first_pair]), count
+        )
+        if src_rank == 0:
+            var next_row = n_rows
+            if local_expert + 1 < n_local_experts:
+                next_row = Int(pair_rows[unsafe_offset=pair + n_ranks])
+            tables.write_expert(
+                local_expert,
+                Int(row_of_pair(tables, pair_rows, pair)),
+                next_row - row,
+            )
+    if counter != 0:
+        return
+    var largest: Int32 = 0
+    for pair in range(launch.lane, n_pairs, WARP_SIZE):
+        var next_row = Int32(n_rows)
+        if pair + 1 < n_pairs:
+            next_row = pair_rows[unsafe_offset=pair + 1]
+        largest = max(largest, next_row - pair_rows[unsafe_offset=pair])
+    largest = warp.max(largest)
+    if launch.lane == 0:
+        tables.write_ends(n_rows)
+        counters.set_pair_rows(n_pairs, n_rows_needed, Int(largest))
+
+
+@always_inline
+def row_of_pair(tables: RowTables, pair_rows: SharedInts, pair: Int) -> Int32:
+    """Finds the first row of a pair.
+
+    Args:
+        tables: How rows stand.
+        pair_rows: Rows before each pair.
+        pair: From `RegionLayout.pair`.
+
+    Returns:
+        The row.
+    """
+    comptime layout = tables.layout
+    var row = pair_rows[unsafe_offset=pair]
+    comptime if tables.is_padded:
+        var local_expert = pair // layout.n_ranks
+        row += (
+            Int32(tables.first_row(local_expert, 0))
+            - pair_rows[unsafe_offset=layout.pair(local_expert, 0)]
+        )
+    return row
 
 
 @always_inline
@@ -858,6 +1205,28 @@ def _load_steps[
 
 
 @always_inline
+def _are_counted(control: SharedWord) -> Bool:
+    """Waits for the rows of all pairs.
+
+    Args:
+        control: The block's control words.
+
+    Returns:
+        Whether there are rows to fill.
+    """
+    while block_peek(control.unsafe_offset(_COUNTED)) < N_COUNT_WARPS:
+        pass
+    return block_peek(control.unsafe_offset(_FAILED)) == 0
+
+
+@always_inline
+def _divmod(a: Int, b: Int) -> Tuple[Int, Int]:
+    """Divides numbers that fit into 32 bits, which is quicker."""
+    var quotient = UInt32(a) // UInt32(b)
+    return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
+
+
+@always_inline
 def _receive_tokens[
     n_experts: Int,
     layout: RegionLayout,
@@ -866,6 +1235,7 @@ def _receive_tokens[
     has_input: Bool,
 ](
     rows: token_fmt_type.Rows,
+    tables: RowTables[layout, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
     own_tokens: UInt64,
     pair_rows: SharedInts,
@@ -886,9 +1256,10 @@ def _receive_tokens[
 
     Args:
         rows: The output tensors.
+        tables: Which row is whose.
         src_info: `[n_rows_max][2]`.
         own_tokens: Address of this rank's tokens; read if `has_input`.
-        pair_rows: First row of each pair.
+        pair_rows: Rows before each pair.
         n_tokens_of: Tokens of each source, and the most.
         recv_bufs: All ranks' recv buffers.
         launch: From `start_launch`.
@@ -909,6 +1280,7 @@ def _receive_tokens[
     if most <= layout.n_early_tokens():
         n_parts = n_early_parts(most, n_steps)
     var n_items = most * n_ranks * n_parts
+    var is_waiting = True
     while True:
         var turn: UInt32 = 0
         if lane == 0:
@@ -917,12 +1289,16 @@ def _receive_tokens[
         var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
-        var place, part = divmod(item, n_parts)
+        var place, part = _divmod(item, n_parts)
         var token_idx, src_rank = divmod(place, n_ranks)
         var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
         if token_idx >= n_tokens:
             continue
         var row = NO_ROW
+        var has_row = False
+        var pair = 0
+        var place_in_pair: Int32 = 0
+        var weight: Float32 = 0
         var is_sent_here = False
         var is_late = False
         if lane < top_k:
@@ -939,33 +1315,22 @@ def _receive_tokens[
                 and local_expert < layout.n_local_experts()
                 and not is_late
             )
-            if is_sent_here and position != NO_POSITION:
-                row = pair_rows[
-                    unsafe_offset=layout.pair(local_expert, src_rank)
-                ] + Int32(position)
-            if part == 0:
-                if row != NO_ROW:
-                    src_info[unsafe_offset=2 * Int(row)] = Int32(token_idx)
-                    src_info[unsafe_offset=2 * Int(row) + 1] = Int32(lane)
-                comptime if layout.is_reduced():
-                    counters.received_rows(layout, src_rank)[
-                        unsafe_offset=choice
-                    ] = row
-                    counters.received_weights(layout, src_rank)[
-                        unsafe_offset=choice
-                    ] = weight_of_word(words[1])
+            has_row = is_sent_here and position != NO_POSITION
+            place_in_pair = Int32(position)
+            pair = layout.pair(local_expert, src_rank)
+            weight = weight_of_word(words[1])
         if any_lane(is_late):
             counters.set_broken()
             return
-        var wanted = warp.vote[DType.uint32](row != NO_ROW)
+        var wanted = warp.vote[DType.uint32](has_row)
         var is_shared = fused_shared_expert and src_rank == my_rank
         if not is_shared and not any_lane(is_sent_here):
+            comptime if layout.is_reduced():
+                if part == 0 and lane < top_k:
+                    counters.received_rows(layout, src_rank)[
+                        unsafe_offset=layout.choice(token_idx, lane)
+                    ] = NO_ROW
             continue
-        comptime if fused_shared_expert:
-            if is_shared and part == 0 and lane == 0:
-                src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
-                src_info[unsafe_offset=2 * token_idx + 1] = -1
-
         var is_early = n_tokens <= layout.n_early_tokens()
         var token = recv_buf.unsafe_offset(
             layout.early_token_offset(
@@ -1036,6 +1401,33 @@ def _receive_tokens[
             if any_lane(not is_there):
                 counters.set_broken()
                 return
+            # Only now: what has come by then does not wait for the counts.
+            if is_waiting:
+                if not _are_counted(launch.control):
+                    return
+                is_waiting = False
+            if first == begin:
+                if has_row:
+                    row = row_of_pair(tables, pair_rows, pair) + place_in_pair
+                if part == 0:
+                    if has_row:
+                        src_info[unsafe_offset=2 * Int(row)] = Int32(token_idx)
+                        src_info[unsafe_offset=2 * Int(row) + 1] = Int32(lane)
+                    comptime if layout.is_reduced():
+                        if lane < top_k:
+                            var choice = layout.choice(token_idx, lane)
+                            counters.received_rows(layout, src_rank)[
+                                unsafe_offset=choice
+                            ] = row
+                            counters.received_weights(layout, src_rank)[
+                                unsafe_offset=choice
+                            ] = weight
+                    comptime if fused_shared_expert:
+                        if is_shared and lane == 0:
+                            src_info[unsafe_offset=2 * token_idx] = Int32(
+                                token_idx
+                            )
+                            src_info[unsafe_offset=2 * token_idx + 1] = -1
             var rest = wanted
             var is_shared_left = is_shared
             while rest != 0 or is_shared_left:
@@ -1103,34 +1495,27 @@ def _receive[
     comptime n_warps = num_threads // WARP_SIZE
     comptime n_pairs = layout.n_local_experts() * layout.n_ranks
     comptime fused_shared_expert = tables.fused_shared_expert
-    var pair_rows = shared_ints[n_pairs + 1]()
-    var pair_counts = shared_ints[n_pairs]()
+    var pair_rows = shared_ints[n_pairs]()
+    var sums = shared_ints[N_COUNT_WARPS]()
     var n_tokens_of = shared_ints[layout.n_ranks + 1]()
     var control = launch.control
     var generation = next_generation(launch.before.dispatch_received)
-    if launch.warp_idx == n_warps - 1:
-        var largest = read_counts[n_experts, layout](
+    var counter = launch.warp_idx - (n_warps - N_COUNT_WARPS)
+    if counter >= 0:
+        _lay_out_rows[n_experts, layout](
             pair_rows,
-            pair_counts,
+            sums,
             tables,
             n_own_tokens if fused_shared_expert else 0,
             n_rows_max,
-            bytes_at(counts[unsafe_offset=launch.my_rank]),
+            counts,
+            launch,
             counters,
-            launch.my_rank,
             generation,
-            launch.deadline,
-            launch.lane,
+            counter,
         )
-        if largest < 0:
-            counters.set_broken()
-        syncwarp()
-        if launch.lane == 0:
-            block_publish(
-                control.unsafe_offset(_PAIRS_READY),
-                1 if largest >= 0 else FAILED_PAIRS,
-            )
-    elif launch.warp_idx == n_warps - 2:
+    elif launch.warp_idx == 1:
+        # It has written its entries by now.
         var are_there = _read_numbers[n_experts, layout](
             n_tokens_of, counts, launch, counters, generation
         )
@@ -1144,17 +1529,13 @@ def _receive[
             )
     while block_peek(control.unsafe_offset(_TOKENS_READY)) == 0:
         pass
-    while block_peek(control.unsafe_offset(_PAIRS_READY)) == 0:
-        pass
-    if (
-        block_peek(control.unsafe_offset(_PAIRS_READY)) == FAILED_PAIRS
-        or block_peek(control.unsafe_offset(_TOKENS_READY)) == FAILED_PAIRS
-    ):
+    if block_peek(control.unsafe_offset(_TOKENS_READY)) == FAILED_PAIRS:
         return
     _receive_tokens[
         n_experts, layout, token_fmt_type, fused_shared_expert, has_input
     ](
         rows,
+        tables,
         src_info,
         own_tokens,
         pair_rows,
@@ -1223,14 +1604,17 @@ def dispatch_async_kernel[
     comptime n_warps = num_threads // WARP_SIZE
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
+    var choices = _share_choices[num_threads, layout](
+        topk_ids, router_weights, Int(n_tokens)
+    )
     var launch = start_launch[layout, _N_CONTROL](ep_counters, _SEND)
     if not launch.can_go:
         return
-    if is_last_to_start(launch, ep_counters, n_warps):
+    if is_last_to_start(launch, ep_counters, _COUNTING_WARP):
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-    publish_earlier_reads[layout](launch, counts, n_warps)
+    publish_earlier_reads[layout](launch, counts, _TELLING_WARP)
     _send[
         input_type,
         n_experts,
@@ -1240,8 +1624,7 @@ def dispatch_async_kernel[
         False,
     ](
         input_tokens,
-        topk_ids,
-        router_weights,
+        choices,
         Int(n_tokens),
         recv_bufs,
         counts,
@@ -1332,12 +1715,8 @@ def dispatch_wait_kernel[
         ep_counters.set_dispatch_received(generation)
     # Ranks that run one after another may send again before the next launch of
     # this one.
-    publish_done[n_ranks, False](
-        counts,
-        launch.my_rank,
-        layout.dispatch_done_offset(launch.my_rank),
-        generation,
-        launch.lane,
+    publish_reads[layout](
+        launch, counts, generation, launch.before.combine_received
     )
     # AFTER: rows are complete; every source may overwrite its tokens here.
 
@@ -1410,19 +1789,22 @@ def dispatch_kernel[
     comptime has_input = token_fmt_type.is_identity[input_type]()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
+    var choices = _share_choices[num_threads, layout](
+        topk_ids, router_weights, Int(n_tokens)
+    )
     var launch = start_launch[layout, _N_CONTROL](ep_counters, _SEND)
     if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
-    if is_last_to_start(launch, ep_counters, n_warps):
+    if is_last_to_start(launch, ep_counters, _COUNTING_WARP):
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
         ep_counters.set_dispatch_received(
             next_generation(launch.before.dispatch_received)
         )
-    publish_earlier_reads[layout](launch, counts, n_warps)
+    publish_earlier_reads[layout](launch, counts, _TELLING_WARP)
     _send[
         input_type,
         n_experts,
@@ -1432,17 +1814,17 @@ def dispatch_kernel[
         has_input,
     ](
         input_tokens,
-        topk_ids,
-        router_weights,
+        choices,
         Int(n_tokens),
         recv_bufs,
         counts,
         launch,
         ep_counters,
-        n_send_warps(
-            Int(n_tokens), Int(n_tokens) <= layout.n_early_tokens(), n_warps
-        ),
+        n_send_warps(Int(n_tokens) <= layout.n_early_tokens(), n_warps),
     )
+    comptime if layout.is_reduced():
+        if block_idx.x == 0 and launch.warp_idx == 0:
+            note_readers[layout, True](launch, counts, ep_counters)
     _receive[num_threads, n_experts, layout, token_fmt_type, has_input](
         rows,
         Int(n_rows_max),
