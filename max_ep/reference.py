@@ -8,6 +8,8 @@ sent: a list with one entry a rank stands for the group.
     tokens, topk_ids  --dispatch-->  rows by expert  --experts-->  expert rows
     sums, not yet rounded  <--combine, with topk_weights--  expert rows
 
+`combine_reduced` is what `EPConfig.combine_mode="reduced"` does instead.
+
 NumPy has no bfloat16 and no float8_e4m3fn: both are kept as bits, `uint16` and
 `uint8`, with conversions here. This file needs NumPy only, and is one file so
 that the definition can be read in one go.
@@ -334,10 +336,7 @@ def combine(
         Each rank's sums, float32 `[n_tokens, hidden]`, *before* rounding to the
         combine dtype: the caller rounds once (`float32_to_bfloat16`).
     """
-    for rank, (rows, result) in enumerate(zip(expert_rows, results)):
-        n_rows = len(result.src_ranks)
-        if len(rows) != n_rows:
-            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
+    _check_rows(expert_rows, results)
     all_rows = np.concatenate(list(expert_rows))
     src_ranks = np.concatenate([r.src_ranks for r in results])
     src_info = np.concatenate([r.src_info for r in results])
@@ -350,6 +349,61 @@ def combine(
         row_of_choice[src_info[mine, 0], src_info[mine, 1]] = mine
         acc = _weighted_sum(all_rows, row_of_choice, weights)
         acc[src_info[shared, 0]] += all_rows[shared]
+        sums.append(acc)
+    return sums
+
+
+def combine_reduced(
+    expert_rows: Sequence[np.ndarray],
+    results: Sequence[DispatchResult],
+    topk_weights: Sequence[np.ndarray],
+    round_partial: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+) -> list[np.ndarray]:
+    """Adds up a token's rows on each rank of its experts, then these sums.
+
+    For each token and each rank that holds an expert of it, in float32:
+
+        partial = 0;  for k with a row there: partial = fma(weights[k], row[k], partial)
+
+    and for each token, again in float32:
+
+        acc = its own rank's partial, or 0                  (as it is: it is not sent)
+        for each other rank, in order:  acc = acc + round_partial(partial)
+        acc = acc + shared row                     if there is a shared expert
+
+    So the sum depends on where experts live, unlike that of `combine`. With one
+    rank both are the same, bit for bit.
+
+    Args:
+        expert_rows: As in `combine`.
+        results: As in `combine`.
+        topk_weights: As in `combine`.
+        round_partial: Rounds float32 to what the wire's type holds, as float32.
+            The default is a wire of float32.
+
+    Returns:
+        As `combine`.
+    """
+    _check_rows(expert_rows, results)
+    sums = []
+    for rank, weights in enumerate(topk_weights):
+        acc, from_others = None, []
+        for owner, (rows, result) in enumerate(zip(expert_rows, results)):
+            mine = np.flatnonzero(
+                (result.src_ranks == rank) & (result.src_info[:, 1] >= 0)
+            )
+            row_of_choice = np.full(weights.shape, -1)
+            row_of_choice[result.src_info[mine, 0], result.src_info[mine, 1]] = mine
+            partial = _weighted_sum(rows, row_of_choice, weights)
+            has = (row_of_choice >= 0).any(axis=1)
+            if owner == rank:
+                acc = partial
+            else:
+                from_others.append((has, round_partial(partial[has])))
+        for has, partial in from_others:
+            acc[has] += _typed("partial", partial, np.float32)
+        shared = np.flatnonzero(results[rank].src_info[:, 1] == -1)
+        acc[results[rank].src_info[shared, 0]] += expert_rows[rank][shared]
         sums.append(acc)
     return sums
 
@@ -424,6 +478,16 @@ def _weighted_sum(
         row = rows[row_of_choice[has, k]]
         acc[has] = fma(weights[has, k, np.newaxis], row, acc[has])
     return acc
+
+
+def _check_rows(
+    expert_rows: Sequence[np.ndarray], results: Sequence[DispatchResult]
+) -> None:
+    """Raises a `ValueError` unless each rank has a row for each it was given."""
+    for rank, (rows, result) in enumerate(zip(expert_rows, results)):
+        n_rows = len(result.src_ranks)
+        if len(rows) != n_rows:
+            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
 
 
 def _check_ids(

@@ -21,6 +21,7 @@ from max_ep.reference import (
     PaddedResult,
     bfloat16_to_float32,
     combine,
+    combine_reduced,
     dispatch,
     float32_to_bfloat16,
     n_local_experts,
@@ -54,6 +55,8 @@ class Case:
     output_layout: str = field(default="packed", repr=False)
     fused_shared_expert: bool = field(default=False, repr=False)
     protocol: str = field(default="expert_slots", repr=False)
+    combine_mode: str = field(default="unreduced", repr=False)
+    partial_dtype: DType | None = field(default=None, repr=False)
 
     @property
     def is_fp8(self) -> bool:
@@ -63,6 +66,10 @@ class Case:
     def sends_rows_back(self) -> bool:
         """Whether dispatched rows can be the expert rows, as they are."""
         return not self.is_fp8 and self.tokens == self.combine
+
+    @property
+    def is_reduced(self) -> bool:
+        return self.combine_mode == "reduced"
 
     @property
     def n_local_experts(self) -> int:
@@ -111,6 +118,8 @@ class Case:
             output_layout=self.output_layout,
             fused_shared_expert=self.fused_shared_expert,
             protocol=self.protocol,
+            combine_mode=self.combine_mode,
+            partial_dtype=self.partial_dtype,
         )
         return EPConfig(**(fields | changes))
 
@@ -153,10 +162,42 @@ RANK_SLOTS_CASES = {
 }
 """Those cases whose tokens need be encoded only once, by the other protocol."""
 
+# Those in which combine differs, and what partial sums are; None: as results.
+_PARTIALS = {
+    "last_rank_empty": F32,
+    "uneven_7_on_3": None,
+    "five_ranks_top_1": None,
+    "top_32": None,
+    "fp8_pow2": BF16,
+    "padded_last_rank_empty": None,
+    "shared_last_rank_empty": None,
+    "shared_fp8": F32,
+}
+REDUCED_CASES = {
+    f"{name}_reduced": replace(
+        RANK_SLOTS_CASES[f"{name}_by_rank"],
+        name=f"{name}_reduced",
+        combine_mode="reduced",
+        partial_dtype=partial_dtype,
+    )
+    for name, partial_dtype in _PARTIALS.items()
+}
+"""By that protocol, with combine adding up on the ranks of the experts."""
+
 # Large enough that a launch is dealt over workers and writes past the caches.
 _LARGE = [
     Case("large", 2, 12, 8, 2048, 160),
     Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
+    Case(
+        "large_reduced",
+        2,
+        12,
+        8,
+        2048,
+        520,
+        protocol="rank_slots",
+        combine_mode="reduced",
+    ),
 ]
 LARGE_CASES = {case.name: case for case in _LARGE}
 
@@ -328,7 +369,14 @@ def expected(case: Case, given: Inputs) -> Expected:
         rows = [unpad(x, n) for x, n in zip(given.expert_rows, counts)]
     else:
         rows = [x[: len(r.rows)] for x, r in zip(given.expert_rows, results)]
-    sums = combine([widen(x) for x in rows], results, given.weights)
+    rows = [widen(x) for x in rows]
+    if case.is_reduced:
+        partial_dtype = case.partial_dtype or case.combine
+        sums = combine_reduced(
+            rows, results, given.weights, lambda x: widen(narrow(x, partial_dtype))
+        )
+    else:
+        sums = combine(rows, results, given.weights)
     return Expected(dispatched, [narrow(x, case.combine) for x in sums])
 
 

@@ -139,6 +139,15 @@ def flatten(given: Inputs, config: EPConfig | None = None) -> list[Buffer]:
     return buffers
 
 
+def weights_of(
+    config: EPConfig, given: RankInputs
+) -> tuple[TensorValue | None, TensorValue | None]:
+    """Says which router weights dispatch takes, and which combine."""
+    if config.is_reduced:
+        return given.weights, None
+    return None, given.weights
+
+
 def round_trip(
     manager: EPBatchManager, ranks: Sequence[RankInputs]
 ) -> list[list[TensorValue]]:
@@ -147,8 +156,11 @@ def round_trip(
     Returns:
         What `take_outputs` takes, a list a rank.
     """
+    weights = [weights_of(manager.config, given) for given in ranks]
     for rank, given in enumerate(ranks):
-        manager.ep_dispatch_async(given.tokens, given.ids, rank, given.input_scales)
+        manager.ep_dispatch_async(
+            given.tokens, given.ids, rank, given.input_scales, weights[rank][0]
+        )
     dispatched = [manager.ep_dispatch_wait(rank) for rank in range(len(ranks))]
     for rank, given in enumerate(ranks):
         rows = given.expert_rows
@@ -158,9 +170,9 @@ def round_trip(
         [
             *dispatched[rank],
             manager._src_info[rank],
-            manager.ep_combine_wait(given.weights, rank),
+            manager.ep_combine_wait(weights[rank][1], rank),
         ]
-        for rank, given in enumerate(ranks)
+        for rank in range(len(ranks))
     ]
 
 
@@ -187,8 +199,11 @@ def fused_round_trip(
     manager: EPBatchManager, ranks: Sequence[RankInputs]
 ) -> list[list[TensorValue]]:
     """Builds what `round_trip` builds, one launch a direction and rank."""
+    weights = [weights_of(manager.config, given) for given in ranks]
     dispatched = [
-        manager.ep_dispatch(given.tokens, given.ids, rank, given.input_scales)
+        manager.ep_dispatch(
+            given.tokens, given.ids, rank, given.input_scales, weights[rank][0]
+        )
         for rank, given in enumerate(ranks)
     ]
     return [
@@ -197,7 +212,7 @@ def fused_round_trip(
             manager._src_info[rank],
             manager.ep_combine(
                 dispatched[rank][0] if given.expert_rows is None else given.expert_rows,
-                given.weights,
+                weights[rank][1],
                 rank,
             ),
         ]
