@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MoE layer over four ranks: router, dispatch, SwiGLU experts, combine.
 
-    python graphs/moe_layer.py [--shared-expert]
+    python graphs/moe_layer.py [--shared-expert] [--reduced]
 
 The layer is ``max_ep.moe.moe_layer``; with ``--shared-expert`` every token
 also goes through one expert of its own rank, computed beside the routed ones
-and added. The result is compared with ``max_ep.reference.moe``.
+and added; with ``--reduced`` combine sends partial sums instead of rows
+(``EPConfig.combine_mode``). The result is compared with ``max_ep.reference.moe``.
 """
 
 import argparse
+from dataclasses import replace
 
 import numpy as np
 from max.driver import CPU
@@ -44,9 +46,9 @@ def shared_expert(
     return linear(ops.silu(gate) * up, down)
 
 
-def build(has_shared_expert: bool) -> Graph:
+def build(config: EPConfig, has_shared_expert: bool) -> Graph:
     """Builds the layer for all ranks."""
-    n_local = CONFIG.n_local_experts
+    n_local = config.n_local_experts
     types = [TensorType(F32, [f"n_{r}", HIDDEN_SIZE], CPU_DEVICE) for r in range(4)]
     types += [TensorType(F32, [N_EXPERTS, HIDDEN_SIZE], CPU_DEVICE)]
     types += [TensorType(F32, [n_local, 2 * MOE_DIM, HIDDEN_SIZE], CPU_DEVICE)] * 4
@@ -55,7 +57,7 @@ def build(has_shared_expert: bool) -> Graph:
         TensorType(F32, [2 * MOE_DIM, HIDDEN_SIZE], CPU_DEVICE),
         TensorType(F32, [HIDDEN_SIZE, MOE_DIM], CPU_DEVICE),
     ]
-    manager = EPBatchManager(CONFIG)
+    manager = EPBatchManager(config)
     with Graph("moe_layer", input_types=[*types, *manager.input_types()]) as graph:
         values = [value.tensor for value in graph.inputs[: len(types)]]
         manager.fetch_buffers(graph.inputs[len(types) :])
@@ -78,7 +80,11 @@ def main() -> None:
     """Runs the layer once and compares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared-expert", action="store_true")
-    has_shared_expert = parser.parse_args().shared_expert
+    parser.add_argument("--reduced", action="store_true")
+    options = parser.parse_args()
+    has_shared_expert, config = options.shared_expert, CONFIG
+    if options.reduced:
+        config = replace(CONFIG, combine_mode="reduced", protocol="auto")
 
     rng = np.random.default_rng(7)
 
@@ -93,8 +99,8 @@ def main() -> None:
     shared = draw(2 * MOE_DIM, HIDDEN_SIZE), draw(HIDDEN_SIZE, MOE_DIM)
 
     session = InferenceSession(devices=[CPU()])
-    model = session.load(build(has_shared_expert))
-    with EPCommInitializer(CONFIG) as comm:
+    model = session.load(build(config, has_shared_expert))
+    with EPCommInitializer(config) as comm:
         comm.ep_init(session)
         weights = [*np.split(gate_up, N_RANKS), *np.split(down, N_RANKS), *shared]
         outputs = model.execute(*x, router, *weights, *comm.model_inputs())

@@ -57,6 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="wire protocol (default: %(default)s)",
     )
     plan.add_argument(
+        "--combine-mode",
+        choices=("unreduced", "reduced"),
+        default="unreduced",
+        help="whether combine sends rows or partial sums (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--partial",
+        choices=("bfloat16", "float32"),
+        help="format of a partial sum (default: that of --combine)",
+    )
+    plan.add_argument(
         "--shared-expert",
         action="store_true",
         help="with a fused shared expert (EPConfig.fused_shared_expert)",

@@ -68,9 +68,12 @@ def moe_layer(
     ranks = list(range(config.n_gpus_per_node))
     routed = [route(tokens, router, config.top_k) for tokens in x]
     ids = [topk_ids for topk_ids, _ in routed]
-    dispatched = manager.ep_dispatch_all(x, ids, ranks)
+    weights = [topk_weights for _, topk_weights in routed]
+    # Whoever adds up the rows needs the weights: reduced, their experts' ranks.
+    sent, added = (weights, None) if config.is_reduced else (None, weights)
+    dispatched = manager.ep_dispatch_all(x, ids, ranks, router_weights=sent)
     outputs = [
-        grouped_swiglu(rows, weights.gate_up, weights.down, row_offsets, expert_ids)
-        for (rows, row_offsets, expert_ids, _), weights in zip(dispatched, experts)
+        grouped_swiglu(rows, own.gate_up, own.down, row_offsets, expert_ids)
+        for (rows, row_offsets, expert_ids, _), own in zip(dispatched, experts)
     ]
-    return manager.ep_combine_all(outputs, [w for _, w in routed], ranks), ids
+    return manager.ep_combine_all(outputs, added, ranks), ids

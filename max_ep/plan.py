@@ -54,6 +54,8 @@ def run_plan(options: argparse.Namespace) -> int:
             target="cpu",
             output_layout=options.layout,
             protocol=options.protocol,
+            combine_mode=options.combine_mode,
+            partial_dtype=None if options.partial is None else _DTYPES[options.partial],
             fused_shared_expert=options.shared_expert,
             dispatch_quant_config=(
                 blockwise_fp8_quant_config() if options.dispatch == "fp8" else None
@@ -65,7 +67,8 @@ def run_plan(options: argparse.Namespace) -> int:
     sizes = config.sizes()
     console = Console()
     table = Table(
-        title=f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}",
+        title=f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, "
+        f"combine {config.combine_mode}",
         title_justify="left",
     )
     for column, side in (("buffer", "left"), ("shape", "left"), ("bytes", "right")):
@@ -74,18 +77,20 @@ def run_plan(options: argparse.Namespace) -> int:
     n_local, tokens = sizes.n_local_experts, config.max_tokens_per_rank
     message, back = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
     send, recv = f"{tokens} x", f"{n_local} x {config.n_ranks} x {tokens} x"
+    more = ""
+    combine_recv = f"{tokens} x {config.top_k} x"
+    if config.is_reduced:
+        combine_recv = f"{config.n_ranks} x {tokens} x"
     if config.protocol == "rank_slots":
-        send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x 8 B, "
+        entry = f"{16 if config.is_reduced else 8} B"
+        send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x {entry}, "
         recv += f"{config.n_ranks} x {tokens} x"
+        more = ", early, flags"
     rows = (
         ("dispatch send", f"{send} {message} B", sizes.dispatch_send_bytes),
-        ("dispatch recv", f"{recv} {message} B", sizes.dispatch_recv_bytes),
+        ("dispatch recv", f"{recv} {message} B{more}", sizes.dispatch_recv_bytes),
         ("dispatch counts, done", "UInt64", sizes.dispatch_counts_bytes),
-        (
-            "combine recv",
-            f"{tokens} x {config.top_k} x {back} B",
-            sizes.combine_recv_bytes,
-        ),
+        ("combine recv", f"{combine_recv} {back} B", sizes.combine_recv_bytes),
         ("combine counts, done", "UInt64", sizes.combine_counts_bytes),
     )
     for name, shape, n_bytes in rows:

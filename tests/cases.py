@@ -162,18 +162,27 @@ RANK_SLOTS_CASES = {
 }
 """Those cases whose tokens need be encoded only once, by the other protocol."""
 
-# What partial sums are, where that is not what results are.
-_PARTIALS = {"last_rank_empty": F32, "shared_fp8": F32, "fp8_pow2": BF16}
+# Those in which combine differs, and what partial sums are; None: as results.
+_PARTIALS = {
+    "last_rank_empty": F32,
+    "uneven_7_on_3": None,
+    "five_ranks_top_1": None,
+    "top_32": None,
+    "fp8_pow2": BF16,
+    "padded_last_rank_empty": None,
+    "shared_last_rank_empty": None,
+    "shared_fp8": F32,
+}
 REDUCED_CASES = {
     f"{name}_reduced": replace(
-        case,
+        RANK_SLOTS_CASES[f"{name}_by_rank"],
         name=f"{name}_reduced",
         combine_mode="reduced",
-        partial_dtype=_PARTIALS.get(name.removesuffix("_by_rank")),
+        partial_dtype=partial_dtype,
     )
-    for name, case in RANK_SLOTS_CASES.items()
+    for name, partial_dtype in _PARTIALS.items()
 }
-"""The same once more, with combine adding up on the ranks of the experts."""
+"""By that protocol, with combine adding up on the ranks of the experts."""
 
 # Large enough that a launch is dealt over workers and writes past the caches.
 _LARGE = [
@@ -185,7 +194,7 @@ _LARGE = [
         12,
         8,
         2048,
-        1100,
+        520,
         protocol="rank_slots",
         combine_mode="reduced",
     ),

@@ -68,6 +68,7 @@ class Shape:
     """A rank that sends nothing and that nobody sends to."""
     fused_shared_expert: bool = False
     protocol: str = "expert_slots"
+    combine_mode: str = "unreduced"
     seed: int = 1
 
     def config(
@@ -91,6 +92,7 @@ class Shape:
             timeout_s=timeout_s,
             fused_shared_expert=self.fused_shared_expert,
             protocol=self.protocol,
+            combine_mode=self.combine_mode,
         )
 
 
@@ -111,6 +113,10 @@ SHARED = replace(FEW_EXPERTS, fused_shared_expert=True)
 # The same, and large launches, by the other protocol.
 SHARED_BY_RANK = replace(SHARED, protocol="rank_slots")
 LARGE_BY_RANK = replace(LARGE, protocol="rank_slots")
+
+# And with reduced combine.
+SHARED_REDUCED = replace(SHARED_BY_RANK, combine_mode="reduced")
+LARGE_REDUCED = replace(LARGE_BY_RANK, combine_mode="reduced")
 
 
 @dataclass
@@ -193,6 +199,8 @@ def oracle(shape: Shape, generation: int, rank: int) -> Want:
 
 def moe(shape: Shape, generation: int, expert_generation: int, rank: int) -> np.ndarray:
     """Computes a rank's sums, as bfloat16 bits."""
+    if shape.combine_mode == "reduced":
+        return reduced_moe(shape, generation, expert_generation, rank)
     mine = make_batch(shape, generation, rank)
     sums = reference.moe(
         reference.bfloat16_to_float32(mine.tokens),
@@ -206,6 +214,28 @@ def moe(shape: Shape, generation: int, expert_generation: int, rank: int) -> np.
         ),
     )
     return reference.float32_to_bfloat16(sums)
+
+
+def reduced_moe(
+    shape: Shape, generation: int, expert_generation: int, rank: int
+) -> np.ndarray:
+    """Computes a rank's sums from the rows of all ranks, as bfloat16 bits."""
+    batches = [make_batch(shape, generation, r) for r in range(N_RANKS)]
+    dispatched = reference.dispatch(
+        [reference.bfloat16_to_float32(b.tokens) for b in batches],
+        [b.ids for b in batches],
+        shape.n_experts,
+        shared_expert=shape.fused_shared_expert,
+    )
+    for owner, result in enumerate(dispatched):
+        _apply_experts(shape, expert_generation, owner, result, result.rows)
+    sums = reference.combine_reduced(
+        [result.rows for result in dispatched],
+        dispatched,
+        [b.weights for b in batches],
+        lambda x: reference.bfloat16_to_float32(reference.float32_to_bfloat16(x)),
+    )
+    return reference.float32_to_bfloat16(sums[rank])
 
 
 # ----------------------------------------------------------------------- graphs
@@ -234,6 +264,9 @@ def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> N
         ep.fetch_buffers(graph.inputs[len(types) :])
         values = [v.tensor for v in graph.inputs[: len(types)]]
         tokens, ids, weights, factors = (values[i::4] for i in range(4))
+        sent: list[Any] = [None] * len(local_ranks)
+        if config.is_reduced:
+            sent, weights = weights, sent
         if form == "all":
             rows = ep.ep_dispatch_all(tokens, ids, local_ranks)
             products = [r[0] * f for r, f in zip(rows, factors)]
@@ -243,7 +276,7 @@ def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> N
             sums = [ep.ep_combine(rows[0][0] * factors[0], weights[0], 0)]
         else:
             for i in local_ranks:
-                ep.ep_dispatch_async(tokens[i], ids[i], i)
+                ep.ep_dispatch_async(tokens[i], ids[i], i, router_weight=sent[i])
             rows = [ep.ep_dispatch_wait(i) for i in local_ranks]
             for i in local_ranks:
                 ep.ep_combine_async(rows[i][0] * factors[i], i)
@@ -260,14 +293,21 @@ def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
     Nothing but the done words keeps a rank from overwriting, in its second
     launch, what a peer is reading in its first.
     """
-    types = _inputs(config, 1)[:2] + _inputs(config, 2) + _inputs(config)[3:]
+    types = _inputs(config, 1)[:3] + _inputs(config, 2) + _inputs(config)[3:]
     ep = EPBatchManager(config)
     with Graph(name, input_types=types + ep.input_types(), module=module) as graph:
         ep.fetch_buffers(graph.inputs[len(types) :])
         values = [v.tensor for v in graph.inputs[: len(types)]]
-        tokens_1, ids_1, tokens_2, ids_2, weights, factors_1, factors_2 = values
-        first = ep.ep_dispatch(tokens_1, ids_1, 0)[:3] + (ep._src_info[0],)
-        second = ep.ep_dispatch(tokens_2, ids_2, 0)[:3] + (ep._src_info[0],)
+        inputs, weights, (factors_1, factors_2) = values[:6], values[5], values[6:]
+        dispatched = []
+        for tokens, ids, sent in (inputs[:3], inputs[3:]):
+            if not config.is_reduced:
+                sent = None
+            rows = ep.ep_dispatch(tokens, ids, 0, router_weight=sent)[:3]
+            dispatched.append((*rows, ep._src_info[0]))
+        first, second = dispatched
+        if config.is_reduced:
+            weights = None
         products = [second[0] * factors_1, second[0] * factors_2]
         sums = [ep.ep_combine(rows, weights, 0) for rows in products]
         graph.output(*first, *second, *sums)
@@ -344,6 +384,8 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     _add_round_trip(module, "few_experts", FEW_EXPERTS.config(0), "async_wait")
     _add_round_trip(module, "shared", SHARED.config(0), "async_wait")
     _add_round_trip(module, "shared_by_rank", SHARED_BY_RANK.config(0), "async_wait")
+    _add_round_trip(module, "shared_reduced", SHARED_REDUCED.config(0), "async_wait")
+    _add_back_to_back(module, "large_reduced", LARGE_REDUCED.config(0))
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     with EPCommInitializer(SMALL.config(0, n_nodes=1)) as comm:
@@ -570,8 +612,7 @@ def _large(member: Member, graph: str = "large") -> None:
     for generation in (2, 3, 9, 10, 23, 6):
         batches = [make_batch(shape, generation + i, rank) for i in range(2)]
         wants = [oracle(shape, generation + i, rank) for i in range(2)]
-        inputs = [x for b in batches for x in (_bfloat16(b.tokens), b.ids)]
-        inputs.append(batches[1].weights)
+        inputs = [x for b in batches for x in (_bfloat16(b.tokens), b.ids, b.weights)]
         for i in range(2):
             factors = np.ones((member.config.get_max_recv_tokens(), 1), np.float32)
             _apply_experts(shape, generation + i, rank, wants[1].dispatched, factors)
@@ -607,6 +648,16 @@ def _shared_by_rank(member: Member) -> None:
 def _large_by_rank(member: Member) -> None:
     """A fast rank must not overwrite tokens that a slow one is copying."""
     _large(member, "large_by_rank")
+
+
+def _shared_reduced(member: Member) -> None:
+    """The same with reduced combine: own rows are added where they stand."""
+    _few_experts(member, "shared_reduced")
+
+
+def _large_reduced(member: Member) -> None:
+    """Partial sums, of one dispatch twice: nobody must overwrite unread ones."""
+    _large(member, "large_reduced")
 
 
 SLOW_RANK = 1
@@ -726,6 +777,8 @@ SCENARIOS: dict[str, Callable[[Member], Any]] = {
     "shared": _shared,
     "shared_by_rank": _shared_by_rank,
     "large_by_rank": _large_by_rank,
+    "shared_reduced": _shared_reduced,
+    "large_reduced": _large_reduced,
     "dispatch_only": _dispatch_only,
     "combine_only": _combine_only,
     "stopped": _stopped,
@@ -758,6 +811,8 @@ def run_scenarios(
             "shared": SHARED,
             "shared_by_rank": SHARED_BY_RANK,
             "large_by_rank": LARGE_BY_RANK,
+            "shared_reduced": SHARED_REDUCED,
+            "large_reduced": LARGE_REDUCED,
         }
         shape = shapes.get(name, SMALL)
         config = shape.config(node_id)

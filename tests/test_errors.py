@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import subprocess
@@ -27,6 +28,7 @@ from harness import (
     Received,
     assert_dispatched,
     assert_round_trip,
+    assert_same_bits,
     take_outputs,
     to_buffer,
     to_numpy,
@@ -93,6 +95,37 @@ BAD_CONFIGS = {
     "timeout": (dict(timeout_s=0), ["timeout_s=0", "above 0"]),
     "target": (dict(target="tpu"), ["'tpu'", "'cpu'", "'gpu'"]),
     "protocol": (dict(protocol="fast"), ["'fast'", "'expert_slots'"]),
+    "combine_mode": (
+        dict(combine_mode="summed"),
+        ["'summed'", "'unreduced'", "'reduced'"],
+    ),
+    "reduced_by_expert": (
+        dict(combine_mode="reduced", protocol="expert_slots"),
+        ["combine_mode='reduced'", "protocol='expert_slots'", "'rank_slots'"],
+    ),
+    "reduced_on_gpus": (
+        dict(combine_mode="reduced", protocol="auto", target="gpu"),
+        ["combine_mode='reduced'", "target='gpu'", "'unreduced'"],
+    ),
+    "partial_dtype": (
+        dict(combine_mode="reduced", protocol="auto", partial_dtype=DType.float16),
+        ["partial_dtype", "float16", "bfloat16 or float32"],
+    ),
+    "partial_dtype_of_rows": (
+        dict(partial_dtype=F32),
+        ["partial_dtype=DType.float32", "combine_mode='unreduced'", "pass None"],
+    ),
+    "partial_bytes": (
+        dict(
+            hidden_size=84,
+            dispatch_dtype=F32,
+            combine_dtype=F32,
+            combine_mode="reduced",
+            protocol="auto",
+            partial_dtype=BF16,
+        ),
+        ["hidden_size=84", "partial_dtype", "168 bytes", "multiple of 8"],
+    ),
     "combine_dtype": (
         dict(combine_dtype=DType.float16),
         ["combine_dtype", "float16", "bfloat16 or float32"],
@@ -344,6 +377,62 @@ def test_more_experts_than_a_block_can_count() -> None:
 def test_rank_slots_of_several_hosts() -> None:
     with raises(ValueError, "rank_slots", "target='gpu'", "n_nodes=2", "expert_slots"):
         TWO.config(protocol="rank_slots", target="gpu", n_nodes=2)
+
+
+REDUCED = TWO.config(combine_mode="reduced", protocol="auto")
+
+
+def test_reduced_combine_chooses_its_protocol() -> None:
+    assert REDUCED.protocol == "rank_slots"
+    assert TWO.config(protocol="auto").protocol == "expert_slots"
+
+
+def test_router_weights_are_given_once() -> None:
+    """To dispatch if combine is reduced, to combine otherwise."""
+    bad = dict(short=tensor(F32, "t", 2), narrow=tensor(BF16, "t", 3))
+    with building(REDUCED, **bad) as (manager, x):
+        words = ["dispatch", "combine_mode='reduced'", "needs router weights"]
+        with raises(ValueError, *words):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0)
+        with raises(ValueError, *words):
+            manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
+        with raises(ValueError, "router_weights", "[t, 2]", "[any, 3]"):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.short)
+        with raises(ValueError, "router_weights", "1 tensors", "2 device_ids"):
+            manager.ep_dispatch_all(
+                [x.tokens] * 2, [x.ids] * 2, [0, 1], router_weights=[x.weights]
+            )
+        # Those of a bfloat16 router are widened.
+        manager.ep_dispatch_all(
+            [x.tokens] * 2, [x.ids] * 2, [0, 1], router_weights=[x.narrow] * 2
+        )
+        words = ["combine", "combine_mode='reduced'", "takes no router weights"]
+        with raises(ValueError, *words, "dispatch takes them"):
+            for rank in range(2):
+                manager.ep_combine_async(x.rows, rank)
+            manager.ep_combine_wait(x.weights, 0)
+    with building() as (manager, x):
+        words = ["dispatch", "combine_mode='unreduced'", "takes no router weights"]
+        with raises(ValueError, *words, "combine takes them"):
+            manager.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.weights)
+        dispatch_all(manager, x)
+        with raises(ValueError, "combine", "'unreduced'", "needs router weights"):
+            manager.ep_combine_all([x.rows] * 2, None, [0, 1])
+
+
+def test_reduced_combine_wait_needs_the_expert_rows() -> None:
+    for is_padded in (False, True):
+        layout = "padded" if is_padded else "packed"
+        config = dataclasses.replace(REDUCED, output_layout=layout)
+        with building(config, short=tensor(BF16, 3, 4, 80)) as (manager, x):
+            counter = manager.atomic_counters[0][0]
+            pointers = [manager.recv_buf_ptrs[1], manager.recv_count_ptrs[1]]
+            more = [config, x.tokens.shape[0], None]
+            with raises(ValueError, "combine_mode='reduced'", "needs input_tokens"):
+                call_ep_combine_wait(counter, *pointers, *more)
+            wanted = "[3, 14, 80]" if is_padded else "[any, 80]"
+            with raises(ValueError, "input_tokens", "[3, 4, 80]", wanted):
+                call_ep_combine_wait(counter, *pointers, *more, x.short)
 
 
 def test_not_graph_values() -> None:
@@ -992,6 +1081,162 @@ def test_run_after_close(loose: Loose, given: Inputs, session) -> None:
     new = comm.model_inputs()
     assert_round_trip("after a second ep_init", loose.run(given, new), want)
     comm.close()
+
+
+class Halves:
+    """Reduced combine of `TWO` in three graphs: whatever goes wrong, between them.
+
+    `send` dispatches and sends the dispatched rows back, `dispatch` only
+    dispatches, `receive` adds up; its second input of each rank says by its
+    rows how many tokens there are.
+    """
+
+    def __init__(self, session: InferenceSession) -> None:
+        self.models = {}
+        for name in ("send", "dispatch", "receive"):
+            manager = EPBatchManager(REDUCED)
+            types = []
+            for rank in range(2):
+                types += (
+                    [
+                        tensor(BF16, f"r{rank}", 80),
+                        tensor(DType.int32, f"n{rank}", 1),
+                    ]
+                    if name == "receive"
+                    else [
+                        tensor(BF16, f"t{rank}", 80),
+                        tensor(DType.int32, f"t{rank}", 3),
+                        tensor(F32, f"w{rank}", 3),
+                    ]
+                )
+            declared = [*types, *manager.input_types()]
+            with Graph(f"reduced_{name}", input_types=declared) as graph:
+                values = [value.tensor for value in graph.inputs[: len(types)]]
+                manager.fetch_buffers(graph.inputs[len(types) :])
+                if name == "receive":
+                    outputs = [
+                        call_ep_combine_wait(
+                            counter,
+                            manager.recv_buf_ptrs[1],
+                            manager.recv_count_ptrs[1],
+                            REDUCED,
+                            n.shape[0],
+                            None,
+                            rows,
+                        )
+                        for counter, rows, n in zip(
+                            manager.atomic_counters[0], values[::2], values[1::2]
+                        )
+                    ]
+                else:
+                    rows = manager.ep_dispatch_all(
+                        values[::3], values[1::3], [0, 1], router_weights=values[2::3]
+                    )
+                    outputs = [r[0] for r in rows]
+                if name == "send":
+                    for rank in range(2):
+                        manager.ep_combine_async(outputs[rank], rank)
+                graph.output(*outputs)
+            self.models[name] = session.load(graph)
+        self.comm = EPCommInitializer(REDUCED)
+        self.comm.ep_init(session)
+
+    def send(self, given: Inputs, name: str = "send") -> list[Buffer]:
+        """Returns the dispatched rows, which are the expert rows."""
+        ranks = zip(given.tokens, given.ids, given.weights)
+        inputs = [to_buffer(array) for rank in ranks for array in rank]
+        return self.models[name].execute(*inputs, *self.comm.model_inputs())
+
+    def receive(self, rows: list[Buffer], n_tokens: list[int]) -> list[np.ndarray]:
+        inputs = []
+        for x, n in zip(rows, n_tokens):
+            inputs += [x, to_buffer(np.zeros((n, 1), np.int32))]
+        results = self.models["receive"].execute(*inputs, *self.comm.model_inputs())
+        return [to_numpy(result) for result in results]
+
+    def check_next_run(self) -> None:
+        """After `reset`, all is well; the test after it starts from there."""
+        self.comm.reset()
+        for routing in ("full", "masked", "uniform"):
+            given = make_inputs(REDUCED_TWO, routing)
+            n_tokens = [len(t) for t in given.tokens]
+            results = self.receive(self.send(given), n_tokens)
+            for got, want in zip(results, expected(REDUCED_TWO, given).combine):
+                assert_same_bits(f"after reset, {routing}", got, want)
+        self.comm.reset()
+
+
+REDUCED_TWO = dataclasses.replace(TWO, protocol="rank_slots", combine_mode="reduced")
+
+
+@pytest.fixture(scope="module")
+def halves(session) -> Iterator[Halves]:
+    halves = Halves(session)
+    yield halves
+    halves.comm.close()
+
+
+@pytest.mark.parametrize("n_tokens", [[6, 7], [7, 0]])
+def test_reduced_combine_of_other_tokens(
+    halves: Halves, given: Inputs, n_tokens: list[int]
+) -> None:
+    rows = halves.send(given)
+    rank = 0 if n_tokens[0] < 7 else 1
+    words = [f"rank {rank}", f"{n_tokens[rank]} tokens", "7 were dispatched", "reset()"]
+    with raises(ValueError, "combine_wait", *words):
+        halves.receive(rows, n_tokens)
+    halves.check_next_run()
+
+
+def test_reduced_combine_of_rows_cut_short(halves: Halves, given: Inputs) -> None:
+    rows = halves.send(given)
+    assert rows[0].shape[0] == 42
+    rows[0] = rows[0][:41, :]
+    with raises(ValueError, "combine_wait on rank 0", "end at 42", "holds 41"):
+        halves.receive(rows, [7, 7])
+    halves.check_next_run()
+
+
+def test_router_weights_of_other_tokens(halves: Halves, given: Inputs) -> None:
+    given.weights[1] = given.weights[1][:5]
+    with raises(ValueError, "dispatch_async", "rows of router_weights", "5", "7"):
+        halves.send(given)
+    halves.check_next_run()
+
+
+def test_a_dispatch_between_the_halves_of_reduced_combine(
+    halves: Halves, given: Inputs
+) -> None:
+    """The own rows would be looked for where those of the next dispatch are."""
+    rows = halves.send(given)
+    halves.send(given, "dispatch")
+    with raises(
+        ValueError,
+        "combine_wait on rank 0",
+        "combine_async answered dispatch 1",
+        "last dispatch_wait was of 2",
+        "before the next one",
+    ):
+        halves.receive(rows, [7, 7])
+    halves.check_next_run()
+
+
+@pytest.mark.parametrize("token_idx", [0, 6])
+def test_a_lost_partial_sum_is_not_summed_as_nothing(
+    halves: Halves, given: Inputs, token_idx: int
+) -> None:
+    """The flag of one partial on rank 0 is what it was before generation 1."""
+    given.ids[0][:] = [0, 3, 4]  # one row on rank 0, two on rank 1
+    rows = halves.send(given)
+    recv = halves.comm.model_inputs()[-3].to_numpy()[0]
+    msg_bytes = REDUCED.sizes().combine_msg_bytes
+    partial = (1 * REDUCED.max_tokens_per_rank + token_idx) * msg_bytes
+    flag = ctypes.c_uint64.from_address(int(recv) + partial + msg_bytes - 16)
+    assert flag.value == 1 << 32 | 2, "generation 1, two rows"
+    flag.value = 0
+    with raises(ValueError, "combine_wait on rank 0", "21 rows", "sums of 19"):
+        halves.receive(rows, [7, 7])
+    halves.check_next_run()
 
 
 _OTHER_CONFIG = """

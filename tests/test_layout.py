@@ -14,7 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import BF16, CASES, F32, LARGE_CASES, RANK_SLOTS_CASES, Case
+from cases import (
+    BF16,
+    CASES,
+    F32,
+    LARGE_CASES,
+    RANK_SLOTS_CASES,
+    REDUCED_CASES,
+    Case,
+)
 
 from max_ep import (
     EPBatchManager,
@@ -26,7 +34,7 @@ from max_ep import (
 )
 from max_ep.extension import mojo_dir, run_mojo
 
-ALL_CASES = CASES | LARGE_CASES | RANK_SLOTS_CASES
+ALL_CASES = CASES | LARGE_CASES | RANK_SLOTS_CASES | REDUCED_CASES
 case_names = pytest.mark.parametrize("name", ALL_CASES)
 
 # ------------------------------------------------------------------- constants
@@ -128,8 +136,14 @@ def picture(
     return answer | {"put_bytes": put_bytes}
 
 
+def wire_protocol(case: Case) -> str:
+    """What the layout goes by: reduced combine counts as a protocol there."""
+    return case.protocol + ("_reduced" if case.is_reduced else "")
+
+
 def picture_of(case: Case) -> dict[str, int]:
-    combine_bytes = up(case.hidden_size * case.combine.size_in_bytes, 16)
+    sent = case.combine if case.partial_dtype is None else case.partial_dtype
+    combine_bytes = up(case.hidden_size * sent.size_in_bytes, 16)
     messages = dict(
         dispatch_msg_bytes=token_bytes(case.wire, case.hidden_size) + 16,
         combine_msg_bytes=combine_bytes + 16,
@@ -140,7 +154,7 @@ def picture_of(case: Case) -> dict[str, int]:
         case.n_ranks,
         case.max_tokens_per_rank,
         case.top_k,
-        case.protocol,
+        wire_protocol(case),
     )
 
 
@@ -160,7 +174,7 @@ def test_sizes_are_those_of_the_picture(name: str) -> None:
     }
     rest = set(vars(sizes)) - set(want)
     assert rest == {"counters_words", "protocol", *constants}
-    assert sizes.protocol == mojo_constant(case.protocol.upper())
+    assert sizes.protocol == mojo_constant(wire_protocol(case).upper())
     for field, (constant, path) in constants.items():
         assert getattr(sizes, field) == mojo_constant(constant, path)
 
@@ -229,6 +243,11 @@ def test_counters_hold_every_pair(n_ranks: int) -> None:
     n_choices = case.max_tokens_per_rank * case.top_k
     assert case.config().sizes().counters_words == (
         words_of[case.n_experts] + 3 * n_choices
+    )
+    # Reduced combine: of each rank its tokens, and a row and a weight a choice.
+    reduced = case.config(combine_mode="reduced", protocol="auto").sizes()
+    assert reduced.counters_words == case.config().sizes().counters_words + (
+        case.n_ranks * (1 + 2 * n_choices)
     )
     for n_experts, n_words in words_of.items():
         n_pairs = up(n_experts, n_ranks)
@@ -430,6 +449,19 @@ def test_a_token_a_rank_takes_far_less_memory() -> None:
     early = 4 * 256 * (14336 + 16)
     flags = 4 * 4096 * 4 * 8
     assert by_rank == 4 * 4096 * (14336 + 16) + 4 * 4096 * 8 * 8 + early + flags
+
+
+def test_a_partial_a_rank_takes_less_memory_than_a_row_a_choice() -> None:
+    """4096 tokens, top-8, on 4 ranks: half of combine recv; and what is sent is.
+
+    With float32 partials of bfloat16 rows it is the same again.
+    """
+    case = Case("many", 4, 256, 8, 7168, 4096, protocol="rank_slots")
+    rows = case.config().sizes().combine_recv_bytes
+    partials = case.config(combine_mode="reduced").sizes().combine_recv_bytes
+    assert rows == 8 * 4096 * (14336 + 16) and partials == rows / 2
+    wide = case.config(combine_mode="reduced", partial_dtype=F32).sizes()
+    assert wide.combine_recv_bytes == 4 * 4096 * (28672 + 16)
 
 
 def test_experts_on_a_rank(mojo_says) -> None:

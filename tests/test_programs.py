@@ -35,6 +35,7 @@ def run(command: str) -> str:
         ("python graphs/round_trip.py", "came back doubled"),
         ("python graphs/moe_layer.py", "agree with the plain MoE"),
         ("python graphs/moe_layer.py --shared-expert", "agree with the plain MoE"),
+        ("python graphs/moe_layer.py --reduced", "agree with the plain MoE"),
         ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
     ],
 )
@@ -69,10 +70,37 @@ def test_plan_shows_the_rows_of_a_layout(options: str, shape: str) -> None:
 def test_plan_of_a_token_a_rank() -> None:
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
     printed = run(f"max-ep plan {sizes} --protocol rank_slots")
-    # Entries of 8 bytes, and tokens: once a source, not once an expert.
-    n_bytes = 4 * 4096 * 8 * 8 + 4 * 4096 * (7168 * 2 + 16)
+    # Entries of 8 bytes, and tokens: once a source, not once an expert; then, for
+    # GPU ranks, 256 early tokens and 4 flags a token.
+    n_bytes = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * (7168 * 2 + 16) + 4 * 4096 * 4 * 8
     line = next(x for x in printed.splitlines() if "dispatch recv" in x)
     assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
+
+
+def test_plan_of_reduced_combine() -> None:
+    sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
+    for options, message in (
+        ("", 7168 * 2 + 16),
+        (" --partial float32", 7168 * 4 + 16),
+    ):
+        printed = run(f"max-ep plan {sizes} --combine-mode reduced{options}")
+        assert "protocol rank_slots, combine reduced" in printed
+        # One partial sum for each token from each rank, not one row a choice.
+        line = next(x for x in printed.splitlines() if "combine recv" in x)
+        assert f"{4 * 4096 * message:,}" in line and f"4 x 4096 x {message} B" in line
+        # An entry has a second word, for the weight.
+        assert "4 x 4096 x 8 x 16 B" in printed
+
+
+def test_reduced_combine_is_as_exact_as_decided() -> None:
+    """What docs/decisions/0011-reduced-combine.md says of 2 and of 8 ranks."""
+    from bench.combine_error import measure
+
+    for n_ranks, most, saved in ((2, 1.25, 0.74), (8, 1.4, 0.33)):
+        m = measure(n_ranks)
+        assert 1 < m["bfloat16"] / m["unreduced"] < most
+        assert abs(m["float32"] / m["unreduced"] - 1) < 0.01
+        assert 1 - m["partials"] / m["rows"] > saved
 
 
 def test_plan_explains_what_cannot_be() -> None:

@@ -23,6 +23,7 @@ from max_ep import reference
 from max_ep.reference import (
     bfloat16_to_float32,
     combine,
+    combine_reduced,
     dequantize_blockwise_fp8,
     dispatch,
     float8_e4m3fn_to_float32,
@@ -726,10 +727,7 @@ def test_combine_adds_in_choice_order_with_one_rounding_a_step(case: str):
     rows = [rng.normal(size=(len(r.rows), 3)) for r in results]
     rows = [r.astype(np.float32) for r in rows]
     got = combine(rows, results, c.weights)
-    row_of = {}
-    for result, rank_rows in zip(results, rows):
-        for src_rank, info, row in zip(result.src_ranks, result.src_info, rank_rows):
-            row_of[int(src_rank), int(info[0]), int(info[1])] = row
+    row_of = {choice: row for choice, (_, row) in rows_by_choice(results, rows).items()}
     for rank, weights in enumerate(c.weights):
         for token_idx in range(len(weights)):
             for column in range(3):
@@ -761,6 +759,77 @@ def test_combine_skips_rather_than_adds_zero():
     got = combine([r.rows for r in results], results, weights)
     for x, y in zip(tokens, got):
         assert_same_bits(y, np.stack([x[0] / 2, np.zeros_like(x[1])]))
+
+
+def rows_by_choice(results, rows) -> dict[tuple[int, int, int], tuple[int, np.ndarray]]:
+    """Maps (source rank, token, k) to the rank of the row, and the row."""
+    row_of = {}
+    for owner, (result, rank_rows) in enumerate(zip(results, rows)):
+        for src_rank, info, row in zip(result.src_ranks, result.src_info, rank_rows):
+            row_of[int(src_rank), int(info[0]), int(info[1])] = (owner, row)
+    return row_of
+
+
+@pytest.mark.parametrize("is_wire_narrow", [False, True])
+@cases
+def test_reduced_combine_adds_on_each_rank_then_over_ranks(
+    case: str, is_wire_narrow: bool
+):
+    """Exact sums of fractions, rounded after each step; partials to the wire."""
+    c = make_case(case)
+    results = dispatch(c.tokens, c.ids, c.n_experts)
+    rng = np.random.default_rng(8)
+    rows = [rng.normal(size=(len(r.rows), 3)).astype(np.float32) for r in results]
+
+    def round_partial(x: np.ndarray) -> np.ndarray:
+        return bfloat16_to_float32(float32_to_bfloat16(x)) if is_wire_narrow else x
+
+    got = combine_reduced(rows, results, c.weights, round_partial)
+    row_of = rows_by_choice(results, rows)
+    for rank, weights in enumerate(c.weights):
+        for token_idx in range(len(weights)):
+            for column in range(3):
+                partials = {}
+                for k in range(c.top_k):
+                    if (rank, token_idx, k) not in row_of:
+                        continue
+                    owner, row = row_of[rank, token_idx, k]
+                    exact = Fraction(float(weights[token_idx, k]))
+                    exact = exact * Fraction(float(row[column]))
+                    exact += Fraction(partials.get(owner, 0.0))
+                    partials[owner] = round_to_float32(exact)
+                acc = partials.pop(rank, 0.0)
+                for owner in sorted(partials):
+                    sent = np.array([partials[owner]], np.float32)
+                    sent = float(round_partial(sent)[0])
+                    acc = round_to_float32(Fraction(acc) + Fraction(sent))
+                assert float(got[rank][token_idx, column]) == acc
+
+
+@cases
+def test_reduced_combine_of_one_rank_is_combine(case: str):
+    """Nothing is sent, so nothing is rounded."""
+    c = make_case(case)
+    tokens, ids = [np.concatenate(c.tokens)], [np.concatenate(c.ids)]
+    weights = [np.concatenate(c.weights)]
+    results = dispatch(tokens, ids, c.n_experts, shared_expert=True)
+    rows = [r.rows.astype(np.float32) for r in results]
+    want = combine(rows, results, weights)
+    got = combine_reduced(rows, results, weights, lambda x: x * np.float32(np.nan))
+    assert_same_bits(got[0], want[0])
+
+
+def test_reduced_combine_adds_the_shared_row_last():
+    """A half ULP, 1, a half ULP: added in this order, both halves are lost."""
+    tokens = [f32(0)[:, None], np.zeros((0, 1), np.float32)]
+    ids = [np.array([[1, 0]]), np.zeros((0, 2), int)]
+    results = dispatch(tokens, ids, 2, shared_expert=True)
+    rows = [f32(ULP / 2, ULP / 2)[:, None], f32(1)[:, None]]
+    weights = [f32(1, 1)[None, :], np.zeros((0, 2), np.float32)]
+    sums = combine_reduced(rows, results, weights)
+    assert_same_bits(sums[0], f32(1)[:, None])
+    with pytest.raises(ValueError, match="rank 1: 0 rows, needs 1"):
+        combine_reduced([rows[0], rows[1][:0]], results, weights)
 
 
 def scaled_expert(expert_id: int, x: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from cases import (
     LARGE_CASES,
     LAYOUT_CASES,
     RANK_SLOTS_CASES,
+    REDUCED_CASES,
     ROUTINGS,
     Case,
     Inputs,
@@ -46,6 +48,7 @@ from harness import (
     take_inputs,
     take_outputs,
     to_buffer,
+    weights_of,
 )
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
@@ -68,7 +71,7 @@ CPU = DeviceRef.CPU()
 
 # ------------------------------------------------------- cases times routings
 
-SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES
+SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +264,24 @@ FORM_CASES = {
     "one": ONE,
     "one_fp8": ONE_FP8,
     "by_rank": Case("by_rank", 2, 5, 3, 80, 7, protocol="rank_slots"),
+    "reduced": replace(
+        RANK_SLOTS_CASES["two_ranks_by_rank"],
+        name="reduced",
+        combine_mode="reduced",
+        partial_dtype=F32,
+    ),
+    "reduced_padded": Case(
+        "reduced_padded",
+        1,
+        6,
+        2,
+        128,
+        7,
+        "fp8",
+        output_layout="padded",
+        protocol="rank_slots",
+        combine_mode="reduced",
+    ),
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
     "padded_two": Case("padded_two", 2, 5, 3, 80, 7, output_layout="padded"),
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
@@ -285,8 +306,9 @@ def call_ep_round_trip(
         for group in range(2)
     ]
     n_tokens = [given.tokens.shape[0] for given in ranks]
+    sent, weights = zip(*(weights_of(config, given) for given in ranks))
     if how == "halves":
-        for given, counter in zip(ranks, counters):
+        for given, counter, w in zip(ranks, counters, sent):
             call_ep_dispatch_async(
                 given.tokens,
                 given.ids,
@@ -294,6 +316,7 @@ def call_ep_round_trip(
                 *pointers[0],
                 config,
                 given.input_scales,
+                w,
             )
         dispatched = [
             call_ep_dispatch_wait(counter, *pointers[0][1:], config)
@@ -308,8 +331,9 @@ def call_ep_round_trip(
                 *pointers[0],
                 config,
                 given.input_scales,
+                w,
             )
-            for given, counter in zip(ranks, counters)
+            for given, counter, w in zip(ranks, counters, sent)
         ]
     else:
         scales = [given.input_scales for given in ranks]
@@ -320,13 +344,13 @@ def call_ep_round_trip(
             *pointers[0],
             config,
             scales if case.scales else None,
+            list(sent) if case.is_reduced else None,
         )
     rows = [
         d[0] if given.expert_rows is None else given.expert_rows
         for d, given in zip(dispatched, ranks)
     ]
     src_info = [d[-2] if case.is_padded else d[-1] for d in dispatched]
-    weights = [given.weights for given in ranks]
     if how == "halves":
         for x, info, counter in zip(rows, src_info, counters):
             call_ep_combine_async(x, info, counter, *pointers[1], config)
@@ -337,7 +361,7 @@ def call_ep_round_trip(
                 config,
                 n,
                 w,
-                x if case.fused_shared_expert else None,
+                x if config.adds_unsent_rows else None,
             )
             for counter, n, w, x in zip(counters, n_tokens, weights, rows)
         ]
@@ -350,7 +374,13 @@ def call_ep_round_trip(
         ]
     else:
         results = call_distributed_ep_combine(
-            rows, src_info, counters, *pointers[1], config, n_tokens, weights
+            rows,
+            src_info,
+            counters,
+            *pointers[1],
+            config,
+            n_tokens,
+            None if case.is_reduced else list(weights),
         )
     if case.is_padded:
         return [[*d, d[-2], result] for d, result in zip(dispatched, results)]
@@ -368,16 +398,18 @@ def all_round_trip(
     """
     order = list(reversed(range(len(ranks))))
     scales = [ranks[i].input_scales for i in order]
+    weights = [ranks[i].weights for i in order]
     dispatched = manager.ep_dispatch_all(
         [ranks[i].tokens for i in order],
         [ranks[i].ids for i in order],
         order,
         scales if case.scales else None,
+        weights if case.is_reduced else None,
     )
     given_rows = [ranks[i].expert_rows for i in order]
     results = manager.ep_combine_all(
         [d[0] if g is None else g for d, g in zip(dispatched, given_rows)],
-        [ranks[i].weights for i in order],
+        None if case.is_reduced else weights,
         order,
     )
     built = [
@@ -392,9 +424,10 @@ def fused_round_trip(
 ) -> list[list]:
     """Builds what `harness.round_trip` builds, one launch a direction."""
     (given,) = ranks
-    d = manager.ep_dispatch(given.tokens, given.ids, 0, given.input_scales)
+    sent, weights = weights_of(manager.config, given)
+    d = manager.ep_dispatch(given.tokens, given.ids, 0, given.input_scales, sent)
     rows = d[0] if given.expert_rows is None else given.expert_rows
-    result = manager.ep_combine(rows, given.weights, 0)
+    result = manager.ep_combine(rows, weights, 0)
     return [[*d, manager._src_info[0], result]]
 
 
@@ -409,6 +442,8 @@ FORMS = {
     ],
     "one_fp8": ["async_wait", "fused", "all", "call_fused"],
     "by_rank": ["async_wait", "all"],
+    "reduced": ["all", "call_halves"],
+    "reduced_padded": ["fused", "call_fused"],
     "padded": ["fused", "call_halves", "call_fused"],
     "padded_two": ["async_wait", "all", "call_distributed"],
     "shared": ["fused", "call_halves", "call_fused"],

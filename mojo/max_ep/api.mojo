@@ -39,9 +39,12 @@ from .launch_checks import (
 from .layout import (
     EXPERT_SLOTS,
     MESSAGE_ALIGN,
-    RANK_SLOTS,
     RANK_SLOTS_REDUCED,
     RegionLayout,
+)
+from .rank_slots.host_combine import (
+    combine_async_host as reduced_combine_async_host,
+    combine_wait_host as reduced_combine_wait_host,
 )
 from .rank_slots.host_dispatch import (
     dispatch_async_host as rank_slots_dispatch_async_host,
@@ -751,10 +754,23 @@ def ep_combine_async_kernel_api[
             counters,
             context,
         )
+    elif combine_layout.is_reduced():
+        reduced_combine_async_host[
+            combine_dtype,
+            partial_dtype,
+            hidden_size,
+            n_experts,
+            n_ranks,
+            combine_layout,
+        ](
+            imm(input_tokens),
+            n_rows,
+            imm(src_info),
+            recv_bufs,
+            counts,
+            counters,
+        )
     else:
-        comptime assert (
-            protocol != RANK_SLOTS_REDUCED
-        ), "max_ep: reduced combine has no kernels yet"
         combine_async_host[
             combine_dtype, hidden_size, n_experts, n_ranks, combine_layout
         ](
@@ -876,10 +892,24 @@ def ep_combine_wait_kernel_api[
             counters,
             context,
         )
+    elif combine_layout.is_reduced():
+        reduced_combine_wait_host[
+            combine_dtype,
+            partial_dtype,
+            hidden_size,
+            n_experts,
+            n_ranks,
+            combine_layout,
+            fused_shared_expert,
+        ](
+            mut_(output_tokens),
+            n_tokens,
+            shared_rows,
+            recv_bufs[counters.my_rank()],
+            counts,
+            counters,
+        )
     else:
-        comptime assert (
-            protocol != RANK_SLOTS_REDUCED
-        ), "max_ep: reduced combine has no kernels yet"
         combine_wait_host[
             combine_dtype,
             hidden_size,

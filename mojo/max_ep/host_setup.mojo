@@ -28,14 +28,10 @@ def _clear_combine_generations(region: Int, layout: RegionLayout):
     var recv = BytePointer(
         unsafe_from_address=region + layout.combine_recv_offset()
     )
-    for token_idx in range(layout.max_tokens_per_rank):
-        for k in range(layout.top_k):
-            write_source_info(
-                recv.unsafe_offset(layout.combine_message_offset(token_idx, k)),
-                layout.combine_msg_bytes,
-                layout.choice(token_idx, k),
-                0,
-            )
+    # Rows or partial sums: messages, one after another.
+    var msg_bytes = layout.combine_msg_bytes
+    for i in range(layout.combine_recv_bytes() // msg_bytes):
+        write_source_info(recv.unsafe_offset(i * msg_bytes), msg_bytes, i, 0)
 
 
 def _clear_host(region: Int, layout: RegionLayout, was_used: Bool):

@@ -49,7 +49,7 @@ comptime SOURCE_INFO_BYTES = 16
 
 The flag has the form of all flags (`flags.mojo`): the generation that wrote
 the message, and as its count the choice, `token_idx * top_k + k`, that it is
-of. On GPUs it also says that the message has arrived.
+of, or, of a partial sum, how many rows are in it. On GPUs it also says that the message has arrived.
 """
 
 comptime BUFFER_ALIGN = 256

@@ -98,6 +98,104 @@ def check_src_info[
         )
 
 
+def start_combine[
+    n_experts: Int, n_ranks: Int, layout: RegionLayout
+](
+    n_rows_max: Int,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises -> UInt32:
+    """Checks what is to be sent back, and waits until there is room for it.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        n_rows_max: Rows given.
+        src_info: `[n_rows_max][2]` from the last `dispatch_wait`.
+        recv_counts: Every rank's combine counts buffer.
+        counters: This rank's local words.
+
+    Returns:
+        The generation to send.
+
+    Raises:
+        If nothing was dispatched, `src_info` is not the last dispatch's, or a
+        peer has not read the generation before in time.
+    """
+    comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
+    var my_rank = counters.my_rank()
+    if counters.dispatch_received() == 0:
+        raise Error(
+            "max_ep: combine_async on rank ",
+            my_rank,
+            ": nothing was dispatched to this rank yet; combine sends back",
+            " the rows of the last dispatch_wait.",
+        )
+    if counters.pair_row(n_pairs) > n_rows_max:
+        raise Error(
+            "max_ep: combine_async on rank ",
+            my_rank,
+            ": the rows of the last dispatch_wait end at ",
+            counters.pair_row(n_pairs),
+            ", input_tokens and src_info hold ",
+            n_rows_max,
+            ".",
+        )
+    check_src_info[n_experts, layout](src_info, counters)
+    if n_experts_on_rank(n_experts, n_ranks, my_rank) > 0:
+        # Nobody waits for a rank without experts, so their done words run
+        # ahead of it; it writes nothing.
+        await_readers[n_experts, n_ranks](
+            recv_counts[my_rank],
+            layout.combine_done_offset(0),
+            counters.combine_sent(),
+            False,
+            Deadline.after(counters.timeout_ms()),
+            Waiter("combine_async", my_rank, 0, "word that it has read", -1),
+        )
+    return next_generation(counters.combine_sent())
+
+
+def publish_rows[
+    n_experts: Int, n_ranks: Int, layout: RegionLayout
+](
+    generation: UInt32,
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Tells every source how many of its rows each expert here had.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        generation: The generation, all of which has been written.
+        recv_counts: Every rank's combine counts buffer.
+        counters: This rank's local words.
+    """
+    # I2: counts after rows; zeros too, every source waits for every expert.
+    var my_rank = counters.my_rank()
+    for local_expert in range(n_experts_on_rank(n_experts, n_ranks, my_rank)):
+        var expert_id = my_rank * layout.n_local_experts() + local_expert
+        for src_rank in range(n_ranks):
+            var pair = layout.pair(local_expert, src_rank)
+            publish(
+                flag_at(
+                    recv_counts[src_rank],
+                    layout.combine_count_offset(expert_id),
+                ),
+                generation,
+                counters.pair_count(pair),
+            )
+    counters.set_combine_sent(generation)
+
+
 def combine_async_host[
     combine_dtype: DType,
     hidden_size: Int,
@@ -134,47 +232,16 @@ def combine_async_host[
         If nothing was dispatched, `src_info` is not the last dispatch's, or a
         peer has not read the generation before in time.
     """
-    comptime n_local_experts = layout.n_local_experts()
     comptime msg_bytes = layout.combine_msg_bytes
     comptime token_bytes = plain_token_bytes(
         hidden_size, size_of[Scalar[combine_dtype]]()
     )
+    comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
 
-    var my_rank = counters.my_rank()
-    var n_held = n_experts_on_rank(n_experts, n_ranks, my_rank)
-    if counters.dispatch_received() == 0:
-        raise Error(
-            "max_ep: combine_async on rank ",
-            my_rank,
-            ": nothing was dispatched to this rank yet; combine sends back",
-            " the rows of the last dispatch_wait.",
-        )
-    comptime n_pairs = layout.pair(n_local_experts, 0)
+    var generation = start_combine[n_experts, n_ranks, layout](
+        n_rows_max, src_info, recv_counts, counters
+    )
     var n_rows = n_rows_of_pairs(n_pairs, counters)
-    if counters.pair_row(n_pairs) > n_rows_max:
-        raise Error(
-            "max_ep: combine_async on rank ",
-            my_rank,
-            ": the rows of the last dispatch_wait end at ",
-            counters.pair_row(n_pairs),
-            ", input_tokens and src_info hold ",
-            n_rows_max,
-            ".",
-        )
-    check_src_info[n_experts, layout](src_info, counters)
-    var generation = next_generation(counters.combine_sent())
-    if n_held > 0:
-        # Nobody waits for a rank without experts, so their done words run
-        # ahead of it; it writes nothing.
-        await_readers[n_experts, n_ranks](
-            recv_counts[my_rank],
-            layout.combine_done_offset(0),
-            counters.combine_sent(),
-            False,
-            Deadline.after(counters.timeout_ms()),
-            Waiter("combine_async", my_rank, 0, "word that it has read", -1),
-        )
-
     var is_streaming = should_stream(n_rows, msg_bytes)
 
     def send_rows(begin: Int, end: Int) {imm}:
@@ -202,21 +269,7 @@ def combine_async_host[
             )
 
     for_each_chunk(n_rows, msg_bytes, send_rows)
-
-    # I2: counts after rows; zeros too, every source waits for every expert.
-    for local_expert in range(n_held):
-        var expert_id = my_rank * n_local_experts + local_expert
-        for src_rank in range(n_ranks):
-            var pair = layout.pair(local_expert, src_rank)
-            publish(
-                flag_at(
-                    recv_counts[src_rank],
-                    layout.combine_count_offset(expert_id),
-                ),
-                generation,
-                counters.pair_count(pair),
-            )
-    counters.set_combine_sent(generation)
+    publish_rows[n_experts, n_ranks, layout](generation, recv_counts, counters)
     # AFTER: this generation's rows and counts are with their sources.
 
 
@@ -293,6 +346,93 @@ def _reduce_token[
     return n_found
 
 
+@fieldwise_init
+struct ArrivedRows(TrivialRegisterPassable):
+    """What has come back in a generation."""
+
+    var generation: UInt32
+    """The generation."""
+    var n_rows: Int
+    """Rows of this rank's tokens, on all ranks."""
+
+
+def await_rows[
+    n_experts: Int, n_ranks: Int, layout: RegionLayout
+](
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises -> ArrivedRows:
+    """Waits until every expert has sent what it made of this rank's tokens.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        recv_counts: Every rank's combine counts buffer.
+        counters: This rank's local words.
+
+    Returns:
+        How much has come: all of it is visible to this thread and to the
+        workers it starts.
+
+    Raises:
+        If an expert's count does not arrive in time.
+    """
+    var my_rank = counters.my_rank()
+    var generation = next_generation(counters.combine_received())
+    var deadline = Deadline.after(counters.timeout_ms())
+    var n_rows = 0
+    for expert_id in range(n_experts):
+        n_rows += await_generation(
+            flag_at(
+                recv_counts[my_rank], layout.combine_count_offset(expert_id)
+            ),
+            generation,
+            deadline,
+            Waiter(
+                "combine_wait",
+                my_rank,
+                expert_id // layout.n_local_experts(),
+                "rows",
+                expert_id,
+            ),
+        )
+    return ArrivedRows(generation, n_rows)
+
+
+def finish_combine[
+    n_experts: Int, n_ranks: Int, layout: RegionLayout
+](
+    generation: UInt32,
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Notes that a generation has come back, and tells every owner.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        generation: The generation.
+        recv_counts: Every rank's combine counts buffer.
+        counters: This rank's local words.
+    """
+    var my_rank = counters.my_rank()
+    counters.set_combine_received(generation)
+    for owner_rank in range(n_ranks):
+        publish(
+            flag_at(
+                recv_counts[owner_rank], layout.combine_done_offset(my_rank)
+            ),
+            generation,
+            0,
+        )
+
+
 def combine_wait_host[
     combine_dtype: DType,
     hidden_size: Int,
@@ -333,28 +473,10 @@ def combine_wait_host[
         If an expert's count does not arrive in time, or rows came back for
         other tokens than these.
     """
-    comptime n_local_experts = layout.n_local_experts()
     comptime top_k = layout.top_k
-
     var my_rank = counters.my_rank()
-    var generation = next_generation(counters.combine_received())
-    var deadline = Deadline.after(counters.timeout_ms())
-    var n_rows = 0
-    for expert_id in range(n_experts):
-        n_rows += await_generation(
-            flag_at(
-                recv_counts[my_rank], layout.combine_count_offset(expert_id)
-            ),
-            generation,
-            deadline,
-            Waiter(
-                "combine_wait",
-                my_rank,
-                expert_id // n_local_experts,
-                "rows",
-                expert_id,
-            ),
-        )
+    var arrived = await_rows[n_experts, n_ranks, layout](recv_counts, counters)
+    var generation = arrived.generation
     # AFTER: every row of this generation is visible here and to the workers.
 
     # Rows found of each token: summed below, when the workers are done.
@@ -386,12 +508,12 @@ def combine_wait_host[
     var n_found = 0
     for n in found:
         n_found += Int(n)
-    if n_found != n_rows:
+    if n_found != arrived.n_rows:
         raise Error(
             "max_ep: combine_wait on rank ",
             my_rank,
             ": ",
-            n_rows,
+            arrived.n_rows,
             " rows came back but only ",
             n_found,
             " belong to the ",
@@ -400,13 +522,7 @@ def combine_wait_host[
             " were dispatched, then call EPCommInitializer.reset().",
         )
 
-    counters.set_combine_received(generation)
-    for owner_rank in range(n_ranks):
-        publish(
-            flag_at(
-                recv_counts[owner_rank], layout.combine_done_offset(my_rank)
-            ),
-            generation,
-            0,
-        )
+    finish_combine[n_experts, n_ranks, layout](
+        generation, recv_counts, counters
+    )
     # AFTER: the result is complete; every owner may overwrite its rows here.

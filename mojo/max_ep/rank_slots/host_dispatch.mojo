@@ -9,9 +9,11 @@ which of the rows from this source it becomes.
 After `dispatch_async`: every peer has this generation's tokens and entries, and
 counts that announce them. After `dispatch_wait`: the rows stand as those of
 `expert_slots`, bit for bit, and every source knows that its tokens have been
-read. Combine is that of `expert_slots`.
+read. Combine is that of `expert_slots`, or, if it is reduced, that of
+`host_combine.mojo`: then a choice's router weight travels beside its entry, and
+`dispatch_wait` notes weights and rows for it.
 """
-from ..counters import EPLocalSyncCounters
+from ..counters import EPLocalSyncCounters, NO_ROW
 from ..expert_slots.host_dispatch import (
     NO_SLOT,
     SendPlan,
@@ -31,11 +33,17 @@ from ..flags import (
     publish,
 )
 from ..host_copy import copy_bytes, for_each_chunk, should_stream
-from ..layout import RegionLayout, n_experts_on_rank
+from ..layout import ENTRY_BYTES, RegionLayout, n_experts_on_rank
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from ..transport import PeerBuffers
-from .entries import entry_word, expert_of_entry, position_of_entry
+from .entries import (
+    entry_word,
+    expert_of_entry,
+    position_of_entry,
+    weight_of_word,
+    weight_word,
+)
 
 
 def dispatch_async_host[
@@ -134,9 +142,14 @@ def dispatch_async_host[
                 var expert_id = Int(topk_ids[unsafe_offset=choice])
                 var dst_rank = expert_id // n_local_experts
                 var recv_buf = recv_bufs[dst_rank]
-                flag_at(
-                    recv_buf, layout.entry_offset(my_rank, choice)
-                )[] = entry_word(generation, expert_id, Int(position))
+                var entry = layout.entry_offset(my_rank, choice)
+                flag_at(recv_buf, entry)[] = entry_word(
+                    generation, expert_id, Int(position)
+                )
+                comptime if layout.is_reduced():
+                    flag_at(recv_buf, entry + ENTRY_BYTES)[] = weight_word(
+                        generation, router_weights[unsafe_offset=choice]
+                    )
                 var is_first = True
                 for earlier in range(token_idx * top_k, choice):
                     if (
@@ -244,13 +257,23 @@ def dispatch_wait_host[
     var first_expert = my_rank * n_local_experts
     var generation = arrived.generation
 
-    # A count that came says that this number came before it.
+    # A count that came says that this number came before it. A rank without
+    # experts has awaited none, and has no rows.
     var n_tokens_of = List[Int](length=n_ranks, fill=0)
-    for src_rank in range(n_ranks):
-        n_tokens_of[src_rank] = count_of(
-            peek(flag_at(my_counts, layout.dispatch_n_tokens_offset(src_rank)))
-        )
+    if n_experts_on_rank(n_experts, n_ranks, my_rank) > 0:
+        for src_rank in range(n_ranks):
+            n_tokens_of[src_rank] = count_of(
+                peek(
+                    flag_at(
+                        my_counts, layout.dispatch_n_tokens_offset(src_rank)
+                    )
+                )
+            )
     var n_tokens = n_tokens_of.unsafe_ptr()
+    comptime if layout.is_reduced():
+        var received = counters.received_tokens(layout)
+        for src_rank in range(n_ranks):
+            received[unsafe_offset=src_rank] = Int32(n_tokens_of[src_rank])
 
     def decode_tokens(begin: Int, end: Int) {imm}:
         for i in range(begin, end):
@@ -261,13 +284,16 @@ def dispatch_wait_host[
                 layout.token_offset(src_rank, token_idx)
             )
             for k in range(top_k):
-                var entry = flag_at(
-                    recv_buf,
-                    layout.entry_offset(src_rank, layout.choice(token_idx, k)),
-                )[]
+                var choice = layout.choice(token_idx, k)
+                var offset = layout.entry_offset(src_rank, choice)
+                var entry = flag_at(recv_buf, offset)[]
                 # An entry of an older generation is of a choice that has no
                 # expert here this time.
                 if generation_of(entry) != generation:
+                    comptime if layout.is_reduced():
+                        counters.received_rows(layout, src_rank)[
+                            unsafe_offset=choice
+                        ] = NO_ROW
                     continue
                 var pair = layout.pair(
                     expert_of_entry(entry) - first_expert, src_rank
@@ -276,6 +302,15 @@ def dispatch_wait_host[
                 token_fmt_type.decode(token, rows, row, is_streaming)
                 src_info[unsafe_offset=2 * row] = Int32(token_idx)
                 src_info[unsafe_offset=2 * row + 1] = Int32(k)
+                comptime if layout.is_reduced():
+                    counters.received_rows(layout, src_rank)[
+                        unsafe_offset=choice
+                    ] = Int32(row)
+                    counters.received_weights(layout, src_rank)[
+                        unsafe_offset=choice
+                    ] = weight_of_word(
+                        flag_at(recv_buf, offset + ENTRY_BYTES)[]
+                    )
 
     if n_experts_on_rank(n_experts, n_ranks, my_rank) > 0:
         for_each_chunk(
