@@ -82,11 +82,7 @@ _FEW_RANKS = [
     Case("shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True),
 ]
 ALL_CASES = (
-    CASES
-    | LAYOUT_CASES
-    | RANK_SLOTS_CASES
-    | {n.replace("_by_rank_reduced", "_reduced"): c for n, c in REDUCED_CASES.items()}
-    | in_protocols(_FEW_RANKS)
+    CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES | in_protocols(_FEW_RANKS)
 )
 
 

@@ -727,40 +727,10 @@ def read_counts[
         var words = Array[UInt64, in_flight](fill=0)
         var counts = Array[Int32, in_flight](fill=0)
         var before = Array[Int32, in_flight](fill=0)
-        comptime for i in range(in_flight):
-            var pair = first + i * WARP_SIZE + lane
-            if pair < n_held * n_ranks:
-                words[i] = peek_number(
-                    flag_at(my_counts, layout.dispatch_count_offset(pair))
-                )
-        # All words that are missing are looked at again at once.
         var spins = 0
-        while True:
-            var missing = -1
-            comptime for i in range(in_flight):
-                var pair = first + i * WARP_SIZE + lane
-                if pair < n_held * n_ranks and (
-                    generation_of(words[i]) != generation
-                ):
-                    missing = i
-            if missing < 0:
-                break
-            spins += 1
-            if spins % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
-                var pair = first + missing * WARP_SIZE + lane
-                note_failure(
-                    counters.failure(),
-                    NO_COUNT,
-                    _RECEIVE,
-                    pair % n_ranks,
-                    my_rank * n_local_experts + pair // n_ranks,
-                    generation,
-                    peek_number(
-                        flag_at(my_counts, layout.dispatch_count_offset(pair))
-                    ),
-                )
-                is_late = True
-                break
+        var missing = 0
+        # All words that are missing are looked at again at once.
+        while missing >= 0 and not is_late:
             comptime for i in range(in_flight):
                 var pair = first + i * WARP_SIZE + lane
                 if pair < n_held * n_ranks and (
@@ -769,6 +739,28 @@ def read_counts[
                     words[i] = peek_number(
                         flag_at(my_counts, layout.dispatch_count_offset(pair))
                     )
+            missing = -1
+            comptime for i in range(in_flight):
+                var pair = first + i * WARP_SIZE + lane
+                if pair < n_held * n_ranks and (
+                    generation_of(words[i]) != generation
+                ):
+                    missing = pair
+            spins += 1
+            if spins % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+                is_late = missing >= 0
+        if is_late:
+            note_failure(
+                counters.failure(),
+                NO_COUNT,
+                _RECEIVE,
+                missing % n_ranks,
+                my_rank * n_local_experts + missing // n_ranks,
+                generation,
+                peek_number(
+                    flag_at(my_counts, layout.dispatch_count_offset(missing))
+                ),
+            )
         comptime for i in range(in_flight):
             var pair = first + i * WARP_SIZE + lane
             if pair < n_held * n_ranks and not is_late:
