@@ -68,6 +68,7 @@ record it does not change while warps of the launch rely on each other."""
 comptime _BLOCKS_DONE = 28
 comptime _DISPATCH_CLEAR = 29
 comptime _COMBINE_CLEAR = 30
+comptime _MOST_RECEIVED = 31
 
 comptime FAILURE_WORD = 20
 """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
@@ -174,6 +175,8 @@ struct LaunchHeader(TrivialRegisterPassable):
     """The last generation of dispatch that all ranks are known to have read."""
     var combine_clear: UInt32
     """The last generation of combine that all ranks are known to have read."""
+    var most_received: Int
+    """Tokens of the source that had most in the last dispatch."""
     var n_tokens_even: Int
     """Tokens of the last dispatch of an even generation."""
     var n_tokens_odd: Int
@@ -208,6 +211,7 @@ struct LaunchHeader(TrivialRegisterPassable):
             get(_COMBINE_OF).cast[DType.uint32](),
             get(_DISPATCH_CLEAR).cast[DType.uint32](),
             get(_COMBINE_CLEAR).cast[DType.uint32](),
+            Int(get(_MOST_RECEIVED)),
             Int(get(_N_TOKENS)),
             Int(get(_N_TOKENS + 1)),
         )
@@ -583,6 +587,15 @@ struct EPLocalSyncCounters[n_experts: Int](
             generation: The dispatch generation.
         """
         self.words[unsafe_offset=_COMBINE_OF] = generation.cast[DType.int32]()
+
+    @always_inline
+    def set_most_received(self, n_tokens: Int):
+        """Notes how many tokens the source had that had most.
+
+        Args:
+            n_tokens: Tokens.
+        """
+        self.words[unsafe_offset=_MOST_RECEIVED] = Int32(n_tokens)
 
     @always_inline
     def set_dispatch_clear(self, generation: UInt32):

@@ -5,7 +5,8 @@ The launchers in `api.mojo` have checked what they were given. Nothing here
 waits for the device.
 """
 from layout import Coord, TileTensor, row_major
-from max.gpu.host import DeviceAttribute, DeviceContext
+from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
+from max.gpu.primitives.grid_controls import PDLLevel, pdl_launch_attributes
 
 from .counters import EPLocalSyncCounters
 from .expert_slots.combine import (
@@ -68,6 +69,15 @@ def _n_blocks(context: DeviceContext) raises -> Int:
         n_sms(),
         context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
     )
+
+
+def _overlapping() -> List[LaunchAttribute]:
+    """Lets a kernel's blocks begin while the last of the kernel before it end.
+
+    The kernels of `rank_slots` wait for that one's end by themselves
+    (`await_launch_before`).
+    """
+    return pdl_launch_attributes(PDLLevel.ON)
 
 
 comptime RANK_OF_COUNTERS = Int32(-1)
@@ -166,6 +176,7 @@ def launch_dispatch_async[
             counters,
             grid_dim=_n_blocks(context),
             block_dim=NUM_THREADS,
+            attributes=_overlapping(),
         )
     else:
         comptime kernel = dispatch_async_kernel[
@@ -268,6 +279,7 @@ def launch_dispatch_wait[
             counters,
             grid_dim=_n_blocks(context),
             block_dim=NUM_THREADS,
+            attributes=_overlapping(),
         )
     else:
         comptime kernel = dispatch_wait_kernel[
@@ -384,6 +396,7 @@ def launch_dispatch[
             counters,
             grid_dim=_n_blocks(context),
             block_dim=NUM_THREADS,
+            attributes=_overlapping(),
         )
     else:
         comptime kernel = dispatch_kernel[
@@ -491,6 +504,7 @@ def launch_combine_async[
             counters,
             grid_dim=_n_blocks(context),
             block_dim=NUM_THREADS,
+            attributes=_overlapping(),
         )
     else:
         comptime kernel = combine_async_kernel[
@@ -595,6 +609,7 @@ def launch_combine_wait[
             counters,
             grid_dim=_n_blocks(context),
             block_dim=NUM_THREADS,
+            attributes=_overlapping(),
         )
     else:
         comptime kernel = combine_wait_kernel[
@@ -705,6 +720,7 @@ def launch_combine[
             counters,
             grid_dim=_n_blocks(context),
             block_dim=NUM_THREADS,
+            attributes=_overlapping(),
         )
     else:
         comptime kernel = combine_kernel[

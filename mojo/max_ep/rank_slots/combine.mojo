@@ -68,7 +68,9 @@ from ..token_format import BytePointer, LaneBytes, SharedRows
 from .device_steps import (
     EMPTY,
     Launch,
+    await_launch_before,
     await_readers,
+    divmod_32,
     is_last_to_start,
     note_readers,
     publish_earlier_reads,
@@ -369,12 +371,12 @@ def _send_partials[
             most * n_others * n_parts,
             n_senders * n_blocks,
         ):
-            var place, part = divmod(unit, n_parts)
+            var place, part = divmod_32(unit, n_parts)
             var token_idx, other = divmod(place, n_others)
             var src_rank = my_rank + 1 + other
             src_rank -= n_ranks if src_rank >= n_ranks else 0
-            if token_idx >= Int(n_tokens_of[unsafe_offset=src_rank]):
-                continue
+            # All three at once: what stands behind the last token is not used.
+            var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
             var row = NO_ROW
             var weight: Float32 = 0
             if lane < top_k:
@@ -385,7 +387,7 @@ def _send_partials[
                 weight = counters.received_weights(layout, src_rank)[
                     unsafe_offset=choice
                 ]
-            if not any_lane(row != NO_ROW):
+            if token_idx >= n_tokens or not any_lane(row != NO_ROW):
                 continue
             var begin = part * Format.n_steps // n_parts
             var end = (part + 1) * Format.n_steps // n_parts
@@ -603,7 +605,7 @@ def _add_tokens[
         )
         if item >= n_tokens * n_parts:
             return
-        var token_idx, part = divmod(item, n_parts)
+        var token_idx, part = divmod_32(item, n_parts)
         var row = NO_ROW
         var weight: Float32 = 0
         var owner = -1
@@ -837,17 +839,13 @@ def _send[
     """
     if launch.warp_idx >= n_senders:
         return
-    var n_tokens_of = counters.received_tokens(layout)
-    var most: Int32 = 0
-    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
-        most = max(most, n_tokens_of[unsafe_offset=rank])
-    most = warp.max(most)
+    var most = launch.before.most_received
     if most <= 64:
         _send_partials[
             combine_dtype, partial_dtype, hidden_size, n_experts, layout, 1
         ](
             expert_rows,
-            Int(most),
+            most,
             recv_bufs,
             dispatch_counts,
             launch,
@@ -860,7 +858,7 @@ def _send[
             combine_dtype, partial_dtype, hidden_size, n_experts, layout, 2
         ](
             expert_rows,
-            Int(most),
+            most,
             recv_bufs,
             dispatch_counts,
             launch,
@@ -1092,6 +1090,7 @@ def combine_async_kernel[
         partial_dtype,
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
@@ -1177,6 +1176,7 @@ def combine_wait_kernel[
         protocol,
         partial_dtype,
     ]()
+    await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
@@ -1276,6 +1276,7 @@ def combine_kernel[
         partial_dtype,
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()

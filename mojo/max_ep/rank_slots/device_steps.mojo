@@ -18,6 +18,8 @@ from max.gpu import (
     warp_id,
 )
 
+from std.sys import inlined_assembly
+
 from ..counters import EPLocalSyncCounters, LaunchHeader, N_HEADER_WORDS
 from ..failures import NOT_READ, note_failure
 from ..expert_slots.device_steps import (
@@ -66,6 +68,43 @@ def without_empty(bytes: LaneBytes) -> LaneBytes:
     if sent[3] == EMPTY:
         sent[3] = EMPTY - 1
     return sent
+
+
+@always_inline
+def await_launch_before():
+    """Waits until the kernel before this one has ended, and lets the next begin.
+
+    Launched so, a kernel's blocks may begin before that (`LAUNCH_ATTRIBUTES` in
+    `gpu_launch.mojo`): nothing may be read before this. Otherwise it waits for
+    nothing.
+    """
+    inlined_assembly[
+        "griddepcontrol.launch_dependents;",
+        NoneType,
+        constraints="~{memory}",
+        has_side_effect=True,
+    ]()
+    inlined_assembly[
+        "griddepcontrol.wait;",
+        NoneType,
+        constraints="~{memory}",
+        has_side_effect=True,
+    ]()
+
+
+@always_inline
+def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
+    """Divides numbers that fit into 32 bits, which is quicker.
+
+    Args:
+        a: The dividend, in `[0, 2**32)`.
+        b: The divisor, likewise, not 0.
+
+    Returns:
+        Quotient and remainder.
+    """
+    var quotient = UInt32(a) // UInt32(b)
+    return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
 
 
 @fieldwise_init

@@ -93,7 +93,9 @@ from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .device_steps import (
     EMPTY,
     Launch,
+    await_launch_before,
     await_readers,
+    divmod_32,
     is_last_to_start,
     note_readers,
     publish_earlier_reads,
@@ -348,7 +350,6 @@ def _index_choices[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var sent = counters.choices(generation, layout.n_choices())
     var below = (UInt32(1) << UInt32(lane)) - 1
     var n_blocks = Int(grid_dim.x)
     # I3, for entries and counts.
@@ -364,12 +365,18 @@ def _index_choices[
                 generation,
                 n_tokens,
             )
+    # Choices that are found wait here for their entries, which a lane each
+    # writes: those of a list are far apart.
+    var found = shared_ints[N_INDEX_WARPS * 2 * WARP_SIZE]().unsafe_offset(
+        launch.warp_idx * 2 * WARP_SIZE
+    )
     for list in range(
         Int(block_idx.x) + launch.warp_idx * n_blocks,
         n_experts + 1,
         N_INDEX_WARPS * n_blocks,
     ):
         var n_listed = 0
+        var n_found = 0
         for first in range(0, choices.n_choices, WARP_SIZE * in_flight):
             var ids = Array[Int32, in_flight](fill=NO_EXPERT)
             comptime for i in range(in_flight):
@@ -384,40 +391,42 @@ def _index_choices[
                 ) and choice < choices.n_choices
                 var listed = warp.vote[DType.uint32](is_listed)
                 if is_listed:
-                    var position = n_listed + Int(pop_count(listed & below))
-                    var has_place = (
-                        is_expert and position < layout.max_tokens_per_rank
-                    )
-                    if not has_place and ids[i] != NO_EXPERT:
-                        note_failure(
-                            counters.failure(),
-                            DROPPED,
-                            _SEND,
-                            my_rank,
-                            Int(ids[i]),
-                            generation,
-                            0,
-                            choice // top_k,
-                            choice % top_k,
-                        )
-                    sent[unsafe_offset=choice] = ids[
-                        i
-                    ] if has_place else NO_EXPERT
-                    var weight: Float32 = 0
-                    comptime if layout.is_reduced():
-                        weight = choices.weight(choice)
-                    _write_entry[layout](
-                        recv_bufs,
-                        my_rank,
-                        choice,
+                    found[
+                        unsafe_offset=n_found + Int(pop_count(listed & below))
+                    ] = Int32(choice)
+                n_found += Int(pop_count(listed))
+                if n_found >= WARP_SIZE:
+                    syncwarp()
+                    _enter_choices[n_experts, layout](
+                        choices,
+                        found,
+                        WARP_SIZE,
+                        n_listed,
+                        list,
                         generation,
-                        # The token of a choice without a place is sent like
-                        # any other, so its entry names the expert.
-                        list if is_expert else NO_ENTRY_EXPERT,
-                        position if has_place else NO_POSITION,
-                        weight,
+                        recv_bufs,
+                        launch,
+                        counters,
                     )
-                n_listed += Int(pop_count(listed))
+                    n_listed += WARP_SIZE
+                    n_found -= WARP_SIZE
+                    var moved = found[unsafe_offset=WARP_SIZE + lane]
+                    syncwarp()
+                    found[unsafe_offset=lane] = moved
+                    syncwarp()
+        syncwarp()
+        _enter_choices[n_experts, layout](
+            choices,
+            found,
+            n_found,
+            n_listed,
+            list,
+            generation,
+            recv_bufs,
+            launch,
+            counters,
+        )
+        n_listed += n_found
         if lane == 0 and list < n_experts:
             var dst_rank, local_expert = divmod(list, layout.n_local_experts())
             publish_number(
@@ -429,6 +438,77 @@ def _index_choices[
                 ),
                 generation,
                 min(n_listed, layout.max_tokens_per_rank),
+            )
+        syncwarp()
+
+
+@always_inline
+def _enter_choices[
+    n_experts: Int, layout: RegionLayout
+](
+    choices: Choices,
+    found: SharedInts,
+    n_found: Int,
+    n_before: Int,
+    list: Int,
+    generation: UInt32,
+    recv_bufs: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Writes the entries of some choices of a list, a lane each.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        choices: Ids and weights.
+        found: The choices, in their order.
+        n_found: How many, at most as many as lanes.
+        n_before: Choices of the list before them.
+        list: Their expert, or `n_experts` if they have none.
+        generation: The generation that is sent.
+        recv_bufs: All ranks' recv buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+    """
+    comptime top_k = layout.top_k
+    if launch.lane >= n_found:
+        return
+    var choice = Int(found[unsafe_offset=launch.lane])
+    var position = n_before + launch.lane
+    var is_expert = list < n_experts
+    var has_place = is_expert and position < layout.max_tokens_per_rank
+    var sent = counters.choices(generation, layout.n_choices())
+    sent[unsafe_offset=choice] = Int32(list) if has_place else NO_EXPERT
+    var weight: Float32 = 0
+    comptime if layout.is_reduced():
+        weight = choices.weight(choice)
+    _write_entry[layout](
+        recv_bufs,
+        launch.my_rank,
+        choice,
+        generation,
+        # The token of a choice without a place is sent like any other, so its
+        # entry names the expert.
+        list if is_expert else NO_ENTRY_EXPERT,
+        position if has_place else NO_POSITION,
+        weight,
+    )
+    if not has_place:
+        var id = choices.id(choice)
+        if id != NO_EXPERT:
+            note_failure(
+                counters.failure(),
+                DROPPED,
+                _SEND,
+                launch.my_rank,
+                Int(id),
+                generation,
+                0,
+                choice // top_k,
+                choice % top_k,
             )
 
 
@@ -540,7 +620,7 @@ def _send_tokens[
         n_tokens * n_parts,
         n_senders * n_blocks,
     ):
-        var token_idx, part = _divmod(unit, n_parts)
+        var token_idx, part = divmod_32(unit, n_parts)
         var dst_rank = -1
         if lane < top_k:
             var id = choices.id(token_idx * top_k + lane)
@@ -797,6 +877,8 @@ def _read_numbers[
     most = warp.max(most)
     if launch.lane == 0:
         n_tokens_of[unsafe_offset=layout.n_ranks] = most
+        if block_idx.x == 0:
+            counters.set_most_received(Int(most))
     return not any_lane(is_late)
 
 
@@ -1220,13 +1302,6 @@ def _are_counted(control: SharedWord) -> Bool:
 
 
 @always_inline
-def _divmod(a: Int, b: Int) -> Tuple[Int, Int]:
-    """Divides numbers that fit into 32 bits, which is quicker."""
-    var quotient = UInt32(a) // UInt32(b)
-    return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
-
-
-@always_inline
 def _receive_tokens[
     n_experts: Int,
     layout: RegionLayout,
@@ -1289,7 +1364,7 @@ def _receive_tokens[
         var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
-        var place, part = _divmod(item, n_parts)
+        var place, part = divmod_32(item, n_parts)
         var token_idx, src_rank = divmod(place, n_ranks)
         var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
         if token_idx >= n_tokens:
@@ -1602,6 +1677,7 @@ def dispatch_async_kernel[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     var choices = _share_choices[num_threads, layout](
@@ -1689,6 +1765,7 @@ def dispatch_wait_kernel[
     comptime layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
+    await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     var launch = start_launch[layout, _N_CONTROL](ep_counters, _RECEIVE)
@@ -1787,6 +1864,7 @@ def dispatch_kernel[
     ]()
     comptime n_warps = num_threads // WARP_SIZE
     comptime has_input = token_fmt_type.is_identity[input_type]()
+    await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     var choices = _share_choices[num_threads, layout](
