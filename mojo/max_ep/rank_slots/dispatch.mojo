@@ -141,7 +141,7 @@ comptime _N_CONTROL = 6
 comptime _COUNTING_WARP = 6
 comptime _TELLING_WARP = 7
 
-comptime _IDS_IN_FLIGHT = 8
+comptime _IDS_IN_FLIGHT = 16
 comptime _COUNTS_IN_FLIGHT = 4
 
 
@@ -213,6 +213,29 @@ struct Choices(TrivialRegisterPassable):
         if self.are_shared():
             return self.shared_ids[unsafe_offset=choice]
         return self.ids[unsafe_offset=choice]
+
+    @always_inline
+    def load_ids[n: Int](self, mut ids: Array[Int32, n], first: Int, lane: Int):
+        """Reads ids with a warp, as many as a lane can have under way.
+
+        Parameters:
+            n: How many a lane reads.
+
+        Args:
+            ids: Result; what is behind the last choice stays.
+            first: The first choice of the warp.
+            lane: This lane.
+        """
+        if self.are_shared():
+            comptime for i in range(n):
+                var choice = first + i * WARP_SIZE + lane
+                if choice < self.n_choices:
+                    ids[i] = self.shared_ids[unsafe_offset=choice]
+            return
+        comptime for i in range(n):
+            var choice = first + i * WARP_SIZE + lane
+            if choice < self.n_choices:
+                ids[i] = self.ids[unsafe_offset=choice]
 
     @always_inline
     def weight(self, choice: Int) -> Float32:
@@ -367,8 +390,9 @@ def _index_choices[
             )
     # Choices that are found wait here for their entries, which a lane each
     # writes: those of a list are far apart.
-    var found = shared_ints[N_INDEX_WARPS * 2 * WARP_SIZE]().unsafe_offset(
-        launch.warp_idx * 2 * WARP_SIZE
+    comptime n_waiting = WARP_SIZE * (1 + in_flight)
+    var found = shared_ints[N_INDEX_WARPS * n_waiting]().unsafe_offset(
+        launch.warp_idx * n_waiting
     )
     for list in range(
         Int(block_idx.x) + launch.warp_idx * n_blocks,
@@ -379,54 +403,56 @@ def _index_choices[
         var n_found = 0
         for first in range(0, choices.n_choices, WARP_SIZE * in_flight):
             var ids = Array[Int32, in_flight](fill=NO_EXPERT)
-            comptime for i in range(in_flight):
-                var choice = first + i * WARP_SIZE + lane
-                if choice < choices.n_choices:
-                    ids[i] = choices.id(choice)
+            choices.load_ids(ids, first, lane)
+            var is_listed = Array[Bool, in_flight](fill=False)
+            var is_any = False
             comptime for i in range(in_flight):
                 var choice = first + i * WARP_SIZE + lane
                 var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
-                var is_listed = (
+                is_listed[i] = (
                     ids[i] == Int32(list) if list < n_experts else not is_expert
                 ) and choice < choices.n_choices
-                var listed = warp.vote[DType.uint32](is_listed)
-                if is_listed:
-                    found[
-                        unsafe_offset=n_found + Int(pop_count(listed & below))
-                    ] = Int32(choice)
-                n_found += Int(pop_count(listed))
-                if n_found >= WARP_SIZE:
-                    syncwarp()
-                    _enter_choices[n_experts, layout](
-                        choices,
-                        found,
-                        WARP_SIZE,
-                        n_listed,
-                        list,
-                        generation,
-                        recv_bufs,
-                        launch,
-                        counters,
-                    )
-                    n_listed += WARP_SIZE
-                    n_found -= WARP_SIZE
-                    var moved = found[unsafe_offset=WARP_SIZE + lane]
-                    syncwarp()
+                is_any = is_any or is_listed[i]
+            # Most choices are of other lists.
+            if any_lane(is_any):
+                comptime for i in range(in_flight):
+                    var listed = warp.vote[DType.uint32](is_listed[i])
+                    if is_listed[i]:
+                        found[
+                            unsafe_offset=n_found
+                            + Int(pop_count(listed & below))
+                        ] = Int32(first + i * WARP_SIZE + lane)
+                    n_found += Int(pop_count(listed))
+                syncwarp()
+            var is_last = first + WARP_SIZE * in_flight >= choices.n_choices
+            var n_entered = 0
+            while n_found - n_entered >= WARP_SIZE or (
+                is_last and n_found > n_entered
+            ):
+                var n = min(n_found - n_entered, WARP_SIZE)
+                _enter_choices[n_experts, layout](
+                    choices,
+                    found.unsafe_offset(n_entered),
+                    n,
+                    n_listed,
+                    list,
+                    generation,
+                    recv_bufs,
+                    launch,
+                    counters,
+                )
+                n_entered += n
+                n_listed += n
+            if n_entered > 0:
+                # What is left moves to the front.
+                n_found -= n_entered
+                var moved: Int32 = 0
+                if lane < n_found:
+                    moved = found[unsafe_offset=n_entered + lane]
+                syncwarp()
+                if lane < n_found:
                     found[unsafe_offset=lane] = moved
-                    syncwarp()
-        syncwarp()
-        _enter_choices[n_experts, layout](
-            choices,
-            found,
-            n_found,
-            n_listed,
-            list,
-            generation,
-            recv_bufs,
-            launch,
-            counters,
-        )
-        n_listed += n_found
+                syncwarp()
         if lane == 0 and list < n_experts:
             var dst_rank, local_expert = divmod(list, layout.n_local_experts())
             publish_number(
