@@ -141,7 +141,10 @@ comptime _N_CONTROL = 6
 comptime _COUNTING_WARP = 6
 comptime _TELLING_WARP = 7
 
-comptime _IDS_IN_FLIGHT = 16
+# Ids that a lane has under way: from shared memory, from global memory.
+comptime _FEW_IDS = 4
+comptime _MANY_IDS = 16
+
 comptime _COUNTS_IN_FLIGHT = 4
 
 
@@ -215,27 +218,27 @@ struct Choices(TrivialRegisterPassable):
         return self.ids[unsafe_offset=choice]
 
     @always_inline
-    def load_ids[n: Int](self, mut ids: Array[Int32, n], first: Int, lane: Int):
+    def load_ids[
+        n: Int, is_shared: Bool
+    ](self, mut ids: Array[Int32, n], first: Int, lane: Int):
         """Reads ids with a warp, as many as a lane can have under way.
 
         Parameters:
             n: How many a lane reads.
+            is_shared: What `are_shared` says.
 
         Args:
             ids: Result; what is behind the last choice stays.
             first: The first choice of the warp.
             lane: This lane.
         """
-        if self.are_shared():
-            comptime for i in range(n):
-                var choice = first + i * WARP_SIZE + lane
-                if choice < self.n_choices:
-                    ids[i] = self.shared_ids[unsafe_offset=choice]
-            return
         comptime for i in range(n):
             var choice = first + i * WARP_SIZE + lane
             if choice < self.n_choices:
-                ids[i] = self.ids[unsafe_offset=choice]
+                comptime if is_shared:
+                    ids[i] = self.shared_ids[unsafe_offset=choice]
+                else:
+                    ids[i] = self.ids[unsafe_offset=choice]
 
     @always_inline
     def weight(self, choice: Int) -> Float32:
@@ -368,12 +371,9 @@ def _index_choices[
         launch: From `start_launch`.
         counters: This rank's local words.
     """
-    comptime top_k = layout.top_k
-    comptime in_flight = _IDS_IN_FLIGHT
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var below = (UInt32(1) << UInt32(lane)) - 1
     var n_blocks = Int(grid_dim.x)
     # I3, for entries and counts.
     if not await_readers[layout, False](launch, counts, counters, _SEND):
@@ -390,7 +390,7 @@ def _index_choices[
             )
     # Choices that are found wait here for their entries, which a lane each
     # writes: those of a list are far apart.
-    comptime n_waiting = WARP_SIZE * (1 + in_flight)
+    comptime n_waiting = WARP_SIZE * (1 + _MANY_IDS)
     var found = shared_ints[N_INDEX_WARPS * n_waiting]().unsafe_offset(
         launch.warp_idx * n_waiting
     )
@@ -399,60 +399,16 @@ def _index_choices[
         n_experts + 1,
         N_INDEX_WARPS * n_blocks,
     ):
-        var n_listed = 0
-        var n_found = 0
-        for first in range(0, choices.n_choices, WARP_SIZE * in_flight):
-            var ids = Array[Int32, in_flight](fill=NO_EXPERT)
-            choices.load_ids(ids, first, lane)
-            var is_listed = Array[Bool, in_flight](fill=False)
-            var is_any = False
-            comptime for i in range(in_flight):
-                var choice = first + i * WARP_SIZE + lane
-                var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
-                is_listed[i] = (
-                    ids[i] == Int32(list) if list < n_experts else not is_expert
-                ) and choice < choices.n_choices
-                is_any = is_any or is_listed[i]
-            # Most choices are of other lists.
-            if any_lane(is_any):
-                comptime for i in range(in_flight):
-                    var listed = warp.vote[DType.uint32](is_listed[i])
-                    if is_listed[i]:
-                        found[
-                            unsafe_offset=n_found
-                            + Int(pop_count(listed & below))
-                        ] = Int32(first + i * WARP_SIZE + lane)
-                    n_found += Int(pop_count(listed))
-                syncwarp()
-            var is_last = first + WARP_SIZE * in_flight >= choices.n_choices
-            var n_entered = 0
-            while n_found - n_entered >= WARP_SIZE or (
-                is_last and n_found > n_entered
-            ):
-                var n = min(n_found - n_entered, WARP_SIZE)
-                _enter_choices[n_experts, layout](
-                    choices,
-                    found.unsafe_offset(n_entered),
-                    n,
-                    n_listed,
-                    list,
-                    generation,
-                    recv_bufs,
-                    launch,
-                    counters,
-                )
-                n_entered += n
-                n_listed += n
-            if n_entered > 0:
-                # What is left moves to the front.
-                n_found -= n_entered
-                var moved: Int32 = 0
-                if lane < n_found:
-                    moved = found[unsafe_offset=n_entered + lane]
-                syncwarp()
-                if lane < n_found:
-                    found[unsafe_offset=lane] = moved
-                syncwarp()
+        # Few choices are walked by little code: a launch reads its code, too.
+        var n_listed: Int
+        if choices.are_shared():
+            n_listed = _walk_choices[n_experts, layout, _FEW_IDS, True](
+                choices, found, list, generation, recv_bufs, launch, counters
+            )
+        else:
+            n_listed = _walk_choices[n_experts, layout, _MANY_IDS, False](
+                choices, found, list, generation, recv_bufs, launch, counters
+            )
         if lane == 0 and list < n_experts:
             var dst_rank, local_expert = divmod(list, layout.n_local_experts())
             publish_number(
@@ -466,6 +422,96 @@ def _index_choices[
                 min(n_listed, layout.max_tokens_per_rank),
             )
         syncwarp()
+
+
+@always_inline
+def _walk_choices[
+    n_experts: Int, layout: RegionLayout, in_flight: Int, is_shared: Bool
+](
+    choices: Choices,
+    found: SharedInts,
+    list: Int,
+    generation: UInt32,
+    recv_bufs: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+) -> Int:
+    """Finds the choices of a list and writes their entries, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        in_flight: Ids that a lane has under way.
+        is_shared: Whether they are in shared memory.
+
+    Args:
+        choices: Ids and weights.
+        found: Room for `WARP_SIZE * (1 + in_flight)` choices.
+        list: An expert, or `n_experts` for choices that have none.
+        generation: The generation that is sent.
+        recv_bufs: All ranks' recv buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Choices of the list; the same in all lanes.
+    """
+    var lane = launch.lane
+    var below = (UInt32(1) << UInt32(lane)) - 1
+    var n_listed = 0
+    var n_found = 0
+    for first in range(0, choices.n_choices, WARP_SIZE * in_flight):
+        var ids = Array[Int32, in_flight](fill=NO_EXPERT)
+        choices.load_ids[is_shared=is_shared](ids, first, lane)
+        var is_listed = Array[Bool, in_flight](fill=False)
+        var is_any = False
+        comptime for i in range(in_flight):
+            var choice = first + i * WARP_SIZE + lane
+            var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
+            is_listed[i] = (
+                ids[i] == Int32(list) if list < n_experts else not is_expert
+            ) and choice < choices.n_choices
+            is_any = is_any or is_listed[i]
+        # Most choices are of other lists.
+        if any_lane(is_any):
+            comptime for i in range(in_flight):
+                var listed = warp.vote[DType.uint32](is_listed[i])
+                if is_listed[i]:
+                    found[
+                        unsafe_offset=n_found + Int(pop_count(listed & below))
+                    ] = Int32(first + i * WARP_SIZE + lane)
+                n_found += Int(pop_count(listed))
+            syncwarp()
+        var is_last = first + WARP_SIZE * in_flight >= choices.n_choices
+        var n_entered = 0
+        while n_found - n_entered >= WARP_SIZE or (
+            is_last and n_found > n_entered
+        ):
+            var n = min(n_found - n_entered, WARP_SIZE)
+            _enter_choices[n_experts, layout](
+                choices,
+                found.unsafe_offset(n_entered),
+                n,
+                n_listed,
+                list,
+                generation,
+                recv_bufs,
+                launch,
+                counters,
+            )
+            n_entered += n
+            n_listed += n
+        if n_entered > 0:
+            # What is left moves to the front.
+            n_found -= n_entered
+            var moved: Int32 = 0
+            if lane < n_found:
+                moved = found[unsafe_offset=n_entered + lane]
+            syncwarp()
+            if lane < n_found:
+                found[unsafe_offset=lane] = moved
+            syncwarp()
+    return n_listed
 
 
 @always_inline
