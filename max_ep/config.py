@@ -140,6 +140,10 @@ class EPConfig:
     ranks_per_gpu: int = 1
     """Local ranks that share a GPU. Above 1 one GPU stands in for several: its
     ranks run one after another, so the fused forms are refused."""
+    n_sms: int = 0
+    """Most multiprocessors of a GPU that an EP op occupies, so that other kernels
+    run beside it; 0: all of them. Fewer take longer
+    (docs/results/gpu_round_trip.md)."""
     output_layout: str = "packed"
     """How dispatched rows stand: ``"packed"``: one after another, with
     ``row_offsets``; ``"padded"``: each local expert has ``expert_capacity``
@@ -246,6 +250,10 @@ class EPConfig:
                 f"timeout_s={self.timeout_s} must be above 0 and at most a day"
             )
 
+        if not isinstance(self.n_sms, int) or self.n_sms < 0:
+            raise ValueError(
+                f"n_sms={self.n_sms!r} must be an integer >= 0; 0 is all there are"
+            )
         n_pairs = math.ceil(self.n_experts / self.n_ranks) * self.n_ranks
         if self.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
             raise ValueError(

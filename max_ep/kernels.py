@@ -77,6 +77,7 @@ def _call(
             "max_tokens_per_rank": config.max_tokens_per_rank,
             "n_gpus_per_node": config.n_gpus_per_node,
             "n_nodes": config.n_nodes,
+            "n_sms": config.n_sms,
         },
     )
     return [result.tensor for result in results]

@@ -210,6 +210,7 @@ def ep_dispatch_async_kernel_api[
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
     protocol: Int = EXPERT_SLOTS,
+    n_sms: Int = 0,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor,
@@ -239,6 +240,7 @@ def ep_dispatch_async_kernel_api[
             factors of experts, and the shared one has none.
         protocol: The wire protocol: `EXPERT_SLOTS`, or `RANK_SLOTS` or
             `RANK_SLOTS_REDUCED` (on one host, and without input scales).
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -299,6 +301,7 @@ def ep_dispatch_async_kernel_api[
             use_shmem,
             fused_shared_expert,
             protocol,
+            n_sms,
         ](
             input_tokens,
             topk_ids,
@@ -359,6 +362,7 @@ def ep_dispatch_wait_kernel_api[
     fused_shared_expert: Bool = False,
     output_layout: StaticString = "packed",
     protocol: Int = EXPERT_SLOTS,
+    n_sms: Int = 0,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -384,6 +388,7 @@ def ep_dispatch_wait_kernel_api[
         output_layout: `packed`: rows without gaps. `padded`: each local expert
             has `expert_capacity` rows of its own.
         protocol: As in `ep_dispatch_async_kernel_api`.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
@@ -437,6 +442,7 @@ def ep_dispatch_wait_kernel_api[
             n_gpus_per_node,
             use_shmem,
             protocol,
+            n_sms,
         ](
             rows,
             _row_tables[dispatch_layout, fused_shared_expert, output_layout](
@@ -500,6 +506,7 @@ def ep_dispatch_kernel_api[
     fused_shared_expert: Bool = False,
     output_layout: StaticString = "packed",
     protocol: Int = EXPERT_SLOTS,
+    n_sms: Int = 0,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -530,6 +537,7 @@ def ep_dispatch_kernel_api[
         fused_shared_expert: As in `ep_dispatch_wait_kernel_api`.
         output_layout: As in `ep_dispatch_wait_kernel_api`.
         protocol: As in `ep_dispatch_async_kernel_api`.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         rows: Output tensors of the format.
@@ -589,6 +597,7 @@ def ep_dispatch_kernel_api[
             input_scales_wrapper,
             use_shmem,
             protocol,
+            n_sms,
         ](
             input_tokens,
             topk_ids,
@@ -663,6 +672,7 @@ def ep_combine_async_kernel_api[
     use_shmem: Bool = n_nodes > 1,
     protocol: Int = EXPERT_SLOTS,
     partial_dtype: DType = combine_dtype,
+    n_sms: Int = 0,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor[combine_dtype, ...],
@@ -688,6 +698,7 @@ def ep_combine_async_kernel_api[
             rows of a token are added here, and one partial sum of them sent;
             those of this rank's own tokens are left to `combine_wait`.
         partial_dtype: Element type of a partial sum.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         atomic_counters: Local words; they know the last dispatch's rows.
@@ -745,6 +756,7 @@ def ep_combine_async_kernel_api[
             use_shmem,
             protocol,
             partial_dtype,
+            n_sms,
         ](
             input_tokens,
             src_info,
@@ -796,6 +808,7 @@ def ep_combine_wait_kernel_api[
     fused_shared_expert: Bool = False,
     protocol: Int = EXPERT_SLOTS,
     partial_dtype: DType = combine_dtype,
+    n_sms: Int = 0,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -820,6 +833,7 @@ def ep_combine_wait_kernel_api[
         fused_shared_expert: Whether to add `shared_rows`.
         protocol: As in `ep_combine_async_kernel_api`.
         partial_dtype: As in `ep_combine_async_kernel_api`.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -883,6 +897,7 @@ def ep_combine_wait_kernel_api[
             fused_shared_expert,
             protocol,
             partial_dtype,
+            n_sms,
         ](
             output_tokens,
             router_weights,
@@ -941,6 +956,7 @@ def ep_combine_kernel_api[
     fused_shared_expert: Bool = False,
     protocol: Int = EXPERT_SLOTS,
     partial_dtype: DType = combine_dtype,
+    n_sms: Int = 0,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -970,6 +986,7 @@ def ep_combine_kernel_api[
             shared expert's, and are added instead of sent.
         protocol: As in `ep_combine_async_kernel_api`.
         partial_dtype: As in `ep_combine_async_kernel_api`.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -1036,6 +1053,7 @@ def ep_combine_kernel_api[
             fused_shared_expert,
             protocol,
             partial_dtype,
+            n_sms,
         ](
             output_tokens,
             input_tokens,

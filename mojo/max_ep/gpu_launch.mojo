@@ -47,7 +47,7 @@ comptime NUM_THREADS = 512
 
 
 @always_inline
-def n_sms() -> Int:
+def n_sms_of_device() -> Int:
     """Counts the multiprocessors of the kind of device that is compiled for.
 
     A launch has at most one block on each, so that all are resident at once.
@@ -59,16 +59,19 @@ def n_sms() -> Int:
 
 
 @always_inline
-def _n_blocks(context: DeviceContext) raises -> Int:
-    """Counts the blocks of a launch.
+def _n_blocks[n_sms: Int](context: DeviceContext) raises -> Int:
+    """Counts the blocks of a launch: one a multiprocessor, at most `n_sms`.
 
     A device may have fewer multiprocessors than its kind: another product, or a
     part of one.
     """
-    return min(
-        n_sms(),
+    var n = min(
+        n_sms_of_device(),
         context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
     )
+    comptime if n_sms > 0:
+        n = min(n, n_sms)
+    return n
 
 
 def _overlapping() -> List[LaunchAttribute]:
@@ -116,6 +119,7 @@ def launch_dispatch_async[
     use_shmem: Bool,
     fused_shared_expert: Bool,
     protocol: Int,
+    n_sms: Int,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -138,6 +142,7 @@ def launch_dispatch_async[
         use_shmem: Whether the others are reached through SHMEM.
         fused_shared_expert: Whether tokens are put aside for `dispatch_wait`.
         protocol: The wire protocol.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
@@ -174,7 +179,7 @@ def launch_dispatch_async[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -184,7 +189,7 @@ def launch_dispatch_async[
             NUM_THREADS,
             MatrixLayout,
             MatrixLayout,
-            n_sms(),
+            n_sms_of_device(),
             n_experts,
             n_ranks,
             max_tokens_per_rank,
@@ -206,7 +211,7 @@ def launch_dispatch_async[
             p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
             counters,
             RANK_OF_COUNTERS,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
         )
 
@@ -219,6 +224,7 @@ def launch_dispatch_wait[
     n_gpus_per_node: Int,
     use_shmem: Bool,
     protocol: Int,
+    n_sms: Int,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
@@ -243,6 +249,7 @@ def launch_dispatch_wait[
         n_gpus_per_node: Ranks whose memory is reached by pointers.
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         rows: The output tensors.
@@ -277,14 +284,14 @@ def launch_dispatch_wait[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
     else:
         comptime kernel = dispatch_wait_kernel[
             NUM_THREADS,
-            n_sms(),
+            n_sms_of_device(),
             n_experts,
             n_ranks,
             max_tokens_per_rank,
@@ -307,7 +314,7 @@ def launch_dispatch_wait[
             p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
             counters,
             RANK_OF_COUNTERS,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
         )
 
@@ -321,6 +328,7 @@ def launch_dispatch[
     input_scales_wrapper: InputScales,
     use_shmem: Bool,
     protocol: Int,
+    n_sms: Int,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -350,6 +358,7 @@ def launch_dispatch[
         input_scales_wrapper: Gives the factor of a token for an expert id.
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
@@ -394,7 +403,7 @@ def launch_dispatch[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -404,7 +413,7 @@ def launch_dispatch[
             NUM_THREADS,
             MatrixLayout,
             MatrixLayout,
-            n_sms(),
+            n_sms_of_device(),
             n_experts,
             n_ranks,
             max_tokens_per_rank,
@@ -431,7 +440,7 @@ def launch_dispatch[
             p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
             counters,
             RANK_OF_COUNTERS,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
         )
 
@@ -447,6 +456,7 @@ def launch_combine_async[
     use_shmem: Bool,
     protocol: Int,
     partial_dtype: DType,
+    n_sms: Int,
 ](
     input_tokens: TileTensor[combine_dtype, ...],
     src_info: TileTensor[DType.int32, ...],
@@ -469,6 +479,7 @@ def launch_combine_async[
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
@@ -502,7 +513,7 @@ def launch_combine_async[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -510,7 +521,7 @@ def launch_combine_async[
         comptime kernel = combine_async_kernel[
             combine_dtype,
             NUM_THREADS,
-            n_sms(),
+            n_sms_of_device(),
             hidden_size,
             top_k,
             n_experts,
@@ -532,7 +543,7 @@ def launch_combine_async[
             p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
             counters,
             RANK_OF_COUNTERS,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
         )
 
@@ -549,6 +560,7 @@ def launch_combine_wait[
     fused_shared_expert: Bool,
     protocol: Int,
     partial_dtype: DType,
+    n_sms: Int,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -572,6 +584,7 @@ def launch_combine_wait[
         fused_shared_expert: Whether to add the shared expert's rows.
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -607,7 +620,7 @@ def launch_combine_wait[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -615,7 +628,7 @@ def launch_combine_wait[
         comptime kernel = combine_wait_kernel[
             combine_dtype,
             NUM_THREADS,
-            n_sms(),
+            n_sms_of_device(),
             hidden_size,
             top_k,
             n_experts,
@@ -638,7 +651,7 @@ def launch_combine_wait[
             p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
             counters,
             RANK_OF_COUNTERS,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
         )
 
@@ -655,6 +668,7 @@ def launch_combine[
     fused_shared_expert: Bool,
     protocol: Int,
     partial_dtype: DType,
+    n_sms: Int,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     input_tokens: TileTensor[combine_dtype, ...],
@@ -680,6 +694,7 @@ def launch_combine[
         fused_shared_expert: Whether to add the shared expert's rows.
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -718,7 +733,7 @@ def launch_combine[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -726,7 +741,7 @@ def launch_combine[
         comptime kernel = combine_kernel[
             combine_dtype,
             NUM_THREADS,
-            n_sms(),
+            n_sms_of_device(),
             hidden_size,
             top_k,
             n_experts,
@@ -752,6 +767,6 @@ def launch_combine[
             p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
             counters,
             RANK_OF_COUNTERS,
-            grid_dim=_n_blocks(context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
         )

@@ -105,6 +105,7 @@ struct DispatchAsync:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
@@ -138,6 +139,7 @@ struct DispatchAsync:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
+            n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -164,6 +166,7 @@ struct DispatchWait:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -189,6 +192,7 @@ struct DispatchWait:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
+            n_sms=n_sms,
         ](
             PlainRows(_bytes(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -215,6 +219,7 @@ struct Dispatch:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
@@ -254,6 +259,7 @@ struct Dispatch:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
+            n_sms=n_sms,
         ](
             PlainRows(_bytes(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -284,6 +290,7 @@ struct DispatchAsyncFP8:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
@@ -317,6 +324,7 @@ struct DispatchAsyncFP8:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
+            n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -343,6 +351,7 @@ struct DispatchWaitFP8:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -369,6 +378,7 @@ struct DispatchWaitFP8:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
+            n_sms=n_sms,
         ](
             _scaled_rows(output_tokens, output_scales),
             row_offsets.to_tile_tensor(),
@@ -395,6 +405,7 @@ struct DispatchFP8:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
@@ -435,6 +446,7 @@ struct DispatchFP8:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
+            n_sms=n_sms,
         ](
             _scaled_rows(output_tokens, output_scales),
             row_offsets.to_tile_tensor(),
@@ -465,6 +477,7 @@ struct CombineAsync:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         protocol: Int,
         partial_dtype: DType,
     ](
@@ -489,6 +502,7 @@ struct CombineAsync:
             target,
             protocol=protocol,
             partial_dtype=partial_dtype,
+            n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -514,6 +528,7 @@ struct CombineWait:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         protocol: Int,
         partial_dtype: DType,
     ](
@@ -537,6 +552,7 @@ struct CombineWait:
             target,
             protocol=protocol,
             partial_dtype=partial_dtype,
+            n_sms=n_sms,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),
@@ -561,6 +577,7 @@ struct CombineWaitRows:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         fused_shared_expert: Bool,
         protocol: Int,
         partial_dtype: DType,
@@ -587,6 +604,7 @@ struct CombineWaitRows:
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
             partial_dtype=partial_dtype,
+            n_sms=n_sms,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),
@@ -615,6 +633,7 @@ struct Combine:
         max_tokens_per_rank: Int,
         n_gpus_per_node: Int,
         n_nodes: Int,
+        n_sms: Int,
         fused_shared_expert: Bool,
         protocol: Int,
         partial_dtype: DType,
@@ -643,6 +662,7 @@ struct Combine:
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
             partial_dtype=partial_dtype,
+            n_sms=n_sms,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),
