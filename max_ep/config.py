@@ -121,8 +121,9 @@ class EPConfig:
     protocol: str = "auto"
     """Wire protocol: ``"expert_slots"`` sends a token once for each of its
     experts, ``"rank_slots"`` once to each rank that has one of them (on GPUs: of
-    one host; the same results, bit for bit). ``"auto"``: the first, or the
-    second with ``combine_mode="reduced"``."""
+    one host, and without input scales; the same results, bit for bit).
+    ``"auto"``: the second where it can be, for it is faster and takes far less
+    memory (docs/decisions/0012-rank-slots-on-gpus.md)."""
     combine_mode: str = "unreduced"
     """What combine sends back: ``"unreduced"``: every expert row, and combine
     takes the router weights; ``"reduced"``: for each token and each rank that
@@ -163,7 +164,10 @@ class EPConfig:
                 + ", ".join(repr(mode) for mode in COMBINE_MODES)
             )
         if self.protocol == "auto":
-            self.protocol = "rank_slots" if self.is_reduced else "expert_slots"
+            sizes = (self.n_experts, self.max_tokens_per_rank)
+            fits = all(isinstance(n, int) and n <= MAX_OF_ENTRY for n in sizes)
+            can = fits and not self.uses_shmem
+            self.protocol = "rank_slots" if can or self.is_reduced else "expert_slots"
         if self.protocol not in PROTOCOLS:
             raise ValueError(
                 f"protocol={self.protocol!r} is unknown; there are 'auto', "

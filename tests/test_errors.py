@@ -103,10 +103,7 @@ BAD_CONFIGS = {
         dict(combine_mode="reduced", protocol="expert_slots"),
         ["combine_mode='reduced'", "protocol='expert_slots'", "'rank_slots'"],
     ),
-    "reduced_on_gpus": (
-        dict(combine_mode="reduced", protocol="auto", target="gpu"),
-        ["combine_mode='reduced'", "target='gpu'", "'unreduced'"],
-    ),
+    "negative_n_sms": (dict(n_sms=-1), ["n_sms=-1", ">= 0"]),
     "partial_dtype": (
         dict(combine_mode="reduced", protocol="auto", partial_dtype=DType.float16),
         ["partial_dtype", "float16", "bfloat16 or float32"],
@@ -382,9 +379,13 @@ def test_rank_slots_of_several_hosts() -> None:
 REDUCED = TWO.config(combine_mode="reduced", protocol="auto")
 
 
-def test_reduced_combine_chooses_its_protocol() -> None:
+def test_auto_is_rank_slots_where_that_can_be() -> None:
     assert REDUCED.protocol == "rank_slots"
-    assert TWO.config(protocol="auto").protocol == "expert_slots"
+    assert TWO.config(protocol="auto").protocol == "rank_slots"
+    hosts = TWO.config(protocol="auto", target="gpu", n_nodes=2)
+    assert hosts.protocol == "expert_slots"
+    many = TWO.config(protocol="auto", max_tokens_per_rank=65536)
+    assert many.protocol == "expert_slots"
 
 
 def test_router_weights_are_given_once() -> None:

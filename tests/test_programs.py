@@ -46,6 +46,7 @@ def test_graphs(command: str, says: str) -> None:
 def test_plan_shows_every_buffer_and_max() -> None:
     printed = run(
         "max-ep plan --ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
+        " --protocol expert_slots"
     )
     # 64 local experts x 4 ranks x 128 slots x (7168 * 2 + 16) bytes.
     assert f"{64 * 4 * 128 * (7168 * 2 + 16):,}" in printed
