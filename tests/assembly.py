@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -21,8 +22,9 @@ class Op:
 
     text: str
     what: str = ""
-    """load, store, atomic, fence, barrier (of the block), warp_barrier, vote; empty
-    for what has nothing to do with memory."""
+    """load, store, atomic, fence, barrier (of the block), warp_barrier, vote,
+    launch_wait (for the kernel before); empty for what has nothing to do with
+    memory."""
     n_bytes: int = 0
     """Bytes that one lane moves."""
     space: str = ""
@@ -33,6 +35,8 @@ class Op:
     """block, device, system; empty if it has no order."""
     is_read_only: bool = False
     """Whether a cache may serve it that is not kept coherent."""
+    predicate: str = ""
+    """PTX: the register that says whether it runs, with `!` if it must not be set."""
     successors: list[int] = field(default_factory=list)
 
     @property
@@ -67,6 +71,11 @@ class Kernel:
         for i, op in enumerate(ops):
             for after in op.successors:
                 self._before[after].append(i)
+        self._set_at: dict[str, list[int]] = defaultdict(list)
+        for i, op in enumerate(ops):
+            if found := _PTX_SET.match(op.text):
+                for register in filter(None, found.groups()):
+                    self._set_at[register].append(i)
 
     def find(self, where: Callable[[Op], bool]) -> set[int]:
         """Returns the places of the operations that fulfil a condition."""
@@ -105,6 +114,121 @@ class Kernel:
     def reach_from_start(self, without: Collection[int]) -> set[int]:
         """Finds what may run although some operations have not."""
         return {0} | self.reach([0], without)
+
+    def reach_knowing(
+        self, known: dict[str, bool], without: Collection[int] = ()
+    ) -> set[int]:
+        """Finds what may run from the start, with an eye to what PTX predicates are.
+
+        A way that passes `if is_waiting:` twice, once as if it held and once as if
+        it did not, is none. So predicates that are set to constants are followed,
+        each with those it is made of: what runs, runs whichever are followed.
+
+        Args:
+            known: Predicates that have one value throughout.
+            without: Operations that no way may cross.
+
+        Returns:
+            The places.
+        """
+        constant = {
+            register
+            for register, places in self._set_at.items()
+            if any(self._constant(place) is not None for place in places)
+        } - set(known)
+        reached = self._reach_following(set(), known, without)
+        for register in sorted(constant):
+            group = {register} | self._made_of(register) & constant
+            reached &= self._reach_following(group, known, without)
+        return reached
+
+    def _constant(self, place: int) -> bool | None:
+        found = _PTX_CONSTANT.fullmatch(self.ops[place].text)
+        return found[1] == "-1" if found else None
+
+    def _made_of(self, register: str) -> set[str]:
+        """Finds the predicates that one is computed from, but for comparisons."""
+        made_of: set[str] = set()
+        todo = [register]
+        while todo:
+            for place in self._set_at[todo.pop()]:
+                if found := _PTX_LOGIC.fullmatch(self.ops[place].text):
+                    more = set(found["of"].split(", ")) - made_of
+                    made_of |= more
+                    todo += more
+        return made_of
+
+    def _reach_following(
+        self, followed: set[str], known: dict[str, bool], without: Collection[int]
+    ) -> set[int]:
+        start = (0, frozenset[tuple[str, bool]]())
+        seen, todo = {start}, [start]
+        while todo:
+            i, state = todo.pop()
+            if i in without:
+                continue
+            op, values = self.ops[i], dict(state)
+            successors = op.successors
+            if len(successors) == 2 and op.predicate:
+                holds = self._holds(op.predicate.lstrip("@!"), i, values, known)
+                if holds is not None:
+                    # What comes next, and where a branch leads.
+                    successors = [successors[holds != ("!" in op.predicate)]]
+            for register in followed:
+                if i in self._set_at[register]:
+                    value = self._value_set(i, values, known)
+                    values.pop(register, None)
+                    if value is not None:
+                        values[register] = value
+            for after in successors:
+                then = (after, frozenset(values.items()))
+                if then not in seen:
+                    seen.add(then)
+                    todo.append(then)
+        return {i for i, _ in seen if i not in without}
+
+    def _value_set(
+        self, place: int, values: dict[str, bool], known: dict[str, bool]
+    ) -> bool | None:
+        """Finds what an operation sets a predicate to; None if it may be either."""
+        op = self.ops[place]
+        if op.predicate:
+            return None
+        found = _PTX_LOGIC.fullmatch(op.text)
+        if not found:
+            return self._constant(place)
+        of = [self._holds(x, place, values, known) for x in found["of"].split(", ")]
+        if found["how"] == "not":
+            return None if of[0] is None else not of[0]
+        decides = found["how"] == "or"
+        if decides in of:
+            return decides
+        return None if None in of else not decides
+
+    def _holds(
+        self, predicate: str, at: int, values: dict[str, bool], known: dict[str, bool]
+    ) -> bool | None:
+        """Finds a predicate's value; None if it may be either.
+
+        Args:
+            predicate: Its register.
+            at: Where it is used.
+            values: Those of predicates that are followed, there.
+            known: Those of predicates that have one value throughout.
+        """
+        if predicate in known or predicate in values:
+            return known.get(predicate, values.get(predicate))
+        place = at - 1
+        while place >= 0 and self._before[place + 1] == [place]:
+            if place in self._set_at[predicate]:
+                return self._value_set(place, values, known)
+            # What it had before, it may have had from there.
+            values = {x: v for x, v in values.items() if place not in self._set_at[x]}
+            place -= 1
+        if len(self._set_at[predicate]) != 1:
+            return None
+        # Set elsewhere: what is followed may have changed since.
+        return self._value_set(self._set_at[predicate][0], {}, known)
 
     def loops(self, within: Collection[int] | None = None) -> list[Loop]:
         """Finds the loops that are in no other loop.
@@ -195,9 +319,13 @@ _PTX_BARRIERS = {
     "barrier.sync": "barrier",
     "bar.warp": "warp_barrier",
     "vote.sync": "vote",
+    "griddepcontrol.wait": "launch_wait",
 }
 
 
+_PTX_CONSTANT = re.compile(r"mov\.pred\s+%p\d+, (0|-1)")
+_PTX_LOGIC = re.compile(r"(?P<how>not|and|or)\.pred\s+%p\d+, (?P<of>.*)")
+_PTX_SET = re.compile(r"\S+\s+(%p\d+)(?:\|(%p\d+))?,")
 _PTX_UNKNOWN = "cp ldu multimem mbarrier suld sust sured ldmatrix stmatrix".split()
 _PTX_ENDS = ("bra", "brx", "ret", "exit", "trap")
 
@@ -238,9 +366,11 @@ def parse_ptx(text: str) -> Kernel:
     for statement in body.split(";"):
         statement = statement.strip()
         label = ""
-        while found := re.match(r"([\w$]+):\s*", statement):
-            label = found[1]
-            labels[label] = len(ops)
+        # Braces stand around inline assembly that has registers of its own.
+        while found := re.match(r"(?:([\w$]+):|[{}])\s*", statement):
+            if found[1]:
+                label = found[1]
+                labels[label] = len(ops)
             statement = statement[found.end() :]
         if statement.startswith(".branchtargets"):
             tables[label] = re.findall(r"\$\w+", statement)
@@ -252,6 +382,7 @@ def parse_ptx(text: str) -> Kernel:
         name = statement.split()[0].partition(".")[0]
         assert name != "call", "a call: its accesses are not seen here"
         ops.append(_ptx_op(statement))
+        ops[-1].predicate = predicate or ""
         goes_on.append(bool(predicate) or name not in _PTX_ENDS)
         targets.append(statement.split()[-1] if name in ("bra", "brx") else "")
     for i, (op, target) in enumerate(zip(ops, targets)):

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the GPU kernels of `rank_slots`, which NVIDIA's alone have.
+
+Takes a folder, and writes assembly to `sm_90a.<kernel>.<variant>.s` in it, and
+what the assembler makes of it to `.cubin`. Prints what the assembly shows of the
+sources' constants. Run by tests/test_codegen_rank_slots.py.
+"""
+from max.gpu.host import get_gpu_target
+from max_ep.counters import (
+    _COMBINE_CLEAR,
+    _COMBINE_SENT,
+    _DISPATCH_CLEAR,
+    _DISPATCH_SENT,
+)
+from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.gpu_launch import NUM_THREADS
+from max_ep.layout import RANK_SLOTS, RANK_SLOTS_REDUCED
+from max_ep.rank_slots.combine import (
+    combine_async_kernel,
+    combine_kernel,
+    combine_wait_kernel,
+)
+from max_ep.rank_slots.dispatch import (
+    dispatch_async_kernel,
+    dispatch_kernel,
+    dispatch_wait_kernel,
+)
+from max_ep.token_format import BF16TokenFormat, TokenFormat
+from std.compile import compile_info
+from std.sys import argv
+
+# A large model on eight H200.
+comptime HIDDEN = 7168
+comptime TOP_K = 8
+comptime N_EXPERTS = 256
+comptime N_RANKS = 8
+
+comptime FEW_TOKENS = 128
+"""A rank sends so few that all are early."""
+
+comptime MANY_TOKENS = 4096
+"""A rank may send more than that, in parts that have flags."""
+
+comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
+comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
+
+comptime dispatch_async[
+    Format: TokenFormat,
+    protocol: Int = RANK_SLOTS,
+    max_tokens: Int = FEW_TOKENS,
+    shared: Bool = False,
+] = dispatch_async_kernel[
+    DType.bfloat16,
+    NUM_THREADS,
+    N_EXPERTS,
+    N_RANKS,
+    max_tokens,
+    Format,
+    protocol,
+    shared,
+]
+
+comptime dispatch_wait[
+    Format: TokenFormat,
+    protocol: Int = RANK_SLOTS,
+    max_tokens: Int = FEW_TOKENS,
+    padded: Bool = False,
+    shared: Bool = False,
+] = dispatch_wait_kernel[
+    NUM_THREADS,
+    N_EXPERTS,
+    N_RANKS,
+    max_tokens,
+    Format,
+    protocol,
+    padded,
+    shared,
+]
+
+comptime dispatch[
+    Format: TokenFormat,
+    protocol: Int = RANK_SLOTS,
+    max_tokens: Int = FEW_TOKENS,
+    padded: Bool = False,
+    shared: Bool = False,
+] = dispatch_kernel[
+    DType.bfloat16,
+    NUM_THREADS,
+    N_EXPERTS,
+    N_RANKS,
+    max_tokens,
+    Format,
+    protocol,
+    padded,
+    shared,
+]
+
+comptime combine_async[
+    partial_dtype: DType, max_tokens: Int = FEW_TOKENS
+] = combine_async_kernel[
+    DType.bfloat16,
+    partial_dtype,
+    NUM_THREADS,
+    HIDDEN,
+    TOP_K,
+    N_EXPERTS,
+    N_RANKS,
+    max_tokens,
+    RANK_SLOTS_REDUCED,
+]
+
+comptime combine_wait[
+    partial_dtype: DType, max_tokens: Int = FEW_TOKENS, shared: Bool = False
+] = combine_wait_kernel[
+    DType.bfloat16,
+    partial_dtype,
+    NUM_THREADS,
+    HIDDEN,
+    TOP_K,
+    N_EXPERTS,
+    N_RANKS,
+    max_tokens,
+    RANK_SLOTS_REDUCED,
+    shared,
+]
+
+comptime combine[
+    partial_dtype: DType, max_tokens: Int = FEW_TOKENS, shared: Bool = False
+] = combine_kernel[
+    DType.bfloat16,
+    partial_dtype,
+    NUM_THREADS,
+    HIDDEN,
+    TOP_K,
+    N_EXPERTS,
+    N_RANKS,
+    max_tokens,
+    RANK_SLOTS_REDUCED,
+    shared,
+]
+
+
+def write[
+    Kernel: TrivialRegisterPassable,
+    //,
+    kernel: Kernel,
+    kind: StaticString,
+](path: String) raises:
+    var info = compile_info[
+        kernel, emission_kind=kind, target=get_gpu_target["sm_90a"]()
+    ]()
+    with open(path, "w") as file:
+        file.write(info.asm)
+
+
+def emit[
+    Kernel: TrivialRegisterPassable, //, kernel: Kernel
+](name: String) raises:
+    var path = String(argv()[1], "/sm_90a.", name)
+    write[kernel, "asm"](String(path, ".s"))
+    write[kernel, "object"](String(path, ".cubin"))
+
+
+def main() raises:
+    """Compiles what the test names."""
+    comptime REDUCED = RANK_SLOTS_REDUCED
+    emit[dispatch_async[BF16]]("dispatch_async.bf16")
+    emit[dispatch_async[FP8, REDUCED]]("dispatch_async.fp8_reduced")
+    emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, shared=True]](
+        "dispatch_async.bf16_reduced_shared_parts"
+    )
+    emit[dispatch_wait[BF16, padded=True]]("dispatch_wait.bf16_padded")
+    emit[dispatch_wait[FP8, REDUCED]]("dispatch_wait.fp8_reduced")
+    emit[dispatch_wait[FP8, max_tokens=MANY_TOKENS, shared=True]](
+        "dispatch_wait.fp8_shared_parts"
+    )
+    emit[dispatch[BF16]]("dispatch.bf16")
+    emit[dispatch[FP8, REDUCED, padded=True]]("dispatch.fp8_reduced_padded")
+    emit[dispatch[BF16, REDUCED, MANY_TOKENS]]("dispatch.bf16_reduced_parts")
+    emit[dispatch[FP8, max_tokens=MANY_TOKENS, shared=True]](
+        "dispatch.fp8_shared_parts"
+    )
+    emit[combine_async[DType.bfloat16]]("combine_async.bf16")
+    emit[combine_async[DType.float32, MANY_TOKENS]]("combine_async.f32")
+    emit[combine_wait[DType.bfloat16, shared=True]]("combine_wait.bf16_shared")
+    emit[combine_wait[DType.float32, MANY_TOKENS]]("combine_wait.f32")
+    emit[combine[DType.bfloat16]]("combine.bf16")
+    emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
+    emit[combine[DType.float32, MANY_TOKENS]]("combine.f32")
+    print(NUM_THREADS)
+    # Where generations are in the header, and those that all have read.
+    print(_DISPATCH_SENT, _DISPATCH_CLEAR, _COMBINE_SENT, _COMBINE_CLEAR)

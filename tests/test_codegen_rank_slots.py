@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU kernels of `rank_slots` become for NVIDIA's H200; no GPU needed.
+
+As tests/test_codegen.py does for `expert_slots`: what "`rank_slots` on GPUs" of
+docs/protocol.md promises, as far as one can see it in the assembly. How many
+accesses there are is the tuner's business, and not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from assembly import Kernel, Loop, nvidia_resources, parse_ptx
+
+from max_ep.config import MAX_GPU_PAIRS, MAX_RANKS
+from max_ep.extension import run_mojo
+
+PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_rank_slots.mojo"
+
+# Those that the program compiles, by kernel and variant. With `parts` a rank may
+# send so many tokens that they are not early; combine's type is that on the wire.
+NAMES = """
+dispatch_async.bf16 dispatch_async.fp8_reduced
+dispatch_async.bf16_reduced_shared_parts
+dispatch_wait.bf16_padded dispatch_wait.fp8_reduced dispatch_wait.fp8_shared_parts
+dispatch.bf16 dispatch.fp8_reduced_padded dispatch.bf16_reduced_parts
+dispatch.fp8_shared_parts
+combine_async.bf16 combine_async.f32
+combine_wait.bf16_shared combine_wait.f32
+combine.bf16 combine.bf16_shared combine.f32
+""".split()
+
+DISPATCHES = [name for name in NAMES if name.startswith("dispatch")]
+SENDERS = [name for name in NAMES if "_wait." not in name]
+RECEIVERS = [name for name in NAMES if "_async." not in name]
+WAITING = [name for name in NAMES if "_wait." in name]
+
+N_REGISTERS = 128
+"""Of a thread, so that a block of 512 has those of a multiprocessor."""
+
+SPILLED = {"combine.bf16": 8, "combine.bf16_shared": 8}
+"""Local memory of a thread, at most, since its registers do not suffice; bytes."""
+
+N_PAIRS, N_RANKS = 256, 8
+"""Those of the program."""
+
+
+@dataclass
+class Compiled:
+    """A kernel, and what to expect of it."""
+
+    name: str
+    text: str
+    kernel: Kernel
+    cubin: bytes
+    num_threads: int
+    header: dict[str, int]
+    """Words of the counters' header, which a warp's lanes hold."""
+
+    def has(self, word: str) -> bool:
+        """Tells whether the variant is of a kind."""
+        return word in self.name.partition(".")[2].split("_")
+
+    @property
+    def is_dispatch(self) -> bool:
+        """Whether it is one of the dispatch kernels."""
+        return self.name in DISPATCHES
+
+    @property
+    def sends(self) -> bool:
+        """Whether it has the sending half."""
+        return self.name in SENDERS
+
+    @property
+    def receives(self) -> bool:
+        """Whether it has the receiving half."""
+        return self.name in RECEIVERS
+
+    @property
+    def sends_parts(self) -> bool:
+        """Whether it may send tokens whose parts have flags."""
+        return self.sends and self.has("parts")
+
+    def puts(self) -> set[int]:
+        """Returns where 16 bytes are stored that announce themselves."""
+        return self.kernel.find(
+            lambda op: op.kind == "store relaxed system" and op.n_bytes == 16
+        )
+
+    def looks(self) -> set[int]:
+        """Returns where such 16 bytes are looked at."""
+        return self.kernel.find(
+            lambda op: op.kind == "load relaxed system" and op.n_bytes == 16
+        )
+
+    def stores_16(self) -> set[int]:
+        """Returns the ordinary stores of 16 bytes, but for those of `EMPTY`."""
+        stores = self.kernel.find(lambda op: op.moves_16("store"))
+        return stores - self.puts_back()
+
+    def puts_back(self) -> set[int]:
+        """Returns where `EMPTY` is stored."""
+        return self.kernel.find(
+            lambda op: op.what == "store" and op.text.endswith("{-1, -1, -1, -1}")
+        )
+
+    def moved(self) -> set[int]:
+        """Returns all accesses of 16 bytes."""
+        return self.kernel.find(lambda op: op.n_bytes == 16)
+
+    def sets(self, register: str) -> set[int]:
+        """Returns where a register is set."""
+        setting = re.compile(rf"\S+\s+{register},")
+        return self.kernel.find(lambda op: bool(setting.match(op.text)))
+
+    def part_loops(self) -> list[Loop]:
+        """Returns the loops that write parts of tokens and publish their flags."""
+        return [
+            loop
+            for loop in self.kernel.loops()
+            if loop.find_kind("store release system") and loop.body & self.stores_16()
+        ]
+
+    def receive_loops(self) -> list[Loop]:
+        """Returns the loops that look at what announces itself."""
+        return [loop for loop in self.kernel.loops() if loop.body & self.looks()]
+
+    def done_words(self) -> set[int]:
+        """Returns where done words are published."""
+        published = self.kernel.find_kind("store release system")
+        return published.difference(*(loop.body for loop in self.part_loops()))
+
+    def unclear(self) -> dict[str, bool]:
+        """Returns the predicates that are so if the done words must be looked at.
+
+        They compare a generation that was sent with the one that all ranks were
+        seen to have read. A lane has each of the header's words.
+        """
+        register = r"(%r\d+)"
+        word_of: dict[str, int] = {}
+        values: dict[str, bool] = {}
+        sent_and_clear = [
+            {self.header[f"{phase}_sent"], self.header[f"{phase}_clear"]}
+            for phase in ("dispatch", "combine")
+        ]
+        for op in self.kernel.ops:
+            shuffle = rf"shfl\.sync\.idx\.b32\s+{register}, %r\d+, (\d+), 31, -1"
+            if found := re.fullmatch(shuffle, op.text):
+                word_of[found[1]] = int(found[2])
+            compare = rf"setp\.(eq|ne)\.\w+\s+(%p\d+), {register}, {register}"
+            if found := re.fullmatch(compare, op.text):
+                words = {word_of.get(found[3]), word_of.get(found[4])}
+                if words in sent_and_clear:
+                    values[found[2]] = found[1] == "ne"
+        return values
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+    folder = tmp_path_factory.mktemp("assembly")
+    printed = run_mojo("run", "-I", ".", str(PROGRAM), str(folder))
+    num_threads, *words = map(int, printed.split())
+    names = ("dispatch_sent", "dispatch_clear", "combine_sent", "combine_clear")
+    header = dict(zip(names, words, strict=True))
+    compiled = {}
+    for path in sorted(folder.glob("*.s")):
+        name = path.stem.removeprefix("sm_90a.")
+        text = path.read_text()
+        cubin = path.with_suffix(".cubin").read_bytes()
+        compiled[name] = Compiled(
+            name, text, parse_ptx(text), cubin, num_threads, header
+        )
+    return compiled
+
+
+@pytest.fixture(params=NAMES)
+def it(request: pytest.FixtureRequest, assembly: dict[str, Compiled]) -> Compiled:
+    return assembly[request.param]
+
+
+def only(names: list[str]) -> pytest.MarkDecorator:
+    """Looks at some of the kernels."""
+    return pytest.mark.parametrize("it", names, indirect=True)
+
+
+def shown(it: Compiled, places: set[int]) -> list[str]:
+    return [it.kernel.ops[i].text for i in sorted(places)]
+
+
+def address_of(text: str) -> str:
+    """Returns what an access has as its address: a register, maybe an offset."""
+    return text[text.index("[") + 1 : text.index("]")]
+
+
+def test_all_are_looked_at(assembly: dict[str, Compiled]) -> None:
+    assert set(assembly) == set(NAMES)
+    for it in assembly.values():
+        # What is never reached would pass any test of what comes before what.
+        assert len(it.kernel.reach_from_start([])) == len(it.kernel.ops), it.name
+
+
+def test_nothing_is_read_before_the_launch_before_has_ended(it: Compiled) -> None:
+    """Blocks may begin earlier: till then only the parameters are there.
+
+    Fails if anything is loaded, or shared, before `await_launch_before`, or if a
+    kernel does without it.
+    """
+    awaited = it.kernel.find_kind("launch_wait")
+    assert len(awaited) == 1
+    before = it.kernel.reach_from_start(awaited)
+    early = {i for i in before if it.kernel.ops[i].space not in ("", "param")}
+    assert not shown(it, early)
+    assert not before & it.kernel.find(lambda op: bool(op.order))
+
+
+def test_system_scope(it: Compiled) -> None:
+    """Which accesses there are between ranks, and of which sizes.
+
+    Fails if `publish` or `peek` is relaxed, if `put_16` or `peek_16` becomes two
+    accesses or four, or stronger, and if entries or numbers are published by
+    `publish`.
+    """
+    kinds = {(op.kind, op.n_bytes) for op in it.kernel.ops if op.scope == "system"}
+    expected = {("store release system", 8)}  # Done words; flags of parts.
+    if it.sends:
+        expected.add(("load acquire system", 8))  # Done words.
+        expected.add(("store relaxed system", 16))  # What is early.
+    if it.sends and it.is_dispatch:
+        expected.add(("store relaxed system", 8))  # Counts and numbers.
+    if it.receives:
+        expected.add(("load relaxed system", 16))
+    if it.receives and it.is_dispatch:
+        expected.add(("load relaxed system", 8))
+        expected.add(("load acquire system", 8))  # Flags of parts.
+    assert kinds == expected
+    assert not it.kernel.find(
+        lambda op: op.what == "fence" or op.order in ("volatile", "sc")
+    )
+
+
+def test_released_is_what_has_something_before_it(it: Compiled) -> None:
+    """Done words, once; flags of parts, where there are any.
+
+    Fails if early tokens, or partial sums, get flags, and if done words are
+    published at both ends of a launch.
+    """
+    assert len(it.done_words()) == 1
+    assert len(it.part_loops()) == it.sends_parts
+
+
+def test_device_scope(it: Compiled) -> None:
+    """Blocks meet in one `arrive`; what else they share is the failure record.
+
+    Fails if `arrive` is relaxed, and if a fused kernel counts its blocks at the
+    end, too.
+    """
+    found = Counter(op.kind for op in it.kernel.ops if op.scope == "device")
+    assert found.pop("atomic acq_rel device") == 1
+    assert set(found) == {"load relaxed device", "atomic relaxed device"}
+
+
+@only([name for name in NAMES if name in DISPATCHES and name in RECEIVERS])
+def test_rows_are_used_after_they_are_counted(it: Compiled) -> None:
+    """Count warps hand the rows on; no warp fills a row before it has seen that.
+
+    Fails without `_are_counted`, if `block_peek` or `block_arrive` is relaxed, and
+    without the `syncwarp` before a warp arrives.
+    """
+    (loop,) = it.receive_loops()
+    counted = loop.find_kind("load acquire block")
+    filled = loop.body & it.stores_16()
+    assert filled
+    assert not shown(it, filled & it.kernel.reach_knowing({}, counted))
+
+    # A warp arrives twice: when it has its sum, and when it has its rows.
+    arrived = it.kernel.find_kind("atomic release block")
+    last = {i for i in arrived if not arrived & it.kernel.reach([i])}
+    assert last and last < arrived
+    noted = it.kernel.find(lambda op: op.kind == "store" and op.space == "shared")
+    met = it.kernel.find_kind("warp_barrier", "barrier")
+    for arrivals in (arrived - last, last):
+        before = noted - it.kernel.reach(arrivals)
+        assert before and not arrivals & it.kernel.reach(before, met)
+
+
+@only(SENDERS)
+def test_what_is_early_is_its_own_flag(it: Compiled) -> None:
+    """Nothing else is stored in a peer's region, and nothing is published after it.
+
+    Addresses of regions come out of a table, so nobody knows their space.
+    Fails if an early token or a partial sum goes by `store16`.
+    """
+    for loop in it.kernel.loops():
+        if not loop.body & it.puts():
+            continue
+        assert not loop.find_kind("store release system")
+        assert not shown(it, loop.body & it.stores_16())
+    plain = it.kernel.find(
+        lambda op: op.is_plain and op.what == "store" and op.space == "generic"
+    )
+    in_parts = set().union(*(loop.body for loop in it.part_loops()))
+    assert not shown(it, plain - it.puts_back() - in_parts)
+
+
+def test_empty_is_put_back_after_it_was_read(it: Compiled) -> None:
+    """Ordinary stores, each behind the loads of the same 16 bytes.
+
+    Fails if `EMPTY` is stored before the bytes are looked at, or by `put_16`, or
+    not at all.
+    """
+    places = it.puts_back()
+    assert bool(places) == it.receives
+    looks = it.looks()
+    for place in places:
+        op = it.kernel.ops[place]
+        assert op.moves_16("store"), op.text
+        address = address_of(op.text)
+        of_these = {i for i in looks if address_of(it.kernel.ops[i].text) == address}
+        assert of_these, op.text
+        # An address is a register that is set anew where the next one is made.
+        made = it.sets(address.partition("+")[0])
+        assert made and place not in it.kernel.reach_from_start(made)
+        assert place in it.kernel.reach(of_these, made)
+        assert not of_these & it.kernel.reach([place], made), op.text
+
+
+@only([name for name in SENDERS if name.endswith("_parts")])
+def test_part_is_written_before_its_flag(it: Compiled) -> None:
+    """I2, in a turn of the sending loop: no byte of a part behind its release.
+
+    Fails if it is published first, and without the `syncwarp` between: the lanes
+    that wrote it must meet those that publish it.
+    """
+    (loop,) = it.part_loops()
+    written = loop.body & it.stores_16()
+    released = loop.find_kind("store release system")
+    assert released <= loop.reach_in_turn(written)
+    assert not shown(it, loop.reach_in_turn(released) & written)
+    met = it.kernel.find_kind("warp_barrier")
+    assert not released & it.kernel.reach(written, met)
+
+
+@only([name for name in NAMES if name in DISPATCHES and name in RECEIVERS])
+def test_part_is_read_after_its_flag(it: Compiled) -> None:
+    """I2, in a turn of the receiving loop: no byte of a part before its acquire.
+
+    Fails if a part is loaded first, and if the flag is not awaited.
+    """
+    (loop,) = it.receive_loops()
+    read = loop.find(lambda op: op.moves_16("load"))
+    awaited = loop.find_kind("load acquire system")
+    assert awaited and read
+    assert read <= loop.reach_in_turn(awaited)
+    assert not shown(it, awaited & loop.reach_in_turn(read))
+
+
+@only(SENDERS)
+def test_peers_are_written_after_their_readers_are_done(it: Compiled) -> None:
+    """I3: no way leads to a peer's region but past the vote on all done words.
+
+    Unless the header says that all were there already: here it does not. Each lane
+    awaits some of the words, so a warp barrier must carry what it has acquired.
+    Fails if a half sends without `await_readers`, or that is without its
+    `syncwarp`, or goes by the wrong words of the header.
+    """
+    kernel = it.kernel
+    written = kernel.find_kind("store relaxed system")
+    for loop in it.part_loops():
+        written |= loop.body & it.stores_16()  # Their flags come after them.
+    awaited = kernel.find_kind("load acquire system").difference(
+        *(loop.body for loop in it.receive_loops())
+    )
+    votes = kernel.find_kind("vote")
+    voted = {v for v in votes if {v} & kernel.reach(awaited, votes - {v})}
+    assert voted and it.unclear()
+    assert not shown(it, written & kernel.reach_knowing(it.unclear(), voted))
+    met = kernel.find_kind("warp_barrier")
+    assert not shown(it, written & kernel.reach(awaited, met))
+
+
+@only([name for name in NAMES if name not in WAITING])
+def test_done_words_tell_of_earlier_launches(it: Compiled) -> None:
+    """A launch that sends does so at its begin, and counts its blocks there.
+
+    By then the kernel before has ended, which nothing of this one may delay.
+    Fails if the words are published, or blocks counted, after anything was sent or
+    received, and without the barrier between reading the header and `arrive`.
+    """
+    kernel = it.kernel
+    assert not it.done_words() & kernel.reach(it.moved())
+    arrived = kernel.find_kind("atomic acq_rel device")
+    assert not arrived & kernel.reach(it.moved())
+    assert not arrived & kernel.reach_from_start(kernel.find_kind("barrier"))
+
+
+@only(WAITING)
+def test_done_words_come_last(it: Compiled) -> None:
+    """I3: all blocks have read, and put `EMPTY` back, when peers are told so.
+
+    Fails without the block barrier before `arrive`, or if the words are published
+    before it.
+    """
+    kernel = it.kernel
+    arrived = kernel.find_kind("atomic acq_rel device")
+    barriers = kernel.find_kind("barrier")
+    assert not arrived & kernel.reach(it.moved(), barriers)
+    done = it.done_words()
+    assert done <= kernel.reach(arrived)
+    # The first one is that of `start_launch`.
+    met = {i for i in barriers if i in kernel.reach(barriers)}
+    assert met and not done & kernel.reach_from_start(met)
+    assert not shown(it, (it.moved() | arrived) & kernel.reach(done))
+
+
+@pytest.mark.xfail(strict=True, reason="`publish_reads` begins without a `syncwarp`")
+@only(WAITING)
+def test_all_lanes_learn_that_blocks_have_arrived(it: Compiled) -> None:
+    """I3: one lane arrives, others publish; a shuffle carries no memory order.
+
+    `publish_done` of `expert_slots` has a `syncwarp` for it.
+    """
+    arrived = it.kernel.find_kind("atomic acq_rel device")
+    behind = it.kernel.reach(arrived, it.kernel.find_kind("warp_barrier"))
+    assert not shown(it, it.done_words() & behind)
+
+
+def test_payload_moves_by_16_bytes(it: Compiled) -> None:
+    """Nothing narrower in a region but words that are published.
+
+    Fails if `load16` or `store16` has a smaller alignment.
+    """
+    narrow = it.kernel.find(
+        lambda op: op.is_plain and op.space == "generic" and op.n_bytes != 16
+    )
+    assert not shown(it, narrow)
+
+
+def test_only_tokens_are_read_as_constants(it: Compiled) -> None:
+    """Nothing that a peer or another warp writes: that cache does not hear of it.
+
+    Fails if `load16` says that what it reads is invariant.
+    """
+    constant = it.kernel.find(lambda op: op.is_read_only)
+    if it.sends and it.is_dispatch:
+        sending = [loop.body for loop in it.kernel.loops() if loop.body & it.puts()]
+        sending += [loop.body for loop in it.part_loops()]
+        sending = [body for body in sending if not body & it.looks()]
+        constant -= set().union(*sending)
+    assert not shown(it, constant)
+
+
+def test_shared_memory_suffices(it: Compiled) -> None:
+    """4 bytes for each pair and 20 for each rank: `MAX_GPU_PAIRS` of them fit.
+
+    Fails if a block keeps more for each pair, or too much besides.
+    """
+    sizes = re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", it.text)
+    n_bytes = sum(int(size) for size in sizes)
+    # Two tables of addresses, and numbers of tokens.
+    n_of_pairs = 4 if it.is_dispatch and it.receives else 0
+    fixed = n_bytes - n_of_pairs * N_PAIRS - 16 * N_RANKS
+    assert fixed >= 0
+    assert n_of_pairs * MAX_GPU_PAIRS + 20 * MAX_RANKS + fixed <= 48 * 1024
+    # All else of receiving is little; sending has its choices there.
+    assert fixed <= (12 * 1024 + 5 * 1024 if it.is_dispatch and it.sends else 256)
+
+
+def test_no_local_memory(it: Compiled) -> None:
+    """No array that is indexed at run time, and no spilled registers but known ones.
+
+    Fails if a `comptime for` over an array becomes a plain one.
+    """
+    assert not shown(it, it.kernel.find(lambda op: op.space == "local"))
+    assert ".local" not in it.text
+    assert nvidia_resources(it.cubin).stack_bytes <= SPILLED.get(it.name, 0)
+
+
+def test_block_is_resident(it: Compiled) -> None:
+    """The registers of a multiprocessor suffice for a block of `NUM_THREADS`.
+
+    Fails if a kernel's `MAX_THREADS_PER_BLOCK_METADATA` says otherwise.
+    """
+    assert it.num_threads * N_REGISTERS == 65536
+    assert f"\n.maxntid {it.num_threads}\n" in it.text
+    assert nvidia_resources(it.cubin).n_registers <= N_REGISTERS
+
+
+def test_the_reader_of_assembly_sees_inline_assembly() -> None:
+    """What it says about 128 bits, waits, and ways that predicates rule out."""
+    put = "{ .reg .b128 word; mov.b128 word, {%rd1, %rd2};"
+    put += " st.relaxed.sys.global.b128 [%rd3], word; }"
+    look = "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [%rd1];"
+    look += " mov.b128 {%rd2, %rd3}, word; }"
+    kernel = parse_ptx(
+        f"\n{{\ngriddepcontrol.wait;\n{look}\n$L: {put}\n@%p1 bra $L;\nret;\n}}\n"
+    )
+    assert [(op.kind, op.n_bytes) for op in kernel.ops if op.what] == [
+        ("launch_wait", 0),
+        ("load relaxed system", 16),
+        ("store relaxed system", 16),
+    ]
+    (loop,) = kernel.loops()
+    assert loop.find_kind("store relaxed system")
+
+    # while True: if is_waiting: look; is_waiting = False; store
+    turns = "\n{\nmov.pred %p1, -1;\n$L: not.pred %p2, %p1;\n@%p2 bra $S;\n"
+    turns += "ld.acquire.sys.b64 %rd1, [%rd2];\nmov.pred %p1, 0;\n"
+    turns += "$S: st.global.b64 [%rd3], %rd4;\nbra $L;\n}\n"
+    kernel = parse_ptx(turns)
+    looked = kernel.find_kind("load acquire system")
+    stored = kernel.find_kind("store")
+    assert stored <= kernel.reach_from_start(looked)
+    assert not stored & kernel.reach_knowing({}, looked)
+    assert stored <= kernel.reach_knowing({}, ())
+    weak = parse_ptx(turns.replace("mov.pred %p1, -1", "setp.eq.b32 %p1, %r1, 0"))
+    assert stored <= weak.reach_knowing({}, looked)
+    assert not stored & weak.reach_knowing({"%p1": True}, looked)
