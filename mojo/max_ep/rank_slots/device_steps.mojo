@@ -49,9 +49,11 @@ comptime EMPTY = UInt32(0xFFFF_FFFF)
 """Last word of 16 bytes that have not come yet, where data is its own flag.
 
 The reader puts it back. Data that has it there by itself is sent with
-`EMPTY - 1`: in bfloat16, float32 and float8_e4m3fn only a NaN looks so, and it
-stays one.
+`_LIKE_EMPTY` instead.
 """
+
+comptime _LIKE_EMPTY = UInt32(0x7FFF_FFFF)
+"""In bfloat16, float32 and float8_e4m3fn NaN, as only `EMPTY` itself is."""
 
 
 @always_inline
@@ -62,11 +64,11 @@ def without_empty(bytes: LaneBytes) -> LaneBytes:
         bytes: What is sent.
 
     Returns:
-        The same, but for the last bit of one NaN.
+        The same, but for the sign of a NaN.
     """
     var sent = bytes
     if sent[3] == EMPTY:
-        sent[3] = EMPTY - 1
+        sent[3] = _LIKE_EMPTY
     return sent
 
 
@@ -223,6 +225,8 @@ def publish_reads[
         dispatch_received: The last generation of dispatch that was read.
         combine_received: The last generation of combine that was read.
     """
+    # Behind `is_last_block` one lane has acquired what all blocks did.
+    syncwarp()
     for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
         publish(
             flag_at(

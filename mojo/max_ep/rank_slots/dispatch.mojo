@@ -723,8 +723,12 @@ def _send_tokens[
             comptime for i in range(in_flight):
                 var vector = (first + i) * WARP_SIZE + lane
                 if first + i < end and vector < n_vectors:
+                    # Not as constants: when this block began, the kernel that
+                    # wrote the tokens may not have ended (PDL).
                     elements[i] = tokens.unsafe_load[
-                        width=n_elements, alignment=MESSAGE_ALIGN
+                        width=n_elements,
+                        alignment=MESSAGE_ALIGN,
+                        invariant=False,
                     ](
                         token_idx * token_fmt_type.hidden_size
                         + vector * n_elements
@@ -834,6 +838,7 @@ def _send[
             launch,
             counters,
         )
+        # Also if it has failed: senders of the block wait for it without end.
         syncwarp()
         if launch.lane == 0:
             _ = block_add(launch.control.unsafe_offset(_INDEXED), 1)
@@ -1115,6 +1120,7 @@ def _lay_out_rows[
         counters.set_broken()
         if launch.lane == 0:
             block_publish(control.unsafe_offset(_FAILED), 1)
+    # Also if it has failed: the block waits for all count warps without end.
     syncwarp()
     if launch.lane == 0:
         block_arrive(control.unsafe_offset(_SUMMED))
