@@ -35,7 +35,6 @@ from .rank_slots.dispatch import (
 from .row_tables import RowTables
 from .shmem_modules import register_module
 from .token_format import (
-    BytePointer,
     RouterWeights,
     SharedRows,
     TokenFormat,

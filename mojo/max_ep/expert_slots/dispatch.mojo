@@ -26,7 +26,6 @@ from max.gpu import (
     thread_idx,
     warp_id,
 )
-from std.math import ceildiv
 from std.memory import bitcast
 from std.utils import StaticTuple
 
@@ -34,7 +33,6 @@ from ..counters import EPLocalSyncCounters, NO_EXPERT
 from ..failures import (
     DROPPED,
     NO_COUNT,
-    NO_MESSAGE,
     NOT_SENT,
     TOO_MANY_ROWS,
     note_failure,
@@ -50,7 +48,6 @@ from ..flags import (
     count_of,
     generation_of,
     next_generation,
-    peek,
     peek_number,
     publish,
     publish_number,

@@ -45,14 +45,12 @@ from ..expert_slots.device_steps import (
     share_addresses,
     store16,
 )
-from ..expert_slots.host_steps import flag_at
 from ..failures import (
     BAD_N_TOKENS,
     NOTHING_DISPATCHED,
     NO_MESSAGE,
     OVERTAKEN,
     TOO_MANY_ROWS,
-    is_fatal,
     note_failure,
 )
 from ..flags import (

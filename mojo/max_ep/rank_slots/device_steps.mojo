@@ -14,10 +14,8 @@ from max.gpu import (
     grid_dim,
     lane_id,
     syncwarp,
-    thread_idx,
     warp_id,
 )
-
 from std.sys import inlined_assembly
 
 from ..counters import EPLocalSyncCounters, LaunchHeader, N_HEADER_WORDS
@@ -76,9 +74,8 @@ def without_empty(bytes: LaneBytes) -> LaneBytes:
 def await_launch_before():
     """Waits until the kernel before this one has ended, and lets the next begin.
 
-    Launched so, a kernel's blocks may begin before that (`LAUNCH_ATTRIBUTES` in
-    `gpu_launch.mojo`): nothing may be read before this. Otherwise it waits for
-    nothing.
+    Launched so that they overlap (`gpu_launch.mojo`), a kernel's blocks may begin
+    before that: nothing may be read before this. Otherwise it waits for nothing.
     """
     inlined_assembly[
         "griddepcontrol.launch_dependents;",

@@ -17,7 +17,6 @@ partial is with its source. After `combine_wait`: the result is there, and every
 owner knows that its partials have been read.
 """
 from std.math import fma
-from std.sys import size_of
 
 from ..counters import EPLocalSyncCounters, NO_ROW
 from ..expert_slots.host_combine import (
