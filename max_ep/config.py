@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from max.driver import accelerator_count
+from max.driver import accelerator_api, accelerator_count
 from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig, QuantFormat
@@ -166,7 +166,7 @@ class EPConfig:
         if self.protocol == "auto":
             sizes = (self.n_experts, self.max_tokens_per_rank)
             fits = all(isinstance(n, int) and n <= MAX_OF_ENTRY for n in sizes)
-            can = fits and not self.uses_shmem
+            can = fits and not self.uses_shmem and not self._is_on_amd
             self.protocol = "rank_slots" if can or self.is_reduced else "expert_slots"
         if self.protocol not in PROTOCOLS:
             raise ValueError(
@@ -185,6 +185,12 @@ class EPConfig:
                 f"protocol='rank_slots' with target='gpu' and n_nodes={self.n_nodes}: "
                 "it reaches the GPUs of one host only; pass protocol='expert_slots' "
                 "(and combine_mode='unreduced')"
+            )
+        if self.protocol == "rank_slots" and self._is_on_amd:
+            raise ValueError(
+                "protocol='rank_slots' with target='gpu' on AMD GPUs: its kernels are "
+                "for NVIDIA's; pass protocol='expert_slots' (and "
+                "combine_mode='unreduced')"
             )
         for field, what in _REFUSED.items():
             if getattr(self, field):
@@ -422,6 +428,10 @@ class EPConfig:
         if self.target == "cpu":
             return self.n_gpus_per_node > 1
         return self.ranks_per_gpu > 1
+
+    @property
+    def _is_on_amd(self) -> bool:
+        return self.target == "gpu" and accelerator_api() == "hip"
 
     @property
     def uses_shmem(self) -> bool:

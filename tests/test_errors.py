@@ -388,6 +388,14 @@ def test_auto_is_rank_slots_where_that_can_be() -> None:
     assert many.protocol == "expert_slots"
 
 
+def test_rank_slots_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("max_ep.config.accelerator_api", lambda: "hip")
+    assert TWO.config(protocol="auto", target="gpu").protocol == "expert_slots"
+    with raises(ValueError, "rank_slots", "AMD", "expert_slots"):
+        TWO.config(protocol="rank_slots", target="gpu")
+    assert TWO.config(protocol="auto").protocol == "rank_slots"
+
+
 def test_router_weights_are_given_once() -> None:
     """To dispatch if combine is reduced, to combine otherwise."""
     bad = dict(short=tensor(F32, "t", 2), narrow=tensor(BF16, "t", 3))
