@@ -549,9 +549,10 @@ def estimate_ep_memory_usage(
     use_allreduce: bool = False,
     dispatch_element_dtype: DType | None = None,
 ) -> int:
-    """Returns the bytes of one rank's symmetric region.
+    """Returns the bytes of one rank's symmetric region, with ``protocol="auto"``.
 
     The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
+    a node is a host with GPUs, as there, and what SHMEM puts from is not counted.
     ``use_allreduce`` and ``dispatch_element_dtype`` must have their defaults.
     ``max-ep plan`` prints the parts, beside what MAX's EP would take.
     """
@@ -573,4 +574,5 @@ def estimate_ep_memory_usage(
         use_allreduce=use_allreduce,
         dispatch_quant_config=blockwise_fp8_quant_config() if quantized else None,
         target="cpu",
+        protocol="expert_slots" if n_nodes > 1 else "auto",
     ).estimate_memory_usage()

@@ -198,8 +198,26 @@ def test_config_answers_from_the_sizes(name: str) -> None:
         top_k=case.top_k,
     )
     # MAX's function of this name has no protocol, so ours answers for "auto".
-    if case.protocol == "expert_slots":
+    auto = case.config(protocol="auto", combine_mode="unreduced", partial_dtype=None)
+    assert estimate == auto.estimate_memory_usage()
+    if case.protocol == "rank_slots" and not case.is_reduced:
         assert estimate == want
+
+
+def test_several_hosts_are_estimated_as_gpus() -> None:
+    """`"auto"` differs there: SHMEM has `expert_slots` only."""
+    case = CASES["last_rank_empty"]
+    estimate = estimate_ep_memory_usage(
+        hidden_size=case.hidden_size,
+        dispatch_dtype=BF16,
+        combine_dtype=BF16,
+        max_tokens_per_rank=case.max_tokens_per_rank,
+        n_experts=case.n_experts,
+        n_nodes=2,
+        n_gpus_per_node=2,
+        top_k=case.top_k,
+    )
+    assert estimate == picture_of(case)["region_bytes"]
 
 
 def test_processes_and_local_ranks_are_ranks_alike() -> None:
