@@ -694,10 +694,10 @@ def set_generation(comm: EPCommInitializer, generation: int) -> None:
     for rank in range(n):
         counters = buffers[rank].to_numpy()
         counters[words] = np.uint32(generation).astype(np.int32)
-    # The done words are the last n_ranks of each counts buffer, but for two
-    # words a rank of `rank_slots`: number of tokens, and combine done.
+    # The done words are the last n_ranks of each counts buffer, but for the
+    # numbers of tokens of `rank_slots`.
     sizes = config.sizes()
-    n_others = 2 * n if config.protocol == "rank_slots" else 0
+    n_others = n if config.protocol == "rank_slots" else 0
     counts_bytes = [
         sizes.dispatch_counts_bytes - 8 * n_others,
         sizes.combine_counts_bytes,
