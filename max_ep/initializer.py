@@ -202,6 +202,8 @@ class EPCommInitializer:
         assert self._model is not None
         config, sizes = self.config, self.config.sizes()
         offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
+        # What a device was asked before (zeros in the counters) comes first.
+        self._synchronize()
         # A run of the set-up graph prepares one rank on each device.
         n_devices = config.n_local_devices
         per_device = config.n_gpus_per_node // n_devices
