@@ -62,8 +62,10 @@ comptime _LAYOUT_NAMES: Array[StaticString, _N_FIELDS] = [
 comptime _N_TOKENS = 16  # two words, by the parity of the generation
 comptime _COMBINE_OF = 18
 comptime BROKEN_WORD = 19
-"""Not 0 once a launch on a GPU has ended with a failure; unlike the failure
-record it does not change while warps of the launch rely on each other."""
+"""Not 0 once a launch on a GPU has failed: later ones do nothing. With
+`expert_slots` the launch's last block sets it, and it does not change while
+warps rely on it; with `rank_slots` whoever gives up does, and one warp reads it
+for its block (`start_launch`)."""
 
 comptime _BLOCKS_DONE = 28
 comptime _DISPATCH_CLEAR = 29

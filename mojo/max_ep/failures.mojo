@@ -23,7 +23,7 @@ comptime TOO_MANY_ROWS = Int32(4)
 comptime NOTHING_DISPATCHED = Int32(5)
 """Combine came before any dispatch."""
 comptime NO_COUNT = Int32(6)
-"""A pair's count did not come in time."""
+"""A pair's count did not come in time; expert -1: a rank's number of tokens."""
 comptime NO_MESSAGE = Int32(7)
 """A message did not come in time."""
 comptime NOT_READ = Int32(8)

@@ -77,6 +77,9 @@ from .device_steps import (
     without_empty,
 )
 
+comptime N_WARPS_MIN = 4
+"""Warps of a block at least: the last three also notice, count and tell."""
+
 comptime _SEND = 2
 comptime _RECEIVE = 3
 
@@ -1061,7 +1064,7 @@ def combine_async_kernel[
     Parameters:
         combine_dtype: Element type of the rows.
         partial_dtype: Element type of partial sums.
-        num_threads: Threads of a block, two warps or more.
+        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
         hidden_size: Elements of a row.
         top_k: Experts of a token.
         n_experts: Experts of the group.
@@ -1088,6 +1091,7 @@ def combine_async_kernel[
         partial_dtype,
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
@@ -1146,7 +1150,7 @@ def combine_wait_kernel[
     Parameters:
         combine_dtype: Element type of rows and results.
         partial_dtype: Element type of partial sums.
-        num_threads: Threads of a block, two warps or more.
+        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
         hidden_size: Elements of a row.
         top_k: Experts of a token.
         n_experts: Experts of the group.
@@ -1174,6 +1178,7 @@ def combine_wait_kernel[
         protocol,
         partial_dtype,
     ]()
+    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
@@ -1245,7 +1250,7 @@ def combine_kernel[
     Parameters:
         combine_dtype: Element type of rows and results.
         partial_dtype: Element type of partial sums.
-        num_threads: Threads of a block, two warps or more.
+        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
         hidden_size: Elements of a row.
         top_k: Experts of a token.
         n_experts: Experts of the group.
@@ -1274,6 +1279,7 @@ def combine_kernel[
         partial_dtype,
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](

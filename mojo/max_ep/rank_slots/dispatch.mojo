@@ -122,6 +122,9 @@ comptime N_INDEX_WARPS = 2
 comptime N_COUNT_WARPS = 8
 """Warps of a block that read counts."""
 
+comptime N_WARPS_MIN = N_INDEX_WARPS + 1 + N_COUNT_WARPS
+"""Warps of a block at least: one sends."""
+
 comptime N_SHARED_CHOICES = 1536
 """Choices up to which a block keeps ids and weights in its shared memory."""
 
@@ -1730,7 +1733,7 @@ def dispatch_async_kernel[
 
     Parameters:
         input_type: Element type of the tokens.
-        num_threads: Threads of a block, five warps or more.
+        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
@@ -1755,6 +1758,7 @@ def dispatch_async_kernel[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
@@ -1821,7 +1825,7 @@ def dispatch_wait_kernel[
     Launch: any grid, `block_dim = num_threads`.
 
     Parameters:
-        num_threads: Threads of a block, five warps or more.
+        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
@@ -1843,6 +1847,7 @@ def dispatch_wait_kernel[
     comptime layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
+    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
@@ -1915,7 +1920,7 @@ def dispatch_kernel[
 
     Parameters:
         input_type: Element type of the tokens.
-        num_threads: Threads of a block, five warps or more.
+        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
         n_experts: Experts of the group.
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
@@ -1942,6 +1947,7 @@ def dispatch_kernel[
     ]()
     comptime n_warps = num_threads // WARP_SIZE
     comptime has_input = token_fmt_type.is_identity[input_type]()
+    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
