@@ -306,6 +306,13 @@ def test_what_is_early_is_its_own_flag(it: Compiled) -> None:
     assert not shown(it, plain - it.puts_back() - in_parts)
 
 
+@only(SENDERS)
+def test_data_that_looks_empty_is_replaced(it: Compiled) -> None:
+    """Fails without `without_empty`: a receiver would wait for what has come."""
+    stand_in = re.compile(r"selp\.b32\s+%r\d+, 2147483647, ")
+    assert it.kernel.find(lambda op: bool(stand_in.match(op.text)))
+
+
 def test_empty_is_put_back_after_it_was_read(it: Compiled) -> None:
     """Ordinary stores, each behind the loads of the same 16 bytes.
 

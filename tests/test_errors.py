@@ -256,6 +256,14 @@ def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
     return [manager.ep_dispatch_wait(rank) for rank in range(n)]
 
 
+def test_ops_are_told_n_sms() -> None:
+    with building(dataclasses.replace(TWO.config(), n_sms=3)) as (manager, x):
+        dispatch_all(manager, x)
+        text = str(Graph.current)
+    n_ops = text.count("max_ep.dispatch")
+    assert n_ops == 4 and text.count("n_sms = 3") == n_ops
+
+
 # Input types that do not fit dispatch, the error, and what it must say.
 BAD_DISPATCH = {
     "tokens_dtype": (
