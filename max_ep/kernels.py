@@ -364,7 +364,11 @@ def call_ep_dispatch_wait(
         config,
         atomic_counter,
         [recv_buf_ptrs, recv_count_ptrs],
-        {**_format_parameters(config), **_recv_parameters(config)},
+        {
+            **_format_parameters(config),
+            **_recv_parameters(config),
+            "shares_gpu": config.ranks_per_gpu > 1,
+        },
         _recv_types(config, atomic_counter.device),
     )
     return _recv_outputs(config, results)
@@ -519,7 +523,8 @@ def call_ep_combine_wait(
     device = atomic_counter.device
     weights = _router_weights(config, router_weights, num_tokens, device, "combine")
     check_unsent_rows(config, input_tokens, device)
-    values, parameters = [weights, recv_buf_ptrs, recv_count_ptrs], {}
+    values = [weights, recv_buf_ptrs, recv_count_ptrs]
+    parameters = {"shares_gpu": config.ranks_per_gpu > 1}
     if input_tokens is not None:
         values.insert(0, _flat_rows(config, input_tokens))
         parameters["fused_shared_expert"] = config.fused_shared_expert

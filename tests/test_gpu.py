@@ -204,7 +204,48 @@ def test_dispatch_copies_any_bits(run_at: Callable, place: str, name: str) -> No
     assert_dispatched(f"{place}, {name}, any bits", run.got[name], want)
 
 
+def without_signs(rows: np.ndarray) -> np.ndarray:
+    """Clears the sign of each element."""
+    bits = rows.view(f"u{rows.itemsize}")
+    return bits & (np.iinfo(bits.dtype).max >> 1)
+
+
+_BY_RANK = {
+    place: [n for n in names if not ALL_CASES[n].is_padded]
+    for place, names in PLAIN.items()
+    if PLACES[place][-1]  # Not `expert_slots`.
+}
+
+
+@pytest.mark.parametrize("place, name", marked(_BY_RANK))
+def test_data_that_looks_empty_arrives(
+    groups_at: Callable, place: str, name: str
+) -> None:
+    """Tokens of which every 16 bytes look as if they had not come.
+
+    They are NaN, and stay that; their sign may change (`without_empty`). Run twice:
+    what was put back must be there.
+    """
+    groups = groups_at(place)
+    given = {n: make_inputs(c, "full") for n, c in groups.cases.items()}
+    for tokens in given[name].tokens:
+        tokens.view(np.uint8)[:] = 0xFF
+    want = expected_dispatch(ALL_CASES[name], given[name])
+    for result in want:
+        result.rows = without_signs(result.rows)
+    for _ in range(2):
+        got = groups.run(given)[name]
+        for rank in got:
+            rank.rows = without_signs(rank.rows)
+        assert_dispatched(f"{place}, {name}, all ones", got, want)
+
+
 # ------------------------------------------------------------------ large cases
+
+
+def with_few_sms(case: Case) -> EPConfig:
+    """A GPU for each rank, of which it uses less: each block has several lists."""
+    return case.config(target="gpu", timeout_s=5, n_sms=2)
 
 
 _LARGE_OF_TWO = ["large", "large_fp8", "large_padded", "large_shared", "large_mixed"]
@@ -213,6 +254,7 @@ LARGE_PLACES = {
     for place, n_gpus, config, build, names in [
         ("one_gpu", 1, on_one_gpu, round_trip, _LARGE_OF_TWO),
         ("two_gpus_fused", 2, on_gpus, fused_round_trip, _LARGE_OF_TWO),
+        ("two_gpus_few_sms", 2, with_few_sms, fused_round_trip, _LARGE_OF_TWO),
         (
             "four_gpus_fused",
             4,
@@ -234,7 +276,7 @@ def test_large_launches(gpu_session, place: str) -> None:
     cases = {n: LARGE[n] for n in names}
     groups = Groups(gpu_session, f"large_{place}", cases, config=config, build=build)
     try:
-        for routing in ("uniform", "full", "zipf"):
+        for routing in ("uniform", "full", "zipf", "masked", "all_masked"):
             given = {n: make_inputs(c, routing) for n, c in cases.items()}
             got = groups.run(given)
             for name, case in cases.items():

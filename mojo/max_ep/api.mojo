@@ -363,6 +363,7 @@ def ep_dispatch_wait_kernel_api[
     output_layout: StaticString = "packed",
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
+    shares_gpu: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -389,6 +390,7 @@ def ep_dispatch_wait_kernel_api[
             has `expert_capacity` rows of its own.
         protocol: As in `ep_dispatch_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        shares_gpu: Whether other ranks run on this rank's GPU.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
@@ -443,6 +445,7 @@ def ep_dispatch_wait_kernel_api[
             use_shmem,
             protocol,
             n_sms,
+            shares_gpu,
         ](
             rows,
             _row_tables[dispatch_layout, fused_shared_expert, output_layout](
@@ -809,6 +812,7 @@ def ep_combine_wait_kernel_api[
     protocol: Int = EXPERT_SLOTS,
     partial_dtype: DType = combine_dtype,
     n_sms: Int = 0,
+    shares_gpu: Bool = False,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -834,6 +838,7 @@ def ep_combine_wait_kernel_api[
         protocol: As in `ep_combine_async_kernel_api`.
         partial_dtype: As in `ep_combine_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        shares_gpu: Whether other ranks run on this rank's GPU.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -898,6 +903,7 @@ def ep_combine_wait_kernel_api[
             protocol,
             partial_dtype,
             n_sms,
+            shares_gpu,
         ](
             output_tokens,
             router_weights,

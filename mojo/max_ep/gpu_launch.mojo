@@ -224,6 +224,7 @@ def launch_dispatch_wait[
     use_shmem: Bool,
     protocol: Int,
     n_sms: Int,
+    shares_gpu: Bool,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
@@ -249,6 +250,7 @@ def launch_dispatch_wait[
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        shares_gpu: Whether other ranks run on this rank's GPU.
 
     Args:
         rows: The output tensors.
@@ -272,6 +274,7 @@ def launch_dispatch_wait[
             protocol,
             tables.is_padded,
             tables.fused_shared_expert,
+            shares_gpu,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -560,6 +563,7 @@ def launch_combine_wait[
     protocol: Int,
     partial_dtype: DType,
     n_sms: Int,
+    shares_gpu: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -584,6 +588,7 @@ def launch_combine_wait[
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        shares_gpu: Whether other ranks run on this rank's GPU.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -609,6 +614,7 @@ def launch_combine_wait[
             max_tokens_per_rank,
             protocol,
             fused_shared_expert,
+            shares_gpu,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(

@@ -167,6 +167,7 @@ struct DispatchWait:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
+        shares_gpu: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -193,6 +194,7 @@ struct DispatchWait:
             output_layout=output_layout,
             protocol=protocol,
             n_sms=n_sms,
+            shares_gpu=shares_gpu,
         ](
             PlainRows(_bytes(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -352,6 +354,7 @@ struct DispatchWaitFP8:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
+        shares_gpu: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -379,6 +382,7 @@ struct DispatchWaitFP8:
             output_layout=output_layout,
             protocol=protocol,
             n_sms=n_sms,
+            shares_gpu=shares_gpu,
         ](
             _scaled_rows(output_tokens, output_scales),
             row_offsets.to_tile_tensor(),
@@ -529,6 +533,7 @@ struct CombineWait:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
+        shares_gpu: Bool,
         protocol: Int,
         partial_dtype: DType,
     ](
@@ -553,6 +558,7 @@ struct CombineWait:
             protocol=protocol,
             partial_dtype=partial_dtype,
             n_sms=n_sms,
+            shares_gpu=shares_gpu,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),
@@ -578,6 +584,7 @@ struct CombineWaitRows:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
+        shares_gpu: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
         partial_dtype: DType,
@@ -605,6 +612,7 @@ struct CombineWaitRows:
             protocol=protocol,
             partial_dtype=partial_dtype,
             n_sms=n_sms,
+            shares_gpu=shares_gpu,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),

@@ -66,6 +66,7 @@ comptime dispatch_wait[
     max_tokens: Int = FEW_TOKENS,
     padded: Bool = False,
     shared: Bool = False,
+    turns: Bool = False,
 ] = dispatch_wait_kernel[
     NUM_THREADS,
     N_EXPERTS,
@@ -75,6 +76,7 @@ comptime dispatch_wait[
     protocol,
     padded,
     shared,
+    turns,
 ]
 
 comptime dispatch[
@@ -110,7 +112,10 @@ comptime combine_async[
 ]
 
 comptime combine_wait[
-    partial_dtype: DType, max_tokens: Int = FEW_TOKENS, shared: Bool = False
+    partial_dtype: DType,
+    max_tokens: Int = FEW_TOKENS,
+    shared: Bool = False,
+    turns: Bool = False,
 ] = combine_wait_kernel[
     DType.bfloat16,
     partial_dtype,
@@ -122,6 +127,7 @@ comptime combine_wait[
     max_tokens,
     RANK_SLOTS_REDUCED,
     shared,
+    turns,
 ]
 
 comptime combine[
@@ -169,10 +175,12 @@ def main() raises:
     emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, shared=True]](
         "dispatch_async.bf16_reduced_shared_parts"
     )
-    emit[dispatch_wait[BF16, padded=True]]("dispatch_wait.bf16_padded")
+    emit[dispatch_wait[BF16, padded=True, turns=True]](
+        "dispatch_wait.bf16_padded_turns"
+    )
     emit[dispatch_wait[FP8, REDUCED]]("dispatch_wait.fp8_reduced")
-    emit[dispatch_wait[FP8, max_tokens=MANY_TOKENS, shared=True]](
-        "dispatch_wait.fp8_shared_parts"
+    emit[dispatch_wait[FP8, max_tokens=MANY_TOKENS, shared=True, turns=True]](
+        "dispatch_wait.fp8_shared_parts_turns"
     )
     emit[dispatch[BF16]]("dispatch.bf16")
     emit[dispatch[FP8, REDUCED, padded=True]]("dispatch.fp8_reduced_padded")
@@ -183,7 +191,9 @@ def main() raises:
     emit[combine_async[DType.bfloat16]]("combine_async.bf16")
     emit[combine_async[DType.float32, MANY_TOKENS]]("combine_async.f32")
     emit[combine_wait[DType.bfloat16, shared=True]]("combine_wait.bf16_shared")
-    emit[combine_wait[DType.float32, MANY_TOKENS]]("combine_wait.f32")
+    emit[combine_wait[DType.float32, MANY_TOKENS, turns=True]](
+        "combine_wait.f32_turns"
+    )
     emit[combine[DType.bfloat16]]("combine.bf16")
     emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
     emit[combine[DType.float32, MANY_TOKENS]]("combine.f32")

@@ -69,6 +69,7 @@ from .device_steps import (
     await_launch_before,
     await_readers,
     divmod_32,
+    header_word,
     is_last_to_start,
     note_readers,
     publish_earlier_reads,
@@ -88,12 +89,14 @@ comptime _NEXT_PART = 0
 comptime _N_CONTROL = 1
 
 comptime SEND_LOADS = 8
-"""Loads of rows that a lane has under way when it sends: of several rows, or
+"""Loads of rows that a lane has under way when it sends, of several rows or
 several steps."""
+
+comptime FEW_SEND_LOADS = 6
+"""The same if it adds one step at once: less code."""
 
 comptime ADD_LOADS = 4
 """The same when it also looks at partial sums; more do not fit into registers."""
-
 
 comptime MAX_LOOKS = 8
 """Looks at partial sums that a lane has under way while it adds rows."""
@@ -130,6 +133,20 @@ struct PartialFormat[
     """Steps of a warp over a row."""
     comptime Sum = SIMD[DType.float32, Self.width]
     """A lane's share, as it is added."""
+
+    @staticmethod
+    @always_inline
+    def n_steps_at_once[log_steps: Int]() -> Int:
+        """Limits the steps that are added at once to what registers hold.
+
+        Parameters:
+            log_steps: From `log_steps_of`.
+
+        Returns:
+            Steps.
+        """
+        comptime n_vectors = max(Self.n_row_vectors, Self.n_partial_vectors)
+        return min(1 << log_steps, max(1, (1 << MAX_LOG_STEPS) // n_vectors))
 
     @staticmethod
     @always_inline
@@ -221,6 +238,26 @@ struct PartialFormat[
                     bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
                 ),
             )
+
+
+comptime MAX_LOG_STEPS = 2
+"""What `log_steps_of` returns at most."""
+
+
+@always_inline
+def log_steps_of(n_tokens: Int) -> Int:
+    """Chooses how much of a row a warp reads at once.
+
+    With few tokens, little: more warps have something to do, and a launch reads
+    its code, too. With many, neighbouring bytes: the memory is faster then.
+
+    Args:
+        n_tokens: Tokens of a rank.
+
+    Returns:
+        The logarithm of the steps, to base 2.
+    """
+    return 0 if n_tokens <= 64 else (1 if n_tokens <= 256 else MAX_LOG_STEPS)
 
 
 @always_inline
@@ -404,7 +441,7 @@ def _send_partials[
                     partial_dtype,
                     hidden_size,
                     n_steps,
-                    SEND_LOADS,
+                    SEND_LOADS if n_steps > 1 else FEW_SEND_LOADS,
                 ](sums, expert_rows, first, end, row, weight, lane)
                 if is_waiting:
                     # I3, for partial sums.
@@ -468,6 +505,48 @@ def _await_16[
     # I3: whoever writes here next has seen a later done word.
     store16(p, LaneBytes(EMPTY))
     return (bytes, True)
+
+
+@always_inline
+def _look_at_partial[
+    combine_dtype: DType,
+    partial_dtype: DType,
+    hidden_size: Int,
+    n_steps: Int,
+    n_looks: Int,
+    first_look: Int,
+](
+    mut looks: Array[LaneBytes, n_looks],
+    partial_sum: BytePointer,
+    first: Int,
+    end: Int,
+    lane: Int,
+):
+    """Reads a lane's shares of a partial sum, whether they have come or not.
+
+    Parameters:
+        combine_dtype: Element type of rows.
+        partial_dtype: Element type of partial sums.
+        hidden_size: Elements of a row.
+        n_steps: Steps that are added at once.
+        n_looks: Length of `looks`.
+        first_look: First of those of this partial sum.
+
+    Args:
+        looks: Result.
+        partial_sum: `[hidden_size]` in this rank's region.
+        first: First step.
+        end: Behind the last.
+        lane: This lane.
+    """
+    comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
+    comptime for step in range(n_steps):
+        var share = (first + step) * WARP_SIZE + lane
+        if first + step < end and share < Format.n_shares:
+            comptime for i in range(Format.n_partial_vectors):
+                looks[
+                    first_look + step * Format.n_partial_vectors + i
+                ] = peek_16(Format.partial_vector(partial_sum, share, i))
 
 
 @always_inline
@@ -586,7 +665,7 @@ def _add_tokens[
     comptime row_bytes = hidden_size * Format.row_element
     comptime n_vectors = Format.n_partial_vectors
     comptime n_looks = layout.n_ranks * n_steps * n_vectors
-    comptime looks_first = n_looks <= MAX_LOOKS
+    comptime looks_first = n_looks <= MAX_LOOKS and n_steps * n_vectors < 4
     comptime max_looks = n_looks if looks_first else n_steps * n_vectors
     var lane = launch.lane
     var my_rank = launch.my_rank
@@ -639,23 +718,22 @@ def _add_tokens[
             comptime if looks_first:
                 comptime for rank in range(layout.n_ranks):
                     if (owners >> UInt32(rank)) & 1 != 0:
-                        comptime for step in range(n_steps):
-                            var share = (first + step) * WARP_SIZE + lane
-                            if first + step < end and share < Format.n_shares:
-                                comptime for i in range(n_vectors):
-                                    looks[
-                                        (rank * n_steps + step) * n_vectors + i
-                                    ] = peek_16(
-                                        Format.partial_vector(
-                                            recv_buf.unsafe_offset(
-                                                layout.partial_offset(
-                                                    rank, token_idx
-                                                )
-                                            ),
-                                            share,
-                                            i,
-                                        )
-                                    )
+                        _look_at_partial[
+                            combine_dtype,
+                            partial_dtype,
+                            hidden_size,
+                            n_steps,
+                            max_looks,
+                            rank * n_steps * n_vectors,
+                        ](
+                            looks,
+                            recv_buf.unsafe_offset(
+                                layout.partial_offset(rank, token_idx)
+                            ),
+                            first,
+                            end,
+                            lane,
+                        )
             var sums = Array[Format.Sum, n_steps](fill=0)
             _add_rows[
                 combine_dtype, partial_dtype, hidden_size, n_steps, ADD_LOADS
@@ -696,6 +774,18 @@ def _add_tokens[
                     last_owner = Int(warp.min(next_owner))
                     if last_owner == layout.n_ranks:
                         break
+                    # All that are missing are looked at at once.
+                    var partial_sum = recv_buf.unsafe_offset(
+                        layout.partial_offset(last_owner, token_idx)
+                    )
+                    _look_at_partial[
+                        combine_dtype,
+                        partial_dtype,
+                        hidden_size,
+                        n_steps,
+                        max_looks,
+                        0,
+                    ](looks, partial_sum, first, end, lane)
                     var came = _add_partial[
                         combine_dtype,
                         partial_dtype,
@@ -707,9 +797,7 @@ def _add_tokens[
                     ](
                         sums,
                         looks,
-                        recv_buf.unsafe_offset(
-                            layout.partial_offset(last_owner, token_idx)
-                        ),
+                        partial_sum,
                         first,
                         end,
                         last_owner,
@@ -841,32 +929,26 @@ def _send[
     if launch.warp_idx >= n_senders:
         return
     var most = launch.before.most_received
-    if most <= 64:
-        _send_partials[
-            combine_dtype, partial_dtype, hidden_size, n_experts, layout, 1
-        ](
-            expert_rows,
-            most,
-            recv_bufs,
-            dispatch_counts,
-            launch,
-            counters,
-            launch.warp_idx,
-            n_senders,
-        )
-    else:
-        _send_partials[
-            combine_dtype, partial_dtype, hidden_size, n_experts, layout, 2
-        ](
-            expert_rows,
-            most,
-            recv_bufs,
-            dispatch_counts,
-            launch,
-            counters,
-            launch.warp_idx,
-            n_senders,
-        )
+    comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
+    comptime for log_steps in range(MAX_LOG_STEPS + 1):
+        if log_steps_of(most) == log_steps:
+            _send_partials[
+                combine_dtype,
+                partial_dtype,
+                hidden_size,
+                n_experts,
+                layout,
+                Format.n_steps_at_once[log_steps](),
+            ](
+                expert_rows,
+                most,
+                recv_bufs,
+                dispatch_counts,
+                launch,
+                counters,
+                launch.warp_idx,
+                n_senders,
+            )
 
 
 @always_inline
@@ -906,44 +988,27 @@ def _receive[
         counters: This rank's local words.
     """
     var is_bad = _is_bad_answer(n_tokens, dispatch_generation, launch, counters)
-    if n_tokens <= 64:
-        _add_tokens[
-            combine_dtype,
-            partial_dtype,
-            hidden_size,
-            n_experts,
-            layout,
-            fused_shared_expert,
-            1,
-        ](
-            output_tokens,
-            n_tokens,
-            expert_rows,
-            recv_bufs,
-            dispatch_generation,
-            is_bad,
-            launch,
-            counters,
-        )
-    else:
-        _add_tokens[
-            combine_dtype,
-            partial_dtype,
-            hidden_size,
-            n_experts,
-            layout,
-            fused_shared_expert,
-            2,
-        ](
-            output_tokens,
-            n_tokens,
-            expert_rows,
-            recv_bufs,
-            dispatch_generation,
-            is_bad,
-            launch,
-            counters,
-        )
+    comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
+    comptime for log_steps in range(MAX_LOG_STEPS + 1):
+        if log_steps_of(n_tokens) == log_steps:
+            _add_tokens[
+                combine_dtype,
+                partial_dtype,
+                hidden_size,
+                n_experts,
+                layout,
+                fused_shared_expert,
+                Format.n_steps_at_once[log_steps](),
+            ](
+                output_tokens,
+                n_tokens,
+                expert_rows,
+                recv_bufs,
+                dispatch_generation,
+                is_bad,
+                launch,
+                counters,
+            )
 
 
 @always_inline
@@ -1093,11 +1158,12 @@ def combine_async_kernel[
     comptime n_warps = num_threads // WARP_SIZE
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
+    var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[layout, _N_CONTROL](ep_counters, _SEND)
+    var launch = start_launch[layout, _N_CONTROL](word, ep_counters, _SEND)
     if not launch.can_go or _is_nothing_dispatched(launch, ep_counters):
         return
     if is_last_to_start(launch, ep_counters, n_warps - 2):
@@ -1135,6 +1201,7 @@ def combine_wait_kernel[
     max_tokens_per_rank: Int,
     protocol: Int,
     fused_shared_expert: Bool = False,
+    shares_gpu: Bool = False,
 ](
     expert_rows: SharedRows,
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
@@ -1158,6 +1225,7 @@ def combine_wait_kernel[
         max_tokens_per_rank: Tokens one rank may send.
         protocol: `RANK_SLOTS_REDUCED`.
         fused_shared_expert: Whether row `t` is the shared expert's of token `t`.
+        shares_gpu: As in `dispatch_wait_kernel`.
 
     Args:
         expert_rows: Those of `combine_async_kernel`: this rank's own partial
@@ -1180,16 +1248,24 @@ def combine_wait_kernel[
     ]()
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
+    var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[layout, _N_CONTROL](ep_counters, _RECEIVE)
+    var launch = start_launch[layout, _N_CONTROL](word, ep_counters, _RECEIVE)
     if not launch.can_go or _has_too_few_rows[n_experts, layout](
         expert_rows.n_rows, _RECEIVE, launch, ep_counters
     ):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
+    comptime n_warps = num_threads // WARP_SIZE
+    var generation = next_generation(launch.before.combine_received)
+    comptime if not shares_gpu:
+        if is_last_to_start(launch, ep_counters, n_warps - 2):
+            ep_counters.set_combine_received(generation)
+        if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
+            note_readers[layout, False](launch, dispatch_counts, ep_counters)
     _receive[
         combine_dtype,
         partial_dtype,
@@ -1206,17 +1282,15 @@ def combine_wait_kernel[
         launch,
         ep_counters,
     )
-    if not is_last_block(ep_counters):
-        return
-    var generation = next_generation(launch.before.combine_received)
-    if launch.lane == 0:
-        ep_counters.set_combine_received(generation)
-    # Ranks that run one after another may send again before the next launch of
-    # this one.
-    publish_reads[layout](
-        launch, dispatch_counts, launch.before.dispatch_received, generation
-    )
-    # AFTER: the result is complete; every owner may send again.
+    comptime if shares_gpu:
+        if not is_last_block(ep_counters):
+            return
+        if launch.lane == 0:
+            ep_counters.set_combine_received(generation)
+        publish_reads[layout](
+            launch, dispatch_counts, launch.before.dispatch_received, generation
+        )
+    # AFTER: the result is complete; every owner may send again, once it is told.
 
 
 @__llvm_metadata(
@@ -1281,11 +1355,12 @@ def combine_kernel[
     comptime n_warps = num_threads // WARP_SIZE
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     await_launch_before()
+    var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[layout, _N_CONTROL](ep_counters, _SEND)
+    var launch = start_launch[layout, _N_CONTROL](word, ep_counters, _SEND)
     if (
         not launch.can_go
         or _is_nothing_dispatched(launch, ep_counters)

@@ -127,9 +127,25 @@ struct Launch(TrivialRegisterPassable):
 
 
 @always_inline
+def header_word(counters: EPLocalSyncCounters) -> Int32:
+    """Begins to read the counters' header, which `start_launch` needs.
+
+    What a kernel does between the two does not wait for it.
+
+    Args:
+        counters: This rank's local words.
+
+    Returns:
+        In lane `i`: word `i`.
+    """
+    comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
+    return counters.words[unsafe_offset=Int(lane_id())]
+
+
+@always_inline
 def start_launch[
     n_experts: Int, //, layout: RegionLayout, n_control: Int
-](counters: EPLocalSyncCounters[n_experts], phase: Int) -> Launch:
+](word: Int32, counters: EPLocalSyncCounters[n_experts], phase: Int) -> Launch:
     """Sets a block up; all its threads call it.
 
     Addresses that were shared before are there afterwards.
@@ -140,6 +156,8 @@ def start_launch[
         n_control: Control words.
 
     Args:
+        word: From `header_word`: other blocks may already move the generations,
+            but not before this block has arrived, so it is read once, before.
         counters: This rank's local words.
         phase: Who starts, a position in `failures.PHASES`.
 
@@ -147,13 +165,9 @@ def start_launch[
         What the warps need to know.
     """
     comptime assert WARP_SIZE == 32, "rank_slots has kernels for NVIDIA GPUs"
-    comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
     var control = shared_words[n_control + 1]()
     var lane = Int(lane_id())
     var warp_idx = Int(warp_id())
-    # Other blocks may already move the generations, but not before this block
-    # has arrived: so this is read once, and before the barrier.
-    var word = counters.words[unsafe_offset=lane]
     var header = LaunchHeader.of(word)
     if warp_idx == 0:
         # One warp decides for its block: a failure that is noted meanwhile

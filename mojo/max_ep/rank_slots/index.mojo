@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of dispatch for GPU ranks: entries and counts, written to every rank.
+
+Each expert's choices are a list, and so are the choices that have none. The
+index warps of a block are cut into groups. A group takes a list, each warp of it
+a *segment* of all choices: it finds those of the list, learns from the others
+how many come before its own, and writes its entries.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import WARP_SIZE, block_idx, grid_dim, syncwarp, thread_idx
+from std.bit import count_trailing_zeros, pop_count
+from std.memory import bitcast
+from std.sys import inlined_assembly
+
+from ..counters import EPLocalSyncCounters, NO_EXPERT
+from ..expert_slots.device_steps import (
+    SharedAddresses,
+    SharedInts,
+    bytes_at,
+    shared_ints,
+)
+from ..expert_slots.host_steps import flag_at
+from ..failures import DROPPED, note_failure
+from ..flags import (
+    SharedWord,
+    block_peek,
+    block_publish,
+    count_of,
+    next_generation,
+    publish_number,
+    put_16,
+)
+from ..layout import RegionLayout
+from ..token_format import LaneBytes
+from .device_steps import Launch, await_readers
+from .dispatch_roles import (
+    FOUND,
+    N_INDEX_WARPS,
+    SEND,
+)
+from .entries import NO_ENTRY_EXPERT, NO_POSITION, entry_word, weight_word
+
+comptime N_SHARED_CHOICES = 1536
+"""Choices up to which a block keeps ids and weights in its shared memory."""
+
+comptime _FOUND_ROOM = 384
+"""Choices that a warp notes at once: a segment of those in shared memory."""
+
+# Choices of a segment from which it is cut once more, and into how many at most;
+# into the last only if there are fewer lists than blocks.
+comptime _SEGMENT_CHOICES = 256
+comptime _MANY_SEGMENTS_SHIFT = 2
+comptime _MOST_SEGMENTS_SHIFT = 3
+
+# Ids that a lane has under way: from shared memory, from global memory.
+comptime _FEW_IDS = 4
+comptime _MANY_IDS = 16
+
+# A word of `FOUND`: which turn of the warp it is of, and how many were found.
+comptime _FOUND_BITS = 24
+comptime _GAVE_UP = (1 << _FOUND_BITS) - 1
+
+
+@fieldwise_init
+struct Choices(TrivialRegisterPassable):
+    """Ids and router weights of this rank's choices."""
+
+    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    """`[n_choices]`."""
+    var weights: Pointer[Float32, ImmUntrackedOrigin]
+    """`[n_choices]`; read if combine is reduced."""
+    var n_choices: Int
+    """How many."""
+    var shared_ids: SharedInts
+    """`[N_SHARED_CHOICES]`: the ids, if they are no more than that."""
+    var shared_weights: SharedInts
+    """Likewise the weights' bits."""
+
+    @always_inline
+    def are_shared(self) -> Bool:
+        """Tells whether they are in shared memory.
+
+        Returns:
+            Whether they are few enough.
+        """
+        return self.n_choices <= N_SHARED_CHOICES
+
+    @always_inline
+    def id(self, choice: Int) -> Int32:
+        """Reads an id.
+
+        Args:
+            choice: The choice.
+
+        Returns:
+            The id.
+        """
+        if self.are_shared():
+            return self.shared_ids[unsafe_offset=choice]
+        return self.ids[unsafe_offset=choice]
+
+    @always_inline
+    def load_ids[
+        n: Int, is_shared: Bool
+    ](self, mut ids: Array[Int32, n], first: Int, end: Int, lane: Int):
+        """Reads ids with a warp, as many as a lane can have under way.
+
+        Parameters:
+            n: How many a lane reads.
+            is_shared: What `are_shared` says.
+
+        Args:
+            ids: Result; what is behind the last choice stays.
+            first: The first choice of the warp.
+            end: Behind the last.
+            lane: This lane.
+        """
+        comptime for i in range(n):
+            var choice = first + i * WARP_SIZE + lane
+            if choice < end:
+                comptime if is_shared:
+                    ids[i] = self.shared_ids[unsafe_offset=choice]
+                else:
+                    ids[i] = self.ids[unsafe_offset=choice]
+
+    @always_inline
+    def weight(self, choice: Int) -> Float32:
+        """Reads a router weight.
+
+        Args:
+            choice: The choice.
+
+        Returns:
+            The weight.
+        """
+        if self.are_shared():
+            return bitcast[DType.float32](
+                self.shared_weights[unsafe_offset=choice]
+            )
+        return self.weights[unsafe_offset=choice]
+
+
+@always_inline
+def share_choices[
+    num_threads: Int, layout: RegionLayout
+](
+    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    n_tokens: Int,
+) -> Choices:
+    """Copies few choices to shared memory; a block barrier must follow.
+
+    Parameters:
+        num_threads: Threads of a block.
+        layout: How the regions are cut.
+
+    Args:
+        topk_ids: `[n_tokens][top_k]`.
+        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+        n_tokens: Tokens to send.
+
+    Returns:
+        The choices.
+    """
+    comptime n_weights = N_SHARED_CHOICES if layout.is_reduced() else 1
+    var choices = Choices(
+        topk_ids,
+        router_weights,
+        n_tokens * layout.top_k,
+        shared_ints[N_SHARED_CHOICES](),
+        shared_ints[n_weights](),
+    )
+    if choices.are_shared():
+        for i in range(Int(thread_idx.x), choices.n_choices, num_threads):
+            choices.shared_ids[unsafe_offset=i] = topk_ids[unsafe_offset=i]
+            comptime if layout.is_reduced():
+                choices.shared_weights[unsafe_offset=i] = bitcast[DType.int32](
+                    router_weights[unsafe_offset=i]
+                )
+    return choices
+
+
+@always_inline
+def _write_entry[
+    layout: RegionLayout
+](
+    recv_bufs: SharedAddresses,
+    my_rank: Int,
+    choice: Int,
+    generation: UInt32,
+    expert_id: Int,
+    position: Int,
+    weight: Float32,
+):
+    """Writes the entry of a choice to every rank, with one lane.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        recv_bufs: All ranks' recv buffers.
+        my_rank: This rank.
+        choice: The choice.
+        generation: The generation that is sent.
+        expert_id: Its expert, or `NO_ENTRY_EXPERT`.
+        position: Which of the choices of this expert.
+        weight: Its router weight; read if combine is reduced.
+    """
+    var word = entry_word(generation, expert_id, position)
+    var offset = UInt64(layout.entry_offset(my_rank, choice))
+    var bytes = LaneBytes(0)
+    comptime if layout.is_reduced():
+        bytes = bitcast[DType.uint32, 4](
+            SIMD[DType.uint64, 2](word, weight_word(generation, weight))
+        )
+    for i in range(layout.n_ranks):
+        # Not all sources begin with the same rank.
+        var rank = my_rank + 1 + i
+        rank -= layout.n_ranks if rank >= layout.n_ranks else 0
+        var to = bytes_at(recv_bufs[unsafe_offset=rank] + offset)
+        # I1: only this rank writes entries of its choices.
+        comptime if layout.is_reduced():
+            put_16(to, bytes)
+        else:
+            publish_number(flag_at(to, 0), generation, count_of(word))
+
+
+@always_inline
+def tell_n_tokens[
+    layout: RegionLayout
+](
+    n_tokens: Int,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters,
+):
+    """Tells every rank how many tokens this one sends, with one warp.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        n_tokens: Tokens to send.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+    """
+    # I3, for numbers of tokens.
+    if not await_readers[layout, False](launch, counts, counters, SEND):
+        return
+    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+        publish_number(
+            flag_at(
+                bytes_at(counts[unsafe_offset=rank]),
+                layout.dispatch_n_tokens_offset(launch.my_rank),
+            ),
+            next_generation(launch.before.dispatch_sent),
+            n_tokens,
+        )
+
+
+@always_inline
+def index_choices[
+    n_experts: Int, layout: RegionLayout
+](
+    choices: Choices,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    indexer: Int,
+):
+    """Writes entries and counts of some lists, with one of the index warps.
+
+    The position of a choice counts the earlier choices of the same list.
+    Receivers wait for the entries of choices without an expert, too.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        choices: Ids and weights.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        indexer: This warp among those that index.
+    """
+    var lane = launch.lane
+    var generation = next_generation(launch.before.dispatch_sent)
+    var n_blocks = Int(grid_dim.x)
+    var n_lists = n_experts + 1
+    var shift = _segments_shift(choices.n_choices, n_lists <= n_blocks)
+    var n_segments = 1 << shift
+    var segment = indexer & (n_segments - 1)
+    # A warp's choices stand together: whole rounds of its lanes.
+    var length = (
+        (choices.n_choices + (WARP_SIZE << shift) - 1)
+        // (WARP_SIZE << shift)
+        * WARP_SIZE
+    )
+    var begin = segment * length
+    var end = min(begin + length, choices.n_choices)
+    var found = shared_ints[N_INDEX_WARPS * _FOUND_ROOM]().unsafe_offset(
+        indexer * _FOUND_ROOM
+    )
+    # I3, for entries and counts.
+    var can_write = await_readers[layout, False](launch, counts, counters, SEND)
+    var turn = 0
+    for list in range(
+        Int(block_idx.x) + (indexer >> shift) * n_blocks,
+        n_lists,
+        (N_INDEX_WARPS >> shift) * n_blocks,
+    ):
+        var n_found = 0
+        if can_write:
+            # Few choices are walked by little code: a launch reads its code, too.
+            if choices.are_shared():
+                n_found = _find_choices[_FEW_IDS, True](
+                    choices, found, list, n_experts, begin, end, lane
+                )
+            else:
+                n_found = _find_choices[_MANY_IDS, False](
+                    choices, found, list, n_experts, begin, end, lane
+                )
+        var n_before = 0
+        var n_listed = n_found
+        if n_segments > 1:
+            # Also if it gives up: the others of the group wait without end.
+            n_before, n_listed = _agree_on_found(
+                launch.control.unsafe_offset(FOUND),
+                n_found if can_write else _GAVE_UP,
+                indexer - segment,
+                n_segments,
+                segment,
+                turn,
+                lane,
+            )
+            turn += 1
+        if not can_write or n_listed >= _GAVE_UP:
+            return
+        if lane == 0 and segment == 0 and list < n_experts:
+            var dst_rank, local_expert = divmod(list, layout.n_local_experts())
+            publish_number(
+                flag_at(
+                    bytes_at(counts[unsafe_offset=dst_rank]),
+                    layout.dispatch_count_offset(
+                        layout.pair(local_expert, launch.my_rank)
+                    ),
+                ),
+                generation,
+                min(n_listed, layout.max_tokens_per_rank),
+            )
+        # What had no room is found again, as many choices at a time as have.
+        var is_again = n_found > _FOUND_ROOM
+        var first = begin
+        while True:
+            if is_again:
+                n_found = _find_choices[_FEW_IDS, False](
+                    choices,
+                    found,
+                    list,
+                    n_experts,
+                    first,
+                    min(first + _FOUND_ROOM, end),
+                    lane,
+                )
+                first += _FOUND_ROOM
+            for at in range(0, n_found, WARP_SIZE):
+                _enter_choices[n_experts, layout](
+                    choices,
+                    found.unsafe_offset(at),
+                    min(n_found - at, WARP_SIZE),
+                    n_before + at,
+                    list,
+                    generation,
+                    recv_bufs,
+                    launch,
+                    counters,
+                )
+            n_before += n_found
+            # All lanes have read what was found.
+            syncwarp()
+            if not is_again or first >= end:
+                break
+
+
+@always_inline
+def _segments_shift(n_choices: Int, are_lists_few: Bool) -> Int:
+    """Chooses into how many segments the choices are cut.
+
+    Args:
+        n_choices: Choices of this rank.
+        are_lists_few: Whether a block has one list at most.
+
+    Returns:
+        The logarithm of the number, to base 2.
+    """
+    comptime assert N_INDEX_WARPS == 1 << _MOST_SEGMENTS_SHIFT, "groups fit"
+    var most = _MOST_SEGMENTS_SHIFT if are_lists_few else _MANY_SEGMENTS_SHIFT
+    var shift = 0
+    while shift < most and n_choices > _SEGMENT_CHOICES << shift:
+        shift += 1
+    return shift
+
+
+@always_inline
+def _or_of_lanes(bits: UInt32) -> UInt32:
+    """Takes the bits that any lane has; all lanes call it.
+
+    Args:
+        bits: Those of this lane.
+
+    Returns:
+        Those of all lanes.
+    """
+    return inlined_assembly[
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", UInt32, constraints="=r,r"
+    ](bits)
+
+
+@always_inline
+def _find_choices[
+    in_flight: Int, is_shared: Bool
+](
+    choices: Choices,
+    found: SharedInts,
+    list: Int,
+    n_experts: Int,
+    begin: Int,
+    end: Int,
+    lane: Int,
+) -> Int:
+    """Finds the choices of a list in a segment, with one warp.
+
+    Parameters:
+        in_flight: Ids that a lane has under way.
+        is_shared: What `Choices.are_shared` says.
+
+    Args:
+        choices: Ids and weights.
+        found: Result: the first `_FOUND_ROOM` of them, in their order.
+        list: An expert, or `n_experts` for choices that have none.
+        n_experts: Experts of the group.
+        begin: First choice of the segment.
+        end: Behind the last.
+        lane: This lane.
+
+    Returns:
+        How many there are; the same in all lanes.
+    """
+    var below = (UInt32(1) << UInt32(lane)) - 1
+    var n_found = 0
+    for first in range(begin, end, WARP_SIZE * in_flight):
+        var ids = Array[Int32, in_flight](fill=NO_EXPERT)
+        choices.load_ids[is_shared=is_shared](ids, first, end, lane)
+        # Bit `i`: choice `i` of this lane is one of the list.
+        var listed: UInt32 = 0
+        comptime for i in range(in_flight):
+            var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
+            var is_listed = (
+                ids[i] == Int32(list) if list < n_experts else not is_expert
+            )
+            if is_listed and first + i * WARP_SIZE + lane < end:
+                listed |= UInt32(1) << UInt32(i)
+        # Most choices are of other lists.
+        var rest = _or_of_lanes(listed)
+        while rest != 0:
+            var i = count_trailing_zeros(rest)
+            rest &= rest - 1
+            var is_listed = (listed >> i) & 1 != 0
+            var votes = warp.vote[DType.uint32](is_listed)
+            var place = n_found + Int(pop_count(votes & below))
+            if is_listed and place < _FOUND_ROOM:
+                found[unsafe_offset=place] = Int32(
+                    first + Int(i) * WARP_SIZE + lane
+                )
+            n_found += Int(pop_count(votes))
+    # A lane enters what others have found.
+    syncwarp()
+    return n_found
+
+
+@always_inline
+def _agree_on_found(
+    words: SharedWord,
+    n_found: Int,
+    first_indexer: Int,
+    n_segments: Int,
+    segment: Int,
+    turn: Int,
+    lane: Int,
+) -> Tuple[Int, Int]:
+    """Learns how many choices all warps of a group have found, with one of them.
+
+    A warp is at most one turn ahead of the others of its group, since each waits
+    for all. So a word of every other turn is read before it is written again.
+
+    Args:
+        words: `[2][N_INDEX_WARPS]`, zeros before the first turn.
+        n_found: What this warp has found, or `_GAVE_UP`.
+        first_indexer: The first warp of the group.
+        n_segments: Warps of the group.
+        segment: This warp of them.
+        turn: Lists that the group has had before.
+        lane: This lane.
+
+    Returns:
+        Choices of the list in segments before this one, and in all; at least
+        `_GAVE_UP` in all if a warp has given up.
+    """
+    var mine = words.unsafe_offset((turn & 1) * N_INDEX_WARPS + first_indexer)
+    # Differs from the turn that the word is of before.
+    var tag = UInt32((turn >> 1) & 0x7F) + 1
+    if lane == 0:
+        block_publish(
+            mine.unsafe_offset(segment),
+            (tag << _FOUND_BITS) | UInt32(n_found),
+        )
+    var n_before = 0
+    var n_listed = 0
+    for i in range(n_segments):
+        var word = block_peek(mine.unsafe_offset(i))
+        while word >> _FOUND_BITS != tag:
+            word = block_peek(mine.unsafe_offset(i))
+        var n = Int(word & UInt32(_GAVE_UP))
+        n_listed += n
+        if i < segment:
+            n_before += n
+    return (n_before, n_listed)
+
+
+@always_inline
+def _enter_choices[
+    n_experts: Int, layout: RegionLayout
+](
+    choices: Choices,
+    found: SharedInts,
+    n_found: Int,
+    n_before: Int,
+    list: Int,
+    generation: UInt32,
+    recv_bufs: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Writes the entries of some choices of a list, a lane each.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        choices: Ids and weights.
+        found: The choices, in their order.
+        n_found: How many, at most as many as lanes.
+        n_before: Choices of the list before them.
+        list: Their expert, or `n_experts` if they have none.
+        generation: The generation that is sent.
+        recv_bufs: All ranks' recv buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+    """
+    comptime top_k = layout.top_k
+    if launch.lane >= n_found:
+        return
+    var choice = Int(found[unsafe_offset=launch.lane])
+    var position = n_before + launch.lane
+    var is_expert = list < n_experts
+    var has_place = is_expert and position < layout.max_tokens_per_rank
+    var sent = counters.choices(generation, layout.n_choices())
+    sent[unsafe_offset=choice] = Int32(list) if has_place else NO_EXPERT
+    var weight: Float32 = 0
+    comptime if layout.is_reduced():
+        weight = choices.weight(choice)
+    _write_entry[layout](
+        recv_bufs,
+        launch.my_rank,
+        choice,
+        generation,
+        # The token of a choice without a place is sent like any other, so its
+        # entry names the expert.
+        list if is_expert else NO_ENTRY_EXPERT,
+        position if has_place else NO_POSITION,
+        weight,
+    )
+    if not has_place:
+        var id = choices.id(choice)
+        if id != NO_EXPERT:
+            note_failure(
+                counters.failure(),
+                DROPPED,
+                SEND,
+                launch.my_rank,
+                Int(id),
+                generation,
+                0,
+                choice // top_k,
+                choice % top_k,
+            )
