@@ -12,6 +12,7 @@ from .config import (
     estimate_ep_memory_usage,
 )
 from .extension import extension_path
+from .gather import AllGatherTokenDispatcher
 from .initializer import EPCommInitializer
 from .kernels import (
     call_distributed_ep_combine,
@@ -23,11 +24,13 @@ from .kernels import (
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
     call_ep_init,
+    call_ep_send_tokens,
 )
 from .launch import LaunchError, launch
 from .manager import EPBatchManager, EPCommBuffers
 
 __all__ = [
+    "AllGatherTokenDispatcher",
     "EPBatchManager",
     "EPCommBuffers",
     "EPCommInitializer",
@@ -44,6 +47,7 @@ __all__ = [
     "call_ep_dispatch_async",
     "call_ep_dispatch_wait",
     "call_ep_init",
+    "call_ep_send_tokens",
     "estimate_ep_memory_usage",
     "extension_path",
     "launch",

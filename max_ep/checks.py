@@ -85,11 +85,8 @@ def check_buffers(
         check_value(value, what, DType.uint64, [config.n_ranks], DeviceRef.CPU())
 
 
-def check_send(
-    config: EPConfig,
-    input_tokens: TensorValue,
-    topk_ids: TensorValue,
-    device: DeviceRef,
+def check_tokens(
+    config: EPConfig, input_tokens: TensorValue, device: DeviceRef
 ) -> None:
     dtypes = (
         (DType.bfloat16, DType.float32)
@@ -99,8 +96,17 @@ def check_send(
     check_value(
         input_tokens, "input_tokens", dtypes, [None, config.hidden_size], device
     )
-    check_value(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
     check_n_tokens(config, "input_tokens", input_tokens.shape[0])
+
+
+def check_send(
+    config: EPConfig,
+    input_tokens: TensorValue,
+    topk_ids: TensorValue,
+    device: DeviceRef,
+) -> None:
+    check_tokens(config, input_tokens, device)
+    check_value(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
     check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)
 
 

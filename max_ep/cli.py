@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     plan.add_argument(
         "--protocol",
-        choices=("auto", "expert_slots", "rank_slots"),
+        choices=("auto", "expert_slots", "rank_slots", "gather"),
         default="auto",
         help="wire protocol (default: %(default)s)",
     )

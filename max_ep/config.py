@@ -33,13 +33,17 @@ TARGETS = ("cpu", "gpu")
 """Device kinds that have kernels."""
 
 MAX_OF_ENTRY = 65535
-"""Most experts, and tokens a rank, with ``rank_slots``; as in ``entries.mojo``."""
+"""Most experts, and tokens a rank, with ``rank_slots`` and ``gather``; as in
+``entries.mojo``."""
+
+MAX_GATHER_GPUS = 32
+"""Most ranks on GPUs with ``gather``: a lane of a warp sends to one."""
 
 MAX_GPU_PAIRS = 3840
 """Most ``n_local_experts * n_ranks`` on GPUs: a launch keeps 12 bytes for each in
 the 48 KiB of shared memory that every block has."""
 
-PROTOCOLS = ("expert_slots", "rank_slots")
+PROTOCOLS = ("expert_slots", "rank_slots", "gather")
 """Wire protocols there are."""
 
 COMBINE_MODES = ("unreduced", "reduced")
@@ -120,16 +124,18 @@ class EPConfig:
     this machine has."""
     protocol: str = "auto"
     """Wire protocol: ``"expert_slots"`` sends a token once for each of its
-    experts, ``"rank_slots"`` once to each rank that has one of them (on GPUs: of
-    one host, and without input scales; the same results, bit for bit).
-    ``"auto"``: the second where it can be, for it is faster and takes far less
-    memory (docs/decisions/0012-rank-slots-on-gpus.md)."""
+    experts, ``"rank_slots"`` once to each rank that has one of them, ``"gather"``
+    to all ranks, maybe before the router has decided
+    (:meth:`EPBatchManager.ep_send_tokens`). The latter two on GPUs of one host,
+    and without input scales; the results are the same, bit for bit. ``"auto"``:
+    ``"rank_slots"`` where it can be, for it is faster and takes far less memory
+    (docs/decisions/0012-rank-slots-on-gpus.md)."""
     combine_mode: str = "unreduced"
     """What combine sends back: ``"unreduced"``: every expert row, and combine
     takes the router weights; ``"reduced"``: for each token and each rank that
     has an expert of it, one partial sum of weighted rows. Then *dispatch* takes
-    the router weights, and the protocol is ``"rank_slots"``. Fewer bytes, and
-    sums that are rounded otherwise (docs/decisions/0011-reduced-combine.md)."""
+    the router weights, and the protocol is not ``"expert_slots"``. Fewer bytes,
+    and sums that are rounded otherwise (docs/decisions/0011-reduced-combine.md)."""
     partial_dtype: DType | None = None
     """Dtype of a partial sum on the wire, with ``combine_mode="reduced"``:
     bfloat16 or float32; None: ``combine_dtype``."""
@@ -172,24 +178,30 @@ class EPConfig:
                 f"protocol={self.protocol!r} is unknown; there are 'auto', "
                 + ", ".join(repr(p) for p in PROTOCOLS)
             )
-        if self.is_reduced and self.protocol != "rank_slots":
+        if self.is_reduced and not self.has_rank_slots:
             raise ValueError(
                 f"combine_mode='reduced' with protocol={self.protocol!r}: the rank "
                 "of an expert can add up a token's rows only where 'rank_slots' "
-                "tells it which they are; pass that, or 'auto', or "
-                "combine_mode='unreduced'"
+                "or 'gather' tells it which they are; pass one of them, or 'auto', "
+                "or combine_mode='unreduced'"
             )
-        if self.protocol == "rank_slots" and self.uses_shmem:
+        if self.has_rank_slots and self.uses_shmem:
             raise ValueError(
-                f"protocol='rank_slots' with target='gpu' and n_nodes={self.n_nodes}: "
-                "it reaches the GPUs of one host only; pass protocol='expert_slots' "
-                "(and combine_mode='unreduced')"
+                f"protocol={self.protocol!r} with target='gpu' and "
+                f"n_nodes={self.n_nodes}: it reaches the GPUs of one host only; pass "
+                "protocol='expert_slots' (and combine_mode='unreduced')"
             )
-        if self.protocol == "rank_slots" and self._is_on_amd:
+        if self.has_rank_slots and self._is_on_amd:
             raise ValueError(
-                "protocol='rank_slots' with target='gpu' on AMD GPUs: its kernels are "
-                "for NVIDIA's; pass protocol='expert_slots' (and "
+                f"protocol={self.protocol!r} with target='gpu' on AMD GPUs: its "
+                "kernels are for NVIDIA's; pass protocol='expert_slots' (and "
                 "combine_mode='unreduced')"
+            )
+        if self.is_gather and self.target == "gpu" and self.n_ranks > MAX_GATHER_GPUS:
+            raise ValueError(
+                f"protocol='gather' with {self.n_ranks} GPU ranks is above "
+                f"{MAX_GATHER_GPUS}, the most it can send to; pass "
+                "protocol='rank_slots'"
             )
         for field, what in _REFUSED.items():
             if getattr(self, field):
@@ -270,10 +282,10 @@ class EPConfig:
                 f"{MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
             )
         for field in ("n_experts", "max_tokens_per_rank"):
-            if self.protocol == "rank_slots" and getattr(self, field) > MAX_OF_ENTRY:
+            if self.has_rank_slots and getattr(self, field) > MAX_OF_ENTRY:
                 raise ValueError(
                     f"{field}={getattr(self, field)} is above {MAX_OF_ENTRY}, the "
-                    "most that protocol='rank_slots' can tell apart; pass "
+                    f"most that protocol={self.protocol!r} can tell apart; pass "
                     "protocol='expert_slots'"
                 )
 
@@ -390,6 +402,16 @@ class EPConfig:
     def is_reduced(self) -> bool:
         """Whether combine sends partial sums, and dispatch takes the weights."""
         return self.combine_mode == "reduced"
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether a token goes to all ranks."""
+        return self.protocol == "gather"
+
+    @property
+    def has_rank_slots(self) -> bool:
+        """Whether a rank gets a token once, in a place of its number."""
+        return self.protocol in ("rank_slots", "gather")
 
     @property
     def combine_wire_dtype(self) -> DType:

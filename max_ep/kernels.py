@@ -27,6 +27,7 @@ from .checks import (
     check_buffers,
     check_rows,
     check_send,
+    check_tokens,
     check_unsent_rows,
     check_value,
     check_weights,
@@ -110,11 +111,12 @@ def _input_scales(
             "scale the tokens before dispatch, or compute the shared expert "
             "beside the routed ones"
         )
-    if config.protocol == "rank_slots":
+    if config.has_rank_slots:
         raise ValueError(
-            "input_scales are factors of experts, and with protocol='rank_slots' a "
-            "token is encoded once for all experts of a rank; pass "
-            "protocol='expert_slots', or scale the tokens before dispatch"
+            "input_scales are factors of experts, and with "
+            f"protocol={config.protocol!r} a token is encoded once for all experts "
+            "of a rank; pass protocol='expert_slots', or scale the tokens before "
+            "dispatch"
         )
     check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]
@@ -242,6 +244,52 @@ def call_ep_init(
     return results[0].tensor, results[1].tensor
 
 
+def call_ep_send_tokens(
+    input_tokens: TensorValue,
+    atomic_counter: BufferValue,
+    recv_buf_ptrs: TensorValue,
+    recv_count_ptrs: TensorValue,
+    config: EPConfig,
+) -> None:
+    """Adds "send my tokens to all ranks" to the current graph.
+
+    With ``protocol="gather"``, where their experts need not be known: a graph can
+    have it before the router. A dispatch of the same tokens must follow, with
+    ``tokens_are_sent=True``; until then nobody looks at them.
+
+    Args:
+        input_tokens: As for :func:`call_ep_dispatch_async`.
+        atomic_counter: This rank's counters.
+        recv_buf_ptrs: All ranks' receive buffers, ``[n_ranks]`` uint64, host.
+        recv_count_ptrs: All ranks' counts, likewise.
+        config: The group.
+
+    Raises:
+        TypeError: If a dtype is not the one above.
+        ValueError: If a shape or device is not, or with another protocol.
+    """
+    if not config.is_gather:
+        raise ValueError(
+            f"call_ep_send_tokens with protocol={config.protocol!r}: which ranks get "
+            "a token is not known before its experts are; pass protocol='gather', or "
+            "leave it to dispatch"
+        )
+    check_buffers(
+        config,
+        atomic_counter,
+        recv_buf_ptrs=recv_buf_ptrs,
+        recv_count_ptrs=recv_count_ptrs,
+    )
+    check_tokens(config, input_tokens, atomic_counter.device)
+    _call(
+        "send_tokens" + _format_suffix(config),
+        config,
+        atomic_counter,
+        [input_tokens, recv_buf_ptrs, recv_count_ptrs],
+        _format_parameters(config),
+    )
+
+
 def call_ep_dispatch_async(
     input_tokens: TensorValue,
     topk_ids: TensorValue,
@@ -252,6 +300,7 @@ def call_ep_dispatch_async(
     config: EPConfig,
     input_scales: TensorValue | None = None,
     router_weights: TensorValue | None = None,
+    tokens_are_sent: bool = False,
 ) -> None:
     """Adds "send my tokens to their experts" to the current graph.
 
@@ -273,6 +322,7 @@ def call_ep_dispatch_async(
         router_weights: With ``combine_mode="reduced"``, ``[n_tokens, top_k]``
             float32, or bfloat16, which is widened. Otherwise None:
             :func:`call_ep_combine_wait` takes them.
+        tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them.
 
     Raises:
         TypeError: If a dtype is not the one above.
@@ -309,6 +359,7 @@ def call_ep_dispatch_async(
             **_format_parameters(config),
             "has_input_scales": input_scales is not None,
             "fused_shared_expert": config.fused_shared_expert,
+            "tokens_are_sent": tokens_are_sent,
         },
     )
 
@@ -384,6 +435,7 @@ def call_ep_dispatch(
     config: EPConfig,
     input_scales: TensorValue | None = None,
     router_weights: TensorValue | None = None,
+    tokens_are_sent: bool = False,
 ) -> tuple[TensorValue, ...]:
     """Adds a dispatch in one launch; all ranks must run at the same time.
 
@@ -425,6 +477,7 @@ def call_ep_dispatch(
             **_format_parameters(config),
             **_recv_parameters(config),
             "has_input_scales": input_scales is not None,
+            "tokens_are_sent": tokens_are_sent,
         },
         _recv_types(config, device),
     )
@@ -601,10 +654,12 @@ def call_distributed_ep_dispatch(
     config: EPConfig,
     input_scales: list[TensorValue] | None = None,
     router_weights: list[TensorValue] | None = None,
+    tokens_are_sent: bool = False,
 ) -> list[tuple[TensorValue, ...]]:
     """Adds the dispatch of all local ranks: every send, then every wait.
 
-    The arguments are lists over the local ranks.
+    The arguments are lists over the local ranks, but for ``tokens_are_sent``,
+    which is for all of them.
 
     Returns:
         The results of :func:`call_ep_dispatch_wait`, one tuple a rank.
@@ -621,6 +676,7 @@ def call_distributed_ep_dispatch(
                 config,
                 input_scales[i] if input_scales else None,
                 router_weights[i] if router_weights else None,
+                tokens_are_sent,
             )
             for i, (tokens, ids, counter) in enumerate(
                 zip(input_tokens, topk_ids, atomic_counters)
@@ -639,6 +695,7 @@ def call_distributed_ep_dispatch(
             config,
             input_scales[i] if input_scales else None,
             router_weights[i] if router_weights else None,
+            tokens_are_sent,
         )
     return [
         call_ep_dispatch_wait(counter, recv_buf_ptrs, recv_count_ptrs, config)

@@ -59,8 +59,8 @@ def region_sizes(
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         top_k: Experts of a token.
-        protocol: ``"expert_slots"``, ``"rank_slots"`` or
-            ``"rank_slots_reduced"``.
+        protocol: ``"expert_slots"``, ``"rank_slots"``, ``"gather"``, or one of
+            the latter two with ``"_reduced"`` behind it.
     """
     question = [token_format] + [
         str(n)

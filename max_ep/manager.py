@@ -32,6 +32,7 @@ from .kernels import (
     call_ep_dispatch,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
+    call_ep_send_tokens,
 )
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
@@ -60,7 +61,7 @@ class _Turns:
         self._sent = [0] * n_local_ranks
         self._waited = [0] * n_local_ranks
 
-    def send(self, device_id: int) -> None:
+    def check_send(self, device_id: int) -> None:
         unread = [
             rank
             for rank in self._others(device_id)
@@ -73,6 +74,9 @@ class _Turns:
                 "hold what was sent last. Wait on every device first, or use a "
                 "second EPBatchManager with buffers of its own"
             )
+
+    def send(self, device_id: int) -> None:
+        self.check_send(device_id)
         self._sent[device_id] += 1
 
     def wait(self, device_id: int) -> None:
@@ -125,6 +129,7 @@ class EPBatchManager:
         self._src_info: dict[int, TensorValue] = {}
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
+        self._sent_tokens: dict[int, TensorValue] = {}
 
     # ------------------------------------------------------------------- buffers
 
@@ -249,6 +254,44 @@ class EPBatchManager:
 
     # ------------------------------------------------------------------ dispatch
 
+    def ep_send_tokens(self, input_tokens: TensorValue, device_id: int) -> None:
+        """Starts sending a rank's tokens to all ranks, before the router decides.
+
+        With ``protocol="gather"``. The next dispatch on this device must be of the
+        same tokens; it sends all else. Not in MAX's manager.
+
+        Args:
+            input_tokens: ``[n_tokens, hidden_size]``, see
+                :func:`call_ep_dispatch_async`.
+            device_id: The local rank, ``[0, n_gpus_per_node)``.
+
+        Raises:
+            TypeError: If the dtype does not fit.
+            ValueError: If the shape does not, with another protocol, or if tokens
+                that were sent have not been dispatched yet.
+        """
+        counter = self._counter(device_id)
+        if device_id in self._sent_tokens:
+            raise ValueError(
+                f"ep_send_tokens on device {device_id} again, before the dispatch of "
+                "the tokens that were sent; dispatch them first"
+            )
+        self._turns[_DISPATCH].check_send(device_id)
+        call_ep_send_tokens(
+            input_tokens, counter, *self._pointers(_DISPATCH)[1:], self.config
+        )
+        self._sent_tokens[device_id] = input_tokens
+
+    def _take_sent(self, device_id: int, input_tokens: TensorValue) -> bool:
+        """Tells whether a dispatch's tokens have been sent, which must be these."""
+        sent = self._sent_tokens.pop(device_id, None)
+        if sent is not None and sent is not input_tokens:
+            raise ValueError(
+                f"input_tokens of the dispatch on device {device_id} are not the "
+                "value that ep_send_tokens has sent; pass the same TensorValue"
+            )
+        return sent is not None
+
     def ep_dispatch_async(
         self,
         input_tokens: TensorValue,
@@ -278,6 +321,7 @@ class EPBatchManager:
             self.config,
             input_scales,
             router_weight,
+            self._take_sent(device_id, input_tokens),
         )
         self._turns[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -333,6 +377,7 @@ class EPBatchManager:
             self.config,
             input_scales,
             router_weight,
+            self._take_sent(device_id, input_tokens),
         )
         self._turns[_DISPATCH].send(device_id)
         self._turns[_DISPATCH].wait(device_id)
@@ -366,6 +411,12 @@ class EPBatchManager:
         if router_weights is not None:
             lists["router_weights"] = router_weights
         self._check_all(device_ids, **lists)
+        are_sent = {self._take_sent(i, x) for i, x in zip(device_ids, input_tokens)}
+        if len(are_sent) > 1:
+            raise ValueError(
+                "ep_dispatch_all after ep_send_tokens on some devices only; send the "
+                "tokens of every device first, or of none"
+            )
         results = call_distributed_ep_dispatch(
             list(input_tokens),
             list(topk_ids),
@@ -374,6 +425,7 @@ class EPBatchManager:
             self.config,
             list(input_scales) if input_scales is not None else None,
             list(router_weights) if router_weights is not None else None,
+            are_sent == {True},
         )
         self._pass_all(_DISPATCH, device_ids)
         for device_id, tokens in zip(device_ids, input_tokens):

@@ -81,7 +81,7 @@ def run_plan(options: argparse.Namespace) -> int:
     combine_recv = f"{tokens} x {config.top_k} x"
     if config.is_reduced:
         combine_recv = f"{config.n_ranks} x {tokens} x"
-    if config.protocol == "rank_slots":
+    if config.has_rank_slots:
         entry = f"{16 if config.is_reduced else 8} B"
         send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x {entry}, "
         recv += f"{config.n_ranks} x {tokens} x"

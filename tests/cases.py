@@ -57,6 +57,8 @@ class Case:
     protocol: str = field(default="expert_slots", repr=False)
     combine_mode: str = field(default="unreduced", repr=False)
     partial_dtype: DType | None = field(default=None, repr=False)
+    sends_early: bool = field(default=False, repr=False)
+    """Whether an op of its own sends the tokens, with `gather`."""
 
     @property
     def is_fp8(self) -> bool:
@@ -184,6 +186,27 @@ REDUCED_CASES = {
 }
 """By that protocol, with combine adding up on the ranks of the experts."""
 
+# By the protocol that sends everything to everybody: which of the cases above, and
+# whether the tokens are sent first.
+_GATHERED = {
+    "two_ranks_by_rank": False,
+    "last_rank_empty_by_rank": True,
+    "fp8_by_rank": True,
+    "shared_last_rank_empty_by_rank": True,
+    "last_rank_empty_reduced": True,
+    "top_32_reduced": False,
+    "padded_last_rank_empty_reduced": True,
+}
+GATHER_CASES = {
+    f"{name}_gather": replace(
+        (RANK_SLOTS_CASES | REDUCED_CASES)[name],
+        name=f"{name}_gather",
+        protocol="gather",
+        sends_early=sends_early,
+    )
+    for name, sends_early in _GATHERED.items()
+}
+
 # Large enough that a launch is dealt over workers and writes past the caches.
 _LARGE = [
     Case("large", 2, 12, 8, 2048, 160),
@@ -198,6 +221,7 @@ _LARGE = [
         protocol="rank_slots",
         combine_mode="reduced",
     ),
+    Case("large_gather", 2, 12, 8, 2048, 160, protocol="gather", sends_early=True),
 ]
 LARGE_CASES = {case.name: case for case in _LARGE}
 

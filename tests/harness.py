@@ -53,6 +53,8 @@ class RankInputs:
     weights: TensorValue
     input_scales: TensorValue | None
     expert_rows: TensorValue | None
+    sends_early: bool = False
+    """Whether an op of its own sends the tokens."""
 
 
 @dataclass
@@ -117,6 +119,7 @@ def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
             take(),
             take() if case.scales is not None else None,
             None if case.sends_rows_back else take(),
+            case.sends_early,
         )
         for _ in range(case.n_ranks)
     ]
@@ -148,6 +151,13 @@ def weights_of(
     return None, given.weights
 
 
+def send_early(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> None:
+    """Builds what sends the tokens first, of cases that do so."""
+    for rank, given in enumerate(ranks):
+        if given.sends_early:
+            manager.ep_send_tokens(given.tokens, rank)
+
+
 def round_trip(
     manager: EPBatchManager, ranks: Sequence[RankInputs]
 ) -> list[list[TensorValue]]:
@@ -157,6 +167,7 @@ def round_trip(
         What `take_outputs` takes, a list a rank.
     """
     weights = [weights_of(manager.config, given) for given in ranks]
+    send_early(manager, ranks)
     for rank, given in enumerate(ranks):
         manager.ep_dispatch_async(
             given.tokens, given.ids, rank, given.input_scales, weights[rank][0]
@@ -200,6 +211,7 @@ def fused_round_trip(
 ) -> list[list[TensorValue]]:
     """Builds what `round_trip` builds, one launch a direction and rank."""
     weights = [weights_of(manager.config, given) for given in ranks]
+    send_early(manager, ranks)
     dispatched = [
         manager.ep_dispatch(
             given.tokens, given.ids, rank, given.input_scales, weights[rank][0]

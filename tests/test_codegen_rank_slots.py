@@ -22,11 +22,12 @@ from max_ep.extension import run_mojo
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_rank_slots.mojo"
 
 # Those that the program compiles, by kernel and variant. With `parts` a rank may
-# send so many tokens that they are not early; with `turns` ranks share a GPU;
-# combine's type is that on the wire.
+# send so many tokens that they are not early; with `turns` ranks share a GPU; with
+# `sent` peers have the tokens already; combine's type is that on the wire.
 NAMES = """
 dispatch_async.bf16 dispatch_async.fp8_reduced
-dispatch_async.bf16_reduced_shared_parts
+dispatch_async.bf16_reduced_shared_parts dispatch_async.fp8_gather_sent_parts
+send_tokens.bf16_gather_parts dispatch.bf16_reduced_gather_sent
 dispatch_wait.bf16_padded_turns dispatch_wait.fp8_reduced
 dispatch_wait.fp8_shared_parts_turns
 dispatch.bf16 dispatch.fp8_reduced_padded dispatch.bf16_reduced_parts
@@ -37,8 +38,10 @@ combine.bf16 combine.bf16_shared combine.f32
 """.split()
 
 DISPATCHES = [name for name in NAMES if name.startswith("dispatch")]
+"""Those that send or read entries and counts."""
+
 SENDERS = [name for name in NAMES if "_wait." not in name]
-RECEIVERS = [name for name in NAMES if "_async." not in name]
+RECEIVERS = [n for n in NAMES if "_async." not in n and "send_tokens" not in n]
 IN_TURN = [name for name in NAMES if name.endswith("_turns")]
 
 N_REGISTERS = 128
@@ -278,11 +281,11 @@ def test_released_is_what_has_something_before_it(it: Compiled) -> None:
 def test_device_scope(it: Compiled) -> None:
     """Blocks meet in one `arrive`; what else they share is the failure record.
 
-    Fails if `arrive` is relaxed, and if a fused kernel counts its blocks at the
-    end, too.
+    Fails if `arrive` is relaxed, if a fused kernel counts its blocks at the end,
+    too, and if `send_tokens_kernel`, which moves no generation, counts them at all.
     """
     found = Counter(op.kind for op in it.kernel.ops if op.scope == "device")
-    assert found.pop("atomic acq_rel device") == 1
+    assert found.pop("atomic acq_rel device", 0) == ("send_tokens" not in it.name)
     assert set(found) == {"load relaxed device", "atomic relaxed device"}
 
 
@@ -329,7 +332,7 @@ def test_what_is_early_is_its_own_flag(it: Compiled) -> None:
     assert not shown(it, plain - it.puts_back() - in_parts)
 
 
-@only(SENDERS)
+@only([n for n in SENDERS if n != "dispatch.bf16_reduced_gather_sent"])
 def test_data_that_looks_empty_is_replaced(it: Compiled) -> None:
     """Fails without `without_empty`: a receiver would wait for what has come."""
     stand_in = re.compile(r"selp\.b32\s+%r\d+, 2147483647, ")

@@ -256,6 +256,54 @@ def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
     return [manager.ep_dispatch_wait(rank) for rank in range(n)]
 
 
+GATHER = dataclasses.replace(TWO, protocol="gather")
+
+
+def test_tokens_are_sent_first_by_gather_alone() -> None:
+    for protocol in ("expert_slots", "rank_slots"):
+        config = dataclasses.replace(TWO, protocol=protocol).config()
+        with building(config) as (manager, x):
+            with raises(ValueError, "call_ep_send_tokens", protocol, "'gather'"):
+                manager.ep_send_tokens(x.tokens, 0)
+
+
+def test_tokens_that_were_sent_are_dispatched_next() -> None:
+    with building(GATHER.config(), others=GOOD_TYPES["tokens"]) as (manager, x):
+        manager.ep_send_tokens(x.tokens, 0)
+        with raises(ValueError, "ep_send_tokens on device 0 again", "dispatch them"):
+            manager.ep_send_tokens(x.tokens, 0)
+        with raises(ValueError, "device 0", "not the value", "same TensorValue"):
+            manager.ep_dispatch_async(x.others, x.ids, 0)
+
+
+def test_tokens_are_not_sent_onto_unread_ones() -> None:
+    with building(GATHER.config()) as (manager, x):
+        send_all(manager, x)
+        with raises(ValueError, "device 0 again", "ep_dispatch_wait on devices [0, 1]"):
+            manager.ep_send_tokens(x.tokens, 0)
+
+
+def test_all_or_no_tokens_are_sent_first() -> None:
+    with building(GATHER.config()) as (manager, x):
+        manager.ep_send_tokens(x.tokens, 1)
+        with raises(ValueError, "ep_send_tokens on some devices only"):
+            manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
+
+
+def test_bad_tokens_are_not_sent_first() -> None:
+    wrong = dict(narrow=tensor(BF16, "t", 72), wide=tensor(F32, "t", 80))
+    with building(GATHER.config(), **wrong) as (manager, x):
+        with raises(ValueError, "input_tokens", "72", "80"):
+            manager.ep_send_tokens(x.narrow, 0)
+        with raises(TypeError, "input_tokens", "float32", "bfloat16"):
+            manager.ep_send_tokens(x.wide, 0)
+
+
+def test_gather_on_many_gpus() -> None:
+    with raises(ValueError, "protocol='gather'", "40 GPU ranks", "32", "rank_slots"):
+        GATHER.config(target="gpu", n_gpus_per_node=40, n_experts=80)
+
+
 def test_ops_are_told_n_sms() -> None:
     with building(dataclasses.replace(TWO.config(), n_sms=3)) as (manager, x):
         dispatch_all(manager, x)

@@ -19,6 +19,7 @@ from cases import (
     BF16,
     CASES,
     F32,
+    GATHER_CASES,
     LAYOUT_CASES,
     RANK_SLOTS_CASES,
     REDUCED_CASES,
@@ -48,6 +49,8 @@ PROTOCOLS = {
     "": {},
     "_by_rank": {"protocol": "rank_slots"},
     "_reduced": {"protocol": "rank_slots", "combine_mode": "reduced"},
+    "_gather": {"protocol": "gather", "sends_early": True},
+    "_gather_reduced": {"protocol": "gather", "combine_mode": "reduced"},
 }
 """What the names of cases and places end with, and what those cases change."""
 
@@ -82,7 +85,12 @@ _FEW_RANKS = [
     Case("shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True),
 ]
 ALL_CASES = (
-    CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES | in_protocols(_FEW_RANKS)
+    CASES
+    | LAYOUT_CASES
+    | RANK_SLOTS_CASES
+    | REDUCED_CASES
+    | GATHER_CASES
+    | in_protocols(_FEW_RANKS)
 )
 
 
@@ -131,7 +139,8 @@ PLACES = {
 def is_of(case: Case, protocol: dict) -> bool:
     """Tells whether a case is of a protocol of `PROTOCOLS`."""
     default = {"protocol": "expert_slots", "combine_mode": "unreduced"}
-    return all(getattr(case, k) == v for k, v in (default | protocol).items())
+    wanted = {k: v for k, v in (default | protocol).items() if k in default}
+    return all(getattr(case, k) == v for k, v in wanted.items())
 
 
 CASES_OF = {

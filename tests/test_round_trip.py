@@ -20,6 +20,7 @@ from cases import (
     BF16,
     CASES,
     F32,
+    GATHER_CASES,
     LARGE_CASES,
     LAYOUT_CASES,
     RANK_SLOTS_CASES,
@@ -71,7 +72,7 @@ CPU = DeviceRef.CPU()
 
 # ------------------------------------------------------- cases times routings
 
-SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES
+SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES | GATHER_CASES
 
 
 @pytest.fixture(scope="module")

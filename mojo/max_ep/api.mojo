@@ -25,6 +25,7 @@ from .gpu_launch import (
     launch_dispatch,
     launch_dispatch_async,
     launch_dispatch_wait,
+    launch_send_tokens,
 )
 from .launch_checks import (
     check_config,
@@ -38,9 +39,11 @@ from .launch_checks import (
 )
 from .layout import (
     EXPERT_SLOTS,
+    GATHER,
+    GATHER_REDUCED,
     MESSAGE_ALIGN,
-    RANK_SLOTS_REDUCED,
     RegionLayout,
+    is_reduced_protocol,
 )
 from .rank_slots.host_combine import (
     combine_async_host as reduced_combine_async_host,
@@ -49,6 +52,7 @@ from .rank_slots.host_combine import (
 from .rank_slots.host_dispatch import (
     dispatch_async_host as rank_slots_dispatch_async_host,
     dispatch_wait_host as rank_slots_dispatch_wait_host,
+    send_tokens_host,
 )
 from .row_tables import RowTables
 from .token_format import RouterWeights, SharedRows, TokenFormat
@@ -62,17 +66,22 @@ def _n_mapped[
     return n_gpus_per_node if is_gpu[target]() and use_shmem else n_ranks
 
 
-def _check_protocol[protocol: Int, target: StaticString, is_scaled: Bool]():
+def _check_protocol[
+    protocol: Int,
+    target: StaticString,
+    is_scaled: Bool,
+    tokens_are_sent: Bool = False,
+]():
     """Refuses what `rank_slots` cannot do, when an op is compiled."""
     comptime assert (
-        EXPERT_SLOTS <= protocol and protocol <= RANK_SLOTS_REDUCED
-    ), (
-        "max_ep: the protocol must be EXPERT_SLOTS, RANK_SLOTS or"
-        " RANK_SLOTS_REDUCED"
-    )
+        EXPERT_SLOTS <= protocol and protocol <= GATHER_REDUCED
+    ), "max_ep: the protocol must be what protocol_of returns"
     comptime assert (
         protocol == EXPERT_SLOTS or not is_scaled
-    ), "max_ep: rank_slots encodes a token once, so it takes no input scales"
+    ), "max_ep: only expert_slots encodes a token for each expert, with scales"
+    comptime assert (
+        protocol >= GATHER or not tokens_are_sent
+    ), "max_ep: only gather sends tokens before their experts are known"
 
 
 def _check_tokens[
@@ -102,7 +111,7 @@ def _check_dispatch_weights[
     protocol: Int, top_k: Int
 ](op: StaticString, router_weights: RouterWeights, n_tokens: Int) raises:
     """Checks the weights that travel with tokens; raises if they do not fit."""
-    comptime if protocol == RANK_SLOTS_REDUCED:
+    comptime if is_reduced_protocol(protocol):
         check_size(
             op, "rows of router_weights", router_weights.n_tokens, n_tokens
         )
@@ -187,7 +196,7 @@ def _check_results[
     var n_tokens = Int(output_tokens.dim[0]())
     check_n_tokens[target](op, counters, n_tokens, max_tokens)
     # Reduced, the weights came with dispatch.
-    comptime if protocol != RANK_SLOTS_REDUCED:
+    comptime if not is_reduced_protocol(protocol):
         check_size(
             op, "columns of router_weights", Int(router_weights.dim[1]()), top_k
         )
@@ -197,6 +206,94 @@ def _check_results[
     check_size(
         op, "columns of output_tokens", Int(output_tokens.dim[1]()), hidden_size
     )
+
+
+def ep_send_tokens_kernel_api[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    max_token_per_rank: Int,
+    n_gpus_per_node: Int,
+    n_nodes: Int,
+    target: StaticString,
+    protocol: Int,
+    n_sms: Int = 0,
+](
+    atomic_counters: TileTensor[DType.int32, ...],
+    input_tokens: TileTensor,
+    recv_ptrs: TileTensor[DType.uint64, ...],
+    recv_count_ptrs: TileTensor[DType.uint64, ...],
+    context: DeviceContext,
+) raises:
+    """Starts sending tokens to all ranks, before the router has decided.
+
+    A dispatch of the same tokens must follow, with `tokens_are_sent`.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        max_token_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks that one process drives.
+        n_nodes: Processes of the group.
+        target: Device kind of the tensors, such as `cpu`.
+        protocol: `GATHER` or `GATHER_REDUCED`.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+
+    Args:
+        atomic_counters: As for `ep_dispatch_async_kernel_api`.
+        input_tokens: Tokens, `[n_tokens, hidden_size]`.
+        recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
+        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
+        context: The device.
+
+    Raises:
+        If an argument does not fit (nothing is sent), or a peer is late.
+    """
+    comptime n_ranks = n_gpus_per_node * n_nodes
+    comptime n_mapped = _n_mapped[target, False, n_gpus_per_node, n_ranks]()
+    comptime hidden_size = token_fmt_type.hidden_size
+    check_config[
+        n_experts,
+        n_ranks,
+        hidden_size,
+        token_fmt_type.hidden_multiple,
+        token_fmt_type.top_k,
+        target,
+    ]()
+    _check_protocol[protocol, target, False, True]()
+    comptime op = "send_tokens"
+    comptime dispatch_layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
+    ]()
+    var counters = counters_of[n_experts, target](
+        op, atomic_counters, dispatch_layout
+    )
+    var n_tokens = Int(input_tokens.dim[0]())
+    check_n_tokens[target](op, counters, n_tokens, max_token_per_rank)
+    check_size(
+        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
+    )
+    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks, n_mapped](
+        op, "recv_count_ptrs", recv_count_ptrs
+    )
+    comptime if is_gpu[target]():
+        launch_send_tokens[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            protocol,
+            n_sms,
+        ](input_tokens, recv_bufs, counts, counters, context)
+    else:
+        send_tokens_host[
+            token_fmt_type,
+            n_experts,
+            n_ranks,
+            max_token_per_rank,
+            dispatch_layout,
+            input_tokens.dtype,
+        ](imm(input_tokens), n_tokens, recv_bufs, counts, counters)
 
 
 def ep_dispatch_async_kernel_api[
@@ -211,6 +308,7 @@ def ep_dispatch_async_kernel_api[
     fused_shared_expert: Bool = False,
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
+    tokens_are_sent: Bool = False,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor,
@@ -238,9 +336,10 @@ def ep_dispatch_async_kernel_api[
         fused_shared_expert: Whether `dispatch_wait` puts this rank's tokens in
             front of its rows. Not together with input scales: they are
             factors of experts, and the shared one has none.
-        protocol: The wire protocol: `EXPERT_SLOTS`, or `RANK_SLOTS` or
-            `RANK_SLOTS_REDUCED` (on one host, and without input scales).
+        protocol: The wire protocol, from `protocol_of`; all but `EXPERT_SLOTS`
+            are for one host, and without input scales.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        tokens_are_sent: Whether `ep_send_tokens_kernel_api` has sent the tokens.
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -251,7 +350,7 @@ def ep_dispatch_async_kernel_api[
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
         router_weights: Weight of each choice, `[n_tokens, top_k]`; read with
-            `RANK_SLOTS_REDUCED`, whose combine gets none.
+            a reduced protocol, whose combine gets none.
 
     Raises:
         If an argument does not fit (nothing is sent), a peer is late, or ids
@@ -272,7 +371,9 @@ def ep_dispatch_async_kernel_api[
     comptime assert not (
         fused_shared_expert and Bool(input_scales_wrapper)
     ), "max_ep: fused_shared_expert takes no input scales"
-    _check_protocol[protocol, target, Bool(input_scales_wrapper)]()
+    _check_protocol[
+        protocol, target, Bool(input_scales_wrapper), tokens_are_sent
+    ]()
     comptime op = "dispatch_async"
     comptime dispatch_layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
@@ -302,6 +403,7 @@ def ep_dispatch_async_kernel_api[
             fused_shared_expert,
             protocol,
             n_sms,
+            tokens_are_sent,
         ](
             input_tokens,
             topk_ids,
@@ -321,6 +423,7 @@ def ep_dispatch_async_kernel_api[
             dispatch_layout,
             input_tokens.dtype,
             fused_shared_expert,
+            tokens_are_sent,
         ](
             imm(input_tokens),
             imm(topk_ids),
@@ -510,6 +613,7 @@ def ep_dispatch_kernel_api[
     output_layout: StaticString = "packed",
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
+    tokens_are_sent: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -541,6 +645,7 @@ def ep_dispatch_kernel_api[
         output_layout: As in `ep_dispatch_wait_kernel_api`.
         protocol: As in `ep_dispatch_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        tokens_are_sent: Whether `ep_send_tokens_kernel_api` has sent the tokens.
 
     Args:
         rows: Output tensors of the format.
@@ -574,7 +679,9 @@ def ep_dispatch_kernel_api[
             top_k,
             target,
         ]()
-        _check_protocol[protocol, target, Bool(input_scales_wrapper)]()
+        _check_protocol[
+            protocol, target, Bool(input_scales_wrapper), tokens_are_sent
+        ]()
         comptime op = "dispatch"
         comptime dispatch_layout = dispatch_layout_of[
             token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
@@ -601,6 +708,7 @@ def ep_dispatch_kernel_api[
             use_shmem,
             protocol,
             n_sms,
+            tokens_are_sent,
         ](
             input_tokens,
             topk_ids,
@@ -630,6 +738,7 @@ def ep_dispatch_kernel_api[
         use_shmem,
         fused_shared_expert,
         protocol,
+        tokens_are_sent=tokens_are_sent,
     ](
         atomic_counters,
         input_tokens,
@@ -697,7 +806,7 @@ def ep_combine_async_kernel_api[
         n_nodes: Processes of the group.
         target: Device kind of the tensors, such as `cpu`.
         use_shmem: As in `ep_dispatch_async_kernel_api`.
-        protocol: That of the dispatch. With `RANK_SLOTS_REDUCED` the weighted
+        protocol: That of the dispatch. With a reduced one the weighted
             rows of a token are added here, and one partial sum of them sent;
             those of this rank's own tokens are left to `combine_wait`.
         partial_dtype: Element type of a partial sum.
@@ -844,13 +953,13 @@ def ep_combine_wait_kernel_api[
         output_tokens: Results, `[n_tokens, hidden_size]`.
         atomic_counters: Local words.
         router_weights: Weight of each choice, `[n_tokens, top_k]`; not read
-            with `RANK_SLOTS_REDUCED`, whose dispatch has them.
+            with a reduced protocol, whose dispatch has them.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
         shared_rows: The expert rows that `combine_async` took. Read are the
             shared expert's, which come first, if it is fused, and with
-            `RANK_SLOTS_REDUCED` those of this rank's own tokens.
+            a reduced protocol those of this rank's own tokens.
 
     Raises:
         If an argument does not fit, or a peer is late.

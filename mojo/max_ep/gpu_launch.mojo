@@ -21,7 +21,7 @@ from .expert_slots.dispatch import (
     dispatch_wait_kernel,
 )
 from .launch_checks import imm, mut_, p2p_buffers
-from .layout import EXPERT_SLOTS, RANK_SLOTS_REDUCED
+from .layout import EXPERT_SLOTS, is_reduced_protocol
 from .rank_slots.combine import (
     combine_async_kernel as rank_slots_combine_async_kernel,
     combine_kernel as rank_slots_combine_kernel,
@@ -31,6 +31,7 @@ from .rank_slots.dispatch import (
     dispatch_async_kernel as rank_slots_dispatch_async_kernel,
     dispatch_kernel as rank_slots_dispatch_kernel,
     dispatch_wait_kernel as rank_slots_dispatch_wait_kernel,
+    send_tokens_kernel,
 )
 from .row_tables import RowTables
 from .shmem_modules import register_module
@@ -108,6 +109,63 @@ def _matrix[
     }
 
 
+def launch_send_tokens[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    protocol: Int,
+    n_sms: Int,
+](
+    input_tokens: TileTensor,
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+    context: DeviceContext,
+) raises:
+    """Starts the `send_tokens_kernel`.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        protocol: `GATHER` or `GATHER_REDUCED`.
+        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+
+    Args:
+        input_tokens: `[n_tokens, hidden_size]`.
+        recv_bufs: All ranks' recv buffers.
+        recv_counts: All ranks' counts buffers.
+        counters: This rank's local words.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = send_tokens_kernel[
+        input_tokens.dtype,
+        NUM_THREADS,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        token_fmt_type,
+        protocol,
+    ]
+    var function = context.compile_function[kernel]()
+    context.enqueue_function(
+        function,
+        imm(input_tokens),
+        Int32(Int(input_tokens.dim[0]())),
+        p2p_buffers[UInt8, n_ranks](recv_bufs),
+        p2p_buffers[UInt64, n_ranks](recv_counts),
+        counters,
+        grid_dim=_n_blocks[n_sms](context),
+        block_dim=NUM_THREADS,
+        attributes=_overlapping(),
+    )
+
+
 def launch_dispatch_async[
     token_fmt_type: TokenFormat,
     n_experts: Int,
@@ -119,6 +177,7 @@ def launch_dispatch_async[
     fused_shared_expert: Bool,
     protocol: Int,
     n_sms: Int,
+    tokens_are_sent: Bool,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -142,11 +201,12 @@ def launch_dispatch_async[
         fused_shared_expert: Whether tokens are put aside for `dispatch_wait`.
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        tokens_are_sent: Whether `launch_send_tokens` has sent the tokens.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
         topk_ids: `[n_tokens, top_k]`.
-        router_weights: Read by `RANK_SLOTS_REDUCED`.
+        router_weights: Read by a reduced protocol.
         send_bufs: All ranks' send buffers.
         recv_bufs: All ranks' recv buffers.
         recv_counts: All ranks' counts buffers.
@@ -167,6 +227,7 @@ def launch_dispatch_async[
             token_fmt_type,
             protocol,
             fused_shared_expert,
+            tokens_are_sent,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -331,6 +392,7 @@ def launch_dispatch[
     use_shmem: Bool,
     protocol: Int,
     n_sms: Int,
+    tokens_are_sent: Bool,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -361,11 +423,12 @@ def launch_dispatch[
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        tokens_are_sent: Whether `launch_send_tokens` has sent the tokens.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
         topk_ids: `[n_tokens, top_k]`.
-        router_weights: Read by `RANK_SLOTS_REDUCED`.
+        router_weights: Read by a reduced protocol.
         rows: The output tensors.
         tables: The output tensors that say which row is whose.
         src_info: `[n_output_rows, 2]`.
@@ -390,6 +453,7 @@ def launch_dispatch[
             protocol,
             tables.is_padded,
             tables.fused_shared_expert,
+            tokens_are_sent,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -495,7 +559,7 @@ def launch_combine_async[
     Raises:
         If the launch fails.
     """
-    comptime if protocol == RANK_SLOTS_REDUCED:
+    comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_async_kernel[
             combine_dtype,
             partial_dtype,
@@ -602,7 +666,7 @@ def launch_combine_wait[
     Raises:
         If the launch fails.
     """
-    comptime if protocol == RANK_SLOTS_REDUCED:
+    comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_wait_kernel[
             combine_dtype,
             partial_dtype,
@@ -715,7 +779,7 @@ def launch_combine[
     Raises:
         If the launch fails.
     """
-    comptime if protocol == RANK_SLOTS_REDUCED:
+    comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_kernel[
             combine_dtype,
             partial_dtype,

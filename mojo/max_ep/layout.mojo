@@ -77,6 +77,27 @@ comptime RANK_SLOTS = 2
 comptime RANK_SLOTS_REDUCED = 3
 """The same, and combine sends one partial sum for each (token, rank)."""
 
+comptime GATHER = 4
+"""Protocol: a message for each (token, rank of the group), and entries."""
+
+comptime GATHER_REDUCED = 5
+"""The same, and combine sends one partial sum for each (token, rank) that has an
+expert of it."""
+
+
+@always_inline
+def is_reduced_protocol(protocol: Int) -> Bool:
+    """Tells whether combine sends partial sums.
+
+    Args:
+        protocol: The wire protocol.
+
+    Returns:
+        Whether it is `RANK_SLOTS_REDUCED` or `GATHER_REDUCED`.
+    """
+    return protocol == RANK_SLOTS_REDUCED or protocol == GATHER_REDUCED
+
+
 comptime MAX_RANKS = 128
 """Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
 
@@ -91,7 +112,7 @@ def protocol_of(name: StringSlice) raises -> Int:
         name: The name.
 
     Returns:
-        `EXPERT_SLOTS`, `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        `EXPERT_SLOTS`, `RANK_SLOTS`, `GATHER`, or one of the latter two reduced.
 
     Raises:
         If there is none of that name.
@@ -102,6 +123,10 @@ def protocol_of(name: StringSlice) raises -> Int:
         return RANK_SLOTS
     if name == "rank_slots_reduced":
         return RANK_SLOTS_REDUCED
+    if name == "gather":
+        return GATHER
+    if name == "gather_reduced":
+        return GATHER_REDUCED
     raise Error("max_ep: no protocol is called ", name, ".")
 
 
@@ -224,26 +249,45 @@ struct RegionLayout(TrivialRegisterPassable):
     var combine_msg_bytes: Int
     """Bytes of one combine message."""
     var protocol: Int
-    """`EXPERT_SLOTS`, `RANK_SLOTS`, `RANK_SLOTS_REDUCED`, or 0 where it does not
-    matter."""
+    """What `protocol_of` returns, or 0 where it does not matter."""
 
     @always_inline
     def has_rank_slots(self) -> Bool:
-        """Tells whether a token goes once to each rank.
+        """Tells whether a token goes to a rank once, to a place of its number.
 
         Returns:
-            Whether the protocol is `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+            Whether the protocol is `RANK_SLOTS` or `GATHER`, reduced or not.
         """
-        return self.protocol == RANK_SLOTS or self.is_reduced()
+        return self.protocol >= RANK_SLOTS
+
+    @always_inline
+    def n_ranks_with_experts(self) -> Int:
+        """Counts the ranks that hold experts: the first ones.
+
+        Returns:
+            Ranks.
+        """
+        return (
+            self.n_experts + self.n_local_experts() - 1
+        ) // self.n_local_experts()
+
+    @always_inline
+    def sends_to_all(self) -> Bool:
+        """Tells whether a token also goes to ranks that have no expert of it.
+
+        Returns:
+            Whether the protocol is `GATHER`, reduced or not.
+        """
+        return self.protocol >= GATHER
 
     @always_inline
     def is_reduced(self) -> Bool:
         """Tells whether combine sends partial sums.
 
         Returns:
-            Whether the protocol is `RANK_SLOTS_REDUCED`.
+            Whether the protocol is a reduced one.
         """
-        return self.protocol == RANK_SLOTS_REDUCED
+        return is_reduced_protocol(self.protocol)
 
     # ------------------------------------------------- inside dispatch buffers
 

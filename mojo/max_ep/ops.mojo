@@ -16,6 +16,7 @@ from .api import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
+    ep_send_tokens_kernel_api,
     InputScales,
 )
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat, ScaledRows
@@ -91,6 +92,49 @@ struct Init:
         )
 
 
+@extensibility.register("max_ep.send_tokens")
+struct SendTokens:
+    """Sends tokens to all ranks before the router has decided."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        dispatch_dtype: DType,
+        hidden_size: Int,
+        top_k: Int,
+        n_experts: Int,
+        max_tokens_per_rank: Int,
+        n_gpus_per_node: Int,
+        n_nodes: Int,
+        n_sms: Int,
+        protocol: Int,
+    ](
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        input_tokens: InputTensor[rank=2, ...],
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+        ep_send_tokens_kernel_api[
+            PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
+            n_experts,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            n_nodes,
+            target,
+            protocol=protocol,
+            n_sms=n_sms,
+        ](
+            atomic_counters.to_tile_tensor(),
+            input_tokens.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+            ctx,
+        )
+
+
 @extensibility.register("max_ep.dispatch_async")
 struct DispatchAsync:
     """Sends tokens to their experts."""
@@ -109,6 +153,7 @@ struct DispatchAsync:
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
+        tokens_are_sent: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -139,6 +184,7 @@ struct DispatchAsync:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
+            tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
@@ -226,6 +272,7 @@ struct Dispatch:
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
+        tokens_are_sent: Bool,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
@@ -261,6 +308,7 @@ struct Dispatch:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
+            tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
             PlainRows(_bytes(output_tokens)),
@@ -275,6 +323,50 @@ struct Dispatch:
             recv_count_ptrs.to_tile_tensor(),
             ctx,
             _router_weights(router_weights),
+        )
+
+
+@extensibility.register("max_ep.send_tokens.fp8")
+struct SendTokensFP8:
+    """Sends tokens to all ranks, in blockwise FP8, before the router has decided.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        power_of_two_scales: Bool,
+        hidden_size: Int,
+        top_k: Int,
+        n_experts: Int,
+        max_tokens_per_rank: Int,
+        n_gpus_per_node: Int,
+        n_nodes: Int,
+        n_sms: Int,
+        protocol: Int,
+    ](
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        input_tokens: InputTensor[rank=2, ...],
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+        ep_send_tokens_kernel_api[
+            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
+            n_experts,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            n_nodes,
+            target,
+            protocol=protocol,
+            n_sms=n_sms,
+        ](
+            atomic_counters.to_tile_tensor(),
+            input_tokens.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+            ctx,
         )
 
 
@@ -296,6 +388,7 @@ struct DispatchAsyncFP8:
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
+        tokens_are_sent: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -326,6 +419,7 @@ struct DispatchAsyncFP8:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
+            tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
@@ -414,6 +508,7 @@ struct DispatchFP8:
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
+        tokens_are_sent: Bool,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -450,6 +545,7 @@ struct DispatchFP8:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
+            tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
             _scaled_rows(output_tokens, output_scales),

@@ -14,7 +14,12 @@ from max_ep.counters import (
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.gpu_launch import NUM_THREADS
-from max_ep.layout import RANK_SLOTS, RANK_SLOTS_REDUCED
+from max_ep.layout import (
+    GATHER,
+    GATHER_REDUCED,
+    RANK_SLOTS,
+    RANK_SLOTS_REDUCED,
+)
 from max_ep.rank_slots.combine import (
     combine_async_kernel,
     combine_kernel,
@@ -24,6 +29,7 @@ from max_ep.rank_slots.dispatch import (
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
+    send_tokens_kernel,
 )
 from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.compile import compile_info
@@ -49,6 +55,7 @@ comptime dispatch_async[
     protocol: Int = RANK_SLOTS,
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
+    sent: Bool = False,
 ] = dispatch_async_kernel[
     DType.bfloat16,
     NUM_THREADS,
@@ -58,6 +65,17 @@ comptime dispatch_async[
     Format,
     protocol,
     shared,
+    sent,
+]
+
+comptime send_tokens[Format: TokenFormat, max_tokens: Int] = send_tokens_kernel[
+    DType.bfloat16,
+    NUM_THREADS,
+    N_EXPERTS,
+    N_RANKS,
+    max_tokens,
+    Format,
+    GATHER,
 ]
 
 comptime dispatch_wait[
@@ -85,6 +103,7 @@ comptime dispatch[
     max_tokens: Int = FEW_TOKENS,
     padded: Bool = False,
     shared: Bool = False,
+    sent: Bool = False,
 ] = dispatch_kernel[
     DType.bfloat16,
     NUM_THREADS,
@@ -95,6 +114,7 @@ comptime dispatch[
     protocol,
     padded,
     shared,
+    sent,
 ]
 
 comptime combine_async[
@@ -175,6 +195,10 @@ def main() raises:
     emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, shared=True]](
         "dispatch_async.bf16_reduced_shared_parts"
     )
+    emit[dispatch_async[FP8, GATHER, MANY_TOKENS, sent=True]](
+        "dispatch_async.fp8_gather_sent_parts"
+    )
+    emit[send_tokens[BF16, MANY_TOKENS]]("send_tokens.bf16_gather_parts")
     emit[dispatch_wait[BF16, padded=True, turns=True]](
         "dispatch_wait.bf16_padded_turns"
     )
@@ -187,6 +211,9 @@ def main() raises:
     emit[dispatch[BF16, REDUCED, MANY_TOKENS]]("dispatch.bf16_reduced_parts")
     emit[dispatch[FP8, max_tokens=MANY_TOKENS, shared=True]](
         "dispatch.fp8_shared_parts"
+    )
+    emit[dispatch[BF16, GATHER_REDUCED, sent=True]](
+        "dispatch.bf16_reduced_gather_sent"
     )
     emit[combine_async[DType.bfloat16]]("combine_async.bf16")
     emit[combine_async[DType.float32, MANY_TOKENS]]("combine_async.f32")

@@ -56,7 +56,7 @@ from ..flags import (
 from ..layout import (
     RegionLayout,
     MESSAGE_ALIGN,
-    RANK_SLOTS_REDUCED,
+    is_reduced_protocol,
     message_bytes,
     n_experts_on_rank,
     plain_token_bytes,
@@ -138,7 +138,7 @@ def combine_layout_of[
     Returns:
         A layout whose dispatch messages have no size.
     """
-    comptime is_reduced = protocol == RANK_SLOTS_REDUCED
+    comptime is_reduced = is_reduced_protocol(protocol)
     comptime sent_dtype = partial_dtype if is_reduced else combine_dtype
     return RegionLayout(
         n_experts,

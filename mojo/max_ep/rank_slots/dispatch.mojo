@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch of `rank_slots` for GPU ranks.
 
-Each token goes once to each rank that has an expert of it. An entry for each
+Each token goes once to each rank that has an expert of it; with `gather`, to each
+that has experts at all, maybe by a launch of its own, before the router has
+decided (`send_tokens_kernel`). An entry for each
 choice goes to every rank, and tells by itself of which generation it is, as do
 counts and numbers of tokens: none of them waits for another store. Rows and
 tables are those of `expert_slots`, bit for bit.
@@ -240,6 +242,7 @@ struct _Part(TrivialRegisterPassable):
         layout: RegionLayout,
         fused_shared_expert: Bool,
         has_input: Bool,
+        to_peers: Bool,
     ](
         unit: Int, n_parts: Int, choices: Choices, my_rank: Int, lane: Int
     ) -> Self:
@@ -250,11 +253,12 @@ struct _Part(TrivialRegisterPassable):
             layout: How the regions are cut.
             fused_shared_expert: As for `_send_tokens`.
             has_input: Likewise.
+            to_peers: Likewise.
 
         Args:
             unit: Which part of all parts of all tokens.
             n_parts: Parts of a token.
-            choices: Ids and weights.
+            choices: Ids and weights; not read with `gather`.
             my_rank: This rank.
             lane: This lane.
 
@@ -264,15 +268,22 @@ struct _Part(TrivialRegisterPassable):
         comptime top_k = layout.top_k
         var token_idx, part = divmod_32(unit, n_parts)
         var dst_rank: Int32 = -1
-        if lane < top_k:
-            var id = choices.id(token_idx * top_k + lane)
-            if id >= 0 and id < Int32(n_experts):
-                dst_rank = id // Int32(layout.n_local_experts())
-        var is_target = dst_rank >= 0 and dst_rank != Int32(my_rank)
-        comptime for k in range(top_k):
-            var earlier = warp.shuffle_idx(dst_rank, UInt32(k))
-            if k < lane and earlier == dst_rank:
-                is_target = False
+        comptime if layout.sends_to_all():
+            if lane < layout.n_ranks_with_experts():
+                dst_rank = Int32(lane)
+        else:
+            if lane < top_k:
+                var id = choices.id(token_idx * top_k + lane)
+                if id >= 0 and id < Int32(n_experts):
+                    dst_rank = id // Int32(layout.n_local_experts())
+        var is_target = (
+            to_peers and dst_rank >= 0 and dst_rank != Int32(my_rank)
+        )
+        comptime if not layout.sends_to_all():
+            comptime for k in range(top_k):
+                var earlier = warp.shuffle_idx(dst_rank, UInt32(k))
+                if k < lane and earlier == dst_rank:
+                    is_target = False
         var is_own = False
         comptime if not has_input:
             is_own = fused_shared_expert or any_lane(dst_rank == Int32(my_rank))
@@ -371,6 +382,8 @@ def _send_tokens[
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
+    to_peers: Bool,
+    waits_for_index: Bool,
     is_early: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
@@ -393,6 +406,8 @@ def _send_tokens[
         fused_shared_expert: Whether this rank receives all of its tokens.
         has_input: Whether this rank reads its own tokens from `tokens`, so that
             none is sent to it.
+        to_peers: Whether peers get them, or this rank alone.
+        waits_for_index: Whether index warps of this block go first.
         is_early: Whether the data is its own flag.
 
     Args:
@@ -421,9 +436,9 @@ def _send_tokens[
     var unit = Int(block_idx.x) + sender * Int(grid_dim.x)
     if unit >= n_units:
         return
-    var sent = _Part.of[n_experts, layout, fused_shared_expert, has_input](
-        unit, n_parts, choices, my_rank, lane
-    )
+    var sent = _Part.of[
+        n_experts, layout, fused_shared_expert, has_input, to_peers
+    ](unit, n_parts, choices, my_rank, lane)
     var elements = Array[Elements, in_flight](fill=0)
     if sent.has_receivers():
         _load_elements[token_fmt_type](
@@ -438,7 +453,7 @@ def _send_tokens[
     # I3, for tokens.
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
-    comptime if is_early:
+    comptime if is_early and waits_for_index:
         # Entries first: they are few, and receivers need them all.
         while block_peek(launch.control.unsafe_offset(INDEXED)) < N_INDEX_WARPS:
             pass
@@ -509,10 +524,101 @@ def _send_tokens[
         unit += stride
         if unit >= n_units:
             return
-        sent = _Part.of[n_experts, layout, fused_shared_expert, has_input](
-            unit, n_parts, choices, my_rank, lane
-        )
+        sent = _Part.of[
+            n_experts, layout, fused_shared_expert, has_input, to_peers
+        ](unit, n_parts, choices, my_rank, lane)
         is_loaded = False
+
+
+@always_inline
+def _send_by_number[
+    input_type: DType,
+    n_experts: Int,
+    layout: RegionLayout,
+    token_fmt_type: TokenFormat,
+    fused_shared_expert: Bool,
+    has_input: Bool,
+    to_peers: Bool,
+    waits_for_index: Bool,
+](
+    tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    choices: Choices,
+    n_tokens: Int,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    sender: Int,
+    n_senders: Int,
+):
+    """Sends tokens as their number says, early or with flags, with one warp.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        fused_shared_expert: As for `_send_tokens`.
+        has_input: Likewise.
+        to_peers: Likewise.
+        waits_for_index: Likewise.
+
+    Args:
+        tokens: As for `_send_tokens`.
+        choices: Likewise.
+        n_tokens: Likewise.
+        recv_bufs: Likewise.
+        counts: Likewise.
+        launch: Likewise.
+        counters: Likewise.
+        sender: Likewise.
+        n_senders: Likewise.
+    """
+    if n_tokens <= layout.n_early_tokens():
+        _send_tokens[
+            input_type,
+            n_experts,
+            layout,
+            token_fmt_type,
+            fused_shared_expert,
+            has_input,
+            to_peers,
+            waits_for_index,
+            True,
+        ](
+            tokens,
+            choices,
+            n_tokens,
+            recv_bufs,
+            counts,
+            launch,
+            counters,
+            sender,
+            n_senders,
+        )
+        return
+    comptime if layout.max_tokens_per_rank > layout.n_early_tokens():
+        _send_tokens[
+            input_type,
+            n_experts,
+            layout,
+            token_fmt_type,
+            fused_shared_expert,
+            has_input,
+            to_peers,
+            waits_for_index,
+            False,
+        ](
+            tokens,
+            choices,
+            n_tokens,
+            recv_bufs,
+            counts,
+            launch,
+            counters,
+            sender,
+            n_senders,
+        )
 
 
 @always_inline
@@ -523,6 +629,7 @@ def _send[
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
+    tokens_are_sent: Bool,
     n_warps: Int,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
@@ -543,6 +650,7 @@ def _send[
         token_fmt_type: Wire format of a token.
         fused_shared_expert: Whether this rank receives all of its tokens.
         has_input: Whether this rank reads its own tokens from `tokens`.
+        tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
         n_warps: Warps of a block.
 
     Args:
@@ -571,36 +679,16 @@ def _send[
     var sender = launch.warp_idx - FIRST_SENDER
     if sender >= n_senders:
         return
-    if n_tokens <= layout.n_early_tokens():
-        _send_tokens[
+    comptime if not (tokens_are_sent and has_input):
+        _send_by_number[
             input_type,
             n_experts,
             layout,
             token_fmt_type,
             fused_shared_expert,
             has_input,
+            not tokens_are_sent,
             True,
-        ](
-            tokens,
-            choices,
-            n_tokens,
-            recv_bufs,
-            counts,
-            launch,
-            counters,
-            sender,
-            n_senders,
-        )
-        return
-    comptime if layout.max_tokens_per_rank > layout.n_early_tokens():
-        _send_tokens[
-            input_type,
-            n_experts,
-            layout,
-            token_fmt_type,
-            fused_shared_expert,
-            has_input,
-            False,
         ](
             tokens,
             choices,
@@ -867,7 +955,16 @@ def _receive_tokens[
             return
         var wanted = warp.vote[DType.uint32](has_row)
         var is_shared = fused_shared_expert and src_rank == my_rank
-        if not is_shared and not any_lane(is_sent_here):
+        var is_here = is_shared or any_lane(is_sent_here)
+        comptime if layout.sends_to_all():
+            # It came, even if no row is made of it: `EMPTY` is put back.
+            if (
+                n_tokens <= layout.n_early_tokens()
+                and my_rank < layout.n_ranks_with_experts()
+                and not (has_input and src_rank == my_rank)
+            ):
+                is_here = True
+        if not is_here:
             comptime if layout.is_reduced():
                 if part == 0 and lane < top_k:
                     counters.received_rows(layout, src_rank)[
@@ -1095,6 +1192,90 @@ def _receive[
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
 )
+def send_tokens_kernel[
+    input_type: DType,
+    num_threads: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    token_fmt_type: TokenFormat,
+    protocol: Int,
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    n_tokens: Int32,
+    recv_buf_ptrs: Array[BytePointer, n_ranks],
+    recv_count_ptrs: Array[FlagPointer, n_ranks],
+    ep_counters: EPLocalSyncCounters[n_experts],
+):
+    """Sends each token to all peers, before the router has decided.
+
+    Moves no generation: the dispatch after it, with `tokens_are_sent`, does, and
+    sends all else.
+
+    Launch: any grid, `block_dim = num_threads`.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        token_fmt_type: Wire format of a token.
+        protocol: `GATHER` or `GATHER_REDUCED`.
+
+    Args:
+        input_tokens: As in `dispatch_async_kernel`.
+        n_tokens: Likewise.
+        recv_buf_ptrs: Likewise.
+        recv_count_ptrs: Likewise.
+        ep_counters: Likewise.
+
+    Safety:
+        As for `dispatch_async_kernel`.
+    """
+    comptime layout = dispatch_layout_of[
+        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
+    ]()
+    comptime assert (
+        layout.sends_to_all()
+    ), "which ranks get a token is not known"
+    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
+    comptime n_warps = num_threads // WARP_SIZE
+    await_launch_before()
+    var word = header_word(ep_counters)
+    var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
+    var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
+    var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
+    if not launch.can_go:
+        return
+    # Peers that send early, too, wait for this.
+    publish_earlier_reads[layout](launch, counts, TELLING_WARP)
+    _send_by_number[
+        input_type,
+        n_experts,
+        layout,
+        token_fmt_type,
+        False,
+        True,
+        True,
+        False,
+    ](
+        input_tokens,
+        Choices.none(),
+        Int(n_tokens),
+        recv_bufs,
+        counts,
+        launch,
+        ep_counters,
+        launch.warp_idx,
+        n_warps,
+    )
+    # AFTER: the tokens are on their way; nobody looks for them yet.
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+)
 def dispatch_async_kernel[
     input_type: DType,
     num_threads: Int,
@@ -1104,6 +1285,7 @@ def dispatch_async_kernel[
     token_fmt_type: TokenFormat,
     protocol: Int,
     fused_shared_expert: Bool = False,
+    tokens_are_sent: Bool = False,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -1126,6 +1308,7 @@ def dispatch_async_kernel[
         token_fmt_type: Wire format of a token.
         protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
         fused_shared_expert: Whether this rank receives all of its tokens.
+        tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`, rows aligned to 16 bytes.
@@ -1167,6 +1350,7 @@ def dispatch_async_kernel[
         token_fmt_type,
         fused_shared_expert,
         False,
+        tokens_are_sent,
         n_warps,
     ](
         input_tokens,
@@ -1293,6 +1477,7 @@ def dispatch_kernel[
     protocol: Int,
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
+    tokens_are_sent: Bool = False,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -1327,6 +1512,7 @@ def dispatch_kernel[
         protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
         is_padded: Whether each expert's rows stand by themselves.
         fused_shared_expert: Whether this rank's tokens come first.
+        tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
 
     Args:
         input_tokens: As in `dispatch_async_kernel`.
@@ -1374,6 +1560,7 @@ def dispatch_kernel[
         token_fmt_type,
         fused_shared_expert,
         has_input,
+        tokens_are_sent,
         n_warps,
     ](
         input_tokens,

@@ -4,7 +4,9 @@
 A token is encoded once, into this rank's own recv buffer, and copied from there
 once to each rank that has an expert of it; its place is its own number, so no
 slot is allocated. An entry for each choice says for which expert it is, and
-which of the rows from this source it becomes.
+which of the rows from this source it becomes. `gather` differs in that a token is
+copied to every rank that has experts at all, so that nobody need know which:
+`send_tokens` may do so before the router has decided.
 
 After `dispatch_async`: every peer has this generation's tokens and entries, and
 counts that announce them. After `dispatch_wait`: the rows stand as those of
@@ -46,6 +48,157 @@ from .entries import (
 )
 
 
+def _await_places[
+    n_experts: Int, n_ranks: Int, //, op: StaticString, layout: RegionLayout
+](
+    recv_counts: PeerBuffers[n_ranks], counters: EPLocalSyncCounters[n_experts]
+) raises:
+    """Waits until the places of this rank's tokens may be written again.
+
+    Parameters:
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        op: The op, for messages.
+        layout: Offsets of the buffers.
+
+    Args:
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        If a peer, or this rank itself, has not read the generation before in
+        time.
+    """
+    var my_rank = counters.my_rank()
+    await_readers[n_experts, n_ranks](
+        recv_counts[my_rank],
+        layout.dispatch_done_offset(0),
+        counters.dispatch_sent(),
+        True,
+        Deadline.after(counters.timeout_ms()),
+        Waiter(op, my_rank, 0, "word that it has read", -1),
+    )
+    # A rank without experts is not among those readers, but its own tokens
+    # stand where its dispatch_wait may still read them.
+    if counters.dispatch_received() != counters.dispatch_sent():
+        raise Error(
+            "max_ep: ",
+            op,
+            " on rank ",
+            my_rank,
+            " again, before its dispatch_wait, which still has to read its own",
+            (
+                " tokens. Wait on every rank before sending again; after a run"
+                " that"
+            ),
+            " raised, call EPCommInitializer.reset() (or restart the group).",
+        )
+
+
+def send_tokens_host[
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    layout: RegionLayout,
+    input_type: DType,
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    n_tokens: Int,
+    recv_bufs: PeerBuffers[n_ranks],
+    recv_counts: PeerBuffers[n_ranks],
+    counters: EPLocalSyncCounters[n_experts],
+) raises:
+    """Sends tokens before the router has decided, with `gather`.
+
+    Nothing is announced: `dispatch_async_host` does, with `tokens_are_sent`.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        n_ranks: Ranks of the group.
+        max_tokens_per_rank: Tokens one rank may send.
+        layout: Offsets of the buffers.
+        input_type: Element type of the tokens.
+
+    Args:
+        input_tokens: `[n_tokens][hidden_size]`.
+        n_tokens: In `[0, max_tokens_per_rank]`.
+        recv_bufs: Every rank's dispatch recv buffer.
+        recv_counts: Every rank's dispatch counts buffer.
+        counters: This rank's local words.
+
+    Raises:
+        As `dispatch_async_host` does.
+    """
+    comptime assert (
+        layout.sends_to_all()
+    ), "which ranks get a token is not known"
+    var my_rank = counters.my_rank()
+    _await_places["send_tokens", layout](recv_counts, counters)
+    var is_streaming = should_stream(
+        n_tokens, n_ranks * token_fmt_type.msg_bytes
+    )
+
+    def send(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            _gather_token[token_fmt_type, n_experts, layout](
+                input_tokens, token_idx, my_rank, recv_bufs, is_streaming
+            )
+
+    for_each_chunk(n_tokens, n_ranks * token_fmt_type.msg_bytes, send)
+    # AFTER: the tokens are with their receivers, who do not know it yet.
+
+
+def _gather_token[
+    input_type: DType,
+    n_ranks: Int,
+    //,
+    token_fmt_type: TokenFormat,
+    n_experts: Int,
+    layout: RegionLayout,
+](
+    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    token_idx: Int,
+    my_rank: Int,
+    recv_bufs: PeerBuffers[n_ranks],
+    is_streaming: Bool,
+):
+    """Encodes a token, and copies it to every rank that has experts.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        n_ranks: Ranks of the group.
+        token_fmt_type: Wire format of a token.
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+
+    Args:
+        input_tokens: `[n_tokens][hidden_size]`.
+        token_idx: Which token.
+        my_rank: This rank.
+        recv_bufs: Every rank's dispatch recv buffer.
+        is_streaming: Whether to write past the caches.
+    """
+    # I1: only this rank writes the tokens of its number.
+    var offset = layout.token_offset(my_rank, token_idx)
+    var staged = recv_bufs[my_rank].unsafe_offset(offset)
+    token_fmt_type.encode[input_type, False](
+        staged,
+        input_tokens.unsafe_offset(token_idx * token_fmt_type.hidden_size),
+        1,
+    )
+    for i in range(1, n_ranks):
+        var dst_rank = (my_rank + i) % n_ranks
+        if n_experts_on_rank(n_experts, n_ranks, dst_rank) > 0:
+            copy_bytes(
+                dest=recv_bufs[dst_rank].unsafe_offset(offset),
+                src=staged,
+                count=token_fmt_type.token_bytes,
+                is_streaming=is_streaming,
+            )
+
+
 def dispatch_async_host[
     token_fmt_type: TokenFormat,
     n_experts: Int,
@@ -54,6 +207,7 @@ def dispatch_async_host[
     layout: RegionLayout,
     input_type: DType,
     fused_shared_expert: Bool = False,
+    tokens_are_sent: Bool = False,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -73,6 +227,7 @@ def dispatch_async_host[
         layout: Offsets of the buffers.
         input_type: Element type of the tokens.
         fused_shared_expert: Whether `dispatch_wait` reads the own tokens.
+        tokens_are_sent: Whether `send_tokens_host` has sent these tokens.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`.
@@ -91,37 +246,20 @@ def dispatch_async_host[
     comptime hidden_size = token_fmt_type.hidden_size
     comptime msg_bytes = token_fmt_type.msg_bytes
     comptime n_local_experts = layout.n_local_experts()
+    comptime n_copies = n_ranks if layout.sends_to_all() else min(
+        top_k, n_ranks
+    )
 
     var my_rank = counters.my_rank()
     var generation = next_generation(counters.dispatch_sent())
-    await_readers[n_experts, n_ranks](
-        recv_counts[my_rank],
-        layout.dispatch_done_offset(0),
-        counters.dispatch_sent(),
-        True,
-        Deadline.after(counters.timeout_ms()),
-        Waiter("dispatch_async", my_rank, 0, "word that it has read", -1),
-    )
-    # A rank without experts is not among those readers, but its own tokens
-    # stand where its dispatch_wait may still read them.
-    if counters.dispatch_received() != counters.dispatch_sent():
-        raise Error(
-            "max_ep: dispatch_async on rank ",
-            my_rank,
-            " again, before its dispatch_wait, which still has to read its own",
-            (
-                " tokens. Wait on every rank before sending again; after a run"
-                " that"
-            ),
-            " raised, call EPCommInitializer.reset() (or restart the group).",
-        )
+    _await_places["dispatch_async", layout](recv_counts, counters)
     counters.set_n_tokens(generation, n_tokens)
 
     var plan = SendPlan[n_experts, top_k](
         topk_ids, n_tokens, max_tokens_per_rank
     )
     var positions = plan.slots.unsafe_ptr()
-    var is_streaming = should_stream(n_tokens, min(top_k, n_ranks) * msg_bytes)
+    var is_streaming = should_stream(n_tokens, n_copies * msg_bytes)
 
     def send_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
@@ -129,11 +267,21 @@ def dispatch_async_host[
             var staged = recv_bufs[my_rank].unsafe_offset(
                 layout.token_offset(my_rank, token_idx)
             )
-            token_fmt_type.encode[input_type, False](
-                staged,
-                input_tokens.unsafe_offset(token_idx * hidden_size),
-                1,
-            )
+            comptime if layout.sends_to_all():
+                comptime if not tokens_are_sent:
+                    _gather_token[token_fmt_type, n_experts, layout](
+                        input_tokens,
+                        token_idx,
+                        my_rank,
+                        recv_bufs,
+                        is_streaming,
+                    )
+            else:
+                token_fmt_type.encode[input_type, False](
+                    staged,
+                    input_tokens.unsafe_offset(token_idx * hidden_size),
+                    1,
+                )
             for k in range(top_k):
                 var choice = token_idx * top_k + k
                 var position = positions[unsafe_offset=choice]
@@ -150,26 +298,27 @@ def dispatch_async_host[
                     flag_at(recv_buf, entry + ENTRY_BYTES)[] = weight_word(
                         generation, router_weights[unsafe_offset=choice]
                     )
-                var is_first = True
-                for earlier in range(token_idx * top_k, choice):
-                    if (
-                        positions[unsafe_offset=earlier] != NO_SLOT
-                        and Int(topk_ids[unsafe_offset=earlier])
-                        // n_local_experts
-                        == dst_rank
-                    ):
-                        is_first = False
-                if is_first and dst_rank != my_rank:
-                    copy_bytes(
-                        dest=recv_buf.unsafe_offset(
-                            layout.token_offset(my_rank, token_idx)
-                        ),
-                        src=staged,
-                        count=token_fmt_type.token_bytes,
-                        is_streaming=is_streaming,
-                    )
+                comptime if not layout.sends_to_all():
+                    var is_first = True
+                    for earlier in range(token_idx * top_k, choice):
+                        if (
+                            positions[unsafe_offset=earlier] != NO_SLOT
+                            and Int(topk_ids[unsafe_offset=earlier])
+                            // n_local_experts
+                            == dst_rank
+                        ):
+                            is_first = False
+                    if is_first and dst_rank != my_rank:
+                        copy_bytes(
+                            dest=recv_buf.unsafe_offset(
+                                layout.token_offset(my_rank, token_idx)
+                            ),
+                            src=staged,
+                            count=token_fmt_type.token_bytes,
+                            is_streaming=is_streaming,
+                        )
 
-    for_each_chunk(n_tokens, min(top_k, n_ranks) * msg_bytes, send_tokens)
+    for_each_chunk(n_tokens, n_copies * msg_bytes, send_tokens)
 
     # I2: numbers and counts are published after all tokens and entries. A rank
     # without tokens publishes zeros: its peers wait for every pair.

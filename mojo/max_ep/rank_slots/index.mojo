@@ -30,7 +30,7 @@ from ..flags import (
     publish_number,
     put_16,
 )
-from ..layout import RegionLayout
+from ..layout import MESSAGE_ALIGN, RegionLayout
 from ..token_format import LaneBytes
 from .device_steps import Launch, await_readers
 from .dispatch_roles import (
@@ -75,6 +75,27 @@ struct Choices(TrivialRegisterPassable):
     """`[N_SHARED_CHOICES]`: the ids, if they are no more than that."""
     var shared_weights: SharedInts
     """Likewise the weights' bits."""
+
+    @staticmethod
+    @always_inline
+    def none() -> Self:
+        """Makes those of a launch that does not read any.
+
+        Returns:
+            No choices.
+        """
+        # Addresses of nothing: a pointer must not be null.
+        return Self(
+            Pointer[Int32, ImmUntrackedOrigin](
+                unsafe_from_address=MESSAGE_ALIGN
+            ),
+            Pointer[Float32, ImmUntrackedOrigin](
+                unsafe_from_address=MESSAGE_ALIGN
+            ),
+            0,
+            shared_ints[1](),
+            shared_ints[1](),
+        )
 
     @always_inline
     def are_shared(self) -> Bool:

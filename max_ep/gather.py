@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather and reduce-scatter of tokens, for experts that permute nothing.
+
+``AllGatherTokenDispatcher`` has the surface of Megatron-core's
+``InferenceCUDAGraphTokenDispatcher``
+(``megatron/core/transformer/moe/token_dispatcher_inference.py``): every rank gets
+all tokens, and its experts work on them with the routing map, as fused MoE
+kernels do. All metadata stays on the device.
+
+An all-gather is a dispatch in which each rank is an expert and each token chooses
+all of them; the reduce-scatter is the combine of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, TensorType, TensorValue, Value, ops
+
+from .checks import check_value
+from .config import EPConfig
+from .initializer import EPCommInitializer
+from .manager import EPBatchManager
+
+_CHOICE_MULTIPLE = 4
+"""Columns of the message of ids and probabilities: whole 16 bytes."""
+
+
+class AllGatherTokenDispatcher:
+    """Gathers tokens, routing map and probabilities, and scatters sums.
+
+    Lists have an entry for each local rank. Use, in a graph::
+
+        gathered, probs = dispatcher.token_dispatch(hidden, probs, routing_map)
+        tokens, _, probs = dispatcher.dispatch_postprocess(gathered, probs)
+        rows = ...  # of each rank's experts, by dispatcher.routing_map[rank]
+        results = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+
+    ``global_tokens`` is ``n_ranks * max_tokens_per_rank``. If every rank has
+    ``max_tokens_per_rank`` tokens, rank ``r``'s stand at ``r *
+    max_tokens_per_rank``. If not, they stand one after another, rank by rank;
+    behind the last, the routing map is -1, probabilities are 0, and tokens are
+    undefined.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        n_gpus_per_node: int,
+        n_nodes: int = 1,
+        dtype: DType = DType.bfloat16,
+        **options: object,
+    ) -> None:
+        """Notes the group.
+
+        Args:
+            hidden_size: Elements of a token.
+            top_k: Experts of a token.
+            max_tokens_per_rank: Tokens one rank may have.
+            n_gpus_per_node: Ranks of this process.
+            n_nodes: Processes of the group.
+            dtype: Of tokens and sums: bfloat16 or float32.
+            options: More fields of :class:`EPConfig`, such as ``target``.
+
+        Raises:
+            ValueError: If a field does not fit, as :class:`EPConfig` says it.
+        """
+        n_ranks = n_gpus_per_node * n_nodes
+        self.top_k = top_k
+        shared = dict(
+            top_k=n_ranks,
+            n_experts=n_ranks,
+            max_tokens_per_rank=max_tokens_per_rank,
+            n_gpus_per_node=n_gpus_per_node,
+            n_nodes=n_nodes,
+            protocol="gather",
+            **options,
+        )
+        self.tokens_config = EPConfig(
+            dispatch_dtype=dtype,
+            combine_dtype=dtype,
+            hidden_size=hidden_size,
+            combine_mode="reduced",
+            **shared,
+        )
+        # Ids and probabilities of a token are one message of float32, in which
+        # ids below 2**24 are exact.
+        n_columns = -(-2 * top_k // _CHOICE_MULTIPLE) * _CHOICE_MULTIPLE
+        self.choices_config = EPConfig(
+            dispatch_dtype=DType.float32,
+            combine_dtype=DType.float32,
+            hidden_size=n_columns,
+            **shared,
+        )
+        self._tokens = EPBatchManager(self.tokens_config)
+        self._choices = EPBatchManager(self.choices_config)
+        self.routing_map: list[TensorValue] = []
+        """Of the last :meth:`token_dispatch`: ``[global_tokens, top_k]`` int32 for
+        each local rank."""
+
+    @property
+    def global_tokens(self) -> int:
+        """Rows of what is gathered."""
+        return self.tokens_config.get_max_recv_tokens()
+
+    @property
+    def _ranks(self) -> list[int]:
+        return list(range(self.tokens_config.n_gpus_per_node))
+
+    def initializers(self) -> tuple[EPCommInitializer, EPCommInitializer]:
+        """Makes what allocates the memory: of tokens, and of choices.
+
+        Their ``model_inputs()``, in this order, are the graph's last inputs.
+        """
+        return (
+            EPCommInitializer(self.tokens_config),
+            EPCommInitializer(self.choices_config),
+        )
+
+    def input_types(self) -> list[TensorType | BufferType]:
+        """Returns the types of the EP inputs, to be declared by the graph."""
+        return self._tokens.input_types() + self._choices.input_types()
+
+    def fetch_buffers(self, input_vals: Sequence[Value]) -> None:
+        """Takes the buffers from the graph's inputs.
+
+        Args:
+            input_vals: The inputs declared by :meth:`input_types`, in order.
+        """
+        n = len(self._tokens.input_types())
+        self._tokens.fetch_buffers(input_vals[:n])
+        self._choices.fetch_buffers(input_vals[n:])
+
+    def gather_tokens(self, hidden_states: Sequence[TensorValue]) -> None:
+        """Starts gathering tokens, before the router has decided.
+
+        The next :meth:`token_dispatch` must be of the same values.
+
+        Args:
+            hidden_states: ``[local_tokens, hidden_size]`` of each local rank.
+        """
+        self._check_count(hidden_states=hidden_states)
+        for rank, tokens in zip(self._ranks, hidden_states):
+            self._tokens.ep_send_tokens(tokens, rank)
+
+    def token_dispatch(
+        self,
+        hidden_states: Sequence[TensorValue],
+        probs: Sequence[TensorValue],
+        routing_map: Sequence[TensorValue],
+    ) -> tuple[list[TensorValue], list[TensorValue]]:
+        """Gathers tokens, probabilities and routing map on every rank.
+
+        Args:
+            hidden_states: ``[local_tokens, hidden_size]`` of each local rank.
+            probs: ``[local_tokens, top_k]`` float32.
+            routing_map: ``[local_tokens, top_k]`` int32: each token's experts; -1:
+                none.
+
+        Returns:
+            Tokens ``[global_tokens, hidden_size]`` and probabilities
+            ``[global_tokens, top_k]`` float32 of each local rank. Sets
+            :attr:`routing_map` to the gathered one.
+
+        Raises:
+            TypeError: If a dtype does not fit.
+            ValueError: If a shape, device or number of values does not.
+        """
+        self._check_count(
+            hidden_states=hidden_states, probs=probs, routing_map=routing_map
+        )
+        everybody, ones, choices = [], [], []
+        n_ranks = self.tokens_config.n_ranks
+        for rank, tokens in zip(self._ranks, hidden_states):
+            device = self.tokens_config.device(rank)
+            wide = [None, self.top_k]
+            check_value(probs[rank], "probs", DType.float32, wide, device)
+            check_value(routing_map[rank], "routing_map", DType.int32, wide, device)
+            n_tokens = tokens.shape[0]
+            all_ranks = _constant(np.arange(n_ranks, dtype=np.int32), device)
+            everybody.append(ops.broadcast_to(all_ranks, [n_tokens, n_ranks]))
+            one = _constant(np.ones(1, np.float32), device)
+            ones.append(ops.broadcast_to(one, [n_tokens, n_ranks]))
+            columns = [ops.cast(routing_map[rank], DType.float32), probs[rank]]
+            n_more = self.choices_config.hidden_size - 2 * self.top_k
+            if n_more > 0:
+                zero = _constant(np.zeros(1, np.float32), device)
+                columns.append(ops.broadcast_to(zero, [n_tokens, n_more]))
+            choices.append(ops.concat(columns, axis=1))
+        gathered = self._tokens.ep_dispatch_all(
+            hidden_states, everybody, self._ranks, router_weights=ones
+        )
+        gathered_choices = self._choices.ep_dispatch_all(
+            choices, everybody, self._ranks
+        )
+        self.routing_map, all_probs = [], []
+        for rank, (rows, row_offsets, *_) in zip(self._ranks, gathered_choices):
+            device = self.tokens_config.device(rank)
+            k, n = self.top_k, self.global_tokens
+            numbers = _constant(np.arange(n, dtype=np.int32).reshape(n, 1), device)
+            n_there = ops.cast(row_offsets[1:2], DType.int32)
+            is_there = ops.broadcast_to(
+                numbers < ops.broadcast_to(n_there, [n, 1]), [n, k]
+            )
+            none = _constant(np.full((1, 1), -1, np.int32), device)
+            ids = ops.cast(rows[:, :k], DType.int32)
+            ids = ops.where(is_there, ids, ops.broadcast_to(none, [n, k]))
+            zero = _constant(np.zeros((1, 1), np.float32), device)
+            zeros = ops.broadcast_to(zero, [n, k])
+            self.routing_map.append(ids)
+            all_probs.append(ops.where(is_there, rows[:, k : 2 * k], zeros))
+        return [rows for rows, *_ in gathered], all_probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Sequence[TensorValue], probs: Sequence[TensorValue]
+    ) -> tuple[list[TensorValue], None, list[TensorValue]]:
+        """Hands everything on: no token is permuted, none counted.
+
+        Returns:
+            ``hidden_states``, None in place of tokens of each expert, ``probs``.
+        """
+        return list(hidden_states), None, list(probs)
+
+    def combine_preprocess(
+        self, expert_output: Sequence[TensorValue]
+    ) -> list[TensorValue]:
+        """Hands the experts' rows on: they stand as the gathered tokens do."""
+        return list(expert_output)
+
+    def token_combine(self, hidden_states: Sequence[TensorValue]) -> list[TensorValue]:
+        """Adds up all ranks' rows of each token, on the token's rank.
+
+        Args:
+            hidden_states: ``[global_tokens, hidden_size]`` of each local rank, with
+                probabilities applied; what stands behind the last token is not
+                read.
+
+        Returns:
+            ``[local_tokens, hidden_size]`` of each local rank: sums in float32,
+            this rank's row first and then the others in rank order, rounded once.
+
+        Raises:
+            TypeError: If the dtype does not fit.
+            ValueError: If a shape or the number of values does not, or before
+                :meth:`token_dispatch`.
+        """
+        self._check_count(hidden_states=hidden_states)
+        return self._tokens.ep_combine_all(hidden_states, None, self._ranks)
+
+    def _check_count(self, **lists: Sequence[TensorValue]) -> None:
+        for name, values in lists.items():
+            if len(values) != len(self._ranks):
+                raise ValueError(
+                    f"{name} has {len(values)} values, there are "
+                    f"{len(self._ranks)} local ranks; pass one for each"
+                )
+
+
+def _constant(value: np.ndarray, device: DeviceRef) -> TensorValue:
+    return ops.constant(value, DType.from_numpy(value.dtype), device)

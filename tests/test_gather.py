@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AllGatherTokenDispatcher`: tokens to everybody, experts on all, sums back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness import to_buffer, to_numpy
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType, ops
+
+from max_ep import AllGatherTokenDispatcher
+from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
+
+N_RANKS, N_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 7, 3, 40, 6
+N_LOCAL = 3  # Experts of a rank: 3, 3 and 1.
+CPU = DeviceRef.CPU()
+
+
+def local_experts(rank: int, tokens, probs, ids):
+    """Builds what a rank's experts return for all tokens: expert e gives e + 1 x."""
+
+    def number(value: float, dtype: DType):
+        array = np.array([value], dtype.to_numpy())
+        return ops.broadcast_to(ops.constant(array, dtype, CPU), list(ids.shape))
+
+    first, end = rank * N_LOCAL, min((rank + 1) * N_LOCAL, N_EXPERTS)
+    is_here = ops.logical_and(
+        ids >= number(first, DType.int32), ids < number(end, DType.int32)
+    )
+    factor = ops.cast(ids, DType.float32) + number(1, DType.float32)
+    weights = ops.where(is_here, probs * factor, number(0, DType.float32))
+    total = ops.sum(weights, axis=1)
+    rows = ops.cast(tokens, DType.float32) * total
+    return ops.cast(rows, DType.bfloat16)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["at_once", "first"])
+def layer(session, request) -> Iterator[SimpleNamespace]:
+    """A compiled layer; whether tokens are gathered before the choices are there."""
+    dispatcher = AllGatherTokenDispatcher(
+        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=N_RANKS, target="cpu"
+    )
+    types = []
+    for rank in range(N_RANKS):
+        types += [
+            TensorType(DType.bfloat16, [f"t{rank}", HIDDEN], CPU),
+            TensorType(DType.float32, [f"t{rank}", TOP_K], CPU),
+            TensorType(DType.int32, [f"t{rank}", TOP_K], CPU),
+        ]
+    n_given = len(types)
+    types += dispatcher.input_types()
+    with Graph(f"gather_{request.param}", input_types=types) as graph:
+        dispatcher.fetch_buffers(graph.inputs[n_given:])
+        values = [v.tensor for v in graph.inputs[:n_given]]
+        hidden, probs, ids = values[0::3], values[1::3], values[2::3]
+        if request.param:
+            dispatcher.gather_tokens(hidden)
+        tokens, all_probs = dispatcher.token_dispatch(hidden, probs, ids)
+        x, per_expert, p = dispatcher.dispatch_postprocess(tokens, all_probs)
+        assert per_expert is None
+        rows = [
+            local_experts(r, x[r], p[r], dispatcher.routing_map[r])
+            for r in range(N_RANKS)
+        ]
+        results = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        graph.output(*tokens, *all_probs, *dispatcher.routing_map, *results)
+    comms = dispatcher.initializers()
+    model = session.load(graph)
+    for comm in comms:
+        comm.ep_init(session)
+    yield SimpleNamespace(model=model, comms=comms, dispatcher=dispatcher)
+    for comm in comms:
+        comm.close()
+
+
+def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace:
+    rng = np.random.default_rng(seed)
+    given = SimpleNamespace(tokens=[], probs=[], ids=[])
+    inputs = []
+    for n in counts:
+        x = float32_to_bfloat16(rng.normal(size=(n, HIDDEN)).astype(np.float32))
+        p = rng.random((n, TOP_K)).astype(np.float32)
+        ids = np.array(
+            [rng.permutation(N_EXPERTS)[:TOP_K] for _ in range(n)], np.int32
+        ).reshape(n, TOP_K)
+        ids[rng.random(ids.shape) < 0.2] = -1
+        given.tokens.append(x)
+        given.probs.append(p)
+        given.ids.append(ids)
+        inputs += [to_buffer(a, None) for a in (x, p, ids)]
+    for comm in layer.comms:
+        inputs += comm.model_inputs()
+    outputs = [to_numpy(o) for o in layer.model.execute(*inputs)]
+    for comm in layer.comms:
+        comm.check()
+    tokens, probs, ids, results = (
+        outputs[i : i + N_RANKS] for i in range(0, 4 * N_RANKS, N_RANKS)
+    )
+    return SimpleNamespace(
+        given=given, tokens=tokens, probs=probs, ids=ids, results=results
+    )
+
+
+COUNTS = [
+    [TOKENS] * N_RANKS,
+    [2, 5, 1],
+    [0, TOKENS, 3],
+    [0, 0, 0],
+]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_everything_is_gathered_in_rank_order(layer: SimpleNamespace, counts) -> None:
+    ran = run(layer, counts, sum(counts))
+    n, total = sum(counts), N_RANKS * TOKENS
+    assert layer.dispatcher.global_tokens == total
+    for rank in range(N_RANKS):
+        assert ran.tokens[rank].shape == (total, HIDDEN)
+        np.testing.assert_array_equal(
+            ran.tokens[rank][:n], np.concatenate(ran.given.tokens)
+        )
+        for got, want, none in (
+            (ran.probs[rank], ran.given.probs, 0),
+            (ran.ids[rank], ran.given.ids, -1),
+        ):
+            assert got.shape == (total, TOP_K)
+            np.testing.assert_array_equal(got[:n], np.concatenate(want))
+            assert (got[n:] == none).all()
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_results_are_those_of_a_dense_layer(layer: SimpleNamespace, counts) -> None:
+    """In torch, on one rank; twice, for what the first run left must not matter."""
+    for seed in (1, 2):
+        ran = run(layer, counts, seed)
+        for rank, n in enumerate(counts):
+            x = torch.from_numpy(bfloat16_to_float32(ran.given.tokens[rank])).double()
+            ids = torch.from_numpy(ran.given.ids[rank]).double()
+            probs = torch.from_numpy(ran.given.probs[rank]).double()
+            weights = torch.where(ids >= 0, probs * (ids + 1), 0.0).sum(dim=1)
+            want = x * weights.reshape(n, 1)
+            got = torch.from_numpy(bfloat16_to_float32(ran.results[rank])).double()
+            # Three parts and their sum, each rounded to bfloat16 once.
+            bound = 2.0**-7 * want.abs() + 1e-6
+            assert got.shape == want.shape
+            assert ((got - want).abs() <= bound).all()
+
+
+def test_reduce_scatter_rounds_once(session) -> None:
+    """Powers of two of a token: its parts are exact, and so is all but the last."""
+    dispatcher = AllGatherTokenDispatcher(
+        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=N_RANKS, target="cpu"
+    )
+    rng = np.random.default_rng(3)
+    x = float32_to_bfloat16(rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32))
+    types = [TensorType(DType.bfloat16, [TOKENS, HIDDEN], CPU)]
+    types += dispatcher.input_types()
+    with Graph("scatter", input_types=types) as graph:
+        dispatcher.fetch_buffers(graph.inputs[1:])
+        hidden = [graph.inputs[0].tensor] * N_RANKS
+        zeros = ops.constant(np.zeros((TOKENS, TOP_K), np.float32), device=CPU)
+        ids = ops.constant(np.zeros((TOKENS, TOP_K), np.int32), device=CPU)
+        tokens, _ = dispatcher.token_dispatch(
+            hidden, [zeros] * N_RANKS, [ids] * N_RANKS
+        )
+        rows = [
+            t
+            * ops.cast(
+                ops.constant(np.full(1, 2.0**rank, np.float32), device=CPU),
+                DType.bfloat16,
+            )
+            for rank, t in enumerate(tokens)
+        ]
+        graph.output(*dispatcher.token_combine(rows))
+    model = session.load(graph)
+    comms = dispatcher.initializers()
+    try:
+        for comm in comms:
+            comm.ep_init(session)
+        inputs = [to_buffer(x, None)]
+        for comm in comms:
+            inputs += comm.model_inputs()
+        want = float32_to_bfloat16(bfloat16_to_float32(x) * np.float32(7))
+        for result in model.execute(*inputs):
+            np.testing.assert_array_equal(to_numpy(result), want)
+    finally:
+        for comm in comms:
+            comm.close()
+
+
+def test_each_local_rank_has_a_value() -> None:
+    dispatcher = AllGatherTokenDispatcher(
+        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=2, target="cpu"
+    )
+    types = [TensorType(DType.bfloat16, ["t", HIDDEN], CPU)]
+    types += dispatcher.input_types()
+    with Graph("never_compiled", input_types=types) as graph:
+        dispatcher.fetch_buffers(graph.inputs[1:])
+        x = graph.inputs[0].tensor
+        with pytest.raises(ValueError, match="hidden_states has 1 values.*2 local"):
+            dispatcher.gather_tokens([x])
+        with pytest.raises(ValueError, match="probs has 1 values.*2 local"):
+            dispatcher.token_dispatch([x, x], [x], [x, x])
+        with pytest.raises(TypeError, match="probs.*bfloat16.*float32"):
+            dispatcher.token_dispatch([x, x], [x, x], [x, x])
+        with pytest.raises(ValueError, match="without a dispatch"):
+            dispatcher.token_combine([x, x])
