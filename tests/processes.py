@@ -118,6 +118,10 @@ LARGE_BY_RANK = replace(LARGE, protocol="rank_slots")
 SHARED_REDUCED = replace(SHARED_BY_RANK, combine_mode="reduced")
 LARGE_REDUCED = replace(LARGE_BY_RANK, combine_mode="reduced")
 
+# And with tokens that go to everybody, before anything else.
+SHARED_GATHER = replace(SHARED_REDUCED, protocol="gather")
+LARGE_GATHER = replace(LARGE, protocol="gather")
+
 
 @dataclass
 class Batch:
@@ -276,6 +280,8 @@ def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> N
             sums = [ep.ep_combine(rows[0][0] * factors[0], weights[0], 0)]
         else:
             for i in local_ranks:
+                if config.is_gather:
+                    ep.ep_send_tokens(tokens[i], i)
                 ep.ep_dispatch_async(tokens[i], ids[i], i, router_weight=sent[i])
             rows = [ep.ep_dispatch_wait(i) for i in local_ranks]
             for i in local_ranks:
@@ -303,6 +309,8 @@ def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
         for tokens, ids, sent in (inputs[:3], inputs[3:]):
             if not config.is_reduced:
                 sent = None
+            if config.is_gather:
+                ep.ep_send_tokens(tokens, 0)
             rows = ep.ep_dispatch(tokens, ids, 0, router_weight=sent)[:3]
             dispatched.append((*rows, ep._src_info[0]))
         first, second = dispatched
@@ -386,6 +394,8 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     _add_round_trip(module, "shared_by_rank", SHARED_BY_RANK.config(0), "async_wait")
     _add_round_trip(module, "shared_reduced", SHARED_REDUCED.config(0), "async_wait")
     _add_back_to_back(module, "large_reduced", LARGE_REDUCED.config(0))
+    _add_round_trip(module, "shared_gather", SHARED_GATHER.config(0), "async_wait")
+    _add_back_to_back(module, "large_gather", LARGE_GATHER.config(0))
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     with EPCommInitializer(SMALL.config(0, n_nodes=1)) as comm:
@@ -660,6 +670,16 @@ def _large_reduced(member: Member) -> None:
     _large(member, "large_reduced")
 
 
+def _shared_gather(member: Member) -> None:
+    """Tokens come before a rank knows of the generation, if it is slow."""
+    _few_experts(member, "shared_gather")
+
+
+def _large_gather(member: Member) -> None:
+    """A fast rank must not send the next tokens onto those that are copied."""
+    _large(member, "large_gather")
+
+
 SLOW_RANK = 1
 SLOW_S = 0.04
 
@@ -779,6 +799,8 @@ SCENARIOS: dict[str, Callable[[Member], Any]] = {
     "large_by_rank": _large_by_rank,
     "shared_reduced": _shared_reduced,
     "large_reduced": _large_reduced,
+    "shared_gather": _shared_gather,
+    "large_gather": _large_gather,
     "dispatch_only": _dispatch_only,
     "combine_only": _combine_only,
     "stopped": _stopped,
@@ -813,6 +835,8 @@ def run_scenarios(
             "large_by_rank": LARGE_BY_RANK,
             "shared_reduced": SHARED_REDUCED,
             "large_reduced": LARGE_REDUCED,
+            "shared_gather": SHARED_GATHER,
+            "large_gather": LARGE_GATHER,
         }
         shape = shapes.get(name, SMALL)
         config = shape.config(node_id)
