@@ -110,6 +110,14 @@ def check_send(
     check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)
 
 
+def check_sent(config: EPConfig, tokens_are_sent: bool) -> None:
+    if tokens_are_sent and not config.is_gather:
+        raise ValueError(
+            f"tokens_are_sent=True with protocol={config.protocol!r}: only 'gather' "
+            "sends tokens before their experts are known; pass False"
+        )
+
+
 def check_same_rows(
     what: str, value: TensorValue, other: str, other_value: TensorValue
 ) -> None:

@@ -125,7 +125,7 @@ class EPConfig:
     protocol: str = "auto"
     """Wire protocol: ``"expert_slots"`` sends a token once for each of its
     experts, ``"rank_slots"`` once to each rank that has one of them, ``"gather"``
-    to all ranks, maybe before the router has decided
+    to all ranks that have experts, maybe before the router has decided
     (:meth:`EPBatchManager.ep_send_tokens`). The latter two on GPUs of one host,
     and without input scales; the results are the same, bit for bit. ``"auto"``:
     ``"rank_slots"`` where it can be, for it is faster and takes far less memory
@@ -405,7 +405,7 @@ class EPConfig:
 
     @property
     def is_gather(self) -> bool:
-        """Whether a token goes to all ranks."""
+        """Whether a token goes to all ranks that have experts."""
         return self.protocol == "gather"
 
     @property

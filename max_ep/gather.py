@@ -19,8 +19,8 @@ import numpy as np
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, TensorType, TensorValue, Value, ops
 
-from .checks import check_value
-from .config import EPConfig
+from .checks import check_same_rows, check_value
+from .config import MAX_GATHER_GPUS, EPConfig
 from .initializer import EPCommInitializer
 from .manager import EPBatchManager
 
@@ -40,9 +40,9 @@ class AllGatherTokenDispatcher:
 
     ``global_tokens`` is ``n_ranks * max_tokens_per_rank``. If every rank has
     ``max_tokens_per_rank`` tokens, rank ``r``'s stand at ``r *
-    max_tokens_per_rank``. If not, they stand one after another, rank by rank;
-    behind the last, the routing map is -1, probabilities are 0, and tokens are
-    undefined.
+    max_tokens_per_rank``. If not, they stand one after another, rank by rank, and
+    :attr:`n_gathered` says how many they are; behind the last, the routing map is
+    -1, probabilities are 0, and tokens are undefined.
     """
 
     def __init__(
@@ -53,23 +53,40 @@ class AllGatherTokenDispatcher:
         n_gpus_per_node: int,
         n_nodes: int = 1,
         dtype: DType = DType.bfloat16,
-        **options: object,
+        *,
+        node_id: int = -1,
+        target: str = "auto",
+        timeout_s: float = 30.0,
+        n_sms: int = 0,
+        ranks_per_gpu: int = 1,
     ) -> None:
         """Notes the group.
 
         Args:
             hidden_size: Elements of a token.
-            top_k: Experts of a token.
+            top_k: Experts of a token, 1 or more.
             max_tokens_per_rank: Tokens one rank may have.
             n_gpus_per_node: Ranks of this process.
             n_nodes: Processes of the group.
             dtype: Of tokens and sums: bfloat16 or float32.
-            options: More fields of :class:`EPConfig`, such as ``target``.
+            node_id: As in :class:`EPConfig`.
+            target: Likewise.
+            timeout_s: Likewise.
+            n_sms: Likewise.
+            ranks_per_gpu: Likewise.
 
         Raises:
-            ValueError: If a field does not fit, as :class:`EPConfig` says it.
+            ValueError: If a size does not fit, if there are more than 32 ranks, or
+                GPUs of several processes.
         """
         n_ranks = n_gpus_per_node * n_nodes
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k} must be 1 or more")
+        if not 1 <= n_ranks <= MAX_GATHER_GPUS:
+            raise ValueError(
+                f"n_gpus_per_node * n_nodes = {n_ranks} ranks; a dispatcher gathers "
+                f"from 1 to {MAX_GATHER_GPUS}"
+            )
         self.top_k = top_k
         shared = dict(
             top_k=n_ranks,
@@ -77,8 +94,12 @@ class AllGatherTokenDispatcher:
             max_tokens_per_rank=max_tokens_per_rank,
             n_gpus_per_node=n_gpus_per_node,
             n_nodes=n_nodes,
+            node_id=node_id,
+            target=target,
+            timeout_s=timeout_s,
+            n_sms=n_sms,
+            ranks_per_gpu=ranks_per_gpu,
             protocol="gather",
-            **options,
         )
         self.tokens_config = EPConfig(
             dispatch_dtype=dtype,
@@ -101,6 +122,8 @@ class AllGatherTokenDispatcher:
         self.routing_map: list[TensorValue] = []
         """Of the last :meth:`token_dispatch`: ``[global_tokens, top_k]`` int32 for
         each local rank."""
+        self.n_gathered: list[TensorValue] = []
+        """Likewise: tokens of all ranks, ``[1]`` int32 for each local rank."""
 
     @property
     def global_tokens(self) -> int:
@@ -114,7 +137,8 @@ class AllGatherTokenDispatcher:
     def initializers(self) -> tuple[EPCommInitializer, EPCommInitializer]:
         """Makes what allocates the memory: of tokens, and of choices.
 
-        Their ``model_inputs()``, in this order, are the graph's last inputs.
+        Their ``model_inputs()``, in this order, are the graph's last inputs. All
+        processes must call ``ep_init`` of the first before that of the second.
         """
         return (
             EPCommInitializer(self.tokens_config),
@@ -130,8 +154,12 @@ class AllGatherTokenDispatcher:
 
         Args:
             input_vals: The inputs declared by :meth:`input_types`, in order.
+
+        Raises:
+            ValueError: If there are more or fewer.
         """
         n = len(self._tokens.input_types())
+        self.routing_map, self.n_gathered = [], []
         self._tokens.fetch_buffers(input_vals[:n])
         self._choices.fetch_buffers(input_vals[n:])
 
@@ -141,9 +169,15 @@ class AllGatherTokenDispatcher:
         The next :meth:`token_dispatch` must be of the same values.
 
         Args:
-            hidden_states: ``[local_tokens, hidden_size]`` of each local rank.
+            hidden_states: ``[local_tokens, hidden_size]`` of ``dtype``, of each
+                local rank.
+
+        Raises:
+            TypeError: If a dtype does not fit.
+            ValueError: If a shape, device or number of values does not.
         """
         self._check_count(hidden_states=hidden_states)
+        self._check_hidden(hidden_states)
         for rank, tokens in zip(self._ranks, hidden_states):
             self._tokens.ep_send_tokens(tokens, rank)
 
@@ -156,15 +190,16 @@ class AllGatherTokenDispatcher:
         """Gathers tokens, probabilities and routing map on every rank.
 
         Args:
-            hidden_states: ``[local_tokens, hidden_size]`` of each local rank.
+            hidden_states: ``[local_tokens, hidden_size]`` of ``dtype``, of each
+                local rank, with ``local_tokens <= max_tokens_per_rank``.
             probs: ``[local_tokens, top_k]`` float32.
-            routing_map: ``[local_tokens, top_k]`` int32: each token's experts; -1:
-                none.
+            routing_map: ``[local_tokens, top_k]`` int32 below ``2**24``: each
+                token's experts; -1: none.
 
         Returns:
             Tokens ``[global_tokens, hidden_size]`` and probabilities
             ``[global_tokens, top_k]`` float32 of each local rank. Sets
-            :attr:`routing_map` to the gathered one.
+            :attr:`routing_map` to the gathered one, and :attr:`n_gathered`.
 
         Raises:
             TypeError: If a dtype does not fit.
@@ -173,6 +208,7 @@ class AllGatherTokenDispatcher:
         self._check_count(
             hidden_states=hidden_states, probs=probs, routing_map=routing_map
         )
+        self._check_hidden(hidden_states)
         everybody, ones, choices = [], [], []
         n_ranks = self.tokens_config.n_ranks
         for rank, tokens in zip(self._ranks, hidden_states):
@@ -180,6 +216,8 @@ class AllGatherTokenDispatcher:
             wide = [None, self.top_k]
             check_value(probs[rank], "probs", DType.float32, wide, device)
             check_value(routing_map[rank], "routing_map", DType.int32, wide, device)
+            for what, value in (("probs", probs), ("routing_map", routing_map)):
+                check_same_rows("hidden_states", tokens, what, value[rank])
             n_tokens = tokens.shape[0]
             all_ranks = _constant(np.arange(n_ranks, dtype=np.int32), device)
             everybody.append(ops.broadcast_to(all_ranks, [n_tokens, n_ranks]))
@@ -197,7 +235,7 @@ class AllGatherTokenDispatcher:
         gathered_choices = self._choices.ep_dispatch_all(
             choices, everybody, self._ranks
         )
-        self.routing_map, all_probs = [], []
+        self.routing_map, self.n_gathered, all_probs = [], [], []
         for rank, (rows, row_offsets, *_) in zip(self._ranks, gathered_choices):
             device = self.tokens_config.device(rank)
             k, n = self.top_k, self.global_tokens
@@ -212,6 +250,7 @@ class AllGatherTokenDispatcher:
             zero = _constant(np.zeros((1, 1), np.float32), device)
             zeros = ops.broadcast_to(zero, [n, k])
             self.routing_map.append(ids)
+            self.n_gathered.append(n_there)
             all_probs.append(ops.where(is_there, rows[:, k : 2 * k], zeros))
         return [rows for rows, *_ in gathered], all_probs
 
@@ -249,7 +288,24 @@ class AllGatherTokenDispatcher:
                 :meth:`token_dispatch`.
         """
         self._check_count(hidden_states=hidden_states)
+        if not self.routing_map:
+            raise ValueError("token_combine before token_dispatch; call that first")
+        for rank, rows in zip(self._ranks, hidden_states):
+            check_value(
+                rows,
+                "hidden_states",
+                self.tokens_config.combine_dtype,
+                [self.global_tokens, self.tokens_config.hidden_size],
+                self.tokens_config.device(rank),
+            )
         return self._tokens.ep_combine_all(hidden_states, None, self._ranks)
+
+    def _check_hidden(self, hidden_states: Sequence[TensorValue]) -> None:
+        config = self.tokens_config
+        for rank, tokens in zip(self._ranks, hidden_states):
+            shape = [None, config.hidden_size]
+            dtype = config.dispatch_dtype
+            check_value(tokens, "hidden_states", dtype, shape, config.device(rank))
 
     def _check_count(self, **lists: Sequence[TensorValue]) -> None:
         for name, values in lists.items():

@@ -27,6 +27,7 @@ from .checks import (
     check_buffers,
     check_rows,
     check_send,
+    check_sent,
     check_tokens,
     check_unsent_rows,
     check_value,
@@ -251,11 +252,11 @@ def call_ep_send_tokens(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
 ) -> None:
-    """Adds "send my tokens to all ranks" to the current graph.
+    """Adds "send my tokens to all ranks that have experts" to the current graph.
 
-    With ``protocol="gather"``, where their experts need not be known: a graph can
-    have it before the router. A dispatch of the same tokens must follow, with
-    ``tokens_are_sent=True``; until then nobody looks at them.
+    With ``protocol="gather"``, where the experts of a token need not be known: a
+    graph can have it before the router. A dispatch of the same tokens must follow
+    in this graph, with ``tokens_are_sent=True``; until then nobody looks at them.
 
     Args:
         input_tokens: As for :func:`call_ep_dispatch_async`.
@@ -265,7 +266,7 @@ def call_ep_send_tokens(
         config: The group.
 
     Raises:
-        TypeError: If a dtype is not the one above.
+        TypeError: If a dtype is not that of :func:`call_ep_dispatch_async`.
         ValueError: If a shape or device is not, or with another protocol.
     """
     if not config.is_gather:
@@ -322,7 +323,9 @@ def call_ep_dispatch_async(
         router_weights: With ``combine_mode="reduced"``, ``[n_tokens, top_k]``
             float32, or bfloat16, which is widened. Otherwise None:
             :func:`call_ep_combine_wait` takes them.
-        tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them.
+        tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
+            graph and since the last dispatch; with ``protocol="gather"``. On CPU
+            the op raises if it is not so; on GPUs the tokens would be others.
 
     Raises:
         TypeError: If a dtype is not the one above.
@@ -336,6 +339,7 @@ def call_ep_dispatch_async(
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
+    check_sent(config, tokens_are_sent)
     device = atomic_counter.device
     check_send(config, input_tokens, topk_ids, device)
     scales = _input_scales(config, input_scales, device)
@@ -418,7 +422,7 @@ def call_ep_dispatch_wait(
         {
             **_format_parameters(config),
             **_recv_parameters(config),
-            "shares_gpu": config.ranks_per_gpu > 1,
+            "tells_at_end": config.ranks_per_gpu > 1 or not config.is_reduced,
         },
         _recv_types(config, atomic_counter.device),
     )
@@ -454,6 +458,7 @@ def call_ep_dispatch(
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
+    check_sent(config, tokens_are_sent)
     device = atomic_counter.device
     check_send(config, input_tokens, topk_ids, device)
     scales = _input_scales(config, input_scales, device)
@@ -577,7 +582,7 @@ def call_ep_combine_wait(
     weights = _router_weights(config, router_weights, num_tokens, device, "combine")
     check_unsent_rows(config, input_tokens, device)
     values = [weights, recv_buf_ptrs, recv_count_ptrs]
-    parameters = {"shares_gpu": config.ranks_per_gpu > 1}
+    parameters = {"tells_at_end": config.ranks_per_gpu > 1}
     if input_tokens is not None:
         values.insert(0, _flat_rows(config, input_tokens))
         parameters["fused_shared_expert"] = config.fused_shared_expert

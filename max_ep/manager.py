@@ -61,7 +61,7 @@ class _Turns:
         self._sent = [0] * n_local_ranks
         self._waited = [0] * n_local_ranks
 
-    def check_send(self, device_id: int) -> None:
+    def check_send(self, device_id: int, op: str) -> None:
         unread = [
             rank
             for rank in self._others(device_id)
@@ -69,14 +69,14 @@ class _Turns:
         ]
         if unread:
             raise ValueError(
-                f"ep_{self._phase}_async on device {device_id} again, before "
+                f"{op} on device {device_id} again, before "
                 f"ep_{self._phase}_wait on devices {unread}: the buffers still "
                 "hold what was sent last. Wait on every device first, or use a "
                 "second EPBatchManager with buffers of its own"
             )
 
     def send(self, device_id: int) -> None:
-        self.check_send(device_id)
+        self.check_send(device_id, f"ep_{self._phase}_async")
         self._sent[device_id] += 1
 
     def wait(self, device_id: int) -> None:
@@ -255,10 +255,11 @@ class EPBatchManager:
     # ------------------------------------------------------------------ dispatch
 
     def ep_send_tokens(self, input_tokens: TensorValue, device_id: int) -> None:
-        """Starts sending a rank's tokens to all ranks, before the router decides.
+        """Starts sending a rank's tokens, before the router decides.
 
-        With ``protocol="gather"``. The next dispatch on this device must be of the
-        same tokens; it sends all else. Not in MAX's manager.
+        With ``protocol="gather"``, to all ranks that have experts. The next dispatch
+        on this device must be of the same tokens, in the same graph; it sends all
+        else. Not in MAX's manager.
 
         Args:
             input_tokens: ``[n_tokens, hidden_size]``, see
@@ -276,15 +277,15 @@ class EPBatchManager:
                 f"ep_send_tokens on device {device_id} again, before the dispatch of "
                 "the tokens that were sent; dispatch them first"
             )
-        self._turns[_DISPATCH].check_send(device_id)
+        self._turns[_DISPATCH].check_send(device_id, "ep_send_tokens")
         call_ep_send_tokens(
             input_tokens, counter, *self._pointers(_DISPATCH)[1:], self.config
         )
         self._sent_tokens[device_id] = input_tokens
 
-    def _take_sent(self, device_id: int, input_tokens: TensorValue) -> bool:
+    def _are_sent(self, device_id: int, input_tokens: TensorValue) -> bool:
         """Tells whether a dispatch's tokens have been sent, which must be these."""
-        sent = self._sent_tokens.pop(device_id, None)
+        sent = self._sent_tokens.get(device_id)
         if sent is not None and sent is not input_tokens:
             raise ValueError(
                 f"input_tokens of the dispatch on device {device_id} are not the "
@@ -321,8 +322,9 @@ class EPBatchManager:
             self.config,
             input_scales,
             router_weight,
-            self._take_sent(device_id, input_tokens),
+            self._are_sent(device_id, input_tokens),
         )
+        self._sent_tokens.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
 
@@ -377,8 +379,9 @@ class EPBatchManager:
             self.config,
             input_scales,
             router_weight,
-            self._take_sent(device_id, input_tokens),
+            self._are_sent(device_id, input_tokens),
         )
+        self._sent_tokens.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._turns[_DISPATCH].wait(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -411,7 +414,7 @@ class EPBatchManager:
         if router_weights is not None:
             lists["router_weights"] = router_weights
         self._check_all(device_ids, **lists)
-        are_sent = {self._take_sent(i, x) for i, x in zip(device_ids, input_tokens)}
+        are_sent = {self._are_sent(i, x) for i, x in zip(device_ids, input_tokens)}
         if len(are_sent) > 1:
             raise ValueError(
                 "ep_dispatch_all after ep_send_tokens on some devices only; send the "
@@ -427,6 +430,7 @@ class EPBatchManager:
             list(router_weights) if router_weights is not None else None,
             are_sent == {True},
         )
+        self._sent_tokens.clear()
         self._pass_all(_DISPATCH, device_ids)
         for device_id, tokens in zip(device_ids, input_tokens):
             self._num_tokens[device_id] = tokens.shape[0]

@@ -279,7 +279,7 @@ def test_tokens_that_were_sent_are_dispatched_next() -> None:
 def test_tokens_are_not_sent_onto_unread_ones() -> None:
     with building(GATHER.config()) as (manager, x):
         send_all(manager, x)
-        with raises(ValueError, "device 0 again", "ep_dispatch_wait on devices [0, 1]"):
+        with raises(ValueError, "ep_send_tokens on device 0 again", "devices [0, 1]"):
             manager.ep_send_tokens(x.tokens, 0)
 
 

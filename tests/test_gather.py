@@ -9,11 +9,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import to_buffer, to_numpy
+from cases import Case, expected, make_inputs
+from harness import (
+    assert_round_trip,
+    flatten,
+    input_types,
+    take_inputs,
+    take_outputs,
+    to_buffer,
+    to_numpy,
+)
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType, ops
 
-from max_ep import AllGatherTokenDispatcher
+from max_ep import (
+    AllGatherTokenDispatcher,
+    EPBatchManager,
+    EPCommInitializer,
+    call_ep_dispatch_async,
+)
 from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
 
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 7, 3, 40, 6
@@ -68,7 +82,13 @@ def layer(session, request) -> Iterator[SimpleNamespace]:
             for r in range(N_RANKS)
         ]
         results = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
-        graph.output(*tokens, *all_probs, *dispatcher.routing_map, *results)
+        graph.output(
+            *tokens,
+            *all_probs,
+            *dispatcher.routing_map,
+            *results,
+            *dispatcher.n_gathered,
+        )
     comms = dispatcher.initializers()
     model = session.load(graph)
     for comm in comms:
@@ -98,9 +118,10 @@ def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace
     outputs = [to_numpy(o) for o in layer.model.execute(*inputs)]
     for comm in layer.comms:
         comm.check()
-    tokens, probs, ids, results = (
-        outputs[i : i + N_RANKS] for i in range(0, 4 * N_RANKS, N_RANKS)
+    tokens, probs, ids, results, n_gathered = (
+        outputs[i : i + N_RANKS] for i in range(0, 5 * N_RANKS, N_RANKS)
     )
+    assert np.array_equal(n_gathered, [[sum(counts)]] * N_RANKS)
     return SimpleNamespace(
         given=given, tokens=tokens, probs=probs, ids=ids, results=results
     )
@@ -208,5 +229,86 @@ def test_each_local_rank_has_a_value() -> None:
             dispatcher.token_dispatch([x, x], [x], [x, x])
         with pytest.raises(TypeError, match="probs.*bfloat16.*float32"):
             dispatcher.token_dispatch([x, x], [x, x], [x, x])
-        with pytest.raises(ValueError, match="without a dispatch"):
+        with pytest.raises(ValueError, match="before token_dispatch"):
             dispatcher.token_combine([x, x])
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(top_k=0), "top_k=0"),
+        (dict(n_gpus_per_node=40), "40 ranks.*32"),
+        (dict(dtype=DType.int8), "dtype"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_bad_sizes(changes: dict, words: str) -> None:
+    sizes = dict(top_k=TOP_K, n_gpus_per_node=2) | changes
+    with pytest.raises(ValueError, match=words):
+        AllGatherTokenDispatcher(
+            HIDDEN, max_tokens_per_rank=TOKENS, target="cpu", **sizes
+        )
+
+
+def test_dispatch_fits_what_was_sent(session) -> None:
+    """Graphs that send, and others that dispatch: a manager sees one of them only."""
+    case = Case("alone", 1, 5, 3, 80, 7, protocol="gather")
+    config = case.config()
+
+    def build(name: str, tokens_are_sent: bool | None):
+        manager = EPBatchManager(config)
+        types = [*input_types(case), *manager.input_types()]
+        with Graph(f"sent_{name}", input_types=types) as graph:
+            n = len(input_types(case))
+            manager.fetch_buffers(graph.inputs[n:])
+            (given,) = take_inputs(case, iter(graph.inputs[:n]))
+            if tokens_are_sent is None:
+                manager.ep_send_tokens(given.tokens, 0)
+                graph.output(given.ids)
+            else:
+                call_ep_dispatch_async(
+                    given.tokens,
+                    given.ids,
+                    manager.atomic_counters[0][0],
+                    manager.send_buf_ptrs[0],
+                    manager.recv_buf_ptrs[0],
+                    manager.recv_count_ptrs[0],
+                    config,
+                    tokens_are_sent=tokens_are_sent,
+                )
+                manager._turns[0].send(0)
+                manager._num_tokens[0] = given.tokens.shape[0]
+                rows = manager.ep_dispatch_wait(0)
+                manager.ep_combine_async(rows[0], 0)
+                sums = manager.ep_combine_wait(given.weights, 0)
+                graph.output(*rows, manager._src_info[0], sums)
+        return session.load(graph)
+
+    send, dispatch_sent, dispatch = (
+        build("first", None),
+        build("dispatch", True),
+        build("neither", False),
+    )
+    given, fewer = (make_inputs(case, "uniform", counts=[n]) for n in (5, 3))
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(session)
+
+        def run(model, inputs):
+            return model.execute(*flatten(inputs), *comm.model_inputs())
+
+        with pytest.raises(Exception, match="of 5 tokens.*send_tokens has sent none"):
+            run(dispatch_sent, given)
+        comm.reset()
+        run(send, fewer)
+        with pytest.raises(Exception, match="of 5 tokens.*send_tokens has sent 3 "):
+            run(dispatch_sent, given)
+        comm.reset()
+        run(send, given)
+        with pytest.raises(Exception, match="sends itself, but send_tokens has sent 5"):
+            run(dispatch, given)
+        comm.reset()
+        for _ in range(2):
+            run(send, given)
+            outputs = run(dispatch_sent, given)
+            got = take_outputs(case, iter(outputs))
+            assert_round_trip("sent by another graph", got, expected(case, given))

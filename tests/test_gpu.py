@@ -50,7 +50,11 @@ PROTOCOLS = {
     "_by_rank": {"protocol": "rank_slots"},
     "_reduced": {"protocol": "rank_slots", "combine_mode": "reduced"},
     "_gather": {"protocol": "gather", "sends_early": True},
-    "_gather_reduced": {"protocol": "gather", "combine_mode": "reduced"},
+    "_gather_reduced": {
+        "protocol": "gather",
+        "combine_mode": "reduced",
+        "sends_early": True,
+    },
 }
 """What the names of cases and places end with, and what those cases change."""
 

@@ -466,7 +466,7 @@ def ep_dispatch_wait_kernel_api[
     output_layout: StaticString = "packed",
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
-    shares_gpu: Bool = False,
+    tells_at_end: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -493,7 +493,8 @@ def ep_dispatch_wait_kernel_api[
             has `expert_capacity` rows of its own.
         protocol: As in `ep_dispatch_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks run on this rank's GPU.
+        tells_at_end: Whether the kernel of `rank_slots` tells at its end what it
+            has read, and not the next one of this rank.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
@@ -548,7 +549,7 @@ def ep_dispatch_wait_kernel_api[
             use_shmem,
             protocol,
             n_sms,
-            shares_gpu,
+            tells_at_end,
         ](
             rows,
             _row_tables[dispatch_layout, fused_shared_expert, output_layout](
@@ -921,7 +922,7 @@ def ep_combine_wait_kernel_api[
     protocol: Int = EXPERT_SLOTS,
     partial_dtype: DType = combine_dtype,
     n_sms: Int = 0,
-    shares_gpu: Bool = False,
+    tells_at_end: Bool = False,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -947,7 +948,8 @@ def ep_combine_wait_kernel_api[
         protocol: As in `ep_combine_async_kernel_api`.
         partial_dtype: As in `ep_combine_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks run on this rank's GPU.
+        tells_at_end: Whether the kernel of `rank_slots` tells at its end what it
+            has read, and not the next one of this rank.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -1012,7 +1014,7 @@ def ep_combine_wait_kernel_api[
             protocol,
             partial_dtype,
             n_sms,
-            shares_gpu,
+            tells_at_end,
         ](
             output_tokens,
             router_weights,

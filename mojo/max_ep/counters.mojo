@@ -67,7 +67,8 @@ comptime BROKEN_WORD = 19
 warps rely on it; with `rank_slots` whoever gives up does, and one warp reads it
 for its block (`start_launch`)."""
 
-comptime _BLOCKS_DONE = 28
+comptime _BLOCKS_DONE = 28  # GPU ranks
+comptime _TOKENS_SENT = 28  # CPU ranks
 comptime _DISPATCH_CLEAR = 29
 comptime _COMBINE_CLEAR = 30
 comptime _MOST_RECEIVED = 31
@@ -571,6 +572,24 @@ struct EPLocalSyncCounters[n_experts: Int](
         self.words[
             unsafe_offset=_N_TOKENS + Int(generation & UInt32(1))
         ] = Int32(n_tokens)
+
+    @always_inline
+    def tokens_sent(self) -> Int:
+        """Reads how many tokens wait for their dispatch; CPU ranks.
+
+        Returns:
+            Tokens that `send_tokens` has sent, or -1: none since the last dispatch.
+        """
+        return Int(self.words[unsafe_offset=_TOKENS_SENT]) - 1
+
+    @always_inline
+    def set_tokens_sent(self, n_tokens: Int):
+        """Notes how many tokens wait for their dispatch; CPU ranks.
+
+        Args:
+            n_tokens: Tokens, or -1.
+        """
+        self.words[unsafe_offset=_TOKENS_SENT] = Int32(n_tokens + 1)
 
     @always_inline
     def combine_of(self) -> UInt32:

@@ -285,7 +285,7 @@ def launch_dispatch_wait[
     use_shmem: Bool,
     protocol: Int,
     n_sms: Int,
-    shares_gpu: Bool,
+    tells_at_end: Bool,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
@@ -311,7 +311,7 @@ def launch_dispatch_wait[
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks run on this rank's GPU.
+        tells_at_end: As in `rank_slots/dispatch.mojo`.
 
     Args:
         rows: The output tensors.
@@ -335,7 +335,7 @@ def launch_dispatch_wait[
             protocol,
             tables.is_padded,
             tables.fused_shared_expert,
-            shares_gpu,
+            tells_at_end,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -627,7 +627,7 @@ def launch_combine_wait[
     protocol: Int,
     partial_dtype: DType,
     n_sms: Int,
-    shares_gpu: Bool,
+    tells_at_end: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -652,7 +652,7 @@ def launch_combine_wait[
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks run on this rank's GPU.
+        tells_at_end: As in `rank_slots/dispatch.mojo`.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -678,7 +678,7 @@ def launch_combine_wait[
             max_tokens_per_rank,
             protocol,
             fused_shared_expert,
-            shares_gpu,
+            tells_at_end,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(

@@ -269,8 +269,10 @@ struct _Part(TrivialRegisterPassable):
         var token_idx, part = divmod_32(unit, n_parts)
         var dst_rank: Int32 = -1
         comptime if layout.sends_to_all():
-            if lane < layout.n_ranks_with_experts():
-                dst_rank = Int32(lane)
+            # Not all sources begin with the same rank.
+            comptime n = layout.n_ranks_with_experts()
+            if lane < n:
+                dst_rank = Int32(UInt32(my_rank + 1 + lane) % UInt32(n))
         else:
             if lane < top_k:
                 var id = choices.id(token_idx * top_k + lane)
@@ -1306,14 +1308,14 @@ def dispatch_async_kernel[
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         token_fmt_type: Wire format of a token.
-        protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        protocol: Any but `EXPERT_SLOTS`.
         fused_shared_expert: Whether this rank receives all of its tokens.
         tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`, rows aligned to 16 bytes.
         topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert.
-        router_weights: `[n_tokens][top_k]`; read by `RANK_SLOTS_REDUCED`.
+        router_weights: `[n_tokens][top_k]`; read by a reduced protocol.
         n_tokens: In `[0, max_tokens_per_rank]`.
         recv_buf_ptrs: All ranks' recv buffers.
         recv_count_ptrs: All ranks' counts buffers.
@@ -1377,7 +1379,7 @@ def dispatch_wait_kernel[
     protocol: Int,
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
-    shares_gpu: Bool = False,
+    tells_at_end: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
@@ -1403,12 +1405,13 @@ def dispatch_wait_kernel[
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         token_fmt_type: Wire format of a token.
-        protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        protocol: Any but `EXPERT_SLOTS`.
         is_padded: Whether each expert's rows stand by themselves.
         fused_shared_expert: Whether this rank's tokens come first.
-        shares_gpu: Whether other ranks run on this GPU, before or after this
-            one: they may send again before the next launch of this rank, so
-            this launch tells at its end what it has read.
+        tells_at_end: Whether this launch tells at its end what it has read, since
+            others must not wait for the next one of this rank: ranks that share
+            this GPU may send again before that; and un-reduced, the next one,
+            combine, does not tell.
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
@@ -1434,7 +1437,7 @@ def dispatch_wait_kernel[
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
     var generation = next_generation(launch.before.dispatch_received)
-    comptime if not shares_gpu:
+    comptime if not tells_at_end:
         if is_last_to_start(launch, ep_counters, COUNTING_WARP):
             ep_counters.set_dispatch_received(generation)
         comptime if layout.is_reduced():
@@ -1452,7 +1455,7 @@ def dispatch_wait_kernel[
         launch,
         ep_counters,
     )
-    comptime if shares_gpu:
+    comptime if tells_at_end:
         if not is_last_block(ep_counters):
             return
         if launch.lane == 0:
@@ -1509,7 +1512,7 @@ def dispatch_kernel[
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         token_fmt_type: Wire format of a token.
-        protocol: `RANK_SLOTS` or `RANK_SLOTS_REDUCED`.
+        protocol: Any but `EXPERT_SLOTS`.
         is_padded: Whether each expert's rows stand by themselves.
         fused_shared_expert: Whether this rank's tokens come first.
         tokens_are_sent: Whether peers have them from `send_tokens_kernel`.

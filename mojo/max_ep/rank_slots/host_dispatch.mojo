@@ -147,6 +147,7 @@ def send_tokens_host[
             )
 
     for_each_chunk(n_tokens, n_ranks * token_fmt_type.msg_bytes, send)
+    counters.set_tokens_sent(n_tokens)
     # AFTER: the tokens are with their receivers, who do not know it yet.
 
 
@@ -253,7 +254,40 @@ def dispatch_async_host[
     var my_rank = counters.my_rank()
     var generation = next_generation(counters.dispatch_sent())
     _await_places["dispatch_async", layout](recv_counts, counters)
+    comptime if layout.sends_to_all():
+        var n_sent = counters.tokens_sent()
+        comptime if tokens_are_sent:
+            if n_sent != n_tokens:
+                raise Error(
+                    "max_ep: dispatch_async on rank ",
+                    my_rank,
+                    " of ",
+                    n_tokens,
+                    " tokens that have been sent: send_tokens has sent ",
+                    "none" if n_sent < 0 else String(n_sent),
+                    (
+                        " since the last dispatch. Send these first, and call"
+                        " EPCommInitializer.reset()."
+                    ),
+                )
+        else:
+            if n_sent >= 0:
+                raise Error(
+                    "max_ep: dispatch_async on rank ",
+                    my_rank,
+                    (
+                        " of tokens that it sends itself, but send_tokens has"
+                        " sent "
+                    ),
+                    n_sent,
+                    (
+                        " before. Dispatch those, with tokens_are_sent, and"
+                        " call EPCommInitializer.reset()."
+                    ),
+                )
     counters.set_n_tokens(generation, n_tokens)
+    comptime if layout.sends_to_all():
+        counters.set_tokens_sent(-1)
 
     var plan = SendPlan[n_experts, top_k](
         topk_ids, n_tokens, max_tokens_per_rank
