@@ -324,8 +324,9 @@ def call_ep_dispatch_async(
             float32, or bfloat16, which is widened. Otherwise None:
             :func:`call_ep_combine_wait` takes them.
         tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
-            graph and since the last dispatch; with ``protocol="gather"``. On CPU
-            the op raises if it is not so; on GPUs the tokens would be others.
+            graph and since the last dispatch; with ``protocol="gather"``. If it is
+            not so, the op raises, or on GPUs the next
+            :meth:`EPCommInitializer.check`.
 
     Raises:
         TypeError: If a dtype is not the one above.

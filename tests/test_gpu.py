@@ -38,7 +38,7 @@ from harness import (
     round_trip,
     take_outputs,
 )
-from max.driver import Accelerator, Buffer, accelerator_count
+from max.driver import CPU, Accelerator, Buffer, accelerator_count
 from max.dtype import DType
 from max.graph import BufferType, Graph, ops
 
@@ -101,7 +101,6 @@ ALL_CASES = (
 @pytest.fixture(scope="module")
 def gpu_session():
     """A session with all GPUs of the machine."""
-    from max.driver import CPU
     from max.engine import InferenceSession
 
     gpus = [Accelerator(i) for i in range(accelerator_count())]
@@ -479,11 +478,7 @@ def test_a_missing_peer_is_named(gpu_session, suffix: str) -> None:
             "from rank 1",
         ):
             assert words in str(caught.value)
-        bits = (
-            result.to(__import__("max").driver.CPU())
-            .view(DType.uint16, tuple(result.shape))
-            .to_numpy()
-        )
+        bits = result.to(CPU()).view(DType.uint16, tuple(result.shape)).to_numpy()
         assert ((bits & 0x7FFF) > 0x7F80).all(), "what is missing must be NaN"
         comm.reset()
         comm.check()
@@ -509,6 +504,43 @@ def test_bad_ids_are_dropped_and_reported(gpu_session, suffix: str) -> None:
         assert_round_trip("after a reset", got[case.name], expected(case, given))
     finally:
         groups.close()
+
+
+@pytest.mark.gpu(1)
+def test_dispatch_of_tokens_that_were_not_sent(gpu_session) -> None:
+    """Nothing is sent or received, and `check` says why."""
+    from harness import flatten, input_types, take_inputs
+
+    from max_ep import EPCommInitializer, call_ep_dispatch
+
+    case = Case("not_sent", 1, 5, 3, 512, 7, protocol="gather")
+    config = on_gpus(case)
+    manager = EPBatchManager(config)
+    types = [*input_types(case, config=config), *manager.input_types()]
+    with Graph("not_sent", input_types=types) as graph:
+        n_given = 3
+        manager.fetch_buffers(graph.inputs[n_given:])
+        (given,) = take_inputs(case, iter(graph.inputs[:n_given]))
+        d = call_ep_dispatch(
+            given.tokens,
+            given.ids,
+            manager.atomic_counters[0][0],
+            manager.send_buf_ptrs[0],
+            manager.recv_buf_ptrs[0],
+            manager.recv_count_ptrs[0],
+            config,
+            tokens_are_sent=True,
+        )
+        graph.output(d[1])
+    model = gpu_session.load(graph)
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
+        inputs = flatten(make_inputs(case, "full"), config) + comm.model_inputs()
+        (row_offsets,) = model.execute(*inputs)
+        with pytest.raises(RuntimeError, match="7 tokens.*send_tokens has sent none"):
+            comm.check()
+        assert not row_offsets.to(CPU()).to_numpy().any()
+        comm.reset()
 
 
 @pytest.mark.gpu(1)

@@ -47,7 +47,8 @@ comptime _DISPATCH_RECEIVED = 4
 comptime _COMBINE_SENT = 5
 comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
-comptime _SRC_INFO_HASH = 8
+comptime _SRC_INFO_HASH = 8  # CPU ranks
+comptime _TOKENS_SENT_ON_GPU = 8
 comptime _N_FIELDS = 7
 comptime _LAYOUT = 9  # `_N_FIELDS` words, the fields of RegionLayout
 comptime _LAYOUT_NAMES: Array[StaticString, _N_FIELDS] = [
@@ -154,6 +155,21 @@ def name_of_word(i: Int) -> String:
         return "mark of max_ep.init"
     var names = materialize[_LAYOUT_NAMES]()
     return String(names[i - _LAYOUT])
+
+
+@always_inline
+def tokens_sent_of(word: Int32) -> Int:
+    """Reads from a GPU rank's header how many tokens wait for their dispatch.
+
+    All lanes call it.
+
+    Args:
+        word: In lane `i`: word `i` of the header.
+
+    Returns:
+        Tokens that `send_tokens` has sent, or -1: none since the last dispatch.
+    """
+    return Int(warp.shuffle_idx(word, UInt32(_TOKENS_SENT_ON_GPU))) - 1
 
 
 @fieldwise_init
@@ -590,6 +606,15 @@ struct EPLocalSyncCounters[n_experts: Int](
             n_tokens: Tokens, or -1.
         """
         self.words[unsafe_offset=_TOKENS_SENT] = Int32(n_tokens + 1)
+
+    @always_inline
+    def set_tokens_sent_on_gpu(self, n_tokens: Int):
+        """Notes how many tokens wait for their dispatch; GPU ranks.
+
+        Args:
+            n_tokens: Tokens, or -1.
+        """
+        self.words[unsafe_offset=_TOKENS_SENT_ON_GPU] = Int32(n_tokens + 1)
 
     @always_inline
     def combine_of(self) -> UInt32:

@@ -39,6 +39,7 @@ from std.utils import StaticTuple
 from ..counters import (
     EPLocalSyncCounters,
     NO_ROW,
+    tokens_sent_of,
 )
 from ..expert_slots.device_steps import (
     ACCESSES_IN_FLIGHT,
@@ -63,6 +64,7 @@ from ..expert_slots.dispatch import (
 from ..expert_slots.host_steps import flag_at
 from ..failures import (
     NO_MESSAGE,
+    OTHER_TOKENS,
     note_failure,
 )
 from ..flags import (
@@ -1191,6 +1193,55 @@ def _receive[
 # ------------------------------------------------------------------ the kernels
 
 
+@always_inline
+def _is_of_other_tokens[
+    n_experts: Int, //, layout: RegionLayout, tokens_are_sent: Bool
+](
+    word: Int32,
+    n_tokens: Int,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+) -> Bool:
+    """Tells whether a dispatch is not of what was sent before; notes it.
+
+    All warps call it, before the last block has started.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        tokens_are_sent: Whether the tokens should have been sent.
+
+    Args:
+        word: From `header_word`.
+        n_tokens: Tokens of the dispatch.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Whether to do nothing; the same in all warps of all blocks.
+    """
+    comptime if not layout.sends_to_all():
+        return False
+    else:
+        var n_sent = tokens_sent_of(word)
+        if n_sent == (n_tokens if tokens_are_sent else -1):
+            return False
+        if launch.warp_idx == 0 and launch.lane == 0:
+            note_failure(
+                counters.failure(),
+                OTHER_TOKENS,
+                SEND,
+                launch.my_rank,
+                -1,
+                next_generation(launch.before.dispatch_sent),
+                0,
+                n_tokens,
+                n_sent,
+            )
+            counters.set_broken()
+        return True
+
+
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
 )
@@ -1250,6 +1301,9 @@ def send_tokens_kernel[
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
+    if block_idx.x == 0 and launch.warp_idx == COUNTING_WARP:
+        if launch.lane == 0:
+            ep_counters.set_tokens_sent_on_gpu(Int(n_tokens))
     # Peers that send early, too, wait for this.
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send_by_number[
@@ -1338,12 +1392,16 @@ def dispatch_async_kernel[
         topk_ids, router_weights, Int(n_tokens)
     )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go:
+    if not launch.can_go or _is_of_other_tokens[layout, tokens_are_sent](
+        word, Int(n_tokens), launch, ep_counters
+    ):
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
+        comptime if layout.sends_to_all():
+            ep_counters.set_tokens_sent_on_gpu(-1)
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send[
         input_type,
@@ -1544,7 +1602,9 @@ def dispatch_kernel[
         topk_ids, router_weights, Int(n_tokens)
     )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go:
+    if not launch.can_go or _is_of_other_tokens[layout, tokens_are_sent](
+        word, Int(n_tokens), launch, ep_counters
+    ):
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
@@ -1552,6 +1612,8 @@ def dispatch_kernel[
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
+        comptime if layout.sends_to_all():
+            ep_counters.set_tokens_sent_on_gpu(-1)
         ep_counters.set_dispatch_received(
             next_generation(launch.before.dispatch_received)
         )
