@@ -12,7 +12,7 @@ Two ways of moving the tokens of an MoE layer:
 
 Neither sorts rows by expert, and FP8 tokens are given already quantized: both
 do less than dispatch and combine. Chains and timing are those of
-``bench.gpu_peers_max``; an FP8 chain returns rows that do not depend on what
+``bench.gpu_graphs_max``; an FP8 chain returns rows that do not depend on what
 was dispatched.
 """
 

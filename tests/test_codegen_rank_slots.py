@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from assembly import Kernel, Loop, nvidia_resources, parse_ptx
 
-from max_ep.config import MAX_GPU_PAIRS, MAX_RANKS
 from max_ep.extension import run_mojo
+from max_ep.limits import MAX_GPU_PAIRS, MAX_RANKS
 
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_rank_slots.mojo"
 

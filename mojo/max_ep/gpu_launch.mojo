@@ -285,7 +285,7 @@ def launch_dispatch_wait[
     use_shmem: Bool,
     protocol: Int,
     n_sms: Int,
-    tells_at_end: Bool,
+    shares_gpu: Bool,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
@@ -311,7 +311,7 @@ def launch_dispatch_wait[
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tells_at_end: As in `rank_slots/dispatch.mojo`.
+        shares_gpu: Whether other ranks may run on this rank's GPU.
 
     Args:
         rows: The output tensors.
@@ -335,7 +335,7 @@ def launch_dispatch_wait[
             protocol,
             tables.is_padded,
             tables.fused_shared_expert,
-            tells_at_end,
+            shares_gpu,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -627,7 +627,7 @@ def launch_combine_wait[
     protocol: Int,
     partial_dtype: DType,
     n_sms: Int,
-    tells_at_end: Bool,
+    shares_gpu: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -652,7 +652,7 @@ def launch_combine_wait[
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tells_at_end: As in `rank_slots/dispatch.mojo`.
+        shares_gpu: Whether other ranks may run on this rank's GPU.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -678,7 +678,7 @@ def launch_combine_wait[
             max_tokens_per_rank,
             protocol,
             fused_shared_expert,
-            tells_at_end,
+            shares_gpu,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(

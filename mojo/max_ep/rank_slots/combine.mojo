@@ -1201,7 +1201,7 @@ def combine_wait_kernel[
     max_tokens_per_rank: Int,
     protocol: Int,
     fused_shared_expert: Bool = False,
-    tells_at_end: Bool = False,
+    shares_gpu: Bool = True,
 ](
     expert_rows: SharedRows,
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
@@ -1225,7 +1225,7 @@ def combine_wait_kernel[
         max_tokens_per_rank: Tokens one rank may send.
         protocol: A reduced one.
         fused_shared_expert: Whether row `t` is the shared expert's of token `t`.
-        tells_at_end: As in `dispatch_wait_kernel`.
+        shares_gpu: As in `dispatch_wait_kernel`, whose reason holds here.
 
     Args:
         expert_rows: Those of `combine_async_kernel`: this rank's own partial
@@ -1261,7 +1261,7 @@ def combine_wait_kernel[
         return
     comptime n_warps = num_threads // WARP_SIZE
     var generation = next_generation(launch.before.combine_received)
-    comptime if not tells_at_end:
+    comptime if not shares_gpu:
         if is_last_to_start(launch, ep_counters, n_warps - 2):
             ep_counters.set_combine_received(generation)
         if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
@@ -1282,7 +1282,7 @@ def combine_wait_kernel[
         launch,
         ep_counters,
     )
-    comptime if tells_at_end:
+    comptime if shares_gpu:
         if not is_last_block(ep_counters):
             return
         if launch.lane == 0:

@@ -273,6 +273,7 @@ struct _Part(TrivialRegisterPassable):
         comptime if layout.sends_to_all():
             # Not all sources begin with the same rank.
             comptime n = layout.n_ranks_with_experts()
+            comptime assert n <= WARP_SIZE, "a lane stands for a rank"
             if lane < n:
                 dst_rank = Int32(UInt32(my_rank + 1 + lane) % UInt32(n))
         else:
@@ -1437,7 +1438,7 @@ def dispatch_wait_kernel[
     protocol: Int,
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
-    tells_at_end: Bool = False,
+    shares_gpu: Bool = True,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
@@ -1466,10 +1467,9 @@ def dispatch_wait_kernel[
         protocol: Any but `EXPERT_SLOTS`.
         is_padded: Whether each expert's rows stand by themselves.
         fused_shared_expert: Whether this rank's tokens come first.
-        tells_at_end: Whether this launch tells at its end what it has read, since
-            others must not wait for the next one of this rank: ranks that share
-            this GPU may send again before that; and un-reduced, the next one,
-            combine, does not tell.
+        shares_gpu: Whether other ranks may run on this rank's GPU. If so, this
+            launch tells at its end what it has read: the next launch of this
+            rank, which would tell otherwise, may be queued behind theirs.
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
@@ -1494,13 +1494,14 @@ def dispatch_wait_kernel[
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
+    # Un-reduced, the next launch is a combine that tells nobody.
+    comptime tells_at_end = shares_gpu or not layout.is_reduced()
     var generation = next_generation(launch.before.dispatch_received)
     comptime if not tells_at_end:
         if is_last_to_start(launch, ep_counters, COUNTING_WARP):
             ep_counters.set_dispatch_received(generation)
-        comptime if layout.is_reduced():
-            if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
-                note_readers[layout, True](launch, counts, ep_counters)
+        if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
+            note_readers[layout, True](launch, counts, ep_counters)
     _receive[num_threads, n_experts, layout, token_fmt_type, False](
         rows,
         Int(n_rows_max),
