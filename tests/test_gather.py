@@ -270,9 +270,7 @@ def test_dispatch_fits_what_was_sent(session) -> None:
                     given.tokens,
                     given.ids,
                     manager.atomic_counters[0][0],
-                    manager.send_buf_ptrs[0],
-                    manager.recv_buf_ptrs[0],
-                    manager.recv_count_ptrs[0],
+                    *manager._pointers(0),
                     config,
                     tokens_are_sent=tokens_are_sent,
                 )

@@ -525,9 +525,7 @@ def test_dispatch_of_tokens_that_were_not_sent(gpu_session) -> None:
             given.tokens,
             given.ids,
             manager.atomic_counters[0][0],
-            manager.send_buf_ptrs[0],
-            manager.recv_buf_ptrs[0],
-            manager.recv_count_ptrs[0],
+            *manager._pointers(0),
             config,
             tokens_are_sent=True,
         )
