@@ -26,15 +26,18 @@ from typing import Any
 from max.driver import Accelerator
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType, TensorValue
+from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
 
-from .gpu_shapes import LAYER_FACTORS, OURS, Config
+from .gpu_shapes import LAYER_FACTORS, OURS, ROUTED_FORMS, Config
 
 FORMS = {
     "fused": "ep_dispatch and ep_combine, one op for each GPU",
     "all": "ep_dispatch_all and ep_combine_all, one op for all GPUs",
     "split": "async on all GPUs, then wait on all",
     "dispatch": "ep_dispatch alone, L times",
+    "routed": "as fused, with a router in front of each dispatch",
+    "early": "as routed, with ep_send_tokens in front of the router",
+    "all_gather": "token_dispatch and token_combine of AllGatherTokenDispatcher",
 }
 """What a chain is made of."""
 
@@ -44,7 +47,11 @@ DEFAULT_FORMS = {
     "ours": ("fused", "all", "split", "dispatch"),
     "ours_by_rank": ("fused", "split", "dispatch"),
     "ours_reduced": ("fused", "split", "dispatch"),
+    "ours_gather": ("fused", "split", "dispatch"),
+    "ours_gather_reduced": ("fused", "split", "dispatch", *ROUTED_FORMS),
+    "ours_all_gather": ("all_gather",),
     "max": ("fused", "all", "split"),
+    "nccl": ("all_gather", "all_to_all"),
 }
 
 _N_FACTORS = len(LAYER_FACTORS)
@@ -86,15 +93,19 @@ def graph_of(config: Config, form: str) -> Graph:
     Inputs, each a list with one tensor a rank: tokens ``[n_tokens, hidden]``
     bfloat16; ids ``[n_tokens, top_k]`` int32; then one list for each of
     ``LAYER_FACTORS`` of weights ``[n_tokens, top_k]`` float32 (not where neither
-    dispatch nor combine takes any), and for FP8 the experts' rows
-    ``[max_recv_tokens, hidden]`` bfloat16 (not for ``dispatch``); last the EP
-    inputs.
+    dispatch nor combine takes any); for ``ROUTED_FORMS`` the router's
+    ``[hidden, experts]`` bfloat16 and a zero ``[1]`` int32; for FP8 the experts'
+    rows ``[max_recv_tokens, hidden]`` bfloat16 (not for ``dispatch``); last the
+    EP inputs.
 
     Outputs, likewise: the last layer's sums and the first layer's (not for
     ``dispatch``); then for each rank what a dispatch returned without its last
     element: rows, for FP8 scales, row offsets, expert ids. It is the first
-    layer's; for ``dispatch`` the last's.
+    layer's; for ``dispatch`` the last's. For ``all_gather`` see
+    :func:`_all_gather_graph`.
     """
+    if config.is_dispatcher:
+        return _all_gather_graph(config)
     shape, n = config.shape, config.n_ranks
     group = ep_config(config)
     manager = library(config.peer).EPBatchManager(group)
@@ -107,21 +118,31 @@ def graph_of(config: Config, form: str) -> Graph:
     if takes_weights(config, form):
         for _ in LAYER_FACTORS:
             inputs += types(DType.float32, ["n_tokens", shape.top_k])
+    if form in ROUTED_FORMS:
+        inputs += types(DType.bfloat16, [shape.hidden_size, shape.n_experts])
+        inputs += types(DType.int32, [1])
     if form != "dispatch" and config.dtype == "fp8":
         rows = [group.get_max_recv_tokens(), shape.hidden_size]
         inputs += types(DType.bfloat16, rows)
-    name = f"{config.name}_{form}_l{config.n_layers}"
+    name = f"{config.name}_{form}_l{config.n_layers(form)}"
     with Graph(name, input_types=[*inputs, *manager.input_types()]) as graph:
         values = [value.tensor for value in graph.inputs[: len(inputs)]]
         manager.fetch_buffers(graph.inputs[len(inputs) :])
         x, ids, *rest = (values[i : i + n] for i in range(0, len(values), n))
-        weights, expert_rows = rest[:_N_FACTORS], rest[_N_FACTORS:]
+        n_weights = _N_FACTORS if takes_weights(config, form) else 0
+        weights, rest = rest[:n_weights], rest[n_weights:]
+        n_router = 2 if form in ROUTED_FORMS else 0
+        router, expert_rows = rest[:n_router], rest[n_router:]
         kept: list[tuple[TensorValue, ...]] = []
         first: list[TensorValue] = []
-        for layer in range(config.n_layers):
+        for layer in range(config.n_layers(form)):
             of_layer = weights[layer % _N_FACTORS] if weights else None
             with_tokens = of_layer if config.is_reduced else None
-            outputs = _dispatch(manager, form, x, ids, with_tokens)
+            if form == "early":
+                for i in range(n):
+                    manager.ep_send_tokens(x[i], i)
+            of_router = _route(x, ids, *router) if router else ids
+            outputs = _dispatch(manager, form, x, of_router, with_tokens)
             if form == "dispatch":
                 kept = outputs
                 continue
@@ -138,6 +159,73 @@ def graph_of(config: Config, form: str) -> Graph:
 def takes_weights(config: Config, form: str) -> bool:
     """Returns whether a chain has router weights among its inputs."""
     return form != "dispatch" or config.is_reduced
+
+
+def _route(
+    x: list[TensorValue],
+    ids: list[TensorValue],
+    gate: list[TensorValue],
+    zero: list[TensorValue],
+) -> list[TensorValue]:
+    """Routes, and returns the given ids, which depend on it."""
+    routed = []
+    for tokens, given, weights, nothing in zip(x, ids, gate, zero):
+        _, chosen = ops.top_k(tokens @ weights, int(given.shape[1]), -1)
+        routed.append(given + ops.cast(chosen, DType.int32) * nothing)
+    return routed
+
+
+def dispatcher_of(config: Config) -> Any:
+    """Makes the dispatcher of ``ours_all_gather``."""
+    from max_ep import AllGatherTokenDispatcher
+
+    return AllGatherTokenDispatcher(
+        config.shape.hidden_size,
+        config.shape.top_k,
+        config.max_tokens,
+        config.n_ranks,
+        target="gpu",
+        timeout_s=5.0,
+    )
+
+
+def _all_gather_graph(config: Config) -> Graph:
+    """Builds a chain of ``AllGatherTokenDispatcher``.
+
+    Inputs, each a list with one tensor a rank: tokens ``[n_tokens, hidden]``
+    bfloat16, ids ``[n_tokens, top_k]`` int32, probabilities likewise float32; the
+    EP inputs.
+
+    Outputs, likewise: the last layer's sums, the first layer's, and the tokens it
+    gathered; then of each layer the routing map and the probabilities.
+    """
+    shape, n = config.shape, config.n_ranks
+    n_layers = config.n_layers("all_gather")
+    dispatcher = dispatcher_of(config)
+    columns = {
+        DType.bfloat16: shape.hidden_size,
+        DType.int32: shape.top_k,
+        DType.float32: shape.top_k,
+    }
+    inputs = [
+        TensorType(dtype, ["n_tokens", width], DeviceRef.GPU(i))
+        for dtype, width in columns.items()
+        for i in range(n)
+    ]
+    types = [*inputs, *dispatcher.input_types()]
+    with Graph(f"{config.name}_l{n_layers}", input_types=types) as graph:
+        values = [value.tensor for value in graph.inputs[: len(inputs)]]
+        dispatcher.fetch_buffers(graph.inputs[len(inputs) :])
+        x, ids, probs = (values[i : i + n] for i in range(0, len(values), n))
+        first: list[TensorValue] = []
+        kept: list[TensorValue] = []
+        for _ in range(n_layers):
+            tokens, all_probs = dispatcher.token_dispatch(x, probs, ids)
+            x = dispatcher.token_combine(tokens)
+            first = first or [*x, *tokens]
+            kept += [*dispatcher.routing_map, *all_probs]
+        graph.output(*x, *first, *kept)
+    return graph
 
 
 def _dispatch(
@@ -215,6 +303,8 @@ def compile_config(config: Config, forms: tuple[str, ...], folder: Path) -> list
         except Exception as e:
             error = f" FAILED: {e} {str(e.__cause__)[:2000]}"
         said.append(f"{form} {time.perf_counter() - begin:.0f} s{error}")
+    if config.is_dispatcher:
+        return said
     begin = time.perf_counter()
     before = set(folder.glob("*.mef"))
     error = ""

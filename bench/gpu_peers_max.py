@@ -7,7 +7,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,14 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 
 from . import gpu_shapes
-from .gpu_graphs_max import ep_config, graph_of, library, takes_weights
-from .gpu_shapes import LAYER_FACTORS, Case, Config, summary
+from .gpu_graphs_max import (
+    dispatcher_of,
+    ep_config,
+    graph_of,
+    library,
+    takes_weights,
+)
+from .gpu_shapes import LAYER_FACTORS, ROUTED_FORMS, Case, Config, summary
 
 _N_FACTORS = len(LAYER_FACTORS)
 
@@ -88,8 +94,12 @@ class Runner:
             if "no precompiled artifact" not in str(e):
                 raise
             comm = module.EPCommInitializer(group)
-            comm.ep_init(InferenceSession(devices=self.devices))
+            comm.ep_init(self._compiling_session())
         return comm
+
+    def _compiling_session(self) -> InferenceSession:
+        """Makes a session for set-up graphs that are not among the compiled ones."""
+        return InferenceSession(devices=self.devices)
 
     def _make_expert_rows(self) -> list[Buffer]:
         import torch
@@ -126,6 +136,7 @@ class Runner:
     def _inputs(self, form: str, data: Data) -> list[Buffer]:
         from .gpu_checks import from_bits
 
+        n = self.config.n_ranks
         # Kept until the copies are done: a freed source may be overwritten.
         sources = []
 
@@ -138,6 +149,9 @@ class Runner:
         if takes_weights(self.config, form):
             for weights in data.weights:
                 inputs += put(weights)
+        if form in ROUTED_FORMS:
+            inputs += put([from_bits(gpu_shapes.gate(self.config.shape))] * n)
+            inputs += put([np.zeros(1, np.int32)] * n)
         if form != "dispatch":
             inputs += self._expert_rows
         self.synchronize()
@@ -213,7 +227,7 @@ class Runner:
         if form == "dispatch":
             self._check_layer(case, form, data, outputs)
             return
-        config, layers = self.config, self.config.n_layers
+        config, layers = self.config, self.config.n_layers(form)
         for rank in range(config.n_ranks):
             device = _torch_device(rank)
             if config.dtype == "fp8":
@@ -282,7 +296,7 @@ class Runner:
         self.check(case, form, seed=1)
         data = make_data(case, 0, exact_weights=True)
         inputs = self._inputs(form, data)
-        model, layers = self._model(form), self.config.n_layers
+        model, layers = self._model(form), self.config.n_layers(form)
         result: dict[str, Any] = {}
 
         note("eager")
@@ -310,7 +324,7 @@ class Runner:
             if with_profiler:
                 note("profiler")
                 result["kernels"] = self._kernel_times(
-                    lambda: model.replay(key, *inputs)
+                    lambda: model.replay(key, *inputs), layers
                 )
         finally:
             del outputs
@@ -342,7 +356,9 @@ class Runner:
         self._finish()
         return seconds
 
-    def _kernel_times(self, run: Callable[[], object], n_runs: int = 3) -> dict | str:
+    def _kernel_times(
+        self, run: Callable[[], object], n_layers: int, n_runs: int = 3
+    ) -> dict | str:
         """Asks CUPTI, through torch, how long the kernels of each phase ran.
 
         Returns:
@@ -364,7 +380,7 @@ class Runner:
                 for phase, totals in per_phase.items():
                     if phase in event.name().lower():
                         totals[event.device_index()] += event.duration_ns() / 1e3
-            count = n_runs * self.config.n_layers
+            count = n_runs * n_layers
             found = {phase: max(t) / count for phase, t in per_phase.items()}
             return found if any(found.values()) else "no kernel is called by a phase"
         except Exception as e:
@@ -375,3 +391,103 @@ class Runner:
         self._models = {}
         if hasattr(self._comm, "close"):
             self._comm.close()
+
+
+class AllGatherRunner(Runner):
+    """The same for ``AllGatherTokenDispatcher``: every layer multiplies by ranks."""
+
+    def _join(self) -> Any:
+        joined = _Both(dispatcher_of(self.config).initializers())
+        joined.ep_init(self._compiling_session())
+        return joined
+
+    def _inputs(self, form: str, data: Data) -> list[Buffer]:
+        small = replace(data, x=[self._scaled(x) for x in data.x])
+        small.weights = data.weights[:1]
+        return super()._inputs(form, small)
+
+    def _scaled(self, bits: np.ndarray) -> np.ndarray:
+        """Makes tokens so small that a chain does not overflow."""
+        factor = float(self.config.n_ranks) ** -(
+            self.config.n_layers("all_gather") // 2
+        )
+        return gpu_shapes.scaled_bits(bits, factor)
+
+    def _check_layer(
+        self, case: Case, form: str, data: Data, outputs: list[Buffer]
+    ) -> None:
+        self._check_gathered(case, data, outputs, n_layers=1)
+        n = self.config.n_ranks
+        self._check_sums(case, data, outputs[n : 2 * n], n_layers=1)
+
+    def _check_chain(
+        self, case: Case, form: str, data: Data, outputs: list[Buffer]
+    ) -> None:
+        self._check_gathered(case, data, outputs, self.config.n_layers(form))
+        n = self.config.n_ranks
+        self._check_sums(case, data, outputs[:n], self.config.n_layers(form))
+
+    def _check_sums(
+        self, case: Case, data: Data, sums: list[Buffer], n_layers: int
+    ) -> None:
+        from .gpu_checks import check_chain, from_bits
+
+        for rank, got in enumerate(sums):
+            x = from_bits(self._scaled(data.x[rank]), _torch_device(rank)).double()
+            where = f"{case.name} rank {rank}, {n_layers} layers"
+            want = x * float(self.config.n_ranks) ** n_layers
+            check_chain(where, self._tensor(got, rank), want)
+
+    def _check_gathered(
+        self, case: Case, data: Data, outputs: list[Buffer], n_layers: int
+    ) -> None:
+        """Compares the first layer's tokens, and maps and probabilities."""
+        from .gpu_checks import check_same, stack_tokens
+
+        n = self.config.n_ranks
+        n_there = n * case.n_tokens
+        scaled = [self._scaled(x) for x in data.x]
+        ids, probs = np.concatenate(data.ids), np.concatenate(data.weights[0])
+        for rank in range(n):
+            where = f"{case.name} rank {rank}"
+            got = self._tensor(outputs[2 * n + rank], rank)[:n_there]
+            check_same(f"{where}: tokens", got, stack_tokens(scaled, got.device))
+            for layer in range(n_layers):
+                at = 3 * n + 2 * n * layer + rank
+                for what, i, want, rest in (
+                    ("routing map", at, ids, -1),
+                    ("probabilities", at + n, probs, 0),
+                ):
+                    got = self._tensor(outputs[i], rank)
+                    says = f"{where}, layer {layer}: {what}"
+                    check_same(says, got[:n_there], want)
+                    behind = got[n_there:]
+                    check_same(says, behind, behind.new_full(behind.shape, rest))
+
+
+class _Both:
+    """Two initializers, as one."""
+
+    def __init__(self, initializers: tuple) -> None:
+        self._each = initializers
+
+    def ep_init(self, session: InferenceSession) -> None:
+        for comm in self._each:
+            comm.ep_init(session)
+
+    def model_inputs(self) -> list[Buffer]:
+        return [value for comm in self._each for value in comm.model_inputs()]
+
+    def check(self) -> None:
+        for comm in self._each:
+            comm.check()
+
+    def close(self) -> None:
+        for comm in self._each:
+            comm.close()
+
+
+def runner_of(config: Config, mef_dir: Path | None) -> Runner:
+    """Makes the runner of a configuration's peer."""
+    kind = AllGatherRunner if config.is_dispatcher else Runner
+    return kind(config, mef_dir)

@@ -131,8 +131,6 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _forms(peer: str, options: argparse.Namespace) -> list[str]:
-    if peer == "nccl":
-        return ["all_gather", "all_to_all"]
     from .gpu_graphs_max import DEFAULT_FORMS
 
     wanted = DEFAULT_FORMS[peer]
@@ -474,7 +472,7 @@ def _graph_child(spec: dict) -> None:
             continue
         _say({"start": f"open_{config.name}"})
         try:
-            runner = gpu_peers_max.Runner(config, _mef_folder(config, spec))
+            runner = gpu_peers_max.runner_of(config, _mef_folder(config, spec))
         except Exception as e:
             for case, form in todo:
                 write(case, form, {"error": _cause(e)})

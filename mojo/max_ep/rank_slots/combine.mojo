@@ -136,17 +136,17 @@ struct PartialFormat[
 
     @staticmethod
     @always_inline
-    def n_steps_at_once[log_steps: Int]() -> Int:
-        """Limits the steps that are added at once to what registers hold.
+    def n_steps_at_once[are_few: Bool]() -> Int:
+        """Chooses how many steps are added at once: what registers hold, or one.
 
         Parameters:
-            log_steps: From `log_steps_of`.
+            are_few: Whether `are_few_tokens`.
 
         Returns:
             Steps.
         """
         comptime n_vectors = max(Self.n_row_vectors, Self.n_partial_vectors)
-        return min(1 << log_steps, max(1, (1 << MAX_LOG_STEPS) // n_vectors))
+        return 1 if are_few else max(1, _MOST_VECTORS // n_vectors)
 
     @staticmethod
     @always_inline
@@ -240,24 +240,25 @@ struct PartialFormat[
             )
 
 
-comptime MAX_LOG_STEPS = 2
-"""What `log_steps_of` returns at most."""
+comptime _MOST_VECTORS = 4
+"""Neighbouring 16 bytes of a row that a lane has under way at most."""
 
 
 @always_inline
-def log_steps_of(n_tokens: Int) -> Int:
+def are_few_tokens(n_tokens: Int) -> Bool:
     """Chooses how much of a row a warp reads at once.
 
     With few tokens, little: more warps have something to do, and a launch reads
-    its code, too. With many, neighbouring bytes: the memory is faster then.
+    its code, too, of which there is less. With many, neighbouring bytes: the
+    memory is faster then.
 
     Args:
         n_tokens: Tokens of a rank.
 
     Returns:
-        The logarithm of the steps, to base 2.
+        Whether little.
     """
-    return 0 if n_tokens <= 64 else (1 if n_tokens <= 256 else MAX_LOG_STEPS)
+    return n_tokens <= 256
 
 
 @always_inline
@@ -930,15 +931,15 @@ def _send[
         return
     var most = launch.before.most_received
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime for log_steps in range(MAX_LOG_STEPS + 1):
-        if log_steps_of(most) == log_steps:
+    comptime for are_few in [True, False]:
+        if are_few_tokens(most) == are_few:
             _send_partials[
                 combine_dtype,
                 partial_dtype,
                 hidden_size,
                 n_experts,
                 layout,
-                Format.n_steps_at_once[log_steps](),
+                Format.n_steps_at_once[are_few](),
             ](
                 expert_rows,
                 most,
@@ -989,8 +990,8 @@ def _receive[
     """
     var is_bad = _is_bad_answer(n_tokens, dispatch_generation, launch, counters)
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime for log_steps in range(MAX_LOG_STEPS + 1):
-        if log_steps_of(n_tokens) == log_steps:
+    comptime for are_few in [True, False]:
+        if are_few_tokens(n_tokens) == are_few:
             _add_tokens[
                 combine_dtype,
                 partial_dtype,
@@ -998,7 +999,7 @@ def _receive[
                 n_experts,
                 layout,
                 fused_shared_expert,
-                Format.n_steps_at_once[log_steps](),
+                Format.n_steps_at_once[are_few](),
             ](
                 output_tokens,
                 n_tokens,

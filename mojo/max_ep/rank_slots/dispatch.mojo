@@ -39,7 +39,7 @@ from std.utils import StaticTuple
 from ..counters import (
     EPLocalSyncCounters,
     NO_ROW,
-    tokens_sent_of,
+    TOKENS_SENT,
 )
 from ..expert_slots.device_steps import (
     ACCESSES_IN_FLIGHT,
@@ -71,11 +71,14 @@ from ..flags import (
     FlagPointer,
     SPINS_BETWEEN_LOOKS,
     SharedWord,
+    arrive,
     block_add,
     block_peek,
     block_publish,
     flag_word,
     generation_of,
+    leave_word,
+    look_at,
     next_generation,
     peek_16,
     peek_number,
@@ -1195,52 +1198,56 @@ def _receive[
 
 
 @always_inline
-def _is_of_other_tokens[
-    n_experts: Int, //, layout: RegionLayout, tokens_are_sent: Bool
-](
-    word: Int32,
-    n_tokens: Int,
-    launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
-) -> Bool:
-    """Tells whether a dispatch is not of what was sent before; notes it.
+def _tell_dispatch(n_tokens: Int, counters: EPLocalSyncCounters):
+    """Tells the dispatch that all blocks of `send_tokens` have read the header.
 
-    All warps call it, before the last block has started.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        tokens_are_sent: Whether the tokens should have been sent.
+    One thread of each block calls it, once.
 
     Args:
-        word: From `header_word`.
-        n_tokens: Tokens of the dispatch.
+        n_tokens: Tokens that are sent.
+        counters: This rank's local words.
+    """
+    var word = counters.tokens_sent_on_gpu()
+    if arrive(word) == Int(grid_dim.x) - 1:
+        leave_word(word, TOKENS_SENT + Int32(n_tokens))
+
+
+@always_inline
+def _await_send_tokens[
+    n_experts: Int, //
+](n_tokens: Int, launch: Launch, counters: EPLocalSyncCounters[n_experts]):
+    """Waits until all blocks of `send_tokens` have begun, with one thread.
+
+    They read the generations that this thread is about to move. Dispatch leaves
+    them the multiprocessors they need (`gpu_launch.mojo`), so they do begin.
+
+    Args:
+        n_tokens: Tokens of this dispatch.
         launch: From `start_launch`.
         counters: This rank's local words.
-
-    Returns:
-        Whether to do nothing; the same in all warps of all blocks.
     """
-    comptime if not layout.sends_to_all():
-        return False
-    else:
-        var n_sent = tokens_sent_of(word)
-        if n_sent == (n_tokens if tokens_are_sent else -1):
-            return False
-        if launch.warp_idx == 0 and launch.lane == 0:
-            note_failure(
-                counters.failure(),
-                OTHER_TOKENS,
-                SEND,
-                launch.my_rank,
-                -1,
-                next_generation(launch.before.dispatch_sent),
-                0,
-                n_tokens,
-                n_sent,
-            )
-            counters.set_broken()
-        return True
+    var word = counters.tokens_sent_on_gpu()
+    var found = look_at(word)
+    var spins = 0
+    while found < TOKENS_SENT:
+        spins += 1
+        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
+            break
+        found = look_at(word)
+    if found != TOKENS_SENT + Int32(n_tokens):
+        note_failure(
+            counters.failure(),
+            OTHER_TOKENS,
+            SEND,
+            launch.my_rank,
+            -1,
+            next_generation(launch.before.dispatch_sent),
+            0,
+            n_tokens,
+            Int(found - TOKENS_SENT) if found >= TOKENS_SENT else -1,
+        )
+        counters.set_broken()
+    word[] = 0
 
 
 @__llvm_metadata(
@@ -1264,7 +1271,7 @@ def send_tokens_kernel[
     """Sends each token to all peers, before the router has decided.
 
     Moves no generation: the dispatch after it, with `tokens_are_sent`, does, and
-    sends all else.
+    sends all else. Both may run at once, on different multiprocessors.
 
     Launch: any grid, `block_dim = num_threads`.
 
@@ -1302,9 +1309,8 @@ def send_tokens_kernel[
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
-    if block_idx.x == 0 and launch.warp_idx == COUNTING_WARP:
-        if launch.lane == 0:
-            ep_counters.set_tokens_sent_on_gpu(Int(n_tokens))
+    if launch.warp_idx == COUNTING_WARP and launch.lane == 0:
+        _tell_dispatch(Int(n_tokens), ep_counters)
     # Peers that send early, too, wait for this.
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send_by_number[
@@ -1393,16 +1399,14 @@ def dispatch_async_kernel[
         topk_ids, router_weights, Int(n_tokens)
     )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go or _is_of_other_tokens[layout, tokens_are_sent](
-        word, Int(n_tokens), launch, ep_counters
-    ):
+    if not launch.can_go:
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
+        comptime if tokens_are_sent:
+            _await_send_tokens(Int(n_tokens), launch, ep_counters)
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-        comptime if layout.sends_to_all():
-            ep_counters.set_tokens_sent_on_gpu(-1)
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send[
         input_type,
@@ -1603,18 +1607,16 @@ def dispatch_kernel[
         topk_ids, router_weights, Int(n_tokens)
     )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go or _is_of_other_tokens[layout, tokens_are_sent](
-        word, Int(n_tokens), launch, ep_counters
-    ):
+    if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
+        comptime if tokens_are_sent:
+            _await_send_tokens(Int(n_tokens), launch, ep_counters)
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-        comptime if layout.sends_to_all():
-            ep_counters.set_tokens_sent_on_gpu(-1)
         ep_counters.set_dispatch_received(
             next_generation(launch.before.dispatch_received)
         )
