@@ -12,6 +12,7 @@ from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig, QuantFormat
 
+from .choice import choose_protocol
 from .config_checks import (
     check_choices,
     check_dtypes,
@@ -20,7 +21,7 @@ from .config_checks import (
     check_sizes,
 )
 from .layout import RegionSizes, region_sizes
-from .limits import FP8_BLOCK, MAX_OF_ENTRY
+from .limits import FP8_BLOCK
 
 
 @dataclass
@@ -87,8 +88,8 @@ class EPConfig:
     to all ranks that have experts, maybe before the router has decided
     (:meth:`EPBatchManager.ep_send_tokens`). The latter two on GPUs of one host,
     and without input scales; the results are the same, bit for bit. ``"auto"``:
-    ``"rank_slots"`` where it can be, for it is faster and takes far less memory
-    (docs/decisions/0012-rank-slots-on-gpus.md)."""
+    what a cost model says is fastest of those that can be
+    (docs/decisions/0015-auto.md; ``max-ep plan`` prints it)."""
     combine_mode: str = "unreduced"
     """What combine sends back: ``"unreduced"``: every expert row, and combine
     takes the router weights; ``"reduced"``: for each token and each rank that
@@ -122,10 +123,7 @@ class EPConfig:
         check_dtypes(self)
         check_hidden_size(self)
         if self.protocol == "auto":
-            sizes = (self.n_experts, self.max_tokens_per_rank)
-            can = max(sizes) <= MAX_OF_ENTRY and not self.uses_shmem
-            can = can and not self.is_on_amd
-            self.protocol = "rank_slots" if can or self.is_reduced else "expert_slots"
+            self.protocol = choose_protocol(self)
         check_protocol(self)
 
     # ------------------------------------------------------------ derived facts

@@ -14,7 +14,9 @@ from max.nn.comm.ep.ep_config import (
 from rich.console import Console
 from rich.table import Table
 
+from .choice import FIXED_US, MARGIN, ROWS_GBPS, WIRE_GBPS, predict
 from .config import EPConfig, blockwise_fp8_quant_config
+from .limits import PROTOCOLS
 
 _DTYPES = {
     "bfloat16": DType.bfloat16,
@@ -33,8 +35,47 @@ def human(n_bytes: int) -> str:
     return f"{n_bytes} B" if unit == "B" else f"{amount:.2f} {unit}"
 
 
+def _print_choices(console: Console, config: EPConfig, *, is_auto: bool) -> None:
+    """Prints what each protocol would do, and which one is taken."""
+    table = Table(
+        title=f"A round trip of {config.max_tokens_per_rank} tokens a rank on H200s, "
+        "uniform routing",
+        title_justify="left",
+    )
+    for column in ("protocol", "fixed us", "wire MB", "rows MB", "us", ""):
+        side = "left" if column in ("protocol", "") else "right"
+        table.add_column(column, justify=side)
+    refusals = []
+    for protocol in PROTOCOLS:
+        p = predict(config, protocol)
+        note = ""
+        if p.refusal:
+            note = "cannot be"
+            refusals.append(p.refusal)
+        elif protocol == config.protocol:
+            note = "taken" if is_auto else "asked for"
+        fixed = FIXED_US.get((protocol, config.combine_mode))
+        table.add_row(
+            protocol,
+            "" if fixed is None else f"{fixed:.1f}",
+            f"{p.wire_bytes / 1e6:.2f}",
+            f"{p.row_bytes / 1e6:.2f}",
+            "" if fixed is None else f"{p.us:.1f}",
+            note,
+        )
+    console.print(table)
+    console.print(
+        f"Predicted: fixed + wire / {WIRE_GBPS} GB/s + rows / {ROWS_GBPS} GB/s, fitted "
+        "to docs/results/protocols_2_ranks.md. protocol='auto' takes rank_slots "
+        f"unless another is {MARGIN:.0%} faster."
+    )
+    for refusal in refusals:
+        console.print(refusal)
+    console.print()
+
+
 def run_plan(options: argparse.Namespace) -> int:
-    """Prints the bytes of every buffer of a rank, beside MAX's EP.
+    """Prints which protocol is taken and why, and the bytes of every buffer of a rank.
 
     Returns:
         0, or 2 for a configuration that cannot be.
@@ -51,7 +92,8 @@ def run_plan(options: argparse.Namespace) -> int:
             max_tokens_per_rank=options.tokens,
             n_gpus_per_node=options.ranks,
             n_nodes=1,
-            target="cpu",
+            # Memory is the same on CPU; the choice of a protocol is that on GPUs.
+            target="gpu",
             output_layout=options.layout,
             protocol=options.protocol,
             combine_mode=options.combine_mode,
@@ -66,6 +108,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 2
     sizes = config.sizes()
     console = Console()
+    _print_choices(console, config, is_auto=options.protocol == "auto")
     table = Table(
         title=f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, "
         f"combine {config.combine_mode}",

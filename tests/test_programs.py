@@ -104,6 +104,26 @@ def test_reduced_combine_is_as_exact_as_decided() -> None:
         assert 1 - m["partials"] / m["rows"] > saved
 
 
+def test_plan_explains_the_choice_of_a_protocol() -> None:
+    sizes = "--ranks 2 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
+    for options, notes in (
+        ("", ["", "taken", ""]),
+        (" --protocol gather", ["", "", "asked for"]),
+        (" --combine-mode reduced", ["cannot be", "", "taken"]),
+    ):
+        printed = run(f"max-ep plan {sizes}{options}")
+        for protocol, note in zip(("expert_slots", "rank_slots", "gather"), notes):
+            line = next(x for x in printed.splitlines() if f"│ {protocol} " in x)
+            *_, wire, rows, us, said = (cell.strip() for cell in line.split("│")[1:-1])
+            assert said == note
+            assert rows == f"{128 * 8 * 2 * 7168 * 2 / 1e6:.2f}"
+            if protocol == "gather" and "reduced" not in options:
+                # All tokens there, and back 4 of 8 rows of each.
+                assert wire == f"{128 * 7168 * 2 * (1 + 4) / 1e6:.2f}"
+            assert bool(us) == (note != "cannot be")
+    assert "combine_mode='reduced' with protocol='expert_slots'" in printed
+
+
 def test_plan_explains_what_cannot_be() -> None:
     program = Path(sys.executable).with_name("max-ep")
     done = subprocess.run(

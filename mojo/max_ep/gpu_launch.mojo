@@ -286,6 +286,9 @@ def launch_dispatch_async[
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
+        comptime if tokens_are_sent:
+            # What comes next may overwrite the tokens.
+            join(context)
     else:
         comptime kernel = dispatch_async_kernel[
             input_tokens.dtype,
@@ -520,6 +523,9 @@ def launch_dispatch[
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
+        comptime if tokens_are_sent:
+            # What comes next may overwrite the tokens.
+            join(context)
     else:
         comptime kernel = dispatch_kernel[
             input_tokens.dtype,

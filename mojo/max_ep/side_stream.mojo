@@ -7,7 +7,8 @@ captured graph, both are edges.
 
 Two launches of one rank share its counters. `send_tokens` and the dispatch of its
 tokens may do so at once (`rank_slots/dispatch.mojo`); for all others of a protocol
-that forks, `join` comes first, of whichever group they are.
+that forks, `join` comes first, of whichever group they are. It also comes behind
+that dispatch: MAX may give the tokens' memory to what follows.
 """
 from max.gpu.host import DeviceContext, DeviceStream
 from std.ffi import _Global
