@@ -1,0 +1,846 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine that the protocols' steps run on, and its exploration.
+
+A rank runs launches, one after another. A launch is a few *agents* (warps, blocks
+or threads), each a list of `Step`s; they run side by side. A step reads or writes
+one *place*: a word or a payload in some rank's memory.
+
+Memory is weak, as that of GPUs is. A place keeps the messages that were written to
+it, and each agent has a *view*: what is ordered before its next step.
+
+* A plain access is only right if all that was written there is in the view, and,
+  for a write, all that was read there. Otherwise both could happen in the other
+  order: the payload may become visible after a later relaxed store, and the read
+  of a payload may be late.
+* An atomic load takes any message that is not older than what the view has seen.
+  An acquire takes over the view of a message that was released; a relaxed load
+  learns of the one place only.
+* A release hands on the whole view of its agent; a relaxed store itself only.
+
+What is not in it: a relaxed store that becomes visible before an earlier load of
+the same agent has returned, but as far as the rule for writes finds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Place = tuple[Any, ...]
+"""Kind of the word, rank whose memory it is in, and its indices."""
+
+EMPTY = "EMPTY"
+"""What a place holds whose data is its own flag, when there is none."""
+
+
+class Order(Enum):
+    """How a step is ordered to others of its agent."""
+
+    PLAIN = "plain"
+    STREAMED = "streamed"
+    RELAXED = "relaxed"
+    ACQUIRE = "acquire"
+    RELEASE = "release"
+    ACQUIRE_RELEASE = "acquire and release"
+
+    @property
+    def acquires(self) -> bool:
+        return self in (Order.ACQUIRE, Order.ACQUIRE_RELEASE)
+
+    @property
+    def releases(self) -> bool:
+        return self in (Order.RELEASE, Order.ACQUIRE_RELEASE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an agent, and the line of code that it stands for."""
+
+    kind: str
+    """`write`, `read`, `await`, `look`, `arrive`, `drain` or `join`."""
+    call: str
+    """The function of `flags.mojo`, or `store` or `load`."""
+    where: str
+    """File and function of the call."""
+    place: Place = ()
+    """What is accessed; of a `look` the first of `places`."""
+    order: Order = Order.PLAIN
+    value: Any = None
+    """What is written, or must be read."""
+    truth: Any = None
+    """What the value says, told by the round of the program and not by any
+    generation: of a write, what it is of; of a read, what it must be of."""
+    accept: tuple[Any, ...] = ()
+    """Which value ends a wait."""
+    places: tuple[Place, ...] = ()
+    """All words of a `look`."""
+    skip: int = 0
+    """Steps left out: after a `look` that was in vain, or by all that `arrive`
+    but the last of `value`."""
+    agents: tuple[int, ...] = ()
+    """Whom a `join` waits for."""
+
+    def __str__(self) -> str:
+        said = f"{self.call} {show(self.place)}"
+        if self.kind == "write":
+            said += f" := {show_value(self.value)}"
+        elif self.accept:
+            said += f" until {' '.join(map(str, self.accept))}"
+        return f"{said} ({self.order.value}; {self.where})"
+
+
+def show(place: Place) -> str:
+    """Names a place: `entry[0][1] on rank 0`."""
+    if not place:
+        return ""
+    kind, rank, *rest = place
+    return f"{kind}{''.join(f'[{i}]' for i in rest)} on rank {rank}"
+
+
+def show_value(value: Any) -> str:
+    """Writes a value down, without quotes."""
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(show_value, value)) + ")"
+    return str(value)
+
+
+class Violation(Exception):
+    """A property does not hold."""
+
+    def __init__(self, prop: str, what: str) -> None:
+        super().__init__(what)
+        self.prop = prop
+
+
+UNPUBLISHED = "no read of unpublished or overwritten payload"
+OVERWRITTEN = "nothing is overwritten before its reader is done"
+WRONG_GENERATION = "no flag or payload of one generation accepted in another"
+RAN_PAST = "a word waits for its reader"
+ENDS = "every launch ends"
+PROPERTIES = (UNPUBLISHED, OVERWRITTEN, WRONG_GENERATION, RAN_PAST, ENDS)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What was written to a place once."""
+
+    value: Any
+    truth: Any
+    view: int
+    """What an acquire learns."""
+    happened: int = 0
+    """The bit of the step that wrote it; 0: everybody knows of it."""
+    seen: int = 0
+    """Its bit among what was seen."""
+
+    def __str__(self) -> str:
+        return show_value(self.value if self.truth is None else self.truth)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place: what was written to it and not forgotten, and who has read it."""
+
+    messages: tuple[Message, ...]
+    reads: int = 0
+
+
+# A view is a set of steps as bits: bit 2i says that step i has happened before;
+# bit 2i + 1 that the message that step i wrote, or a later one, was seen.
+_HAPPENED, _SEEN = 1, 2
+_BOTH = _HAPPENED | _SEEN
+_ALL_HAPPENED = (1 << (1 << 16)) // 3
+
+
+@dataclass
+class _Rank:
+    launch: int
+    base: int
+    pcs: list[int] = field(default_factory=list)
+    views: list[int] = field(default_factory=list)
+    agents: tuple[tuple[Step, ...], ...] = ()
+    built: Any = None
+
+    def copy(self) -> _Rank:
+        return _Rank(
+            self.launch,
+            self.base,
+            list(self.pcs),
+            list(self.views),
+            self.agents,
+            self.built,
+        )
+
+    def key(self) -> tuple[Any, ...]:
+        return (self.launch, self.base, tuple(self.pcs), tuple(self.views), self.built)
+
+
+class State:
+    """Where all agents stand, and what all places hold."""
+
+    def __init__(self, ranks: list[_Rank], cells: dict[Place, Cell], mark: int) -> None:
+        self.ranks = ranks
+        self.cells = cells
+        self._mark = mark
+
+    def copy(self) -> State:
+        return State([r.copy() for r in self.ranks], dict(self.cells), self._mark)
+
+    def put(self, place: Place, cell: Cell | None) -> None:
+        """Replaces a cell; `None`: by what the place held at first."""
+        old = self.cells.pop(place, None)
+        if old is not None:
+            self._mark ^= _mark_of(place, old)
+        if cell is not None:
+            self.cells[place] = cell
+            self._mark ^= _mark_of(place, cell)
+
+    def key(self) -> Any:
+        """Tells states apart: 128 random bits for each cell, all taken together."""
+        return (self._mark, *(rank.key() for rank in self.ranks))
+
+
+_MARKS: dict[Any, int] = {}
+_CHANCE = random.Random(1)
+
+
+def _mark_of(place: Place, cell: Cell) -> int:
+    mark = _MARKS.get((place, cell))
+    if mark is None:
+        mark = _MARKS[(place, cell)] = _CHANCE.getrandbits(128)
+    return mark
+
+
+class Program:
+    """What a world runs: the machine asks it for launches. See `worlds.py`."""
+
+    n_ranks: int
+    n_launches: int
+    generation_bits: int = 32
+    in_turn: bool = False
+    """Whether launches run one after another: of all ranks the first, then of all
+    ranks the second, as on one GPU that all ranks share."""
+
+    def initial(self, place: Place) -> tuple[Any, Any]:
+        """Says what a place holds at first: value and truth."""
+        raise NotImplementedError
+
+    def snapshot(self, rank: int, read: Callable[[Place], Any]) -> Any:
+        """Reads what a launch of a rank depends on when it begins."""
+        raise NotImplementedError
+
+    def build(self, rank: int, launch: int, snapshot: Any) -> Any:
+        """Writes a launch: `[(name of agent, steps)]`."""
+        raise NotImplementedError
+
+    def op(self, launch: int) -> str:
+        """Names a launch."""
+        raise NotImplementedError
+
+    def runs_ahead(self, place: Place) -> bool:
+        """Tells whether a word may change before all that wait have read it."""
+        raise NotImplementedError
+
+    def lives_for_a_launch(self, place: Place) -> bool:
+        """Tells whether a place is in a block's shared memory."""
+        raise NotImplementedError
+
+    def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:
+        """Puts one value for all that mean the same."""
+        return value
+
+    def is_local(self, place: Place) -> bool:
+        """Tells whether only the rank in whose memory it is accesses a place."""
+        raise NotImplementedError
+
+
+@dataclass
+class Result:
+    """What an exploration has found."""
+
+    n_states: int
+    n_steps: int
+    failure: Violation | None = None
+    trace: list[str] = field(default_factory=list)
+    n_ends: int = 0
+
+    def __str__(self) -> str:
+        if self.failure is None:
+            return f"holds: {self.n_states} states, {self.n_steps} steps"
+        return self.told(self.trace)
+
+    def told(self, lines: list[str]) -> str:
+        """Puts the property, some lines of the trace and what is wrong together."""
+        return "\n".join(
+            [f"violated: {self.failure.prop}", *lines, f"  => {self.failure}"]
+        )
+
+    def short(self) -> str:
+        """Tells the begins of launches, what happened to the place, and the end."""
+        if self.failure is None:
+            return str(self)
+        # The last step names it behind its function: `publish count[0] on rank 1`.
+        found = re.search(r": \w+ (\w+\S* on rank \d+)", self.trace[-1])
+        place = found.group(1) if found else "?"
+        lines = [
+            line
+            for i, line in enumerate(self.trace)
+            if " begins " in line or f" {place} " in line or i >= len(self.trace) - 3
+        ]
+        return self.told(lines)
+
+
+class Machine:
+    """Runs a program in every order."""
+
+    def __init__(self, program: Program, weak_stores_are_coherent: bool = True) -> None:
+        self.program = program
+        self.weak_stores_are_coherent = weak_stores_are_coherent
+        self._numbers: dict[Any, int] = {}
+        self._names: dict[Any, tuple[str, ...]] = {}
+        self._builds: dict[Any, Any] = {}
+        self._half = 1 << (program.generation_bits - 1)
+        self.n_steps = 0
+        self.used: set[Step] = set()
+        self._trace: list[str] | None = None
+
+    # ------------------------------------------------------------ small things
+
+    def _read_newest(self, state: State, place: Place) -> Any:
+        return self._cell(state, place).messages[-1].value
+
+    def _cell(self, state: State, place: Place) -> Cell:
+        cell = state.cells.get(place)
+        if cell is None:
+            value, truth = self.program.initial(place)
+            cell = Cell((Message(value, truth, 0, 0),))
+        return cell
+
+    def _number(self, rank: int, state: State, agent: int) -> int:
+        r = state.ranks[rank]
+        name = (rank, r.launch, r.built, agent, r.pcs[agent])
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def accepts(self, accept: tuple[Any, ...], value: Any) -> bool:
+        """Tells whether a value ends a wait."""
+        how = accept[0]
+        if how == "anything":
+            return True
+        if how == "equals":
+            return value[0] == accept[1]
+        if how == "filled":
+            return value != EMPTY
+        if how == "at least":
+            return value >= accept[1]
+        if how == "not zero":
+            return value[accept[1]] != 0
+        assert how == "reached", how
+        # `is_not_before` of flags.mojo, in as many bits as generations have.
+        difference = (value[accept[1]] - accept[2]) % (2 * self._half)
+        return difference < self._half
+
+    # -------------------------------------------------------------- one step
+
+    def _candidates(
+        self, state: State, place: Place, view: int, accept: Any
+    ) -> tuple[list[Message], bool]:
+        """Finds the messages that a wait may end with, oldest first.
+
+        Returns:
+            The messages, and whether the newest is none of them.
+        """
+        messages = self._cell(state, place).messages
+        first = 0
+        for i, message in enumerate(messages):
+            if message.seen & view:
+                first = i
+        visible = messages[first:]
+        fitting = [m for m in visible if self.accepts(accept, m.value)]
+        return fitting, bool(fitting) and fitting[-1] is not visible[-1]
+
+    def _take(
+        self, state: State, rank: int, agent: int, place: Place, step: Step, m: Message
+    ) -> None:
+        """Ends a wait with a message."""
+        r = state.ranks[rank]
+        if not is_true(step.truth, m.truth):
+            raise Violation(
+                WRONG_GENERATION,
+                f"took {show_value(m.value)}, which is {show_value(m.truth)};"
+                f" meant was {show_value(step.truth)}",
+            )
+        bit = _HAPPENED << 2 * self._number(rank, state, agent)
+        r.views[agent] |= bit | bit << 1 | m.seen
+        if step.order.acquires:
+            r.views[agent] |= m.view
+        if not self.program.runs_ahead(place):
+            cell = self._cell(state, place)
+            state.put(place, Cell(cell.messages, cell.reads | bit))
+
+    def _write(self, state: State, rank: int, agent: int, step: Step) -> None:
+        r = state.ranks[rank]
+        view = r.views[agent]
+        cell = self._cell(state, step.place)
+        is_weak = step.order in (Order.PLAIN, Order.STREAMED)
+        for m in cell.messages:
+            is_known = m.seen & view
+            if is_weak and not self.weak_stores_are_coherent:
+                is_known = m.happened & view
+            if m.seen and not is_known:
+                raise Violation(
+                    OVERWRITTEN,
+                    f"{m} was written there, and nothing orders"
+                    " the two: either may stay",
+                )
+        if not self.program.runs_ahead(step.place) and cell.reads & ~view:
+            raise Violation(
+                OVERWRITTEN,
+                f"somebody may still be reading {cell.messages[-1]}",
+            )
+        number = 2 * self._number(rank, state, agent)
+        happened, seen = _HAPPENED << number, _SEEN << number
+        r.views[agent] |= seen
+        if step.order != Order.STREAMED:
+            r.views[agent] |= happened
+        handed_on = r.views[agent] if step.order.releases else seen
+        message = Message(step.value, step.truth, handed_on, happened, seen)
+        state.put(step.place, Cell((*cell.messages, message), cell.reads))
+
+    def _read(self, state: State, rank: int, agent: int, step: Step) -> None:
+        r = state.ranks[rank]
+        cell = self._cell(state, step.place)
+        newest = cell.messages[-1]
+        for m in cell.messages:
+            if m.happened & ~r.views[agent]:
+                raise Violation(
+                    UNPUBLISHED,
+                    f"{m} is not ordered before this read: it may"
+                    " see that, what was there before, or a part of each",
+                )
+        if not is_true(step.truth, newest.truth) or (
+            step.value is not None and newest.value != step.value
+        ):
+            raise Violation(
+                UNPUBLISHED,
+                f"holds {show_value(newest.truth)} ({show_value(newest.value)});"
+                f" meant was {show_value(step.truth)} ({show_value(step.value)})",
+            )
+        bit = _HAPPENED << 2 * self._number(rank, state, agent)
+        r.views[agent] |= bit | bit << 1
+        state.put(step.place, Cell(cell.messages, cell.reads | bit))
+
+    def _arrive(self, state: State, rank: int, agent: int, step: Step) -> bool:
+        """Adds one to a counter; tells whether this was the last."""
+        r = state.ranks[rank]
+        cell = self._cell(state, step.place)
+        newest = cell.messages[-1]
+        if step.order.acquires:
+            r.views[agent] |= newest.view
+        number = 2 * self._number(rank, state, agent)
+        happened, seen = _HAPPENED << number, _SEEN << number
+        r.views[agent] |= happened | seen | newest.seen
+        handed_on = r.views[agent] if step.order.releases else seen
+        # An addition goes on with the release of the one before it.
+        message = Message(
+            newest.value + 1, step.truth, handed_on | newest.view, happened, seen
+        )
+        state.put(step.place, Cell((*cell.messages, message), cell.reads))
+        return bool(step.value) and newest.value + 1 >= step.value
+
+    # --------------------------------------------------------------- options
+
+    def options(self, state: State, rank: int, agent: int) -> list[Any]:
+        """Lists what an agent's next step may do; nothing if it has to wait."""
+        r = state.ranks[rank]
+        step = r.agents[agent][r.pcs[agent]]
+        if step.kind == "join":
+            done = all(r.pcs[a] >= len(r.agents[a]) for a in step.agents)
+            return [None] if done else []
+        if step.kind == "await":
+            fitting, may_miss = self._candidates(
+                state, step.place, r.views[agent], step.accept
+            )
+            return ["missed"] if may_miss else fitting
+        if step.kind == "look":
+            seen = [
+                self._candidates(state, place, r.views[agent], step.accept)[0]
+                for place in step.places
+            ]
+            return [None, *itertools.product(*seen)]
+        return [None]
+
+    def perform(self, state: State, rank: int, agent: int, option: Any) -> None:
+        """Lets an agent do its next step, in place."""
+        r = state.ranks[rank]
+        step = r.agents[agent][r.pcs[agent]]
+        if self._trace is not None:
+            self._trace.append(self._describe(state, rank, agent))
+        self.n_steps += 1
+        self.used.add(step)
+        skip = 0
+        if step.kind == "write":
+            self._write(state, rank, agent, step)
+        elif step.kind == "read":
+            self._read(state, rank, agent, step)
+        elif step.kind == "await":
+            if option == "missed":
+                raise Violation(
+                    RAN_PAST,
+                    "the word was there and has changed since: whoever looks only"
+                    " now waits without end",
+                )
+            self._take(state, rank, agent, step.place, step, option)
+        elif step.kind == "look":
+            if option is None:
+                skip = step.skip
+            else:
+                for place, message in zip(step.places, option):
+                    self._take(state, rank, agent, place, step, message)
+        elif step.kind == "arrive":
+            if not self._arrive(state, rank, agent, step):
+                skip = step.skip
+        elif step.kind == "drain":
+            for pc in range(r.pcs[agent]):
+                if r.agents[agent][pc].order == Order.STREAMED:
+                    name = (rank, r.launch, r.built, agent, pc)
+                    r.views[agent] |= _BOTH << 2 * self._numbers[name]
+        elif step.kind == "join":
+            for a in step.agents:
+                r.views[agent] |= r.views[a]
+        r.pcs[agent] += 1 + skip
+
+    # -------------------------------------------------------------- launches
+
+    def start(self) -> State:
+        """Makes the first state."""
+        return State([_Rank(-1, 0) for _ in range(self.program.n_ranks)], {}, 0)
+
+    def settle(self, state: State) -> None:
+        """Ends launches whose agents are all done, and begins the next ones."""
+        goes_on = True
+        while goes_on:
+            goes_on = False
+            for rank, r in enumerate(state.ranks):
+                if r.launch == self.program.n_launches:
+                    continue
+                if any(pc < len(steps) for pc, steps in zip(r.pcs, r.agents)):
+                    continue
+                if self.program.in_turn and not self._has_turn(state, rank):
+                    continue
+                self._next_launch(state, rank)
+                goes_on = True
+
+    def _has_turn(self, state: State, rank: int) -> bool:
+        """Tells whether all launches before the next one of a rank have ended."""
+        mine = (state.ranks[rank].launch + 1, rank)
+        for other, r in enumerate(state.ranks):
+            is_done = all(pc >= len(s) for pc, s in zip(r.pcs, r.agents))
+            if other == rank:
+                continue
+            # The last launch of `other` that stands before `mine`.
+            last = mine[0] if other < rank else mine[0] - 1
+            if r.launch < last or (r.launch == last and not is_done):
+                return False
+        return True
+
+    def _next_launch(self, state: State, rank: int) -> None:
+        r = state.ranks[rank]
+        for view in r.views:
+            r.base |= view
+        r.launch += 1
+        r.pcs, r.views, r.agents, r.built = [], [], (), None
+        for place in [p for p in state.cells if p[1] == rank]:
+            if self.program.lives_for_a_launch(place):
+                state.put(place, None)
+            elif self.program.is_local(place):
+                # All that comes after this launch comes after what it did.
+                newest = state.cells[place].messages[-1]
+                value = self.program.simplify(
+                    place, newest.value, lambda p: self._read_newest(state, p)
+                )
+                cell = Cell((Message(value, newest.truth, 0),))
+                is_first = (value, newest.truth) == self.program.initial(place)
+                state.put(place, None if is_first else cell)
+        self._forget(state)
+        if r.launch == self.program.n_launches:
+            return
+        r.built = self.program.snapshot(
+            rank, lambda place: self._read_newest(state, place)
+        )
+        name = (rank, r.launch, r.built)
+        if name not in self._builds:
+            built = self.program.build(rank, r.launch, r.built)
+            self._names[name] = tuple(agent for agent, _ in built)
+            self._builds[name] = tuple(tuple(steps) for _, steps in built)
+        self._note(
+            f"  rank {rank} begins launch {r.launch}: {self.program.op(r.launch)}"
+        )
+        r.agents = self._builds[name]
+        r.pcs = [0] * len(r.agents)
+        r.views = [r.base] * len(r.agents)
+
+    def _forget(self, state: State) -> None:
+        """Drops what makes no difference, so that equal states are found equal."""
+        # Steps that everybody knows of, and those that no place asks for.
+        known = -1
+        for r in state.ranks:
+            if r.launch < self.program.n_launches:
+                for view in r.views or [r.base]:
+                    known &= view
+        common, local = 0, [0] * len(state.ranks)
+        for place, cell in state.cells.items():
+            bits = cell.reads
+            for m in cell.messages:
+                bits |= m.happened | m.seen
+            if self.program.is_local(place):
+                local[place[1]] |= bits
+            else:
+                common |= bits
+        known &= common
+        known &= known >> 1 & _ALL_HAPPENED
+        known |= known << 1
+        everything = common
+        for r, bits in zip(state.ranks, local):
+            # Nobody asks what a rank knows of the local words of others.
+            keep = _both(common | bits) & ~known
+            r.base &= keep
+            r.views = [view & keep for view in r.views]
+            everything |= bits
+        keep = _both(everything) & ~known
+        for place, cell in list(state.cells.items()):
+            first = 0
+            for i, m in enumerate(cell.messages):
+                if m.happened & known:
+                    first = i
+            messages = tuple(
+                Message(
+                    m.value, m.truth, m.view & keep, m.happened & keep, m.seen & keep
+                )
+                for m in cell.messages[first:]
+            )
+            state.put(place, Cell(messages, cell.reads & keep))
+
+    # ----------------------------------------------------------- exploration
+
+    def waiting(self, state: State) -> list[tuple[int, int]]:
+        """Lists the agents that are not at their end."""
+        return [
+            (rank, agent)
+            for rank, r in enumerate(state.ranks)
+            for agent, steps in enumerate(r.agents)
+            if r.pcs[agent] < len(steps)
+        ]
+
+    def is_over(self, state: State) -> bool:
+        return all(r.launch == self.program.n_launches for r in state.ranks)
+
+    def _note(self, line: str) -> None:
+        if self._trace is not None:
+            self._trace.append(line)
+
+    def _describe(self, state: State, rank: int, agent: int) -> str:
+        r = state.ranks[rank]
+        name = self._names[(rank, r.launch, r.built)][agent]
+        step = r.agents[agent][r.pcs[agent]]
+        return f"  rank {rank}, launch {r.launch}, {name}: {step}"
+
+    def _stuck(self, state: State) -> Violation:
+        lines = [
+            self._describe(state, rank, agent).strip()
+            + f"; holds {show_value(self._read_newest(state, step.place))}"
+            for rank, agent in self.waiting(state)
+            for step in [state.ranks[rank].agents[agent][state.ranks[rank].pcs[agent]]]
+            if step.kind == "await"
+        ]
+        return Violation(ENDS, "all wait:\n     " + "\n     ".join(lines))
+
+    def _is_choice(self, step: Step) -> bool:
+        return step.kind == "look" or step.kind == "arrive" and (step.value or 0) > 1
+
+    def _run_ahead(self, state: State) -> None:
+        """Does all steps whose outcome does not depend on when they are done.
+
+        Whether two accesses are ordered depends on views, not on which came first,
+        and a wait may take the oldest message that ends it: it teaches least.
+        """
+        self.settle(state)
+        moved = True
+        while moved:
+            moved = False
+            for rank, agent in self.waiting(state):
+                r = state.ranks[rank]
+                while r.pcs[agent] < len(r.agents[agent]):
+                    step = r.agents[agent][r.pcs[agent]]
+                    if self._is_choice(step):
+                        break
+                    options = self.options(state, rank, agent)
+                    if not options:
+                        break
+                    self.perform(state, rank, agent, options[0])
+                    moved = True
+            if moved:
+                self.settle(state)
+
+    def _branches(self, state: State) -> list[tuple[int, int, int]]:
+        """Lists the choices that make a difference once all else has run ahead.
+
+        What a look finds, or which block is the last to arrive, does not depend on
+        the other choices but in one way: a look may be in vain only because others
+        have not gone on. So choices are made one after another, and looks in vain
+        last of all.
+        """
+        in_vain = []
+        arriving: dict[Place, list[tuple[int, int, int]]] = {}
+        for rank, agent in self.waiting(state):
+            r = state.ranks[rank]
+            step = r.agents[agent][r.pcs[agent]]
+            if not self._is_choice(step):
+                continue
+            options = self.options(state, rank, agent)
+            if step.kind == "arrive":
+                arriving.setdefault(step.place, []).append((rank, agent, 0))
+                here = arriving[step.place]
+                there = self._read_newest(state, step.place)
+                if len(here) + there >= step.value:
+                    return here
+            elif len(options) > 1:
+                return [(rank, agent, i) for i in range(len(options))]
+            else:
+                in_vain.append((rank, agent, 0))
+        return in_vain or [one for group in arriving.values() for one in group]
+
+    def _every_option(self, state: State) -> list[tuple[int, int, int]]:
+        return [
+            (rank, agent, i)
+            for rank, agent in self.waiting(state)
+            for i in range(len(self.options(state, rank, agent)))
+        ]
+
+    def explore(
+        self,
+        every_order: bool = False,
+        max_states: int = 10**7,
+        gives_up: bool = False,
+    ) -> Result:
+        """Explores all that can happen, depth first.
+
+        Args:
+            every_order: Whether all steps are interleaved in every order; if not,
+                only those whose outcome depends on it.
+            max_states: How many at most; more are an error, unless it `gives_up`.
+            gives_up: Whether to be content with so many.
+        """
+        start = self.start()
+        if every_order:
+            self.settle(start)
+        seen = set()
+        # A state, and the choices that led to it.
+        stack: list[tuple[State, Any]] = [(start, None)]
+        n_ends = 0
+        while stack:
+            state, path = stack.pop()
+            try:
+                if not every_order:
+                    self._run_ahead(state)
+            except Violation as violation:
+                return self._failed(violation, path, seen, every_order)
+            key = state.key()
+            if key in seen:
+                continue
+            seen.add(key)
+            if len(seen) > max_states:
+                if gives_up:
+                    break
+                raise RuntimeError(f"more than {max_states} states")
+            branches = (
+                self._every_option(state) if every_order else self._branches(state)
+            )
+            for rank, agent, i in branches:
+                choice = (path, (rank, agent, i))
+                after = state.copy()
+                try:
+                    option = self.options(after, rank, agent)[i]
+                    self.perform(after, rank, agent, option)
+                    self.settle(after)
+                except Violation as violation:
+                    return self._failed(violation, choice, seen, every_order)
+                stack.append((after, choice))
+            if not branches:
+                if not self.is_over(state):
+                    return self._failed(self._stuck(state), path, seen, every_order)
+                n_ends += 1
+        return Result(len(seen), self.n_steps, n_ends=n_ends)
+
+    def _failed(
+        self, violation: Violation, path: Any, seen: Any, every_order: bool
+    ) -> Result:
+        """Goes the way once more, and writes it down."""
+        choices = []
+        while path is not None:
+            path, choice = path
+            choices.append(choice)
+        n_steps = self.n_steps
+        trace = self._trace = []
+        state = self.start()
+        try:
+            self.settle(state)
+            for rank, agent, i in reversed(choices):
+                if not every_order:
+                    self._run_ahead(state)
+                option = self.options(state, rank, agent)[i]
+                self.perform(state, rank, agent, option)
+                self.settle(state)
+            if not every_order:
+                self._run_ahead(state)
+        except Violation:
+            pass
+        self._trace = None
+        return Result(len(seen), n_steps, violation, trace)
+
+    def walk(self, n_walks: int, seed: int) -> Result:
+        """Goes random ways: for worlds that are too large to explore."""
+        chance = random.Random(seed)
+        for _ in range(n_walks):
+            trace = self._trace = []
+            state = self.start()
+            self.settle(state)
+            try:
+                while not self.is_over(state):
+                    agents = self.waiting(state)
+                    chance.shuffle(agents)
+                    for rank, agent in agents:
+                        options = self.options(state, rank, agent)
+                        if options:
+                            self.perform(state, rank, agent, chance.choice(options))
+                            self.settle(state)
+                            break
+                    else:
+                        raise self._stuck(state)
+            except Violation as violation:
+                return Result(0, self.n_steps, violation, trace)
+        return Result(0, self.n_steps, n_ends=n_walks)
+
+
+def _both(bits: int) -> int:
+    """Completes pairs of bits."""
+    return bits | bits >> 1 & _ALL_HAPPENED | (bits & _ALL_HAPPENED) << 1
+
+
+def is_true(meant: Any, found: Any) -> bool:
+    """Tells whether a message is of what it was taken for.
+
+    Args:
+        meant: `None`: anything; `("at least", i, n)`: part `i` must be `n` or
+            later; else what it must be.
+        found: The truth of the message.
+    """
+    if meant is None:
+        return True
+    if isinstance(meant, tuple) and meant[:1] == ("at least",):
+        return found[meant[1]] >= meant[2]
+    return meant == found
