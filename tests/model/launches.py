@@ -121,6 +121,7 @@ class World(Program):
     """Tokens of a rank up to which they are their own flags."""
     tells_at_end: bool | None = None
     in_turn: bool = False
+    has_shared_expert: bool = False
     streams: bool = False
     """Whether CPU ranks copy with streaming stores."""
     generation_bits: int = 32
@@ -233,10 +234,24 @@ class World(Program):
             expert_slots.OPS[op](written)
         else:
             rank_slots.OPS[op](written)
+        if self.has("clears"):
+            self._clear(written)
         if self.is_one_agent:
             steps = [s for _, part in written.agents for s in part if s.kind != "join"]
             return [("all", steps)]
         return written.agents
+
+    def _clear(self, launch: Launch) -> None:
+        """The mutation: begins with zero in all words that it waits for."""
+        from .mutations import reset
+
+        words = {
+            step.place: reset(step)
+            for _, steps in launch.agents
+            for step in steps
+            if step.accept[:1] == ("not zero",)
+        }
+        launch.agents.append(("clearing warp", list(words.values())))
 
     def runs_ahead(self, place: Place) -> bool:
         # Done words of GPU ranks; those of CPU ranks are awaited by equality.
@@ -358,6 +373,18 @@ class Agent:
         self, where: str, place: Place, truth: Any = None, is_: Any = None
     ) -> None:
         self.emit(Step("read", "load", where, place, Order.PLAIN, is_, truth))
+
+    def load_of(self, where: str, place: Place, generation: int, truth: Any) -> None:
+        """Reads a word that must show a generation."""
+        accept = ("equals", generation)
+        self.emit(Step("read", "load", where, place, Order.PLAIN, None, truth, accept))
+
+    def load_of_another_generation(
+        self, where: str, place: Place, generation: int
+    ) -> None:
+        """Reads a word that must not show a generation."""
+        accept = ("differs", generation)
+        self.emit(Step("read", "load", where, place, Order.PLAIN, accept=accept))
 
     # ------------------------------------------------------ those of flags.mojo
 

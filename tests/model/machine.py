@@ -138,6 +138,13 @@ class Message:
     seen: int = 0
     """Its bit among what was seen."""
 
+    def __post_init__(self) -> None:
+        parts = (self.value, self.truth, self.view, self.happened)
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
     def __str__(self) -> str:
         return show_value(self.value if self.truth is None else self.truth)
 
@@ -331,6 +338,8 @@ class Machine:
         how = accept[0]
         if how == "anything":
             return True
+        if how == "differs":
+            return value[0] != accept[1]
         if how == "equals":
             return value[0] == accept[1]
         if how == "filled":
@@ -422,8 +431,10 @@ class Machine:
                     f"{m} is not ordered before this read: it may"
                     " see that, what was there before, or a part of each",
                 )
-        if not is_true(step.truth, newest.truth) or (
-            step.value is not None and newest.value != step.value
+        if (
+            not is_true(step.truth, newest.truth)
+            or (step.value is not None and newest.value != step.value)
+            or (step.accept and not self.accepts(step.accept, newest.value))
         ):
             raise Violation(
                 UNPUBLISHED,
@@ -614,9 +625,13 @@ class Machine:
         keep = _both(everything) & ~known
         for place, cell in list(state.cells.items()):
             first = 0
+            bits = cell.reads
             for i, m in enumerate(cell.messages):
+                bits |= m.view | m.happened | m.seen
                 if m.happened & known:
                     first = i
+            if not first and not bits & ~keep:
+                continue
             messages = tuple(
                 Message(
                     m.value, m.truth, m.view & keep, m.happened & keep, m.seen & keep

@@ -75,6 +75,8 @@ def made_of(steps: Iterable[Step]) -> list[Mutation]:
         if step.call == "store" and not is_shared:
             # A word that only this rank reads.
             continue
+        if step.accept == ("anything",):
+            continue
         if step.kind == "await" and step.truth is not None:
             made.append(_not_waited_for(site))
         if step.kind != "await" or step.truth is None or "done" in site.kind:
@@ -133,15 +135,17 @@ def _without_generation(step: Step, launch: Launch) -> list[Step]:
     return [step]
 
 
-def _reset(step: Step, launch: Launch) -> list[Step]:
+def _reset_by_reader(step: Step, launch: Launch) -> list[Step]:
     """The same, and whoever has read a word puts zero back."""
     steps = _without_generation(step, launch)
     if steps[0].accept[:1] == ("not zero",):
-        place = step.place
-        steps.append(
-            Step("write", "store", step.where, place, Order.RELAXED, (0, 0), None)
-        )
+        steps.append(reset(step))
     return steps
+
+
+def reset(step: Step) -> Step:
+    """Puts a word back that a step waits for."""
+    return Step("write", "reset", step.where, step.place, Order.RELAXED, (0, 0))
 
 
 def _no_done_word(step: Step, launch: Launch) -> list[Step]:
@@ -166,7 +170,10 @@ NAMED = [
         _all_weakened(Order.RELAXED, ("peek", "block_peek")),
     ),
     Mutation("generation tag removed", _without_generation),
-    Mutation("reset instead of generation", _reset),
+    # A launch clears, as it begins, what it is going to wait for.
+    Mutation("reset instead of generation", _without_generation, frozenset(["clears"])),
+    # One reader alone may do that, and on CPU there is one.
+    Mutation("reset by the reader", _reset_by_reader, not_in=("CPU ranks",)),
     Mutation("done word removed", _no_done_word),
     *(
         Mutation(name, switches=frozenset([name]))
@@ -184,7 +191,20 @@ _ENTRIES_FIRST = (
 )
 _ITSELF = "What was found is in the word itself, and nothing else is read by it."
 
+_COVERED = (
+    "A count is published behind it by the same thread, and taken before it is read."
+)
+_ONLY_CHOICE = "Of a dispatch message CPU ranks read the choice, not the generation."
+
 HARMLESS = {
+    "relaxed instead of more: publish(dispatch_n_tokens) in"
+    " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
+    "relaxed instead of more: peek(dispatch_n_tokens) in"
+    " rank_slots/host_dispatch.mojo: dispatch_wait_host": _COVERED,
+    "generation 1 for ever: publish(dispatch_n_tokens) in"
+    " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
+    "generation 1 for ever: store(dispatch_message_flag) in"
+    " expert_slots/host_steps.mojo: write_source_info": _ONLY_CHOICE,
     "relaxed instead of more: block_peek(INDEXED) in"
     " rank_slots/dispatch.mojo: _send_tokens": _ENTRIES_FIRST,
     "left out: block_peek(INDEXED) in"

@@ -43,11 +43,14 @@ OVERLAP = replays(
 GATHER_EARLY = replays(("dispatch", "send_tokens", "combine"), 2, ("send_tokens",))
 
 
+# Generations of 3 bits: 6, 7, and then 2.
+WRAPS = {**replays(FUSED, 4), "generation_bits": 3, "first_generation": 5}
+
+
 def rank_slots() -> list[World]:
     """`rank_slots` and `gather` of GPU ranks."""
     reduced = {"protocol": "rank_slots", "is_reduced": True}
     return [
-        World("fused", routing=TWO_RANKS, **replays(FUSED, 3), **reduced),
         World(
             "fused, 2 blocks",
             routing=TWO_RANKS,
@@ -69,6 +72,7 @@ def rank_slots() -> list[World]:
         World(
             "dispatch only", "rank_slots", routing=TWO_RANKS, **replays(FUSED[:1], 3)
         ),
+        World("fused", routing=TWO_RANKS, **replays(FUSED, 3), **reduced),
         World(
             "in turn",
             routing=TWO_RANKS,
@@ -138,9 +142,158 @@ def random_world(seed: int) -> World:
     )
 
 
+def expert_slots() -> list[World]:
+    """`expert_slots` of GPU ranks, and un-reduced combine of `rank_slots`."""
+    slots = {"protocol": "expert_slots"}
+    return [
+        World("slots, fused", routing=TWO_RANKS, **replays(FUSED, 3), **slots),
+        World(
+            "slots, split",
+            routing=TWO_TOKENS,
+            n_parts=2,
+            has_shared_expert=True,
+            **replays(SPLIT, 2),
+            **slots,
+        ),
+        World(
+            "slots, 2 blocks",
+            routing=TWO_RANKS,
+            n_blocks=2,
+            has_shared_expert=True,
+            **replays(FUSED, 2),
+            **slots,
+        ),
+        World("slots, overlap", routing=TWO_RANKS, **OVERLAP, **slots),
+        World(
+            "slots, dispatch only", routing=TWO_RANKS, **replays(FUSED[:1], 3), **slots
+        ),
+        World(
+            "slots, one combine after another",
+            routing=TWO_RANKS[:1],
+            **replays(FUSED[1:], 3, FUSED[:1]),
+            **slots,
+        ),
+        World(
+            "slots, nothing exchanged",
+            routing=NOTHING_EXCHANGED,
+            **replays(FUSED, 2),
+            **slots,
+        ),
+        World(
+            "slots, a rank without experts",
+            routing=(((), ((0, 0),)), (((0, 0),), ())),
+            n_experts=1,
+            **replays(FUSED, 3),
+            **slots,
+        ),
+        World(
+            "slots, in turn",
+            routing=TWO_RANKS,
+            in_turn=True,
+            **replays(SPLIT, 2),
+            **slots,
+        ),
+        World("slots, generations wrap", routing=TWO_RANKS, **WRAPS, **slots),
+        World("slots, 3 ranks", routing=THREE_RANKS, **replays(FUSED, 2), **slots),
+    ]
+
+
+def rank_slots_unreduced() -> list[World]:
+    """The same combine behind the other dispatch."""
+    slots = {"protocol": "rank_slots"}
+    return [
+        World("rows, fused", routing=TWO_RANKS, **replays(FUSED, 3), **slots),
+        World("rows, split", routing=TWO_TOKENS, **replays(SPLIT, 2), **slots),
+        World(
+            "rows, 2 blocks",
+            routing=TWO_RANKS,
+            n_blocks=2,
+            n_index_warps=2,
+            **replays(FUSED, 2),
+            **slots,
+        ),
+        World("rows, overlap", routing=TWO_RANKS, **OVERLAP, **slots),
+        World("rows, generations wrap", routing=TWO_RANKS, **WRAPS, **slots),
+        World("rows, 3 ranks", routing=THREE_RANKS, **replays(FUSED, 2), **slots),
+    ]
+
+
+def host() -> list[World]:
+    """All protocols of CPU ranks."""
+    worlds = []
+    kinds = (
+        ("expert_slots", False),
+        ("rank_slots", False),
+        ("rank_slots", True),
+        ("gather", True),
+    )
+    for protocol, is_reduced in kinds:
+        name = f"CPU, {protocol}{' reduced' if is_reduced else ''}"
+        common = {
+            "protocol": protocol,
+            "is_reduced": is_reduced,
+            "target": "cpu",
+            "streams": True,
+            "has_shared_expert": protocol == "expert_slots",
+        }
+        worlds += [
+            World(name, routing=TWO_TOKENS, **replays(SPLIT, 2), **common),
+            World(f"{name}, overlap", routing=TWO_RANKS, **OVERLAP, **common),
+            World(
+                f"{name}, dispatch only",
+                routing=TWO_RANKS,
+                **replays(SPLIT[:2], 3),
+                **common,
+            ),
+            World(
+                f"{name}, combine only",
+                routing=TWO_RANKS[:1],
+                **replays(SPLIT[2:], 3, SPLIT[:2]),
+                **common,
+            ),
+            World(
+                f"{name}, a rank without experts",
+                routing=(((), ((0, 0),)), (((0, 0),), ())),
+                n_experts=1,
+                **replays(SPLIT, 2),
+                **common,
+            ),
+            World(
+                f"{name}, generations wrap",
+                routing=TWO_RANKS,
+                **{**WRAPS, **replays(SPLIT, 4)},
+                **common,
+            ),
+            World(
+                f"{name}, in turn",
+                routing=THREE_RANKS,
+                in_turn=True,
+                **replays(SPLIT, 3),
+                **common,
+            ),
+        ]
+    worlds.append(
+        World(
+            "CPU, gather, tokens first",
+            "gather",
+            routing=TWO_RANKS,
+            is_reduced=True,
+            target="cpu",
+            streams=True,
+            **replays(("send_tokens", *SPLIT), 3),
+        )
+    )
+    return worlds
+
+
 def by_protocol() -> dict[str, list[World]]:
     """All worlds, by whose code they are a model of."""
-    return {"rank_slots": rank_slots()}
+    return {
+        "rank_slots": rank_slots(),
+        "rank_slots un-reduced": rank_slots_unreduced(),
+        "expert_slots": expert_slots(),
+        "CPU ranks": host(),
+    }
 
 
 def all_worlds() -> list[World]:
@@ -150,8 +303,30 @@ def all_worlds() -> list[World]:
 def tiny() -> list[World]:
     """Worlds so small that all steps can be interleaved in every order."""
     one_token = ((((1,),), ((0,),)), (((1,),), ()))
-    small = {"protocol": "rank_slots", "routing": one_token, "is_one_agent": True}
+    one_way = ((((1,),), ()),)
+    small = {"protocol": "rank_slots", "is_one_agent": True}
+    slots = {"protocol": "expert_slots", "is_one_agent": True}
+    host = {**slots, "target": "cpu", "streams": True}
     return [
-        World("tiny, fused", is_reduced=True, **replays(FUSED, 1), **small),
-        World("tiny, dispatch only", **replays(FUSED[:1], 3), **small),
+        World(
+            "tiny, fused",
+            is_reduced=True,
+            routing=one_way,
+            **replays(FUSED, 1),
+            **small,
+        ),
+        World(
+            "tiny, dispatch only",
+            routing=one_token,
+            **replays(FUSED[:1], 3),
+            **small,
+        ),
+        World("tiny, slots", routing=one_token, **replays(FUSED, 2), **slots),
+        World("tiny, CPU", routing=one_token, **replays(SPLIT, 2), **host),
+        World(
+            "tiny, CPU, dispatch only",
+            routing=one_token,
+            **replays(SPLIT[:2], 3),
+            **host,
+        ),
     ]

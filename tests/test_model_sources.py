@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model follows the code: words, atomics and their orders, calls, phases.
+
+Each test fails if the Mojo sources gain or lose something that the model, or a table
+here that says why it may lack it, does not know. Then read `docs/model.md`, "When the
+code changes".
+"""
+
+from __future__ import annotations
+
+import pytest
+from model import expert_slots, host, rank_slots, sources, worlds
+from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, RANK_WORDS
+from model.machine import Machine, Order, Step
+
+DEALS_OUT = "deals out numbers, or adds up what is read behind a barrier"
+FAILS = "how launches fail is not modelled: a wait that does not end is an error"
+HOSTS = "ranks of several hosts are not modelled"
+
+ATOMICS_LEFT_OUT = {"raise_to": FAILS, "order_before_put": HOSTS}
+
+CALLS_LEFT_OUT = {
+    ("expert_slots/combine.mojo: _reduce_tokens", "block_add"): DEALS_OUT,
+    ("expert_slots/combine.mojo: _send_rows", "block_add"): DEALS_OUT,
+    ("expert_slots/dispatch.mojo: _count_choices", "block_add"): DEALS_OUT,
+    ("expert_slots/dispatch.mojo: _receive_half", "block_add"): DEALS_OUT,
+    ("rank_slots/combine.mojo: _add_tokens", "block_add"): DEALS_OUT,
+    ("rank_slots/dispatch.mojo: _receive_tokens", "block_add"): DEALS_OUT,
+    ("rank_slots/combine.mojo: _look_at_partial", "peek_16"): "a first look of the"
+    " wait in `_await_16`; the model has one",
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): FAILS,
+    ("failures.mojo: note_failure", "raise_to"): FAILS,
+    ("transport.mojo: put_flag", "order_before_put"): HOSTS,
+}
+# How often a function calls an atomic, where it is more than once and not modelled
+# call by call: a third call would be a step that the model lacks.
+CALLED_OFTEN = {
+    ("rank_slots/dispatch.mojo: _store_steps", "put_16"): 2,  # values, scales
+    ("rank_slots/dispatch.mojo: _send_tokens", "publish"): 2,  # peers, own region
+    ("rank_slots/dispatch.mojo: _load_steps", "peek_16"): 2,  # first look, then more
+    ("rank_slots/dispatch.mojo: _are_counted", "block_peek"): 2,  # COUNTED, FAILED
+    ("rank_slots/dispatch.mojo: _receive", "block_peek"): 2,  # again, for its value
+    ("rank_slots/device_steps.mojo: await_readers", "peek"): 2,
+    ("rank_slots/index.mojo: _agree_on_found", "block_peek"): 2,
+    ("rank_slots/row_counts.mojo: read_numbers", "peek_number"): 2,
+    ("rank_slots/row_counts.mojo: _read_counts", "peek_number"): 2,
+    # SUMMED, COUNTED, FAILED.
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_peek"): 3,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_arrive"): 2,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): 2,  # FAILED
+    ("rank_slots/host_dispatch.mojo: dispatch_async_host", "publish"): 2,
+    ("expert_slots/device_steps.mojo: await_done_words", "peek"): 2,
+    ("expert_slots/device_steps.mojo: await_message", "peek"): 2,
+    ("expert_slots/dispatch.mojo: read_counts", "peek_number"): 2,
+    ("expert_slots/dispatch.mojo: _receive_half", "block_peek"): 2,
+    ("expert_slots/host_steps.mojo: await_readers", "peek"): 2,
+    ("host_copy.mojo: for_each_chunk", "drain_stores"): 2,  # inline, in a worker
+}
+
+WORDS_LEFT_OUT = {"dispatch_put": HOSTS, "combine_put": HOSTS}
+# Not located by `layout.mojo`: they stand inside of a message.
+WORDS_INSIDE = {"dispatch_message_flag", "combine_message_flag"}
+
+HEADER_LEFT_OUT = {
+    "magic": "does not change",
+    "my_rank": "does not change",
+    "timeout_ms": "does not change",
+    "layout": "does not change",
+    "n_dropped": "a tally",
+    "src_info_hash": "CPU ranks: a check of arguments",
+    "broken": FAILS,
+    "failure": FAILS,
+    "tokens_sent_on_gpu": "tokens_sent of GPU ranks, in another word",
+    "n_fields": "a size",
+    "n_header_words": "a size",
+    "n_failure_words": "a size",
+}
+
+CONTROL_LEFT_OUT = {
+    "FAILED": FAILS,
+    "NO_NUMBERS": FAILS,
+    "NEXT_ITEM": DEALS_OUT,
+    "NEXT_PART": DEALS_OUT,
+    "NEXT_ROW": DEALS_OUT,
+    "SEND": "the name of a phase",
+    "RECEIVE": "the name of a phase",
+    "NUMBERS_WARP": "an agent: numbers warp",
+    "TELLING_WARP": "an agent: telling warp",
+    "COUNTING_WARP": "an agent: counting warp",
+    "FIRST_SENDER": "an agent: sender",
+    "N_INDEX_WARPS": "a number",
+    "N_CONTROL": "a number",
+    "N_WARPS_MIN": "a number",
+}
+# Shared memory that is not a control word.
+BLOCK_ARRAYS = {"sums", "n_tokens_of", "block_pair_rows"}
+
+
+@pytest.fixture(scope="module")
+def steps() -> set[Step]:
+    """All steps that any world takes."""
+    found: set[Step] = set()
+    for world in worlds.all_worlds():
+        machine = Machine(world)
+        machine.explore(max_states=300, gives_up=True)
+        found |= machine.used
+    return found
+
+
+def test_atomics_and_their_orders() -> None:
+    """An order, a scope or an atomic that changes in `flags.mojo` is noticed."""
+    does = {"write": "store", "await": "load", "arrive": "fetch_add", "drain": "fence"}
+    known = {
+        name: (
+            does[kind],
+            # A fence on x86; see its `# ORDER:`.
+            {"SEQUENTIAL"} if kind == "drain" else {order.name},
+            scope,
+        )
+        for name, (kind, order, scope) in CALLS.items()
+    }
+    found = sources.atomics()
+    assert set(found) - set(known) == set(ATOMICS_LEFT_OUT)
+    assert known == {name: found[name] for name in known}
+
+
+def test_every_call_of_an_atomic_is_a_step(steps: set[Step]) -> None:
+    """A flag that a kernel gains or loses is noticed, and where it is."""
+    names = set(sources.atomics()) | set(sources.ALIASES)
+    in_code = sources.calls_of(names)
+    sites = {(where, sources.ALIASES.get(call, call)) for where, call in in_code}
+    in_model = {(s.where, s.call) for s in steps if s.call in CALLS}
+    assert sites - in_model == set(CALLS_LEFT_OUT)
+    assert in_model <= sites
+
+
+def test_no_function_calls_an_atomic_once_more() -> None:
+    names = set(sources.atomics()) | set(sources.ALIASES)
+    counts: dict[tuple[str, str], int] = {}
+    for (where, call), n in sources.calls_of(names).items():
+        site = (where, sources.ALIASES.get(call, call))
+        counts[site] = counts.get(site, 0) + n
+    assert {site: n for site, n in counts.items() if n > 1} == CALLED_OFTEN
+
+
+def test_a_step_has_the_order_of_its_call(steps: set[Step]) -> None:
+    for step in steps:
+        if step.call in CALLS:
+            assert step.order == CALLS[step.call][1], step
+        else:
+            assert step.order in (Order.PLAIN, Order.STREAMED), step
+
+
+def test_steps_name_functions_that_there_are(steps: set[Step]) -> None:
+    for where in {s.where for s in steps if s.kind != "join"}:
+        file, function = where.split(": ")
+        assert function in sources.functions(file), where
+
+
+def test_words_of_symmetric_memory(steps: set[Step]) -> None:
+    assert sources.located_words() - set(RANK_WORDS) == set(WORDS_LEFT_OUT)
+    assert set(RANK_WORDS) - sources.located_words() == WORDS_INSIDE
+    assert set(RANK_WORDS) <= {s.place[0] for s in steps if s.place}
+
+
+def test_words_that_a_rank_keeps(steps: set[Step]) -> None:
+    words = sources.header_words() | sources.counter_arrays() | {"pair_rows"}
+    assert words - set(LOCAL_WORDS) == set(HEADER_LEFT_OUT)
+    assert set(LOCAL_WORDS) <= words
+    assert set(LOCAL_WORDS) <= {s.place[0] for s in steps if s.place}
+
+
+def test_words_of_a_block() -> None:
+    words = sources.control_words()
+    assert words - BLOCK_WORDS == set(CONTROL_LEFT_OUT)
+    assert BLOCK_WORDS - words == BLOCK_ARRAYS
+
+
+def test_phases() -> None:
+    """A kernel without an op in the model, or the other way round, is noticed."""
+    modelled = {f"rank_slots: {op}_kernel" for op in rank_slots.OPS}
+    modelled |= {f"expert_slots: {op}_kernel" for op in expert_slots.OPS}
+    modelled |= {
+        f"{p}: {op}_host" for p in ("expert_slots", "rank_slots") for op in host.OPS
+    }
+    # Sending tokens first is for `gather` alone.
+    modelled -= {"expert_slots: send_tokens_host"}
+    assert sources.phases() == modelled
+    assert set(sources.named_phases()) == set(worlds.SPLIT)
+
+
+@pytest.mark.parametrize("protocol", ["rank_slots", "expert_slots"])
+def test_functions_call_the_same_ones(protocol: str) -> None:
+    """A kernel that no longer waits, or tells, or does so elsewhere, is noticed.
+
+    Of GPU ranks, with functions that only one side has seen through.
+    """
+    files = [f"{protocol}/dispatch.mojo", f"{protocol}/combine.mojo"]
+    files += [f"{protocol}/device_steps.mojo", "expert_slots/device_steps.mojo"]
+    if protocol == "rank_slots":
+        files += ["rank_slots/index.mojo", "rank_slots/row_counts.mojo"]
+    in_code = sources.mojo_calls(files)
+    in_model = sources.model_calls(f"{protocol}.py")
+    ops = (rank_slots if protocol == "rank_slots" else expert_slots).OPS
+    named: dict[str, list[str]] = {}
+    for where in in_code:
+        name = where.split(": ")[1].removesuffix("_kernel")
+        named.setdefault(name, []).append(where)
+    # Names that two files have, such as `_finish`, are seen through.
+    both = {
+        name: places[0]
+        for name, places in named.items()
+        if name in in_model and len(places) == 1
+    }
+    assert set(ops) <= set(both)
+    model_edges = {(both[a], both[b]) for a, b in sources.edges(in_model, set(both))}
+    assert sources.edges(in_code, set(both.values())) == model_edges
