@@ -11,7 +11,8 @@ from __future__ import annotations
 import pytest
 from model import expert_slots, host, rank_slots, sources, worlds
 from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, RANK_WORDS
-from model.machine import Machine, Order, Step
+from model.machine import Machine
+from model.memory import EMPTY, Order, Step
 
 DEALS_OUT = "deals out numbers, or adds up what is read behind a barrier"
 FAILS = "how launches fail is not modelled: a wait that does not end is an error"
@@ -92,6 +93,49 @@ CONTROL_LEFT_OUT = {
     "N_CONTROL": "a number",
     "N_WARPS_MIN": "a number",
 }
+# Words that are noted, but not by name in the model.
+NOTES_LEFT_OUT = {"broken": FAILS, "src_info_hash": "CPU ranks: a check of arguments"}
+
+# At the begin or at the end of a launch; of a pair and of all of them.
+NOTED_OFTEN = {
+    ("rank_slots/combine.mojo: combine_wait_kernel", "combine_received"): 2,
+    ("rank_slots/dispatch.mojo: dispatch_wait_kernel", "dispatch_received"): 2,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "pair_rows"): 2,
+    ("expert_slots/dispatch.mojo: read_counts", "pair_rows"): 2,
+    ("expert_slots/host_dispatch.mojo: lay_out_rows", "pair_rows"): 2,
+}
+
+# The model takes these for granted: one of its agents is a warp that is in step, or a
+# block behind its barrier. Where one is missing, lanes or warps are out of step.
+BARRIERS = {
+    ("expert_slots/combine.mojo: _reduce_tokens", "syncwarp"): 1,
+    ("expert_slots/combine.mojo: _send_rows", "syncwarp"): 1,
+    ("expert_slots/combine.mojo: _share_pairs", "barrier"): 1,
+    ("expert_slots/combine.mojo: combine_wait_kernel", "barrier"): 1,
+    ("expert_slots/device_steps.mojo: await_done_words", "syncwarp"): 1,
+    ("expert_slots/device_steps.mojo: is_last_block", "barrier"): 1,
+    ("expert_slots/device_steps.mojo: publish_done", "syncwarp"): 1,
+    ("expert_slots/dispatch.mojo: _index_choices", "syncwarp"): 3,
+    ("expert_slots/dispatch.mojo: _receive_half", "syncwarp"): 1,
+    ("expert_slots/dispatch.mojo: _send", "barrier"): 1,
+    ("expert_slots/dispatch.mojo: _send_half", "syncwarp"): 1,
+    ("expert_slots/dispatch.mojo: dispatch_kernel", "barrier"): 1,
+    ("expert_slots/dispatch.mojo: dispatch_wait_kernel", "barrier"): 1,
+    ("expert_slots/dispatch.mojo: read_counts", "syncwarp"): 3,
+    ("rank_slots/device_steps.mojo: await_readers", "syncwarp"): 1,
+    ("rank_slots/device_steps.mojo: note_readers", "syncwarp"): 1,
+    ("rank_slots/device_steps.mojo: publish_reads", "syncwarp"): 1,
+    ("rank_slots/device_steps.mojo: start_launch", "barrier"): 1,
+    ("rank_slots/dispatch.mojo: _receive", "syncwarp"): 1,
+    ("rank_slots/dispatch.mojo: _send", "syncwarp"): 1,
+    ("rank_slots/dispatch.mojo: _send_tokens", "syncwarp"): 1,
+    ("rank_slots/index.mojo: _find_choices", "syncwarp"): 1,
+    ("rank_slots/index.mojo: index_choices", "syncwarp"): 1,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "syncwarp"): 2,
+}
+# Each kernel of `rank_slots` begins with it: launches may overlap.
+AWAITS_LAUNCH_BEFORE = "await_launch_before"
+
 # Shared memory that is not a control word.
 BLOCK_ARRAYS = {"sums", "n_tokens_of", "block_pair_rows"}
 
@@ -215,3 +259,46 @@ def test_functions_call_the_same_ones(protocol: str) -> None:
     assert set(ops) <= set(both)
     model_edges = {(both[a], both[b]) for a, b in sources.edges(in_model, set(both))}
     assert sources.edges(in_code, set(both.values())) == model_edges
+
+
+def test_what_is_noted_in_the_counters(steps: set[Step]) -> None:
+    """A generation that a kernel no longer moves, or moves elsewhere, is noticed."""
+    in_code = {
+        (where, word.removesuffix("_on_gpu"))
+        for where, word in sources.notes_of_counters()
+        if word not in NOTES_LEFT_OUT
+    }
+    often = {note: n for note, n in sources.notes_of_counters().items() if n > 1}
+    assert {n: often[n] for n in often if n[1] not in NOTES_LEFT_OUT} == NOTED_OFTEN
+    noted = {word for _, word in in_code}
+    in_model = {
+        (s.where, s.place[0])
+        for s in steps
+        if s.kind == "write" and s.call == "store" and s.place[0] in noted
+    }
+    assert in_code == in_model
+
+
+def test_what_was_read_is_put_back(steps: set[Step]) -> None:
+    in_model = {s.where for s in steps if s.kind == "write" and s.value == EMPTY}
+    assert sources.put_backs() == in_model
+
+
+def test_who_waits_for_readers_of_what() -> None:
+    names = {"await_readers", "note_readers"}
+    in_model = sources.model_directions("rank_slots.py", names)
+    assert len(in_model) == 8
+    assert sources.directions(names) == in_model
+
+
+def test_barriers_that_the_model_takes_for_granted() -> None:
+    assert dict(sources.calls_of({"syncwarp", "barrier"})) == BARRIERS
+
+
+def test_kernels_await_the_launch_before() -> None:
+    kernels = {
+        f"rank_slots/{'combine' if 'combine' in op else 'dispatch'}.mojo: {op}_kernel"
+        for op in rank_slots.OPS
+    }
+    calls = sources.calls_of({AWAITS_LAUNCH_BEFORE})
+    assert dict(calls) == {(kernel, AWAITS_LAUNCH_BEFORE): 1 for kernel in kernels}

@@ -154,6 +154,10 @@ def dispatch_async(launch: Launch) -> None:
     await_readers(launch, a, "dispatch", True)
     place = ("n_tokens", rank, launch.parity(generation, n))
     a.store(where, place, len(world.tokens(n, rank)), ("n_tokens", n))
+    if world.protocol == "gather":
+        n_sent = len(world.tokens(n, rank)) + 1 if "send_tokens" in world.program else 0
+        a.load(where, ("tokens_sent", rank), is_=n_sent)
+        a.store(where, ("tokens_sent", rank), 0)
     send = _send_expert_slots if _is_expert_slots(launch) else _send_rank_slots
     a = send(launch)
     for expert in world.experts:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .machine import EMPTY, Order, Place, Program, Step
+from .memory import EMPTY, Order, Place, Program, Step
 
 CALLS: dict[str, tuple[str, Order, str]] = {
     "publish": ("write", Order.RELEASE, "system"),
@@ -254,7 +254,10 @@ class World(Program):
         launch.agents.append(("clearing warp", list(words.values())))
 
     def runs_ahead(self, place: Place) -> bool:
-        # Done words of GPU ranks; those of CPU ranks are awaited by equality.
+        # Done words of GPU ranks; those of CPU ranks are awaited by equality. How
+        # far the first warp of a block is may be seen late.
+        if place[0] == "INDEXED":
+            return True
         return self.target == "gpu" and place[0] in ("dispatch_done", "combine_done")
 
     def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from .launches import RANK_WORDS, Launch
-from .machine import EMPTY, Order, Step
+from .memory import EMPTY, Order, Step
 
 Change = Callable[[Step, Launch], list[Step]]
 

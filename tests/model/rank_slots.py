@@ -8,7 +8,7 @@ only what the model leaves out. Un-reduced combine is that of `expert_slots.py`.
 from __future__ import annotations
 
 from .launches import Agent, Launch
-from .machine import EMPTY
+from .memory import EMPTY
 
 _STEPS = "rank_slots/device_steps.mojo: "
 _DISPATCH = "rank_slots/dispatch.mojo: "

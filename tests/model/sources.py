@@ -193,3 +193,54 @@ def edges(calls: dict[str, set[str]], nodes: set[str]) -> set[tuple[str, str]]:
                 seen.add(called)
                 todo += calls.get(called, ())
     return found
+
+
+def notes_of_counters() -> Counter[tuple[str, str]]:
+    """How often which function notes which word of the counters, by `set_…`."""
+    found: Counter[tuple[str, str]] = Counter()
+    for file in protocol_files():
+        if file != "counters.mojo":
+            for function, code in functions(file).items():
+                for word in re.findall(r"\.set_(\w+)\(", code):
+                    found[f"{file}: {function}", word] += 1
+    return found
+
+
+def put_backs() -> set[str]:
+    """Functions that store `EMPTY` where data was its own flag."""
+    found = set()
+    for file in protocol_files():
+        for function, code in functions(file).items():
+            for store in re.findall(r"store16\(([\s\S]{0,120})", code):
+                if re.match(r"[^;]*?,\s*LaneBytes\(EMPTY\)\s*\)", store):
+                    found.add(f"{file}: {function}")
+    return found
+
+
+def directions(names: set[str]) -> set[tuple[str, str, bool]]:
+    """Calls in `rank_slots` that say whether they are for combine."""
+    found = set()
+    for file in protocol_files():
+        if file.startswith("rank_slots/"):
+            for function, code in functions(file).items():
+                pattern = r"(\w+)\[\s*layout,\s*(True|False)\s*\]"
+                for name, is_combine in re.findall(pattern, code):
+                    if name in names:
+                        caller = function.removesuffix("_kernel")
+                        found.add((caller, name, is_combine == "True"))
+    return found
+
+
+def model_directions(module: str, names: set[str]) -> set[tuple[str, str, bool]]:
+    """The same calls in the model, where it is the last argument."""
+    tree = ast.parse((Path(__file__).parent / module).read_text())
+    return {
+        (function.name, node.func.id, node.args[-1].value)
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in names
+        and isinstance(node.args[-1], ast.Constant)
+    }

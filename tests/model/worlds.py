@@ -73,6 +73,7 @@ def rank_slots() -> list[World]:
             "dispatch only", "rank_slots", routing=TWO_RANKS, **replays(FUSED[:1], 3)
         ),
         World("fused", routing=TWO_RANKS, **replays(FUSED, 3), **reduced),
+        World("3 ranks", routing=THREE_RANKS, **replays(FUSED[:1], 2), **reduced),
         World(
             "in turn",
             routing=TWO_RANKS,
@@ -112,14 +113,46 @@ def rank_slots() -> list[World]:
     ]
 
 
+def random_program(chance: random.Random, is_reduced: bool, n_ops: int) -> tuple:
+    """Ops in any order that the protocol allows, mixed as nobody would."""
+    program: list[str] = []
+    sent = received = answered = 0
+    is_combining = False
+    while len(program) < n_ops or sent > received or is_combining:
+        may = []
+        # The notes of a dispatch are kept until the next but one, those of the rows
+        # of a reduced combine until the next is received.
+        may_send = sent == received and not (is_combining and sent > answered)
+        may_receive = not (is_reduced and is_combining)
+        is_long = len(program) >= n_ops
+        if may_send and not is_long:
+            may += ["dispatch_async"] + ["dispatch"] * may_receive
+        if sent > received and may_receive:
+            may.append("dispatch_wait")
+        if received and not is_combining and not is_long:
+            may += ["combine_async"] + ["combine"] * (sent == received)
+        if is_combining:
+            may.append("combine_wait")
+        op = chance.choice(may)
+        program.append(op)
+        sent += op in ("dispatch", "dispatch_async")
+        received += op in ("dispatch", "dispatch_wait")
+        if op == "combine_async":
+            is_combining, answered = True, received
+        elif op == "combine_wait":
+            is_combining = False
+    return tuple(program)
+
+
 def random_world(seed: int) -> World:
     """A larger world, for random walks."""
     chance = random.Random(seed)
     n_ranks = chance.randint(2, 4)
     top_k = chance.randint(1, 3)
+    n_experts = chance.randint(1, n_ranks)
 
     def token() -> Token:
-        return tuple(chance.randint(-1, n_ranks - 1) for _ in range(top_k))
+        return tuple(chance.randint(-1, n_experts - 1) for _ in range(top_k))
 
     routing = tuple(
         tuple(
@@ -127,18 +160,19 @@ def random_world(seed: int) -> World:
         )
         for _ in range(3)
     )
-    protocol = chance.choice(("rank_slots", "gather"))
-    program = chance.choice((replays(FUSED, 4), replays(SPLIT, 3), OVERLAP))
+    protocol = chance.choice(("expert_slots", "rank_slots", "gather"))
+    is_reduced = protocol != "expert_slots" and chance.random() < 0.7
     return World(
         f"random {seed}",
         protocol,
         routing=routing,
-        is_reduced=True,
+        program=random_program(chance, is_reduced, 8),
+        is_reduced=is_reduced,
+        n_experts=n_experts,
         n_blocks=chance.randint(1, 2),
-        n_index_warps=chance.randint(1, 2),
+        n_index_warps=1 if protocol == "expert_slots" else chance.randint(1, 2),
         n_parts=chance.randint(1, 2),
         n_early_tokens=chance.randint(0, 3),
-        **program,
     )
 
 
@@ -328,5 +362,57 @@ def tiny() -> list[World]:
             routing=one_token,
             **replays(SPLIT[:2], 3),
             **host,
+        ),
+    ]
+
+
+def large() -> list[World]:
+    """Worlds that take minutes: `python -m tests.model --deep`."""
+    reduced = {"protocol": "rank_slots", "is_reduced": True}
+    return [
+        World("3 ranks, fused", routing=THREE_RANKS, **replays(FUSED, 2), **reduced),
+        World("3 ranks, overlap", routing=THREE_RANKS, **OVERLAP, **reduced),
+        World(
+            "fused, 2 blocks, 3 replays",
+            routing=TWO_TOKENS,
+            n_blocks=2,
+            n_index_warps=2,
+            **replays(FUSED, 3),
+            **reduced,
+        ),
+        World("generations wrap", routing=TWO_RANKS, **WRAPS, **reduced),
+    ]
+
+
+def refused() -> list[World]:
+    """Programs that must not be run: that the model says why is a test of it."""
+    reduced = {"protocol": "rank_slots", "is_reduced": True, "routing": TWO_RANKS}
+    send, wait, combine, combine_wait = SPLIT
+    return [
+        # Fused forms wait for what a rank sends that has not begun.
+        World("fused, in turn", in_turn=True, program=FUSED * 2, **reduced),
+        # Nobody has told, since no rank has begun a launch since.
+        World(
+            "dispatch only, in turn, told by the next launch",
+            in_turn=True,
+            tells_at_end=False,
+            program=SPLIT[:2] * 2,
+            **reduced,
+        ),
+        # The notes of a dispatch's rows are those of the next one.
+        World(
+            "reduced combine awaited after the next dispatch was received",
+            program=(send, wait, combine, send, wait, combine_wait),
+            **reduced,
+        ),
+        # The choices are kept for two dispatches, by parity.
+        World(
+            "combine awaited after two more dispatches",
+            program=(send, wait, combine, send, wait, send, combine_wait, wait),
+            **{**reduced, "is_reduced": False},
+        ),
+        # No place is left, and nobody reads: the rank waits for itself.
+        World(
+            "sent twice, received never", program=(send, send, wait, wait), **reduced
         ),
     ]
