@@ -81,6 +81,8 @@ def made_of(steps: Iterable[Step]) -> list[Mutation]:
             made.append(_not_waited_for(site))
         if step.kind != "await" or step.truth is None or "done" in site.kind:
             made.append(_left_out(site))
+        if step.kind == "await" and "done" in site.kind:
+            made += [_left_out(site, reader) for reader in (0, 1)]
         if step.kind == "write" and is_shared and step.value != EMPTY:
             if isinstance(step.value[0], int):
                 made.append(_constant(site))
@@ -94,11 +96,14 @@ def _weakened(site: Site, order: Order) -> Mutation:
     return Mutation(f"{order.value} instead of more: {site}", change)
 
 
-def _left_out(site: Site) -> Mutation:
+def _left_out(site: Site, reader: int | None = None) -> Mutation:
     def change(step: Step, launch: Launch) -> list[Step]:
-        return [] if Site.of(step) == site else [step]
+        if Site.of(step) != site:
+            return [step]
+        return [] if reader is None or step.place[-1] == reader else [step]
 
-    return Mutation(f"left out: {site}", change)
+    of = "" if reader is None else f", of reader {reader}"
+    return Mutation(f"left out: {site}{of}", change)
 
 
 def _not_waited_for(site: Site) -> Mutation:

@@ -25,6 +25,7 @@ TWO_TOKENS: tuple = (
     (((0, 1), (1, -1)), ((0, 0),)),
     (((1, 1),), ((1, 0), (0, 1))),
 )
+BOTH_WAYS: tuple = ((((0, 1),), ((1, 0),)),)
 THREE_RANKS: tuple = (
     (((0, 1),), ((2, 2),), ()),
     ((), ((0, 2),), ((1, 0),)),
@@ -203,7 +204,7 @@ def expert_slots() -> list[World]:
         ),
         World(
             "slots, one combine after another",
-            routing=TWO_RANKS[:1],
+            routing=BOTH_WAYS,
             **replays(FUSED[1:], 3, FUSED[:1]),
             **slots,
         ),
@@ -281,7 +282,7 @@ def host() -> list[World]:
             ),
             World(
                 f"{name}, combine only",
-                routing=TWO_RANKS[:1],
+                routing=BOTH_WAYS,
                 **replays(SPLIT[2:], 3, SPLIT[:2]),
                 **common,
             ),
