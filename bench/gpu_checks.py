@@ -284,6 +284,13 @@ def check_chain(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
     )
 
 
+def check_same(where: str, got: torch.Tensor, want: torch.Tensor | np.ndarray) -> None:
+    """Compares values, element by element."""
+    if isinstance(want, np.ndarray):
+        want = torch.from_numpy(want).to(got.device)
+    _require(torch.equal(got, want), f"{where} differ")
+
+
 def stack_tokens(x: Sequence[np.ndarray], device: str | torch.device) -> torch.Tensor:
     """Puts all ranks' tokens on one device: ``[n_ranks * n_tokens, hidden]``."""
     return torch.cat([from_bits(rank_x, device) for rank_x in x])

@@ -1,274 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of dispatch and combine as MAX graphs: for max_ep and for MAX's own EP.
-
-Both have the same Python surface, so the same code builds and runs both; which
-one is the module that is passed in. A chain of L layers is one graph: each
-layer dispatches the tokens, combines the rows of the experts, and its sums are
-the next layer's tokens. The experts are the identity (FP8 rows cannot be
-combined as they are: there, every expert of a rank returns one given row, the
-same for all tokens). Router weights are powers of two, see ``LAYER_FACTORS``; with
-reduced combine they are given to dispatch.
-
-Graphs are built from types alone, with the number of tokens left open, so that
-they can be compiled where there is no GPU, once for many token counts.
-"""
+"""Runs, checks and times the chains of ``bench.gpu_graphs_max`` on GPUs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import importlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from max.driver import Accelerator, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, TensorType, TensorValue
 
 from . import gpu_shapes
-from .gpu_shapes import LAYER_FACTORS, OURS, Case, Config, summary
-
-FORMS = {
-    "fused": "ep_dispatch and ep_combine, one op for each GPU",
-    "all": "ep_dispatch_all and ep_combine_all, one op for all GPUs",
-    "split": "async on all GPUs, then wait on all",
-    "dispatch": "ep_dispatch alone, L times",
-}
-"""What a chain is made of."""
-
-# A rank of max_ep does not send before all have read what it sent last, so
-# dispatch may follow dispatch. MAX's EP does not say that it may.
-DEFAULT_FORMS = {
-    "ours": ("fused", "all", "split", "dispatch"),
-    "ours_by_rank": ("fused", "split", "dispatch"),
-    "ours_reduced": ("fused", "split", "dispatch"),
-    "max": ("fused", "all", "split"),
-}
+from .gpu_graphs_max import (
+    dispatcher_of,
+    ep_config,
+    graph_of,
+    library,
+    takes_weights,
+)
+from .gpu_shapes import LAYER_FACTORS, ROUTED_FORMS, Case, Config, summary
 
 _N_FACTORS = len(LAYER_FACTORS)
-
-
-def library(peer: str) -> ModuleType:
-    """Returns the module behind a peer."""
-    return importlib.import_module("max_ep" if peer in OURS else "max.nn.comm.ep")
-
-
-def ep_config(config: Config) -> Any:
-    """Returns the library's ``EPConfig``."""
-    from max_ep import blockwise_fp8_quant_config
-
-    is_fp8 = config.dtype == "fp8"
-    fields: dict[str, Any] = dict(
-        dispatch_dtype=DType.float8_e4m3fn if is_fp8 else DType.bfloat16,
-        combine_dtype=DType.bfloat16,
-        hidden_size=config.shape.hidden_size,
-        top_k=config.shape.top_k,
-        n_experts=config.shape.n_experts,
-        max_tokens_per_rank=config.max_tokens,
-        n_gpus_per_node=config.n_ranks,
-        n_nodes=1,
-        node_id=0,
-        dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
-    )
-    if config.is_ours:
-        fields |= dict(target="gpu", timeout_s=5.0, **OURS[config.peer])
-    return library(config.peer).EPConfig(**fields)
-
-
-# ------------------------------------------------------------------------- graphs
-
-
-def graph_of(config: Config, form: str) -> Graph:
-    """Builds a chain.
-
-    Inputs, each a list with one tensor a rank: tokens ``[n_tokens, hidden]``
-    bfloat16; ids ``[n_tokens, top_k]`` int32; then one list for each of
-    ``LAYER_FACTORS`` of weights ``[n_tokens, top_k]`` float32 (not where neither
-    dispatch nor combine takes any), and for FP8 the experts' rows
-    ``[max_recv_tokens, hidden]`` bfloat16 (not for ``dispatch``); last the EP
-    inputs.
-
-    Outputs, likewise: the last layer's sums and the first layer's (not for
-    ``dispatch``); then for each rank what a dispatch returned without its last
-    element: rows, for FP8 scales, row offsets, expert ids. It is the first
-    layer's; for ``dispatch`` the last's.
-    """
-    shape, n = config.shape, config.n_ranks
-    group = ep_config(config)
-    manager = library(config.peer).EPBatchManager(group)
-
-    def types(dtype: DType, dims: list) -> list[TensorType]:
-        return [TensorType(dtype, dims, DeviceRef.GPU(i)) for i in range(n)]
-
-    inputs = types(DType.bfloat16, ["n_tokens", shape.hidden_size])
-    inputs += types(DType.int32, ["n_tokens", shape.top_k])
-    if _takes_weights(config, form):
-        for _ in LAYER_FACTORS:
-            inputs += types(DType.float32, ["n_tokens", shape.top_k])
-    if form != "dispatch" and config.dtype == "fp8":
-        rows = [group.get_max_recv_tokens(), shape.hidden_size]
-        inputs += types(DType.bfloat16, rows)
-    name = f"{config.name}_{form}_l{config.n_layers}"
-    with Graph(name, input_types=[*inputs, *manager.input_types()]) as graph:
-        values = [value.tensor for value in graph.inputs[: len(inputs)]]
-        manager.fetch_buffers(graph.inputs[len(inputs) :])
-        x, ids, *rest = (values[i : i + n] for i in range(0, len(values), n))
-        weights, expert_rows = rest[:_N_FACTORS], rest[_N_FACTORS:]
-        kept: list[tuple[TensorValue, ...]] = []
-        first: list[TensorValue] = []
-        for layer in range(config.n_layers):
-            of_layer = weights[layer % _N_FACTORS] if weights else None
-            with_tokens = of_layer if config.is_reduced else None
-            outputs = _dispatch(manager, form, x, ids, with_tokens)
-            if form == "dispatch":
-                kept = outputs
-                continue
-            rows = expert_rows[0] if expert_rows else [o[0] for o in outputs]
-            with_rows = None if config.is_reduced else of_layer
-            x = _combine(manager, form, rows, with_rows)
-            kept, first = kept or outputs, first or x
-        if form == "dispatch":
-            x = []
-        graph.output(*x, *first, *(value for o in kept for value in o[:-1]))
-    return graph
-
-
-def _takes_weights(config: Config, form: str) -> bool:
-    return form != "dispatch" or config.is_reduced
-
-
-def _dispatch(
-    manager: Any,
-    form: str,
-    x: list[TensorValue],
-    ids: list[TensorValue],
-    weights: list[TensorValue] | None,
-) -> list[tuple[TensorValue, ...]]:
-    """Dispatches on all ranks; ``weights``: those that go with the tokens."""
-    ranks = list(range(len(x)))
-
-    def more(i: int) -> dict:
-        return {} if weights is None else {"router_weight": weights[i]}
-
-    if form == "all":
-        return manager.ep_dispatch_all(x, ids, ranks)
-    if form == "split":
-        for i in ranks:
-            manager.ep_dispatch_async(x[i], ids[i], i, **more(i))
-        return [manager.ep_dispatch_wait(i) for i in ranks]
-    return [manager.ep_dispatch(x[i], ids[i], i, **more(i)) for i in ranks]
-
-
-def _combine(
-    manager: Any,
-    form: str,
-    rows: list[TensorValue],
-    weights: list[TensorValue] | None,
-) -> list[TensorValue]:
-    """Combines on all ranks; ``weights`` is None if dispatch has them."""
-    ranks = list(range(len(rows)))
-
-    def of(i: int) -> TensorValue | None:
-        return None if weights is None else weights[i]
-
-    if form == "all":
-        return manager.ep_combine_all(rows, weights, ranks)
-    if form == "split":
-        for i in ranks:
-            manager.ep_combine_async(rows[i], i)
-        return [manager.ep_combine_wait(of(i), i) for i in ranks]
-    return [manager.ep_combine(rows[i], of(i), i) for i in ranks]
-
-
-# ------------------------------------------------------------- compile, without GPU
-
-
-def use_virtual_devices(n_ranks: int) -> None:
-    """Makes this process see H200s that are not there; call it first of all."""
-    import max.driver
-
-    max.driver.set_virtual_device_api("cuda")
-    max.driver.set_virtual_device_target_arch("sm_90a")
-    max.driver.set_virtual_device_count(n_ranks)
-
-
-def compile_config(config: Config, forms: tuple[str, ...], folder: Path) -> list[str]:
-    """Compiles a configuration's graphs and its set-up graph into a folder.
-
-    One folder holds one configuration: the set-up graphs of MAX's EP all have
-    one name and one signature.
-
-    Returns:
-        A line for each graph: its name, seconds, and what went wrong if it did.
-    """
-    devices = [Accelerator(i) for i in range(config.n_ranks)]
-    session = InferenceSession(devices=devices, export_mefs=folder)
-    said = []
-    for form in forms:
-        begin = time.perf_counter()
-        error = ""
-        try:
-            session.load(graph_of(config, form))
-        except Exception as e:
-            error = f" FAILED: {e} {str(e.__cause__)[:2000]}"
-        said.append(f"{form} {time.perf_counter() - begin:.0f} s{error}")
-    begin = time.perf_counter()
-    before = set(folder.glob("*.mef"))
-    error = ""
-    try:
-        with _no_allocation(config.peer):
-            comm = library(config.peer).EPCommInitializer(ep_config(config))
-            comm.ep_init(session)
-    except Exception as e:
-        # Running the graph cannot work here; compiling it must have.
-        error = f" not exported, the GPU host compiles it: {e!r}"
-    exported = set(folder.glob("*.mef")) - before
-    said.append(
-        f"set-up {time.perf_counter() - begin:.0f} s{'' if exported else error}"
-    )
-    return said
-
-
-class _NoBuffer:
-    """Stands in for a device buffer where nothing can be allocated."""
-
-    def __init__(self, dtype: DType, shape: list[int], **more: Any) -> None:
-        self.dtype, self.shape, self.device = dtype, shape, more.get("device")
-
-    def __getattr__(self, name: str) -> Callable[..., _NoBuffer]:
-        return lambda *_, **__: self
-
-
-@contextlib.contextmanager
-def _no_allocation(peer: str) -> Iterator[None]:
-    """Lets MAX's ``EPCommInitializer`` get as far as compiling its graph.
-
-    It allocates counters and asks for peer access before, which virtual devices
-    refuse. Only for the compile machine.
-    """
-    if peer != "max":
-        yield
-        return
-    module: Any = importlib.import_module("max.nn.comm.ep.ep_manager")
-    kept = {
-        name: getattr(module, name) for name in ("Buffer", "enable_all_peer_access")
-    }
-    module.Buffer, module.enable_all_peer_access = _NoBuffer, lambda: None
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(module, name, value)
-
-
-# --------------------------------------------------------------------------- run
 
 
 @dataclass
@@ -336,8 +94,12 @@ class Runner:
             if "no precompiled artifact" not in str(e):
                 raise
             comm = module.EPCommInitializer(group)
-            comm.ep_init(InferenceSession(devices=self.devices))
+            comm.ep_init(self._compiling_session())
         return comm
+
+    def _compiling_session(self) -> InferenceSession:
+        """Makes a session for set-up graphs that are not among the compiled ones."""
+        return InferenceSession(devices=self.devices)
 
     def _make_expert_rows(self) -> list[Buffer]:
         import torch
@@ -374,6 +136,7 @@ class Runner:
     def _inputs(self, form: str, data: Data) -> list[Buffer]:
         from .gpu_checks import from_bits
 
+        n = self.config.n_ranks
         # Kept until the copies are done: a freed source may be overwritten.
         sources = []
 
@@ -383,9 +146,12 @@ class Runner:
             return [buffer.to(device) for buffer, device in zip(here, self.devices)]
 
         inputs = put([from_bits(x) for x in data.x]) + put(data.ids)
-        if _takes_weights(self.config, form):
+        if takes_weights(self.config, form):
             for weights in data.weights:
                 inputs += put(weights)
+        if form in ROUTED_FORMS:
+            inputs += put([from_bits(gpu_shapes.gate(self.config.shape))] * n)
+            inputs += put([np.zeros(1, np.int32)] * n)
         if form != "dispatch":
             inputs += self._expert_rows
         self.synchronize()
@@ -461,7 +227,7 @@ class Runner:
         if form == "dispatch":
             self._check_layer(case, form, data, outputs)
             return
-        config, layers = self.config, self.config.n_layers
+        config, layers = self.config, self.config.n_layers(form)
         for rank in range(config.n_ranks):
             device = _torch_device(rank)
             if config.dtype == "fp8":
@@ -516,7 +282,7 @@ class Runner:
 
         Args:
             case: The case.
-            form: One of :data:`FORMS`.
+            form: One of :data:`gpu_graphs_max.FORMS`.
             n_samples: Chains timed, in each mode.
             note: Told which step begins, so that a hang has a name.
             with_profiler: Whether to ask CUPTI for the kernels' durations.
@@ -530,7 +296,7 @@ class Runner:
         self.check(case, form, seed=1)
         data = make_data(case, 0, exact_weights=True)
         inputs = self._inputs(form, data)
-        model, layers = self._model(form), self.config.n_layers
+        model, layers = self._model(form), self.config.n_layers(form)
         result: dict[str, Any] = {}
 
         note("eager")
@@ -558,7 +324,7 @@ class Runner:
             if with_profiler:
                 note("profiler")
                 result["kernels"] = self._kernel_times(
-                    lambda: model.replay(key, *inputs)
+                    lambda: model.replay(key, *inputs), layers
                 )
         finally:
             del outputs
@@ -590,7 +356,9 @@ class Runner:
         self._finish()
         return seconds
 
-    def _kernel_times(self, run: Callable[[], object], n_runs: int = 3) -> dict | str:
+    def _kernel_times(
+        self, run: Callable[[], object], n_layers: int, n_runs: int = 3
+    ) -> dict | str:
         """Asks CUPTI, through torch, how long the kernels of each phase ran.
 
         Returns:
@@ -612,7 +380,7 @@ class Runner:
                 for phase, totals in per_phase.items():
                     if phase in event.name().lower():
                         totals[event.device_index()] += event.duration_ns() / 1e3
-            count = n_runs * self.config.n_layers
+            count = n_runs * n_layers
             found = {phase: max(t) / count for phase, t in per_phase.items()}
             return found if any(found.values()) else "no kernel is called by a phase"
         except Exception as e:
@@ -623,3 +391,103 @@ class Runner:
         self._models = {}
         if hasattr(self._comm, "close"):
             self._comm.close()
+
+
+class AllGatherRunner(Runner):
+    """The same for ``AllGatherTokenDispatcher``: every layer multiplies by ranks."""
+
+    def _join(self) -> Any:
+        joined = _Both(dispatcher_of(self.config).initializers())
+        joined.ep_init(self._compiling_session())
+        return joined
+
+    def _inputs(self, form: str, data: Data) -> list[Buffer]:
+        small = replace(data, x=[self._scaled(x) for x in data.x])
+        small.weights = data.weights[:1]
+        return super()._inputs(form, small)
+
+    def _scaled(self, bits: np.ndarray) -> np.ndarray:
+        """Makes tokens so small that a chain does not overflow."""
+        factor = float(self.config.n_ranks) ** -(
+            self.config.n_layers("all_gather") // 2
+        )
+        return gpu_shapes.scaled_bits(bits, factor)
+
+    def _check_layer(
+        self, case: Case, form: str, data: Data, outputs: list[Buffer]
+    ) -> None:
+        self._check_gathered(case, data, outputs, n_layers=1)
+        n = self.config.n_ranks
+        self._check_sums(case, data, outputs[n : 2 * n], n_layers=1)
+
+    def _check_chain(
+        self, case: Case, form: str, data: Data, outputs: list[Buffer]
+    ) -> None:
+        self._check_gathered(case, data, outputs, self.config.n_layers(form))
+        n = self.config.n_ranks
+        self._check_sums(case, data, outputs[:n], self.config.n_layers(form))
+
+    def _check_sums(
+        self, case: Case, data: Data, sums: list[Buffer], n_layers: int
+    ) -> None:
+        from .gpu_checks import check_chain, from_bits
+
+        for rank, got in enumerate(sums):
+            x = from_bits(self._scaled(data.x[rank]), _torch_device(rank)).double()
+            where = f"{case.name} rank {rank}, {n_layers} layers"
+            want = x * float(self.config.n_ranks) ** n_layers
+            check_chain(where, self._tensor(got, rank), want)
+
+    def _check_gathered(
+        self, case: Case, data: Data, outputs: list[Buffer], n_layers: int
+    ) -> None:
+        """Compares the first layer's tokens, and maps and probabilities."""
+        from .gpu_checks import check_same, stack_tokens
+
+        n = self.config.n_ranks
+        n_there = n * case.n_tokens
+        scaled = [self._scaled(x) for x in data.x]
+        ids, probs = np.concatenate(data.ids), np.concatenate(data.weights[0])
+        for rank in range(n):
+            where = f"{case.name} rank {rank}"
+            got = self._tensor(outputs[2 * n + rank], rank)[:n_there]
+            check_same(f"{where}: tokens", got, stack_tokens(scaled, got.device))
+            for layer in range(n_layers):
+                at = 3 * n + 2 * n * layer + rank
+                for what, i, want, rest in (
+                    ("routing map", at, ids, -1),
+                    ("probabilities", at + n, probs, 0),
+                ):
+                    got = self._tensor(outputs[i], rank)
+                    says = f"{where}, layer {layer}: {what}"
+                    check_same(says, got[:n_there], want)
+                    behind = got[n_there:]
+                    check_same(says, behind, behind.new_full(behind.shape, rest))
+
+
+class _Both:
+    """Two initializers, as one."""
+
+    def __init__(self, initializers: tuple) -> None:
+        self._each = initializers
+
+    def ep_init(self, session: InferenceSession) -> None:
+        for comm in self._each:
+            comm.ep_init(session)
+
+    def model_inputs(self) -> list[Buffer]:
+        return [value for comm in self._each for value in comm.model_inputs()]
+
+    def check(self) -> None:
+        for comm in self._each:
+            comm.check()
+
+    def close(self) -> None:
+        for comm in self._each:
+            comm.close()
+
+
+def runner_of(config: Config, mef_dir: Path | None) -> Runner:
+    """Makes the runner of a configuration's peer."""
+    kind = AllGatherRunner if config.is_dispatcher else Runner
+    return kind(config, mef_dir)

@@ -12,7 +12,7 @@ Two ways of moving the tokens of an MoE layer:
 
 Neither sorts rows by expert, and FP8 tokens are given already quantized: both
 do less than dispatch and combine. Chains and timing are those of
-``bench.gpu_peers_max``; an FP8 chain returns rows that do not depend on what
+``bench.gpu_graphs_max``; an FP8 chain returns rows that do not depend on what
 was dispatched.
 """
 
@@ -193,12 +193,12 @@ def _measure(case: Case, form: str, rank: int, device: Any, n_samples: int) -> d
                 raise CheckError(f"{case.name} {form} rank {rank}: off by {error}")
 
     def chain() -> None:
-        for _ in range(case.config.n_layers):
+        for _ in range(case.config.n_layers(form)):
             layer.run()
 
     check()
     seconds = _sample(chain, n_samples)
-    result: dict[str, Any] = {"eager": summary(seconds, case.config.n_layers)}
+    result: dict[str, Any] = {"eager": summary(seconds, case.config.n_layers(form))}
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -209,7 +209,7 @@ def _measure(case: Case, form: str, rank: int, device: Any, n_samples: int) -> d
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         chain()
     seconds = _sample(graph.replay, n_samples)
-    result["captured"] = summary(seconds, case.config.n_layers)
+    result["captured"] = summary(seconds, case.config.n_layers(form))
     check()
     return result
 

@@ -23,6 +23,9 @@ PEER_NAMES = {
     "ours": "max_ep expert_slots",
     "ours_by_rank": "max_ep rank_slots",
     "ours_reduced": "max_ep reduced",
+    "ours_gather": "max_ep gather",
+    "ours_gather_reduced": "max_ep gather reduced",
+    "ours_all_gather": "max_ep AllGatherTokenDispatcher",
     "max": "MAX",
     "nccl": "NCCL",
 }
@@ -30,20 +33,31 @@ _SCHEMES = {
     "ours": "slots",
     "ours_by_rank": "dedup+slots",
     "ours_reduced": "dedup",
+    "ours_gather": "gather+slots",
+    "ours_gather_reduced": "gather+dedup",
+    "ours_all_gather": "gather",
     "max": "slots",
 }
 
 METHOD = """\
 - One layer is a dispatch and the combine of what the experts return; a chain of
   L layers is one graph, and a layer's sums are the next layer's tokens. L is 64
-  up to 128 tokens a rank, 24 up to 512, 12 above. Time is wall time from all
-  GPUs idle to all GPUs idle, over L; one process drives all GPUs (NCCL: from
-  the first process's begin to the last one's end). Launching the chain and
+  up to 128 tokens a rank, 24 up to 512, 12 above; with a router 16 at most. Time
+  is wall time from all GPUs idle to all GPUs idle, over L; one process drives
+  all GPUs (NCCL: from the first process's begin to the last one's end). Launching
+  the chain and
   noticing its end are in it.
 - `captured` replays the chain as device graphs, `eager` runs it op by op.
 - `rank_slots` sends a token once to each rank and takes the rows back one by
   one; `reduced` gives the router weights to dispatch and takes one bfloat16
   partial sum a (token, rank) back.
+- `gather` sends a token to all ranks, and takes rows or partial sums back as the
+  other two. Form `routed` has a router in front of each dispatch: a matmul with
+  `[hidden, experts]` bfloat16, a softmax and a top-k; its experts enter dispatch
+  times zero, plus the given ones. `early` is the same with `ep_send_tokens` in
+  front of the router, `router` the same without dispatch and combine.
+- `AllGatherTokenDispatcher` gathers tokens, the routing map and probabilities on
+  every rank and adds up what the ranks return. Every layer's results are kept.
 - Experts are the identity; for FP8 dispatch every expert of a rank returns one
   given bfloat16 row. Combine is bfloat16. No matmul, no router.
 - `max_tokens_per_rank` is a compile-time size: 128, 512 or 4096, the least that
@@ -98,7 +112,7 @@ def row_of(case: Case, form: str, result: dict, links: dict | None) -> dict:
         "routing": case.routing,
         "n_tokens": case.n_tokens,
         "max_tokens": config.max_tokens,
-        "n_layers": config.n_layers,
+        "n_layers": config.n_layers(form),
         "imbalance_ranks": uneven.ranks,
         "imbalance_experts": uneven.experts,
         "scheme": scheme,

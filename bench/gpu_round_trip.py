@@ -131,9 +131,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _forms(peer: str, options: argparse.Namespace) -> list[str]:
-    if peer == "nccl":
-        return ["all_gather", "all_to_all"]
-    from .gpu_peers_max import DEFAULT_FORMS
+    from .gpu_graphs_max import DEFAULT_FORMS
 
     wanted = DEFAULT_FORMS[peer]
     return [f for f in wanted if not options.forms or f in options.forms]
@@ -181,12 +179,12 @@ def _sources(peer: str) -> str:
 
 
 def _compile_child(spec: dict) -> None:
-    from . import gpu_peers_max
+    from . import gpu_graphs_max
 
     config = Config(**spec["config"])
-    gpu_peers_max.use_virtual_devices(config.n_ranks)
+    gpu_graphs_max.use_virtual_devices(config.n_ranks)
     folder = Path(spec["folder"])
-    said = gpu_peers_max.compile_config(config, tuple(spec["forms"]), folder)
+    said = gpu_graphs_max.compile_config(config, tuple(spec["forms"]), folder)
     for line in said:
         print(line)
     sys.stdout.flush()
@@ -474,7 +472,7 @@ def _graph_child(spec: dict) -> None:
             continue
         _say({"start": f"open_{config.name}"})
         try:
-            runner = gpu_peers_max.Runner(config, _mef_folder(config, spec))
+            runner = gpu_peers_max.runner_of(config, _mef_folder(config, spec))
         except Exception as e:
             for case, form in todo:
                 write(case, form, {"error": _cause(e)})

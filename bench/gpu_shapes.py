@@ -55,12 +55,22 @@ OURS = {
     "ours": {"protocol": "expert_slots"},
     "ours_by_rank": {"protocol": "rank_slots"},
     "ours_reduced": {"protocol": "rank_slots", "combine_mode": "reduced"},
+    "ours_gather": {"protocol": "gather"},
+    "ours_gather_reduced": {"protocol": "gather", "combine_mode": "reduced"},
+    "ours_all_gather": {},
 }
-"""Peers that are this library, and what their ``EPConfig`` says."""
+"""Peers that are this library, and what their ``EPConfig`` says;
+``ours_all_gather`` is an ``AllGatherTokenDispatcher``."""
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
 _LAYERS = {128: 64, 512: 24, 4096: 12}
+
+ROUTED_FORMS = ("routed", "early")
+"""Forms of chains with a router, see ``bench.gpu_graphs_max``."""
+
+MOST_ROUTED_LAYERS = 16
+"""Most layers of these."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +94,19 @@ class Config:
         return self.peer in OURS
 
     @property
+    def is_dispatcher(self) -> bool:
+        """Whether it is an ``AllGatherTokenDispatcher``."""
+        return self.peer == "ours_all_gather"
+
+    @property
     def is_reduced(self) -> bool:
         """Whether the router weights go with dispatch."""
         return OURS.get(self.peer, {}).get("combine_mode") == "reduced"
 
-    @property
-    def n_layers(self) -> int:
-        """Layers of the chained graph."""
-        return _LAYERS[self.max_tokens]
+    def n_layers(self, form: str) -> int:
+        """Layers of the chained graph; a router takes minutes to compile."""
+        n = _LAYERS[self.max_tokens]
+        return min(n, MOST_ROUTED_LAYERS) if form in ROUTED_FORMS else n
 
     @property
     def name(self) -> str:
@@ -211,6 +226,19 @@ def router_weights(
         w = rng.random((n_tokens, shape.top_k), np.float32) + np.float32(0.1)
         made.append(w / w.sum(axis=1, keepdims=True))
     return made
+
+
+def scaled_bits(bits: np.ndarray, factor: float) -> np.ndarray:
+    """Multiplies bfloat16 bits by a power of two."""
+    values = reference.bfloat16_to_float32(bits) * np.float32(factor)
+    return reference.float32_to_bfloat16(values)
+
+
+def gate(shape: Shape) -> np.ndarray:
+    """Makes a router's weights: bfloat16 bits ``[hidden_size, n_experts]``."""
+    rng = _rng(shape.name, "gate")
+    values = rng.standard_normal((shape.hidden_size, shape.n_experts), np.float32)
+    return reference.float32_to_bfloat16(values)
 
 
 LAYER_FACTORS = (2.0, 2.0, 0.25)

@@ -12,56 +12,15 @@ from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig, QuantFormat
 
+from .config_checks import (
+    check_choices,
+    check_dtypes,
+    check_hidden_size,
+    check_protocol,
+    check_sizes,
+)
 from .layout import RegionSizes, region_sizes
-
-NUM_GROUPS = 2
-"""Buffer groups of the graph inputs: 0 is dispatch, 1 is combine."""
-
-MAX_TOP_K = 32
-"""Largest ``top_k``; a test compares it with ``layout.mojo``."""
-
-MAX_RANKS = 128
-"""Largest ``n_ranks``; a test compares it with ``layout.mojo``."""
-
-TOKEN_ALIGN_BYTES = 16
-"""A token is a multiple of this; a test compares it with ``layout.mojo``."""
-
-FP8_BLOCK = 128
-"""Channels that share a scale; a test compares it with ``blockwise_fp8.mojo``."""
-
-TARGETS = ("cpu", "gpu")
-"""Device kinds that have kernels."""
-
-MAX_OF_ENTRY = 65535
-"""Most experts, and tokens a rank, with ``rank_slots`` and ``gather``; as in
-``entries.mojo``."""
-
-MAX_GATHER_GPUS = 32
-"""Most ranks on GPUs with ``gather``: a lane of a warp sends to one."""
-
-MAX_GPU_PAIRS = 3840
-"""Most ``n_local_experts * n_ranks`` on GPUs: a launch keeps 12 bytes for each in
-the 48 KiB of shared memory that every block has."""
-
-PROTOCOLS = ("expert_slots", "rank_slots", "gather")
-"""Wire protocols there are."""
-
-COMBINE_MODES = ("unreduced", "reduced")
-"""What combine sends: rows, or partial sums of rows."""
-
-OUTPUT_LAYOUTS = ("packed", "padded")
-"""How the rows of a rank may stand in the outputs of dispatch."""
-
-_PLAIN_DTYPES = (DType.bfloat16, DType.float32)
-
-# Fields of MAX's EPConfig that ask for something this library does not do.
-_REFUSED = {
-    "nvfp4_dyn_global_scales": "NVFP4 dispatch",
-    "fuse_ffn_combine_send": "the fused FFN",
-    "fused_moe_ready": "the fused FFN",
-    "use_allreduce": "all-reduce mode",
-    "eplb_enabled": "expert load balancing",
-}
+from .limits import FP8_BLOCK, MAX_OF_ENTRY
 
 
 @dataclass
@@ -156,205 +115,18 @@ class EPConfig:
     rows of its own, with ``recv_counts``, as in DeepEP's low-latency mode."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.target == "auto":
             self.target = "gpu" if accelerator_count() > 0 else "cpu"
-        if self.target not in TARGETS:
-            raise ValueError(
-                f"target={self.target!r} is unknown; there are 'auto', "
-                + ", ".join(repr(t) for t in TARGETS)
-            )
-        if self.combine_mode not in COMBINE_MODES:
-            raise ValueError(
-                f"combine_mode={self.combine_mode!r} is unknown; there are "
-                + ", ".join(repr(mode) for mode in COMBINE_MODES)
-            )
+        check_sizes(self)
+        check_dtypes(self)
+        check_hidden_size(self)
         if self.protocol == "auto":
             sizes = (self.n_experts, self.max_tokens_per_rank)
-            fits = all(isinstance(n, int) and n <= MAX_OF_ENTRY for n in sizes)
-            can = fits and not self.uses_shmem and not self._is_on_amd
+            can = max(sizes) <= MAX_OF_ENTRY and not self.uses_shmem
+            can = can and not self.is_on_amd
             self.protocol = "rank_slots" if can or self.is_reduced else "expert_slots"
-        if self.protocol not in PROTOCOLS:
-            raise ValueError(
-                f"protocol={self.protocol!r} is unknown; there are 'auto', "
-                + ", ".join(repr(p) for p in PROTOCOLS)
-            )
-        if self.is_reduced and not self.has_rank_slots:
-            raise ValueError(
-                f"combine_mode='reduced' with protocol={self.protocol!r}: the rank "
-                "of an expert can add up a token's rows only where 'rank_slots' "
-                "or 'gather' tells it which they are; pass one of them, or 'auto', "
-                "or combine_mode='unreduced'"
-            )
-        if self.has_rank_slots and self.uses_shmem:
-            raise ValueError(
-                f"protocol={self.protocol!r} with target='gpu' and "
-                f"n_nodes={self.n_nodes}: it reaches the GPUs of one host only; pass "
-                "protocol='expert_slots' (and combine_mode='unreduced')"
-            )
-        if self.has_rank_slots and self._is_on_amd:
-            raise ValueError(
-                f"protocol={self.protocol!r} with target='gpu' on AMD GPUs: its "
-                "kernels are for NVIDIA's; pass protocol='expert_slots' (and "
-                "combine_mode='unreduced')"
-            )
-        if self.is_gather and self.target == "gpu" and self.n_ranks > MAX_GATHER_GPUS:
-            raise ValueError(
-                f"protocol='gather' with {self.n_ranks} GPU ranks is above "
-                f"{MAX_GATHER_GPUS}, the most it can send to; pass "
-                "protocol='rank_slots'"
-            )
-        for field, what in _REFUSED.items():
-            if getattr(self, field):
-                raise ValueError(
-                    f"{field}={getattr(self, field)!r} is not supported: max_ep "
-                    f"has no {what}"
-                )
-        if self.output_layout not in OUTPUT_LAYOUTS:
-            raise ValueError(
-                f"output_layout={self.output_layout!r} is unknown; there are "
-                + ", ".join(repr(layout) for layout in OUTPUT_LAYOUTS)
-            )
-        if self.fused_shared_expert and self.is_padded:
-            raise ValueError(
-                "fused_shared_expert=True needs output_layout='packed': padded "
-                "rows are those of the local experts, and the shared expert's "
-                "would have no place there. Compute it beside the routed ones "
-                "and add it, as graphs/moe_layer.py does"
-            )
-        self._check_sizes()
-        self._check_dtypes()
-        self._check_hidden_size()
-
-    def _check_sizes(self) -> None:
-        for field in (
-            "hidden_size",
-            "top_k",
-            "n_experts",
-            "max_tokens_per_rank",
-            "n_gpus_per_node",
-            "n_nodes",
-            "ranks_per_gpu",
-        ):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field}={value!r} must be an integer >= 1")
-        if self.top_k > MAX_TOP_K:
-            raise ValueError(
-                f"top_k={self.top_k} is above {MAX_TOP_K}, the most a token may have"
-            )
-        if self.top_k > self.n_experts:
-            raise ValueError(
-                f"top_k={self.top_k} is above n_experts={self.n_experts}: a "
-                "token's experts are distinct"
-            )
-        if self.n_ranks > MAX_RANKS:
-            raise ValueError(
-                f"n_gpus_per_node * n_nodes = {self.n_ranks} ranks, at most "
-                f"{MAX_RANKS} are supported"
-            )
-        if self.n_gpus_per_node % self.ranks_per_gpu != 0:
-            raise ValueError(
-                f"ranks_per_gpu={self.ranks_per_gpu} must divide n_gpus_per_node="
-                f"{self.n_gpus_per_node}, the ranks of this process"
-            )
-        if self.uses_shmem and self.ranks_per_gpu > 1:
-            raise ValueError(
-                f"ranks_per_gpu={self.ranks_per_gpu} with n_nodes={self.n_nodes}: "
-                "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
-            )
-        if not -1 <= self.node_id < self.n_nodes:
-            raise ValueError(
-                f"node_id={self.node_id} must be in [0, n_nodes={self.n_nodes}), or -1"
-            )
-        if not 0 < self.timeout_s <= 24 * 3600:
-            raise ValueError(
-                f"timeout_s={self.timeout_s} must be above 0 and at most a day"
-            )
-
-        if not isinstance(self.n_sms, int) or self.n_sms < 0:
-            raise ValueError(
-                f"n_sms={self.n_sms!r} must be an integer >= 0; 0 is all there are"
-            )
-        n_pairs = math.ceil(self.n_experts / self.n_ranks) * self.n_ranks
-        if self.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
-            raise ValueError(
-                f"n_experts={self.n_experts} on {self.n_ranks} GPU ranks is above "
-                f"{MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
-            )
-        for field in ("n_experts", "max_tokens_per_rank"):
-            if self.has_rank_slots and getattr(self, field) > MAX_OF_ENTRY:
-                raise ValueError(
-                    f"{field}={getattr(self, field)} is above {MAX_OF_ENTRY}, the "
-                    f"most that protocol={self.protocol!r} can tell apart; pass "
-                    "protocol='expert_slots'"
-                )
-
-    def _check_dtypes(self) -> None:
-        if self.combine_dtype not in _PLAIN_DTYPES:
-            raise ValueError(
-                f"combine_dtype={self.combine_dtype} must be bfloat16 or float32"
-            )
-        if self.partial_dtype is not None:
-            if not self.is_reduced:
-                raise ValueError(
-                    f"partial_dtype={self.partial_dtype} with combine_mode="
-                    f"{self.combine_mode!r}: only reduced combine sends partial "
-                    "sums; pass None, or combine_mode='reduced'"
-                )
-            if self.partial_dtype not in _PLAIN_DTYPES:
-                raise ValueError(
-                    f"partial_dtype={self.partial_dtype} must be bfloat16 or "
-                    "float32, or None for combine_dtype"
-                )
-        quant = self.dispatch_quant_config
-        if self.dispatch_dtype in _PLAIN_DTYPES:
-            if quant is not None:
-                raise ValueError(
-                    f"dispatch_quant_config given with dispatch_dtype="
-                    f"{self.dispatch_dtype}; pass None, or dispatch_dtype="
-                    "float8_e4m3fn"
-                )
-            return
-        if self.dispatch_dtype != DType.float8_e4m3fn:
-            raise ValueError(
-                f"dispatch_dtype={self.dispatch_dtype} must be bfloat16, "
-                "float32 or float8_e4m3fn"
-            )
-        if quant is None:
-            raise ValueError(
-                "dispatch_dtype=float8_e4m3fn needs a dispatch_quant_config: "
-                "max_ep.blockwise_fp8_quant_config() makes the supported one"
-            )
-        if (
-            quant.format != QuantFormat.BLOCKSCALED_FP8
-            or quant.input_scale.block_size != (1, FP8_BLOCK)
-            or quant.input_scale.dtype != DType.float32
-        ):
-            raise ValueError(
-                f"dispatch_quant_config has format {quant.format}, scales of "
-                f"{quant.input_scale.dtype} for blocks of "
-                f"{quant.input_scale.block_size}; supported is "
-                f"{QuantFormat.BLOCKSCALED_FP8} with float32 scales for blocks "
-                f"of (1, {FP8_BLOCK})"
-            )
-
-    def _check_hidden_size(self) -> None:
-        if self.is_quantized and self.hidden_size % FP8_BLOCK != 0:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of "
-                f"{FP8_BLOCK} for FP8 dispatch; pad it"
-            )
-        for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
-            if getattr(self, field) is None:
-                continue
-            element_bytes = getattr(self, field).size_in_bytes
-            if self.hidden_size * element_bytes % TOKEN_ALIGN_BYTES != 0:
-                raise ValueError(
-                    f"hidden_size={self.hidden_size} of {getattr(self, field)} "
-                    f"({field}) is {self.hidden_size * element_bytes} bytes, "
-                    f"which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
-                    f"to a multiple of {TOKEN_ALIGN_BYTES // element_bytes}"
-                )
+        check_protocol(self)
 
     # ------------------------------------------------------------ derived facts
 
@@ -451,7 +223,8 @@ class EPConfig:
         return self.ranks_per_gpu > 1
 
     @property
-    def _is_on_amd(self) -> bool:
+    def is_on_amd(self) -> bool:
+        """Whether the GPUs are AMD's."""
         return self.target == "gpu" and accelerator_api() == "hip"
 
     @property

@@ -20,8 +20,9 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, TensorType, TensorValue, Value, ops
 
 from .checks import check_same_rows, check_value
-from .config import MAX_GATHER_GPUS, EPConfig
+from .config import EPConfig
 from .initializer import EPCommInitializer
+from .limits import MAX_GATHER_GPUS
 from .manager import EPBatchManager
 
 _CHOICE_MULTIPLE = 4

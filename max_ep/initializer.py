@@ -12,10 +12,11 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
-from .config import NUM_GROUPS, EPConfig
+from .config import EPConfig
 from .extension import run_mojo
 from .gpu_memory import GpuMemory
 from .kernels import call_ep_init
+from .limits import NUM_GROUPS
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 

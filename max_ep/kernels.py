@@ -35,8 +35,9 @@ from .checks import (
     check_weights_come_once,
     refuse_if_in_turn,
 )
-from .config import FP8_BLOCK, NUM_GROUPS, EPConfig
+from .config import EPConfig
 from .extension import load_ops
+from .limits import FP8_BLOCK, NUM_GROUPS
 
 _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
     WeakKeyDictionary()
@@ -423,7 +424,7 @@ def call_ep_dispatch_wait(
         {
             **_format_parameters(config),
             **_recv_parameters(config),
-            "tells_at_end": config.ranks_per_gpu > 1 or not config.is_reduced,
+            "shares_gpu": config.ranks_per_gpu > 1,
         },
         _recv_types(config, atomic_counter.device),
     )
@@ -583,7 +584,7 @@ def call_ep_combine_wait(
     weights = _router_weights(config, router_weights, num_tokens, device, "combine")
     check_unsent_rows(config, input_tokens, device)
     values = [weights, recv_buf_ptrs, recv_count_ptrs]
-    parameters = {"tells_at_end": config.ranks_per_gpu > 1}
+    parameters = {"shares_gpu": config.ranks_per_gpu > 1}
     if input_tokens is not None:
         values.insert(0, _flat_rows(config, input_tokens))
         parameters["fused_shared_expert"] = config.fused_shared_expert

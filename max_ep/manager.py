@@ -22,7 +22,7 @@ from max.graph import (
 )
 
 from .checks import refuse_if_in_turn
-from .config import NUM_GROUPS, EPConfig
+from .config import EPConfig
 from .kernels import (
     call_distributed_ep_combine,
     call_distributed_ep_dispatch,
@@ -34,6 +34,7 @@ from .kernels import (
     call_ep_dispatch_wait,
     call_ep_send_tokens,
 )
+from .limits import NUM_GROUPS
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
 

@@ -38,3 +38,13 @@ def session():
     from max.engine import InferenceSession
 
     return InferenceSession(devices=[CPU()])
+
+
+@pytest.fixture(scope="module")
+def gpu_session():
+    """A session with all GPUs of the machine."""
+    from max.driver import CPU, Accelerator, accelerator_count
+    from max.engine import InferenceSession
+
+    gpus = [Accelerator(i) for i in range(accelerator_count())]
+    return InferenceSession(devices=[CPU(), *gpus])

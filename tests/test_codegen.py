@@ -24,8 +24,8 @@ from assembly import (
     parse_ptx,
 )
 
-from max_ep.config import MAX_GPU_PAIRS, MAX_RANKS
 from max_ep.extension import run_mojo
+from max_ep.limits import MAX_GPU_PAIRS, MAX_RANKS
 
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen.mojo"
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from assembly import Kernel, Loop, nvidia_resources, parse_ptx
 
-from max_ep.config import MAX_GPU_PAIRS, MAX_RANKS
 from max_ep.extension import run_mojo
+from max_ep.limits import MAX_GPU_PAIRS, MAX_RANKS
 
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_rank_slots.mojo"
 
@@ -281,11 +281,14 @@ def test_released_is_what_has_something_before_it(it: Compiled) -> None:
 def test_device_scope(it: Compiled) -> None:
     """Blocks meet in one `arrive`; what else they share is the failure record.
 
-    Fails if `arrive` is relaxed, if a fused kernel counts its blocks at the end,
-    too, and if `send_tokens_kernel`, which moves no generation, counts them at all.
+    `send_tokens` tells the dispatch that runs beside it. Fails if `arrive` is
+    relaxed, if a fused kernel counts its blocks at the end, too, if `leave_word` or
+    `look_at` is relaxed, and if a dispatch does not look, or looks in vain.
     """
     found = Counter(op.kind for op in it.kernel.ops if op.scope == "device")
-    assert found.pop("atomic acq_rel device", 0) == ("send_tokens" not in it.name)
+    assert found.pop("atomic acq_rel device") == 1
+    assert found.pop("store release device", 0) == ("send_tokens" in it.name)
+    assert bool(found.pop("load acquire device", 0)) == ("_sent" in it.name)
     assert set(found) == {"load relaxed device", "atomic relaxed device"}
 
 

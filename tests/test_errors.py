@@ -312,6 +312,47 @@ def test_ops_are_told_n_sms() -> None:
     assert n_ops == 4 and text.count("n_sms = 3") == n_ops
 
 
+@pytest.mark.parametrize("ranks_per_gpu", [1, 2])
+def test_waits_are_told_whether_ranks_share_a_gpu(ranks_per_gpu: int) -> None:
+    config = dataclasses.replace(TWO.config(), ranks_per_gpu=ranks_per_gpu)
+    with building(config) as (manager, x):
+        dispatch_all(manager, x)
+        for rank in range(2):
+            manager.ep_combine_async(x.rows, rank)
+        for rank in range(2):
+            manager.ep_combine_wait(x.weights, rank)
+        text = str(Graph.current)
+    told = "true" if ranks_per_gpu > 1 else "false"
+    assert text.count("shares_gpu = ") == text.count(f"shares_gpu = {told}") == 4
+
+
+def test_a_refused_dispatch_leaves_tokens_sent() -> None:
+    with building(GATHER.config()) as (manager, x):
+        manager.ep_send_tokens(x.tokens, 0)
+        with raises(TypeError, "topk_ids", "float32", "int32"):
+            manager.ep_dispatch_async(x.tokens, x.weights, 0)
+        manager.ep_dispatch_async(x.tokens, x.ids, 0)
+        manager.ep_dispatch_async(x.tokens, x.ids, 1)
+        text = str(Graph.current)
+    assert text.count("tokens_are_sent = true") == 1
+    assert text.count("tokens_are_sent = false") == 1
+
+
+@pytest.mark.parametrize("call", [call_ep_dispatch, call_ep_dispatch_async])
+@pytest.mark.parametrize("protocol", ["expert_slots", "rank_slots"])
+def test_tokens_are_sent_is_for_gather(call, protocol: str) -> None:
+    config = CASES["one_rank"].config(protocol=protocol)
+    types = dict(
+        tokens=tensor(BF16, "t", config.hidden_size),
+        ids=tensor(DType.int32, "t", config.top_k),
+    )
+    with building(config, **types) as (manager, x):
+        counter = manager.atomic_counters[0][0]
+        pointers = manager._pointers(0)
+        with raises(ValueError, "tokens_are_sent=True", protocol, "'gather'"):
+            call(x.tokens, x.ids, counter, *pointers, config, tokens_are_sent=True)
+
+
 # Input types that do not fit dispatch, the error, and what it must say.
 BAD_DISPATCH = {
     "tokens_dtype": (

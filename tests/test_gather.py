@@ -19,6 +19,7 @@ from harness import (
     to_buffer,
     to_numpy,
 )
+from max.driver import Accelerator
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType, ops
 
@@ -31,18 +32,27 @@ from max_ep import (
 from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
 
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 7, 3, 40, 6
-N_LOCAL = 3  # Experts of a rank: 3, 3 and 1.
 CPU = DeviceRef.CPU()
 
+PLACES = {
+    "cpu": dict(n_gpus_per_node=N_RANKS, target="cpu"),
+    "one_gpu": dict(n_gpus_per_node=N_RANKS, target="gpu", ranks_per_gpu=N_RANKS),
+    "two_gpus": dict(n_gpus_per_node=2, target="gpu"),
+    "four_gpus": dict(n_gpus_per_node=4, target="gpu"),
+}
+_N_GPUS = {"cpu": 0, "one_gpu": 1, "two_gpus": 2, "four_gpus": 4}
 
-def local_experts(rank: int, tokens, probs, ids):
+
+def local_experts(rank: int, n_ranks: int, tokens, probs, ids):
     """Builds what a rank's experts return for all tokens: expert e gives e + 1 x."""
 
     def number(value: float, dtype: DType):
         array = np.array([value], dtype.to_numpy())
-        return ops.broadcast_to(ops.constant(array, dtype, CPU), list(ids.shape))
+        there = ops.constant(array, dtype, ids.device)
+        return ops.broadcast_to(there, list(ids.shape))
 
-    first, end = rank * N_LOCAL, min((rank + 1) * N_LOCAL, N_EXPERTS)
+    n_local = -(-N_EXPERTS // n_ranks)
+    first, end = rank * n_local, min((rank + 1) * n_local, N_EXPERTS)
     is_here = ops.logical_and(
         ids >= number(first, DType.int32), ids < number(end, DType.int32)
     )
@@ -53,33 +63,47 @@ def local_experts(rank: int, tokens, probs, ids):
     return ops.cast(rows, DType.bfloat16)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["at_once", "first"])
-def layer(session, request) -> Iterator[SimpleNamespace]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (place, sends_first),
+            id=f"{place}-{'first' if sends_first else 'at_once'}",
+            marks=[pytest.mark.gpu(n_gpus)] if n_gpus else [],
+        )
+        for place, n_gpus in _N_GPUS.items()
+        for sends_first in (False, True)
+    ],
+)
+def layer(request) -> Iterator[SimpleNamespace]:
     """A compiled layer; whether tokens are gathered before the choices are there."""
-    dispatcher = AllGatherTokenDispatcher(
-        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=N_RANKS, target="cpu"
-    )
+    place, sends_first = request.param
+    session = request.getfixturevalue("gpu_session" if _N_GPUS[place] else "session")
+    dispatcher = AllGatherTokenDispatcher(HIDDEN, TOP_K, TOKENS, **PLACES[place])
+    config = dispatcher.tokens_config
+    n_ranks = config.n_ranks
     types = []
-    for rank in range(N_RANKS):
+    for rank in range(n_ranks):
+        device = config.device(rank)
         types += [
-            TensorType(DType.bfloat16, [f"t{rank}", HIDDEN], CPU),
-            TensorType(DType.float32, [f"t{rank}", TOP_K], CPU),
-            TensorType(DType.int32, [f"t{rank}", TOP_K], CPU),
+            TensorType(DType.bfloat16, [f"t{rank}", HIDDEN], device),
+            TensorType(DType.float32, [f"t{rank}", TOP_K], device),
+            TensorType(DType.int32, [f"t{rank}", TOP_K], device),
         ]
     n_given = len(types)
     types += dispatcher.input_types()
-    with Graph(f"gather_{request.param}", input_types=types) as graph:
+    with Graph(f"gather_{place}_{sends_first}", input_types=types) as graph:
         dispatcher.fetch_buffers(graph.inputs[n_given:])
         values = [v.tensor for v in graph.inputs[:n_given]]
         hidden, probs, ids = values[0::3], values[1::3], values[2::3]
-        if request.param:
+        if sends_first:
             dispatcher.gather_tokens(hidden)
         tokens, all_probs = dispatcher.token_dispatch(hidden, probs, ids)
         x, per_expert, p = dispatcher.dispatch_postprocess(tokens, all_probs)
         assert per_expert is None
         rows = [
-            local_experts(r, x[r], p[r], dispatcher.routing_map[r])
-            for r in range(N_RANKS)
+            local_experts(r, n_ranks, x[r], p[r], dispatcher.routing_map[r])
+            for r in range(n_ranks)
         ]
         results = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         graph.output(
@@ -93,7 +117,16 @@ def layer(session, request) -> Iterator[SimpleNamespace]:
     model = session.load(graph)
     for comm in comms:
         comm.ep_init(session)
-    yield SimpleNamespace(model=model, comms=comms, dispatcher=dispatcher)
+    yield SimpleNamespace(
+        model=model,
+        comms=comms,
+        dispatcher=dispatcher,
+        n_ranks=n_ranks,
+        devices=[
+            None if config.target == "cpu" else Accelerator(config.device(r).id)
+            for r in range(n_ranks)
+        ],
+    )
     for comm in comms:
         comm.close()
 
@@ -102,7 +135,8 @@ def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace
     rng = np.random.default_rng(seed)
     given = SimpleNamespace(tokens=[], probs=[], ids=[])
     inputs = []
-    for n in counts:
+    n_ranks = layer.n_ranks
+    for n, device in zip(counts, layer.devices):
         x = float32_to_bfloat16(rng.normal(size=(n, HIDDEN)).astype(np.float32))
         p = rng.random((n, TOP_K)).astype(np.float32)
         ids = np.array(
@@ -112,35 +146,37 @@ def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace
         given.tokens.append(x)
         given.probs.append(p)
         given.ids.append(ids)
-        inputs += [to_buffer(a, None) for a in (x, p, ids)]
+        inputs += [to_buffer(a, device) for a in (x, p, ids)]
     for comm in layer.comms:
         inputs += comm.model_inputs()
     outputs = [to_numpy(o) for o in layer.model.execute(*inputs)]
     for comm in layer.comms:
         comm.check()
     tokens, probs, ids, results, n_gathered = (
-        outputs[i : i + N_RANKS] for i in range(0, 5 * N_RANKS, N_RANKS)
+        outputs[i : i + n_ranks] for i in range(0, 5 * n_ranks, n_ranks)
     )
-    assert np.array_equal(n_gathered, [[sum(counts)]] * N_RANKS)
+    assert np.array_equal(n_gathered, [[sum(counts)]] * n_ranks)
     return SimpleNamespace(
         given=given, tokens=tokens, probs=probs, ids=ids, results=results
     )
 
 
 COUNTS = [
-    [TOKENS] * N_RANKS,
-    [2, 5, 1],
-    [0, TOKENS, 3],
-    [0, 0, 0],
+    [TOKENS] * 4,
+    [2, 5, 1, 4],
+    [0, TOKENS, 3, 0],
+    [0, 0, 0, 0],
 ]
+"""Tokens of each rank, of as many as there are."""
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_everything_is_gathered_in_rank_order(layer: SimpleNamespace, counts) -> None:
+    counts = counts[: layer.n_ranks]
     ran = run(layer, counts, sum(counts))
-    n, total = sum(counts), N_RANKS * TOKENS
+    n, total = sum(counts), layer.n_ranks * TOKENS
     assert layer.dispatcher.global_tokens == total
-    for rank in range(N_RANKS):
+    for rank in range(layer.n_ranks):
         assert ran.tokens[rank].shape == (total, HIDDEN)
         np.testing.assert_array_equal(
             ran.tokens[rank][:n], np.concatenate(ran.given.tokens)
@@ -157,6 +193,7 @@ def test_everything_is_gathered_in_rank_order(layer: SimpleNamespace, counts) ->
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_results_are_those_of_a_dense_layer(layer: SimpleNamespace, counts) -> None:
     """In torch, on one rank; twice, for what the first run left must not matter."""
+    counts = counts[: layer.n_ranks]
     for seed in (1, 2):
         ran = run(layer, counts, seed)
         for rank, n in enumerate(counts):
@@ -166,7 +203,7 @@ def test_results_are_those_of_a_dense_layer(layer: SimpleNamespace, counts) -> N
             weights = torch.where(ids >= 0, probs * (ids + 1), 0.0).sum(dim=1)
             want = x * weights.reshape(n, 1)
             got = torch.from_numpy(bfloat16_to_float32(ran.results[rank])).double()
-            # Three parts and their sum, each rounded to bfloat16 once.
+            # The parts and their sum, each rounded to bfloat16 once.
             bound = 2.0**-7 * want.abs() + 1e-6
             assert got.shape == want.shape
             assert ((got - want).abs() <= bound).all()
@@ -270,9 +307,7 @@ def test_dispatch_fits_what_was_sent(session) -> None:
                     given.tokens,
                     given.ids,
                     manager.atomic_counters[0][0],
-                    manager.send_buf_ptrs[0],
-                    manager.recv_buf_ptrs[0],
-                    manager.recv_count_ptrs[0],
+                    *manager._pointers(0),
                     config,
                     tokens_are_sent=tokens_are_sent,
                 )

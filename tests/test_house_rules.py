@@ -24,7 +24,7 @@ MARKDOWN_FILES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # Each module of the Mojo package may import only from those to its left.
 LAYERS = (
     "layout flags host_copy counters failures row_tables token_format formats "
-    "transport launch_checks expert_slots rank_slots gpu_setup host_setup "
+    "transport launch_checks expert_slots rank_slots side_stream gpu_setup host_setup "
     "shmem_modules gpu_launch api ops"
 ).split()
 

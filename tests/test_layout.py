@@ -28,8 +28,8 @@ from max_ep import (
     EPBatchManager,
     EPCommInitializer,
     blockwise_fp8_quant_config,
-    config,
     estimate_ep_memory_usage,
+    limits,
     reference,
 )
 from max_ep.extension import mojo_dir, run_mojo
@@ -54,10 +54,10 @@ FP8_SOURCE = "max_ep/formats/blockwise_fp8.mojo"
 @pytest.mark.parametrize(
     "value, name, path",
     [
-        (config.MAX_TOP_K, "MAX_TOP_K", "max_ep/layout.mojo"),
-        (config.MAX_RANKS, "MAX_RANKS", "max_ep/layout.mojo"),
-        (config.TOKEN_ALIGN_BYTES, "MESSAGE_ALIGN", "max_ep/layout.mojo"),
-        (config.FP8_BLOCK, "FP8_BLOCK", FP8_SOURCE),
+        (limits.MAX_TOP_K, "MAX_TOP_K", "max_ep/layout.mojo"),
+        (limits.MAX_RANKS, "MAX_RANKS", "max_ep/layout.mojo"),
+        (limits.TOKEN_ALIGN_BYTES, "MESSAGE_ALIGN", "max_ep/layout.mojo"),
+        (limits.FP8_BLOCK, "FP8_BLOCK", FP8_SOURCE),
         (reference.FP8_MAX, "FP8_MAX", FP8_SOURCE),
         (reference.FP8_MIN_AMAX, "FP8_MIN_AMAX", FP8_SOURCE),
     ],
@@ -69,7 +69,7 @@ def test_python_and_mojo_agree(value: float, name: str, path: str) -> None:
 
 def test_entries_hold_what_the_config_lets_through() -> None:
     bits = mojo_constant("ENTRY_FIELD_BITS", "max_ep/rank_slots/entries.mojo")
-    assert config.MAX_OF_ENTRY == 2**bits - 1
+    assert limits.MAX_OF_ENTRY == 2**bits - 1
 
 
 def test_messages_keep_their_alignment() -> None:

@@ -466,7 +466,7 @@ def ep_dispatch_wait_kernel_api[
     output_layout: StaticString = "packed",
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
-    tells_at_end: Bool = False,
+    shares_gpu: Bool = True,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -493,8 +493,7 @@ def ep_dispatch_wait_kernel_api[
             has `expert_capacity` rows of its own.
         protocol: As in `ep_dispatch_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tells_at_end: Whether the kernel of `rank_slots` tells at its end what it
-            has read, and not the next one of this rank.
+        shares_gpu: Whether other ranks may run on this rank's GPU.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
@@ -549,7 +548,7 @@ def ep_dispatch_wait_kernel_api[
             use_shmem,
             protocol,
             n_sms,
-            tells_at_end,
+            shares_gpu,
         ](
             rows,
             _row_tables[dispatch_layout, fused_shared_expert, output_layout](
@@ -922,7 +921,7 @@ def ep_combine_wait_kernel_api[
     protocol: Int = EXPERT_SLOTS,
     partial_dtype: DType = combine_dtype,
     n_sms: Int = 0,
-    tells_at_end: Bool = False,
+    shares_gpu: Bool = True,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -948,8 +947,7 @@ def ep_combine_wait_kernel_api[
         protocol: As in `ep_combine_async_kernel_api`.
         partial_dtype: As in `ep_combine_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tells_at_end: Whether the kernel of `rank_slots` tells at its end what it
-            has read, and not the next one of this rank.
+        shares_gpu: Whether other ranks may run on this rank's GPU.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -1014,7 +1012,7 @@ def ep_combine_wait_kernel_api[
             protocol,
             partial_dtype,
             n_sms,
-            tells_at_end,
+            shares_gpu,
         ](
             output_tokens,
             router_weights,

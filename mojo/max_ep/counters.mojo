@@ -74,6 +74,9 @@ comptime _DISPATCH_CLEAR = 29
 comptime _COMBINE_CLEAR = 30
 comptime _MOST_RECEIVED = 31
 
+comptime TOKENS_SENT = Int32(1 << 20)
+"""See `tokens_sent_on_gpu`; more than a launch has blocks."""
+
 comptime FAILURE_WORD = 20
 """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
 
@@ -155,21 +158,6 @@ def name_of_word(i: Int) -> String:
         return "mark of max_ep.init"
     var names = materialize[_LAYOUT_NAMES]()
     return String(names[i - _LAYOUT])
-
-
-@always_inline
-def tokens_sent_of(word: Int32) -> Int:
-    """Reads from a GPU rank's header how many tokens wait for their dispatch.
-
-    All lanes call it.
-
-    Args:
-        word: In lane `i`: word `i` of the header.
-
-    Returns:
-        Tokens that `send_tokens` has sent, or -1: none since the last dispatch.
-    """
-    return Int(warp.shuffle_idx(word, UInt32(_TOKENS_SENT_ON_GPU))) - 1
 
 
 @fieldwise_init
@@ -608,13 +596,14 @@ struct EPLocalSyncCounters[n_experts: Int](
         self.words[unsafe_offset=_TOKENS_SENT] = Int32(n_tokens + 1)
 
     @always_inline
-    def set_tokens_sent_on_gpu(self, n_tokens: Int):
-        """Notes how many tokens wait for their dispatch; GPU ranks.
+    def tokens_sent_on_gpu(self) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to what a dispatch knows of `send_tokens`; GPU ranks.
 
-        Args:
-            n_tokens: Tokens, or -1.
+        Returns:
+            A word: 0: nothing; below `TOKENS_SENT`: how many of its blocks have
+            begun; else all have, and it is `TOKENS_SENT` and the tokens.
         """
-        self.words[unsafe_offset=_TOKENS_SENT_ON_GPU] = Int32(n_tokens + 1)
+        return self.words.unsafe_offset(_TOKENS_SENT_ON_GPU)
 
     @always_inline
     def combine_of(self) -> UInt32:

@@ -481,6 +481,39 @@ def arrive(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
 
 
 @always_inline
+def look_at(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
+    """Reads a word that blocks of another launch of this rank count in.
+
+    Args:
+        counter: A word of `EPLocalSyncCounters`.
+
+    Returns:
+        Its value.
+    """
+    # ORDER: ACQUIRE, device scope. Pairs with the ACQUIRE_RELEASE of `arrive`
+    # and the RELEASE of `leave_word`. Makes visible: that those blocks have read
+    # what they had to read, so that this launch may change it.
+    return Atomic[Int32, scope=_device_scope()].load[ordering=Ordering.ACQUIRE](
+        counter
+    )
+
+
+@always_inline
+def leave_word(counter: Pointer[Int32, MutUntrackedOrigin], value: Int32):
+    """Writes a word that another launch of this rank looks at.
+
+    Args:
+        counter: A word of `EPLocalSyncCounters`.
+        value: Its value.
+    """
+    # ORDER: RELEASE, device scope. Pairs with the ACQUIRE in `look_at`. Makes
+    # visible what `arrive` has acquired from the other blocks.
+    Atomic[Int32, scope=_device_scope()].store[ordering=Ordering.RELEASE](
+        counter, value
+    )
+
+
+@always_inline
 def raise_to(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
     """Raises a word of this rank to a value.
 

@@ -21,7 +21,7 @@ from .expert_slots.dispatch import (
     dispatch_wait_kernel,
 )
 from .launch_checks import imm, mut_, p2p_buffers
-from .layout import EXPERT_SLOTS, is_reduced_protocol
+from .layout import EXPERT_SLOTS, is_gather_protocol, is_reduced_protocol
 from .rank_slots.combine import (
     combine_async_kernel as rank_slots_combine_async_kernel,
     combine_kernel as rank_slots_combine_kernel,
@@ -35,6 +35,7 @@ from .rank_slots.dispatch import (
 )
 from .row_tables import RowTables
 from .shmem_modules import register_module
+from .side_stream import check_sent, fork, join
 from .token_format import (
     RouterWeights,
     SharedRows,
@@ -71,6 +72,43 @@ def _n_blocks[n_sms: Int](context: DeviceContext) raises -> Int:
     )
     comptime if n_sms > 0:
         n = min(n, n_sms)
+    return n
+
+
+@always_inline
+def _await_sent_tokens[protocol: Int](context: DeviceContext) raises:
+    """Lets a launch wait for `send_tokens`, if the protocol has it."""
+    comptime if is_gather_protocol(protocol):
+        join(context)
+
+
+@always_inline
+def _check_sent_tokens[
+    protocol: Int, tokens_are_sent: Bool
+](context: DeviceContext, counters: EPLocalSyncCounters, n_tokens: Int) raises:
+    """Lets a dispatch wait for the `send_tokens` of others, not for its own."""
+    comptime if is_gather_protocol(protocol):
+        check_sent[tokens_are_sent](context, Int(counters.words), n_tokens)
+        comptime if not tokens_are_sent:
+            join(context)
+
+
+def _n_side_blocks[n_sms: Int](context: DeviceContext) raises -> Int:
+    """Counts the blocks of `send_tokens`: a quarter of all."""
+    return max(1, _n_blocks[n_sms](context) // 4)
+
+
+def _n_dispatch_blocks[
+    n_sms: Int, tokens_are_sent: Bool
+](context: DeviceContext) raises -> Int:
+    """Counts the blocks of a dispatch: all that `send_tokens` does not have.
+
+    It may wait for peers that wait for this rank's `send_tokens`, which may not
+    have begun. So it leaves as many multiprocessors as that has blocks.
+    """
+    var n = _n_blocks[n_sms](context)
+    comptime if tokens_are_sent:
+        n = max(1, n - _n_side_blocks[n_sms](context))
     return n
 
 
@@ -153,16 +191,18 @@ def launch_send_tokens[
         protocol,
     ]
     var function = context.compile_function[kernel]()
-    context.enqueue_function(
+    _await_sent_tokens[protocol](context)
+    fork(
+        context, Int(counters.words), Int(input_tokens.dim[0]())
+    ).enqueue_function(
         function,
         imm(input_tokens),
         Int32(Int(input_tokens.dim[0]())),
         p2p_buffers[UInt8, n_ranks](recv_bufs),
         p2p_buffers[UInt64, n_ranks](recv_counts),
         counters,
-        grid_dim=_n_blocks[n_sms](context),
+        grid_dim=_n_side_blocks[n_sms](context),
         block_dim=NUM_THREADS,
-        attributes=_overlapping(),
     )
 
 
@@ -216,6 +256,9 @@ def launch_dispatch_async[
     Raises:
         If the launch fails.
     """
+    _check_sent_tokens[protocol, tokens_are_sent](
+        context, counters, Int(input_tokens.dim[0]())
+    )
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
         comptime by_rank = rank_slots_dispatch_async_kernel[
@@ -239,7 +282,7 @@ def launch_dispatch_async[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks[n_sms](context),
+            grid_dim=_n_dispatch_blocks[n_sms, tokens_are_sent](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -285,7 +328,7 @@ def launch_dispatch_wait[
     use_shmem: Bool,
     protocol: Int,
     n_sms: Int,
-    tells_at_end: Bool,
+    shares_gpu: Bool,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
@@ -311,7 +354,7 @@ def launch_dispatch_wait[
         use_shmem: Whether the others are reached through SHMEM.
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tells_at_end: As in `rank_slots/dispatch.mojo`.
+        shares_gpu: Whether other ranks may run on this rank's GPU.
 
     Args:
         rows: The output tensors.
@@ -325,6 +368,7 @@ def launch_dispatch_wait[
     Raises:
         If the launch fails.
     """
+    _await_sent_tokens[protocol](context)
     comptime if protocol != EXPERT_SLOTS:
         comptime by_rank = rank_slots_dispatch_wait_kernel[
             NUM_THREADS,
@@ -335,7 +379,7 @@ def launch_dispatch_wait[
             protocol,
             tables.is_padded,
             tables.fused_shared_expert,
-            tells_at_end,
+            shares_gpu,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -441,6 +485,9 @@ def launch_dispatch[
     Raises:
         If the launch fails.
     """
+    _check_sent_tokens[protocol, tokens_are_sent](
+        context, counters, Int(input_tokens.dim[0]())
+    )
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
         comptime by_rank = rank_slots_dispatch_kernel[
@@ -469,7 +516,7 @@ def launch_dispatch[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks[n_sms](context),
+            grid_dim=_n_dispatch_blocks[n_sms, tokens_are_sent](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -559,6 +606,7 @@ def launch_combine_async[
     Raises:
         If the launch fails.
     """
+    _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_async_kernel[
             combine_dtype,
@@ -627,7 +675,7 @@ def launch_combine_wait[
     protocol: Int,
     partial_dtype: DType,
     n_sms: Int,
-    tells_at_end: Bool,
+    shares_gpu: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -652,7 +700,7 @@ def launch_combine_wait[
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tells_at_end: As in `rank_slots/dispatch.mojo`.
+        shares_gpu: Whether other ranks may run on this rank's GPU.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -666,6 +714,7 @@ def launch_combine_wait[
     Raises:
         If the launch fails.
     """
+    _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_wait_kernel[
             combine_dtype,
@@ -678,7 +727,7 @@ def launch_combine_wait[
             max_tokens_per_rank,
             protocol,
             fused_shared_expert,
-            tells_at_end,
+            shares_gpu,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -779,6 +828,7 @@ def launch_combine[
     Raises:
         If the launch fails.
     """
+    _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_kernel[
             combine_dtype,

@@ -7,6 +7,7 @@ from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .layout import RegionLayout, FLAG_BYTES
 from .expert_slots.host_steps import flag_at, message_flag
 from .rank_slots.device_steps import EMPTY
+from .side_stream import join, take_sent
 from .token_format import BytePointer
 
 
@@ -153,6 +154,8 @@ def clear_gpu(
     Raises:
         If the launch fails.
     """
+    join(context)
+    _ = take_sent(context, Int(counters_group_0))
     context.enqueue_function[clear_kernel](
         BytePointer(unsafe_from_address=region),
         counters_group_0,

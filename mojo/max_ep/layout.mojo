@@ -86,6 +86,19 @@ expert of it."""
 
 
 @always_inline
+def is_gather_protocol(protocol: Int) -> Bool:
+    """Tells whether tokens go to all ranks that have experts.
+
+    Args:
+        protocol: The wire protocol.
+
+    Returns:
+        Whether it is `GATHER` or `GATHER_REDUCED`.
+    """
+    return protocol == GATHER or protocol == GATHER_REDUCED
+
+
+@always_inline
 def is_reduced_protocol(protocol: Int) -> Bool:
     """Tells whether combine sends partial sums.
 
@@ -278,7 +291,7 @@ struct RegionLayout(TrivialRegisterPassable):
         Returns:
             Whether the protocol is `GATHER`, reduced or not.
         """
-        return self.protocol >= GATHER
+        return is_gather_protocol(self.protocol)
 
     @always_inline
     def is_reduced(self) -> Bool:

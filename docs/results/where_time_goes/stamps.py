@@ -42,7 +42,7 @@ def main() -> None:
         model.capture(n_tokens, *inputs)
         replay = lambda: model.replay(n_tokens, *inputs)  # noqa: B023, E731
         seconds = runner._sample(replay, 20)
-        print("T", n_tokens, "us", np.median(seconds) / config.n_layers * 1e6)
+        print("T", n_tokens, "us", np.median(seconds) / config.n_layers("fused") * 1e6)
         words = inputs[-6 - 2 * n_ranks].to(CPU()).to_numpy()
         slots = 32 + 2 * (N_EXPERTS + MAX_RANKS + 1) + 2 * MAX_TOKENS * TOP_K
         show("dispatch", words[slots:], DISPATCH)

@@ -136,17 +136,17 @@ struct PartialFormat[
 
     @staticmethod
     @always_inline
-    def n_steps_at_once[log_steps: Int]() -> Int:
-        """Limits the steps that are added at once to what registers hold.
+    def n_steps_at_once[are_few: Bool]() -> Int:
+        """Chooses how many steps are added at once: what registers hold, or one.
 
         Parameters:
-            log_steps: From `log_steps_of`.
+            are_few: Whether `are_few_tokens`.
 
         Returns:
             Steps.
         """
         comptime n_vectors = max(Self.n_row_vectors, Self.n_partial_vectors)
-        return min(1 << log_steps, max(1, (1 << MAX_LOG_STEPS) // n_vectors))
+        return 1 if are_few else max(1, _MOST_VECTORS // n_vectors)
 
     @staticmethod
     @always_inline
@@ -240,24 +240,25 @@ struct PartialFormat[
             )
 
 
-comptime MAX_LOG_STEPS = 2
-"""What `log_steps_of` returns at most."""
+comptime _MOST_VECTORS = 4
+"""Neighbouring 16 bytes of a row that a lane has under way at most."""
 
 
 @always_inline
-def log_steps_of(n_tokens: Int) -> Int:
+def are_few_tokens(n_tokens: Int) -> Bool:
     """Chooses how much of a row a warp reads at once.
 
     With few tokens, little: more warps have something to do, and a launch reads
-    its code, too. With many, neighbouring bytes: the memory is faster then.
+    its code, too, of which there is less. With many, neighbouring bytes: the
+    memory is faster then.
 
     Args:
         n_tokens: Tokens of a rank.
 
     Returns:
-        The logarithm of the steps, to base 2.
+        Whether little.
     """
-    return 0 if n_tokens <= 64 else (1 if n_tokens <= 256 else MAX_LOG_STEPS)
+    return n_tokens <= 256
 
 
 @always_inline
@@ -930,15 +931,15 @@ def _send[
         return
     var most = launch.before.most_received
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime for log_steps in range(MAX_LOG_STEPS + 1):
-        if log_steps_of(most) == log_steps:
+    comptime for are_few in [True, False]:
+        if are_few_tokens(most) == are_few:
             _send_partials[
                 combine_dtype,
                 partial_dtype,
                 hidden_size,
                 n_experts,
                 layout,
-                Format.n_steps_at_once[log_steps](),
+                Format.n_steps_at_once[are_few](),
             ](
                 expert_rows,
                 most,
@@ -989,8 +990,8 @@ def _receive[
     """
     var is_bad = _is_bad_answer(n_tokens, dispatch_generation, launch, counters)
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime for log_steps in range(MAX_LOG_STEPS + 1):
-        if log_steps_of(n_tokens) == log_steps:
+    comptime for are_few in [True, False]:
+        if are_few_tokens(n_tokens) == are_few:
             _add_tokens[
                 combine_dtype,
                 partial_dtype,
@@ -998,7 +999,7 @@ def _receive[
                 n_experts,
                 layout,
                 fused_shared_expert,
-                Format.n_steps_at_once[log_steps](),
+                Format.n_steps_at_once[are_few](),
             ](
                 output_tokens,
                 n_tokens,
@@ -1201,7 +1202,7 @@ def combine_wait_kernel[
     max_tokens_per_rank: Int,
     protocol: Int,
     fused_shared_expert: Bool = False,
-    tells_at_end: Bool = False,
+    shares_gpu: Bool = True,
 ](
     expert_rows: SharedRows,
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
@@ -1225,7 +1226,7 @@ def combine_wait_kernel[
         max_tokens_per_rank: Tokens one rank may send.
         protocol: A reduced one.
         fused_shared_expert: Whether row `t` is the shared expert's of token `t`.
-        tells_at_end: As in `dispatch_wait_kernel`.
+        shares_gpu: As in `dispatch_wait_kernel`, whose reason holds here.
 
     Args:
         expert_rows: Those of `combine_async_kernel`: this rank's own partial
@@ -1261,7 +1262,7 @@ def combine_wait_kernel[
         return
     comptime n_warps = num_threads // WARP_SIZE
     var generation = next_generation(launch.before.combine_received)
-    comptime if not tells_at_end:
+    comptime if not shares_gpu:
         if is_last_to_start(launch, ep_counters, n_warps - 2):
             ep_counters.set_combine_received(generation)
         if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
@@ -1282,7 +1283,7 @@ def combine_wait_kernel[
         launch,
         ep_counters,
     )
-    comptime if tells_at_end:
+    comptime if shares_gpu:
         if not is_last_block(ep_counters):
             return
         if launch.lane == 0:

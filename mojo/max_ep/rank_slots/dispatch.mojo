@@ -39,7 +39,7 @@ from std.utils import StaticTuple
 from ..counters import (
     EPLocalSyncCounters,
     NO_ROW,
-    tokens_sent_of,
+    TOKENS_SENT,
 )
 from ..expert_slots.device_steps import (
     ACCESSES_IN_FLIGHT,
@@ -71,11 +71,14 @@ from ..flags import (
     FlagPointer,
     SPINS_BETWEEN_LOOKS,
     SharedWord,
+    arrive,
     block_add,
     block_peek,
     block_publish,
     flag_word,
     generation_of,
+    leave_word,
+    look_at,
     next_generation,
     peek_16,
     peek_number,
@@ -273,6 +276,7 @@ struct _Part(TrivialRegisterPassable):
         comptime if layout.sends_to_all():
             # Not all sources begin with the same rank.
             comptime n = layout.n_ranks_with_experts()
+            comptime assert n <= WARP_SIZE, "a lane stands for a rank"
             if lane < n:
                 dst_rank = Int32(UInt32(my_rank + 1 + lane) % UInt32(n))
         else:
@@ -1194,52 +1198,56 @@ def _receive[
 
 
 @always_inline
-def _is_of_other_tokens[
-    n_experts: Int, //, layout: RegionLayout, tokens_are_sent: Bool
-](
-    word: Int32,
-    n_tokens: Int,
-    launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
-) -> Bool:
-    """Tells whether a dispatch is not of what was sent before; notes it.
+def _tell_dispatch(n_tokens: Int, counters: EPLocalSyncCounters):
+    """Tells the dispatch that all blocks of `send_tokens` have read the header.
 
-    All warps call it, before the last block has started.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        tokens_are_sent: Whether the tokens should have been sent.
+    One thread of each block calls it, once.
 
     Args:
-        word: From `header_word`.
-        n_tokens: Tokens of the dispatch.
+        n_tokens: Tokens that are sent.
+        counters: This rank's local words.
+    """
+    var word = counters.tokens_sent_on_gpu()
+    if arrive(word) == Int(grid_dim.x) - 1:
+        leave_word(word, TOKENS_SENT + Int32(n_tokens))
+
+
+@always_inline
+def _await_send_tokens[
+    n_experts: Int, //
+](n_tokens: Int, launch: Launch, counters: EPLocalSyncCounters[n_experts]):
+    """Waits until all blocks of `send_tokens` have begun, with one thread.
+
+    They read the generations that this thread is about to move. Dispatch leaves
+    them the multiprocessors they need (`gpu_launch.mojo`), so they do begin.
+
+    Args:
+        n_tokens: Tokens of this dispatch.
         launch: From `start_launch`.
         counters: This rank's local words.
-
-    Returns:
-        Whether to do nothing; the same in all warps of all blocks.
     """
-    comptime if not layout.sends_to_all():
-        return False
-    else:
-        var n_sent = tokens_sent_of(word)
-        if n_sent == (n_tokens if tokens_are_sent else -1):
-            return False
-        if launch.warp_idx == 0 and launch.lane == 0:
-            note_failure(
-                counters.failure(),
-                OTHER_TOKENS,
-                SEND,
-                launch.my_rank,
-                -1,
-                next_generation(launch.before.dispatch_sent),
-                0,
-                n_tokens,
-                n_sent,
-            )
-            counters.set_broken()
-        return True
+    var word = counters.tokens_sent_on_gpu()
+    var found = look_at(word)
+    var spins = 0
+    while found < TOKENS_SENT:
+        spins += 1
+        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
+            break
+        found = look_at(word)
+    if found != TOKENS_SENT + Int32(n_tokens):
+        note_failure(
+            counters.failure(),
+            OTHER_TOKENS,
+            SEND,
+            launch.my_rank,
+            -1,
+            next_generation(launch.before.dispatch_sent),
+            0,
+            n_tokens,
+            Int(found - TOKENS_SENT) if found >= TOKENS_SENT else -1,
+        )
+        counters.set_broken()
+    word[] = 0
 
 
 @__llvm_metadata(
@@ -1263,7 +1271,7 @@ def send_tokens_kernel[
     """Sends each token to all peers, before the router has decided.
 
     Moves no generation: the dispatch after it, with `tokens_are_sent`, does, and
-    sends all else.
+    sends all else. Both may run at once, on different multiprocessors.
 
     Launch: any grid, `block_dim = num_threads`.
 
@@ -1301,9 +1309,8 @@ def send_tokens_kernel[
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
-    if block_idx.x == 0 and launch.warp_idx == COUNTING_WARP:
-        if launch.lane == 0:
-            ep_counters.set_tokens_sent_on_gpu(Int(n_tokens))
+    if launch.warp_idx == COUNTING_WARP and launch.lane == 0:
+        _tell_dispatch(Int(n_tokens), ep_counters)
     # Peers that send early, too, wait for this.
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send_by_number[
@@ -1392,16 +1399,14 @@ def dispatch_async_kernel[
         topk_ids, router_weights, Int(n_tokens)
     )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go or _is_of_other_tokens[layout, tokens_are_sent](
-        word, Int(n_tokens), launch, ep_counters
-    ):
+    if not launch.can_go:
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
+        comptime if tokens_are_sent:
+            _await_send_tokens(Int(n_tokens), launch, ep_counters)
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-        comptime if layout.sends_to_all():
-            ep_counters.set_tokens_sent_on_gpu(-1)
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send[
         input_type,
@@ -1437,7 +1442,7 @@ def dispatch_wait_kernel[
     protocol: Int,
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
-    tells_at_end: Bool = False,
+    shares_gpu: Bool = True,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
@@ -1466,10 +1471,9 @@ def dispatch_wait_kernel[
         protocol: Any but `EXPERT_SLOTS`.
         is_padded: Whether each expert's rows stand by themselves.
         fused_shared_expert: Whether this rank's tokens come first.
-        tells_at_end: Whether this launch tells at its end what it has read, since
-            others must not wait for the next one of this rank: ranks that share
-            this GPU may send again before that; and un-reduced, the next one,
-            combine, does not tell.
+        shares_gpu: Whether other ranks may run on this rank's GPU. If so, this
+            launch tells at its end what it has read: the next launch of this
+            rank, which would tell otherwise, may be queued behind theirs.
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
@@ -1494,13 +1498,14 @@ def dispatch_wait_kernel[
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
+    # Un-reduced, the next launch is a combine that tells nobody.
+    comptime tells_at_end = shares_gpu or not layout.is_reduced()
     var generation = next_generation(launch.before.dispatch_received)
     comptime if not tells_at_end:
         if is_last_to_start(launch, ep_counters, COUNTING_WARP):
             ep_counters.set_dispatch_received(generation)
-        comptime if layout.is_reduced():
-            if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
-                note_readers[layout, True](launch, counts, ep_counters)
+        if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
+            note_readers[layout, True](launch, counts, ep_counters)
     _receive[num_threads, n_experts, layout, token_fmt_type, False](
         rows,
         Int(n_rows_max),
@@ -1602,18 +1607,16 @@ def dispatch_kernel[
         topk_ids, router_weights, Int(n_tokens)
     )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go or _is_of_other_tokens[layout, tokens_are_sent](
-        word, Int(n_tokens), launch, ep_counters
-    ):
+    if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
+        comptime if tokens_are_sent:
+            _await_send_tokens(Int(n_tokens), launch, ep_counters)
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-        comptime if layout.sends_to_all():
-            ep_counters.set_tokens_sent_on_gpu(-1)
         ep_counters.set_dispatch_received(
             next_generation(launch.before.dispatch_received)
         )

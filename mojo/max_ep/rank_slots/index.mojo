@@ -419,6 +419,9 @@ def _segments_shift(n_choices: Int, are_lists_few: Bool) -> Int:
         The logarithm of the number, to base 2.
     """
     comptime assert N_INDEX_WARPS == 1 << _MOST_SEGMENTS_SHIFT, "groups fit"
+    comptime assert (
+        N_SHARED_CHOICES >> _MANY_SEGMENTS_SHIFT <= _FOUND_ROOM
+    ), "a segment of shared choices is found at once"
     var most = _MOST_SEGMENTS_SHIFT if are_lists_few else _MANY_SEGMENTS_SHIFT
     var shift = 0
     while shift < most and n_choices > _SEGMENT_CHOICES << shift:

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of an ``EPConfig``, before anything is built from it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from max.dtype import DType
+from max.nn.quant_config import QuantFormat
+
+from .limits import (
+    COMBINE_MODES,
+    FP8_BLOCK,
+    MAX_GATHER_GPUS,
+    MAX_GPU_PAIRS,
+    MAX_OF_ENTRY,
+    MAX_RANKS,
+    MAX_TOP_K,
+    OUTPUT_LAYOUTS,
+    PLAIN_DTYPES,
+    PROTOCOLS,
+    TARGETS,
+    TOKEN_ALIGN_BYTES,
+)
+
+if TYPE_CHECKING:
+    from .config import EPConfig
+
+# Fields of MAX's EPConfig that ask for something this library does not do.
+_REFUSED = {
+    "nvfp4_dyn_global_scales": "NVFP4 dispatch",
+    "fuse_ffn_combine_send": "the fused FFN",
+    "fused_moe_ready": "the fused FFN",
+    "use_allreduce": "all-reduce mode",
+    "eplb_enabled": "expert load balancing",
+}
+
+
+def check_choices(config: EPConfig) -> None:
+    """Checks the fields that name one of a few things.
+
+    Raises:
+        ValueError: If there is no such thing, or no two of them together.
+    """
+    _check_one_of("target", config.target, TARGETS, has_auto=True)
+    _check_one_of("protocol", config.protocol, PROTOCOLS, has_auto=True)
+    _check_one_of("combine_mode", config.combine_mode, COMBINE_MODES)
+    _check_one_of("output_layout", config.output_layout, OUTPUT_LAYOUTS)
+    for field, what in _REFUSED.items():
+        if getattr(config, field):
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} is not supported: max_ep "
+                f"has no {what}"
+            )
+    if config.fused_shared_expert and config.is_padded:
+        raise ValueError(
+            "fused_shared_expert=True needs output_layout='packed': padded "
+            "rows are those of the local experts, and the shared expert's "
+            "would have no place there. Compute it beside the routed ones "
+            "and add it, as graphs/moe_layer.py does"
+        )
+
+
+def _check_one_of(
+    field: str, value: str, choices: tuple[str, ...], has_auto: bool = False
+) -> None:
+    names = [repr(name) for name in choices]
+    if has_auto:
+        if value == "auto":
+            return
+        names.insert(0, "'auto'")
+    if value not in choices:
+        raise ValueError(f"{field}={value!r} is unknown; there are " + ", ".join(names))
+
+
+def check_sizes(config: EPConfig) -> None:
+    """Checks sizes and counts.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    for field in (
+        "hidden_size",
+        "top_k",
+        "n_experts",
+        "max_tokens_per_rank",
+        "n_gpus_per_node",
+        "n_nodes",
+        "ranks_per_gpu",
+    ):
+        value = getattr(config, field)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{field}={value!r} must be an integer >= 1")
+    if config.top_k > MAX_TOP_K:
+        raise ValueError(
+            f"top_k={config.top_k} is above {MAX_TOP_K}, the most a token may have"
+        )
+    if config.top_k > config.n_experts:
+        raise ValueError(
+            f"top_k={config.top_k} is above n_experts={config.n_experts}: a "
+            "token's experts are distinct"
+        )
+    if config.n_ranks > MAX_RANKS:
+        raise ValueError(
+            f"n_gpus_per_node * n_nodes = {config.n_ranks} ranks, at most "
+            f"{MAX_RANKS} are supported"
+        )
+    if config.n_gpus_per_node % config.ranks_per_gpu != 0:
+        raise ValueError(
+            f"ranks_per_gpu={config.ranks_per_gpu} must divide n_gpus_per_node="
+            f"{config.n_gpus_per_node}, the ranks of this process"
+        )
+    if config.uses_shmem and config.ranks_per_gpu > 1:
+        raise ValueError(
+            f"ranks_per_gpu={config.ranks_per_gpu} with n_nodes={config.n_nodes}: "
+            "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
+        )
+    if not -1 <= config.node_id < config.n_nodes:
+        raise ValueError(
+            f"node_id={config.node_id} must be in [0, n_nodes={config.n_nodes}), or -1"
+        )
+    if not 0 < config.timeout_s <= 24 * 3600:
+        raise ValueError(
+            f"timeout_s={config.timeout_s} must be above 0 and at most a day"
+        )
+
+    if not isinstance(config.n_sms, int) or config.n_sms < 0:
+        raise ValueError(
+            f"n_sms={config.n_sms!r} must be an integer >= 0; 0 is all there are"
+        )
+    n_pairs = math.ceil(config.n_experts / config.n_ranks) * config.n_ranks
+    if config.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
+        raise ValueError(
+            f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "
+            f"{MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
+        )
+
+
+def check_dtypes(config: EPConfig) -> None:
+    """Checks dtypes, of the wire and of results.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    if config.combine_dtype not in PLAIN_DTYPES:
+        raise ValueError(
+            f"combine_dtype={config.combine_dtype} must be bfloat16 or float32"
+        )
+    if config.partial_dtype is not None:
+        if not config.is_reduced:
+            raise ValueError(
+                f"partial_dtype={config.partial_dtype} with combine_mode="
+                f"{config.combine_mode!r}: only reduced combine sends partial "
+                "sums; pass None, or combine_mode='reduced'"
+            )
+        if config.partial_dtype not in PLAIN_DTYPES:
+            raise ValueError(
+                f"partial_dtype={config.partial_dtype} must be bfloat16 or "
+                "float32, or None for combine_dtype"
+            )
+    quant = config.dispatch_quant_config
+    if config.dispatch_dtype in PLAIN_DTYPES:
+        if quant is not None:
+            raise ValueError(
+                f"dispatch_quant_config given with dispatch_dtype="
+                f"{config.dispatch_dtype}; pass None, or dispatch_dtype="
+                "float8_e4m3fn"
+            )
+        return
+    if config.dispatch_dtype != DType.float8_e4m3fn:
+        raise ValueError(
+            f"dispatch_dtype={config.dispatch_dtype} must be bfloat16, "
+            "float32 or float8_e4m3fn"
+        )
+    if quant is None:
+        raise ValueError(
+            "dispatch_dtype=float8_e4m3fn needs a dispatch_quant_config: "
+            "max_ep.blockwise_fp8_quant_config() makes the supported one"
+        )
+    if (
+        quant.format != QuantFormat.BLOCKSCALED_FP8
+        or quant.input_scale.block_size != (1, FP8_BLOCK)
+        or quant.input_scale.dtype != DType.float32
+    ):
+        raise ValueError(
+            f"dispatch_quant_config has format {quant.format}, scales of "
+            f"{quant.input_scale.dtype} for blocks of "
+            f"{quant.input_scale.block_size}; supported is "
+            f"{QuantFormat.BLOCKSCALED_FP8} with float32 scales for blocks "
+            f"of (1, {FP8_BLOCK})"
+        )
+
+
+def check_hidden_size(config: EPConfig) -> None:
+    """Checks that rows are made of whole 16-byte words.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    if config.is_quantized and config.hidden_size % FP8_BLOCK != 0:
+        raise ValueError(
+            f"hidden_size={config.hidden_size} must be a multiple of "
+            f"{FP8_BLOCK} for FP8 dispatch; pad it"
+        )
+    for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
+        if getattr(config, field) is None:
+            continue
+        element_bytes = getattr(config, field).size_in_bytes
+        if config.hidden_size * element_bytes % TOKEN_ALIGN_BYTES != 0:
+            raise ValueError(
+                f"hidden_size={config.hidden_size} of {getattr(config, field)} "
+                f"({field}) is {config.hidden_size * element_bytes} bytes, "
+                f"which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
+                f"to a multiple of {TOKEN_ALIGN_BYTES // element_bytes}"
+            )
+
+
+def check_protocol(config: EPConfig) -> None:
+    """Checks that the protocol can do what the other fields ask for.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if config.is_reduced and not config.has_rank_slots:
+        raise ValueError(
+            f"combine_mode='reduced' with protocol={config.protocol!r}: the rank "
+            "of an expert can add up a token's rows only where 'rank_slots' "
+            "or 'gather' tells it which they are; pass one of them, or 'auto', "
+            "or combine_mode='unreduced'"
+        )
+    if config.has_rank_slots and config.uses_shmem:
+        raise ValueError(
+            f"protocol={config.protocol!r} with target='gpu' and "
+            f"n_nodes={config.n_nodes}: it reaches the GPUs of one host only; pass "
+            "protocol='expert_slots' (and combine_mode='unreduced')"
+        )
+    if config.has_rank_slots and config.is_on_amd:
+        raise ValueError(
+            f"protocol={config.protocol!r} with target='gpu' on AMD GPUs: its "
+            "kernels are for NVIDIA's; pass protocol='expert_slots' (and "
+            "combine_mode='unreduced')"
+        )
+    if config.is_gather and config.target == "gpu" and config.n_ranks > MAX_GATHER_GPUS:
+        raise ValueError(
+            f"protocol='gather' with {config.n_ranks} GPU ranks is above "
+            f"{MAX_GATHER_GPUS}, the most it can send to; pass "
+            "protocol='rank_slots'"
+        )
+    for field in ("n_experts", "max_tokens_per_rank"):
+        if config.has_rank_slots and getattr(config, field) > MAX_OF_ENTRY:
+            raise ValueError(
+                f"{field}={getattr(config, field)} is above {MAX_OF_ENTRY}, the "
+                f"most that protocol={config.protocol!r} can tell apart; pass "
+                "protocol='expert_slots'"
+            )
