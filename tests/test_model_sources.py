@@ -41,6 +41,7 @@ CALLED_OFTEN = {
     ("rank_slots/dispatch.mojo: _load_steps", "peek_16"): 2,  # first look, then more
     ("rank_slots/dispatch.mojo: _are_counted", "block_peek"): 2,  # COUNTED, FAILED
     ("rank_slots/dispatch.mojo: _receive", "block_peek"): 2,  # again, for its value
+    ("rank_slots/dispatch.mojo: _await_send_tokens", "look_at"): 2,  # and again
     ("rank_slots/device_steps.mojo: await_readers", "peek"): 2,
     ("rank_slots/index.mojo: _agree_on_found", "block_peek"): 2,
     ("rank_slots/row_counts.mojo: read_numbers", "peek_number"): 2,
@@ -71,7 +72,6 @@ HEADER_LEFT_OUT = {
     "src_info_hash": "CPU ranks: a check of arguments",
     "broken": FAILS,
     "failure": FAILS,
-    "tokens_sent_on_gpu": "tokens_sent of GPU ranks, in another word",
     "n_fields": "a size",
     "n_header_words": "a size",
     "n_failure_words": "a size",
@@ -264,7 +264,7 @@ def test_functions_call_the_same_ones(protocol: str) -> None:
 def test_what_is_noted_in_the_counters(steps: set[Step]) -> None:
     """A generation that a kernel no longer moves, or moves elsewhere, is noticed."""
     in_code = {
-        (where, word.removesuffix("_on_gpu"))
+        (where, word)
         for where, word in sources.notes_of_counters()
         if word not in NOTES_LEFT_OUT
     }

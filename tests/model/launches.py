@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .memory import EMPTY, Order, Place, Program, Step
@@ -26,10 +27,15 @@ CALLS: dict[str, tuple[str, Order, str]] = {
     "block_publish": ("write", Order.RELEASE, "block"),
     "block_peek": ("await", Order.ACQUIRE, "block"),
     "arrive": ("arrive", Order.ACQUIRE_RELEASE, "device"),
+    "look_at": ("await", Order.ACQUIRE, "device"),
+    "leave_word": ("write", Order.RELEASE, "device"),
     "drain_stores": ("drain", Order.PLAIN, "system"),
 }
 """Each atomic of `flags.mojo` that the model has: what it does, how it is ordered,
 and among whom."""
+
+TOKENS_SENT = 1 << 20
+"""That of `counters.mojo`: more than a launch has blocks."""
 
 OLDER = -1
 """Stands for every generation that is not the last."""
@@ -74,6 +80,7 @@ LOCAL_WORDS = {
     "received_rows": "of the last dispatch",
     "received_weights": "of the last dispatch",
     "blocks_done": "blocks that have arrived",
+    "tokens_sent_on_gpu": "blocks of send_tokens that have begun, then its tokens",
 }
 """Words that a rank keeps between launches (`counters.mojo`)."""
 
@@ -119,7 +126,8 @@ class World(Program):
     """Parts of a token that announce themselves each by itself."""
     n_early_tokens: int = 2
     """Tokens of a rank up to which they are their own flags."""
-    tells_at_end: bool | None = None
+    shares_gpu: bool | None = None
+    """Whether ranks share a GPU; `None`: if launches run one after another."""
     in_turn: bool = False
     has_shared_expert: bool = False
     streams: bool = False
@@ -143,7 +151,27 @@ class World(Program):
 
     @property
     def n_launches(self) -> int:  # type: ignore[override]
-        return len(self.program)
+        return len(self._launches)
+
+    @cached_property
+    def _launches(self) -> tuple[tuple[int, ...], ...]:
+        """The ops of each launch, as positions in the program.
+
+        On GPUs `send_tokens` is in a second stream: a dispatch that comes next, which
+        must be that of its tokens, does not wait for it. All others do.
+        """
+        launches: list[tuple[int, ...]] = []
+        for i, op in enumerate(self.program):
+            if (
+                self.target == "gpu"
+                and i
+                and self.program[i - 1] == "send_tokens"
+                and op in ("dispatch", "dispatch_async")
+            ):
+                launches[-1] = (i - 1, i)
+            else:
+                launches.append((i,))
+        return tuple(launches)
 
     @property
     def ranks(self) -> range:
@@ -178,13 +206,11 @@ class World(Program):
 
     @property
     def tells_at_dispatch_end(self) -> bool:
-        if self.tells_at_end is not None:
-            return self.tells_at_end
-        return self.in_turn or not self.is_reduced
+        return self.tells_at_combine_end or not self.is_reduced
 
     @property
     def tells_at_combine_end(self) -> bool:
-        return self.in_turn if self.tells_at_end is None else self.tells_at_end
+        return self.in_turn if self.shares_gpu is None else self.shares_gpu
 
     # ------------------------------------------------------ what the machine asks
 
@@ -219,21 +245,23 @@ class World(Program):
         return tuple(words)
 
     def op(self, launch: int) -> str:
-        return self.program[launch]
+        return " beside ".join(self.program[i] for i in self._launches[launch])
 
     def build(self, rank: int, launch: int, snapshot: Any) -> Any:
         from . import expert_slots, host, rank_slots
 
-        written = Launch(self, rank, launch, dict(snapshot))
-        op = self.program[launch]
-        if self.target == "cpu":
-            host.OPS[op](written)
-        elif self.protocol == "expert_slots":
-            expert_slots.OPS[op](written)
-        elif op.startswith("combine") and not self.is_reduced:
-            expert_slots.OPS[op](written)
-        else:
-            rank_slots.OPS[op](written)
+        agents: list[tuple[str, list[Step]]] = []
+        for position in self._launches[launch]:
+            written = Launch(self, rank, position, dict(snapshot), agents)
+            op = written.op
+            if self.target == "cpu":
+                host.OPS[op](written)
+            elif self.protocol == "expert_slots":
+                expert_slots.OPS[op](written)
+            elif op.startswith("combine") and not self.is_reduced:
+                expert_slots.OPS[op](written)
+            else:
+                rank_slots.OPS[op](written)
         if self.has("clears"):
             self._clear(written)
         if self.is_one_agent:
@@ -335,6 +363,8 @@ class Launch:
     def agent(self, name: str, after: Iterable[int] = ()) -> Agent:
         """Begins an agent; it waits for those in `after`."""
         steps: list[Step] = []
+        if self.op == "send_tokens":
+            name = f"send_tokens, {name}"
         self.agents.append((name, steps))
         written = Agent(self, steps)
         if after:
@@ -426,6 +456,13 @@ class Agent:
         accept = ("at least", at_least)
         self._access("block_peek", where, place, accept=accept, truth=truth)
 
+    def look_at(self, where: str, place: Place, at_least: int, truth: Any) -> None:
+        accept = ("at least", at_least)
+        self._access("look_at", where, place, accept=accept, truth=truth)
+
+    def leave_word(self, where: str, place: Place, value: Any, truth: Any) -> None:
+        self._access("leave_word", where, place, value=value, truth=truth)
+
     def drain_stores(self, where: str) -> None:
         self._access("drain_stores", where, ())
 
@@ -457,11 +494,23 @@ class Agent:
         )
         self.steps.extend(steps)
 
-    def arrive(self, where: str, n: int, then: Callable[[Agent], None]) -> None:
-        """Counts a block; the last of `n` goes on with `then`, and resets the word."""
-        place = ("blocks_done", self.launch.rank)
+    def refuse(self, where: str) -> None:
+        """Notes a failure; neither this agent nor any launch behind it goes on."""
+        self.emit(Step("refuse", "refuse", where))
+
+    def arrive(
+        self,
+        where: str,
+        n: int,
+        then: Callable[[Agent], None],
+        word: str = "blocks_done",
+        is_put_back: bool = True,
+    ) -> None:
+        """Counts a block in a word; the last of `n` puts it back, and does `then`."""
+        place = (word, self.launch.rank)
         behind = Agent(self.launch, [])
-        behind.store(where, place, 0)
+        if is_put_back:
+            behind.store(where, place, 0)
         then(behind)
         before = len(self.steps)
         self._access("arrive", where, place, value=n, skip=len(behind.steps))

@@ -64,6 +64,8 @@ class Result:
     failure: Violation | None = None
     trace: list[str] = field(default_factory=list)
     n_ends: int = 0
+    n_refused: int = 0
+    """How often it ended with a launch that was refused."""
 
     def __str__(self) -> str:
         if self.failure is None:
@@ -189,7 +191,9 @@ class Machine:
             is_known = m.seen & view
             if is_weak and not self.weak_stores_are_coherent:
                 is_known = m.happened & view
-            if m.seen and not is_known:
+            # Two that say the same may stay in either order.
+            is_same = (m.value, m.truth) == (step.value, step.truth) and not is_weak
+            if m.seen and not is_known and not is_same:
                 raise Violation(
                     OVERWRITTEN,
                     f"{m} was written there, and nothing orders"
@@ -250,7 +254,7 @@ class Machine:
             newest.value + 1, step.truth, handed_on | newest.view, happened, seen
         )
         state.put(step.place, Cell((*cell.messages, message), cell.reads))
-        return bool(step.value) and newest.value + 1 >= step.value
+        return newest.value + 1 == step.value
 
     # --------------------------------------------------------------- options
 
@@ -261,6 +265,8 @@ class Machine:
         if step.kind == "join":
             done = all(r.pcs[a] >= len(r.agents[a]) for a in step.agents)
             return [None] if done else []
+        if step.kind == "refuse":
+            return []
         if step.kind == "await":
             fitting, may_miss = self._candidates(
                 state, step.place, r.views[agent], step.accept
@@ -443,6 +449,14 @@ class Machine:
     def is_over(self, state: State) -> bool:
         return all(r.launch == self.program.n_launches for r in state.ranks)
 
+    def is_refused(self, state: State) -> bool:
+        """Tells whether a launch is not allowed to go on; then nobody need end."""
+        return any(
+            state.ranks[rank].agents[agent][state.ranks[rank].pcs[agent]].kind
+            == "refuse"
+            for rank, agent in self.waiting(state)
+        )
+
     def _note(self, line: str) -> None:
         if self._trace is not None:
             self._trace.append(line)
@@ -545,7 +559,7 @@ class Machine:
         seen = set()
         # A state, and the choices that led to it.
         stack: list[tuple[State, Any]] = [(start, None)]
-        n_ends = 0
+        n_ends = n_refused = 0
         while stack:
             state, path = stack.pop()
             try:
@@ -575,10 +589,13 @@ class Machine:
                     return self._failed(violation, choice, seen, every_order)
                 stack.append((after, choice))
             if not branches:
-                if not self.is_over(state):
+                if self.is_over(state):
+                    n_ends += 1
+                elif self.is_refused(state):
+                    n_refused += 1
+                else:
                     return self._failed(self._stuck(state), path, seen, every_order)
-                n_ends += 1
-        return Result(len(seen), self.n_steps, n_ends=n_ends)
+        return Result(len(seen), self.n_steps, n_ends=n_ends, n_refused=n_refused)
 
     def _failed(
         self, violation: Violation, path: Any, seen: Any, every_order: bool
@@ -624,6 +641,8 @@ class Machine:
                             self.settle(state)
                             break
                     else:
+                        if self.is_refused(state):
+                            break
                         raise self._stuck(state)
             except Violation as violation:
                 return Result(0, self.n_steps, violation, trace)

@@ -40,7 +40,8 @@ class Step:
     """One step of an agent, and the line of code that it stands for."""
 
     kind: str
-    """`write`, `read`, `await`, `look`, `arrive`, `drain` or `join`."""
+    """`write`, `read`, `await`, `look`, `arrive`, `drain`, `join`, or `refuse`:
+    a launch that does not go on."""
     call: str
     """The function of `flags.mojo`, or `store` or `load`."""
     where: str

@@ -62,6 +62,10 @@ WEAKER = {
 }
 
 
+COUNTED_IN = ("blocks_done", "tokens_sent_on_gpu")
+"""Words that blocks count in, and that somebody puts back."""
+
+
 def made_of(steps: Iterable[Step]) -> list[Mutation]:
     """Makes the mutations of all sites that some steps have."""
     made = []
@@ -72,14 +76,15 @@ def made_of(steps: Iterable[Step]) -> list[Mutation]:
     for site, step in sorted(by_site.items()):
         made += [_weakened(site, order) for order in WEAKER.get(step.order, ())]
         is_shared = kind_of(step) in RANK_WORDS
-        if step.call == "store" and not is_shared:
+        if step.call == "store" and not is_shared and site.kind not in COUNTED_IN:
             # A word that only this rank reads.
             continue
         if step.accept == ("anything",):
             continue
         if step.kind == "await" and step.truth is not None:
             made.append(_not_waited_for(site))
-        if step.kind != "await" or step.truth is None or "done" in site.kind:
+        may_be_left_out = "done" in site.kind or site.kind in COUNTED_IN
+        if step.kind != "await" or step.truth is None or may_be_left_out:
             made.append(_left_out(site))
         if step.kind == "await" and "done" in site.kind:
             made += [_left_out(site, reader) for reader in (0, 1)]
@@ -165,6 +170,12 @@ def _all_weakened(order: Order, calls: tuple[str, ...]) -> Change:
     return change
 
 
+def _puts_back(step: Step) -> bool:
+    return kind_of(step) == "tokens_sent_on_gpu" and step.call == "store"
+
+
+ALL_BUT_RANK_SLOTS = ("rank_slots un-reduced", "expert_slots", "CPU ranks")
+
 NAMED = [
     Mutation(
         "every release weakened",
@@ -187,6 +198,23 @@ NAMED = [
             "dispatch and combine sharing a buffer",
             "parity kept per handle",
         )
+    ),
+    *(
+        Mutation(name, switches=frozenset([name]), not_in=ALL_BUT_RANK_SLOTS)
+        for name in (
+            "generations moved before the wait for send_tokens",
+            "send_tokens tells what it reads late",
+        )
+    ),
+    Mutation(
+        "dispatch does not wait for send_tokens",
+        lambda step, launch: [] if step.call == "look_at" else [step],
+        not_in=ALL_BUT_RANK_SLOTS,
+    ),
+    Mutation(
+        "nobody puts tokens_sent_on_gpu back",
+        lambda step, launch: [] if _puts_back(step) else [step],
+        not_in=ALL_BUT_RANK_SLOTS,
     ),
 ]
 

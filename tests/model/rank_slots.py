@@ -7,7 +7,9 @@ only what the model leaves out. Un-reduced combine is that of `expert_slots.py`.
 
 from __future__ import annotations
 
-from .launches import Agent, Launch
+from collections.abc import Callable
+
+from .launches import TOKENS_SENT, Agent, Launch
 from .memory import EMPTY
 
 _STEPS = "rank_slots/device_steps.mojo: "
@@ -27,23 +29,20 @@ def header_word(launch: Launch, a: Agent, *words: str) -> None:
         a.load(at, (word, launch.rank), is_=launch.before[word])
 
 
-def is_last_to_start(
-    launch: Launch, a: Agent, words: dict[str, int], n_tokens: int | None = None
-) -> None:
-    """Counts the block; the last one moves words of the header."""
+def is_last_to_start(launch: Launch, a: Agent, then: Callable[[Agent], None]) -> None:
+    """Counts the block; the last one does `then`."""
+    a.arrive(_STEPS + "is_last_to_start", launch.world.n_blocks, then)
+
+
+def _moving(launch: Launch, words: dict[str, int]) -> Callable[[Agent], None]:
+    """Writes the moves of words of the header."""
+    file = _DISPATCH if "dispatch" in launch.op else _COMBINE
 
     def move(last: Agent) -> None:
-        where = (
-            f"{_DISPATCH if 'dispatch' in launch.op else _COMBINE}{launch.op}_kernel"
-        )
         for word, value in words.items():
-            last.store(where, (word, launch.rank), value)
-        if n_tokens is not None:
-            n = launch.dispatched + 1
-            place = ("n_tokens", launch.rank, launch.parity(words["dispatch_sent"], n))
-            last.store(where, place, n_tokens, ("n_tokens", n))
+            last.store(f"{file}{launch.op}_kernel", (word, launch.rank), value)
 
-    a.arrive(_STEPS + "is_last_to_start", launch.world.n_blocks, move)
+    return move
 
 
 def publish_reads(
@@ -381,17 +380,40 @@ def _has_nothing_and_returns(launch: Launch) -> bool:
     )
 
 
+def _tell_dispatch(launch: Launch, a: Agent) -> None:
+    """Each block says that it has read the header."""
+    n = launch.dispatched + 1
+    where = _DISPATCH + "_tell_dispatch"
+    word = "tokens_sent_on_gpu"
+
+    def leave(last: Agent) -> None:
+        value = TOKENS_SENT + len(launch.world.tokens(n, launch.rank))
+        last.leave_word(where, (word, launch.rank), value, ("tokens sent", n))
+
+    a.arrive(where, launch.world.n_blocks, leave, word, is_put_back=False)
+
+
+def _await_send_tokens(launch: Launch, a: Agent) -> None:
+    where = _DISPATCH + "_await_send_tokens"
+    place = ("tokens_sent_on_gpu", launch.rank)
+    a.look_at(where, place, TOKENS_SENT, ("tokens sent", launch.dispatched + 1))
+    a.store(where, place, 0)
+
+
 def send_tokens(launch: Launch) -> None:
+    """May run beside the dispatch of its tokens, see `World._launches`."""
     world = launch.world
     if _has_nothing_and_returns(launch):
         return
+    reads_late = world.has("send_tokens tells what it reads late")
+    told = () if reads_late else ("dispatch_received", "combine_received")
     for block in range(world.n_blocks):
         a = launch.agent(f"block {block}, counting warp")
-        header_word(launch, a, "dispatch_sent", "dispatch_clear")
-        if block == 0:
-            n_tokens = len(world.tokens(launch.dispatched + 1, launch.rank))
-            where = _DISPATCH + "send_tokens_kernel"
-            a.store(where, ("tokens_sent", launch.rank), n_tokens + 1)
+        header_word(launch, a, "dispatch_sent", "dispatch_clear", *told)
+        _tell_dispatch(launch, a)
+    if reads_late:
+        a = launch.agent("late telling warp")
+        header_word(launch, a, "dispatch_received", "combine_received")
     publish_earlier_reads(launch)
     for block in range(world.n_blocks):
         a = launch.agent(f"block {block}, sender")
@@ -412,20 +434,25 @@ def _count_in_dispatch(launch: Launch, block: int, is_fused: bool) -> None:
         "combine_received",
         "dispatch_clear",
     )
+    n = launch.dispatched + 1
+    n_tokens = len(launch.world.tokens(n, launch.rank))
     words = {"dispatch_sent": launch.next("dispatch_sent")}
-    if launch.world.protocol == "gather":
-        n = launch.dispatched + 1
-        n_tokens = len(launch.world.tokens(n, launch.rank))
-        a.load(
-            _DISPATCH + "_is_of_other_tokens",
-            ("tokens_sent", launch.rank),
-            is_=n_tokens + 1 if _are_sent(launch) else 0,
-        )
-        words["tokens_sent"] = 0
     if is_fused:
         words["dispatch_received"] = launch.next("dispatch_received")
-    n_tokens = len(launch.world.tokens(launch.dispatched + 1, launch.rank))
-    is_last_to_start(launch, a, words, n_tokens)
+    moves_first = launch.world.has("generations moved before the wait for send_tokens")
+
+    def go_on(last: Agent) -> None:
+        if moves_first:
+            _moving(launch, words)(last)
+        if _are_sent(launch):
+            _await_send_tokens(launch, last)
+        if not moves_first:
+            _moving(launch, words)(last)
+        where = f"{_DISPATCH}{launch.op}_kernel"
+        parity = launch.parity(words["dispatch_sent"], n)
+        last.store(where, ("n_tokens", launch.rank, parity), n_tokens, ("n_tokens", n))
+
+    is_last_to_start(launch, a, go_on)
 
 
 def dispatch_async(launch: Launch) -> None:
@@ -447,7 +474,8 @@ def dispatch_wait(launch: Launch) -> None:
         a = launch.agent(f"block {block}, counting warp")
         header_word(launch, a, "dispatch_received", "combine_received")
         if not tells_at_end:
-            is_last_to_start(launch, a, {"dispatch_received": generation})
+            move = _moving(launch, {"dispatch_received": generation})
+            is_last_to_start(launch, a, move)
             if world.is_reduced and block == 0:
                 note_readers(launch, launch.agent("telling warp"), True)
         a = launch.agent(f"block {block}, numbers warp")
@@ -578,7 +606,7 @@ def combine_async(launch: Launch) -> None:
             "combine_sent": launch.next("combine_sent"),
             "combine_of": launch.before["dispatch_received"],
         }
-        is_last_to_start(launch, a, words)
+        is_last_to_start(launch, a, _moving(launch, words))
     publish_earlier_reads(launch)
     for block in range(launch.world.n_blocks):
         _send_partials(launch, launch.agent(f"block {block}, sender"), block)
@@ -594,7 +622,8 @@ def combine_wait(launch: Launch) -> None:
         a = launch.agent(f"block {block}, counting warp")
         header_word(launch, a, "combine_received", "combine_of", "dispatch_received")
         if not tells_at_end:
-            is_last_to_start(launch, a, {"combine_received": generation})
+            move = _moving(launch, {"combine_received": generation})
+            is_last_to_start(launch, a, move)
             if block == 0:
                 note_readers(launch, launch.agent("noting warp"), False)
         a = launch.agent(f"block {block}, receiver")
@@ -621,7 +650,7 @@ def combine(launch: Launch) -> None:
             "combine_received": launch.next("combine_received"),
             "combine_of": launch.before["dispatch_received"],
         }
-        is_last_to_start(launch, a, words)
+        is_last_to_start(launch, a, _moving(launch, words))
     publish_earlier_reads(launch)
     note_readers(launch, launch.agent("noting warp"), False)
     for block in range(world.n_blocks):

@@ -104,6 +104,20 @@ def rank_slots() -> list[World]:
             **GATHER_EARLY,
         ),
         World(
+            "gather, tokens beside dispatch",
+            "gather",
+            routing=TWO_RANKS,
+            n_blocks=2,
+            is_reduced=True,
+            **replays(("send_tokens", *FUSED), 2),
+        ),
+        World(
+            "gather, dispatch only",
+            "gather",
+            routing=TWO_RANKS,
+            **replays(("send_tokens", "dispatch"), 3),
+        ),
+        World(
             "gather, chunks",
             "gather",
             routing=TWO_TOKENS,
@@ -396,7 +410,7 @@ def refused() -> list[World]:
         World(
             "dispatch only, in turn, told by the next launch",
             in_turn=True,
-            tells_at_end=False,
+            shares_gpu=False,
             program=SPLIT[:2] * 2,
             **reduced,
         ),
