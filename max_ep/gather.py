@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, TensorType, TensorValue, Value, ops
+from max.graph import BufferType, Graph, TensorType, TensorValue, Value, ops
 
 from .checks import check_same_rows, check_value
 from .config import EPConfig
+from .extension import load_ops
 from .initializer import EPCommInitializer
 from .limits import MAX_GATHER_GPUS
 from .manager import EPBatchManager
@@ -210,8 +210,6 @@ class AllGatherTokenDispatcher:
             hidden_states=hidden_states, probs=probs, routing_map=routing_map
         )
         self._check_hidden(hidden_states)
-        everybody, ones, choices = [], [], []
-        n_ranks = self.tokens_config.n_ranks
         for rank, tokens in zip(self._ranks, hidden_states):
             device = self.tokens_config.device(rank)
             wide = [None, self.top_k]
@@ -219,40 +217,21 @@ class AllGatherTokenDispatcher:
             check_value(routing_map[rank], "routing_map", DType.int32, wide, device)
             for what, value in (("probs", probs), ("routing_map", routing_map)):
                 check_same_rows("hidden_states", tokens, what, value[rank])
-            n_tokens = tokens.shape[0]
-            all_ranks = _constant(np.arange(n_ranks, dtype=np.int32), device)
-            everybody.append(ops.broadcast_to(all_ranks, [n_tokens, n_ranks]))
-            one = _constant(np.ones(1, np.float32), device)
-            ones.append(ops.broadcast_to(one, [n_tokens, n_ranks]))
-            columns = [ops.cast(routing_map[rank], DType.float32), probs[rank]]
-            n_more = self.choices_config.hidden_size - 2 * self.top_k
-            if n_more > 0:
-                zero = _constant(np.zeros(1, np.float32), device)
-                columns.append(ops.broadcast_to(zero, [n_tokens, n_more]))
-            choices.append(ops.concat(columns, axis=1))
+        packed = [self._pack(routing_map[rank], probs[rank]) for rank in self._ranks]
+        messages, everybody, ones = (list(values) for values in zip(*packed))
         gathered = self._tokens.ep_dispatch_all(
             hidden_states, everybody, self._ranks, router_weights=ones
         )
         gathered_choices = self._choices.ep_dispatch_all(
-            choices, everybody, self._ranks
+            messages, everybody, self._ranks
         )
-        self.routing_map, self.n_gathered, all_probs = [], [], []
-        for rank, (rows, row_offsets, *_) in zip(self._ranks, gathered_choices):
-            device = self.tokens_config.device(rank)
-            k, n = self.top_k, self.global_tokens
-            numbers = _constant(np.arange(n, dtype=np.int32).reshape(n, 1), device)
-            n_there = ops.cast(row_offsets[1:2], DType.int32)
-            is_there = ops.broadcast_to(
-                numbers < ops.broadcast_to(n_there, [n, 1]), [n, k]
-            )
-            none = _constant(np.full((1, 1), -1, np.int32), device)
-            ids = ops.cast(rows[:, :k], DType.int32)
-            ids = ops.where(is_there, ids, ops.broadcast_to(none, [n, k]))
-            zero = _constant(np.zeros((1, 1), np.float32), device)
-            zeros = ops.broadcast_to(zero, [n, k])
-            self.routing_map.append(ids)
-            self.n_gathered.append(n_there)
-            all_probs.append(ops.where(is_there, rows[:, k : 2 * k], zeros))
+        unpacked = [
+            self._unpack(rows, row_offsets)
+            for rows, row_offsets, *_ in gathered_choices
+        ]
+        self.routing_map, all_probs, self.n_gathered = (
+            list(values) for values in zip(*unpacked)
+        )
         return [rows for rows, *_ in gathered], all_probs
 
     def dispatch_postprocess(
@@ -301,6 +280,39 @@ class AllGatherTokenDispatcher:
             )
         return self._tokens.ep_combine_all(hidden_states, None, self._ranks)
 
+    def _pack(self, ids: TensorValue, probs: TensorValue) -> list[TensorValue]:
+        """Makes a rank's messages ``[local_tokens, columns]``, and ids and weights
+        ``[local_tokens, n_ranks]`` that send something to everybody."""
+        n_tokens, n_ranks = ids.shape[0], self.tokens_config.n_ranks
+        n_columns = self.choices_config.hidden_size
+        return self._custom(
+            "pack_choices",
+            [ids, probs],
+            (DType.float32, [n_tokens, n_columns]),
+            (DType.int32, [n_tokens, n_ranks]),
+            (DType.float32, [n_tokens, n_ranks]),
+        )
+
+    def _unpack(self, rows: TensorValue, row_offsets: TensorValue) -> list[TensorValue]:
+        """Makes routing map, probabilities and the number of tokens."""
+        of_choices = [self.global_tokens, self.top_k]
+        return self._custom(
+            "unpack_choices",
+            [rows, row_offsets],
+            (DType.int32, of_choices),
+            (DType.float32, of_choices),
+            (DType.int32, [1]),
+        )
+
+    def _custom(
+        self, name: str, values: list[TensorValue], *results: tuple[DType, list]
+    ) -> list[TensorValue]:
+        load_ops(Graph.current)
+        device = values[0].device
+        types = [TensorType(dtype, shape, device) for dtype, shape in results]
+        made = ops.custom(f"max_ep.{name}", device, values, types)
+        return [value.tensor for value in made]
+
     def _check_hidden(self, hidden_states: Sequence[TensorValue]) -> None:
         config = self.tokens_config
         for rank, tokens in zip(self._ranks, hidden_states):
@@ -315,7 +327,3 @@ class AllGatherTokenDispatcher:
                     f"{name} has {len(values)} values, there are "
                     f"{len(self._ranks)} local ranks; pass one for each"
                 )
-
-
-def _constant(value: np.ndarray, device: DeviceRef) -> TensorValue:
-    return ops.constant(value, DType.from_numpy(value.dtype), device)

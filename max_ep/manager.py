@@ -100,6 +100,10 @@ class _Turns:
             )
         self._waited[device_id] += 1
 
+    def is_under_way(self, device_id: int) -> bool:
+        """Tells whether a rank has sent and not waited."""
+        return self._sent[device_id] > self._waited[device_id]
+
     def _others(self, device_id: int) -> Iterable[int]:
         return range(len(self._sent)) if self._in_turn else [device_id]
 
@@ -344,6 +348,7 @@ class EPBatchManager:
             ``output_scales``, ``recv_counts``, ``src_info``, ``recv_ranges``.
         """
         counter = self._counter(device_id)
+        self._check_receive("ep_dispatch_wait", device_id)
         self._turns[_DISPATCH].wait(device_id)
         results = call_ep_dispatch_wait(
             counter, *self._pointers(_DISPATCH)[1:], self.config
@@ -371,6 +376,7 @@ class EPBatchManager:
             "ep_dispatch",
             "ep_dispatch_all, or ep_dispatch_async and ep_dispatch_wait",
         )
+        self._check_receive("ep_dispatch", device_id)
         counter = self._counter(device_id)
         results = call_ep_dispatch(
             input_tokens,
@@ -415,6 +421,8 @@ class EPBatchManager:
         if router_weights is not None:
             lists["router_weights"] = router_weights
         self._check_all(device_ids, **lists)
+        for device_id in device_ids:
+            self._check_receive("ep_dispatch_all", device_id)
         are_sent = {self._are_sent(i, x) for i, x in zip(device_ids, input_tokens)}
         if len(are_sent) > 1:
             raise ValueError(
@@ -436,6 +444,16 @@ class EPBatchManager:
         for device_id, tokens in zip(device_ids, input_tokens):
             self._num_tokens[device_id] = tokens.shape[0]
         return [self._keep_src_info(i, r) for i, r in zip(device_ids, results)]
+
+    def _check_receive(self, op: str, device_id: int) -> None:
+        """Refuses to forget where the rows of a combine under way are."""
+        if self.config.is_reduced and self._turns[_COMBINE].is_under_way(device_id):
+            raise ValueError(
+                f"{op} on device {device_id} between ep_combine_async and "
+                "ep_combine_wait: reduced combine finds the rank's own rows by its "
+                "last dispatch; call ep_combine_wait first, or use a second "
+                "EPBatchManager with buffers of its own"
+            )
 
     def _keep_src_info(
         self, device_id: int, results: tuple[TensorValue, ...]

@@ -1327,6 +1327,25 @@ def test_a_dispatch_between_the_halves_of_reduced_combine(
     halves.check_next_run()
 
 
+def test_a_dispatch_is_not_received_between_the_halves_of_reduced_combine() -> None:
+    with building(REDUCED_TWO.config()) as (manager, x):
+        for _ in range(2):
+            for rank in range(2):
+                manager.ep_dispatch_async(x.tokens, x.ids, rank, None, x.weights)
+            if manager._turns[1].is_under_way(0):
+                break
+            for rank in range(2):
+                manager.ep_dispatch_wait(rank)
+            for rank in range(2):
+                manager.ep_combine_async(x.rows, rank)
+        words = ("ep_dispatch_wait on device 0", "ep_combine_wait first")
+        with raises(ValueError, *words):
+            manager.ep_dispatch_wait(0)
+        for rank in range(2):
+            manager.ep_combine_wait(None, rank)
+        manager.ep_dispatch_wait(0)
+
+
 @pytest.mark.parametrize("token_idx", [0, 6])
 def test_a_lost_partial_sum_is_not_summed_as_nothing(
     halves: Halves, given: Inputs, token_idx: int

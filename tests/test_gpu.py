@@ -530,6 +530,60 @@ def test_dispatch_of_tokens_that_were_not_sent(gpu_session) -> None:
 
 
 @pytest.mark.gpu(1)
+def test_a_dispatch_between_the_halves_of_reduced_combine(gpu_session) -> None:
+    """Which the manager refuses: the own rows of the first are known no more."""
+    from harness import flatten, input_types, take_inputs
+
+    from max_ep import (
+        EPCommInitializer,
+        call_ep_combine_async,
+        call_ep_combine_wait,
+        call_ep_dispatch_async,
+        call_ep_dispatch_wait,
+    )
+
+    case = Case("halves", 1, 5, 3, 80, 7, **PROTOCOLS["_reduced"])
+    config = on_gpus(case)
+    manager = EPBatchManager(config)
+    types = [*input_types(case, config=config), *manager.input_types()]
+    with Graph("halves", input_types=types) as graph:
+        manager.fetch_buffers(graph.inputs[3:])
+        (given,) = take_inputs(case, iter(graph.inputs[:3]))
+        counter = manager.atomic_counters[0][0]
+        dispatch, combine = manager._pointers(0), manager._pointers(1)
+
+        def receive():
+            call_ep_dispatch_async(
+                given.tokens,
+                given.ids,
+                counter,
+                *dispatch,
+                config,
+                router_weights=given.weights,
+            )
+            return call_ep_dispatch_wait(counter, *dispatch[1:], config)
+
+        first = receive()
+        call_ep_combine_async(first[0], first[-1], counter, *combine, config)
+        receive()
+        n_tokens = given.tokens.shape[0]
+        result = call_ep_combine_wait(
+            counter, *combine[1:], config, n_tokens, None, first[0]
+        )
+        graph.output(result)
+    model = gpu_session.load(graph)
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
+        inputs = flatten(make_inputs(case, "uniform"), config) + comm.model_inputs()
+        (result,) = model.execute(*inputs)
+        with pytest.raises(RuntimeError, match="dispatch 1, the last.*was of 2"):
+            comm.check()
+        bits = result.to(CPU()).view(DType.uint16, list(result.shape)).to_numpy()
+        assert ((bits & 0x7FFF) > 0x7F80).all(), "must be NaN"
+        comm.reset()
+
+
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize("suffix", PROTOCOLS)
 def test_memory_of_another_config_is_not_touched(gpu_session, suffix: str) -> None:
     """The launcher cannot see whose counters it is given: the kernels look."""

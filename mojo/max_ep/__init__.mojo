@@ -14,6 +14,7 @@ from .api import (
     ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
+from .choice_ops import *
 from .counters import EPLocalSyncCounters
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from .ops import *

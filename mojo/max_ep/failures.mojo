@@ -41,6 +41,9 @@ comptime NOT_SENT = Int32(12)
 comptime OTHER_TOKENS = Int32(13)
 """Dispatch is not of what `send_tokens` has sent. Numbers: tokens of the dispatch,
 that were sent; -1: none."""
+comptime OTHER_ROWS = Int32(14)
+"""Another dispatch was received since the one that combine answered. Numbers: the
+one that is answered, the last one received."""
 
 comptime PHASES: Array[StaticString, 4] = [
     "dispatch_async",
@@ -197,6 +200,18 @@ def raise_failure(
             place,
             "two dispatches have been sent since the one that is combined;",
             " combine before the second of them.",
+            then,
+        )
+    if code == OTHER_ROWS:
+        raise Error(
+            place,
+            "combine_async answered dispatch ",
+            a,
+            ", the last dispatch_wait was of ",
+            b,
+            ". Reduced combine finds the rows of its own tokens by the last",
+            " dispatch_wait: call combine_async, then combine_wait, before the",
+            " next one.",
             then,
         )
     if code == NOT_SENT:

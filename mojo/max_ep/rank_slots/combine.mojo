@@ -49,6 +49,7 @@ from ..failures import (
     BAD_N_TOKENS,
     NOTHING_DISPATCHED,
     NO_MESSAGE,
+    OTHER_ROWS,
     OVERTAKEN,
     TOO_MANY_ROWS,
     note_failure,
@@ -873,6 +874,21 @@ def _is_bad_answer[
             0,
             n_tokens,
             n_sent,
+        )
+        counters.set_broken()
+        return True
+    # Where the own rows are, and their weights, is known of the last dispatch.
+    if launch.before.dispatch_received != dispatch_generation:
+        note_failure(
+            counters.failure(),
+            OTHER_ROWS,
+            _RECEIVE,
+            launch.my_rank,
+            -1,
+            generation,
+            0,
+            Int(dispatch_generation),
+            Int(launch.before.dispatch_received),
         )
         counters.set_broken()
         return True
