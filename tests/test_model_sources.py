@@ -13,6 +13,7 @@ from model import expert_slots, host, rank_slots, sources, worlds
 from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, RANK_WORDS
 from model.machine import Machine
 from model.memory import EMPTY, Order, Step
+from model.mutations import COUNTED_IN
 
 DEALS_OUT = "deals out numbers, or adds up what is read behind a barrier"
 FAILS = "how launches fail is not modelled: a wait that does not end is an error"
@@ -135,6 +136,84 @@ BARRIERS = {
 }
 # Each kernel of `rank_slots` begins with it: launches may overlap.
 AWAITS_LAUNCH_BEFORE = "await_launch_before"
+# They do, too, but are of no protocol.
+OF_NO_PROTOCOL = {"choices.mojo: pack_kernel", "choices.mojo: unpack_kernel"}
+
+# Of `gather`, what waits for the second stream, and what does so unless its own
+# tokens are in it.
+SECOND_STREAM = {
+    ("gpu_launch.mojo: launch_send_tokens", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_send_tokens", "fork"): 1,
+    ("gpu_launch.mojo: launch_dispatch_async", "_check_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_dispatch_wait", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_dispatch", "_check_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_combine_async", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_combine_wait", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_combine", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: _await_sent_tokens", "join"): 1,
+    ("gpu_launch.mojo: _check_sent_tokens", "join"): 1,
+    ("gpu_setup.mojo: clear_gpu", "join"): 1,
+}
+
+# What a function does in this order; between two of them may be more.
+_MOVES = (
+    "header_word(",
+    "start_launch[",
+    "is_last_to_start(",
+    "if tokens_are_sent:",
+    "_await_send_tokens(",
+    "set_n_tokens(",
+    "set_dispatch_sent(",
+)
+IN_THIS_ORDER = {
+    "rank_slots/dispatch.mojo: _tell_dispatch": (
+        "tokens_sent_on_gpu()",
+        "if arrive(word) == Int(grid_dim.x) - 1:",
+        "leave_word(word, TOKENS_SENT + Int32(n_tokens))",
+    ),
+    "rank_slots/dispatch.mojo: _await_send_tokens": (
+        "tokens_sent_on_gpu()",
+        "look_at(word)",
+        "while found < TOKENS_SENT:",
+        "look_at(word)",
+        "word[] = 0",
+    ),
+    "rank_slots/dispatch.mojo: send_tokens_kernel": (
+        "header_word(",
+        "start_launch[",
+        "_tell_dispatch(",
+        "publish_earlier_reads[",
+        "_send_by_number[",
+    ),
+    "rank_slots/dispatch.mojo: dispatch_async_kernel": _MOVES,
+    "rank_slots/dispatch.mojo: dispatch_kernel": (*_MOVES, "set_dispatch_received("),
+    "rank_slots/dispatch.mojo: dispatch_wait_kernel": (
+        "comptime tells_at_end = shares_gpu or not layout.is_reduced()",
+        "if not tells_at_end:",
+        "is_last_to_start(",
+        "if tells_at_end:",
+        "is_last_block(",
+    ),
+    "rank_slots/combine.mojo: combine_wait_kernel": (
+        "if not shares_gpu:",
+        "is_last_to_start(",
+        "if shares_gpu:",
+        "is_last_block(",
+    ),
+    "rank_slots/combine.mojo: _is_bad_answer": (
+        "if launch.before.dispatch_received != dispatch_generation:",
+        "return True",
+        "dispatch_sent != dispatch_generation",
+        "next_generation(dispatch_generation)",
+        "return True",
+    ),
+    "rank_slots/combine.mojo: _receive": ("_is_bad_answer(", "_add_tokens["),
+    "rank_slots/device_steps.mojo: is_last_to_start": (
+        "arrive(counters.blocks_done()) != Int(grid_dim.x) - 1",
+        "blocks_done()[] = 0",
+    ),
+    "gpu_launch.mojo: launch_send_tokens": ("_await_sent_tokens[", "fork("),
+}
 
 # Shared memory that is not a control word.
 BLOCK_ARRAYS = {"sums", "n_tokens_of", "block_pair_rows"}
@@ -284,6 +363,29 @@ def test_what_was_read_is_put_back(steps: set[Step]) -> None:
     assert sources.put_backs() == in_model
 
 
+def test_words_that_blocks_count_in_are_put_back(steps: set[Step]) -> None:
+    in_model = {s.where for s in steps if s.call == "store" and _is_counted_in(s)}
+    assert sources.put_back_to_zero() == in_model
+
+
+def _is_counted_in(step: Step) -> bool:
+    return step.place[0] in COUNTED_IN
+
+
+def test_what_waits_for_the_second_stream() -> None:
+    names = {"fork", "join", "_await_sent_tokens", "_check_sent_tokens"}
+    assert dict(sources.calls_of(names)) == SECOND_STREAM
+
+
+@pytest.mark.parametrize("where", IN_THIS_ORDER)
+def test_functions_do_things_in_this_order(where: str) -> None:
+    file, function = where.split(": ")
+    rest = sources.functions(file)[function]
+    for said in IN_THIS_ORDER[where]:
+        assert said in rest, said
+        rest = rest[rest.index(said) + len(said) :]
+
+
 def test_who_waits_for_readers_of_what() -> None:
     names = {"await_readers", "note_readers"}
     in_model = sources.model_directions("rank_slots.py", names)
@@ -301,4 +403,5 @@ def test_kernels_await_the_launch_before() -> None:
         for op in rank_slots.OPS
     }
     calls = sources.calls_of({AWAITS_LAUNCH_BEFORE})
-    assert dict(calls) == {(kernel, AWAITS_LAUNCH_BEFORE): 1 for kernel in kernels}
+    all_ = kernels | OF_NO_PROTOCOL
+    assert dict(calls) == {(kernel, AWAITS_LAUNCH_BEFORE): 1 for kernel in all_}

@@ -138,6 +138,7 @@ class World(Program):
     replayed: tuple[int, int] = (0, 1000)
     """Which launches are replays of one captured graph: the first, and how many are
     in a graph."""
+    may_be_refused: bool = False
     is_one_agent: bool = False
     """Whether one agent does what all agents of a launch do: then there are few
     enough orders to try each."""
@@ -337,8 +338,10 @@ class Launch:
 
     def next(self, word: str) -> int:
         """`next_generation` of a generation in the header."""
+        return self.following(self.before[word])
+
+    def following(self, generation: int) -> int:
         largest = (1 << self.world.generation_bits) - 1
-        generation = self.before[word]
         return generation + 1 if generation != largest else 2
 
     def parity(self, generation: int, n: int) -> int:

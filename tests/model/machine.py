@@ -450,8 +450,8 @@ class Machine:
         return all(r.launch == self.program.n_launches for r in state.ranks)
 
     def is_refused(self, state: State) -> bool:
-        """Tells whether a launch is not allowed to go on; then nobody need end."""
-        return any(
+        """Tells whether a launch was refused that may be; then nobody need end."""
+        return self.program.may_be_refused and any(
             state.ranks[rank].agents[agent][state.ranks[rank].pcs[agent]].kind
             == "refuse"
             for rank, agent in self.waiting(state)
@@ -470,10 +470,14 @@ class Machine:
     def _stuck(self, state: State) -> Violation:
         lines = [
             self._describe(state, rank, agent).strip()
-            + f"; holds {show_value(self._read_newest(state, step.place))}"
+            + (
+                f"; holds {show_value(self._read_newest(state, step.place))}"
+                if step.kind == "await"
+                else ""
+            )
             for rank, agent in self.waiting(state)
             for step in [state.ranks[rank].agents[agent][state.ranks[rank].pcs[agent]]]
-            if step.kind == "await"
+            if step.kind in ("await", "refuse")
         ]
         return Violation(ENDS, "all wait:\n     " + "\n     ".join(lines))
 

@@ -213,6 +213,8 @@ class Program:
     in_turn: bool = False
     """Whether launches run one after another: of all ranks the first, then of all
     ranks the second, as on one GPU that all ranks share."""
+    may_be_refused: bool = False
+    """Whether a launch may refuse to go on."""
 
     def initial(self, place: Place) -> tuple[Any, Any]:
         """Says what a place holds at first: value and truth."""

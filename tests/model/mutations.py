@@ -21,18 +21,6 @@ def _same(step: Step, launch: Launch) -> list[Step]:
     return [step]
 
 
-@dataclass(frozen=True, eq=False)
-class Mutation:
-    """Something that is changed in every launch."""
-
-    name: str
-    change: Change = _same
-    switches: frozenset[str] = frozenset()
-    """What protocols ask for by `World.has`."""
-    not_in: tuple[str, ...] = ()
-    """Protocols that have nothing to be mutated so."""
-
-
 def kind_of(step: Step) -> str:
     return step.place[0] if step.place else ""
 
@@ -51,6 +39,20 @@ class Site:
 
     def __str__(self) -> str:
         return f"{self.call}({self.kind}) in {self.where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Mutation:
+    """Something that is changed in every launch."""
+
+    name: str
+    change: Change = _same
+    switches: frozenset[str] = frozenset()
+    """What protocols ask for by `World.has`."""
+    not_in: tuple[str, ...] = ()
+    """Protocols that have nothing to be mutated so."""
+    site: Site | None = None
+    """The only steps that it changes; `None`: any."""
 
 
 # ------------------------------------------------------------------- made of steps
@@ -98,7 +100,7 @@ def _weakened(site: Site, order: Order) -> Mutation:
     def change(step: Step, launch: Launch) -> list[Step]:
         return [replace(step, order=order) if Site.of(step) == site else step]
 
-    return Mutation(f"{order.value} instead of more: {site}", change)
+    return Mutation(f"{order.value} instead of more: {site}", change, site=site)
 
 
 def _left_out(site: Site, reader: int | None = None) -> Mutation:
@@ -108,7 +110,7 @@ def _left_out(site: Site, reader: int | None = None) -> Mutation:
         return [] if reader is None or step.place[-1] == reader else [step]
 
     of = "" if reader is None else f", of reader {reader}"
-    return Mutation(f"left out: {site}{of}", change)
+    return Mutation(f"left out: {site}{of}", change, site=site)
 
 
 def _not_waited_for(site: Site) -> Mutation:
@@ -119,7 +121,7 @@ def _not_waited_for(site: Site) -> Mutation:
             return [replace(step, accept=("anything",))]
         return [step]
 
-    return Mutation(f"not waited for: {site}", change)
+    return Mutation(f"not waited for: {site}", change, site=site)
 
 
 def _constant(site: Site) -> Mutation:
@@ -128,7 +130,7 @@ def _constant(site: Site) -> Mutation:
             return [replace(step, value=(1, *step.value[1:]))]
         return [step]
 
-    return Mutation(f"generation 1 for ever: {site}", change)
+    return Mutation(f"generation 1 for ever: {site}", change, site=site)
 
 
 # -------------------------------------------------------------------------- by name
@@ -208,7 +210,7 @@ NAMED = [
     ),
     Mutation(
         "dispatch does not wait for send_tokens",
-        lambda step, launch: [] if step.call == "look_at" else [step],
+        lambda step, launch: [] if "_await_send_tokens" in step.where else [step],
         not_in=ALL_BUT_RANK_SLOTS,
     ),
     Mutation(
@@ -217,6 +219,12 @@ NAMED = [
         not_in=ALL_BUT_RANK_SLOTS,
     ),
 ]
+
+NOT_REFUSED = Mutation(
+    "combine of an earlier dispatch is not refused",
+    switches=frozenset(["combine of an earlier dispatch is not refused"]),
+)
+"""Seen only by programs that are refused otherwise: `worlds.stopped`."""
 
 _ENTRIES_FIRST = (
     "Entries go before tokens only to be fast: receivers need them all. Tokens are"

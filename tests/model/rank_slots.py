@@ -567,12 +567,34 @@ def _partial(launch: Launch, to: int, owner: int, t: int, part: int) -> tuple:
     return ("partial", to, owner, t, part)
 
 
+def _is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
+    """Refuses a result that cannot be that of the dispatch.
+
+    What is noted of the own rows is of the last dispatch that was received; choices
+    are kept for two. The number of tokens is compared first, but not used before.
+    """
+    where = _COMBINE + "_is_bad_answer"
+    is_bad = launch.before["dispatch_received"] != of
+    if launch.world.has("combine of an earlier dispatch is not refused"):
+        is_bad = False
+    if is_bad or launch.before["dispatch_sent"] not in (of, launch.following(of)):
+        a.refuse(where)
+        return True
+    place = ("n_tokens", launch.rank, launch.parity(of, n))
+    a.load(where, place, ("n_tokens", n))
+    return False
+
+
+def _receive(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
+    if not _is_bad_answer(launch, a, n, of):
+        _add_tokens(launch, a, block, m, n, of)
+
+
 def _add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
     """Adds up tokens of the `m`-th combine, which answers the `n`-th dispatch."""
     world, rank = launch.world, launch.rank
     where = _COMBINE + "_add_tokens"
     parity = launch.parity(of, n)
-    a.load(_COMBINE + "_is_bad_answer", ("n_tokens", rank, parity), ("n_tokens", n))
     for t, experts in enumerate(world.tokens(n, rank)):
         if t % world.n_blocks != block:
             continue
@@ -620,14 +642,21 @@ def combine_wait(launch: Launch) -> None:
     for block in range(world.n_blocks):
         first = len(launch.agents)
         a = launch.agent(f"block {block}, counting warp")
-        header_word(launch, a, "combine_received", "combine_of", "dispatch_received")
+        header_word(
+            launch,
+            a,
+            "combine_received",
+            "combine_of",
+            "dispatch_received",
+            "dispatch_sent",
+        )
         if not tells_at_end:
             move = _moving(launch, {"combine_received": generation})
             is_last_to_start(launch, a, move)
             if block == 0:
                 note_readers(launch, launch.agent("noting warp"), False)
         a = launch.agent(f"block {block}, receiver")
-        _add_tokens(launch, a, block, m, launch.answers[m], launch.before["combine_of"])
+        _receive(launch, a, block, m, launch.answers[m], launch.before["combine_of"])
         if tells_at_end:
             _tell_at_end(launch, block, first, "combine_received", generation)
 
@@ -643,6 +672,7 @@ def combine(launch: Launch) -> None:
             "combine_sent",
             "combine_received",
             "dispatch_received",
+            "dispatch_sent",
             "combine_clear",
         )
         words = {
@@ -656,7 +686,7 @@ def combine(launch: Launch) -> None:
     for block in range(world.n_blocks):
         _send_partials(launch, launch.agent(f"block {block}, sender"), block)
         a = launch.agent(f"block {block}, receiver")
-        _add_tokens(launch, a, block, m, n, launch.before["dispatch_received"])
+        _receive(launch, a, block, m, n, launch.before["dispatch_received"])
 
 
 OPS = {

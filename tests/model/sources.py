@@ -217,6 +217,17 @@ def put_backs() -> set[str]:
     return found
 
 
+def put_back_to_zero() -> set[str]:
+    """Functions of protocols that store 0 where blocks have counted."""
+    return {
+        f"{file}: {function}"
+        for file in protocol_files()
+        if "slots/" in file
+        for function, code in functions(file).items()
+        if re.search(r"\[\] = 0\b", code)
+    }
+
+
 def directions(names: set[str]) -> set[tuple[str, str, bool]]:
     """Calls in `rank_slots` that say whether they are for combine."""
     found = set()

@@ -108,14 +108,7 @@ def rank_slots() -> list[World]:
             "gather",
             routing=TWO_RANKS,
             n_blocks=2,
-            is_reduced=True,
-            **replays(("send_tokens", *FUSED), 2),
-        ),
-        World(
-            "gather, dispatch only",
-            "gather",
-            routing=TWO_RANKS,
-            **replays(("send_tokens", "dispatch"), 3),
+            **replays(("send_tokens", "dispatch"), 2),
         ),
         World(
             "gather, chunks",
@@ -399,6 +392,24 @@ def large() -> list[World]:
     ]
 
 
+def stopped() -> list[World]:
+    """Programs that a launch refuses to go on with, before it uses anything wrong."""
+    reduced = {"is_reduced": True, "routing": TWO_RANKS, "may_be_refused": True}
+    send, wait, combine, combine_wait = SPLIT
+    # The notes of a dispatch's rows are those of the next one.
+    program = (send, wait, combine, send, wait, combine_wait)
+    return [
+        World(
+            f"{protocol}, combine awaited after the next dispatch",
+            protocol,
+            program=program,
+            n_blocks=n_blocks,
+            **reduced,
+        )
+        for protocol, n_blocks in (("rank_slots", 1), ("rank_slots", 2), ("gather", 1))
+    ]
+
+
 def refused() -> list[World]:
     """Programs that must not be run: that the model says why is a test of it."""
     reduced = {"protocol": "rank_slots", "is_reduced": True, "routing": TWO_RANKS}
@@ -412,12 +423,6 @@ def refused() -> list[World]:
             in_turn=True,
             shares_gpu=False,
             program=SPLIT[:2] * 2,
-            **reduced,
-        ),
-        # The notes of a dispatch's rows are those of the next one.
-        World(
-            "reduced combine awaited after the next dispatch was received",
-            program=(send, wait, combine, send, wait, combine_wait),
             **reduced,
         ),
         # The choices are kept for two dispatches, by parity.
