@@ -215,6 +215,12 @@ IN_THIS_ORDER = {
     "gpu_launch.mojo: launch_send_tokens": ("_await_sent_tokens[", "fork("),
 }
 
+# The files of the model that have what `mojo/max_ep/` has in a folder, for GPUs.
+MODULES = {
+    "rank_slots": ["rank_slots.py", "rank_combine.py", "rank_steps.py"],
+    "expert_slots": ["expert_slots.py"],
+}
+
 # Shared memory that is not a control word.
 BLOCK_ARRAYS = {"sums", "n_tokens_of", "block_pair_rows"}
 
@@ -323,7 +329,7 @@ def test_functions_call_the_same_ones(protocol: str) -> None:
     if protocol == "rank_slots":
         files += ["rank_slots/index.mojo", "rank_slots/row_counts.mojo"]
     in_code = sources.mojo_calls(files)
-    in_model = sources.model_calls(f"{protocol}.py")
+    in_model = sources.model_calls(MODULES[protocol])
     ops = (rank_slots if protocol == "rank_slots" else expert_slots).OPS
     named: dict[str, list[str]] = {}
     for where in in_code:
@@ -388,7 +394,7 @@ def test_functions_do_things_in_this_order(where: str) -> None:
 
 def test_who_waits_for_readers_of_what() -> None:
     names = {"await_readers", "note_readers"}
-    in_model = sources.model_directions("rank_slots.py", names)
+    in_model = sources.model_directions(MODULES["rank_slots"], names)
     assert len(in_model) == 8
     assert sources.directions(names) == in_model
 

@@ -1,99 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rank_slots` and `gather` of GPU ranks: dispatch, and reduced combine.
+"""`rank_slots` and `gather` of GPU ranks: dispatch.
 
 Functions have the names of those in `mojo/max_ep/rank_slots/`, and the comments say
-only what the model leaves out. Un-reduced combine is that of `expert_slots.py`.
+only what the model leaves out. Reduced combine is in `rank_combine.py`, un-reduced
+combine is that of `expert_slots.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .launches import TOKENS_SENT, Agent, Launch
 from .memory import EMPTY
+from .rank_combine import combine, combine_async, combine_wait
+from .rank_steps import (
+    await_readers,
+    header_word,
+    is_last_to_start,
+    moving,
+    note_readers,
+    publish_earlier_reads,
+    tell_at_end,
+)
 
-_STEPS = "rank_slots/device_steps.mojo: "
 _DISPATCH = "rank_slots/dispatch.mojo: "
 _INDEX = "rank_slots/index.mojo: "
 _COUNTS = "rank_slots/row_counts.mojo: "
-_COMBINE = "rank_slots/combine.mojo: "
-
-
-# -------------------------------------------------------------- device_steps.mojo
-
-
-def header_word(launch: Launch, a: Agent, *words: str) -> None:
-    """Reads those words of the header that the launch goes by."""
-    for word in words:
-        at = _STEPS + "header_word"
-        a.load(at, (word, launch.rank), is_=launch.before[word])
-
-
-def is_last_to_start(launch: Launch, a: Agent, then: Callable[[Agent], None]) -> None:
-    """Counts the block; the last one does `then`."""
-    a.arrive(_STEPS + "is_last_to_start", launch.world.n_blocks, then)
-
-
-def _moving(launch: Launch, words: dict[str, int]) -> Callable[[Agent], None]:
-    """Writes the moves of words of the header."""
-    file = _DISPATCH if "dispatch" in launch.op else _COMBINE
-
-    def move(last: Agent) -> None:
-        for word, value in words.items():
-            last.store(f"{file}{launch.op}_kernel", (word, launch.rank), value)
-
-    return move
-
-
-def publish_reads(
-    launch: Launch, a: Agent, word: tuple[int, int], truth: tuple[int, int]
-) -> None:
-    for rank in launch.world.ranks:
-        a.publish(
-            _STEPS + "publish_reads",
-            ("dispatch_done", rank, launch.rank),
-            word,
-            truth,
-        )
-
-
-def publish_earlier_reads(launch: Launch) -> None:
-    """One warp of the first block tells what the launches before have read."""
-    a = launch.agent("telling warp")
-    publish_reads(
-        launch,
-        a,
-        (launch.before["dispatch_received"], launch.before["combine_received"]),
-        (launch.dispatch_read, launch.combine_read),
-    )
-
-
-def await_readers(launch: Launch, a: Agent, is_combine: bool) -> None:
-    direction = "combine" if is_combine else "dispatch"
-    generation = launch.before[f"{direction}_sent"]
-    if launch.before[f"{direction}_clear"] == generation:
-        return
-    n_sent = launch.combined if is_combine else launch.dispatched
-    for rank in launch.world.ranks:
-        a.peek(
-            _STEPS + "await_readers",
-            ("dispatch_done", launch.rank, rank),
-            ("reached", int(is_combine), generation),
-            ("at least", int(is_combine), n_sent),
-        )
-
-
-def note_readers(launch: Launch, a: Agent, is_combine: bool) -> None:
-    direction = "combine" if is_combine else "dispatch"
-    generation = launch.before[f"{direction}_sent"]
-    n_sent = launch.combined if is_combine else launch.dispatched
-    a.look(
-        _STEPS + "note_readers",
-        tuple(("dispatch_done", launch.rank, r) for r in launch.world.ranks),
-        ("reached", int(is_combine), generation),
-        ("at least", int(is_combine), n_sent),
-        [((f"{direction}_clear", launch.rank), generation)],
-    )
 
 
 # ------------------------------------------------------------------- the sending half
@@ -443,11 +373,11 @@ def _count_in_dispatch(launch: Launch, block: int, is_fused: bool) -> None:
 
     def go_on(last: Agent) -> None:
         if moves_first:
-            _moving(launch, words)(last)
+            moving(launch, words)(last)
         if _are_sent(launch):
             _await_send_tokens(launch, last)
         if not moves_first:
-            _moving(launch, words)(last)
+            moving(launch, words)(last)
         where = f"{_DISPATCH}{launch.op}_kernel"
         parity = launch.parity(words["dispatch_sent"], n)
         last.store(where, ("n_tokens", launch.rank, parity), n_tokens, ("n_tokens", n))
@@ -474,7 +404,7 @@ def dispatch_wait(launch: Launch) -> None:
         a = launch.agent(f"block {block}, counting warp")
         header_word(launch, a, "dispatch_received", "combine_received")
         if not tells_at_end:
-            move = _moving(launch, {"dispatch_received": generation})
+            move = moving(launch, {"dispatch_received": generation})
             is_last_to_start(launch, a, move)
             if world.is_reduced and block == 0:
                 note_readers(launch, launch.agent("telling warp"), True)
@@ -486,29 +416,7 @@ def dispatch_wait(launch: Launch) -> None:
         a = launch.agent(f"block {block}, receiver")
         _receive_tokens(launch, a, block, False)
         if tells_at_end:
-            _tell_at_end(launch, block, first, "dispatch_received", generation)
-
-
-def _tell_at_end(
-    launch: Launch, block: int, first: int, word: str, generation: int
-) -> None:
-    """The last block that ends moves the generation, and tells."""
-
-    def tell(last: Agent) -> None:
-        is_combine = word == "combine_received"
-        where = f"{_COMBINE if is_combine else _DISPATCH}{launch.op}_kernel"
-        last.store(where, (word, launch.rank), generation)
-        if is_combine:
-            told = (launch.before["dispatch_received"], generation)
-            truth = (launch.dispatch_read, launch.combine_read + 1)
-        else:
-            told = (generation, launch.before["combine_received"])
-            truth = (launch.dispatch_read + 1, launch.combine_read)
-        publish_reads(launch, last, told, truth)
-
-    a = launch.agent(f"block {block}, end", range(first, len(launch.agents)))
-    where = "expert_slots/device_steps.mojo: is_last_block"
-    a.arrive(where, launch.world.n_blocks, tell)
+            tell_at_end(launch, block, first, "dispatch_received", generation)
 
 
 def dispatch(launch: Launch) -> None:
@@ -526,167 +434,6 @@ def dispatch(launch: Launch) -> None:
         for counter, a in enumerate(indexers):
             lay_out_rows(launch, a, block, counter)
         _receive_tokens(launch, launch.agent(f"block {block}, receiver"), block, True)
-
-
-# ------------------------------------------------------------------ reduced combine
-
-
-def _send_partials(launch: Launch, a: Agent, block: int) -> None:
-    world, rank = launch.world, launch.rank
-    n, m = launch.dispatch_read, launch.combined + 1
-    where = _COMBINE + "_send_partials"
-    a.load(_COMBINE + "_send", ("most_received", rank), ("most", n))
-    most = max(len(world.tokens(n, src)) for src in world.ranks)
-    others = [(rank + 1 + i) % world.n_ranks for i in range(world.n_ranks - 1)]
-    items = [(t, src) for t in range(most) for src in others]
-    is_waiting = True
-    for t, src in items[block :: world.n_blocks]:
-        a.load(where, ("received_tokens", rank, src), ("received", n, src))
-        if t >= len(world.tokens(n, src)):
-            continue
-        a.load(where, ("received_rows", rank, src, t), ("row", n, src, t))
-        if rank not in world.owners(n, src, t):
-            continue
-        a.load(where, ("received_weights", rank, src, t), ("row", n, src, t))
-        if is_waiting:
-            await_readers(launch, a, True)
-            is_waiting = False
-        for part in range(world.n_parts):
-            truth = ("partial", m, rank, src, t, part)
-            a.put_16(
-                _COMBINE + "put_partial",
-                _partial(launch, src, rank, t, part),
-                truth,
-                truth,
-            )
-
-
-def _partial(launch: Launch, to: int, owner: int, t: int, part: int) -> tuple:
-    if launch.world.has("dispatch and combine sharing a buffer"):
-        return ("early_token", to, owner, t, part)
-    return ("partial", to, owner, t, part)
-
-
-def _is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
-    """Refuses a result that cannot be that of the dispatch.
-
-    What is noted of the own rows is of the last dispatch that was received; choices
-    are kept for two. The number of tokens is compared first, but not used before.
-    """
-    where = _COMBINE + "_is_bad_answer"
-    is_bad = launch.before["dispatch_received"] != of
-    if launch.world.has("combine of an earlier dispatch is not refused"):
-        is_bad = False
-    if is_bad or launch.before["dispatch_sent"] not in (of, launch.following(of)):
-        a.refuse(where)
-        return True
-    place = ("n_tokens", launch.rank, launch.parity(of, n))
-    a.load(where, place, ("n_tokens", n))
-    return False
-
-
-def _receive(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
-    if not _is_bad_answer(launch, a, n, of):
-        _add_tokens(launch, a, block, m, n, of)
-
-
-def _add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
-    """Adds up tokens of the `m`-th combine, which answers the `n`-th dispatch."""
-    world, rank = launch.world, launch.rank
-    where = _COMBINE + "_add_tokens"
-    parity = launch.parity(of, n)
-    for t, experts in enumerate(world.tokens(n, rank)):
-        if t % world.n_blocks != block:
-            continue
-        for k in range(len(experts)):
-            a.load(where, ("choices", rank, parity, t, k), ("choice", n, t, k))
-        owners = world.owners(n, rank, t)
-        if rank in owners:
-            truth = ("row", n, rank, t)
-            a.load(where, ("received_rows", rank, rank, t), truth)
-            a.load(where, ("received_weights", rank, rank, t), truth)
-        for owner in owners:
-            for part in range(world.n_parts if owner != rank else 0):
-                place = _partial(launch, rank, owner, t, part)
-                meant = ("partial", m, owner, rank, t, part)
-                a.peek_16(_COMBINE + "_await_16", place, ("filled",), meant)
-                a.store(_COMBINE + "_await_16", place, EMPTY)
-
-
-def combine_async(launch: Launch) -> None:
-    for block in range(launch.world.n_blocks):
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(
-            launch,
-            a,
-            "combine_sent",
-            "dispatch_received",
-            "combine_received",
-            "combine_clear",
-        )
-        words = {
-            "combine_sent": launch.next("combine_sent"),
-            "combine_of": launch.before["dispatch_received"],
-        }
-        is_last_to_start(launch, a, _moving(launch, words))
-    publish_earlier_reads(launch)
-    for block in range(launch.world.n_blocks):
-        _send_partials(launch, launch.agent(f"block {block}, sender"), block)
-
-
-def combine_wait(launch: Launch) -> None:
-    world = launch.world
-    tells_at_end = world.tells_at_combine_end
-    generation = launch.next("combine_received")
-    m = launch.combine_read + 1
-    for block in range(world.n_blocks):
-        first = len(launch.agents)
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(
-            launch,
-            a,
-            "combine_received",
-            "combine_of",
-            "dispatch_received",
-            "dispatch_sent",
-        )
-        if not tells_at_end:
-            move = _moving(launch, {"combine_received": generation})
-            is_last_to_start(launch, a, move)
-            if block == 0:
-                note_readers(launch, launch.agent("noting warp"), False)
-        a = launch.agent(f"block {block}, receiver")
-        _receive(launch, a, block, m, launch.answers[m], launch.before["combine_of"])
-        if tells_at_end:
-            _tell_at_end(launch, block, first, "combine_received", generation)
-
-
-def combine(launch: Launch) -> None:
-    world = launch.world
-    m, n = launch.combine_read + 1, launch.dispatch_read
-    for block in range(world.n_blocks):
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(
-            launch,
-            a,
-            "combine_sent",
-            "combine_received",
-            "dispatch_received",
-            "dispatch_sent",
-            "combine_clear",
-        )
-        words = {
-            "combine_sent": launch.next("combine_sent"),
-            "combine_received": launch.next("combine_received"),
-            "combine_of": launch.before["dispatch_received"],
-        }
-        is_last_to_start(launch, a, _moving(launch, words))
-    publish_earlier_reads(launch)
-    note_readers(launch, launch.agent("noting warp"), False)
-    for block in range(world.n_blocks):
-        _send_partials(launch, launch.agent(f"block {block}, sender"), block)
-        a = launch.agent(f"block {block}, receiver")
-        _receive(launch, a, block, m, n, launch.before["dispatch_received"])
 
 
 OPS = {

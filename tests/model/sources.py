@@ -168,15 +168,26 @@ def mojo_calls(files: list[str]) -> dict[str, set[str]]:
     return calls
 
 
-def model_calls(module: str) -> dict[str, set[str]]:
-    """Who calls whom in a file of the model, by names."""
-    tree = ast.parse((Path(__file__).parent / module).read_text())
-    calls = {}
-    for function in tree.body:
-        if isinstance(function, ast.FunctionDef):
-            calls[function.name] = {
-                node.id for node in ast.walk(function) if isinstance(node, ast.Name)
-            } - {function.name}
+def _model_functions(modules: list[str]) -> dict[str, ast.FunctionDef]:
+    """The functions of some files of the model; no two have the same name."""
+    functions = [
+        node
+        for module in modules
+        for node in ast.parse((Path(__file__).parent / module).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    found = {function.name: function for function in functions}
+    assert len(found) == len(functions)
+    return found
+
+
+def model_calls(modules: list[str]) -> dict[str, set[str]]:
+    """Who calls whom in some files of the model, by names."""
+    calls = {
+        name: {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        - {name}
+        for name, function in _model_functions(modules).items()
+    }
     return {f: {c for c in called if c in calls} for f, called in calls.items()}
 
 
@@ -242,13 +253,11 @@ def directions(names: set[str]) -> set[tuple[str, str, bool]]:
     return found
 
 
-def model_directions(module: str, names: set[str]) -> set[tuple[str, str, bool]]:
+def model_directions(modules: list[str], names: set[str]) -> set[tuple[str, str, bool]]:
     """The same calls in the model, where it is the last argument."""
-    tree = ast.parse((Path(__file__).parent / module).read_text())
     return {
         (function.name, node.func.id, node.args[-1].value)
-        for function in tree.body
-        if isinstance(function, ast.FunctionDef)
+        for function in _model_functions(modules).values()
         for node in ast.walk(function)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
