@@ -259,7 +259,7 @@ def are_few_tokens(n_tokens: Int) -> Bool:
     Returns:
         Whether little.
     """
-    return n_tokens <= 256
+    return n_tokens <= 64
 
 
 @always_inline
