@@ -12,8 +12,8 @@ from functools import cache
 
 import pytest
 from model import worlds
+from model.exploration import Machine, Result
 from model.launches import World
-from model.machine import Machine, Result
 from model.memory import UNPUBLISHED, Step
 from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_of
 

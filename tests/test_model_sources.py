@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import pytest
 from model import expert_slots, host, rank_slots, sources, worlds
+from model.exploration import Machine
 from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, RANK_WORDS
-from model.machine import Machine
 from model.memory import EMPTY, Order, Step
 from model.mutations import COUNTED_IN
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 from . import worlds
-from .machine import Machine
+from .exploration import Machine
 from .mutations import NAMED, made_of
 
 
