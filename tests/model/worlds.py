@@ -152,6 +152,19 @@ def random_program(chance: random.Random, is_reduced: bool, n_ops: int) -> tuple
     return tuple(program)
 
 
+def _with_tokens_first(chance: random.Random, program: tuple) -> tuple:
+    """Puts a `send_tokens` somewhere between each dispatch and the one before."""
+    mixed: list[str] = []
+    first = 0
+    for op in program:
+        if op in ("dispatch", "dispatch_async"):
+            mixed.insert(chance.randint(first, len(mixed)), "send_tokens")
+        mixed.append(op)
+        if op in ("dispatch", "dispatch_wait"):
+            first = len(mixed)
+    return tuple(mixed)
+
+
 def random_world(seed: int) -> World:
     """A larger world, for random walks."""
     chance = random.Random(seed)
@@ -170,11 +183,14 @@ def random_world(seed: int) -> World:
     )
     protocol = chance.choice(("expert_slots", "rank_slots", "gather"))
     is_reduced = protocol != "expert_slots" and chance.random() < 0.7
+    program = random_program(chance, is_reduced, 8)
+    if protocol == "gather" and chance.random() < 0.7:
+        program = _with_tokens_first(chance, program)
     return World(
         f"random {seed}",
         protocol,
         routing=routing,
-        program=random_program(chance, is_reduced, 8),
+        program=program,
         is_reduced=is_reduced,
         n_experts=n_experts,
         n_blocks=chance.randint(1, 2),
