@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All protocols of CPU ranks: counts announce what was sent before them.
+
+Functions have the names of those in `host_dispatch.mojo` and `host_combine.mojo`.
+A launch is its caller, workers (`for_each_chunk`), and the caller again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .launches import Agent, Launch
+
+_EXPERT = "expert_slots/host_dispatch.mojo: "
+_RANK = "rank_slots/host_dispatch.mojo: "
+_ROWS = "expert_slots/host_combine.mojo: "
+_PARTIALS = "rank_slots/host_combine.mojo: "
+_STEPS = "expert_slots/host_steps.mojo: "
+_FLAGS = "flags.mojo: "
+_N_WORKERS = 2
+
+
+def await_readers(launch: Launch, a: Agent, direction: str, only_owners: bool) -> None:
+    generation = launch.before[f"{direction}_sent"]
+    n_sent = launch.dispatched if direction == "dispatch" else launch.combined
+    for rank in launch.world.ranks:
+        if only_owners and not launch.world.experts_of(rank):
+            continue
+        a.peek(
+            _STEPS + "await_readers",
+            (f"{direction}_done", launch.rank, rank),
+            ("equals", generation),
+            ("at least", 0, n_sent),
+        )
+
+
+def for_each_chunk(
+    launch: Launch, items: list, work: Callable[[Agent, object], None]
+) -> Agent:
+    """Deals items to workers; returns the caller behind them."""
+    before = len(launch.agents) - 1
+    n_workers = min(_N_WORKERS, len(items))
+    for worker in range(n_workers):
+        a = launch.agent(f"worker {worker}", [before])
+        for item in items[worker::n_workers]:
+            work(a, item)
+        a.drain_stores("host_copy.mojo: for_each_chunk")
+    return launch.agent("caller, end", range(before, len(launch.agents)))
+
+
+def _chunks(launch: Launch, n: int, src: int) -> list:
+    return list(enumerate(launch.world.tokens(n, src)))
+
+
+def _is_expert_slots(launch: Launch) -> bool:
+    return launch.world.protocol == "expert_slots"
+
+
+# --------------------------------------------------------------------------- dispatch
+
+
+def _send_expert_slots(launch: Launch) -> Agent:
+    from .expert_slots import _messages
+
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    where = _EXPERT + "dispatch_async_host"
+
+    def send(a: Agent, item: tuple) -> None:
+        t, _ = item
+        staged = ("staged", n, rank, t)
+        a.store(where, ("dispatch_staged", rank, t), staged, staged)
+        for token, k, expert, slot in _messages(launch, n, rank):
+            if token != t:
+                continue
+            truth = ("message", n, rank, t, k)
+            place = (world.rank_of(expert), expert, rank, slot)
+            a.stream(where, ("dispatch_message", *place), truth, truth)
+            a.store(
+                _STEPS + "write_source_info",
+                ("dispatch_message_flag", *place),
+                (generation, (t, k)),
+                truth,
+            )
+
+    return for_each_chunk(launch, _chunks(launch, n, rank), send)
+
+
+def _send_rank_slots(launch: Launch) -> Agent:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    where = _RANK + "dispatch_async_host"
+    are_sent = "send_tokens" in world.program
+
+    def send(a: Agent, item: tuple) -> None:
+        t, experts = item
+        if world.protocol != "gather":
+            truth = ("token", n, rank, t)
+            a.store(where, ("token", rank, rank, t), truth, truth)
+            for to in world.owners(n, rank, t):
+                if to != rank:
+                    a.stream(where, ("token", to, rank, t), truth, truth)
+        elif not are_sent:
+            _gather_token(launch, a, n, t)
+        for k, expert in enumerate(experts):
+            if expert >= 0:
+                place = ("entry", world.rank_of(expert), rank, t, k)
+                truth = ("entry", n, rank, t, k)
+                a.store(where, place, (generation, expert), truth)
+
+    a = for_each_chunk(launch, _chunks(launch, n, rank), send)
+    for to in world.ranks:
+        a.publish(
+            where,
+            ("dispatch_n_tokens", to, rank),
+            (generation, len(world.tokens(n, rank))),
+            ("number", n, rank),
+        )
+    return a
+
+
+def _gather_token(launch: Launch, a: Agent, n: int, t: int) -> None:
+    where, rank = _RANK + "_gather_token", launch.rank
+    truth = ("token", n, rank, t)
+    a.store(where, ("token", rank, rank, t), truth, truth)
+    for to in launch.world.ranks:
+        if to != rank and launch.world.experts_of(to):
+            a.stream(where, ("token", to, rank, t), truth, truth)
+
+
+def send_tokens(launch: Launch) -> None:
+    a = launch.agent("caller")
+    await_readers(launch, a, "dispatch", True)
+    n = launch.dispatched + 1
+    tokens = _chunks(launch, n, launch.rank)
+    a = for_each_chunk(
+        launch, tokens, lambda a, item: _gather_token(launch, a, n, item[0])
+    )
+    place = ("tokens_sent", launch.rank)
+    a.store(_RANK + "send_tokens_host", place, len(tokens) + 1)
+
+
+def dispatch_async(launch: Launch) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    if world.has("early return of a rank with zero tokens"):
+        if not world.tokens(n, rank):
+            return
+    where = (_EXPERT if _is_expert_slots(launch) else _RANK) + "dispatch_async_host"
+    a = launch.agent("caller")
+    await_readers(launch, a, "dispatch", True)
+    place = ("n_tokens", rank, launch.parity(generation, n))
+    a.store(where, place, len(world.tokens(n, rank)), ("n_tokens", n))
+    if world.protocol == "gather":
+        n_sent = len(world.tokens(n, rank)) + 1 if "send_tokens" in world.program else 0
+        a.load(where, ("tokens_sent", rank), is_=n_sent)
+        a.store(where, ("tokens_sent", rank), 0)
+    send = _send_expert_slots if _is_expert_slots(launch) else _send_rank_slots
+    a = send(launch)
+    for expert in world.experts:
+        a.publish(
+            where,
+            ("dispatch_count", world.rank_of(expert), expert, rank),
+            (generation, world.count(n, rank, expert)),
+            ("count", n, rank, expert),
+        )
+    a.store(where, ("dispatch_sent", rank), generation)
+
+
+def _lay_out_rows(launch: Launch) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatch_read + 1
+    a = launch.agent("caller")
+    where = _EXPERT + "lay_out_rows"
+    for expert in world.experts_of(rank):
+        for src in world.ranks:
+            a.peek(
+                where,
+                ("dispatch_count", rank, expert, src),
+                ("equals", launch.next("dispatch_received")),
+                ("count", n, src, expert),
+            )
+    a.store(where, ("pair_rows", rank, 0), 1, ("pair rows", n))
+    if _is_expert_slots(launch):
+        return
+    for src in world.ranks:
+        if world.experts_of(rank):
+            # Not a wait: a count that came says that this came before it.
+            a.peek(
+                _RANK + "dispatch_wait_host",
+                ("dispatch_n_tokens", rank, src),
+                ("anything",),
+                ("number", n, src),
+            )
+        if world.is_reduced:
+            place = ("received_tokens", rank, src)
+            truth = ("received", n, src)
+            a.store(_RANK + "dispatch_wait_host", place, 1, truth)
+
+
+def dispatch_wait(launch: Launch) -> None:
+    from .expert_slots import _messages
+
+    world, rank = launch.world, launch.rank
+    n = launch.dispatch_read + 1
+    generation = launch.next("dispatch_received")
+    _lay_out_rows(launch)
+    items = [(src, t) for src in world.ranks for t, _ in _chunks(launch, n, src)]
+
+    def decode_messages(a: Agent, item: tuple) -> None:
+        src, t = item
+        for token, k, expert, slot in _messages(launch, n, src):
+            if token == t and world.rank_of(expert) == rank:
+                where = _EXPERT + "dispatch_wait_host"
+                place = (rank, expert, src, slot)
+                meant = ("message", n, src, t, k)
+                a.load(where, ("dispatch_message", *place), meant)
+                a.load(where, ("dispatch_message_flag", *place), meant)
+        if world.has_shared_expert and src == rank:
+            place = ("dispatch_staged", rank, t)
+            a.load(_EXPERT + "place_own_tokens", place, ("staged", n, rank, t))
+
+    def decode_tokens(a: Agent, item: tuple) -> None:
+        src, t = item
+        where = _RANK + "dispatch_wait_host"
+        for k, expert in enumerate(world.tokens(n, src)[t]):
+            place = ("entry", rank, src, t, k)
+            if expert >= 0 and world.rank_of(expert) == rank:
+                a.load_of(where, place, generation, ("entry", n, src, t, k))
+                a.load(where, ("token", rank, src, t), ("token", n, src, t))
+            else:
+                a.load_of_another_generation(where, place, generation)
+        if world.is_reduced:
+            truth = ("row", n, src, t)
+            a.store(where, ("received_rows", rank, src, t), 1, truth)
+
+    decode = decode_messages if _is_expert_slots(launch) else decode_tokens
+    a = for_each_chunk(launch, items if world.experts_of(rank) else [], decode)
+    where = _EXPERT + "finish_receiving"
+    a.store(where, ("dispatch_received", rank), generation)
+    for to in world.ranks:
+        place = ("dispatch_done", to, rank)
+        a.publish(where, place, (generation, 0), (n, 0))
+
+
+# ---------------------------------------------------------------------------- combine
+
+
+def combine_async(launch: Launch) -> None:
+    from .expert_slots import _messages
+
+    world, rank = launch.world, launch.rank
+    n, m = launch.dispatch_read, launch.combined + 1
+    generation = launch.next("combine_sent")
+    a = launch.agent("caller")
+    a.load(_ROWS + "start_combine", ("pair_rows", rank, 0), ("pair rows", n))
+    if world.experts_of(rank):
+        await_readers(launch, a, "combine", False)
+
+    def send_rows(a: Agent, item: tuple) -> None:
+        src, t = item
+        where = _ROWS + "combine_async_host"
+        for token, k, expert, _ in _messages(launch, n, src):
+            if token == t and world.rank_of(expert) == rank:
+                truth = ("row", m, src, t, k)
+                a.stream(where, _message(launch, src, t, k), truth, truth)
+                a.store(
+                    _STEPS + "write_source_info",
+                    ("combine_message_flag", src, t, k),
+                    (generation, (t, k)),
+                    truth,
+                )
+
+    def send_partials(a: Agent, item: tuple) -> None:
+        src, t = item
+        where = _PARTIALS + "combine_async_host"
+        a.load(where, ("received_tokens", rank, src), ("received", n, src))
+        a.load(where, ("received_rows", rank, src, t), ("row", n, src, t))
+        if src == rank or rank not in world.owners(n, src, t):
+            return
+        truth = ("partial", m, rank, src, t)
+        a.stream(where, _partial(launch, src, rank, t), truth, truth)
+        a.store(
+            _STEPS + "write_source_info",
+            ("partial", src, rank, t, "info"),
+            (generation, 1),
+            truth,
+        )
+
+    items = [(src, t) for src in world.ranks for t, _ in _chunks(launch, n, src)]
+    send = send_partials if world.is_reduced else send_rows
+    a = for_each_chunk(launch, items if world.experts_of(rank) else [], send)
+    for expert in world.experts_of(rank):
+        for src in world.ranks:
+            a.publish(
+                _ROWS + "publish_rows",
+                ("combine_count", src, expert),
+                (generation, world.count(n, src, expert)),
+                ("rows", m, src, expert),
+            )
+    a.store(_ROWS + "publish_rows", ("combine_sent", rank), generation)
+    of = launch.before["dispatch_received"]
+    a.store(_PARTIALS + "combine_async_host", ("combine_of", rank), of)
+
+
+def _message(launch: Launch, to: int, t: int, k: int) -> tuple:
+    if launch.world.has("dispatch and combine sharing a buffer"):
+        if _is_expert_slots(launch):
+            return ("dispatch_message", to, t, k, 0)
+        return ("token", to, k, t)
+    return ("combine_message", to, t, k)
+
+
+def _partial(launch: Launch, to: int, owner: int, t: int) -> tuple:
+    if launch.world.has("dispatch and combine sharing a buffer"):
+        return ("token", to, owner, t)
+    return ("partial", to, owner, t)
+
+
+def combine_wait(launch: Launch) -> None:
+    world, rank = launch.world, launch.rank
+    m = launch.combine_read + 1
+    n = launch.answers[m]
+    generation = launch.next("combine_received")
+    a = launch.agent("caller")
+    if world.is_reduced:
+        place = ("n_tokens", rank, launch.parity(launch.before["combine_of"], n))
+        a.load(_PARTIALS + "_check_unsent_rows", place, ("n_tokens", n))
+    for expert in world.experts:
+        a.peek(
+            _ROWS + "await_rows",
+            ("combine_count", rank, expert),
+            ("equals", generation),
+            ("rows", m, rank, expert),
+        )
+
+    def reduce_token(a: Agent, item: tuple) -> None:
+        t, experts = item
+        where = _ROWS + "_reduce_token"
+        for k, expert in enumerate(experts):
+            flag = ("combine_message_flag", rank, t, k)
+            if expert < 0:
+                a.load_of_another_generation(where, flag, generation)
+                continue
+            meant = ("row", m, rank, t, k)
+            a.load_of(where, flag, generation, meant)
+            a.load(where, _message(launch, rank, t, k), meant)
+
+    def add_partials(a: Agent, item: tuple) -> None:
+        t, _ = item
+        where = _PARTIALS + "combine_wait_host"
+        owners = world.owners(n, rank, t)
+        if world.experts_of(rank):
+            a.load(where, ("received_rows", rank, rank, t), ("row", n, rank, t))
+        for owner in world.ranks:
+            flag = ("partial", rank, owner, t, "info")
+            if owner == rank or owner not in owners:
+                a.load_of_another_generation(where, flag, generation)
+                continue
+            meant = ("partial", m, owner, rank, t)
+            a.load_of(where, flag, generation, meant)
+            a.load(where, _partial(launch, rank, owner, t), meant)
+
+    reduce = add_partials if world.is_reduced else reduce_token
+    a = for_each_chunk(launch, _chunks(launch, n, rank), reduce)
+    where = _ROWS + "finish_combine"
+    a.store(where, ("combine_received", rank), generation)
+    for to in world.ranks:
+        a.publish(where, ("combine_done", to, rank), (generation, 0), (m, 0))
+
+
+OPS = {
+    "send_tokens": send_tokens,
+    "dispatch_async": dispatch_async,
+    "dispatch_wait": dispatch_wait,
+    "combine_async": combine_async,
+    "combine_wait": combine_wait,
+}

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps, messages and states: what the machine of `machine.py` works on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Place = tuple[Any, ...]
+"""Kind of the word, rank whose memory it is in, and its indices."""
+
+EMPTY = "EMPTY"
+"""What a place holds whose data is its own flag, when there is none."""
+
+
+class Order(Enum):
+    """How a step is ordered to others of its agent."""
+
+    PLAIN = "plain"
+    STREAMED = "streamed"
+    RELAXED = "relaxed"
+    ACQUIRE = "acquire"
+    RELEASE = "release"
+    ACQUIRE_RELEASE = "acquire and release"
+
+    @property
+    def acquires(self) -> bool:
+        return self in (Order.ACQUIRE, Order.ACQUIRE_RELEASE)
+
+    @property
+    def releases(self) -> bool:
+        return self in (Order.RELEASE, Order.ACQUIRE_RELEASE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an agent, and the line of code that it stands for."""
+
+    kind: str
+    """`write`, `read`, `await`, `look`, `arrive`, `drain`, `join`, or `refuse`:
+    a launch that does not go on."""
+    call: str
+    """The function of `flags.mojo`, or `store` or `load`."""
+    where: str
+    """File and function of the call."""
+    place: Place = ()
+    """What is accessed; of a `look` the first of `places`."""
+    order: Order = Order.PLAIN
+    value: Any = None
+    """What is written, or must be read."""
+    truth: Any = None
+    """What the value says, told by the round of the program and not by any
+    generation: of a write, what it is of; of a read, what it must be of."""
+    accept: tuple[Any, ...] = ()
+    """Which value ends a wait."""
+    places: tuple[Place, ...] = ()
+    """All words of a `look`."""
+    skip: int = 0
+    """Steps left out: after a `look` that was in vain, or by all that `arrive`
+    but the last of `value`."""
+    agents: tuple[int, ...] = ()
+    """Whom a `join` waits for."""
+
+    def __str__(self) -> str:
+        said = f"{self.call} {show(self.place)}"
+        if self.kind == "write":
+            said += f" := {show_value(self.value)}"
+        elif self.accept:
+            said += f" until {' '.join(map(str, self.accept))}"
+        return f"{said} ({self.order.value}; {self.where})"
+
+
+def show(place: Place) -> str:
+    """Names a place: `entry[0][1] on rank 0`."""
+    if not place:
+        return ""
+    kind, rank, *rest = place
+    return f"{kind}{''.join(f'[{i}]' for i in rest)} on rank {rank}"
+
+
+def show_value(value: Any) -> str:
+    """Writes a value down, without quotes."""
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(show_value, value)) + ")"
+    return str(value)
+
+
+class Violation(Exception):
+    """A property does not hold."""
+
+    def __init__(self, prop: str, what: str) -> None:
+        super().__init__(what)
+        self.prop = prop
+
+
+UNPUBLISHED = "no read of unpublished or overwritten payload"
+OVERWRITTEN = "nothing is overwritten before its reader is done"
+WRONG_GENERATION = "no flag or payload of one generation accepted in another"
+RAN_PAST = "a word waits for its reader"
+ENDS = "every launch ends"
+PROPERTIES = (UNPUBLISHED, OVERWRITTEN, WRONG_GENERATION, RAN_PAST, ENDS)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What was written to a place once."""
+
+    value: Any
+    truth: Any
+    view: int
+    """What an acquire learns."""
+    happened: int = 0
+    """The bit of the step that wrote it; 0: everybody knows of it."""
+    seen: int = 0
+    """Its bit among what was seen."""
+
+    def __post_init__(self) -> None:
+        parts = (self.value, self.truth, self.view, self.happened)
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __str__(self) -> str:
+        return show_value(self.value if self.truth is None else self.truth)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place: what was written to it and not forgotten, and who has read it."""
+
+    messages: tuple[Message, ...]
+    reads: int = 0
+
+
+# A view is a set of steps as bits: bit 2i says that step i has happened before;
+# bit 2i + 1 that the message that step i wrote, or a later one, was seen.
+HAPPENED, SEEN = 1, 2
+BOTH = HAPPENED | SEEN
+ALL_HAPPENED = (1 << (1 << 16)) // 3
+
+
+@dataclass
+class RankState:
+    launch: int
+    base: int
+    pcs: list[int] = field(default_factory=list)
+    views: list[int] = field(default_factory=list)
+    agents: tuple[tuple[Step, ...], ...] = ()
+    built: Any = None
+
+    def copy(self) -> RankState:
+        return RankState(
+            self.launch,
+            self.base,
+            list(self.pcs),
+            list(self.views),
+            self.agents,
+            self.built,
+        )
+
+    def key(self) -> tuple[Any, ...]:
+        return (self.launch, self.base, tuple(self.pcs), tuple(self.views), self.built)
+
+
+class State:
+    """Where all agents stand, and what all places hold."""
+
+    def __init__(
+        self, ranks: list[RankState], cells: dict[Place, Cell], mark: int
+    ) -> None:
+        self.ranks = ranks
+        self.cells = cells
+        self._mark = mark
+
+    def copy(self) -> State:
+        return State([r.copy() for r in self.ranks], dict(self.cells), self._mark)
+
+    def put(self, place: Place, cell: Cell | None) -> None:
+        """Replaces a cell; `None`: by what the place held at first."""
+        old = self.cells.pop(place, None)
+        if old is not None:
+            self._mark ^= _mark_of(place, old)
+        if cell is not None:
+            self.cells[place] = cell
+            self._mark ^= _mark_of(place, cell)
+
+    def key(self) -> Any:
+        """Tells states apart: 128 random bits for each cell, all taken together."""
+        return (self._mark, *(rank.key() for rank in self.ranks))
+
+
+_MARKS: dict[Any, int] = {}
+_CHANCE = random.Random(1)
+
+
+def _mark_of(place: Place, cell: Cell) -> int:
+    mark = _MARKS.get((place, cell))
+    if mark is None:
+        mark = _MARKS[(place, cell)] = _CHANCE.getrandbits(128)
+    return mark
+
+
+class Program:
+    """What a world runs: the machine asks it for launches. See `worlds.py`."""
+
+    n_ranks: int
+    n_launches: int
+    generation_bits: int = 32
+    in_turn: bool = False
+    """Whether launches run one after another: of all ranks the first, then of all
+    ranks the second, as on one GPU that all ranks share."""
+    may_be_refused: bool = False
+    """Whether a launch may refuse to go on."""
+
+    def initial(self, place: Place) -> tuple[Any, Any]:
+        """Says what a place holds at first: value and truth."""
+        raise NotImplementedError
+
+    def snapshot(self, rank: int, read: Callable[[Place], Any]) -> Any:
+        """Reads what a launch of a rank depends on when it begins."""
+        raise NotImplementedError
+
+    def build(self, rank: int, launch: int, snapshot: Any) -> Any:
+        """Writes a launch: `[(name of agent, steps)]`."""
+        raise NotImplementedError
+
+    def op(self, launch: int) -> str:
+        """Names a launch."""
+        raise NotImplementedError
+
+    def runs_ahead(self, place: Place) -> bool:
+        """Tells whether a word may change before all that wait have read it."""
+        raise NotImplementedError
+
+    def lives_for_a_launch(self, place: Place) -> bool:
+        """Tells whether a place is in a block's shared memory."""
+        raise NotImplementedError
+
+    def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:
+        """Puts one value for all that mean the same."""
+        return value
+
+    def is_local(self, place: Place) -> bool:
+        """Tells whether only the rank in whose memory it is accesses a place."""
+        raise NotImplementedError
+
+
+def both(bits: int) -> int:
+    """Completes pairs of bits."""
+    return bits | bits >> 1 & ALL_HAPPENED | (bits & ALL_HAPPENED) << 1
+
+
+def is_true(meant: Any, found: Any) -> bool:
+    """Tells whether a message is of what it was taken for.
+
+    Args:
+        meant: `None`: anything; `("at least", i, n)`: part `i` must be `n` or
+            later; else what it must be.
+        found: The truth of the message.
+    """
+    if meant is None:
+        return True
+    if isinstance(meant, tuple) and meant[:1] == ("at least",):
+        return found[meant[1]] >= meant[2]
+    return meant == found

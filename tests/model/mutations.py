@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is broken on purpose, so that the model shows that it would notice.
+
+Some mutations have names (`NAMED`); the others are made of the steps that a world
+takes: of each call, wherever it stands and whatever it is of, its order made weaker,
+the call left out, or its generation replaced by a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from .launches import RANK_WORDS, Launch
+from .memory import EMPTY, Order, Step
+
+Change = Callable[[Step, Launch], list[Step]]
+
+
+def _same(step: Step, launch: Launch) -> list[Step]:
+    return [step]
+
+
+def kind_of(step: Step) -> str:
+    return step.place[0] if step.place else ""
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """Steps that are one line of code and one kind of word."""
+
+    where: str
+    call: str
+    kind: str
+
+    @staticmethod
+    def of(step: Step) -> Site:
+        return Site(step.where, step.call, kind_of(step))
+
+    def __str__(self) -> str:
+        return f"{self.call}({self.kind}) in {self.where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Mutation:
+    """Something that is changed in every launch."""
+
+    name: str
+    change: Change = _same
+    switches: frozenset[str] = frozenset()
+    """What protocols ask for by `World.has`."""
+    not_in: tuple[str, ...] = ()
+    """Protocols that have nothing to be mutated so."""
+    site: Site | None = None
+    """The only steps that it changes; `None`: any."""
+
+
+# ------------------------------------------------------------------- made of steps
+
+WEAKER = {
+    Order.ACQUIRE: (Order.RELAXED,),
+    Order.RELEASE: (Order.RELAXED,),
+    Order.ACQUIRE_RELEASE: (Order.ACQUIRE, Order.RELEASE),
+}
+
+
+COUNTED_IN = ("blocks_done", "tokens_sent_on_gpu")
+"""Words that blocks count in, and that somebody puts back."""
+
+
+def made_of(steps: Iterable[Step]) -> list[Mutation]:
+    """Makes the mutations of all sites that some steps have."""
+    made = []
+    by_site: dict[Site, Step] = {}
+    for step in steps:
+        if step.call not in ("load", "join"):
+            by_site.setdefault(Site.of(step), step)
+    for site, step in sorted(by_site.items()):
+        made += [_weakened(site, order) for order in WEAKER.get(step.order, ())]
+        is_shared = kind_of(step) in RANK_WORDS
+        if step.call == "store" and not is_shared and site.kind not in COUNTED_IN:
+            # A word that only this rank reads.
+            continue
+        if step.accept == ("anything",):
+            continue
+        if step.kind == "await" and step.truth is not None:
+            made.append(_not_waited_for(site))
+        may_be_left_out = "done" in site.kind or site.kind in COUNTED_IN
+        if step.kind != "await" or step.truth is None or may_be_left_out:
+            made.append(_left_out(site))
+        if step.kind == "await" and "done" in site.kind:
+            made += [_left_out(site, reader) for reader in (0, 1)]
+        if step.kind == "write" and is_shared and step.value != EMPTY:
+            if isinstance(step.value[0], int):
+                made.append(_constant(site))
+    return made
+
+
+def _weakened(site: Site, order: Order) -> Mutation:
+    def change(step: Step, launch: Launch) -> list[Step]:
+        return [replace(step, order=order) if Site.of(step) == site else step]
+
+    return Mutation(f"{order.value} instead of more: {site}", change, site=site)
+
+
+def _left_out(site: Site, reader: int | None = None) -> Mutation:
+    def change(step: Step, launch: Launch) -> list[Step]:
+        if Site.of(step) != site:
+            return [step]
+        return [] if reader is None or step.place[-1] == reader else [step]
+
+    of = "" if reader is None else f", of reader {reader}"
+    return Mutation(f"left out: {site}{of}", change, site=site)
+
+
+def _not_waited_for(site: Site) -> Mutation:
+    """What is there at the first look is taken."""
+
+    def change(step: Step, launch: Launch) -> list[Step]:
+        if Site.of(step) == site:
+            return [replace(step, accept=("anything",))]
+        return [step]
+
+    return Mutation(f"not waited for: {site}", change, site=site)
+
+
+def _constant(site: Site) -> Mutation:
+    def change(step: Step, launch: Launch) -> list[Step]:
+        if Site.of(step) == site:
+            return [replace(step, value=(1, *step.value[1:]))]
+        return [step]
+
+    return Mutation(f"generation 1 for ever: {site}", change, site=site)
+
+
+# -------------------------------------------------------------------------- by name
+
+
+def _without_generation(step: Step, launch: Launch) -> list[Step]:
+    """Readers take whatever is not zero, writers write 1."""
+    if kind_of(step) not in RANK_WORDS or "done" in kind_of(step):
+        return [step]
+    if step.accept[:1] == ("equals",):
+        return [replace(step, accept=("not zero", 0))]
+    if step.kind == "write" and step.value != EMPTY and isinstance(step.value[0], int):
+        return [replace(step, value=(1, *step.value[1:]))]
+    return [step]
+
+
+def _reset_by_reader(step: Step, launch: Launch) -> list[Step]:
+    """The same, and whoever has read a word puts zero back."""
+    steps = _without_generation(step, launch)
+    if steps[0].accept[:1] == ("not zero",):
+        steps.append(reset(step))
+    return steps
+
+
+def reset(step: Step) -> Step:
+    """Puts a word back that a step waits for."""
+    return Step("write", "reset", step.where, step.place, Order.RELAXED, (0, 0))
+
+
+def _no_done_word(step: Step, launch: Launch) -> list[Step]:
+    """Nobody waits for readers."""
+    return [] if "done" in kind_of(step) and step.kind == "await" else [step]
+
+
+def _all_weakened(order: Order, calls: tuple[str, ...]) -> Change:
+    def change(step: Step, launch: Launch) -> list[Step]:
+        return [replace(step, order=order) if step.call in calls else step]
+
+    return change
+
+
+def _puts_back(step: Step) -> bool:
+    return kind_of(step) == "tokens_sent_on_gpu" and step.call == "store"
+
+
+ALL_BUT_RANK_SLOTS = ("rank_slots un-reduced", "expert_slots", "CPU ranks")
+
+NAMED = [
+    Mutation(
+        "every release weakened",
+        _all_weakened(Order.RELAXED, ("publish", "block_publish", "block_arrive")),
+    ),
+    Mutation(
+        "every acquire weakened",
+        _all_weakened(Order.RELAXED, ("peek", "block_peek")),
+    ),
+    Mutation("generation tag removed", _without_generation),
+    # A launch clears, as it begins, what it is going to wait for.
+    Mutation("reset instead of generation", _without_generation, frozenset(["clears"])),
+    # One reader alone may do that, and on CPU there is one.
+    Mutation("reset by the reader", _reset_by_reader, not_in=("CPU ranks",)),
+    Mutation("done word removed", _no_done_word),
+    *(
+        Mutation(name, switches=frozenset([name]))
+        for name in (
+            "early return of a rank with zero tokens",
+            "dispatch and combine sharing a buffer",
+            "parity kept per handle",
+        )
+    ),
+    *(
+        Mutation(name, switches=frozenset([name]), not_in=ALL_BUT_RANK_SLOTS)
+        for name in (
+            "generations moved before the wait for send_tokens",
+            "send_tokens tells what it reads late",
+        )
+    ),
+    Mutation(
+        "dispatch does not wait for send_tokens",
+        lambda step, launch: [] if "_await_send_tokens" in step.where else [step],
+        not_in=ALL_BUT_RANK_SLOTS,
+    ),
+    Mutation(
+        "nobody puts tokens_sent_on_gpu back",
+        lambda step, launch: [] if _puts_back(step) else [step],
+        not_in=ALL_BUT_RANK_SLOTS,
+    ),
+]
+
+NOT_REFUSED = Mutation(
+    "combine of an earlier dispatch is not refused",
+    switches=frozenset(["combine of an earlier dispatch is not refused"]),
+)
+"""Seen only by programs that are refused otherwise: `worlds.stopped`."""
+
+_ENTRIES_FIRST = (
+    "Entries go before tokens only to be fast: receivers need them all. Tokens are"
+    " their own flags."
+)
+_ITSELF = "What was found is in the word itself, and nothing else is read by it."
+
+_COVERED = (
+    "A count is published behind it by the same thread, and taken before it is read."
+)
+_ONLY_CHOICE = "Of a dispatch message CPU ranks read the choice, not the generation."
+
+HARMLESS = {
+    "relaxed instead of more: publish(dispatch_n_tokens) in"
+    " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
+    "relaxed instead of more: peek(dispatch_n_tokens) in"
+    " rank_slots/host_dispatch.mojo: dispatch_wait_host": _COVERED,
+    "generation 1 for ever: publish(dispatch_n_tokens) in"
+    " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
+    "generation 1 for ever: store(dispatch_message_flag) in"
+    " expert_slots/host_steps.mojo: write_source_info": _ONLY_CHOICE,
+    "relaxed instead of more: block_peek(INDEXED) in"
+    " rank_slots/dispatch.mojo: _send_tokens": _ENTRIES_FIRST,
+    "left out: block_peek(INDEXED) in"
+    " rank_slots/dispatch.mojo: _send_tokens": _ENTRIES_FIRST,
+    "relaxed instead of more: block_peek(FOUND) in"
+    " rank_slots/index.mojo: _agree_on_found": _ITSELF,
+    "relaxed instead of more: block_publish(FOUND) in"
+    " rank_slots/index.mojo: _agree_on_found": _ITSELF,
+}
+"""Mutations that change nothing that matters, and why."""

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduced combine of `rank_slots` and `gather` of GPU ranks.
+
+Functions have the names of those in `mojo/max_ep/rank_slots/combine.mojo`.
+"""
+
+from __future__ import annotations
+
+from .launches import Agent, Launch
+from .memory import EMPTY
+from .rank_steps import (
+    await_readers,
+    header_word,
+    is_last_to_start,
+    moving,
+    note_readers,
+    publish_earlier_reads,
+    tell_at_end,
+)
+
+_COMBINE = "rank_slots/combine.mojo: "
+
+
+def _send_partials(launch: Launch, a: Agent, block: int) -> None:
+    world, rank = launch.world, launch.rank
+    n, m = launch.dispatch_read, launch.combined + 1
+    where = _COMBINE + "_send_partials"
+    a.load(_COMBINE + "_send", ("most_received", rank), ("most", n))
+    most = max(len(world.tokens(n, src)) for src in world.ranks)
+    others = [(rank + 1 + i) % world.n_ranks for i in range(world.n_ranks - 1)]
+    items = [(t, src) for t in range(most) for src in others]
+    is_waiting = True
+    for t, src in items[block :: world.n_blocks]:
+        a.load(where, ("received_tokens", rank, src), ("received", n, src))
+        if t >= len(world.tokens(n, src)):
+            continue
+        a.load(where, ("received_rows", rank, src, t), ("row", n, src, t))
+        if rank not in world.owners(n, src, t):
+            continue
+        a.load(where, ("received_weights", rank, src, t), ("row", n, src, t))
+        if is_waiting:
+            await_readers(launch, a, True)
+            is_waiting = False
+        for part in range(world.n_parts):
+            truth = ("partial", m, rank, src, t, part)
+            a.put_16(
+                _COMBINE + "put_partial",
+                _partial(launch, src, rank, t, part),
+                truth,
+                truth,
+            )
+
+
+def _partial(launch: Launch, to: int, owner: int, t: int, part: int) -> tuple:
+    if launch.world.has("dispatch and combine sharing a buffer"):
+        return ("early_token", to, owner, t, part)
+    return ("partial", to, owner, t, part)
+
+
+def _is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
+    """Refuses a result that cannot be that of the dispatch.
+
+    What is noted of the own rows is of the last dispatch that was received; choices
+    are kept for two. The number of tokens is compared first, but not used before.
+    """
+    where = _COMBINE + "_is_bad_answer"
+    is_bad = launch.before["dispatch_received"] != of
+    if launch.world.has("combine of an earlier dispatch is not refused"):
+        is_bad = False
+    if is_bad or launch.before["dispatch_sent"] not in (of, launch.following(of)):
+        a.refuse(where)
+        return True
+    place = ("n_tokens", launch.rank, launch.parity(of, n))
+    a.load(where, place, ("n_tokens", n))
+    return False
+
+
+def _receive(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
+    if not _is_bad_answer(launch, a, n, of):
+        _add_tokens(launch, a, block, m, n, of)
+
+
+def _add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
+    """Adds up tokens of the `m`-th combine, which answers the `n`-th dispatch."""
+    world, rank = launch.world, launch.rank
+    where = _COMBINE + "_add_tokens"
+    parity = launch.parity(of, n)
+    for t, experts in enumerate(world.tokens(n, rank)):
+        if t % world.n_blocks != block:
+            continue
+        for k in range(len(experts)):
+            a.load(where, ("choices", rank, parity, t, k), ("choice", n, t, k))
+        owners = world.owners(n, rank, t)
+        if rank in owners:
+            truth = ("row", n, rank, t)
+            a.load(where, ("received_rows", rank, rank, t), truth)
+            a.load(where, ("received_weights", rank, rank, t), truth)
+        for owner in owners:
+            for part in range(world.n_parts if owner != rank else 0):
+                place = _partial(launch, rank, owner, t, part)
+                meant = ("partial", m, owner, rank, t, part)
+                a.peek_16(_COMBINE + "_await_16", place, ("filled",), meant)
+                a.store(_COMBINE + "_await_16", place, EMPTY)
+
+
+def combine_async(launch: Launch) -> None:
+    for block in range(launch.world.n_blocks):
+        a = launch.agent(f"block {block}, counting warp")
+        header_word(
+            launch,
+            a,
+            "combine_sent",
+            "dispatch_received",
+            "combine_received",
+            "combine_clear",
+        )
+        words = {
+            "combine_sent": launch.next("combine_sent"),
+            "combine_of": launch.before["dispatch_received"],
+        }
+        is_last_to_start(launch, a, moving(launch, words))
+    publish_earlier_reads(launch)
+    for block in range(launch.world.n_blocks):
+        _send_partials(launch, launch.agent(f"block {block}, sender"), block)
+
+
+def combine_wait(launch: Launch) -> None:
+    world = launch.world
+    tells_at_end = world.tells_at_combine_end
+    generation = launch.next("combine_received")
+    m = launch.combine_read + 1
+    for block in range(world.n_blocks):
+        first = len(launch.agents)
+        a = launch.agent(f"block {block}, counting warp")
+        header_word(
+            launch,
+            a,
+            "combine_received",
+            "combine_of",
+            "dispatch_received",
+            "dispatch_sent",
+        )
+        if not tells_at_end:
+            move = moving(launch, {"combine_received": generation})
+            is_last_to_start(launch, a, move)
+            if block == 0:
+                note_readers(launch, launch.agent("noting warp"), False)
+        a = launch.agent(f"block {block}, receiver")
+        _receive(launch, a, block, m, launch.answers[m], launch.before["combine_of"])
+        if tells_at_end:
+            tell_at_end(launch, block, first, "combine_received", generation)
+
+
+def combine(launch: Launch) -> None:
+    world = launch.world
+    m, n = launch.combine_read + 1, launch.dispatch_read
+    for block in range(world.n_blocks):
+        a = launch.agent(f"block {block}, counting warp")
+        header_word(
+            launch,
+            a,
+            "combine_sent",
+            "combine_received",
+            "dispatch_received",
+            "dispatch_sent",
+            "combine_clear",
+        )
+        words = {
+            "combine_sent": launch.next("combine_sent"),
+            "combine_received": launch.next("combine_received"),
+            "combine_of": launch.before["dispatch_received"],
+        }
+        is_last_to_start(launch, a, moving(launch, words))
+    publish_earlier_reads(launch)
+    note_readers(launch, launch.agent("noting warp"), False)
+    for block in range(world.n_blocks):
+        _send_partials(launch, launch.agent(f"block {block}, sender"), block)
+        a = launch.agent(f"block {block}, receiver")
+        _receive(launch, a, block, m, n, launch.before["dispatch_received"])

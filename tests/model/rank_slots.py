@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rank_slots` and `gather` of GPU ranks: dispatch.
+
+Functions have the names of those in `mojo/max_ep/rank_slots/`, and the comments say
+only what the model leaves out. Reduced combine is in `rank_combine.py`, un-reduced
+combine is that of `expert_slots.py`.
+"""
+
+from __future__ import annotations
+
+from .launches import TOKENS_SENT, Agent, Launch
+from .memory import EMPTY
+from .rank_combine import combine, combine_async, combine_wait
+from .rank_steps import (
+    await_readers,
+    header_word,
+    is_last_to_start,
+    moving,
+    note_readers,
+    publish_earlier_reads,
+    tell_at_end,
+)
+
+_DISPATCH = "rank_slots/dispatch.mojo: "
+_INDEX = "rank_slots/index.mojo: "
+_COUNTS = "rank_slots/row_counts.mojo: "
+
+
+# ------------------------------------------------------------------- the sending half
+
+
+def tell_n_tokens(launch: Launch, a: Agent) -> None:
+    n = launch.dispatched + 1
+    await_readers(launch, a, False)
+    for rank in launch.world.ranks:
+        a.publish_number(
+            _INDEX + "tell_n_tokens",
+            ("dispatch_n_tokens", rank, launch.rank),
+            (launch.next("dispatch_sent"), len(launch.world.tokens(n, launch.rank))),
+            ("number", n, launch.rank),
+        )
+
+
+def index_choices(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    """Writes counts and entries of the lists of one warp.
+
+    Segments of a list, which more warps share, are left out but for `FOUND`: each
+    warp of the block says that it has found what it looked for.
+    """
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    tokens = world.tokens(n, rank)
+    await_readers(launch, a, False)
+    if world.n_index_warps > 1:
+        where = _INDEX + "_agree_on_found"
+        place = ("FOUND", rank, block, indexer)
+        a.block_publish(where, place, 1, ("found", indexer))
+        for other in range(world.n_index_warps):
+            place = ("FOUND", rank, block, other)
+            a.block_peek(where, place, 1, ("found", other))
+    lists = [*world.experts, -1]
+    for i in range(block + indexer * world.n_blocks, len(lists), _stride(launch)):
+        expert = lists[i]
+        if expert >= 0:
+            a.publish_number(
+                _INDEX + "index_choices",
+                ("dispatch_count", world.rank_of(expert), expert, rank),
+                (generation, world.count(n, rank, expert)),
+                ("count", n, rank, expert),
+            )
+        for t, experts in enumerate(tokens):
+            for k, e in enumerate(experts):
+                if e != expert:
+                    continue
+                a.store(
+                    _INDEX + "_enter_choices",
+                    ("choices", rank, launch.parity(generation, n), t, k),
+                    expert,
+                    ("choice", n, t, k),
+                )
+                _write_entry(launch, a, n, generation, t, k, expert)
+
+
+def _stride(launch: Launch) -> int:
+    return launch.world.n_index_warps * launch.world.n_blocks
+
+
+def _write_entry(
+    launch: Launch, a: Agent, n: int, generation: int, t: int, k: int, expert: int
+) -> None:
+    put = a.put_16 if launch.world.is_reduced else a.publish_number
+    for i in range(launch.world.n_ranks):
+        to = (launch.rank + 1 + i) % launch.world.n_ranks
+        put(
+            _INDEX + "_write_entry",
+            ("entry", to, launch.rank, t, k),
+            (generation, expert),
+            ("entry", n, launch.rank, t, k),
+        )
+
+
+def _send_tokens(
+    launch: Launch,
+    a: Agent,
+    block: int,
+    has_input: bool,
+    to_peers: bool,
+    waits_for_index: bool,
+) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    tokens = world.tokens(n, rank)
+    is_early = len(tokens) <= world.n_early_tokens
+    mine = [t for t in range(len(tokens)) if t % world.n_blocks == block]
+    if not mine:
+        return
+    await_readers(launch, a, False)
+    if is_early and waits_for_index:
+        a.block_peek(
+            _DISPATCH + "_send_tokens",
+            ("INDEXED", rank, block),
+            world.n_index_warps,
+        )
+    for t in mine:
+        if world.protocol == "gather":
+            targets = [r for r in world.ranks if world.experts_of(r)]
+        else:
+            targets = world.owners(n, rank, t)
+        peers = [r for r in targets if r != rank] if to_peers else []
+        own = [rank] if rank in targets and not has_input else []
+        for part in range(world.n_parts):
+            for to in [*peers, *own]:
+                truth = ("token", n, rank, t, part)
+                where = _DISPATCH + "_store_steps"
+                if is_early:
+                    place = ("early_token", to, rank, t, part)
+                    a.put_16(where, place, truth, truth)
+                else:
+                    a.store(where, ("token", to, rank, t, part), truth, truth)
+            for to in [] if is_early else [*peers, *own]:
+                a.publish(
+                    _DISPATCH + "_send_tokens",
+                    ("chunk_flag", to, rank, t, part),
+                    (generation, 0),
+                    ("token", n, rank, t, part),
+                )
+
+
+def _send(
+    launch: Launch, block: int, has_input: bool, tokens_are_sent: bool
+) -> tuple[Agent, list[Agent]]:
+    """Deals the sending half: numbers, index warps, senders."""
+    world, rank = launch.world, launch.rank
+    numbers = launch.agent(f"block {block}, numbers warp")
+    if block == 0:
+        tell_n_tokens(launch, numbers)
+    indexers = []
+    for indexer in range(world.n_index_warps):
+        a = launch.agent(f"block {block}, index warp {indexer}")
+        index_choices(launch, a, block, indexer)
+        a.block_add(_DISPATCH + "_send", ("INDEXED", rank, block))
+        indexers.append(a)
+    if not (tokens_are_sent and has_input):
+        sender = launch.agent(f"block {block}, sender")
+        _send_tokens(launch, sender, block, has_input, not tokens_are_sent, True)
+    return numbers, indexers
+
+
+# ----------------------------------------------------------------- the receiving half
+
+
+def read_numbers(launch: Launch, a: Agent, block: int) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatch_read + 1
+    generation = launch.next("dispatch_received")
+    for src in world.ranks:
+        a.peek_number(
+            _COUNTS + "read_numbers",
+            ("dispatch_n_tokens", rank, src),
+            ("equals", generation),
+            ("number", n, src),
+        )
+        n_tokens = len(world.tokens(n, src))
+        place = ("n_tokens_of", rank, block, src)
+        a.store(_COUNTS + "read_numbers", place, n_tokens)
+        if world.is_reduced and block == 0:
+            place = ("received_tokens", rank, src)
+            truth = ("received", n, src)
+            a.store(_COUNTS + "read_numbers", place, n_tokens, truth)
+    if block == 0:
+        place = ("most_received", rank)
+        a.store(_COUNTS + "read_numbers", place, 0, ("most", n))
+    a.block_publish(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
+
+
+def lay_out_rows(launch: Launch, a: Agent, block: int, counter: int) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatch_read + 1
+    generation = launch.next("dispatch_received")
+    pairs = [(e, src) for e in world.experts_of(rank) for src in world.ranks]
+    mine = pairs[counter :: world.n_index_warps]
+    for expert, src in mine:
+        a.peek_number(
+            _COUNTS + "_read_counts",
+            ("dispatch_count", rank, expert, src),
+            ("equals", generation),
+            ("count", n, src, expert),
+        )
+    where = _COUNTS + "lay_out_rows"
+    a.store(_COUNTS + "_read_counts", ("sums", rank, block, counter), 1)
+    a.block_arrive(where, ("SUMMED", rank, block))
+    a.block_peek(where, ("SUMMED", rank, block), world.n_index_warps)
+    for other in range(world.n_index_warps):
+        a.load(where, ("sums", rank, block, other), is_=1)
+    a.store(where, ("block_pair_rows", rank, block, counter), 1)
+    a.block_arrive(where, ("COUNTED", rank, block))
+    if block == 0:
+        a.block_peek(where, ("COUNTED", rank, block), world.n_index_warps)
+        for other in range(world.n_index_warps):
+            a.load(where, ("block_pair_rows", rank, block, other), is_=1)
+        truth = ("pair rows", n)
+        a.store(where, ("pair_rows", rank, counter), 1, truth)
+
+
+def _receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatch_read + 1
+    generation = launch.next("dispatch_received")
+    where = _DISPATCH + "_receive_tokens"
+    a.block_peek(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
+    for src in world.ranks:
+        a.load(where, ("n_tokens_of", rank, block, src))
+    most = max(len(world.tokens(n, src)) for src in world.ranks)
+    items = [(t, src) for t in range(most) for src in world.ranks]
+    is_waiting = True
+    for t, src in items[block :: world.n_blocks]:
+        tokens = world.tokens(n, src)
+        if t >= len(tokens):
+            continue
+        for k in range(len(tokens[t])):
+            _await_entry(launch, a, n, generation, src, t, k)
+        is_early = len(tokens) <= world.n_early_tokens
+        is_here = rank in world.owners(n, src, t)
+        is_input = has_input and src == rank
+        if world.protocol == "gather" and is_early and world.experts_of(rank):
+            # It came, even if no row is made of it.
+            is_here = is_here or not is_input
+        notes = ("received_rows", rank, src, t)
+        truth = ("row", n, src, t)
+        if not is_here:
+            if world.is_reduced:
+                a.store(where, notes, None, truth)
+            continue
+        for part in range(0 if is_input else world.n_parts):
+            meant = ("token", n, src, t, part)
+            if is_early:
+                _load_early(launch, a, ("early_token", rank, src, t, part), meant)
+            else:
+                a.peek(
+                    "expert_slots/device_steps.mojo: await_message",
+                    ("chunk_flag", rank, src, t, part),
+                    ("equals", generation),
+                    meant,
+                )
+                a.load(_DISPATCH + "_load_steps", ("token", rank, src, t, part), meant)
+        if is_waiting:
+            _are_counted(launch, a, block)
+            is_waiting = False
+        if world.is_reduced:
+            a.store(where, notes, True, truth)
+            a.store(where, ("received_weights", rank, src, t), True, truth)
+
+
+def _await_entry(
+    launch: Launch, a: Agent, n: int, generation: int, src: int, t: int, k: int
+) -> None:
+    peek = a.peek_16 if launch.world.is_reduced else a.peek_number
+    peek(
+        _DISPATCH + "_await_entry",
+        ("entry", launch.rank, src, t, k),
+        ("equals", generation),
+        ("entry", n, src, t, k),
+    )
+
+
+def _load_early(launch: Launch, a: Agent, place: tuple, meant: tuple) -> None:
+    a.peek_16(_DISPATCH + "_load_steps", place, ("filled",), meant)
+    a.store(_DISPATCH + "_load_steps", place, EMPTY)
+
+
+def _are_counted(launch: Launch, a: Agent, block: int) -> None:
+    world, rank = launch.world, launch.rank
+    a.block_peek(
+        _DISPATCH + "_are_counted", ("COUNTED", rank, block), world.n_index_warps
+    )
+    for counter in range(world.n_index_warps):
+        where = _DISPATCH + "_receive_tokens"
+        a.load(where, ("block_pair_rows", rank, block, counter), is_=1)
+
+
+# ------------------------------------------------------------- dispatch's kernels
+
+
+def _has_nothing_and_returns(launch: Launch) -> bool:
+    """The mutation: a rank without tokens leaves at once."""
+    return launch.world.has("early return of a rank with zero tokens") and not (
+        launch.world.tokens(launch.dispatched + 1, launch.rank)
+    )
+
+
+def _tell_dispatch(launch: Launch, a: Agent) -> None:
+    """Each block says that it has read the header."""
+    n = launch.dispatched + 1
+    where = _DISPATCH + "_tell_dispatch"
+    word = "tokens_sent_on_gpu"
+
+    def leave(last: Agent) -> None:
+        value = TOKENS_SENT + len(launch.world.tokens(n, launch.rank))
+        last.leave_word(where, (word, launch.rank), value, ("tokens sent", n))
+
+    a.arrive(where, launch.world.n_blocks, leave, word, is_put_back=False)
+
+
+def _await_send_tokens(launch: Launch, a: Agent) -> None:
+    where = _DISPATCH + "_await_send_tokens"
+    place = ("tokens_sent_on_gpu", launch.rank)
+    a.look_at(where, place, TOKENS_SENT, ("tokens sent", launch.dispatched + 1))
+    a.store(where, place, 0)
+
+
+def send_tokens(launch: Launch) -> None:
+    """May run beside the dispatch of its tokens, see `World._launches`."""
+    world = launch.world
+    if _has_nothing_and_returns(launch):
+        return
+    reads_late = world.has("send_tokens tells what it reads late")
+    told = () if reads_late else ("dispatch_received", "combine_received")
+    for block in range(world.n_blocks):
+        a = launch.agent(f"block {block}, counting warp")
+        header_word(launch, a, "dispatch_sent", "dispatch_clear", *told)
+        _tell_dispatch(launch, a)
+    if reads_late:
+        a = launch.agent("late telling warp")
+        header_word(launch, a, "dispatch_received", "combine_received")
+    publish_earlier_reads(launch)
+    for block in range(world.n_blocks):
+        a = launch.agent(f"block {block}, sender")
+        _send_tokens(launch, a, block, True, True, False)
+
+
+def _are_sent(launch: Launch) -> bool:
+    return "send_tokens" in launch.world.program
+
+
+def _count_in_dispatch(launch: Launch, block: int, is_fused: bool) -> None:
+    a = launch.agent(f"block {block}, counting warp")
+    header_word(
+        launch,
+        a,
+        "dispatch_sent",
+        "dispatch_received",
+        "combine_received",
+        "dispatch_clear",
+    )
+    n = launch.dispatched + 1
+    n_tokens = len(launch.world.tokens(n, launch.rank))
+    words = {"dispatch_sent": launch.next("dispatch_sent")}
+    if is_fused:
+        words["dispatch_received"] = launch.next("dispatch_received")
+    moves_first = launch.world.has("generations moved before the wait for send_tokens")
+
+    def go_on(last: Agent) -> None:
+        if moves_first:
+            moving(launch, words)(last)
+        if _are_sent(launch):
+            _await_send_tokens(launch, last)
+        if not moves_first:
+            moving(launch, words)(last)
+        where = f"{_DISPATCH}{launch.op}_kernel"
+        parity = launch.parity(words["dispatch_sent"], n)
+        last.store(where, ("n_tokens", launch.rank, parity), n_tokens, ("n_tokens", n))
+
+    is_last_to_start(launch, a, go_on)
+
+
+def dispatch_async(launch: Launch) -> None:
+    if _has_nothing_and_returns(launch):
+        return
+    for block in range(launch.world.n_blocks):
+        _count_in_dispatch(launch, block, False)
+    publish_earlier_reads(launch)
+    for block in range(launch.world.n_blocks):
+        _send(launch, block, False, _are_sent(launch))
+
+
+def dispatch_wait(launch: Launch) -> None:
+    world = launch.world
+    tells_at_end = world.tells_at_dispatch_end
+    generation = launch.next("dispatch_received")
+    for block in range(world.n_blocks):
+        first = len(launch.agents)
+        a = launch.agent(f"block {block}, counting warp")
+        header_word(launch, a, "dispatch_received", "combine_received")
+        if not tells_at_end:
+            move = moving(launch, {"dispatch_received": generation})
+            is_last_to_start(launch, a, move)
+            if world.is_reduced and block == 0:
+                note_readers(launch, launch.agent("telling warp"), True)
+        a = launch.agent(f"block {block}, numbers warp")
+        read_numbers(launch, a, block)
+        for counter in range(world.n_index_warps):
+            a = launch.agent(f"block {block}, index warp {counter}")
+            lay_out_rows(launch, a, block, counter)
+        a = launch.agent(f"block {block}, receiver")
+        _receive_tokens(launch, a, block, False)
+        if tells_at_end:
+            tell_at_end(launch, block, first, "dispatch_received", generation)
+
+
+def dispatch(launch: Launch) -> None:
+    world = launch.world
+    if _has_nothing_and_returns(launch):
+        return
+    for block in range(world.n_blocks):
+        _count_in_dispatch(launch, block, True)
+    publish_earlier_reads(launch)
+    for block in range(world.n_blocks):
+        numbers, indexers = _send(launch, block, True, _are_sent(launch))
+        if world.is_reduced and block == 0:
+            note_readers(launch, numbers, True)
+        read_numbers(launch, numbers, block)
+        for counter, a in enumerate(indexers):
+            lay_out_rows(launch, a, block, counter)
+        _receive_tokens(launch, launch.agent(f"block {block}, receiver"), block, True)
+
+
+OPS = {
+    "send_tokens": send_tokens,
+    "dispatch_async": dispatch_async,
+    "dispatch_wait": dispatch_wait,
+    "dispatch": dispatch,
+    "combine_async": combine_async,
+    "combine_wait": combine_wait,
+    "combine": combine,
+}

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire protocols as a model: all orders of small worlds, and random ways.
+
+See `docs/model.md`. Tests of mutations fail if the model no longer notices what is
+broken on purpose, so they are what gives "holds" its worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from model import worlds
+from model.exploration import Machine, Result
+from model.launches import World
+from model.memory import UNPUBLISHED, Step
+from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_of
+
+WORLDS = worlds.all_worlds()
+# How far a mutated world is explored before the next one is tried.
+MUTATED_STATES = 300
+
+
+def id_of(x: object) -> str:
+    return str(getattr(x, "name", x))
+
+
+def catches(mutation: Mutation, world: World) -> Result | None:
+    """What a world shows of a mutation, if it shows something."""
+    machine = Machine(replace(world, mutation=mutation))
+    result = machine.explore(max_states=MUTATED_STATES, gives_up=True)
+    return result if result.failure else None
+
+
+@cache
+def explored(world: World) -> tuple[Result, frozenset[Step]]:
+    """What can happen in a world, and which steps are taken there."""
+    machine = Machine(world)
+    result = machine.explore()
+    return result, frozenset(machine.used)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=id_of)
+def test_protocol_holds(world: World) -> None:
+    result, _ = explored(world)
+    assert result.failure is None, result.short()
+    assert result.n_ends > 0
+
+
+@pytest.mark.parametrize("world", worlds.tiny(), ids=id_of)
+def test_protocol_holds_in_every_order(world: World) -> None:
+    """Every step of every rank in every order, stale reads and all."""
+    result = Machine(world).explore(every_order=True)
+    assert result.failure is None, result.short()
+    assert result.n_states > 1000
+
+
+@pytest.mark.parametrize("world", worlds.refused(), ids=id_of)
+def test_program_that_must_not_be_run(world: World) -> None:
+    """The model finds what is wrong with the orders that `protocol.md` forbids."""
+    result = Machine(world).explore(max_states=2000, gives_up=True)
+    assert result.failure is not None
+
+
+@pytest.mark.parametrize("world", worlds.stopped(), ids=id_of)
+def test_program_that_a_launch_refuses(world: World) -> None:
+    """It never ends and uses no wrong value; without the check, it does."""
+    result = Machine(world).explore()
+    assert result.failure is None, result.short()
+    assert result.n_refused > 0 and result.n_ends == 0
+    caught = catches(NOT_REFUSED, world)
+    assert caught is not None and caught.failure is not None
+    assert caught.failure.prop == UNPUBLISHED
+
+
+@pytest.mark.parametrize("mutation", NAMED, ids=id_of)
+def test_named_mutation_is_caught(mutation: Mutation) -> None:
+    caught = {}
+    for protocol, of_protocol in worlds.by_protocol().items():
+        if protocol in mutation.not_in:
+            continue
+        caught[protocol] = any(catches(mutation, world) for world in of_protocol)
+    assert caught and all(caught.values()), caught
+
+
+def test_every_step_matters() -> None:
+    """Each order made weaker, each wait and store left out, each generation fixed.
+
+    What nothing notices is what `HARMLESS` lists, with reasons, and nothing else.
+    """
+    unnoticed = set()
+    for of_protocol in worlds.by_protocol().values():
+        steps: set[Step] = set()
+        sites: dict[str, set[Site]] = {}
+        for world in of_protocol:
+            _, used = explored(world)
+            steps |= used
+            sites[world.name] = {Site.of(step) for step in used}
+        for mutation in made_of(steps):
+            # A world that takes no such step is not changed.
+            changed = [w for w in of_protocol if mutation.site in sites[w.name]]
+            if not any(catches(mutation, world) for world in changed):
+                unnoticed.add(mutation.name)
+    assert unnoticed == set(HARMLESS)
+
+
+@pytest.mark.parametrize("world", worlds.tiny(), ids=id_of)
+def test_choices_alone_find_what_every_order_finds(world: World) -> None:
+    """The reduction is sound on worlds that are small enough for both."""
+    machine = Machine(world)
+    machine.explore(every_order=True)
+    # `python -m tests.model --deep` compares with all of them.
+    for mutation in [*NAMED, *made_of(machine.used)[::6]]:
+        mutated = replace(world, mutation=mutation)
+        few = Machine(mutated).explore().failure
+        all_ = Machine(mutated).explore(every_order=True).failure
+        assert (few is None) == (all_ is None), mutation.name
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_worlds(seed: int) -> None:
+    """Up to four ranks, three tokens, two blocks, any legal order of ops: one way."""
+    result = Machine(worlds.random_world(seed)).walk(1, seed)
+    assert result.failure is None, result.short()
+
+
+def test_a_trace_can_be_read() -> None:
+    """It names ranks, launches, steps with their lines of code, and what is wrong."""
+    mutation = next(m for m in NAMED if m.name == "done word removed")
+    world = next(w for w in worlds.rank_slots() if w.name == "fused")
+    result = catches(mutation, world)
+    assert result is not None
+    trace = result.short()
+    assert "violated: nothing is overwritten before its reader is done" in trace
+    assert "begins launch 2: dispatch" in trace
+    assert "on rank" in trace and "; rank_slots/" in trace

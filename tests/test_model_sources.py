@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model follows the code: words, atomics and their orders, calls, phases.
+
+Each test fails if the Mojo sources gain or lose something that the model, or a table
+here that says why it may lack it, does not know. Then read `docs/model.md`, "When the
+code changes".
+"""
+
+from __future__ import annotations
+
+import pytest
+from model import expert_slots, host, rank_slots, sources, worlds
+from model.exploration import Machine
+from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, RANK_WORDS
+from model.memory import EMPTY, Order, Step
+from model.mutations import COUNTED_IN
+
+DEALS_OUT = "deals out numbers, or adds up what is read behind a barrier"
+FAILS = "how launches fail is not modelled: a wait that does not end is an error"
+HOSTS = "ranks of several hosts are not modelled"
+
+ATOMICS_LEFT_OUT = {"raise_to": FAILS, "order_before_put": HOSTS}
+
+CALLS_LEFT_OUT = {
+    ("expert_slots/combine.mojo: _reduce_tokens", "block_add"): DEALS_OUT,
+    ("expert_slots/combine.mojo: _send_rows", "block_add"): DEALS_OUT,
+    ("expert_slots/dispatch.mojo: _count_choices", "block_add"): DEALS_OUT,
+    ("expert_slots/dispatch.mojo: _receive_half", "block_add"): DEALS_OUT,
+    ("rank_slots/combine.mojo: _add_tokens", "block_add"): DEALS_OUT,
+    ("rank_slots/dispatch.mojo: _receive_tokens", "block_add"): DEALS_OUT,
+    ("rank_slots/combine.mojo: _look_at_partial", "peek_16"): "a first look of the"
+    " wait in `_await_16`; the model has one",
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): FAILS,
+    ("failures.mojo: note_failure", "raise_to"): FAILS,
+    ("transport.mojo: put_flag", "order_before_put"): HOSTS,
+}
+# How often a function calls an atomic, where it is more than once and not modelled
+# call by call: a third call would be a step that the model lacks.
+CALLED_OFTEN = {
+    ("rank_slots/dispatch.mojo: _store_steps", "put_16"): 2,  # values, scales
+    ("rank_slots/dispatch.mojo: _send_tokens", "publish"): 2,  # peers, own region
+    ("rank_slots/dispatch.mojo: _load_steps", "peek_16"): 2,  # first look, then more
+    ("rank_slots/dispatch.mojo: _are_counted", "block_peek"): 2,  # COUNTED, FAILED
+    ("rank_slots/dispatch.mojo: _receive", "block_peek"): 2,  # again, for its value
+    ("rank_slots/dispatch.mojo: _await_send_tokens", "look_at"): 2,  # and again
+    ("rank_slots/device_steps.mojo: await_readers", "peek"): 2,
+    ("rank_slots/index.mojo: _agree_on_found", "block_peek"): 2,
+    ("rank_slots/row_counts.mojo: read_numbers", "peek_number"): 2,
+    ("rank_slots/row_counts.mojo: _read_counts", "peek_number"): 2,
+    # SUMMED, COUNTED, FAILED.
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_peek"): 3,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_arrive"): 2,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): 2,  # FAILED
+    ("rank_slots/host_dispatch.mojo: dispatch_async_host", "publish"): 2,
+    ("expert_slots/device_steps.mojo: await_done_words", "peek"): 2,
+    ("expert_slots/device_steps.mojo: await_message", "peek"): 2,
+    ("expert_slots/dispatch.mojo: read_counts", "peek_number"): 2,
+    ("expert_slots/dispatch.mojo: _receive_half", "block_peek"): 2,
+    ("expert_slots/host_steps.mojo: await_readers", "peek"): 2,
+    ("host_copy.mojo: for_each_chunk", "drain_stores"): 2,  # inline, in a worker
+}
+
+WORDS_LEFT_OUT = {"dispatch_put": HOSTS, "combine_put": HOSTS}
+# Not located by `layout.mojo`: they stand inside of a message.
+WORDS_INSIDE = {"dispatch_message_flag", "combine_message_flag"}
+
+HEADER_LEFT_OUT = {
+    "magic": "does not change",
+    "my_rank": "does not change",
+    "timeout_ms": "does not change",
+    "layout": "does not change",
+    "n_dropped": "a tally",
+    "src_info_hash": "CPU ranks: a check of arguments",
+    "broken": FAILS,
+    "failure": FAILS,
+    "n_fields": "a size",
+    "n_header_words": "a size",
+    "n_failure_words": "a size",
+}
+
+CONTROL_LEFT_OUT = {
+    "FAILED": FAILS,
+    "NO_NUMBERS": FAILS,
+    "NEXT_ITEM": DEALS_OUT,
+    "NEXT_PART": DEALS_OUT,
+    "NEXT_ROW": DEALS_OUT,
+    "SEND": "the name of a phase",
+    "RECEIVE": "the name of a phase",
+    "NUMBERS_WARP": "an agent: numbers warp",
+    "TELLING_WARP": "an agent: telling warp",
+    "COUNTING_WARP": "an agent: counting warp",
+    "FIRST_SENDER": "an agent: sender",
+    "N_INDEX_WARPS": "a number",
+    "N_CONTROL": "a number",
+    "N_WARPS_MIN": "a number",
+}
+# Words that are noted, but not by name in the model.
+NOTES_LEFT_OUT = {"broken": FAILS, "src_info_hash": "CPU ranks: a check of arguments"}
+
+# At the begin or at the end of a launch; of a pair and of all of them.
+NOTED_OFTEN = {
+    ("rank_slots/combine.mojo: combine_wait_kernel", "combine_received"): 2,
+    ("rank_slots/dispatch.mojo: dispatch_wait_kernel", "dispatch_received"): 2,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "pair_rows"): 2,
+    ("expert_slots/dispatch.mojo: read_counts", "pair_rows"): 2,
+    ("expert_slots/host_dispatch.mojo: lay_out_rows", "pair_rows"): 2,
+}
+
+# The model takes these for granted: one of its agents is a warp that is in step, or a
+# block behind its barrier. Where one is missing, lanes or warps are out of step.
+BARRIERS = {
+    ("expert_slots/combine.mojo: _reduce_tokens", "syncwarp"): 1,
+    ("expert_slots/combine.mojo: _send_rows", "syncwarp"): 1,
+    ("expert_slots/combine.mojo: _share_pairs", "barrier"): 1,
+    ("expert_slots/combine.mojo: combine_wait_kernel", "barrier"): 1,
+    ("expert_slots/device_steps.mojo: await_done_words", "syncwarp"): 1,
+    ("expert_slots/device_steps.mojo: is_last_block", "barrier"): 1,
+    ("expert_slots/device_steps.mojo: publish_done", "syncwarp"): 1,
+    ("expert_slots/dispatch.mojo: _index_choices", "syncwarp"): 3,
+    ("expert_slots/dispatch.mojo: _receive_half", "syncwarp"): 1,
+    ("expert_slots/dispatch.mojo: _send", "barrier"): 1,
+    ("expert_slots/dispatch.mojo: _send_half", "syncwarp"): 1,
+    ("expert_slots/dispatch.mojo: dispatch_kernel", "barrier"): 1,
+    ("expert_slots/dispatch.mojo: dispatch_wait_kernel", "barrier"): 1,
+    ("expert_slots/dispatch.mojo: read_counts", "syncwarp"): 3,
+    ("rank_slots/device_steps.mojo: await_readers", "syncwarp"): 1,
+    ("rank_slots/device_steps.mojo: note_readers", "syncwarp"): 1,
+    ("rank_slots/device_steps.mojo: publish_reads", "syncwarp"): 1,
+    ("rank_slots/device_steps.mojo: start_launch", "barrier"): 1,
+    ("rank_slots/dispatch.mojo: _receive", "syncwarp"): 1,
+    ("rank_slots/dispatch.mojo: _send", "syncwarp"): 1,
+    ("rank_slots/dispatch.mojo: _send_tokens", "syncwarp"): 1,
+    ("rank_slots/index.mojo: _find_choices", "syncwarp"): 1,
+    ("rank_slots/index.mojo: index_choices", "syncwarp"): 1,
+    ("rank_slots/row_counts.mojo: lay_out_rows", "syncwarp"): 2,
+}
+# Each kernel of `rank_slots` begins with it: launches may overlap.
+AWAITS_LAUNCH_BEFORE = "await_launch_before"
+# They do, too, but are of no protocol.
+OF_NO_PROTOCOL = {"choices.mojo: pack_kernel", "choices.mojo: unpack_kernel"}
+
+# Of `gather`, what waits for the second stream, and what does so unless its own
+# tokens are in it.
+SECOND_STREAM = {
+    ("gpu_launch.mojo: launch_send_tokens", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_send_tokens", "fork"): 1,
+    ("gpu_launch.mojo: launch_dispatch_async", "_check_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_dispatch_wait", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_dispatch", "_check_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_combine_async", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_combine_wait", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_combine", "_await_sent_tokens"): 1,
+    ("gpu_launch.mojo: _await_sent_tokens", "join"): 1,
+    ("gpu_launch.mojo: _check_sent_tokens", "join"): 1,
+    ("gpu_setup.mojo: clear_gpu", "join"): 1,
+}
+
+# What a function does in this order; between two of them may be more.
+_MOVES = (
+    "header_word(",
+    "start_launch[",
+    "is_last_to_start(",
+    "if tokens_are_sent:",
+    "_await_send_tokens(",
+    "set_n_tokens(",
+    "set_dispatch_sent(",
+)
+IN_THIS_ORDER = {
+    "rank_slots/dispatch.mojo: _tell_dispatch": (
+        "tokens_sent_on_gpu()",
+        "if arrive(word) == Int(grid_dim.x) - 1:",
+        "leave_word(word, TOKENS_SENT + Int32(n_tokens))",
+    ),
+    "rank_slots/dispatch.mojo: _await_send_tokens": (
+        "tokens_sent_on_gpu()",
+        "look_at(word)",
+        "while found < TOKENS_SENT:",
+        "look_at(word)",
+        "word[] = 0",
+    ),
+    "rank_slots/dispatch.mojo: send_tokens_kernel": (
+        "header_word(",
+        "start_launch[",
+        "_tell_dispatch(",
+        "publish_earlier_reads[",
+        "_send_by_number[",
+    ),
+    "rank_slots/dispatch.mojo: dispatch_async_kernel": _MOVES,
+    "rank_slots/dispatch.mojo: dispatch_kernel": (*_MOVES, "set_dispatch_received("),
+    "rank_slots/dispatch.mojo: dispatch_wait_kernel": (
+        "comptime tells_at_end = shares_gpu or not layout.is_reduced()",
+        "if not tells_at_end:",
+        "is_last_to_start(",
+        "if tells_at_end:",
+        "is_last_block(",
+    ),
+    "rank_slots/combine.mojo: combine_wait_kernel": (
+        "if not shares_gpu:",
+        "is_last_to_start(",
+        "if shares_gpu:",
+        "is_last_block(",
+    ),
+    "rank_slots/combine.mojo: _is_bad_answer": (
+        "if launch.before.dispatch_received != dispatch_generation:",
+        "return True",
+        "dispatch_sent != dispatch_generation",
+        "next_generation(dispatch_generation)",
+        "return True",
+    ),
+    "rank_slots/combine.mojo: _receive": ("_is_bad_answer(", "_add_tokens["),
+    "rank_slots/device_steps.mojo: is_last_to_start": (
+        "arrive(counters.blocks_done()) != Int(grid_dim.x) - 1",
+        "blocks_done()[] = 0",
+    ),
+    "gpu_launch.mojo: launch_send_tokens": ("_await_sent_tokens[", "fork("),
+}
+
+# The files of the model that have what `mojo/max_ep/` has in a folder, for GPUs.
+MODULES = {
+    "rank_slots": ["rank_slots.py", "rank_combine.py", "rank_steps.py"],
+    "expert_slots": ["expert_slots.py"],
+}
+
+# Shared memory that is not a control word.
+BLOCK_ARRAYS = {"sums", "n_tokens_of", "block_pair_rows"}
+
+
+@pytest.fixture(scope="module")
+def steps() -> set[Step]:
+    """All steps that any world takes."""
+    found: set[Step] = set()
+    for world in worlds.all_worlds():
+        machine = Machine(world)
+        machine.explore(max_states=300, gives_up=True)
+        found |= machine.used
+    return found
+
+
+def test_atomics_and_their_orders() -> None:
+    """An order, a scope or an atomic that changes in `flags.mojo` is noticed."""
+    does = {"write": "store", "await": "load", "arrive": "fetch_add", "drain": "fence"}
+    known = {
+        name: (
+            does[kind],
+            # A fence on x86; see its `# ORDER:`.
+            {"SEQUENTIAL"} if kind == "drain" else {order.name},
+            scope,
+        )
+        for name, (kind, order, scope) in CALLS.items()
+    }
+    found = sources.atomics()
+    assert set(found) - set(known) == set(ATOMICS_LEFT_OUT)
+    assert known == {name: found[name] for name in known}
+
+
+def test_every_call_of_an_atomic_is_a_step(steps: set[Step]) -> None:
+    """A flag that a kernel gains or loses is noticed, and where it is."""
+    names = set(sources.atomics()) | set(sources.ALIASES)
+    in_code = sources.calls_of(names)
+    sites = {(where, sources.ALIASES.get(call, call)) for where, call in in_code}
+    in_model = {(s.where, s.call) for s in steps if s.call in CALLS}
+    assert sites - in_model == set(CALLS_LEFT_OUT)
+    assert in_model <= sites
+
+
+def test_no_function_calls_an_atomic_once_more() -> None:
+    names = set(sources.atomics()) | set(sources.ALIASES)
+    counts: dict[tuple[str, str], int] = {}
+    for (where, call), n in sources.calls_of(names).items():
+        site = (where, sources.ALIASES.get(call, call))
+        counts[site] = counts.get(site, 0) + n
+    assert {site: n for site, n in counts.items() if n > 1} == CALLED_OFTEN
+
+
+def test_a_step_has_the_order_of_its_call(steps: set[Step]) -> None:
+    for step in steps:
+        if step.call in CALLS:
+            assert step.order == CALLS[step.call][1], step
+        else:
+            assert step.order in (Order.PLAIN, Order.STREAMED), step
+
+
+def test_steps_name_functions_that_there_are(steps: set[Step]) -> None:
+    for where in {s.where for s in steps if s.kind != "join"}:
+        file, function = where.split(": ")
+        assert function in sources.functions(file), where
+
+
+def test_words_of_symmetric_memory(steps: set[Step]) -> None:
+    assert sources.located_words() - set(RANK_WORDS) == set(WORDS_LEFT_OUT)
+    assert set(RANK_WORDS) - sources.located_words() == WORDS_INSIDE
+    assert set(RANK_WORDS) <= {s.place[0] for s in steps if s.place}
+
+
+def test_words_that_a_rank_keeps(steps: set[Step]) -> None:
+    words = sources.header_words() | sources.counter_arrays() | {"pair_rows"}
+    assert words - set(LOCAL_WORDS) == set(HEADER_LEFT_OUT)
+    assert set(LOCAL_WORDS) <= words
+    assert set(LOCAL_WORDS) <= {s.place[0] for s in steps if s.place}
+
+
+def test_words_of_a_block() -> None:
+    words = sources.control_words()
+    assert words - BLOCK_WORDS == set(CONTROL_LEFT_OUT)
+    assert BLOCK_WORDS - words == BLOCK_ARRAYS
+
+
+def test_phases() -> None:
+    """A kernel without an op in the model, or the other way round, is noticed."""
+    modelled = {f"rank_slots: {op}_kernel" for op in rank_slots.OPS}
+    modelled |= {f"expert_slots: {op}_kernel" for op in expert_slots.OPS}
+    modelled |= {
+        f"{p}: {op}_host" for p in ("expert_slots", "rank_slots") for op in host.OPS
+    }
+    # Sending tokens first is for `gather` alone.
+    modelled -= {"expert_slots: send_tokens_host"}
+    assert sources.phases() == modelled
+    assert set(sources.named_phases()) == set(worlds.SPLIT)
+
+
+@pytest.mark.parametrize("protocol", ["rank_slots", "expert_slots"])
+def test_functions_call_the_same_ones(protocol: str) -> None:
+    """A kernel that no longer waits, or tells, or does so elsewhere, is noticed.
+
+    Of GPU ranks, with functions that only one side has seen through.
+    """
+    files = [f"{protocol}/dispatch.mojo", f"{protocol}/combine.mojo"]
+    files += [f"{protocol}/device_steps.mojo", "expert_slots/device_steps.mojo"]
+    if protocol == "rank_slots":
+        files += ["rank_slots/index.mojo", "rank_slots/row_counts.mojo"]
+    in_code = sources.mojo_calls(files)
+    in_model = sources.model_calls(MODULES[protocol])
+    ops = (rank_slots if protocol == "rank_slots" else expert_slots).OPS
+    named: dict[str, list[str]] = {}
+    for where in in_code:
+        name = where.split(": ")[1].removesuffix("_kernel")
+        named.setdefault(name, []).append(where)
+    # Names that two files have, such as `_finish`, are seen through.
+    both = {
+        name: places[0]
+        for name, places in named.items()
+        if name in in_model and len(places) == 1
+    }
+    assert set(ops) <= set(both)
+    model_edges = {(both[a], both[b]) for a, b in sources.edges(in_model, set(both))}
+    assert sources.edges(in_code, set(both.values())) == model_edges
+
+
+def test_what_is_noted_in_the_counters(steps: set[Step]) -> None:
+    """A generation that a kernel no longer moves, or moves elsewhere, is noticed."""
+    in_code = {
+        (where, word)
+        for where, word in sources.notes_of_counters()
+        if word not in NOTES_LEFT_OUT
+    }
+    often = {note: n for note, n in sources.notes_of_counters().items() if n > 1}
+    assert {n: often[n] for n in often if n[1] not in NOTES_LEFT_OUT} == NOTED_OFTEN
+    noted = {word for _, word in in_code}
+    in_model = {
+        (s.where, s.place[0])
+        for s in steps
+        if s.kind == "write" and s.call == "store" and s.place[0] in noted
+    }
+    assert in_code == in_model
+
+
+def test_what_was_read_is_put_back(steps: set[Step]) -> None:
+    in_model = {s.where for s in steps if s.kind == "write" and s.value == EMPTY}
+    assert sources.put_backs() == in_model
+
+
+def test_words_that_blocks_count_in_are_put_back(steps: set[Step]) -> None:
+    in_model = {s.where for s in steps if s.call == "store" and _is_counted_in(s)}
+    assert sources.put_back_to_zero() == in_model
+
+
+def _is_counted_in(step: Step) -> bool:
+    return step.place[0] in COUNTED_IN
+
+
+def test_what_waits_for_the_second_stream() -> None:
+    names = {"fork", "join", "_await_sent_tokens", "_check_sent_tokens"}
+    assert dict(sources.calls_of(names)) == SECOND_STREAM
+
+
+@pytest.mark.parametrize("where", IN_THIS_ORDER)
+def test_functions_do_things_in_this_order(where: str) -> None:
+    file, function = where.split(": ")
+    rest = sources.functions(file)[function]
+    for said in IN_THIS_ORDER[where]:
+        assert said in rest, said
+        rest = rest[rest.index(said) + len(said) :]
+
+
+def test_who_waits_for_readers_of_what() -> None:
+    names = {"await_readers", "note_readers"}
+    in_model = sources.model_directions(MODULES["rank_slots"], names)
+    assert len(in_model) == 8
+    assert sources.directions(names) == in_model
+
+
+def test_barriers_that_the_model_takes_for_granted() -> None:
+    assert dict(sources.calls_of({"syncwarp", "barrier"})) == BARRIERS
+
+
+def test_kernels_await_the_launch_before() -> None:
+    kernels = {
+        f"rank_slots/{'combine' if 'combine' in op else 'dispatch'}.mojo: {op}_kernel"
+        for op in rank_slots.OPS
+    }
+    calls = sources.calls_of({AWAITS_LAUNCH_BEFORE})
+    all_ = kernels | OF_NO_PROTOCOL
+    assert dict(calls) == {(kernel, AWAITS_LAUNCH_BEFORE): 1 for kernel in all_}
