@@ -139,14 +139,16 @@ AWAITS_LAUNCH_BEFORE = "await_launch_before"
 # They do, too, but are of no protocol.
 OF_NO_PROTOCOL = {"choices.mojo: pack_kernel", "choices.mojo: unpack_kernel"}
 
-# Of `gather`, what waits for the second stream, and what does so unless its own
-# tokens are in it.
+# Of `gather`, what waits for the second stream, and what does so behind itself if its
+# own tokens are in it: MAX may give their memory to what follows.
 SECOND_STREAM = {
     ("gpu_launch.mojo: launch_send_tokens", "_await_sent_tokens"): 1,
     ("gpu_launch.mojo: launch_send_tokens", "fork"): 1,
     ("gpu_launch.mojo: launch_dispatch_async", "_check_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_dispatch_async", "join"): 1,
     ("gpu_launch.mojo: launch_dispatch_wait", "_await_sent_tokens"): 1,
     ("gpu_launch.mojo: launch_dispatch", "_check_sent_tokens"): 1,
+    ("gpu_launch.mojo: launch_dispatch", "join"): 1,
     ("gpu_launch.mojo: launch_combine_async", "_await_sent_tokens"): 1,
     ("gpu_launch.mojo: launch_combine_wait", "_await_sent_tokens"): 1,
     ("gpu_launch.mojo: launch_combine", "_await_sent_tokens"): 1,
