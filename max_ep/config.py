@@ -109,7 +109,8 @@ class EPConfig:
     ranks run one after another, so the fused forms are refused."""
     n_sms: int = 0
     """Most multiprocessors of a GPU that an EP op occupies, so that other kernels
-    run beside it; 0: all of them. What fewer cost was not measured."""
+    run beside it; 0: all of them. With tokens sent first at least 2. What fewer cost
+    was not measured."""
     output_layout: str = "packed"
     """How dispatched rows stand: ``"packed"``: one after another, with
     ``row_offsets``; ``"padded"``: each local expert has ``expert_capacity``
