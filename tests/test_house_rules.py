@@ -139,3 +139,16 @@ def test_readme_commands_are_run_by_ci() -> None:
         run_by_ci = " ".join(words) in ci
         run_by_tests = f'"{" ".join(words)}"' in tests
         assert run_by_ci or run_by_tests, f"nothing runs `{command}`"
+
+
+def test_tests_in_reliability_exist() -> None:
+    """And the mutations of the model that it names."""
+    text = (ROOT / "docs/reliability.md").read_text()
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    names = set(re.findall(r"`(test_\w+?)(?:\[(\w+)\])?`", text))
+    assert len(names) > 25
+    missing = [name for name, _ in names if f"def {name}(" not in sources]
+    missing += [part for _, part in names if part and f'"{part}"' not in sources]
+    mutations = re.findall(r'"([a-z][a-z -]+)"', text)
+    missing += [name for name in mutations if f'"{name}"' not in sources]
+    assert mutations and not missing
