@@ -7,6 +7,8 @@ broken on purpose, so they are what gives "holds" its worth.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -20,6 +22,15 @@ from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_o
 WORLDS = worlds.all_worlds()
 # How far a mutated world is explored before the next one is tried.
 MUTATED_STATES = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_the_rest_of_the_heap() -> Iterator[None]:
+    """Spares the collector what other tests keep: states are many small objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def id_of(x: object) -> str:
