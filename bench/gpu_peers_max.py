@@ -7,7 +7,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from max.engine import InferenceSession, Model
 
 from . import gpu_shapes
 from .gpu_graphs_max import (
-    dispatcher_of,
     ep_config,
     graph_of,
     library,
@@ -59,7 +58,8 @@ def make_data(case: Case, seed: int, *, exact_weights: bool) -> Data:
     )
 
 
-def _torch_device(rank: int) -> str:
+def torch_device(rank: int) -> str:
+    """Names a rank's GPU."""
     return f"cuda:{rank}"
 
 
@@ -94,10 +94,10 @@ class Runner:
             if "no precompiled artifact" not in str(e):
                 raise
             comm = module.EPCommInitializer(group)
-            comm.ep_init(self._compiling_session())
+            comm.ep_init(self.compiling_session())
         return comm
 
-    def _compiling_session(self) -> InferenceSession:
+    def compiling_session(self) -> InferenceSession:
         """Makes a session for set-up graphs that are not among the compiled ones."""
         return InferenceSession(devices=self.devices)
 
@@ -201,7 +201,7 @@ class Runner:
                 Delivered(rows, scales[0] if scales else None, row_offsets, expert_ids),
                 data.routes.token_numbers[rank],
                 data.routes.row_offsets[rank],
-                stack_tokens(data.x, _torch_device(rank)),
+                stack_tokens(data.x, torch_device(rank)),
                 exact=exact,
             )
             if sums:
@@ -229,7 +229,7 @@ class Runner:
             return
         config, layers = self.config, self.config.n_layers(form)
         for rank in range(config.n_ranks):
-            device = _torch_device(rank)
+            device = torch_device(rank)
             if config.dtype == "fp8":
                 parts = expected_parts(
                     config.shape,
@@ -391,103 +391,3 @@ class Runner:
         self._models = {}
         if hasattr(self._comm, "close"):
             self._comm.close()
-
-
-class AllGatherRunner(Runner):
-    """The same for ``AllGatherTokenDispatcher``: every layer multiplies by ranks."""
-
-    def _join(self) -> Any:
-        joined = _Both(dispatcher_of(self.config).initializers())
-        joined.ep_init(self._compiling_session())
-        return joined
-
-    def _inputs(self, form: str, data: Data) -> list[Buffer]:
-        small = replace(data, x=[self._scaled(x) for x in data.x])
-        small.weights = data.weights[:1]
-        return super()._inputs(form, small)
-
-    def _scaled(self, bits: np.ndarray) -> np.ndarray:
-        """Makes tokens so small that a chain does not overflow."""
-        factor = float(self.config.n_ranks) ** -(
-            self.config.n_layers("all_gather") // 2
-        )
-        return gpu_shapes.scaled_bits(bits, factor)
-
-    def _check_layer(
-        self, case: Case, form: str, data: Data, outputs: list[Buffer]
-    ) -> None:
-        self._check_gathered(case, data, outputs, n_layers=1)
-        n = self.config.n_ranks
-        self._check_sums(case, data, outputs[n : 2 * n], n_layers=1)
-
-    def _check_chain(
-        self, case: Case, form: str, data: Data, outputs: list[Buffer]
-    ) -> None:
-        self._check_gathered(case, data, outputs, self.config.n_layers(form))
-        n = self.config.n_ranks
-        self._check_sums(case, data, outputs[:n], self.config.n_layers(form))
-
-    def _check_sums(
-        self, case: Case, data: Data, sums: list[Buffer], n_layers: int
-    ) -> None:
-        from .gpu_checks import check_chain, from_bits
-
-        for rank, got in enumerate(sums):
-            x = from_bits(self._scaled(data.x[rank]), _torch_device(rank)).double()
-            where = f"{case.name} rank {rank}, {n_layers} layers"
-            want = x * float(self.config.n_ranks) ** n_layers
-            check_chain(where, self._tensor(got, rank), want)
-
-    def _check_gathered(
-        self, case: Case, data: Data, outputs: list[Buffer], n_layers: int
-    ) -> None:
-        """Compares the first layer's tokens, and maps and probabilities."""
-        from .gpu_checks import check_same, stack_tokens
-
-        n = self.config.n_ranks
-        n_there = n * case.n_tokens
-        scaled = [self._scaled(x) for x in data.x]
-        ids, probs = np.concatenate(data.ids), np.concatenate(data.weights[0])
-        for rank in range(n):
-            where = f"{case.name} rank {rank}"
-            got = self._tensor(outputs[2 * n + rank], rank)[:n_there]
-            check_same(f"{where}: tokens", got, stack_tokens(scaled, got.device))
-            for layer in range(n_layers):
-                at = 3 * n + 2 * n * layer + rank
-                for what, i, want, rest in (
-                    ("routing map", at, ids, -1),
-                    ("probabilities", at + n, probs, 0),
-                ):
-                    got = self._tensor(outputs[i], rank)
-                    says = f"{where}, layer {layer}: {what}"
-                    check_same(says, got[:n_there], want)
-                    behind = got[n_there:]
-                    check_same(says, behind, behind.new_full(behind.shape, rest))
-
-
-class _Both:
-    """Two initializers, as one."""
-
-    def __init__(self, initializers: tuple) -> None:
-        self._each = initializers
-
-    def ep_init(self, session: InferenceSession) -> None:
-        for comm in self._each:
-            comm.ep_init(session)
-
-    def model_inputs(self) -> list[Buffer]:
-        return [value for comm in self._each for value in comm.model_inputs()]
-
-    def check(self) -> None:
-        for comm in self._each:
-            comm.check()
-
-    def close(self) -> None:
-        for comm in self._each:
-            comm.close()
-
-
-def runner_of(config: Config, mef_dir: Path | None) -> Runner:
-    """Makes the runner of a configuration's peer."""
-    kind = AllGatherRunner if config.is_dispatcher else Runner
-    return kind(config, mef_dir)

@@ -448,7 +448,7 @@ def _child(spec: dict) -> None:
 
 def _graph_child(spec: dict) -> None:
     """Measures cases of ours or of MAX's EP; one runner a configuration."""
-    from . import gpu_peers_max
+    from . import gpu_peers_all_gather
 
     results = Path(spec["results"])
     todo_names = set(spec["todo"])
@@ -472,7 +472,7 @@ def _graph_child(spec: dict) -> None:
             continue
         _say({"start": f"open_{config.name}"})
         try:
-            runner = gpu_peers_max.runner_of(config, _mef_folder(config, spec))
+            runner = gpu_peers_all_gather.runner_of(config, _mef_folder(config, spec))
         except Exception as e:
             for case, form in todo:
                 write(case, form, {"error": _cause(e)})

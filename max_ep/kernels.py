@@ -326,8 +326,7 @@ def call_ep_dispatch_async(
             :func:`call_ep_combine_wait` takes them.
         tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
             graph and since the last dispatch; with ``protocol="gather"``. If it is
-            not so, the op raises, or on GPUs the next
-            :meth:`EPCommInitializer.check`.
+            not so, the op raises.
 
     Raises:
         TypeError: If a dtype is not the one above.

@@ -137,7 +137,7 @@ BARRIERS = {
 # Each kernel of `rank_slots` begins with it: launches may overlap.
 AWAITS_LAUNCH_BEFORE = "await_launch_before"
 # They do, too, but are of no protocol.
-OF_NO_PROTOCOL = {"choices.mojo: pack_kernel", "choices.mojo: unpack_kernel"}
+OF_NO_PROTOCOL = {"choices.mojo: items_kernel"}
 
 # Of `gather`, what waits for the second stream, and what does so behind itself if its
 # own tokens are in it: MAX may give their memory to what follows.
@@ -155,6 +155,11 @@ SECOND_STREAM = {
     ("gpu_launch.mojo: _await_sent_tokens", "join"): 1,
     ("gpu_launch.mojo: _check_sent_tokens", "join"): 1,
     ("gpu_setup.mojo: clear_gpu", "join"): 1,
+    # A dispatch leaves multiprocessors to a `send_tokens` that has not begun.
+    ("gpu_launch.mojo: launch_send_tokens", "_n_side_blocks"): 1,
+    ("gpu_launch.mojo: _n_dispatch_blocks", "_n_side_blocks"): 1,
+    ("gpu_launch.mojo: launch_dispatch_async", "_n_dispatch_blocks"): 1,
+    ("gpu_launch.mojo: launch_dispatch", "_n_dispatch_blocks"): 1,
 }
 
 # What a function does in this order; between two of them may be more.
@@ -381,7 +386,7 @@ def _is_counted_in(step: Step) -> bool:
 
 
 def test_what_waits_for_the_second_stream() -> None:
-    names = {"fork", "join", "_await_sent_tokens", "_check_sent_tokens"}
+    names = {name for _, name in SECOND_STREAM}
     assert dict(sources.calls_of(names)) == SECOND_STREAM
 
 

@@ -4,7 +4,7 @@ import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.gpu.host import DeviceContext
 
-from .choices import PackedChoices, UnpackedChoices, pack, unpack
+from .choices import PackedChoices, UnpackedChoices, do_items
 
 
 @always_inline
@@ -41,7 +41,7 @@ struct PackChoices:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank; see `PackedChoices`."""
-        pack[target](
+        do_items[target](
             PackedChoices(
                 _read(ids),
                 _read(probs),
@@ -73,7 +73,7 @@ struct UnpackChoices:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank; see `UnpackedChoices`."""
-        unpack[target](
+        do_items[target](
             UnpackedChoices(
                 _read(rows),
                 _read(row_offsets),

@@ -10,6 +10,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.gpu.primitives.grid_controls import PDLLevel, pdl_launch_attributes
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import ceildiv
 
 from .rank_slots.device_steps import await_launch_before
 
@@ -17,8 +18,28 @@ comptime _NUM_THREADS = 256
 comptime _MAX_BLOCKS = 128
 
 
+trait ItemWork(DevicePassable, TrivialRegisterPassable):
+    """Work that falls into items, each of which one thread can do."""
+
+    def n_items(self) -> Int:
+        """Counts what `do` can be asked for.
+
+        Returns:
+            Items.
+        """
+        ...
+
+    def do(self, item: Int):
+        """Does one item.
+
+        Args:
+            item: Which, in `[0, n_items())`.
+        """
+        ...
+
+
 @fieldwise_init
-struct PackedChoices(DevicePassable, TrivialRegisterPassable):
+struct PackedChoices(ItemWork):
     """A rank's choices, and what dispatch needs to send them to everybody."""
 
     var ids: Pointer[Int32, ImmUntrackedOrigin]
@@ -93,7 +114,7 @@ struct PackedChoices(DevicePassable, TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct UnpackedChoices(DevicePassable, TrivialRegisterPassable):
+struct UnpackedChoices(ItemWork):
     """Gathered messages, and what they say."""
 
     var rows: Pointer[Float32, ImmUntrackedOrigin]
@@ -162,10 +183,13 @@ struct UnpackedChoices(DevicePassable, TrivialRegisterPassable):
         self.probs[unsafe_offset=item] = prob
 
 
-def pack_kernel(work: PackedChoices):
-    """Packs choices.
+def items_kernel[work_type: ItemWork](work: work_type):
+    """Does all items.
 
     Launch: any grid, any block.
+
+    Parameters:
+        work_type: Kind of work.
 
     Args:
         work: What to do.
@@ -177,34 +201,13 @@ def pack_kernel(work: PackedChoices):
         work.do(item)
 
 
-def unpack_kernel(work: UnpackedChoices):
-    """Unpacks choices.
-
-    Launch: any grid, any block.
-
-    Args:
-        work: What to do.
-    """
-    await_launch_before()
-    for item in range(
-        Int(global_idx.x), work.n_items(), Int(grid_dim.x * block_dim.x)
-    ):
-        work.do(item)
-
-
-@always_inline
-def _n_blocks(n_items: Int) -> Int:
-    return max(
-        1, min(_MAX_BLOCKS, (n_items + _NUM_THREADS - 1) // _NUM_THREADS)
-    )
-
-
-def pack[
-    target: StaticString
-](work: PackedChoices, context: DeviceContext) raises:
-    """Packs choices, on the device of the tensors.
+def do_items[
+    work_type: ItemWork, //, target: StaticString
+](work: work_type, context: DeviceContext) raises:
+    """Does all items, on the device of the tensors.
 
     Parameters:
+        work_type: Kind of work.
         target: Device kind, such as `cpu`.
 
     Args:
@@ -215,40 +218,12 @@ def pack[
         If the launch fails.
     """
     comptime if is_gpu[target]():
-        var function = context.compile_function[pack_kernel]()
+        var n_blocks = ceildiv(work.n_items(), _NUM_THREADS)
+        var function = context.compile_function[items_kernel[work_type]]()
         context.enqueue_function(
             function,
             work,
-            grid_dim=_n_blocks(work.n_items()),
-            block_dim=_NUM_THREADS,
-            attributes=pdl_launch_attributes(PDLLevel.ON),
-        )
-    else:
-        for item in range(work.n_items()):
-            work.do(item)
-
-
-def unpack[
-    target: StaticString
-](work: UnpackedChoices, context: DeviceContext) raises:
-    """Unpacks choices, on the device of the tensors.
-
-    Parameters:
-        target: Device kind, such as `cpu`.
-
-    Args:
-        work: What to do.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
-    comptime if is_gpu[target]():
-        var function = context.compile_function[unpack_kernel]()
-        context.enqueue_function(
-            function,
-            work,
-            grid_dim=_n_blocks(work.n_items()),
+            grid_dim=max(1, min(_MAX_BLOCKS, n_blocks)),
             block_dim=_NUM_THREADS,
             attributes=pdl_launch_attributes(PDLLevel.ON),
         )
