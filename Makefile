@@ -10,10 +10,13 @@ CHECK ?= memcheck
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-gpu sanitize bench lint format clean
+.PHONY: demo serve test test-gpu sanitize bench lint format clean
 
 demo: .venv/.installed
 	$(BIN)/max-ep demo
+
+serve: .venv/.installed-serve
+	$(BIN)/python -m graphs.serve.run
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest
@@ -36,8 +39,13 @@ lint: .venv/.installed-dev
 	$(PIP) -e .
 	touch $@
 
-.venv/.installed-dev: .venv/.installed
-	$(PIP) $(TORCH)
+# uv, since an older pip cannot resolve what `max[serve]` asks for.
+.venv/.installed-serve: .venv/.installed
+	$(PIP) $(TORCH) uv
+	$(BIN)/uv pip install -q --python $(BIN)/python -e ".[serve]"
+	touch $@
+
+.venv/.installed-dev: .venv/.installed-serve
 	$(PIP) -e ".[dev]"
 	touch $@
 

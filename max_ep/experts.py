@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts between dispatch and combine, for CPU graphs.
+"""The experts between dispatch and combine, where MAX has no kernels for them.
 
-On GPUs use MAX's ``grouped_matmul_ragged``; it has no CPU kernel.
+That is on CPU, and for ``grouped_matmul`` in bfloat16 on Hopper
+(docs/decisions/0016-grouped-matmul-on-hopper.md). Elsewhere use MAX's
+``grouped_matmul_ragged``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def grouped_matmul(
     """Multiplies each expert's rows with that expert's weights.
 
     Args:
-        rows: ``[n_rows, k]``, sorted by expert, as dispatch delivers them.
+        rows: ``[n_rows, k]``, sorted by expert, as dispatch delivers them. On GPUs
+            bfloat16, ``k`` a multiple of 64 and ``n`` of 16.
         weights: ``[n_local_experts, n, k]`` of the same dtype.
         row_offsets: ``[n_local_experts + 1]`` uint32, from dispatch.
         expert_ids: ``[n_local_experts]`` int32, from dispatch.
@@ -31,8 +34,10 @@ def grouped_matmul(
 
     Raises:
         TypeError: If the dtypes are not those.
-        ValueError: If the inner sizes differ.
+        ValueError: If the inner sizes differ, or do not fit the kernel.
     """
+    if not rows.device.is_cpu():
+        _check_for_gpu(rows, weights)
     if rows.dtype != weights.dtype:
         raise TypeError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one")
     if row_offsets.dtype != DType.uint32 or expert_ids.dtype != DType.int32:
@@ -52,6 +57,20 @@ def grouped_matmul(
         [rows, weights, row_offsets, expert_ids],
         [TensorType(rows.dtype, [rows.shape[0], weights.shape[1]], rows.device)],
     )[0].tensor
+
+
+def _check_for_gpu(rows: TensorValue, weights: TensorValue) -> None:
+    if rows.dtype != DType.bfloat16:
+        raise TypeError(
+            f"rows are {rows.dtype}; on GPUs grouped_matmul takes bfloat16. For others "
+            "use MAX's grouped_matmul_ragged"
+        )
+    n, k = (int(dim) for dim in weights.shape[1:])
+    if n % 16 or k % 64:
+        raise ValueError(
+            f"weights are [{weights.shape[0]}, {n}, {k}]; on GPUs grouped_matmul takes "
+            "[n_local_experts, n, k] with n a multiple of 16 and k of 64"
+        )
 
 
 def linear(x: TensorValue, weight: TensorValue) -> TensorValue:

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the same model with max_ep and with MAX alone, and times requests.
+
+    python -m bench.serving --gpus 2 --out docs/results/serving.md
+
+Peers: ``ours``; ``max_ep``, MAX's expert parallelism; ``max_tp``, MAX's tensor
+parallelism; on one GPU MAX has only the latter. Both of MAX's have our grouped matmul
+on Hopper, without which they do not compile (``bench/max_as_it_is.py``). The model has
+random weights and eight layers of Qwen3-30B-A3B. Before a peer is timed, its greedy
+tokens are compared with those of transformers.
+
+All servers are started at once, and idle while another is timed. A row is one number
+of clients. Each client asks, waits for the whole answer, streamed,
+and asks again; the first request of each is not counted. Time to first token and time
+between tokens are medians over requests, throughput is all generated tokens over wall
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphs.serve.checkpoint import make_checkpoint
+from graphs.serve.run import device_flags
+from graphs.serve.server import CUSTOM_ARCHITECTURES, Server
+
+_AS_IT_IS = ("--custom-architectures", "bench.max_as_it_is")
+_PROMPT_WORDS = 64
+_N_TOKENS = 64
+_REQUESTS = 4
+_BF16_TOLERANCE = 0.5
+
+
+@dataclass
+class Row:
+    """What was measured of a peer with some number of clients."""
+
+    peer: str
+    n_clients: int
+    first_ms: float
+    """Time to first token, milliseconds, median over requests."""
+    between_ms: float
+    """Time between tokens, likewise."""
+    tokens_per_s: float
+    """Tokens of all clients, over wall time."""
+
+
+def peer_flags(peer: str, n_gpus: int) -> list[str]:
+    """Returns what ``max serve`` is told for a peer."""
+    if peer == "max_tp":
+        devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
+        return ["--devices", devices, "--quantization-encoding", "bfloat16", *_AS_IT_IS]
+    how = CUSTOM_ARCHITECTURES if peer == "ours" else _AS_IT_IS
+    return [*device_flags(n_gpus, 0), *how]
+
+
+def _ask(server: Server, seed: int) -> tuple[float, float, int]:
+    """Times one request: first token, between tokens, and how many came."""
+    random.seed(seed)
+    words = [str(random.randint(0, 999)) for _ in range(_PROMPT_WORDS)]
+    begin = last = time.perf_counter()
+    first, n = 0.0, 0
+    for _ in server.stream(" ".join(words), _N_TOKENS):
+        last = time.perf_counter()
+        first = first or last - begin
+        n += 1
+    return first, (last - begin - first) / max(1, n - 1), n
+
+
+def measure(server: Server, peer: str, n_clients: int) -> Row:
+    """Lets clients ask for a while.
+
+    Args:
+        server: Is ready.
+        peer: Its name.
+        n_clients: Requests at a time.
+    """
+
+    def client(number: int) -> list[tuple[float, float, int]]:
+        return [_ask(server, 1000 * number + i) for i in range(_REQUESTS)]
+
+    with ThreadPoolExecutor(n_clients) as pool:
+        list(pool.map(lambda number: _ask(server, -number), range(n_clients)))
+        begin = time.perf_counter()
+        answers = [a for each in pool.map(client, range(n_clients)) for a in each]
+        wall_s = time.perf_counter() - begin
+    if any(n == 0 for _, _, n in answers):
+        raise RuntimeError(f"{peer}: an answer without tokens")
+    return Row(
+        peer,
+        n_clients,
+        1e3 * statistics.median(first for first, _, _ in answers),
+        1e3 * statistics.median(between for _, between, _ in answers),
+        n_clients * _REQUESTS * _N_TOKENS / wall_s,
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """Prints rows as Markdown."""
+    lines = [
+        "| peer | clients | first token, ms | between tokens, ms | tokens/s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row.peer} | {row.n_clients} | {row.first_ms:.1f} | {row.between_ms:.2f} "
+        f"| {row.tokens_per_s:.0f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--peers", nargs="+", default=["ours", "max_ep", "max_tp"])
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--size", default="large")
+    parser.add_argument("--model", type=Path, help="a checkpoint that is there")
+    parser.add_argument("--flags", nargs="*", default=[], help="more for max serve")
+    parser.add_argument("--mefs", type=Path, help="PEER folders, precompiled graphs")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--unchecked", action="store_true", help="for profiles")
+    args = parser.parse_args()
+    model = args.model or Path(tempfile.mkdtemp()) / "model"
+    if not model.exists():
+        make_checkpoint(model, args.size, "bfloat16")
+    limits = ["--max-length", "512", "--max-batch-size", str(max(args.clients))]
+    share = f"{0.6 / len(args.peers):.2f}"
+    limits += ["--max-batch-input-tokens", "4096", "--device-memory-utilization", share]
+    rows: list[Row] = []
+    with contextlib.ExitStack() as all_servers:
+        servers = {}
+        for peer in args.peers:
+            flags = [*limits, *peer_flags(peer, args.gpus), *args.flags]
+            if args.mefs:
+                flags += ["--precompiled-mefs", str(args.mefs / peer)]
+            log = args.logs / f"serving_{peer}.log"
+            servers[peer] = all_servers.enter_context(Server(model, flags, log))
+        for peer, server in servers.items():
+            print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
+        for peer, server in servers.items():
+            if not args.unchecked:
+                print(f"{peer}: {_check(server, model)}", flush=True)
+            for n_clients in args.clients:
+                rows.append(measure(server, peer, n_clients))
+                print(rows[-1], flush=True)
+    print(table(rows))
+    if args.out:
+        command = "python -m bench.serving " + " ".join(sys.argv[1:])
+        args.out.write_text(f"# Serving\n\n`{command}`\n\n{table(rows)}\n")
+
+
+def _check(server: Server, model: Path) -> object:
+    """Compares a peer's tokens with transformers'; returns the tally."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from serving import check_greedy
+
+    return check_greedy(server, model, 8, 16, _BF16_TOLERANCE, False)
+
+
+if __name__ == "__main__":
+    main()

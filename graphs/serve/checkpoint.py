@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a Qwen3-MoE checkpoint with random weights, tokenizer included, in seconds.
+
+    python -m graphs.serve.checkpoint FOLDER
+
+What such a model says has no meaning, but it says it like any other model: the same
+graphs, kernels and memory as those of a trained checkpoint of its size. Its tokens are
+pieces of ASCII, so answers can be read and compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+_TEXT = Path(__file__).resolve().parents[2] / "README.md"
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_QWEN3_30B = dict(
+    hidden_size=2048,
+    moe_intermediate_size=768,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+)
+"""The layers of Qwen3-30B-A3B."""
+
+SIZES = {
+    # Compiles in two minutes on two cores.
+    "tiny": dict(
+        hidden_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+    ),
+    # For GPUs, whose matmuls MAX does not compile for a model as small as that.
+    "small": {**_QWEN3_30B, "num_hidden_layers": 2},
+    # 10 GB in bfloat16.
+    "large": {**_QWEN3_30B, "num_hidden_layers": 8},
+}
+"""Fields of ``Qwen3MoeConfig``, by name of a size."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Trains a tokenizer on this project's README."""
+    tokenizer = Tokenizer(models.BPE(unk_token=_SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = [
+        pre_tokenizers.ByteLevel(False).pre_tokenize_str(chr(i))[0][0]
+        for i in range(32, 127)
+    ] + ["Ċ"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=_SPECIAL,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        show_progress=False,
+    )
+    text = _TEXT.read_text(encoding="utf-8")
+    tokenizer.train_from_iterator([text.encode("ascii", "ignore").decode()], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=_SPECIAL[0],
+        eos_token=_SPECIAL[2],
+        chat_template=_CHAT,
+    )
+
+
+def make_checkpoint(
+    folder: Path, size: str = "tiny", dtype: str = "float32", seed: int = 0
+) -> None:
+    """Writes a checkpoint as Hugging Face's ``save_pretrained`` does.
+
+    Args:
+        folder: Where to; made if it is not there.
+        size: A key of :data:`SIZES`.
+        dtype: Dtype of the weights, as torch calls it.
+        seed: Of the weights.
+    """
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = Qwen3MoeConfig(
+        **SIZES[size],
+        vocab_size=len(tokenizer),
+        intermediate_size=4 * SIZES[size]["hidden_size"],
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    make_checkpoint(args.folder, args.size, args.dtype, args.seed)
+    print(f"{args.size} Qwen3-MoE, {args.dtype}, random weights: {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ``max serve`` process and requests to it, for the demo, the tests and the bench."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
+"""The flag that makes MAX serve with max_ep."""
+
+
+def free_port() -> int:
+    """Returns a TCP port that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Server:
+    """``max serve`` as a child process; a context manager that stops it."""
+
+    def __init__(
+        self,
+        model: Path,
+        flags: Sequence[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """Starts the process; :meth:`wait_until_ready` waits for it.
+
+        Args:
+            model: Folder of the checkpoint.
+            flags: Further flags of ``max serve``.
+            log: Where what it prints goes.
+            env: Environment variables to be set beside the present ones.
+        """
+        self.model, self.log, self._port = str(model), log, free_port()
+        beside = Path(sys.executable).with_name("max")
+        program = beside if beside.exists() else "max"
+        flags = [*flags, "--port", str(self._port)]
+        self.command = [str(program), "serve", "--model-path", self.model, *flags]
+        quiet = {"HF_HUB_OFFLINE": "1", "MAX_SERVE_DISABLE_TELEMETRY": "1"}
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **quiet, **(env or {})},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_until_ready(
+        self, timeout_s: float, say: Callable[[str], None] | None = None
+    ) -> float:
+        """Waits until the server answers.
+
+        Args:
+            timeout_s: How long at most.
+            say: Is told what the server is about, every few seconds.
+
+        Returns:
+            Seconds it took.
+
+        Raises:
+            RuntimeError: If the server ends, or is not ready in time; carries the end
+                of its log.
+        """
+        begin = said = time.monotonic()
+        while True:
+            if self._process.poll() is not None:
+                raise RuntimeError(
+                    f"max serve ended with exit code {self._process.returncode} "
+                    f"before it was ready:\n{self.log_end()}"
+                )
+            try:
+                self._open("/v1/health", None, timeout_s=2).close()
+                return time.monotonic() - begin
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                pass
+            now = time.monotonic()
+            if now - begin > timeout_s:
+                raise RuntimeError(
+                    f"max serve is not ready after {timeout_s:.0f} s:\n{self.log_end()}"
+                )
+            if say and now - said > 5:
+                said = now
+                say(f"{now - begin:4.0f} s  {self._last_step()}")
+            time.sleep(0.3)
+
+    def complete(self, prompt: str | list[int], max_tokens: int, **more: Any) -> dict:
+        """Asks for a greedy completion.
+
+        Args:
+            prompt: Text, or token ids.
+            max_tokens: Tokens to be generated.
+            more: Further fields of the request, such as ``return_token_ids``.
+
+        Returns:
+            The only element of the answer's ``choices``; ``text`` is in it.
+        """
+        body = self._body(max_tokens, prompt=prompt, **more)
+        with self._open("/v1/completions", body) as answer:
+            return json.load(answer)["choices"][0]
+
+    def stream(self, prompt: str, max_tokens: int) -> Iterator[str]:
+        """Asks for a greedy completion, and yields its pieces as they come.
+
+        Args:
+            prompt: Text.
+            max_tokens: Tokens to be generated.
+        """
+        body = self._body(max_tokens, prompt=prompt, stream=True)
+        for choice in self._events("/v1/completions", body):
+            if choice.get("text"):
+                yield choice["text"]
+
+    def chat(self, content: str, max_tokens: int) -> Iterator[str]:
+        """Asks for an answer, and yields its pieces as they come.
+
+        Args:
+            content: What the user says.
+            max_tokens: Tokens to be generated.
+        """
+        messages = [{"role": "user", "content": content}]
+        body = self._body(max_tokens, messages=messages, stream=True)
+        for choice in self._events("/v1/chat/completions", body):
+            if choice["delta"].get("content"):
+                yield choice["delta"]["content"]
+
+    def _events(self, path: str, body: dict) -> Iterator[dict]:
+        with self._open(path, body) as answer:
+            for line in answer:
+                data = line.decode().removeprefix("data:").strip()
+                if data.startswith("{"):
+                    yield from json.loads(data)["choices"]
+
+    def stop(self, timeout_s: float = 30) -> None:
+        """Stops the server as Ctrl-C does, and by force what is left of it.
+
+        Raises:
+            subprocess.TimeoutExpired: If it did not end in time by itself.
+        """
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def log_end(self, n_lines: int = 30) -> str:
+        """Returns the last lines of what the server has printed."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-n_lines:])
+
+    def _last_step(self) -> str:
+        steps = [line for line in self.log_end(200).splitlines() if "INFO: " in line]
+        says = [line.split("INFO: ", 1)[1].strip() for line in steps]
+        return next((line[:90] for line in reversed(says) if line.strip("= ")), "")
+
+    def _body(self, max_tokens: int, **fields: Any) -> dict:
+        return {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **fields,
+        }
+
+    def _open(self, path: str, body: dict | None, timeout_s: float = 300) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=timeout_s)

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MoE models served by MAX with dispatch and combine of max_ep.
+
+``max serve --custom-architectures max_ep.serve ...`` is all it takes; see
+docs/serving.md. Needs ``pip install 'max_ep[serve]'``.
+"""
+
+from .qwen3_moe import qwen3_moe
+
+ARCHITECTURES = [qwen3_moe]
+"""What MAX registers, in place of its own architectures of these names."""

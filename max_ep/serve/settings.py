@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group of a served model, from MAX's serving flags and the environment.
+
+``max serve`` takes no flags of ours, so what MAX has no flag for comes from
+environment variables. The same function answers the memory planner, before any
+weight is read, and the model: what is planned is what is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from max.dtype import DType
+from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
+
+from ..config import EPConfig
+
+PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
+"""Environment variable for :attr:`EPConfig.protocol`; default ``auto``."""
+
+TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
+"""Environment variable for :attr:`EPConfig.timeout_s`, seconds; default 30."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """The sizes of a model's MoE layers."""
+
+    hidden_size: int
+    """Elements of a token."""
+    n_experts: int
+    """Routed experts."""
+    top_k: int
+    """Experts of a token."""
+    moe_dim: int
+    """Elements between an expert's two matmuls."""
+    n_shared_experts: int = 0
+    """Experts that every token has, each of ``moe_dim``."""
+
+    @classmethod
+    def of(cls, huggingface_config: Any) -> MoeShape:
+        """Reads a checkpoint's ``config.json``, as transformers parses it.
+
+        Raises:
+            ValueError: If it describes no experts.
+        """
+        for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+            n_experts = getattr(huggingface_config, name, None)
+            if n_experts:
+                break
+        else:
+            raise ValueError(
+                f"a {huggingface_config.model_type} checkpoint without experts: its "
+                "config.json has none of n_routed_experts, num_experts and "
+                "num_local_experts; serve it without max_ep"
+            )
+        return cls(
+            hidden_size=huggingface_config.hidden_size,
+            n_experts=n_experts,
+            top_k=huggingface_config.num_experts_per_tok,
+            moe_dim=huggingface_config.moe_intermediate_size,
+            n_shared_experts=getattr(huggingface_config, "n_shared_experts", 0) or 0,
+        )
+
+
+def uses_max_ep(pipeline_config: Any) -> bool:
+    """Tells whether a model's experts are spread by max_ep.
+
+    On one device always. On several with ``--ep-size``; without it MAX splits every
+    expert (tensor parallelism), which needs no dispatch.
+    """
+    return n_devices(pipeline_config) == 1 or pipeline_config.runtime.ep_size > 1
+
+
+def n_devices(pipeline_config: Any) -> int:
+    """Counts the devices that the model is served on."""
+    return len(pipeline_config.model.device_specs)
+
+
+def is_on_cpu(pipeline_config: Any) -> bool:
+    """Tells whether the model is served on the CPU."""
+    return pipeline_config.model.device_specs[0].device_type == "cpu"
+
+
+def serving_config(
+    pipeline_config: Any,
+    shape: MoeShape,
+    dtype: DType,
+    *,
+    fused_shared_expert: bool = False,
+) -> EPConfig:
+    """Returns the group that serves a model.
+
+    On GPUs a rank is a GPU. On CPU ``--ep-size`` ranks share it and run in turn.
+
+    Args:
+        pipeline_config: MAX's ``PipelineConfig``.
+        shape: The sizes of the MoE layers.
+        dtype: Dtype of the model, and on the wire: bfloat16 or float32.
+        fused_shared_expert: See :class:`EPConfig`.
+
+    Raises:
+        ValueError, TypeError: If the flags, the environment or the model do not fit
+            each other; says which.
+    """
+    runtime, degree = (
+        pipeline_config.runtime,
+        pipeline_config.model.data_parallel_degree,
+    )
+    n, on_cpu = n_devices(pipeline_config), is_on_cpu(pipeline_config)
+    if not on_cpu and n > 1 and degree != n:
+        raise ValueError(
+            f"--data-parallel-degree {degree} with --ep-size {runtime.ep_size} on {n} "
+            f"GPUs: max_ep serves with one replica a GPU; pass --data-parallel-degree "
+            f"{n}"
+        )
+    n_ranks = runtime.ep_size if on_cpu else n
+    if runtime.ep_size not in (1, n_ranks) or (n > 1 and runtime.ep_size != n):
+        raise ValueError(
+            f"--ep-size {runtime.ep_size} on {n} GPU{'s' * (n > 1)}: max_ep serves on "
+            f"one host with a rank on each GPU; pass --ep-size {n}"
+        )
+    if shape.n_experts % n_ranks:
+        raise ValueError(
+            f"{shape.n_experts} experts cannot be loaded on --ep-size {n_ranks} ranks: "
+            f"MAX gives every rank as many; pass an --ep-size that divides "
+            f"{shape.n_experts}"
+        )
+    n_tokens = runtime.max_batch_input_tokens
+    if not runtime.enable_chunked_prefill:
+        # A prompt is then not cut; it may come on top of a full batch.
+        n_tokens += pipeline_config.model.max_length or 0
+    return EPConfig(
+        dispatch_dtype=dtype,
+        combine_dtype=dtype,
+        hidden_size=shape.hidden_size,
+        top_k=shape.top_k,
+        n_experts=shape.n_experts,
+        max_tokens_per_rank=calculate_ep_max_tokens_per_rank(
+            max_batch_input_tokens=n_tokens,
+            ep_size=n_ranks,
+            data_parallel_degree=degree,
+        ),
+        n_gpus_per_node=n_ranks,
+        n_nodes=1,
+        fused_shared_expert=fused_shared_expert,
+        target="cpu" if on_cpu else "gpu",
+        protocol=os.environ.get(PROTOCOL_VARIABLE, "auto"),
+        timeout_s=_timeout_s(),
+    )
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, "30")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE}={text!r} is no number; set it to seconds"
+        ) from None
+
+
+def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
+    """Returns what one rank's MoE layer needs beside weights and symmetric memory.
+
+    The rows it may receive, as they are dispatched, between the two matmuls (gate and
+    up, then their product) and behind them. Layers follow one another and share it.
+    """
+    per_row = 2 * shape.hidden_size + 3 * shape.moe_dim
+    return config.n_output_rows * per_row * config.dispatch_dtype.size_in_bytes

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares a served model with Hugging Face transformers, token by token."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from graphs.serve.server import Server
+
+_WORDS = (
+    "a rank sends each token once to the experts that its router has chosen".split()
+)
+
+
+@dataclass
+class Tally:
+    """What :func:`check_greedy` has seen."""
+
+    n_tokens: int = 0
+    """Tokens compared."""
+    n_ties: int = 0
+    """Tokens that are not the reference's first choice, but as good."""
+    worst_gap: float = 0.0
+    """Most that the reference likes its first choice better, in logits."""
+    worst_first_gap: float = 0.0
+    """The same, of the tokens that follow a prompt."""
+    worst_logprob: float = 0.0
+    """Largest difference of log-probabilities."""
+
+
+def prompts(n: int, seed: int = 0) -> list[str]:
+    """Makes prompts of one to forty words."""
+    random.seed(seed)
+    return [" ".join(random.choices(_WORDS, k=random.randint(1, 40))) for _ in range(n)]
+
+
+def check_greedy(
+    server: Server,
+    model: Path,
+    n_prompts: int,
+    n_tokens: int,
+    tolerance: float,
+    with_logprobs: bool,
+) -> Tally:
+    """Checks greedy completions against the float32 model of the same weights.
+
+    The reference is given what was served, so that a tie does not end the comparison.
+
+    Args:
+        server: Serves the model.
+        model: Its checkpoint.
+        n_prompts: Prompts.
+        n_tokens: Tokens to be generated for each.
+        tolerance: Most that a served token's logit may be below the best one, and its
+            log-probability off.
+        with_logprobs: Whether the server can tell log-probabilities, which MAX's
+            cannot on GPUs.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference = reference.to(device).eval()
+    tally = Tally()
+    for prompt in prompts(n_prompts):
+        asked = tokenizer(prompt).input_ids
+        more = {"logprobs": 1} if with_logprobs else {}
+        answer = server.complete(asked, n_tokens, return_token_ids=True, **more)
+        served = answer["token_ids"]
+        assert len(served) == n_tokens, answer
+        with torch.no_grad():
+            ids = torch.tensor([asked + served[:-1]], device=device)
+            logits = reference(ids).logits[0, len(asked) - 1 :].double().cpu()
+        chosen = logits.gather(1, torch.tensor(served)[:, None])[:, 0]
+        gaps = logits.max(1).values - chosen
+        tally.n_tokens += n_tokens
+        tally.n_ties += int((gaps > 0).sum())
+        tally.worst_gap = max(tally.worst_gap, float(gaps.max()))
+        tally.worst_first_gap = max(tally.worst_first_gap, float(gaps[0]))
+        assert tally.worst_gap <= tolerance, (prompt, served, gaps)
+        if with_logprobs:
+            told = torch.tensor(answer["logprobs"]["token_logprobs"])
+            off = (chosen - logits.logsumexp(1) - told).abs()
+            tally.worst_logprob = max(tally.worst_logprob, float(off.max()))
+            assert tally.worst_logprob <= tolerance, (prompt, served, off)
+    return tally

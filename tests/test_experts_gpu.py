@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped matmul that served models use on Hopper, against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from max.driver import CPU, Accelerator, Buffer
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+
+from max_ep.experts import grouped_matmul
+
+pytestmark = pytest.mark.gpu(1)
+
+N_GROUPS, N_EXPERTS = 5, 6
+EXPERT_IDS = [3, 0, 5, 1, 2]
+SHAPES = {"wide": (1536, 2048), "narrow": (48, 64)}
+
+
+@pytest.fixture(scope="module")
+def multiply() -> Iterator[Callable]:
+    import torch
+
+    gpu = DeviceRef.GPU(0)
+    session = InferenceSession(devices=[CPU(), Accelerator()])
+    models = {}
+    for name, (n, k) in SHAPES.items():
+        types = [
+            TensorType(DType.bfloat16, ["n_rows", k], gpu),
+            TensorType(DType.bfloat16, [N_EXPERTS, n, k], gpu),
+            TensorType(DType.uint32, [N_GROUPS + 1], gpu),
+            TensorType(DType.int32, [N_GROUPS], gpu),
+        ]
+        with Graph(f"grouped_matmul_{name}", input_types=types) as graph:
+            graph.output(grouped_matmul(*(value.tensor for value in graph.inputs)))
+        models[name] = session.load(graph)
+
+    def run(name: str, *tensors: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        outputs = models[name].execute(*(Buffer.from_dlpack(t) for t in tensors))
+        Accelerator().synchronize()
+        return torch.from_dlpack(outputs[0])
+
+    yield run
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "rows", [[1, 0, 0, 0, 0], [8, 9, 0, 1, 7], [32, 33, 64, 65, 3], [700, 0, 1, 257, 5]]
+)
+def test_each_group_has_its_product(
+    multiply: Callable, shape: str, rows: list[int]
+) -> None:
+    import torch
+
+    n, k = SHAPES[shape]
+    device, n_behind = "cuda", 3
+    torch.manual_seed(0)
+    x = torch.randn(sum(rows) + n_behind, k, device=device).bfloat16()
+    weights = torch.randn(N_EXPERTS, n, k, device=device).bfloat16()
+    ends = torch.tensor([0, *rows]).cumsum(0)
+    y = multiply(
+        shape,
+        x,
+        weights,
+        ends.to(torch.int32).view(torch.uint32).cuda(),
+        torch.tensor(EXPERT_IDS, dtype=torch.int32, device=device),
+    )
+    assert y.shape == (sum(rows) + n_behind, n)
+    for i, expert in enumerate(EXPERT_IDS):
+        begin, end = int(ends[i]), int(ends[i + 1])
+        want = x[begin:end].double() @ weights[expert].double().T
+        # One rounding to bfloat16, and sums in float32.
+        off = (y[begin:end].double() - want).abs()
+        assert bool((off <= want.abs() * 2**-8 + k**0.5 * 1e-5).all())
