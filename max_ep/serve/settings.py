@@ -36,8 +36,6 @@ class MoeShape:
     """Experts of a token."""
     moe_dim: int
     """Elements between an expert's two matmuls."""
-    n_shared_experts: int = 0
-    """Experts that every token has, each of ``moe_dim``."""
 
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
@@ -61,7 +59,6 @@ class MoeShape:
             n_experts=n_experts,
             top_k=huggingface_config.num_experts_per_tok,
             moe_dim=huggingface_config.moe_intermediate_size,
-            n_shared_experts=getattr(huggingface_config, "n_shared_experts", 0) or 0,
         )
 
 
@@ -84,13 +81,7 @@ def is_on_cpu(pipeline_config: Any) -> bool:
     return pipeline_config.model.device_specs[0].device_type == "cpu"
 
 
-def serving_config(
-    pipeline_config: Any,
-    shape: MoeShape,
-    dtype: DType,
-    *,
-    fused_shared_expert: bool = False,
-) -> EPConfig:
+def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPConfig:
     """Returns the group that serves a model.
 
     On GPUs a rank is a GPU. On CPU ``--ep-size`` ranks share it and run in turn.
@@ -99,7 +90,6 @@ def serving_config(
         pipeline_config: MAX's ``PipelineConfig``.
         shape: The sizes of the MoE layers.
         dtype: Dtype of the model, and on the wire: bfloat16 or float32.
-        fused_shared_expert: See :class:`EPConfig`.
 
     Raises:
         ValueError, TypeError: If the flags, the environment or the model do not fit
@@ -145,7 +135,6 @@ def serving_config(
         ),
         n_gpus_per_node=n_ranks,
         n_nodes=1,
-        fused_shared_expert=fused_shared_expert,
         target="cpu" if on_cpu else "gpu",
         protocol=os.environ.get(PROTOCOL_VARIABLE, "auto"),
         timeout_s=_timeout_s(),
