@@ -13,6 +13,12 @@ from max.graph import Graph, TensorType, TensorValue, ops
 
 from .extension import load_ops
 
+# As in mojo/max_ep_experts/gpu_matmul.mojo; tests/test_experts.py compares.
+GPU_COLUMNS = 16
+"""On GPUs ``n`` of a grouped matmul is a multiple of it."""
+GPU_K_STEP = 64
+"""And ``k`` of this."""
+
 
 def grouped_matmul(
     rows: TensorValue,
@@ -66,10 +72,11 @@ def _check_for_gpu(rows: TensorValue, weights: TensorValue) -> None:
             "use MAX's grouped_matmul_ragged"
         )
     n, k = (int(dim) for dim in weights.shape[1:])
-    if n % 16 or k % 64:
+    if n % GPU_COLUMNS or k % GPU_K_STEP:
         raise ValueError(
             f"weights are [{weights.shape[0]}, {n}, {k}]; on GPUs grouped_matmul takes "
-            "[n_local_experts, n, k] with n a multiple of 16 and k of 64"
+            f"[n_local_experts, n, k] with n a multiple of {GPU_COLUMNS} and k of "
+            f"{GPU_K_STEP}"
         )
 
 

@@ -14,7 +14,7 @@ from max.gpu.host import DeviceContext
 from std.math import ceildiv
 
 comptime _N_WARPS = 4
-comptime _COLUMNS = 16
+comptime COLUMNS = 16
 """Results of a token that a warp computes: rows of weights, in the instruction."""
 comptime _TOKENS = 8
 """Tokens of one instruction."""
@@ -128,7 +128,7 @@ def grouped_matmul_kernel(
     var begin = Int(row_offsets[unsafe_offset=group])
     var end = Int(row_offsets[unsafe_offset=group + 1])
     var warp = Int(block_idx.x) * _N_WARPS + Int(thread_idx.x) // WARP_SIZE
-    var column = warp * _COLUMNS
+    var column = warp * COLUMNS
     if column >= Int(n):
         return
     var expert = Int(expert_ids[unsafe_offset=group])
@@ -180,10 +180,10 @@ def launch_grouped_matmul(
         If `n` or `k` is no multiple of what the kernel takes at a time, or the
         launch fails.
     """
-    if n % _COLUMNS != 0 or k % K_STEP != 0:
+    if n % COLUMNS != 0 or k % K_STEP != 0:
         raise Error(
             "max_ep: grouped_matmul on GPUs takes n in multiples of ",
-            _COLUMNS,
+            COLUMNS,
             " and k of ",
             K_STEP,
             "; given n=",
@@ -203,6 +203,6 @@ def launch_grouped_matmul(
         expert_ids,
         Int32(n),
         Int32(k),
-        grid_dim=(ceildiv(n, _N_WARPS * _COLUMNS), n_groups, _SPLITS),
+        grid_dim=(ceildiv(n, _N_WARPS * COLUMNS), n_groups, _SPLITS),
         block_dim=_N_WARPS * WARP_SIZE,
     )

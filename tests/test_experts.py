@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped matmul for GPUs, as far as it shows without one.
+
+What it computes is compared with torch in tests/test_experts_gpu.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from max_ep import experts
+from max_ep.extension import run_mojo
+
+PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_experts.mojo"
+TILES = (1, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    return run_mojo("run", "-I", ".", str(PROGRAM))
+
+
+def test_python_refuses_what_the_kernel_cannot_take(printed: str) -> None:
+    taken = re.search(r"takes (\d+) (\d+)", printed).groups()
+    assert [int(n) for n in taken] == [experts.GPU_COLUMNS, experts.GPU_K_STEP]
+
+
+def test_hopper_assembly(printed: str) -> None:
+    # In each of two halves of a step: two rows of weights, a token a tile.
+    loads = re.findall(r"ld\.global\.nc\.v4\.b32", printed)
+    assert len(loads) == sum(2 * (2 + tiles) for tiles in TILES)
+    products = re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32", printed)
+    assert len(products) == sum(4 * tiles for tiles in TILES)
+    assert ".local" not in printed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "k", "error", "says"),
+    [
+        (DType.float32, 32, 64, TypeError, "takes bfloat16"),
+        (DType.bfloat16, 24, 64, ValueError, r"are \[2, 24, 64\]"),
+        (DType.bfloat16, 32, 96, ValueError, r"are \[2, 32, 96\]"),
+    ],
+)
+def test_refusals(dtype: DType, n: int, k: int, error: type, says: str) -> None:
+    gpu = DeviceRef.GPU(0)
+    types = [
+        TensorType(dtype, ["n_rows", k], gpu),
+        TensorType(dtype, [2, n, k], gpu),
+        TensorType(DType.uint32, [3], gpu),
+        TensorType(DType.int32, [2], gpu),
+    ]
+    with Graph("refused", input_types=types) as graph:
+        with pytest.raises(error, match=says):
+            experts.grouped_matmul(*(value.tensor for value in graph.inputs))
