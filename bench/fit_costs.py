@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits the constants of ``max_ep/choice.py``: ``python -m bench.fit_costs [JSON]``.
+"""Fits the constants of ``max_ep/choice.py``: ``python -m bench.fit_costs [JSON...]``.
 
-Of the captured, fused round trips of max_ep in a table of ``bench.gpu_round_trip``
+Of the captured, fused round trips of max_ep in tables of ``bench.gpu_round_trip``
 (bfloat16, uniform routing): a constant for each protocol and combine mode, and two
 speeds for all, least squares of relative errors.
 """
@@ -21,12 +21,13 @@ from max_ep.choice import predict
 
 from .gpu_shapes import OURS, SHAPES
 
-TABLE = Path(__file__).parent.parent / "docs/results/protocols_2_ranks.json"
+_RESULTS = Path(__file__).parent.parent / "docs/results"
+TABLES = [_RESULTS / f"protocols_{n_ranks}_ranks.json" for n_ranks in (2, 4)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of the table."""
+    """A row of a table."""
 
     protocol: str
     combine_mode: str
@@ -44,10 +45,10 @@ class Fit:
     rows_gbps: float
 
 
-def measured(table: Path = TABLE) -> list[Measured]:
-    """Reads what a table says of max_ep's fused, captured forms."""
+def measured(tables: list[Path] = TABLES) -> list[Measured]:
+    """Reads what tables say of max_ep's fused, captured forms."""
     found = []
-    for row in json.loads(table.read_text())["rows"]:
+    for row in (row for t in tables for row in json.loads(t.read_text())["rows"]):
         of_peer = OURS.get(row["peer"], {})
         is_plain = (row["dtype"], row["routing"]) == ("bfloat16", "uniform")
         if not of_peer or row["form"] != "fused" or not is_plain:
@@ -73,7 +74,7 @@ def measured(table: Path = TABLE) -> list[Measured]:
 
 
 def fit(rows: list[Measured]) -> Fit:
-    """Fits the constants to rows of a table."""
+    """Fits the constants to rows of tables."""
     kinds = sorted({(row.protocol, row.combine_mode) for row in rows})
     terms = np.zeros((len(rows), len(kinds) + 2))
     for i, row in enumerate(rows):
@@ -88,7 +89,7 @@ def fit(rows: list[Measured]) -> Fit:
 
 def main() -> None:
     """Prints the constants, and how far they are off."""
-    rows = measured(Path(sys.argv[1]) if len(sys.argv) > 1 else TABLE)
+    rows = measured([Path(name) for name in sys.argv[1:]] or TABLES)
     found = fit(rows)
     print("FIXED_US = {")
     for kind, us in found.fixed_us.items():
@@ -99,7 +100,7 @@ def main() -> None:
         us = found.fixed_us[row.protocol, row.combine_mode]
         us += p.wire_bytes / found.wire_gbps / 1e3 + p.row_bytes / found.rows_gbps / 1e3
         print(
-            f"{row.protocol:13} {row.combine_mode:10} "
+            f"{row.protocol:13} {row.combine_mode:10} {row.config.n_ranks} ranks, "
             f"{row.config.max_tokens_per_rank:5} tokens: measured {row.us:7.1f} us, "
             f"predicted {us:7.1f}"
         )

@@ -5,9 +5,9 @@ A round trip, dispatch and combine, is predicted as ``fixed + wire bytes / WIRE_
 row bytes / ROWS_GBPS``, for uniform routing and ``max_tokens_per_rank`` tokens. Every
 rank has the same ``EPConfig``, so all come to the same choice, without a GPU too.
 
-The constants are fitted to the measured table
-``docs/results/protocols_2_ranks.json`` by ``python -m bench.fit_costs``, which prints
-them; a test compares them with it.
+The constants are fitted to the measured tables
+``docs/results/protocols_2_ranks.json`` and ``protocols_4_ranks.json`` by
+``python -m bench.fit_costs``, which prints them; a test compares them with these.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from .config import EPConfig
 
 FIXED_US = {
-    ("expert_slots", "unreduced"): 26.6,
-    ("gather", "reduced"): 11.0,
-    ("gather", "unreduced"): 18.0,
-    ("rank_slots", "reduced"): 11.8,
-    ("rank_slots", "unreduced"): 17.6,
+    ("expert_slots", "unreduced"): 27.6,
+    ("gather", "reduced"): 11.5,
+    ("gather", "unreduced"): 18.3,
+    ("rank_slots", "reduced"): 12.3,
+    ("rank_slots", "unreduced"): 18.4,
 }
 """Microseconds of a round trip without bytes, by protocol and combine mode."""
 
-WIRE_GBPS = 293
+WIRE_GBPS = 314
 """1e9 bytes a second that cross the links of a rank, as far as they cost time."""
 
-ROWS_GBPS = 10186
+ROWS_GBPS = 8153
 """1e9 bytes a second of rows that a rank delivers and takes back, likewise."""
 
 MARGIN = 0.02

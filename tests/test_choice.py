@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`protocol="auto"`: a cost model, against the table that its constants are from."""
+"""`protocol="auto"`: a cost model, against the tables that its constants are from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from max_ep.choice import choose_protocol, predict
 ROWS = measured()
 
 
-def test_constants_are_those_of_the_table() -> None:
+def test_constants_are_those_of_the_tables() -> None:
     found = fit(ROWS)
     assert {k: round(us, 1) for k, us in found.fixed_us.items()} == choice.FIXED_US
     assert round(found.wire_gbps) == choice.WIRE_GBPS
@@ -29,11 +29,12 @@ def test_predictions_are_near_what_was_measured() -> None:
         assert abs(us / row.us - 1) < 0.2, (row.protocol, row.combine_mode, us, row.us)
 
 
-def test_auto_is_as_fast_as_the_best_of_the_table() -> None:
+def test_auto_is_as_fast_as_the_best_of_the_tables() -> None:
     """Within 5 %, at every size that was measured, by what was measured."""
 
     def size(row):
-        return row.combine_mode, row.config.hidden_size, row.config.max_tokens_per_rank
+        config = row.config
+        return row.combine_mode, config.n_ranks, config.max_tokens_per_rank
 
     n_compared = 0
     for _, group in itertools.groupby(sorted(ROWS, key=size), size):
@@ -42,7 +43,7 @@ def test_auto_is_as_fast_as_the_best_of_the_table() -> None:
         chosen = choose_protocol(rows[0].config)
         assert us[chosen] <= 1.05 * min(us.values()), (rows[0].config, us)
         n_compared += len(us) > 1
-    assert n_compared >= 10
+    assert n_compared >= 20
 
 
 def config_of(**changes) -> EPConfig:

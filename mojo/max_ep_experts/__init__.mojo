@@ -144,6 +144,8 @@ struct GroupedMatmul:
                 {unsafe_from_address = Int(row_offsets.unsafe_ptr())},
                 {unsafe_from_address = Int(expert_ids.unsafe_ptr())},
                 n_groups,
+                x.dim_size(0),
+                weights.dim_size(0),
                 n,
                 k,
                 ctx,

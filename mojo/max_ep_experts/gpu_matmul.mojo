@@ -108,10 +108,15 @@ def grouped_matmul_kernel(
     weights: Pointer[BFloat16, ImmUntrackedOrigin],
     row_offsets: Pointer[UInt32, ImmUntrackedOrigin],
     expert_ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_rows: Int32,
+    n_experts: Int32,
     n: Int32,
     k: Int32,
 ):
     """Multiplies each group's tokens with the transpose of its weights.
+
+    A dispatch that failed leaves no offsets: none is used beyond the rows, and a
+    group whose expert there is not is left out.
 
     Launch: grid `(n / 64 rounded up, n_groups, any)`, block of four warps.
 
@@ -121,19 +126,20 @@ def grouped_matmul_kernel(
         weights: `[n_experts][n][k]`, 16-byte aligned.
         row_offsets: `[n_groups + 1]`: where groups begin.
         expert_ids: `[n_groups]`: whose weights.
+        n_rows: Rows there is room for.
+        n_experts: Experts.
         n: A multiple of 16.
         k: A multiple of `K_STEP`.
     """
     var group = Int(block_idx.y)
     var begin = Int(row_offsets[unsafe_offset=group])
-    var end = Int(row_offsets[unsafe_offset=group + 1])
+    var end = min(Int(row_offsets[unsafe_offset=group + 1]), Int(n_rows))
     var warp = Int(block_idx.x) * _N_WARPS + Int(thread_idx.x) // WARP_SIZE
     var column = warp * COLUMNS
-    if column >= Int(n):
-        return
     var expert = Int(expert_ids[unsafe_offset=group])
+    if column >= Int(n) or not 0 <= expert < Int(n_experts):
+        return
     var weight = weights.unsafe_offset(expert * Int(n) * Int(k))
-    var n_rows = end - begin
 
     @always_inline
     def tokens_in_steps_of[n_tiles: Int]() {imm}:
@@ -144,9 +150,9 @@ def grouped_matmul_kernel(
             _multiply[n_tiles](y, x, weight, first, end, column, Int(n), Int(k))
 
     # Few tokens: what counts is to have many loads of weights under way.
-    if n_rows <= _TOKENS:
+    if end - begin <= _TOKENS:
         tokens_in_steps_of[1]()
-    elif n_rows <= 4 * _TOKENS:
+    elif end - begin <= 4 * _TOKENS:
         tokens_in_steps_of[4]()
     else:
         tokens_in_steps_of[8]()
@@ -159,6 +165,8 @@ def launch_grouped_matmul(
     row_offsets: Pointer[UInt32, ImmUntrackedOrigin],
     expert_ids: Pointer[Int32, ImmUntrackedOrigin],
     n_groups: Int,
+    n_rows: Int,
+    n_experts: Int,
     n: Int,
     k: Int,
     context: DeviceContext,
@@ -172,6 +180,8 @@ def launch_grouped_matmul(
         row_offsets: As there.
         expert_ids: As there.
         n_groups: Groups.
+        n_rows: As there.
+        n_experts: As there.
         n: As there.
         k: As there.
         context: The device.
@@ -201,6 +211,8 @@ def launch_grouped_matmul(
         weights,
         row_offsets,
         expert_ids,
+        Int32(n_rows),
+        Int32(n_experts),
         Int32(n),
         Int32(k),
         grid_dim=(ceildiv(n, _N_WARPS * COLUMNS), n_groups, _SPLITS),
