@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MAX's own Qwen3-MoE, made to compile on Hopper: the peer of ``bench.serving``.
+"""MAX's own Qwen3-MoE, made to run on Hopper: the peer of ``bench.serving``.
 
 MAX 26.7 cannot compile its grouped matmul in bfloat16 there
 (docs/decisions/0016-grouped-matmul-on-hopper.md), so its MoE models do not start. With
 this module as ``--custom-architectures bench.max_as_it_is`` they do: all is MAX's,
-expert parallelism too, but for the grouped matmul, which is the one that
-``max_ep.serve`` uses.
+expert parallelism too, but for what ``max_ep/serve/hopper.py`` replaces.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from max_ep.serve.model import using_max_ep
 
 
 class Qwen3MoeModel(Qwen3Model):
-    """MAX's, with another grouped matmul."""
+    """MAX's, with matmuls that are right on Hopper."""
 
     def load_model(self, session: InferenceSession) -> Model:
         """Builds, compiles and loads the graph; see MAX's model."""

@@ -15,17 +15,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
-from max.driver import Buffer, accelerator_architecture_name, is_virtual_device_mode
-from max.dtype import DType
+from max.driver import Buffer, is_virtual_device_mode
 from max.engine import InferenceSession, Model
-from max.graph import TensorValue
-from max.nn.kernels import grouped_matmul_ragged
-from max.nn.moe import moe as max_moe
 
 from ..config import EPConfig
-from ..experts import grouped_matmul
 from ..initializer import EPCommInitializer
 from ..manager import EPBatchManager
+from .hopper import REPLACED
 from .settings import MoeShape, n_devices, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
@@ -35,41 +31,21 @@ _CHECK_EVERY_S = 1.0
 def using_max_ep(*modules: ModuleType) -> Iterator[None]:
     """Lets modules of MAX use our ``EPBatchManager`` for a while.
 
-    And MAX's MoE layer a grouped matmul that compiles on this GPU.
+    And MAX's layers matmuls that are right on this GPU (``hopper.py``).
 
     Args:
         modules: Modules that have MAX's class under this name.
     """
-    theirs = [(module, "EPBatchManager", EPBatchManager) for module in modules]
-    theirs.append((max_moe, "grouped_matmul_ragged", grouped_matmul_anywhere))
-    before = [getattr(module, name) for module, name, _ in theirs]
-    for module, name, ours in theirs:
-        setattr(module, name, ours)
+    ours = [(module, "EPBatchManager", EPBatchManager) for module in modules]
+    ours += REPLACED
+    before = [getattr(module, name) for module, name, _ in ours]
+    for module, name, value in ours:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for (module, name, _), was in zip(theirs, before):
-            setattr(module, name, was)
-
-
-def grouped_matmul_anywhere(
-    hidden_states: TensorValue,
-    weight: TensorValue,
-    expert_start_indices: TensorValue,
-    expert_ids: TensorValue,
-    expert_usage_stats: TensorValue,
-) -> TensorValue:
-    """Runs MAX's ``grouped_matmul_ragged``, or ours where that does not compile.
-
-    That is in bfloat16 on Hopper, see
-    docs/decisions/0016-grouped-matmul-on-hopper.md. The arguments are MAX's.
-    """
-    on_hopper = accelerator_architecture_name().startswith("sm_90")
-    if on_hopper and weight.dtype == DType.bfloat16:
-        return grouped_matmul(hidden_states, weight, expert_start_indices, expert_ids)
-    return grouped_matmul_ragged(
-        hidden_states, weight, expert_start_indices, expert_ids, expert_usage_stats
-    )
+        for (module, name, _), value in zip(ours, before):
+            setattr(module, name, value)
 
 
 class ExpertParallelModel:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What takes the place of MAX's matmuls on Hopper, as far as it shows without one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from max.driver import CPU
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+from max.nn import linear as max_linear
+from max.nn.kernels import grouped_matmul_ragged
+
+from max_ep.serve import hopper
+from max_ep.serve.model import using_max_ep
+
+ORIGINALS = {
+    "grouped_matmul_ragged": grouped_matmul_ragged,
+    "linear": max_linear.linear,
+}
+
+
+def test_rows_behind_a_whole_tile_are_left_out() -> None:
+    cpu = DeviceRef.CPU()
+    types = [
+        TensorType(DType.float32, ["n_rows", 8], cpu),
+        TensorType(DType.float32, [4, 8], cpu),
+    ]
+    with Graph("whole_tiles", input_types=types) as graph:
+        x, weight = (value.tensor for value in graph.inputs)
+        product = hopper.matmul_of_whole_tiles(x, weight)
+        assert product.shape == [x.shape[0], 4]
+        graph.output(product)
+    model = InferenceSession(devices=[CPU()]).load(graph)
+    rng = np.random.default_rng(0)
+    for n_rows in (1, 2, 63, 127, 128, 129, 300):
+        # Small integers: sums are exact.
+        x, weight = (
+            rng.integers(-9, 9, (n, 8)).astype(np.float32) for n in (n_rows, 4)
+        )
+        np.testing.assert_array_equal(
+            model.execute(x, weight)[0].to_numpy(), x @ weight.T
+        )
+
+
+@pytest.mark.parametrize(
+    ("device", "architecture", "dtype", "is_padded"),
+    [
+        (DeviceRef.GPU(0), "sm_90", DType.bfloat16, True),
+        (DeviceRef.GPU(0), "sm_90a", DType.bfloat16, True),
+        (DeviceRef.GPU(0), "sm_90a", DType.float32, False),
+        (DeviceRef.GPU(0), "sm_80", DType.bfloat16, False),
+        (DeviceRef.GPU(0), "sm_100a", DType.bfloat16, False),
+        (DeviceRef.CPU(), "sm_90a", DType.bfloat16, False),
+    ],
+)
+def test_only_what_is_wrong_is_replaced(
+    monkeypatch, device: DeviceRef, architecture: str, dtype: DType, is_padded: bool
+) -> None:
+    monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
+    types = [TensorType(dtype, ["n_rows", 64], device)]
+    layer = max_linear.Linear(64, 32, dtype, device)
+    with Graph("linear", input_types=types) as graph:
+        with using_max_ep():
+            graph.output(layer(graph.inputs[0].tensor))
+    assert ("concat" in str(graph)) == is_padded
+
+
+def test_maxs_modules_have_their_own_functions_again() -> None:
+    for module, name, ours in hopper.REPLACED:
+        assert getattr(module, name) is ORIGINALS[name]
+        with using_max_ep():
+            assert getattr(module, name) is ours
+        assert getattr(module, name) is ORIGINALS[name]
