@@ -6,11 +6,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # What `sanitize` looks for: see tests/sanitize.sh.
 CHECK ?= memcheck
+# What `fuzz` draws from; a failure shows it.
+SEED ?= $(shell date +%s)
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo serve test test-gpu sanitize bench lint format clean
+.PHONY: demo serve test test-gpu fuzz sanitize bench lint format clean
 
 demo: .venv/.installed
 	$(BIN)/max-ep demo
@@ -23,6 +25,10 @@ test: .venv/.installed-dev
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu
+
+fuzz: .venv/.installed-dev
+	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FUZZ_CASES=16 MAX_EP_FUZZ_EXAMPLES=400 \
+		$(BIN)/python -m pytest tests/test_fuzz.py
 
 sanitize: .venv/.installed-dev
 	PYTHON=$(BIN)/python tests/sanitize.sh $(CHECK)

@@ -48,3 +48,13 @@ def gpu_session():
 
     gpus = [Accelerator(i) for i in range(accelerator_count())]
     return InferenceSession(devices=[CPU(), *gpus])
+
+
+@pytest.fixture(scope="session")
+def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
+    """The compiled graphs of ranks in processes of their own."""
+    import processes
+
+    path = tmp_path_factory.mktemp("graphs") / "processes.mef"
+    processes.compile_graphs(path, session)
+    return str(path)

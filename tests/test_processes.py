@@ -14,7 +14,6 @@ from pathlib import Path
 
 import processes
 import pytest
-from max.engine import InferenceSession
 from processes import KILLED_AT, KILLED_RANK, N_RANKS, SCENARIOS, names_of
 
 from max_ep import LaunchError, launch
@@ -23,13 +22,6 @@ TIMEOUT_S = 2.0
 SLACK_S = 3.0
 """What a wait may take on top of its time-out where there are more processes
 than cores."""
-
-
-@pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory, session: InferenceSession) -> str:
-    path = tmp_path_factory.mktemp("graphs") / "processes.mef"
-    processes.compile_graphs(path, session)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

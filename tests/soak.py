@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of `test_soak.py` run: very many generations, two groups at once.
+
+See `processes.py` for data, graphs and members.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import processes
+from processes import Engine, Member, Shape, make_batch, oracle
+
+from max_ep import reference
+from max_ep.initializer import GROUP_VARIABLE
+
+_CYCLE = 28
+"""Generations whose inputs are made beforehand; the next `_CYCLE` have them again."""
+
+SHAPES = {
+    "async_wait": processes.SMALL,
+    "shared_by_rank": processes.SHARED_BY_RANK,
+    "shared_reduced": processes.SHARED_REDUCED,
+    "shared_gather": processes.SHARED_GATHER,
+}
+"""Graphs, each with the group that it is for."""
+
+# The protocol that "auto" takes on CPU has them all in CI; each did by hand.
+N_GENERATIONS = dict.fromkeys(SHAPES, 500) | {"shared_by_rank": 10_000}
+if "MAX_EP_SOAK" in os.environ:
+    N_GENERATIONS = dict.fromkeys(SHAPES, int(os.environ["MAX_EP_SOAK"]))
+
+
+@dataclass
+class Prepared:
+    """A generation's inputs on one rank, and what must come out."""
+
+    inputs: list[Any]
+    want: processes.Want
+
+
+def _prepare(shape: Shape, config: Any, generation: int, rank: int) -> Prepared:
+    batch, want = make_batch(shape, generation, rank), oracle(shape, generation, rank)
+    factors = np.ones((config.n_output_rows, 1), np.float32)
+    processes._apply_experts(shape, generation, rank, want.dispatched, factors)
+    inputs = [processes._bfloat16(batch.tokens), batch.ids, batch.weights]
+    inputs.append(processes._bfloat16(reference.float32_to_bfloat16(factors)))
+    return Prepared(inputs, want)
+
+
+def soak(node_id: int, graphs: str, notes: str) -> dict[str, int]:
+    """Runs all of `N_GENERATIONS`, and compares each with the oracle.
+
+    Token counts change from one to the next (`make_batch`), and every rank is late
+    now and then, by itself.
+
+    Returns:
+        How many were right, by graph.
+    """
+    engine = Engine(graphs)
+    engine.join(processes.SMALL.config(node_id))
+    n_right = {}
+    for graph, n_generations in N_GENERATIONS.items():
+        shape = SHAPES[graph]
+        config = shape.config(node_id)
+        prepared = [_prepare(shape, config, g, node_id) for g in range(1, _CYCLE + 1)]
+        processes.meet(notes, graph, node_id, processes.N_RANKS)
+        group = f"{os.environ[GROUP_VARIABLE]}-{graph}"
+        member = Member(engine, config, shape, group)
+        rng = np.random.default_rng(node_id)
+        try:
+            for i in range(n_generations):
+                if rng.random() < 0.005:
+                    time.sleep(rng.random() * 0.01)
+                _run_and_compare(member, graph, i + 1, prepared[i % _CYCLE])
+        finally:
+            member.comm.close()
+        n_right[graph] = n_generations
+    return n_right
+
+
+def _run_and_compare(
+    member: Member, graph: str, generation: int, prepared: Prepared
+) -> None:
+    *dispatched, sums = member.run(graph, *prepared.inputs)
+    where = f"rank {member.rank}, generation {generation} ({graph})"
+    processes.check_dispatched(where, dispatched, prepared.want.dispatched)
+    processes.check_bits(f"{where}: sums", processes._bits(sums), prepared.want.result)
+
+
+def two_groups(node_id: int, graphs: str, notes: str) -> int:
+    """Runs two groups at once, whose phases each rank mixes in an order of its own.
+
+    Returns:
+        How many generations each of them had.
+    """
+    engine, config = Engine(graphs), processes.SMALL.config(node_id)
+    engine.join(config)
+    processes.meet(notes, "two_groups", node_id, processes.N_RANKS)
+    name = os.environ[GROUP_VARIABLE]
+    shapes = [Shape(seed=seed) for seed in (1, 2)]
+    members = [
+        Member(engine, config, shape, f"{name}-{i}") for i, shape in enumerate(shapes)
+    ]
+    rng, n_generations = np.random.default_rng(node_id), 60
+    try:
+        for generation in range(1, n_generations + 1):
+            for i in rng.permutation(2):
+                members[i].dispatch_async(generation)
+            received = {}
+            for i in rng.permutation(2):
+                received[i] = members[i].dispatch_wait(generation)
+            for i in rng.permutation(2):
+                members[i].combine_async(generation, *received[i])
+            for i in rng.permutation(2):
+                members[i].combine_wait(generation, generation)
+    finally:
+        for member in members:
+            member.comm.close()
+    return n_generations
