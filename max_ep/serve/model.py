@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 
 from max.driver import Buffer, is_virtual_device_mode
 from max.engine import InferenceSession, Model
+from max.graph.graph import default_custom_extensions_scope
 
 from ..config import EPConfig
+from ..extension import extension_path
 from ..initializer import EPCommInitializer
 from ..manager import EPBatchManager
 from .hopper import REPLACED
@@ -59,7 +61,11 @@ class ExpertParallelModel:
 
     def load_model(self, session: InferenceSession) -> Model:
         """Builds, compiles and loads the graph; see MAX's model."""
-        with using_max_ep(*self.max_modules):
+        # An op in a subgraph is looked for among those of the whole graph.
+        ops = default_custom_extensions_scope(
+            extension_path(), extension_path("max_ep_experts")
+        )
+        with using_max_ep(*self.max_modules), ops:
             return super().load_model(session)
 
     @property

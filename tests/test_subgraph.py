@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine in a subgraph, as MAX's larger models have their layers."""
+
+from __future__ import annotations
+
+from cases import CASES, Inputs, expected, make_inputs
+from harness import assert_same_bits, flatten, input_types, to_numpy
+from max.graph import Graph, TensorValue, Value, ops
+
+from max_ep import EPBatchManager, EPCommInitializer, extension_path
+
+
+def test_layers_that_share_a_subgraph(session) -> None:
+    """The graph is given the ops; a subgraph's own are not looked at by MAX."""
+    case = CASES["two_ranks"]
+    config, n_ranks = case.config(), case.n_ranks
+    types = [*input_types(case), *EPBatchManager(config).input_types()]
+
+    def layer(*values: Value) -> list[TensorValue]:
+        manager = EPBatchManager(config)
+        manager.fetch_buffers(values[3 * n_ranks :])
+        tokens, ids, weights = (
+            [value.tensor for value in values[i : 3 * n_ranks : 3]] for i in range(3)
+        )
+        ranks = list(range(n_ranks))
+        rows = manager.ep_dispatch_all(tokens, ids, ranks)
+        sums = manager.ep_combine_all([r[0] for r in rows], weights, ranks)
+        return [ops.rebind(y, x.shape) for x, y in zip(tokens, sums)]
+
+    with Graph(
+        "with_subgraph", input_types=types, custom_extensions=[extension_path()]
+    ) as graph:
+        inner = graph.add_subgraph("layer", layer, input_types=types)
+        values = list(graph.inputs)
+        for _ in range(2):
+            for rank, tokens in enumerate(ops.call(inner, *values)):
+                values[3 * rank] = tokens
+        graph.output(*values[: 3 * n_ranks : 3])
+    model = session.load(graph)
+    given = make_inputs(case, "masked")
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(session)
+        outputs = model.execute(*flatten(given), *comm.model_inputs())
+    first = expected(case, given).combine
+    second = expected(case, Inputs(first, given.ids, given.weights, None, None)).combine
+    for rank, (got, want) in enumerate(zip(outputs, second, strict=True)):
+        assert_same_bits(f"rank {rank}", to_numpy(got), want)
