@@ -22,7 +22,7 @@ serve: .venv/.installed-serve
 
 # Two files at a time: most of the time is compiling, on one core.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu

@@ -12,8 +12,17 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+LONGEST = ["test_programs", "test_serve", "test_round_trip", "test_processes"]
+"""Files that take minutes: first, so that no process waits for another at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that want more GPUs than there are."""
+    """Puts the longest files first; skips tests that want more GPUs than there are."""
+    items.sort(
+        key=lambda item: (
+            LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
+        )
+    )
     marked = [(item, item.get_closest_marker("gpu")) for item in items]
     marked = [(item, marker) for item, marker in marked if marker]
     if not marked:
