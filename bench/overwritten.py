@@ -11,7 +11,6 @@ result that is all zeros has been written over. So docs/results/overwritten.md w
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +19,8 @@ from max.driver import CPU
 from max.dtype import DType
 from max.graph import TensorValue
 
-import max_ep.serve as served
-
-# The package has the architecture under the module's name.
-qwen3 = sys.modules[f"{served.__name__}.qwen3_moe"]
-one_device = sys.modules[f"{served.__name__}.one_device"]
+from max_ep.serve import one_device
+from max_ep.serve import qwen3_moe as qwen3
 
 _taken: list[tuple[str, TensorValue]] = []
 _names: list[str] = []
@@ -101,5 +97,5 @@ def _last_attention() -> str:
     return [name for name in _names if name.startswith("attention_output")][-1]
 
 
-ARCHITECTURES = [replace(qwen3.qwen3_moe, pipeline_model=_Model)]
+ARCHITECTURES = [replace(qwen3.architecture, pipeline_model=_Model)]
 """What MAX registers, in place of its own architecture of this name."""

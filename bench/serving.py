@@ -4,8 +4,8 @@
     python -m bench.serving --gpus 2 --out docs/results/serving.md
 
 Peers: ``ours``; ``max_ep``, MAX's expert parallelism; ``max_tp``, MAX's tensor
-parallelism; on one GPU MAX has only the latter. Both of MAX's have our grouped matmul
-on Hopper, without which they do not compile (``bench/max_as_it_is.py``). The model has
+parallelism; on one GPU MAX has only the latter. Both of MAX's have our matmuls on
+Hopper, without which they do not compile (``bench/max_as_it_is.py``). The model has
 random weights and eight layers of Qwen3-30B-A3B. Before a peer is timed, its greedy
 tokens are compared with those of transformers.
 

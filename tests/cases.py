@@ -352,10 +352,7 @@ def make_inputs(
             .view(t.dtype)
             for t in tokens
         ]
-    scales = None
-    if case.scales is not None:
-        n_scales = 1 if case.scales == "one" else case.n_experts
-        scales = rng.uniform(0.1, 3, n_scales).astype(np.float32)
+    scales = input_scales(case, rng)
     rows = None
     if not case.sends_rows_back:
         shape = (*case.rows_shape, case.hidden_size)
@@ -370,6 +367,14 @@ def make_inputs(
         input_scales=scales,
         expert_rows=rows,
     )
+
+
+def input_scales(case: Case, rng: np.random.Generator) -> np.ndarray | None:
+    """Draws a case's input scales: float32 `[1]` or `[n_experts]`, if it has any."""
+    if case.scales is None:
+        return None
+    n_scales = 1 if case.scales == "one" else case.n_experts
+    return rng.uniform(0.1, 3, n_scales).astype(np.float32)
 
 
 def narrow(x: np.ndarray, dtype: DType) -> np.ndarray:

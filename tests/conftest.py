@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: one MAX session, and the marker `gpu(n)`."""
+"""What all tests share: one MAX session, their order, and the marker `gpu(n)`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, replace
 
 import numpy as np
-from cases import BF16, F32, Case, Inputs, narrow
+from cases import BF16, F32, Case, Inputs, input_scales, narrow
 from hypothesis import strategies as st
 from max.dtype import DType
 
@@ -27,7 +27,7 @@ MOST_RANKS = 6
 
 
 def drawn_cases(seed: int, n: int) -> dict[str, Case]:
-    """Draws groups that a configuration accepts, half of them of each rank alike.
+    """Draws groups that a configuration accepts.
 
     Args:
         seed: Another seed, other groups.
@@ -120,10 +120,7 @@ def inputs_of(case: Case, load: Load) -> Inputs:
         chosen = rng.permuted(all_ids, axis=1)[:, : case.top_k].copy()
         chosen[rng.random(chosen.shape) < load.masked / 100] = -1
         ids.append(chosen)
-    scales = None
-    if case.scales is not None:
-        n_scales = 1 if case.scales == "one" else case.n_experts
-        scales = rng.uniform(0.1, 3, n_scales).astype(np.float32)
+    scales = input_scales(case, rng)
     rows = None
     if not case.sends_rows_back:
         shape = (*case.rows_shape, case.hidden_size)

@@ -189,6 +189,14 @@ class Want:
     """bfloat16 bits, uint16 `[n_tokens, hidden_size]`."""
 
 
+@dataclass
+class Prepared:
+    """A generation's inputs on one rank, and what it must get."""
+
+    inputs: list[Any]
+    want: Want
+
+
 def oracle(shape: Shape, generation: int, rank: int) -> Want:
     """Computes a rank's results from all ranks' inputs."""
     batches = [make_batch(shape, generation, r) for r in range(N_RANKS)]
@@ -446,31 +454,45 @@ class Member:
         self.models, self.shape, self.config = engine.models, shape, config
         self.comm = engine.join(config, group)
         self.comm.ep_init(engine.session)
-        self.first_rank = config.node_id * config.n_gpus_per_node
-        self.rank = self.first_rank
+        self.rank = config.node_id * config.n_gpus_per_node
+        self.ranks = range(self.rank, self.rank + config.n_gpus_per_node)
 
     def run(self, graph: str, *inputs: Any) -> list[Buffer]:
         return self.models[graph].execute(*inputs, *self.comm.model_inputs())
 
     # ---------------------------------------------------------- whole generations
 
-    def round_trip(self, graph: str, generation: int) -> None:
-        """Runs a generation in one graph, and compares it with the oracle."""
-        ranks = range(self.first_rank, self.first_rank + self.config.n_gpus_per_node)
-        inputs, wants = [], []
-        for rank in ranks:
+    def prepare(self, generation: int) -> list[Prepared]:
+        """Makes the inputs of each own rank, and what must come out."""
+        made = []
+        for rank in self.ranks:
             batch = make_batch(self.shape, generation, rank)
             want = oracle(self.shape, generation, rank)
             factors = np.ones((self.config.n_output_rows, 1), np.float32)
             _apply_experts(self.shape, generation, rank, want.dispatched, factors)
-            inputs += [_bfloat16(batch.tokens), batch.ids, batch.weights]
+            inputs = [_bfloat16(batch.tokens), batch.ids, batch.weights]
             inputs.append(_bfloat16(reference.float32_to_bfloat16(factors)))
-            wants.append(want)
-        outputs = self.run(graph, *inputs)
-        for rank, want, *got in zip(ranks, wants, *(outputs[i::5] for i in range(5))):
+            made.append(Prepared(inputs, want))
+        return made
+
+    def round_trip(
+        self, graph: str, generation: int, prepared: list[Prepared] | None = None
+    ) -> None:
+        """Runs a generation in one graph, and compares it with the oracle.
+
+        Args:
+            graph: Which.
+            generation: Its number, in errors.
+            prepared: What `prepare` made, of this generation or another; None: of
+                this one, now.
+        """
+        prepared = prepared or self.prepare(generation)
+        outputs = self.run(graph, *(x for one in prepared for x in one.inputs))
+        received = (outputs[i::5] for i in range(5))
+        for rank, one, *got in zip(self.ranks, prepared, *received):
             where = f"rank {rank}, generation {generation} ({graph})"
-            check_dispatched(where, got[:4], want.dispatched)
-            check_bits(f"{where}: sums", _bits(got[4]), want.result)
+            check_dispatched(where, got[:4], one.want.dispatched)
+            check_bits(f"{where}: sums", _bits(got[4]), one.want.result)
 
     def phases(self, generation: int, pause: Callable[[str], None]) -> None:
         """Runs a generation in four graphs, with something between them."""

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import processes
-from processes import Engine, Member, Shape, make_batch, oracle
+from processes import Engine, Member, Shape
 
-from max_ep import reference
 from max_ep.initializer import GROUP_VARIABLE
 
 _CYCLE = 28
@@ -34,22 +31,8 @@ N_GENERATIONS = dict.fromkeys(SHAPES, 500) | {"shared_by_rank": 10_000}
 if "MAX_EP_SOAK" in os.environ:
     N_GENERATIONS = dict.fromkeys(SHAPES, int(os.environ["MAX_EP_SOAK"]))
 
-
-@dataclass
-class Prepared:
-    """A generation's inputs on one rank, and what must come out."""
-
-    inputs: list[Any]
-    want: processes.Want
-
-
-def _prepare(shape: Shape, config: Any, generation: int, rank: int) -> Prepared:
-    batch, want = make_batch(shape, generation, rank), oracle(shape, generation, rank)
-    factors = np.ones((config.n_output_rows, 1), np.float32)
-    processes._apply_experts(shape, generation, rank, want.dispatched, factors)
-    inputs = [processes._bfloat16(batch.tokens), batch.ids, batch.weights]
-    inputs.append(processes._bfloat16(reference.float32_to_bfloat16(factors)))
-    return Prepared(inputs, want)
+N_OF_TWO_GROUPS = 60
+"""Generations of each of two groups."""
 
 
 def soak(node_id: int, graphs: str, notes: str) -> dict[str, int]:
@@ -66,30 +49,20 @@ def soak(node_id: int, graphs: str, notes: str) -> dict[str, int]:
     n_right = {}
     for graph, n_generations in N_GENERATIONS.items():
         shape = SHAPES[graph]
-        config = shape.config(node_id)
-        prepared = [_prepare(shape, config, g, node_id) for g in range(1, _CYCLE + 1)]
         processes.meet(notes, graph, node_id, processes.N_RANKS)
         group = f"{os.environ[GROUP_VARIABLE]}-{graph}"
-        member = Member(engine, config, shape, group)
+        member = Member(engine, shape.config(node_id), shape, group)
+        prepared = [member.prepare(generation) for generation in range(1, _CYCLE + 1)]
         rng = np.random.default_rng(node_id)
         try:
             for i in range(n_generations):
                 if rng.random() < 0.005:
                     time.sleep(rng.random() * 0.01)
-                _run_and_compare(member, graph, i + 1, prepared[i % _CYCLE])
+                member.round_trip(graph, i + 1, prepared[i % _CYCLE])
         finally:
             member.comm.close()
         n_right[graph] = n_generations
     return n_right
-
-
-def _run_and_compare(
-    member: Member, graph: str, generation: int, prepared: Prepared
-) -> None:
-    *dispatched, sums = member.run(graph, *prepared.inputs)
-    where = f"rank {member.rank}, generation {generation} ({graph})"
-    processes.check_dispatched(where, dispatched, prepared.want.dispatched)
-    processes.check_bits(f"{where}: sums", processes._bits(sums), prepared.want.result)
 
 
 def two_groups(node_id: int, graphs: str, notes: str) -> int:
@@ -106,9 +79,9 @@ def two_groups(node_id: int, graphs: str, notes: str) -> int:
     members = [
         Member(engine, config, shape, f"{name}-{i}") for i, shape in enumerate(shapes)
     ]
-    rng, n_generations = np.random.default_rng(node_id), 60
+    rng = np.random.default_rng(node_id)
     try:
-        for generation in range(1, n_generations + 1):
+        for generation in range(1, N_OF_TWO_GROUPS + 1):
             for i in rng.permutation(2):
                 members[i].dispatch_async(generation)
             received = {}
@@ -121,4 +94,4 @@ def two_groups(node_id: int, graphs: str, notes: str) -> int:
     finally:
         for member in members:
             member.comm.close()
-    return n_generations
+    return N_OF_TWO_GROUPS

@@ -76,3 +76,21 @@ def test_each_group_has_its_product(
         # One rounding to bfloat16, and sums in float32.
         off = (y[begin:end].double() - want).abs()
         assert bool((off <= want.abs() * 2**-8 + k**0.5 * 1e-5).all())
+
+
+def test_offsets_of_a_failed_dispatch_reach_nothing(multiply: Callable) -> None:
+    """Groups behind the rows, and of experts that there are not, have no product."""
+    import torch
+
+    n, k = SHAPES["narrow"]
+    torch.manual_seed(0)
+    x = torch.randn(9, k, device="cuda").bfloat16()
+    weights = torch.randn(N_EXPERTS, n, k, device="cuda").bfloat16()
+    # The first group is right; the second ends, the others begin behind all rows.
+    ends = torch.tensor([0, 4, 2**31 - 1, 2**30, 2**31 - 1, 77], dtype=torch.int32)
+    experts = torch.tensor([3, 0, -1, 2**31 - 1, 2], dtype=torch.int32)
+    y = multiply("narrow", x, weights, ends.view(torch.uint32).cuda(), experts.cuda())
+    for begin, end, expert in ((0, 4, 3), (4, 9, 0)):
+        want = x[begin:end].double() @ weights[expert].double().T
+        off = (y[begin:end].double() - want).abs()
+        assert bool((off <= want.abs() * 2**-8 + k**0.5 * 1e-5).all())

@@ -8,7 +8,7 @@ every time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from cases import BF16, Case, expected
@@ -59,12 +59,17 @@ CORPUS = [
 ]
 
 
+def with_corpus(test: Callable) -> Callable:
+    """Lets a test of a load run with those of the corpus as well."""
+    for load in CORPUS:
+        test = example(load=load)(test)
+    return test
+
+
 @seed(SEED)
 @fuzzed
 @given(load=LOADS)
-@example(load=CORPUS[0])
-@example(load=CORPUS[1])
-@example(load=CORPUS[2])
+@with_corpus
 def test_any_load_is_the_oracles(groups: Groups, load: Load) -> None:
     """Whatever a run was given, the next one is right too: they share memory."""
     assert_well(groups, load)

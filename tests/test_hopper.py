@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes the place of MAX's matmuls on Hopper, as far as it shows without one."""
+"""What stands in MAX's modules while a model is built, of that on Hopper what shows."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
+from max.graph.graph import default_custom_extensions
 from max.nn import linear as max_linear
 from max.nn.kernels import grouped_matmul_ragged
 
+from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper
-from max_ep.serve.model import using_max_ep
+from max_ep.serve.model import ExpertParallelModel, using_max_ep
 
 ORIGINALS = {
     "grouped_matmul_ragged": grouped_matmul_ragged,
@@ -73,3 +77,20 @@ def test_maxs_modules_have_their_own_functions_again() -> None:
         with using_max_ep():
             assert getattr(module, name) is ours
         assert getattr(module, name) is ORIGINALS[name]
+
+
+def test_what_stands_while_a_model_is_built() -> None:
+    """The manager in MAX's module, the ops in reach of subgraphs, and nothing after."""
+    theirs = SimpleNamespace(EPBatchManager=None)
+
+    class MaxsModel:
+        def load_model(self, session: None) -> tuple:
+            return theirs.EPBatchManager, default_custom_extensions()
+
+    class Model(ExpertParallelModel, MaxsModel):
+        max_modules = (theirs,)
+
+    manager, extensions = Model().load_model(None)
+    assert manager is EPBatchManager
+    assert set(extensions) == {extension_path(), extension_path("max_ep_experts")}
+    assert theirs.EPBatchManager is None and default_custom_extensions() == ()

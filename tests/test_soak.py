@@ -26,4 +26,4 @@ def test_two_groups_at_once(graphs: str, tmp_path: Path) -> None:
     n_right = launch(
         soak.two_groups, processes.N_RANKS, (graphs, str(tmp_path)), timeout_s=120
     )
-    assert n_right == [60] * processes.N_RANKS
+    assert n_right == [soak.N_OF_TWO_GROUPS] * processes.N_RANKS

@@ -5,7 +5,7 @@
 docs/serving.md. Needs ``pip install 'max_ep[serve]'``.
 """
 
-from .qwen3_moe import qwen3_moe
+from . import qwen3_moe
 
-ARCHITECTURES = [qwen3_moe]
+ARCHITECTURES = [qwen3_moe.architecture]
 """What MAX registers, in place of its own architectures of these names."""

@@ -22,7 +22,7 @@ from max.nn.moe import moe as max_moe
 from ..experts import grouped_matmul
 
 TILE_ROWS = 128
-"""Rows of the tiles that MAX's matmul writes; 64 with few rows."""
+"""Rows are filled up to a multiple of it: twice the 64 that were seen written."""
 
 
 def _is_concerned(value: TensorValue) -> bool:

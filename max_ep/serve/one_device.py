@@ -80,12 +80,12 @@ class OneDeviceMoe(MoE):
         self, rank: int, dispatched: tuple[TensorValue, ...]
     ) -> TensorValue:
         """Runs the experts of a rank on the rows it received."""
-        n = self._manager.config.n_local_experts
-        gate_up, down = (
-            weights[rank * n : (rank + 1) * n]
-            for weights in (self.gate_up_proj, self.down_proj)
-        )
         if self._manager.config.target == "cpu":
+            n = self._manager.config.n_local_experts
+            gate_up, down = (
+                weights[rank * n : (rank + 1) * n]
+                for weights in (self.gate_up_proj, self.down_proj)
+            )
             rows, row_offsets, expert_ids, _ = dispatched
             return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
         n_rows = ops.shape_to_tensor(dispatched[0].shape)[0].cast(DType.uint32)

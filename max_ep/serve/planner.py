@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from max.driver import CPU, Accelerator, is_virtual_device_mode
-from max.dtype import DType
 from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from ..config import EPConfig
@@ -43,13 +42,10 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         if not uses_max_ep(pipeline_config):
             return 0
         shape = MoeShape.of(huggingface_config)
-        config = serving_config(pipeline_config, shape, self._dispatch_dtype())
+        config = serving_config(pipeline_config, shape, self._config.dtype)
         _check_fits(config, shape, pipeline_config)
         per_rank = config.estimate_memory_usage() + activation_bytes(config, shape)
         return per_rank * config.n_gpus_per_node
-
-    def _dispatch_dtype(self) -> DType:
-        return self._config.dtype
 
 
 def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None:

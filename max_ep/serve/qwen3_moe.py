@@ -118,7 +118,7 @@ def _one_device_decoder(config: Any) -> OneDeviceDecoder:
     return OneDeviceDecoder(config, manager, rope, attention_of, mlp_of, norm)
 
 
-qwen3_moe = replace(
+architecture = replace(
     qwen3_moe_arch,
     pipeline_model=Qwen3MoeModel,
     batching=Qwen3MoeBatches,
