@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--size", default="large")
     parser.add_argument("--model", type=Path, help="a checkpoint that is there")
-    parser.add_argument("--flags", nargs="*", default=[], help="more for max serve")
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, default=[], help="last: for max serve"
+    )
     parser.add_argument("--mefs", type=Path, help="PEER folders, precompiled graphs")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path)

@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument(
         "--architectures", default="max_ep.serve", help="'' for MAX's own"
     )
-    parser.add_argument("--flags", nargs="*", default=[], help="more for max serve")
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, default=[], help="last: for max serve"
+    )
     args = parser.parse_args()
     flags = ["--max-length", "256", "--max-batch-size", "16", *args.flags]
     flags += ["--max-batch-input-tokens", "256", *device_flags(args.gpus, 1)]

@@ -254,11 +254,28 @@ def to_numpy(buffer: Buffer) -> np.ndarray:
     return buffer.to_numpy().copy()
 
 
-def by_expert(arrays: list[np.ndarray]) -> list[np.ndarray]:
+def rows_of_experts(ids: list[np.ndarray], has_shared: bool = False) -> np.ndarray:
+    """Counts the rows that the experts of each rank must get.
+
+    Args:
+        ids: int32 ``[n_tokens, TOP_K]`` of each rank.
+        has_shared: Whether each rank has a shared expert; it comes first.
+
+    Returns:
+        int64 ``[n_ranks, n_groups]``, by expert.
+    """
+    chosen = np.bincount(np.concatenate(ids).ravel(), minlength=N_EXPERTS)
+    n_tokens = [[len(x)] * has_shared for x in ids]
+    return np.hstack([n_tokens, chosen.reshape(len(ids), -1)]).astype(np.int64)
+
+
+def by_expert(arrays: list[np.ndarray], n_rows: np.ndarray) -> list[np.ndarray]:
     """Sorts what dispatch gave a rank.
 
     Args:
         arrays: Rows, for FP8 scales, row offsets, expert ids.
+        n_rows: How many each expert must have. MAX lets every expert's FP8 rows
+            begin at a multiple of four; what is behind this many is left out.
 
     Returns:
         The bytes of each expert's rows, of FP8 with their scales, in ascending
@@ -271,7 +288,7 @@ def by_expert(arrays: list[np.ndarray]) -> list[np.ndarray]:
     for group, expert in enumerate(expert_ids):
         begin, end = (int(row_offsets[group + i]) for i in range(2))
         if end > begin:
-            mine = row_bytes[begin:end]
+            mine = row_bytes[begin : min(end, begin + int(n_rows[expert]))]
             found[expert] = mine[np.lexsort(mine.T[::-1])]
     return found
 
@@ -352,13 +369,14 @@ def main() -> None:
         for run in (*EXACT_RUNS, RANDOM_RUN):
             inputs = make_inputs(run, counts, has_shared=options.shared_expert)
             found = execute(model, comm, inputs, dtypes, devices)
+            n_rows = rows_of_experts(inputs[1], options.shared_expert)
             for rank, (sums, *dispatched) in enumerate(found):
                 names = OUTPUTS if options.fp8 else OUTPUTS[:2] + OUTPUTS[3:]
                 for name, array in zip(names, [sums, *dispatched]):
                     saved[f"{form}/{run}/{rank}/{name}"] = array
                 if run in EXACT_RUNS:
                     combine_digest.update(sums.tobytes())
-                    for expert_rows in by_expert(dispatched):
+                    for expert_rows in by_expert(dispatched, n_rows[rank]):
                         dispatch_digest.update(b"%d rows" % len(expert_rows))
                         dispatch_digest.update(expert_rows.tobytes())
         digests = dispatch_digest.hexdigest()[:16], combine_digest.hexdigest()[:16]

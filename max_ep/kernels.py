@@ -567,8 +567,8 @@ def call_ep_combine_wait(
     Returns:
         ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: per token the
         sum, in order of choice, of weight times expert row, in float32 by
-        fused multiply-add, then plus the shared expert's row if it is fused,
-        rounded once. Choices of ``-1`` add nothing. With
+        fused multiply-add, rounded; if the shared expert is fused then plus its
+        row, and rounded again, as MAX does. Choices of ``-1`` add nothing. With
         ``combine_mode="reduced"`` the sum of the rows of each other rank was
         rounded to ``partial_dtype`` by itself, and these partial sums are added
         to the own rank's in order of rank.

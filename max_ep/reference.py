@@ -315,13 +315,14 @@ def combine(
     expert_rows: Sequence[np.ndarray],
     results: Sequence[DispatchResult],
     topk_weights: Sequence[np.ndarray],
+    round_sum: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> list[np.ndarray]:
     """Brings rows back to their tokens and adds them up, weighted.
 
     For each token, in float32:
 
         acc = 0;  for k in [0, top_k): acc = fma(weights[k], row[k], acc)
-        acc = acc + shared row                     if there is a shared expert
+        acc = round_sum(acc) + shared row          if there is a shared expert
 
     A choice without a row (its id was -1) is skipped. The sum does not depend
     on where experts live, so it is the same for every number of ranks.
@@ -331,10 +332,12 @@ def combine(
             the order of `results[rank].rows`.
         results: What `dispatch` returned.
         topk_weights: Each rank's router weights, float32 `[n_tokens, top_k]`.
+        round_sum: Rounds float32 to what the combine dtype holds, as float32.
+            The default is float32.
 
     Returns:
-        Each rank's sums, float32 `[n_tokens, hidden]`, *before* rounding to the
-        combine dtype: the caller rounds once (`float32_to_bfloat16`).
+        Each rank's sums, float32 `[n_tokens, hidden]`, *before* their last
+        rounding to the combine dtype, the caller's (`float32_to_bfloat16`).
     """
     _check_rows(expert_rows, results)
     all_rows = np.concatenate(list(expert_rows))
@@ -348,7 +351,9 @@ def combine(
         mine, shared = mine[~is_shared], mine[is_shared]
         row_of_choice[src_info[mine, 0], src_info[mine, 1]] = mine
         acc = _weighted_sum(all_rows, row_of_choice, weights)
-        acc[src_info[shared, 0]] += all_rows[shared]
+        if len(shared):
+            acc = _typed("sum", round_sum(acc), np.float32)
+            acc[src_info[shared, 0]] += all_rows[shared]
         sums.append(acc)
     return sums
 
@@ -358,6 +363,7 @@ def combine_reduced(
     results: Sequence[DispatchResult],
     topk_weights: Sequence[np.ndarray],
     round_partial: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    round_sum: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> list[np.ndarray]:
     """Adds up a token's rows on each rank of its experts, then these sums.
 
@@ -369,7 +375,7 @@ def combine_reduced(
 
         acc = its own rank's partial, or 0                  (as it is: it is not sent)
         for each other rank, in order:  acc = acc + round_partial(partial)
-        acc = acc + shared row                     if there is a shared expert
+        acc = round_sum(acc) + shared row          if there is a shared expert
 
     So the sum depends on where experts live, unlike that of `combine`. With one
     rank both are the same, bit for bit.
@@ -380,6 +386,7 @@ def combine_reduced(
         topk_weights: As in `combine`.
         round_partial: Rounds float32 to what the wire's type holds, as float32.
             The default is a wire of float32.
+        round_sum: As in `combine`.
 
     Returns:
         As `combine`.
@@ -403,7 +410,9 @@ def combine_reduced(
         for has, partial in from_others:
             acc[has] += _typed("partial", partial, np.float32)
         shared = np.flatnonzero(results[rank].src_info[:, 1] == -1)
-        acc[results[rank].src_info[shared, 0]] += expert_rows[rank][shared]
+        if len(shared):
+            acc = _typed("sum", round_sum(acc), np.float32)
+            acc[results[rank].src_info[shared, 0]] += expert_rows[rank][shared]
         sums.append(acc)
     return sums
 
@@ -414,6 +423,7 @@ def moe(
     topk_weights: np.ndarray,
     expert_fn: Callable[[int, np.ndarray], np.ndarray],
     shared_fn: Callable[[np.ndarray], np.ndarray] | None = None,
+    round_sum: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> np.ndarray:
     """Computes a mixture of experts without ranks, to check a whole layer.
 
@@ -424,6 +434,7 @@ def moe(
         expert_fn: Maps an expert id and its tokens, float32 `[m, hidden]`, to
             float32 `[m, hidden]`; called once for each expert with tokens.
         shared_fn: Likewise, of the shared expert: maps all tokens.
+        round_sum: As in `combine`.
 
     Returns:
         float32 `[n_tokens, hidden]`, summed as `combine` does.
@@ -438,7 +449,7 @@ def moe(
         n_rows += len(k)
     all_rows = np.concatenate(expert_rows)
     acc = _weighted_sum(all_rows, row_of_choice, topk_weights)
-    return acc if shared_fn is None else acc + shared_fn(tokens)
+    return acc if shared_fn is None else round_sum(acc) + shared_fn(tokens)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -399,13 +400,16 @@ def expected(case: Case, given: Inputs) -> Expected:
     else:
         rows = [x[: len(r.rows)] for x, r in zip(given.expert_rows, results)]
     rows = [widen(x) for x in rows]
+
+    def rounds_to(dtype: DType) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda x: widen(narrow(x, dtype))
+
+    round_sum = rounds_to(case.combine)
     if case.is_reduced:
-        partial_dtype = case.partial_dtype or case.combine
-        sums = combine_reduced(
-            rows, results, given.weights, lambda x: widen(narrow(x, partial_dtype))
-        )
+        round_partial = rounds_to(case.partial_dtype or case.combine)
+        sums = combine_reduced(rows, results, given.weights, round_partial, round_sum)
     else:
-        sums = combine(rows, results, given.weights)
+        sums = combine(rows, results, given.weights, round_sum)
     return Expected(dispatched, [narrow(x, case.combine) for x in sums])
 
 

@@ -209,6 +209,11 @@ def oracle(shape: Shape, generation: int, rank: int) -> Want:
     return Want(dispatched[rank], moe(shape, generation, generation, rank))
 
 
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 to what bfloat16 holds."""
+    return reference.bfloat16_to_float32(reference.float32_to_bfloat16(x))
+
+
 def moe(shape: Shape, generation: int, expert_generation: int, rank: int) -> np.ndarray:
     """Computes a rank's sums, as bfloat16 bits."""
     if shape.combine_mode == "reduced":
@@ -224,6 +229,7 @@ def moe(shape: Shape, generation: int, expert_generation: int, rank: int) -> np.
             if shape.fused_shared_expert
             else None
         ),
+        round_sum=rounded,
     )
     return reference.float32_to_bfloat16(sums)
 
@@ -241,11 +247,9 @@ def reduced_moe(
     )
     for owner, result in enumerate(dispatched):
         _apply_experts(shape, expert_generation, owner, result, result.rows)
+    weights = [b.weights for b in batches]
     sums = reference.combine_reduced(
-        [result.rows for result in dispatched],
-        dispatched,
-        [b.weights for b in batches],
-        lambda x: reference.bfloat16_to_float32(reference.float32_to_bfloat16(x)),
+        [result.rows for result in dispatched], dispatched, weights, rounded, rounded
     )
     return reference.float32_to_bfloat16(sums[rank])
 

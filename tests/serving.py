@@ -29,6 +29,10 @@ class Tally:
     """Most that the reference likes its first choice better, in logits."""
     worst_first_gap: float = 0.0
     """The same, of the tokens that follow a prompt."""
+    n_ties_bfloat16: int = 0
+    """Of transformers in bfloat16 after the same tokens: as ``n_ties``."""
+    worst_gap_bfloat16: float = 0.0
+    """Likewise, as ``worst_gap``."""
     worst_logprob: float = 0.0
     """Largest difference of log-probabilities."""
 
@@ -37,6 +41,11 @@ def prompts(n: int, seed: int = 0) -> list[str]:
     """Makes prompts of one to forty words."""
     random.seed(seed)
     return [" ".join(random.choices(_WORDS, k=random.randint(1, 40))) for _ in range(n)]
+
+
+def _of_each(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Picks the value of a token at each position."""
+    return values.gather(1, tokens[:, None])[:, 0]
 
 
 def check_greedy(
@@ -63,8 +72,10 @@ def check_greedy(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(model)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    reference = reference.to(device).eval()
+    reference, in_bfloat16 = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     tally = Tally()
     for prompt in prompts(n_prompts):
         asked = tokenizer(prompt).input_ids
@@ -75,16 +86,21 @@ def check_greedy(
         with torch.no_grad():
             ids = torch.tensor([asked + served[:-1]], device=device)
             logits = reference(ids).logits[0, len(asked) - 1 :].double().cpu()
-        chosen = logits.gather(1, torch.tensor(served)[:, None])[:, 0]
-        gaps = logits.max(1).values - chosen
+            rounded = in_bfloat16(ids).logits[0, len(asked) - 1 :].argmax(1).cpu()
+        best = logits.max(1).values
+        gaps = best - _of_each(logits, torch.tensor(served))
+        theirs = best - _of_each(logits, rounded)
         tally.n_tokens += n_tokens
         tally.n_ties += int((gaps > 0).sum())
         tally.worst_gap = max(tally.worst_gap, float(gaps.max()))
         tally.worst_first_gap = max(tally.worst_first_gap, float(gaps[0]))
+        tally.n_ties_bfloat16 += int((theirs > 0).sum())
+        tally.worst_gap_bfloat16 = max(tally.worst_gap_bfloat16, float(theirs.max()))
         assert tally.worst_gap <= tolerance, (prompt, served, gaps)
         if with_logprobs:
             told = torch.tensor(answer["logprobs"]["token_logprobs"])
-            off = (chosen - logits.logsumexp(1) - told).abs()
+            mine = _of_each(logits.log_softmax(1), torch.tensor(served))
+            off = (mine - told).abs()
             tally.worst_logprob = max(tally.worst_logprob, float(off.max()))
             assert tally.worst_logprob <= tolerance, (prompt, served, off)
     return tally

@@ -35,6 +35,7 @@ from graphs.changed_import import (
     by_expert,
     make_inputs,
     narrow,
+    rows_of_experts,
     widen,
 )
 from max_ep import reference
@@ -100,11 +101,23 @@ def forms_of(saved: dict[str, np.ndarray]) -> list[str]:
 # ------------------------------------------------------------------------ checks
 
 
+def check_rows_are_counted(got: Run, n_rows: np.ndarray, *, is_fp8: bool) -> None:
+    """Compares how many rows each expert got; of FP8 MAX rounds up to fours."""
+    if is_fp8 and MAX in got.where:
+        n_rows = -(-n_rows // 4) * 4
+    for rank, (*_, row_offsets, expert_ids) in enumerate(got.dispatched):
+        n_got = dict(zip(expert_ids.tolist(), np.diff(row_offsets.astype(int))))
+        for expert, n in enumerate(n_rows[rank]):
+            where = f"{got.where}: rank {rank}, expert {expert}"
+            assert n_got.get(expert, 0) == n, f"{where}: {n_got}, not {n}"
+
+
 def check_rows_are_the_oracles(
     got: Run, inputs: list[list[np.ndarray]], *, is_fp8: bool, has_shared: bool
 ) -> None:
     """Compares each expert's rows with the oracle's, as sets."""
     tokens, ids = inputs[:2]
+    n_rows = rows_of_experts(ids, has_shared)
     want = reference.dispatch(
         tokens if is_fp8 else [narrow(x) for x in tokens],
         ids,
@@ -114,8 +127,9 @@ def check_rows_are_the_oracles(
     )
     for rank, (g, w) in enumerate(zip(got.dispatched, want, strict=True)):
         scales = [] if w.scales is None else [w.scales]
-        wanted = by_expert([w.rows, *scales, w.row_offsets, w.expert_ids])
-        for expert, (have, need) in enumerate(zip(by_expert(g), wanted, strict=True)):
+        wanted = [w.rows, *scales, w.row_offsets, w.expert_ids]
+        pairs = (by_expert(x, n_rows[rank]) for x in (g, wanted))
+        for expert, (have, need) in enumerate(zip(*pairs, strict=True)):
             where = f"{got.where}: rank {rank}, expert {expert}"
             assert have.shape == need.shape, f"{where}: {have.shape}, want {need.shape}"
             assert (have == need).all(), f"{where}: other rows"
@@ -131,13 +145,14 @@ def dequantize(dispatched: list[np.ndarray]) -> np.ndarray:
 
 
 def rows_by_token(
-    dispatched: list[np.ndarray], tokens: np.ndarray
+    dispatched: list[np.ndarray], tokens: np.ndarray, n_rows: np.ndarray
 ) -> dict[tuple[int, int], int]:
     """Finds each token's row for each expert by the signs of its elements.
 
     Args:
         dispatched: What a dispatch gave a rank.
         tokens: Float32 ``[n, hidden]`` of the whole group.
+        n_rows: How many rows its experts have.
 
     Returns:
         (expert, token) to row; no pair comes twice.
@@ -152,7 +167,8 @@ def rows_by_token(
     assert len(token_of) == len(tokens), "tokens of the same signs"
     found = {}
     for group, expert in enumerate(expert_ids):
-        for row in range(int(row_offsets[group]), int(row_offsets[group + 1])):
+        first = int(row_offsets[group])
+        for row in range(first, first + int(n_rows[expert])):
             token = token_of.get(packed[row].tobytes())
             assert token is not None, f"expert {expert}: row {row} is no token"
             assert (int(expert), token) not in found, f"token {token} came twice"
@@ -162,11 +178,12 @@ def rows_by_token(
 
 def check_rows_are_close(got: Run, inputs: list[list[np.ndarray]]) -> None:
     """Compares quantized rows with their tokens, to FP8's rounding."""
-    tokens = np.concatenate(inputs[0])
+    tokens, n_rows = np.concatenate(inputs[0]), rows_of_experts(inputs[1])
     n_found = 0
-    for dispatched in got.dispatched:
+    for rank, dispatched in enumerate(got.dispatched):
         values, scales = dequantize(dispatched), dispatched[1]
-        for (_, token), row in rows_by_token(dispatched, tokens).items():
+        found = rows_by_token(dispatched, tokens, n_rows[rank])
+        for (_, token), row in found.items():
             scale = np.repeat(scales[:, row], FP8_BLOCK)
             # Half a step of 3 mantissa bits, or of the subnormals; a little more
             # for the scale's own rounding.
@@ -185,13 +202,15 @@ def check_sums(
     Float32 sums of ``n`` products are within ``n`` roundings of the exact one,
     in any order, products fused or not. Rounding to bfloat16 is monotone, so a
     sum lies between the rounded ends of that interval: where they are the same
-    number, only that one is right.
+    number, only that one is right. A shared expert's row is added to the rounded
+    sum, which is rounded again.
     """
     tokens, ids, weights, factors = inputs
     all_tokens, counts = np.concatenate(tokens), [len(x) for x in tokens]
     first = np.cumsum([0, *counts])
     n_local, n_shared = N_EXPERTS // len(counts), int(has_shared)
-    found = [rows_by_token(d, all_tokens) for d in got.dispatched]
+    n_rows = rows_of_experts(ids, has_shared)
+    found = [rows_by_token(d, all_tokens, n) for d, n in zip(got.dispatched, n_rows)]
     values = [dequantize(d) for d in got.dispatched]
 
     def row_of(rank: int, group: int, token: int) -> np.ndarray:
@@ -206,24 +225,18 @@ def check_sums(
         exact = np.zeros((n_tokens, all_tokens.shape[1]))
         magnitude = np.zeros_like(exact)
         for token in range(n_tokens):
-            terms = [
-                (weight, *divmod(int(expert), n_local))
-                for weight, expert in zip(weights[rank][token], ids[rank][token])
-            ]
-            terms += [(1.0, rank, -n_shared)] * n_shared
-            for weight, at, local_expert in terms:
+            for weight, expert in zip(weights[rank][token], ids[rank][token]):
+                at, local_expert = divmod(int(expert), n_local)
                 row = row_of(at, local_expert + n_shared, int(first[rank]) + token)
                 exact[token] += np.float64(weight) * row
                 magnitude[token] += np.abs(np.float64(weight) * row)
-        slack = 0 if is_exact else (TOP_K + n_shared + 1) * 2.0**-24
-        low, high = (
-            widen(
-                reference.float32_to_bfloat16(
-                    (exact + sign * slack * magnitude).astype(np.float32)
-                )
-            )
-            for sign in (-1, 1)
-        )
+        slack = 0 if is_exact else (TOP_K + 1) * 2.0**-24
+        low, high = (rounded(exact + sign * slack * magnitude) for sign in (-1, 1))
+        if has_shared:
+            numbers = range(int(first[rank]), int(first[rank]) + n_tokens)
+            shared = np.array([row_of(rank, 0, number) for number in numbers])
+            shared = shared.reshape(exact.shape)
+            low, high = rounded(low + shared), rounded(high + shared)
         sums = widen(got.sums[rank])
         wrong = ~((low <= sums) & (sums <= high))
         where = f"{got.where}: rank {rank}"
@@ -234,12 +247,19 @@ def check_sums(
         )
 
 
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rounds to bfloat16."""
+    return widen(reference.float32_to_bfloat16(x.astype(np.float32)))
+
+
 def check_run(
     got: Run, run: str, counts: list[int], *, is_fp8: bool, has_shared: bool
 ) -> None:
     """Compares one package's run with the oracle."""
     inputs = make_inputs(run, counts, has_shared=has_shared)
     is_exact = run in EXACT_RUNS
+    n_rows = rows_of_experts(inputs[1], has_shared)
+    check_rows_are_counted(got, n_rows, is_fp8=is_fp8)
     if is_fp8 and not is_exact and MAX in got.where:
         check_rows_are_close(got, inputs)
     else:
@@ -319,7 +339,7 @@ def test_max_ep_alone(arguments: str, tmp_path: Path) -> None:
 
 
 def perfect_run(run: str, counts: list[int], *, is_fp8: bool) -> Run:
-    """Makes what a package may give: the oracle's, rows of an expert turned."""
+    """Makes what MAX may give: the oracle's, an expert's rows turned and filled up."""
     tokens, ids, weights, factors = make_inputs(run, counts)
     results = reference.dispatch(
         tokens if is_fp8 else [narrow(x) for x in tokens],
@@ -335,11 +355,14 @@ def perfect_run(run: str, counts: list[int], *, is_fp8: bool) -> Run:
         product = dequantize(arrays) * factor[:, np.newaxis]
         bits = reference.float32_to_bfloat16(product)
         expert_rows.append(reference.bfloat16_to_float32(bits))
-        order = np.arange(len(result.rows))
+        order, offsets = [], [0]
         for begin, end in zip(result.row_offsets[:-1], result.row_offsets[1:]):
-            order[begin:end] = order[begin:end][::-1]
+            order += range(int(end) - 1, int(begin) - 1, -1)
+            order += [0] * (-len(order) % 4 * is_fp8)
+            offsets.append(len(order))
         turned = [result.rows[order], *(x[:, order] for x in scales)]
-        dispatched.append([*turned, result.row_offsets, result.expert_ids])
+        row_offsets = np.array(offsets, np.uint32)
+        dispatched.append([*turned, row_offsets, result.expert_ids])
     sums = reference.combine(expert_rows, results, weights)
     bits = [reference.float32_to_bfloat16(x) for x in sums]
     return Run(f"{MAX}, perfect, {run}", bits, dispatched)
@@ -358,7 +381,7 @@ def other_expert(got: Run) -> None:
 
 
 def large_scale(got: Run) -> None:
-    got.dispatched[0][1][2, 3] *= 1.2
+    got.dispatched[0][1][2, 0] *= 1.2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import math
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -698,6 +699,19 @@ def test_shared_rows_are_added_last(case: str):
             shared_fn=lambda x: x * factor,
         )
         assert_same_bits(got[rank], want)
+
+
+@pytest.mark.parametrize("sum_up", [combine, combine_reduced])
+def test_the_sum_is_rounded_before_the_shared_row_is_added(sum_up: Callable):
+    """256 and 1 are 257, which is no bfloat16: it is 256 when a shared 1 comes."""
+    results = dispatch([f32(0)[:, None]], [np.array([[0, 1]])], 2, shared_expert=True)
+    rows, weights = [f32(1, 256, 1)[:, None]], [f32(1, 1)[None, :]]
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return bfloat16_to_float32(float32_to_bfloat16(x))
+
+    assert sum_up(rows, results, weights)[0].tolist() == [[258]]
+    assert sum_up(rows, results, weights, round_sum=rounded)[0].tolist() == [[257]]
 
 
 # --- Combine and whole layers ----------------------------------------------

@@ -7,6 +7,7 @@ weights, so its answers have no meaning, but every bit of it is compared.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ LIMITS = [
     *("--max-batch-input-tokens", "256"),
 ]
 READY_S = 900
+
+COMPILED = os.environ.get("MAX_EP_COMPILED")
+"""A folder with graphs by ``max warm-cache``: ``1`` for a GPU, ``2`` for two."""
 
 # Between the float32 and the bfloat16 model of the same weights, transformers' own
 # logits differ by up to 0.02.
@@ -57,6 +61,8 @@ def served(
     flags = [*LIMITS, *device_flags(n_gpus, n_cpu_ranks), *CUSTOM_ARCHITECTURES]
     if n_gpus:  # the reference needs room, too
         flags += ["--device-memory-utilization", "0.4"]
+    if n_gpus and COMPILED:
+        flags += ["--precompiled-mefs", f"{COMPILED}/{n_gpus}"]
     server = Server(folder / "model", flags, folder / "server.log")
     try:
         server.wait_until_ready(READY_S, print)

@@ -7,8 +7,8 @@ knows from its own dispatch which choices come back, waits for these, and adds
 the rows of a token as `host_combine.mojo` does:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
-    acc = acc + shared[token]                with a fused shared expert
-    result = acc, rounded once to the combine dtype
+    result = acc, rounded to the combine dtype
+    result = result + shared[token], likewise    with a fused shared expert
 
 After the sending half: every row is on its way to its source. After the
 receiving half: the result is there, and every owner knows that its rows have
@@ -445,6 +445,7 @@ def _reduce_part[
                         acc,
                     )
         comptime if fused_shared_expert:
+            acc = acc.cast[combine_dtype]().cast[DType.float32]()
             acc += bitcast[combine_dtype, width](shared).cast[DType.float32]()
         if is_broken:
             acc = nan[DType.float32]()

@@ -5,8 +5,8 @@ Every row goes back to the place of its choice, `[token][k]`, on its source
 rank; the source adds the rows of a token in choice order:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
-    acc = acc + shared[token]                with a fused shared expert
-    result = acc, rounded once to the combine dtype
+    result = acc, rounded to the combine dtype
+    result = result + shared[token], likewise    with a fused shared expert
 
 A choice without a row (id `-1`) is skipped. Rows of the shared expert are not
 sent. After `combine_async`: every row
@@ -330,6 +330,7 @@ def _reduce_token[
                 acc,
             )
         comptime if fused_shared_expert:
+            acc = acc.cast[combine_dtype]().cast[DType.float32]()
             acc += (
                 shared.unsafe_bitcast[Scalar[combine_dtype]]()
                 .unsafe_load[width=width](column)

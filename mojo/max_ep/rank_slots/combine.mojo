@@ -8,8 +8,8 @@ the token's rank, which adds at most `n_ranks` of them:
         partial)                                              in float32
     sent: partial, rounded once to the partial dtype
     result = own partial, not rounded; then + those of the other ranks, in
-        ascending order; then + shared[token] with a fused shared expert;
-        rounded once to the combine dtype
+        ascending order; rounded to the combine dtype; with a fused shared
+        expert then + shared[token], and rounded again
 
 Weights and rows of a token are those that dispatch has noted. Every 16 bytes of
 a partial sum are their own flag; the reader puts `EMPTY` back.
@@ -818,6 +818,11 @@ def _add_tokens[
                 var share = (first + step) * WARP_SIZE + lane
                 if first + step < end and share < Format.n_shares:
                     comptime if fused_shared_expert:
+                        sums[step] = (
+                            sums[step]
+                            .cast[combine_dtype]()
+                            .cast[DType.float32]()
+                        )
                         comptime for i in range(Format.n_row_vectors):
                             var numbers = Format.widen(
                                 load16(

@@ -8,8 +8,8 @@ partial sum; the source adds those of all ranks:
              partial = acc, rounded once to the partial dtype
     source   acc = its own partial, not rounded, for it is not sent
              for each other owner, in order of rank: acc = acc + partial
-             acc = acc + shared[token]                with a fused shared expert
-             result = acc, rounded once to the combine dtype
+             result = acc, rounded to the combine dtype
+             result = result + shared[token], likewise   with a fused shared expert
 
 `k` counts the choices with a row on that rank. Rows and weights are found by
 what `dispatch_wait` has noted in the counters. After `combine_async`: every
@@ -295,6 +295,7 @@ def combine_wait_host[
                         .cast[DType.float32]()
                     )
                 comptime if fused_shared_expert:
+                    acc = acc.cast[combine_dtype]().cast[DType.float32]()
                     acc += rows.unsafe_load[width=width](
                         token_idx * hidden_size + column
                     ).cast[DType.float32]()
