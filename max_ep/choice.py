@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from .config import EPConfig
 
 FIXED_US = {
-    ("expert_slots", "unreduced"): 27.6,
+    ("expert_slots", "unreduced"): 27.9,
     ("gather", "reduced"): 11.5,
-    ("gather", "unreduced"): 18.3,
-    ("rank_slots", "reduced"): 12.3,
-    ("rank_slots", "unreduced"): 18.4,
+    ("gather", "unreduced"): 19.9,
+    ("rank_slots", "reduced"): 11.9,
+    ("rank_slots", "unreduced"): 19.2,
 }
 """Microseconds of a round trip without bytes, by protocol and combine mode."""
 
-WIRE_GBPS = 314
+WIRE_GBPS = 319
 """1e9 bytes a second that cross the links of a rank, as far as they cost time."""
 
-ROWS_GBPS = 8153
+ROWS_GBPS = 7718
 """1e9 bytes a second of rows that a rank delivers and takes back, likewise."""
 
-MARGIN = 0.02
+MARGIN = 0.01
 """How much faster than ``rank_slots`` another protocol must be to be taken."""
 
 

@@ -41,9 +41,10 @@ def test_auto_is_as_fast_as_the_best_of_the_tables() -> None:
         rows = list(group)
         us = {row.protocol: row.us for row in rows}
         chosen = choose_protocol(rows[0].config)
-        assert us[chosen] <= 1.05 * min(us.values()), (rows[0].config, us)
-        n_compared += len(us) > 1
-    assert n_compared >= 20
+        if len(us) > 1:  # else the run's time was up for the others
+            assert us[chosen] <= 1.05 * min(us.values()), (rows[0].config, us)
+            n_compared += 1
+    assert n_compared >= 22
 
 
 def config_of(**changes) -> EPConfig:
@@ -65,7 +66,7 @@ def test_another_protocol_is_taken_if_it_is_faster(monkeypatch) -> None:
     config = config_of(target="gpu")
     slower = dict(choice.FIXED_US)
     us = predict(config, "gather").us
-    for excess, wanted in ((1.01, "rank_slots"), (1.2, "gather")):
+    for excess, wanted in ((1.005, "rank_slots"), (1.2, "gather")):
         slower["rank_slots", "unreduced"] = us * excess
         monkeypatch.setattr(choice, "FIXED_US", slower)
         for node_id in (-1, 0):
