@@ -31,9 +31,9 @@ READY_S = 900
 COMPILED = os.environ.get("MAX_EP_COMPILED")
 """A folder with graphs by ``max warm-cache``: ``1`` for a GPU, ``2`` for two."""
 
-# Between the float32 and the bfloat16 model of the same weights, transformers' own
-# logits differ by up to 0.02.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.06}
+# Of the bfloat16 model in transformers, tokens are up to 0.078 worse, in logits, than
+# the float32 model's first choice (H200); what was served wrongly once, 0.4 to 0.8.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
 
 
 class Served:
@@ -82,7 +82,8 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     if served.dtype == "float32":
         assert tally.n_ties == 0
     else:
-        assert tally.n_ties < tally.n_tokens // 20
+        # About as many as transformers has in bfloat16 (12, where 11 were served).
+        assert tally.n_ties <= 2 * tally.n_ties_bfloat16
 
 
 def test_many_at_once_some_cancelled(served: Served) -> None:
