@@ -25,6 +25,7 @@ from .kernels import (
     call_ep_dispatch_wait,
     call_ep_init,
     call_ep_send_tokens,
+    call_ep_watch,
 )
 from .launch import LaunchError, launch
 from .manager import EPBatchManager, EPCommBuffers
@@ -48,6 +49,7 @@ __all__ = [
     "call_ep_dispatch_wait",
     "call_ep_init",
     "call_ep_send_tokens",
+    "call_ep_watch",
     "estimate_ep_memory_usage",
     "extension_path",
     "launch",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``max-ep``: demo, plan, doctor."""
+"""The command ``max-ep``: demo, plan, stats, doctor."""
 
 from __future__ import annotations
 
@@ -72,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="with a fused shared expert (EPConfig.fused_shared_expert)",
     )
+    stats = commands.add_parser(
+        "stats", help="show who waited for whom, and which experts got how much"
+    )
+    stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
+    stats.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
     commands.add_parser("doctor", help="check this machine")
     options = parser.parse_args(arguments)
 
@@ -85,6 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .plan import run_plan
 
         return run_plan(options)
+    if options.command == "stats":
+        from .stats import run_stats
+
+        return run_stats(options)
     from .doctor import run_doctor
 
     return run_doctor()

@@ -650,6 +650,47 @@ def call_ep_combine(
     )[0]
 
 
+def call_ep_watch(
+    phase: str,
+    atomic_counter: BufferValue,
+    recv_buf_ptrs: TensorValue,
+    recv_count_ptrs: TensorValue,
+    config: EPConfig,
+) -> TensorValue:
+    """Measures how long a rank waits for each source; changes nothing.
+
+    Belongs between the async op of a direction and its wait. MAX has no such op.
+
+    Args:
+        phase: ``"dispatch"`` or ``"combine"``.
+        atomic_counter: This rank's counters.
+        recv_buf_ptrs: Receive buffers of that direction, ``[n_ranks]`` uint64.
+        recv_count_ptrs: Counts, likewise.
+        config: The group.
+
+    Returns:
+        ``[n_ranks]`` int64: nanoseconds from the begin of the watch until all was
+        there that the source sends (on GPUs with dispatch its counts, with reduced
+        combine the first bytes of each of its sums), -1 if time was up before.
+    """
+    if phase not in ("dispatch", "combine"):
+        raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
+    check_buffers(
+        config,
+        atomic_counter,
+        recv_buf_ptrs=recv_buf_ptrs,
+        recv_count_ptrs=recv_count_ptrs,
+    )
+    return _call(
+        "watch",
+        config,
+        atomic_counter,
+        [recv_buf_ptrs, recv_count_ptrs],
+        _combine_parameters(config) | {"is_combine": phase == "combine"},
+        [TensorType(DType.int64, [config.n_ranks], atomic_counter.device)],
+    )[0]
+
+
 def call_distributed_ep_dispatch(
     input_tokens: list[TensorValue],
     topk_ids: list[TensorValue],

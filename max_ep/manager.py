@@ -33,6 +33,7 @@ from .kernels import (
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
     call_ep_send_tokens,
+    call_ep_watch,
 )
 from .limits import NUM_GROUPS
 
@@ -444,6 +445,45 @@ class EPBatchManager:
         for device_id, tokens in zip(device_ids, input_tokens):
             self._num_tokens[device_id] = tokens.shape[0]
         return [self._keep_src_info(i, r) for i, r in zip(device_ids, results)]
+
+    # ------------------------------------------------------------------ statistics
+
+    def ep_watch(self, phase: str, device_id: int) -> TensorValue:
+        """Measures how long a rank waits for each source, in front of the wait.
+
+        Args:
+            phase: ``"dispatch"`` or ``"combine"``, whose async op comes before and
+                whose wait comes behind.
+            device_id: The local rank.
+
+        Returns:
+            ``[n_ranks]`` int64 nanoseconds, see :func:`call_ep_watch`.
+        """
+        group = _COMBINE if phase == "combine" else _DISPATCH
+        counter = self._counter(device_id)
+        if not self._turns[group].is_under_way(device_id):
+            raise ValueError(
+                f"ep_watch({phase!r}) on device {device_id} without "
+                f"ep_{phase}_async before it; watch between that and ep_{phase}_wait"
+            )
+        return call_ep_watch(phase, counter, *self._pointers(group)[1:], self.config)
+
+    def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
+        """Counts the rows that each expert of a rank got.
+
+        Args:
+            dispatched: What a dispatch of this manager returned.
+
+        Returns:
+            ``[n_local_experts]`` int32, on the rank's device.
+        """
+        n_scales = int(self.config.is_quantized)
+        if self.config.is_padded:
+            return ops.cast(dispatched[1 + n_scales], DType.int32)
+        offsets = ops.cast(dispatched[1 + n_scales], DType.int32)
+        rows = offsets[1:] - offsets[:-1]
+        # The shared expert's group, if any, comes first; experts stand in order.
+        return rows[1:] if self.config.fused_shared_expert else rows
 
     def _check_receive(self, op: str, device_id: int) -> None:
         """Refuses to forget where the rows of a combine under way are."""

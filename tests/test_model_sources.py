@@ -18,6 +18,7 @@ from model.mutations import COUNTED_IN
 DEALS_OUT = "deals out numbers, or adds up what is read behind a barrier"
 FAILS = "how launches fail is not modelled: a wait that does not end is an error"
 HOSTS = "ranks of several hosts are not modelled"
+WATCHES = "looks, and nothing is built on what it sees: the wait behind it looks again"
 
 ATOMICS_LEFT_OUT = {"raise_to": FAILS, "order_before_put": HOSTS}
 
@@ -33,6 +34,9 @@ CALLS_LEFT_OUT = {
     ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): FAILS,
     ("failures.mojo: note_failure", "raise_to"): FAILS,
     ("transport.mojo: put_flag", "order_before_put"): HOSTS,
+    ("watch.mojo: _is_there", "peek"): WATCHES,
+    ("watch.mojo: _is_there", "peek_16"): WATCHES,
+    ("watch.mojo: watch_host", "peek"): WATCHES,
 }
 # How often a function calls an atomic, where it is more than once and not modelled
 # call by call: a third call would be a step that the model lacks.
@@ -58,6 +62,7 @@ CALLED_OFTEN = {
     ("expert_slots/dispatch.mojo: _receive_half", "block_peek"): 2,
     ("expert_slots/host_steps.mojo: await_readers", "peek"): 2,
     ("host_copy.mojo: for_each_chunk", "drain_stores"): 2,  # inline, in a worker
+    ("watch.mojo: _is_there", "peek"): 2,  # a count, or a row's flag
 }
 
 WORDS_LEFT_OUT = {"dispatch_put": HOSTS, "combine_put": HOSTS}
@@ -133,6 +138,7 @@ BARRIERS = {
     ("rank_slots/index.mojo: _find_choices", "syncwarp"): 1,
     ("rank_slots/index.mojo: index_choices", "syncwarp"): 1,
     ("rank_slots/row_counts.mojo: lay_out_rows", "syncwarp"): 2,
+    ("watch.mojo: watch_kernel", "barrier"): 2,  # of a launch of its own
 }
 # Each kernel of `rank_slots` begins with it: launches may overlap.
 AWAITS_LAUNCH_BEFORE = "await_launch_before"

@@ -4,7 +4,7 @@
 Layers, each knowing only those before it:
 layout, flags, counters, failures, row_tables, token_format (and formats/),
 transport, launch_checks, expert_slots/, rank_slots/, gpu_setup, host_setup, shmem_modules,
-gpu_launch, api, ops.
+gpu_launch, watch, api, ops.
 """
 from .api import (
     ep_combine_async_kernel_api,
@@ -24,3 +24,4 @@ from .token_format import (
     PlainTokenFormat,
     TokenFormat,
 )
+from .watch_ops import *

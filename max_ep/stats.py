@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waited for whom, and which experts got how much: kept, told, drawn.
+
+The numbers come from ``EPBatchManager.ep_watch`` and ``ep_received``, which a graph
+puts among its outputs; ``graphs/statistics.py`` shows how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_BAR = 40
+"""Characters of the longest bar."""
+
+_MOST_BARS = 32
+"""Bars of a histogram in text; neighbours are put together."""
+
+
+@dataclass
+class Statistics:
+    """Measurements of some runs of one layer, of all ranks."""
+
+    dispatch_ns: np.ndarray
+    """int64 ``[n_runs, n_ranks, n_ranks]``: how long rank ``[:, i, :]`` waited for what
+    rank ``[:, :, j]`` dispatched, from the begin of its own watch; -1: in vain."""
+    combine_ns: np.ndarray
+    """Likewise, for rows or sums that come back."""
+    received: np.ndarray
+    """int32 ``[n_runs, n_ranks, n_local_experts]``: rows of each expert."""
+
+    def __post_init__(self) -> None:
+        n_runs, n_ranks, n_local_experts = self.received.shape
+        for name in ("dispatch_ns", "combine_ns"):
+            shape = getattr(self, name).shape
+            if shape != (n_runs, n_ranks, n_ranks):
+                raise ValueError(
+                    f"{name} has shape {list(shape)}, and received "
+                    f"[{n_runs}, {n_ranks}, {n_local_experts}]; of so many runs and "
+                    f"ranks it must be [{n_runs}, {n_ranks}, {n_ranks}]"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file that ``max-ep stats`` reads."""
+        with open(path, "wb") as file:
+            np.savez(file, **vars(self))
+
+    @staticmethod
+    def load(path: str | Path) -> Statistics:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: If the file is another one.
+        """
+        try:
+            with np.load(path) as saved:
+                return Statistics(**saved)
+        except (TypeError, ValueError, OSError) as error:
+            raise ValueError(
+                f"{path} is no file of max_ep.stats.Statistics.save"
+            ) from error
+
+    def text(self) -> str:
+        """Tells medians of the waits, and the histogram of received rows."""
+        lines = []
+        for name, ns in (("dispatch", self.dispatch_ns), ("combine", self.combine_ns)):
+            lines += _table(name, ns) + [""]
+        return "\n".join(lines + _histogram(self.received.sum(axis=0).ravel()))
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the same.
+
+        Raises:
+            RuntimeError: If matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise RuntimeError(
+                "max-ep stats --plot needs matplotlib; pip install matplotlib"
+            ) from None
+        figure = Figure(figsize=(12, 3.6), layout="constrained")
+        axes = figure.subplots(1, 3)
+        ranks = range(self.received.shape[1])
+        for axis, name in zip(axes, ("dispatch", "combine")):
+            waits = _median_us(getattr(self, f"{name}_ns"))
+            image = axis.imshow(waits, vmin=0)
+            axis.set(title=f"{name}: median wait, us", xticks=ranks, yticks=ranks)
+            axis.set(xlabel="for rank", ylabel="rank")
+            figure.colorbar(image, ax=axis)
+        rows = self.received.sum(axis=0).ravel()
+        axes[2].bar(np.arange(len(rows)), rows, width=1)
+        axes[2].set(title="rows received", xlabel="expert")
+        figure.savefig(path)
+
+
+def _median_us(ns: np.ndarray) -> np.ndarray:
+    """Returns medians over runs in microseconds; NaN if each wait was in vain."""
+    medians = np.ma.median(np.ma.masked_less(ns, 0), axis=0) / 1e3
+    return np.ma.filled(medians, np.nan)
+
+
+def _table(name: str, ns: np.ndarray) -> list[str]:
+    n_ranks = ns.shape[1]
+    lines = [f"{name}: median wait in us of a rank (line) for a rank (column)"]
+    lines.append("        " + "".join(f"{rank:>10}" for rank in range(n_ranks)))
+    for rank, waits in enumerate(_median_us(ns)):
+        lines.append(f"{rank:>8}" + "".join(f"{us:>10.1f}" for us in waits))
+    n_in_vain = int((ns < 0).sum())
+    if n_in_vain:
+        lines.append(f"{n_in_vain} waits were in vain and are not counted")
+    return lines
+
+
+def _histogram(rows: np.ndarray) -> list[str]:
+    n_each = -(-len(rows) // _MOST_BARS)
+    most = max(1, int(rows.max()))
+    mean = rows.mean()
+    lines = [
+        f"received: {rows.sum()} rows, {len(rows)} experts, the fullest has "
+        f"{rows.max() / mean if mean else 0:.1f} times the mean"
+    ]
+    for first in range(0, len(rows), n_each):
+        few = rows[first : first + n_each]
+        last = first + len(few) - 1
+        name = f"{first}" if last == first else f"{first}-{last}"
+        # Of several experts the fullest: a mean would hide it.
+        bar = "#" * round(_BAR * few.max() / most)
+        lines.append(f"{name:>8}{few.max():>10} {bar}")
+    return lines
+
+
+def run_stats(options: argparse.Namespace) -> int:
+    """Runs ``max-ep stats``; returns the exit status."""
+    try:
+        statistics = Statistics.load(options.file)
+        print(statistics.text())
+        if options.plot:
+            statistics.plot(options.plot)
+            print(f"\n{options.plot}")
+    except (RuntimeError, ValueError) as error:
+        print(f"max-ep stats: {error}", file=sys.stderr)
+        return 1
+    return 0

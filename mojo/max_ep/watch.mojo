@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a rank waits for each source: an op of its own, and its launcher.
+
+It runs between the async and the wait of a direction, looks at words that the
+wait will look at, and writes nothing but times. So dispatch and combine are
+compiled alike with and without it, and cost nothing where nobody asks. What is
+looked at of a source:
+
+    dispatch        the count of each pair of it
+    combine on CPU  the count of each of its experts
+    combine on GPU  the flag of each row that it sends back; reduced: the first
+                    16 bytes of each of its partial sums
+
+The time of a source runs from the begin of the watch until the last of these
+was there, and is `NEVER` if time was up first: the wait that follows says who
+was missing.
+"""
+from layout import TileTensor
+from max.gpu import barrier, block_idx, thread_idx
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
+from std.time import global_perf_counter_ns, perf_counter_ns, sleep
+
+from .counters import EPLocalSyncCounters, NO_EXPERT, BROKEN_WORD
+from .expert_slots.combine import combine_layout_of
+from .expert_slots.device_steps import shared_words
+from .expert_slots.host_steps import flag_at, message_flag
+from .flags import (
+    SPINS_BEFORE_YIELD,
+    SPINS_BETWEEN_LOOKS,
+    YIELD_SECONDS,
+    Deadline,
+    DeviceDeadline,
+    generation_of,
+    next_generation,
+    peek,
+    peek_16,
+)
+from .launch_checks import check_size, counters_of, mut_, p2p_buffers
+from .launch_checks import peer_buffers
+from .layout import RegionLayout, n_experts_on_rank
+from .rank_slots.device_steps import EMPTY
+from .token_format import BytePointer
+from .transport import PeerBuffers
+
+comptime NEVER = Int64(-1)
+"""Time of a source that did not come."""
+
+comptime _NUM_THREADS = 256
+
+
+@always_inline
+def _awaited_generation[
+    is_combine: Bool
+](counters: EPLocalSyncCounters) -> UInt32:
+    comptime if is_combine:
+        return next_generation(counters.combine_received())
+    else:
+        return next_generation(counters.dispatch_received())
+
+
+@always_inline
+def _n_counts[
+    layout: RegionLayout, is_combine: Bool
+](my_rank: Int, src_rank: Int) -> Int:
+    """Says how many counts a source publishes."""
+    var owner = src_rank if is_combine else my_rank
+    return n_experts_on_rank(layout.n_experts, layout.n_ranks, owner)
+
+
+@always_inline
+def _count_offset[
+    layout: RegionLayout, is_combine: Bool
+](src_rank: Int, i: Int) -> Int:
+    """Locates one of them in this rank's counts buffer."""
+    comptime if is_combine:
+        return layout.combine_count_offset(
+            src_rank * layout.n_local_experts() + i
+        )
+    else:
+        return layout.dispatch_count_offset(layout.pair(i, src_rank))
+
+
+# ------------------------------------------------------------------ CPU ranks
+
+
+def watch_host[
+    n_experts: Int, layout: RegionLayout, is_combine: Bool
+](
+    times: Pointer[Int64, MutUntrackedOrigin],
+    my_counts: BytePointer,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Looks until every source's counts are there, or time is up.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        is_combine: Which direction.
+
+    Args:
+        times: Result: nanoseconds of each source, `[n_ranks]`.
+        my_counts: This rank's counts buffer of that direction.
+        counters: This rank's local words.
+    """
+    comptime n_ranks = layout.n_ranks
+    var my_rank = counters.my_rank()
+    var generation = _awaited_generation[is_combine](counters)
+    var deadline = Deadline.after(counters.timeout_ms())
+    # Of each source: the first count that was not there yet.
+    var first = Array[Int, n_ranks](fill=0)
+    var n_missing = n_ranks
+    for src_rank in range(n_ranks):
+        times[unsafe_offset=src_rank] = NEVER
+    var looks = 0
+    while True:
+        for src_rank in range(n_ranks):
+            if times[unsafe_offset=src_rank] != NEVER:
+                continue
+            var n = _n_counts[layout, is_combine](my_rank, src_rank)
+            while first[src_rank] < n:
+                var offset = _count_offset[layout, is_combine](
+                    src_rank, first[src_rank]
+                )
+                var word = peek(flag_at(my_counts, offset))
+                if generation_of(word) != generation:
+                    break
+                first[src_rank] += 1
+            if first[src_rank] == n:
+                var now = Int(perf_counter_ns())
+                times[unsafe_offset=src_rank] = Int64(now - deadline.start_ns)
+                n_missing -= 1
+        if n_missing == 0:
+            return
+        looks += 1
+        if looks * n_ranks < SPINS_BEFORE_YIELD and deadline.timeout_ms > 0:
+            continue
+        if deadline.has_passed():
+            return
+        sleep(YIELD_SECONDS)
+
+
+# ------------------------------------------------------------------ GPU ranks
+
+
+@always_inline
+def _is_there[
+    layout: RegionLayout, is_combine: Bool
+](
+    item: Int,
+    src_rank: Int,
+    my_rank: Int,
+    recv_buf: BytePointer,
+    my_counts: BytePointer,
+    choices: Pointer[Int32, MutUntrackedOrigin],
+    generation: UInt32,
+) -> Bool:
+    """Tells whether one of the things to be watched has come, or never will."""
+    comptime n_local_experts = layout.n_local_experts()
+    comptime if not is_combine:
+        var offset = _count_offset[layout, False](src_rank, item)
+        return generation_of(peek(flag_at(my_counts, offset))) == generation
+    elif not layout.is_reduced():
+        var expert = choices[unsafe_offset=item]
+        if expert == NO_EXPERT or Int(expert) // n_local_experts != src_rank:
+            return True
+        var row = recv_buf.unsafe_offset(layout.combine_message_offset(0, item))
+        var flag = message_flag(row, layout.combine_msg_bytes)
+        return generation_of(peek(flag)) == generation
+    else:
+        # A rank does not send to itself.
+        var is_sent = False
+        for k in range(layout.top_k):
+            var expert = choices[unsafe_offset=layout.choice(item, k)]
+            if expert != NO_EXPERT:
+                is_sent |= Int(expert) // n_local_experts == src_rank
+        if not is_sent or src_rank == my_rank:
+            return True
+        var offset = layout.partial_offset(src_rank, item)
+        return peek_16(recv_buf.unsafe_offset(offset))[3] != EMPTY
+
+
+def watch_kernel[
+    num_threads: Int,
+    n_experts: Int,
+    layout: RegionLayout,
+    p2p_world_size: Int,
+    is_combine: Bool,
+](
+    times: Pointer[Int64, MutUntrackedOrigin],
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[BytePointer, p2p_world_size],
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Watches one source with each block.
+
+    Launch: `grid_dim = n_ranks`, `block_dim = num_threads`.
+
+    Parameters:
+        num_threads: Threads of a block.
+        n_experts: Experts of the group.
+        layout: Offsets of the buffers.
+        p2p_world_size: Ranks of this host.
+        is_combine: Which direction.
+
+    Args:
+        times: Result: nanoseconds of each source, `[n_ranks]`.
+        recv_buf_ptrs: Recv buffers of that direction, of this host's ranks.
+        recv_count_ptrs: Counts buffers, likewise.
+        counters: This rank's local words.
+    """
+    var start_ns = global_perf_counter_ns()
+    var is_late = shared_words[1]()
+    var src_rank = Int(block_idx.x)
+    var my_rank = counters.my_rank()
+    var deadline = DeviceDeadline.after(counters.timeout_ms())
+    var recv_buf = recv_buf_ptrs[0]
+    var my_counts = recv_count_ptrs[0]
+    comptime for i in range(p2p_world_size):
+        if my_rank % p2p_world_size == i:
+            recv_buf = recv_buf_ptrs[i]
+            my_counts = recv_count_ptrs[i]
+    var dispatched = counters.combine_of()
+    var choices = counters.choices(dispatched, layout.n_choices())
+    var n_items = 0
+    comptime if not is_combine:
+        n_items = _n_counts[layout, False](my_rank, src_rank)
+    elif layout.is_reduced():
+        n_items = counters.n_tokens(dispatched)
+    else:
+        n_items = counters.n_tokens(dispatched) * layout.top_k
+    if counters.words[unsafe_offset=BROKEN_WORD] != 0:
+        n_items = 0
+    if thread_idx.x == 0:
+        is_late[unsafe_offset=0] = 0
+    barrier()
+    var generation = _awaited_generation[is_combine](counters)
+    for item in range(Int(thread_idx.x), n_items, num_threads):
+        var looks = 0
+        while not _is_there[layout, is_combine](
+            item, src_rank, my_rank, recv_buf, my_counts, choices, generation
+        ):
+            looks += 1
+            if looks % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+                is_late[unsafe_offset=0] = 1
+                break
+    barrier()
+    if thread_idx.x == 0:
+        var elapsed = Int64(global_perf_counter_ns() - start_ns)
+        times[unsafe_offset=src_rank] = (
+            elapsed if is_late[unsafe_offset=0] == 0 else NEVER
+        )
+
+
+# ------------------------------------------------------------------- launcher
+
+
+def ep_watch_kernel_api[
+    combine_dtype: DType,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    max_token_per_rank: Int,
+    n_gpus_per_node: Int,
+    n_nodes: Int,
+    target: StaticString,
+    protocol: Int,
+    partial_dtype: DType,
+    is_combine: Bool,
+](
+    times: TileTensor[DType.int64, ...],
+    atomic_counters: TileTensor[DType.int32, ...],
+    recv_ptrs: TileTensor[DType.uint64, ...],
+    recv_count_ptrs: TileTensor[DType.uint64, ...],
+    context: DeviceContext,
+) raises:
+    """Measures how long a rank waits for each source.
+
+    Parameters:
+        combine_dtype: Element type of the rows that combine sends.
+        hidden_size: Elements of a row.
+        top_k: Experts of a token.
+        n_experts: Experts of the group.
+        max_token_per_rank: Tokens one rank may send.
+        n_gpus_per_node: Ranks that one process drives.
+        n_nodes: Processes of the group.
+        target: Device kind of the tensors, such as `cpu`.
+        protocol: The wire protocol.
+        partial_dtype: Element type of a partial sum, if combine is reduced.
+        is_combine: Which direction.
+
+    Args:
+        times: Result: nanoseconds of each source, `[n_ranks]`; `NEVER` if time
+            was up before.
+        atomic_counters: Local words.
+        recv_ptrs: Addresses of all ranks' recv buffers of that direction.
+        recv_count_ptrs: Addresses of all ranks' counts, likewise.
+        context: The device.
+
+    Raises:
+        If an argument does not fit.
+    """
+    comptime n_ranks = n_gpus_per_node * n_nodes
+    comptime n_mapped = n_gpus_per_node if is_gpu[target]() else n_ranks
+    comptime op = "watch"
+    comptime layout = combine_layout_of[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_token_per_rank,
+        protocol,
+        partial_dtype,
+    ]()
+    var counters = counters_of[n_experts, target](op, atomic_counters, layout)
+    check_size(op, "times", Int(times.dim[0]()), n_ranks)
+    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
+    var counts = peer_buffers[n_ranks, n_mapped](
+        op, "recv_count_ptrs", recv_count_ptrs
+    )
+    comptime if is_gpu[target]():
+        comptime kernel = watch_kernel[
+            _NUM_THREADS, n_experts, layout, n_gpus_per_node, is_combine
+        ]
+        var function = context.compile_function[kernel]()
+        context.enqueue_function(
+            function,
+            mut_(times),
+            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
+            p2p_buffers[UInt8, n_gpus_per_node](counts),
+            counters,
+            grid_dim=n_ranks,
+            block_dim=_NUM_THREADS,
+        )
+    else:
+        watch_host[n_experts, layout, is_combine](
+            mut_(times), counts[counters.my_rank()], counters
+        )

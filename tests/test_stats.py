@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics on request: what is measured, that it changes nothing, how it is told."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from assembly import parse_ptx
+from cases import Case, expected, make_inputs
+from harness import (
+    Groups,
+    RankInputs,
+    assert_round_trip,
+    round_trip,
+    take_outputs,
+    to_numpy,
+)
+from max.driver import accelerator_count
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType, TensorValue
+from test_programs import run
+
+from max_ep import EPBatchManager, call_ep_watch
+from max_ep.cli import main
+from max_ep.extension import run_mojo
+from max_ep.stats import Statistics
+
+PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_watch.mojo"
+
+REDUCED = {"protocol": "rank_slots", "combine_mode": "reduced"}
+N_RANKS = 2
+CASES = {
+    case.name: case
+    for case in (
+        Case("by_expert", N_RANKS, 5, 3, 80, 7, fused_shared_expert=True),
+        Case("padded", N_RANKS, 5, 3, 128, 7, "fp8", output_layout="padded"),
+        Case("reduced", N_RANKS, 5, 3, 80, 7, **REDUCED),
+    )
+}
+
+
+class Watched:
+    """An `EPBatchManager` that watches in front of each wait."""
+
+    def __init__(self, manager: EPBatchManager) -> None:
+        self._manager = manager
+        self.statistics: list[list[TensorValue]] = []
+
+    def __getattr__(self, name: str):
+        return getattr(self._manager, name)
+
+    def ep_dispatch_wait(self, rank: int) -> tuple[TensorValue, ...]:
+        ns = self._manager.ep_watch("dispatch", rank)
+        dispatched = self._manager.ep_dispatch_wait(rank)
+        self.statistics.append([ns, self._manager.ep_received(dispatched)])
+        return dispatched
+
+    def ep_combine_wait(self, weights: TensorValue | None, rank: int) -> TensorValue:
+        self.statistics[rank].append(self._manager.ep_watch("combine", rank))
+        return self._manager.ep_combine_wait(weights, rank)
+
+
+def watched_round_trip(
+    manager: EPBatchManager, ranks: list[RankInputs]
+) -> list[list[TensorValue]]:
+    """Builds a round trip with three statistics behind the results of each rank."""
+    watched = Watched(manager)
+    results = round_trip(watched, ranks)
+    return [[*r, *s] for r, s in zip(results, watched.statistics, strict=True)]
+
+
+def in_turn(case: Case):
+    """All ranks on one device, one after another."""
+    if accelerator_count() == 0:
+        return case.config()
+    return case.config(target="gpu", ranks_per_gpu=case.n_ranks)
+
+
+def on_gpus(case: Case):
+    """A GPU for each rank."""
+    return case.config(target="gpu", timeout_s=5)
+
+
+PLACES = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param("one_gpu", marks=pytest.mark.gpu(1), id="one_gpu"),
+    pytest.param("two_gpus", marks=pytest.mark.gpu(2), id="two_gpus"),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
+    place = request.param
+    config = {"cpu": Case.config, "one_gpu": in_turn, "two_gpus": on_gpus}[place]
+    session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
+    made = Groups(
+        session, f"watched_{place}", CASES, config=config, build=watched_round_trip
+    )
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("routing", ["uniform", "full", "masked", "all_masked"])
+def test_what_is_watched_changes_nothing(groups: Groups, routing: str) -> None:
+    given = {name: make_inputs(case, routing) for name, case in CASES.items()}
+    outputs = iter(groups.model.execute(*groups.inputs(given)))
+    for name, case in CASES.items():
+        groups.comms[name].check()
+        want, ranks = expected(case, given[name]), []
+        for rank in range(N_RANKS):
+            ranks += take_outputs(replace(case, n_ranks=1), outputs)
+            dispatch_ns, received, combine_ns = (
+                to_numpy(next(outputs)) for _ in range(3)
+            )
+            for ns in (dispatch_ns, combine_ns):
+                assert ns.shape == (N_RANKS,) and ns.dtype == np.int64
+                assert (0 <= ns).all() and (ns < 5e9).all(), (name, ns)
+            assert received.tolist() == rows_of(case, want.dispatch[rank]), name
+        assert_round_trip(f"{name}, {routing}", ranks, want)
+
+
+def rows_of(case: Case, dispatched) -> list[int]:
+    """What each expert of a rank must have got, by the oracle."""
+    if case.is_padded:
+        return dispatched.recv_counts.tolist()
+    rows = np.diff(dispatched.row_offsets.astype(int)).tolist()
+    return rows[int(case.fused_shared_expert) :]
+
+
+def ops_of(graph: Graph) -> list[str]:
+    """Lists a graph's EP ops, each with what it is compiled for."""
+    return re.findall(r'symbol = "max_ep\.([^]]*)', str(graph))
+
+
+def test_others_are_compiled_alike() -> None:
+    """With and without watching: the same ops, parameters and all, but for its own."""
+    ops = []
+    for build in (round_trip, watched_round_trip):
+        case = CASES["by_expert"]
+        manager = EPBatchManager(case.config())
+        types = [
+            t
+            for _ in range(N_RANKS)
+            for t in (
+                TensorType(case.tokens, ["n", case.hidden_size], DeviceRef.CPU()),
+                TensorType(DType.int32, ["n", case.top_k], DeviceRef.CPU()),
+                TensorType(DType.float32, ["n", case.top_k], DeviceRef.CPU()),
+            )
+        ]
+        with Graph("alike", input_types=[*types, *manager.input_types()]) as graph:
+            values = [v.tensor for v in graph.inputs[: len(types)]]
+            manager.fetch_buffers(graph.inputs[len(types) :])
+            ranks = [
+                RankInputs(*values[3 * r : 3 * r + 3], None, None)
+                for r in range(N_RANKS)
+            ]
+            graph.output(*[v for r in build(manager, ranks) for v in r])
+        ops.append(ops_of(graph))
+    without, watched = ops
+    assert len(without) == 4 * N_RANKS
+    assert [op for op in watched if not op.startswith('watch"')] == without
+    assert len(watched) == len(without) + 2 * N_RANKS
+
+
+def test_assembly_writes_nothing_but_times() -> None:
+    printed = run_mojo("run", "-I", ".", str(PROGRAM))
+    kernels = printed.split("== ")[1:]
+    assert [k.split()[0] for k in kernels] == ["dispatch", "combine", "combine_reduced"]
+    for text in kernels:
+        kernel = parse_ptx(text)
+        stores = [op for op in kernel.ops if op.what in ("store", "atomic")]
+        outside = [op for op in stores if op.space != "shared"]
+        assert [(op.what, op.n_bytes, op.order) for op in outside] == [("store", 8, "")]
+        assert not kernel.find(lambda op: op.space == "local")
+
+
+# ------------------------------------------------------------------------ refusals
+
+
+def test_a_watch_needs_its_async_op() -> None:
+    manager = EPBatchManager(CASES["reduced"].config())
+    with Graph("refused", input_types=manager.input_types()) as graph:
+        manager.fetch_buffers(graph.inputs)
+        with pytest.raises(ValueError, match="without ep_dispatch_async before it"):
+            manager.ep_watch("dispatch", 0)
+        with pytest.raises(ValueError, match="'dispatch' and 'combine'"):
+            call_ep_watch(
+                "gossip",
+                manager.atomic_counters[0][0],
+                *manager._pointers(0)[1:],
+                manager.config,
+            )
+
+
+# ------------------------------------------------------------------ text and plot
+
+
+def some_statistics(n_experts: int = 2) -> Statistics:
+    ns = np.array([[[0, 1_500], [-1, 0]], [[0, 2_500], [-1, 500]]])
+    received = np.arange(2 * 2 * n_experts, dtype=np.int32)
+    return Statistics(ns, 2 * ns.clip(0), received.reshape(2, 2, n_experts))
+
+
+def test_text() -> None:
+    assert some_statistics().text() == "\n".join(
+        [
+            "dispatch: median wait in us of a rank (line) for a rank (column)",
+            "                 0         1",
+            "       0       0.0       2.0",
+            "       1       nan       0.2",
+            "2 waits were in vain and are not counted",
+            "",
+            "combine: median wait in us of a rank (line) for a rank (column)",
+            "                 0         1",
+            "       0       0.0       4.0",
+            "       1       0.0       0.5",
+            "",
+            "received: 28 rows, 4 experts, the fullest has 1.4 times the mean",
+            "       0         4 ################",
+            "       1         6 ########################",
+            "       2         8 ################################",
+            "       3        10 ########################################",
+        ]
+    )
+
+
+def test_many_experts_share_a_bar() -> None:
+    lines = some_statistics(64).text().splitlines()
+    assert lines[-32].startswith("     0-3")
+    assert lines[-1].split()[:2] == ["124-127", str(127 + 255)]
+
+
+def test_what_does_not_fit_together() -> None:
+    good = some_statistics()
+    with pytest.raises(ValueError, match=r"dispatch_ns has shape \[1, 2, 2\]"):
+        Statistics(good.dispatch_ns[:1], good.combine_ns, good.received)
+
+
+def test_a_late_rank_is_seen(tmp_path: Path) -> None:
+    """graphs/statistics.py, whose rank 2 comes 5 ms late, and the command behind it."""
+    path = tmp_path / "waits.npz"
+    as_in_the_readme = "python graphs/statistics.py --save waits.npz"
+    assert "saved" in run(as_in_the_readme.replace("waits.npz", str(path)))
+    waits = np.median(Statistics.load(path).dispatch_ns, axis=0)
+    longest = np.unravel_index(waits.argmax(), waits.shape)
+    assert longest[1] == 2 and waits.max() > 1e6, waits
+    as_in_the_readme = "max-ep stats waits.npz"
+    told = run(as_in_the_readme.replace("waits.npz", str(path)))
+    assert "received: 10240 rows, 32 experts" in told
+
+
+def test_command_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    other = tmp_path / "other.npz"
+    np.savez(other, x=np.zeros(3))
+    for path in (other, tmp_path / "nowhere.npz", PROGRAM):
+        assert main(["stats", str(path)]) == 1
+        assert f"{path} is no file of max_ep.stats" in capsys.readouterr().err
+    some_statistics().save(tmp_path / "good.npz")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["stats", str(tmp_path / "good.npz"), "--plot", "x.png"]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
