@@ -205,6 +205,16 @@ def check_unsent_rows(
         check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
 
 
+def check_phase(phase: str) -> None:
+    """Refuses what is no direction.
+
+    Raises:
+        ValueError: If it is another word.
+    """
+    if phase not in ("dispatch", "combine"):
+        raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
+
+
 def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
     """Raises if a rank cannot wait for peers that run after it.
 

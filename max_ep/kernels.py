@@ -25,6 +25,7 @@ from max.graph import (
 
 from .checks import (
     check_buffers,
+    check_phase,
     check_rows,
     check_send,
     check_sent,
@@ -657,9 +658,11 @@ def call_ep_watch(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
 ) -> TensorValue:
-    """Measures how long a rank waits for each source; changes nothing.
+    """Measures how long a rank waits for each peer; changes nothing.
 
-    Belongs between the async op of a direction and its wait. MAX has no such op.
+    Belongs between the async op of a direction and its wait. MAX has no such op. Its
+    waiting is bounded by ``EPConfig.timeout_s``, and that of the wait behind it again:
+    a peer that is late by less than both is no error.
 
     Args:
         phase: ``"dispatch"`` or ``"combine"``.
@@ -670,11 +673,13 @@ def call_ep_watch(
 
     Returns:
         ``[n_ranks]`` int64: nanoseconds from the begin of the watch until all was
-        there that the source sends (on GPUs with dispatch its counts, with reduced
+        there that the peer sends (on GPUs with dispatch its counts, with reduced
         combine the first bytes of each of its sums), -1 if time was up before.
+
+    Raises:
+        ValueError: If there is no such phase, or a buffer does not fit.
     """
-    if phase not in ("dispatch", "combine"):
-        raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
+    check_phase(phase)
     check_buffers(
         config,
         atomic_counter,

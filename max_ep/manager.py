@@ -21,7 +21,7 @@ from max.graph import (
     ops,
 )
 
-from .checks import refuse_if_in_turn
+from .checks import check_phase, refuse_if_in_turn
 from .config import EPConfig
 from .kernels import (
     call_distributed_ep_combine,
@@ -81,10 +81,10 @@ class _Turns:
         self.check_send(device_id, f"ep_{self._phase}_async")
         self._sent[device_id] += 1
 
-    def wait(self, device_id: int) -> None:
+    def check_wait(self, device_id: int, op: str) -> None:
         if self._sent[device_id] <= self._waited[device_id]:
             raise ValueError(
-                f"ep_{self._phase}_wait on device {device_id} without "
+                f"{op} on device {device_id} without "
                 f"ep_{self._phase}_async before it; call that first"
             )
         late = [
@@ -94,11 +94,14 @@ class _Turns:
         ]
         if late:
             raise ValueError(
-                f"ep_{self._phase}_wait on device {device_id} before "
+                f"{op} on device {device_id} before "
                 f"ep_{self._phase}_async on devices {late}: the ranks of this "
                 "process run one after another, so their sends would never "
                 f"come. Call ep_{self._phase}_async of every device first"
             )
+
+    def wait(self, device_id: int) -> None:
+        self.check_wait(device_id, f"ep_{self._phase}_wait")
         self._waited[device_id] += 1
 
     def is_under_way(self, device_id: int) -> bool:
@@ -449,23 +452,23 @@ class EPBatchManager:
     # ------------------------------------------------------------------ statistics
 
     def ep_watch(self, phase: str, device_id: int) -> TensorValue:
-        """Measures how long a rank waits for each source, in front of the wait.
+        """Measures how long a rank waits for each peer, in front of the wait.
 
         Args:
             phase: ``"dispatch"`` or ``"combine"``, whose async op comes before and
-                whose wait comes behind.
+                whose wait comes behind; fused forms have no wait to be watched.
             device_id: The local rank.
 
         Returns:
             ``[n_ranks]`` int64 nanoseconds, see :func:`call_ep_watch`.
+
+        Raises:
+            ValueError: If there is no such phase, or nothing to wait for.
         """
+        check_phase(phase)
         group = _COMBINE if phase == "combine" else _DISPATCH
         counter = self._counter(device_id)
-        if not self._turns[group].is_under_way(device_id):
-            raise ValueError(
-                f"ep_watch({phase!r}) on device {device_id} without "
-                f"ep_{phase}_async before it; watch between that and ep_{phase}_wait"
-            )
+        self._turns[group].check_wait(device_id, f"ep_watch({phase!r})")
         return call_ep_watch(phase, counter, *self._pointers(group)[1:], self.config)
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
@@ -477,10 +480,10 @@ class EPBatchManager:
         Returns:
             ``[n_local_experts]`` int32, on the rank's device.
         """
-        n_scales = int(self.config.is_quantized)
+        counts = dispatched[2 if self.config.is_quantized else 1]
         if self.config.is_padded:
-            return ops.cast(dispatched[1 + n_scales], DType.int32)
-        offsets = ops.cast(dispatched[1 + n_scales], DType.int32)
+            return counts
+        offsets = ops.cast(counts, DType.int32)
         rows = offsets[1:] - offsets[:-1]
         # The shared expert's group, if any, comes first; experts stand in order.
         return rows[1:] if self.config.fused_shared_expert else rows

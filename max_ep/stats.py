@@ -2,7 +2,7 @@
 """Who waited for whom, and which experts got how much: kept, told, drawn.
 
 The numbers come from ``EPBatchManager.ep_watch`` and ``ep_received``, which a graph
-puts among its outputs; ``graphs/statistics.py`` shows how.
+puts among its outputs; ``graphs/who_waits.py`` shows how.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -32,9 +33,22 @@ class Statistics:
     """Likewise, for rows or sums that come back."""
     received: np.ndarray
     """int32 ``[n_runs, n_ranks, n_local_experts]``: rows of each expert."""
+    n_experts: int
+    """Experts of the group; the last ranks may have fewer than there is room for."""
 
     def __post_init__(self) -> None:
-        n_runs, n_ranks, n_local_experts = self.received.shape
+        shape = self.received.shape
+        if len(shape) != 3 or shape[0] == 0:
+            raise ValueError(
+                f"received has shape {list(shape)}, it must be [n_runs, n_ranks, "
+                "n_local_experts] of one run or more; np.stack puts runs together"
+            )
+        n_runs, n_ranks, n_local_experts = shape
+        if not n_ranks <= self.n_experts <= n_ranks * n_local_experts:
+            raise ValueError(
+                f"n_experts={self.n_experts}, but received has {n_local_experts} on "
+                f"each of {n_ranks} ranks"
+            )
         for name in ("dispatch_ns", "combine_ns"):
             shape = getattr(self, name).shape
             if shape != (n_runs, n_ranks, n_ranks):
@@ -55,21 +69,27 @@ class Statistics:
 
         Raises:
             ValueError: If the file is another one.
+            OSError: If it cannot be read.
         """
         try:
-            with np.load(path) as saved:
-                return Statistics(**saved)
-        except (TypeError, ValueError, OSError) as error:
+            with np.load(path) as file:
+                saved = dict(file)
+            saved["n_experts"] = int(saved["n_experts"])
+        except (AttributeError, EOFError, KeyError, ValueError, BadZipFile) as error:
             raise ValueError(
                 f"{path} is no file of max_ep.stats.Statistics.save"
             ) from error
+        return Statistics(**saved)
 
     def text(self) -> str:
         """Tells medians of the waits, and the histogram of received rows."""
         lines = []
         for name, ns in (("dispatch", self.dispatch_ns), ("combine", self.combine_ns)):
             lines += _table(name, ns) + [""]
-        return "\n".join(lines + _histogram(self.received.sum(axis=0).ravel()))
+        return "\n".join(lines + _histogram(self._rows_of_experts()))
+
+    def _rows_of_experts(self) -> np.ndarray:
+        return self.received.sum(axis=0).ravel()[: self.n_experts]
 
     def plot(self, path: str | Path) -> None:
         """Draws the same.
@@ -92,7 +112,7 @@ class Statistics:
             axis.set(title=f"{name}: median wait, us", xticks=ranks, yticks=ranks)
             axis.set(xlabel="for rank", ylabel="rank")
             figure.colorbar(image, ax=axis)
-        rows = self.received.sum(axis=0).ravel()
+        rows = self._rows_of_experts()
         axes[2].bar(np.arange(len(rows)), rows, width=1)
         axes[2].set(title="rows received", xlabel="expert")
         figure.savefig(path)
@@ -142,7 +162,7 @@ def run_stats(options: argparse.Namespace) -> int:
         if options.plot:
             statistics.plot(options.plot)
             print(f"\n{options.plot}")
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"max-ep stats: {error}", file=sys.stderr)
         return 1
     return 0

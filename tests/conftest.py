@@ -12,7 +12,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-LONGEST = ["test_programs", "test_serve", "test_round_trip", "test_processes"]
+LONGEST = (
+    "test_programs test_serve test_round_trip test_gather test_errors test_processes "
+    "test_fuzz test_stats test_soak"
+).split()
 """Files that take minutes: first, so that no process waits for another at the end."""
 
 

@@ -138,7 +138,7 @@ BARRIERS = {
     ("rank_slots/index.mojo: _find_choices", "syncwarp"): 1,
     ("rank_slots/index.mojo: index_choices", "syncwarp"): 1,
     ("rank_slots/row_counts.mojo: lay_out_rows", "syncwarp"): 2,
-    ("watch.mojo: watch_kernel", "barrier"): 2,  # of a launch of its own
+    ("watch.mojo: watch_kernel", "barrier"): 3,  # of a launch of its own
 }
 # Each kernel of `rank_slots` begins with it: launches may overlap.
 AWAITS_LAUNCH_BEFORE = "await_launch_before"

@@ -32,7 +32,8 @@ COMPILED = os.environ.get("MAX_EP_COMPILED")
 """A folder with graphs by ``max warm-cache``: ``1`` for a GPU, ``2`` for two."""
 
 # Of the bfloat16 model in transformers, tokens are up to 0.078 worse, in logits, than
-# the float32 model's first choice (H200); what was served wrongly once, 0.4 to 0.8.
+# the float32 model's first choice (H200); what was served wrongly once, 0.09 to 0.8,
+# and always the first token.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
 
 
@@ -82,6 +83,7 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     if served.dtype == "float32":
         assert tally.n_ties == 0
     else:
+        assert tally.worst_first_gap <= 0.06
         # About as many as transformers has in bfloat16 (12, where 11 were served).
         assert tally.n_ties <= 2 * tally.n_ties_bfloat16
 

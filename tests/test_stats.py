@@ -17,16 +17,18 @@ from harness import (
     Groups,
     RankInputs,
     assert_round_trip,
+    flatten,
+    input_types,
     round_trip,
+    take_inputs,
     take_outputs,
     to_numpy,
 )
 from max.driver import accelerator_count
-from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorType, TensorValue
+from max.graph import Graph, TensorValue
 from test_programs import run
 
-from max_ep import EPBatchManager, call_ep_watch
+from max_ep import EPBatchManager, EPCommInitializer, call_ep_watch
 from max_ep.cli import main
 from max_ep.extension import run_mojo
 from max_ep.stats import Statistics
@@ -125,6 +127,46 @@ def test_what_is_watched_changes_nothing(groups: Groups, routing: str) -> None:
         assert_round_trip(f"{name}, {routing}", ranks, want)
 
 
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_who_does_not_come(request: pytest.FixtureRequest, place: str) -> None:
+    """Rank 0 looks before rank 1 has sent, and behind it."""
+    case = Case("early", N_RANKS, 6, 3, 80, 7)
+    config = in_turn(case)
+    session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
+    manager = EPBatchManager(config)
+    types = input_types(case, config=config)
+    seen = []
+
+    def look(phase: str, group: int) -> None:
+        pointers = manager._pointers(group)[1:]
+        counter = manager.atomic_counters[0][0]
+        seen.append(call_ep_watch(phase, counter, *pointers, config))
+
+    all_types = [*types, *manager.input_types()]
+    with Graph(f"early_{place}", input_types=all_types) as graph:
+        ranks = take_inputs(case, iter(graph.inputs[: len(types)]))
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        for rank, given in enumerate(ranks):
+            manager.ep_dispatch_async(given.tokens, given.ids, rank)
+            look("dispatch", 0)
+        rows = [manager.ep_dispatch_wait(rank)[0] for rank in range(N_RANKS)]
+        for rank in range(N_RANKS):
+            manager.ep_combine_async(rows[rank], rank)
+            look("combine", 1)
+        sums = [manager.ep_combine_wait(g.weights, r) for r, g in enumerate(ranks)]
+        graph.output(*seen, *sums)
+    model = session.load(graph)
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(session)
+        given = flatten(make_inputs(case, "full"), config)
+        outputs = model.execute(*given, *comm.model_inputs())
+        comm.check()
+    times = [to_numpy(output) for output in outputs[:4]]
+    for alone, together in (times[:2], times[2:]):
+        assert alone[0] >= 0 and alone[1] == -1, times
+        assert (together >= 0).all(), times
+
+
 def rows_of(case: Case, dispatched) -> list[int]:
     """What each expert of a rank must have got, by the oracle."""
     if case.is_padded:
@@ -144,22 +186,10 @@ def test_others_are_compiled_alike() -> None:
     for build in (round_trip, watched_round_trip):
         case = CASES["by_expert"]
         manager = EPBatchManager(case.config())
-        types = [
-            t
-            for _ in range(N_RANKS)
-            for t in (
-                TensorType(case.tokens, ["n", case.hidden_size], DeviceRef.CPU()),
-                TensorType(DType.int32, ["n", case.top_k], DeviceRef.CPU()),
-                TensorType(DType.float32, ["n", case.top_k], DeviceRef.CPU()),
-            )
-        ]
+        types = input_types(case)
         with Graph("alike", input_types=[*types, *manager.input_types()]) as graph:
-            values = [v.tensor for v in graph.inputs[: len(types)]]
+            ranks = take_inputs(case, iter(graph.inputs[: len(types)]))
             manager.fetch_buffers(graph.inputs[len(types) :])
-            ranks = [
-                RankInputs(*values[3 * r : 3 * r + 3], None, None)
-                for r in range(N_RANKS)
-            ]
             graph.output(*[v for r in build(manager, ranks) for v in r])
         ops.append(ops_of(graph))
     without, watched = ops
@@ -187,15 +217,24 @@ def test_a_watch_needs_its_async_op() -> None:
     manager = EPBatchManager(CASES["reduced"].config())
     with Graph("refused", input_types=manager.input_types()) as graph:
         manager.fetch_buffers(graph.inputs)
-        with pytest.raises(ValueError, match="without ep_dispatch_async before it"):
+        says = "device 0 without ep_dispatch_async before it"
+        with pytest.raises(ValueError, match=says):
             manager.ep_watch("dispatch", 0)
         with pytest.raises(ValueError, match="'dispatch' and 'combine'"):
-            call_ep_watch(
-                "gossip",
-                manager.atomic_counters[0][0],
-                *manager._pointers(0)[1:],
-                manager.config,
-            )
+            manager.ep_watch("gossip", 0)
+
+
+def test_a_watch_before_the_sends_is_refused() -> None:
+    """Of ranks that run one after another, as the wait is: it would last for ever."""
+    case = CASES["reduced"]
+    manager = EPBatchManager(case.config())
+    types = input_types(case)
+    with Graph("early", input_types=[*types, *manager.input_types()]) as graph:
+        given = take_inputs(case, iter(graph.inputs[: len(types)]))[0]
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        manager.ep_dispatch_async(given.tokens, given.ids, 0, None, given.weights)
+        with pytest.raises(ValueError, match=r"ep_dispatch_async on devices \[1\]"):
+            manager.ep_watch("dispatch", 0)
 
 
 # ------------------------------------------------------------------ text and plot
@@ -204,7 +243,8 @@ def test_a_watch_needs_its_async_op() -> None:
 def some_statistics(n_experts: int = 2) -> Statistics:
     ns = np.array([[[0, 1_500], [-1, 0]], [[0, 2_500], [-1, 500]]])
     received = np.arange(2 * 2 * n_experts, dtype=np.int32)
-    return Statistics(ns, 2 * ns.clip(0), received.reshape(2, 2, n_experts))
+    received = received.reshape(2, 2, n_experts)
+    return Statistics(ns, 2 * ns.clip(0), received, 2 * n_experts)
 
 
 def test_text() -> None:
@@ -239,13 +279,31 @@ def test_many_experts_share_a_bar() -> None:
 def test_what_does_not_fit_together() -> None:
     good = some_statistics()
     with pytest.raises(ValueError, match=r"dispatch_ns has shape \[1, 2, 2\]"):
-        Statistics(good.dispatch_ns[:1], good.combine_ns, good.received)
+        Statistics(good.dispatch_ns[:1], good.combine_ns, good.received, 4)
+    with pytest.raises(ValueError, match=r"received has shape \[2, 2\]"):
+        Statistics(good.dispatch_ns, good.combine_ns, good.received[0], 4)
+    with pytest.raises(ValueError, match="n_experts=5, but received has 2"):
+        Statistics(good.dispatch_ns, good.combine_ns, good.received, 5)
+
+
+def test_experts_that_there_are_not() -> None:
+    """Three on two ranks: the second has room for two, and one."""
+    good = some_statistics()
+    told = Statistics(good.dispatch_ns, good.combine_ns, good.received, 3).text()
+    assert "received: 18 rows, 3 experts, the fullest has 1.3 times the mean" in told
+
+
+def test_plot(tmp_path: Path) -> None:
+    some_statistics().save(tmp_path / "saved.npz")
+    picture = tmp_path / "plot.png"
+    assert main(["stats", str(tmp_path / "saved.npz"), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_late_rank_is_seen(tmp_path: Path) -> None:
-    """graphs/statistics.py, whose rank 2 comes 5 ms late, and the command behind it."""
+    """graphs/who_waits.py, whose rank 2 comes 5 ms late, and the command behind it."""
     path = tmp_path / "waits.npz"
-    as_in_the_readme = "python graphs/statistics.py --save waits.npz"
+    as_in_the_readme = "python graphs/who_waits.py --save waits.npz"
     assert "saved" in run(as_in_the_readme.replace("waits.npz", str(path)))
     waits = np.median(Statistics.load(path).dispatch_ns, axis=0)
     longest = np.unravel_index(waits.argmax(), waits.shape)
@@ -258,11 +316,14 @@ def test_a_late_rank_is_seen(tmp_path: Path) -> None:
 def test_command_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    other = tmp_path / "other.npz"
+    other, empty = tmp_path / "other.npz", tmp_path / "empty"
     np.savez(other, x=np.zeros(3))
-    for path in (other, tmp_path / "nowhere.npz", PROGRAM):
+    empty.touch()
+    for path in (other, empty, PROGRAM):
         assert main(["stats", str(path)]) == 1
         assert f"{path} is no file of max_ep.stats" in capsys.readouterr().err
+    assert main(["stats", str(tmp_path / "nowhere.npz")]) == 1
+    assert "No such file" in capsys.readouterr().err
     some_statistics().save(tmp_path / "good.npz")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["stats", str(tmp_path / "good.npz"), "--plot", "x.png"]) == 1

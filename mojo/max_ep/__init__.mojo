@@ -24,4 +24,5 @@ from .token_format import (
     PlainTokenFormat,
     TokenFormat,
 )
+from .watch import ep_watch_kernel_api
 from .watch_ops import *

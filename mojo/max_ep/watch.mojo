@@ -1,29 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a rank waits for each source: an op of its own, and its launcher.
+"""How long a rank waits for each peer: an op of its own, and its launcher.
 
-It runs between the async and the wait of a direction, looks at words that the
+One file for CPU and GPU ranks, because nothing else uses any of it. The op runs between the async and the wait of a direction, looks at words that the
 wait will look at, and writes nothing but times. So dispatch and combine are
 compiled alike with and without it, and cost nothing where nobody asks. What is
-looked at of a source:
+looked at of a peer:
 
     dispatch        the count of each pair of it
     combine on CPU  the count of each of its experts
     combine on GPU  the flag of each row that it sends back; reduced: the first
                     16 bytes of each of its partial sums
 
-The time of a source runs from the begin of the watch until the last of these
-was there, and is `NEVER` if time was up first: the wait that follows says who
-was missing.
+The time of a peer runs from the begin of the watch until the last of these was
+there, and is `NEVER` if time was up first, or if the counters do not allow a
+launch. The wait that follows has its own time, and says who is missing.
 """
 from layout import TileTensor
 from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
+from std.sys import size_of
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
-from .counters import EPLocalSyncCounters, NO_EXPERT, BROKEN_WORD
+from .counters import (
+    BROKEN_WORD,
+    EPLocalSyncCounters,
+    NO_EXPERT,
+    N_HEADER_WORDS,
+    wanted_word,
+)
 from .expert_slots.combine import combine_layout_of
-from .expert_slots.device_steps import shared_words
+from .expert_slots.device_steps import bytes_at, own_of, shared_words
 from .expert_slots.host_steps import flag_at, message_flag
 from .flags import (
     SPINS_BEFORE_YIELD,
@@ -36,15 +43,20 @@ from .flags import (
     peek,
     peek_16,
 )
-from .launch_checks import check_size, counters_of, mut_, p2p_buffers
-from .launch_checks import peer_buffers
-from .layout import RegionLayout, n_experts_on_rank
+from .launch_checks import (
+    check_config,
+    check_size,
+    counters_of,
+    mut_,
+    p2p_buffers,
+    peer_buffers,
+)
+from .layout import MESSAGE_ALIGN, RegionLayout, n_experts_on_rank
 from .rank_slots.device_steps import EMPTY
 from .token_format import BytePointer
-from .transport import PeerBuffers
 
 comptime NEVER = Int64(-1)
-"""Time of a source that did not come."""
+"""Time of a peer that did not come."""
 
 comptime _NUM_THREADS = 256
 
@@ -62,23 +74,23 @@ def _awaited_generation[
 @always_inline
 def _n_counts[
     layout: RegionLayout, is_combine: Bool
-](my_rank: Int, src_rank: Int) -> Int:
-    """Says how many counts a source publishes."""
-    var owner = src_rank if is_combine else my_rank
+](my_rank: Int, peer_rank: Int) -> Int:
+    """Says how many counts a peer publishes."""
+    var owner = peer_rank if is_combine else my_rank
     return n_experts_on_rank(layout.n_experts, layout.n_ranks, owner)
 
 
 @always_inline
 def _count_offset[
     layout: RegionLayout, is_combine: Bool
-](src_rank: Int, i: Int) -> Int:
+](peer_rank: Int, i: Int) -> Int:
     """Locates one of them in this rank's counts buffer."""
     comptime if is_combine:
         return layout.combine_count_offset(
-            src_rank * layout.n_local_experts() + i
+            peer_rank * layout.n_local_experts() + i
         )
     else:
-        return layout.dispatch_count_offset(layout.pair(i, src_rank))
+        return layout.dispatch_count_offset(layout.pair(i, peer_rank))
 
 
 # ------------------------------------------------------------------ CPU ranks
@@ -87,11 +99,11 @@ def _count_offset[
 def watch_host[
     n_experts: Int, layout: RegionLayout, is_combine: Bool
 ](
-    times: Pointer[Int64, MutUntrackedOrigin],
+    waits_ns: Pointer[Int64, MutUntrackedOrigin],
     my_counts: BytePointer,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Looks until every source's counts are there, or time is up.
+    """Looks until every peer's counts are there, or time is up.
 
     Parameters:
         n_experts: Experts of the group.
@@ -99,7 +111,7 @@ def watch_host[
         is_combine: Which direction.
 
     Args:
-        times: Result: nanoseconds of each source, `[n_ranks]`.
+        waits_ns: Result: nanoseconds of each peer, `[n_ranks]`.
         my_counts: This rank's counts buffer of that direction.
         counters: This rank's local words.
     """
@@ -107,28 +119,30 @@ def watch_host[
     var my_rank = counters.my_rank()
     var generation = _awaited_generation[is_combine](counters)
     var deadline = Deadline.after(counters.timeout_ms())
-    # Of each source: the first count that was not there yet.
+    # Of each peer: the first count that was not there yet.
     var first = Array[Int, n_ranks](fill=0)
     var n_missing = n_ranks
-    for src_rank in range(n_ranks):
-        times[unsafe_offset=src_rank] = NEVER
+    for peer_rank in range(n_ranks):
+        waits_ns[unsafe_offset=peer_rank] = NEVER
     var looks = 0
     while True:
-        for src_rank in range(n_ranks):
-            if times[unsafe_offset=src_rank] != NEVER:
+        for peer_rank in range(n_ranks):
+            if waits_ns[unsafe_offset=peer_rank] != NEVER:
                 continue
-            var n = _n_counts[layout, is_combine](my_rank, src_rank)
-            while first[src_rank] < n:
+            var n = _n_counts[layout, is_combine](my_rank, peer_rank)
+            while first[peer_rank] < n:
                 var offset = _count_offset[layout, is_combine](
-                    src_rank, first[src_rank]
+                    peer_rank, first[peer_rank]
                 )
                 var word = peek(flag_at(my_counts, offset))
                 if generation_of(word) != generation:
                     break
-                first[src_rank] += 1
-            if first[src_rank] == n:
+                first[peer_rank] += 1
+            if first[peer_rank] == n:
                 var now = Int(perf_counter_ns())
-                times[unsafe_offset=src_rank] = Int64(now - deadline.start_ns)
+                waits_ns[unsafe_offset=peer_rank] = Int64(
+                    now - deadline.start_ns
+                )
                 n_missing -= 1
         if n_missing == 0:
             return
@@ -148,7 +162,7 @@ def _is_there[
     layout: RegionLayout, is_combine: Bool
 ](
     item: Int,
-    src_rank: Int,
+    peer_rank: Int,
     my_rank: Int,
     recv_buf: BytePointer,
     my_counts: BytePointer,
@@ -158,11 +172,11 @@ def _is_there[
     """Tells whether one of the things to be watched has come, or never will."""
     comptime n_local_experts = layout.n_local_experts()
     comptime if not is_combine:
-        var offset = _count_offset[layout, False](src_rank, item)
+        var offset = _count_offset[layout, False](peer_rank, item)
         return generation_of(peek(flag_at(my_counts, offset))) == generation
     elif not layout.is_reduced():
         var expert = choices[unsafe_offset=item]
-        if expert == NO_EXPERT or Int(expert) // n_local_experts != src_rank:
+        if expert == NO_EXPERT or Int(expert) // n_local_experts != peer_rank:
             return True
         var row = recv_buf.unsafe_offset(layout.combine_message_offset(0, item))
         var flag = message_flag(row, layout.combine_msg_bytes)
@@ -173,10 +187,10 @@ def _is_there[
         for k in range(layout.top_k):
             var expert = choices[unsafe_offset=layout.choice(item, k)]
             if expert != NO_EXPERT:
-                is_sent |= Int(expert) // n_local_experts == src_rank
-        if not is_sent or src_rank == my_rank:
+                is_sent |= Int(expert) // n_local_experts == peer_rank
+        if not is_sent or peer_rank == my_rank:
             return True
-        var offset = layout.partial_offset(src_rank, item)
+        var offset = layout.partial_offset(peer_rank, item)
         return peek_16(recv_buf.unsafe_offset(offset))[3] != EMPTY
 
 
@@ -187,12 +201,12 @@ def watch_kernel[
     p2p_world_size: Int,
     is_combine: Bool,
 ](
-    times: Pointer[Int64, MutUntrackedOrigin],
+    waits_ns: Pointer[Int64, MutUntrackedOrigin],
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[BytePointer, p2p_world_size],
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Watches one source with each block.
+    """Watches one peer with each block.
 
     Launch: `grid_dim = n_ranks`, `block_dim = num_threads`.
 
@@ -204,51 +218,54 @@ def watch_kernel[
         is_combine: Which direction.
 
     Args:
-        times: Result: nanoseconds of each source, `[n_ranks]`.
+        waits_ns: Result: nanoseconds of each peer, `[n_ranks]`.
         recv_buf_ptrs: Recv buffers of that direction, of this host's ranks.
         recv_count_ptrs: Counts buffers, likewise.
         counters: This rank's local words.
     """
     var start_ns = global_perf_counter_ns()
-    var is_late = shared_words[1]()
-    var src_rank = Int(block_idx.x)
+    var is_in_vain = shared_words[1]()
+    var peer_rank = Int(block_idx.x)
     var my_rank = counters.my_rank()
     var deadline = DeviceDeadline.after(counters.timeout_ms())
-    var recv_buf = recv_buf_ptrs[0]
-    var my_counts = recv_count_ptrs[0]
-    comptime for i in range(p2p_world_size):
-        if my_rank % p2p_world_size == i:
-            recv_buf = recv_buf_ptrs[i]
-            my_counts = recv_count_ptrs[i]
+    var recv_buf = bytes_at(own_of(recv_buf_ptrs, my_rank))
+    var my_counts = bytes_at(own_of(recv_count_ptrs, my_rank))
+    if thread_idx.x == 0:
+        is_in_vain[unsafe_offset=0] = 0
+    barrier()
+    # What the async op has refused, it has noted; nothing is looked at then.
+    var word = Int(thread_idx.x)
+    if word < N_HEADER_WORDS:
+        var found = counters.words[unsafe_offset=word]
+        var is_broken = word == BROKEN_WORD and found != 0
+        if is_broken or found != wanted_word(word, found, layout):
+            is_in_vain[unsafe_offset=0] = 1
+    barrier()
     var dispatched = counters.combine_of()
     var choices = counters.choices(dispatched, layout.n_choices())
     var n_items = 0
-    comptime if not is_combine:
-        n_items = _n_counts[layout, False](my_rank, src_rank)
-    elif layout.is_reduced():
-        n_items = counters.n_tokens(dispatched)
-    else:
-        n_items = counters.n_tokens(dispatched) * layout.top_k
-    if counters.words[unsafe_offset=BROKEN_WORD] != 0:
-        n_items = 0
-    if thread_idx.x == 0:
-        is_late[unsafe_offset=0] = 0
-    barrier()
+    if is_in_vain[unsafe_offset=0] == 0:
+        comptime if not is_combine:
+            n_items = _n_counts[layout, False](my_rank, peer_rank)
+        elif layout.is_reduced():
+            n_items = counters.n_tokens(dispatched)
+        else:
+            n_items = counters.n_tokens(dispatched) * layout.top_k
     var generation = _awaited_generation[is_combine](counters)
     for item in range(Int(thread_idx.x), n_items, num_threads):
         var looks = 0
         while not _is_there[layout, is_combine](
-            item, src_rank, my_rank, recv_buf, my_counts, choices, generation
+            item, peer_rank, my_rank, recv_buf, my_counts, choices, generation
         ):
             looks += 1
             if looks % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
-                is_late[unsafe_offset=0] = 1
+                is_in_vain[unsafe_offset=0] = 1
                 break
     barrier()
     if thread_idx.x == 0:
         var elapsed = Int64(global_perf_counter_ns() - start_ns)
-        times[unsafe_offset=src_rank] = (
-            elapsed if is_late[unsafe_offset=0] == 0 else NEVER
+        waits_ns[unsafe_offset=peer_rank] = (
+            elapsed if is_in_vain[unsafe_offset=0] == 0 else NEVER
         )
 
 
@@ -268,13 +285,13 @@ def ep_watch_kernel_api[
     partial_dtype: DType,
     is_combine: Bool,
 ](
-    times: TileTensor[DType.int64, ...],
+    waits_ns: TileTensor[DType.int64, ...],
     atomic_counters: TileTensor[DType.int32, ...],
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
 ) raises:
-    """Measures how long a rank waits for each source.
+    """Measures how long a rank waits for each peer.
 
     Parameters:
         combine_dtype: Element type of the rows that combine sends.
@@ -290,7 +307,7 @@ def ep_watch_kernel_api[
         is_combine: Which direction.
 
     Args:
-        times: Result: nanoseconds of each source, `[n_ranks]`; `NEVER` if time
+        waits_ns: Result: nanoseconds of each peer, `[n_ranks]`; `NEVER` if time
             was up before.
         atomic_counters: Local words.
         recv_ptrs: Addresses of all ranks' recv buffers of that direction.
@@ -302,6 +319,14 @@ def ep_watch_kernel_api[
     """
     comptime n_ranks = n_gpus_per_node * n_nodes
     comptime n_mapped = n_gpus_per_node if is_gpu[target]() else n_ranks
+    check_config[
+        n_experts,
+        n_ranks,
+        hidden_size,
+        MESSAGE_ALIGN // size_of[Scalar[combine_dtype]](),
+        top_k,
+        target,
+    ]()
     comptime op = "watch"
     comptime layout = combine_layout_of[
         combine_dtype,
@@ -314,7 +339,7 @@ def ep_watch_kernel_api[
         partial_dtype,
     ]()
     var counters = counters_of[n_experts, target](op, atomic_counters, layout)
-    check_size(op, "times", Int(times.dim[0]()), n_ranks)
+    check_size(op, "waits_ns", Int(waits_ns.dim[0]()), n_ranks)
     var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks, n_mapped](
         op, "recv_count_ptrs", recv_count_ptrs
@@ -326,7 +351,7 @@ def ep_watch_kernel_api[
         var function = context.compile_function[kernel]()
         context.enqueue_function(
             function,
-            mut_(times),
+            mut_(waits_ns),
             p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
             p2p_buffers[UInt8, n_gpus_per_node](counts),
             counters,
@@ -335,5 +360,5 @@ def ep_watch_kernel_api[
         )
     else:
         watch_host[n_experts, layout, is_combine](
-            mut_(times), counts[counters.my_rank()], counters
+            mut_(waits_ns), counts[counters.my_rank()], counters
         )

@@ -10,7 +10,7 @@ from .watch import ep_watch_kernel_api
 
 @extensibility.register("max_ep.watch")
 struct Watch:
-    """Measures how long a rank waits for each source."""
+    """Measures how long a rank waits for each peer."""
 
     @staticmethod
     def execute[
@@ -27,7 +27,7 @@ struct Watch:
         partial_dtype: DType,
         is_combine: Bool,
     ](
-        times: OutputTensor[dtype=DType.int64, rank=1, ...],
+        waits_ns: OutputTensor[dtype=DType.int64, rank=1, ...],
         atomic_counters: MutableInputTensor[dtype=DType.int32, rank=1, ...],
         order: MutableInputTensor[dtype=DType.int32, rank=1, ...],
         recv_ptrs: InputTensor[dtype=DType.uint64, rank=1, ...],
@@ -48,7 +48,7 @@ struct Watch:
             partial_dtype,
             is_combine,
         ](
-            times.to_tile_tensor(),
+            waits_ns.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),

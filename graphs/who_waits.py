@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics on request: who waits for whom, and which experts get how much.
 
-    python graphs/statistics.py --save waits.npz
+    python graphs/who_waits.py --save waits.npz
     max-ep stats waits.npz
 
 Four processes, a rank each. Rank 2 comes late every time, and experts are chosen by
@@ -52,7 +52,7 @@ def build(rank: int) -> Graph:
         TensorType(F32, [N_TOKENS, TOP_K], CPU_DEVICE),
     ]
     types += manager.input_types()
-    with Graph("statistics", input_types=types) as graph:
+    with Graph("who_waits", input_types=types) as graph:
         x, ids, weights = (value.tensor for value in graph.inputs[:3])
         manager.fetch_buffers(graph.inputs[3:])
         manager.ep_dispatch_async(x, ids, 0)
@@ -97,7 +97,9 @@ def main() -> None:
     options = parser.parse_args()
     InferenceSession(devices=[CPU()]).load(build(0))  # compiled once, not by all
     ranks = launch(run_rank, N_RANKS)
-    statistics = Statistics(*(np.stack(x, axis=1) for x in _by_kind(ranks)))
+    print(f"{N_TOKENS} tokens on {N_RANKS} ranks: right in {N_RUNS + 1} runs")
+    kinds = (np.stack(x, axis=1) for x in _by_kind(ranks))
+    statistics = Statistics(*kinds, N_EXPERTS)
     if options.save:
         statistics.save(options.save)
         print(f"saved: {options.save}")
