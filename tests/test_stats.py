@@ -24,7 +24,6 @@ from harness import (
     take_outputs,
     to_numpy,
 )
-from max.driver import accelerator_count
 from max.graph import Graph, TensorValue
 from test_programs import run
 
@@ -78,9 +77,7 @@ def watched_round_trip(
 
 
 def in_turn(case: Case):
-    """All ranks on one device, one after another."""
-    if accelerator_count() == 0:
-        return case.config()
+    """All ranks on one GPU, one after another."""
     return case.config(target="gpu", ranks_per_gpu=case.n_ranks)
 
 
@@ -89,6 +86,7 @@ def on_gpus(case: Case):
     return case.config(target="gpu", timeout_s=5)
 
 
+CONFIGS = {"cpu": Case.config, "one_gpu": in_turn, "two_gpus": on_gpus}
 PLACES = [
     pytest.param("cpu", id="cpu"),
     pytest.param("one_gpu", marks=pytest.mark.gpu(1), id="one_gpu"),
@@ -99,10 +97,13 @@ PLACES = [
 @pytest.fixture(scope="module", params=PLACES)
 def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
     place = request.param
-    config = {"cpu": Case.config, "one_gpu": in_turn, "two_gpus": on_gpus}[place]
     session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
     made = Groups(
-        session, f"watched_{place}", CASES, config=config, build=watched_round_trip
+        session,
+        f"watched_{place}",
+        CASES,
+        config=CONFIGS[place],
+        build=watched_round_trip,
     )
     yield made
     made.close()
@@ -129,9 +130,9 @@ def test_what_is_watched_changes_nothing(groups: Groups, routing: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_who_does_not_come(request: pytest.FixtureRequest, place: str) -> None:
-    """Rank 0 looks before rank 1 has sent, and behind it."""
+    """Rank 0 looks before rank 1 has sent, and after; each has rows for the other."""
     case = Case("early", N_RANKS, 6, 3, 80, 7)
-    config = in_turn(case)
+    config = CONFIGS[place](case)
     session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
     manager = EPBatchManager(config)
     types = input_types(case, config=config)
@@ -158,7 +159,9 @@ def test_who_does_not_come(request: pytest.FixtureRequest, place: str) -> None:
     model = session.load(graph)
     with EPCommInitializer(config) as comm:
         comm.ep_init(session)
-        given = flatten(make_inputs(case, "full"), config)
+        counts = [case.max_tokens_per_rank] * N_RANKS
+        given = make_inputs(case, "uniform", "telling", counts)
+        given = flatten(given, config)
         outputs = model.execute(*given, *comm.model_inputs())
         comm.check()
     times = [to_numpy(output) for output in outputs[:4]]
