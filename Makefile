@@ -20,7 +20,7 @@ demo: .venv/.installed
 serve: .venv/.installed-serve
 	$(BIN)/python -m graphs.serve.run
 
-# Two files at a time: most of the time is compiling, on one core.
+# Two files at a time: one alone leaves a core idle now and then.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
