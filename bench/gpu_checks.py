@@ -74,6 +74,7 @@ def check_dispatch(
     x_all: torch.Tensor,
     *,
     exact: bool,
+    filled_to: int = 1,
 ) -> None:
     """Compares one rank's rows with the oracle.
 
@@ -85,6 +86,8 @@ def check_dispatch(
         x_all: The group's tokens ``[n_ranks * n_tokens, hidden_size]`` bfloat16
             on the device of ``got``.
         exact: See the module.
+        filled_to: Each expert's rows are filled up to a multiple of it; what is
+            behind its own is not looked at.
 
     Raises:
         CheckError: If anything differs.
@@ -92,17 +95,24 @@ def check_dispatch(
     device = got.rows.device
     offsets = got.row_offsets.cpu().numpy().astype(np.int64)
     n_rows = len(want_numbers)
+    want_counts = np.diff(want_offsets.astype(np.int64))
+    expert_ids = got.expert_ids.cpu().numpy()
+    counts = want_counts[expert_ids]  # of each range
     _require(
-        int(offsets[-1]) == n_rows, f"{where}: {int(offsets[-1])} rows, needs {n_rows}"
+        np.array_equal(np.diff(offsets), -(-counts // filled_to) * filled_to),
+        f"{where}: {int(offsets[-1])} rows, needs {n_rows}, or an expert's are "
+        "not as many as were sent to it",
     )
     if exact:
         _require(np.array_equal(offsets, want_offsets), f"{where}: row_offsets differ")
     if n_rows == 0:
         return
-    numbers = token_numbers(got.rows[:n_rows])
+    own = [first + np.arange(n) for first, n in zip(offsets, counts)]
+    at = torch.from_numpy(np.concatenate(own)).to(device)
+    numbers = token_numbers(got.rows[at, :TAG_COLUMNS])
     wanted = torch.from_numpy(want_numbers).to(device)
-    expert = np.repeat(got.expert_ids.cpu().numpy(), np.diff(offsets))
-    want_expert = np.repeat(np.arange(len(want_offsets) - 1), np.diff(want_offsets))
+    expert = np.repeat(expert_ids, counts)
+    want_expert = np.repeat(np.arange(len(want_counts)), want_counts)
     if exact:
         _require(bool((numbers == wanted).all()), f"{where}: rows out of order")
     key = torch.from_numpy(expert.astype(np.int64)).to(device) << 32 | numbers
@@ -113,12 +123,12 @@ def check_dispatch(
     )
     for begin in range(0, n_rows, _CHUNK_ROWS):
         part = slice(begin, min(begin + _CHUNK_ROWS, n_rows))
-        x = x_all[numbers[part]]
+        x, rows = x_all[numbers[part]], got.rows[at[part]]
         if got.scales is None:
-            same = got.rows[part].view(torch.int16) == x.view(torch.int16)
+            same = rows.view(torch.int16) == x.view(torch.int16)
             _require(bool(same.all()), f"{where}: a row's payload differs")
         else:
-            _check_dequantized(where, got.rows[part], got.scales[:, part], x)
+            _check_dequantized(where, rows, got.scales[:, at[part]], x)
     if got.scales is not None and exact:
         _check_quantized_sample(where, got, numbers, n_rows, x_all)
 

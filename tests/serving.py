@@ -19,7 +19,7 @@ _WORDS = (
 
 @dataclass
 class Tally:
-    """What :func:`check_greedy` has seen."""
+    """What a :class:`Reference` has seen."""
 
     n_tokens: int = 0
     """Tokens compared."""
@@ -48,65 +48,94 @@ def _of_each(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return values.gather(1, tokens[:, None])[:, 0]
 
 
-def check_greedy(
-    server: Server,
-    model: Path,
-    n_prompts: int,
-    n_tokens: int,
-    tolerance: float,
-    with_logprobs: bool,
-) -> Tally:
-    """Checks greedy completions against the float32 model of the same weights.
+class Reference:
+    """The float32 model of a checkpoint in transformers, given what was served."""
 
-    The reference is given what was served, so that a tie does not end the comparison.
+    def __init__(self, model: Path, in_bfloat16: bool) -> None:
+        """Loads the model, on a GPU where there is one.
 
-    Args:
-        server: Serves the model.
-        model: Its checkpoint.
-        n_prompts: Prompts.
-        n_tokens: Tokens to be generated for each.
-        tolerance: Most that a served token's logit may be below the best one, and its
-            log-probability off.
-        with_logprobs: Whether the server can tell log-probabilities, which MAX's
-            cannot on GPUs.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(model)
+        Args:
+            model: The checkpoint.
+            in_bfloat16: Whether to count the ties of transformers in bfloat16, too.
+        """
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def load(dtype: torch.dtype) -> torch.nn.Module:
-        made = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        return made.to(device).eval()
+        def load(dtype: torch.dtype) -> torch.nn.Module:
+            made = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            return made.to(self._device).eval()
 
-    reference = load(torch.float32)
-    in_bfloat16 = None if with_logprobs else load(torch.bfloat16)
-    tally = Tally()
-    for prompt in prompts(n_prompts):
-        asked = tokenizer(prompt).input_ids
-        more = {"logprobs": 1} if with_logprobs else {}
-        answer = server.complete(asked, n_tokens, return_token_ids=True, **more)
-        served = answer["token_ids"]
-        assert len(served) == n_tokens, answer
+        self._model = load(torch.float32)
+        self._in_bfloat16 = load(torch.bfloat16) if in_bfloat16 else None
+        self.tally = Tally()
+
+    def check(
+        self,
+        asked: list[int],
+        served: list[int],
+        tolerance: float,
+        logprobs: list[float] | None = None,
+    ) -> None:
+        """Compares an answer, token by token.
+
+        The model is given what was served, so that a tie does not end the comparison.
+
+        Args:
+            asked: Token ids of the prompt.
+            served: Token ids of the answer.
+            tolerance: Most that a served token's logit may be below the best one, and
+                its log-probability off.
+            logprobs: Log-probabilities that the server told, of each served token.
+        """
+        tally = self.tally
         with torch.no_grad():
-            ids = torch.tensor([asked + served[:-1]], device=device)
-            logits = reference(ids).logits[0, len(asked) - 1 :].double().cpu()
+            ids = torch.tensor([asked + served[:-1]], device=self._device)
+            logits = self._model(ids).logits[0, len(asked) - 1 :].double().cpu()
         best = logits.max(1).values
         gaps = best - _of_each(logits, torch.tensor(served))
-        tally.n_tokens += n_tokens
+        tally.n_tokens += len(served)
         tally.n_ties += int((gaps > 0).sum())
         tally.worst_gap = max(tally.worst_gap, float(gaps.max()))
         tally.worst_first_gap = max(tally.worst_first_gap, float(gaps[0]))
-        if in_bfloat16 is not None:
+        if self._in_bfloat16 is not None:
             with torch.no_grad():
-                rounded = in_bfloat16(ids).logits[0, len(asked) - 1 :].argmax(1)
+                rounded = self._in_bfloat16(ids).logits[0, len(asked) - 1 :].argmax(1)
             theirs = best - _of_each(logits, rounded.cpu())
             tally.n_ties_bfloat16 += int((theirs > 0).sum())
             worst = max(tally.worst_gap_bfloat16, float(theirs.max()))
             tally.worst_gap_bfloat16 = worst
-        assert tally.worst_gap <= tolerance, (prompt, served, gaps)
-        if with_logprobs:
-            told = torch.tensor(answer["logprobs"]["token_logprobs"])
+        assert gaps.max() <= tolerance, (asked, served, gaps)
+        if logprobs is not None:
             mine = _of_each(logits.log_softmax(1), torch.tensor(served))
-            off = (mine - told).abs()
+            off = (mine - torch.tensor(logprobs)).abs()
             tally.worst_logprob = max(tally.worst_logprob, float(off.max()))
-            assert tally.worst_logprob <= tolerance, (prompt, served, off)
-    return tally
+            assert off.max() <= tolerance, (asked, served, off)
+
+
+def check_greedy(
+    server: Server,
+    reference: Reference,
+    n_prompts: int,
+    n_tokens: int,
+    tolerance: float,
+    with_logprobs: bool,
+) -> None:
+    """Checks greedy completions against the float32 model of the same weights.
+
+    Args:
+        server: Serves the model.
+        reference: Of its checkpoint; its tally has what was seen.
+        n_prompts: Prompts.
+        n_tokens: Tokens to be generated for each.
+        tolerance: As :meth:`Reference.check` has it.
+        with_logprobs: Whether the server can tell log-probabilities, which MAX's
+            cannot on GPUs.
+    """
+    for prompt in prompts(n_prompts):
+        asked = reference.tokenizer(prompt).input_ids
+        more = {"logprobs": 1} if with_logprobs else {}
+        answer = server.complete(asked, n_tokens, return_token_ids=True, **more)
+        served = answer["token_ids"]
+        assert len(served) == n_tokens, answer
+        told = answer["logprobs"]["token_logprobs"] if with_logprobs else None
+        reference.check(asked, served, tolerance, told)

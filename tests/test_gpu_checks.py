@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's own check of sums lets right ones pass and catches wrong ones."""
+"""The benchmark's own checks let right rows and sums pass, and catch wrong ones."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from bench import gpu_shapes
-from bench.gpu_checks import CheckError, check_combine, from_bits
+from bench.gpu_checks import (
+    CheckError,
+    Delivered,
+    check_combine,
+    check_dispatch,
+    from_bits,
+    stack_tokens,
+)
 from max_ep import reference
 
 SHAPE = gpu_shapes.Shape("small", 256, n_experts=16, top_k=4, model="none")
@@ -55,3 +65,36 @@ def test_reduced_sums(is_fp8: bool) -> None:
         bad[wrong] = bad[wrong - 1]
         with pytest.raises(CheckError, match=r"here"):
             check(bad)
+
+
+@pytest.mark.parametrize("filled_to", [1, 4])
+def test_dispatched_rows(filled_to: int) -> None:
+    """Experts in any order, their rows with gaps behind them or without."""
+    bits = gpu_shapes.tokens(SHAPE, N_RANKS, N_TOKENS)
+    ids = gpu_shapes.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)
+    routes = gpu_shapes.routes(SHAPE, ids)
+    x_all = stack_tokens(bits, "cpu")
+    numbers, offsets = routes.token_numbers[0], routes.row_offsets[0].astype(int)
+    order = np.random.default_rng(0).permutation(len(offsets) - 1)
+    parts = [numbers[offsets[e] : offsets[e + 1]] for e in order]
+    sizes = [-(-len(part) // filled_to) * filled_to for part in parts]
+    begins = np.cumsum([0, *sizes])
+    rows = torch.full((begins[-1] + 3, SHAPE.hidden_size), 7, dtype=torch.bfloat16)
+    for begin, part in zip(begins, parts):
+        rows[begin : begin + len(part)] = x_all[torch.from_numpy(part)]
+    good = Delivered(rows, None, torch.from_numpy(begins), torch.from_numpy(order))
+
+    def check(got: Delivered, filled_to: int = filled_to) -> None:
+        expected = numbers, routes.row_offsets[0], x_all
+        check_dispatch("here", got, *expected, exact=False, filled_to=filled_to)
+
+    check(good)
+    assert any(size % 4 for size in map(len, parts))
+    with pytest.raises(CheckError, match="not as many"):
+        check(good, filled_to=5 - filled_to)
+    with pytest.raises(CheckError, match="wrong tokens"):
+        check(replace(good, rows=rows.roll(1, dims=0)))
+    damaged = rows.clone()
+    damaged[begins[3], SHAPE.hidden_size - 1] += 1
+    with pytest.raises(CheckError, match="payload differs"):
+        check(replace(good, rows=damaged))

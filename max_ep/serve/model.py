@@ -96,19 +96,20 @@ class ExpertParallelModel:
         self.ep_comm_initializer.ep_init(InferenceSession(devices=session.devices))
         model_config.ep_config.node_id = self.ep_comm_initializer.config.node_id
 
-    def execute(self, model_inputs: Any) -> Any:
-        """Runs a batch; see MAX's model.
+    def prepare_initial_token_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a step's inputs; see MAX's model.
+
+        Every step begins here, those that replay a captured graph as well.
 
         Raises:
             RuntimeError: If a dispatch or a combine has failed on a GPU, about a
                 second late at most; says who waited for whom.
         """
-        outputs = super().execute(model_inputs)
         now = time.monotonic()
         if self.ep_comm_initializer and now - self._checked_s > _CHECK_EVERY_S:
             self._checked_s = now
             self.ep_comm_initializer.check()
-        return outputs
+        return super().prepare_initial_token_inputs(*args, **kwargs)
 
 
 class ExpertParallelBatches:
