@@ -4,17 +4,17 @@
     python -m bench.serving --gpus 2 --out docs/results/serving.md
 
 Peers: ``ours``; ``max_ep``, MAX's expert parallelism; ``max_tp``, MAX's tensor
-parallelism; on one GPU MAX has only the latter. ``ours_captured`` and
-``max_ep_captured`` decode through captured graphs. Both of MAX's have our matmuls on
+parallelism; on one GPU MAX has only the latter. With ``_captured`` behind its name a
+peer decodes through captured graphs. Both of MAX's have our matmuls on
 Hopper, without which they do not compile (``bench/max_as_it_is.py``). The model has
 random weights and eight layers of Qwen3-30B-A3B. Before a peer is timed, its greedy
 tokens are compared with those of transformers.
 
-All servers are started at once, and idle while another is timed. A row is one number
-of clients. Each client asks, waits for the whole answer, streamed,
-and asks again; the first request of each is not counted. Time to first token and time
-between tokens are medians over requests, throughput is all generated tokens over wall
-time.
+All servers are started at once, and idle while another is timed; they take turns for
+some rounds. A row is one number of clients. Each client asks, waits for the whole
+answer, streamed, and asks again; the first request of each is not counted. Time to
+first token and time between tokens are medians over requests, throughput is all
+generated tokens over wall time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from graphs.serve.server import CUSTOM_ARCHITECTURES, Server
 
 _AS_IT_IS = ("--custom-architectures", "bench.max_as_it_is")
 _CAPTURED = "_captured"
+_POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 _PROMPT_WORDS = 64
 _N_TOKENS = 64
 _REQUESTS = 4
@@ -59,12 +60,12 @@ class Row:
 
 def peer_flags(peer: str, n_gpus: int) -> list[str]:
     """Returns what ``max serve`` is told for a peer."""
-    if peer == "max_tp":
-        devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
-        return ["--devices", devices, "--quantization-encoding", "bfloat16", *_AS_IT_IS]
     how = CUSTOM_ARCHITECTURES if peer.startswith("ours") else _AS_IT_IS
-    captured = ["--device-graph-capture"] if peer.endswith(_CAPTURED) else []
-    return [*device_flags(n_gpus, 0), *how, *captured]
+    flags = [*device_flags(n_gpus, 0), *how]
+    if peer.startswith("max_tp"):
+        devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
+        flags = ["--devices", devices, "--quantization-encoding", "bfloat16", *how]
+    return [*flags, "--device-graph-capture"] if peer.endswith(_CAPTURED) else flags
 
 
 def _ask(server: Server, seed: int) -> tuple[float, float, int]:
@@ -80,13 +81,15 @@ def _ask(server: Server, seed: int) -> tuple[float, float, int]:
     return first, (last - begin - first) / max(1, n - 1), n
 
 
-def measure(server: Server, peer: str, n_clients: int) -> Row:
+def measure(server: Server, n_clients: int) -> tuple[list, float]:
     """Lets clients ask for a while.
 
     Args:
         server: Is ready.
-        peer: Its name.
         n_clients: Requests at a time.
+
+    Returns:
+        What :func:`_ask` says of each request, and how long all took, seconds.
     """
 
     def client(number: int) -> list[tuple[float, float, int]]:
@@ -98,13 +101,19 @@ def measure(server: Server, peer: str, n_clients: int) -> Row:
         answers = [a for each in pool.map(client, range(n_clients)) for a in each]
         wall_s = time.perf_counter() - begin
     if any(n == 0 for _, _, n in answers):
-        raise RuntimeError(f"{peer}: an answer without tokens")
+        raise RuntimeError("an answer without tokens")
+    return answers, wall_s
+
+
+def row_of(peer: str, n_clients: int, rounds: list[tuple[list, float]]) -> Row:
+    """Sums up what :func:`measure` said of all rounds."""
+    answers = [answer for answers, _ in rounds for answer in answers]
     return Row(
         peer,
         n_clients,
         1e3 * statistics.median(first for first, _, _ in answers),
         1e3 * statistics.median(between for _, between, _ in answers),
-        n_clients * _REQUESTS * _N_TOKENS / wall_s,
+        len(answers) * _N_TOKENS / sum(wall_s for _, wall_s in rounds),
     )
 
 
@@ -128,6 +137,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--peers", nargs="+", default=["ours", "max_ep", "max_tp"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", default="large")
     parser.add_argument("--model", type=Path, help="a checkpoint that is there")
     parser.add_argument(
@@ -144,7 +154,8 @@ def main() -> None:
     limits = ["--max-length", "512", "--max-batch-size", str(max(args.clients))]
     share = f"{0.6 / len(args.peers):.2f}"
     limits += ["--max-batch-input-tokens", "4096", "--device-memory-utilization", share]
-    rows: list[Row] = []
+    # A captured graph backs all of its process's pool with memory.
+    pool = {_POOL: str(int(75 / len(args.peers)))}
     with contextlib.ExitStack() as all_servers:
         servers = {}
         for peer in args.peers:
@@ -153,15 +164,18 @@ def main() -> None:
                 folder = args.mefs / peer.removesuffix(_CAPTURED)
                 flags += ["--precompiled-mefs", str(folder)]
             log = args.logs / f"serving_{peer}.log"
-            servers[peer] = all_servers.enter_context(Server(model, flags, log))
+            servers[peer] = all_servers.enter_context(Server(model, flags, log, pool))
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
         for peer, server in servers.items():
             if not args.unchecked:
                 print(f"{peer}: {_check(server, model)}", flush=True)
-            for n_clients in args.clients:
-                rows.append(measure(server, peer, n_clients))
-                print(rows[-1], flush=True)
+        found = {(peer, n): [] for peer in servers for n in args.clients}
+        for _ in range(args.rounds):
+            for (peer, n_clients), rounds in found.items():
+                rounds.append(measure(servers[peer], n_clients))
+                print(row_of(peer, n_clients, rounds[-1:]), flush=True)
+    rows = [row_of(*which, rounds) for which, rounds in found.items()]
     print(table(rows))
     if args.out:
         command = "python -m bench.serving " + " ".join(sys.argv[1:])

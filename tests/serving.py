@@ -52,13 +52,19 @@ class Reference:
     """The float32 model of a checkpoint in transformers, given what was served."""
 
     def __init__(self, model: Path, in_bfloat16: bool) -> None:
-        """Loads the model, on a GPU where there is one.
+        """Loads the model, on a GPU where there is one and it has room.
 
         Args:
             model: The checkpoint.
             in_bfloat16: Whether to count the ties of transformers in bfloat16, too.
         """
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = "cpu"
+        if torch.cuda.is_available():
+            # Of two bytes a weight; four, and two again, and room to work.
+            n_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+            n_needed = (3 if in_bfloat16 else 2) * n_bytes + 2 * 2**30
+            if torch.cuda.mem_get_info()[0] > n_needed:
+                self._device = "cuda"
         self.tokenizer = AutoTokenizer.from_pretrained(model)
 
         def load(dtype: torch.dtype) -> torch.nn.Module:

@@ -76,7 +76,9 @@ def served(
         flags += ["--device-memory-utilization", "0.2"]
     if n_gpus and COMPILED:
         flags += ["--precompiled-mefs", f"{COMPILED}/{n_gpus}"]
-    server = Server(folder / "model", flags, folder / "server.log")
+    # A captured graph backs all of its process's pool with memory.
+    pool = {"MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT": "30"}
+    server = Server(folder / "model", flags, folder / "server.log", pool)
     try:
         server.wait_until_ready(READY_S, print)
         yield Served(server, folder / "model", dtype)
