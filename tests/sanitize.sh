@@ -20,8 +20,9 @@
 # is off, so that a tensor is an allocation and an overrun cannot hide in its
 # neighbour; replays need the pool: KEEP_POOL=1.
 #
-# PYTHON and COMPUTE_SANITIZER say which to use, SANITIZER_ARGUMENTS is for the
-# tool (such as --kernel-name=regex=dispatch).
+# PYTHON and COMPUTE_SANITIZER say which to use, PRINT_LIMIT how many findings are
+# shown (20; 0: all), SANITIZER_ARGUMENTS is for the tool (such as
+# --kernel-name-exclude=kernel_substring=dispatch).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -46,7 +47,7 @@ under() {
   local tool=$1
   shift
   local options=(--tool="$tool" --target-processes=all --launch-timeout=0
-    --error-exitcode=99 --print-limit=20)
+    --error-exitcode=99 --print-limit="${PRINT_LIMIT:-20}")
   case $tool in
     memcheck) options+=(--leak-check=no --report-api-errors=no) ;;
     # Tests copy whole tensors to the host, with the rows that are undefined.
