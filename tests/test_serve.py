@@ -7,8 +7,11 @@ weights, so its answers have no meaning, but every bit of it is compared.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +34,7 @@ LIMITS = [
 READY_S = 900
 
 COMPILED = os.environ.get("MAX_EP_COMPILED")
-"""A folder with graphs by ``max warm-cache``: ``1`` for a GPU, ``2`` for two."""
+"""A folder with graphs by ``max warm-cache``, such as ``small_2``: size and GPUs."""
 
 # Of the bfloat16 model in transformers, tokens are up to 0.078 worse, in logits, than
 # the float32 model's first choice (H200); what was served wrongly once, 0.09 to 0.8,
@@ -51,31 +54,39 @@ class Served:
 CAPTURED = ("--device-graph-capture",)
 """Decodes through captured graphs."""
 
-WHERE = [
-    pytest.param((0, 4), id="four_ranks_of_the_cpu"),
-    pytest.param((1, 0), id="one_gpu", marks=pytest.mark.gpu(1)),
-    pytest.param((1, 0, *CAPTURED), id="one_gpu_captured", marks=pytest.mark.gpu(1)),
-    pytest.param((2, 0), id="two_gpus", marks=pytest.mark.gpu(2)),
-    pytest.param((2, 0, *CAPTURED), id="two_gpus_captured", marks=pytest.mark.gpu(2)),
-]
+# GPUs, ranks of the CPU, size of the model, flags.
+WHERE = {
+    "four_ranks_of_the_cpu": (0, 4, "tiny"),
+    "one_gpu": (1, 0, "small"),
+    "one_gpu_captured": (1, 0, "small", *CAPTURED),
+    "two_gpus": (2, 0, "small"),
+    "two_gpus_captured": (2, 0, "small", *CAPTURED),
+    "two_gpus_deepseek": (2, 0, "deepseek"),
+}
 
 LOAD_S = {"float32": 0, "bfloat16": 60}
 """For how long requests come at once; one round of them at least."""
 
 
-@pytest.fixture(scope="module", params=WHERE)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(where, id=name, marks=[pytest.mark.gpu(where[0])] * bool(where[0]))
+        for name, where in WHERE.items()
+    ],
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    n_gpus, n_cpu_ranks, *more = request.param
+    n_gpus, n_cpu_ranks, size, *more = request.param
     folder = tmp_path_factory.mktemp("served")
-    size, dtype = ("small", "bfloat16") if n_gpus else ("tiny", "float32")
+    dtype = "bfloat16" if n_gpus else "float32"
     make_checkpoint(folder / "model", size, dtype)
     flags = [*LIMITS, *device_flags(n_gpus, n_cpu_ranks), *CUSTOM_ARCHITECTURES, *more]
     if n_gpus:  # the reference needs room, too
         flags += ["--device-memory-utilization", "0.2"]
     if n_gpus and COMPILED:
-        flags += ["--precompiled-mefs", f"{COMPILED}/{n_gpus}"]
+        flags += ["--precompiled-mefs", f"{COMPILED}/{size}_{n_gpus}"]
     # A captured graph backs all of its process's pool with memory.
     pool = {"MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT": "30"}
     server = Server(folder / "model", flags, folder / "server.log", pool)
@@ -173,6 +184,40 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(model, "_CHECK_EVERY_S", 0)
     with pytest.raises(RuntimeError, match="did not come"):
         served.prepare_initial_token_inputs([7])
+
+
+@pytest.mark.parametrize("size", ["deepseek_tiny"])
+def test_graph_of_two_gpus_has_our_ops(tmp_path: Path, size: str) -> None:
+    """MAX's own model of a second architecture, with our dispatch and combine."""
+    make_checkpoint(tmp_path / "model", size, "bfloat16")
+    program = Path(__file__).with_name("served_graph.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "model"), str(tmp_path / "mefs")],
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=READY_S,
+    )
+    line = next((x for x in done.stdout.splitlines() if x.startswith("ops: ")), None)
+    assert line, done.stdout[-2000:] + done.stderr[-2000:]
+    ops = json.loads(line.removeprefix("ops: "))
+    # One layer of the two has experts, and each GPU dispatches and combines.
+    assert ops["max_ep.dispatch"] == ops["max_ep.combine"] == 2
+    assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
+
+
+def test_deepseek_on_one_gpu_is_refused() -> None:
+    """Before weights are read: the memory plan comes first."""
+    from max_ep.serve.deepseek_v3 import DeepseekV3Planner
+
+    one = SimpleNamespace(model=SimpleNamespace(device_specs=[None]))
+    planner = DeepseekV3Planner.__new__(DeepseekV3Planner)
+    with pytest.raises(ValueError, match="on several GPUs.*leave --custom-arch"):
+        planner.estimate_activation_memory(one, None)
 
 
 def _error_of(tmp_path: Path, *flags: str, **env: str) -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a Qwen3-MoE checkpoint with random weights, tokenizer included, in seconds.
+"""Makes a checkpoint with random weights, tokenizer included, in seconds.
 
     python -m graphs.serve.checkpoint FOLDER
 
+Of Qwen3-MoE, or of DeepSeek-V3 (``--size deepseek``).
 What such a model says has no meaning, but it says it like any other model: the same
 graphs, kernels and memory as those of a trained checkpoint of its size. Its tokens are
 pieces of ASCII, so answers can be read and compared.
@@ -11,11 +12,19 @@ pieces of ASCII, so answers can be read and compared.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -55,6 +64,49 @@ SIZES = {
 }
 """Fields of ``Qwen3MoeConfig``, by name of a size."""
 
+DEEPSEEK_SIZES = {
+    # Too small for MAX's matmuls on GPUs; its graph can be built.
+    "deepseek_tiny": dict(
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=16,
+    ),
+    "deepseek": dict(
+        hidden_size=2048,
+        intermediate_size=4096,
+        moe_intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_routed_experts=64,
+    ),
+}
+"""Fields of ``DeepseekV3Config``, likewise; the others are those of DeepSeek-V3."""
+
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=1024,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+
+_READ_BY_MAX = dict(
+    moe_layer_freq=1,
+    num_nextn_predict_layers=0,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    rope_scaling=_YARN,
+)
+"""What DeepSeek's own config.json has and that of transformers has not."""
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Trains a tokenizer on this project's README."""
@@ -89,37 +141,55 @@ def make_checkpoint(
 
     Args:
         folder: Where to; made if it is not there.
-        size: A key of :data:`SIZES`.
+        size: A key of :data:`SIZES` or :data:`DEEPSEEK_SIZES`.
         dtype: Dtype of the weights, as torch calls it.
         seed: Of the weights.
     """
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = Qwen3MoeConfig(
-        **SIZES[size],
+    common = dict(
         vocab_size=len(tokenizer),
-        intermediate_size=4 * SIZES[size]["hidden_size"],
-        norm_topk_prob=True,
         max_position_embeddings=4096,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    of_deepseek = size in DEEPSEEK_SIZES
+    if of_deepseek:
+        kind: Any = DeepseekV3ForCausalLM
+        config: Any = DeepseekV3Config(
+            **DEEPSEEK_SIZES[size],
+            **common,
+            first_k_dense_replace=1,
+            rope_parameters=_YARN,
+        )
+    else:
+        kind = Qwen3MoeForCausalLM
+        config = Qwen3MoeConfig(
+            **SIZES[size],
+            **common,
+            intermediate_size=4 * SIZES[size]["hidden_size"],
+            norm_topk_prob=True,
+        )
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3MoeForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+        model = kind._from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
+    if of_deepseek:
+        path = folder / "config.json"
+        fields = json.loads(path.read_text()) | _READ_BY_MAX
+        path.write_text(json.dumps(fields, indent=2))
 
 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--size", choices=[*SIZES, *DEEPSEEK_SIZES], default="tiny")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     make_checkpoint(args.folder, args.size, args.dtype, args.seed)
-    print(f"{args.size} Qwen3-MoE, {args.dtype}, random weights: {args.folder}")
+    print(f"{args.size} model, {args.dtype}, random weights: {args.folder}")
 
 
 if __name__ == "__main__":

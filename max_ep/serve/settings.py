@@ -36,6 +36,8 @@ class MoeShape:
     """Experts of a token."""
     moe_dim: int
     """Elements between an expert's two matmuls."""
+    has_shared_expert: bool = False
+    """Whether one expert of the same sizes has all tokens; it rides along."""
 
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
@@ -59,6 +61,8 @@ class MoeShape:
             n_experts=n_experts,
             top_k=huggingface_config.num_experts_per_tok,
             moe_dim=huggingface_config.moe_intermediate_size,
+            # Two or more make a wider one, which MAX runs beside the routed experts.
+            has_shared_expert=getattr(huggingface_config, "n_shared_experts", 0) == 1,
         )
 
 
@@ -135,6 +139,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         ),
         n_gpus_per_node=n_ranks,
         n_nodes=1,
+        fused_shared_expert=shape.has_shared_expert,
         target="cpu" if on_cpu else "gpu",
         protocol=os.environ.get(PROTOCOL_VARIABLE, "auto"),
         timeout_s=_timeout_s(),

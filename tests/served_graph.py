@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the EP ops of the graph that max_ep.serve builds of a model for two GPUs.
+
+Takes the checkpoint's folder, and one for what is compiled before. The GPUs are
+virtual, and the decoder is not compiled: where MAX would, its ops are counted, printed
+as JSON, and the program ends. A program of its own, since virtual devices are for a
+whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+from max._entrypoints.pipelines import main
+from max.engine import InferenceSession
+from max.graph import Graph
+
+FLAGS = (
+    "--target cuda:sm_90a --devices gpu:0,1 --quantization-encoding bfloat16 "
+    "--data-parallel-degree 2 --ep-size 2 --max-length 256 --max-batch-size 4 "
+    "--max-batch-input-tokens 256 --custom-architectures max_ep.serve"
+)
+
+
+def count_ops(graph: Graph) -> NoReturn:
+    """Ends the program where the decoder would be compiled."""
+    # With the subgraphs, one for each kind of layer.
+    symbols = re.findall(r'symbol = "([\w.]+)"', str(graph._module))
+    names = [symbol for symbol in symbols if symbol.startswith(("max_ep.", "ep."))]
+    print("ops:", json.dumps(Counter(names)), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    model, folder = sys.argv[1:]
+    compile_before = InferenceSession.compile
+
+    def compile_samplers(session: InferenceSession, model: Any, **options: Any) -> Any:
+        """Lets what is small be compiled."""
+        if isinstance(model, Graph) and "max_ep." in str(model):
+            count_ops(model)
+        return compile_before(session, model, **options)
+
+    InferenceSession.compile = compile_samplers
+    sys.argv = ["max", "warm-cache", "--model-path", model, *FLAGS.split()]
+    sys.argv += ["--export-mefs", str(Path(folder))]
+    main()
