@@ -42,6 +42,7 @@ from max_ep import (
     call_ep_combine_wait,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
+    call_ep_send_tokens,
     extension_path,
     reference,
 )
@@ -121,6 +122,15 @@ LARGE_REDUCED = replace(LARGE_BY_RANK, combine_mode="reduced")
 # And with tokens that go to everybody, before anything else.
 SHARED_GATHER = replace(SHARED_REDUCED, protocol="gather")
 LARGE_GATHER = replace(LARGE, protocol="gather")
+
+# Those whose phases are graphs of their own.
+IN_PHASES = {
+    "": SMALL,
+    "_by_rank": replace(SMALL, protocol="rank_slots"),
+    "_reduced": replace(SMALL, protocol="rank_slots", combine_mode="reduced"),
+    "_gather": replace(SMALL, protocol="gather"),
+}
+"""By what their graphs' names end with."""
 
 
 @dataclass
@@ -333,8 +343,9 @@ def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
         graph.output(*first, *second, *sums)
 
 
-def _add_phases(module: Module, config: EPConfig) -> None:
-    """Adds four graphs of one op each: whatever happens, happens between them."""
+def _add_phases(module: Module, suffix: str) -> None:
+    """Adds graphs of one op each: whatever happens, happens between them."""
+    config = IN_PHASES[suffix].config(0)
     cpu, n_rows = DeviceRef.CPU(), config.get_max_recv_tokens()
     tokens, ids, weights, _ = _inputs(config)
     rows = TensorType(DType.bfloat16, [n_rows, config.hidden_size], cpu)
@@ -347,8 +358,20 @@ def _add_phases(module: Module, config: EPConfig) -> None:
             comm.recv_count_ptrs[group],
         ]
 
-    def dispatch_async(comm, counter, tokens, ids):  # noqa: ANN001, ANN202
-        call_ep_dispatch_async(tokens, ids, counter, *pointers(comm, _DISPATCH), config)
+    def send_tokens(comm, counter, tokens):  # noqa: ANN001, ANN202
+        call_ep_send_tokens(tokens, counter, *pointers(comm, _DISPATCH)[1:], config)
+        return ()
+
+    def dispatch_async(comm, counter, tokens, ids, weights):  # noqa: ANN001, ANN202
+        call_ep_dispatch_async(
+            tokens,
+            ids,
+            counter,
+            *pointers(comm, _DISPATCH),
+            config,
+            router_weights=weights if config.is_reduced else None,
+            tokens_are_sent=config.is_gather,
+        )
         return ()
 
     def dispatch_wait(comm, counter):  # noqa: ANN001, ANN202
@@ -360,26 +383,28 @@ def _add_phases(module: Module, config: EPConfig) -> None:
         )
         return ()
 
-    def combine_wait(comm, counter, weights):  # noqa: ANN001, ANN202
+    def combine_wait(comm, counter, weights, rows):  # noqa: ANN001, ANN202
         return (
             call_ep_combine_wait(
                 counter,
                 *pointers(comm, _COMBINE)[1:],
                 config,
                 weights.shape[0],
-                weights,
+                None if config.is_reduced else weights,
+                rows if config.adds_unsent_rows else None,
             ),
         )
 
     for build, types in (
-        (dispatch_async, [tokens, ids]),
+        *([(send_tokens, [tokens])] if config.is_gather else []),
+        (dispatch_async, [tokens, ids, weights]),
         (dispatch_wait, []),
         (combine_async, [rows, src_info]),
-        (combine_wait, [weights]),
+        (combine_wait, [weights, rows]),
     ):
         ep = EPBatchManager(config)
         with Graph(
-            build.__name__, input_types=types + ep.input_types(), module=module
+            build.__name__ + suffix, input_types=types + ep.input_types(), module=module
         ) as graph:
             values = [v.tensor for v in graph.inputs[: len(types)]]
             comm = ep.comm_buffers(graph.inputs[len(types) :])
@@ -395,7 +420,8 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     small = SMALL.config(0)
     _add_round_trip(module, "async_wait", small, "async_wait")
     _add_round_trip(module, "fused", small, "fused")
-    _add_phases(module, small)
+    for suffix in IN_PHASES:
+        _add_phases(module, suffix)
     _add_round_trip(
         module, "two_by_two", SMALL.config(0, n_nodes=2, n_gpus_per_node=2), "all"
     )
@@ -460,6 +486,7 @@ class Member:
         self.comm.ep_init(engine.session)
         self.rank = config.node_id * config.n_gpus_per_node
         self.ranks = range(self.rank, self.rank + config.n_gpus_per_node)
+        self._sent_rows: Buffer | None = None
 
     def run(self, graph: str, *inputs: Any) -> list[Buffer]:
         return self.models[graph].execute(*inputs, *self.comm.model_inputs())
@@ -498,8 +525,20 @@ class Member:
             check_dispatched(where, got[:4], one.want.dispatched)
             check_bits(f"{where}: sums", _bits(got[4]), one.want.result)
 
+    def run_phase(self, phase: str, *inputs: Any) -> list[Buffer]:
+        """Runs one of the graphs of one op."""
+        (suffix,) = (s for s, shape in IN_PHASES.items() if self._is_like(shape))
+        return self.run(phase + suffix, *inputs)
+
+    def _is_like(self, shape: Shape) -> bool:
+        return replace(self.shape, silent_rank=None) == shape
+
     def phases(self, generation: int, pause: Callable[[str], None]) -> None:
-        """Runs a generation in four graphs, with something between them."""
+        """Runs a generation in graphs of one op, with something between them."""
+        if self.config.is_gather:
+            pause("send_tokens")
+            batch = make_batch(self.shape, generation, self.rank)
+            self.run_phase("send_tokens", _bfloat16(batch.tokens))
         pause("dispatch_async")
         self.dispatch_async(generation)
         pause("dispatch_wait")
@@ -513,11 +552,12 @@ class Member:
 
     def dispatch_async(self, generation: int) -> None:
         batch = make_batch(self.shape, generation, self.rank)
-        self.run("dispatch_async", _bfloat16(batch.tokens), batch.ids)
+        tokens = _bfloat16(batch.tokens)
+        self.run_phase("dispatch_async", tokens, batch.ids, batch.weights)
 
     def dispatch_wait(self, generation: int) -> tuple[np.ndarray, Buffer]:
         """Returns the rows (bits) and `src_info`, after comparing them."""
-        got = self.run("dispatch_wait")
+        got = self.run_phase("dispatch_wait")
         want = oracle(self.shape, generation, self.rank)
         where = f"rank {self.rank}, generation {generation} (dispatch_wait)"
         check_dispatched(where, got, want.dispatched)
@@ -533,11 +573,16 @@ class Member:
         rows = reference.bfloat16_to_float32(rows)
         _apply_experts(self.shape, generation, self.rank, bounds, rows)
         rows = reference.float32_to_bfloat16(rows)
-        self.run("combine_async", _bfloat16(rows), src_info)
+        self.send_rows(rows, src_info)
+
+    def send_rows(self, rows: np.ndarray, src_info: Buffer) -> None:
+        """Sends back rows, given as bits."""
+        self._sent_rows = _bfloat16(rows)
+        self.run_phase("combine_async", self._sent_rows, src_info)
 
     def combine_wait(self, generation: int, expert_generation: int) -> None:
         batch = make_batch(self.shape, generation, self.rank)
-        (got,) = self.run("combine_wait", batch.weights)
+        (got,) = self.run_phase("combine_wait", batch.weights, self._sent_rows)
         check_bits(
             f"rank {self.rank}, generation {generation} (combine_wait): sums",
             _bits(got),
@@ -619,6 +664,7 @@ def _delays_between_executes(member: Member) -> None:
 
 
 def _delays_between_phases(member: Member) -> None:
+    """Each rank is late by other times before each phase, of any protocol."""
     rng = np.random.default_rng(200 + member.rank)
     for generation in range(1, 31):
         member.phases(generation, lambda _: _sleep_at_random(rng))
@@ -737,7 +783,7 @@ def _combine_only(member: Member) -> dict[str, list[float]]:
         sent = reference.bfloat16_to_float32(rows)
         _apply_experts(member.shape, generation, member.rank, bounds, sent)
         sent = reference.float32_to_bfloat16(sent)
-        member.run("combine_async", _bfloat16(sent), src_info)
+        member.send_rows(sent, src_info)
         times["sent"].append(time.monotonic())
         time.sleep(SLOW_S if member.rank == SLOW_RANK else 0)
         times["looked"].append(time.monotonic())
@@ -816,7 +862,7 @@ SCENARIOS: dict[str, Callable[[Member], Any]] = {
     "fused": _fused,
     "two_hundred_generations": _two_hundred_generations,
     "delays_between_executes": _delays_between_executes,
-    "delays_between_phases": _delays_between_phases,
+    **{f"delays_between_phases{s}": _delays_between_phases for s in IN_PHASES},
     "silent_rank": _silent_rank,
     "large": _large,
     "few_experts": _few_experts,
@@ -863,6 +909,7 @@ def run_scenarios(
             "large_reduced": LARGE_REDUCED,
             "shared_gather": SHARED_GATHER,
             "large_gather": LARGE_GATHER,
+            **{f"delays_between_phases{s}": IN_PHASES[s] for s in IN_PHASES},
         }
         shape = shapes.get(name, SMALL)
         config = shape.config(node_id)
