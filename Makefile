@@ -12,7 +12,7 @@ SEED ?= $(shell date +%s)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo serve test test-gpu fuzz sanitize bench lint format clean
+.PHONY: demo serve test test-all test-gpu fuzz sanitize bench lint format clean
 
 demo: .venv/.installed
 	$(BIN)/max-ep demo
@@ -23,6 +23,9 @@ serve: .venv/.installed-serve
 # Two files at a time: one alone leaves a core idle now and then.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: export MAX_EP_ALL_CASES = 1
+test-all: test
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from max.driver import CPU, Buffer
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType
+from max.engine import InferenceSession, Model
+from max.graph import DeviceRef, Graph, Module, TensorType
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -37,6 +37,7 @@ from max_ep import (
     EPCommInitializer,
     EPConfig,
     blockwise_fp8_quant_config,
+    extension_path,
     reference,
 )
 
@@ -87,9 +88,8 @@ def bytes_to_move(config: EPConfig, n_rows: int) -> int:
 class RoundTrip:
     """One shape in one wire format, ready to run and to check."""
 
-    def __init__(
-        self, session: InferenceSession, shape: Shape, wire: str, protocol: str
-    ) -> None:
+    def __init__(self, module: Module, shape: Shape, wire: str, protocol: str) -> None:
+        """Adds its graph to a module; `start` does the rest."""
         self.shape = shape
         self.config = config_of(shape, wire, protocol)
         rng = np.random.default_rng(0)
@@ -118,8 +118,13 @@ class RoundTrip:
             if self.config.is_quantized
             else []
         )
-        self._model = session.load(self._graph())
+        self.name = f"round_trip_{self.config.token_format}_{shape.name}_{protocol}"
+        self._add_graph(module)
         self._comm = EPCommInitializer(self.config)
+
+    def start(self, session: InferenceSession, model: Model) -> None:
+        """Takes the compiled graph and sets up the group's memory."""
+        self._model = model
         self._comm.ep_init(session)
         self._inputs = [
             *(_bfloat16(x) for x in self._x),
@@ -129,7 +134,7 @@ class RoundTrip:
             *self._comm.model_inputs(),
         ]
 
-    def _graph(self) -> Graph:
+    def _add_graph(self, module: Module) -> None:
         shape, config, cpu = self.shape, self.config, DeviceRef.CPU()
         ranks = list(range(shape.n_ranks))
         n = shape.n_ranks
@@ -141,14 +146,13 @@ class RoundTrip:
             rows = [config.get_max_recv_tokens(), shape.hidden_size]
             types += [TensorType(DType.bfloat16, rows, cpu)] * n
         manager = EPBatchManager(config)
-        name = f"round_trip_{config.token_format}_{shape.name}_{config.protocol}"
-        with Graph(name, input_types=[*types, *manager.input_types()]) as graph:
+        types_of_all = [*types, *manager.input_types()]
+        with Graph(self.name, input_types=types_of_all, module=module) as graph:
             values = [value.tensor for value in graph.inputs[: len(types)]]
             manager.fetch_buffers(graph.inputs[len(types) :])
             dispatched = manager.ep_dispatch_all(values[:n], values[n : 2 * n], ranks)
             rows = values[3 * n :] or [outputs[0] for outputs in dispatched]
             graph.output(*manager.ep_combine_all(rows, values[2 * n : 3 * n], ranks))
-        return graph
 
     def run(self) -> list[Buffer]:
         """Runs one generation."""
@@ -226,8 +230,12 @@ def sample(functions: dict[str, Callable[[], object]], what: str) -> dict[str, l
 
 def measure(session: InferenceSession, shape: Shape, wire: str, n_cores: int) -> dict:
     """Measures one row of the table."""
-    trips = {p: RoundTrip(session, shape, wire, p) for p in PROTOCOLS}
+    module = Module()
+    trips = {p: RoundTrip(module, shape, wire, p) for p in PROTOCOLS}
     try:
+        models = session.load_all(module, custom_extensions=[extension_path()])
+        for trip in trips.values():
+            trip.start(session, models[trip.name])
         for trip in trips.values():
             trip.check()
         n_bytes = bytes_to_move(trip.config, trip.n_rows)

@@ -10,6 +10,7 @@ make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -207,6 +208,50 @@ GATHER_CASES = {
     )
     for name, sends_early in _GATHERED.items()
 }
+
+# Each takes seconds to compile for CPU ranks, and has only `features` of others.
+_ON_REQUEST = (
+    "uneven_7_on_3 fp8 fp8_scaled_each two_ranks_by_rank last_rank_empty_by_rank "
+    "five_ranks_top_1_by_rank fp8_by_rank fp8_pow2_by_rank last_rank_empty_reduced "
+    "top_32_reduced shared_last_rank_empty_reduced two_ranks_by_rank_gather "
+    "last_rank_empty_by_rank_gather"
+).split()
+
+ALL_SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES | GATHER_CASES
+SMALL_CASES = {
+    name: case
+    for name, case in ALL_SMALL_CASES.items()
+    if name not in _ON_REQUEST or "MAX_EP_ALL_CASES" in os.environ
+}
+"""What is swept on CPU ranks: all with `MAX_EP_ALL_CASES`."""
+
+
+def features(case: Case) -> set[tuple]:
+    """Lists what a case has that its protocol must get right."""
+    n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
+    of_groups = dict(
+        is_alone=case.n_ranks == 1,
+        has_5_ranks=case.n_ranks >= 5,
+        last_rank_is_empty=n_last <= 0,
+        ranks_differ=0 < n_last < case.n_local_experts,
+        top_k_is_an_end=case.top_k in (1, 32) and case.top_k,
+    )
+    of_dispatch = dict(
+        wire_of=(case.wire, case.tokens),
+        scales=case.scales,
+        layout=(case.output_layout, case.fused_shared_expert, case.is_fp8),
+        sends_early=case.sends_early,
+    )
+    of_combine = dict(
+        layout=(case.output_layout, case.fused_shared_expert),
+        dtype=(case.combine, case.sends_rows_back),
+        partial_dtype=case.partial_dtype,
+    )
+    return {
+        *((case.protocol, *of) for of in (of_groups | of_dispatch).items()),
+        *((case.protocol, case.combine_mode, *of) for of in of_combine.items()),
+    }
+
 
 # Large enough that a launch is dealt over workers and writes past the caches.
 _LARGE = [

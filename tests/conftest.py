@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -13,8 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    "test_programs test_serve test_round_trip test_gather test_errors test_processes "
-    "test_fuzz test_stats test_soak"
+    "test_round_trip test_programs test_processes test_serve test_stats test_fuzz "
+    "test_gather test_errors test_gpu_changed_import test_hopper test_soak test_codegen"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end."""
 
@@ -41,6 +46,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     reason=f"needs {n_wanted} GPUs, this machine has {n_there}"
                 )
             )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_layout_query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiles `layout_query.mojo` once, if it is asked and there is a linker.
+
+    Users' programs have it compiled for each new configuration, as those have that
+    tests start; tests ask about hundreds.
+    """
+    layout = sys.modules.get("max_ep.layout")
+    if layout is None:  # tests of this run that ask import it
+        yield
+        return
+    run_mojo = layout.run_mojo
+    program = tmp_path_factory.mktemp("layout_query") / "layout_query"
+
+    @functools.cache
+    def is_built() -> bool:
+        try:
+            run_mojo("build", "-I", ".", "layout_query.mojo", "-o", str(program))
+        except RuntimeError:  # no linker
+            return False
+        return True
+
+    def answer(*args: str) -> str:
+        *how, source = args[:4]
+        assert (how, source) == (["run", "-I", "."], "layout_query.mojo")
+        if not is_built():
+            return run_mojo(*args)
+        question = [str(program), *args[4:]]
+        done = subprocess.run(question, check=True, capture_output=True, text=True)
+        return done.stdout
+
+    layout.run_mojo = answer
+    yield
+    layout.run_mojo = run_mojo
 
 
 @pytest.fixture(scope="session")

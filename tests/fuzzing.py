@@ -18,9 +18,11 @@ from max.dtype import DType
 from max_ep import blockwise_fp8_quant_config
 from max_ep.limits import PROTOCOLS
 
-SEED = int(os.environ.get("MAX_EP_FUZZ_SEED", "1"))
+# Its first three groups have each protocol, both modes of combine, FP8 and a shared
+# expert, and few ranks.
+SEED = int(os.environ.get("MAX_EP_FUZZ_SEED", "686"))
 N_EXAMPLES = int(os.environ.get("MAX_EP_FUZZ_EXAMPLES", "40"))
-N_CASES = int(os.environ.get("MAX_EP_FUZZ_CASES", "5"))
+N_CASES = int(os.environ.get("MAX_EP_FUZZ_CASES", "3"))
 """Groups that are compiled, into one graph; about ten seconds each."""
 
 MOST_RANKS = 6

@@ -29,14 +29,15 @@ from harness import (
     assert_dispatched,
     assert_round_trip,
     assert_same_bits,
+    load_together,
     take_outputs,
     to_buffer,
     to_numpy,
 )
 from max.driver import Buffer
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType
+from max.engine import InferenceSession, Model
+from max.graph import DeviceRef, Graph, Module, TensorType
 from max.nn.quant_config import QuantFormat
 
 from max_ep import (
@@ -230,7 +231,12 @@ GOOD_TYPES = dict(
 
 
 @contextlib.contextmanager
-def building(config: EPConfig | None = None, **types: TensorType) -> Iterator[tuple]:
+def building(
+    config: EPConfig | None = None,
+    name: str = "never_compiled",
+    module: Module | None = None,
+    **types: TensorType,
+) -> Iterator[tuple]:
     """Starts a graph with the EP inputs and inputs of these types.
 
     Yields:
@@ -239,7 +245,7 @@ def building(config: EPConfig | None = None, **types: TensorType) -> Iterator[tu
     types = GOOD_TYPES | types
     manager = EPBatchManager(config or TWO.config())
     declared = [*types.values(), *manager.input_types()]
-    with Graph("never_compiled", input_types=declared) as graph:
+    with Graph(name, input_types=declared, module=module) as graph:
         manager.fetch_buffers(graph.inputs[len(types) :])
         values = [value.tensor for value in graph.inputs[: len(types)]]
         yield manager, SimpleNamespace(**dict(zip(types, values)))
@@ -548,36 +554,6 @@ def test_not_graph_values() -> None:
             manager.ep_dispatch_async(np.zeros((4, 80)), x.ids, 0)
         with raises(TypeError, "topk_ids", "list", "graph value"):
             manager.ep_dispatch_async(x.tokens, [[0, 1, 2]], 0)
-
-
-@pytest.mark.parametrize("what", ["input_tokens", "topk_ids"])
-def test_sizes_that_must_not_be_open(session, what: str) -> None:
-    """A symbolic hidden size or top_k is refused: at once, or when it differs.
-
-    The kernels take both from the config, so a tensor with fewer columns would
-    be read beyond its end.
-    """
-    types = {
-        "input_tokens": dict(tokens=tensor(BF16, "t", "h")),
-        "topk_ids": dict(ids=tensor(DType.int32, "t", "k")),
-    }[what]
-    needed = "80" if what == "input_tokens" else "3"
-    with raises(ValueError, what, needed) as caught:
-        with building(**types) as (manager, x):
-            dispatched = dispatch_all(manager, x)
-            Graph.current.output(*(d[1] for d in dispatched))
-            graph = Graph.current
-        arrays = [
-            np.zeros((4, 40 if what == "input_tokens" else 80), np.uint16),
-            np.tile(np.arange(1 if what == "topk_ids" else 3, dtype=np.int32), (4, 1)),
-            np.zeros((4, 3), np.float32),
-            np.zeros((TWO.max_rows, 80), np.uint16),
-        ]
-        inputs = [to_buffer(array) for array in arrays]
-        with EPCommInitializer(manager.config) as comm:
-            comm.ep_init(session)
-            session.load(graph).execute(*inputs, *comm.model_inputs())
-    assert "dropped" not in str(caught.value), "it read beyond the ids"
 
 
 # Input types that do not fit combine.
@@ -944,62 +920,175 @@ def test_several_processes_need_a_node_id(session, monkeypatch) -> None:
 # ------------------------------------------------------------------- at run time
 
 
+def build_loose(module: Module) -> None:
+    """Adds a round trip of `TWO` whose tokens, ids and weights may differ in rows."""
+    types = []
+    for rank in range(TWO.n_ranks):
+        types += [
+            tensor(BF16, f"t{rank}", TWO.hidden_size),
+            tensor(DType.int32, f"i{rank}", TWO.top_k),
+            tensor(F32, f"w{rank}", TWO.top_k),
+        ]
+    manager = EPBatchManager(TWO.config())
+    declared = [*types, *manager.input_types()]
+    with Graph("loose", input_types=declared, module=module) as graph:
+        n = len(types)
+        manager.fetch_buffers(graph.inputs[n:])
+        values = [value.tensor for value in graph.inputs[:n]]
+        ranks = [
+            SimpleNamespace(
+                tokens=values[i],
+                ids=values[i + 1],
+                weights=values[i + 2],
+            )
+            for i in range(0, n, 3)
+        ]
+        for rank, x in enumerate(ranks):
+            manager.ep_dispatch_async(x.tokens, x.ids, rank)
+        got = [manager.ep_dispatch_wait(rank) for rank in range(2)]
+        for rank in range(2):
+            manager.ep_combine_async(got[rank][0], rank)
+        # The results of rank 0 have as many rows as its tokens, those of
+        # rank 1 as many as its weights.
+        results = [
+            manager.ep_combine_wait(ranks[0].weights, 0),
+            call_ep_combine_wait(
+                manager.atomic_counters[0][1],
+                manager.recv_buf_ptrs[1],
+                manager.recv_count_ptrs[1],
+                manager.config,
+                ranks[1].weights.shape[0],
+                ranks[1].weights,
+            ),
+        ]
+        built = [
+            [*got[rank], manager._src_info[rank], results[rank]] for rank in range(2)
+        ]
+        graph.output(*(value for rank in built for value in rank))
+
+
+def build_receive(module: Module) -> None:
+    """Adds the waits of dispatch only: what has arrived before an error."""
+    manager = EPBatchManager(TWO.config())
+    types = manager.input_types()
+    with Graph("receive", input_types=types, module=module) as graph:
+        manager.fetch_buffers(graph.inputs)
+        outputs = [
+            call_ep_dispatch_wait(
+                counter,
+                manager.recv_buf_ptrs[0],
+                manager.recv_count_ptrs[0],
+                manager.config,
+            )
+            for counter in manager.atomic_counters[0]
+        ]
+        graph.output(*(value for rank in outputs for value in rank))
+
+
+def build_halves(module: Module) -> None:
+    """Adds the three graphs of `Halves`."""
+    for name in ("send", "dispatch", "receive"):
+        manager = EPBatchManager(REDUCED)
+        types = []
+        for rank in range(2):
+            types += (
+                [tensor(BF16, f"r{rank}", 80), tensor(DType.int32, f"n{rank}", 1)]
+                if name == "receive"
+                else [
+                    tensor(BF16, f"t{rank}", 80),
+                    tensor(DType.int32, f"t{rank}", 3),
+                    tensor(F32, f"w{rank}", 3),
+                ]
+            )
+        declared = [*types, *manager.input_types()]
+        with Graph(f"reduced_{name}", input_types=declared, module=module) as graph:
+            values = [value.tensor for value in graph.inputs[: len(types)]]
+            manager.fetch_buffers(graph.inputs[len(types) :])
+            if name == "receive":
+                outputs = [
+                    call_ep_combine_wait(
+                        counter,
+                        manager.recv_buf_ptrs[1],
+                        manager.recv_count_ptrs[1],
+                        REDUCED,
+                        n.shape[0],
+                        None,
+                        rows,
+                    )
+                    for counter, rows, n in zip(
+                        manager.atomic_counters[0], values[::2], values[1::2]
+                    )
+                ]
+            else:
+                rows = manager.ep_dispatch_all(
+                    values[::3], values[1::3], [0, 1], router_weights=values[2::3]
+                )
+                outputs = [r[0] for r in rows]
+            if name == "send":
+                for rank in range(2):
+                    manager.ep_combine_async(outputs[rank], rank)
+            graph.output(*outputs)
+
+
+def build_open(module: Module) -> None:
+    """Adds dispatch of tokens and of ids whose number of columns is left open."""
+    for what, types in (
+        ("input_tokens", dict(tokens=tensor(BF16, "t", "h"))),
+        ("topk_ids", dict(ids=tensor(DType.int32, "t", "k"))),
+    ):
+        with building(name=f"open_{what}", module=module, **types) as (manager, x):
+            dispatched = dispatch_all(manager, x)
+            Graph.current.output(*(d[1] for d in dispatched))
+
+
+def load_models(session: InferenceSession) -> dict[str, Model]:
+    """Compiles, together, all graphs of this file that run."""
+    module = Module()
+    build_loose(module)
+    build_receive(module)
+    build_halves(module)
+    build_open(module)
+    return load_together(session, module)
+
+
+@pytest.fixture(scope="module")
+def models(session) -> dict[str, Model]:
+    return load_models(session)
+
+
+@pytest.mark.parametrize("what", ["input_tokens", "topk_ids"])
+def test_sizes_that_must_not_be_open(session, models, what: str) -> None:
+    """A symbolic hidden size or top_k is refused when it differs.
+
+    The kernels take both from the config, so a tensor with fewer columns would
+    be read beyond its end.
+    """
+    needed = "80" if what == "input_tokens" else "3"
+    arrays = [
+        np.zeros((4, 40 if what == "input_tokens" else 80), np.uint16),
+        np.tile(np.arange(1 if what == "topk_ids" else 3, dtype=np.int32), (4, 1)),
+        np.zeros((4, 3), np.float32),
+        np.zeros((TWO.max_rows, 80), np.uint16),
+    ]
+    inputs = [to_buffer(array) for array in arrays]
+    with EPCommInitializer(TWO.config()) as comm:
+        comm.ep_init(session)
+        with raises(ValueError, what, needed) as caught:
+            models[f"open_{what}"].execute(*inputs, *comm.model_inputs())
+        comm.reset()
+    assert "dropped" not in str(caught.value), "it read beyond the ids"
+
+
 class Loose:
     """A round trip of `TWO` whose tokens, ids and weights may differ in rows.
 
-    `receive` is a graph with the waits of dispatch only: it shows what has
-    arrived after a run that ended with an error.
+    `receive` runs the waits of dispatch only: it shows what has arrived after
+    a run that ended with an error.
     """
 
-    def __init__(self, session: InferenceSession) -> None:
-        self.session = session
-        types = []
-        for rank in range(TWO.n_ranks):
-            types += [
-                tensor(BF16, f"t{rank}", TWO.hidden_size),
-                tensor(DType.int32, f"i{rank}", TWO.top_k),
-                tensor(F32, f"w{rank}", TWO.top_k),
-            ]
-        manager = EPBatchManager(TWO.config())
-        declared = [*types, *manager.input_types()]
-        with Graph("loose", input_types=declared) as graph:
-            n = len(types)
-            manager.fetch_buffers(graph.inputs[n:])
-            values = [value.tensor for value in graph.inputs[:n]]
-            ranks = [
-                SimpleNamespace(
-                    tokens=values[i],
-                    ids=values[i + 1],
-                    weights=values[i + 2],
-                )
-                for i in range(0, n, 3)
-            ]
-            for rank, x in enumerate(ranks):
-                manager.ep_dispatch_async(x.tokens, x.ids, rank)
-            got = [manager.ep_dispatch_wait(rank) for rank in range(2)]
-            for rank in range(2):
-                manager.ep_combine_async(got[rank][0], rank)
-            # The results of rank 0 have as many rows as its tokens, those of
-            # rank 1 as many as its weights.
-            results = [
-                manager.ep_combine_wait(ranks[0].weights, 0),
-                call_ep_combine_wait(
-                    manager.atomic_counters[0][1],
-                    manager.recv_buf_ptrs[1],
-                    manager.recv_count_ptrs[1],
-                    manager.config,
-                    ranks[1].weights.shape[0],
-                    ranks[1].weights,
-                ),
-            ]
-            built = [
-                [*got[rank], manager._src_info[rank], results[rank]]
-                for rank in range(2)
-            ]
-            graph.output(*(value for rank in built for value in rank))
-        self._model = session.load(graph)
-        self._receive = None
-        self.comm = EPCommInitializer(manager.config)
+    def __init__(self, session: InferenceSession, models: dict[str, Model]) -> None:
+        self._model, self._receive = models["loose"], models["receive"]
+        self.comm = EPCommInitializer(TWO.config())
         self.comm.ep_init(session)
 
     def run(self, given: Inputs, buffers: list[Buffer] | None = None) -> list:
@@ -1010,21 +1099,6 @@ class Loose:
         return take_outputs(TWO, iter(self._model.execute(*inputs, *buffers)))
 
     def receive(self) -> list[Received]:
-        if self._receive is None:
-            manager = EPBatchManager(TWO.config())
-            with Graph("receive", input_types=manager.input_types()) as graph:
-                manager.fetch_buffers(graph.inputs)
-                outputs = [
-                    call_ep_dispatch_wait(
-                        counter,
-                        manager.recv_buf_ptrs[0],
-                        manager.recv_count_ptrs[0],
-                        manager.config,
-                    )
-                    for counter in manager.atomic_counters[0]
-                ]
-                graph.output(*(value for rank in outputs for value in rank))
-            self._receive = self.session.load(graph)
         outputs = iter(self._receive.execute(*self.comm.model_inputs()))
         received = []
         for _ in range(TWO.n_ranks):
@@ -1043,8 +1117,8 @@ class Loose:
 
 
 @pytest.fixture(scope="module")
-def compiled(session) -> Iterator[Loose]:
-    loose = Loose(session)
+def compiled(session, models: dict[str, Model]) -> Iterator[Loose]:
+    loose = Loose(session, models)
     yield loose
     loose.comm.close()
 
@@ -1197,53 +1271,8 @@ class Halves:
     rows how many tokens there are.
     """
 
-    def __init__(self, session: InferenceSession) -> None:
-        self.models = {}
-        for name in ("send", "dispatch", "receive"):
-            manager = EPBatchManager(REDUCED)
-            types = []
-            for rank in range(2):
-                types += (
-                    [
-                        tensor(BF16, f"r{rank}", 80),
-                        tensor(DType.int32, f"n{rank}", 1),
-                    ]
-                    if name == "receive"
-                    else [
-                        tensor(BF16, f"t{rank}", 80),
-                        tensor(DType.int32, f"t{rank}", 3),
-                        tensor(F32, f"w{rank}", 3),
-                    ]
-                )
-            declared = [*types, *manager.input_types()]
-            with Graph(f"reduced_{name}", input_types=declared) as graph:
-                values = [value.tensor for value in graph.inputs[: len(types)]]
-                manager.fetch_buffers(graph.inputs[len(types) :])
-                if name == "receive":
-                    outputs = [
-                        call_ep_combine_wait(
-                            counter,
-                            manager.recv_buf_ptrs[1],
-                            manager.recv_count_ptrs[1],
-                            REDUCED,
-                            n.shape[0],
-                            None,
-                            rows,
-                        )
-                        for counter, rows, n in zip(
-                            manager.atomic_counters[0], values[::2], values[1::2]
-                        )
-                    ]
-                else:
-                    rows = manager.ep_dispatch_all(
-                        values[::3], values[1::3], [0, 1], router_weights=values[2::3]
-                    )
-                    outputs = [r[0] for r in rows]
-                if name == "send":
-                    for rank in range(2):
-                        manager.ep_combine_async(outputs[rank], rank)
-                graph.output(*outputs)
-            self.models[name] = session.load(graph)
+    def __init__(self, session: InferenceSession, models: dict[str, Model]) -> None:
+        self._models = models
         self.comm = EPCommInitializer(REDUCED)
         self.comm.ep_init(session)
 
@@ -1251,13 +1280,17 @@ class Halves:
         """Returns the dispatched rows, which are the expert rows."""
         ranks = zip(given.tokens, given.ids, given.weights)
         inputs = [to_buffer(array) for rank in ranks for array in rank]
-        return self.models[name].execute(*inputs, *self.comm.model_inputs())
+        return self._models[f"reduced_{name}"].execute(
+            *inputs, *self.comm.model_inputs()
+        )
 
     def receive(self, rows: list[Buffer], n_tokens: list[int]) -> list[np.ndarray]:
         inputs = []
         for x, n in zip(rows, n_tokens):
             inputs += [x, to_buffer(np.zeros((n, 1), np.int32))]
-        results = self.models["receive"].execute(*inputs, *self.comm.model_inputs())
+        results = self._models["reduced_receive"].execute(
+            *inputs, *self.comm.model_inputs()
+        )
         return [to_numpy(result) for result in results]
 
     def check_next_run(self) -> None:
@@ -1276,8 +1309,8 @@ REDUCED_TWO = dataclasses.replace(TWO, protocol="rank_slots", combine_mode="redu
 
 
 @pytest.fixture(scope="module")
-def halves(session) -> Iterator[Halves]:
-    halves = Halves(session)
+def halves(session, models: dict[str, Model]) -> Iterator[Halves]:
+    halves = Halves(session, models)
     yield halves
     halves.comm.close()
 
@@ -1368,7 +1401,7 @@ _OTHER_CONFIG = """
 from test_errors import *
 from max.driver import CPU as Host
 session = InferenceSession(devices=[Host()])
-loose = Loose(session)
+loose = Loose(session, load_models(session))
 comm = EPCommInitializer(TWO.config(hidden_size=40))
 comm.ep_init(session)
 try:
@@ -1383,7 +1416,7 @@ else:
 def test_memory_of_another_config(loose: Loose) -> None:
     """`model_inputs` of smaller buffers are refused, not overrun.
 
-    In a process of its own, for it may crash. The graph comes from the cache.
+    In a process of its own, for it may crash. The graphs come from the cache.
     """
     done = subprocess.run(
         [sys.executable, "-c", _OTHER_CONFIG],

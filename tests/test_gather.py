@@ -14,6 +14,7 @@ from harness import (
     assert_round_trip,
     flatten,
     input_types,
+    load_together,
     take_inputs,
     take_outputs,
     to_buffer,
@@ -21,7 +22,7 @@ from harness import (
 )
 from max.driver import Accelerator
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorType, ops
+from max.graph import DeviceRef, Graph, Module, TensorType, ops
 
 from max_ep import (
     AllGatherTokenDispatcher,
@@ -63,22 +64,10 @@ def local_experts(rank: int, n_ranks: int, tokens, probs, ids):
     return ops.cast(rows, DType.bfloat16)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(
-            (place, sends_first),
-            id=f"{place}-{'first' if sends_first else 'at_once'}",
-            marks=[pytest.mark.gpu(n_gpus)] if n_gpus else [],
-        )
-        for place, n_gpus in _N_GPUS.items()
-        for sends_first in (False, True)
-    ],
-)
-def layer(request) -> Iterator[SimpleNamespace]:
-    """A compiled layer; whether tokens are gathered before the choices are there."""
-    place, sends_first = request.param
-    session = request.getfixturevalue("gpu_session" if _N_GPUS[place] else "session")
+def add_layer(
+    place: str, sends_first: bool, module: Module | None = None
+) -> tuple[AllGatherTokenDispatcher, Graph]:
+    """Builds a layer; whether tokens are gathered before the choices are there."""
     dispatcher = AllGatherTokenDispatcher(HIDDEN, TOP_K, TOKENS, **PLACES[place])
     config = dispatcher.tokens_config
     n_ranks = config.n_ranks
@@ -92,7 +81,8 @@ def layer(request) -> Iterator[SimpleNamespace]:
         ]
     n_given = len(types)
     types += dispatcher.input_types()
-    with Graph(f"gather_{place}_{sends_first}", input_types=types) as graph:
+    name = f"gather_{place}_{sends_first}"
+    with Graph(name, input_types=types, module=module) as graph:
         dispatcher.fetch_buffers(graph.inputs[n_given:])
         values = [v.tensor for v in graph.inputs[:n_given]]
         hidden, probs, ids = values[0::3], values[1::3], values[2::3]
@@ -113,18 +103,115 @@ def layer(request) -> Iterator[SimpleNamespace]:
             *results,
             *dispatcher.n_gathered,
         )
+    return dispatcher, graph
+
+
+def add_scatter(module: Module) -> AllGatherTokenDispatcher:
+    """Adds a graph that sums, over ranks r, 2 to the r times the tokens."""
+    dispatcher = AllGatherTokenDispatcher(
+        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=N_RANKS, target="cpu"
+    )
+    types = [TensorType(DType.bfloat16, [TOKENS, HIDDEN], CPU)]
+    types += dispatcher.input_types()
+    with Graph("scatter", input_types=types, module=module) as graph:
+        dispatcher.fetch_buffers(graph.inputs[1:])
+        hidden = [graph.inputs[0].tensor] * N_RANKS
+        zeros = ops.constant(np.zeros((TOKENS, TOP_K), np.float32), device=CPU)
+        ids = ops.constant(np.zeros((TOKENS, TOP_K), np.int32), device=CPU)
+        tokens, _ = dispatcher.token_dispatch(
+            hidden, [zeros] * N_RANKS, [ids] * N_RANKS
+        )
+        rows = [
+            t
+            * ops.cast(
+                ops.constant(np.full(1, 2.0**rank, np.float32), device=CPU),
+                DType.bfloat16,
+            )
+            for rank, t in enumerate(tokens)
+        ]
+        graph.output(*dispatcher.token_combine(rows))
+    return dispatcher
+
+
+ALONE = Case("alone", 1, 5, 3, 80, 7, protocol="gather")
+
+
+def add_one_half(module: Module, name: str, tokens_are_sent: bool | None) -> None:
+    """Adds a graph that only sends tokens (None), or one that does the rest."""
+    config = ALONE.config()
+    manager = EPBatchManager(config)
+    types = [*input_types(ALONE), *manager.input_types()]
+    with Graph(name, input_types=types, module=module) as graph:
+        n = len(input_types(ALONE))
+        manager.fetch_buffers(graph.inputs[n:])
+        (given,) = take_inputs(ALONE, iter(graph.inputs[:n]))
+        if tokens_are_sent is None:
+            manager.ep_send_tokens(given.tokens, 0)
+            graph.output(given.ids)
+        else:
+            call_ep_dispatch_async(
+                given.tokens,
+                given.ids,
+                manager.atomic_counters[0][0],
+                *manager._pointers(0),
+                config,
+                tokens_are_sent=tokens_are_sent,
+            )
+            manager._turns[0].send(0)
+            manager._num_tokens[0] = given.tokens.shape[0]
+            rows = manager.ep_dispatch_wait(0)
+            manager.ep_combine_async(rows[0], 0)
+            sums = manager.ep_combine_wait(given.weights, 0)
+            graph.output(*rows, manager._src_info[0], sums)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(session) -> SimpleNamespace:
+    """All graphs of this file that need no GPU, compiled together."""
+    module = Module()
+    layers = {first: add_layer("cpu", first, module)[0] for first in (False, True)}
+    scatter = add_scatter(module)
+    for name, tokens_are_sent in (("send", None), ("sent", True), ("at_once", False)):
+        add_one_half(module, name, tokens_are_sent)
+    models = load_together(session, module)
+    return SimpleNamespace(models=models, layers=layers, scatter=scatter)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (place, sends_first),
+            id=f"{place}-{'first' if sends_first else 'at_once'}",
+            marks=[pytest.mark.gpu(n_gpus)] if n_gpus else [],
+        )
+        for place, n_gpus in _N_GPUS.items()
+        for sends_first in (False, True)
+    ],
+)
+def layer(request) -> Iterator[SimpleNamespace]:
+    """A compiled layer; whether tokens are gathered before the choices are there."""
+    place, sends_first = request.param
+    session = request.getfixturevalue("gpu_session" if _N_GPUS[place] else "session")
+    if place == "cpu":
+        on_cpu = request.getfixturevalue("on_cpu")
+        dispatcher = on_cpu.layers[sends_first]
+        model = on_cpu.models[f"gather_cpu_{sends_first}"]
+    else:
+        dispatcher, graph = add_layer(place, sends_first)
+        model = session.load(graph)
+    config = dispatcher.tokens_config
     comms = dispatcher.initializers()
-    model = session.load(graph)
     for comm in comms:
         comm.ep_init(session)
     yield SimpleNamespace(
         model=model,
         comms=comms,
         dispatcher=dispatcher,
-        n_ranks=n_ranks,
+        n_ranks=config.n_ranks,
         devices=[
             None if config.target == "cpu" else Accelerator(config.device(r).id)
-            for r in range(n_ranks)
+            for r in range(config.n_ranks)
         ],
     )
     for comm in comms:
@@ -209,34 +296,11 @@ def test_results_are_those_of_a_dense_layer(layer: SimpleNamespace, counts) -> N
             assert ((got - want).abs() <= bound).all()
 
 
-def test_reduce_scatter_rounds_once(session) -> None:
+def test_reduce_scatter_rounds_once(session, on_cpu: SimpleNamespace) -> None:
     """Powers of two of a token: its parts are exact, and so is all but the last."""
-    dispatcher = AllGatherTokenDispatcher(
-        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=N_RANKS, target="cpu"
-    )
     rng = np.random.default_rng(3)
     x = float32_to_bfloat16(rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32))
-    types = [TensorType(DType.bfloat16, [TOKENS, HIDDEN], CPU)]
-    types += dispatcher.input_types()
-    with Graph("scatter", input_types=types) as graph:
-        dispatcher.fetch_buffers(graph.inputs[1:])
-        hidden = [graph.inputs[0].tensor] * N_RANKS
-        zeros = ops.constant(np.zeros((TOKENS, TOP_K), np.float32), device=CPU)
-        ids = ops.constant(np.zeros((TOKENS, TOP_K), np.int32), device=CPU)
-        tokens, _ = dispatcher.token_dispatch(
-            hidden, [zeros] * N_RANKS, [ids] * N_RANKS
-        )
-        rows = [
-            t
-            * ops.cast(
-                ops.constant(np.full(1, 2.0**rank, np.float32), device=CPU),
-                DType.bfloat16,
-            )
-            for rank, t in enumerate(tokens)
-        ]
-        graph.output(*dispatcher.token_combine(rows))
-    model = session.load(graph)
-    comms = dispatcher.initializers()
+    comms = on_cpu.scatter.initializers()
     try:
         for comm in comms:
             comm.ep_init(session)
@@ -244,7 +308,7 @@ def test_reduce_scatter_rounds_once(session) -> None:
         for comm in comms:
             inputs += comm.model_inputs()
         want = float32_to_bfloat16(bfloat16_to_float32(x) * np.float32(7))
-        for result in model.execute(*inputs):
+        for result in on_cpu.models["scatter"].execute(*inputs):
             np.testing.assert_array_equal(to_numpy(result), want)
     finally:
         for comm in comms:
@@ -287,45 +351,13 @@ def test_bad_sizes(changes: dict, words: str) -> None:
         )
 
 
-def test_dispatch_fits_what_was_sent(session) -> None:
+def test_dispatch_fits_what_was_sent(session, on_cpu: SimpleNamespace) -> None:
     """Graphs that send, and others that dispatch: a manager sees one of them only."""
-    case = Case("alone", 1, 5, 3, 80, 7, protocol="gather")
-    config = case.config()
-
-    def build(name: str, tokens_are_sent: bool | None):
-        manager = EPBatchManager(config)
-        types = [*input_types(case), *manager.input_types()]
-        with Graph(f"sent_{name}", input_types=types) as graph:
-            n = len(input_types(case))
-            manager.fetch_buffers(graph.inputs[n:])
-            (given,) = take_inputs(case, iter(graph.inputs[:n]))
-            if tokens_are_sent is None:
-                manager.ep_send_tokens(given.tokens, 0)
-                graph.output(given.ids)
-            else:
-                call_ep_dispatch_async(
-                    given.tokens,
-                    given.ids,
-                    manager.atomic_counters[0][0],
-                    *manager._pointers(0),
-                    config,
-                    tokens_are_sent=tokens_are_sent,
-                )
-                manager._turns[0].send(0)
-                manager._num_tokens[0] = given.tokens.shape[0]
-                rows = manager.ep_dispatch_wait(0)
-                manager.ep_combine_async(rows[0], 0)
-                sums = manager.ep_combine_wait(given.weights, 0)
-                graph.output(*rows, manager._src_info[0], sums)
-        return session.load(graph)
-
     send, dispatch_sent, dispatch = (
-        build("first", None),
-        build("dispatch", True),
-        build("neither", False),
+        on_cpu.models[name] for name in ("send", "sent", "at_once")
     )
-    given, fewer = (make_inputs(case, "uniform", counts=[n]) for n in (5, 3))
-    with EPCommInitializer(config) as comm:
+    given, fewer = (make_inputs(ALONE, "uniform", counts=[n]) for n in (5, 3))
+    with EPCommInitializer(ALONE.config()) as comm:
         comm.ep_init(session)
 
         def run(model, inputs):
@@ -345,5 +377,5 @@ def test_dispatch_fits_what_was_sent(session) -> None:
         for _ in range(2):
             run(send, given)
             outputs = run(dispatch_sent, given)
-            got = take_outputs(case, iter(outputs))
-            assert_round_trip("sent by another graph", got, expected(case, given))
+            got = take_outputs(ALONE, iter(outputs))
+            assert_round_trip("sent by another graph", got, expected(ALONE, given))

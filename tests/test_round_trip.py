@@ -17,19 +17,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import (
+    ALL_SMALL_CASES,
     BF16,
     CASES,
     F32,
-    GATHER_CASES,
     LARGE_CASES,
     LAYOUT_CASES,
     RANK_SLOTS_CASES,
-    REDUCED_CASES,
     ROUTINGS,
+    SMALL_CASES,
     Case,
     Inputs,
     expected,
     expected_dispatch,
+    features,
     make_inputs,
     narrow,
     random_tokens,
@@ -45,6 +46,7 @@ from harness import (
     assert_same_bits,
     flatten,
     input_types,
+    load_together,
     round_trip,
     take_inputs,
     take_outputs,
@@ -52,7 +54,8 @@ from harness import (
     weights_of,
 )
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorType
+from max.engine import InferenceSession, Model
+from max.graph import DeviceRef, Graph, Module, TensorType
 
 from max_ep import (
     EPBatchManager,
@@ -72,15 +75,30 @@ CPU = DeviceRef.CPU()
 
 # ------------------------------------------------------- cases times routings
 
-SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES | GATHER_CASES
+
+@pytest.fixture(scope="module")
+def compiled(
+    session, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
+    """All graphs of this file, compiled together."""
+    module = Module()
+    small = Groups(session, "small_cases", SMALL_CASES, module=module)
+    large = Groups(session, "large_cases", LARGE_CASES, module=module)
+    forms = Forms(module)
+    path = tmp_path_factory.mktemp("compiled") / "round_trip.mef"
+    models = load_together(session, module, path)
+    small.start(session, models["small_cases"])
+    large.start(session, models["large_cases"])
+    forms.start(session, models["forms"])
+    yield SimpleNamespace(small=small, large=large, forms=forms, path=path)
+    for groups in (small, large, forms):
+        groups.close()
 
 
 @pytest.fixture(scope="module")
-def small(session) -> Iterator[Groups]:
+def small(compiled: SimpleNamespace) -> Groups:
     """All small cases in one graph."""
-    groups = Groups(session, "small_cases", SMALL_CASES)
-    yield groups
-    groups.close()
+    return compiled.small
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +180,8 @@ def test_full_routing_fills_padded_experts(run_small: Callable, name: str) -> No
 
 
 @pytest.fixture(scope="module")
-def large(session) -> Iterator[Groups]:
-    groups = Groups(session, "large_cases", LARGE_CASES)
-    yield groups
-    groups.close()
+def large(compiled: SimpleNamespace) -> Groups:
+    return compiled.large
 
 
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
@@ -183,11 +199,14 @@ def test_large_launches(large: Groups, routing: str) -> None:
 
 
 _UNALIGNED = """
+import sys
 from cases import *
 from harness import *
 from max.driver import CPU as Host
 
-groups = Groups(InferenceSession(devices=[Host()]), "large_cases", LARGE_CASES)
+session = InferenceSession(devices=[Host()])
+groups = Groups(session, "large_cases", LARGE_CASES, module=Module())
+groups.start(session, session.load_all(sys.argv[1])["large_cases"])
 given = {n: make_inputs(c, "full") for n, c in LARGE_CASES.items()}
 moved = []
 for rows in given["large_fp8"].expert_rows:
@@ -204,13 +223,13 @@ print("same bits")
 """
 
 
-def test_expert_rows_at_any_address(large: Groups) -> None:
+def test_expert_rows_at_any_address(compiled: SimpleNamespace) -> None:
     """Rows that a caller's array puts off a 16-byte boundary.
 
-    In a process of its own, for it may crash. The graph comes from the cache.
+    In a process of its own, for it may crash.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _UNALIGNED],
+        [sys.executable, "-c", _UNALIGNED, str(compiled.path)],
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -434,22 +453,17 @@ def fused_round_trip(
 
 FORMS = {
     "two_ranks": ["async_wait", "all", "call_halves", "call_distributed"],
-    "one": [
-        "async_wait",
-        "fused",
-        "call_halves",
-        "call_fused",
-        "call_distributed",
-    ],
-    "one_fp8": ["async_wait", "fused", "all", "call_fused"],
-    "by_rank": ["async_wait", "all"],
+    "one": ["fused", "call_halves", "call_fused", "call_distributed"],
+    "one_fp8": ["fused", "all", "call_fused"],
+    "by_rank": ["all"],
     "reduced": ["all", "call_halves"],
     "reduced_padded": ["fused", "call_fused"],
     "padded": ["fused", "call_halves", "call_fused"],
-    "padded_two": ["async_wait", "all", "call_distributed"],
+    "padded_two": ["all", "call_distributed"],
     "shared": ["fused", "call_halves", "call_fused"],
-    "shared_two": ["async_wait", "all", "call_distributed"],
+    "shared_two": ["all", "call_distributed"],
 }
+"""`async_wait`, the form of the small cases, only where layers follow each other."""
 
 
 def build_form(
@@ -473,7 +487,8 @@ class Forms:
     `between`, which uses the first set.
     """
 
-    def __init__(self, session) -> None:
+    def __init__(self, module: Module) -> None:
+        """Adds the graph to a module; `start` does the rest."""
         self.cases = FORM_CASES
         groups = [*self.cases, "other"]
         configs = {n: self.cases.get(n, TWO).config() for n in groups}
@@ -492,7 +507,7 @@ class Forms:
             ]
         self.labels: list[tuple[str, str]] = []
         outputs = []
-        with Graph("forms", input_types=types) as graph:
+        with Graph("forms", input_types=types, module=module) as graph:
             values = iter(graph.inputs)
             ranks = {}
             for name in groups:
@@ -517,8 +532,11 @@ class Forms:
             self.labels = list(built)
             outputs = [v for ranks in built.values() for r in ranks for v in r]
             graph.output(*outputs)
-        self.model = session.load(graph)
         self.comms = {n: EPCommInitializer(m.config) for n, m in self.managers.items()}
+
+    def start(self, session: InferenceSession, model: Model) -> None:
+        """Takes the compiled graph and sets up the groups' memory."""
+        self.model = model
         for comm in self.comms.values():
             comm.ep_init(session)
         # Captured once: what every run of this module uses.
@@ -578,13 +596,14 @@ class Forms:
         for comm in self.comms.values():
             comm.reset()
 
+    def close(self) -> None:
+        for comm in self.comms.values():
+            comm.close()
+
 
 @pytest.fixture(scope="module")
-def forms(session) -> Iterator[Forms]:
-    forms = Forms(session)
-    yield forms
-    for comm in forms.comms.values():
-        comm.close()
+def forms(compiled: SimpleNamespace) -> Forms:
+    return compiled.forms
 
 
 @pytest.fixture(scope="module")
@@ -748,6 +767,12 @@ def test_a_difference_is_told_with_place_and_source() -> None:
         assert_dispatched("two_ranks, full", got, want)
     for words in ("rank 0", "row 3", "column 1", "what is there is row"):
         assert words in str(caught.value)
+
+
+def test_what_is_swept_on_request_only_has_its_features_elsewhere() -> None:
+    swept = set().union(*(features(case) for case in SMALL_CASES.values()))
+    for name, case in ALL_SMALL_CASES.items():
+        assert features(case) <= swept, (name, features(case) - swept)
 
 
 def test_data_covers_what_it_claims() -> None:

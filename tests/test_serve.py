@@ -23,14 +23,9 @@ import pytest
 from serving import Reference, check_greedy, prompts
 
 from graphs.serve.checkpoint import make_checkpoint
-from graphs.serve.run import device_flags
+from graphs.serve.run import LIMITS, device_flags
 from graphs.serve.server import CUSTOM_ARCHITECTURES, Server
 
-LIMITS = [
-    *("--max-length", "256"),
-    *("--max-batch-size", "16"),
-    *("--max-batch-input-tokens", "256"),
-]
 READY_S = 900
 
 COMPILED = os.environ.get("MAX_EP_COMPILED")

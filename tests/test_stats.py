@@ -19,12 +19,14 @@ from harness import (
     assert_round_trip,
     flatten,
     input_types,
+    load_together,
     round_trip,
     take_inputs,
     take_outputs,
     to_numpy,
 )
-from max.graph import Graph, TensorValue
+from max.engine import Model
+from max.graph import Graph, Module, TensorValue
 from test_programs import run
 
 from max_ep import EPBatchManager, EPCommInitializer, call_ep_watch
@@ -94,17 +96,63 @@ PLACES = [
 ]
 
 
+EARLY = Case("early", N_RANKS, 6, 3, 80, 7)
+
+
+def add_early(place: str, module: Module | None = None) -> Graph:
+    """Builds a round trip whose rank 0 looks before rank 1 has sent, and after."""
+    config = CONFIGS[place](EARLY)
+    manager = EPBatchManager(config)
+    types = input_types(EARLY, config=config)
+    seen = []
+
+    def look(phase: str, group: int) -> None:
+        pointers = manager._pointers(group)[1:]
+        counter = manager.atomic_counters[0][0]
+        seen.append(call_ep_watch(phase, counter, *pointers, config))
+
+    declared = [*types, *manager.input_types()]
+    with Graph(f"early_{place}", input_types=declared, module=module) as graph:
+        ranks = take_inputs(EARLY, iter(graph.inputs[: len(types)]))
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        for rank, given in enumerate(ranks):
+            manager.ep_dispatch_async(given.tokens, given.ids, rank)
+            look("dispatch", 0)
+        rows = [manager.ep_dispatch_wait(rank)[0] for rank in range(N_RANKS)]
+        for rank in range(N_RANKS):
+            manager.ep_combine_async(rows[rank], rank)
+            look("combine", 1)
+        sums = [manager.ep_combine_wait(g.weights, r) for r, g in enumerate(ranks)]
+        graph.output(*seen, *sums)
+    return graph
+
+
+@pytest.fixture(scope="module")
+def on_cpu(session) -> tuple[Groups, Model]:
+    """The graphs of this file that need no GPU, compiled together."""
+    module = Module()
+    watched = Groups(
+        session, "watched_cpu", CASES, build=watched_round_trip, module=module
+    )
+    add_early("cpu", module)
+    models = load_together(session, module)
+    watched.start(session, models["watched_cpu"])
+    return watched, models["early_cpu"]
+
+
 @pytest.fixture(scope="module", params=PLACES)
 def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
     place = request.param
-    session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
-    made = Groups(
-        session,
-        f"watched_{place}",
-        CASES,
-        config=CONFIGS[place],
-        build=watched_round_trip,
-    )
+    if place == "cpu":
+        made, _ = request.getfixturevalue("on_cpu")
+    else:
+        made = Groups(
+            request.getfixturevalue("gpu_session"),
+            f"watched_{place}",
+            CASES,
+            config=CONFIGS[place],
+            build=watched_round_trip,
+        )
     yield made
     made.close()
 
@@ -131,36 +179,16 @@ def test_what_is_watched_changes_nothing(groups: Groups, routing: str) -> None:
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_who_does_not_come(request: pytest.FixtureRequest, place: str) -> None:
     """Rank 0 looks before rank 1 has sent, and after; each has rows for the other."""
-    case = Case("early", N_RANKS, 6, 3, 80, 7)
-    config = CONFIGS[place](case)
+    config = CONFIGS[place](EARLY)
     session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
-    manager = EPBatchManager(config)
-    types = input_types(case, config=config)
-    seen = []
-
-    def look(phase: str, group: int) -> None:
-        pointers = manager._pointers(group)[1:]
-        counter = manager.atomic_counters[0][0]
-        seen.append(call_ep_watch(phase, counter, *pointers, config))
-
-    all_types = [*types, *manager.input_types()]
-    with Graph(f"early_{place}", input_types=all_types) as graph:
-        ranks = take_inputs(case, iter(graph.inputs[: len(types)]))
-        manager.fetch_buffers(graph.inputs[len(types) :])
-        for rank, given in enumerate(ranks):
-            manager.ep_dispatch_async(given.tokens, given.ids, rank)
-            look("dispatch", 0)
-        rows = [manager.ep_dispatch_wait(rank)[0] for rank in range(N_RANKS)]
-        for rank in range(N_RANKS):
-            manager.ep_combine_async(rows[rank], rank)
-            look("combine", 1)
-        sums = [manager.ep_combine_wait(g.weights, r) for r, g in enumerate(ranks)]
-        graph.output(*seen, *sums)
-    model = session.load(graph)
+    if place == "cpu":
+        _, model = request.getfixturevalue("on_cpu")
+    else:
+        model = session.load(add_early(place))
     with EPCommInitializer(config) as comm:
         comm.ep_init(session)
-        counts = [case.max_tokens_per_rank] * N_RANKS
-        given = make_inputs(case, "uniform", "telling", counts)
+        counts = [EARLY.max_tokens_per_rank] * N_RANKS
+        given = make_inputs(EARLY, "uniform", "telling", counts)
         given = flatten(given, config)
         outputs = model.execute(*given, *comm.model_inputs())
         comm.check()

@@ -21,6 +21,13 @@ from max.driver import accelerator_count
 from .checkpoint import make_checkpoint
 from .server import CUSTOM_ARCHITECTURES, Server
 
+LIMITS = [
+    *("--max-length", "256"),
+    *("--max-batch-size", "16"),
+    *("--max-batch-input-tokens", "256"),
+]
+"""Of requests and batches; a server with others compiles the model anew."""
+
 _QUESTION = "What does an expert do with a token?"
 _PROMPTS = ["A rank", "The router sends", "Each token has", "Dispatch and combine"]
 
@@ -59,9 +66,7 @@ def main() -> None:
         else:
             make_checkpoint(model, "tiny", "float32")
         print(f"checkpoint with random weights: {time.monotonic() - begin:.1f} s")
-        limits = ["--max-length", "256", "--max-batch-size", "8"]
-        flags = [*limits, "--max-batch-input-tokens", "256"]
-        flags += [*device_flags(args.gpus, args.ranks), *CUSTOM_ARCHITECTURES]
+        flags = [*LIMITS, *device_flags(args.gpus, args.ranks), *CUSTOM_ARCHITECTURES]
         with Server(model, flags, log) as server:
             print(" ".join(["max", *server.command[1:]]).replace(folder, "..."))
             ready_s = server.wait_until_ready(
