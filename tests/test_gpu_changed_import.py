@@ -326,7 +326,8 @@ def test_only_the_import_changes(saved_by_both: Callable, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--forms split", "--forms all --bfloat16-weights --shared-expert"]
+    "arguments",
+    ["--forms split", "--ranks 2 --forms all --bfloat16-weights --shared-expert"],
 )
 def test_max_ep_alone(arguments: str, tmp_path: Path) -> None:
     """Ours, on what there is: CPU ranks where there is no GPU."""
