@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves the same model with max_ep and with MAX alone, and times requests.
 
-    python -m bench.serving --gpus 2 --out docs/results/serving.md
+    python -m bench.serving --gpus 2 --out serving.md
 
 Peers: ``ours``; ``max_ep``, MAX's expert parallelism; ``max_tp``, MAX's tensor
 parallelism; on one GPU MAX has only the latter. With ``_captured`` behind its name a
@@ -32,16 +32,18 @@ from pathlib import Path
 
 from graphs.serve.checkpoint import make_checkpoint
 from graphs.serve.run import device_flags
-from graphs.serve.server import CUSTOM_ARCHITECTURES, Server
+from graphs.serve.server import (
+    CAPTURED_DECODE,
+    CUSTOM_ARCHITECTURES,
+    POOL_VARIABLE,
+    Server,
+)
 
 _AS_IT_IS = ("--custom-architectures", "bench.max_as_it_is")
 _CAPTURED = "_captured"
-_POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 _PROMPT_WORDS = 64
 _N_TOKENS = 64
 _REQUESTS = 4
-_BF16_TOLERANCE = 0.15
-"""As tests/test_serve.py has it."""
 
 
 @dataclass
@@ -65,7 +67,7 @@ def peer_flags(peer: str, n_gpus: int) -> list[str]:
     if peer.startswith("max_tp"):
         devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
         flags = ["--devices", devices, "--quantization-encoding", "bfloat16", *how]
-    return [*flags, "--device-graph-capture"] if peer.endswith(_CAPTURED) else flags
+    return [*flags, CAPTURED_DECODE] if peer.endswith(_CAPTURED) else flags
 
 
 def _ask(server: Server, seed: int) -> tuple[float, float, int]:
@@ -101,7 +103,7 @@ def measure(server: Server, n_clients: int) -> tuple[list, float]:
         answers = [a for each in pool.map(client, range(n_clients)) for a in each]
         wall_s = time.perf_counter() - begin
     if any(n == 0 for _, _, n in answers):
-        raise RuntimeError("an answer without tokens")
+        raise RuntimeError(f"{server.log.stem}: an answer without tokens")
     return answers, wall_s
 
 
@@ -154,8 +156,7 @@ def main() -> None:
     limits = ["--max-length", "512", "--max-batch-size", str(max(args.clients))]
     share = f"{0.6 / len(args.peers):.2f}"
     limits += ["--max-batch-input-tokens", "4096", "--device-memory-utilization", share]
-    # A captured graph backs all of its process's pool with memory.
-    pool = {_POOL: str(int(75 / len(args.peers)))}
+    pool = {POOL_VARIABLE: str(int(75 / len(args.peers)))}
     with contextlib.ExitStack() as all_servers:
         servers = {}
         for peer in args.peers:
@@ -185,10 +186,10 @@ def main() -> None:
 def _check(server: Server, model: Path) -> object:
     """Compares a peer's tokens with transformers'; returns the tally."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from serving import Reference, check_greedy
+    from serving import TOLERANCES, Reference, check_greedy
 
     reference = Reference(model, in_bfloat16=True)
-    check_greedy(server, reference, 8, 16, _BF16_TOLERANCE, False)
+    check_greedy(server, reference, 8, 16, TOLERANCES["bfloat16"], False)
     return reference.tally
 
 

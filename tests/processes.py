@@ -131,6 +131,7 @@ IN_PHASES = {
     "_gather": replace(SMALL, protocol="gather"),
 }
 """By what their graphs' names end with."""
+_SUFFIXES = {(s.protocol, s.combine_mode): name for name, s in IN_PHASES.items()}
 
 
 @dataclass
@@ -527,12 +528,8 @@ class Member:
 
     def run_phase(self, phase: str, *inputs: Any) -> list[Buffer]:
         """Runs one of the graphs of one op."""
-        (suffix,) = (s for s, shape in IN_PHASES.items() if self._is_like(shape))
+        suffix = _SUFFIXES[self.shape.protocol, self.shape.combine_mode]
         return self.run(phase + suffix, *inputs)
-
-    def _is_like(self, shape: Shape) -> bool:
-        """Whether the shapes differ in data alone."""
-        return replace(self.shape, silent_rank=None, seed=shape.seed) == shape
 
     def phases(self, generation: int, pause: Callable[[str], None]) -> None:
         """Runs a generation in graphs of one op, with something between them."""

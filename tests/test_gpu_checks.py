@@ -92,6 +92,8 @@ def test_dispatched_rows(filled_to: int) -> None:
     assert any(size % 4 for size in map(len, parts))
     with pytest.raises(CheckError, match="not as many"):
         check(good, filled_to=5 - filled_to)
+    with pytest.raises(CheckError, match="not as many"):
+        check(replace(good, row_offsets=good.row_offsets + 1))
     with pytest.raises(CheckError, match="wrong tokens"):
         check(replace(good, rows=rows.roll(1, dims=0)))
     damaged = rows.clone()

@@ -175,10 +175,9 @@ def test_killed_rank_is_named(
             processes.die,
             N_RANKS,
             (graphs, where, TIMEOUT_S, str(tmp_path)),
-            timeout_s=120,
+            timeout_s=60,
         )
-    # Not ended by launch's own time-out; starting four processes is most of it.
-    assert time.monotonic() - begin < 100
+    assert time.monotonic() - begin < 30
     failures = caught.value.failures
     assert sorted(failures) == list(range(N_RANKS))
     assert failures[KILLED_RANK] == "died without a result (exit code -9)"
@@ -201,7 +200,7 @@ def test_killed_rank_is_named(
 
 def test_next_group_works(graphs: str) -> None:
     """Runs after groups that died, and leaves nothing either."""
-    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=120)
+    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=60)
     assert len(set(groups)) == 1
     assert names_of(groups[0]) == []
 
@@ -210,7 +209,7 @@ def test_next_group_works(graphs: str) -> None:
 
 
 def test_results_are_in_order() -> None:
-    results = launch(processes.multiply, 3, (10,), timeout_s=120)
+    results = launch(processes.multiply, 3, (10,), timeout_s=60)
     assert [r[0] for r in results] == [0, 10, 20]
     assert [r[1] for r in results] == ["0", "1", "2"]
     groups = {r[2] for r in results}
@@ -219,7 +218,7 @@ def test_results_are_in_order() -> None:
 
 def test_every_failure_is_told(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=120)
+        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=60)
     failures = caught.value.failures
     assert list(failures) == [0, 1, 2, 3]
     assert failures[0].startswith("Traceback")

@@ -20,6 +20,15 @@ from typing import Any
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
 
+CAPTURED_DECODE = "--device-graph-capture"
+"""The flag that makes MAX decode through captured graphs."""
+
+POOL_VARIABLE = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
+"""Environment variable that bounds MAX's memory pool on a GPU, in per cent of it.
+
+A captured graph backs all of the pool with memory.
+"""
+
 
 def free_port() -> int:
     """Returns a TCP port that nothing listens on."""
