@@ -250,6 +250,14 @@ def test_warps_hand_on_what_is_there(it: Compiled) -> None:
         assert not shown(it, noted & loop.reach_in_turn(released))
         assert not released & it.kernel.reach(noted, loop.find_kind("warp_barrier"))
 
+    in_loops = set().union(*(loop.body for loop in loops))
+    for ready in it.kernel.find_kind("store release block") - in_loops:
+        met = it.kernel.find_kind("warp_barrier", "barrier")
+        noted = it.kernel.find(lambda op: op.kind == "store" and op.space == "shared")
+        unmet = [i for i in noted if ready in it.kernel.reach([i], met)]
+        # The lane that publishes also writes the largest count.
+        assert len(unmet) == 1 < len(noted)
+
 
 def test_message_is_written_before_its_flag(it: Compiled) -> None:
     """I2, in a turn of the sending loop: no byte of a message behind its release.

@@ -316,6 +316,29 @@ def test_rows_are_used_after_they_are_counted(it: Compiled) -> None:
         assert before and not arrivals & it.kernel.reach(before, met)
 
 
+@only([name for name in NAMES if name in DISPATCHES and name in RECEIVERS])
+def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
+    """They are there before the block hears of it, and are read behind that.
+
+    Fails without the `syncwarp` before they are published, if that is relaxed, and
+    without the wait for it.
+    """
+    arrived = it.kernel.find_kind("atomic release block")
+    published = it.kernel.find_kind("store release block")
+    # The others are published by warps that arrive later.
+    (ready,) = (i for i in published if not arrived & it.kernel.reach([i]))
+    noted = it.kernel.find(lambda op: op.kind == "store" and op.space == "shared")
+    met = it.kernel.find_kind("warp_barrier", "barrier")
+    assert ready in it.kernel.reach(noted)
+    assert ready not in it.kernel.reach(noted, met)
+
+    # Whatever way a warp comes, it receives nothing before.
+    (loop,) = it.receive_loops()
+    awaited = it.kernel.find_kind("load acquire block") - loop.body
+    ready = {i for i in awaited if not arrived & it.kernel.reach([i])}
+    assert loop.entry not in it.kernel.reach_from_start(ready)
+
+
 @only(SENDERS)
 def test_what_is_early_is_its_own_flag(it: Compiled) -> None:
     """Nothing else is stored in a peer's region, and nothing is published after it.
