@@ -124,6 +124,10 @@ class World(Program):
     n_index_warps: int = 1
     n_parts: int = 1
     """Parts of a token that announce themselves each by itself."""
+    n_parts_at_once: int = 1
+    """Parts that are sent before any of them is announced."""
+    indexes_by_blocks: bool = False
+    """Whether blocks write the entries of a run of choices, not those of a list."""
     n_early_tokens: int = 2
     """Tokens of a rank up to which they are their own flags."""
     shares_gpu: bool | None = None

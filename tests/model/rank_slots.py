@@ -42,16 +42,37 @@ def tell_n_tokens(launch: Launch, a: Agent) -> None:
 
 
 def index_choices(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    await_readers(launch, a, False)
+    if launch.world.indexes_by_blocks:
+        _index_by_blocks(launch, a, block, indexer)
+    else:
+        _index_by_lists(launch, a, block, indexer)
+
+
+def _index_by_blocks(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    """Writes entries of the block's choices; all counts, if it is the last.
+
+    What it counts in shared memory is left out: its index warps meet at barriers.
+    """
+    world = launch.world
+    tokens = world.tokens(launch.dispatched + 1, launch.rank)
+    choices = [(t, k) for t, experts in enumerate(tokens) for k in range(len(experts))]
+    length = -(-len(choices) // max(world.n_blocks - 1, 1))
+    run = choices[block * length : (block + 1) * length]
+    for t, k in run[indexer :: world.n_index_warps]:
+        _enter_choice(launch, a, t, k)
+    if block == world.n_blocks - 1:
+        for expert in world.experts[indexer :: world.n_index_warps]:
+            _tell_count(launch, a, expert)
+
+
+def _index_by_lists(launch: Launch, a: Agent, block: int, indexer: int) -> None:
     """Writes counts and entries of the lists of one warp.
 
     Segments of a list, which more warps share, are left out but for `FOUND`: each
     warp of the block says that it has found what it looked for.
     """
     world, rank = launch.world, launch.rank
-    n = launch.dispatched + 1
-    generation = launch.next("dispatch_sent")
-    tokens = world.tokens(n, rank)
-    await_readers(launch, a, False)
     if world.n_index_warps > 1:
         where = _INDEX + "_agree_on_found"
         place = ("FOUND", rank, block, indexer)
@@ -59,27 +80,40 @@ def index_choices(launch: Launch, a: Agent, block: int, indexer: int) -> None:
         for other in range(world.n_index_warps):
             place = ("FOUND", rank, block, other)
             a.block_peek(where, place, 1, ("found", other))
+    tokens = world.tokens(launch.dispatched + 1, rank)
     lists = [*world.experts, -1]
     for i in range(block + indexer * world.n_blocks, len(lists), _stride(launch)):
         expert = lists[i]
         if expert >= 0:
-            a.publish_number(
-                _INDEX + "index_choices",
-                ("dispatch_count", world.rank_of(expert), expert, rank),
-                (generation, world.count(n, rank, expert)),
-                ("count", n, rank, expert),
-            )
+            _tell_count(launch, a, expert)
         for t, experts in enumerate(tokens):
             for k, e in enumerate(experts):
-                if e != expert:
-                    continue
-                a.store(
-                    _INDEX + "_enter_choices",
-                    ("choices", rank, launch.parity(generation, n), t, k),
-                    expert,
-                    ("choice", n, t, k),
-                )
-                _write_entry(launch, a, n, generation, t, k, expert)
+                if e == expert:
+                    _enter_choice(launch, a, t, k)
+
+
+def _tell_count(launch: Launch, a: Agent, expert: int) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    a.publish_number(
+        _INDEX + "_tell_count",
+        ("dispatch_count", world.rank_of(expert), expert, rank),
+        (launch.next("dispatch_sent"), world.count(n, rank, expert)),
+        ("count", n, rank, expert),
+    )
+
+
+def _enter_choice(launch: Launch, a: Agent, t: int, k: int) -> None:
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    expert = launch.world.tokens(n, launch.rank)[t][k]
+    a.store(
+        _INDEX + "_enter_choice",
+        ("choices", launch.rank, launch.parity(generation, n), t, k),
+        expert,
+        ("choice", n, t, k),
+    )
+    _write_entry(launch, a, n, generation, t, k, expert)
 
 
 def _stride(launch: Launch) -> int:
@@ -130,22 +164,26 @@ def _send_tokens(
             targets = world.owners(n, rank, t)
         peers = [r for r in targets if r != rank] if to_peers else []
         own = [rank] if rank in targets and not has_input else []
-        for part in range(world.n_parts):
-            for to in [*peers, *own]:
-                truth = ("token", n, rank, t, part)
-                where = _DISPATCH + "_store_steps"
-                if is_early:
-                    place = ("early_token", to, rank, t, part)
-                    a.put_16(where, place, truth, truth)
-                else:
-                    a.store(where, ("token", to, rank, t, part), truth, truth)
-            for to in [] if is_early else [*peers, *own]:
-                a.publish(
-                    _DISPATCH + "_send_tokens",
-                    ("chunk_flag", to, rank, t, part),
-                    (generation, 0),
-                    ("token", n, rank, t, part),
-                )
+        at_once = 1 if is_early else world.n_parts_at_once
+        for first in range(0, world.n_parts, at_once):
+            parts = range(first, min(first + at_once, world.n_parts))
+            for part in parts:
+                for to in [*peers, *own]:
+                    truth = ("token", n, rank, t, part)
+                    where = _DISPATCH + "_store_steps"
+                    if is_early:
+                        place = ("early_token", to, rank, t, part)
+                        a.put_16(where, place, truth, truth)
+                    else:
+                        a.store(where, ("token", to, rank, t, part), truth, truth)
+            for part in [] if is_early else parts:
+                for to in [*peers, *own]:
+                    a.publish(
+                        _DISPATCH + "_send_tokens",
+                        ("chunk_flag", to, rank, t, part),
+                        (generation, 0),
+                        ("token", n, rank, t, part),
+                    )
 
 
 def _send(

@@ -60,6 +60,15 @@ def rank_slots() -> list[World]:
             **replays(FUSED, 1),
             **reduced,
         ),
+        World(
+            "fused, 2 blocks, indexed by blocks",
+            routing=TWO_RANKS,
+            n_blocks=2,
+            n_index_warps=2,
+            indexes_by_blocks=True,
+            **replays(FUSED, 1),
+            **reduced,
+        ),
         World("split", routing=TWO_RANKS, n_blocks=2, **replays(SPLIT, 2), **reduced),
         World("overlap", routing=TWO_RANKS, **OVERLAP, **reduced),
         World(
@@ -67,6 +76,16 @@ def rank_slots() -> list[World]:
             routing=TWO_TOKENS,
             n_early_tokens=1,
             n_parts=2,
+            **replays(FUSED, 2),
+            **reduced,
+        ),
+        World(
+            "chunks, two at once, indexed by blocks",
+            routing=TWO_TOKENS,
+            n_early_tokens=1,
+            n_parts=2,
+            n_parts_at_once=2,
+            indexes_by_blocks=True,
             **replays(FUSED, 2),
             **reduced,
         ),
@@ -196,6 +215,8 @@ def random_world(seed: int) -> World:
         n_blocks=chance.randint(1, 2),
         n_index_warps=1 if protocol == "expert_slots" else chance.randint(1, 2),
         n_parts=chance.randint(1, 2),
+        n_parts_at_once=chance.randint(1, 2),
+        indexes_by_blocks=chance.random() < 0.5,
         n_early_tokens=chance.randint(0, 3),
     )
 

@@ -20,6 +20,7 @@ from max.gpu import (
 )
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
+from std.sys import align_of
 
 from ..counters import (
     BROKEN_WORD,
@@ -139,17 +140,18 @@ def shared_words[n: Int]() -> SharedWord:
 
 
 @always_inline
-def shared_ints[n: Int]() -> SharedInts:
+def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
     """Allocates numbers in shared memory; they are not initialized.
 
     Parameters:
         n: How many.
+        alignment: Of the first, in bytes.
 
     Returns:
         The numbers.
     """
     return unsafe_stack_allocation[
-        n, Int32, address_space=AddressSpace.SHARED
+        n, Int32, alignment=alignment, address_space=AddressSpace.SHARED
     ]()
 
 

@@ -692,17 +692,15 @@ def _add_tokens[
         var weight: Float32 = 0
         var owner = -1
         if lane < top_k:
+            # All three at once: there is no row of what is not here.
             var choice = layout.choice(token_idx, lane)
             var expert = choices[unsafe_offset=choice]
+            row = counters.received_rows(layout, my_rank)[unsafe_offset=choice]
+            weight = counters.received_weights(layout, my_rank)[
+                unsafe_offset=choice
+            ]
             if expert != NO_EXPERT:
                 owner = Int(expert) // layout.n_local_experts()
-            if owner == my_rank:
-                row = counters.received_rows(layout, my_rank)[
-                    unsafe_offset=choice
-                ]
-                weight = counters.received_weights(layout, my_rank)[
-                    unsafe_offset=choice
-                ]
         if is_broken:
             owner = -1
             row = NO_ROW

@@ -31,7 +31,7 @@ from max.gpu import (
     syncwarp,
     thread_idx,
 )
-from std.bit import count_trailing_zeros
+from std.bit import count_trailing_zeros, pop_count
 from std.math import ceildiv
 from std.memory import bitcast
 from std.utils import StaticTuple
@@ -172,8 +172,39 @@ def n_send_warps(is_early: Bool, n_ranks: Int, n_warps: Int) -> Int:
     Returns:
         In `[1, n_warps - FIRST_SENDER - N_INDEX_WARPS]`.
     """
-    var wanted = 6 if is_early else (3 if n_ranks > 2 else 5)
+    var wanted = 6 if is_early else (3 if n_ranks > 2 else 4)
     return min(wanted, n_warps - FIRST_SENDER - N_INDEX_WARPS)
+
+
+@always_inline
+def parts_at_once_shift[
+    layout: RegionLayout, n_parts: Int
+](n_senders: Int) -> Int:
+    """Chooses how many parts of a token a warp sends before it publishes them.
+
+    A publish waits until what was sent has arrived. Few warps that send much for
+    each keep the link as busy as many, and delay the others of the block less. With
+    more ranks a part goes to more of them: that is much already.
+
+    Parameters:
+        layout: How the regions are cut.
+        n_parts: Parts of a token.
+
+    Args:
+        n_senders: Warps of a block that send.
+
+    Returns:
+        The logarithm of the number, to base 2; the number divides `n_parts`.
+    """
+    comptime if layout.n_ranks > 2:
+        return 0
+    comptime if n_parts % 4 == 0:
+        if n_senders <= 4:
+            return 2
+    comptime if n_parts % 2 == 0:
+        if n_senders <= 8:
+            return 1
+    return 0
 
 
 # ------------------------------------------------------------ the sending half
@@ -436,11 +467,18 @@ def _send_tokens[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
+    var stride = n_senders * Int(grid_dim.x)
+    # A unit is a part, or several that are sent at once.
+    var at_once_shift = 0
     var n_parts = min(N_CHUNKS, n_steps)
     comptime if is_early:
         n_parts = n_early_parts(n_tokens, n_steps)
+    else:
+        at_once_shift = parts_at_once_shift[layout, min(N_CHUNKS, n_steps)](
+            n_senders
+        )
+        n_parts >>= at_once_shift
     var n_units = n_tokens * n_parts
-    var stride = n_senders * Int(grid_dim.x)
     var unit = Int(block_idx.x) + sender * Int(grid_dim.x)
     if unit >= n_units:
         return
@@ -510,25 +548,37 @@ def _send_tokens[
                 )
         comptime if not is_early:
             syncwarp()
-            # I2: a part's flag is published after all of the part.
-            var flag = layout.chunk_flag_offset(
-                my_rank, sent.token_idx, sent.part
-            )
-            if sent.is_target:
-                publish(
-                    flag_at(
-                        bytes_at(recv_bufs[unsafe_offset=Int(sent.dst_rank)]),
-                        flag,
-                    ),
-                    generation,
-                    0,
-                )
-            if sent.is_own and lane == 0:
-                publish(
-                    flag_at(bytes_at(recv_bufs[unsafe_offset=my_rank]), flag),
-                    generation,
-                    0,
-                )
+            # I2: a part's flag is published after all of the part. A lane for
+            # each flag: a publish waits until all has arrived, for a warp once.
+            var n_receivers = Int(pop_count(sent.targets)) + Int(sent.is_own)
+            for first in range(0, n_receivers << at_once_shift, WARP_SIZE):
+                var mine = (first + lane) >> at_once_shift
+                var dst_rank = -1
+                var receiver = 0
+                var rest = sent.targets
+                while rest != 0:
+                    var k = count_trailing_zeros(rest)
+                    rest &= rest - 1
+                    var rank = warp.shuffle_idx(sent.dst_rank, k)
+                    if mine == receiver:
+                        dst_rank = Int(rank)
+                    receiver += 1
+                if sent.is_own and mine == receiver:
+                    dst_rank = my_rank
+                if dst_rank >= 0:
+                    var part = (sent.part << at_once_shift) + (
+                        lane & ((1 << at_once_shift) - 1)
+                    )
+                    publish(
+                        flag_at(
+                            bytes_at(recv_bufs[unsafe_offset=dst_rank]),
+                            layout.chunk_flag_offset(
+                                my_rank, sent.token_idx, part
+                            ),
+                        ),
+                        generation,
+                        0,
+                    )
         unit += stride
         if unit >= n_units:
             return

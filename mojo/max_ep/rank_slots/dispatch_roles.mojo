@@ -56,5 +56,8 @@ comptime NEXT_ITEM = 5
 comptime FOUND = 6
 """Control words: what each index warp has found, two of each."""
 
-comptime N_CONTROL = FOUND + 2 * N_INDEX_WARPS
+comptime GAVE_UP = FOUND + 2 * N_INDEX_WARPS
+"""Control word: 1 if an index warp may not write."""
+
+comptime N_CONTROL = GAVE_UP + 1
 """Control words of a block."""

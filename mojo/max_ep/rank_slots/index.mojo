@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of dispatch for GPU ranks: entries and counts, written to every rank.
 
+*Few choices* are in the shared memory of each block, and are indexed by lists.
 Each expert's choices are a list, and so are the choices that have none. The
 index warps of a block are cut into groups. A group takes a list, each warp of it
 a *segment* of all choices: it finds those of the list, learns from the others
-how many come before its own, and writes its entries.
+how many come before its own, and writes its entries. A list costs a walk over all
+choices.
+
+*Many choices* are indexed by blocks. A block has a run of them. It counts, for
+each expert, all that come before the run, and writes the run's entries. The last
+block knows all counts by then, and tells them. A block costs a walk over the
+choices before its own.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE, block_idx, grid_dim, syncwarp, thread_idx
+from max.gpu import (
+    WARP_SIZE,
+    block_idx,
+    grid_dim,
+    named_barrier,
+    syncwarp,
+    thread_idx,
+)
 from std.bit import count_trailing_zeros, pop_count
+from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import inlined_assembly
 
@@ -18,11 +33,13 @@ from ..expert_slots.device_steps import (
     SharedInts,
     bytes_at,
     shared_ints,
+    shared_words,
 )
 from ..expert_slots.host_steps import flag_at
 from ..failures import DROPPED, note_failure
 from ..flags import (
     SharedWord,
+    block_add,
     block_peek,
     block_publish,
     count_of,
@@ -32,9 +49,10 @@ from ..flags import (
 )
 from ..layout import MESSAGE_ALIGN, RegionLayout
 from ..token_format import LaneBytes
-from .device_steps import Launch, await_readers
+from .device_steps import Launch, await_readers, divmod_32
 from .dispatch_roles import (
     FOUND,
+    GAVE_UP,
     N_INDEX_WARPS,
     SEND,
 )
@@ -44,7 +62,7 @@ comptime N_SHARED_CHOICES = 1536
 """Choices up to which a block keeps ids and weights in its shared memory."""
 
 comptime _FOUND_ROOM = 384
-"""Choices that a warp notes at once: a segment of those in shared memory."""
+"""Choices of a segment at most."""
 
 # Choices of a segment from which it is cut once more, and into how many at most;
 # into the last only if there are fewer lists than blocks.
@@ -55,6 +73,12 @@ comptime _MOST_SEGMENTS_SHIFT = 3
 # Ids that a lane has under way: from shared memory, from global memory.
 comptime _FEW_IDS = 4
 comptime _MANY_IDS = 16
+
+# Ids of a round that are compared before the next are loaded.
+comptime _EARLIER_IDS = 16
+
+# Barrier 0 is the whole block's.
+comptime _INDEX_BARRIER = Int32(1)
 
 # A word of `FOUND`: which turn of the warp it is of, and how many were found.
 comptime _FOUND_BITS = 24
@@ -121,39 +145,20 @@ struct Choices(TrivialRegisterPassable):
         return self.ids[unsafe_offset=choice]
 
     @always_inline
-    def load_ids[
-        n: Int, is_shared: Bool
-    ](self, mut ids: Array[Int32, n], first: Int, end: Int, lane: Int):
-        """Reads ids with a warp, as many as a lane can have under way.
+    def weight[layout: RegionLayout](self, choice: Int) -> Float32:
+        """Reads a router weight.
 
         Parameters:
-            n: How many a lane reads.
-            is_shared: What `are_shared` says.
-
-        Args:
-            ids: Result; what is behind the last choice stays.
-            first: The first choice of the warp.
-            end: Behind the last.
-            lane: This lane.
-        """
-        comptime for i in range(n):
-            var choice = first + i * WARP_SIZE + lane
-            if choice < end:
-                comptime if is_shared:
-                    ids[i] = self.shared_ids[unsafe_offset=choice]
-                else:
-                    ids[i] = self.ids[unsafe_offset=choice]
-
-    @always_inline
-    def weight(self, choice: Int) -> Float32:
-        """Reads a router weight.
+            layout: How the regions are cut.
 
         Args:
             choice: The choice.
 
         Returns:
-            The weight.
+            The weight; 0 if combine is not reduced.
         """
+        comptime if not layout.is_reduced():
+            return 0
         if self.are_shared():
             return bitcast[DType.float32](
                 self.shared_weights[unsafe_offset=choice]
@@ -188,7 +193,7 @@ def share_choices[
         topk_ids,
         router_weights,
         n_tokens * layout.top_k,
-        shared_ints[N_SHARED_CHOICES](),
+        shared_ints[N_SHARED_CHOICES, MESSAGE_ALIGN](),
         shared_ints[n_weights](),
     )
     if choices.are_shared():
@@ -291,9 +296,9 @@ def index_choices[
     counters: EPLocalSyncCounters[n_experts],
     indexer: Int,
 ):
-    """Writes entries and counts of some lists, with one of the index warps.
+    """Writes this block's share of entries and counts, with one of the index warps.
 
-    The position of a choice counts the earlier choices of the same list.
+    The position of a choice counts the earlier choices of the same expert.
     Receivers wait for the entries of choices without an expert, too.
 
     Parameters:
@@ -307,6 +312,238 @@ def index_choices[
         launch: From `start_launch`.
         counters: This rank's local words.
         indexer: This warp among those that index.
+    """
+    # I3, for entries and counts.
+    var can_write = await_readers[layout, False](launch, counts, counters, SEND)
+    comptime are_many = layout.n_choices() > N_SHARED_CHOICES
+    # Of either way: shared memory is scarce if there are thousands of experts.
+    comptime n_found = N_INDEX_WARPS * _FOUND_ROOM
+    var words = shared_words[
+        max(n_found, n_experts + WARP_SIZE) if are_many else n_found
+    ]()
+    comptime if are_many:
+        if not choices.are_shared():
+            _index_by_blocks[n_experts, layout](
+                choices,
+                words,
+                recv_bufs,
+                counts,
+                launch,
+                counters,
+                indexer,
+                can_write,
+            )
+            return
+    _index_by_lists[n_experts, layout](
+        choices,
+        words.unsafe_bitcast[Int32]().unsafe_offset(indexer * _FOUND_ROOM),
+        recv_bufs,
+        counts,
+        launch,
+        counters,
+        indexer,
+        can_write,
+    )
+
+
+# ----------------------------------------------------- many choices: by blocks
+
+
+@always_inline
+def _index_by_blocks[
+    n_experts: Int, layout: RegionLayout
+](
+    choices: Choices,
+    n_before: SharedWord,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    indexer: Int,
+    can_write: Bool,
+):
+    """Writes the entries of a block's choices, or, the last block, all counts.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        choices: Ids and weights.
+        n_before: Room for what `_count_id` counts.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        indexer: This warp among those that index.
+        can_write: Whether receivers are ready; this warp's.
+    """
+    comptime n_threads = N_INDEX_WARPS * WARP_SIZE
+    # Room for few choices, and these are many.
+    comptime assert N_SHARED_CHOICES >= n_threads, "a round fits"
+    var experts = choices.shared_ids
+    var me = indexer * WARP_SIZE + launch.lane
+    for expert in range(me, n_experts, n_threads):
+        n_before[unsafe_offset=expert] = 0
+    if not can_write and launch.lane == 0:
+        block_publish(launch.control.unsafe_offset(GAVE_UP), 1)
+    index_barrier()
+    if block_peek(launch.control.unsafe_offset(GAVE_UP)) != 0:
+        return
+    var generation = next_generation(launch.before.dispatch_sent)
+    var n_choices = choices.n_choices
+    # The last block has no choices, unless it is the only one.
+    var is_last = block_idx.x == grid_dim.x - 1
+    var length = ceildiv(n_choices, max(Int(grid_dim.x) - 1, 1))
+    var begin = min(Int(block_idx.x) * length, n_choices)
+    var end = min(begin + length, n_choices)
+    # On its way while the earlier ones are counted.
+    var id, weight = _read_choice[layout](choices, begin + me, end)
+    if begin < end or is_last:
+        for first in range(me, begin, n_threads * _MANY_IDS):
+            var ids = Array[Int32, _MANY_IDS](fill=NO_EXPERT)
+            comptime for i in range(_MANY_IDS):
+                if first + i * n_threads < begin:
+                    ids[i] = choices.ids[unsafe_offset=first + i * n_threads]
+            comptime for i in range(_MANY_IDS):
+                _count_id[n_experts](n_before, ids[i], launch.lane)
+    for first in range(begin, end, n_threads):
+        var choice = first + me
+        var is_expert = id >= 0 and id < Int32(n_experts)
+        experts[unsafe_offset=me] = id if is_expert else NO_EXPERT
+        index_barrier()
+        if choice < end:
+            var position: Int32 = 0
+            if is_expert:
+                position = Int32(n_before[unsafe_offset=Int(id)])
+            # Those of this round before it.
+            for i in range(0, (indexer + 1) * WARP_SIZE, _EARLIER_IDS):
+                comptime for j in range(0, _EARLIER_IDS, 4):
+                    var earlier = experts.unsafe_load[
+                        width=4, alignment=MESSAGE_ALIGN
+                    ](i + j)
+                    comptime for k in range(4):
+                        if earlier[k] == id and i + j + k < me:
+                            position += 1
+            _enter_choice[n_experts, layout](
+                choice,
+                id,
+                weight,
+                Int(position),
+                generation,
+                recv_bufs,
+                launch,
+                counters,
+            )
+        index_barrier()
+        _count_id[n_experts](n_before, id, launch.lane)
+        id, weight = _read_choice[layout](choices, choice + n_threads, end)
+    if is_last:
+        index_barrier()
+        for expert in range(me, n_experts, n_threads):
+            _tell_count[layout](
+                expert,
+                Int(n_before[unsafe_offset=expert]),
+                generation,
+                counts,
+                launch,
+            )
+
+
+@always_inline
+def _count_id[n_experts: Int](n_of: SharedWord, id: Int32, lane: Int):
+    """Counts a choice, with one lane of many at once.
+
+    Parameters:
+        n_experts: Experts of the group.
+
+    Args:
+        n_of: `[n_experts + WARP_SIZE]`: choices of each expert; behind them, words
+            that nobody reads.
+        id: The choice's expert, or what else the router gave.
+        lane: This lane.
+    """
+    var is_expert = id >= 0 and id < Int32(n_experts)
+    # Not a constant 1: the assembler would take that for an increment of few
+    # different words, at which the multiprocessor is slow if they are many.
+    _ = block_add(
+        n_of.unsafe_offset(Int(id) if is_expert else n_experts + lane),
+        UInt32(1) if is_expert else UInt32(0),
+    )
+
+
+@always_inline
+def index_barrier():
+    """Waits for all index warps of the block."""
+    named_barrier[Int32(N_INDEX_WARPS * WARP_SIZE)](_INDEX_BARRIER)
+
+
+@always_inline
+def _tell_count[
+    layout: RegionLayout
+](
+    expert: Int,
+    n_listed: Int,
+    generation: UInt32,
+    counts: SharedAddresses,
+    launch: Launch,
+):
+    """Tells an expert's rank how many choices it gets, with one lane.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        expert: Global expert id.
+        n_listed: Choices of it.
+        generation: The generation that is sent.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+    """
+    var dst_rank, local_expert = divmod_32(expert, layout.n_local_experts())
+    publish_number(
+        flag_at(
+            bytes_at(counts[unsafe_offset=dst_rank]),
+            layout.dispatch_count_offset(
+                layout.pair(local_expert, launch.my_rank)
+            ),
+        ),
+        generation,
+        min(n_listed, layout.max_tokens_per_rank),
+    )
+
+
+# ------------------------------------------------------- few choices: by lists
+
+
+@always_inline
+def _index_by_lists[
+    n_experts: Int, layout: RegionLayout
+](
+    choices: Choices,
+    found: SharedInts,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    indexer: Int,
+    can_write: Bool,
+):
+    """Writes entries and counts of some lists.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        choices: Ids and weights, in shared memory.
+        found: Room for what this warp finds, `_FOUND_ROOM`.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        indexer: This warp among those that index.
+        can_write: Whether receivers are ready; this warp's.
     """
     var lane = launch.lane
     var generation = next_generation(launch.before.dispatch_sent)
@@ -323,11 +560,6 @@ def index_choices[
     )
     var begin = segment * length
     var end = min(begin + length, choices.n_choices)
-    var found = shared_ints[N_INDEX_WARPS * _FOUND_ROOM]().unsafe_offset(
-        indexer * _FOUND_ROOM
-    )
-    # I3, for entries and counts.
-    var can_write = await_readers[layout, False](launch, counts, counters, SEND)
     var turn = 0
     for list in range(
         Int(block_idx.x) + (indexer >> shift) * n_blocks,
@@ -336,15 +568,9 @@ def index_choices[
     ):
         var n_found = 0
         if can_write:
-            # Few choices are walked by little code: a launch reads its code, too.
-            if choices.are_shared():
-                n_found = _find_choices[_FEW_IDS, True](
-                    choices, found, list, n_experts, begin, end, lane
-                )
-            else:
-                n_found = _find_choices[_MANY_IDS, False](
-                    choices, found, list, n_experts, begin, end, lane
-                )
+            n_found = _find_choices(
+                choices, found, list, n_experts, begin, end, lane
+            )
         var n_before = 0
         var n_listed = n_found
         if n_segments > 1:
@@ -362,49 +588,21 @@ def index_choices[
         if not can_write or n_listed >= _GAVE_UP:
             return
         if lane == 0 and segment == 0 and list < n_experts:
-            var dst_rank, local_expert = divmod(list, layout.n_local_experts())
-            publish_number(
-                flag_at(
-                    bytes_at(counts[unsafe_offset=dst_rank]),
-                    layout.dispatch_count_offset(
-                        layout.pair(local_expert, launch.my_rank)
-                    ),
-                ),
+            _tell_count[layout](list, n_listed, generation, counts, launch)
+        for at in range(lane, n_found, WARP_SIZE):
+            var choice = Int(found[unsafe_offset=at])
+            _enter_choice[n_experts, layout](
+                choice,
+                choices.id(choice),
+                choices.weight[layout](choice),
+                n_before + at,
                 generation,
-                min(n_listed, layout.max_tokens_per_rank),
+                recv_bufs,
+                launch,
+                counters,
             )
-        # What had no room is found again, as many choices at a time as have.
-        var is_again = n_found > _FOUND_ROOM
-        var first = begin
-        while True:
-            if is_again:
-                n_found = _find_choices[_FEW_IDS, False](
-                    choices,
-                    found,
-                    list,
-                    n_experts,
-                    first,
-                    min(first + _FOUND_ROOM, end),
-                    lane,
-                )
-                first += _FOUND_ROOM
-            for at in range(0, n_found, WARP_SIZE):
-                _enter_choices[n_experts, layout](
-                    choices,
-                    found.unsafe_offset(at),
-                    min(n_found - at, WARP_SIZE),
-                    n_before + at,
-                    list,
-                    generation,
-                    recv_bufs,
-                    launch,
-                    counters,
-                )
-            n_before += n_found
-            # All lanes have read what was found.
-            syncwarp()
-            if not is_again or first >= end:
-                break
+        # All lanes have read what was found.
+        syncwarp()
 
 
 @always_inline
@@ -412,7 +610,7 @@ def _segments_shift(n_choices: Int, are_lists_few: Bool) -> Int:
     """Chooses into how many segments the choices are cut.
 
     Args:
-        n_choices: Choices of this rank.
+        n_choices: Choices of this rank, at most `N_SHARED_CHOICES`.
         are_lists_few: Whether a block has one list at most.
 
     Returns:
@@ -421,7 +619,7 @@ def _segments_shift(n_choices: Int, are_lists_few: Bool) -> Int:
     comptime assert N_INDEX_WARPS == 1 << _MOST_SEGMENTS_SHIFT, "groups fit"
     comptime assert (
         N_SHARED_CHOICES >> _MANY_SEGMENTS_SHIFT <= _FOUND_ROOM
-    ), "a segment of shared choices is found at once"
+    ), "a segment is found at once"
     var most = _MOST_SEGMENTS_SHIFT if are_lists_few else _MANY_SEGMENTS_SHIFT
     var shift = 0
     while shift < most and n_choices > _SEGMENT_CHOICES << shift:
@@ -445,9 +643,7 @@ def _or_of_lanes(bits: UInt32) -> UInt32:
 
 
 @always_inline
-def _find_choices[
-    in_flight: Int, is_shared: Bool
-](
+def _find_choices(
     choices: Choices,
     found: SharedInts,
     list: Int,
@@ -458,13 +654,9 @@ def _find_choices[
 ) -> Int:
     """Finds the choices of a list in a segment, with one warp.
 
-    Parameters:
-        in_flight: Ids that a lane has under way.
-        is_shared: What `Choices.are_shared` says.
-
     Args:
-        choices: Ids and weights.
-        found: Result: the first `_FOUND_ROOM` of them, in their order.
+        choices: Ids and weights, in shared memory.
+        found: Result: they, in their order; at most `_FOUND_ROOM`.
         list: An expert, or `n_experts` for choices that have none.
         n_experts: Experts of the group.
         begin: First choice of the segment.
@@ -476,12 +668,15 @@ def _find_choices[
     """
     var below = (UInt32(1) << UInt32(lane)) - 1
     var n_found = 0
-    for first in range(begin, end, WARP_SIZE * in_flight):
-        var ids = Array[Int32, in_flight](fill=NO_EXPERT)
-        choices.load_ids[is_shared=is_shared](ids, first, end, lane)
+    for first in range(begin, end, WARP_SIZE * _FEW_IDS):
+        var ids = Array[Int32, _FEW_IDS](fill=NO_EXPERT)
+        comptime for i in range(_FEW_IDS):
+            var choice = first + i * WARP_SIZE + lane
+            if choice < end:
+                ids[i] = choices.shared_ids[unsafe_offset=choice]
         # Bit `i`: choice `i` of this lane is one of the list.
         var listed: UInt32 = 0
-        comptime for i in range(in_flight):
+        comptime for i in range(_FEW_IDS):
             var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
             var is_listed = (
                 ids[i] == Int32(list) if list < n_experts else not is_expert
@@ -496,7 +691,7 @@ def _find_choices[
             var is_listed = (listed >> i) & 1 != 0
             var votes = warp.vote[DType.uint32](is_listed)
             var place = n_found + Int(pop_count(votes & below))
-            if is_listed and place < _FOUND_ROOM:
+            if is_listed:
                 found[unsafe_offset=place] = Int32(
                     first + Int(i) * WARP_SIZE + lane
                 )
@@ -556,48 +751,61 @@ def _agree_on_found(
 
 
 @always_inline
-def _enter_choices[
+def _read_choice[
+    layout: RegionLayout
+](choices: Choices, choice: Int, end: Int) -> Tuple[Int32, Float32]:
+    """Reads a choice from global memory.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        choices: Ids and weights.
+        choice: Which.
+        end: Behind the last that there is.
+
+    Returns:
+        Its id and weight; no expert behind the last.
+    """
+    if choice >= end:
+        return (NO_EXPERT, Float32(0))
+    return (choices.ids[unsafe_offset=choice], choices.weight[layout](choice))
+
+
+@always_inline
+def _enter_choice[
     n_experts: Int, layout: RegionLayout
 ](
-    choices: Choices,
-    found: SharedInts,
-    n_found: Int,
-    n_before: Int,
-    list: Int,
+    choice: Int,
+    id: Int32,
+    weight: Float32,
+    position: Int,
     generation: UInt32,
     recv_bufs: SharedAddresses,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Writes the entries of some choices of a list, a lane each.
+    """Writes the entry of a choice, with one lane.
 
     Parameters:
         n_experts: Experts of the group.
         layout: How the regions are cut.
 
     Args:
-        choices: Ids and weights.
-        found: The choices, in their order.
-        n_found: How many, at most as many as lanes.
-        n_before: Choices of the list before them.
-        list: Their expert, or `n_experts` if they have none.
+        choice: Which.
+        id: Its expert, or what else the router gave.
+        weight: Its router weight; read if combine is reduced.
+        position: Earlier choices of this expert.
         generation: The generation that is sent.
         recv_bufs: All ranks' recv buffers.
         launch: From `start_launch`.
         counters: This rank's local words.
     """
     comptime top_k = layout.top_k
-    if launch.lane >= n_found:
-        return
-    var choice = Int(found[unsafe_offset=launch.lane])
-    var position = n_before + launch.lane
-    var is_expert = list < n_experts
+    var is_expert = id >= 0 and id < Int32(n_experts)
     var has_place = is_expert and position < layout.max_tokens_per_rank
     var sent = counters.choices(generation, layout.n_choices())
-    sent[unsafe_offset=choice] = Int32(list) if has_place else NO_EXPERT
-    var weight: Float32 = 0
-    comptime if layout.is_reduced():
-        weight = choices.weight(choice)
+    sent[unsafe_offset=choice] = id if has_place else NO_EXPERT
     _write_entry[layout](
         recv_bufs,
         launch.my_rank,
@@ -605,12 +813,11 @@ def _enter_choices[
         generation,
         # The token of a choice without a place is sent like any other, so its
         # entry names the expert.
-        list if is_expert else NO_ENTRY_EXPERT,
+        Int(id) if is_expert else NO_ENTRY_EXPERT,
         position if has_place else NO_POSITION,
         weight,
     )
     if not has_place:
-        var id = choices.id(choice)
         if id != NO_EXPERT:
             note_failure(
                 counters.failure(),
