@@ -161,19 +161,17 @@ def n_early_parts(n_tokens: Int, n_steps: Int) -> Int:
 
 
 @always_inline
-def n_send_warps(is_early: Bool, n_ranks: Int, n_warps: Int) -> Int:
+def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
     """Chooses how many warps of a block send while the others receive.
 
     Args:
         is_early: Whether the data is its own flag.
-        n_ranks: Ranks of the group: with more, a token goes to more of them.
         n_warps: Warps of a block.
 
     Returns:
         In `[1, n_warps - FIRST_SENDER - N_INDEX_WARPS]`.
     """
-    var wanted = 6 if is_early else (3 if n_ranks > 2 else 4)
-    return min(wanted, n_warps - FIRST_SENDER - N_INDEX_WARPS)
+    return min(6 if is_early else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
 
 
 @always_inline
@@ -1688,9 +1686,7 @@ def dispatch_kernel[
         counts,
         launch,
         ep_counters,
-        n_send_warps(
-            Int(n_tokens) <= layout.n_early_tokens(), n_ranks, n_warps
-        ),
+        n_send_warps(Int(n_tokens) <= layout.n_early_tokens(), n_warps),
     )
     comptime if layout.is_reduced():
         if block_idx.x == 0 and launch.warp_idx == 0:
