@@ -22,9 +22,9 @@ class Op:
 
     text: str
     what: str = ""
-    """load, store, atomic, fence, barrier (of the block), warp_barrier, vote,
-    launch_wait (for the kernel before); empty for what has nothing to do with
-    memory."""
+    """load, store, atomic, fence, barrier (of the block), some_barrier (of some of its
+    warps), warp_barrier, vote, launch_wait (for the kernel before); empty for what has
+    nothing to do with memory."""
     n_bytes: int = 0
     """Bytes that one lane moves."""
     space: str = ""
@@ -340,7 +340,9 @@ def _ptx_op(text: str) -> Op:
     # Accesses that this file does not know, and would overlook.
     assert words[0] not in _PTX_UNKNOWN, text
     if words[0] not in _PTX_ACCESS:
-        return Op(text, _PTX_BARRIERS.get(".".join(words[:2]), ""))
+        what = _PTX_BARRIERS.get(".".join(words[:2]), "")
+        # With a number of threads it is not the whole block's.
+        return Op(text, "some_barrier" if what == "barrier" and "," in text else what)
     n_lanes = next((int(w[1:]) for w in words if re.fullmatch(r"v\d", w)), 1)
     space = [w for w in words if w in ("global", "shared", "local", "param")]
     return Op(

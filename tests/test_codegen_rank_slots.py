@@ -342,6 +342,30 @@ def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
     assert loop.entry not in it.kernel.reach_from_start(ready)
 
 
+@only([n for n in NAMES if n in DISPATCHES and n in SENDERS and "_parts" in n])
+def test_many_choices_are_counted_before_they_are_entered(it: Compiled) -> None:
+    """Index warps meet between counting, reading what was counted, and counting on.
+
+    Fails without one of the barriers of `_index_by_blocks` but the first and the
+    last, which start the count and end it.
+    """
+    met = it.kernel.find_kind("some_barrier")
+    assert all(it.kernel.ops[i].text.endswith("1, 256") for i in met)
+    (rounds,) = (loop for loop in it.kernel.loops() if loop.body & met)
+    # What is added is a register: 0 or 1.
+    adds = it.kernel.find(
+        lambda op: op.kind == "atomic relaxed block" and ", %r" in op.text
+    )
+    counts_on = adds & rounds.body
+    assert counts_on and adds - rounds.body
+    shared = it.kernel.find(lambda op: op.space == "shared")
+    written = rounds.body & shared & it.kernel.find_kind("store")
+    read = rounds.body & shared & it.kernel.find_kind("load")
+    assert written and read
+    assert not read & it.kernel.reach(adds | written, met)
+    assert not (counts_on | written) & it.kernel.reach(read, met, rounds.body)
+
+
 @only(SENDERS)
 def test_what_is_early_is_its_own_flag(it: Compiled) -> None:
     """Nothing else is stored in a peer's region, and nothing is published after it.
