@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +17,11 @@ import numpy as np
 import pytest
 from cases import (
     ALL_SMALL_CASES,
-    BF16,
     CASES,
-    F32,
     LARGE_CASES,
     LAYOUT_CASES,
     RANK_SLOTS_CASES,
+    REDUCED_CASES,
     ROUTINGS,
     SMALL_CASES,
     Case,
@@ -283,13 +281,9 @@ FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
     "one_fp8": ONE_FP8,
-    "by_rank": Case("by_rank", 2, 5, 3, 80, 7, protocol="rank_slots"),
-    "reduced": replace(
-        RANK_SLOTS_CASES["two_ranks_by_rank"],
-        name="reduced",
-        combine_mode="reduced",
-        partial_dtype=F32,
-    ),
+    # Groups of several ranks are those of small cases, whose ops are compiled anyway.
+    "by_rank": RANK_SLOTS_CASES["top_32_by_rank"],
+    "reduced": REDUCED_CASES["uneven_7_on_3_reduced"],
     "reduced_padded": Case(
         "reduced_padded",
         1,
@@ -303,11 +297,9 @@ FORM_CASES = {
         combine_mode="reduced",
     ),
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
-    "padded_two": Case("padded_two", 2, 5, 3, 80, 7, output_layout="padded"),
+    "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
-    "shared_two": Case(
-        "shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True
-    ),
+    "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
 
 
@@ -458,10 +450,10 @@ FORMS = {
     "by_rank": ["all"],
     "reduced": ["all", "call_halves"],
     "reduced_padded": ["fused", "call_fused"],
-    "padded": ["fused", "call_halves", "call_fused"],
-    "padded_two": ["all", "call_distributed"],
-    "shared": ["fused", "call_halves", "call_fused"],
-    "shared_two": ["all", "call_distributed"],
+    "padded": ["fused", "call_fused"],
+    "padded_three": ["all", "call_halves"],
+    "shared": ["fused", "call_fused"],
+    "shared_three": ["all", "call_halves"],
 }
 """`async_wait`, the form of the small cases, only where layers follow each other."""
 
