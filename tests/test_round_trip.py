@@ -44,7 +44,6 @@ from harness import (
     assert_same_bits,
     flatten,
     input_types,
-    load_together,
     round_trip,
     take_inputs,
     take_outputs,
@@ -74,22 +73,24 @@ CPU = DeviceRef.CPU()
 # ------------------------------------------------------- cases times routings
 
 
+def add_graphs(module: Module) -> SimpleNamespace:
+    """Adds all graphs of this file."""
+    return SimpleNamespace(
+        small=Groups(None, "small_cases", SMALL_CASES, module=module),
+        large=Groups(None, "large_cases", LARGE_CASES, module=module),
+        forms=Forms(module),
+    )
+
+
 @pytest.fixture(scope="module")
-def compiled(
-    session, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SimpleNamespace]:
-    """All graphs of this file, compiled together."""
-    module = Module()
-    small = Groups(session, "small_cases", SMALL_CASES, module=module)
-    large = Groups(session, "large_cases", LARGE_CASES, module=module)
-    forms = Forms(module)
-    path = tmp_path_factory.mktemp("compiled") / "round_trip.mef"
-    models = load_together(session, module, path)
-    small.start(session, models["small_cases"])
-    large.start(session, models["large_cases"])
-    forms.start(session, models["forms"])
-    yield SimpleNamespace(small=small, large=large, forms=forms, path=path)
-    for groups in (small, large, forms):
+def compiled(session, one_module: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """All graphs of this file, compiled."""
+    made, models = one_module.added[__name__], one_module.models
+    made.small.start(session, models["small_cases"])
+    made.large.start(session, models["large_cases"])
+    made.forms.start(session, models["forms"])
+    yield made
+    for groups in (made.small, made.large, made.forms):
         groups.close()
 
 
@@ -203,7 +204,7 @@ from harness import *
 from max.driver import CPU as Host
 
 session = InferenceSession(devices=[Host()])
-groups = Groups(session, "large_cases", LARGE_CASES, module=Module())
+groups = Groups(None, "large_cases", LARGE_CASES, module=Module())
 groups.start(session, session.load_all(sys.argv[1])["large_cases"])
 given = {n: make_inputs(c, "full") for n, c in LARGE_CASES.items()}
 moved = []
@@ -221,13 +222,13 @@ print("same bits")
 """
 
 
-def test_expert_rows_at_any_address(compiled: SimpleNamespace) -> None:
+def test_expert_rows_at_any_address(one_module: SimpleNamespace) -> None:
     """Rows that a caller's array puts off a 16-byte boundary.
 
     In a process of its own, for it may crash.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _UNALIGNED, str(compiled.path)],
+        [sys.executable, "-c", _UNALIGNED, str(one_module.path)],
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
