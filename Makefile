@@ -20,7 +20,8 @@ demo: .venv/.installed
 serve: .venv/.installed-serve
 	$(BIN)/python -m graphs.serve.run
 
-# Two files at a time: one alone leaves a core idle now and then.
+# Two files at a time: one alone leaves a core idle now and then. Some go together
+# (tests/conftest.py).
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

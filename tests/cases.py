@@ -135,7 +135,7 @@ _CASES = [
     Case("two_ranks", 2, 5, 3, 80, 7),  # 3 and 2 experts
     Case("last_rank_empty", 4, 5, 3, 80, 7),  # 2, 2, 1 and 0 experts
     Case("uneven_7_on_3", 3, 7, 2, 36, 5, "float32", F32, F32),
-    Case("five_ranks_top_1", 5, 15, 1, 8, 3, "float32", F32, BF16),
+    Case("five_ranks_top_1", 5, 15, 1, 128, 3, "fp8", tokens=F32),
     Case("top_32", 2, 40, 32, 16, 7, combine=F32),
     Case("fp8", 3, 7, 3, 256, 7, "fp8"),
     Case("fp8_pow2", 2, 6, 2, 384, 7, "fp8_pow2", combine=F32),
@@ -150,11 +150,11 @@ CASES = {case.name: case for case in _CASES}
 _PADDED = dict(output_layout="padded")
 _SHARED = dict(fused_shared_expert=True)
 _LAYOUT_CASES = [
-    Case("padded_last_rank_empty", 4, 5, 3, 80, 7, **_PADDED),
+    Case("padded_last_rank_empty", 3, 4, 3, 80, 7, **_PADDED),  # 2, 2 and 0
     # Large enough that a launch is dealt over workers.
-    Case("padded_fp8", 3, 7, 3, 1024, 96, "fp8", scales="each", **_PADDED),
-    Case("shared_last_rank_empty", 4, 5, 3, 80, 7, **_SHARED),
-    Case("shared_fp8", 3, 7, 3, 1024, 96, "fp8", **_SHARED),
+    Case("padded_fp8", 2, 5, 3, 1024, 96, "fp8", scales="one", **_PADDED),
+    Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
+    Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
 ]
 LAYOUT_CASES = {case.name: case for case in _LAYOUT_CASES}
 """Padded rows, and a fused shared expert."""
@@ -173,9 +173,9 @@ _PARTIALS = {
     "five_ranks_top_1": None,
     "top_32": None,
     "fp8_pow2": BF16,
-    "padded_last_rank_empty": None,
+    "padded_last_rank_empty": F32,
     "shared_last_rank_empty": None,
-    "shared_fp8": F32,
+    "shared_fp8": BF16,
 }
 REDUCED_CASES = {
     f"{name}_reduced": replace(
@@ -211,10 +211,12 @@ GATHER_CASES = {
 
 # Each takes seconds to compile for CPU ranks, and has only `features` of others.
 _ON_REQUEST = (
-    "uneven_7_on_3 fp8 fp8_scaled_each two_ranks_by_rank last_rank_empty_by_rank "
-    "five_ranks_top_1_by_rank fp8_by_rank fp8_pow2_by_rank last_rank_empty_reduced "
-    "top_32_reduced shared_last_rank_empty_reduced two_ranks_by_rank_gather "
-    "last_rank_empty_by_rank_gather"
+    "uneven_7_on_3 fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
+    "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
+    "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_reduced "
+    "last_rank_empty_reduced top_32_reduced shared_last_rank_empty_reduced "
+    "two_ranks_by_rank_gather last_rank_empty_by_rank_gather "
+    "last_rank_empty_reduced_gather"
 ).split()
 
 ALL_SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES | GATHER_CASES

@@ -7,6 +7,9 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,14 +21,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    "test_round_trip test_programs test_processes test_stats test_fuzz test_gather "
-    "test_gpu_changed_import test_errors test_soak test_serve test_codegen"
+    "test_round_trip test_programs test_processes test_soak test_gpu_changed_import "
+    "test_serve test_codegen_rank_slots test_codegen test_model"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end.
 
 `test_serve` is late among them: what `make serve` compiles beside the tests in CI, it
 finds.
 """
+
+TOGETHER = {
+    "one_module": (
+        "test_round_trip test_errors test_gather test_stats test_fuzz test_subgraph "
+        "test_hopper"
+    ).split(),
+    "processes": ["test_processes", "test_soak"],
+}
+"""Files that one process runs, for they share what is compiled."""
+_GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a file, or its group of files, to one of several processes."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _GROUPS.get(Path(file).stem, file)
+
+    return ByGroup(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -95,6 +121,33 @@ def session():
     from max.engine import InferenceSession
 
     return InferenceSession(devices=[CPU()])
+
+
+@pytest.fixture(scope="session")
+def one_module(
+    request: pytest.FixtureRequest, session, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
+    """All graphs of the files of this run that have `add_graphs`, compiled together.
+
+    A compilation costs much in any case, and an op that is in several graphs is
+    compiled once.
+    """
+    from max.graph import Module
+
+    from max_ep import extension_path
+
+    module = Module()
+    files = dict.fromkeys(item.module for item in request.session.items)
+    added = {
+        file.__name__: file.add_graphs(module)
+        for file in files
+        if hasattr(file, "add_graphs")
+    }
+    path = tmp_path_factory.mktemp("one_module") / "graphs.mef"
+    compiled = session.compile(module, custom_extensions=[extension_path()])
+    compiled.export_mef(path)  # for other processes
+    models = session.init_all(compiled)
+    return SimpleNamespace(models=models, added=added, path=path)
 
 
 @pytest.fixture(scope="module")

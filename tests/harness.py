@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from cases import BF16, Case, Expected, Inputs
@@ -19,7 +18,7 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
 
-from max_ep import EPBatchManager, EPCommInitializer, EPConfig, extension_path
+from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.reference import DispatchResult, PaddedResult
 
 CPU = DeviceRef.CPU()
@@ -233,31 +232,12 @@ def fused_round_trip(
     ]
 
 
-def load_together(
-    session: InferenceSession, module: Module, path: Path | None = None
-) -> dict[str, Model]:
-    """Compiles the graphs of a module in less time than one after another.
-
-    Args:
-        session: Compiles and loads them.
-        module: Has the graphs.
-        path: Where to keep what was compiled, for another process.
-
-    Returns:
-        A model for each, by the name of its graph.
-    """
-    compiled = session.compile(module, custom_extensions=[extension_path()])
-    if path is not None:
-        compiled.export_mef(path)
-    return session.init_all(compiled)
-
-
 class Groups:
     """The groups of several cases in one compiled graph."""
 
     def __init__(
         self,
-        session: InferenceSession,
+        session: InferenceSession | None,
         name: str,
         cases: Mapping[str, Case],
         *,
@@ -267,7 +247,8 @@ class Groups:
     ) -> None:
         """Builds and compiles the graph and sets up each case's memory.
 
-        With a module, the graph is only added to it, and `start` does the rest.
+        With a module, the graph is only added to it, which takes no session, and
+        `start` does the rest.
         """
         self.cases = cases
         managers = {n: EPBatchManager(config(c)) for n, c in cases.items()}

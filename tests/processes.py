@@ -963,6 +963,20 @@ class SetUp:
     seconds: float
 
 
+def set_up_configs(node_id: int, timeout_s: float) -> dict[str, EPConfig]:
+    """Lists what a process of `set_up` believes of each group."""
+    odd = replace(SMALL, hidden_size=512)
+    other = odd if node_id == 2 else SMALL
+    return {
+        "healthy": SMALL.config(node_id, 3, timeout_s=timeout_s),
+        "missing": SMALL.config(node_id, 4, timeout_s=timeout_s),
+        "different": other.config(node_id, 3, timeout_s=timeout_s),
+        # As if launch() had started more processes than the group has nodes.
+        "outside": SMALL.config(-1, 2, timeout_s=timeout_s),
+        "again": SMALL.config(node_id, 3, timeout_s=timeout_s),
+    }
+
+
 def set_up(node_id: int, timeout_s: float, notes: str) -> dict[str, SetUp]:
     """Joins several groups in which something is wrong; three processes."""
     Path(notes, "group").write_text(os.environ[GROUP_VARIABLE])
@@ -971,7 +985,6 @@ def set_up(node_id: int, timeout_s: float, notes: str) -> dict[str, SetUp]:
 
     def attempt(case: str, config: EPConfig, times: int = 1) -> None:
         comm = engine.join(config, f"{os.environ[GROUP_VARIABLE]}-{case}")
-        config.sizes()  # asks Mojo, which takes its time
         meet(notes, case, node_id, 3)
         # The odd one of "different" comes last, to peers that wait for it.
         time.sleep(0.3 if node_id == 2 and times == 1 else 0)
@@ -985,14 +998,9 @@ def set_up(node_id: int, timeout_s: float, notes: str) -> dict[str, SetUp]:
             error = f"{type(e).__name__}: {e}"
         answers[case] = SetUp(error, time.monotonic() - begin)
 
-    attempt("healthy", SMALL.config(node_id, 3, timeout_s=timeout_s))
-    attempt("missing", SMALL.config(node_id, 4, timeout_s=timeout_s))
-    other = replace(SMALL, hidden_size=512) if node_id == 2 else SMALL
-    attempt("different", other.config(node_id, 3, timeout_s=timeout_s))
-    # As if launch() had started more processes than the group has nodes.
     assert os.environ[NODE_VARIABLE] == str(node_id)
-    attempt("outside", SMALL.config(-1, 2, timeout_s=timeout_s))
-    attempt("again", SMALL.config(node_id, 3, timeout_s=timeout_s), times=30)
+    for case, config in set_up_configs(node_id, timeout_s).items():
+        attempt(case, config, times=30 if case == "again" else 1)
     return answers
 
 

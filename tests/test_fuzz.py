@@ -9,6 +9,7 @@ every time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from cases import BF16, Case, expected
@@ -25,7 +26,7 @@ from fuzzing import (
 from harness import Groups, assert_round_trip, input_types, round_trip, take_inputs
 from hypothesis import assume, example, given, seed, settings
 from hypothesis import strategies as st
-from max.graph import Graph
+from max.graph import Graph, Module
 
 from max_ep import EPBatchManager, EPConfig
 
@@ -34,11 +35,17 @@ fuzzed = settings(
 )
 
 
+def add_graphs(module: Module) -> Groups:
+    """Adds groups that are drawn, in one graph."""
+    return Groups(None, "fuzz", drawn_cases(SEED, N_CASES), module=module)
+
+
 @pytest.fixture(scope="module")
-def groups(session) -> Iterator[Groups]:
-    """Groups that were drawn, in one graph."""
+def groups(session, one_module: SimpleNamespace) -> Iterator[Groups]:
+    """Those groups, compiled."""
     print(f"MAX_EP_FUZZ_SEED={SEED}")
-    made = Groups(session, "fuzz", drawn_cases(SEED, N_CASES))
+    made = one_module.added[__name__]
+    made.start(session, one_module.models["fuzz"])
     yield made
     made.close()
 

@@ -14,7 +14,6 @@ from harness import (
     assert_round_trip,
     flatten,
     input_types,
-    load_together,
     take_inputs,
     take_outputs,
     to_buffer,
@@ -165,16 +164,20 @@ def add_one_half(module: Module, name: str, tokens_are_sent: bool | None) -> Non
             graph.output(*rows, manager._src_info[0], sums)
 
 
-@pytest.fixture(scope="module")
-def on_cpu(session) -> SimpleNamespace:
-    """All graphs of this file that need no GPU, compiled together."""
-    module = Module()
+def add_graphs(module: Module) -> SimpleNamespace:
+    """Adds all graphs of this file that need no GPU."""
     layers = {first: add_layer("cpu", first, module)[0] for first in (False, True)}
     scatter = add_scatter(module)
     for name, tokens_are_sent in (("send", None), ("sent", True), ("at_once", False)):
         add_one_half(module, name, tokens_are_sent)
-    models = load_together(session, module)
-    return SimpleNamespace(models=models, layers=layers, scatter=scatter)
+    return SimpleNamespace(layers=layers, scatter=scatter)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(one_module: SimpleNamespace) -> SimpleNamespace:
+    """Those graphs, compiled."""
+    added = vars(one_module.added[__name__])
+    return SimpleNamespace(models=one_module.models, **added)
 
 
 @pytest.fixture(

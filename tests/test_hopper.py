@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 from max.graph.graph import default_custom_extensions
 from max.nn import linear as max_linear
 from max.nn.kernels import grouped_matmul_ragged
@@ -24,10 +23,14 @@ ORIGINALS = {
 }
 
 
-def test_rows_behind_a_whole_tile_are_left_out(
-    session: InferenceSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a product that is quickly compiled: MAX's matmul on CPU takes two minutes."""
+def add_graphs(module: Module) -> list:
+    """Adds a matmul of whole tiles, by a product that is quickly compiled.
+
+    MAX's matmul on CPU takes two minutes.
+
+    Returns:
+        The shape of what the graph returns.
+    """
     cpu = DeviceRef.CPU()
     types = [
         TensorType(DType.float32, ["n_rows", 8], cpu),
@@ -40,13 +43,20 @@ def test_rows_behind_a_whole_tile_are_left_out(
         columns = ops.unsqueeze(x, 1) * ops.unsqueeze(transposed.T, 0)
         return ops.squeeze(ops.sum(columns, 2), 2)
 
-    monkeypatch.setattr(TensorValue, "__matmul__", multiply)
-    with Graph("whole_tiles", input_types=types) as graph:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Graph("whole_tiles", input_types=types, module=module) as graph,
+    ):
+        patch.setattr(TensorValue, "__matmul__", multiply)
         x, weight = (value.tensor for value in graph.inputs)
         product = hopper.matmul_of_whole_tiles(x, weight)
-        assert product.shape == [x.shape[0], 4]
         graph.output(product, ops.shape_to_tensor(given[0].shape))
-    model = session.load(graph)
+    return list(product.shape)
+
+
+def test_rows_behind_a_whole_tile_are_left_out(one_module: SimpleNamespace) -> None:
+    assert one_module.added[__name__] == ["n_rows", 4]
+    model = one_module.models["whole_tiles"]
     rng = np.random.default_rng(0)
     for n_rows in (1, 2, 63, 127, 128, 129, 300):
         # Small integers: sums are exact.

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +17,11 @@ import numpy as np
 import pytest
 from cases import (
     ALL_SMALL_CASES,
-    BF16,
     CASES,
-    F32,
     LARGE_CASES,
     LAYOUT_CASES,
     RANK_SLOTS_CASES,
+    REDUCED_CASES,
     ROUTINGS,
     SMALL_CASES,
     Case,
@@ -46,7 +44,6 @@ from harness import (
     assert_same_bits,
     flatten,
     input_types,
-    load_together,
     round_trip,
     take_inputs,
     take_outputs,
@@ -76,22 +73,24 @@ CPU = DeviceRef.CPU()
 # ------------------------------------------------------- cases times routings
 
 
+def add_graphs(module: Module) -> SimpleNamespace:
+    """Adds all graphs of this file."""
+    return SimpleNamespace(
+        small=Groups(None, "small_cases", SMALL_CASES, module=module),
+        large=Groups(None, "large_cases", LARGE_CASES, module=module),
+        forms=Forms(module),
+    )
+
+
 @pytest.fixture(scope="module")
-def compiled(
-    session, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SimpleNamespace]:
-    """All graphs of this file, compiled together."""
-    module = Module()
-    small = Groups(session, "small_cases", SMALL_CASES, module=module)
-    large = Groups(session, "large_cases", LARGE_CASES, module=module)
-    forms = Forms(module)
-    path = tmp_path_factory.mktemp("compiled") / "round_trip.mef"
-    models = load_together(session, module, path)
-    small.start(session, models["small_cases"])
-    large.start(session, models["large_cases"])
-    forms.start(session, models["forms"])
-    yield SimpleNamespace(small=small, large=large, forms=forms, path=path)
-    for groups in (small, large, forms):
+def compiled(session, one_module: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """All graphs of this file, compiled."""
+    made, models = one_module.added[__name__], one_module.models
+    made.small.start(session, models["small_cases"])
+    made.large.start(session, models["large_cases"])
+    made.forms.start(session, models["forms"])
+    yield made
+    for groups in (made.small, made.large, made.forms):
         groups.close()
 
 
@@ -205,7 +204,7 @@ from harness import *
 from max.driver import CPU as Host
 
 session = InferenceSession(devices=[Host()])
-groups = Groups(session, "large_cases", LARGE_CASES, module=Module())
+groups = Groups(None, "large_cases", LARGE_CASES, module=Module())
 groups.start(session, session.load_all(sys.argv[1])["large_cases"])
 given = {n: make_inputs(c, "full") for n, c in LARGE_CASES.items()}
 moved = []
@@ -223,13 +222,13 @@ print("same bits")
 """
 
 
-def test_expert_rows_at_any_address(compiled: SimpleNamespace) -> None:
+def test_expert_rows_at_any_address(one_module: SimpleNamespace) -> None:
     """Rows that a caller's array puts off a 16-byte boundary.
 
     In a process of its own, for it may crash.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _UNALIGNED, str(compiled.path)],
+        [sys.executable, "-c", _UNALIGNED, str(one_module.path)],
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -283,13 +282,9 @@ FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
     "one_fp8": ONE_FP8,
-    "by_rank": Case("by_rank", 2, 5, 3, 80, 7, protocol="rank_slots"),
-    "reduced": replace(
-        RANK_SLOTS_CASES["two_ranks_by_rank"],
-        name="reduced",
-        combine_mode="reduced",
-        partial_dtype=F32,
-    ),
+    # Groups of several ranks are those of small cases, whose ops are compiled anyway.
+    "by_rank": RANK_SLOTS_CASES["top_32_by_rank"],
+    "reduced": REDUCED_CASES["uneven_7_on_3_reduced"],
     "reduced_padded": Case(
         "reduced_padded",
         1,
@@ -303,11 +298,9 @@ FORM_CASES = {
         combine_mode="reduced",
     ),
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
-    "padded_two": Case("padded_two", 2, 5, 3, 80, 7, output_layout="padded"),
+    "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
-    "shared_two": Case(
-        "shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True
-    ),
+    "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
 
 
@@ -458,10 +451,10 @@ FORMS = {
     "by_rank": ["all"],
     "reduced": ["all", "call_halves"],
     "reduced_padded": ["fused", "call_fused"],
-    "padded": ["fused", "call_halves", "call_fused"],
-    "padded_two": ["all", "call_distributed"],
-    "shared": ["fused", "call_halves", "call_fused"],
-    "shared_two": ["all", "call_distributed"],
+    "padded": ["fused", "call_fused"],
+    "padded_three": ["all", "call_halves"],
+    "shared": ["fused", "call_fused"],
+    "shared_three": ["all", "call_halves"],
 }
 """`async_wait`, the form of the small cases, only where layers follow each other."""
 

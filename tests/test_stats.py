@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from harness import (
     assert_round_trip,
     flatten,
     input_types,
-    load_together,
     round_trip,
     take_inputs,
     take_outputs,
@@ -127,15 +127,16 @@ def add_early(place: str, module: Module | None = None) -> Graph:
     return graph
 
 
-@pytest.fixture(scope="module")
-def on_cpu(session) -> tuple[Groups, Model]:
-    """The graphs of this file that need no GPU, compiled together."""
-    module = Module()
-    watched = Groups(
-        session, "watched_cpu", CASES, build=watched_round_trip, module=module
-    )
+def add_graphs(module: Module) -> Groups:
+    """Adds the graphs of this file that need no GPU."""
     add_early("cpu", module)
-    models = load_together(session, module)
+    return Groups(None, "watched_cpu", CASES, build=watched_round_trip, module=module)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(session, one_module: SimpleNamespace) -> tuple[Groups, Model]:
+    """Those graphs, compiled."""
+    watched, models = one_module.added[__name__], one_module.models
     watched.start(session, models["watched_cpu"])
     return watched, models["early_cpu"]
 

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from cases import CASES, Inputs, expected, make_inputs
 from harness import assert_same_bits, flatten, input_types, to_numpy
-from max.graph import Graph, TensorValue, Value, ops
+from max.graph import Graph, Module, TensorValue, Value, ops
 
 from max_ep import EPBatchManager, EPCommInitializer, extension_path
 
+CASE = CASES["two_ranks"]
 
-def test_layers_that_share_a_subgraph(session) -> None:
-    """The graph is given the ops; a subgraph's own are not looked at by MAX."""
-    case = CASES["two_ranks"]
+
+def add_graphs(module: Module) -> None:
+    """Adds a graph of two layers; it is given the ops that its subgraph has."""
+    case = CASE
     config, n_ranks = case.config(), case.n_ranks
     types = [*input_types(case), *EPBatchManager(config).input_types()]
 
@@ -28,7 +32,10 @@ def test_layers_that_share_a_subgraph(session) -> None:
         return [ops.rebind(y, x.shape) for x, y in zip(tokens, sums)]
 
     with Graph(
-        "with_subgraph", input_types=types, custom_extensions=[extension_path()]
+        "with_subgraph",
+        input_types=types,
+        custom_extensions=[extension_path()],
+        module=module,
     ) as graph:
         inner = graph.add_subgraph("layer", layer, input_types=types)
         values = list(graph.inputs)
@@ -36,9 +43,13 @@ def test_layers_that_share_a_subgraph(session) -> None:
             for rank, tokens in enumerate(ops.call(inner, *values)):
                 values[3 * rank] = tokens
         graph.output(*values[: 3 * n_ranks : 3])
-    model = session.load(graph)
+
+
+def test_layers_that_share_a_subgraph(session, one_module: SimpleNamespace) -> None:
+    """The second takes what the first gave, with the same choices and weights."""
+    case, model = CASE, one_module.models["with_subgraph"]
     given = make_inputs(case, "masked")
-    with EPCommInitializer(config) as comm:
+    with EPCommInitializer(case.config()) as comm:
         comm.ep_init(session)
         outputs = model.execute(*flatten(given), *comm.model_inputs())
     first = expected(case, given).combine
