@@ -93,6 +93,18 @@ def test_only_what_is_wrong_is_replaced(
     assert ("concat" in str(graph)) == is_padded
 
 
+@pytest.mark.parametrize(
+    ("dtype", "is_ours"), [(DType.float32, True), (DType.bfloat16, False)]
+)
+def test_matmul_on_cpu_is_quickly_compiled(dtype: DType, is_ours: bool) -> None:
+    cpu = DeviceRef.CPU()
+    layer = max_linear.Linear(64, 32, dtype, cpu)
+    with Graph("linear", input_types=[TensorType(dtype, ["n_rows", 64], cpu)]) as graph:
+        with using_max_ep():
+            graph.output(layer(graph.inputs[0].tensor))
+    assert ("max_ep.grouped_matmul" in str(graph)) == is_ours
+
+
 def test_maxs_modules_have_their_own_functions_again() -> None:
     for module, name, ours in hopper.REPLACED:
         assert getattr(module, name) is ORIGINALS[name]

@@ -213,6 +213,35 @@ def test_deepseek_on_one_gpu_is_refused() -> None:
         planner.estimate_activation_memory(one, None)
 
 
+class _Copied(SimpleNamespace):
+    """Has pydantic's way to copy."""
+
+    def model_copy(self, update: dict) -> _Copied:
+        return _Copied(**(vars(self) | update))
+
+
+def test_deepseek_needs_attention_and_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MAX plans its attention without expert parallelism, which is ours to plan."""
+    from max_ep.serve import deepseek_v3
+
+    asked = []
+
+    def attention(self: object, pipeline_config: _Copied, huggingface: str) -> int:
+        asked.append((pipeline_config.runtime.ep_size, huggingface))
+        return 40
+
+    two = _Copied(
+        model=SimpleNamespace(device_specs=[None] * 2), runtime=_Copied(ep_size=2)
+    )
+    asked_for = "estimate_activation_memory"
+    monkeypatch.setattr(deepseek_v3.DeepseekV3MemoryPlanner, asked_for, attention)
+    monkeypatch.setattr(deepseek_v3.ExpertParallelPlanner, asked_for, lambda *_: 2)
+    planner = deepseek_v3.DeepseekV3Planner.__new__(deepseek_v3.DeepseekV3Planner)
+    assert planner.estimate_activation_memory(two, "config.json") == 42
+    assert asked == [(1, "config.json")]
+    assert two.runtime.ep_size == 2
+
+
 def _error_of(tmp_path: Path, *flags: str, **env: str) -> str:
     make_checkpoint(tmp_path / "model")
     flags = ["--devices", "cpu", "--quantization-encoding", "float32", *flags]

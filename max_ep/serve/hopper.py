@@ -3,6 +3,7 @@
 
 The grouped matmul does not compile (docs/decisions/0016-grouped-matmul-on-hopper.md),
 and a matmul writes behind its result (docs/decisions/0018-whole-tiles-on-hopper.md).
+On CPU a matmul takes MAX minutes to compile (docs/decisions/0006-experts-on-cpu.md).
 Elsewhere, and in other dtypes, MAX's own functions are called.
 """
 
@@ -20,6 +21,7 @@ from max.nn.linear import linear
 from max.nn.moe import moe as max_moe
 
 from ..experts import grouped_matmul
+from ..experts import linear as linear_on_cpu
 
 TILE_ROWS = 128
 """Rows are filled up to a multiple of it: twice the 64 that were seen written."""
@@ -54,12 +56,15 @@ def linear_anywhere(
 ) -> TensorValue:
     """Runs MAX's ``linear``, on whole tiles where it writes behind its result.
 
-    The arguments are MAX's.
+    On CPU in float32 it is ours. The arguments are MAX's.
     """
     is_quantized = any(value is not None for value in (*quantization, *more.values()))
-    if is_quantized or x.rank != 2 or not _is_concerned(x):
-        return linear(x, weight, *quantization, **more)
-    return matmul_of_whole_tiles(x, weight)
+    if not is_quantized and x.rank == 2:
+        if _is_concerned(x):
+            return matmul_of_whole_tiles(x, weight)
+        if x.device.is_cpu() and x.dtype == weight.dtype == DType.float32:
+            return linear_on_cpu(x, weight)
+    return linear(x, weight, *quantization, **more)
 
 
 def matmul_of_whole_tiles(x: TensorValue, weight: TensorValue) -> TensorValue:
