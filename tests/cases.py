@@ -136,6 +136,7 @@ _CASES = [
     Case("last_rank_empty", 4, 5, 3, 80, 7),  # 2, 2, 1 and 0 experts
     Case("uneven_7_on_3", 3, 7, 2, 36, 5, "float32", F32, F32),
     Case("five_ranks_top_1", 5, 15, 1, 128, 3, "fp8", tokens=F32),
+    Case("smallest", 5, 15, 1, 8, 3, "float32", F32, BF16),  # 16 bytes a row
     Case("top_32", 2, 40, 32, 16, 7, combine=F32),
     Case("fp8", 3, 7, 3, 256, 7, "fp8"),
     Case("fp8_pow2", 2, 6, 2, 384, 7, "fp8_pow2", combine=F32),
@@ -153,6 +154,7 @@ _LAYOUT_CASES = [
     Case("padded_last_rank_empty", 3, 4, 3, 80, 7, **_PADDED),  # 2, 2 and 0
     # Large enough that a launch is dealt over workers.
     Case("padded_fp8", 2, 5, 3, 1024, 96, "fp8", scales="one", **_PADDED),
+    Case("padded_fp8_each", 3, 7, 3, 1024, 96, "fp8", scales="each", **_PADDED),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
 ]
@@ -171,6 +173,7 @@ _PARTIALS = {
     "last_rank_empty": F32,
     "uneven_7_on_3": None,
     "five_ranks_top_1": None,
+    "smallest": None,
     "top_32": None,
     "fp8_pow2": BF16,
     "padded_last_rank_empty": F32,
@@ -211,7 +214,8 @@ GATHER_CASES = {
 
 # Each takes seconds to compile for CPU ranks, and has only `features` of others.
 _ON_REQUEST = (
-    "uneven_7_on_3 fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
+    "uneven_7_on_3 smallest fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
+    "padded_fp8_each smallest_by_rank smallest_reduced "
     "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
     "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_reduced "
     "last_rank_empty_reduced top_32_reduced shared_last_rank_empty_reduced "

@@ -402,8 +402,8 @@ def block_add(counter: SharedWord, n: UInt32) -> UInt32:
     Returns:
         What it was before.
     """
-    # ORDER: RELAXED, block scope. Pairs with none: it deals out numbers, or
-    # counts what is read behind a warp or block barrier.
+    # ORDER: RELAXED, block scope. Pairs with none: it deals out numbers, counts
+    # what is read behind a barrier, or counts warps that nobody reads from.
     return Atomic[UInt32, scope=_block_scope()].fetch_add[
         ordering=Ordering.RELAXED
     ](counter, n)
@@ -430,7 +430,7 @@ def block_publish(word: SharedWord, value: UInt32):
     """Tells the block that everything this warp wrote before is in place.
 
     Args:
-        word: A word that only this warp writes.
+        word: A word that only this warp writes, or all who do the same value.
         value: What it says.
     """
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `block_peek`.

@@ -5,6 +5,8 @@
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a rows.cu -o rows
 //   ./rows 8192 4        tokens of all ranks, rows of each
 //
+// Formatted, and a copy left out, after rows.txt was made.
+//
 // scat: tokens to rows, by warps; <parts of a token, kind of store, warps of a block>
 // scatb: by blocks; "TMA": by bulk copies through shared memory
 // gath: rows to sums, by warps; <parts, steps at once, rows at once, warps of a block>

@@ -181,8 +181,9 @@ def parts_at_once_shift[
     """Chooses how many parts of a token a warp sends before it publishes them.
 
     A publish waits until what was sent has arrived. Few warps that send much for
-    each keep the link as busy as many, and delay the others of the block less. With
-    more ranks a part goes to more of them: that is much already.
+    each keep the link as busy as many, and delay the others of the block less: at
+    most 16 parts of a block are under way. With more ranks a part goes to more of
+    them: that is much already.
 
     Parameters:
         layout: How the regions are cut.

@@ -8,9 +8,9 @@ a *segment* of all choices: it finds those of the list, learns from the others
 how many come before its own, and writes its entries. A list costs a walk over all
 choices.
 
-*Many choices* are indexed by blocks. A block has a run of them. It counts, for
-each expert, all that come before the run, and writes the run's entries. The last
-block knows all counts by then, and tells them. A block costs a walk over the
+*Many choices* are indexed by blocks. Each block but the last has a run of them. It
+counts, for each expert, all that come before the run, and writes the run's entries.
+The last counts all choices, and tells the counts. A block costs a walk over the
 choices before its own.
 """
 import max.gpu.primitives.warp as warp
@@ -474,7 +474,7 @@ def _count_id[n_experts: Int](n_of: SharedWord, id: Int32, lane: Int):
 
 @always_inline
 def index_barrier():
-    """Waits for all index warps of the block."""
+    """Waits for all index warps of the block; each sees what they wrote."""
     named_barrier[Int32(N_INDEX_WARPS * WARP_SIZE)](_INDEX_BARRIER)
 
 
