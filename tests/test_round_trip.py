@@ -452,9 +452,9 @@ FORMS = {
     "reduced": ["all", "call_halves"],
     "reduced_padded": ["fused", "call_fused"],
     "padded": ["fused", "call_fused"],
-    "padded_three": ["all", "call_halves"],
+    "padded_three": ["all", "call_halves", "call_distributed"],
     "shared": ["fused", "call_fused"],
-    "shared_three": ["all", "call_halves"],
+    "shared_three": ["all", "call_halves", "call_distributed"],
 }
 """`async_wait`, the form of the small cases, only where layers follow each other."""
 
