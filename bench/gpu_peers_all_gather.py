@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from max.driver import Buffer
-from max.engine import InferenceSession
 
 from . import gpu_shapes
 from .gpu_graphs_all_gather import dispatcher_of
@@ -21,7 +20,7 @@ class AllGatherRunner(Runner):
     """One ``ours_all_gather``: every layer multiplies by the number of ranks."""
 
     def _join(self) -> Any:
-        joined = _Both(dispatcher_of(self.config).initializers())
+        joined = dispatcher_of(self.config).initializer()
         joined.ep_init(self.compiling_session())
         return joined
 
@@ -87,28 +86,6 @@ class AllGatherRunner(Runner):
                     check_same(says, got[:n_there], want)
                     behind = got[n_there:]
                     check_same(says, behind, behind.new_full(behind.shape, rest))
-
-
-class _Both:
-    """Two initializers, as one."""
-
-    def __init__(self, initializers: tuple) -> None:
-        self._each = initializers
-
-    def ep_init(self, session: InferenceSession) -> None:
-        for comm in self._each:
-            comm.ep_init(session)
-
-    def model_inputs(self) -> list[Buffer]:
-        return [value for comm in self._each for value in comm.model_inputs()]
-
-    def check(self) -> None:
-        for comm in self._each:
-            comm.check()
-
-    def close(self) -> None:
-        for comm in self._each:
-            comm.close()
 
 
 def runner_of(config: Config, mef_dir: Path | None) -> Runner:

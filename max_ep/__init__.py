@@ -7,6 +7,7 @@ The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
 from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
 
 from .config import (
+    AllGatherConfig,
     EPConfig,
     blockwise_fp8_quant_config,
     estimate_ep_memory_usage,
@@ -31,6 +32,7 @@ from .launch import LaunchError, launch
 from .manager import EPBatchManager, EPCommBuffers
 
 __all__ = [
+    "AllGatherConfig",
     "AllGatherTokenDispatcher",
     "EPBatchManager",
     "EPCommBuffers",

@@ -106,7 +106,8 @@ def check_send(
     device: DeviceRef,
 ) -> None:
     check_tokens(config, input_tokens, device)
-    check_value(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
+    shape = [None, config.n_given_choices]
+    check_value(topk_ids, "topk_ids", DType.int32, shape, device)
     check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)
 
 
@@ -175,7 +176,7 @@ def check_weights(
         router_weights,
         "router_weights",
         (DType.float32, DType.bfloat16),
-        [None, config.top_k],
+        [None, config.n_given_choices],
         device,
     )
     check_n_tokens(config, "router_weights", router_weights.shape[0])

@@ -8,7 +8,8 @@ all tokens, and its experts work on them with the routing map, as fused MoE
 kernels do. All metadata stays on the device.
 
 An all-gather is a dispatch in which each rank is an expert and each token chooses
-all of them; the reduce-scatter is the combine of it.
+all of them, and carries what the router chose for it; the reduce-scatter is the
+combine of it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from max.dtype import DType
-from max.graph import BufferType, Graph, TensorType, TensorValue, Value, ops
+from max.graph import BufferType, TensorType, TensorValue, Value
 
 from .checks import check_same_rows, check_value
-from .config import EPConfig
-from .extension import load_ops
+from .config import AllGatherConfig
 from .initializer import EPCommInitializer
 from .limits import MAX_GATHER_GPUS
 from .manager import EPBatchManager
-
-_CHOICE_MULTIPLE = 4
-"""Columns of the message of ids and probabilities: whole 16 bytes."""
 
 
 class AllGatherTokenDispatcher:
@@ -89,7 +86,10 @@ class AllGatherTokenDispatcher:
                 f"from 1 to {MAX_GATHER_GPUS}"
             )
         self.top_k = top_k
-        shared = dict(
+        self.config = AllGatherConfig(
+            dispatch_dtype=dtype,
+            combine_dtype=dtype,
+            hidden_size=hidden_size,
             top_k=n_ranks,
             n_experts=n_ranks,
             max_tokens_per_rank=max_tokens_per_rank,
@@ -97,29 +97,14 @@ class AllGatherTokenDispatcher:
             n_nodes=n_nodes,
             node_id=node_id,
             target=target,
+            protocol="gather",
+            combine_mode="reduced",
             timeout_s=timeout_s,
             n_sms=n_sms,
             ranks_per_gpu=ranks_per_gpu,
-            protocol="gather",
+            n_carried=top_k,
         )
-        self.tokens_config = EPConfig(
-            dispatch_dtype=dtype,
-            combine_dtype=dtype,
-            hidden_size=hidden_size,
-            combine_mode="reduced",
-            **shared,
-        )
-        # Ids and probabilities of a token are one message of float32, in which
-        # ids below 2**24 are exact.
-        n_columns = -(-2 * top_k // _CHOICE_MULTIPLE) * _CHOICE_MULTIPLE
-        self.choices_config = EPConfig(
-            dispatch_dtype=DType.float32,
-            combine_dtype=DType.float32,
-            hidden_size=n_columns,
-            **shared,
-        )
-        self._tokens = EPBatchManager(self.tokens_config)
-        self._choices = EPBatchManager(self.choices_config)
+        self._manager = EPBatchManager(self.config)
         self.routing_map: list[TensorValue] = []
         """Of the last :meth:`token_dispatch`: ``[global_tokens, top_k]`` int32 for
         each local rank."""
@@ -129,26 +114,22 @@ class AllGatherTokenDispatcher:
     @property
     def global_tokens(self) -> int:
         """Rows of what is gathered."""
-        return self.tokens_config.get_max_recv_tokens()
+        return self.config.get_max_recv_tokens()
 
     @property
     def _ranks(self) -> list[int]:
-        return list(range(self.tokens_config.n_gpus_per_node))
+        return list(range(self.config.n_gpus_per_node))
 
-    def initializers(self) -> tuple[EPCommInitializer, EPCommInitializer]:
-        """Makes what allocates the memory: of tokens, and of choices.
+    def initializer(self) -> EPCommInitializer:
+        """Makes what allocates the memory.
 
-        Their ``model_inputs()``, in this order, are the graph's last inputs. All
-        processes must call ``ep_init`` of the first before that of the second.
+        Its ``model_inputs()`` are the graph's last inputs.
         """
-        return (
-            EPCommInitializer(self.tokens_config),
-            EPCommInitializer(self.choices_config),
-        )
+        return EPCommInitializer(self.config)
 
     def input_types(self) -> list[TensorType | BufferType]:
         """Returns the types of the EP inputs, to be declared by the graph."""
-        return self._tokens.input_types() + self._choices.input_types()
+        return self._manager.input_types()
 
     def fetch_buffers(self, input_vals: Sequence[Value]) -> None:
         """Takes the buffers from the graph's inputs.
@@ -159,10 +140,8 @@ class AllGatherTokenDispatcher:
         Raises:
             ValueError: If there are more or fewer.
         """
-        n = len(self._tokens.input_types())
         self.routing_map, self.n_gathered = [], []
-        self._tokens.fetch_buffers(input_vals[:n])
-        self._choices.fetch_buffers(input_vals[n:])
+        self._manager.fetch_buffers(input_vals)
 
     def gather_tokens(self, hidden_states: Sequence[TensorValue]) -> None:
         """Starts gathering tokens, before the router has decided.
@@ -180,7 +159,7 @@ class AllGatherTokenDispatcher:
         self._check_count(hidden_states=hidden_states)
         self._check_hidden(hidden_states)
         for rank, tokens in zip(self._ranks, hidden_states):
-            self._tokens.ep_send_tokens(tokens, rank)
+            self._manager.ep_send_tokens(tokens, rank)
 
     def token_dispatch(
         self,
@@ -194,8 +173,8 @@ class AllGatherTokenDispatcher:
             hidden_states: ``[local_tokens, hidden_size]`` of ``dtype``, of each
                 local rank, with ``local_tokens <= max_tokens_per_rank``.
             probs: ``[local_tokens, top_k]`` float32.
-            routing_map: ``[local_tokens, top_k]`` int32 below ``2**24``: each
-                token's experts; -1: none.
+            routing_map: ``[local_tokens, top_k]`` int32: each token's
+                experts; -1: none.
 
         Returns:
             Tokens ``[global_tokens, hidden_size]`` and probabilities
@@ -211,28 +190,19 @@ class AllGatherTokenDispatcher:
         )
         self._check_hidden(hidden_states)
         for rank, tokens in zip(self._ranks, hidden_states):
-            device = self.tokens_config.device(rank)
+            device = self.config.device(rank)
             wide = [None, self.top_k]
             check_value(probs[rank], "probs", DType.float32, wide, device)
             check_value(routing_map[rank], "routing_map", DType.int32, wide, device)
             for what, value in (("probs", probs), ("routing_map", routing_map)):
                 check_same_rows("hidden_states", tokens, what, value[rank])
-        packed = [self._pack(routing_map[rank], probs[rank]) for rank in self._ranks]
-        messages, everybody, ones = (list(values) for values in zip(*packed))
-        gathered = self._tokens.ep_dispatch_all(
-            hidden_states, everybody, self._ranks, router_weights=ones
+        gathered = self._manager.ep_dispatch_all(
+            hidden_states, routing_map, self._ranks, router_weights=probs
         )
-        gathered_choices = self._choices.ep_dispatch_all(
-            messages, everybody, self._ranks
+        rows, self.routing_map, all_probs, self.n_gathered = (
+            [of_rank[i] for of_rank in gathered] for i in range(4)
         )
-        unpacked = [
-            self._unpack(rows, row_offsets)
-            for rows, row_offsets, *_ in gathered_choices
-        ]
-        self.routing_map, all_probs, self.n_gathered = (
-            list(values) for values in zip(*unpacked)
-        )
-        return [rows for rows, *_ in gathered], all_probs
+        return rows, all_probs
 
     def dispatch_postprocess(
         self, hidden_states: Sequence[TensorValue], probs: Sequence[TensorValue]
@@ -274,47 +244,14 @@ class AllGatherTokenDispatcher:
             check_value(
                 rows,
                 "hidden_states",
-                self.tokens_config.combine_dtype,
-                [self.global_tokens, self.tokens_config.hidden_size],
-                self.tokens_config.device(rank),
+                self.config.combine_dtype,
+                [self.global_tokens, self.config.hidden_size],
+                self.config.device(rank),
             )
-        return self._tokens.ep_combine_all(hidden_states, None, self._ranks)
-
-    def _pack(self, ids: TensorValue, probs: TensorValue) -> list[TensorValue]:
-        """Makes a rank's messages ``[local_tokens, columns]``, and ids and weights
-        ``[local_tokens, n_ranks]`` that send something to everybody."""
-        n_tokens, n_ranks = ids.shape[0], self.tokens_config.n_ranks
-        n_columns = self.choices_config.hidden_size
-        return self._custom(
-            "pack_choices",
-            [ids, probs],
-            (DType.float32, [n_tokens, n_columns]),
-            (DType.int32, [n_tokens, n_ranks]),
-            (DType.float32, [n_tokens, n_ranks]),
-        )
-
-    def _unpack(self, rows: TensorValue, row_offsets: TensorValue) -> list[TensorValue]:
-        """Makes routing map, probabilities and the number of tokens."""
-        of_choices = [self.global_tokens, self.top_k]
-        return self._custom(
-            "unpack_choices",
-            [rows, row_offsets],
-            (DType.int32, of_choices),
-            (DType.float32, of_choices),
-            (DType.int32, [1]),
-        )
-
-    def _custom(
-        self, name: str, values: list[TensorValue], *results: tuple[DType, list]
-    ) -> list[TensorValue]:
-        load_ops(Graph.current)
-        device = values[0].device
-        types = [TensorType(dtype, shape, device) for dtype, shape in results]
-        made = ops.custom(f"max_ep.{name}", device, values, types)
-        return [value.tensor for value in made]
+        return self._manager.ep_combine_all(hidden_states, None, self._ranks)
 
     def _check_hidden(self, hidden_states: Sequence[TensorValue]) -> None:
-        config = self.tokens_config
+        config = self.config
         for rank, tokens in zip(self._ranks, hidden_states):
             shape = [None, config.hidden_size]
             dtype = config.dispatch_dtype

@@ -91,6 +91,8 @@ def _call(
 
 
 def _format_suffix(config: EPConfig) -> str:
+    if config.n_carried:
+        return ".with_choices"
     return ".fp8" if config.is_quantized else ""
 
 
@@ -98,7 +100,8 @@ def _format_parameters(config: EPConfig) -> dict[str, bool | int | DType]:
     protocol = {"protocol": config.sizes().protocol}
     if config.is_quantized:
         return protocol | {"power_of_two_scales": config.fp8_power_of_two_scales}
-    return protocol | {"dispatch_dtype": config.dispatch_dtype}
+    plain = protocol | {"dispatch_dtype": config.dispatch_dtype}
+    return plain | {"n_carried": config.n_carried} if config.n_carried else plain
 
 
 def _input_scales(
@@ -170,6 +173,13 @@ def _recv_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
         if config.is_padded:
             shape = [n_local * n_scales, config.expert_capacity]
         types.append(TensorType(DType.float32, shape, device))
+    if config.n_carried:
+        carried = [n_rows, config.n_carried]
+        types += [
+            TensorType(DType.int32, carried, device),
+            TensorType(DType.float32, carried, device),
+            TensorType(DType.int32, [1], device),
+        ]
     if config.is_padded:
         types += [
             TensorType(DType.int32, [n_local], device),
@@ -313,7 +323,8 @@ def call_ep_dispatch_async(
             ``n_tokens <= config.max_tokens_per_rank``.
         topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``; those of
             one token are distinct; ``-1`` means "no expert". Others are
-            dropped, counted and reported by an error of the op.
+            dropped, counted and reported by an error of the op. With
+            :class:`AllGatherConfig`, ``[n_tokens, n_carried]``, any int32.
         atomic_counter: This rank's counters.
         send_buf_ptrs: All ranks' send buffers, ``[n_ranks]`` uint64, host.
         recv_buf_ptrs: All ranks' receive buffers, likewise.
@@ -407,6 +418,11 @@ def call_ep_dispatch_wait(
         2]`` int32 and ``recv_ranges`` ``[n_local_experts, n_ranks, 2]`` int32:
         of each source rank's rows the first, within the expert's, and how many.
         Rows behind ``recv_counts`` are undefined.
+
+        With :class:`AllGatherConfig`, behind ``output_tokens``: the routing map
+        ``[n_output_rows, n_carried]`` int32, probabilities of that shape, float32,
+        and the number of tokens of all ranks, ``[1]`` int32. Behind the last token
+        the routing map is -1, and probabilities are 0.
     """
     if num_tokens is not None:
         raise ValueError("num_tokens is for all-reduce mode, which max_ep lacks")

@@ -48,6 +48,7 @@ def region_sizes(
     max_tokens_per_rank: int,
     top_k: int,
     protocol: str,
+    n_carried: int = 0,
 ) -> RegionSizes:
     """Returns the sizes of a configuration.
 
@@ -61,6 +62,7 @@ def region_sizes(
         top_k: Experts of a token.
         protocol: ``"expert_slots"``, ``"rank_slots"``, ``"gather"``, or one of
             the latter two with ``"_reduced"`` behind it.
+        n_carried: Choices that a token of an all-gather carries.
     """
     question = [token_format] + [
         str(n)
@@ -73,7 +75,7 @@ def region_sizes(
             top_k,
         )
     ]
-    question.append(protocol)
+    question += [protocol, str(n_carried)]
     folder = cache_dir() / sources_hash()
     answer = folder / ("layout-" + "-".join(question) + ".json")
     if answer.is_file():

@@ -2,8 +2,8 @@
 """Answers Python's questions about sizes: `layout.py` runs this program.
 
 Arguments: format (bfloat16, float32, blockwise_fp8), bytes of a combine
-element, hidden_size, n_experts, n_ranks, max_tokens_per_rank, top_k. Prints a
-line `name value` for each size.
+element, hidden_size, n_experts, n_ranks, max_tokens_per_rank, top_k, protocol,
+choices that a token carries. Prints a line `name value` for each size.
 """
 from std.sys import argv
 
@@ -43,7 +43,7 @@ def main() raises:
         Int(args[5]),
         Int(args[6]),
         Int(args[7]),
-        message_bytes(_token_bytes(String(args[1]), hidden_size)),
+        message_bytes(_token_bytes(String(args[1]), hidden_size), Int(args[9])),
         message_bytes(plain_token_bytes(hidden_size, Int(args[2]))),
         protocol_of(String(args[8])),
     )

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from all_gather import NAME as ALL_GATHER
+from all_gather import add_all_gather, check_all_gather, dispatcher_of, factor_of
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
@@ -435,6 +437,7 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     _add_back_to_back(module, "large_reduced", LARGE_REDUCED.config(0))
     _add_round_trip(module, "shared_gather", SHARED_GATHER.config(0), "async_wait")
     _add_back_to_back(module, "large_gather", LARGE_GATHER.config(0))
+    add_all_gather(module, SMALL, N_RANKS)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     with EPCommInitializer(SMALL.config(0, n_nodes=1)) as comm:
@@ -750,6 +753,22 @@ def _large_gather(member: Member) -> None:
     _large(member, "large_gather")
 
 
+def _all_gather(member: Member) -> None:
+    """Everything goes to everybody, also from ranks that are late, or have nothing."""
+    rng = np.random.default_rng(360 + member.rank)
+    factor = np.array([factor_of(member.rank)])
+    for generation in range(1, 31):
+        _sleep_at_random(rng)
+        batches = [make_batch(SMALL, generation, r) for r in range(N_RANKS)]
+        own = batches[member.rank]
+        rows, *said, sums = member.run(
+            ALL_GATHER, _bfloat16(own.tokens), own.ids, own.weights, factor
+        )
+        where = f"rank {member.rank}, generation {generation} (all-gather)"
+        got = [_bits(rows), *(value.to_numpy() for value in said), _bits(sums)]
+        check_all_gather(where, got, batches, member.rank)
+
+
 SLOW_RANK = 1
 SLOW_S = 0.04
 
@@ -874,6 +893,7 @@ SCENARIOS: dict[str, Callable[[Member], Any]] = {
     "large_reduced": _large_reduced,
     "shared_gather": _shared_gather,
     "large_gather": _large_gather,
+    ALL_GATHER: _all_gather,
     "dispatch_only": _dispatch_only,
     "combine_only": _combine_only,
     "stopped": _stopped,
@@ -914,6 +934,8 @@ def run_scenarios(
         }
         shape = shapes.get(name, SMALL)
         config = shape.config(node_id)
+        if name == ALL_GATHER:
+            config = dispatcher_of(shape, N_RANKS, node_id).config
         outcomes[name] = _run_scenario(engine, config, shape, name, SCENARIOS[name])
     return outcomes
 

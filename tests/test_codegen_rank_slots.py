@@ -31,7 +31,7 @@ send_tokens.bf16_gather_parts dispatch.bf16_reduced_gather_sent
 dispatch_wait.bf16_padded_turns dispatch_wait.fp8_reduced
 dispatch_wait.fp8_shared_parts_turns
 dispatch.bf16 dispatch.fp8_reduced_padded dispatch.bf16_reduced_parts
-dispatch.fp8_shared_parts
+dispatch.fp8_shared_parts dispatch.bf16_reduced_carried_parts
 combine_async.bf16 combine_async.f32
 combine_wait.bf16_shared combine_wait.f32_turns
 combine.bf16 combine.bf16_shared combine.f32

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,7 +69,7 @@ def add_layer(
 ) -> tuple[AllGatherTokenDispatcher, Graph]:
     """Builds a layer; whether tokens are gathered before the choices are there."""
     dispatcher = AllGatherTokenDispatcher(HIDDEN, TOP_K, TOKENS, **PLACES[place])
-    config = dispatcher.tokens_config
+    config = dispatcher.config
     n_ranks = config.n_ranks
     types = []
     for rank in range(n_ranks):
@@ -203,13 +204,12 @@ def layer(request) -> Iterator[SimpleNamespace]:
     else:
         dispatcher, graph = add_layer(place, sends_first)
         model = session.load(graph)
-    config = dispatcher.tokens_config
-    comms = dispatcher.initializers()
-    for comm in comms:
-        comm.ep_init(session)
+    config = dispatcher.config
+    comm = dispatcher.initializer()
+    comm.ep_init(session)
     yield SimpleNamespace(
         model=model,
-        comms=comms,
+        comm=comm,
         dispatcher=dispatcher,
         n_ranks=config.n_ranks,
         devices=[
@@ -217,8 +217,7 @@ def layer(request) -> Iterator[SimpleNamespace]:
             for r in range(config.n_ranks)
         ],
     )
-    for comm in comms:
-        comm.close()
+    comm.close()
 
 
 def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace:
@@ -237,11 +236,9 @@ def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace
         given.probs.append(p)
         given.ids.append(ids)
         inputs += [to_buffer(a, device) for a in (x, p, ids)]
-    for comm in layer.comms:
-        inputs += comm.model_inputs()
+    inputs += layer.comm.model_inputs()
     outputs = [to_numpy(o) for o in layer.model.execute(*inputs)]
-    for comm in layer.comms:
-        comm.check()
+    layer.comm.check()
     tokens, probs, ids, results, n_gathered = (
         outputs[i : i + n_ranks] for i in range(0, 5 * n_ranks, n_ranks)
     )
@@ -303,19 +300,12 @@ def test_reduce_scatter_rounds_once(session, on_cpu: SimpleNamespace) -> None:
     """Powers of two of a token: its parts are exact, and so is all but the last."""
     rng = np.random.default_rng(3)
     x = float32_to_bfloat16(rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32))
-    comms = on_cpu.scatter.initializers()
-    try:
-        for comm in comms:
-            comm.ep_init(session)
-        inputs = [to_buffer(x, None)]
-        for comm in comms:
-            inputs += comm.model_inputs()
+    with on_cpu.scatter.initializer() as comm:
+        comm.ep_init(session)
+        inputs = [to_buffer(x, None), *comm.model_inputs()]
         want = float32_to_bfloat16(bfloat16_to_float32(x) * np.float32(7))
         for result in on_cpu.models["scatter"].execute(*inputs):
             np.testing.assert_array_equal(to_numpy(result), want)
-    finally:
-        for comm in comms:
-            comm.close()
 
 
 def test_each_local_rank_has_a_value() -> None:
@@ -352,6 +342,27 @@ def test_bad_sizes(changes: dict, words: str) -> None:
         AllGatherTokenDispatcher(
             HIDDEN, max_tokens_per_rank=TOKENS, target="cpu", **sizes
         )
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(protocol="rank_slots"), "'rank_slots'.*pass 'gather'"),
+        (dict(combine_mode="unreduced"), "'unreduced'.*'reduced'"),
+        (dict(n_experts=4), "n_experts=4.*pass 2"),
+        (dict(top_k=1), "top_k=1.*pass 2"),
+        (dict(n_carried=0), "n_carried=0.*1 or more"),
+        (dict(fused_shared_expert=True), "fused_shared_expert=True.*False"),
+        (dict(output_layout="padded"), "'padded'.*'packed'"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_configs_that_are_no_all_gather(changes: dict, words: str) -> None:
+    dispatcher = AllGatherTokenDispatcher(
+        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=2, target="cpu"
+    )
+    with pytest.raises(ValueError, match=words):
+        replace(dispatcher.config, **changes)
 
 
 def test_dispatch_fits_what_was_sent(session, on_cpu: SimpleNamespace) -> None:

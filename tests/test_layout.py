@@ -25,6 +25,7 @@ from cases import (
 )
 
 from max_ep import (
+    AllGatherTokenDispatcher,
     EPBatchManager,
     EPCommInitializer,
     blockwise_fp8_quant_config,
@@ -311,6 +312,10 @@ def main() raises:
                                 b.entry_offset(n_ranks - 1, b.n_choices() - 1),
                                 b.token_offset(0, 0),
                                 b.token_offset(n_ranks - 1, max_tokens - 1),
+                                b.carried_choice_offset(0, 0, 0, 1),
+                                b.carried_choice_offset(
+                                    n_ranks - 1, max_tokens - 1, top_k - 1, top_k
+                                ),
                                 b.early_token_offset(0, 0),
                                 b.early_token_offset(
                                     n_ranks - 1, b.n_early_tokens() - 1
@@ -365,6 +370,8 @@ _FORMAT_SIZES = {
     ("fp8", 384): "BlockwiseFP8TokenFormat[384, 2, False]",
     ("fp8_pow2", 640): "BlockwiseFP8TokenFormat[640, 32, True]",
     ("fp8", 7168): "BlockwiseFP8TokenFormat[7168, 8]",
+    ("bfloat16+5", 80): "WithChoicesTokenFormat[DType.bfloat16, 80, 3, 5]",
+    ("float32+40", 4): "WithChoicesTokenFormat[DType.float32, 4, 32, 40]",
 }
 
 
@@ -374,6 +381,7 @@ def mojo_says(tmp_path_factory) -> dict[str, list[list[str]]]:
     lines = [
         "from max_ep import BF16TokenFormat, BlockwiseFP8TokenFormat",
         "from max_ep import Float32TokenFormat, PlainTokenFormat",
+        "from max_ep import WithChoicesTokenFormat",
         "def formats():",
     ]
     for (wire, hidden_size), name in _FORMAT_SIZES.items():
@@ -444,6 +452,9 @@ def test_offsets_by_rank_are_those_of_the_picture(mojo_says, protocol: str) -> N
             n_entry_bytes - entry,
             tokens,
             tokens + (n_ranks * max_tokens - 1) * msg,
+            # Choices that a token carries: 16 bytes each, in front of 16 more.
+            tokens + msg - 32,
+            tokens + n_ranks * max_tokens * msg - 32,
             early,
             early + (n_ranks * n_early - 1) * msg,
             flags,
@@ -456,6 +467,17 @@ def test_offsets_by_rank_are_those_of_the_picture(mojo_says, protocol: str) -> N
             p["region_bytes"],
         ]
         assert [int(w) for w in words] == want, f"{dict(zip(_SWEEP, key))}"
+
+
+def test_choices_that_are_carried_have_room() -> None:
+    """In an all-gather, beside each token: in messages of dispatch alone."""
+    config = AllGatherTokenDispatcher(80, 5, 7, n_gpus_per_node=3, target="cpu").config
+    sizes = vars(config.sizes())
+    messages = dict(dispatch_msg_bytes=160 + 5 * 16 + 16, combine_msg_bytes=160 + 16)
+    want = messages | picture(*messages.values(), 3, 3, 7, 3, "rank_slots_reduced")
+    assert {name: sizes[name] for name in want if name in sizes} == {
+        name: n_bytes for name, n_bytes in want.items() if name in sizes
+    }
 
 
 def test_a_token_a_rank_takes_far_less_memory() -> None:
@@ -498,8 +520,12 @@ def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says) -> None:
         assert hidden_of == hidden_size
         assert f"{top_k}" in _FORMAT_SIZES[wire, hidden_size]
         got[wire, hidden_size] = (n_token, n_msg)
-    want = {key: token_bytes(*key) for key in _FORMAT_SIZES}
-    assert got == {key: (n, n + 16) for key, n in want.items()}
+    want = {}
+    for key in _FORMAT_SIZES:
+        wire, _, n_carried = key[0].partition("+")
+        n_token = token_bytes(wire, key[1])
+        want[key] = (n_token, n_token + 16 * int(n_carried or 0) + 16)
+    assert got == want
     # And so says `layout_query.mojo`, which has formulas for run time.
     for wire, hidden_size in [("bfloat16", 80), ("float32", 36), ("fp8_pow2", 640)]:
         tokens = F32 if wire == "float32" else BF16
@@ -511,7 +537,7 @@ def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says) -> None:
 
 
 def test_unknown_format_is_named() -> None:
-    words = ["float16", "2", "80", "5", "2", "7", "3", "expert_slots"]
+    words = ["float16", "2", "80", "5", "2", "7", "3", "expert_slots", "0"]
     with pytest.raises(RuntimeError, match="unknown format float16"):
         run_mojo("run", "-I", ".", "layout_query.mojo", *words)
 

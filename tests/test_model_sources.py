@@ -146,8 +146,6 @@ BARRIERS = {
 }
 # Each kernel of `rank_slots` begins with it: launches may overlap.
 AWAITS_LAUNCH_BEFORE = "await_launch_before"
-# They do, too, but are of no protocol.
-OF_NO_PROTOCOL = {"choices.mojo: items_kernel"}
 
 # Of `gather`, what waits for the second stream, and what does so behind itself if its
 # own tokens are in it: MAX may give their memory to what follows.
@@ -412,7 +410,7 @@ def test_functions_do_things_in_this_order(where: str) -> None:
 def test_who_waits_for_readers_of_what() -> None:
     names = {"await_readers", "note_readers"}
     in_model = sources.model_directions(MODULES["rank_slots"], names)
-    assert len(in_model) == 8
+    assert len(in_model) == 9
     assert sources.directions(names) == in_model
 
 
@@ -427,5 +425,4 @@ def test_kernels_await_the_launch_before() -> None:
         for op in rank_slots.OPS
     }
     calls = sources.calls_of({AWAITS_LAUNCH_BEFORE})
-    all_ = kernels | OF_NO_PROTOCOL
-    assert dict(calls) == {(kernel, AWAITS_LAUNCH_BEFORE): 1 for kernel in all_}
+    assert dict(calls) == {(kernel, AWAITS_LAUNCH_BEFORE): 1 for kernel in kernels}

@@ -4,8 +4,9 @@
 Layers, each knowing only those before it:
 layout, flags, counters, failures, row_tables, token_format (and formats/),
 transport, launch_checks, expert_slots/, rank_slots/, gpu_setup, host_setup, shmem_modules,
-gpu_launch, watch, api, ops.
+gpu_launch, watch, api, ops, all_gather_ops.
 """
+from .all_gather_ops import *
 from .api import (
     ep_combine_async_kernel_api,
     ep_combine_kernel_api,
@@ -14,9 +15,9 @@ from .api import (
     ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
-from .choice_ops import *
 from .counters import EPLocalSyncCounters
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from .formats.with_choices import WithChoicesTokenFormat
 from .ops import *
 from .token_format import (
     BF16TokenFormat,

@@ -66,6 +66,26 @@ def _n_mapped[
     return n_gpus_per_node if is_gpu[target]() and use_shmem else n_ranks
 
 
+def _check_carried[
+    token_fmt_type: TokenFormat, n_experts: Int, n_ranks: Int, protocol: Int
+]():
+    """Refuses an all-gather that is none, when an op is compiled."""
+    comptime assert token_fmt_type.n_carried == 0 or (
+        protocol == GATHER_REDUCED
+        and n_experts == n_ranks
+        and token_fmt_type.top_k == n_ranks
+    ), (
+        "max_ep: tokens carry choices where each goes to every rank: with"
+        " gather_reduced, and each rank as an expert"
+    )
+
+
+def _n_given_choices[token_fmt_type: TokenFormat]() -> Int:
+    """Counts the choices of a token that dispatch is given."""
+    comptime n_carried = token_fmt_type.n_carried
+    return n_carried if n_carried > 0 else token_fmt_type.top_k
+
+
 def _check_protocol[
     protocol: Int,
     target: StaticString,
@@ -260,6 +280,7 @@ def ep_send_tokens_kernel_api[
         target,
     ]()
     _check_protocol[protocol, target, False, True]()
+    _check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "send_tokens"
     comptime dispatch_layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
@@ -344,13 +365,14 @@ def ep_dispatch_async_kernel_api[
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
         input_tokens: Tokens, `[n_tokens, hidden_size]`.
-        topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`.
+        topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`. With a format whose
+            tokens carry choices, `[n_tokens, n_carried]`, anything.
         send_ptrs: Addresses of all ranks' send buffers, `[n_ranks]`.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
-        router_weights: Weight of each choice, `[n_tokens, top_k]`; read with
-            a reduced protocol, whose combine gets none.
+        router_weights: Weight of each choice, of the shape of `topk_ids`; read
+            with a reduced protocol, whose combine gets none.
 
     Raises:
         If an argument does not fit (nothing is sent), a peer is late, or ids
@@ -374,6 +396,7 @@ def ep_dispatch_async_kernel_api[
     _check_protocol[
         protocol, target, Bool(input_scales_wrapper), tokens_are_sent
     ]()
+    _check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "dispatch_async"
     comptime dispatch_layout = dispatch_layout_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
@@ -382,10 +405,11 @@ def ep_dispatch_async_kernel_api[
         op, atomic_counters, dispatch_layout
     )
     var n_tokens = Int(input_tokens.dim[0]())
-    _check_tokens[target, hidden_size, top_k, max_token_per_rank](
+    comptime n_choices = _n_given_choices[token_fmt_type]()
+    _check_tokens[target, hidden_size, n_choices, max_token_per_rank](
         op, counters, input_tokens, topk_ids
     )
-    _check_dispatch_weights[protocol, top_k](op, router_weights, n_tokens)
+    _check_dispatch_weights[protocol, n_choices](op, router_weights, n_tokens)
     var send_bufs = peer_buffers[n_ranks, n_mapped](op, "send_ptrs", send_ptrs)
     var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks, n_mapped](
@@ -530,6 +554,7 @@ def ep_dispatch_wait_kernel_api[
         target,
     ]()
     _check_protocol[protocol, target, False]()
+    _check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "dispatch_wait"
     var counters = counters_of[n_experts, target](
         op, atomic_counters, dispatch_layout
@@ -682,6 +707,7 @@ def ep_dispatch_kernel_api[
         _check_protocol[
             protocol, target, Bool(input_scales_wrapper), tokens_are_sent
         ]()
+        _check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
         comptime op = "dispatch"
         comptime dispatch_layout = dispatch_layout_of[
             token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
@@ -689,10 +715,11 @@ def ep_dispatch_kernel_api[
         var counters = counters_of[n_experts, target](
             op, atomic_counters, dispatch_layout
         )
-        _check_tokens[target, hidden_size, top_k, max_token_per_rank](
+        comptime n_choices = _n_given_choices[token_fmt_type]()
+        _check_tokens[target, hidden_size, n_choices, max_token_per_rank](
             op, counters, input_tokens, topk_ids
         )
-        _check_dispatch_weights[protocol, top_k](
+        _check_dispatch_weights[protocol, n_choices](
             op, router_weights, Int(input_tokens.dim[0]())
         )
         comptime assert not (

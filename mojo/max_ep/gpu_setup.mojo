@@ -95,6 +95,14 @@ def clear_kernel(
     if layout.has_rank_slots():
         # An entry is of the generation that it says, however old it is.
         _fill(recv, layout.entry_offset(layout.n_ranks, 0), 0)
+        if layout.sends_to_all():
+            # Likewise a choice that a token carries.
+            var tokens = layout.token_offset(0, 0)
+            _fill(
+                recv.unsafe_offset(tokens),
+                layout.token_offset(layout.n_ranks, 0) - tokens,
+                0,
+            )
         var flags = recv.unsafe_offset(layout.chunk_flag_offset(0, 0, 0))
         _fill(
             flags,

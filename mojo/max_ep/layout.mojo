@@ -37,7 +37,9 @@ generation and router weight, and combine recv holds partial sums instead of row
 
 Peers write everything but the dispatch send buffer, which is the owner's staging
 place. A message is the encoded token (or expert row) followed by a source info of
-`SOURCE_INFO_BYTES`. This file knows offsets and sizes: no pointers, no
+`SOURCE_INFO_BYTES`; in an all-gather, choices that the token carries stand between
+them, each two words like a reduced entry: generation and expert id, generation and
+probability. This file knows offsets and sizes: no pointers, no
 atomics. Who may write what is in `docs/protocol.md`.
 """
 
@@ -60,6 +62,9 @@ comptime FLAG_BYTES = 8
 
 comptime ENTRY_BYTES = 8
 """Bytes of a word of an entry of `rank_slots` (see `rank_slots/entries.mojo`)."""
+
+comptime CARRIED_BYTES = 2 * ENTRY_BYTES
+"""Bytes of a choice that a token of an all-gather carries: two words, as an entry's."""
 
 comptime N_CHUNKS = 4
 """Flags of a token that GPU ranks of `rank_slots` send: one for each part."""
@@ -186,16 +191,17 @@ def blockwise_fp8_token_bytes(hidden_size: Int, block_size: Int) -> Int:
 
 
 @always_inline
-def message_bytes(token_bytes: Int) -> Int:
+def message_bytes(token_bytes: Int, n_carried: Int = 0) -> Int:
     """Counts the bytes of a message.
 
     Args:
         token_bytes: Bytes of the encoded token.
+        n_carried: Choices that it carries.
 
     Returns:
-        Bytes of token and source info.
+        Bytes of token, choices and source info.
     """
-    return token_bytes + SOURCE_INFO_BYTES
+    return token_bytes + n_carried * CARRIED_BYTES + SOURCE_INFO_BYTES
 
 
 @always_inline
@@ -341,6 +347,29 @@ struct RegionLayout(TrivialRegisterPassable):
             round_up(self.entry_offset(self.n_ranks, 0), BUFFER_ALIGN)
             + (src_rank * self.max_tokens_per_rank + token_idx)
             * self.dispatch_msg_bytes
+        )
+
+    @always_inline
+    def carried_choice_offset(
+        self, src_rank: Int, token_idx: Int, k: Int, n_carried: Int
+    ) -> Int:
+        """Locates a choice that a token of an all-gather carries.
+
+        Early tokens, too, carry theirs here: a choice is its own flag.
+
+        Args:
+            src_rank: Rank of the token.
+            token_idx: In `[0, max_tokens_per_rank)`.
+            k: In `[0, n_carried)`.
+            n_carried: Choices of a token.
+
+        Returns:
+            Bytes from the start of the dispatch recv buffer.
+        """
+        return (
+            self.token_offset(src_rank, token_idx + 1)
+            - SOURCE_INFO_BYTES
+            - (n_carried - k) * CARRIED_BYTES
         )
 
     @always_inline

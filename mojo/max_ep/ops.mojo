@@ -37,7 +37,15 @@ comptime PointersTensor = InputTensor[dtype=DType.uint64, rank=1, ...]
 
 
 @always_inline
-def _bytes(tensor: OutputTensor) -> BytePointer:
+def bytes_of(tensor: OutputTensor) -> BytePointer:
+    """Takes a tensor's address.
+
+    Args:
+        tensor: A result of an op.
+
+    Returns:
+        Its first byte.
+    """
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
@@ -47,16 +55,24 @@ def _scaled_rows(
     scales: OutputTensor[dtype=DType.float32, rank=2, ...],
 ) -> ScaledRows:
     return ScaledRows(
-        _bytes(tokens),
-        _bytes(scales).unsafe_bitcast[Float32](),
+        bytes_of(tokens),
+        bytes_of(scales).unsafe_bitcast[Float32](),
         scales.dim_size(1),
     )
 
 
 @always_inline
-def _router_weights(
+def router_weights_of(
     tensor: InputTensor[dtype=DType.float32, rank=2, ...],
 ) -> RouterWeights:
+    """Takes router weights as the launchers do.
+
+    Args:
+        tensor: `[n_tokens, top_k]`.
+
+    Returns:
+        They.
+    """
     return RouterWeights(
         Pointer[Float32, ImmUntrackedOrigin](
             unsafe_from_address=Int(tensor.unsafe_ptr())
@@ -194,7 +210,7 @@ struct DispatchAsync:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
-            _router_weights(router_weights),
+            router_weights_of(router_weights),
         )
 
 
@@ -242,7 +258,7 @@ struct DispatchWait:
             n_sms=n_sms,
             shares_gpu=shares_gpu,
         ](
-            PlainRows(_bytes(output_tokens)),
+            PlainRows(bytes_of(output_tokens)),
             row_offsets.to_tile_tensor(),
             expert_ids.to_tile_tensor(),
             src_info.to_tile_tensor(),
@@ -311,7 +327,7 @@ struct Dispatch:
             tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
-            PlainRows(_bytes(output_tokens)),
+            PlainRows(bytes_of(output_tokens)),
             row_offsets.to_tile_tensor(),
             expert_ids.to_tile_tensor(),
             src_info.to_tile_tensor(),
@@ -322,7 +338,7 @@ struct Dispatch:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
-            _router_weights(router_weights),
+            router_weights_of(router_weights),
         )
 
 
@@ -429,7 +445,7 @@ struct DispatchAsyncFP8:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
-            _router_weights(router_weights),
+            router_weights_of(router_weights),
         )
 
 
@@ -559,7 +575,7 @@ struct DispatchFP8:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
             ctx,
-            _router_weights(router_weights),
+            router_weights_of(router_weights),
         )
 
 

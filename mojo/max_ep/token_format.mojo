@@ -58,6 +58,9 @@ trait TokenFormat:
     """Elements whose values fill 16 bytes."""
     comptime has_scales: Bool
     """Whether float32 scales follow the values, one for eight lanes."""
+    comptime n_carried: Int = 0
+    """Choices of the router that a token carries to every rank, in an all-gather;
+    0: its choices say where it goes."""
     comptime Rows: DevicePassable & TrivialRegisterPassable
     """Where decoded tokens go: the pointers of the output tensors."""
 
@@ -168,6 +171,42 @@ trait TokenFormat:
             n_lanes: Lanes that share the work.
         """
         ...
+
+    @staticmethod
+    @always_inline
+    def place_choice(
+        rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
+    ):
+        """Puts a choice that a token carries into the output.
+
+        Args:
+            rows: The output tensors.
+            row: The row that the token takes there.
+            k: Which of its choices, in `[0, n_carried)`.
+            expert_id: What the router chose; -1: nothing.
+            prob: With which probability.
+        """
+        pass
+
+    @staticmethod
+    @always_inline
+    def end_choices(
+        rows: Self.Rows,
+        n_rows: Int,
+        n_rows_max: Int,
+        worker: Int,
+        n_workers: Int,
+    ):
+        """Says how many rows there are; those behind choose nothing.
+
+        Args:
+            rows: The output tensors.
+            n_rows: Rows that there are.
+            n_rows_max: Rows there is room for.
+            worker: Which of those that share the work.
+            n_workers: How many they are.
+        """
+        pass
 
 
 @fieldwise_init

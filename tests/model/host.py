@@ -109,6 +109,8 @@ def _send_rank_slots(launch: Launch) -> Agent:
                 place = ("entry", world.rank_of(expert), rank, t, k)
                 truth = ("entry", n, rank, t, k)
                 a.store(where, place, (generation, expert), truth)
+                if world.carries_choices:
+                    _send_carried(a, n, generation, world.rank_of(expert), rank, t)
 
     a = for_each_chunk(launch, _chunks(launch, n, rank), send)
     for to in world.ranks:
@@ -119,6 +121,13 @@ def _send_rank_slots(launch: Launch) -> Agent:
             ("number", n, rank),
         )
     return a
+
+
+def _send_carried(
+    a: Agent, n: int, generation: int, to: int, rank: int, t: int
+) -> None:
+    place, truth = ("carried_choice", to, rank, t), ("carried", n, rank, t)
+    a.store(_RANK + "_send_carried", place, (generation, 0), truth)
 
 
 def _gather_token(launch: Launch, a: Agent, n: int, t: int) -> None:
@@ -231,6 +240,9 @@ def dispatch_wait(launch: Launch) -> None:
             if expert >= 0 and world.rank_of(expert) == rank:
                 a.load_of(where, place, generation, ("entry", n, src, t, k))
                 a.load(where, ("token", rank, src, t), ("token", n, src, t))
+                if world.carries_choices:
+                    place = ("carried_choice", rank, src, t)
+                    a.load(where, place, ("carried", n, src, t))
             else:
                 a.load_of_another_generation(where, place, generation)
         if world.is_reduced:

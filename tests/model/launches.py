@@ -49,6 +49,7 @@ RANK_WORDS = {
     "dispatch_done": "what a reader has read; on GPUs with rank_slots of both",
     "dispatch_n_tokens": "tokens of a source",
     "entry": "where a choice goes",
+    "carried_choice": "what the router chose for a token of an all-gather",
     "token": "token of rank_slots",
     "early_token": "the same, its own flag",
     "chunk_flag": "a part of a token has come",
@@ -128,6 +129,8 @@ class World(Program):
     """Parts that are sent before any of them is announced."""
     indexes_by_blocks: bool = False
     """Whether blocks write the entries of a run of choices, not those of a list."""
+    carries_choices: bool = False
+    """Whether a token takes what the router chose for it along, in an all-gather."""
     n_early_tokens: int = 2
     """Tokens of a rank up to which they are their own flags."""
     shares_gpu: bool | None = None

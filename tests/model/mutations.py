@@ -237,6 +237,8 @@ _COVERED = (
 )
 _ONLY_CHOICE = "Of a dispatch message CPU ranks read the choice, not the generation."
 
+_TAGGED_FOR_GPUS = "CPU ranks find it behind the counts, and do not look at it"
+
 HARMLESS = {
     "relaxed instead of more: publish(dispatch_n_tokens) in"
     " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
@@ -246,6 +248,8 @@ HARMLESS = {
     " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
     "generation 1 for ever: store(dispatch_message_flag) in"
     " expert_slots/host_steps.mojo: write_source_info": _ONLY_CHOICE,
+    "generation 1 for ever: store(carried_choice) in"
+    " rank_slots/host_dispatch.mojo: _send_carried": _TAGGED_FOR_GPUS,
     "relaxed instead of more: block_peek(INDEXED) in"
     " rank_slots/dispatch.mojo: _send_tokens": _ENTRIES_FIRST,
     "left out: block_peek(INDEXED) in"

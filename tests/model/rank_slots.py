@@ -120,6 +120,23 @@ def _stride(launch: Launch) -> int:
     return launch.world.n_index_warps * launch.world.n_blocks
 
 
+def send_carried(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    """Sends what was chosen for some tokens; one choice stands for all of a token."""
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    await_readers(launch, a, False)
+    n_tokens = len(world.tokens(n, rank))
+    for t in range(block + indexer * world.n_blocks, n_tokens, _stride(launch)):
+        for i in range(world.n_ranks):
+            to = (rank + 1 + i) % world.n_ranks
+            a.put_16(
+                _INDEX + "send_carried",
+                ("carried_choice", to, rank, t),
+                (launch.next("dispatch_sent"), 0),
+                ("carried", n, rank, t),
+            )
+
+
 def _write_entry(
     launch: Launch, a: Agent, n: int, generation: int, t: int, k: int, expert: int
 ) -> None:
@@ -199,6 +216,8 @@ def _send(
         a = launch.agent(f"block {block}, index warp {indexer}")
         index_choices(launch, a, block, indexer)
         a.block_add(_DISPATCH + "_send", ("INDEXED", rank, block))
+        if world.carries_choices:
+            send_carried(launch, a, block, indexer)
         indexers.append(a)
     if not (tokens_are_sent and has_input):
         sender = launch.agent(f"block {block}, sender")
@@ -278,7 +297,8 @@ def _receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> No
         if t >= len(tokens):
             continue
         for k in range(len(tokens[t])):
-            _await_entry(launch, a, n, generation, src, t, k)
+            place = ("entry", rank, src, t, k)
+            _await_words(launch, a, generation, place, ("entry", n, src, t, k))
         is_early = len(tokens) <= world.n_early_tokens
         is_here = rank in world.owners(n, src, t)
         is_input = has_input and src == rank
@@ -306,21 +326,25 @@ def _receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> No
         if is_waiting:
             _are_counted(launch, a, block)
             is_waiting = False
+        if world.carries_choices and rank in world.owners(n, src, t):
+            _place_carried(launch, a, n, generation, src, t)
         if world.is_reduced:
             a.store(where, notes, True, truth)
             a.store(where, ("received_weights", rank, src, t), True, truth)
 
 
-def _await_entry(
-    launch: Launch, a: Agent, n: int, generation: int, src: int, t: int, k: int
+def _await_words(
+    launch: Launch, a: Agent, generation: int, place: tuple, meant: tuple
 ) -> None:
     peek = a.peek_16 if launch.world.is_reduced else a.peek_number
-    peek(
-        _DISPATCH + "_await_entry",
-        ("entry", launch.rank, src, t, k),
-        ("equals", generation),
-        ("entry", n, src, t, k),
-    )
+    peek(_DISPATCH + "_await_words", place, ("equals", generation), meant)
+
+
+def _place_carried(
+    launch: Launch, a: Agent, n: int, generation: int, src: int, t: int
+) -> None:
+    place = ("carried_choice", launch.rank, src, t)
+    _await_words(launch, a, generation, place, ("carried", n, src, t))
 
 
 def _load_early(launch: Launch, a: Agent, place: tuple, meant: tuple) -> None:

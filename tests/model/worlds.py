@@ -26,6 +26,11 @@ TWO_TOKENS: tuple = (
     (((1, 1),), ((1, 0), (0, 1))),
 )
 BOTH_WAYS: tuple = ((((0, 1),), ((1, 0),)),)
+# Each token goes to every rank; a rank without tokens.
+EVERYBODY: tuple = (
+    (((0, 1), (0, 1)), ((0, 1),)),
+    (((0, 1),), ()),
+)
 THREE_RANKS: tuple = (
     (((0, 1),), ((2, 2),), ()),
     ((), ((0, 2),), ((1, 0),)),
@@ -130,6 +135,16 @@ def rank_slots() -> list[World]:
             **replays(("send_tokens", "dispatch"), 2),
         ),
         World(
+            "all-gather",
+            "gather",
+            routing=EVERYBODY,
+            is_reduced=True,
+            carries_choices=True,
+            n_blocks=2,
+            n_index_warps=2,
+            **replays(FUSED, 2),
+        ),
+        World(
             "gather, chunks",
             "gather",
             routing=TWO_TOKENS,
@@ -217,6 +232,7 @@ def random_world(seed: int) -> World:
         n_parts=chance.randint(1, 2),
         n_parts_at_once=chance.randint(1, 2),
         indexes_by_blocks=chance.random() < 0.5,
+        carries_choices=protocol == "gather" and is_reduced and chance.random() < 0.3,
         n_early_tokens=chance.randint(0, 3),
     )
 
@@ -351,6 +367,18 @@ def host() -> list[World]:
                 **common,
             ),
         ]
+    worlds.append(
+        World(
+            "CPU, all-gather",
+            "gather",
+            routing=EVERYBODY,
+            is_reduced=True,
+            carries_choices=True,
+            target="cpu",
+            streams=True,
+            **replays(SPLIT, 3),
+        )
+    )
     worlds.append(
         World(
             "CPU, gather, tokens first",

@@ -13,6 +13,7 @@ from max_ep.counters import (
     _DISPATCH_SENT,
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.with_choices import WithChoicesTokenFormat
 from max_ep.gpu_launch import NUM_THREADS
 from max_ep.layout import (
     GATHER,
@@ -49,6 +50,10 @@ comptime MANY_TOKENS = 4096
 
 comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
 comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
+comptime CARRIED = WithChoicesTokenFormat[
+    DType.bfloat16, HIDDEN, N_RANKS, TOP_K
+]
+"""Of an all-gather, in which each rank is an expert."""
 
 comptime dispatch_async[
     Format: TokenFormat,
@@ -104,10 +109,11 @@ comptime dispatch[
     padded: Bool = False,
     shared: Bool = False,
     sent: Bool = False,
+    n_experts: Int = N_EXPERTS,
 ] = dispatch_kernel[
     DType.bfloat16,
     NUM_THREADS,
-    N_EXPERTS,
+    n_experts,
     N_RANKS,
     max_tokens,
     Format,
@@ -214,6 +220,9 @@ def main() raises:
     )
     emit[dispatch[BF16, GATHER_REDUCED, sent=True]](
         "dispatch.bf16_reduced_gather_sent"
+    )
+    emit[dispatch[CARRIED, GATHER_REDUCED, MANY_TOKENS, n_experts=N_RANKS]](
+        "dispatch.bf16_reduced_carried_parts"
     )
     emit[combine_async[DType.bfloat16]]("combine_async.bf16")
     emit[combine_async[DType.float32, MANY_TOKENS]]("combine_async.f32")

@@ -130,12 +130,14 @@ from .dispatch_roles import (
 from .entries import (
     NO_POSITION,
     expert_of_entry,
+    id_of_word,
     position_of_entry,
     weight_of_word,
 )
 from .index import (
     Choices,
     index_choices,
+    send_carried,
     share_choices,
     tell_n_tokens,
 )
@@ -279,7 +281,7 @@ struct _Part(TrivialRegisterPassable):
         has_input: Bool,
         to_peers: Bool,
     ](
-        unit: Int, n_parts: Int, choices: Choices, my_rank: Int, lane: Int
+        unit: Int, n_parts: Int, choices: Choices[...], my_rank: Int, lane: Int
     ) -> Self:
         """Finds out who gets a part; all lanes call it.
 
@@ -425,7 +427,7 @@ def _send_tokens[
     is_early: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-    choices: Choices,
+    choices: Choices[...],
     n_tokens: Int,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -599,7 +601,7 @@ def _send_by_number[
     waits_for_index: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-    choices: Choices,
+    choices: Choices[...],
     n_tokens: Int,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -690,7 +692,7 @@ def _send[
     n_warps: Int,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-    choices: Choices,
+    choices: Choices[...],
     n_tokens: Int,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -729,6 +731,10 @@ def _send[
         syncwarp()
         if launch.lane == 0:
             _ = block_add(launch.control.unsafe_offset(INDEXED), 1)
+        comptime if token_fmt_type.n_carried > 0:
+            send_carried[layout, token_fmt_type.n_carried](
+                choices, n_tokens, recv_bufs, counts, launch, counters, indexer
+            )
     elif launch.warp_idx == NUMBERS_WARP:
         if block_idx.x == 0:
             tell_n_tokens[layout](n_tokens, counts, launch, counters)
@@ -763,26 +769,24 @@ def _send[
 
 
 @always_inline
-def _await_entry[
-    n_experts: Int, layout: RegionLayout
+def _await_words[
+    n_experts: Int, are_two: Bool
 ](
-    recv_buf: BytePointer,
+    words: BytePointer,
     src_rank: Int,
-    choice: Int,
     generation: UInt32,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> LaneBytes:
-    """Waits for an entry, with one lane.
+    """Waits for an entry, or a choice that a token carries, with one lane.
 
     Parameters:
         n_experts: Experts of the group.
-        layout: How the regions are cut.
+        are_two: Whether it is two words, or one.
 
     Args:
-        recv_buf: This rank's recv buffer.
+        words: Where it comes.
         src_rank: Rank of the token.
-        choice: The choice on that rank.
         generation: The generation to wait for.
         launch: From `start_launch`.
         counters: This rank's local words.
@@ -790,14 +794,13 @@ def _await_entry[
     Returns:
         Its words; of another generation if it did not come.
     """
-    var p = recv_buf.unsafe_offset(layout.entry_offset(src_rank, choice))
     var spins = 0
     while True:
         var bytes: LaneBytes
-        comptime if layout.is_reduced():
-            bytes = peek_16(p)
+        comptime if are_two:
+            bytes = peek_16(words)
         else:
-            var word = peek_number(flag_at(p, 0))
+            var word = peek_number(flag_at(words, 0))
             bytes = bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](word, 0))
         if bytes[1] == generation:
             return bytes
@@ -813,6 +816,59 @@ def _await_entry[
                 flag_word(bytes[1], 0),
             )
             return bytes
+
+
+@always_inline
+def _place_carried[
+    n_experts: Int, layout: RegionLayout, token_fmt_type: TokenFormat
+](
+    rows: token_fmt_type.Rows,
+    row: Int,
+    recv_buf: BytePointer,
+    src_rank: Int,
+    token_idx: Int,
+    generation: UInt32,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+) -> Bool:
+    """Puts the choices that a token carries beside its row, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+
+    Args:
+        rows: The output tensors.
+        row: The token's row.
+        recv_buf: This rank's recv buffer.
+        src_rank: Rank of the token.
+        token_idx: The token there.
+        generation: The generation that is received.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Whether all came; the same in all lanes.
+    """
+    comptime n_carried = token_fmt_type.n_carried
+    var is_late = False
+    for k in range(launch.lane, n_carried, WARP_SIZE):
+        var carried = _await_words[n_experts, True](
+            recv_buf.unsafe_offset(
+                layout.carried_choice_offset(src_rank, token_idx, k, n_carried)
+            ),
+            src_rank,
+            generation,
+            launch,
+            counters,
+        )
+        is_late = is_late or carried[1] != generation
+        var words = bitcast[DType.uint64, 2](carried)
+        token_fmt_type.place_choice(
+            rows, row, k, id_of_word(words[0]), weight_of_word(words[1])
+        )
+    return not any_lane(is_late)
 
 
 @always_inline
@@ -991,8 +1047,12 @@ def _receive_tokens[
         var is_late = False
         if lane < top_k:
             var choice = layout.choice(token_idx, lane)
-            var entry = _await_entry[n_experts, layout](
-                recv_buf, src_rank, choice, generation, launch, counters
+            var entry = _await_words[n_experts, layout.is_reduced()](
+                recv_buf.unsafe_offset(layout.entry_offset(src_rank, choice)),
+                src_rank,
+                generation,
+                launch,
+                counters,
             )
             is_late = entry[1] != generation
             var words = bitcast[DType.uint64, 2](entry)
@@ -1119,6 +1179,24 @@ def _receive_tokens[
                             counters.received_weights(layout, src_rank)[
                                 unsafe_offset=choice
                             ] = weight
+                    comptime if token_fmt_type.n_carried > 0:
+                        # Of its choices, which are ranks, this rank's alone has
+                        # a row here.
+                        var k = count_trailing_zeros(wanted)
+                        if wanted != 0 and not _place_carried[
+                            n_experts, layout, token_fmt_type
+                        ](
+                            rows,
+                            Int(warp.shuffle_idx(row, k)),
+                            recv_buf,
+                            src_rank,
+                            token_idx,
+                            generation,
+                            launch,
+                            counters,
+                        ):
+                            counters.set_broken()
+                            return
                     comptime if fused_shared_expert:
                         if is_shared and lane == 0:
                             src_info[unsafe_offset=2 * token_idx] = Int32(
@@ -1222,6 +1300,19 @@ def _receive[
             block_publish(
                 control.unsafe_offset(TOKENS_READY),
                 1 if are_there else NO_NUMBERS,
+            )
+        comptime if token_fmt_type.n_carried > 0:
+            # Each rank gets every token.
+            var n_rows = 0
+            if are_there:
+                for src_rank in range(layout.n_ranks):
+                    n_rows += Int(n_tokens_of[unsafe_offset=src_rank])
+            token_fmt_type.end_choices(
+                rows,
+                n_rows,
+                n_rows_max,
+                Int(block_idx.x) * WARP_SIZE + launch.lane,
+                Int(grid_dim.x) * WARP_SIZE,
             )
     while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
         pass
@@ -1373,7 +1464,7 @@ def send_tokens_kernel[
         False,
     ](
         input_tokens,
-        Choices.none(),
+        Choices[].none(),
         Int(n_tokens),
         recv_bufs,
         counts,
@@ -1444,9 +1535,9 @@ def dispatch_async_kernel[
     var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    var choices = share_choices[num_threads, layout](
-        topk_ids, router_weights, Int(n_tokens)
-    )
+    var choices = share_choices[
+        num_threads, layout, n_ranks if token_fmt_type.n_carried > 0 else 0
+    ](topk_ids, router_weights, Int(n_tokens))
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
@@ -1546,6 +1637,9 @@ def dispatch_wait_kernel[
     if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
+            token_fmt_type.end_choices(
+                rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
+            )
         return
     # Un-reduced, the next launch is a combine that tells nobody.
     comptime tells_at_end = shares_gpu or not layout.is_reduced()
@@ -1652,13 +1746,16 @@ def dispatch_kernel[
     var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    var choices = share_choices[num_threads, layout](
-        topk_ids, router_weights, Int(n_tokens)
-    )
+    var choices = share_choices[
+        num_threads, layout, n_ranks if token_fmt_type.n_carried > 0 else 0
+    ](topk_ids, router_weights, Int(n_tokens))
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
+            token_fmt_type.end_choices(
+                rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
+            )
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
         comptime if tokens_are_sent:

@@ -11,6 +11,9 @@ combine a second word follows, of the same form:
 
     63         32 31                  0
     | generation | router weight      |
+
+A choice that a token carries to every rank, in an all-gather, is two such words:
+expert id, which may be any 32 bits, and probability.
 """
 from std.memory import bitcast
 
@@ -93,3 +96,30 @@ def weight_of_word(word: UInt64) -> Float32:
         The weight.
     """
     return bitcast[DType.float32](UInt32(word & 0xFFFF_FFFF))
+
+
+@always_inline
+def id_word(generation: UInt32, expert_id: Int32) -> UInt64:
+    """Makes the first word of a choice that a token carries.
+
+    Args:
+        generation: The generation it belongs to.
+        expert_id: What the router chose, as it is.
+
+    Returns:
+        The word.
+    """
+    return flag_word(generation, Int(bitcast[DType.uint32](expert_id)))
+
+
+@always_inline
+def id_of_word(word: UInt64) -> Int32:
+    """Reads the expert id of a choice that a token carries.
+
+    Args:
+        word: From `id_word`.
+
+    Returns:
+        What the router chose.
+    """
+    return bitcast[DType.int32](UInt32(word & 0xFFFF_FFFF))

@@ -42,6 +42,8 @@ from ..transport import PeerBuffers
 from .entries import (
     entry_word,
     expert_of_entry,
+    id_of_word,
+    id_word,
     position_of_entry,
     weight_of_word,
     weight_word,
@@ -232,9 +234,11 @@ def dispatch_async_host[
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`.
-        topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert.
+        topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert. Of an
+            all-gather `[n_tokens][n_carried]`, anything.
         n_tokens: In `[0, max_tokens_per_rank]`.
-        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+        router_weights: `[n_tokens][top_k]`; read if combine is reduced. Of an
+            all-gather `[n_tokens][n_carried]`, anything.
         recv_bufs: Every rank's dispatch recv buffer.
         recv_counts: Every rank's dispatch counts buffer.
         counters: This rank's local words.
@@ -289,9 +293,19 @@ def dispatch_async_host[
     comptime if layout.sends_to_all():
         counters.set_tokens_sent(-1)
 
-    var plan = SendPlan[n_experts, top_k](
-        topk_ids, n_tokens, max_tokens_per_rank
-    )
+    # Of an all-gather each token chooses all ranks: the router's choices do not
+    # say where it goes, and travel with it.
+    comptime n_carried = token_fmt_type.n_carried
+    var everybody = List[Int32]()
+    var ids = topk_ids
+    comptime if n_carried > 0:
+        for _ in range(n_tokens):
+            for rank in range(n_ranks):
+                everybody.append(Int32(rank))
+        ids = Pointer[Int32, ImmUntrackedOrigin](
+            unsafe_from_address=Int(everybody.unsafe_ptr())
+        )
+    var plan = SendPlan[n_experts, top_k](ids, n_tokens, max_tokens_per_rank)
     var positions = plan.slots.unsafe_ptr()
     var is_streaming = should_stream(n_tokens, n_copies * msg_bytes)
 
@@ -321,7 +335,7 @@ def dispatch_async_host[
                 var position = positions[unsafe_offset=choice]
                 if position == NO_SLOT:
                     continue
-                var expert_id = Int(topk_ids[unsafe_offset=choice])
+                var expert_id = Int(ids[unsafe_offset=choice])
                 var dst_rank = expert_id // n_local_experts
                 var recv_buf = recv_bufs[dst_rank]
                 var entry = layout.entry_offset(my_rank, choice)
@@ -329,15 +343,27 @@ def dispatch_async_host[
                     generation, expert_id, Int(position)
                 )
                 comptime if layout.is_reduced():
+                    var weight: Float32 = 1
+                    comptime if n_carried == 0:
+                        weight = router_weights[unsafe_offset=choice]
                     flag_at(recv_buf, entry + ENTRY_BYTES)[] = weight_word(
-                        generation, router_weights[unsafe_offset=choice]
+                        generation, weight
+                    )
+                comptime if n_carried > 0:
+                    _send_carried[n_carried, layout](
+                        topk_ids,
+                        router_weights,
+                        token_idx,
+                        my_rank,
+                        generation,
+                        recv_buf,
                     )
                 comptime if not layout.sends_to_all():
                     var is_first = True
                     for earlier in range(token_idx * top_k, choice):
                         if (
                             positions[unsafe_offset=earlier] != NO_SLOT
-                            and Int(topk_ids[unsafe_offset=earlier])
+                            and Int(ids[unsafe_offset=earlier])
                             // n_local_experts
                             == dst_rank
                         ):
@@ -380,8 +406,48 @@ def dispatch_async_host[
     # AFTER: this generation's tokens, entries and counts are with their
     # receivers.
 
-    raise_if_dropped(plan, topk_ids, n_tokens, counters)
+    raise_if_dropped(plan, ids, n_tokens, counters)
     _ = plan^
+    _ = everybody^
+
+
+@always_inline
+def _send_carried[
+    n_carried: Int, layout: RegionLayout
+](
+    expert_ids: Pointer[Int32, ImmUntrackedOrigin],
+    probs: Pointer[Float32, ImmUntrackedOrigin],
+    token_idx: Int,
+    my_rank: Int,
+    generation: UInt32,
+    recv_buf: BytePointer,
+):
+    """Writes the choices that a token carries to a rank; counts announce them.
+
+    Parameters:
+        n_carried: Choices of a token.
+        layout: Offsets of the buffers.
+
+    Args:
+        expert_ids: `[n_tokens][n_carried]`, as the router gave them.
+        probs: Likewise their probabilities.
+        token_idx: Which token.
+        my_rank: This rank.
+        generation: The generation that is sent.
+        recv_buf: The rank's dispatch recv buffer.
+    """
+    for k in range(n_carried):
+        # I1: only this rank writes what its tokens carry.
+        var offset = layout.carried_choice_offset(
+            my_rank, token_idx, k, n_carried
+        )
+        var place = token_idx * n_carried + k
+        flag_at(recv_buf, offset)[] = id_word(
+            generation, expert_ids[unsafe_offset=place]
+        )
+        flag_at(recv_buf, offset + ENTRY_BYTES)[] = weight_word(
+            generation, probs[unsafe_offset=place]
+        )
 
 
 def dispatch_wait_host[
@@ -485,6 +551,20 @@ def dispatch_wait_host[
                 token_fmt_type.decode(token, rows, row, is_streaming)
                 src_info[unsafe_offset=2 * row] = Int32(token_idx)
                 src_info[unsafe_offset=2 * row + 1] = Int32(k)
+                comptime n_carried = token_fmt_type.n_carried
+                for j in range(n_carried):
+                    var carried = layout.carried_choice_offset(
+                        src_rank, token_idx, j, n_carried
+                    )
+                    token_fmt_type.place_choice(
+                        rows,
+                        row,
+                        j,
+                        id_of_word(flag_at(recv_buf, carried)[]),
+                        weight_of_word(
+                            flag_at(recv_buf, carried + ENTRY_BYTES)[]
+                        ),
+                    )
                 comptime if layout.is_reduced():
                     counters.received_rows(layout, src_rank)[
                         unsafe_offset=choice
@@ -502,6 +582,7 @@ def dispatch_wait_host[
             decode_tokens,
         )
     _ = n_tokens_of^
+    token_fmt_type.end_choices(rows, arrived.n_rows, n_rows_max, 0, 1)
 
     comptime if fused_shared_expert:
         place_own_tokens[token_fmt_type, layout](

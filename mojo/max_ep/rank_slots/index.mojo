@@ -56,7 +56,13 @@ from .dispatch_roles import (
     N_INDEX_WARPS,
     SEND,
 )
-from .entries import NO_ENTRY_EXPERT, NO_POSITION, entry_word, weight_word
+from .entries import (
+    NO_ENTRY_EXPERT,
+    NO_POSITION,
+    entry_word,
+    id_word,
+    weight_word,
+)
 
 comptime N_SHARED_CHOICES = 1536
 """Choices up to which a block keeps ids and weights in its shared memory."""
@@ -86,8 +92,13 @@ comptime _GAVE_UP = (1 << _FOUND_BITS) - 1
 
 
 @fieldwise_init
-struct Choices(TrivialRegisterPassable):
-    """Ids and router weights of this rank's choices."""
+struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
+    """Ids and router weights of this rank's choices.
+
+    Parameters:
+        n_ranks_all: 0: they are the router's. More: of an all-gather, in which
+            each token chooses so many ranks, all there are, with a weight of 1.
+    """
 
     var ids: Pointer[Int32, ImmUntrackedOrigin]
     """`[n_choices]`."""
@@ -142,6 +153,20 @@ struct Choices(TrivialRegisterPassable):
         """
         if self.are_shared():
             return self.shared_ids[unsafe_offset=choice]
+        return self.id_in_memory(choice)
+
+    @always_inline
+    def id_in_memory(self, choice: Int) -> Int32:
+        """Reads an id from where it was given.
+
+        Args:
+            choice: The choice.
+
+        Returns:
+            The id.
+        """
+        comptime if Self.n_ranks_all > 0:
+            return Int32(UInt32(choice) % UInt32(Self.n_ranks_all))
         return self.ids[unsafe_offset=choice]
 
     @always_inline
@@ -159,6 +184,8 @@ struct Choices(TrivialRegisterPassable):
         """
         comptime if not layout.is_reduced():
             return 0
+        comptime if Self.n_ranks_all > 0:
+            return 1
         if self.are_shared():
             return bitcast[DType.float32](
                 self.shared_weights[unsafe_offset=choice]
@@ -168,17 +195,18 @@ struct Choices(TrivialRegisterPassable):
 
 @always_inline
 def share_choices[
-    num_threads: Int, layout: RegionLayout
+    num_threads: Int, layout: RegionLayout, n_ranks_all: Int
 ](
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
     router_weights: Pointer[Float32, ImmUntrackedOrigin],
     n_tokens: Int,
-) -> Choices:
+) -> Choices[n_ranks_all]:
     """Copies few choices to shared memory; a block barrier must follow.
 
     Parameters:
         num_threads: Threads of a block.
         layout: How the regions are cut.
+        n_ranks_all: As in `Choices`.
 
     Args:
         topk_ids: `[n_tokens][top_k]`.
@@ -189,7 +217,7 @@ def share_choices[
         The choices.
     """
     comptime n_weights = N_SHARED_CHOICES if layout.is_reduced() else 1
-    var choices = Choices(
+    var choices = Choices[n_ranks_all](
         topk_ids,
         router_weights,
         n_tokens * layout.top_k,
@@ -198,8 +226,8 @@ def share_choices[
     )
     if choices.are_shared():
         for i in range(Int(thread_idx.x), choices.n_choices, num_threads):
-            choices.shared_ids[unsafe_offset=i] = topk_ids[unsafe_offset=i]
-            comptime if layout.is_reduced():
+            choices.shared_ids[unsafe_offset=i] = choices.id_in_memory(i)
+            comptime if layout.is_reduced() and n_ranks_all == 0:
                 choices.shared_weights[unsafe_offset=i] = bitcast[DType.int32](
                     router_weights[unsafe_offset=i]
                 )
@@ -289,7 +317,7 @@ def tell_n_tokens[
 def index_choices[
     n_experts: Int, layout: RegionLayout
 ](
-    choices: Choices,
+    choices: Choices[...],
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
@@ -346,6 +374,66 @@ def index_choices[
     )
 
 
+# ------------------------------------------- of an all-gather: what tokens carry
+
+
+@always_inline
+def send_carried[
+    layout: RegionLayout, n_carried: Int
+](
+    choices: Choices[...],
+    n_tokens: Int,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters,
+    indexer: Int,
+):
+    """Sends the router's choices to every rank, with one of the index warps.
+
+    Parameters:
+        layout: How the regions are cut.
+        n_carried: The router's choices of a token.
+
+    Args:
+        choices: Where the router's ids and probabilities were given.
+        n_tokens: Tokens to send.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        indexer: This warp among those that index.
+    """
+    # I3, for carried choices.
+    if not await_readers[layout, False](launch, counts, counters, SEND):
+        return
+    var generation = next_generation(launch.before.dispatch_sent)
+    for place in range(
+        (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE
+        + launch.lane,
+        n_tokens * n_carried,
+        N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
+    ):
+        var token_idx, k = divmod_32(place, n_carried)
+        var words = bitcast[DType.uint32, 4](
+            SIMD[DType.uint64, 2](
+                id_word(generation, choices.ids[unsafe_offset=place]),
+                weight_word(generation, choices.weights[unsafe_offset=place]),
+            )
+        )
+        var offset = UInt64(
+            layout.carried_choice_offset(
+                launch.my_rank, token_idx, k, n_carried
+            )
+        )
+        for i in range(layout.n_ranks):
+            # Not all sources begin with the same rank.
+            var rank = launch.my_rank + 1 + i
+            rank -= layout.n_ranks if rank >= layout.n_ranks else 0
+            # I1: only this rank writes what its tokens carry.
+            put_16(bytes_at(recv_bufs[unsafe_offset=rank] + offset), words)
+
+
 # ----------------------------------------------------- many choices: by blocks
 
 
@@ -353,7 +441,7 @@ def index_choices[
 def _index_by_blocks[
     n_experts: Int, layout: RegionLayout
 ](
-    choices: Choices,
+    choices: Choices[...],
     n_before: SharedWord,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -404,7 +492,7 @@ def _index_by_blocks[
             var ids = Array[Int32, _MANY_IDS](fill=NO_EXPERT)
             comptime for i in range(_MANY_IDS):
                 if first + i * n_threads < begin:
-                    ids[i] = choices.ids[unsafe_offset=first + i * n_threads]
+                    ids[i] = choices.id_in_memory(first + i * n_threads)
             comptime for i in range(_MANY_IDS):
                 _count_id[n_experts](n_before, ids[i], launch.lane)
     for first in range(begin, end, n_threads):
@@ -520,7 +608,7 @@ def _tell_count[
 def _index_by_lists[
     n_experts: Int, layout: RegionLayout
 ](
-    choices: Choices,
+    choices: Choices[...],
     found: SharedInts,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
@@ -644,7 +732,7 @@ def _or_of_lanes(bits: UInt32) -> UInt32:
 
 @always_inline
 def _find_choices(
-    choices: Choices,
+    choices: Choices[...],
     found: SharedInts,
     list: Int,
     n_experts: Int,
@@ -753,7 +841,7 @@ def _agree_on_found(
 @always_inline
 def _read_choice[
     layout: RegionLayout
-](choices: Choices, choice: Int, end: Int) -> Tuple[Int32, Float32]:
+](choices: Choices[...], choice: Int, end: Int) -> Tuple[Int32, Float32]:
     """Reads a choice from global memory.
 
     Parameters:
@@ -769,7 +857,7 @@ def _read_choice[
     """
     if choice >= end:
         return (NO_EXPERT, Float32(0))
-    return (choices.ids[unsafe_offset=choice], choices.weight[layout](choice))
+    return (choices.id_in_memory(choice), choices.weight[layout](choice))
 
 
 @always_inline

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WithChoicesTokenFormat: a token, and what the router chose for it.
+
+For an all-gather: each token goes to every rank, so its choices do not say where.
+They travel behind it (`RegionLayout.carried_choice_offset`), and come out beside
+it as a routing map and probabilities.
+"""
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
+from ..layout import message_bytes
+from ..token_format import (
+    BytePointer,
+    LaneBytes,
+    LaneWire,
+    PlainRows,
+    PlainTokenFormat,
+    TokenFormat,
+)
+
+
+@fieldwise_init
+struct RowsWithChoices(DevicePassable, TrivialRegisterPassable):
+    """Output tensors of an all-gather."""
+
+    var tokens: BytePointer
+    """Rows, `[n_rows_max][hidden_size]` in the wire's element type."""
+    var expert_ids: Pointer[Int32, MutUntrackedOrigin]
+    """The routing map, `[n_rows_max][n_carried]`; behind the last row, -1."""
+    var probs: Pointer[Float32, MutUntrackedOrigin]
+    """Probabilities, `[n_rows_max][n_carried]`; behind the last row, 0."""
+    var n_gathered: Pointer[Int32, MutUntrackedOrigin]
+    """`[1]`: rows that there are."""
+
+    comptime device_type: AnyType = Self
+    """A kernel gets the pointers as they are."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in error messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "RowsWithChoices"
+
+
+struct WithChoicesTokenFormat[
+    wire_type: DType, hidden_size_: Int, n_ranks: Int, n_carried_: Int
+](TokenFormat):
+    """Sends elements as they are to every rank, with the router's choices.
+
+    To dispatch each rank is an expert, and each token chooses all of them, with a
+    weight of 1.
+
+    Parameters:
+        wire_type: Element type on the wire and of the output rows.
+        hidden_size_: Elements of a token, a multiple of 16 bytes.
+        n_ranks: Ranks of the group.
+        n_carried_: Choices of the router for a token.
+    """
+
+    comptime _Plain = PlainTokenFormat[
+        Self.wire_type, Self.hidden_size_, Self.n_ranks
+    ]
+    comptime hidden_size = Self._Plain.hidden_size
+    """Elements of a token."""
+    comptime top_k = Self.n_ranks
+    """A token goes to every rank."""
+    comptime hidden_multiple = Self._Plain.hidden_multiple
+    """Elements of 16 bytes."""
+    comptime token_bytes = Self._Plain.token_bytes
+    """Bytes of the elements."""
+    comptime msg_bytes = message_bytes(Self.token_bytes, Self.n_carried_)
+    """Bytes of elements, choices and source info."""
+    comptime value_bytes = Self._Plain.value_bytes
+    """All elements are values."""
+    comptime lane_elements = Self._Plain.lane_elements
+    """Elements of 16 bytes."""
+    comptime has_scales = False
+    """There are none."""
+    comptime n_carried = Self.n_carried_
+    """Choices of the router for a token."""
+    comptime Rows = RowsWithChoices
+    """Tokens, routing map, probabilities, and how many."""
+
+    @staticmethod
+    @always_inline
+    def _tokens(rows: Self.Rows) -> PlainRows:
+        return PlainRows(rows.tokens)
+
+    @staticmethod
+    @always_inline
+    def encode[
+        input_type: DType, is_scaled: Bool
+    ](
+        message: BytePointer,
+        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        input_scale: Float32,
+    ):
+        """Writes a token in wire format; see `TokenFormat.encode`.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            message: `[token_bytes]`.
+            token: `[hidden_size]` elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+        """
+        Self._Plain.encode[input_type, is_scaled](message, token, input_scale)
+
+    @staticmethod
+    @always_inline
+    def decode(
+        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
+    ):
+        """Copies the token of a message; see `TokenFormat.decode`.
+
+        Args:
+            message: `[msg_bytes]`.
+            rows: The output tensors.
+            row: The row that the token takes there.
+            is_streaming: Whether to write past the caches.
+        """
+        Self._Plain.decode(message, Self._tokens(rows), row, is_streaming)
+
+    @staticmethod
+    @always_inline
+    def encode_lane[
+        input_type: DType, is_scaled: Bool
+    ](
+        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
+    ) -> LaneWire:
+        """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            elements: The lane's elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+
+        Returns:
+            The elements in the wire's type.
+        """
+        return Self._Plain.encode_lane[input_type, is_scaled](
+            rebind[SIMD[input_type, Self._Plain.lane_elements]](elements),
+            input_scale,
+        )
+
+    @staticmethod
+    @always_inline
+    def is_identity[input_type: DType]() -> Bool:
+        """Tells whether tokens travel as they are given.
+
+        Parameters:
+            input_type: Element type of the token.
+
+        Returns:
+            Whether that is the wire's type.
+        """
+        return Self._Plain.is_identity[input_type]()
+
+    @staticmethod
+    @always_inline
+    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
+        """Points to where a row goes.
+
+        Args:
+            rows: The output tensors.
+            row: The row.
+
+        Returns:
+            `[value_bytes]`.
+        """
+        return Self._Plain.row_values(Self._tokens(rows), row)
+
+    @staticmethod
+    @always_inline
+    def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
+        """Does nothing: there are no scales.
+
+        Args:
+            rows: The output tensors.
+            row: The row that the token takes there.
+            step: Which 16 bytes.
+            scales: The bytes.
+        """
+        pass
+
+    @staticmethod
+    @always_inline
+    def decode_scales_lane(
+        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
+    ):
+        """Does nothing: there are no scales.
+
+        Args:
+            message: `[msg_bytes]`.
+            rows: The output tensors.
+            row: The row that the token takes there.
+            lane: This lane.
+            n_lanes: Lanes that share the work.
+        """
+        pass
+
+    @staticmethod
+    @always_inline
+    def place_choice(
+        rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
+    ):
+        """Puts a choice into routing map and probabilities.
+
+        Args:
+            rows: The output tensors.
+            row: The row that the token takes there.
+            k: Which of its choices, in `[0, n_carried)`.
+            expert_id: What the router chose; -1: nothing.
+            prob: With which probability.
+        """
+        var place = row * Self.n_carried + k
+        rows.expert_ids[unsafe_offset=place] = expert_id
+        rows.probs[unsafe_offset=place] = prob
+
+    @staticmethod
+    @always_inline
+    def end_choices(
+        rows: Self.Rows,
+        n_rows: Int,
+        n_rows_max: Int,
+        worker: Int,
+        n_workers: Int,
+    ):
+        """Says how many rows there are; those behind choose nothing.
+
+        Args:
+            rows: The output tensors.
+            n_rows: Rows that there are.
+            n_rows_max: Rows there is room for.
+            worker: Which of those that share the work.
+            n_workers: How many they are.
+        """
+        if worker == 0:
+            rows.n_gathered[] = Int32(n_rows)
+        for place in range(
+            n_rows * Self.n_carried + worker,
+            n_rows_max * Self.n_carried,
+            n_workers,
+        ):
+            rows.expert_ids[unsafe_offset=place] = -1
+            rows.probs[unsafe_offset=place] = 0
