@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 from serving import TOLERANCES, Reference, check_greedy, prompts
 
-from graphs.serve.checkpoint import make_checkpoint
+from graphs.serve.checkpoint import SIZES, make_checkpoint
 from graphs.serve.run import LIMITS, device_flags
 from graphs.serve.server import (
     CAPTURED_DECODE,
@@ -40,8 +40,10 @@ COMPILED = os.environ.get("MAX_EP_COMPILED")
 class Served:
     """A server, and what it serves."""
 
-    def __init__(self, server: Server, model: Path, dtype: str) -> None:
+    def __init__(self, server: Server, model: Path, dtype: str, size: str) -> None:
         self.server, self.dtype = server, dtype
+        # MAX's server tells none on GPUs, nor of a model that thinks aloud.
+        self.has_logprobs = dtype == "float32" and size in SIZES
         self.tolerance = TOLERANCES[dtype]
         self.reference = Reference(model, in_bfloat16=dtype == "bfloat16")
 
@@ -49,7 +51,9 @@ class Served:
 # GPUs, ranks of the CPU, size of the model, flags.
 WHERE = {
     "four_ranks_of_the_cpu": (0, 4, "tiny"),
+    "two_ranks_of_the_cpu_minimax": (0, 2, "minimax_tiny"),
     "one_gpu": (1, 0, "small"),
+    "one_gpu_minimax": (1, 0, "minimax_small"),
     "one_gpu_captured": (1, 0, "small", CAPTURED_DECODE),
     "two_gpus": (2, 0, "small"),
     "two_gpus_captured": (2, 0, "small", CAPTURED_DECODE),
@@ -83,7 +87,7 @@ def served(
     server = Server(folder / "model", flags, folder / "server.log", pool)
     try:
         server.wait_until_ready(READY_S, print)
-        yield Served(server, folder / "model", dtype)
+        yield Served(server, folder / "model", dtype, size)
     finally:
         server.stop()
         print(server.log_end(200))
@@ -91,9 +95,9 @@ def served(
 
 def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     reference = served.reference
-    # On GPUs MAX's server has no log-probabilities.
-    with_logprobs = served.dtype == "float32"
-    check_greedy(served.server, reference, 20, 32, served.tolerance, with_logprobs)
+    check_greedy(
+        served.server, reference, 20, 32, served.tolerance, served.has_logprobs
+    )
     tally = reference.tally
     print(tally)
     assert tally.n_tokens == 20 * 32
@@ -200,14 +204,23 @@ def test_graph_of_two_gpus_has_our_ops(tmp_path: Path) -> None:
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
 
 
-def test_deepseek_on_one_gpu_is_refused() -> None:
+@pytest.mark.parametrize(
+    "name, n_devices, words",
+    [
+        ("DeepseekV3Planner", 1, "DeepSeek-V3 on several GPUs.*leave --custom-arch"),
+        ("MiniMaxM2Planner", 2, "MiniMax-M2 on one device.*leave --custom-arch"),
+    ],
+)
+def test_devices_that_an_architecture_is_not_for(
+    name: str, n_devices: int, words: str
+) -> None:
     """Before weights are read: the memory plan comes first."""
-    from max_ep.serve.deepseek_v3 import DeepseekV3Planner
+    from max_ep.serve import deepseek_v3, minimax_m2
 
-    one = SimpleNamespace(model=SimpleNamespace(device_specs=[None]))
-    planner = DeepseekV3Planner.__new__(DeepseekV3Planner)
-    with pytest.raises(ValueError, match="on several GPUs.*leave --custom-arch"):
-        planner.estimate_activation_memory(one, None)
+    kind = {**vars(deepseek_v3), **vars(minimax_m2)}[name]
+    where = SimpleNamespace(model=SimpleNamespace(device_specs=[None] * n_devices))
+    with pytest.raises(ValueError, match=words):
+        kind.__new__(kind).estimate_activation_memory(where, None)
 
 
 class _Copied(SimpleNamespace):

@@ -3,7 +3,8 @@
 
     python -m graphs.serve.checkpoint FOLDER
 
-Of Qwen3-MoE, or of DeepSeek-V3 (``--size deepseek``).
+Of Qwen3-MoE, of MiniMax-M2 (``--size minimax_tiny``), or of DeepSeek-V3 (``--size
+deepseek``).
 What such a model says has no meaning, but it says it like any other model: the same
 graphs, kernels and memory as those of a trained checkpoint of its size. Its tokens are
 pieces of ASCII, so answers can be read and compared.
@@ -21,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -28,6 +31,8 @@ from transformers import (
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_THINKING = ["<think>", "</think>"]
+"""Of MiniMax-M2, whose thoughts MAX tells from its answers."""
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -63,6 +68,31 @@ SIZES = {
     "large": {**_QWEN3_30B, "num_hidden_layers": 8},
 }
 """Fields of ``Qwen3MoeConfig``, by name of a size."""
+
+MINIMAX_SIZES = {
+    "minimax_tiny": dict(
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=16,
+        num_experts_per_tok=4,
+    ),
+    # For GPUs. Not tried yet.
+    "minimax_small": dict(
+        hidden_size=2048,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_local_experts=128,
+        num_experts_per_tok=8,
+    ),
+}
+"""Fields of ``MiniMaxM2Config``, likewise."""
 
 DEEPSEEK_SIZES = {
     # Too small for MAX's matmuls on GPUs; its graph can be built.
@@ -108,8 +138,12 @@ _READ_BY_MAX = dict(
 """What DeepSeek's own config.json has and that of transformers has not."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains a tokenizer on this project's README."""
+def make_tokenizer(*more_special: str) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer on this project's README.
+
+    Args:
+        more_special: Special tokens that MAX looks for.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token=_SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -119,7 +153,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     ] + ["Ċ"]
     trainer = trainers.BpeTrainer(
         vocab_size=512,
-        special_tokens=_SPECIAL,
+        special_tokens=[*_SPECIAL, *more_special],
         initial_alphabet=letters,
         limit_alphabet=len(letters),
         show_progress=False,
@@ -141,11 +175,12 @@ def make_checkpoint(
 
     Args:
         folder: Where to; made if it is not there.
-        size: A key of :data:`SIZES` or :data:`DEEPSEEK_SIZES`.
+        size: A key of :data:`SIZES`, :data:`MINIMAX_SIZES` or
+            :data:`DEEPSEEK_SIZES`.
         dtype: Dtype of the weights, as torch calls it.
         seed: Of the weights.
     """
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(*(_THINKING if size in MINIMAX_SIZES else ()))
     tokenizer.save_pretrained(folder)
     common = dict(
         vocab_size=len(tokenizer),
@@ -153,14 +188,28 @@ def make_checkpoint(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    of_deepseek = size in DEEPSEEK_SIZES
-    if of_deepseek:
+    read_by_max: dict[str, Any] = {}
+    if size in DEEPSEEK_SIZES:
+        read_by_max = _READ_BY_MAX
         kind: Any = DeepseekV3ForCausalLM
         config: Any = DeepseekV3Config(
             **DEEPSEEK_SIZES[size],
             **common,
             first_k_dense_replace=1,
             rope_parameters=_YARN,
+        )
+    elif size in MINIMAX_SIZES:
+        sizes = MINIMAX_SIZES[size]
+        # Half of each head is rotated, as in MiniMax-M2.
+        read_by_max = dict(rotary_dim=sizes["head_dim"] // 2)
+        kind = MiniMaxM2ForCausalLM
+        config = MiniMaxM2Config(
+            **sizes,
+            **common,
+            bos_token_id=None,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
+            ),
         )
     else:
         kind = Qwen3MoeForCausalLM
@@ -173,18 +222,29 @@ def make_checkpoint(
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = kind._from_config(config, dtype=getattr(torch, dtype))
+        if size in MINIMAX_SIZES:
+            _draw_what_is_constant(model)
     model.save_pretrained(folder)
-    if of_deepseek:
+    if read_by_max:
         path = folder / "config.json"
-        fields = json.loads(path.read_text()) | _READ_BY_MAX
+        fields = json.loads(path.read_text()) | read_by_max
         path.write_text(json.dumps(fields, indent=2))
+
+
+def _draw_what_is_constant(model: Any) -> None:
+    """Draws norms of heads, and what the router adds: else none would be missed."""
+    for layer in model.model.layers:
+        layer.mlp.e_score_correction_bias.normal_(std=0.1)
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.weight.data.uniform_(0.5, 1.5)
 
 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", choices=[*SIZES, *DEEPSEEK_SIZES], default="tiny")
+    sizes = [*SIZES, *MINIMAX_SIZES, *DEEPSEEK_SIZES]
+    parser.add_argument("--size", choices=sizes, default="tiny")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -5,7 +5,11 @@
 docs/serving.md. Needs ``pip install 'max_ep[serve]'``.
 """
 
-from . import deepseek_v3, qwen3_moe
+from . import deepseek_v3, minimax_m2, qwen3_moe
 
-ARCHITECTURES = [qwen3_moe.architecture, deepseek_v3.architecture]
+ARCHITECTURES = [
+    qwen3_moe.architecture,
+    minimax_m2.architecture,
+    deepseek_v3.architecture,
+]
 """What MAX registers, in place of its own architectures of these names."""

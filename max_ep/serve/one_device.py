@@ -24,6 +24,7 @@ from max.nn.layer import Module
 from max.nn.linear import Linear
 from max.nn.moe import MoE
 from max.nn.transformer import Transformer, TransformerBlock
+from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
 from max.pipelines.lib.interfaces.batch_processor import (
     ragged_kv_symbolic_input_tree,
 )
@@ -208,3 +209,27 @@ class OneDeviceDecoder(Transformer):
             module=module,
             is_device_graph=is_device_graph,
         )
+
+
+def spec_of(model: Any, decoder: OneDeviceDecoder, name: str) -> dict[str, GraphSpec]:
+    """Gives a decoder its weights, and says what MAX is to compile.
+
+    Args:
+        model: The pipeline model.
+        decoder: Its decoder.
+        name: Of the graph.
+    """
+    decoder.load_state_dict(
+        model.state_dict,
+        override_quantization_encoding=True,
+        weight_alignment=1,
+        strict=not model.huggingface_config.tie_word_embeddings,
+    )
+    return {
+        GraphRole.DECODER: GraphSpec(
+            decoder,
+            name,
+            tree.leaves(decoder.input_tree(model.kv_params)),
+            weights=decoder.state_dict(),
+        )
+    }

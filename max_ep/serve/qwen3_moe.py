@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from max import tree
 from max.nn.linear import MLP
 from max.nn.norm import RMSNorm
 from max.nn.rotary_embedding import Llama3RotaryEmbedding
@@ -15,11 +14,11 @@ from max.pipelines.architectures.qwen3.arch import qwen3_moe_arch
 from max.pipelines.architectures.qwen3.batch_processor import Qwen3BatchProcessor
 from max.pipelines.architectures.qwen3.layers.attention import Qwen3Attention
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
-from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
+from max.pipelines.lib.graph_specs import GraphSpec
 
 from ..manager import EPBatchManager
 from .model import ExpertParallelBatches, ExpertParallelModel
-from .one_device import OneDeviceDecoder, OneDeviceMoe
+from .one_device import OneDeviceDecoder, OneDeviceMoe, spec_of
 from .planner import ExpertParallelPlanner
 
 
@@ -39,21 +38,7 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
         """Returns the decoder: MAX's on several GPUs, ours on one device."""
         if len(self.devices) > 1:
             return super().graph_specs(model_config)
-        decoder = _one_device_decoder(model_config)
-        decoder.load_state_dict(
-            self.state_dict,
-            override_quantization_encoding=True,
-            weight_alignment=1,
-            strict=not self.huggingface_config.tie_word_embeddings,
-        )
-        return {
-            GraphRole.DECODER: GraphSpec(
-                decoder,
-                "qwen3_moe",
-                tree.leaves(decoder.input_tree(self.kv_params)),
-                weights=decoder.state_dict(),
-            )
-        }
+        return spec_of(self, _one_device_decoder(model_config), "qwen3_moe")
 
 
 def _one_device_decoder(config: Any) -> OneDeviceDecoder:
