@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from max_ep.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 400
@@ -30,6 +32,20 @@ def run(command: str) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+@pytest.fixture
+def plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], str]:
+    """Runs `max-ep plan` in this process, which need not import MAX again."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def printed(options: str) -> str:
+        assert main(["plan", *options.split()]) == 0
+        return capsys.readouterr().out
+
+    return printed
 
 
 @pytest.mark.parametrize(
@@ -66,16 +82,18 @@ def test_plan_shows_every_buffer_and_max() -> None:
         ("--layout padded", f"4 x {4 * 8} x 64"),  # 4 local experts
     ],
 )
-def test_plan_shows_the_rows_of_a_layout(options: str, shape: str) -> None:
+def test_plan_shows_the_rows_of_a_layout(
+    plan: Callable[[str], str], options: str, shape: str
+) -> None:
     sizes = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"
-    printed = run(f"max-ep plan {sizes} {options}")
+    printed = plan(f"{sizes} {options}")
     line = next(x for x in printed.splitlines() if "dispatch output" in x)
     assert f" {shape} " in line
 
 
-def test_plan_of_a_token_a_rank() -> None:
+def test_plan_of_a_token_a_rank(plan: Callable[[str], str]) -> None:
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
-    printed = run(f"max-ep plan {sizes} --protocol rank_slots")
+    printed = plan(f"{sizes} --protocol rank_slots")
     # Entries of 8 bytes, and tokens: once a source, not once an expert; then, for
     # GPU ranks, 256 early tokens and 4 flags a token.
     n_bytes = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * (7168 * 2 + 16) + 4 * 4096 * 4 * 8
@@ -83,13 +101,13 @@ def test_plan_of_a_token_a_rank() -> None:
     assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
 
 
-def test_plan_of_reduced_combine() -> None:
+def test_plan_of_reduced_combine(plan: Callable[[str], str]) -> None:
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
     for options, message in (
         ("", 7168 * 2 + 16),
         (" --partial float32", 7168 * 4 + 16),
     ):
-        printed = run(f"max-ep plan {sizes} --combine-mode reduced{options}")
+        printed = plan(f"{sizes} --combine-mode reduced{options}")
         assert "protocol rank_slots, combine reduced" in printed
         # One partial sum for each token from each rank, not one row a choice.
         line = next(x for x in printed.splitlines() if "combine recv" in x)
@@ -109,14 +127,14 @@ def test_reduced_combine_is_as_exact_as_decided() -> None:
         assert 1 - m["partials"] / m["rows"] > saved
 
 
-def test_plan_explains_the_choice_of_a_protocol() -> None:
+def test_plan_explains_the_choice_of_a_protocol(plan: Callable[[str], str]) -> None:
     sizes = "--ranks 2 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
     for options, notes in (
         ("", ["", "taken", ""]),
         (" --protocol gather", ["", "", "asked for"]),
         (" --combine-mode reduced", ["cannot be", "", "taken"]),
     ):
-        printed = run(f"max-ep plan {sizes}{options}")
+        printed = plan(sizes + options)
         for protocol, note in zip(("expert_slots", "rank_slots", "gather"), notes):
             line = next(x for x in printed.splitlines() if f"│ {protocol} " in x)
             *_, wire, rows, us, said = (cell.strip() for cell in line.split("│")[1:-1])
