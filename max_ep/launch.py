@@ -61,7 +61,8 @@ def launch(
 
     The processes form a group: an ``EPCommInitializer`` in each finds its
     peers by itself. They are spawned (a fork of a process that has used MAX
-    hangs), so ``function`` must be importable and ``args`` picklable.
+    hangs), so ``function`` must be importable and ``args`` picklable, and a script
+    must call this under ``if __name__ == "__main__":``, for each process imports it.
 
     Args:
         function: What each process does.
@@ -73,10 +74,19 @@ def launch(
         The results, in the order of ``node_id``.
 
     Raises:
+        ValueError: If ``function`` or ``args`` cannot be handed to other processes.
         LaunchError: If a process raised, was killed, or took too long. The
             others are given time to notice (their waits are bounded), then
             killed; nothing of the group stays in shared memory.
     """
+    try:
+        pickle.dumps((function, args))
+    except Exception as error:
+        raise ValueError(
+            f"launch cannot hand function={function!r} and args to other processes: "
+            f"{error}; define it at the top of a module, and pass args that can be "
+            "pickled"
+        ) from error
     context = multiprocessing.get_context("spawn")
     group = uuid.uuid4().hex[:16]
     processes, pipes = [], []
@@ -132,6 +142,13 @@ def _collect(
         succeeded, answer = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(_GRACE_S)
-        failures[node_id] = f"died without a result (exit code {process.exitcode})"
+        text = f"died without a result (exit code {process.exitcode})"
+        if process.exitcode == 1:
+            # What the function raises comes back: this one did not get so far.
+            text += (
+                "; what it printed says why. A script must call launch under "
+                '`if __name__ == "__main__":`'
+            )
+        failures[node_id] = text
         return
     (results if succeeded else failures)[node_id] = answer

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -217,6 +219,20 @@ def test_results_are_in_order() -> None:
     assert [r[1] for r in results] == ["0", "1", "2"]
     groups = {r[2] for r in results}
     assert len(groups) == 1 and len(groups.pop()) >= 16
+
+
+def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
+    """A function that is not importable, and a script that starts itself again."""
+    with pytest.raises(ValueError, match="lambda.*top of a module"):
+        launch(lambda node_id: node_id, 2)
+    script = tmp_path / "script.py"
+    script.write_text("import max_ep\n\nmax_ep.launch(print, 2)\n")
+    # MAX has changed the environment behind Python's back: not as it is inherited.
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode != 0
+    assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
 def test_every_failure_is_told(tmp_path: Path) -> None:
