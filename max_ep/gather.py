@@ -105,11 +105,24 @@ class AllGatherTokenDispatcher:
             n_carried=top_k,
         )
         self._manager = EPBatchManager(self.config)
-        self.routing_map: list[TensorValue] = []
+        self._routing_map: list[TensorValue] = []
+        self._n_gathered: list[TensorValue] = []
+
+    @property
+    def routing_map(self) -> list[TensorValue]:
         """Of the last :meth:`token_dispatch`: ``[global_tokens, top_k]`` int32 for
         each local rank."""
-        self.n_gathered: list[TensorValue] = []
+        return self._of_dispatch("routing_map", self._routing_map)
+
+    @property
+    def n_gathered(self) -> list[TensorValue]:
         """Likewise: tokens of all ranks, ``[1]`` int32 for each local rank."""
+        return self._of_dispatch("n_gathered", self._n_gathered)
+
+    def _of_dispatch(self, what: str, values: list[TensorValue]) -> list[TensorValue]:
+        if not values:
+            raise ValueError(f"{what} before token_dispatch; call that first")
+        return values
 
     @property
     def global_tokens(self) -> int:
@@ -140,7 +153,7 @@ class AllGatherTokenDispatcher:
         Raises:
             ValueError: If there are more or fewer.
         """
-        self.routing_map, self.n_gathered = [], []
+        self._routing_map, self._n_gathered = [], []
         self._manager.fetch_buffers(input_vals)
 
     def gather_tokens(self, hidden_states: Sequence[TensorValue]) -> None:
@@ -199,7 +212,7 @@ class AllGatherTokenDispatcher:
         gathered = self._manager.ep_dispatch_all(
             hidden_states, routing_map, self._ranks, router_weights=probs
         )
-        rows, self.routing_map, all_probs, self.n_gathered = (
+        rows, self._routing_map, all_probs, self._n_gathered = (
             [of_rank[i] for of_rank in gathered] for i in range(4)
         )
         return rows, all_probs
@@ -238,8 +251,7 @@ class AllGatherTokenDispatcher:
                 :meth:`token_dispatch`.
         """
         self._check_count(hidden_states=hidden_states)
-        if not self.routing_map:
-            raise ValueError("token_combine before token_dispatch; call that first")
+        self._of_dispatch("token_combine", self._routing_map)
         for rank, rows in zip(self._ranks, hidden_states):
             check_value(
                 rows,
@@ -259,6 +271,11 @@ class AllGatherTokenDispatcher:
 
     def _check_count(self, **lists: Sequence[TensorValue]) -> None:
         for name, values in lists.items():
+            if isinstance(values, TensorValue):
+                raise TypeError(
+                    f"{name} is one TensorValue; pass a list, with one for each of "
+                    f"the {len(self._ranks)} local ranks"
+                )
             if len(values) != len(self._ranks):
                 raise ValueError(
                     f"{name} has {len(values)} values, there are "

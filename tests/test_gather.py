@@ -323,8 +323,15 @@ def test_each_local_rank_has_a_value() -> None:
             dispatcher.token_dispatch([x, x], [x], [x, x])
         with pytest.raises(TypeError, match="probs.*bfloat16.*float32"):
             dispatcher.token_dispatch([x, x], [x, x], [x, x])
-        with pytest.raises(ValueError, match="before token_dispatch"):
-            dispatcher.token_combine([x, x])
+        with pytest.raises(TypeError, match="hidden_states is one Tensor.*2 local"):
+            dispatcher.token_dispatch(x, [x, x], [x, x])
+        for early in (
+            lambda: dispatcher.token_combine([x, x]),
+            lambda: dispatcher.routing_map,
+            lambda: dispatcher.n_gathered,
+        ):
+            with pytest.raises(ValueError, match="before token_dispatch; call that"):
+                early()
 
 
 @pytest.mark.parametrize(
