@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="run a text through MoE layers on four CPU ranks")
     plan = commands.add_parser(
-        "plan", help="show what each buffer of a configuration takes"
+        "plan", help="show which protocol is taken, and what each buffer takes"
     )
     plan.add_argument("--ranks", type=int, required=True, help="ranks of the group")
     plan.add_argument("--experts", type=int, required=True, help="experts of the group")
@@ -80,8 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="check this machine")
     options = parser.parse_args(arguments)
 
-    # Imported late: `max-ep --help` must not wait for MAX, and `doctor` must
-    # say what is wrong where MAX is missing.
+    # Imported late: no command waits for what only another one needs.
     if options.command == "demo":
         from .demo import run_demo
 

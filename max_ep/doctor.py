@@ -122,7 +122,10 @@ def run_doctor() -> int:
     print()
     if can_run:
         target = "gpu" if n_gpus else "cpu"
-        print(f"target='auto' would use: {target}, protocol expert_slots.")
+        print(
+            f"target='auto' would use: {target}; `max-ep plan` says which protocol "
+            "'auto' takes on GPUs, on CPU it is rank_slots where it can be."
+        )
     else:
         print("Graphs cannot run; mend what is marked FAIL.")
     return 0 if can_run else 1

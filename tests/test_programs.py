@@ -165,6 +165,7 @@ def test_doctor_finds_a_machine_that_can_run() -> None:
     assert "FAIL" not in printed
     for what in ("max", "mojo", "shared memory", "compile cache", "would use: cpu"):
         assert what in printed
+    assert "rank_slots" in printed.splitlines()[-1]
 
 
 def test_wheel_carries_the_mojo_sources(tmp_path) -> None:
