@@ -57,9 +57,10 @@ def check_value(
             f"[{wanted}]"
         )
     if device is not None and value.device != device:
+        ref = "CPU()" if device.is_cpu() else f"GPU({device.id})"
         raise ValueError(
             f"{what} is on {value.device}, it must be on {device}; move it with "
-            f".to({device!r}), or choose another EPConfig.target"
+            f".to(DeviceRef.{ref}), or choose another EPConfig.target"
         )
 
 
@@ -124,7 +125,10 @@ def check_same_rows(
 ) -> None:
     a, b = value.shape[0], other_value.shape[0]
     if isinstance(a, StaticDim) and isinstance(b, StaticDim) and a != b:
-        raise ValueError(f"{what} has {a} rows and {other} has {b}")
+        raise ValueError(
+            f"{what} has {a} rows and {other} has {b}; pass as many rows of both, "
+            "one a token"
+        )
 
 
 def check_rows(
@@ -144,7 +148,13 @@ def check_rows(
         device,
     )
     check_value(src_info, "src_info", DType.int32, [*rows, 2], device)
-    check_same_rows("input_tokens", input_tokens, "src_info", src_info)
+    have, want = input_tokens.shape[0], src_info.shape[0]
+    if isinstance(have, StaticDim) and isinstance(want, StaticDim) and have != want:
+        raise ValueError(
+            f"input_tokens of combine has {have} rows and src_info of the dispatch "
+            f"has {want}; pass the experts' rows of what dispatch delivered, all "
+            f"{want}, each where it was"
+        )
 
 
 def check_weights_come_once(
@@ -184,7 +194,8 @@ def check_weights(
     if isinstance(rows, StaticDim) and isinstance(num_tokens, StaticDim):
         if rows != num_tokens:
             raise ValueError(
-                f"router_weights has {rows} rows, num_tokens is {num_tokens}"
+                f"router_weights has {rows} rows, num_tokens is {num_tokens}; pass "
+                "the weights of the tokens that were dispatched, a row each"
             )
 
 

@@ -90,7 +90,12 @@ def check_sizes(config: EPConfig) -> None:
         "ranks_per_gpu",
     ):
         value = getattr(config, field)
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int):
+            raise ValueError(
+                f"{field}={value!r} is a {type(value).__name__}, it must be an "
+                "integer >= 1, of Python's type int"
+            )
+        if value < 1:
             raise ValueError(f"{field}={value!r} must be an integer >= 1")
     if config.top_k > MAX_TOP_K:
         raise ValueError(
@@ -116,13 +121,17 @@ def check_sizes(config: EPConfig) -> None:
             f"ranks_per_gpu={config.ranks_per_gpu} with n_nodes={config.n_nodes}: "
             "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
         )
-    if not -1 <= config.node_id < config.n_nodes:
+    is_int = isinstance(config.node_id, int)
+    if not is_int or not -1 <= config.node_id < config.n_nodes:
         raise ValueError(
-            f"node_id={config.node_id} must be in [0, n_nodes={config.n_nodes}), or -1"
+            f"node_id={config.node_id!r} must be an integer in [0, n_nodes="
+            f"{config.n_nodes}), or -1"
         )
-    if not 0 < config.timeout_s <= 24 * 3600:
+    is_number = isinstance(config.timeout_s, (int, float))
+    if not is_number or not 0 < config.timeout_s <= 24 * 3600:
         raise ValueError(
-            f"timeout_s={config.timeout_s} must be above 0 and at most a day"
+            f"timeout_s={config.timeout_s!r} must be a number of seconds, above 0 and "
+            "at most a day"
         )
 
     if not isinstance(config.n_sms, int) or config.n_sms < 0:
@@ -143,6 +152,13 @@ def check_dtypes(config: EPConfig) -> None:
     Raises:
         ValueError: If one is out of range.
     """
+    for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
+        value = getattr(config, field)
+        if not isinstance(value, DType | None):
+            raise ValueError(
+                f"{field}={value!r} is a {type(value).__name__}, it must be a "
+                "max.dtype.DType, as DType.bfloat16"
+            )
     if config.combine_dtype not in PLAIN_DTYPES:
         raise ValueError(
             f"combine_dtype={config.combine_dtype} must be bfloat16 or float32"

@@ -78,7 +78,7 @@ class EPCommInitializer:
         Raises:
             MemoryError: If the memory is not to be had.
             TimeoutError: If a process of the group does not come in time.
-            ValueError: If a process has another configuration.
+            ValueError: If a process has another configuration, or GPUs are missing.
             RuntimeError: If called twice.
         """
         if self._memory is not None:
@@ -89,9 +89,10 @@ class EPCommInitializer:
         if config.node_id < 0:
             config.node_id = self._find_node_id()
         sizes = config.sizes()
+        # First, for MAX's compiler does not say that a GPU is missing.
+        self._devices = _devices(config)
         if self._model is None:
             self._model = session.load(_setup_graph(config))
-        self._devices = _devices(config)
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
             self._regions = self._memory.local_addresses()
@@ -255,7 +256,9 @@ class EPCommInitializer:
                 who waited for whom, in which phase, expert and generation.
         """
         if self._pointers is None:
-            raise RuntimeError("EPCommInitializer.check before ep_init")
+            raise RuntimeError(
+                "EPCommInitializer.check before ep_init; call ep_init(session) first"
+            )
         if self.config.target == "cpu":
             return
         self._synchronize()
@@ -316,7 +319,9 @@ class EPCommInitializer:
                 "ep_init() in every process"
             )
         if self._pointers is None:
-            raise RuntimeError("EPCommInitializer.reset before ep_init")
+            raise RuntimeError(
+                "EPCommInitializer.reset before ep_init; call ep_init(session) first"
+            )
         # A kernel that still waits, on another GPU, could write to a rank that
         # is cleared already.
         self._synchronize()

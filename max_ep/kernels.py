@@ -117,6 +117,13 @@ def _input_scales(
             "scale the tokens before dispatch, or compute the shared expert "
             "beside the routed ones"
         )
+    if config.is_reduced:
+        raise ValueError(
+            "input_scales are factors of experts, which combine_mode='reduced' does "
+            "not take; scale the tokens before dispatch. If these are the router's "
+            "weights, pass them by name, as router_weight (of all ranks: "
+            "router_weights)"
+        )
     if config.has_rank_slots:
         raise ValueError(
             "input_scales are factors of experts, and with "

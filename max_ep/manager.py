@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from max.dtype import DType
@@ -15,6 +16,7 @@ from max.graph import (
     BufferValue,
     DeviceRef,
     Dim,
+    Graph,
     TensorType,
     TensorValue,
     Value,
@@ -112,6 +114,14 @@ class _Turns:
         return range(len(self._sent)) if self._in_turn else [device_id]
 
 
+def _current_graph() -> Graph | None:
+    """Returns the graph that is being built, if any."""
+    try:
+        return Graph.current
+    except LookupError:
+        return None
+
+
 class EPBatchManager:
     """Builds the dispatch and combine ops of a graph.
 
@@ -129,6 +139,7 @@ class EPBatchManager:
         """
         self.config = config
         self._buffers: EPCommBuffers | None = None
+        self._graph: ref[Graph] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -199,9 +210,9 @@ class EPBatchManager:
         send, recv, counts = (
             values[i : i + NUM_GROUPS] for i in range(n, len(values), NUM_GROUPS)
         )
-        self._buffers = EPCommBuffers(counters, send, recv, counts)
-        self._start()
-        return self._buffers
+        buffers = EPCommBuffers(counters, send, recv, counts)
+        self.bind_comm_buffers(buffers)
+        return buffers
 
     def fetch_buffers(self, _input_vals: Iterable[Value[Any]]) -> None:
         """Takes the buffers from the graph's inputs.
@@ -217,7 +228,8 @@ class EPBatchManager:
         Args:
             comm: From :meth:`comm_buffers`, as values of the current graph.
         """
-        self._buffers = comm
+        self._buffers, graph = comm, _current_graph()
+        self._graph = None if graph is None else ref(graph)
         self._start()
 
     def _fetched(self) -> EPCommBuffers:
@@ -225,6 +237,13 @@ class EPBatchManager:
             raise ValueError(
                 "EPBatchManager has no buffers yet: declare input_types() as "
                 "inputs of the graph and pass their values to fetch_buffers()"
+            )
+        graph = _current_graph()
+        if self._graph is not None and graph not in (None, self._graph()):
+            raise ValueError(
+                f"EPBatchManager has the buffers of another graph than {graph.name!r}, "
+                "which is being built: pass the inputs of this one to "
+                "fetch_buffers(), in a subgraph its own"
             )
         return self._buffers
 
@@ -475,11 +494,21 @@ class EPBatchManager:
         """Counts the rows that each expert of a rank got.
 
         Args:
-            dispatched: What a dispatch of this manager returned.
+            dispatched: What a dispatch of this manager returned for the rank.
 
         Returns:
             ``[n_local_experts]`` int32, on the rank's device.
+
+        Raises:
+            TypeError: If it is one tensor of that, or that of all ranks.
         """
+        is_one_rank = isinstance(dispatched, (tuple, list))
+        if not is_one_rank or not isinstance(dispatched[0], TensorValue):
+            raise TypeError(
+                f"dispatched is a {type(dispatched).__name__}, it must be the tuple "
+                "of a rank: what ep_dispatch_wait or ep_dispatch returned, or one of "
+                "those of ep_dispatch_all"
+            )
         counts = dispatched[2 if self.config.is_quantized else 1]
         if self.config.is_padded:
             return counts
@@ -642,6 +671,11 @@ class EPBatchManager:
                 f"{self.config.n_gpus_per_node} ranks of this process"
             )
         for what, values in lists.items():
+            if isinstance(values, TensorValue):
+                raise TypeError(
+                    f"{what} is one TensorValue; pass a list, with a tensor for each "
+                    f"of the {len(device_ids)} device_ids"
+                )
             if len(values) != len(device_ids):
                 raise ValueError(
                     f"{what} has {len(values)} tensors for {len(device_ids)} device_ids"

@@ -81,6 +81,10 @@ BAD_CONFIGS = {
     ),
     "hidden_zero": (dict(hidden_size=0), ["hidden_size=0", ">= 1"]),
     "hidden_float": (dict(hidden_size=80.0), ["hidden_size=80.0", "integer"]),
+    "tokens_of_numpy": (
+        dict(max_tokens_per_rank=np.int64(7)),
+        ["max_tokens_per_rank=", "is a int64", "Python's type int"],
+    ),
     "top_k_33": (dict(top_k=33, n_experts=64), ["top_k=33", "32"]),
     "top_k_above_experts": (dict(top_k=6), ["top_k=6", "n_experts=5"]),
     "top_k_zero": (dict(top_k=0), ["top_k=0", ">= 1"]),
@@ -92,7 +96,9 @@ BAD_CONFIGS = {
     "ranks_129": (dict(n_gpus_per_node=129), ["129", "128"]),
     "nodes_zero": (dict(n_nodes=0), ["n_nodes=0"]),
     "node_id": (dict(node_id=1), ["node_id=1", "n_nodes=1"]),
+    "node_id_text": (dict(node_id="0"), ["node_id='0'", "integer"]),
     "timeout": (dict(timeout_s=0), ["timeout_s=0", "above 0"]),
+    "timeout_text": (dict(timeout_s="5"), ["timeout_s='5'", "number of seconds"]),
     "target": (dict(target="tpu"), ["'tpu'", "'cpu'", "'gpu'"]),
     "protocol": (dict(protocol="fast"), ["'fast'", "'expert_slots'"]),
     "combine_mode": (
@@ -130,6 +136,10 @@ BAD_CONFIGS = {
     "dispatch_dtype": (
         dict(dispatch_dtype=DType.int8),
         ["dispatch_dtype", "int8", "bfloat16", "float32", "float8_e4m3fn"],
+    ),
+    "dispatch_dtype_text": (
+        dict(dispatch_dtype="bfloat16"),
+        ["dispatch_dtype='bfloat16'", "str", "DType.bfloat16"],
     ),
     "quant_missing": (
         dict(dispatch_dtype=DType.float8_e4m3fn, hidden_size=256),
@@ -378,7 +388,7 @@ BAD_DISPATCH = {
     "tokens_device": (
         dict(tokens=tensor(BF16, "t", 80, device=GPU)),
         ValueError,
-        ["input_tokens", "gpu:0", "cpu:0", ".to("],
+        ["input_tokens", "gpu:0", "cpu:0", ".to(DeviceRef.CPU())"],
     ),
     "tokens_too_many": (
         dict(tokens=tensor(BF16, 8, 80), ids=tensor(DType.int32, 8, 3)),
@@ -509,6 +519,10 @@ def test_router_weights_are_given_once() -> None:
             manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
         with raises(ValueError, "router_weights", "[t, 2]", "[any, 3]"):
             manager.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.short)
+        with raises(ValueError, "input_scales", "router_weights", "by name"):
+            manager.ep_dispatch_all(
+                [x.tokens] * 2, [x.ids] * 2, [0, 1], [x.weights] * 2
+            )
         with raises(ValueError, "router_weights", "1 tensors", "2 device_ids"):
             manager.ep_dispatch_all(
                 [x.tokens] * 2, [x.ids] * 2, [0, 1], router_weights=[x.weights]
@@ -714,6 +728,19 @@ def test_all_forms_need_a_tensor_a_rank() -> None:
             manager.ep_dispatch_all([x.tokens] * 2, [x.ids], [0, 1])
         with raises(ValueError, "input_scales", "1 tensors", "2 device_ids"):
             manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1], [x.scales])
+        with raises(TypeError, "input_tokens", "one TensorValue", "pass a list"):
+            manager.ep_dispatch_all(x.tokens, [x.ids] * 2, [0, 1])
+
+
+def test_rows_of_one_rank_are_counted() -> None:
+    """Neither the first tensor of a dispatch nor what all ranks got."""
+    with building() as (manager, x):
+        dispatched = dispatch_all(manager, x)
+        with raises(TypeError, "TensorValue", "tuple of a rank"):
+            manager.ep_received(dispatched[0][0])
+        with raises(TypeError, "is a list", "tuple of a rank", "ep_dispatch_all"):
+            manager.ep_received(dispatched)
+        assert manager.ep_received(dispatched[0]).shape == [3]
 
 
 def test_wait_before_async() -> None:
@@ -783,6 +810,9 @@ def test_a_second_graph_starts_anew() -> None:
     declared = [*GOOD_TYPES.values(), *manager.input_types()]
     with Graph("second", input_types=declared) as graph:
         n = len(GOOD_TYPES)
+        tokens, ids = (value.tensor for value in graph.inputs[:2])
+        with raises(ValueError, "another graph", "'second'", "fetch_buffers()"):
+            manager.ep_dispatch_all([tokens] * 2, [ids] * 2, [0, 1])
         manager.fetch_buffers(graph.inputs[n:])
         rows, weights = graph.inputs[3].tensor, graph.inputs[2].tensor
         with raises(ValueError, "without a dispatch"):
@@ -889,8 +919,9 @@ def test_model_inputs_need_memory(session) -> None:
     comm = EPCommInitializer(TWO.config())
     with raises(RuntimeError, "ep_init(session) first"):
         comm.model_inputs()
-    with raises(RuntimeError, "before ep_init"):
-        comm.reset()
+    for call in (comm.reset, comm.check):
+        with raises(RuntimeError, "before ep_init", "ep_init(session) first"):
+            call()
     comm.close()  # nothing to free; harmless
     comm.ep_init(session)
     assert len(comm.model_inputs()) == 10
@@ -902,6 +933,13 @@ def test_model_inputs_need_memory(session) -> None:
         comm.model_inputs()
     with raises(RuntimeError, "before ep_init"):
         comm.reset()
+
+
+def test_gpus_that_are_missing_are_named(session, monkeypatch) -> None:
+    """Before anything is compiled: MAX's compiler would only say that it failed."""
+    monkeypatch.setattr("max_ep.initializer.accelerator_count", lambda: 0)
+    with raises(ValueError, "needs 2 GPUs", "shows 0", "target='cpu'"):
+        EPCommInitializer(TWO.config(target="gpu")).ep_init(session)
 
 
 def test_eplb_placement_is_refused() -> None:
