@@ -140,6 +140,15 @@ def check_rows(
     rows: list[int | None] = [None]
     if config.is_padded:
         rows = [config.n_local_experts, config.expert_capacity]
+    is_tensor = isinstance(input_tokens, TensorValue)
+    if config.is_quantized and is_tensor and input_tokens.dtype == config.output_dtype:
+        raise TypeError(
+            f"input_tokens of combine has dtype {input_tokens.dtype}, as the FP8 rows "
+            f"that dispatch delivers; pass what the experts made of them, in "
+            f"{config.combine_dtype}. Dequantize rows with their scales, as "
+            "max_ep.reference.dequantize_blockwise_fp8 does: a cast alone leaves the "
+            "scales out"
+        )
     check_value(
         input_tokens,
         "input_tokens",

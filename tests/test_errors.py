@@ -418,6 +418,16 @@ BAD_DISPATCH = {
 }
 
 
+def test_fp8_rows_are_not_combined_as_they_are() -> None:
+    """A cast would do for other dtypes; here it would leave the scales out."""
+    config, k = FP8.config(), FP8.top_k
+    types = dict(tokens=tensor(BF16, "t", 256), ids=tensor(DType.int32, "t", k))
+    with building(config, **types) as (manager, x):
+        rows, *_ = manager.ep_dispatch(x.tokens, x.ids, 0)
+        with raises(TypeError, "uint8", "FP8", "dequantize_blockwise_fp8", "scales"):
+            manager.ep_combine_async(rows, 0)
+
+
 @pytest.mark.parametrize("form", ["async", "all"])
 @pytest.mark.parametrize("name", BAD_DISPATCH)
 def test_dispatch_refuses(name: str, form: str) -> None:
