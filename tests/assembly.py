@@ -72,10 +72,14 @@ class Kernel:
             for after in op.successors:
                 self._before[after].append(i)
         self._set_at: dict[str, list[int]] = defaultdict(list)
+        self._written_at: dict[str, list[int]] = defaultdict(list)
         for i, op in enumerate(ops):
             if found := _PTX_SET.match(op.text):
                 for register in filter(None, found.groups()):
                     self._set_at[register].append(i)
+            if found := _PTX_WRITTEN.match(op.text):
+                for register in re.findall(r"%\w+", found[1]):
+                    self._written_at[register].append(i)
 
     def find(self, where: Callable[[Op], bool]) -> set[int]:
         """Returns the places of the operations that fulfil a condition."""
@@ -230,6 +234,50 @@ class Kernel:
         # Set elsewhere: what is followed may have changed since.
         return self._value_set(self._set_at[predicate][0], {}, known)
 
+    def value(self, operand: str, known: dict[str, int]) -> int | None:
+        """Computes what an operand of PTX holds, from what registers hold.
+
+        Only by what adds, shifts and chooses: so flags are made of generations.
+
+        Args:
+            operand: A number, or a register that is set in one place.
+            known: Registers and their values.
+
+        Returns:
+            The value, without a sign; None if it is made of something else.
+        """
+        if operand in known:
+            return known[operand]
+        if re.fullmatch(r"-?\d+", operand):
+            return int(operand)
+        places = self._written_at[operand]
+        if len(places) != 1 or self.ops[places[0]].predicate:
+            return None
+        name, rest = self.ops[places[0]].text.split(maxsplit=1)
+        how, *kinds = name.split(".")
+        of = [self.value(x.strip(), known) for x in rest.split(",")[1:]]
+        how = f"{how}.{kinds[0]}" if how == "setp" else how
+        if how not in _PTX_ARITHMETIC or None in of:
+            return None
+        mask = (1 << (64 if "64" in kinds[0] else 32)) - 1
+        return _PTX_ARITHMETIC[how](*of) & mask
+
+    def smallest_loops(
+        self, around: Collection[int], within: Collection[int] | None = None
+    ) -> Iterator[Loop]:
+        """Finds the smallest loops around some operations.
+
+        Args:
+            around: The operations; those in no loop are left out.
+            within: Where to look; everywhere if None.
+        """
+        for loop in self.loops(within):
+            inside = loop.body - {loop.entry}
+            smaller = [inner.body for inner in self.loops(inside)]
+            if loop.body.difference(*smaller) & set(around):
+                yield loop
+            yield from self.smallest_loops(around, inside)
+
     def loops(self, within: Collection[int] | None = None) -> list[Loop]:
         """Finds the loops that are in no other loop.
 
@@ -326,6 +374,20 @@ _PTX_BARRIERS = {
 _PTX_CONSTANT = re.compile(r"mov\.pred\s+%p\d+, (0|-1)")
 _PTX_LOGIC = re.compile(r"(?P<how>not|and|or)\.pred\s+%p\d+, (?P<of>.*)")
 _PTX_SET = re.compile(r"\S+\s+(%p\d+)(?:\|(%p\d+))?,")
+_PTX_WRITTEN = re.compile(r"\S+\s+(%\w+|\{[^}]*\})")
+_PTX_ARITHMETIC: dict[str, Callable[..., int]] = {
+    "mov": lambda a: a,
+    "cvt": lambda a: a,
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "or": lambda a, b: a | b,
+    "and": lambda a, b: a & b,
+    "shl": lambda a, b: a << b,
+    "shr": lambda a, b: a >> b,
+    "selp": lambda a, b, choice: a if choice else b,
+    "setp.eq": lambda a, b: a == b,
+    "setp.ne": lambda a, b: a != b,
+}
 _PTX_UNKNOWN = "cp ldu multimem mbarrier suld sust sured ldmatrix stmatrix".split()
 _PTX_ENDS = ("bra", "brx", "ret", "exit", "trap")
 

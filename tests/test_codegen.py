@@ -69,6 +69,8 @@ class Compiled:
     in_flight: int
     encoded_in_flight: int
     top_k: int
+    header: dict[str, int]
+    """Words of the counters' header."""
 
     @property
     def spilled(self) -> int:
@@ -104,6 +106,12 @@ class Compiled:
         """Returns where tokens or rows are stored."""
         return self.kernel.find(lambda op: op.moves_16("store"))
 
+    def header_words(self) -> dict[str, int]:
+        """PTX: returns the registers that a word of the header is loaded into."""
+        load = r"ld\.global\.b32\s+(%r\d+), \[%rd\d+\+(\d+)\]"
+        found = (re.fullmatch(load, op.text) for op in self.kernel.ops)
+        return {loaded[1]: int(loaded[2]) // 4 for loaded in found if loaded}
+
     def send_loops(self) -> list[Loop]:
         """Returns the loops that write messages: they publish something, too."""
         return [
@@ -125,8 +133,16 @@ class Compiled:
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     folder = tmp_path_factory.mktemp("assembly")
     printed = run_mojo("run", "-I", ".", str(PROGRAM), str(folder))
-    numbers = map(int, printed.split())
-    num_threads, in_flight, encoded_in_flight, top_k, max_top_k, record = numbers
+    *numbers, record, sent, received, combine_sent, combine_received = map(
+        int, printed.split()
+    )
+    num_threads, in_flight, encoded_in_flight, top_k, max_top_k = numbers
+    header = dict(
+        dispatch_sent=sent,
+        dispatch_received=received,
+        combine_sent=combine_sent,
+        combine_received=combine_received,
+    )
     compiled = {}
     for path in sorted(folder.glob("*.s")):
         target, _, name = path.stem.partition(".")
@@ -141,6 +157,7 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
             in_flight,
             encoded_in_flight,
             max_top_k if name.endswith("_many") else top_k,
+            header,
         )
     return compiled
 
@@ -225,6 +242,60 @@ def test_block_scope(it: Compiled) -> None:
             "load acquire block": slots + 2 * pairs,
         }
     )
+
+
+@only([NVIDIA], NAMES)
+def test_every_wait_looks_at_the_clock(it: Compiled) -> None:
+    """Who waits for a rank that has died finds out, whatever it waits for.
+
+    Fails if a loop that waits for a peer does without its deadline.
+    """
+    looks = it.kernel.find_kind("load acquire system", "load relaxed system")
+    clock = it.kernel.find(lambda op: "%globaltimer" in op.text)
+    for loop in it.kernel.smallest_loops(looks):
+        assert loop.body & clock, shown(it, loop.body & looks)
+
+
+@only([NVIDIA], NAMES)
+def test_readers_have_reached_what_was_sent(it: Compiled) -> None:
+    """I3: done words are compared with the generation that was sent last.
+
+    Messages' flags must be equal to theirs. Fails if a half is content with the done
+    word of a generation before, or with a message of a later one.
+    """
+    phase = "dispatch" if it.is_dispatch else "combine"
+    how = Counter[str]()
+    for place in it.kernel.find_kind("load acquire system"):
+        _, compared, sign = (op.text for op in it.kernel.ops[place + 1 : place + 4])
+        if found := re.fullmatch(r"setp\.(eq|ne)\.b32\s.*", compared):
+            how[found[1]] += 1
+            continue
+        found = re.fullmatch(r"sub\.s32\s+(%r\d+), %r\d+, (%r\d+)", compared)
+        assert found, compared
+        assert it.header_words()[found[2]] == it.header[f"{phase}_sent"]
+        reached = rf"setp\.(gt|lt)\.s32\s+%p\d+, {found[1]}, (-1|0)"
+        said = re.fullmatch(reached, sign)
+        assert said and said.groups() in [("gt", "-1"), ("lt", "0")], sign
+        how[said[1]] += 1
+    # Of each wait, the first look and the next ones.
+    n_waits = it.sends * (2 if it.is_dispatch else 1)
+    assert how == +Counter(gt=n_waits, lt=n_waits, eq=it.receives, ne=it.receives)
+
+
+@only([NVIDIA], [n for n in NAMES if "_async." not in n and n != "clear.any"])
+def test_done_words_are_of_what_was_read(it: Compiled) -> None:
+    """The generation that follows the one that was received before, as a number.
+
+    Fails if it is the one before, or the one that was sent.
+    """
+    phase = "dispatch" if it.is_dispatch else "combine"
+    number = {word: 100 + word for word in it.header.values()}
+    known = {r: number[w] for r, w in it.header_words().items() if w in number}
+    read = number[it.header[f"{phase}_received"]] + 1
+    sending = set().union(*(loop.body for loop in it.send_loops()))
+    done = it.kernel.find_kind("store release system") - sending
+    registers = [text.rpartition(", ")[2] for text in shown(it, done)]
+    assert [it.kernel.value(r, known) for r in registers] == [read << 32]
 
 
 @only([NVIDIA], [n for n in NAMES if n.startswith("dispatch")])

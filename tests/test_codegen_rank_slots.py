@@ -55,6 +55,8 @@ SPILLED = {
 }
 """Local memory of a thread, at most, since its registers do not suffice; bytes."""
 
+_WORDS_OF_A_PHASE = ("sent", "received", "clear")
+
 N_PAIRS, N_RANKS = 256, 8
 """Those of the program."""
 
@@ -104,6 +106,12 @@ class Compiled:
         is_combine = not self.is_dispatch
         notes = not self.is_in_turn and (is_combine or self.has("reduced"))
         return self.sends or notes
+
+    @property
+    def notes_readers(self) -> bool:
+        """Whether it looks, a few times only, for the launch that sends next."""
+        is_one = not self.is_dispatch or self.has("reduced")
+        return self.receives and not self.is_in_turn and is_one
 
     @property
     def sends_parts(self) -> bool:
@@ -159,6 +167,12 @@ class Compiled:
         published = self.kernel.find_kind("store release system")
         return published.difference(*(loop.body for loop in self.part_loops()))
 
+    def header_words(self) -> dict[str, int]:
+        """Returns the registers that all lanes have a word of the header in."""
+        shuffle = r"shfl\.sync\.idx\.b32\s+(%r\d+), %r\d+, (\d+), 31, -1"
+        found = (re.fullmatch(shuffle, op.text) for op in self.kernel.ops)
+        return {shuffled[1]: int(shuffled[2]) for shuffled in found if shuffled}
+
     def unclear(self) -> dict[str, bool]:
         """Returns the predicates that are so if the done words must be looked at.
 
@@ -166,16 +180,13 @@ class Compiled:
         seen to have read. A lane has each of the header's words.
         """
         register = r"(%r\d+)"
-        word_of: dict[str, int] = {}
+        word_of = self.header_words()
         values: dict[str, bool] = {}
         sent_and_clear = [
             {self.header[f"{phase}_sent"], self.header[f"{phase}_clear"]}
             for phase in ("dispatch", "combine")
         ]
         for op in self.kernel.ops:
-            shuffle = rf"shfl\.sync\.idx\.b32\s+{register}, %r\d+, (\d+), 31, -1"
-            if found := re.fullmatch(shuffle, op.text):
-                word_of[found[1]] = int(found[2])
             compare = rf"setp\.(eq|ne)\.\w+\s+(%p\d+), {register}, {register}"
             if found := re.fullmatch(compare, op.text):
                 words = {word_of.get(found[3]), word_of.get(found[4])}
@@ -189,7 +200,7 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     folder = tmp_path_factory.mktemp("assembly")
     printed = run_mojo("run", "-I", ".", str(PROGRAM), str(folder))
     num_threads, *words = map(int, printed.split())
-    names = ("dispatch_sent", "dispatch_clear", "combine_sent", "combine_clear")
+    names = [f"{x}_{y}" for x in ("dispatch", "combine") for y in _WORDS_OF_A_PHASE]
     header = dict(zip(names, words, strict=True))
     compiled = {}
     for path in sorted(folder.glob("*.s")):
@@ -268,6 +279,86 @@ def test_system_scope(it: Compiled) -> None:
     assert not it.kernel.find(
         lambda op: op.what == "fence" or op.order in ("volatile", "sc")
     )
+
+
+def test_every_wait_looks_at_the_clock(it: Compiled) -> None:
+    """Who waits for a rank that has died finds out, whatever it waits for.
+
+    Fails if a loop that waits for a peer, or for `send_tokens`, does without its
+    deadline. `note_readers` looks a few times, and needs none.
+    """
+    looks = it.kernel.find_kind(
+        "load acquire system", "load relaxed system", "load acquire device"
+    )
+    clock = it.kernel.find(lambda op: "%globaltimer" in op.text)
+    timeless = [
+        loop for loop in it.kernel.smallest_loops(looks) if not loop.body & clock
+    ]
+    assert len(timeless) == it.notes_readers
+    for loop in timeless:
+        assert loop.body & looks == loop.find_kind("load acquire system")
+
+
+def test_readers_have_reached_what_was_sent(it: Compiled) -> None:
+    """I3: a done word says dispatch in its upper half, and combine in its lower one.
+
+    Each is compared with the generation of that direction that this rank has sent
+    last; only the flags of parts are compared otherwise. Fails if a launch goes by
+    the other half, or is content with a generation before.
+    """
+    words = it.header_words()
+    n_parts = 0
+    for place in it.kernel.find_kind("load acquire system"):
+        half, compared, sign = (op.text for op in it.kernel.ops[place + 1 : place + 4])
+        if compared.startswith("setp."):
+            n_parts += 1
+            continue
+        found = re.fullmatch(r"sub\.s32\s+(%r\d+), %r\d+, (%r\d+)", compared)
+        assert found, compared
+        phase = "dispatch" if half.startswith("mov.b64 \t{_,") else "combine"
+        assert words[found[2]] == it.header[f"{phase}_sent"], phase
+        reached = rf"setp\.(gt|lt)\.s32\s+%p\d+, {found[1]}, (-1|0)"
+        said = re.fullmatch(reached, sign)
+        assert said and said.groups() in [("gt", "-1"), ("lt", "0")], sign
+    assert n_parts == 2 * (it.receives and it.is_dispatch)
+
+
+def test_generations_that_are_published(it: Compiled) -> None:
+    """A done word is of what was read, a part's flag of what is sent, as numbers.
+
+    Where ranks share a GPU, a wait tells at its end, and of itself. Fails if a launch
+    tells of what was sent, or of itself at its begin, and if a flag is of the
+    generation before.
+    """
+    number = {word: 100 + word for word in it.header.values()}
+    known = {r: number[w] for r, w in it.header_words().items() if w in number}
+    read = [number[it.header[f"{x}_received"]] for x in ("dispatch", "combine")]
+    read[not it.is_dispatch] += it.is_in_turn
+    sent = number[it.header["dispatch_sent"]] + 1
+    done = it.done_words()
+    for place in it.kernel.find_kind("store release system"):
+        register = it.kernel.ops[place].text.rpartition(", ")[2]
+        wanted = read[0] << 32 | read[1] if place in done else sent << 32
+        assert it.kernel.value(register, known) == wanted, shown(it, {place})
+
+
+def test_readers_are_noted_when_all_have_read(it: Compiled) -> None:
+    """What the next launch that sends goes by: each lane looks at some words only.
+
+    Fails if `note_readers` goes by those of one lane, or notes another generation
+    than the one that was sent, or the other direction's.
+    """
+    phase = "combine" if it.is_dispatch else "dispatch"
+    word = it.header[f"{phase}_clear"]
+    noted = it.kernel.find(
+        lambda op: op.kind == "store" and op.n_bytes == 4 and f"+{4 * word}]" in op.text
+    )
+    assert len(noted) == it.notes_readers
+    seen = it.kernel.find_kind("load acquire system")
+    assert not noted & it.kernel.reach(seen, it.kernel.find_kind("vote"))
+    for text in shown(it, noted):
+        register = text.rpartition(", ")[2]
+        assert it.header_words()[register] == it.header[f"{phase}_sent"]
 
 
 def test_released_is_what_has_something_before_it(it: Compiled) -> None:
@@ -412,6 +503,18 @@ def test_empty_is_put_back_after_it_was_read(it: Compiled) -> None:
         assert made and place not in it.kernel.reach_from_start(made)
         assert place in it.kernel.reach(of_these, made)
         assert not of_these & it.kernel.reach([place], made), op.text
+
+
+def test_all_that_is_awaited_is_put_back(it: Compiled) -> None:
+    """Each of the 16 bytes that a lane has under way becomes `EMPTY` again.
+
+    Entries say their generation, and stay. Fails if one of several loads is left
+    out: the next use of that place would take the old bytes for new.
+    """
+    back = {address_of(text) for text in shown(it, it.puts_back())}
+    stay = [t for t in shown(it, it.looks()) if address_of(t) not in back]
+    has_entries = it.is_dispatch and it.receives and it.has("reduced")
+    assert len(stay) == has_entries, stay
 
 
 @only([name for name in SENDERS if name.endswith("_parts")])

@@ -6,7 +6,13 @@ what NVIDIA's assembler makes of it to `.cubin`. Prints what the assembly shows 
 the sources' constants. Run by tests/test_codegen.py.
 """
 from max.gpu.host import get_gpu_target
-from max_ep.counters import FAILURE_WORD
+from max_ep.counters import (
+    FAILURE_WORD,
+    _COMBINE_RECEIVED,
+    _COMBINE_SENT,
+    _DISPATCH_RECEIVED,
+    _DISPATCH_SENT,
+)
 from max_ep.expert_slots.combine import (
     combine_async_kernel,
     combine_kernel,
@@ -192,3 +198,4 @@ def main() raises:
     print(NUM_THREADS, ACCESSES_IN_FLIGHT, ENCODED_IN_FLIGHT, TOP_K, MAX_TOP_K)
     # Where a failure's first word behind its code is, from the counters.
     print(size_of[Int32]() * (FAILURE_WORD + 1))
+    print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _COMBINE_SENT, _COMBINE_RECEIVED)

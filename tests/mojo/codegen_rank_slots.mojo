@@ -8,8 +8,10 @@ sources' constants. Run by tests/test_codegen_rank_slots.py.
 from max.gpu.host import get_gpu_target
 from max_ep.counters import (
     _COMBINE_CLEAR,
+    _COMBINE_RECEIVED,
     _COMBINE_SENT,
     _DISPATCH_CLEAR,
+    _DISPATCH_RECEIVED,
     _DISPATCH_SENT,
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
@@ -235,4 +237,5 @@ def main() raises:
     emit[combine[DType.float32, MANY_TOKENS]]("combine.f32")
     print(NUM_THREADS)
     # Where generations are in the header, and those that all have read.
-    print(_DISPATCH_SENT, _DISPATCH_CLEAR, _COMBINE_SENT, _COMBINE_CLEAR)
+    print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_CLEAR)
+    print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_CLEAR)
