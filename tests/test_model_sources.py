@@ -227,7 +227,89 @@ IN_THIS_ORDER = {
         "arrive(counters.blocks_done()) != Int(grid_dim.x) - 1",
         "blocks_done()[] = 0",
     ),
+    "rank_slots/index.mojo: _enter_choice": (
+        "var has_place = is_expert and position < layout.max_tokens_per_rank",
+        "id if has_place else NO_EXPERT",
+        "Int(id) if is_expert else NO_ENTRY_EXPERT",
+        "position if has_place else NO_POSITION",
+        "note_failure(",
+    ),
+    "rank_slots/combine.mojo: _send_partials": (
+        "var src_rank = my_rank + 1 + other\n",
+        "src_rank -= n_ranks if src_rank >= n_ranks else 0\n",
+        "recv_bufs[unsafe_offset=src_rank]",
+        "layout.partial_offset(my_rank, token_idx)",
+    ),
+    # A launch that has failed publishes nothing, and breaks its rank.
+    "expert_slots/device_steps.mojo: is_last_block": (
+        "barrier()",
+        "arrive(counters.blocks_done()) == Int(grid_dim.x) - 1",
+        "blocks_done()[] = 0",
+        "if is_fatal(counters.failure()[]):",
+        "counters.set_broken()",
+        "else:",
+        "all_done = 1",
+    ),
+    # Whatever a launch looks at must be as `reset` says, to its last word.
+    "gpu_setup.mojo: clear_kernel": (
+        "layout.dispatch_counts_bytes() // FLAG_BYTES",
+        "layout.combine_counts_bytes() // FLAG_BYTES",
+        "_fill(recv, layout.entry_offset(layout.n_ranks, 0), 0)",
+        "layout.chunk_flag_offset(layout.n_ranks, 0, 0)",
+        "- layout.chunk_flag_offset(0, 0, 0)",
+        "layout.early_token_offset(layout.n_ranks, 0) - early",
+        "EMPTY",
+        "layout.dispatch_recv_bytes() // layout.dispatch_msg_bytes",
+        "_fill(recv, layout.combine_recv_bytes(), EMPTY)",
+        "range(first, layout.n_choices(), n_threads)",
+    ),
     "gpu_launch.mojo: launch_send_tokens": ("_await_sent_tokens[", "fork("),
+    # All blocks of a launch must be resident, on a part of a device, too.
+    "gpu_launch.mojo: _n_blocks": (
+        "var n = min(",
+        "n_sms_of_device()",
+        "context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)",
+        "n = min(n, n_sms)",
+    ),
+    "gpu_launch.mojo: _n_dispatch_blocks": (
+        "comptime if tokens_are_sent:",
+        "n - _n_side_blocks[n_sms](context)",
+    ),
+    "side_stream.mojo: fork": (
+        "context.stream().record_event(event)",
+        "side.enqueue_wait_for(event)",
+        "are_forked[device] = True",
+    ),
+    "side_stream.mojo: join": (
+        "streams[device].value().record_event(event)",
+        "context.stream().enqueue_wait_for(event)",
+        "are_forked[device] = False",
+    ),
+    # The number covers nothing; the count behind it does (I2).
+    "rank_slots/host_dispatch.mojo: dispatch_async_host": (
+        "for_each_chunk(",
+        "layout.dispatch_n_tokens_offset(my_rank)",
+        "layout.dispatch_count_offset(",
+        "counters.set_dispatch_sent(generation)",
+        "raise_if_dropped(",
+    ),
+}
+
+# Who sets `BROKEN_WORD`, and how often: whoever gives up, or the last block for all.
+BREAKS_ITS_RANK = {
+    "rank_slots/combine.mojo: _add_tokens": 1,
+    "rank_slots/combine.mojo: _has_too_few_rows": 1,
+    "rank_slots/combine.mojo: _is_bad_answer": 3,
+    "rank_slots/combine.mojo: _is_nothing_dispatched": 1,
+    "rank_slots/device_steps.mojo: await_readers": 1,
+    "rank_slots/dispatch.mojo: _await_send_tokens": 1,
+    "rank_slots/dispatch.mojo: _receive": 1,
+    "rank_slots/dispatch.mojo: _receive_tokens": 3,
+    "rank_slots/row_counts.mojo: lay_out_rows": 2,
+    "expert_slots/combine.mojo: combine_async_kernel": 1,
+    "expert_slots/combine.mojo: combine_kernel": 1,
+    "expert_slots/device_steps.mojo: is_last_block": 1,
+    "expert_slots/dispatch.mojo: dispatch_wait_kernel": 1,
 }
 
 # The files of the model that have what `mojo/max_ep/` has in a folder, for GPUs.
@@ -377,6 +459,13 @@ def test_what_is_noted_in_the_counters(steps: set[Step]) -> None:
         if s.kind == "write" and s.call == "store" and s.place[0] in noted
     }
     assert in_code == in_model
+
+
+def test_who_gives_up_breaks_its_rank() -> None:
+    """Else its later launches would go on with what did not come."""
+    notes = sources.notes_of_counters()
+    found = {where: n for (where, word), n in notes.items() if word == "broken"}
+    assert found == BREAKS_ITS_RANK
 
 
 def test_what_was_read_is_put_back(steps: set[Step]) -> None:
