@@ -134,7 +134,8 @@ _CASES = [
     Case("one_rank", 1, 5, 3, 80, 7),
     Case("two_ranks", 2, 5, 3, 80, 7),  # 3 and 2 experts
     Case("last_rank_empty", 4, 5, 3, 80, 7),  # 2, 2, 1 and 0 experts
-    Case("uneven_7_on_3", 3, 7, 2, 36, 5, "float32", F32, F32),
+    # A token may have rows on three ranks: reduced, the order of two sums shows.
+    Case("uneven_7_on_3", 3, 7, 3, 36, 5, "float32", F32, F32),
     Case("five_ranks_top_1", 5, 15, 1, 128, 3, "fp8", tokens=F32),
     Case("smallest", 5, 15, 1, 8, 3, "float32", F32, BF16),  # 16 bytes a row
     Case("top_32", 2, 40, 32, 16, 7, combine=F32),
@@ -143,7 +144,7 @@ _CASES = [
     # These differ from one above in what is sent only.
     Case("fp8_of_float32", 3, 7, 3, 256, 7, "fp8", tokens=F32),
     Case("scaled", 2, 5, 3, 80, 7, scales="one"),
-    Case("scaled_each", 3, 7, 2, 36, 5, "float32", F32, F32, "each"),
+    Case("scaled_each", 3, 7, 3, 36, 5, "float32", F32, F32, "each"),
     Case("fp8_scaled_each", 3, 7, 3, 256, 7, "fp8", scales="each"),
 ]
 CASES = {case.name: case for case in _CASES}

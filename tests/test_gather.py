@@ -400,3 +400,6 @@ def test_dispatch_fits_what_was_sent(session, on_cpu: SimpleNamespace) -> None:
             outputs = run(dispatch_sent, given)
             got = take_outputs(ALONE, iter(outputs))
             assert_round_trip("sent by another graph", got, expected(ALONE, given))
+        # A dispatch has taken the tokens: the next one would deliver the old ones.
+        with pytest.raises(Exception, match="of 5 tokens.*send_tokens has sent none"):
+            run(dispatch_sent, given)

@@ -2,8 +2,8 @@
 """What a Mojo program sees of padded rows and of a fused shared expert.
 
 Two ranks, one expert, so rank 1 holds none. Checks what a graph cannot show:
-that rows behind the counts stay as they were, and errors of calls that
-`EPBatchManager` would not build. Prints OK, or raises.
+that rows behind the counts stay as they were, errors of calls that
+`EPBatchManager` would not build, and what the digest of `src_info` tells apart. Prints OK, or raises.
 """
 from layout import Coord, TileTensor, row_major
 from max.gpu.host import DeviceContext
@@ -16,10 +16,12 @@ from max_ep import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
+from max_ep.expert_slots.host_steps import hash_src_info
 from max_ep.formats.blockwise_fp8 import ScaledRows
 from max_ep.host_setup import N_SETUP_WORDS, init
 from max_ep.layout import (
     EXPERT_SLOTS,
+    RANK_SLOTS,
     RegionLayout,
     message_bytes,
     plain_token_bytes,
@@ -70,9 +72,14 @@ struct Group:
     var ptrs: List[Self.Pointers]
     """[send, recv, counts] of dispatch, then of combine."""
 
-    def __init__(out self, dispatch_msg: Int, combine_msg: Int) raises:
+    def __init__(
+        out self,
+        dispatch_msg: Int,
+        combine_msg: Int,
+        protocol: Int = EXPERT_SLOTS,
+    ) raises:
         var layout = RegionLayout(
-            1, N_RANKS, MAX_TOKENS, 1, dispatch_msg, combine_msg, EXPERT_SLOTS
+            1, N_RANKS, MAX_TOKENS, 1, dispatch_msg, combine_msg, protocol
         )
         self.counters = []
         self.ptrs = []
@@ -93,7 +100,7 @@ struct Group:
                 1,
                 dispatch_msg,
                 combine_msg,
-                EXPERT_SLOTS,
+                protocol,
             ]
             for i in range(N_SETUP_WORDS):
                 setup.ptr[unsafe_offset=i] = Int64(words[i])
@@ -185,7 +192,7 @@ def check_padded_rows_behind_the_counts() raises:
 comptime Shared = Float32TokenFormat[HIDDEN, 1]
 
 
-def send(group: Group, rank: Int, n: Int) raises:
+def send[protocol: Int = EXPERT_SLOTS](group: Group, rank: Int, n: Int) raises:
     var ids = tensor[DType.int32](n, 1)
     for i in range(n):
         ids.ptr[unsafe_offset=i] = 0
@@ -197,6 +204,7 @@ def send(group: Group, rank: Int, n: Int) raises:
         1,
         "cpu",
         fused_shared_expert=True,
+        protocol=protocol,
     ](
         group.counters[rank],
         tensor[DType.float32](n, HIDDEN),
@@ -208,7 +216,9 @@ def send(group: Group, rank: Int, n: Int) raises:
     )
 
 
-def receive(
+def receive[
+    protocol: Int = EXPERT_SLOTS
+](
     group: Group,
     rank: Int,
     src_info: type_of(tensor[DType.int32](1, 1)),
@@ -221,6 +231,7 @@ def receive(
         1,
         "cpu",
         fused_shared_expert=True,
+        protocol=protocol,
     ](
         PlainRows(
             tensor[DType.float32](
@@ -319,8 +330,47 @@ def check_shared_expert() raises:
     assert_true("2 tokens" in said and "holds 1 rows" in said, said)
 
 
+def check_shared_expert_by_rank() raises:
+    """As above; the own tokens stand in the recv buffer."""
+    var msg = message_bytes(plain_token_bytes(HIDDEN, 4))
+    var group = Group(msg, msg, RANK_SLOTS)
+    var src_info = tensor[DType.int32](CAPACITY + MAX_TOKENS, 2)
+    send[RANK_SLOTS](group, 1, 2)
+    send[RANK_SLOTS](group, 0, 1)
+    receive[RANK_SLOTS](group, 0, src_info)
+    var said = String()
+    try:
+        send[RANK_SLOTS](group, 1, 2)
+    except error:
+        said = String(error)
+    assert_true("before its dispatch_wait" in said, said)
+
+
+def check_digest_of_src_info() raises:
+    """Combine sees that rows have changed places, or numbers within a row."""
+    var counters = EPLocalSyncCounters[1](vector[DType.int32](N_WORDS).ptr)
+    counters.set_pair_rows(0, 0, 2)
+    counters.set_pair_rows(1, 2, 1)
+    var src_info = tensor[DType.int32](3, 2)
+    var numbers = src_info.ptr
+    for i in range(6):
+        numbers[unsafe_offset=i] = Int32(i)
+    var digest = hash_src_info(numbers, N_RANKS, counters)
+    for i in range(6):
+        for j in range(i):
+            numbers[unsafe_offset=i] = Int32(j)
+            numbers[unsafe_offset=j] = Int32(i)
+            var other = hash_src_info(numbers, N_RANKS, counters)
+            assert_true(other != digest, String(i, " and ", j))
+            numbers[unsafe_offset=i] = Int32(i)
+            numbers[unsafe_offset=j] = Int32(j)
+    assert_equal(hash_src_info(numbers, N_RANKS, counters), digest)
+
+
 def main() raises:
-    """Runs both."""
+    """Runs all."""
     check_padded_rows_behind_the_counts()
     check_shared_expert()
+    check_shared_expert_by_rank()
+    check_digest_of_src_info()
     print("OK")
