@@ -129,13 +129,12 @@ class EPCommInitializer:
                 f"the number of this process, or set {NODE_VARIABLE} "
                 "(max_ep.launch does)"
             )
-        node_id = int(os.environ[NODE_VARIABLE])
-        if not 0 <= node_id < self.config.n_nodes:
+        text = os.environ[NODE_VARIABLE]
+        if not text.isdecimal() or int(text) >= self.config.n_nodes:
             raise ValueError(
-                f"{NODE_VARIABLE}={node_id} must be in [0, n_nodes="
-                f"{self.config.n_nodes})"
+                f"{NODE_VARIABLE}={text} must be in [0, n_nodes={self.config.n_nodes})"
             )
-        return node_id
+        return int(text)
 
     def _allocate(
         self, region_bytes: int

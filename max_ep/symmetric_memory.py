@@ -35,6 +35,8 @@ _MAPPED, _OBJECTS = 1, 2  # "I have mapped this", "we do not agree"
 _HEADER = struct.Struct("<8sI")
 _MAPPED_AT = _PAGE - 256
 _POLL_S = 0.002
+_GROUP_BYTES = 200
+"""Longest name of a group; a file's may have 255 bytes."""
 _CREATION_S = 0.5
 """How long a process may take from creating a segment to naming its owner."""
 
@@ -221,11 +223,18 @@ class SharedMemory:
             fingerprint: What all processes must agree on, as text.
 
         Raises:
+            ValueError: If there are too many nodes, or no file can have the group's
+                name.
             RuntimeError: If a living process already has this place.
             MemoryError: If the shared-memory file system is too small.
         """
         if n_nodes > _PAGE - _MAPPED_AT:
             raise ValueError(f"n_nodes={n_nodes} is above {_PAGE - _MAPPED_AT}")
+        if not 0 < len(group.encode()) <= _GROUP_BYTES or set("/\0") & set(group):
+            raise ValueError(
+                f"group={group!r} names a file: pass 1 to {_GROUP_BYTES} bytes "
+                "without '/'"
+            )
         self._group = group
         self._node_id = node_id
         self._n_nodes = n_nodes
@@ -249,15 +258,15 @@ class SharedMemory:
             owner = _read_owner(stale)
             stale.close()
             if owner is not None and owner.is_alive():
-                raise RuntimeError(
-                    f"max_ep: node {self._node_id} of group {self._group!r} is "
-                    f"already taken by process {owner.pid}; give each group a "
-                    "name of its own and each process its own node_id"
-                )
-        _unlink(self._name)
-        handle = _posixshmem.shm_open(
-            self._name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600
-        )
+                raise self._taken_by(f"process {owner.pid}")
+        if stale is not None:
+            _unlink(self._name)
+        try:
+            handle = _posixshmem.shm_open(
+                self._name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600
+            )
+        except FileExistsError:
+            raise self._taken_by("a process that began at the same time") from None
         self._is_named = True
         try:
             # Taken now: a full file system must fail here with an error, not
@@ -278,6 +287,13 @@ class SharedMemory:
             ) from error
         finally:
             os.close(handle)
+
+    def _taken_by(self, who: str) -> RuntimeError:
+        return RuntimeError(
+            f"max_ep: node {self._node_id} of group {self._group!r} is already taken "
+            f"by {who}; give each group a name of its own and each process its own "
+            "node_id"
+        )
 
     def local_addresses(self) -> list[int]:
         """Returns the address of each local rank's region."""

@@ -38,6 +38,7 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType
 from max.nn.quant_config import QuantFormat
+from processes import names_of
 
 from max_ep import (
     EPBatchManager,
@@ -303,6 +304,18 @@ def test_all_or_no_tokens_are_sent_first() -> None:
         manager.ep_send_tokens(x.tokens, 1)
         with raises(ValueError, "ep_send_tokens on some devices only"):
             manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
+
+
+def test_all_at_once_take_the_tokens_that_were_sent() -> None:
+    """What comes next is sent by itself, and may be of other tokens."""
+    with building(GATHER.config(), others=GOOD_TYPES["tokens"]) as (manager, x):
+        for rank in range(2):
+            manager.ep_send_tokens(x.tokens, rank)
+        for tokens in (x.tokens, x.others):
+            manager.ep_dispatch_all([tokens] * 2, [x.ids] * 2, [0, 1])
+        text = str(Graph.current)
+    assert text.count("tokens_are_sent = true") == 2
+    assert text.count("tokens_are_sent = false") == 2
 
 
 def test_bad_tokens_are_not_sent_first() -> None:
@@ -962,6 +975,59 @@ def test_several_processes_need_a_node_id(session, monkeypatch) -> None:
     config = TWO.config(n_gpus_per_node=1, n_nodes=2)
     with raises(ValueError, "node_id is -1", "n_nodes=2", "MAX_EP_NODE_ID"):
         EPCommInitializer(config).ep_init(session)
+    for text in ("2", "-1", "one", ""):
+        monkeypatch.setenv("MAX_EP_NODE_ID", text)
+        with raises(ValueError, f"MAX_EP_NODE_ID={text} must be in [0, n_nodes=2)"):
+            EPCommInitializer(config).ep_init(session)
+
+
+_FP8 = dict(
+    dispatch_dtype=DType.float8_e4m3fn,
+    dispatch_quant_config=blockwise_fp8_quant_config(),
+    hidden_size=256,
+)
+_REDUCED = dict(protocol="rank_slots", combine_mode="reduced")
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({}, dict(dispatch_dtype=F32, combine_dtype=F32)),
+        ({}, dict(combine_dtype=F32)),
+        ({}, dict(hidden_size=96)),
+        ({}, dict(top_k=2)),
+        ({}, dict(n_experts=6)),
+        ({}, dict(max_tokens_per_rank=8)),
+        ({}, dict(n_nodes=4)),
+        ({}, dict(n_gpus_per_node=2)),
+        ({}, dict(protocol="rank_slots")),
+        (dict(protocol="rank_slots"), _REDUCED),
+        (dict(protocol="rank_slots"), dict(protocol="gather")),
+        (_REDUCED, _REDUCED | dict(partial_dtype=F32)),
+        (_FP8, dict(hidden_size=256)),
+        (_FP8, _FP8 | dict(fp8_power_of_two_scales=True)),
+    ],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_processes_agree_on_all_that_matters(ours: dict, theirs: dict) -> None:
+    """Fails if a field is not compared: a peer would read what is not there."""
+    group = dict(n_gpus_per_node=1, n_nodes=2)
+    ours, theirs = (
+        EPCommInitializer(TWO.config(**(group | changes)))._fingerprint()
+        for changes in (ours, theirs)
+    )
+    assert ours != theirs
+
+
+def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch) -> None:
+    config = TWO.config(n_gpus_per_node=1, n_nodes=2, node_id=0)
+    comm = EPCommInitializer(config, group="fails")
+    comm._model = SimpleNamespace()  # the set-up graph, which does not run
+    monkeypatch.setattr(comm, "_prepare_ranks", lambda **_: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            comm.ep_init(session)
+        assert names_of("fails") == []
 
 
 # ------------------------------------------------------------------- at run time

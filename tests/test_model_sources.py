@@ -461,6 +461,16 @@ def test_what_is_noted_in_the_counters(steps: set[Step]) -> None:
     assert in_code == in_model
 
 
+def test_a_launch_has_one_deadline() -> None:
+    """For all its waits: else it waits as long for each of them."""
+    for file in sources.protocol_files():
+        for function, code in sources.functions(file).items():
+            before, *more = code.split("Deadline.after(")
+            assert len(more) <= 1, (file, function)
+            if more:
+                assert not sources.is_repeated(before), (file, function)
+
+
 def test_who_gives_up_breaks_its_rank() -> None:
     """Else its later launches would go on with what did not come."""
     notes = sources.notes_of_counters()

@@ -7,7 +7,9 @@ it does not matter that peers are processes, they are threads.
 
 from __future__ import annotations
 
+import _posixshmem
 import ctypes
+import mmap
 import os
 import signal
 import subprocess
@@ -395,6 +397,45 @@ def test_living_owner_is_not_replaced_before_it_is_ready(group: str) -> None:
         first.close()
 
 
+def test_who_has_not_said_its_name_yet_is_not_replaced(group: str) -> None:
+    """A segment is made first, and told whose it is then: for that there is time."""
+    name = symmetric_memory._segment_name(group, 0)
+    handle = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+
+    def go_on() -> mmap.mmap:
+        time.sleep(0.1)
+        os.ftruncate(handle, symmetric_memory._PAGE)
+        memory = mmap.mmap(handle, 0)
+        os.close(handle)
+        symmetric_memory._write_owner(memory, symmetric_memory._Owner.myself(""))
+        return memory
+
+    with ThreadPoolExecutor(1) as pool:
+        memory = pool.submit(go_on)
+        with pytest.raises(RuntimeError, match="node 0 of .* already taken by process"):
+            make(group, 0)
+        memory.result().close()
+    assert len(names_of(group)) == 1
+    unlink_group(group, 1)
+
+
+def test_who_begins_at_the_same_time_is_not_replaced(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two look, and find no segment; then both create theirs.
+
+    Fails if a name is removed although nothing was found: the first would wait for
+    peers that map the memory of the second, and remove its name when it gives up.
+    """
+    first = make(group, 0)
+    names = names_of(group)
+    monkeypatch.setattr(symmetric_memory, "_open_owned", lambda name: None)
+    with pytest.raises(RuntimeError, match="node 0 of .* already taken by a process"):
+        make(group, 0)
+    assert names_of(group) == names
+    first.close()
+
+
 def test_close_removes_no_name_of_another(group: str) -> None:
     """The loser of such a start must not take the winner's name along."""
     first = make(group, 0)
@@ -546,9 +587,30 @@ def test_another_configuration_is_refused(group: str) -> None:
     assert names_of(group) == []
 
 
+def test_who_has_mapped_all_hears_of_another_configuration(group: str) -> None:
+    """An objection is no "I have mapped this": its peer will not come."""
+    memory, other = make(group, 0), make(group, 1)
+    other._mine[: len(symmetric_memory._READY)] = symmetric_memory._READY
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(memory.connect, TIMEOUT_S)
+        while not other._mine[symmetric_memory._MAPPED_AT]:
+            time.sleep(0.001)
+        other._object()
+        with pytest.raises(ValueError, match="node 1 of .* has another configuration"):
+            wait.result()
+    other.close()
+    assert names_of(group) == []
+
+
 def test_too_many_nodes(group: str) -> None:
     with pytest.raises(ValueError, match="n_nodes=257 is above 256"):
         make(group, 0, 257)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\0", "x" * 201])
+def test_group_that_no_file_can_be_named_after(name: str) -> None:
+    with pytest.raises(ValueError, match="group=.*1 to 200 bytes without '/'"):
+        make(name, 0)
 
 
 def test_close_before_connect_removes_the_name(group: str) -> None:

@@ -54,6 +54,19 @@ def functions(name: str) -> dict[str, str]:
     return {function: "\n".join(lines) for function, lines in found.items()}
 
 
+def is_repeated(before: str) -> bool:
+    """Tells whether what comes behind some code of a function is in a loop."""
+    *lines, last = before.splitlines()
+    indent = len(last) - len(last.lstrip())
+    for line in reversed(lines):
+        here = len(line) - len(line.lstrip())
+        if line.strip() and here < indent:
+            indent = here
+            if re.match(r" +(for|while) ", line):
+                return True
+    return False
+
+
 def protocol_files() -> list[str]:
     """All files but `flags.mojo`, relative to the package."""
     files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.mojo")]

@@ -248,6 +248,24 @@ def receive[
     )
 
 
+def send_back(
+    group: Group,
+    rank: Int,
+    src_info: type_of(tensor[DType.int32](1, 1)),
+) raises:
+    ep_combine_async_kernel_api[
+        DType.float32, HIDDEN, 1, 1, MAX_TOKENS, N_RANKS, 1, "cpu"
+    ](
+        group.counters[rank],
+        tensor[DType.float32](CAPACITY + MAX_TOKENS, HIDDEN),
+        src_info,
+        group.ptrs[3],
+        group.ptrs[4],
+        group.ptrs[5],
+        DeviceContext(api="cpu"),
+    )
+
+
 def check_shared_expert() raises:
     """The rank without experts still has to read its own send buffer."""
     var msg = message_bytes(plain_token_bytes(HIDDEN, 4))
@@ -257,8 +275,15 @@ def check_shared_expert() raises:
         tensor[DType.int32](CAPACITY + MAX_TOKENS, 2),
     ]
 
-    # Rank 1 waits for nobody's rows, but for its own tokens.
+    # No rows are sent back, and none awaited: the sum would be zeros.
     var said = String()
+    try:
+        send_back(group, 0, src_info[0])
+    except error:
+        said = String(error)
+    assert_true("nothing was dispatched to this rank" in said, said)
+
+    # Rank 1 waits for nobody's rows, but for its own tokens.
     try:
         receive(group, 1, src_info[1])
     except error:
@@ -293,17 +318,7 @@ def check_shared_expert() raises:
 
     # Two tokens, but one row: what stands behind it is not read.
     for rank in range(N_RANKS):
-        ep_combine_async_kernel_api[
-            DType.float32, HIDDEN, 1, 1, MAX_TOKENS, N_RANKS, 1, "cpu"
-        ](
-            group.counters[rank],
-            tensor[DType.float32](CAPACITY + MAX_TOKENS, HIDDEN),
-            src_info[rank],
-            group.ptrs[3],
-            group.ptrs[4],
-            group.ptrs[5],
-            DeviceContext(api="cpu"),
-        )
+        send_back(group, rank, src_info[rank])
     var one_row = tensor[DType.float32](1, HIDDEN)
     try:
         ep_combine_wait_kernel_api[
