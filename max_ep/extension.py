@@ -48,6 +48,25 @@ def cache_dir() -> Path:
     return Path(base) / "max_ep"
 
 
+def make_cache_folder(folder: Path) -> None:
+    """Makes a folder below :func:`cache_dir`, if there is none.
+
+    Raises:
+        RuntimeError: If that cannot be, or nobody may write there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        may_write = os.access(folder, os.W_OK)
+        reason = "no permission to write"
+    except OSError as error:
+        may_write, reason = False, error.strerror
+    if not may_write:
+        raise RuntimeError(
+            f"max_ep: nothing can be kept in {folder}: {reason}. Set MAX_EP_CACHE_DIR "
+            "to a folder that you may write to"
+        )
+
+
 @functools.cache
 def sources_hash() -> str:
     """Returns a name for the state of sources and compiler."""
@@ -83,7 +102,6 @@ def run_mojo(*args: str) -> str:
     return done.stdout
 
 
-@functools.cache
 def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     """Returns a precompiled Mojo package for ``custom_extensions``.
 
@@ -97,7 +115,10 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
 
     Returns:
         Path of a ``.mojoc`` file. The first call on a machine compiles it,
-        which takes seconds.
+        which takes seconds, and so does one that finds it deleted.
+
+    Raises:
+        RuntimeError: If it cannot be kept, or not be compiled.
     """
     folder, options = cache_dir() / sources_hash(), []
     if with_shmem:
@@ -107,7 +128,7 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
         options = ["--bitcode-libs", str(bitcode_path())]
     target = folder / f"{package}.mojoc"
     if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(target.parent)
         # A file of another name cannot be loaded, so the folder is temporary.
         with tempfile.TemporaryDirectory(dir=target.parent) as build:
             built = Path(build) / target.name

@@ -13,7 +13,7 @@ import os
 import tempfile
 from dataclasses import dataclass, fields
 
-from .extension import cache_dir, run_mojo, sources_hash
+from .extension import cache_dir, make_cache_folder, run_mojo, sources_hash
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def region_sizes(
         printed = run_mojo("run", "-I", ".", "layout_query.mojo", *question)
         lines = (line.split() for line in printed.splitlines())
         sizes = {name: int(value) for name, value in lines}
-        folder.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(folder)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as written:
             json.dump(sizes, written)
         os.replace(written.name, answer)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from max_ep.extension import run_mojo
+from max_ep import extension, layout
+from max_ep.extension import extension_path, run_mojo
 
 PROGRAMS = Path(__file__).resolve().parent / "mojo"
 
@@ -69,3 +70,53 @@ def test_failure_records_in_words(
     assert said.startswith("max_ep: ") == bool(words)
     for word in words + ["on rank 1: "] * bool(words):
         assert word in said
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and a compiler that writes the package's name."""
+
+    def precompile(how: str, package: str, *options: str) -> None:
+        Path(options[-1]).write_text(package)
+
+    monkeypatch.setenv("MAX_EP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(extension, "run_mojo", precompile)
+    return tmp_path
+
+
+def test_a_package_that_was_deleted_is_compiled_again(cache: Path) -> None:
+    """A program may run for weeks, and somebody tidy up meanwhile."""
+    for _ in range(2):
+        path = extension_path()
+        assert path.is_relative_to(cache) and path.read_text() == "max_ep"
+        path.unlink()
+        path.parent.rmdir()
+
+
+def test_a_package_is_there_when_it_is_whole(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the compiler writes where others look: one may be killed half-way."""
+
+    def is_killed(*args: str) -> None:
+        Path(args[-1]).write_text("half of")
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as killing:
+        killing.setattr(extension, "run_mojo", is_killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            extension_path()
+    assert extension_path().read_text() == "max_ep"
+    assert [p.name for p in cache.rglob("*") if p.is_file()] == ["max_ep.mojoc"]
+
+
+def test_a_cache_that_cannot_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = cache / "file"
+    file.touch()
+    monkeypatch.setenv("MAX_EP_CACHE_DIR", str(file / "cache"))
+    said = "nothing can be kept in .*file/cache.*MAX_EP_CACHE_DIR"
+    with pytest.raises(RuntimeError, match=said):
+        extension_path()
+    monkeypatch.setattr(layout, "run_mojo", lambda *args: "region_bytes 1")
+    with pytest.raises(RuntimeError, match=said):
+        layout.region_sizes("bfloat16", 2, 8, 1, 1, 1, 1, "never asked")

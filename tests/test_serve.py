@@ -252,6 +252,36 @@ def test_deepseek_needs_attention_and_experts(monkeypatch: pytest.MonkeyPatch) -
     assert two.runtime.ep_size == 2
 
 
+def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
+    """Fails if memory is planned for one of several ranks, or for a batch alone."""
+    from max.dtype import DType
+
+    from max_ep.serve.planner import ExpertParallelPlanner
+    from max_ep.serve.settings import MoeShape, activation_bytes, serving_config
+
+    sizes = dict(hidden_size=64, num_experts=16, moe_intermediate_size=32)
+    huggingface = SimpleNamespace(**sizes, num_experts_per_tok=4)
+    shape = MoeShape.of(huggingface)
+    cpu = SimpleNamespace(device_type="cpu")
+    model = SimpleNamespace(device_specs=[cpu], data_parallel_degree=1, max_length=100)
+
+    def flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
+        runtime = SimpleNamespace(ep_size=4, max_batch_input_tokens=n_tokens)
+        runtime.enable_chunked_prefill = cuts_prompts
+        return SimpleNamespace(model=model, runtime=runtime)
+
+    whole, cut = (
+        serving_config(flags(*tokens), shape, DType.float32)
+        for tokens in ((64, False), (164, True))
+    )
+    assert whole == cut
+    planner = ExpertParallelPlanner.__new__(ExpertParallelPlanner)
+    planner._config = SimpleNamespace(dtype=DType.float32)
+    of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, shape)
+    planned = planner.estimate_activation_memory(flags(64, False), huggingface)
+    assert planned == 4 * of_a_rank
+
+
 def _error_of(tmp_path: Path, *flags: str, **env: str) -> str:
     make_checkpoint(tmp_path / "model")
     flags = ["--devices", "cpu", "--quantization-encoding", "float32", *flags]
