@@ -17,6 +17,7 @@ from max_ep import (
     ep_dispatch_wait_kernel_api,
 )
 from max_ep.expert_slots.host_steps import hash_src_info
+from max_ep.flags import next_generation
 from max_ep.formats.blockwise_fp8 import ScaledRows
 from max_ep.host_setup import N_SETUP_WORDS, init
 from max_ep.layout import (
@@ -382,8 +383,30 @@ def check_digest_of_src_info() raises:
     assert_equal(hash_src_info(numbers, N_RANKS, counters), digest)
 
 
+def check_two_dispatches_are_kept() raises:
+    """One may be sent before the one before it is combined, also where it wraps.
+    """
+    var counters = EPLocalSyncCounters[1](vector[DType.int32](N_WORDS).ptr)
+    for first in [UInt32(1), UInt32(2), UInt32.MAX]:
+        var second = next_generation(first)
+        counters.set_n_tokens(first, 1)
+        counters.set_n_tokens(second, 2)
+        for choice in range(MAX_TOKENS):
+            counters.choices(first, MAX_TOKENS)[unsafe_offset=choice] = 1
+            counters.slots(MAX_TOKENS)[unsafe_offset=choice] = 3
+            counters.choices(second, MAX_TOKENS)[unsafe_offset=choice] = 2
+        assert_equal(counters.n_tokens(first), 1)
+        assert_equal(counters.n_tokens(second), 2)
+        for choice in range(MAX_TOKENS):
+            var kept = counters.choices(first, MAX_TOKENS)
+            assert_equal(kept[unsafe_offset=choice], 1)
+            kept = counters.choices(second, MAX_TOKENS)
+            assert_equal(kept[unsafe_offset=choice], 2)
+
+
 def main() raises:
     """Runs all."""
+    check_two_dispatches_are_kept()
     check_padded_rows_behind_the_counts()
     check_shared_expert()
     check_shared_expert_by_rank()
