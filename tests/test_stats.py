@@ -231,6 +231,7 @@ def test_others_are_compiled_alike() -> None:
 
 
 def test_assembly_writes_nothing_but_times() -> None:
+    """And every loop that looks for a peer's word looks at the clock, too."""
     printed = run_mojo("run", "-I", ".", str(PROGRAM))
     kernels = printed.split("== ")[1:]
     assert [k.split()[0] for k in kernels] == ["dispatch", "combine", "combine_reduced"]
@@ -240,6 +241,10 @@ def test_assembly_writes_nothing_but_times() -> None:
         outside = [op for op in stores if op.space != "shared"]
         assert [(op.what, op.n_bytes, op.order) for op in outside] == [("store", 8, "")]
         assert not kernel.find(lambda op: op.space == "local")
+        clock = kernel.find(lambda op: "%globaltimer" in op.text)
+        looks = kernel.find_kind("load acquire system", "load relaxed system")
+        loops = list(kernel.smallest_loops(looks))
+        assert loops and all(loop.body & clock for loop in loops)
 
 
 # ------------------------------------------------------------------------ refusals
