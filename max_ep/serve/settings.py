@@ -60,12 +60,9 @@ class MoeShape:
             hidden_size=huggingface_config.hidden_size,
             n_experts=n_experts,
             top_k=huggingface_config.num_experts_per_tok,
-            # Where all layers are alike, they have but one.
-            moe_dim=getattr(
-                huggingface_config,
-                "moe_intermediate_size",
-                huggingface_config.intermediate_size,
-            ),
+            # Where all layers have experts, this has the plain name.
+            moe_dim=getattr(huggingface_config, "moe_intermediate_size", None)
+            or huggingface_config.intermediate_size,
             # Two or more make a wider one, which MAX runs beside the routed experts.
             has_shared_expert=getattr(huggingface_config, "n_shared_experts", 0) == 1,
         )
