@@ -173,12 +173,22 @@ SECOND_STREAM = {
 # What a function does in this order; between two of them may be more.
 _MOVES = (
     "header_word(",
+    # Of an all-gather the choices say which ranks there are.
+    "num_threads, layout, n_ranks if token_fmt_type.n_carried > 0 else 0",
     "start_launch[",
     "is_last_to_start(",
     "if tokens_are_sent:",
     "_await_send_tokens(",
     "set_n_tokens(",
     "set_dispatch_sent(",
+)
+# A launch that cannot go leaves no row of an earlier one.
+_HAS_NO_ROWS = (
+    "if not launch.can_go:",
+    "write_no_rows(",
+    "token_fmt_type.end_choices(",
+    "rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads",
+    "return",
 )
 IN_THIS_ORDER = {
     "rank_slots/dispatch.mojo: _tell_dispatch": (
@@ -201,8 +211,14 @@ IN_THIS_ORDER = {
         "_send_by_number[",
     ),
     "rank_slots/dispatch.mojo: dispatch_async_kernel": _MOVES,
-    "rank_slots/dispatch.mojo: dispatch_kernel": (*_MOVES, "set_dispatch_received("),
+    "rank_slots/dispatch.mojo: dispatch_kernel": (
+        *_MOVES[:3],
+        *_HAS_NO_ROWS,
+        *_MOVES[3:],
+        "set_dispatch_received(",
+    ),
     "rank_slots/dispatch.mojo: dispatch_wait_kernel": (
+        *_HAS_NO_ROWS,
         "comptime tells_at_end = shares_gpu or not layout.is_reduced()",
         "if not tells_at_end:",
         "is_last_to_start(",
@@ -226,6 +242,88 @@ IN_THIS_ORDER = {
     "rank_slots/device_steps.mojo: is_last_to_start": (
         "arrive(counters.blocks_done()) != Int(grid_dim.x) - 1",
         "blocks_done()[] = 0",
+    ),
+    # What tokens of an all-gather carry goes to all ranks, and is awaited there.
+    "rank_slots/index.mojo: id_in_memory": (
+        "comptime if Self.n_ranks_all > 0:",
+        "return Int32(UInt32(choice) % UInt32(Self.n_ranks_all))",
+        "return self.ids[unsafe_offset=choice]",
+    ),
+    "rank_slots/index.mojo: share_choices": (
+        "choices.id_in_memory(i)",
+        # The router has given others than these, and maybe fewer.
+        "if layout.is_reduced() and n_ranks_all == 0:",
+        "router_weights[unsafe_offset=i]",
+    ),
+    "rank_slots/index.mojo: send_carried": (
+        "next_generation(launch.before.dispatch_sent)",
+        "(Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE",
+        "+ launch.lane",
+        "n_tokens * n_carried,",
+        "N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE",
+        "divmod_32(place, n_carried)",
+        "id_word(generation, choices.ids[unsafe_offset=place])",
+        "weight_word(generation, choices.weights[unsafe_offset=place])",
+        "launch.my_rank, token_idx, k, n_carried",
+        "for i in range(layout.n_ranks):",
+        "put_16(bytes_at(recv_bufs[unsafe_offset=rank] + offset), words)",
+    ),
+    "rank_slots/dispatch.mojo: _await_words": (
+        "if bytes[1] == generation:",
+        "return bytes",
+        "launch.deadline.has_passed()",
+    ),
+    "rank_slots/dispatch.mojo: _place_carried": (
+        "for k in range(launch.lane, n_carried, WARP_SIZE):",
+        "layout.carried_choice_offset(src_rank, token_idx, k, n_carried)",
+        "is_late or carried[1] != generation",
+        "rows, row, k, id_of_word(words[0]), weight_of_word(words[1])",
+        "return not any_lane(is_late)",
+    ),
+    "rank_slots/dispatch.mojo: _receive_tokens": (
+        "var k = count_trailing_zeros(wanted)",
+        "if wanted != 0 and not _place_carried[",
+        "Int(warp.shuffle_idx(row, k))",
+        "counters.set_broken()",
+    ),
+    "rank_slots/dispatch.mojo: _receive": (
+        "if are_there:",
+        "for src_rank in range(layout.n_ranks):",
+        "n_rows += Int(n_tokens_of[unsafe_offset=src_rank])",
+        "token_fmt_type.end_choices(",
+        "n_rows_max,",
+        "Int(block_idx.x) * WARP_SIZE + launch.lane,",
+        "Int(grid_dim.x) * WARP_SIZE,",
+    ),
+    # Each of many choices is counted once, and told by the last block.
+    "rank_slots/index.mojo: _index_by_blocks": (
+        "var is_last = block_idx.x == grid_dim.x - 1",
+        "ceildiv(n_choices, max(Int(grid_dim.x) - 1, 1))",
+        "_read_choice[layout](choices, begin + me, end)",
+        "if begin < end or is_last:",
+        "range(me, begin, n_threads * _MANY_IDS)",
+        "if first + i * n_threads < begin:",
+        "choices.id_in_memory(first + i * n_threads)",
+        "_count_id[n_experts](n_before, ids[i], launch.lane)",
+        "position = Int32(n_before[unsafe_offset=Int(id)])",
+        "range(0, (indexer + 1) * WARP_SIZE, _EARLIER_IDS)",
+        "if earlier[k] == id and i + j + k < me:",
+        "_count_id[n_experts](n_before, id, launch.lane)",
+        "_read_choice[layout](choices, choice + n_threads, end)",
+        "if is_last:",
+        "_tell_count[",
+    ),
+    "rank_slots/index.mojo: _tell_count": (
+        "min(n_listed, layout.max_tokens_per_rank)",
+    ),
+    # Parts that are sent at once have a flag each.
+    "rank_slots/dispatch.mojo: _send_tokens": (
+        "at_once_shift = parts_at_once_shift[",
+        "n_parts >>= at_once_shift",
+        "for first in range(0, n_receivers << at_once_shift, WARP_SIZE):",
+        "var mine = (first + lane) >> at_once_shift",
+        "var part = (sent.part << at_once_shift) + (",
+        "lane & ((1 << at_once_shift) - 1)",
     ),
     "rank_slots/index.mojo: _enter_choice": (
         "var has_place = is_expert and position < layout.max_tokens_per_rank",
@@ -255,6 +353,9 @@ IN_THIS_ORDER = {
         "layout.dispatch_counts_bytes() // FLAG_BYTES",
         "layout.combine_counts_bytes() // FLAG_BYTES",
         "_fill(recv, layout.entry_offset(layout.n_ranks, 0), 0)",
+        "if layout.sends_to_all():",
+        "var tokens = layout.token_offset(0, 0)",
+        "layout.token_offset(layout.n_ranks, 0) - tokens,",
         "layout.chunk_flag_offset(layout.n_ranks, 0, 0)",
         "- layout.chunk_flag_offset(0, 0, 0)",
         "layout.early_token_offset(layout.n_ranks, 0) - early",

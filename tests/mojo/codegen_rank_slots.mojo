@@ -20,8 +20,10 @@ from max_ep.gpu_launch import NUM_THREADS
 from max_ep.layout import (
     GATHER,
     GATHER_REDUCED,
+    N_CHUNKS,
     RANK_SLOTS,
     RANK_SLOTS_REDUCED,
+    RegionLayout,
 )
 from max_ep.rank_slots.combine import (
     combine_async_kernel,
@@ -32,11 +34,13 @@ from max_ep.rank_slots.dispatch import (
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
+    parts_at_once_shift,
     send_tokens_kernel,
 )
 from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.compile import compile_info
 from std.sys import argv
+from std.testing import assert_equal
 
 # A large model on eight H200.
 comptime HIDDEN = 7168
@@ -195,6 +199,16 @@ def emit[
     write[kernel, "object"](String(path, ".cubin"))
 
 
+def check_parts_at_once() raises:
+    """Those that are sent at once are whole units, also of a token of 3 parts.
+    """
+    comptime layout = RegionLayout(2, 2, 1, 1, 0, 0, RANK_SLOTS)
+    comptime for n_parts in range(1, N_CHUNKS + 1):
+        for n_senders in range(1, NUM_THREADS // 32 + 1):
+            var shift = parts_at_once_shift[layout, n_parts](n_senders)
+            assert_equal(n_parts >> shift << shift, n_parts)
+
+
 def main() raises:
     """Compiles what the test names."""
     comptime REDUCED = RANK_SLOTS_REDUCED
@@ -239,3 +253,4 @@ def main() raises:
     # Where generations are in the header, and those that all have read.
     print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_CLEAR)
     print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_CLEAR)
+    check_parts_at_once()
