@@ -225,6 +225,8 @@ def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
     """A function that is not importable, and a script that starts itself again."""
     with pytest.raises(ValueError, match="lambda.*top of a module"):
         launch(lambda node_id: node_id, 2)
+    with pytest.raises(ValueError, match="lambda.*args that can be pickled"):
+        launch(processes.multiply, 2, (lambda: 10,))
     script = tmp_path / "script.py"
     script.write_text("import max_ep\n\nmax_ep.launch(print, 2)\n")
     # MAX has changed the environment behind Python's back: not as it is inherited.
