@@ -28,11 +28,13 @@ from max_ep import (
     AllGatherTokenDispatcher,
     EPBatchManager,
     EPCommInitializer,
+    blockwise_fp8_quant_config,
     call_ep_dispatch_async,
 )
 from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
 
-N_RANKS, N_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 7, 3, 40, 6
+# No other size is `TOP_K`, nor a number of ranks: one is not taken for another.
+N_RANKS, N_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 7, 5, 40, 6
 CPU = DeviceRef.CPU()
 
 PLACES = {
@@ -334,6 +336,46 @@ def test_each_local_rank_has_a_value() -> None:
                 early()
 
 
+def test_values_that_do_not_fit() -> None:
+    """They are refused while the graph is built: kernels would read beyond them."""
+    dispatcher = AllGatherTokenDispatcher(
+        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=1, target="cpu"
+    )
+    n_rows = dispatcher.global_tokens
+    types = [
+        TensorType(DType.bfloat16, ["t", HIDDEN], CPU),
+        TensorType(DType.float32, ["t", TOP_K], CPU),
+        TensorType(DType.int32, ["t", TOP_K], CPU),
+        TensorType(DType.int32, [n_rows - 1, TOP_K], CPU),
+        TensorType(DType.int32, ["t", TOP_K - 1], CPU),
+        TensorType(DType.bfloat16, [n_rows, HIDDEN], CPU),
+        TensorType(DType.bfloat16, [n_rows - 1, HIDDEN], CPU),
+    ]
+    n_given = len(types)
+    types += dispatcher.input_types()
+    with Graph("never_compiled", input_types=types) as graph:
+        dispatcher.fetch_buffers(graph.inputs[n_given:])
+        x, p, ids, others, fewer, rows, cut = (
+            value.tensor for value in graph.inputs[:n_given]
+        )
+        with pytest.raises(TypeError, match="hidden_states.*float32.*bfloat16"):
+            dispatcher.gather_tokens([p])
+        with pytest.raises(ValueError, match="routing_map"):
+            dispatcher.token_dispatch([x], [p], [fewer])
+        with pytest.raises(ValueError, match=f"routing_map has {n_rows - 1}"):
+            dispatcher.token_dispatch([rows], [p], [others])
+        dispatcher.token_dispatch([x], [p], [ids])
+        with pytest.raises(ValueError, match=f"hidden_states.*{n_rows}"):
+            dispatcher.token_combine([cut])
+        dispatcher.token_combine([rows])
+        # What was gathered is of the buffers before.
+        dispatcher.fetch_buffers(graph.inputs[n_given:])
+        with pytest.raises(ValueError, match="before token_dispatch; call that"):
+            _ = dispatcher.routing_map
+        with pytest.raises(ValueError, match="before token_dispatch; call that"):
+            _ = dispatcher.n_gathered
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -361,6 +403,14 @@ def test_bad_sizes(changes: dict, words: str) -> None:
         (dict(n_carried=0), "n_carried=0.*1 or more"),
         (dict(fused_shared_expert=True), "fused_shared_expert=True.*False"),
         (dict(output_layout="padded"), "'padded'.*'packed'"),
+        (
+            dict(
+                dispatch_dtype=DType.float8_e4m3fn,
+                dispatch_quant_config=blockwise_fp8_quant_config(),
+                hidden_size=128,
+            ),
+            "float8_e4m3fn.*'gather', 'reduced', and bfloat16 or float32",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
