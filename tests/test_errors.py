@@ -830,6 +830,8 @@ def test_a_second_graph_starts_anew() -> None:
     """What was built in one graph does not count in the next."""
     with building() as (manager, x):
         dispatch_all(manager, x)
+    # While none is being built, its buffers are there to be looked at.
+    assert len(manager.recv_buf_ptrs) == 2
     declared = [*GOOD_TYPES.values(), *manager.input_types()]
     with Graph("second", input_types=declared) as graph:
         n = len(GOOD_TYPES)
