@@ -8,6 +8,8 @@ code changes".
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from model import expert_slots, host, rank_slots, sources, worlds
 from model.exploration import Machine
@@ -248,6 +250,17 @@ IN_THIS_ORDER = {
         "comptime if Self.n_ranks_all > 0:",
         "return Int32(UInt32(choice) % UInt32(Self.n_ranks_all))",
         "return self.ids[unsafe_offset=choice]",
+    ),
+    "rank_slots/index.mojo: weight": (
+        "comptime if Self.n_ranks_all > 0:",
+        "return 1",
+        "if self.are_shared():",
+    ),
+    # A CPU rank is one worker of one, and shows neither.
+    "formats/with_choices.mojo: end_choices": (
+        "n_rows * Self.n_carried + worker,",
+        "n_rows_max * Self.n_carried,",
+        "n_workers,",
     ),
     "rank_slots/index.mojo: share_choices": (
         "choices.id_in_memory(i)",
@@ -626,3 +639,23 @@ def test_kernels_await_the_launch_before() -> None:
     }
     calls = sources.calls_of({AWAITS_LAUNCH_BEFORE})
     assert dict(calls) == {(kernel, AWAITS_LAUNCH_BEFORE): 1 for kernel in kernels}
+
+
+@pytest.mark.parametrize("file", ["ops.mojo", "all_gather_ops.mojo"])
+def test_ops_hand_on_what_they_are_given(file: str) -> None:
+    """A parameter that a launcher has a default for is missed by no compiler.
+
+    CPU ranks do as well without some, such as `shares_gpu` and `n_sms`.
+    """
+    # `order` is there for the graph; an all-gather has no scales.
+    left_out = {"order"}
+    if file == "all_gather_ops.mojo":
+        left_out |= {"has_input_scales", "input_scales"}
+    ops = sources.source(file).split("@extensibility.register(")[1:]
+    assert len(ops) >= 4
+    for op in ops:
+        name = op.partition(")")[0]
+        given, _, body = op.partition("def execute[")[2].partition(" raises:\n")
+        names = set(re.findall(r"^        (\w+):", given, re.MULTILINE))
+        assert {"target", "ctx"} <= names, name
+        assert {n for n in names if not re.search(rf"\b{n}\b", body)} <= left_out, name
