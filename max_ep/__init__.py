@@ -7,13 +7,12 @@ The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
 from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
 
 from .config import (
-    AllGatherConfig,
     EPConfig,
     blockwise_fp8_quant_config,
     estimate_ep_memory_usage,
 )
 from .extension import extension_path
-from .gather import AllGatherTokenDispatcher
+from .gather import AllGatherConfig, AllGatherTokenDispatcher
 from .initializer import EPCommInitializer
 from .kernels import (
     call_distributed_ep_combine,

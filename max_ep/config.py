@@ -129,7 +129,7 @@ class EPConfig:
 
     n_carried: ClassVar[int] = 0
     """Choices of the router that a token carries to every rank: none but in an
-    all-gather, see :class:`AllGatherConfig`."""
+    all-gather (``AllGatherConfig`` in ``gather.py``)."""
 
     # ------------------------------------------------------------ derived facts
 
@@ -310,39 +310,6 @@ class EPConfig:
         """
         sizes = self.sizes()
         return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
-
-
-@dataclass
-class AllGatherConfig(EPConfig):
-    """Sizes of a group in which every rank gets every token.
-
-    To dispatch each rank is an expert, and a token chooses them all, so ``n_experts``
-    and ``top_k`` are ``n_ranks``. What the router chose for a token travels with it.
-    :class:`AllGatherTokenDispatcher` makes it.
-    """
-
-    n_carried: int = 0
-    """Choices of the router for a token."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.is_gather and self.is_reduced and not self.is_quantized):
-            raise ValueError(
-                f"an all-gather with protocol={self.protocol!r}, combine_mode="
-                f"{self.combine_mode!r}, dispatch_dtype={self.dispatch_dtype}: pass "
-                "'gather', 'reduced', and bfloat16 or float32"
-            )
-        if not self.n_experts == self.top_k == self.n_ranks:
-            raise ValueError(
-                f"an all-gather with n_experts={self.n_experts}, top_k={self.top_k}: "
-                f"each rank is an expert, and a token goes to all; pass {self.n_ranks}"
-            )
-        if self.n_carried < 1 or self.fused_shared_expert or self.is_padded:
-            raise ValueError(
-                f"an all-gather with n_carried={self.n_carried}, fused_shared_expert="
-                f"{self.fused_shared_expert}, output_layout={self.output_layout!r}: "
-                "pass 1 or more, False, and 'packed'"
-            )
 
 
 def blockwise_fp8_quant_config() -> QuantConfig:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the EP ops of the graph that max_ep.serve builds of a model for two GPUs.
+"""Prints the EP ops of the graph that max_ep.serve builds of a model.
 
-Takes the checkpoint's folder, and one for what is compiled before. The GPUs are
-virtual, and the decoder is not compiled: where MAX would, its ops are counted, printed
-as JSON, and the program ends. A program of its own, since virtual devices are for a
-whole process.
+Takes where (a key of ``FLAGS``), the checkpoint's folder, and one for what is compiled
+before. GPUs are virtual, and the decoder is not compiled: where MAX would, its ops are
+counted, printed as JSON, and the program ends. A program of its own, since virtual
+devices are for a whole process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from max._entrypoints.pipelines import main
 from max.engine import InferenceSession
 from max.graph import Graph
 
-FLAGS = (
-    "--target cuda:sm_90a --devices gpu:0,1 --quantization-encoding bfloat16 "
-    "--data-parallel-degree 2 --ep-size 2 --max-length 256 --max-batch-size 4 "
-    "--max-batch-input-tokens 256 --custom-architectures max_ep.serve"
+FLAGS = {
+    "two_gpus": "--target cuda:sm_90a --devices gpu:0,1 --quantization-encoding "
+    "bfloat16 --data-parallel-degree 2 --ep-size 2",
+    "two_ranks_of_the_cpu": "--devices cpu --quantization-encoding float32 --ep-size 2",
+}
+LIMITS = (
+    "--max-length 256 --max-batch-size 4 --max-batch-input-tokens 256 "
+    "--custom-architectures max_ep.serve"
 )
 
 
@@ -38,16 +42,18 @@ def count_ops(graph: Graph) -> NoReturn:
 
 
 if __name__ == "__main__":
-    model, folder = sys.argv[1:]
+    where, model, folder = sys.argv[1:]
     compile_before = InferenceSession.compile
 
     def compile_samplers(session: InferenceSession, model: Any, **options: Any) -> Any:
         """Lets what is small be compiled."""
-        if isinstance(model, Graph) and "max_ep." in str(model):
+        text = str(model) if isinstance(model, Graph) else ""
+        if "max_ep." in text and "max_ep.init" not in text:
             count_ops(model)
         return compile_before(session, model, **options)
 
     InferenceSession.compile = compile_samplers
-    sys.argv = ["max", "warm-cache", "--model-path", model, *FLAGS.split()]
+    sys.argv = ["max", "warm-cache", "--model-path", model, *FLAGS[where].split()]
+    sys.argv += LIMITS.split()
     sys.argv += ["--export-mefs", str(Path(folder))]
     main()

@@ -61,7 +61,8 @@ WHERE = {
 
 if "MAX_EP_ALL_CASES" in os.environ:
     # MAX's compiler takes two minutes for it, and once it wanted more than 17 GB.
-    WHERE["two_ranks_of_the_cpu_minimax"] = (0, 2, "minimax_tiny")
+    for n in (1, 2, 4):
+        WHERE[f"{n}_ranks_of_the_cpu_minimax"] = (0, n, "minimax_tiny")
 
 LOAD_S = {"float32": 0, "bfloat16": 60}
 """For how long requests come at once; one round of them at least."""
@@ -184,12 +185,29 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> 
         served.prepare_initial_token_inputs([7])
 
 
-def test_graph_of_two_gpus_has_our_ops(tmp_path: Path) -> None:
-    """MAX's own model of a second architecture, with our dispatch and combine."""
-    make_checkpoint(tmp_path / "model", "deepseek_tiny", "bfloat16")
+@pytest.mark.parametrize(
+    "where, size, dtype, wanted",
+    [
+        # One layer of the two has experts, and each GPU dispatches and combines.
+        ("two_gpus", "deepseek_tiny", "bfloat16", dict(dispatch=2, combine=2)),
+        # Both layers have, on each of two ranks.
+        (
+            "two_ranks_of_the_cpu",
+            "minimax_tiny",
+            "float32",
+            dict(dispatch_async=4, dispatch_wait=4, combine_async=4, combine_wait=4),
+        ),
+    ],
+)
+def test_graph_has_our_ops(
+    tmp_path: Path, where: str, size: str, dtype: str, wanted: dict[str, int]
+) -> None:
+    """A further architecture, with our dispatch and combine; it is not compiled."""
+    make_checkpoint(tmp_path / "model", size, dtype)
     program = Path(__file__).with_name("served_graph.py")
+    folders = [str(tmp_path / "model"), str(tmp_path / "mefs")]
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "model"), str(tmp_path / "mefs")],
+        [sys.executable, str(program), where, *folders],
         env={
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -202,8 +220,10 @@ def test_graph_of_two_gpus_has_our_ops(tmp_path: Path) -> None:
     line = next((x for x in done.stdout.splitlines() if x.startswith("ops: ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
     ops = json.loads(line.removeprefix("ops: "))
-    # One layer of the two has experts, and each GPU dispatches and combines.
-    assert ops["max_ep.dispatch"] == ops["max_ep.combine"] == 2
+    of_ours = ("max_ep.dispatch", "max_ep.combine")
+    assert {op: n for op, n in ops.items() if op.startswith(of_ours)} == {
+        f"max_ep.{name}": n for name, n in wanted.items()
+    }
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
 
 
