@@ -247,7 +247,7 @@ def test_data_that_looks_empty_arrives(
 
 
 def with_few_sms(case: Case) -> EPConfig:
-    """A GPU for each rank, of which it uses less: each block has several lists."""
+    """A GPU for each rank, of which it uses less: each warp has more to do."""
     return case.config(target="gpu", timeout_s=5, n_sms=2)
 
 

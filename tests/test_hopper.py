@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 from max.graph.graph import default_custom_extensions
 from max.nn import linear as max_linear
-from max.nn.kernels import grouped_matmul_ragged
+from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 
 from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper
@@ -20,6 +21,8 @@ from max_ep.serve.model import ExpertParallelModel, using_max_ep
 ORIGINALS = {
     "grouped_matmul_ragged": grouped_matmul_ragged,
     "linear": max_linear.linear,
+    "__matmul__": TensorValue.__matmul__,
+    "mla_prefill_decode_graph": mla_prefill_decode_graph,
 }
 
 
@@ -38,20 +41,58 @@ def add_graphs(module: Module) -> list:
     ]
     given = []
 
-    def multiply(x: TensorValue, transposed: TensorValue) -> TensorValue:
+    def multiply(x: TensorValue, other: TensorValue) -> TensorValue:
         given.append(x)
-        columns = ops.unsqueeze(x, 1) * ops.unsqueeze(transposed.T, 0)
+        columns = ops.unsqueeze(x, 1) * ops.unsqueeze(other.T, 0)
         return ops.squeeze(ops.sum(columns, 2), 2)
 
     with (
         pytest.MonkeyPatch.context() as patch,
         Graph("whole_tiles", input_types=types, module=module) as graph,
     ):
-        patch.setattr(TensorValue, "__matmul__", multiply)
+        patch.setattr(hopper.ops, "matmul", multiply)
         x, weight = (value.tensor for value in graph.inputs)
-        product = hopper.matmul_of_whole_tiles(x, weight)
+        product = hopper.product_of_whole_tiles(x, weight.T)
         graph.output(product, ops.shape_to_tensor(given[0].shape))
+    add_said_lengths(module)
     return list(product.shape)
+
+
+@dataclass
+class Cache:
+    """What of MAX's cache says how long prompts are."""
+
+    max_prompt_length: TensorValue
+
+
+def said_length(longest: TensorValue, architecture: str) -> TensorValue:
+    """Returns how long latent attention hears that the longest prompt is."""
+    query = SimpleNamespace(device=DeviceRef.GPU(0), dtype=DType.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
+        patch.setattr(
+            hopper,
+            "mla_prefill_decode_graph",
+            lambda kv_collection, q: kv_collection.max_prompt_length,
+        )
+        return hopper.latent_attention_anywhere(kv_collection=Cache(longest), q=query)
+
+
+def add_said_lengths(module: Module) -> None:
+    """Adds a graph that says how long prompts are, on Hopper."""
+    types = [TensorType(DType.uint32, [1], DeviceRef.CPU())]
+    with Graph("said_length", input_types=types, module=module) as graph:
+        longest = graph.inputs[0].tensor
+        assert said_length(longest, "sm_100a") is longest
+        graph.output(said_length(longest, "sm_90a"))
+
+
+def test_short_prompts_are_not_decoded(one_module: SimpleNamespace) -> None:
+    model = one_module.models["said_length"]
+    said = {1: 1, 2: 9, 3: 9, 8: 9, 9: 9, 10: 10, 4096: 4096}
+    for longest, wanted in said.items():
+        (got,) = model.execute(np.array([longest], np.uint32))
+        assert got.to_numpy().tolist() == [wanted]
 
 
 def test_rows_behind_a_whole_tile_are_left_out(one_module: SimpleNamespace) -> None:
@@ -84,13 +125,19 @@ def test_rows_behind_a_whole_tile_are_left_out(one_module: SimpleNamespace) -> N
 def test_only_what_is_wrong_is_replaced(
     monkeypatch, device: DeviceRef, architecture: str, dtype: DType, is_padded: bool
 ) -> None:
+    """A layer's matmul, and one with a weight of its own."""
     monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
-    types = [TensorType(dtype, ["n_rows", 64], device)]
+    types = [
+        TensorType(dtype, ["n_rows", 64], device),
+        TensorType(dtype, [32, 64], device),
+    ]
     layer = max_linear.Linear(64, 32, dtype, device)
-    with Graph("linear", input_types=types) as graph:
-        with using_max_ep():
-            graph.output(layer(graph.inputs[0].tensor))
-    assert ("concat" in str(graph)) == is_padded
+    for multiply in (lambda x, _: layer(x), lambda x, weight: x @ weight.T):
+        with Graph("product", input_types=types) as graph:
+            with using_max_ep():
+                x, weight = (value.tensor for value in graph.inputs)
+                graph.output(multiply(x, weight))
+        assert ("concat" in str(graph)) == is_padded
 
 
 @pytest.mark.parametrize(

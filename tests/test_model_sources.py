@@ -52,7 +52,6 @@ CALLED_OFTEN = {
     ("rank_slots/dispatch.mojo: _receive", "block_peek"): 2,  # again, for its value
     ("rank_slots/dispatch.mojo: _await_send_tokens", "look_at"): 2,  # and again
     ("rank_slots/device_steps.mojo: await_readers", "peek"): 2,
-    ("rank_slots/index.mojo: _agree_on_found", "block_peek"): 2,
     ("rank_slots/row_counts.mojo: read_numbers", "peek_number"): 2,
     ("rank_slots/row_counts.mojo: _read_counts", "peek_number"): 2,
     # SUMMED, COUNTED, FAILED.
@@ -140,9 +139,7 @@ BARRIERS = {
     ("rank_slots/dispatch.mojo: _receive", "syncwarp"): 1,
     ("rank_slots/dispatch.mojo: _send", "syncwarp"): 1,
     ("rank_slots/dispatch.mojo: _send_tokens", "syncwarp"): 1,
-    ("rank_slots/index.mojo: _find_choices", "syncwarp"): 1,
     ("rank_slots/index.mojo: _index_by_blocks", "index_barrier"): 4,
-    ("rank_slots/index.mojo: _index_by_lists", "syncwarp"): 1,
     ("rank_slots/row_counts.mojo: lay_out_rows", "syncwarp"): 2,
     ("watch.mojo: watch_kernel", "barrier"): 3,  # of a launch of its own
 }
@@ -254,7 +251,7 @@ IN_THIS_ORDER = {
     "rank_slots/index.mojo: weight": (
         "comptime if Self.n_ranks_all > 0:",
         "return 1",
-        "if self.are_shared():",
+        "if self.n_choices <= _N_SHARED_WEIGHTS:",
     ),
     # A CPU rank is one worker of one, and shows neither.
     "formats/with_choices.mojo: end_choices": (
@@ -263,10 +260,55 @@ IN_THIS_ORDER = {
         "n_workers,",
     ),
     "rank_slots/index.mojo: share_choices": (
-        "choices.id_in_memory(i)",
+        "if not choices.are_shared():",
+        "return choices",
         # The router has given others than these, and maybe fewer.
         "if layout.is_reduced() and n_ranks_all == 0:",
+        "if n_choices <= _N_SHARED_WEIGHTS:",
+        "for i in range(me, n_choices, num_threads):",
         "router_weights[unsafe_offset=i]",
+        "while first - me + _SHARED_AT_ONCE * num_threads <= n_choices:",
+        "ids[i] = choices.id_in_memory(first + i * num_threads)",
+        "choices.shared_ids[unsafe_offset=first + i * num_threads] = ids[",
+        "first += _SHARED_AT_ONCE * num_threads",
+        "for i in range(first, n_choices, num_threads):",
+        "choices.shared_ids[unsafe_offset=i] = choices.id_in_memory(i)",
+    ),
+    # Each of few choices and each expert is one warp's.
+    "rank_slots/index.mojo: _index_one_by_one": (
+        "Int(block_idx.x) + indexer * Int(grid_dim.x)",
+        "n_experts + choices.n_choices",
+        "N_INDEX_WARPS * Int(grid_dim.x)",
+        "var choice = item - n_experts",
+        "var id = Int32(item)",
+        "var end = choices.n_choices",
+        "if choice >= 0:",
+        "id = choices.shared_ids[unsafe_offset=choice]",
+        "weight = choices.weight[layout](choice)",
+        "end = choice",
+        "_count_equal(choices.shared_ids, id, end, lane)",
+        "if choice >= 0:",
+        "_enter_choice[",
+        "n_equal,",
+        "lane,",
+        "WARP_SIZE,",
+        "elif lane == 0:",
+        "_tell_count[layout](item, n_equal,",
+    ),
+    "rank_slots/index.mojo: _count_equal": (
+        "var whole = end // _IDS_AT_ONCE * _IDS_AT_ONCE",
+        "range(lane * _IDS_AT_ONCE, whole, WARP_SIZE * _IDS_AT_ONCE)",
+        "width=_IDS_AT_ONCE, alignment=MESSAGE_ALIGN",
+        "comptime for i in range(_IDS_AT_ONCE):",
+        "if some[i] == id:",
+        "n_equal += 1",
+        "if whole + lane < end and ids[unsafe_offset=whole + lane] == id:",
+        "n_equal += 1",
+        "_sum_of_lanes(n_equal)",
+    ),
+    "rank_slots/index.mojo: _write_entry": (
+        "for i in range(lane, layout.n_ranks, n_lanes):",
+        "var rank = my_rank + 1 + i",
     ),
     "rank_slots/index.mojo: send_carried": (
         "next_generation(launch.before.dispatch_sent)",
@@ -332,6 +374,7 @@ IN_THIS_ORDER = {
     # Parts that are sent at once have a flag each.
     "rank_slots/dispatch.mojo: _send_tokens": (
         "at_once_shift = parts_at_once_shift[",
+        "layout, min(N_CHUNKS, n_steps), receives",
         "n_parts >>= at_once_shift",
         "for first in range(0, n_receivers << at_once_shift, WARP_SIZE):",
         "var mine = (first + lane) >> at_once_shift",
@@ -340,9 +383,11 @@ IN_THIS_ORDER = {
     ),
     "rank_slots/index.mojo: _enter_choice": (
         "var has_place = is_expert and position < layout.max_tokens_per_rank",
+        "if lane == 0:",
         "id if has_place else NO_EXPERT",
         "Int(id) if is_expert else NO_ENTRY_EXPERT",
         "position if has_place else NO_POSITION",
+        "if id != NO_EXPERT and lane == 0:",
         "note_failure(",
     ),
     "rank_slots/combine.mojo: _send_partials": (

@@ -2,21 +2,25 @@
 """What of MAX 26.7 is wrong on Hopper in bfloat16, and what takes its place.
 
 The grouped matmul does not compile (docs/decisions/0016-grouped-matmul-on-hopper.md),
-and a matmul writes behind its result (docs/decisions/0018-whole-tiles-on-hopper.md).
+a matmul writes behind its result (docs/decisions/0018-whole-tiles-on-hopper.md), and
+latent attention gets short prompts wrong (docs/decisions/0019-short-prompts.md).
 On CPU a matmul takes MAX minutes to compile (docs/decisions/0006-experts-on-cpu.md).
 Elsewhere, and in other dtypes, MAX's own functions are called.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from max.driver import accelerator_architecture_name
 from max.dtype import DType
-from max.graph import TensorValue, ops
+from max.graph import DeviceRef, TensorValue, ops
 from max.nn import linear as max_linear
 from max.nn import stacked_linear as max_stacked_linear
-from max.nn.kernels import grouped_matmul_ragged
+from max.nn.attention import multi_latent_attention as max_latent_attention
+from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
+from max.nn.kv_cache import PagedCacheValues
 from max.nn.linear import linear
 from max.nn.moe import moe as max_moe
 
@@ -25,6 +29,9 @@ from ..experts import linear as linear_on_cpu
 
 TILE_ROWS = 128
 """Rows are filled up to a multiple of it: twice the 64 that were seen written."""
+
+_PREFILLED_TOKENS = 9
+"""Tokens of a prompt from which on MAX's latent attention does not decode it."""
 
 
 def _is_concerned(value: TensorValue) -> bool:
@@ -54,40 +61,73 @@ def grouped_matmul_anywhere(
 def linear_anywhere(
     x: TensorValue, weight: TensorValue, *quantization: Any, **more: Any
 ) -> TensorValue:
-    """Runs MAX's ``linear``, on whole tiles where it writes behind its result.
+    """Runs MAX's ``linear``, or ours on CPU in float32.
 
-    On CPU in float32 it is ours. The arguments are MAX's.
+    The arguments are MAX's.
     """
     is_quantized = any(value is not None for value in (*quantization, *more.values()))
-    if not is_quantized and x.rank == 2:
-        if _is_concerned(x):
-            return matmul_of_whole_tiles(x, weight)
-        if x.device.is_cpu() and x.dtype == weight.dtype == DType.float32:
-            return linear_on_cpu(x, weight)
+    are_float32 = x.dtype == weight.dtype == DType.float32
+    if not is_quantized and x.rank == 2 and x.device.is_cpu() and are_float32:
+        return linear_on_cpu(x, weight)
     return linear(x, weight, *quantization, **more)
 
 
-def matmul_of_whole_tiles(x: TensorValue, weight: TensorValue) -> TensorValue:
+def product_anywhere(x: TensorValue, other: Any) -> TensorValue:
+    """Computes ``x @ other``, on whole tiles where MAX's writes behind its result.
+
+    MAX's ``linear`` does so, and layers that have weights of their own: those of
+    latent attention.
+    """
+    are_matrices = x.rank == 2 and getattr(other, "rank", None) == 2
+    if are_matrices and _is_concerned(x):
+        return product_of_whole_tiles(x, other)
+    return ops.matmul(x, other)
+
+
+def product_of_whole_tiles(x: TensorValue, other: TensorValue) -> TensorValue:
     """Multiplies rows, and zeros behind them up to a multiple of ``TILE_ROWS``.
 
     Args:
         x: ``[n_rows, k]``.
-        weight: ``[n, k]`` of the same dtype.
+        other: ``[k, n]`` of the same dtype.
 
     Returns:
-        ``x @ weight.T``, ``[n_rows, n]``.
+        ``x @ other``, ``[n_rows, n]``.
     """
     n_rows, k = x.shape
     n_more = (n_rows + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS - n_rows
     zeros = ops.broadcast_to(ops.constant(0, x.dtype, x.device), [n_more, k])
-    product = ops.concat([x, zeros]) @ weight.T
+    product = ops.matmul(ops.concat([x, zeros]), other)
     end = ops.shape_to_tensor(x.shape)[0]
     return ops.slice_tensor(product, [(slice(0, end), n_rows), ...])
+
+
+def latent_attention_anywhere(
+    *args: Any, kv_collection: PagedCacheValues, **more: Any
+) -> TensorValue:
+    """Runs MAX's ``mla_prefill_decode_graph``; short prompts are not decoded.
+
+    MAX takes batches whose longest prompt has at most 8 tokens for drafts to be
+    verified, and has its decoder add them, which on Hopper gives wrong results for more
+    than one. Prompts of 2 to 8 tokens are said to have 9, which bounds what prefill
+    does, and nothing else. The arguments are MAX's.
+    """
+    if _is_concerned(more["q"]):
+        longest = kv_collection.max_prompt_length
+        one, enough = (
+            ops.constant(n, longest.dtype, DeviceRef.CPU())
+            for n in (1, _PREFILLED_TOKENS)
+        )
+        said = ops.where(longest > one, ops.max(longest, enough), longest)
+        kv_collection = replace(kv_collection, max_prompt_length=said)
+    return mla_prefill_decode_graph(*args, kv_collection=kv_collection, **more)
 
 
 REPLACED = [
     (max_moe, "grouped_matmul_ragged", grouped_matmul_anywhere),
     (max_linear, "linear", linear_anywhere),
     (max_stacked_linear, "linear", linear_anywhere),
+    (TensorValue, "__matmul__", product_anywhere),
+    (max_latent_attention, "mla_prefill_decode_graph", latent_attention_anywhere),
 ]
-"""Modules of MAX, names in them, and what stands there while a model is built."""
+"""Modules and a class of MAX, names in them, and what stands there while a model is built."""

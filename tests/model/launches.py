@@ -90,7 +90,6 @@ BLOCK_WORDS = {
     "TOKENS_READY",
     "SUMMED",
     "COUNTED",
-    "FOUND",
     "PAIRS_READY",
     "sums",
     "n_tokens_of",
@@ -128,7 +127,7 @@ class World(Program):
     n_parts_at_once: int = 1
     """Parts that are sent before any of them is announced."""
     indexes_by_blocks: bool = False
-    """Whether blocks write the entries of a run of choices, not those of a list."""
+    """Whether blocks write the entries of a run of choices each."""
     carries_choices: bool = False
     """Whether a token takes what the router chose for it along, in an all-gather."""
     n_early_tokens: int = 2

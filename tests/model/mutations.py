@@ -230,7 +230,6 @@ _ENTRIES_FIRST = (
     "Entries go before tokens only to be fast: receivers need them all. Tokens are"
     " their own flags."
 )
-_ITSELF = "What was found is in the word itself, and nothing else is read by it."
 
 _COVERED = (
     "A count is published behind it by the same thread, and taken before it is read."
@@ -254,9 +253,5 @@ HARMLESS = {
     " rank_slots/dispatch.mojo: _send_tokens": _ENTRIES_FIRST,
     "left out: block_peek(INDEXED) in"
     " rank_slots/dispatch.mojo: _send_tokens": _ENTRIES_FIRST,
-    "relaxed instead of more: block_peek(FOUND) in"
-    " rank_slots/index.mojo: _agree_on_found": _ITSELF,
-    "relaxed instead of more: block_publish(FOUND) in"
-    " rank_slots/index.mojo: _agree_on_found": _ITSELF,
 }
 """Mutations that change nothing that matters, and why."""

@@ -46,7 +46,7 @@ def index_choices(launch: Launch, a: Agent, block: int, indexer: int) -> None:
     if launch.world.indexes_by_blocks:
         _index_by_blocks(launch, a, block, indexer)
     else:
-        _index_by_lists(launch, a, block, indexer)
+        _index_one_by_one(launch, a, block, indexer)
 
 
 def _index_by_blocks(launch: Launch, a: Agent, block: int, indexer: int) -> None:
@@ -66,30 +66,17 @@ def _index_by_blocks(launch: Launch, a: Agent, block: int, indexer: int) -> None
             _tell_count(launch, a, expert)
 
 
-def _index_by_lists(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    """Writes counts and entries of the lists of one warp.
-
-    Segments of a list, which more warps share, are left out but for `FOUND`: each
-    warp of the block says that it has found what it looked for.
-    """
-    world, rank = launch.world, launch.rank
-    if world.n_index_warps > 1:
-        where = _INDEX + "_agree_on_found"
-        place = ("FOUND", rank, block, indexer)
-        a.block_publish(where, place, 1, ("found", indexer))
-        for other in range(world.n_index_warps):
-            place = ("FOUND", rank, block, other)
-            a.block_peek(where, place, 1, ("found", other))
-    tokens = world.tokens(launch.dispatched + 1, rank)
-    lists = [*world.experts, -1]
-    for i in range(block + indexer * world.n_blocks, len(lists), _stride(launch)):
-        expert = lists[i]
-        if expert >= 0:
-            _tell_count(launch, a, expert)
-        for t, experts in enumerate(tokens):
-            for k, e in enumerate(experts):
-                if e == expert:
-                    _enter_choice(launch, a, t, k)
+def _index_one_by_one(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    world = launch.world
+    tokens = world.tokens(launch.dispatched + 1, launch.rank)
+    choices = [(t, k) for t, experts in enumerate(tokens) for k in range(len(experts))]
+    n_experts = len(world.experts)
+    first = block + indexer * world.n_blocks
+    for item in range(first, n_experts + len(choices), _stride(launch)):
+        if item < n_experts:
+            _tell_count(launch, a, world.experts[item])
+        else:
+            _enter_choice(launch, a, *choices[item - n_experts])
 
 
 def _tell_count(launch: Launch, a: Agent, expert: int) -> None:

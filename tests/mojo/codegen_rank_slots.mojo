@@ -200,13 +200,16 @@ def emit[
 
 
 def check_parts_at_once() raises:
-    """Those that are sent at once are whole units, also of a token of 3 parts.
-    """
+    """Those that are sent at once are whole units, also of a token of 3 parts."""
     comptime layout = RegionLayout(2, 2, 1, 1, 0, 0, RANK_SLOTS)
     comptime for n_parts in range(1, N_CHUNKS + 1):
-        for n_senders in range(1, NUM_THREADS // 32 + 1):
-            var shift = parts_at_once_shift[layout, n_parts](n_senders)
-            assert_equal(n_parts >> shift << shift, n_parts)
+        comptime for receives in [True, False]:
+            for n_senders in range(1, NUM_THREADS // 32 + 1):
+                for n_tokens in [257, MANY_TOKENS]:
+                    var shift = parts_at_once_shift[layout, n_parts, receives](
+                        n_tokens, n_senders
+                    )
+                    assert_equal(n_parts >> shift << shift, n_parts)
 
 
 def main() raises:

@@ -148,6 +148,11 @@ from .row_counts import (
 )
 
 
+comptime _TWO_AT_ONCE = 1024
+"""Tokens up to which a warp sends two parts at once where it could send four: else
+some warps have two turns, and most have one."""
+
+
 @always_inline
 def n_early_parts(n_tokens: Int, n_steps: Int) -> Int:
     """Chooses into how many parts warps take an early token.
@@ -177,21 +182,46 @@ def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
 
 
 @always_inline
+def n_async_send_warps[
+    layout: RegionLayout
+](is_early: Bool, n_warps: Int) -> Int:
+    """Chooses how many warps of a block send if none receives.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        is_early: Whether the data is its own flag.
+        n_warps: Warps of a block.
+
+    Returns:
+        In `[1, n_warps - FIRST_SENDER]`.
+    """
+    var most = n_warps - FIRST_SENDER
+    comptime if layout.n_ranks == 2:
+        # Each sends more at once (`parts_at_once_shift`).
+        return most if is_early else min(8, most)
+    return most
+
+
+@always_inline
 def parts_at_once_shift[
-    layout: RegionLayout, n_parts: Int
-](n_senders: Int) -> Int:
+    layout: RegionLayout, n_parts: Int, receives: Bool
+](n_tokens: Int, n_senders: Int) -> Int:
     """Chooses how many parts of a token a warp sends before it publishes them.
 
     A publish waits until what was sent has arrived. Few warps that send much for
-    each keep the link as busy as many, and delay the others of the block less: at
-    most 16 parts of a block are under way. With more ranks a part goes to more of
-    them: that is much already.
+    each keep the link as busy as many. If others of the block receive, at most 16
+    parts of it are under way: more would delay those. With more ranks a part goes
+    to more of them: that is much already.
 
     Parameters:
         layout: How the regions are cut.
         n_parts: Parts of a token.
+        receives: Whether warps of the block receive meanwhile.
 
     Args:
+        n_tokens: Tokens to send.
         n_senders: Warps of a block that send.
 
     Returns:
@@ -200,10 +230,10 @@ def parts_at_once_shift[
     comptime if layout.n_ranks > 2:
         return 0
     comptime if n_parts % 4 == 0:
-        if n_senders <= 4:
+        if n_tokens > _TWO_AT_ONCE and (not receives or n_senders <= 4):
             return 2
     comptime if n_parts % 2 == 0:
-        if n_senders <= 8:
+        if not receives or n_senders <= 8:
             return 1
     return 0
 
@@ -424,6 +454,7 @@ def _send_tokens[
     has_input: Bool,
     to_peers: Bool,
     waits_for_index: Bool,
+    receives: Bool,
     is_early: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
@@ -448,6 +479,7 @@ def _send_tokens[
             none is sent to it.
         to_peers: Whether peers get them, or this rank alone.
         waits_for_index: Whether index warps of this block go first.
+        receives: Whether warps of this block receive meanwhile.
         is_early: Whether the data is its own flag.
 
     Args:
@@ -475,9 +507,9 @@ def _send_tokens[
     comptime if is_early:
         n_parts = n_early_parts(n_tokens, n_steps)
     else:
-        at_once_shift = parts_at_once_shift[layout, min(N_CHUNKS, n_steps)](
-            n_senders
-        )
+        at_once_shift = parts_at_once_shift[
+            layout, min(N_CHUNKS, n_steps), receives
+        ](n_tokens, n_senders)
         n_parts >>= at_once_shift
     var n_units = n_tokens * n_parts
     var unit = Int(block_idx.x) + sender * Int(grid_dim.x)
@@ -599,6 +631,7 @@ def _send_by_number[
     has_input: Bool,
     to_peers: Bool,
     waits_for_index: Bool,
+    receives: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
@@ -621,6 +654,7 @@ def _send_by_number[
         has_input: Likewise.
         to_peers: Likewise.
         waits_for_index: Likewise.
+        receives: Likewise.
 
     Args:
         tokens: As for `_send_tokens`.
@@ -643,6 +677,7 @@ def _send_by_number[
             has_input,
             to_peers,
             waits_for_index,
+            receives,
             True,
         ](
             tokens,
@@ -666,6 +701,7 @@ def _send_by_number[
             has_input,
             to_peers,
             waits_for_index,
+            receives,
             False,
         ](
             tokens,
@@ -689,6 +725,7 @@ def _send[
     fused_shared_expert: Bool,
     has_input: Bool,
     tokens_are_sent: Bool,
+    receives: Bool,
     n_warps: Int,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
@@ -710,6 +747,7 @@ def _send[
         fused_shared_expert: Whether this rank receives all of its tokens.
         has_input: Whether this rank reads its own tokens from `tokens`.
         tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
+        receives: Whether the launch receives, too.
         n_warps: Warps of a block.
 
     Args:
@@ -752,6 +790,7 @@ def _send[
             has_input,
             not tokens_are_sent,
             True,
+            receives,
         ](
             tokens,
             choices,
@@ -1462,6 +1501,7 @@ def send_tokens_kernel[
         True,
         True,
         False,
+        False,
     ](
         input_tokens,
         Choices[].none(),
@@ -1556,6 +1596,7 @@ def dispatch_async_kernel[
         fused_shared_expert,
         False,
         tokens_are_sent,
+        False,
         n_warps,
     ](
         input_tokens,
@@ -1565,7 +1606,9 @@ def dispatch_async_kernel[
         counts,
         launch,
         ep_counters,
-        n_warps - FIRST_SENDER,
+        n_async_send_warps[layout](
+            Int(n_tokens) <= layout.n_early_tokens(), n_warps
+        ),
     )
     # AFTER: this generation's entries, counts and tokens are on their way.
 
@@ -1775,6 +1818,7 @@ def dispatch_kernel[
         fused_shared_expert,
         has_input,
         tokens_are_sent,
+        True,
         n_warps,
     ](
         input_tokens,

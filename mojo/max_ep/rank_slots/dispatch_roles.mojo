@@ -53,10 +53,7 @@ comptime FAILED = 4
 comptime NEXT_ITEM = 5
 """Control word: next item to receive."""
 
-comptime FOUND = 6
-"""Control words: what each index warp has found, two of each."""
-
-comptime GAVE_UP = FOUND + 2 * N_INDEX_WARPS
+comptime GAVE_UP = 6
 """Control word: 1 if an index warp may not write."""
 
 comptime N_CONTROL = GAVE_UP + 1

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of dispatch for GPU ranks: entries and counts, written to every rank.
 
-*Few choices* are in the shared memory of each block, and are indexed by lists.
-Each expert's choices are a list, and so are the choices that have none. The
-index warps of a block are cut into groups. A group takes a list, each warp of it
-a *segment* of all choices: it finds those of the list, learns from the others
-how many come before its own, and writes its entries. A list costs a walk over all
-choices.
+*Few choices* are in the shared memory of each block, and are indexed one by one:
+a warp counts those before a choice that are of the same expert, and writes its
+entry; or all of an expert, and tells its count. Each costs a walk over ids, 128
+of them at a time.
 
 *Many choices* are indexed by blocks. Each block but the last has a run of them. It
 counts, for each expert, all that come before the run, and writes the run's entries.
@@ -19,10 +17,8 @@ from max.gpu import (
     block_idx,
     grid_dim,
     named_barrier,
-    syncwarp,
     thread_idx,
 )
-from std.bit import count_trailing_zeros, pop_count
 from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import inlined_assembly
@@ -33,7 +29,6 @@ from ..expert_slots.device_steps import (
     SharedInts,
     bytes_at,
     shared_ints,
-    shared_words,
 )
 from ..expert_slots.host_steps import flag_at
 from ..failures import DROPPED, note_failure
@@ -51,7 +46,6 @@ from ..layout import MESSAGE_ALIGN, RegionLayout
 from ..token_format import LaneBytes
 from .device_steps import Launch, await_readers, divmod_32
 from .dispatch_roles import (
-    FOUND,
     GAVE_UP,
     N_INDEX_WARPS,
     SEND,
@@ -64,31 +58,24 @@ from .entries import (
     weight_word,
 )
 
-comptime N_SHARED_CHOICES = 1536
-"""Choices up to which a block keeps ids and weights in its shared memory."""
+comptime N_SHARED_CHOICES = 4096
+"""Choices up to which a block keeps ids in its shared memory."""
 
-comptime _FOUND_ROOM = 384
-"""Choices of a segment at most."""
-
-# Choices of a segment from which it is cut once more, and into how many at most;
-# into the last only if there are fewer lists than blocks.
-comptime _SEGMENT_CHOICES = 256
-comptime _MANY_SEGMENTS_SHIFT = 2
-comptime _MOST_SEGMENTS_SHIFT = 3
+comptime _N_SHARED_WEIGHTS = 1024
+"""Choices up to which it keeps their weights there, too."""
 
 # Ids that a lane has under way: from shared memory, from global memory.
-comptime _FEW_IDS = 4
+comptime _IDS_AT_ONCE = 4
 comptime _MANY_IDS = 16
+
+# Ids that a thread has under way to shared memory.
+comptime _SHARED_AT_ONCE = 8
 
 # Ids of a round that are compared before the next are loaded.
 comptime _EARLIER_IDS = 16
 
 # Barrier 0 is the whole block's.
 comptime _INDEX_BARRIER = Int32(1)
-
-# A word of `FOUND`: which turn of the warp it is of, and how many were found.
-comptime _FOUND_BITS = 24
-comptime _GAVE_UP = (1 << _FOUND_BITS) - 1
 
 
 @fieldwise_init
@@ -107,9 +94,9 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     var n_choices: Int
     """How many."""
     var shared_ids: SharedInts
-    """`[N_SHARED_CHOICES]`: the ids, if they are no more than that."""
+    """The ids, if they are at most `N_SHARED_CHOICES`."""
     var shared_weights: SharedInts
-    """Likewise the weights' bits."""
+    """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`."""
 
     @staticmethod
     @always_inline
@@ -134,7 +121,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
     @always_inline
     def are_shared(self) -> Bool:
-        """Tells whether they are in shared memory.
+        """Tells whether the ids are in shared memory.
 
         Returns:
             Whether they are few enough.
@@ -186,11 +173,30 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
             return 0
         comptime if Self.n_ranks_all > 0:
             return 1
-        if self.are_shared():
+        if self.n_choices <= _N_SHARED_WEIGHTS:
             return bitcast[DType.float32](
                 self.shared_weights[unsafe_offset=choice]
             )
         return self.weights[unsafe_offset=choice]
+
+
+@always_inline
+def _n_shared_ids[layout: RegionLayout]() -> Int:
+    """Says how much room ids need in shared memory.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Returns:
+        Numbers: few ids in whole vectors, or what `_index_by_blocks` needs.
+    """
+    comptime n_choices = layout.n_choices()
+    comptime if n_choices <= N_SHARED_CHOICES:
+        return ceildiv(n_choices, _IDS_AT_ONCE) * _IDS_AT_ONCE
+    comptime n_experts_at_most = layout.n_local_experts() * layout.n_ranks
+    return max(
+        N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + n_experts_at_most
+    )
 
 
 @always_inline
@@ -216,21 +222,39 @@ def share_choices[
     Returns:
         The choices.
     """
-    comptime n_weights = N_SHARED_CHOICES if layout.is_reduced() else 1
+    comptime n_ids = _n_shared_ids[layout]()
+    comptime n_weights = min(_N_SHARED_WEIGHTS, layout.n_choices())
     var choices = Choices[n_ranks_all](
         topk_ids,
         router_weights,
         n_tokens * layout.top_k,
-        shared_ints[N_SHARED_CHOICES, MESSAGE_ALIGN](),
-        shared_ints[n_weights](),
+        shared_ints[n_ids, MESSAGE_ALIGN](),
+        shared_ints[n_weights if layout.is_reduced() else 1](),
     )
-    if choices.are_shared():
-        for i in range(Int(thread_idx.x), choices.n_choices, num_threads):
-            choices.shared_ids[unsafe_offset=i] = choices.id_in_memory(i)
-            comptime if layout.is_reduced() and n_ranks_all == 0:
+    if not choices.are_shared():
+        return choices
+    var me = Int(thread_idx.x)
+    var n_choices = choices.n_choices
+    comptime if layout.is_reduced() and n_ranks_all == 0:
+        if n_choices <= _N_SHARED_WEIGHTS:
+            for i in range(me, n_choices, num_threads):
                 choices.shared_weights[unsafe_offset=i] = bitcast[DType.int32](
                     router_weights[unsafe_offset=i]
                 )
+    var first = me
+    comptime if layout.n_choices() > _SHARED_AT_ONCE * num_threads:
+        # All of them on their way at once.
+        while first - me + _SHARED_AT_ONCE * num_threads <= n_choices:
+            var ids = Array[Int32, _SHARED_AT_ONCE](fill=0)
+            comptime for i in range(_SHARED_AT_ONCE):
+                ids[i] = choices.id_in_memory(first + i * num_threads)
+            comptime for i in range(_SHARED_AT_ONCE):
+                choices.shared_ids[unsafe_offset=first + i * num_threads] = ids[
+                    i
+                ]
+            first += _SHARED_AT_ONCE * num_threads
+    for i in range(first, n_choices, num_threads):
+        choices.shared_ids[unsafe_offset=i] = choices.id_in_memory(i)
     return choices
 
 
@@ -245,8 +269,10 @@ def _write_entry[
     expert_id: Int,
     position: Int,
     weight: Float32,
+    lane: Int,
+    n_lanes: Int,
 ):
-    """Writes the entry of a choice to every rank, with one lane.
+    """Writes the entry of a choice to every rank, with one lane of some.
 
     Parameters:
         layout: How the regions are cut.
@@ -259,6 +285,8 @@ def _write_entry[
         expert_id: Its expert, or `NO_ENTRY_EXPERT`.
         position: Which of the choices of this expert.
         weight: Its router weight; read if combine is reduced.
+        lane: This lane among those that write this entry.
+        n_lanes: How many do.
     """
     var word = entry_word(generation, expert_id, position)
     var offset = UInt64(layout.entry_offset(my_rank, choice))
@@ -267,7 +295,7 @@ def _write_entry[
         bytes = bitcast[DType.uint32, 4](
             SIMD[DType.uint64, 2](word, weight_word(generation, weight))
         )
-    for i in range(layout.n_ranks):
+    for i in range(lane, layout.n_ranks, n_lanes):
         # Not all sources begin with the same rank.
         var rank = my_rank + 1 + i
         rank -= layout.n_ranks if rank >= layout.n_ranks else 0
@@ -343,17 +371,10 @@ def index_choices[
     """
     # I3, for entries and counts.
     var can_write = await_readers[layout, False](launch, counts, counters, SEND)
-    comptime are_many = layout.n_choices() > N_SHARED_CHOICES
-    # Of either way: shared memory is scarce if there are thousands of experts.
-    comptime n_found = N_INDEX_WARPS * _FOUND_ROOM
-    var words = shared_words[
-        max(n_found, n_experts + WARP_SIZE) if are_many else n_found
-    ]()
-    comptime if are_many:
+    comptime if layout.n_choices() > N_SHARED_CHOICES:
         if not choices.are_shared():
             _index_by_blocks[n_experts, layout](
                 choices,
-                words,
                 recv_bufs,
                 counts,
                 launch,
@@ -362,16 +383,10 @@ def index_choices[
                 can_write,
             )
             return
-    _index_by_lists[n_experts, layout](
-        choices,
-        words.unsafe_bitcast[Int32]().unsafe_offset(indexer * _FOUND_ROOM),
-        recv_bufs,
-        counts,
-        launch,
-        counters,
-        indexer,
-        can_write,
-    )
+    if can_write:
+        _index_one_by_one[n_experts, layout](
+            choices, recv_bufs, counts, launch, counters, indexer
+        )
 
 
 # ------------------------------------------- of an all-gather: what tokens carry
@@ -442,7 +457,6 @@ def _index_by_blocks[
     n_experts: Int, layout: RegionLayout
 ](
     choices: Choices[...],
-    n_before: SharedWord,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
@@ -458,7 +472,6 @@ def _index_by_blocks[
 
     Args:
         choices: Ids and weights.
-        n_before: Room for what `_count_id` counts.
         recv_bufs: All ranks' recv buffers.
         counts: All ranks' counts buffers.
         launch: From `start_launch`.
@@ -467,9 +480,9 @@ def _index_by_blocks[
         can_write: Whether receivers are ready; this warp's.
     """
     comptime n_threads = N_INDEX_WARPS * WARP_SIZE
-    # Room for few choices, and these are many.
-    comptime assert N_SHARED_CHOICES >= n_threads, "a round fits"
+    # In the room for few choices, since these are many.
     var experts = choices.shared_ids
+    var n_before = experts.unsafe_bitcast[UInt32]().unsafe_offset(n_threads)
     var me = indexer * WARP_SIZE + launch.lane
     for expert in range(me, n_experts, n_threads):
         n_before[unsafe_offset=expert] = 0
@@ -522,6 +535,8 @@ def _index_by_blocks[
                 recv_bufs,
                 launch,
                 counters,
+                0,
+                1,
             )
         index_barrier()
         _count_id[n_experts](n_before, id, launch.lane)
@@ -601,241 +616,112 @@ def _tell_count[
     )
 
 
-# ------------------------------------------------------- few choices: by lists
+# ------------------------------------------------- few choices: one by one
 
 
 @always_inline
-def _index_by_lists[
+def _index_one_by_one[
     n_experts: Int, layout: RegionLayout
 ](
     choices: Choices[...],
-    found: SharedInts,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
     indexer: Int,
-    can_write: Bool,
 ):
-    """Writes entries and counts of some lists.
+    """Writes some counts and entries: for each, the warp counts equal ids.
 
     Parameters:
         n_experts: Experts of the group.
         layout: How the regions are cut.
 
     Args:
-        choices: Ids and weights, in shared memory.
-        found: Room for what this warp finds, `_FOUND_ROOM`.
+        choices: Ids and weights, the ids in shared memory.
         recv_bufs: All ranks' recv buffers.
         counts: All ranks' counts buffers.
         launch: From `start_launch`.
         counters: This rank's local words.
         indexer: This warp among those that index.
-        can_write: Whether receivers are ready; this warp's.
     """
     var lane = launch.lane
     var generation = next_generation(launch.before.dispatch_sent)
-    var n_blocks = Int(grid_dim.x)
-    var n_lists = n_experts + 1
-    var shift = _segments_shift(choices.n_choices, n_lists <= n_blocks)
-    var n_segments = 1 << shift
-    var segment = indexer & (n_segments - 1)
-    # A warp's choices stand together: whole rounds of its lanes.
-    var length = (
-        (choices.n_choices + (WARP_SIZE << shift) - 1)
-        // (WARP_SIZE << shift)
-        * WARP_SIZE
-    )
-    var begin = segment * length
-    var end = min(begin + length, choices.n_choices)
-    var turn = 0
-    for list in range(
-        Int(block_idx.x) + (indexer >> shift) * n_blocks,
-        n_lists,
-        (N_INDEX_WARPS >> shift) * n_blocks,
+    # Counts first: a receiver needs all of them before it places a row.
+    for item in range(
+        Int(block_idx.x) + indexer * Int(grid_dim.x),
+        n_experts + choices.n_choices,
+        N_INDEX_WARPS * Int(grid_dim.x),
     ):
-        var n_found = 0
-        if can_write:
-            n_found = _find_choices(
-                choices, found, list, n_experts, begin, end, lane
-            )
-        var n_before = 0
-        var n_listed = n_found
-        if n_segments > 1:
-            # Also if it gives up: the others of the group wait without end.
-            n_before, n_listed = _agree_on_found(
-                launch.control.unsafe_offset(FOUND),
-                n_found if can_write else _GAVE_UP,
-                indexer - segment,
-                n_segments,
-                segment,
-                turn,
-                lane,
-            )
-            turn += 1
-        if not can_write or n_listed >= _GAVE_UP:
-            return
-        if lane == 0 and segment == 0 and list < n_experts:
-            _tell_count[layout](list, n_listed, generation, counts, launch)
-        for at in range(lane, n_found, WARP_SIZE):
-            var choice = Int(found[unsafe_offset=at])
+        var choice = item - n_experts
+        var id = Int32(item)
+        var end = choices.n_choices
+        var weight: Float32 = 0
+        if choice >= 0:
+            id = choices.shared_ids[unsafe_offset=choice]
+            weight = choices.weight[layout](choice)
+            end = choice
+        var n_equal = _count_equal(choices.shared_ids, id, end, lane)
+        if choice >= 0:
             _enter_choice[n_experts, layout](
                 choice,
-                choices.id(choice),
-                choices.weight[layout](choice),
-                n_before + at,
+                id,
+                weight,
+                n_equal,
                 generation,
                 recv_bufs,
                 launch,
                 counters,
+                lane,
+                WARP_SIZE,
             )
-        # All lanes have read what was found.
-        syncwarp()
+        elif lane == 0:
+            _tell_count[layout](item, n_equal, generation, counts, launch)
 
 
 @always_inline
-def _segments_shift(n_choices: Int, are_lists_few: Bool) -> Int:
-    """Chooses into how many segments the choices are cut.
+def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
+    """Counts the ids that are equal to one, with one warp.
 
     Args:
-        n_choices: Choices of this rank, at most `N_SHARED_CHOICES`.
-        are_lists_few: Whether a block has one list at most.
+        ids: Ids, aligned to 16 bytes.
+        id: The one.
+        end: How many ids there are.
+        lane: This lane.
 
     Returns:
-        The logarithm of the number, to base 2.
+        How many of them; the same in all lanes.
     """
-    comptime assert N_INDEX_WARPS == 1 << _MOST_SEGMENTS_SHIFT, "groups fit"
-    comptime assert (
-        N_SHARED_CHOICES >> _MANY_SEGMENTS_SHIFT <= _FOUND_ROOM
-    ), "a segment is found at once"
-    var most = _MOST_SEGMENTS_SHIFT if are_lists_few else _MANY_SEGMENTS_SHIFT
-    var shift = 0
-    while shift < most and n_choices > _SEGMENT_CHOICES << shift:
-        shift += 1
-    return shift
+    var n_equal: UInt32 = 0
+    var whole = end // _IDS_AT_ONCE * _IDS_AT_ONCE
+    for first in range(lane * _IDS_AT_ONCE, whole, WARP_SIZE * _IDS_AT_ONCE):
+        var some = ids.unsafe_load[width=_IDS_AT_ONCE, alignment=MESSAGE_ALIGN](
+            first
+        )
+        comptime for i in range(_IDS_AT_ONCE):
+            if some[i] == id:
+                n_equal += 1
+    # Fewer than a vector has.
+    if whole + lane < end and ids[unsafe_offset=whole + lane] == id:
+        n_equal += 1
+    return Int(_sum_of_lanes(n_equal))
 
 
 @always_inline
-def _or_of_lanes(bits: UInt32) -> UInt32:
-    """Takes the bits that any lane has; all lanes call it.
+def _sum_of_lanes(n: UInt32) -> UInt32:
+    """Adds up the numbers of all lanes; all lanes call it.
 
     Args:
-        bits: Those of this lane.
+        n: That of this lane.
 
     Returns:
-        Those of all lanes.
+        The sum.
     """
     return inlined_assembly[
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", UInt32, constraints="=r,r"
-    ](bits)
+        "redux.sync.add.u32 $0, $1, 0xffffffff;", UInt32, constraints="=r,r"
+    ](n)
 
 
-@always_inline
-def _find_choices(
-    choices: Choices[...],
-    found: SharedInts,
-    list: Int,
-    n_experts: Int,
-    begin: Int,
-    end: Int,
-    lane: Int,
-) -> Int:
-    """Finds the choices of a list in a segment, with one warp.
-
-    Args:
-        choices: Ids and weights, in shared memory.
-        found: Result: they, in their order; at most `_FOUND_ROOM`.
-        list: An expert, or `n_experts` for choices that have none.
-        n_experts: Experts of the group.
-        begin: First choice of the segment.
-        end: Behind the last.
-        lane: This lane.
-
-    Returns:
-        How many there are; the same in all lanes.
-    """
-    var below = (UInt32(1) << UInt32(lane)) - 1
-    var n_found = 0
-    for first in range(begin, end, WARP_SIZE * _FEW_IDS):
-        var ids = Array[Int32, _FEW_IDS](fill=NO_EXPERT)
-        comptime for i in range(_FEW_IDS):
-            var choice = first + i * WARP_SIZE + lane
-            if choice < end:
-                ids[i] = choices.shared_ids[unsafe_offset=choice]
-        # Bit `i`: choice `i` of this lane is one of the list.
-        var listed: UInt32 = 0
-        comptime for i in range(_FEW_IDS):
-            var is_expert = ids[i] >= 0 and ids[i] < Int32(n_experts)
-            var is_listed = (
-                ids[i] == Int32(list) if list < n_experts else not is_expert
-            )
-            if is_listed and first + i * WARP_SIZE + lane < end:
-                listed |= UInt32(1) << UInt32(i)
-        # Most choices are of other lists.
-        var rest = _or_of_lanes(listed)
-        while rest != 0:
-            var i = count_trailing_zeros(rest)
-            rest &= rest - 1
-            var is_listed = (listed >> i) & 1 != 0
-            var votes = warp.vote[DType.uint32](is_listed)
-            var place = n_found + Int(pop_count(votes & below))
-            if is_listed:
-                found[unsafe_offset=place] = Int32(
-                    first + Int(i) * WARP_SIZE + lane
-                )
-            n_found += Int(pop_count(votes))
-    # A lane enters what others have found.
-    syncwarp()
-    return n_found
-
-
-@always_inline
-def _agree_on_found(
-    words: SharedWord,
-    n_found: Int,
-    first_indexer: Int,
-    n_segments: Int,
-    segment: Int,
-    turn: Int,
-    lane: Int,
-) -> Tuple[Int, Int]:
-    """Learns how many choices all warps of a group have found, with one of them.
-
-    A warp is at most one turn ahead of the others of its group, since each waits
-    for all. So a word of every other turn is read before it is written again.
-
-    Args:
-        words: `[2][N_INDEX_WARPS]`, zeros before the first turn.
-        n_found: What this warp has found, or `_GAVE_UP`.
-        first_indexer: The first warp of the group.
-        n_segments: Warps of the group.
-        segment: This warp of them.
-        turn: Lists that the group has had before.
-        lane: This lane.
-
-    Returns:
-        Choices of the list in segments before this one, and in all; at least
-        `_GAVE_UP` in all if a warp has given up.
-    """
-    var mine = words.unsafe_offset((turn & 1) * N_INDEX_WARPS + first_indexer)
-    # Differs from the turn that the word is of before.
-    var tag = UInt32((turn >> 1) & 0x7F) + 1
-    if lane == 0:
-        block_publish(
-            mine.unsafe_offset(segment),
-            (tag << _FOUND_BITS) | UInt32(n_found),
-        )
-    var n_before = 0
-    var n_listed = 0
-    for i in range(n_segments):
-        var word = block_peek(mine.unsafe_offset(i))
-        while word >> _FOUND_BITS != tag:
-            word = block_peek(mine.unsafe_offset(i))
-        var n = Int(word & UInt32(_GAVE_UP))
-        n_listed += n
-        if i < segment:
-            n_before += n
-    return (n_before, n_listed)
+# ------------------------------------------------------------------- an entry
 
 
 @always_inline
@@ -872,8 +758,10 @@ def _enter_choice[
     recv_bufs: SharedAddresses,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
+    lane: Int,
+    n_lanes: Int,
 ):
-    """Writes the entry of a choice, with one lane.
+    """Writes the entry of a choice, with one lane of some.
 
     Parameters:
         n_experts: Experts of the group.
@@ -888,12 +776,15 @@ def _enter_choice[
         recv_bufs: All ranks' recv buffers.
         launch: From `start_launch`.
         counters: This rank's local words.
+        lane: This lane among those that write this entry.
+        n_lanes: How many do.
     """
     comptime top_k = layout.top_k
     var is_expert = id >= 0 and id < Int32(n_experts)
     var has_place = is_expert and position < layout.max_tokens_per_rank
-    var sent = counters.choices(generation, layout.n_choices())
-    sent[unsafe_offset=choice] = id if has_place else NO_EXPERT
+    if lane == 0:
+        var sent = counters.choices(generation, layout.n_choices())
+        sent[unsafe_offset=choice] = id if has_place else NO_EXPERT
     _write_entry[layout](
         recv_bufs,
         launch.my_rank,
@@ -904,9 +795,11 @@ def _enter_choice[
         Int(id) if is_expert else NO_ENTRY_EXPERT,
         position if has_place else NO_POSITION,
         weight,
+        lane,
+        n_lanes,
     )
     if not has_place:
-        if id != NO_EXPERT:
+        if id != NO_EXPERT and lane == 0:
             note_failure(
                 counters.failure(),
                 DROPPED,
