@@ -374,7 +374,6 @@ IN_THIS_ORDER = {
     # Parts that are sent at once have a flag each.
     "rank_slots/dispatch.mojo: _send_tokens": (
         "at_once_shift = parts_at_once_shift[",
-        "layout, min(N_CHUNKS, n_steps), receives",
         "n_parts >>= at_once_shift",
         "for first in range(0, n_receivers << at_once_shift, WARP_SIZE):",
         "var mine = (first + lane) >> at_once_shift",

@@ -20,7 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving import TOLERANCES, Reference, check_greedy, prompts
+from serving import (
+    TOLERANCE_OF_SIZE,
+    TOLERANCES,
+    Reference,
+    check_greedy,
+    prompts,
+)
 
 from graphs.serve.checkpoint import SIZES, make_checkpoint
 from graphs.serve.run import LIMITS, device_flags
@@ -44,7 +50,7 @@ class Served:
         self.server, self.dtype = server, dtype
         # MAX's server tells none on GPUs, nor of a model that thinks aloud.
         self.has_logprobs = dtype == "float32" and size in SIZES
-        self.tolerance = TOLERANCES[dtype]
+        self.tolerance = TOLERANCE_OF_SIZE.get(size, TOLERANCES[dtype])
         self.reference = Reference(model, in_bfloat16=dtype == "bfloat16")
 
 
@@ -108,7 +114,7 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     if served.dtype == "float32":
         assert tally.n_ties == 0
     else:
-        assert tally.worst_first_gap <= 0.06
+        assert tally.worst_first_gap <= 0.4 * served.tolerance
         # About as many as transformers has in bfloat16 (12, where 11 were served).
         assert tally.n_ties <= 2 * tally.n_ties_bfloat16
 

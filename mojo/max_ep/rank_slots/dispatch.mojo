@@ -152,6 +152,9 @@ comptime _TWO_AT_ONCE = 1024
 """Tokens up to which a warp sends two parts at once where it could send four: else
 some warps have two turns, and most have one."""
 
+comptime _SHORT_PART = 4
+"""Steps of a part that is short: four of them are sent at once for few tokens, too."""
+
 
 @always_inline
 def n_early_parts(n_tokens: Int, n_steps: Int) -> Int:
@@ -206,34 +209,36 @@ def n_async_send_warps[
 
 @always_inline
 def parts_at_once_shift[
-    layout: RegionLayout, n_parts: Int, receives: Bool
+    layout: RegionLayout, n_steps: Int
 ](n_tokens: Int, n_senders: Int) -> Int:
     """Chooses how many parts of a token a warp sends before it publishes them.
 
     A publish waits until what was sent has arrived. Few warps that send much for
-    each keep the link as busy as many. If others of the block receive, at most 16
-    parts of it are under way: more would delay those. With more ranks a part goes
-    to more of them: that is much already.
+    each keep the link as busy as many, and delay the others of the block less: at
+    most 16 parts of a block are under way. With more ranks a part goes to more of
+    them: that is much already.
 
     Parameters:
         layout: How the regions are cut.
-        n_parts: Parts of a token.
-        receives: Whether warps of the block receive meanwhile.
+        n_steps: Steps of a token.
 
     Args:
         n_tokens: Tokens to send.
         n_senders: Warps of a block that send.
 
     Returns:
-        The logarithm of the number, to base 2; the number divides `n_parts`.
+        The logarithm of the number, to base 2; the number divides the parts of a
+        token.
     """
+    comptime n_parts = min(N_CHUNKS, n_steps)
+    comptime are_short = n_steps <= _SHORT_PART * n_parts
     comptime if layout.n_ranks > 2:
         return 0
     comptime if n_parts % 4 == 0:
-        if n_tokens > _TWO_AT_ONCE and (not receives or n_senders <= 4):
+        if n_senders <= 4 and (are_short or n_tokens > _TWO_AT_ONCE):
             return 2
     comptime if n_parts % 2 == 0:
-        if not receives or n_senders <= 8:
+        if n_senders <= 8:
             return 1
     return 0
 
@@ -454,7 +459,6 @@ def _send_tokens[
     has_input: Bool,
     to_peers: Bool,
     waits_for_index: Bool,
-    receives: Bool,
     is_early: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
@@ -479,7 +483,6 @@ def _send_tokens[
             none is sent to it.
         to_peers: Whether peers get them, or this rank alone.
         waits_for_index: Whether index warps of this block go first.
-        receives: Whether warps of this block receive meanwhile.
         is_early: Whether the data is its own flag.
 
     Args:
@@ -507,9 +510,9 @@ def _send_tokens[
     comptime if is_early:
         n_parts = n_early_parts(n_tokens, n_steps)
     else:
-        at_once_shift = parts_at_once_shift[
-            layout, min(N_CHUNKS, n_steps), receives
-        ](n_tokens, n_senders)
+        at_once_shift = parts_at_once_shift[layout, n_steps](
+            n_tokens, n_senders
+        )
         n_parts >>= at_once_shift
     var n_units = n_tokens * n_parts
     var unit = Int(block_idx.x) + sender * Int(grid_dim.x)
@@ -631,7 +634,6 @@ def _send_by_number[
     has_input: Bool,
     to_peers: Bool,
     waits_for_index: Bool,
-    receives: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
@@ -654,7 +656,6 @@ def _send_by_number[
         has_input: Likewise.
         to_peers: Likewise.
         waits_for_index: Likewise.
-        receives: Likewise.
 
     Args:
         tokens: As for `_send_tokens`.
@@ -677,7 +678,6 @@ def _send_by_number[
             has_input,
             to_peers,
             waits_for_index,
-            receives,
             True,
         ](
             tokens,
@@ -701,7 +701,6 @@ def _send_by_number[
             has_input,
             to_peers,
             waits_for_index,
-            receives,
             False,
         ](
             tokens,
@@ -725,7 +724,6 @@ def _send[
     fused_shared_expert: Bool,
     has_input: Bool,
     tokens_are_sent: Bool,
-    receives: Bool,
     n_warps: Int,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
@@ -747,7 +745,6 @@ def _send[
         fused_shared_expert: Whether this rank receives all of its tokens.
         has_input: Whether this rank reads its own tokens from `tokens`.
         tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
-        receives: Whether the launch receives, too.
         n_warps: Warps of a block.
 
     Args:
@@ -790,7 +787,6 @@ def _send[
             has_input,
             not tokens_are_sent,
             True,
-            receives,
         ](
             tokens,
             choices,
@@ -1501,7 +1497,6 @@ def send_tokens_kernel[
         True,
         True,
         False,
-        False,
     ](
         input_tokens,
         Choices[].none(),
@@ -1596,7 +1591,6 @@ def dispatch_async_kernel[
         fused_shared_expert,
         False,
         tokens_are_sent,
-        False,
         n_warps,
     ](
         input_tokens,
@@ -1818,7 +1812,6 @@ def dispatch_kernel[
         fused_shared_expert,
         has_input,
         tokens_are_sent,
-        True,
         n_warps,
     ](
         input_tokens,
