@@ -17,9 +17,9 @@ from graphs.serve.server import Server
 # and always the first token.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
 
-# In bfloat16 that one is up to 0.60 worse (docs/results/serving_gaps.md); what was served
-# wrongly, 0.8 to 4.9 in first tokens.
-TOLERANCE_OF_SIZE = {"deepseek": 0.7}
+# Of that one transformers' tokens are up to 0.74 worse (docs/results/serving_gaps.md);
+# what was served wrongly, 2.4 to 4.9 in first tokens.
+TOLERANCE_OF_SIZE = {"deepseek": 0.8}
 
 _WORDS = (
     "a rank sends each token once to the experts that its router has chosen".split()

@@ -130,4 +130,5 @@ REPLACED = [
     (TensorValue, "__matmul__", product_anywhere),
     (max_latent_attention, "mla_prefill_decode_graph", latent_attention_anywhere),
 ]
-"""Modules and a class of MAX, names in them, and what stands there while a model is built."""
+"""Modules and a class of MAX, names in them, and what stands there while a model is
+built."""
