@@ -33,7 +33,7 @@ finds.
 TOGETHER = {
     "one_module": (
         "test_round_trip test_errors test_gather test_stats test_fuzz test_subgraph "
-        "test_hopper"
+        "test_hopper test_router"
     ).split(),
     "processes": ["test_processes", "test_soak"],
 }

@@ -64,6 +64,7 @@ N_PAIRS, N_RANKS = 256, 8
 IDS_BYTES = 16 * 1024
 """Ids of few choices, in shared memory."""
 
+
 @dataclass
 class Compiled:
     """A kernel, and what to expect of it."""

@@ -12,7 +12,10 @@ from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 from max.graph.graph import default_custom_extensions
 from max.nn import linear as max_linear
+from max.nn import stacked_linear as max_stacked_linear
+from max.nn.attention import multi_latent_attention as max_latent_attention
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
+from max.nn.moe import moe as max_moe
 
 from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper
@@ -65,9 +68,11 @@ class Cache:
     max_prompt_length: TensorValue
 
 
-def said_length(longest: TensorValue, architecture: str) -> TensorValue:
+def said_length(
+    longest: TensorValue, architecture: str, dtype: DType = DType.bfloat16
+) -> TensorValue:
     """Returns how long latent attention hears that the longest prompt is."""
-    query = SimpleNamespace(device=DeviceRef.GPU(0), dtype=DType.bfloat16)
+    query = SimpleNamespace(device=DeviceRef.GPU(0), dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
         patch.setattr(
@@ -84,6 +89,7 @@ def add_said_lengths(module: Module) -> None:
     with Graph("said_length", input_types=types, module=module) as graph:
         longest = graph.inputs[0].tensor
         assert said_length(longest, "sm_100a") is longest
+        assert said_length(longest, "sm_90a", DType.float32) is longest
         graph.output(said_length(longest, "sm_90a"))
 
 
@@ -153,6 +159,14 @@ def test_matmul_on_cpu_is_quickly_compiled(dtype: DType, is_ours: bool) -> None:
 
 
 def test_maxs_modules_have_their_own_functions_again() -> None:
+    modules = [(name, module) for module, name, _ in hopper.REPLACED]
+    assert modules == [
+        ("grouped_matmul_ragged", max_moe),
+        ("linear", max_linear),
+        ("linear", max_stacked_linear),
+        ("__matmul__", TensorValue),
+        ("mla_prefill_decode_graph", max_latent_attention),
+    ]
     for module, name, ours in hopper.REPLACED:
         assert getattr(module, name) is ORIGINALS[name]
         with using_max_ep():

@@ -31,7 +31,8 @@ TILE_ROWS = 128
 """Rows are filled up to a multiple of it: twice the 64 that were seen written."""
 
 _PREFILLED_TOKENS = 9
-"""Tokens of a prompt from which on MAX's latent attention does not decode it."""
+"""Tokens of a prompt from which on MAX's latent attention does not decode it: more than
+``MLA_DECODE_MAX_SEQ_LEN`` of its kernels, by what was served."""
 
 
 def _is_concerned(value: TensorValue) -> bool:
@@ -108,9 +109,9 @@ def latent_attention_anywhere(
     """Runs MAX's ``mla_prefill_decode_graph``; short prompts are not decoded.
 
     MAX takes batches whose longest prompt has at most 8 tokens for drafts to be
-    verified, and has its decoder add them, which on Hopper gives wrong results for more
-    than one. Prompts of 2 to 8 tokens are said to have 9, which bounds what prefill
-    does, and nothing else. The arguments are MAX's.
+    verified, and has its decoder take them, which on Hopper gives wrong results for
+    more than one. Prompts of 2 to 8 tokens are said to have 9: that picks prefill, and
+    bounds what it does. The arguments are MAX's.
     """
     if _is_concerned(more["q"]):
         longest = kv_collection.max_prompt_length

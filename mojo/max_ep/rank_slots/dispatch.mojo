@@ -149,8 +149,8 @@ from .row_counts import (
 
 
 comptime _TWO_AT_ONCE = 1024
-"""Tokens up to which a warp sends two parts at once where it could send four: else
-some warps have two turns, and most have one."""
+"""Tokens up to which a warp sends two parts at once where it could send four: with
+512, say, some warps would have two turns, and most one."""
 
 comptime _SHORT_PART = 4
 """Steps of a part that is short: four of them are sent at once for few tokens, too."""
@@ -202,7 +202,8 @@ def n_async_send_warps[
     """
     var most = n_warps - FIRST_SENDER
     comptime if layout.n_ranks == 2:
-        # Each sends more at once (`parts_at_once_shift`).
+        # Each sends more at once (`parts_at_once_shift`). The last of them, of 16
+        # warps, is an index warp, which begins later.
         return most if is_early else min(8, most)
     return most
 

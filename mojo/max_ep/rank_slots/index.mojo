@@ -11,7 +11,6 @@ counts, for each expert, all that come before the run, and writes the run's entr
 The last counts all choices, and tells the counts. A block costs a walk over the
 choices before its own.
 """
-import max.gpu.primitives.warp as warp
 from max.gpu import (
     WARP_SIZE,
     block_idx,
@@ -717,7 +716,10 @@ def _sum_of_lanes(n: UInt32) -> UInt32:
         The sum.
     """
     return inlined_assembly[
-        "redux.sync.add.u32 $0, $1, 0xffffffff;", UInt32, constraints="=r,r"
+        "redux.sync.add.u32 $0, $1, 0xffffffff;",
+        UInt32,
+        constraints="=r,r",
+        has_side_effect=True,
     ](n)
 
 
