@@ -114,7 +114,7 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     if served.dtype == "float32":
         assert tally.n_ties == 0
     else:
-        assert tally.worst_first_gap <= 0.4 * served.tolerance
+        assert tally.worst_first_gap <= 0.06
         # About as many as transformers has in bfloat16 (12, where 11 were served).
         assert tally.n_ties <= 2 * tally.n_ties_bfloat16
 

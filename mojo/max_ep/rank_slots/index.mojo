@@ -187,14 +187,13 @@ def _n_shared_ids[layout: RegionLayout]() -> Int:
         layout: How the regions are cut.
 
     Returns:
-        Numbers: few ids in whole vectors, or what `_index_by_blocks` needs.
+        Numbers: few ids, or what `_index_by_blocks` needs.
     """
     comptime n_choices = layout.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
-        return ceildiv(n_choices, _IDS_AT_ONCE) * _IDS_AT_ONCE
-    comptime n_experts_at_most = layout.n_local_experts() * layout.n_ranks
+        return n_choices
     return max(
-        N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + n_experts_at_most
+        N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + layout.n_experts
     )
 
 
@@ -480,6 +479,9 @@ def _index_by_blocks[
     """
     comptime n_threads = N_INDEX_WARPS * WARP_SIZE
     # In the room for few choices, since these are many.
+    comptime assert (
+        _n_shared_ids[layout]() >= n_threads + n_experts + WARP_SIZE
+    ), "a round and the counts fit"
     var experts = choices.shared_ids
     var n_before = experts.unsafe_bitcast[UInt32]().unsafe_offset(n_threads)
     var me = indexer * WARP_SIZE + launch.lane
