@@ -6,11 +6,8 @@ The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
 
 from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
 
-from .config import (
-    EPConfig,
-    blockwise_fp8_quant_config,
-    estimate_ep_memory_usage,
-)
+from .config import EPConfig, blockwise_fp8_quant_config
+from .estimate import estimate_ep_memory_usage
 from .extension import extension_path
 from .gather import AllGatherConfig, AllGatherTokenDispatcher
 from .initializer import EPCommInitializer

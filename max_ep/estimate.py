@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a rank takes, asked as MAX is asked."""
+
+from __future__ import annotations
+
+from max.dtype import DType
+
+from .config import EPConfig, blockwise_fp8_quant_config
+
+
+def estimate_ep_memory_usage(
+    *,
+    hidden_size: int,
+    dispatch_dtype: DType,
+    combine_dtype: DType,
+    max_tokens_per_rank: int,
+    n_experts: int,
+    n_nodes: int,
+    n_gpus_per_node: int,
+    top_k: int,
+    use_allreduce: bool = False,
+    dispatch_element_dtype: DType | None = None,
+) -> int:
+    """Returns the bytes of one rank's symmetric region, with ``protocol="auto"``.
+
+    The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
+    a node is a host with GPUs, as there, and what SHMEM puts from is not counted.
+    ``use_allreduce`` and ``dispatch_element_dtype`` must have their defaults.
+    ``max-ep plan`` prints the parts, beside what MAX's EP would take.
+    """
+    if dispatch_element_dtype is not None:
+        raise ValueError(
+            f"dispatch_element_dtype={dispatch_element_dtype} is for packed "
+            "dtypes, which max_ep does not send"
+        )
+    quantized = dispatch_dtype == DType.float8_e4m3fn
+    return EPConfig(
+        dispatch_dtype=dispatch_dtype,
+        combine_dtype=combine_dtype,
+        hidden_size=hidden_size,
+        top_k=top_k,
+        n_experts=n_experts,
+        max_tokens_per_rank=max_tokens_per_rank,
+        n_gpus_per_node=n_gpus_per_node,
+        n_nodes=n_nodes,
+        use_allreduce=use_allreduce,
+        dispatch_quant_config=blockwise_fp8_quant_config() if quantized else None,
+        target="cpu",
+        protocol="expert_slots" if n_nodes > 1 else "auto",
+    ).estimate_memory_usage()
