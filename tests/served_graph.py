@@ -22,6 +22,7 @@ from max.engine import InferenceSession
 from max.graph import Graph
 
 FLAGS = {
+    "one_gpu": "--target cuda:sm_90a --devices gpu:0 --quantization-encoding bfloat16",
     "two_gpus": "--target cuda:sm_90a --devices gpu:0,1 --quantization-encoding "
     "bfloat16 --data-parallel-degree 2 --ep-size 2",
     "two_ranks_of_the_cpu": "--devices cpu --quantization-encoding float32 --ep-size 2",

@@ -196,6 +196,8 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> 
     [
         # One layer of the two has experts, and each GPU dispatches and combines.
         ("two_gpus", "deepseek_tiny", "bfloat16", dict(dispatch=2, combine=2)),
+        # Its routers' bias is stored in bfloat16, and added in float32.
+        ("one_gpu", "minimax_tiny", "bfloat16", dict(dispatch=2, combine=2)),
         # Both layers have, on each of two ranks.
         (
             "two_ranks_of_the_cpu",

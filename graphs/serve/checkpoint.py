@@ -80,7 +80,7 @@ MINIMAX_SIZES = {
         num_local_experts=16,
         num_experts_per_tok=4,
     ),
-    # For GPUs. Not tried yet.
+    # For GPUs, as "small".
     "minimax_small": dict(
         hidden_size=2048,
         intermediate_size=768,

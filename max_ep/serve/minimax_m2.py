@@ -76,7 +76,10 @@ class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
         return config
 
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
-        """Returns our decoder."""
+        """Returns our decoder, whose routers score in float32, as transformers' do."""
+        for name, weight in self.state_dict.items():
+            if name.endswith("e_score_correction_bias"):
+                self.state_dict[name] = weight.astype(DType.float32)
         return spec_of(self, _decoder(model_config), "minimax_m2")
 
 
