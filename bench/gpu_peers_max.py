@@ -278,6 +278,7 @@ class Runner:
         n_samples: int,
         note: Callable[[str], None],
         *,
+        n_replays: int,
         with_profiler: bool,
     ) -> dict:
         """Measures one case in one form.
@@ -287,6 +288,7 @@ class Runner:
             form: One of :data:`gpu_graphs_max.FORMS`.
             n_samples: Chains timed, in each mode.
             note: Told which step begins, so that a hang has a name.
+            n_replays: Replays of a captured chain that are timed together.
             with_profiler: Whether to ask CUPTI for the kernels' durations.
 
         Returns:
@@ -320,8 +322,13 @@ class Runner:
             model.replay(key, *inputs)
             self._finish()
             self._check_chain(case, form, data, outputs)
-            seconds = self._sample(lambda: model.replay(key, *inputs), n_samples)
-            result["captured"] = summary(seconds, layers)
+
+            def replay() -> None:
+                for _ in range(n_replays):
+                    model.replay(key, *inputs)
+
+            seconds = self._sample(replay, n_samples)
+            result["captured"] = summary(seconds, layers * n_replays)
             self._check_chain(case, form, data, outputs)
             if with_profiler:
                 note("profiler")

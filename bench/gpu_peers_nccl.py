@@ -153,7 +153,7 @@ def run_rank(
             if rank == 0:
                 _say({"start": f"{case.name} {form}"})
             try:
-                result = _measure(case, form, rank, device, options["samples"])
+                result = _measure(case, form, rank, device, options)
             except Exception as e:
                 result = {"error": f"{type(e).__name__}: {e}"[:500]}
             if rank == 0:
@@ -169,11 +169,12 @@ def _say(message: dict) -> None:
     print("@@ " + json.dumps(message), flush=True)
 
 
-def _measure(case: Case, form: str, rank: int, device: Any, n_samples: int) -> dict:
+def _measure(case: Case, form: str, rank: int, device: Any, options: dict) -> dict:
     import torch
 
     from .gpu_checks import CheckError, from_bits
 
+    n_samples, n_replays = options["samples"], options["replays"]
     shape, n = case.config.shape, case.config.n_ranks
     bits = gpu_shapes.tokens(shape, n, case.n_tokens)[rank]
     given = from_bits(bits, device)
@@ -208,8 +209,13 @@ def _measure(case: Case, form: str, rank: int, device: Any, n_samples: int) -> d
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         chain()
-    seconds = _sample(graph.replay, n_samples)
-    result["captured"] = summary(seconds, case.config.n_layers(form))
+
+    def replay() -> None:
+        for _ in range(n_replays):
+            graph.replay()
+
+    seconds = _sample(replay, n_samples)
+    result["captured"] = summary(seconds, case.config.n_layers(form) * n_replays)
     check()
     return result
 

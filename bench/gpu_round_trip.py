@@ -83,6 +83,9 @@ def _options() -> argparse.Namespace:
     several("--forms", (), help="forms of chains; default: all of a peer")
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument(
+        "--replays", type=int, default=8, help="of a captured chain, in each sample"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="8 and 128 tokens, bfloat16, uniform"
     )
     parser.add_argument("--compile-only", action="store_true")
@@ -198,7 +201,9 @@ def _compile_child(spec: dict) -> None:
 
 def _measure_all(options: argparse.Namespace) -> None:
     begin = time.monotonic()
-    about = gpu_report.header(options.commit, _command(), options.samples)
+    about = gpu_report.header(
+        options.commit, _command(), options.samples, options.replays
+    )
     rows, links = _merged(options.merge)
     known = {_row_name(row) for row in rows if not row["error"]}
     if not options.no_links and max(options.ranks) > 1 and "all_to_all" not in links:
@@ -290,6 +295,7 @@ def _run_group(
                 "forms": forms,
                 "todo": list(todo),
                 "samples": options.samples,
+                "replays": options.replays,
                 "mef_dir": str(options.mef_dir) if options.mef_dir else None,
                 "with_profiler": with_profiler,
                 "results": str(Path(folder) / "results.jsonl"),
@@ -490,6 +496,7 @@ def _graph_child(spec: dict) -> None:
                     form,
                     spec["samples"],
                     note,
+                    n_replays=spec["replays"],
                     with_profiler=spec["with_profiler"],
                 )
                 write(case, form, result)
