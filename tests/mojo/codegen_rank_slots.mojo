@@ -31,6 +31,7 @@ from max_ep.rank_slots.combine import (
     combine_wait_kernel,
 )
 from max_ep.rank_slots.dispatch import (
+    Deal,
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
@@ -41,7 +42,7 @@ from max_ep.rank_slots.dispatch import (
 from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.compile import compile_info
 from std.sys import argv
-from std.testing import assert_equal
+from std.testing import assert_equal, assert_true
 
 # A large model on eight H200.
 comptime HIDDEN = 7168
@@ -213,6 +214,44 @@ def check_parts_at_once() raises:
                 assert_equal(n_parts >> shift << shift, n_parts)
 
 
+def check_deal() raises:
+    """Every part is sent once, whole units within a token, and small ones last."""
+    for n_tokens in [1, 5, 300, 512, 1029]:
+        for shift in range(3):
+            for n_senders in [1, 3, 8]:
+                for n_blocks in [1, 7, 132]:
+                    check_one_deal(
+                        n_tokens * N_CHUNKS, shift, n_senders, n_blocks
+                    )
+
+
+def check_one_deal(
+    n_all: Int, most_shift: Int, n_senders: Int, n_blocks: Int
+) raises:
+    var n_sent = List[Int](length=n_all, fill=0)
+    var most_turns = 0
+    var fewest_turns = n_all
+    for block in range(n_blocks):
+        var deal = Deal.of(n_all, most_shift, n_senders, block, n_blocks)
+        var last = most_shift
+        var turn = 0
+        while True:
+            var first, shift = deal.unit(turn)
+            assert_true(shift <= last, "a unit after a smaller one")
+            last = shift
+            if first >= n_all:
+                break
+            assert_equal(first >> shift << shift, first)
+            for part in range(first, first + (1 << shift)):
+                n_sent[part] += 1
+            turn += 1
+        most_turns = max(most_turns, turn)
+        fewest_turns = min(fewest_turns, turn)
+    for part in range(n_all):
+        assert_equal(n_sent[part], 1)
+    assert_true(most_turns - fewest_turns <= 1, "a block has more than its share")
+
+
 def check_what_was_measured() raises:
     """How much is sent at once, as it was fastest on two H200s."""
     comptime two = RegionLayout(2, 2, 1, 1, 0, 0, RANK_SLOTS)
@@ -276,4 +315,5 @@ def main() raises:
     print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_CLEAR)
     print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_CLEAR)
     check_parts_at_once()
+    check_deal()
     check_what_was_measured()

@@ -85,9 +85,10 @@ comptime N_WARPS_MIN = 4
 comptime _SEND = 2
 comptime _RECEIVE = 3
 
-# The block's control word: next part of a token to add up.
+# The block's control words: next part of a token to add up, and next unit to send.
 comptime _NEXT_PART = 0
-comptime _N_CONTROL = 1
+comptime _NEXT_TURN = 1
+comptime _N_CONTROL = 2
 
 comptime SEND_LOADS = 8
 """Loads of rows that a lane has under way when it sends, of several rows or
@@ -406,11 +407,15 @@ def _send_partials[
         var n_parts = n_parts_of(most, Format.n_steps)
         var n_tokens_of = counters.received_tokens(layout)
         var is_waiting = True
-        for unit in range(
-            Int(block_idx.x) + sender * n_blocks,
-            most * n_others * n_parts,
-            n_senders * n_blocks,
-        ):
+        var turn = sender
+        while True:
+            var unit = Int(block_idx.x) + turn * n_blocks
+            if unit >= most * n_others * n_parts:
+                return
+            var next: UInt32 = 0
+            if lane == 0:
+                next = block_add(launch.control.unsafe_offset(_NEXT_TURN), 1)
+            turn = n_senders + Int(warp.shuffle_idx(next, UInt32(0)))
             var place, part = divmod_32(unit, n_parts)
             var token_idx, other = divmod(place, n_others)
             var src_rank = my_rank + 1 + other

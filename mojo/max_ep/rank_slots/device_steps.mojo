@@ -346,7 +346,7 @@ def await_readers[
     return True
 
 
-comptime _LOOKS = 4
+comptime _LOOKS = 16
 
 
 @always_inline

@@ -117,6 +117,7 @@ from .dispatch_roles import (
     FIRST_SENDER,
     INDEXED,
     NEXT_ITEM,
+    NEXT_TURN,
     NO_NUMBERS,
     NUMBERS_WARP,
     N_CONTROL,
@@ -245,6 +246,74 @@ def parts_at_once_shift[
 
 
 # ------------------------------------------------------------ the sending half
+
+
+@fieldwise_init
+struct Deal(TrivialRegisterPassable):
+    """How all parts of all tokens are dealt to the turns of a block's senders.
+
+    A unit is some parts that are sent at once. While there are enough for all
+    senders of the grid they are many; the last ones are single, so that all senders
+    end at about the same time.
+    """
+
+    var n_fours: Int
+    """Turns of a block with four parts at once; they come first."""
+    var n_twos: Int
+    """Turns with two, after those."""
+    var block: Int
+    """This block."""
+    var n_blocks: Int
+    """Blocks of the grid."""
+
+    @staticmethod
+    @always_inline
+    def of(
+        n_all: Int, most_shift: Int, n_senders: Int, block: Int, n_blocks: Int
+    ) -> Self:
+        """Deals.
+
+        Args:
+            n_all: Parts of all tokens.
+            most_shift: From `parts_at_once_shift`.
+            n_senders: Warps of a block that send.
+            block: This block.
+            n_blocks: Blocks of the grid.
+
+        Returns:
+            The deal.
+        """
+        var stride = n_senders * n_blocks
+        var n_fours = 0
+        var n_twos = 0
+        if most_shift == 2:
+            n_fours = divmod_32(n_all, 4 * stride)[0]
+        if most_shift >= 1:
+            n_twos = divmod_32(n_all - 4 * stride * n_fours, 2 * stride)[0]
+        return Self(n_fours * n_senders, n_twos * n_senders, block, n_blocks)
+
+    @always_inline
+    def unit(self, turn: Int) -> Tuple[Int, Int]:
+        """Finds the parts of a turn.
+
+        Args:
+            turn: Of this block, from 0 on.
+
+        Returns:
+            The first part, and the logarithm of how many they are, to base 2.
+        """
+        var shift = 2
+        var first = 0
+        var rest = turn
+        if rest >= self.n_fours:
+            first = 4 * self.n_fours * self.n_blocks
+            rest -= self.n_fours
+            shift = 1
+            if rest >= self.n_twos:
+                first += 2 * self.n_twos * self.n_blocks
+                rest -= self.n_twos
+                shift = 0
+        return (first + ((rest * self.n_blocks + self.block) << shift), shift)
 
 
 @always_inline
@@ -504,32 +573,35 @@ def _send_tokens[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var stride = n_senders * Int(grid_dim.x)
-    # A unit is a part, or several that are sent at once.
-    var at_once_shift = 0
     var n_parts = min(N_CHUNKS, n_steps)
+    var most_shift = 0
     comptime if is_early:
         n_parts = n_early_parts(n_tokens, n_steps)
     else:
-        at_once_shift = parts_at_once_shift[layout, n_steps](
-            n_tokens, n_senders
-        )
-        n_parts >>= at_once_shift
-    var n_units = n_tokens * n_parts
-    var unit = Int(block_idx.x) + sender * Int(grid_dim.x)
-    if unit >= n_units:
+        most_shift = parts_at_once_shift[layout, n_steps](n_tokens, n_senders)
+    var deal = Deal.of(
+        n_tokens * n_parts,
+        most_shift,
+        n_senders,
+        Int(block_idx.x),
+        Int(grid_dim.x),
+    )
+    var first_part, shift = deal.unit(sender)
+    if first_part >= n_tokens * n_parts:
         return
+    # Parts that are sent at once are one, from here on.
+    var n_units = n_parts >> shift
     var sent = _Part.of[
         n_experts, layout, fused_shared_expert, has_input, to_peers
-    ](unit, n_parts, choices, my_rank, lane)
+    ](first_part >> shift, n_units, choices, my_rank, lane)
     var elements = Array[Elements, in_flight](fill=0)
     if sent.has_receivers():
         _load_elements[token_fmt_type](
             elements,
             tokens,
             sent.token_idx,
-            sent.begin(n_parts, n_steps),
-            sent.end(n_parts, n_steps),
+            sent.begin(n_units, n_steps),
+            sent.end(n_units, n_steps),
             lane,
         )
     var is_loaded = True
@@ -548,8 +620,8 @@ def _send_tokens[
         var address: UInt64 = 0
         if sent.is_target:
             address = recv_bufs[unsafe_offset=Int(sent.dst_rank)] + offset
-        var begin = sent.begin(n_parts, n_steps)
-        var end = sent.end(n_parts, n_steps)
+        var begin = sent.begin(n_units, n_steps)
+        var end = sent.end(n_units, n_steps)
         if not sent.has_receivers():
             end = begin
         for first in range(begin, end, in_flight):
@@ -588,8 +660,8 @@ def _send_tokens[
             # I2: a part's flag is published after all of the part. A lane for
             # each flag: a publish waits until all has arrived, for a warp once.
             var n_receivers = Int(pop_count(sent.targets)) + Int(sent.is_own)
-            for first in range(0, n_receivers << at_once_shift, WARP_SIZE):
-                var mine = (first + lane) >> at_once_shift
+            for first in range(0, n_receivers << shift, WARP_SIZE):
+                var mine = (first + lane) >> shift
                 var dst_rank = -1
                 var receiver = 0
                 var rest = sent.targets
@@ -603,8 +675,8 @@ def _send_tokens[
                 if sent.is_own and mine == receiver:
                     dst_rank = my_rank
                 if dst_rank >= 0:
-                    var part = (sent.part << at_once_shift) + (
-                        lane & ((1 << at_once_shift) - 1)
+                    var part = (sent.part << shift) + (
+                        lane & ((1 << shift) - 1)
                     )
                     publish(
                         flag_at(
@@ -616,12 +688,17 @@ def _send_tokens[
                         generation,
                         0,
                     )
-        unit += stride
-        if unit >= n_units:
+        var turn: UInt32 = 0
+        if lane == 0:
+            turn = block_add(launch.control.unsafe_offset(NEXT_TURN), 1)
+        turn = warp.shuffle_idx(turn, UInt32(0))
+        first_part, shift = deal.unit(n_senders + Int(turn))
+        if first_part >= n_tokens * n_parts:
             return
+        n_units = n_parts >> shift
         sent = _Part.of[
             n_experts, layout, fused_shared_expert, has_input, to_peers
-        ](unit, n_parts, choices, my_rank, lane)
+        ](first_part >> shift, n_units, choices, my_rank, lane)
         is_loaded = False
 
 
@@ -1825,7 +1902,7 @@ def dispatch_kernel[
         n_send_warps(Int(n_tokens) <= layout.n_early_tokens(), n_warps),
     )
     comptime if layout.is_reduced():
-        if block_idx.x == 0 and launch.warp_idx == 0:
+        if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
             note_readers[layout, True](launch, counts, ep_counters)
     _receive[num_threads, n_experts, layout, token_fmt_type, has_input](
         rows,

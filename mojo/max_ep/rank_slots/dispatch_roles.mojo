@@ -56,5 +56,8 @@ comptime NEXT_ITEM = 5
 comptime GAVE_UP = 6
 """Control word: 1 if an index warp may not write."""
 
-comptime N_CONTROL = GAVE_UP + 1
+comptime NEXT_TURN = 7
+"""Control word: sending warps that have begun with one more unit."""
+
+comptime N_CONTROL = NEXT_TURN + 1
 """Control words of a block."""

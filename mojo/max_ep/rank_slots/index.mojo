@@ -13,8 +13,10 @@ choices before its own.
 """
 from max.gpu import (
     WARP_SIZE,
+    block_dim,
     block_idx,
     grid_dim,
+    lane_id,
     named_barrier,
     thread_idx,
 )
@@ -70,6 +72,15 @@ comptime _MANY_IDS = 16
 # Ids that a thread has under way to shared memory.
 comptime _SHARED_AT_ONCE = 8
 
+# Choices up to which a block does not count while it shares them: each launch reads
+# the code for it.
+comptime _COUNTED_FROM = 1024
+
+# Blocks of a grid that is thought to be the whole GPU; and experts of a block that it
+# counts at once, at most: of more, if the grid is smaller, each is counted by itself.
+comptime _FULL_GRID = 128
+comptime _MOST_COUNTED = 4
+
 # Ids of a round that are compared before the next are loaded.
 comptime _EARLIER_IDS = 16
 
@@ -96,6 +107,9 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     """The ids, if they are at most `N_SHARED_CHOICES`."""
     var shared_weights: SharedInts
     """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`."""
+    var counted: SharedInts
+    """`[_n_counted][WARP_SIZE]`: of some experts of this block, how many ids each of
+    its warps has shared."""
 
     @staticmethod
     @always_inline
@@ -114,6 +128,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
                 unsafe_from_address=MESSAGE_ALIGN
             ),
             0,
+            shared_ints[1](),
             shared_ints[1](),
             shared_ints[1](),
         )
@@ -154,6 +169,22 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         comptime if Self.n_ranks_all > 0:
             return Int32(UInt32(choice) % UInt32(Self.n_ranks_all))
         return self.ids[unsafe_offset=choice]
+
+    @always_inline
+    def counted_of_block(self, turn: Int, lane: Int) -> Int:
+        """Adds up what the warps have counted, with one warp.
+
+        Args:
+            turn: Which of the experts of this block, in `[0, _n_counted)`.
+            lane: This lane.
+
+        Returns:
+            Choices of the expert; the same in all lanes.
+        """
+        var n: Int32 = 0
+        if lane < Int(block_dim.x) // WARP_SIZE:
+            n = self.counted[unsafe_offset=turn * WARP_SIZE + lane]
+        return Int(_sum_of_lanes(UInt32(n)))
 
     @always_inline
     def weight[layout: RegionLayout](self, choice: Int) -> Float32:
@@ -198,6 +229,22 @@ def _n_shared_ids[layout: RegionLayout]() -> Int:
 
 
 @always_inline
+def _n_counted[layout: RegionLayout]() -> Int:
+    """Says how many experts of its own a block counts while it shares the ids.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Returns:
+        All of them, if the grid has `_FULL_GRID` blocks; none if a walk over all
+        ids is short.
+    """
+    if layout.n_choices() <= _COUNTED_FROM:
+        return 0
+    return min(ceildiv(layout.n_experts, _FULL_GRID), _MOST_COUNTED)
+
+
+@always_inline
 def share_choices[
     num_threads: Int, layout: RegionLayout, n_ranks_all: Int
 ](
@@ -206,6 +253,8 @@ def share_choices[
     n_tokens: Int,
 ) -> Choices[n_ranks_all]:
     """Copies few choices to shared memory; a block barrier must follow.
+
+    On the way the block counts those of its own experts.
 
     Parameters:
         num_threads: Threads of a block.
@@ -228,6 +277,7 @@ def share_choices[
         n_tokens * layout.top_k,
         shared_ints[n_ids, MESSAGE_ALIGN](),
         shared_ints[n_weights if layout.is_reduced() else 1](),
+        shared_ints[max(_n_counted[layout]() * WARP_SIZE, 1)](),
     )
     if not choices.are_shared():
         return choices
@@ -239,6 +289,7 @@ def share_choices[
                 choices.shared_weights[unsafe_offset=i] = bitcast[DType.int32](
                     router_weights[unsafe_offset=i]
                 )
+    var n_of_expert = Array[UInt32, _n_counted[layout]()](fill=0)
     var first = me
     comptime if layout.n_choices() > _SHARED_AT_ONCE * num_threads:
         # All of them on their way at once.
@@ -250,10 +301,35 @@ def share_choices[
                 choices.shared_ids[unsafe_offset=first + i * num_threads] = ids[
                     i
                 ]
+                _count_own(n_of_expert, ids[i])
             first += _SHARED_AT_ONCE * num_threads
     for i in range(first, n_choices, num_threads):
-        choices.shared_ids[unsafe_offset=i] = choices.id_in_memory(i)
+        var id = choices.id_in_memory(i)
+        choices.shared_ids[unsafe_offset=i] = id
+        _count_own(n_of_expert, id)
+    comptime for i in range(_n_counted[layout]()):
+        var n = _sum_of_lanes(n_of_expert[i])
+        if lane_id() == 0:
+            choices.counted[
+                unsafe_offset=i * WARP_SIZE + me // WARP_SIZE
+            ] = Int32(n)
     return choices
+
+
+@always_inline
+def _count_own[n: Int, //](mut n_of_expert: Array[UInt32, n], id: Int32):
+    """Counts an id, if it is one of this block's experts.
+
+    Parameters:
+        n: Experts that are counted.
+
+    Args:
+        n_of_expert: How many ids each has.
+        id: The id.
+    """
+    comptime for i in range(n):
+        if id == Int32(Int(block_idx.x) + i * Int(grid_dim.x)):
+            n_of_expert[i] += 1
 
 
 @always_inline
@@ -648,6 +724,7 @@ def _index_one_by_one[
     var lane = launch.lane
     var generation = next_generation(launch.before.dispatch_sent)
     # Counts first: a receiver needs all of them before it places a row.
+    var turn = indexer
     for item in range(
         Int(block_idx.x) + indexer * Int(grid_dim.x),
         n_experts + choices.n_choices,
@@ -661,7 +738,12 @@ def _index_one_by_one[
             id = choices.shared_ids[unsafe_offset=choice]
             weight = choices.weight[layout](choice)
             end = choice
-        var n_equal = _count_equal(choices.shared_ids, id, end, lane)
+        var n_equal: Int
+        if choice < 0 and turn < _n_counted[layout]():
+            n_equal = choices.counted_of_block(turn, lane)
+        else:
+            n_equal = _count_equal(choices.shared_ids, id, end, lane)
+        turn += N_INDEX_WARPS
         if choice >= 0:
             _enter_choice[n_experts, layout](
                 choice,
