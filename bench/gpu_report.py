@@ -49,8 +49,8 @@ METHOD = """\
   noticing its end are in it.
 - `captured` replays the chain as device graphs, several times without a pause, and
   divides by all of these layers; `eager` runs it op by op, once. The host launches
-  a graph up to some 0.14 ms later on one GPU than on the other: in a chain of 64
-  layers that is 2 us a layer, in one of 24 6 us, which no layer takes.
+  a graph some 0.1 to 0.3 ms later on one GPU than on the other, now and then: in a
+  chain of 64 layers that is 2 to 4 us a layer, which no layer takes.
 - `rank_slots` sends a token once to each rank and takes the rows back one by
   one; `reduced` gives the router weights to dispatch and takes one bfloat16
   partial sum a (token, rank) back.

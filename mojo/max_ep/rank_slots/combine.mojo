@@ -412,10 +412,16 @@ def _send_partials[
             var unit = Int(block_idx.x) + turn * n_blocks
             if unit >= most * n_others * n_parts:
                 return
-            var next: UInt32 = 0
-            if lane == 0:
-                next = block_add(launch.control.unsafe_offset(_NEXT_TURN), 1)
-            turn = n_senders + Int(warp.shuffle_idx(next, UInt32(0)))
+            comptime if n_steps > 1:
+                var next: UInt32 = 0
+                if lane == 0:
+                    next = block_add(
+                        launch.control.unsafe_offset(_NEXT_TURN), 1
+                    )
+                turn = n_senders + Int(warp.shuffle_idx(next, UInt32(0)))
+            else:
+                # Few tokens: a turn costs more than it gains.
+                turn += n_senders
             var place, part = divmod_32(unit, n_parts)
             var token_idx, other = divmod(place, n_others)
             var src_rank = my_rank + 1 + other

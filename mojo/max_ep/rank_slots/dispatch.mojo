@@ -573,21 +573,23 @@ def _send_tokens[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
+    var n_blocks = Int(grid_dim.x)
     var n_parts = min(N_CHUNKS, n_steps)
-    var most_shift = 0
     comptime if is_early:
         n_parts = n_early_parts(n_tokens, n_steps)
-    else:
-        most_shift = parts_at_once_shift[layout, n_steps](n_tokens, n_senders)
+    var n_all = n_tokens * n_parts
     var deal = Deal.of(
-        n_tokens * n_parts,
-        most_shift,
+        n_all,
+        parts_at_once_shift[layout, n_steps](n_tokens, n_senders),
         n_senders,
         Int(block_idx.x),
-        Int(grid_dim.x),
+        n_blocks,
     )
-    var first_part, shift = deal.unit(sender)
-    if first_part >= n_tokens * n_parts:
+    var first_part = Int(block_idx.x) + sender * n_blocks
+    var shift = 0
+    comptime if not is_early:
+        first_part, shift = deal.unit(sender)
+    if first_part >= n_all:
         return
     # Parts that are sent at once are one, from here on.
     var n_units = n_parts >> shift
@@ -688,12 +690,16 @@ def _send_tokens[
                         generation,
                         0,
                     )
-        var turn: UInt32 = 0
-        if lane == 0:
-            turn = block_add(launch.control.unsafe_offset(NEXT_TURN), 1)
-        turn = warp.shuffle_idx(turn, UInt32(0))
-        first_part, shift = deal.unit(n_senders + Int(turn))
-        if first_part >= n_tokens * n_parts:
+        comptime if is_early:
+            # A share for each: a turn costs more than it gains.
+            first_part += n_senders * n_blocks
+        else:
+            var turn: UInt32 = 0
+            if lane == 0:
+                turn = block_add(launch.control.unsafe_offset(NEXT_TURN), 1)
+            turn = warp.shuffle_idx(turn, UInt32(0))
+            first_part, shift = deal.unit(n_senders + Int(turn))
+        if first_part >= n_all:
             return
         n_units = n_parts >> shift
         sent = _Part.of[
