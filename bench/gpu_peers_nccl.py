@@ -30,15 +30,16 @@ import numpy as np
 
 from max_ep import reference
 
-from . import gpu_shapes
+from . import gpu_shapes, gpu_traffic
 from .gpu_shapes import Case, summary
+from .watched import MARK
 
 FORMS = {
     "all_gather": "all-gather + reduce-scatter",
     "all_to_all": "all-to-all of one row a (token, rank), and back",
 }
 SCHEMES = {"all_gather": "gather", "all_to_all": "dedup"}
-"""How each form's rows travel, see ``bench.gpu_shapes.SCHEMES``."""
+"""How each form's rows travel, see ``bench.gpu_traffic.SCHEMES``."""
 
 
 class _AllGather:
@@ -77,7 +78,7 @@ class _AllToAll:
 
         shape, n = case.config.shape, case.config.n_ranks
         ids = gpu_shapes.expert_ids(shape, case.routing, n, case.n_tokens)
-        rows = gpu_shapes.rows_between(shape, ids, "dedup")
+        rows = gpu_traffic.rows_between(shape, ids, "dedup")
         self._sent, self._received = rows[rank].tolist(), rows[:, rank].tolist()
         n_local = reference.n_local_experts(shape.n_experts, n)
         rank_of = ids[rank] // n_local
@@ -166,7 +167,7 @@ def run_rank(
 
 
 def _say(message: dict) -> None:
-    print("@@ " + json.dumps(message), flush=True)
+    print(MARK + json.dumps(message), flush=True)
 
 
 def _measure(case: Case, form: str, rank: int, device: Any, options: dict) -> dict:
@@ -180,7 +181,7 @@ def _measure(case: Case, form: str, rank: int, device: Any, options: dict) -> di
     given = from_bits(bits, device)
     wire = None
     if case.config.dtype == "fp8":
-        columns = gpu_shapes.row_bytes(shape, "fp8")[0]
+        columns = gpu_traffic.row_bytes(shape, "fp8")[0]
         wire = torch.zeros((case.n_tokens, columns), dtype=torch.uint8, device=device)
     layer = _LAYERS[form](case, rank, given.clone(), wire)
 

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the GPU benchmark measured: table, plot, JSON and Markdown.
+"""Shows what the GPU benchmark measured: table, plot and Markdown.
 
-A *row* is a flat dictionary, one for each case and form; ``row_of`` makes it.
-Times are microseconds of one layer, GB/s are 1e9 bytes a second, and bytes are
-those of ``bench.gpu_shapes.bytes_moved``.
+Rows are those of ``bench.gpu_rows``.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import json
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from . import gpu_shapes
-from .gpu_shapes import Case
+from .gpu_rows import CASE_KEYS, save_json
+from .gpu_shapes import OURS, SHAPES
 
 PEER_NAMES = {
     "ours": "max_ep expert_slots",
@@ -29,24 +22,13 @@ PEER_NAMES = {
     "max": "MAX",
     "nccl": "NCCL",
 }
-_SCHEMES = {
-    "ours": "slots",
-    "ours_by_rank": "dedup+slots",
-    "ours_reduced": "dedup",
-    "ours_gather": "gather+slots",
-    "ours_gather_reduced": "gather+dedup",
-    "ours_all_gather": "gather",
-    "max": "slots",
-}
-
 METHOD = """\
 - One layer is a dispatch and the combine of what the experts return; a chain of
   L layers is one graph, and a layer's sums are the next layer's tokens. L is 64
   up to 128 tokens a rank, 24 up to 512, 12 above; with a router 16 at most. Time
-  is wall time from all GPUs idle to all GPUs idle, over L; one process drives
-  all GPUs (NCCL: from the first process's begin to the last one's end). Launching
-  the chain and
-  noticing its end are in it.
+  is wall time from all GPUs idle to all GPUs idle, over the layers in between;
+  one process drives all GPUs (NCCL: from the first process's begin to the last one's
+  end). Launching the chain and noticing its end are in it.
 - `captured` replays the chain as device graphs, several times without a pause, and
   divides by all of these layers; `eager` runs it op by op, once. The host launches
   a graph some 0.1 to 0.3 ms later on one GPU than on the other, now and then: in a
@@ -84,141 +66,14 @@ METHOD = """\
 """
 
 
-def scheme_of(peer: str, form: str) -> str:
-    """Returns how a peer's rows travel, see ``bench.gpu_shapes.SCHEMES``."""
-    if peer == "nccl":
-        return {"all_gather": "gather", "all_to_all": "dedup"}[form]
-    return _SCHEMES[peer]
-
-
-def row_of(case: Case, form: str, result: dict, links: dict | None) -> dict:
-    """Makes a row of what a child process said.
-
-    Args:
-        case: What was measured.
-        form: In which form.
-        result: ``captured`` and ``eager`` (``median`` and ``p95``), perhaps
-            ``kernels``; or ``error``.
-        links: What ``measure_links`` returned, if it ran.
-    """
-    config, shape = case.config, case.config.shape
-    ids = gpu_shapes.expert_ids(shape, case.routing, config.n_ranks, case.n_tokens)
-    scheme = scheme_of(config.peer, form)
-    traffic = gpu_shapes.bytes_moved(shape, config.dtype, ids, scheme)
-    uneven = gpu_shapes.imbalance(shape, ids)
-    row: dict[str, Any] = {
-        "peer": config.peer,
-        "form": form,
-        "n_ranks": config.n_ranks,
-        "shape": config.shape_name,
-        "dtype": config.dtype,
-        "routing": case.routing,
-        "n_tokens": case.n_tokens,
-        "max_tokens": config.max_tokens,
-        "n_layers": config.n_layers(form),
-        "imbalance_ranks": uneven.ranks,
-        "imbalance_experts": uneven.experts,
-        "scheme": scheme,
-        "wire_bytes": traffic.wire,
-        "logical_bytes": traffic.logical,
-        "error": result.get("error", ""),
-    }
-    for mode in ("captured", "eager"):
-        times = result.get(mode)
-        if times:
-            row[f"{mode}_us"] = times["median"]
-            row[f"{mode}_p95_us"] = times["p95"]
-    kernels = result.get("kernels")
-    if isinstance(kernels, dict):
-        row |= {f"kernel_{phase}_us": us for phase, us in kernels.items()}
-    elif kernels:
-        row["kernels_note"] = kernels
-    if "captured_us" in row and form != "dispatch":
-        row["logical_gbps"] = traffic.logical / row["captured_us"] / 1e3
-        if config.n_ranks > 1:
-            row["wire_gbps"] = traffic.wire / row["captured_us"] / 1e3
-            if links and "all_to_all" in links:
-                row["link_share"] = row["wire_gbps"] / links["all_to_all"]
-    return row
-
-
-_CASE_KEYS = ("n_ranks", "shape", "dtype", "routing", "n_tokens")
-
-
-def add_phases(rows: list[dict]) -> None:
-    """Gives ``fused`` rows their phases, from the ``dispatch`` rows of the case."""
-
-    def key(row: dict) -> tuple:
-        return (row["peer"], *(row[k] for k in _CASE_KEYS))
-
-    alone = {
-        key(row): row["captured_us"]
-        for row in rows
-        if row["form"] == "dispatch" and "captured_us" in row
-    }
-    for row in rows:
-        if row["form"] == "fused" and "captured_us" in row and key(row) in alone:
-            row["dispatch_us"] = alone[key(row)]
-            row["combine_us"] = row["captured_us"] - alone[key(row)]
-
-
 # --------------------------------------------------------------------------- text
-
-
-def header(commit: str | None, command: str, n_samples: int, n_replays: int) -> dict:
-    """Collects what a table must say about how it came to be."""
-    name, driver, n_gpus = _gpu()
-    return {
-        "commit": commit or _commit(),
-        "gpu": name,
-        "n_gpus": n_gpus,
-        "driver": driver,
-        "max": _version("max"),
-        "torch": _version("torch"),
-        "date": str(datetime.date.today()),
-        "command": command,
-        "samples": n_samples,
-        "replays": n_replays,
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _commit() -> str:
-    said = _said(["git", "rev-parse", "--short", "HEAD"])
-    if not said:
-        return "unknown"
-    return said + ("+" if _said(["git", "status", "--porcelain"]) else "")
-
-
-def _gpu() -> tuple[str, str, int]:
-    lines = _said(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    ).splitlines()
-    if not lines:
-        return "no GPU", "unknown", 0
-    name, _, driver = lines[0].partition(", ")
-    return name, driver, len(lines)
-
-
-def _said(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _groups(rows: list[dict]) -> dict[tuple, list[dict]]:
     """Sorts rows into tables: ranks, shape, dtype, routing."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        key = tuple(row[k] for k in _CASE_KEYS[:-1])
+        key = tuple(row[k] for k in CASE_KEYS[:-1])
         groups.setdefault(key, []).append(row)
     return groups
 
@@ -271,7 +126,7 @@ def tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
         uneven = {row["n_tokens"]: row for row in group}
         title = (
             f"{n_ranks} rank{'s' * (n_ranks > 1)}, {shape} "
-            f"({gpu_shapes.SHAPES[shape].model}), {dtype} dispatch, {routing}"
+            f"({SHAPES[shape].model}), {dtype} dispatch, {routing}"
         )
         lines = []
         for (peer, form), of_size in _series(group).items():
@@ -291,7 +146,7 @@ def tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
                 if any(cells):
                     lines.append([name, f"{what} GB/s", *cells])
         for peer in ("max", "nccl"):
-            for ours in gpu_shapes.OURS:
+            for ours in OURS:
                 pairs = [(best(group, ours, n), best(group, peer, n)) for n in sizes]
                 if any(a and b for a, b in pairs):
                     cells = [f"{b / a:.2f}x" if a and b else "" for a, b in pairs]
@@ -340,15 +195,6 @@ def show(rows: list[dict]) -> None:
         console.print(table)
 
 
-def save_json(folder: Path, about: dict, rows: list[dict], links: dict) -> Path:
-    """Writes ``gpu_round_trip.json``; quick, so done after every row."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "gpu_round_trip.json"
-    text = json.dumps({"about": about, "links": links, "rows": rows}, indent=1)
-    path.write_text(text + "\n")
-    return path
-
-
 def save(folder: Path, about: dict, rows: list[dict], links: dict) -> list[Path]:
     """Writes ``gpu_round_trip.md``, ``.json`` and, if it can, ``.png``.
 
@@ -395,7 +241,7 @@ def _markdown(about: dict, rows: list[dict], links: dict, picture: str) -> str:
     if failed:
         lines += ["## Not measured", ""]
         for row in failed:
-            case = ", ".join(str(row[k]) for k in _CASE_KEYS)
+            case = ", ".join(str(row[k]) for k in CASE_KEYS)
             said = " ".join(row["error"].split())[:300]
             lines.append(f"- {PEER_NAMES[row['peer']]} {row['form']} ({case}): {said}")
         lines.append("")

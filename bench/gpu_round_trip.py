@@ -22,21 +22,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import gpu_report
+from . import gpu_report, gpu_rows
+from .gpu_children import DONE_NAME, sources_of
 from .gpu_shapes import (
     DTYPES,
     OURS,
@@ -47,20 +43,16 @@ from .gpu_shapes import (
     Config,
     max_tokens_for,
 )
+from .watched import TIME_UP, messages, results, start, watch
 
 PEERS = (*OURS, "max", "nccl")
-_ROOT = Path(__file__).resolve().parent.parent
 _MAX_RESTARTS = 6
-_MARK = "@@ "
-_DONE_NAME = "compiled.json"
 
 
 def main() -> None:
-    """Measures, or compiles, or is a child of either."""
+    """Measures, or compiles."""
     options = _options()
-    if options.child:
-        _child(json.loads(Path(options.child).read_text()))
-    elif options.compile_only:
+    if options.compile_only:
         _compile_all(options)
     else:
         _measure_all(options)
@@ -99,7 +91,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--merge", nargs="+", type=Path, default=[])
     parser.add_argument("--commit", help="default: asked of git")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if "all" in options.shapes:
         options.shapes = list(SHAPES)
@@ -149,8 +140,8 @@ def _compile_all(options: argparse.Namespace) -> None:
     for config in dict.fromkeys(case.config for case in cases):
         folder = options.mef_dir / config.name
         forms = _forms(config.peer, options)
-        stamp = {"forms": forms, "sources": _sources(config.peer)}
-        done = folder / _DONE_NAME
+        stamp = {"forms": forms, "sources": sources_of(config.peer)}
+        done = folder / DONE_NAME
         if done.exists() and json.loads(done.read_text()) == stamp:
             print(f"{config.name}: is there")
             continue
@@ -159,7 +150,7 @@ def _compile_all(options: argparse.Namespace) -> None:
         spec["folder"] = str(folder)
         for old in (*folder.glob("*.mef"), done):
             old.unlink(missing_ok=True)
-        process = _start(spec)
+        process = start(spec)
         for line in process.stdout or ():
             print(f"  {line.rstrip()[:3000]}")
         if process.wait() == 0:
@@ -172,39 +163,15 @@ def _compile_all(options: argparse.Namespace) -> None:
         )
 
 
-def _sources(peer: str) -> str:
-    """Names what the graphs were compiled from; ours change with the checkout."""
-    if peer not in OURS:
-        return ""
-    from max_ep.extension import sources_hash
-
-    return sources_hash()
-
-
-def _compile_child(spec: dict) -> None:
-    from . import gpu_graphs_max
-
-    config = Config(**spec["config"])
-    gpu_graphs_max.use_virtual_devices(config.n_ranks)
-    folder = Path(spec["folder"])
-    said = gpu_graphs_max.compile_config(config, tuple(spec["forms"]), folder)
-    for line in said:
-        print(line)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # With virtual devices the interpreter's own exit aborts now and then.
-    os._exit(1 if any("FAILED" in line for line in said) else 0)
-
-
 # ------------------------------------------------------------------------ measure
 
 
 def _measure_all(options: argparse.Namespace) -> None:
     begin = time.monotonic()
-    about = gpu_report.header(
+    about = gpu_rows.header(
         options.commit, _command(), options.samples, options.replays
     )
-    rows, links = _merged(options.merge)
+    rows, links = _merged(options.merge, options.replays)
     known = {_row_name(row) for row in rows if not row["error"]}
     if not options.no_links and max(options.ranks) > 1 and "all_to_all" not in links:
         links = _links(max(options.ranks), options)
@@ -220,13 +187,13 @@ def _measure_all(options: argparse.Namespace) -> None:
     for cases in groups.values():
         left = options.budget_s - (time.monotonic() - begin)
         for case, form, result in _run_group(cases, options, known, left):
-            row = gpu_report.row_of(case, form, result, links)
+            row = gpu_rows.row_of(case, form, result, links)
             rows.append(row)
             shown = result.get("captured", {}).get("median")
             said = f"{shown:.2f} us" if shown else result.get("error", "")[:200]
             print(f"{case.name} {form}: {said}", flush=True)
-            gpu_report.save_json(options.out, about, rows, links)
-    gpu_report.add_phases(rows)
+            gpu_rows.save_json(options.out, about, rows, links)
+    gpu_rows.add_phases(rows)
     gpu_report.show(rows)
     for path in gpu_report.save(options.out, about, rows, links):
         print(f"saved {path}")
@@ -244,12 +211,22 @@ def _row_name(row: dict) -> str:
     return f"{Case(config, row['n_tokens'], row['routing']).name} {row['form']}"
 
 
-def _merged(paths: list[Path]) -> tuple[list[dict], dict]:
-    """Returns rows of earlier runs (of each case the last) and their links."""
+def _merged(paths: list[Path], n_replays: int) -> tuple[list[dict], dict]:
+    """Returns rows of earlier runs (of each case the last) and their links.
+
+    Raises:
+        ValueError: Their samples have another number of replays.
+    """
     rows: dict[str, dict] = {}
     links: dict = {}
     for path in paths:
         saved = json.loads(path.read_text())
+        n_saved = saved["about"].get("replays", 1)
+        if n_saved != n_replays:
+            raise ValueError(
+                f"a sample of {path} has {n_saved} replays, one of this run "
+                f"{n_replays}: give --replays {n_saved}, or do not merge it"
+            )
         links = saved["links"] or links
         for row in saved["rows"]:
             if not row["error"] or _row_name(row) not in rows:
@@ -258,8 +235,8 @@ def _merged(paths: list[Path]) -> tuple[list[dict], dict]:
 
 
 def _links(n_gpus: int, options: argparse.Namespace) -> dict:
-    process = _start({"task": "links", "n_gpus": n_gpus})
-    for message in _messages(process, options.stall_s):
+    process = start({"task": "links", "n_gpus": n_gpus})
+    for message in messages(process, options.stall_s):
         if isinstance(message, dict) and "links" in message:
             return message["links"]
     return {}
@@ -300,14 +277,14 @@ def _run_group(
                 "with_profiler": with_profiler,
                 "results": str(Path(folder) / "results.jsonl"),
             }
-            end = _watch(_start(spec), options.stall_s, deadline)
-            for result in _results(Path(spec["results"])):
+            end = watch(start(spec), options.stall_s, deadline)
+            for result in results(Path(spec["results"])):
                 case, form = Case.from_json(result.pop("case")), result.pop("form")
                 if todo.pop(f"{case.name} {form}", None):
                     yield case, form, result
         if end.reason == "":
             break
-        if end.reason == _TIME_UP:
+        if end.reason == TIME_UP:
             continue
         if end.step == "profiler":
             with_profiler = False
@@ -324,210 +301,6 @@ def _run_group(
             yield *todo.pop(name), error
     for case, form in todo.values():
         yield case, form, {"error": "not started: time was up, or children failed"}
-
-
-_TIME_UP = "time was up"
-
-
-@dataclass(frozen=True)
-class _End:
-    """How a child ended."""
-
-    at: str
-    """The case and form it was at, or ``open_`` and a configuration."""
-    step: str
-    reason: str
-    """Empty if it came to its end."""
-
-    def blames(self, name: str, case: Case) -> bool:
-        """Returns whether a case and form is lost with this end."""
-        if self.at == "start-up":
-            return True
-        return self.at in (name, f"open_{case.config.name}")
-
-
-def _watch(process: subprocess.Popen, stall_s: float, deadline: float) -> _End:
-    """Reads what a child says until it ends; kills it if it hangs or is late."""
-    at, step, log, reason = "start-up", "", [], ""
-    for message in _messages(process, stall_s):
-        if message is None:
-            reason = f"said nothing for {stall_s:.0f} s"
-        elif isinstance(message, str):
-            log.append(message)
-        elif "start" in message:
-            at, step = message["start"], message.get("step", "")
-        if time.monotonic() > deadline and not reason:
-            _kill(process)
-            reason = _TIME_UP
-    if process.wait() != 0 and not reason:
-        reason = "the process died: " + " / ".join(log[-6:])[-600:]
-    return _End(at, step, reason)
-
-
-def _results(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _start(spec: dict) -> subprocess.Popen:
-    """Starts a child in a process group of its own."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        json.dump(spec, file)
-    return subprocess.Popen(
-        [sys.executable, "-m", "bench.gpu_round_trip", "--child", file.name],
-        cwd=_ROOT,
-        env=dict(os.environ, PYTHONUNBUFFERED="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """Ends a child and what it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def _messages(process: subprocess.Popen, stall_s: float) -> Iterator[dict | str | None]:
-    """Yields a child's messages and other lines; None when it has hung.
-
-    A child that says nothing for ``stall_s`` is killed.
-    """
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        for line in process.stdout or ():
-            lines.put(line.rstrip("\n"))
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=stall_s)
-        except queue.Empty:
-            _kill(process)
-            yield None
-            return
-        if line is None:
-            process.wait()
-            return
-        if line.startswith(_MARK):
-            yield json.loads(line.removeprefix(_MARK))
-        elif line.strip():
-            if "warn" not in line.lower():
-                print(f"    | {line[:300]}", flush=True)
-            yield line
-
-
-# ----------------------------------------------------------------------- children
-
-
-def _say(message: dict) -> None:
-    print(_MARK + json.dumps(message), flush=True)
-
-
-def _child(spec: dict) -> None:
-    task = spec["task"]
-    if task == "compile":
-        _compile_child(spec)
-    elif task == "links":
-        from . import gpu_peers_nccl
-
-        _say({"links": gpu_peers_nccl.measure_links(spec["n_gpus"])})
-    elif task == "nccl":
-        from . import gpu_peers_nccl
-
-        n_ranks = spec["cases"][0]["config"]["n_ranks"]
-        gpu_peers_nccl.run_cases(n_ranks, spec["cases"], spec, spec["results"])
-    else:
-        _graph_child(spec)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _graph_child(spec: dict) -> None:
-    """Measures cases of ours or of MAX's EP; one runner a configuration."""
-    from . import gpu_peers_all_gather
-
-    results = Path(spec["results"])
-    todo_names = set(spec["todo"])
-    cases = [Case.from_json(values) for values in spec["cases"]]
-
-    def write(case: Case, form: str, result: dict) -> None:
-        row = {"case": case.to_json(), "form": form, **result}
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        _say({"done": f"{case.name} {form}"})
-
-    for config in dict.fromkeys(case.config for case in cases):
-        mine = [case for case in cases if case.config == config]
-        todo = [
-            (case, form)
-            for case in mine
-            for form in spec["forms"]
-            if f"{case.name} {form}" in todo_names
-        ]
-        if not todo:
-            continue
-        _say({"start": f"open_{config.name}"})
-        try:
-            runner = gpu_peers_all_gather.runner_of(config, _mef_folder(config, spec))
-        except Exception as e:
-            for case, form in todo:
-                write(case, form, {"error": _cause(e)})
-            continue
-        for case, form in todo:
-            name = f"{case.name} {form}"
-            _say({"start": name})
-
-            def note(step: str, name: str = name) -> None:
-                _say({"start": name, "step": step})
-
-            try:
-                result = runner.measure(
-                    case,
-                    form,
-                    spec["samples"],
-                    note,
-                    n_replays=spec["replays"],
-                    with_profiler=spec["with_profiler"],
-                )
-                write(case, form, result)
-            except Exception as e:
-                write(case, form, {"error": _cause(e)})
-        runner.close()
-
-
-def _mef_folder(config: Config, spec: dict) -> Path | None:
-    if spec["mef_dir"] is None:
-        return None
-    folder = Path(spec["mef_dir"]) / config.name
-    done = folder / _DONE_NAME
-    if not done.exists():
-        raise FileNotFoundError(
-            f"{done} is missing: compile with --compile-only, or run without --mef-dir"
-        )
-    compiled_from = json.loads(done.read_text())["sources"]
-    if compiled_from != _sources(config.peer):
-        raise RuntimeError(
-            f"{folder} was compiled from other Mojo sources than this checkout's; "
-            "compile again with --compile-only"
-        )
-    return folder
-
-
-def _cause(error: BaseException) -> str:
-    said = f"{type(error).__name__}: {error}"
-    if error.__cause__ is not None:
-        said += f" / {error.__cause__}"
-    return said[:800]
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ LARGE = in_protocols(
         Case("large_shared", 2, 12, 8, 2048, 320, "fp8", fused_shared_expert=True),
         # With `rank_slots` ranks with few tokens send otherwise than the rest.
         Case("large_mixed", 2, 12, 8, 1024, 600),
+        # And a block counts for several experts.
+        Case("large_experts", 2, 300, 8, 512, 300),
         Case("large_four", 4, 64, 8, 7168, 512),
         Case("large_four_fp8", 4, 64, 8, 7168, 128, "fp8"),
     ]
@@ -251,7 +253,10 @@ def with_few_sms(case: Case) -> EPConfig:
     return case.config(target="gpu", timeout_s=5, n_sms=2)
 
 
-_LARGE_OF_TWO = ["large", "large_fp8", "large_padded", "large_shared", "large_mixed"]
+_LARGE_OF_TWO = [
+    *("large", "large_fp8", "large_padded", "large_shared", "large_mixed"),
+    "large_experts",
+]
 LARGE_PLACES = {
     f"{place}{suffix}": (n_gpus, config, build, [f"{name}{suffix}" for name in names])
     for place, n_gpus, config, build, names in [

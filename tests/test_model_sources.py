@@ -431,7 +431,7 @@ IN_THIS_ORDER = {
         "var turn = sender",
         "var unit = Int(block_idx.x) + turn * n_blocks",
         "if unit >= most * n_others * n_parts:",
-        "if n_steps > 1:",
+        "if not are_few:",
         "launch.control.unsafe_offset(_NEXT_TURN), 1",
         "turn = n_senders + Int(",
         "else:",

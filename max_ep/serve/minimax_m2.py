@@ -76,7 +76,8 @@ class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
         return config
 
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
-        """Returns our decoder, whose routers score in float32, as transformers' do."""
+        """Casts the routers' biases to float32, in which scores are added to them, as
+        transformers does, and returns our decoder."""
         for name, weight in self.state_dict.items():
             if name.endswith("e_score_correction_bias"):
                 self.state_dict[name] = weight.astype(DType.float32)

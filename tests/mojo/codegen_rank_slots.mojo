@@ -229,6 +229,7 @@ def check_one_deal(
     n_all: Int, most_shift: Int, n_senders: Int, n_blocks: Int
 ) raises:
     var n_sent = List[Int](length=n_all, fill=0)
+    var n_units = List[Int](length=3, fill=0)
     var most_turns = 0
     var fewest_turns = n_all
     for block in range(n_blocks):
@@ -244,12 +245,20 @@ def check_one_deal(
             assert_equal(first >> shift << shift, first)
             for part in range(first, first + (1 << shift)):
                 n_sent[part] += 1
+            n_units[shift] += 1
             turn += 1
         most_turns = max(most_turns, turn)
         fewest_turns = min(fewest_turns, turn)
     for part in range(n_all):
         assert_equal(n_sent[part], 1)
     assert_true(most_turns - fewest_turns <= 1, "a block has more than its share")
+    # As many at once as may be, while there are enough for all senders.
+    var stride = n_senders * n_blocks
+    var rest = n_all
+    for shift in range(most_shift, 0, -1):
+        assert_equal(n_units[shift], rest // (stride << shift) * stride)
+        rest -= n_units[shift] << shift
+    assert_equal(n_units[0], rest)
 
 
 def check_what_was_measured() raises:

@@ -365,7 +365,7 @@ def _send_partials[
     hidden_size: Int,
     n_experts: Int,
     layout: RegionLayout,
-    n_steps: Int,
+    are_few: Bool,
 ](
     expert_rows: BytePointer,
     most: Int,
@@ -384,7 +384,7 @@ def _send_partials[
         hidden_size: Elements of a row.
         n_experts: Experts of the group.
         layout: How the regions are cut.
-        n_steps: Steps that are added at once.
+        are_few: Whether `are_few_tokens`.
 
     Args:
         expert_rows: `[n_rows][hidden_size]`.
@@ -397,6 +397,7 @@ def _send_partials[
         n_senders: How many do.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
+    comptime n_steps = Format.n_steps_at_once[are_few]()
     comptime n_ranks = layout.n_ranks
     comptime top_k = layout.top_k
     comptime n_others = n_ranks - 1
@@ -412,7 +413,7 @@ def _send_partials[
             var unit = Int(block_idx.x) + turn * n_blocks
             if unit >= most * n_others * n_parts:
                 return
-            comptime if n_steps > 1:
+            comptime if not are_few:
                 var next: UInt32 = 0
                 if lane == 0:
                     next = block_add(
@@ -420,7 +421,7 @@ def _send_partials[
                     )
                 turn = n_senders + Int(warp.shuffle_idx(next, UInt32(0)))
             else:
-                # Few tokens: a turn costs more than it gains.
+                # A turn is one more trip to shared memory.
                 turn += n_senders
             var place, part = divmod_32(unit, n_parts)
             var token_idx, other = divmod(place, n_others)
@@ -969,7 +970,7 @@ def _send[
                 hidden_size,
                 n_experts,
                 layout,
-                Format.n_steps_at_once[are_few](),
+                are_few,
             ](
                 expert_rows,
                 most,

@@ -346,6 +346,8 @@ def await_readers[
     return True
 
 
+# Peers' words come some microseconds after their launch began; a look is a trip to
+# the memory.
 comptime _LOOKS = 16
 
 
@@ -359,7 +361,8 @@ def note_readers[
 ):
     """Spares the next launch that sends a wait, if all have read already.
 
-    One warp calls it. It looks a few times, and does not insist.
+    One warp calls it, for which nobody waits. It looks `_LOOKS` times, and does not
+    insist.
 
     Parameters:
         n_experts: Experts of the group.

@@ -150,8 +150,8 @@ from .row_counts import (
 
 
 comptime _TWO_AT_ONCE = 1024
-"""Tokens up to which a warp sends two parts at once where it could send four: with
-512, say, some warps would have two turns, and most one."""
+"""Tokens up to which a warp sends two parts at once where it could send four: of few
+parts fewer go round in fours, and more are left for single ones."""
 
 comptime _SHORT_PART = 4
 """Steps of a part that is short: four of them are sent at once for few tokens, too."""
@@ -578,6 +578,7 @@ def _send_tokens[
     comptime if is_early:
         n_parts = n_early_parts(n_tokens, n_steps)
     var n_all = n_tokens * n_parts
+    # Of tokens with flags; early ones have shares.
     var deal = Deal.of(
         n_all,
         parts_at_once_shift[layout, n_steps](n_tokens, n_senders),
@@ -691,7 +692,7 @@ def _send_tokens[
                         0,
                     )
         comptime if is_early:
-            # A share for each: a turn costs more than it gains.
+            # Few: a turn is one more trip to shared memory.
             first_part += n_senders * n_blocks
         else:
             var turn: UInt32 = 0

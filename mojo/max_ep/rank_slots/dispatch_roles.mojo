@@ -24,8 +24,8 @@ comptime NUMBERS_WARP = 0
 comptime FIRST_SENDER = 1
 """The first of those that send."""
 
-# Warps that also count the blocks that have begun, and tell of earlier reads:
-# if they send at all, they do not begin at once.
+# Warps that also count the blocks that have begun, and tell of earlier reads, or look
+# for those of others: if they send at all, they do not begin at once.
 comptime COUNTING_WARP = 6
 """Which counts the blocks that have begun."""
 
@@ -57,7 +57,7 @@ comptime GAVE_UP = 6
 """Control word: 1 if an index warp may not write."""
 
 comptime NEXT_TURN = 7
-"""Control word: sending warps that have begun with one more unit."""
+"""Control word: units that sending warps have taken after their first."""
 
 comptime N_CONTROL = NEXT_TURN + 1
 """Control words of a block."""

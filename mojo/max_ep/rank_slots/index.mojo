@@ -4,7 +4,8 @@
 *Few choices* are in the shared memory of each block, and are indexed one by one:
 a warp counts those before a choice that are of the same expert, and writes its
 entry; or all of an expert, and tells its count. Each costs a walk over ids, 128
-of them at a time.
+of them at a time. Where there may be more than some, a block counts those of its
+experts already while it brings the ids there.
 
 *Many choices* are indexed by blocks. Each block but the last has a run of them. It
 counts, for each expert, all that come before the run, and writes the run's entries.
@@ -22,7 +23,7 @@ from max.gpu import (
 )
 from std.math import ceildiv
 from std.memory import bitcast
-from std.sys import inlined_assembly
+from std.sys import llvm_intrinsic
 
 from ..counters import EPLocalSyncCounters, NO_EXPERT
 from ..expert_slots.device_steps import (
@@ -72,9 +73,9 @@ comptime _MANY_IDS = 16
 # Ids that a thread has under way to shared memory.
 comptime _SHARED_AT_ONCE = 8
 
-# Choices up to which a block does not count while it shares them: each launch reads
-# the code for it.
-comptime _COUNTED_FROM = 1024
+# Choices up to which a block does not count while it shares them: a walk over so few
+# is short, and each launch reads the code for it.
+comptime _NOT_COUNTED_UP_TO = 1024
 
 # Blocks of a grid that is thought to be the whole GPU; and experts of a block that it
 # counts at once, at most: of more, if the grid is smaller, each is counted by itself.
@@ -236,10 +237,10 @@ def _n_counted[layout: RegionLayout]() -> Int:
         layout: How the regions are cut.
 
     Returns:
-        All of them, if the grid has `_FULL_GRID` blocks; none if a walk over all
-        ids is short.
+        All of them, at most `_MOST_COUNTED`, if the grid has `_FULL_GRID` blocks;
+        none if a walk over all ids is short.
     """
-    if layout.n_choices() <= _COUNTED_FROM:
+    if layout.n_choices() <= _NOT_COUNTED_UP_TO:
         return 0
     return min(ceildiv(layout.n_experts, _FULL_GRID), _MOST_COUNTED)
 
@@ -799,12 +800,10 @@ def _sum_of_lanes(n: UInt32) -> UInt32:
     Returns:
         The sum.
     """
-    return inlined_assembly[
-        "redux.sync.add.u32 $0, $1, 0xffffffff;",
-        UInt32,
-        constraints="=r,r",
-        has_side_effect=True,
-    ](n)
+    # An intrinsic, since those are convergent: all lanes come to the same one.
+    return UInt32(
+        llvm_intrinsic["llvm.nvvm.redux.sync.add", Int32](Int32(n), Int32(-1))
+    )
 
 
 # ------------------------------------------------------------------- an entry
