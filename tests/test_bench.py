@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU benchmark without a GPU: its tables, and children that hang or die."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import gpu_report, gpu_round_trip, gpu_rows, watched
+from bench.gpu_shapes import Case, Config
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+TABLE = RESULTS / "turns_2_ranks.json"
+
+
+def test_a_saved_table_is_that_of_its_rows() -> None:
+    """Bytes and GB/s are computed again, and the Markdown has these numbers."""
+    saved = json.loads(TABLE.read_text())
+    for row in saved["rows"]:
+        config = Config(
+            *(row[k] for k in ("peer", "n_ranks", "shape", "dtype")), row["max_tokens"]
+        )
+        case = Case(config, row["n_tokens"], row["routing"])
+        times = {
+            mode: {"median": row[f"{mode}_us"], "p95": row[f"{mode}_p95_us"]}
+            for mode in ("captured", "eager")
+        }
+        assert gpu_rows.row_of(case, row["form"], times, saved["links"]) == row
+    text = TABLE.with_suffix(".md").read_text()
+    for title, _, lines in gpu_report.tables(saved["rows"]):
+        assert f"## {title}" in text
+        for line in lines:
+            assert f"| {' | '.join(line)} |" in text
+
+
+def test_tables_of_other_samples_are_not_merged() -> None:
+    rows, _ = gpu_round_trip._merged([TABLE], n_replays=8)
+    assert len(rows) == 20
+    with pytest.raises(ValueError, match="has 8 replays, one of this run 1: give"):
+        gpu_round_trip._merged([TABLE], n_replays=1)
+    # Older tables do not say it, and have one.
+    with pytest.raises(ValueError, match="has 1 replays, one of this run 8: give"):
+        gpu_round_trip._merged([RESULTS / "one_by_one_2_ranks.json"], n_replays=8)
+
+
+def child(program: str) -> subprocess.Popen:
+    """Starts what stands for a child of the benchmark."""
+    return subprocess.Popen(
+        [sys.executable, "-ISu", "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+SAYS = 'print("""@@ {"start": "case", "step": "replay"}"""); '
+
+
+@pytest.mark.parametrize(
+    "program, reason",
+    [
+        ("pass", ""),
+        ("import time; time.sleep(60)", "said nothing for 5 s"),
+        ("print('bad'); exit(3)", "the process died: bad"),
+        ("import time\nwhile True: print('busy'); time.sleep(0.2)", watched.TIME_UP),
+    ],
+    ids=["ends", "hangs", "dies", "late"],
+)
+def test_a_child_that_does_not_end_is_killed_and_named(
+    program: str, reason: str
+) -> None:
+    process = child(SAYS + "\n" + program)
+    end = watched.watch(process, 5, time.monotonic() + 10)
+    assert (end.at, end.step, end.reason) == ("case", "replay", reason)
+    assert process.returncode is not None
