@@ -30,13 +30,15 @@ from max_ep.rank_slots.combine import (
     combine_kernel,
     combine_wait_kernel,
 )
-from max_ep.rank_slots.dispatch import (
+from max_ep.rank_slots.deal import (
     Deal,
+    n_async_send_warps,
+    parts_at_once_shift,
+)
+from max_ep.rank_slots.dispatch import (
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
-    n_async_send_warps,
-    parts_at_once_shift,
     send_tokens_kernel,
 )
 from max_ep.token_format import BF16TokenFormat, TokenFormat

@@ -47,7 +47,6 @@ from ..flags import (
     DeviceDeadline,
     FlagPointer,
     SharedWord,
-    block_add,
     count_of,
     generation_of,
     next_generation,
@@ -81,6 +80,7 @@ from .device_steps import (
     shared_ints,
     shared_words,
     store16,
+    take_turn,
 )
 from .host_steps import message_flag
 
@@ -282,11 +282,8 @@ def _send_rows[
     # tokens are complete about in their order.
     var n_items = counters.pair_count(n_pairs) * n_pairs
     while True:
-        var turn: UInt32 = 0
-        if lane == 0:
-            turn = block_add(launch.control.unsafe_offset(_NEXT_ROW), 1)
-        turn = warp.shuffle_idx(turn, UInt32(0))
-        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        var turn = take_turn(launch.control.unsafe_offset(_NEXT_ROW), lane)
+        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
         var slot, pair = divmod(item, n_pairs)
@@ -537,11 +534,8 @@ def _reduce_tokens[
         )
     var is_broken = is_fatal(counters.failure()[])
     while True:
-        var turn: UInt32 = 0
-        if lane == 0:
-            turn = block_add(launch.control.unsafe_offset(_NEXT_PART), 1)
-        turn = warp.shuffle_idx(turn, UInt32(0))
-        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        var turn = take_turn(launch.control.unsafe_offset(_NEXT_PART), lane)
+        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_tokens * n_parts:
             return
         var token_idx, part = divmod(item, n_parts)

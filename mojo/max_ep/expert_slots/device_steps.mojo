@@ -41,6 +41,7 @@ from ..flags import (
     SPINS_BETWEEN_LOOKS,
     SharedWord,
     arrive,
+    block_add,
     block_peek,
     generation_of,
     has_reached,
@@ -265,6 +266,23 @@ def copy_warp[
             var vector = first + i * WARP_SIZE + lane
             if vector < n_vectors:
                 store16(dest.unsafe_offset(vector * MESSAGE_ALIGN), parts[i])
+
+
+@always_inline
+def take_turn(next: SharedWord, lane: Int) -> Int:
+    """Takes the next of what a block's warps share out; all lanes call it.
+
+    Args:
+        next: Control word: how many have been taken.
+        lane: This lane.
+
+    Returns:
+        Which, from 0 on; the same in all lanes.
+    """
+    var turn: UInt32 = 0
+    if lane == 0:
+        turn = block_add(next, 1)
+    return Int(warp.shuffle_idx(turn, UInt32(0)))
 
 
 @always_inline

@@ -81,6 +81,7 @@ from .device_steps import (
     shared_words,
     shuffle_address,
     store16,
+    take_turn,
 )
 from .host_steps import flag_at, message_flag
 
@@ -904,11 +905,8 @@ def _receive_half[
     var n_items = Int(pair_rows[unsafe_offset=n_pairs]) * n_pairs
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     while True:
-        var turn: UInt32 = 0
-        if lane == 0:
-            turn = block_add(control.unsafe_offset(_NEXT_ITEM), 1)
-        turn = warp.shuffle_idx(turn, UInt32(0))
-        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        var turn = take_turn(control.unsafe_offset(_NEXT_ITEM), lane)
+        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
         var slot, pair = divmod(item, n_pairs)

@@ -44,6 +44,7 @@ from ..expert_slots.device_steps import (
     load16,
     share_addresses,
     store16,
+    take_turn,
 )
 from ..failures import (
     BAD_N_TOKENS,
@@ -57,7 +58,6 @@ from ..failures import (
 from ..flags import (
     FlagPointer,
     SPINS_BETWEEN_LOOKS,
-    block_add,
     next_generation,
     peek_16,
     put_16,
@@ -414,12 +414,9 @@ def _send_partials[
             if unit >= most * n_others * n_parts:
                 return
             comptime if not are_few:
-                var next: UInt32 = 0
-                if lane == 0:
-                    next = block_add(
-                        launch.control.unsafe_offset(_NEXT_TURN), 1
-                    )
-                turn = n_senders + Int(warp.shuffle_idx(next, UInt32(0)))
+                turn = n_senders + take_turn(
+                    launch.control.unsafe_offset(_NEXT_TURN), lane
+                )
             else:
                 # A turn is one more trip to shared memory.
                 turn += n_senders
@@ -689,13 +686,10 @@ def _add_tokens[
     var n_parts = n_parts_of(n_tokens, Format.n_steps)
     var is_broken = is_bad
     while True:
-        var turn: UInt32 = 0
-        if lane == 0:
-            turn = block_add(launch.control.unsafe_offset(_NEXT_PART), 1)
-        turn = warp.shuffle_idx(turn, UInt32(0))
+        var turn = take_turn(launch.control.unsafe_offset(_NEXT_PART), lane)
         # From the last block on: those that send least.
         var item = (
-            Int(turn) * Int(grid_dim.x) + Int(grid_dim.x) - 1 - Int(block_idx.x)
+            turn * Int(grid_dim.x) + Int(grid_dim.x) - 1 - Int(block_idx.x)
         )
         if item >= n_tokens * n_parts:
             return

@@ -54,6 +54,7 @@ from ..expert_slots.device_steps import (
     shared_ints,
     shuffle_address,
     store16,
+    take_turn,
 )
 from ..expert_slots.dispatch import (
     dispatch_layout_of,
@@ -95,6 +96,13 @@ from ..token_format import (
     BytePointer,
     LaneBytes,
     TokenFormat,
+)
+from .deal import (
+    Deal,
+    n_async_send_warps,
+    n_early_parts,
+    n_send_warps,
+    parts_at_once_shift,
 )
 from .device_steps import (
     EMPTY,
@@ -149,171 +157,7 @@ from .row_counts import (
 )
 
 
-comptime _TWO_AT_ONCE = 1024
-"""Tokens up to which a warp sends two parts at once where it could send four: of few
-parts fewer go round in fours, and more are left for single ones."""
-
-comptime _SHORT_PART = 4
-"""Steps of a part that is short: four of them are sent at once for few tokens, too."""
-
-
-@always_inline
-def n_early_parts(n_tokens: Int, n_steps: Int) -> Int:
-    """Chooses into how many parts warps take an early token.
-
-    Args:
-        n_tokens: Tokens of a rank.
-        n_steps: Steps of a token, of 16 bytes a lane each.
-
-    Returns:
-        In `[1, n_steps]`.
-    """
-    return min(14 if n_tokens <= 64 else 7, n_steps)
-
-
-@always_inline
-def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send while the others receive.
-
-    Args:
-        is_early: Whether the data is its own flag.
-        n_warps: Warps of a block.
-
-    Returns:
-        In `[1, n_warps - FIRST_SENDER - N_INDEX_WARPS]`.
-    """
-    return min(6 if is_early else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
-
-
-@always_inline
-def n_async_send_warps[
-    layout: RegionLayout
-](is_early: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send if none receives.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        is_early: Whether the data is its own flag.
-        n_warps: Warps of a block.
-
-    Returns:
-        In `[1, n_warps - FIRST_SENDER]`.
-    """
-    var most = n_warps - FIRST_SENDER
-    comptime if layout.n_ranks == 2:
-        # Each sends more at once (`parts_at_once_shift`). The last of them, of 16
-        # warps, is an index warp, which begins later.
-        return most if is_early else min(8, most)
-    return most
-
-
-@always_inline
-def parts_at_once_shift[
-    layout: RegionLayout, n_steps: Int
-](n_tokens: Int, n_senders: Int) -> Int:
-    """Chooses how many parts of a token a warp sends before it publishes them.
-
-    A publish waits until what was sent has arrived. Few warps that send much for
-    each keep the link as busy as many, and delay the others of the block less: at
-    most 16 parts of a block are under way. With more ranks a part goes to more of
-    them: that is much already.
-
-    Parameters:
-        layout: How the regions are cut.
-        n_steps: Steps of a token.
-
-    Args:
-        n_tokens: Tokens to send.
-        n_senders: Warps of a block that send.
-
-    Returns:
-        The logarithm of the number, to base 2; the number divides the parts of a
-        token.
-    """
-    comptime n_parts = min(N_CHUNKS, n_steps)
-    comptime are_short = n_steps <= _SHORT_PART * n_parts
-    comptime if layout.n_ranks > 2:
-        return 0
-    comptime if n_parts % 4 == 0:
-        if n_senders <= 4 and (are_short or n_tokens > _TWO_AT_ONCE):
-            return 2
-    comptime if n_parts % 2 == 0:
-        if n_senders <= 8:
-            return 1
-    return 0
-
-
 # ------------------------------------------------------------ the sending half
-
-
-@fieldwise_init
-struct Deal(TrivialRegisterPassable):
-    """How all parts of all tokens are dealt to the turns of a block's senders.
-
-    A unit is some parts that are sent at once. While there are enough for all
-    senders of the grid they are many; the last ones are single, so that all senders
-    end at about the same time.
-    """
-
-    var n_fours: Int
-    """Turns of a block with four parts at once; they come first."""
-    var n_twos: Int
-    """Turns with two, after those."""
-    var block: Int
-    """This block."""
-    var n_blocks: Int
-    """Blocks of the grid."""
-
-    @staticmethod
-    @always_inline
-    def of(
-        n_all: Int, most_shift: Int, n_senders: Int, block: Int, n_blocks: Int
-    ) -> Self:
-        """Deals.
-
-        Args:
-            n_all: Parts of all tokens.
-            most_shift: From `parts_at_once_shift`.
-            n_senders: Warps of a block that send.
-            block: This block.
-            n_blocks: Blocks of the grid.
-
-        Returns:
-            The deal.
-        """
-        var stride = n_senders * n_blocks
-        var n_fours = 0
-        var n_twos = 0
-        if most_shift == 2:
-            n_fours = divmod_32(n_all, 4 * stride)[0]
-        if most_shift >= 1:
-            n_twos = divmod_32(n_all - 4 * stride * n_fours, 2 * stride)[0]
-        return Self(n_fours * n_senders, n_twos * n_senders, block, n_blocks)
-
-    @always_inline
-    def unit(self, turn: Int) -> Tuple[Int, Int]:
-        """Finds the parts of a turn.
-
-        Args:
-            turn: Of this block, from 0 on.
-
-        Returns:
-            The first part, and the logarithm of how many they are, to base 2.
-        """
-        var shift = 2
-        var first = 0
-        var rest = turn
-        if rest >= self.n_fours:
-            first = 4 * self.n_fours * self.n_blocks
-            rest -= self.n_fours
-            shift = 1
-            if rest >= self.n_twos:
-                first += 2 * self.n_twos * self.n_blocks
-                rest -= self.n_twos
-                shift = 0
-        return (first + ((rest * self.n_blocks + self.block) << shift), shift)
 
 
 @always_inline
@@ -695,11 +539,8 @@ def _send_tokens[
             # Few: a turn is one more trip to shared memory.
             first_part += n_senders * n_blocks
         else:
-            var turn: UInt32 = 0
-            if lane == 0:
-                turn = block_add(launch.control.unsafe_offset(NEXT_TURN), 1)
-            turn = warp.shuffle_idx(turn, UInt32(0))
-            first_part, shift = deal.unit(n_senders + Int(turn))
+            var turn = take_turn(launch.control.unsafe_offset(NEXT_TURN), lane)
+            first_part, shift = deal.unit(n_senders + turn)
         if first_part >= n_all:
             return
         n_units = n_parts >> shift
@@ -1146,11 +987,8 @@ def _receive_tokens[
     var n_items = most * n_ranks * n_parts
     var is_waiting = True
     while True:
-        var turn: UInt32 = 0
-        if lane == 0:
-            turn = block_add(launch.control.unsafe_offset(NEXT_ITEM), 1)
-        turn = warp.shuffle_idx(turn, UInt32(0))
-        var item = Int(turn) * Int(grid_dim.x) + Int(block_idx.x)
+        var turn = take_turn(launch.control.unsafe_offset(NEXT_ITEM), lane)
+        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
         var place, part = divmod_32(item, n_parts)
