@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from .gpu_shapes import OURS, Case, Config
-from .watched import MARK
+from .watched import say
 
 DONE_NAME = "compiled.json"
 """Stands beside compiled graphs, and says what they were made of."""
@@ -28,7 +28,7 @@ def main() -> None:
     elif task == "links":
         from . import gpu_peers_nccl
 
-        _say({"links": gpu_peers_nccl.measure_links(spec["n_gpus"])})
+        say({"links": gpu_peers_nccl.measure_links(spec["n_gpus"])})
     elif task == "nccl":
         from . import gpu_peers_nccl
 
@@ -39,10 +39,6 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _say(message: dict) -> None:
-    print(MARK + json.dumps(message), flush=True)
 
 
 def _compile_child(spec: dict) -> None:
@@ -73,7 +69,7 @@ def _graph_child(spec: dict) -> None:
         row = {"case": case.to_json(), "form": form, **result}
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        _say({"done": f"{case.name} {form}"})
+        say({"done": f"{case.name} {form}"})
 
     for config in dict.fromkeys(case.config for case in cases):
         mine = [case for case in cases if case.config == config]
@@ -85,7 +81,7 @@ def _graph_child(spec: dict) -> None:
         ]
         if not todo:
             continue
-        _say({"start": f"open_{config.name}"})
+        say({"start": f"open_{config.name}"})
         try:
             runner = gpu_peers_all_gather.runner_of(config, _mef_folder(config, spec))
         except Exception as e:
@@ -94,10 +90,10 @@ def _graph_child(spec: dict) -> None:
             continue
         for case, form in todo:
             name = f"{case.name} {form}"
-            _say({"start": name})
+            say({"start": name})
 
             def note(step: str, name: str = name) -> None:
-                _say({"start": name, "step": step})
+                say({"start": name, "step": step})
 
             try:
                 result = runner.measure(

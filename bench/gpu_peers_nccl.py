@@ -32,14 +32,12 @@ from max_ep import reference
 
 from . import gpu_shapes, gpu_traffic
 from .gpu_shapes import Case, summary
-from .watched import MARK
+from .watched import say
 
 FORMS = {
     "all_gather": "all-gather + reduce-scatter",
     "all_to_all": "all-to-all of one row a (token, rank), and back",
 }
-SCHEMES = {"all_gather": "gather", "all_to_all": "dedup"}
-"""How each form's rows travel, see ``bench.gpu_traffic.SCHEMES``."""
 
 
 class _AllGather:
@@ -152,7 +150,7 @@ def run_rank(
             if f"{case.name} {form}" not in options["todo"]:
                 continue
             if rank == 0:
-                _say({"start": f"{case.name} {form}"})
+                say({"start": f"{case.name} {form}"})
             try:
                 result = _measure(case, form, rank, device, options)
             except Exception as e:
@@ -161,13 +159,9 @@ def run_rank(
                 row = {"case": values, "form": form, **result}
                 with Path(out).open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                _say({"done": f"{case.name} {form}"})
+                say({"done": f"{case.name} {form}"})
             torch.cuda.empty_cache()
     dist.destroy_process_group()
-
-
-def _say(message: dict) -> None:
-    print(MARK + json.dumps(message), flush=True)
 
 
 def _measure(case: Case, form: str, rank: int, device: Any, options: dict) -> dict:

@@ -22,6 +22,7 @@ PEER_NAMES = {
     "max": "MAX",
     "nccl": "NCCL",
 }
+
 METHOD = """\
 - One layer is a dispatch and the combine of what the experts return; a chain of
   L layers is one graph, and a layer's sums are the next layer's tokens. L is 64
@@ -31,8 +32,8 @@ METHOD = """\
   end). Launching the chain and noticing its end are in it.
 - `captured` replays the chain as device graphs, several times without a pause, and
   divides by all of these layers; `eager` runs it op by op, once. The host launches
-  a graph some 0.1 to 0.3 ms later on one GPU than on the other, now and then: in a
-  chain of 64 layers that is 2 to 4 us a layer, which no layer takes.
+  a graph later on one GPU than on the other, now and then; in one replay that is
+  some microseconds a layer, which no layer takes (where_time_goes.md).
 - `rank_slots` sends a token once to each rank and takes the rows back one by
   one; `reduced` gives the router weights to dispatch and takes one bfloat16
   partial sum a (token, rank) back.

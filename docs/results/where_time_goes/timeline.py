@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints how long a replay takes by the host's clock, and by each GPU's.
 
-At commit c464cb0, with ``timeline.patch`` applied, on a host with two GPUs, and graphs that ``python -m
-bench.gpu_round_trip --compile-only --mef-dir DIR --tokens 128`` made of it::
+At commit c464cb0, with ``timeline.patch`` applied, on a host with two GPUs, and graphs
+that ``python -m bench.gpu_round_trip --compile-only --mef-dir DIR --ranks 2 --dtypes
+bfloat16 --routings uniform --peers ours_reduced --forms fused --tokens 128`` made::
 
     python docs/results/where_time_goes/timeline.py DIR TOKENS...
 """

@@ -4,8 +4,8 @@
 *Few choices* are in the shared memory of each block, and are indexed one by one:
 a warp counts those before a choice that are of the same expert, and writes its
 entry; or all of an expert, and tells its count. Each costs a walk over ids, 128
-of them at a time. Where there may be more than some, a block counts those of its
-experts already while it brings the ids there.
+of them at a time. Where there may be more than `_NOT_COUNTED_UP_TO`, a block
+counts those of its experts already while it brings the ids there.
 
 *Many choices* are indexed by blocks. Each block but the last has a run of them. It
 counts, for each expert, all that come before the run, and writes the run's entries.
