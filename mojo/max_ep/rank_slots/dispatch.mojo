@@ -159,6 +159,9 @@ from .row_counts import (
 
 # ------------------------------------------------------------ the sending half
 
+comptime _ENTRIES_FIRST = 64
+"""Tokens up to which a block sends none before its entries."""
+
 
 @always_inline
 def _store_steps[
@@ -456,9 +459,14 @@ def _send_tokens[
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
     comptime if is_early and waits_for_index:
-        # Entries first: they are few, and receivers need them all.
-        while block_peek(launch.control.unsafe_offset(INDEXED)) < N_INDEX_WARPS:
-            pass
+        # Entries first: receivers need them all. Many tokens take longer than
+        # they do, so the link starts at once.
+        if n_tokens <= _ENTRIES_FIRST:
+            while (
+                block_peek(launch.control.unsafe_offset(INDEXED))
+                < N_INDEX_WARPS
+            ):
+                pass
     while True:
         # I1: only this rank writes the tokens of its number.
         var offset = UInt64(layout.token_offset(my_rank, sent.token_idx))
