@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
@@ -91,8 +92,7 @@ class EPCommInitializer:
         sizes = config.sizes()
         # First, for MAX's compiler does not say that a GPU is missing.
         self._devices = _devices(config)
-        if self._model is None:
-            self._model = session.load(_setup_graph(config))
+        self._model = _setup_model(session, config)
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
             self._regions = self._memory.local_addresses()
@@ -361,6 +361,20 @@ def _devices(config: EPConfig) -> list[Device]:
             f"machine shows {n_there}; put more ranks on one, or pass target='cpu'"
         )
     return [Accelerator(i) for i in range(n_wanted)]
+
+
+_setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
+    WeakKeyDictionary()
+)
+
+
+def _setup_model(session: InferenceSession, config: EPConfig) -> Model:
+    """Loads the set-up graph, once a session and kind of devices."""
+    kind = (config.target, config.n_local_devices, config.sizes().setup_words)
+    models = _setup_models.setdefault(session, {})
+    if kind not in models:
+        models[kind] = session.load(_setup_graph(config))
+    return models[kind]
 
 
 def _setup_graph(config: EPConfig) -> Graph:

@@ -262,7 +262,7 @@ def features(case: Case) -> set[tuple]:
 
 # Large enough that a launch is dealt over workers and writes past the caches.
 _LARGE = [
-    Case("large", 2, 12, 8, 2048, 160),
+    Case("large", 2, 12, 8, 2048, 320),
     Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
     Case(
         "large_reduced",

@@ -96,7 +96,7 @@ PLACES = [
 ]
 
 
-EARLY = Case("early", N_RANKS, 6, 3, 80, 7)
+EARLY = Case("early", N_RANKS, 5, 3, 80, 7)
 
 
 def add_early(place: str, module: Module | None = None) -> Graph:
