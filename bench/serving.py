@@ -7,14 +7,15 @@ Peers: ``ours``; ``max_ep``, MAX's expert parallelism; ``max_tp``, MAX's tensor
 parallelism; on one GPU MAX has only the latter. With ``_captured`` behind its name a
 peer decodes through captured graphs. Both of MAX's have our matmuls on
 Hopper, without which they do not compile (``bench/max_as_it_is.py``). The model has
-random weights and eight layers of Qwen3-30B-A3B. Before a peer is timed, its greedy
-tokens are compared with those of transformers.
+random weights and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen). Before a
+peer is timed, its greedy tokens are compared with those of transformers.
 
 All servers are started at once, and idle while another is timed; they take turns for
 some rounds. A row is one number of clients. Each client asks, waits for the whole
 answer, streamed, and asks again; the first request of each is not counted. Time to
 first token and time between tokens are medians over requests, throughput is all
-generated tokens over wall time.
+generated tokens over wall time. A step is what the server says of each decoding of one
+token for all clients, or for seven of eight: the median, and the quartiles.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -44,6 +46,12 @@ _CAPTURED = "_captured"
 _PROMPT_WORDS = 64
 _N_TOKENS = 64
 _REQUESTS = 4
+_EVERY_BATCH = {"MAX_SERVE_SCHEDULER_STATS_LOG_INTERVAL_S": "0"}
+"""Lets a server log each batch."""
+_STEP = re.compile(
+    r"(?:Completed|Executed) TG batch with (\d+) reqs .*?Execution: ([\d.]+)(ms|us|s)\b"
+)
+_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 @dataclass
@@ -58,6 +66,10 @@ class Row:
     """Time between tokens, likewise."""
     tokens_per_s: float
     """Tokens of all clients, over wall time."""
+    step_ms: tuple[float, float, float]
+    """Quartiles of the server's time of a step, milliseconds."""
+    n_steps: int
+    """How many there were."""
 
 
 def peer_flags(peer: str, n_gpus: int) -> list[str]:
@@ -83,7 +95,24 @@ def _ask(server: Server, seed: int) -> tuple[float, float, int]:
     return first, (last - begin - first) / max(1, n - 1), n
 
 
-def measure(server: Server, n_clients: int) -> tuple[list, float]:
+def steps_of(log: str, n_clients: int) -> list[float]:
+    """Finds the steps that decode one token of each request, or of nearly each.
+
+    Args:
+        log: What ``max serve`` printed, each batch of it.
+        n_clients: Requests at a time.
+
+    Returns:
+        Milliseconds of each.
+    """
+    return [
+        float(time_) * _MS[unit]
+        for n, time_, unit in _STEP.findall(log)
+        if int(n) > n_clients * 7 // 8
+    ]
+
+
+def measure(server: Server, n_clients: int) -> tuple[list, float, list[float]]:
     """Lets clients ask for a while.
 
     Args:
@@ -91,7 +120,8 @@ def measure(server: Server, n_clients: int) -> tuple[list, float]:
         n_clients: Requests at a time.
 
     Returns:
-        What :func:`_ask` says of each request, and how long all took, seconds.
+        What :func:`_ask` says of each request, how long all took, seconds, and
+        what :func:`steps_of` finds.
     """
 
     def client(number: int) -> list[tuple[float, float, int]]:
@@ -99,35 +129,49 @@ def measure(server: Server, n_clients: int) -> tuple[list, float]:
 
     with ThreadPoolExecutor(n_clients) as pool:
         list(pool.map(lambda number: _ask(server, -number), range(n_clients)))
+        n_before = server.log.stat().st_size
         begin = time.perf_counter()
         answers = [a for each in pool.map(client, range(n_clients)) for a in each]
         wall_s = time.perf_counter() - begin
-    if any(n == 0 for _, _, n in answers):
-        raise RuntimeError(f"{server.log.stem}: an answer without tokens")
-    return answers, wall_s
+    # A model of random weights ends an answer with its first token, now and then.
+    n_all, answers = len(answers), [answer for answer in answers if answer[2] > 1]
+    if len(answers) < n_all * 3 // 4:
+        raise RuntimeError(f"{server.log.stem}: {len(answers)} of {n_all} answers")
+    with server.log.open("rb") as log:
+        log.seek(n_before)
+        said = log.read().decode(errors="replace")
+    return answers, wall_s, steps_of(said, n_clients)
 
 
-def row_of(peer: str, n_clients: int, rounds: list[tuple[list, float]]) -> Row:
+def row_of(peer: str, n_clients: int, rounds: list[tuple]) -> Row:
     """Sums up what :func:`measure` said of all rounds."""
-    answers = [answer for answers, _ in rounds for answer in answers]
+    answers = [answer for answers, _, _ in rounds for answer in answers]
+    steps = [step for _, _, steps in rounds for step in steps]
+    if len(steps) < 2:
+        raise RuntimeError(f"{peer}: no steps of {n_clients} requests in its log")
     return Row(
         peer,
         n_clients,
         1e3 * statistics.median(first for first, _, _ in answers),
         1e3 * statistics.median(between for _, between, _ in answers),
-        len(answers) * _N_TOKENS / sum(wall_s for _, wall_s in rounds),
+        sum(n for _, _, n in answers) / sum(wall_s for _, wall_s, _ in rounds),
+        tuple(statistics.quantiles(steps, n=4)),
+        len(steps),
     )
 
 
 def table(rows: list[Row]) -> str:
     """Prints rows as Markdown."""
     lines = [
-        "| peer | clients | first token, ms | between tokens, ms | tokens/s |",
-        "| --- | --- | --- | --- | --- |",
+        "| peer | clients | first token, ms | between tokens, ms | tokens/s "
+        "| a step, ms | steps |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
         f"| {row.peer} | {row.n_clients} | {row.first_ms:.1f} | {row.between_ms:.2f} "
-        f"| {row.tokens_per_s:.0f} |"
+        f"| {row.tokens_per_s:.0f} "
+        "| {1:.2f} ({0:.2f} to {2:.2f}) ".format(*row.step_ms)
+        + f"| {row.n_steps} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -154,9 +198,9 @@ def main() -> None:
     if not model.exists():
         make_checkpoint(model, args.size, "bfloat16")
     limits = ["--max-length", "512", "--max-batch-size", str(max(args.clients))]
-    share = f"{0.6 / len(args.peers):.2f}"
+    share = f"{0.5 / len(args.peers):.2f}"  # the references need room
     limits += ["--max-batch-input-tokens", "4096", "--device-memory-utilization", share]
-    pool = {POOL_VARIABLE: str(int(75 / len(args.peers)))}
+    env = {POOL_VARIABLE: str(int(75 / len(args.peers))), **_EVERY_BATCH}
     with contextlib.ExitStack() as all_servers:
         servers = {}
         for peer in args.peers:
@@ -165,7 +209,7 @@ def main() -> None:
                 folder = args.mefs / peer.removesuffix(_CAPTURED)
                 flags += ["--precompiled-mefs", str(folder)]
             log = args.logs / f"serving_{peer}.log"
-            servers[peer] = all_servers.enter_context(Server(model, flags, log, pool))
+            servers[peer] = all_servers.enter_context(Server(model, flags, log, env))
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
         for peer, server in servers.items():

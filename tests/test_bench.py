@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_report, gpu_round_trip, gpu_rows, watched
+from bench import gpu_report, gpu_round_trip, gpu_rows, serving, watched
 from bench.gpu_shapes import Case, Config
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 TABLE = RESULTS / "turns_2_ranks.json"
 
 
-def test_a_saved_table_is_that_of_its_rows() -> None:
+@pytest.mark.parametrize(
+    "table", [TABLE, RESULTS / "all_2_ranks.json"], ids=lambda path: path.stem
+)
+def test_a_saved_table_is_that_of_its_rows(table: Path) -> None:
     """Bytes and GB/s are computed again, and the Markdown has these numbers."""
-    saved = json.loads(TABLE.read_text())
+    saved = json.loads(table.read_text())
     for row in saved["rows"]:
         config = Config(
             *(row[k] for k in ("peer", "n_ranks", "shape", "dtype")), row["max_tokens"]
@@ -31,7 +34,7 @@ def test_a_saved_table_is_that_of_its_rows() -> None:
             for mode in ("captured", "eager")
         }
         assert gpu_rows.row_of(case, row["form"], times, saved["links"]) == row
-    text = TABLE.with_suffix(".md").read_text()
+    text = table.with_suffix(".md").read_text()
     for title, _, lines in gpu_report.tables(saved["rows"]):
         assert f"## {title}" in text
         for line in lines:
@@ -78,3 +81,20 @@ def test_a_child_that_does_not_end_is_killed_and_named(
     end = watched.watch(process, 5, time.monotonic() + 10)
     assert (end.at, end.step, end.reason) == ("case", "replay", reason)
     assert process.returncode is not None
+
+
+def test_steps_are_read_from_the_server_s_log() -> None:
+    """As MAX 26.7 writes them, with a queue of batches and without."""
+    line = (
+        "05:18:52.475 INFO: Enqueued {0} batch with {1} reqs | Pending: 0 reqs | "
+        "Batch creation: 258.75us | Completed {2} batch with {3} reqs | Terminated: 0 "
+        "reqs | Prompt Tput: 700.1 tok/s | Execution: {4} | All Preemptions: 0 reqs\n"
+    )
+    log = line.format("TG", 64, "TG", 64, "2.86ms")
+    log += line.format("TG", 64, "TG", 57, "980.50us")
+    log += line.format("TG", 64, "TG", 56, "2.00ms")  # too few
+    log += line.format("TG", 64, "CE", 64, "30.00ms")  # not a decoding
+    log += "05:18:53.000 INFO: Enqueued TG batch with 64 reqs | Pending: 0 reqs\n"
+    log += "05:18:54.000 INFO: Executed TG batch with 64 reqs | Execution: 1.20s |\n"
+    assert serving.steps_of(log, 64) == [2.86, 0.9805, 1200.0]
+    assert serving.steps_of(log, 1) == [2.86, 0.9805, 2.0, 1200.0]

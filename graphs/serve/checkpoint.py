@@ -66,6 +66,8 @@ SIZES = {
     "small": {**_QWEN3_30B, "num_hidden_layers": 2},
     # 10 GB in bfloat16.
     "large": {**_QWEN3_30B, "num_hidden_layers": 8},
+    # 20 GB: what a layer takes shows beside what a step costs in any case.
+    "deep": {**_QWEN3_30B, "num_hidden_layers": 16},
 }
 """Fields of ``Qwen3MoeConfig``, by name of a size."""
 
