@@ -399,7 +399,8 @@ def _send_tokens[
         has_input: Whether this rank reads its own tokens from `tokens`, so that
             none is sent to it.
         to_peers: Whether peers get them, or this rank alone.
-        waits_for_index: Whether index warps of this block go first.
+        waits_for_index: Whether index warps of this block go first, up to
+            `_ENTRIES_FIRST` tokens.
         is_early: Whether the data is its own flag.
 
     Args:
