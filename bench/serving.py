@@ -13,9 +13,10 @@ peer is timed, its greedy tokens are compared with those of transformers.
 All servers are started at once, and idle while another is timed; they take turns for
 some rounds. A row is one number of clients. Each client asks, waits for the whole
 answer, streamed, and asks again; the first request of each is not counted. Time to
-first token and time between tokens are medians over requests, throughput is all
-generated tokens over wall time. A step is what the server says of each decoding of one
-token for all clients, or for seven of eight: the median, and the quartiles.
+first token and time between tokens are medians over requests, of tokens that have a
+text; throughput is all generated tokens over wall time. A step is what the server says
+of each decoding of one token for all clients, or for more than seven of eight: the
+median, and the quartiles.
 """
 
 from __future__ import annotations
@@ -82,17 +83,36 @@ def peer_flags(peer: str, n_gpus: int) -> list[str]:
     return [*flags, CAPTURED_DECODE] if peer.endswith(_CAPTURED) else flags
 
 
+def _seed(client: int, request: int) -> int:
+    return 1000 * client + request
+
+
+def _prompt(seed: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(str(draw.randint(0, 999)) for _ in range(_PROMPT_WORDS))
+
+
 def _ask(server: Server, seed: int) -> tuple[float, float, int]:
-    """Times one request: first token, between tokens, and how many came."""
-    random.seed(seed)
-    words = [str(random.randint(0, 999)) for _ in range(_PROMPT_WORDS)]
+    """Times one request: first token, between tokens, and how many had a text."""
     begin = last = time.perf_counter()
     first, n = 0.0, 0
-    for _ in server.stream(" ".join(words), _N_TOKENS):
+    for _ in server.stream(_prompt(seed), _N_TOKENS):
         last = time.perf_counter()
         first = first or last - begin
         n += 1
     return first, (last - begin - first) / max(1, n - 1), n
+
+
+def _check_silent(server: Server, seed: int) -> None:
+    """Raises if an answer without a text has not all of its tokens, either.
+
+    The end of an answer has no text, and requests ignore it: a model of random
+    weights may say nothing else.
+    """
+    answer = server.complete(_prompt(seed), _N_TOKENS, return_token_ids=True)
+    n = len(answer["token_ids"])
+    if n != _N_TOKENS:
+        raise RuntimeError(f"{server.log.stem}: an answer of {n} tokens")
 
 
 def steps_of(log: str, n_clients: int) -> list[float]:
@@ -125,7 +145,7 @@ def measure(server: Server, n_clients: int) -> tuple[list, float, list[float]]:
     """
 
     def client(number: int) -> list[tuple[float, float, int]]:
-        return [_ask(server, 1000 * number + i) for i in range(_REQUESTS)]
+        return [_ask(server, _seed(number, i)) for i in range(_REQUESTS)]
 
     with ThreadPoolExecutor(n_clients) as pool:
         list(pool.map(lambda number: _ask(server, -number), range(n_clients)))
@@ -133,28 +153,29 @@ def measure(server: Server, n_clients: int) -> tuple[list, float, list[float]]:
         begin = time.perf_counter()
         answers = [a for each in pool.map(client, range(n_clients)) for a in each]
         wall_s = time.perf_counter() - begin
-    # A model of random weights ends an answer with its first token, now and then.
-    n_all, answers = len(answers), [answer for answer in answers if answer[2] > 1]
-    if len(answers) < n_all * 3 // 4:
-        raise RuntimeError(f"{server.log.stem}: {len(answers)} of {n_all} answers")
     with server.log.open("rb") as log:
         log.seek(n_before)
         said = log.read().decode(errors="replace")
+    for index, (_, _, n) in enumerate(answers):
+        if n < 2:
+            number, i = divmod(index, _REQUESTS)
+            _check_silent(server, _seed(number, i))
     return answers, wall_s, steps_of(said, n_clients)
 
 
 def row_of(peer: str, n_clients: int, rounds: list[tuple]) -> Row:
     """Sums up what :func:`measure` said of all rounds."""
     answers = [answer for answers, _, _ in rounds for answer in answers]
+    heard = [answer for answer in answers if answer[2] > 1]
     steps = [step for _, _, steps in rounds for step in steps]
     if len(steps) < 2:
         raise RuntimeError(f"{peer}: no steps of {n_clients} requests in its log")
     return Row(
         peer,
         n_clients,
-        1e3 * statistics.median(first for first, _, _ in answers),
-        1e3 * statistics.median(between for _, between, _ in answers),
-        sum(n for _, _, n in answers) / sum(wall_s for _, wall_s, _ in rounds),
+        1e3 * statistics.median(first for first, _, _ in heard),
+        1e3 * statistics.median(between for _, between, _ in heard),
+        len(answers) * _N_TOKENS / sum(wall_s for _, wall_s, _ in rounds),
         tuple(statistics.quantiles(steps, n=4)),
         len(steps),
     )

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from .config import EPConfig
 from .extension import run_mojo
 from .gpu_memory import GpuMemory
-from .kernels import call_ep_init
 from .limits import NUM_GROUPS
+from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 
@@ -92,7 +90,7 @@ class EPCommInitializer:
         sizes = config.sizes()
         # First, for MAX's compiler does not say that a GPU is missing.
         self._devices = _devices(config)
-        self._model = _setup_model(session, config)
+        self._model = setup_model(session, config)
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
             self._regions = self._memory.local_addresses()
@@ -361,38 +359,3 @@ def _devices(config: EPConfig) -> list[Device]:
             f"machine shows {n_there}; put more ranks on one, or pass target='cpu'"
         )
     return [Accelerator(i) for i in range(n_wanted)]
-
-
-_setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
-    WeakKeyDictionary()
-)
-
-
-def _setup_model(session: InferenceSession, config: EPConfig) -> Model:
-    """Loads the set-up graph, once a session and kind of devices."""
-    kind = (config.target, config.n_local_devices, config.sizes().setup_words)
-    models = _setup_models.setdefault(session, {})
-    if kind not in models:
-        models[kind] = session.load(_setup_graph(config))
-    return models[kind]
-
-
-def _setup_graph(config: EPConfig) -> Graph:
-    """Builds the graph that runs ``max_ep.init`` for one rank on each device."""
-    cpu = DeviceRef.CPU()
-    types: list[BufferType | TensorType] = []
-    n_devices = config.n_local_devices
-    for i in range(n_devices):
-        device = config.device(i * config.n_gpus_per_node // n_devices)
-        # The number of counters is left open: one graph serves all sizes.
-        types += [BufferType(DType.int32, ["counters_words"], device)] * NUM_GROUPS
-        types.append(TensorType(DType.int64, [config.sizes().setup_words], cpu))
-    with Graph("max_ep_init", input_types=types) as graph:
-        outputs = []
-        for i in range(0, len(types), 3):
-            group_0, group_1, words = graph.inputs[i : i + 3]
-            outputs += call_ep_init(
-                group_0.buffer, group_1.buffer, config, setup=words.tensor
-            )
-        graph.output(*outputs)
-    return graph

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,30 @@ def test_steps_are_read_from_the_server_s_log() -> None:
     log += "05:18:54.000 INFO: Executed TG batch with 64 reqs | Execution: 1.20s |\n"
     assert serving.steps_of(log, 64) == [2.86, 0.9805, 1200.0]
     assert serving.steps_of(log, 1) == [2.86, 0.9805, 2.0, 1200.0]
+
+
+@pytest.mark.parametrize("n_ids", [64, 3])
+def test_answers_without_text_are_asked_for_their_tokens(
+    tmp_path: Path, n_ids: int
+) -> None:
+    """Of four requests of a client one has no text: has it its tokens?"""
+    log = tmp_path / "peer.log"
+    log.write_text("TG batch with 1 reqs | Execution: 9.00ms |\n")
+    silent = serving._prompt(serving._seed(0, 2))
+
+    def stream(prompt: str, n: int) -> list[str]:
+        return [] if prompt == silent else ["a"] * n
+
+    def complete(prompt: str, n: int, return_token_ids: bool) -> dict:
+        assert prompt == silent and return_token_ids
+        return {"token_ids": [2] * n_ids}
+
+    server = SimpleNamespace(log=log, stream=stream, complete=complete)
+    if n_ids < 64:
+        with pytest.raises(RuntimeError, match="peer: an answer of 3 tokens"):
+            serving.measure(server, 1)
+        return
+    answers, wall_s, steps = serving.measure(server, 1)
+    assert [n for _, _, n in answers] == [64, 64, 0, 64] and steps == []
+    row = serving.row_of("peer", 1, [(answers, 2.0, [1.0, 2.0, 3.0])])
+    assert row.tokens_per_s == 4 * 64 / 2 and row.step_ms == (1.0, 2.0, 3.0)

@@ -1547,3 +1547,16 @@ def test_memory_of_another_config(one_module: SimpleNamespace) -> None:
 def environment() -> dict[str, str]:
     """An environment in which a child process imports what this one does."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_the_set_up_graph_is_loaded_once_a_session(
+    session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading takes seconds; one graph prepares groups of all sizes."""
+    loaded = []
+    load = session.load
+    monkeypatch.setattr(session, "load", lambda g: loaded.append(g) or load(g))
+    for name in ("one_rank", "fp8"):
+        with EPCommInitializer(CASES[name].config()) as comm:
+            comm.ep_init(session)
+    assert len(loaded) <= 1

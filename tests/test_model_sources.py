@@ -399,6 +399,9 @@ IN_THIS_ORDER = {
         "first_part, shift = deal.unit(sender)",
         "if first_part >= n_all:",
         "](first_part >> shift, n_units,",
+        # A wait for speed alone, which the model has always.
+        "if is_early and waits_for_index:",
+        "if n_tokens <= _ENTRIES_FIRST:",
         "for first in range(0, n_receivers << shift, WARP_SIZE):",
         "var mine = (first + lane) >> shift",
         "var part = (sent.part << shift) + (",

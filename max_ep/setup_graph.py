@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph that prepares memory before a group's first launch."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from max.dtype import DType
+from max.engine import InferenceSession, Model
+from max.graph import BufferType, DeviceRef, Graph, TensorType
+
+from .config import EPConfig
+from .kernels import call_ep_init
+from .limits import NUM_GROUPS
+
+_setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
+    WeakKeyDictionary()
+)
+
+
+def setup_model(session: InferenceSession, config: EPConfig) -> Model:
+    """Loads the set-up graph, once a session and kind of devices.
+
+    Args:
+        session: Compiles it.
+        config: The group; its sizes are inputs of the graph.
+
+    Returns:
+        The graph, which prepares one rank on each device of this process.
+    """
+    kind = (config.target, config.n_local_devices, config.sizes().setup_words)
+    models = _setup_models.setdefault(session, {})
+    if kind not in models:
+        models[kind] = session.load(_setup_graph(config))
+    return models[kind]
+
+
+def _setup_graph(config: EPConfig) -> Graph:
+    """Builds the graph that runs ``max_ep.init`` for one rank on each device."""
+    cpu = DeviceRef.CPU()
+    types: list[BufferType | TensorType] = []
+    n_devices = config.n_local_devices
+    for i in range(n_devices):
+        device = config.device(i * config.n_gpus_per_node // n_devices)
+        # The number of counters is left open: one graph serves all sizes.
+        types += [BufferType(DType.int32, ["counters_words"], device)] * NUM_GROUPS
+        types.append(TensorType(DType.int64, [config.sizes().setup_words], cpu))
+    with Graph("max_ep_init", input_types=types) as graph:
+        outputs = []
+        for i in range(0, len(types), 3):
+            group_0, group_1, words = graph.inputs[i : i + 3]
+            outputs += call_ep_init(
+                group_0.buffer, group_1.buffer, config, setup=words.tensor
+            )
+        graph.output(*outputs)
+    return graph
