@@ -6,6 +6,7 @@ The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
 
 from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
 
+from .comm_buffers import EPCommBuffers
 from .config import EPConfig, blockwise_fp8_quant_config
 from .estimate import estimate_ep_memory_usage
 from .extension import extension_path
@@ -25,7 +26,7 @@ from .kernels import (
     call_ep_watch,
 )
 from .launch import LaunchError, launch
-from .manager import EPBatchManager, EPCommBuffers
+from .manager import EPBatchManager
 
 __all__ = [
     "AllGatherConfig",

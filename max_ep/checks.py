@@ -5,6 +5,8 @@ can run. Each error says what was given, what is needed, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from max.dtype import DType
 from max.graph import (
     BufferValue,
@@ -224,6 +226,33 @@ def check_unsent_rows(
         rows = [config.n_local_experts, config.expert_capacity]
         shape = [*(rows if config.is_padded else [None]), config.hidden_size]
         check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
+
+
+def check_all_ranks(
+    config: EPConfig, device_ids: list[int], **lists: Sequence[TensorValue]
+) -> None:
+    """Raises unless all local ranks are named, and each list has a value for each.
+
+    Args:
+        config: The group.
+        device_ids: The ranks, in any order.
+        lists: Values of the ranks, by name.
+    """
+    if sorted(device_ids) != list(range(config.n_gpus_per_node)):
+        raise ValueError(
+            f"device_ids={device_ids} must name all "
+            f"{config.n_gpus_per_node} ranks of this process"
+        )
+    for what, values in lists.items():
+        if isinstance(values, TensorValue):
+            raise TypeError(
+                f"{what} is one TensorValue; pass a list, with a tensor for each "
+                f"of the {len(device_ids)} device_ids"
+            )
+        if len(values) != len(device_ids):
+            raise ValueError(
+                f"{what} has {len(values)} tensors for {len(device_ids)} device_ids"
+            )
 
 
 def check_phase(phase: str) -> None:

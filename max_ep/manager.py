@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPBatchManager: EP ops of one graph, in an order that can run."""
+"""EPBatchManager: EP ops of one graph, in an order that can run.
+
+Each method checks the order (``turns.py``), has :mod:`max_ep.kernels` build an op,
+and notes what later ones need. Combine needs what dispatch left, and MAX has one
+class for both; so this is one file, longer than others.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
-import numpy as np
-from max.dtype import DType
-from max.graph import (
-    BufferType,
-    BufferValue,
-    DeviceRef,
-    Dim,
-    Graph,
-    TensorType,
-    TensorValue,
-    Value,
-    ops,
+from max.graph import BufferType, BufferValue, Dim, TensorType, TensorValue, Value
+
+from .checks import check_all_ranks, check_phase, refuse_if_in_turn
+from .comm_buffers import (
+    BoundBuffers,
+    EPCommBuffers,
+    buffers_of_inputs,
+    input_tree,
+    input_types,
 )
-
-from .checks import check_phase, refuse_if_in_turn
 from .config import EPConfig
+from .dispatched import outputs_and_src_info, received_rows
 from .kernels import (
     call_distributed_ep_combine,
     call_distributed_ep_dispatch,
@@ -38,88 +37,9 @@ from .kernels import (
     call_ep_watch,
 )
 from .limits import NUM_GROUPS
+from .turns import Turns
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
-
-
-@dataclass
-class EPCommBuffers:
-    """The graph values of one group's buffers, to hand on as one thing."""
-
-    atomic_counters: list[list[BufferValue]]
-    """Counters, ``[NUM_GROUPS][n_gpus_per_node]``."""
-    send_buf_ptrs: list[TensorValue]
-    """Send buffers, ``[NUM_GROUPS]`` tensors of ``[n_ranks]`` uint64."""
-    recv_buf_ptrs: list[TensorValue]
-    """Receive buffers, likewise."""
-    recv_count_ptrs: list[TensorValue]
-    """Counts, likewise."""
-
-
-class _Turns:
-    """Watches that every wait follows its sends, while a graph is built."""
-
-    def __init__(self, phase: str, n_local_ranks: int, in_turn: bool) -> None:
-        self._phase = phase
-        self._in_turn = in_turn
-        self._sent = [0] * n_local_ranks
-        self._waited = [0] * n_local_ranks
-
-    def check_send(self, device_id: int, op: str) -> None:
-        unread = [
-            rank
-            for rank in self._others(device_id)
-            if self._waited[rank] < self._sent[device_id]
-        ]
-        if unread:
-            raise ValueError(
-                f"{op} on device {device_id} again, before "
-                f"ep_{self._phase}_wait on devices {unread}: the buffers still "
-                "hold what was sent last. Wait on every device first, or use a "
-                "second EPBatchManager with buffers of its own"
-            )
-
-    def send(self, device_id: int) -> None:
-        self.check_send(device_id, f"ep_{self._phase}_async")
-        self._sent[device_id] += 1
-
-    def check_wait(self, device_id: int, op: str) -> None:
-        if self._sent[device_id] <= self._waited[device_id]:
-            raise ValueError(
-                f"{op} on device {device_id} without "
-                f"ep_{self._phase}_async before it; call that first"
-            )
-        late = [
-            rank
-            for rank in self._others(device_id)
-            if self._sent[rank] <= self._waited[device_id]
-        ]
-        if late:
-            raise ValueError(
-                f"{op} on device {device_id} before "
-                f"ep_{self._phase}_async on devices {late}: the ranks of this "
-                "process run one after another, so their sends would never "
-                f"come. Call ep_{self._phase}_async of every device first"
-            )
-
-    def wait(self, device_id: int) -> None:
-        self.check_wait(device_id, f"ep_{self._phase}_wait")
-        self._waited[device_id] += 1
-
-    def is_under_way(self, device_id: int) -> bool:
-        """Tells whether a rank has sent and not waited."""
-        return self._sent[device_id] > self._waited[device_id]
-
-    def _others(self, device_id: int) -> Iterable[int]:
-        return range(len(self._sent)) if self._in_turn else [device_id]
-
-
-def _current_graph() -> Graph | None:
-    """Returns the graph that is being built, if any."""
-    try:
-        return Graph.current
-    except LookupError:
-        return None
 
 
 class EPBatchManager:
@@ -138,14 +58,13 @@ class EPBatchManager:
             config: The group.
         """
         self.config = config
-        self._buffers: EPCommBuffers | None = None
-        self._graph: ref[Graph] | None = None
+        self._buffers: BoundBuffers | None = None
         self._start()
 
     def _start(self) -> None:
         """Forgets what was built before: a new graph begins."""
         n, in_turn = self.config.n_gpus_per_node, self.config.runs_ranks_in_turn
-        self._turns = [_Turns("dispatch", n, in_turn), _Turns("combine", n, in_turn)]
+        self._turns = [Turns("dispatch", n, in_turn), Turns("combine", n, in_turn)]
         self._src_info: dict[int, TensorValue] = {}
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
@@ -163,25 +82,11 @@ class EPBatchManager:
             ``send_buf_ptrs``, ``recv_buf_ptrs``, ``recv_count_ptrs``: one host
             tensor ``[n_ranks]`` a group.
         """
-        config = self.config
-        counters = tuple(
-            BufferType(DType.int32, [config.sizes().counters_words], config.device(i))
-            for _ in range(NUM_GROUPS)
-            for i in range(config.n_gpus_per_node)
-        )
-        pointers = (
-            TensorType(DType.uint64, [config.n_ranks], DeviceRef.CPU()),
-        ) * NUM_GROUPS
-        return OrderedDict(
-            atomic_counters=counters,
-            send_buf_ptrs=pointers,
-            recv_buf_ptrs=pointers,
-            recv_count_ptrs=pointers,
-        )
+        return input_tree(self.config)
 
     def input_types(self) -> list[TensorType | BufferType]:
         """Returns the types of the EP inputs, to be declared by the graph."""
-        return [t for types in self.input_tree().values() for t in types]
+        return input_types(self.config)
 
     def comm_buffers(self, input_vals: Iterable[Value[Any]]) -> EPCommBuffers:
         """Fetches the buffers and returns them as one value.
@@ -189,28 +94,7 @@ class EPBatchManager:
         Args:
             input_vals: The inputs declared by :meth:`input_types`, in order.
         """
-        values = list(input_vals)
-        wanted = self.input_types()
-        if len(values) != len(wanted):
-            raise ValueError(
-                f"fetch_buffers got {len(values)} values, input_types() declares "
-                f"{len(wanted)}; pass exactly the graph inputs of those types"
-            )
-        n = NUM_GROUPS * self.config.n_gpus_per_node
-        for i, value in enumerate(values):
-            expected = BufferValue if i < n else TensorValue
-            if not isinstance(value, expected):
-                raise TypeError(
-                    f"EP input {i} is a {type(value).__name__}, it must be a "
-                    f"{expected.__name__}; pass the graph inputs in the order "
-                    "of input_types()"
-                )
-        per_group = self.config.n_gpus_per_node
-        counters = [values[i : i + per_group] for i in range(0, n, per_group)]
-        send, recv, counts = (
-            values[i : i + NUM_GROUPS] for i in range(n, len(values), NUM_GROUPS)
-        )
-        buffers = EPCommBuffers(counters, send, recv, counts)
+        buffers = buffers_of_inputs(self.config, input_vals)
         self.bind_comm_buffers(buffers)
         return buffers
 
@@ -228,8 +112,7 @@ class EPBatchManager:
         Args:
             comm: From :meth:`comm_buffers`, as values of the current graph.
         """
-        self._buffers, graph = comm, _current_graph()
-        self._graph = None if graph is None else ref(graph)
+        self._buffers = BoundBuffers(comm)
         self._start()
 
     def _fetched(self) -> EPCommBuffers:
@@ -238,14 +121,7 @@ class EPBatchManager:
                 "EPBatchManager has no buffers yet: declare input_types() as "
                 "inputs of the graph and pass their values to fetch_buffers()"
             )
-        graph = _current_graph()
-        if self._graph is not None and graph not in (None, self._graph()):
-            raise ValueError(
-                f"EPBatchManager has the buffers of another graph than {graph.name!r}, "
-                "which is being built: pass the inputs of this one to "
-                "fetch_buffers(), in a subgraph its own"
-            )
-        return self._buffers
+        return self._buffers.values()
 
     @property
     def atomic_counters(self) -> list[list[BufferValue]]:
@@ -443,7 +319,7 @@ class EPBatchManager:
             lists["input_scales"] = input_scales
         if router_weights is not None:
             lists["router_weights"] = router_weights
-        self._check_all(device_ids, **lists)
+        check_all_ranks(self.config, device_ids, **lists)
         for device_id in device_ids:
             self._check_receive("ep_dispatch_all", device_id)
         are_sent = {self._are_sent(i, x) for i, x in zip(device_ids, input_tokens)}
@@ -502,20 +378,7 @@ class EPBatchManager:
         Raises:
             TypeError: If it is one tensor of that, or that of all ranks.
         """
-        is_one_rank = isinstance(dispatched, (tuple, list))
-        if not is_one_rank or not isinstance(dispatched[0], TensorValue):
-            raise TypeError(
-                f"dispatched is a {type(dispatched).__name__}, it must be the tuple "
-                "of a rank: what ep_dispatch_wait or ep_dispatch returned, or one of "
-                "those of ep_dispatch_all"
-            )
-        counts = dispatched[2 if self.config.is_quantized else 1]
-        if self.config.is_padded:
-            return counts
-        offsets = ops.cast(counts, DType.int32)
-        rows = offsets[1:] - offsets[:-1]
-        # The shared expert's group, if any, comes first; experts stand in order.
-        return rows[1:] if self.config.fused_shared_expert else rows
+        return received_rows(self.config, dispatched)
 
     def _check_receive(self, op: str, device_id: int) -> None:
         """Refuses to forget where the rows of a combine under way are."""
@@ -530,15 +393,8 @@ class EPBatchManager:
     def _keep_src_info(
         self, device_id: int, results: tuple[TensorValue, ...]
     ) -> tuple[TensorValue, ...]:
-        config = self.config
-        if config.is_padded:
-            self._src_info[device_id] = results[-2]
-            return results
-        *outputs, src_info = results
-        self._src_info[device_id] = src_info
-        n_groups = config.n_local_experts + int(config.fused_shared_expert)
-        stats = np.array([config.expert_capacity, n_groups], np.uint32)
-        return (*outputs, ops.constant(stats, DType.uint32, DeviceRef.CPU()))
+        outputs, self._src_info[device_id] = outputs_and_src_info(self.config, results)
+        return outputs
 
     # ------------------------------------------------------------------- combine
 
@@ -641,7 +497,7 @@ class EPBatchManager:
         lists = {"input_tokens": input_tokens}
         if router_weights is not None:
             lists["router_weights"] = router_weights
-        self._check_all(device_ids, **lists)
+        check_all_ranks(self.config, device_ids, **lists)
         src_info = [self._dispatched(i) for i in device_ids]
         results = call_distributed_ep_combine(
             list(input_tokens),
@@ -663,23 +519,6 @@ class EPBatchManager:
                 "ep_dispatch_all; call one of them first"
             )
         return self._src_info[device_id]
-
-    def _check_all(self, device_ids: list[int], **lists: Sequence[TensorValue]) -> None:
-        if sorted(device_ids) != list(range(self.config.n_gpus_per_node)):
-            raise ValueError(
-                f"device_ids={device_ids} must name all "
-                f"{self.config.n_gpus_per_node} ranks of this process"
-            )
-        for what, values in lists.items():
-            if isinstance(values, TensorValue):
-                raise TypeError(
-                    f"{what} is one TensorValue; pass a list, with a tensor for each "
-                    f"of the {len(device_ids)} device_ids"
-                )
-            if len(values) != len(device_ids):
-                raise ValueError(
-                    f"{what} has {len(values)} tensors for {len(device_ids)} device_ids"
-                )
 
     def _pass_all(self, group: int, device_ids: list[int]) -> None:
         for device_id in device_ids:
