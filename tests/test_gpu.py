@@ -43,7 +43,7 @@ from max.dtype import DType
 from max.graph import BufferType, Graph, ops
 
 from max_ep import EPBatchManager, EPConfig
-from max_ep.kernels import _order_buffer
+from max_ep.kernels.op_call import order_buffer
 
 PROTOCOLS = {
     "": {},
@@ -317,7 +317,7 @@ def delayed(build: Callable, delays: list) -> Callable:
         ops.inplace_custom(
             "max_ep_tests.delay",
             device=device,
-            values=[delays[rank], _order_buffer(device)],
+            values=[delays[rank], order_buffer(device)],
             parameters={"which": which},
         )
 

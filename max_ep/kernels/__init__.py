@@ -14,7 +14,6 @@ from .dispatch import (
 )
 from .distributed import call_distributed_ep_combine, call_distributed_ep_dispatch
 from .init import call_ep_init
-from .op_call import _order_buffer as _order_buffer  # tests' own ops take it
 from .watch import call_ep_watch
 
 __all__ = [

@@ -24,7 +24,7 @@ _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
 )
 
 
-def _order_buffer(device: DeviceRef) -> BufferValue:
+def order_buffer(device: DeviceRef) -> BufferValue:
     """Returns the buffer that puts this graph's EP ops on a device in order.
 
     MAX runs in-place ops on different buffers concurrently. All EP ops of a
@@ -50,7 +50,7 @@ def call_op(
     results = ops.inplace_custom(
         f"max_ep.{name}",
         device=counter.device,
-        values=[counter, _order_buffer(counter.device), *values],
+        values=[counter, order_buffer(counter.device), *values],
         out_types=out_types or [],
         parameters={
             **parameters,
