@@ -120,6 +120,26 @@ def test_no_machine_is_named(path: Path) -> None:
     assert not found
 
 
+def test_numbers_beside_a_name_are_the_constants() -> None:
+    """Where a document says `NAME` (64), so do the sources."""
+    sources = "\n".join(path.read_text() for path in [*MOJO_FILES, *PYTHON_FILES])
+    values: dict[str, set[str]] = {}
+    for name, value in re.findall(
+        r"^(?:comptime )?(_?[A-Z][A-Z0-9_]+)(?:: \w+)? = ([\d_]+)$", sources, re.M
+    ):
+        values.setdefault(name, set()).add(value.replace("_", ""))
+    n_compared = 0
+    for path in MARKDOWN_FILES:
+        if "results" in path.parts:  # of the commit that was measured
+            continue
+        for name, number in re.findall(
+            r"`(_?[A-Z][A-Z0-9_]+)` \((\d+)\)", path.read_text()
+        ):
+            assert values.get(name) == {number}, (name_of(path), name, number)
+            n_compared += 1
+    assert n_compared >= 10
+
+
 def test_readme_example_is_the_program() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     program = (ROOT / "graphs/round_trip.py").read_text()
