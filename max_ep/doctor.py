@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .plan import human
-from .shmem import missing_parts
+from .shmem_parts import missing_parts
 from .symmetric_memory import shared_memory_free
 
 _WANTED_MAX = "26.7."

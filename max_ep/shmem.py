@@ -19,7 +19,6 @@ import atexit
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import queue
 import struct
@@ -27,14 +26,8 @@ import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from importlib import metadata
-from pathlib import Path
 
-BITCODE_PACKAGE = "nvidia-nvshmem-cu13"
-"""PyPI package whose device bitcode is built into the kernels."""
-
-MPI_LIBRARY_VARIABLE = "MAX_EP_MPI_LIBRARY"
-"""Environment variable that names Open MPI's ``libmpi.so.40``."""
+from .shmem_parts import check_installed, host_library_dir, mpi_library
 
 _MODULES_VARIABLE = "MAX_EP_SHMEM_MODULES"  # as in shmem_modules.mojo
 _MAX_MODULES = 4096
@@ -42,61 +35,6 @@ _INIT_WITH_MPI_COMM = 1 << 1
 _IS_INITIALIZED = 2
 _THREAD_MULTIPLE = 3
 _DIGEST_BYTES = 32
-
-
-def bitcode_path() -> Path | None:
-    """Returns NVSHMEM's device bitcode, or None if it is not installed."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
-        path = Path(folder) / "nvshmem" / "lib" / "libnvshmem_device.bc"
-        if path.is_file():
-            return path
-    return None
-
-
-def mpi_library() -> Path | None:
-    """Returns Open MPI's library, or None if it is not found."""
-    if MPI_LIBRARY_VARIABLE in os.environ:
-        path = Path(os.environ[MPI_LIBRARY_VARIABLE])
-        return path if path.is_file() else None
-    folders = [Path(sys.prefix) / "lib"]
-    folders += [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
-    for folder in folders:
-        if (folder / "libmpi.so.40").is_file():
-            return folder / "libmpi.so.40"
-    return None
-
-
-def host_library_dir() -> Path | None:
-    """Returns the folder of MAX's NVSHMEM host library, or None."""
-    spec = importlib.util.find_spec("modular")
-    for folder in spec.submodule_search_locations if spec else ():
-        if (Path(folder) / "lib" / "libnvshmem_host.so.3").is_file():
-            return Path(folder) / "lib"
-    return None
-
-
-def missing_parts() -> list[str]:
-    """Says what SHMEM lacks on this machine; nothing if it can be used."""
-    missing = []
-    if bitcode_path() is None:
-        missing.append(f"the device bitcode of {BITCODE_PACKAGE}")
-    if host_library_dir() is None:
-        missing.append("MAX's libnvshmem_host.so.3 (package max-shmem-libs)")
-    if mpi_library() is None:
-        missing.append(f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)")
-    return missing
-
-
-def check_installed() -> None:
-    """Raises with what is missing, if SHMEM cannot be used here."""
-    missing = missing_parts()
-    if missing:
-        raise RuntimeError(
-            "max_ep: n_nodes > 1 with target='gpu' goes through SHMEM, which lacks "
-            + " and ".join(missing)
-            + "; pip install 'max_ep[shmem]'"
-        )
 
 
 class _Libraries:
@@ -441,8 +379,3 @@ class ShmemMemory:
         _membership.on_all(
             self._timeout_s, lambda i: free(addresses[i]), "freeing symmetric memory"
         )
-
-
-def bitcode_version() -> str:
-    """Returns the version of the installed bitcode package."""
-    return metadata.version(BITCODE_PACKAGE)

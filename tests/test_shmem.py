@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cases import CASES
 
-from max_ep import EPCommInitializer, extension_path, shmem
+from max_ep import EPCommInitializer, extension_path, shmem, shmem_parts
 from max_ep.extension import mojo_dir, run_mojo
 
 HERE = Path(__file__).parent
@@ -50,8 +50,8 @@ def test_round_trips_of_two_processes(gpus_per_process: int) -> None:
 
 def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is launched, and with the command that mends it."""
-    monkeypatch.setattr(shmem, "bitcode_path", lambda: None)
-    monkeypatch.setenv(shmem.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
+    monkeypatch.setattr(shmem_parts, "bitcode_path", lambda: None)
+    monkeypatch.setenv(shmem_parts.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
     config = CASES["two_ranks"].config(target="gpu", n_nodes=2, n_gpus_per_node=1)
     with pytest.raises(RuntimeError) as caught:
         shmem.ShmemMemory([0], 0, 2, 1, "", 1.0)
@@ -67,7 +67,7 @@ def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_need_the_bitcode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("max_ep.extension.bitcode_path", lambda: None)
-    monkeypatch.setattr(shmem, "bitcode_path", lambda: None)
+    monkeypatch.setattr(shmem_parts, "bitcode_path", lambda: None)
     with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13"):
         extension_path("max_ep", with_shmem=True)
 
