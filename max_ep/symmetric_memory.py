@@ -11,6 +11,8 @@ node through POSIX shared memory:
   goes with the last mapping.
 * A process that dies before leaves its name. The next group of that name sees
   that the owner is dead and replaces it; a peer never maps a dead owner's.
+
+One file that needs nothing but Python: tests' processes load it without MAX.
 """
 
 from __future__ import annotations
