@@ -110,6 +110,11 @@ def check_send(
 ) -> None:
     check_tokens(config, input_tokens, device)
     shape = [None, config.n_given_choices]
+    if isinstance(topk_ids, TensorValue) and topk_ids.dtype.is_float():
+        raise TypeError(
+            f"topk_ids has dtype {topk_ids.dtype}, it must be {DType.int32}: pass the "
+            "ids of the experts here, and the router's weights where they belong"
+        )
     check_value(topk_ids, "topk_ids", DType.int32, shape, device)
     check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)
 
@@ -148,8 +153,8 @@ def check_rows(
             f"input_tokens of combine has dtype {input_tokens.dtype}, as the FP8 rows "
             f"that dispatch delivers; pass what the experts made of them, in "
             f"{config.combine_dtype}. Dequantize rows with their scales, as "
-            "max_ep.reference.dequantize_blockwise_fp8 does: a cast alone leaves the "
-            "scales out"
+            "max_ep.reference.dequantize_blockwise_fp8(rows, scales.T) does: a cast "
+            "alone leaves the scales out"
         )
     check_value(
         input_tokens,

@@ -86,8 +86,8 @@ class EPConfig:
     """Wire protocol: ``"expert_slots"`` sends a token once for each of its
     experts, ``"rank_slots"`` once to each rank that has one of them, ``"gather"``
     to all ranks that have experts, maybe before the router has decided
-    (:meth:`EPBatchManager.ep_send_tokens`). The latter two on GPUs of one host,
-    and without input scales; the results are the same, bit for bit. ``"auto"``:
+    (:meth:`EPBatchManager.ep_send_tokens`). The latter two on CPU and on GPUs of one
+    host, and without input scales; the results are the same, bit for bit. ``"auto"``:
     what a cost model says is fastest of those that can be
     (docs/decisions/0015-auto.md; ``max-ep plan`` prints it)."""
     combine_mode: str = "unreduced"

@@ -16,6 +16,7 @@ from .limits import (
     MAX_GPU_PAIRS,
     MAX_OF_ENTRY,
     MAX_RANKS,
+    MAX_TIMEOUT_S,
     MAX_TOP_K,
     OUTPUT_LAYOUTS,
     PLAIN_DTYPES,
@@ -128,7 +129,7 @@ def check_sizes(config: EPConfig) -> None:
             f"{config.n_nodes}), or -1"
         )
     is_number = isinstance(config.timeout_s, (int, float))
-    if not is_number or not 0 < config.timeout_s <= 24 * 3600:
+    if not is_number or not 0 < config.timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(
             f"timeout_s={config.timeout_s!r} must be a number of seconds, above 0 and "
             "at most a day"

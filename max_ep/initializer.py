@@ -254,7 +254,8 @@ class EPCommInitializer:
         """
         if self._pointers is None:
             raise RuntimeError(
-                "EPCommInitializer.check before ep_init; call ep_init(session) first"
+                "EPCommInitializer.check before ep_init, or after close; call "
+                "ep_init(session) first"
             )
         if self.config.target == "cpu":
             return
@@ -317,7 +318,8 @@ class EPCommInitializer:
             )
         if self._pointers is None:
             raise RuntimeError(
-                "EPCommInitializer.reset before ep_init; call ep_init(session) first"
+                "EPCommInitializer.reset before ep_init, or after close; call "
+                "ep_init(session) first"
             )
         # A kernel that still waits, on another GPU, could write to a rank that
         # is cleared already.

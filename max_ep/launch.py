@@ -74,11 +74,14 @@ def launch(
         The results, in the order of ``node_id``.
 
     Raises:
-        ValueError: If ``function`` or ``args`` cannot be handed to other processes.
+        ValueError: If ``function`` or ``args`` cannot be handed to other processes,
+            or there is no process to run.
         LaunchError: If a process raised, was killed, or took too long. The
             others are given time to notice (their waits are bounded), then
             killed; nothing of the group stays in shared memory.
     """
+    if n_nodes < 1:
+        raise ValueError(f"launch n_nodes={n_nodes!r}: pass how many processes, >= 1")
     try:
         pickle.dumps((function, args))
     except Exception as error:

@@ -34,6 +34,9 @@ MAX_GPU_PAIRS = 3840
 """Most ``n_local_experts * n_ranks`` on GPUs: a launch keeps 12 bytes for each in
 the 48 KiB of shared memory that every block has."""
 
+MAX_TIMEOUT_S = 24 * 3600
+"""Longest ``timeout_s``: a day."""
+
 PROTOCOLS = ("expert_slots", "rank_slots", "gather")
 """Wire protocols there are."""
 

@@ -134,9 +134,26 @@ def quantize_blockwise_fp8(
 def dequantize_blockwise_fp8(
     values: np.ndarray, scales: np.ndarray, block: int = 128
 ) -> np.ndarray:
-    """Multiplies values (bits, `[n, hidden]`) by their scales, in float32."""
-    x = float8_e4m3fn_to_float32(values).reshape(*scales.shape, block)
+    """Multiplies values by their scales, in float32.
+
+    Args:
+        values: float8_e4m3fn bits `uint8`, `[n, hidden]`.
+        scales: float32 `[n, hidden / block]`. Dispatch delivers them transposed:
+            pass `scales.T`.
+        block: Elements that share one scale.
+
+    Returns:
+        float32 `[n, hidden]`.
+    """
+    n, hidden = values.shape
     scales = _typed("scales", scales, np.float32)
+    if scales.shape != (n, hidden // block):
+        raise ValueError(
+            f"scales of {n} rows must be [{n}, {hidden // block}], got "
+            f"{list(scales.shape)}; those that dispatch delivers stand transposed: "
+            "pass scales.T"
+        )
+    x = float8_e4m3fn_to_float32(values).reshape(*scales.shape, block)
     return (x * scales[:, :, np.newaxis]).reshape(values.shape)
 
 
@@ -340,6 +357,7 @@ def combine(
         rounding to the combine dtype, the caller's (`float32_to_bfloat16`).
     """
     _check_rows(expert_rows, results)
+    _check_weights(results, topk_weights)
     all_rows = np.concatenate(list(expert_rows))
     src_ranks = np.concatenate([r.src_ranks for r in results])
     src_info = np.concatenate([r.src_info for r in results])
@@ -392,6 +410,7 @@ def combine_reduced(
         As `combine`.
     """
     _check_rows(expert_rows, results)
+    _check_weights(results, topk_weights)
     sums = []
     for rank, weights in enumerate(topk_weights):
         acc, from_others = None, []
@@ -439,6 +458,7 @@ def moe(
     Returns:
         float32 `[n_tokens, hidden]`, summed as `combine` does.
     """
+    _check_ids([topk_ids], [len(tokens)], np.iinfo(np.int64).max)
     row_of_choice = np.full(topk_ids.shape, -1)
     expert_rows = [_typed("tokens", tokens, np.float32)[:0]]
     n_rows = 0
@@ -448,6 +468,11 @@ def moe(
         expert_rows.append(expert_fn(int(expert_id), tokens[token_idx]))
         n_rows += len(k)
     all_rows = np.concatenate(expert_rows)
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights must have the shape of topk_ids, {list(topk_ids.shape)}, "
+            f"got {list(topk_weights.shape)}"
+        )
     acc = _weighted_sum(all_rows, row_of_choice, topk_weights)
     return acc if shared_fn is None else round_sum(acc) + shared_fn(tokens)
 
@@ -501,6 +526,20 @@ def _check_rows(
             raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
 
 
+def _check_weights(
+    results: Sequence[DispatchResult], topk_weights: Sequence[np.ndarray]
+) -> None:
+    """Raises a `ValueError` unless each choice that has a row has a weight."""
+    for rank, weights in enumerate(topk_weights):
+        for result in results:
+            choices = result.src_info[result.src_ranks == rank]
+            for token_idx, k in choices[(choices >= weights.shape).any(axis=1)][:1]:
+                raise ValueError(
+                    f"rank {rank}: topk_weights is {list(weights.shape)}, and token"
+                    f" {token_idx}, choice {k} was dispatched"
+                )
+
+
 def _check_ids(
     topk_ids: Sequence[np.ndarray], n_tokens: Sequence[int], n_experts: int
 ) -> None:
@@ -512,6 +551,8 @@ def _check_ids(
             f" {list(n_tokens)} and one top_k, got {shapes}"
         )
     for rank, ids in enumerate(topk_ids):
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"rank {rank}: topk_ids must be integers, got {ids.dtype}")
         for token_idx, k in np.argwhere((ids < -1) | (ids >= n_experts))[:1]:
             raise ValueError(
                 f"rank {rank}, token {token_idx}, choice {k}: id"

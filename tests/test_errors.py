@@ -357,7 +357,7 @@ def test_waits_are_told_whether_ranks_share_a_gpu(ranks_per_gpu: int) -> None:
 def test_a_refused_dispatch_leaves_tokens_sent() -> None:
     with building(GATHER.config()) as (manager, x):
         manager.ep_send_tokens(x.tokens, 0)
-        with raises(TypeError, "topk_ids", "float32", "int32"):
+        with raises(TypeError, "topk_ids", "float32", "int32", "router's weights"):
             manager.ep_dispatch_async(x.tokens, x.weights, 0)
         manager.ep_dispatch_async(x.tokens, x.ids, 0)
         manager.ep_dispatch_async(x.tokens, x.ids, 1)

@@ -140,6 +140,31 @@ def test_numbers_beside_a_name_are_the_constants() -> None:
     assert n_compared >= 10
 
 
+def test_names_in_the_protocol_are_in_the_sources() -> None:
+    """What docs/protocol.md has in backquotes and looks like a name of ours."""
+    text = (ROOT / "docs/protocol.md").read_text()
+    kinds = [*MOJO_FILES, *PYTHON_FILES, *(ROOT / "max_ep").rglob("*.py")]
+    sources = "\n".join(path.read_text() for path in kinds)
+    named = set(re.findall(r"`(_?[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]+)`", text))
+    assert len(named) > 100
+    assert (
+        sorted(name for name in named if not re.search(rf"\b{name}\b", sources)) == []
+    )
+
+
+def test_recipe_of_a_token_format_names_what_the_trait_wants() -> None:
+    source = (ROOT / "mojo/max_ep/token_format.mojo").read_text()
+    trait = source[source.index("\ntrait TokenFormat") :]
+    trait = trait[: trait.index("\n\n\n")]
+    wanted = set(re.findall(r"^    comptime (\w+): [^=\n]+$", trait, re.M))
+    for member in re.split(r"^    (?=@staticmethod)", trait, flags=re.M)[1:]:
+        if member.rstrip().endswith("..."):  # no body: each format has its own
+            wanted.add(re.search(r"def (\w+)", member)[1])
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    recipe = re.search(r"trait `TokenFormat` \((.*?)\)", text)[1]
+    assert set(re.findall(r"`(\w+)`", recipe)) == wanted
+
+
 def test_readme_example_is_the_program() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     program = (ROOT / "graphs/round_trip.py").read_text()

@@ -225,6 +225,8 @@ def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
     """A function that is not importable, and a script that starts itself again."""
     with pytest.raises(ValueError, match="lambda.*top of a module"):
         launch(lambda node_id: node_id, 2)
+    with pytest.raises(ValueError, match="n_nodes=0: pass how many"):
+        launch(processes.multiply, 0, (10,))
     with pytest.raises(ValueError, match="lambda.*args that can be pickled"):
         launch(processes.multiply, 2, (lambda: 10,))
     script = tmp_path / "script.py"

@@ -254,6 +254,9 @@ def test_blockwise_fp8_shapes():
     assert quantize_blockwise_fp8(x, block=16)[1].shape == (2, 2)
     with pytest.raises(ValueError, match="hidden=200"):
         quantize_blockwise_fp8(np.zeros((1, 200), np.float32))
+    values, scales = quantize_blockwise_fp8(np.ones((3, 256), np.float32))
+    with pytest.raises(ValueError, match=r"\[3, 2\], got \[2, 3\].*pass scales.T"):
+        dequantize_blockwise_fp8(values, scales.T)  # as dispatch delivers them
 
 
 # --- Fused multiply-add ----------------------------------------------------
@@ -607,6 +610,10 @@ def test_shapes_that_do_not_fit_are_refused():
         combine([rows[0], rows[0][:1]], results, weights)
     with pytest.raises(TypeError, match="topk_weights must be float32"):
         combine(rows, results, [w.astype(np.float64) for w in weights])
+    for add in (combine, combine_reduced):
+        for short in (weights[1][:, :1], weights[1][:2]):
+            with pytest.raises(ValueError, match="rank 1: topk_weights.*dispatched"):
+                add(rows, results, [weights[0], short])
 
 
 # --- Other layouts of the rows ----------------------------------------------
@@ -897,6 +904,19 @@ def test_combine_does_not_depend_on_the_number_of_ranks(n_experts: int):
         )
         assert len(got) == len(splits) + 1
         assert_same_bits(np.concatenate(got), want)
+
+
+def test_moe_refuses_what_dispatch_refuses():
+    (tokens,) = make_tokens([2])
+    ids, weights = np.zeros((2, 3), np.int32), np.ones((2, 3), np.float32)
+    for bad_ids, bad_weights, error, words in (
+        (ids - 2, weights, ValueError, "id -2 is outside"),
+        (ids.astype(np.float32), weights, TypeError, "integers, got float32"),
+        (ids[:1], weights, ValueError, "n_tokens"),
+        (ids, weights[:, :2], ValueError, "shape of topk_ids"),
+    ):
+        with pytest.raises(error, match=words):
+            moe(tokens, bad_ids, bad_weights, lambda _, x: x)
 
 
 def test_moe_calls_each_expert_once_with_its_tokens_in_order():

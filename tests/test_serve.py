@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from serving import (
@@ -117,6 +119,14 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
         assert tally.worst_first_gap <= 0.06
         # About as many as transformers has in bfloat16 (12, where 11 were served).
         assert tally.n_ties <= 2 * tally.n_ties_bfloat16
+
+
+def test_the_log_says_who_serves(served: Served) -> None:
+    line = (
+        r"max_ep: \d ranks? on [CG]PU, protocol \w+, \d+ tokens a rank, "
+        r"[\d.]+ MiB of symmetric memory each, time-out 30 s"
+    )
+    assert re.search(line, served.server.log.read_text())
 
 
 def test_many_at_once_some_cancelled(served: Served) -> None:
@@ -283,6 +293,20 @@ def test_deepseek_needs_attention_and_experts(monkeypatch: pytest.MonkeyPatch) -
     assert two.runtime.ep_size == 2
 
 
+HUGGINGFACE = SimpleNamespace(
+    hidden_size=64, num_experts=16, moe_intermediate_size=32, num_experts_per_tok=4
+)
+
+
+def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
+    """What MAX makes of the flags of four ranks of the CPU, as far as we ask."""
+    cpu = SimpleNamespace(device_type="cpu")
+    model = SimpleNamespace(device_specs=[cpu], data_parallel_degree=1, max_length=100)
+    runtime = SimpleNamespace(ep_size=4, max_batch_input_tokens=n_tokens)
+    runtime.enable_chunked_prefill = cuts_prompts
+    return SimpleNamespace(model=model, runtime=runtime)
+
+
 def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
     """Fails if memory is planned for one of several ranks, or for a batch alone."""
     from max.dtype import DType
@@ -290,17 +314,8 @@ def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
     from max_ep.serve.planner import ExpertParallelPlanner
     from max_ep.serve.settings import MoeShape, activation_bytes, serving_config
 
-    sizes = dict(hidden_size=64, num_experts=16, moe_intermediate_size=32)
-    huggingface = SimpleNamespace(**sizes, num_experts_per_tok=4)
+    flags, huggingface = _flags, HUGGINGFACE
     shape = MoeShape.of(huggingface)
-    cpu = SimpleNamespace(device_type="cpu")
-    model = SimpleNamespace(device_specs=[cpu], data_parallel_degree=1, max_length=100)
-
-    def flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
-        runtime = SimpleNamespace(ep_size=4, max_batch_input_tokens=n_tokens)
-        runtime.enable_chunked_prefill = cuts_prompts
-        return SimpleNamespace(model=model, runtime=runtime)
-
     whole, cut = (
         serving_config(flags(*tokens), shape, DType.float32)
         for tokens in ((64, False), (164, True))
@@ -311,6 +326,55 @@ def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
     of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, shape)
     planned = planner.estimate_activation_memory(flags(64, False), huggingface)
     assert planned == 4 * of_a_rank
+
+
+def test_what_makes_batches_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without chunked prefill a prompt may come on top of a full batch."""
+    from max.dtype import DType
+
+    from max_ep.serve import planner
+
+    free = SimpleNamespace(stats={"free_memory": 1})
+    monkeypatch.setattr(planner, "CPU", lambda: free)
+    plan = planner.ExpertParallelPlanner.__new__(planner.ExpertParallelPlanner)
+    plan._config = SimpleNamespace(dtype=DType.float32)
+    with pytest.raises(ValueError, match="lower --max-batch-input-tokens$"):
+        plan.estimate_activation_memory(_flags(64, True), HUGGINGFACE)
+    with pytest.raises(ValueError, match="--max-length.*chunked prefill on$"):
+        plan.estimate_activation_memory(_flags(64, False), HUGGINGFACE)
+
+
+def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty is unset; what they cannot be is told with their names."""
+    from max.dtype import DType
+
+    from max_ep.serve.settings import MoeShape, serving_config
+
+    def config() -> EPConfig:
+        shape = MoeShape.of(HUGGINGFACE)
+        return serving_config(_flags(64, True), shape, DType.float32)
+
+    for name in ("MAX_EP_PROTOCOL", "MAX_EP_TIMEOUT_S"):
+        monkeypatch.setenv(name, "")
+    assert (config().protocol, config().timeout_s) == ("rank_slots", 30)
+    monkeypatch.setenv("MAX_EP_PROTOCOL", "expert_slots")
+    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "2.5")
+    assert (config().protocol, config().timeout_s) == ("expert_slots", 2.5)
+    for seconds in ("30s", "0", "-1", "nan", "inf", "1e6"):
+        monkeypatch.setenv("MAX_EP_TIMEOUT_S", seconds)
+        with pytest.raises(ValueError, match=f"MAX_EP_TIMEOUT_S='{seconds}' is no"):
+            config()
+
+
+def test_a_server_that_does_not_use_max_ep_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from max_ep.serve.model import ExpertParallelModel
+
+    model = ExpertParallelModel.__new__(ExpertParallelModel)
+    with caplog.at_level("INFO"):
+        model._init_distributed_runtime(None, SimpleNamespace(ep_config=None))
+    assert "max_ep: not used; without --ep-size" in caplog.text
 
 
 def _error_of(tmp_path: Path, *flags: str, **env: str) -> str:
@@ -331,7 +395,7 @@ def test_experts_that_cannot_be_spread(tmp_path: Path) -> None:
 
 def test_unknown_protocol(tmp_path: Path) -> None:
     log = _error_of(tmp_path, MAX_EP_PROTOCOL="carrier_pigeon")
-    assert "protocol='carrier_pigeon'" in log
+    assert "MAX_EP_PROTOCOL='carrier_pigeon' is no protocol; set it to one of" in log
     assert "Building model" not in log
 
 

@@ -2,7 +2,7 @@
 """MoE models served by MAX with dispatch and combine of max_ep.
 
 ``max serve --custom-architectures max_ep.serve ...`` is all it takes; see
-docs/serving.md. Needs ``pip install 'max_ep[serve]'``.
+docs/serving.md, and what to install there.
 """
 
 from . import deepseek_v3, minimax_m2, qwen3_moe

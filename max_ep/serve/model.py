@@ -9,6 +9,7 @@ MAX's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from .hopper import REPLACED
 from .settings import MoeShape, n_devices, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
+
+_logger = logging.getLogger("max.pipelines.max_ep")  # MAX's server shows no others
 
 
 @contextmanager
@@ -87,6 +90,7 @@ class ExpertParallelModel:
         self, session: InferenceSession, model_config: Any
     ) -> None:
         if model_config.ep_config is None:
+            _logger.info("max_ep: not used; without --ep-size MAX splits each expert")
             return
         if is_virtual_device_mode():  # compiles only
             model_config.ep_config.node_id = 0
@@ -95,6 +99,7 @@ class ExpertParallelModel:
         # A session of its own: --precompiled-mefs has no set-up graph.
         self.ep_comm_initializer.ep_init(InferenceSession(devices=session.devices))
         model_config.ep_config.node_id = self.ep_comm_initializer.config.node_id
+        _logger.info("max_ep: %s", _summary(model_config.ep_config))
 
     def prepare_initial_token_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Makes a step's inputs; see MAX's model.
@@ -110,6 +115,16 @@ class ExpertParallelModel:
             self._checked_s = now
             self.ep_comm_initializer.check()
         return super().prepare_initial_token_inputs(*args, **kwargs)
+
+
+def _summary(config: EPConfig) -> str:
+    """Says in a line which group serves."""
+    n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
+    return (
+        f"{n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "
+        f"{config.protocol}, {config.max_tokens_per_rank} tokens a rank, {mib:.1f} MiB "
+        f"of symmetric memory each, time-out {config.timeout_s:g} s"
+    )
 
 
 class ExpertParallelBatches:

@@ -8,6 +8,7 @@ weight is read, and the model: what is planned is what is allocated.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,13 @@ from max.dtype import DType
 from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
 from ..config import EPConfig
+from ..limits import MAX_TIMEOUT_S, PROTOCOLS
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
-"""Environment variable for :attr:`EPConfig.protocol`; default ``auto``."""
+"""Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
 
 TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
-"""Environment variable for :attr:`EPConfig.timeout_s`, seconds; default 30."""
+"""Environment variable for :attr:`EPConfig.timeout_s`, seconds; unset or empty: 30."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,12 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     if shape.n_experts % n_ranks:
         raise ValueError(
             f"{shape.n_experts} experts cannot be loaded on --ep-size {n_ranks} ranks: "
-            f"MAX gives every rank as many; pass an --ep-size that divides "
-            f"{shape.n_experts}"
+            f"MAX gives every rank as many; "
+            + (
+                f"pass an --ep-size that divides {shape.n_experts}"
+                if on_cpu
+                else f"serve on a number of GPUs that divides {shape.n_experts}"
+            )
         )
     n_tokens = runtime.max_batch_input_tokens
     if not runtime.enable_chunked_prefill:
@@ -143,19 +149,33 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         n_nodes=1,
         fused_shared_expert=shape.has_shared_expert,
         target="cpu" if on_cpu else "gpu",
-        protocol=os.environ.get(PROTOCOL_VARIABLE, "auto"),
+        protocol=_protocol(),
         timeout_s=_timeout_s(),
     )
 
 
-def _timeout_s() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, "30")
-    try:
-        return float(text)
-    except ValueError:
+def _protocol() -> str:
+    name = os.environ.get(PROTOCOL_VARIABLE) or "auto"
+    if name not in ("auto", *PROTOCOLS):
         raise ValueError(
-            f"{TIMEOUT_VARIABLE}={text!r} is no number; set it to seconds"
-        ) from None
+            f"{PROTOCOL_VARIABLE}={name!r} is no protocol; set it to one of "
+            f"{', '.join(['auto', *PROTOCOLS])}, or unset it"
+        )
+    return name
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE) or "30"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE}={text!r} is no time-out; set it to seconds, above 0 "
+            f"and at most {MAX_TIMEOUT_S}"
+        )
+    return seconds
 
 
 def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
