@@ -42,9 +42,11 @@ CALLS_LEFT_OUT = {
 # How often a function calls an atomic, where it is more than once and not modelled
 # call by call: a third call would be a step that the model lacks.
 CALLED_OFTEN = {
-    ("rank_slots/dispatch.mojo: _store_steps", "put_16"): 2,  # values, scales
-    ("rank_slots/dispatch.mojo: _load_steps", "peek_16"): 2,  # first look, then more
-    ("rank_slots/dispatch.mojo: _are_counted", "block_peek"): 2,  # COUNTED, FAILED
+    ("rank_slots/dispatch_send.mojo: _store_steps", "put_16"): 2,  # values, scales
+    # First look, then more.
+    ("rank_slots/dispatch_receive.mojo: _load_steps", "peek_16"): 2,
+    # COUNTED, FAILED.
+    ("rank_slots/dispatch_receive.mojo: _are_counted", "block_peek"): 2,
     ("rank_slots/dispatch.mojo: _receive", "block_peek"): 2,  # again, for its value
     ("rank_slots/dispatch.mojo: _await_send_tokens", "look_at"): 2,  # and again
     ("rank_slots/device_steps.mojo: await_readers", "peek"): 2,
@@ -135,7 +137,7 @@ BARRIERS = {
     ("rank_slots/device_steps.mojo: start_launch", "barrier"): 1,
     ("rank_slots/dispatch.mojo: _receive", "syncwarp"): 1,
     ("rank_slots/dispatch.mojo: _send", "syncwarp"): 1,
-    ("rank_slots/dispatch.mojo: _send_tokens", "syncwarp"): 1,
+    ("rank_slots/dispatch_send.mojo: _send_tokens", "syncwarp"): 1,
     ("rank_slots/index.mojo: _index_by_blocks", "index_barrier"): 4,
     ("rank_slots/row_counts.mojo: lay_out_rows", "syncwarp"): 2,
     ("watch.mojo: watch_kernel", "barrier"): 3,  # of a launch of its own
@@ -204,7 +206,7 @@ IN_THIS_ORDER = {
         "start_launch[",
         "_tell_dispatch(",
         "publish_earlier_reads[",
-        "_send_by_number[",
+        "send_by_number[",
     ),
     "rank_slots/dispatch.mojo: dispatch_async_kernel": _MOVES,
     "rank_slots/dispatch.mojo: dispatch_kernel": (
@@ -342,19 +344,19 @@ IN_THIS_ORDER = {
         "for i in range(layout.n_ranks):",
         "put_16(bytes_at(recv_bufs[unsafe_offset=rank] + offset), words)",
     ),
-    "rank_slots/dispatch.mojo: _await_words": (
+    "rank_slots/dispatch_receive.mojo: _await_words": (
         "if bytes[1] == generation:",
         "return bytes",
         "launch.deadline.has_passed()",
     ),
-    "rank_slots/dispatch.mojo: _place_carried": (
+    "rank_slots/dispatch_receive.mojo: _place_carried": (
         "for k in range(launch.lane, n_carried, WARP_SIZE):",
         "layout.carried_choice_offset(src_rank, token_idx, k, n_carried)",
         "is_late or carried[1] != generation",
         "rows, row, k, id_of_word(words[0]), weight_of_word(words[1])",
         "return not any_lane(is_late)",
     ),
-    "rank_slots/dispatch.mojo: _receive_tokens": (
+    "rank_slots/dispatch_receive.mojo: receive_tokens": (
         "var k = count_trailing_zeros(wanted)",
         "if wanted != 0 and not _place_carried[",
         "Int(warp.shuffle_idx(row, k))",
@@ -391,7 +393,7 @@ IN_THIS_ORDER = {
         "min(n_listed, layout.max_tokens_per_rank)",
     ),
     # Parts that are sent at once have a flag each.
-    "rank_slots/dispatch.mojo: _send_tokens": (
+    "rank_slots/dispatch_send.mojo: _send_tokens": (
         "parts_at_once_shift[layout, n_steps](n_tokens, n_senders)",
         "var first_part = Int(block_idx.x) + sender * n_blocks",
         "var shift = 0",
@@ -505,7 +507,7 @@ BREAKS_ITS_RANK = {
     "rank_slots/device_steps.mojo: await_readers": 1,
     "rank_slots/dispatch.mojo: _await_send_tokens": 1,
     "rank_slots/dispatch.mojo: _receive": 1,
-    "rank_slots/dispatch.mojo: _receive_tokens": 4,
+    "rank_slots/dispatch_receive.mojo: receive_tokens": 4,
     "rank_slots/row_counts.mojo: lay_out_rows": 2,
     "expert_slots/combine.mojo: combine_async_kernel": 1,
     "expert_slots/combine.mojo: combine_kernel": 1,
@@ -626,6 +628,7 @@ def test_functions_call_the_same_ones(protocol: str) -> None:
     files += [f"{protocol}/device_steps.mojo", "expert_slots/device_steps.mojo"]
     if protocol == "rank_slots":
         files += ["rank_slots/index.mojo", "rank_slots/row_counts.mojo"]
+        files += [f"rank_slots/dispatch_{half}.mojo" for half in ("send", "receive")]
     in_code = sources.mojo_calls(files)
     in_model = sources.model_calls(MODULES[protocol])
     ops = (rank_slots if protocol == "rank_slots" else expert_slots).OPS

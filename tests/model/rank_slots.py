@@ -22,6 +22,8 @@ from .rank_steps import (
 )
 
 _DISPATCH = "rank_slots/dispatch.mojo: "
+_SEND = "rank_slots/dispatch_send.mojo: "
+_RECEIVE = "rank_slots/dispatch_receive.mojo: "
 _INDEX = "rank_slots/index.mojo: "
 _COUNTS = "rank_slots/row_counts.mojo: "
 
@@ -157,7 +159,7 @@ def _send_tokens(
     await_readers(launch, a, False)
     if is_early and waits_for_index:
         a.block_peek(
-            _DISPATCH + "_send_tokens",
+            _SEND + "_send_tokens",
             ("INDEXED", rank, block),
             world.n_index_warps,
         )
@@ -174,7 +176,7 @@ def _send_tokens(
             for part in parts:
                 for to in [*peers, *own]:
                     truth = ("token", n, rank, t, part)
-                    where = _DISPATCH + "_store_steps"
+                    where = _SEND + "_store_steps"
                     if is_early:
                         place = ("early_token", to, rank, t, part)
                         a.put_16(where, place, truth, truth)
@@ -183,7 +185,7 @@ def _send_tokens(
             for part in [] if is_early else parts:
                 for to in [*peers, *own]:
                     a.publish(
-                        _DISPATCH + "_send_tokens",
+                        _SEND + "_send_tokens",
                         ("chunk_flag", to, rank, t, part),
                         (generation, 0),
                         ("token", n, rank, t, part),
@@ -268,11 +270,11 @@ def lay_out_rows(launch: Launch, a: Agent, block: int, counter: int) -> None:
         a.store(where, ("pair_rows", rank, counter), 1, truth)
 
 
-def _receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> None:
+def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> None:
     world, rank = launch.world, launch.rank
     n = launch.dispatch_read + 1
     generation = launch.next("dispatch_received")
-    where = _DISPATCH + "_receive_tokens"
+    where = _RECEIVE + "receive_tokens"
     a.block_peek(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
     for src in world.ranks:
         a.load(where, ("n_tokens_of", rank, block, src))
@@ -309,7 +311,7 @@ def _receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> No
                     ("equals", generation),
                     meant,
                 )
-                a.load(_DISPATCH + "_load_steps", ("token", rank, src, t, part), meant)
+                a.load(_RECEIVE + "_load_steps", ("token", rank, src, t, part), meant)
         if is_waiting:
             _are_counted(launch, a, block)
             is_waiting = False
@@ -324,7 +326,7 @@ def _await_words(
     launch: Launch, a: Agent, generation: int, place: tuple, meant: tuple
 ) -> None:
     peek = a.peek_16 if launch.world.is_reduced else a.peek_number
-    peek(_DISPATCH + "_await_words", place, ("equals", generation), meant)
+    peek(_RECEIVE + "_await_words", place, ("equals", generation), meant)
 
 
 def _place_carried(
@@ -335,17 +337,17 @@ def _place_carried(
 
 
 def _load_early(launch: Launch, a: Agent, place: tuple, meant: tuple) -> None:
-    a.peek_16(_DISPATCH + "_load_steps", place, ("filled",), meant)
-    a.store(_DISPATCH + "_load_steps", place, EMPTY)
+    a.peek_16(_RECEIVE + "_load_steps", place, ("filled",), meant)
+    a.store(_RECEIVE + "_load_steps", place, EMPTY)
 
 
 def _are_counted(launch: Launch, a: Agent, block: int) -> None:
     world, rank = launch.world, launch.rank
     a.block_peek(
-        _DISPATCH + "_are_counted", ("COUNTED", rank, block), world.n_index_warps
+        _RECEIVE + "_are_counted", ("COUNTED", rank, block), world.n_index_warps
     )
     for counter in range(world.n_index_warps):
-        where = _DISPATCH + "_receive_tokens"
+        where = _RECEIVE + "receive_tokens"
         a.load(where, ("block_pair_rows", rank, block, counter), is_=1)
 
 
@@ -463,7 +465,7 @@ def dispatch_wait(launch: Launch) -> None:
             a = launch.agent(f"block {block}, index warp {counter}")
             lay_out_rows(launch, a, block, counter)
         a = launch.agent(f"block {block}, receiver")
-        _receive_tokens(launch, a, block, False)
+        receive_tokens(launch, a, block, False)
         if tells_at_end:
             tell_at_end(launch, block, first, "dispatch_received", generation)
 
@@ -482,7 +484,7 @@ def dispatch(launch: Launch) -> None:
         read_numbers(launch, numbers, block)
         for counter, a in enumerate(indexers):
             lay_out_rows(launch, a, block, counter)
-        _receive_tokens(launch, launch.agent(f"block {block}, receiver"), block, True)
+        receive_tokens(launch, launch.agent(f"block {block}, receiver"), block, True)
 
 
 OPS = {
