@@ -18,6 +18,7 @@ from model.memory import EMPTY, Order, Step
 from model.mutations import COUNTED_IN
 
 DEALS_OUT = "deals out numbers, or adds up what is read behind a barrier"
+FIRST_LOOK = "a first look of the wait in `_await_16`; the model has one"
 FAILS = "how launches fail is not modelled: a wait that does not end is an error"
 HOSTS = "ranks of several hosts are not modelled"
 WATCHES = "looks, and nothing is built on what it sees: the wait behind it looks again"
@@ -30,8 +31,7 @@ CALLS_LEFT_OUT = {
     ("rank_slots/index.mojo: _count_id", "block_add"): DEALS_OUT,
     ("rank_slots/index.mojo: _index_by_blocks", "block_publish"): FAILS,
     ("rank_slots/index.mojo: _index_by_blocks", "block_peek"): FAILS,
-    ("rank_slots/combine.mojo: _look_at_partial", "peek_16"): "a first look of the"
-    " wait in `_await_16`; the model has one",
+    ("rank_slots/combine_receive.mojo: _look_at_partial", "peek_16"): FIRST_LOOK,
     ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): FAILS,
     ("failures.mojo: note_failure", "raise_to"): FAILS,
     ("transport.mojo: put_flag", "order_before_put"): HOSTS,
@@ -229,14 +229,14 @@ IN_THIS_ORDER = {
         "if shares_gpu:",
         "is_last_block(",
     ),
-    "rank_slots/combine.mojo: _is_bad_answer": (
+    "rank_slots/combine_checks.mojo: is_bad_answer": (
         "if launch.before.dispatch_received != dispatch_generation:",
         "return True",
         "dispatch_sent != dispatch_generation",
         "next_generation(dispatch_generation)",
         "return True",
     ),
-    "rank_slots/combine.mojo: _receive": ("_is_bad_answer(", "_add_tokens["),
+    "rank_slots/combine.mojo: _receive": ("is_bad_answer(", "add_tokens["),
     "rank_slots/device_steps.mojo: is_last_to_start": (
         "arrive(counters.blocks_done()) != Int(grid_dim.x) - 1",
         "blocks_done()[] = 0",
@@ -426,13 +426,13 @@ IN_THIS_ORDER = {
         "if id != NO_EXPERT and lane == 0:",
         "note_failure(",
     ),
-    "rank_slots/combine.mojo: _send_partials": (
+    "rank_slots/combine_send.mojo: send_partials": (
         "var turn = sender",
         "var unit = Int(block_idx.x) + turn * n_blocks",
         "if unit >= most * n_others * n_parts:",
         "if not are_few:",
         "turn = n_senders + take_turn(",
-        "launch.control.unsafe_offset(_NEXT_TURN), lane",
+        "launch.control.unsafe_offset(NEXT_TURN), lane",
         "else:",
         "turn += n_senders",
         "var src_rank = my_rank + 1 + other\n",
@@ -500,10 +500,10 @@ IN_THIS_ORDER = {
 
 # Who sets `BROKEN_WORD`, and how often: whoever gives up, or the last block for all.
 BREAKS_ITS_RANK = {
-    "rank_slots/combine.mojo: _add_tokens": 1,
-    "rank_slots/combine.mojo: _has_too_few_rows": 1,
-    "rank_slots/combine.mojo: _is_bad_answer": 3,
-    "rank_slots/combine.mojo: _is_nothing_dispatched": 1,
+    "rank_slots/combine_receive.mojo: add_tokens": 1,
+    "rank_slots/combine_checks.mojo: has_too_few_rows": 1,
+    "rank_slots/combine_checks.mojo: is_bad_answer": 3,
+    "rank_slots/combine_checks.mojo: is_nothing_dispatched": 1,
     "rank_slots/device_steps.mojo: await_readers": 1,
     "rank_slots/dispatch.mojo: _await_send_tokens": 1,
     "rank_slots/dispatch.mojo: _receive": 1,
@@ -627,8 +627,9 @@ def test_functions_call_the_same_ones(protocol: str) -> None:
     files = [f"{protocol}/dispatch.mojo", f"{protocol}/combine.mojo"]
     files += [f"{protocol}/device_steps.mojo", "expert_slots/device_steps.mojo"]
     if protocol == "rank_slots":
-        files += ["rank_slots/index.mojo", "rank_slots/row_counts.mojo"]
-        files += [f"rank_slots/dispatch_{half}.mojo" for half in ("send", "receive")]
+        parts = ["dispatch_send", "dispatch_receive", "index", "row_counts"]
+        parts += ["combine_send", "combine_receive", "combine_checks", "partial_sums"]
+        files += [f"rank_slots/{part}.mojo" for part in parts]
     in_code = sources.mojo_calls(files)
     in_model = sources.model_calls(MODULES[protocol])
     ops = (rank_slots if protocol == "rank_slots" else expert_slots).OPS

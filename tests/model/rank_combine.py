@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduced combine of `rank_slots` and `gather` of GPU ranks.
 
-Functions have the names of those in `mojo/max_ep/rank_slots/combine.mojo`.
+Functions have the names of those in `mojo/max_ep/rank_slots/`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from .rank_steps import (
 )
 
 _COMBINE = "rank_slots/combine.mojo: "
+_SEND = "rank_slots/combine_send.mojo: "
+_RECEIVE = "rank_slots/combine_receive.mojo: "
+_CHECKS = "rank_slots/combine_checks.mojo: "
+_SUMS = "rank_slots/partial_sums.mojo: "
 
 
-def _send_partials(launch: Launch, a: Agent, block: int) -> None:
+def send_partials(launch: Launch, a: Agent, block: int) -> None:
     world, rank = launch.world, launch.rank
     n, m = launch.dispatch_read, launch.combined + 1
-    where = _COMBINE + "_send_partials"
+    where = _SEND + "send_partials"
     a.load(_COMBINE + "_send", ("most_received", rank), ("most", n))
     most = max(len(world.tokens(n, src)) for src in world.ranks)
     others = [(rank + 1 + i) % world.n_ranks for i in range(world.n_ranks - 1)]
@@ -44,7 +48,7 @@ def _send_partials(launch: Launch, a: Agent, block: int) -> None:
         for part in range(world.n_parts):
             truth = ("partial", m, rank, src, t, part)
             a.put_16(
-                _COMBINE + "put_partial",
+                _SUMS + "put_partial",
                 _partial(launch, src, rank, t, part),
                 truth,
                 truth,
@@ -57,13 +61,13 @@ def _partial(launch: Launch, to: int, owner: int, t: int, part: int) -> tuple:
     return ("partial", to, owner, t, part)
 
 
-def _is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
+def is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
     """Refuses a result that cannot be that of the dispatch.
 
     What is noted of the own rows is of the last dispatch that was received; choices
     are kept for two. The number of tokens is compared first, but not used before.
     """
-    where = _COMBINE + "_is_bad_answer"
+    where = _CHECKS + "is_bad_answer"
     is_bad = launch.before["dispatch_received"] != of
     if launch.world.has("combine of an earlier dispatch is not refused"):
         is_bad = False
@@ -76,14 +80,14 @@ def _is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
 
 
 def _receive(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
-    if not _is_bad_answer(launch, a, n, of):
-        _add_tokens(launch, a, block, m, n, of)
+    if not is_bad_answer(launch, a, n, of):
+        add_tokens(launch, a, block, m, n, of)
 
 
-def _add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
+def add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
     """Adds up tokens of the `m`-th combine, which answers the `n`-th dispatch."""
     world, rank = launch.world, launch.rank
-    where = _COMBINE + "_add_tokens"
+    where = _RECEIVE + "add_tokens"
     parity = launch.parity(of, n)
     for t, experts in enumerate(world.tokens(n, rank)):
         if t % world.n_blocks != block:
@@ -99,8 +103,8 @@ def _add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -
             for part in range(world.n_parts if owner != rank else 0):
                 place = _partial(launch, rank, owner, t, part)
                 meant = ("partial", m, owner, rank, t, part)
-                a.peek_16(_COMBINE + "_await_16", place, ("filled",), meant)
-                a.store(_COMBINE + "_await_16", place, EMPTY)
+                a.peek_16(_RECEIVE + "_await_16", place, ("filled",), meant)
+                a.store(_RECEIVE + "_await_16", place, EMPTY)
 
 
 def combine_async(launch: Launch) -> None:
@@ -121,7 +125,7 @@ def combine_async(launch: Launch) -> None:
         is_last_to_start(launch, a, moving(launch, words))
     publish_earlier_reads(launch)
     for block in range(launch.world.n_blocks):
-        _send_partials(launch, launch.agent(f"block {block}, sender"), block)
+        send_partials(launch, launch.agent(f"block {block}, sender"), block)
 
 
 def combine_wait(launch: Launch) -> None:
@@ -174,6 +178,6 @@ def combine(launch: Launch) -> None:
     publish_earlier_reads(launch)
     note_readers(launch, launch.agent("noting warp"), False)
     for block in range(world.n_blocks):
-        _send_partials(launch, launch.agent(f"block {block}, sender"), block)
+        send_partials(launch, launch.agent(f"block {block}, sender"), block)
         a = launch.agent(f"block {block}, receiver")
         _receive(launch, a, block, m, n, launch.before["dispatch_received"])

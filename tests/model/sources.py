@@ -137,9 +137,11 @@ def counter_arrays() -> set[str]:
 
 def control_words() -> set[str]:
     """Words by which the warps of a block agree: constants of the kernels' files."""
-    roles = _code(source("rank_slots/dispatch_roles.mojo"))
-    found = set(re.findall(r"^comptime (\w+) = ", roles, re.MULTILINE))
-    for file in ("expert_slots/dispatch", "expert_slots/combine", "rank_slots/combine"):
+    found = set()
+    for file in ("rank_slots/dispatch_roles", "rank_slots/combine_roles"):
+        roles = _code(source(f"{file}.mojo"))
+        found |= set(re.findall(r"^comptime (\w+) = ", roles, re.MULTILINE))
+    for file in ("expert_slots/dispatch", "expert_slots/combine"):
         code = _code(source(f"{file}.mojo"))
         for name in re.findall(r"control\.unsafe_offset\((\w+)\)", code):
             found.add(name.lstrip("_"))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reduced combine refuses: each check notes why, and breaks its rank.
+
+They go by what earlier launches have left in the counters; nobody waits here.
+"""
+from ..counters import EPLocalSyncCounters
+from ..failures import (
+    BAD_N_TOKENS,
+    NOTHING_DISPATCHED,
+    OTHER_ROWS,
+    OVERTAKEN,
+    TOO_MANY_ROWS,
+    note_failure,
+)
+from ..flags import next_generation
+from ..layout import RegionLayout
+from .combine_roles import RECEIVE, SEND
+from .device_steps import Launch
+
+
+@always_inline
+def is_bad_answer[
+    n_experts: Int
+](
+    n_tokens: Int,
+    dispatch_generation: UInt32,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+) -> Bool:
+    """Tells whether the result cannot be that of the dispatch; notes why.
+
+    Parameters:
+        n_experts: Experts of the group.
+
+    Args:
+        n_tokens: Tokens of the result.
+        dispatch_generation: The dispatch that is answered.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Whether to write NaN.
+    """
+    var generation = next_generation(launch.before.combine_received)
+    var n_sent = launch.before.n_tokens(dispatch_generation)
+    if n_sent != n_tokens:
+        note_failure(
+            counters.failure(),
+            BAD_N_TOKENS,
+            RECEIVE,
+            launch.my_rank,
+            -1,
+            generation,
+            0,
+            n_tokens,
+            n_sent,
+        )
+        counters.set_broken()
+        return True
+    # Where the own rows are, and their weights, is known of the last dispatch.
+    if launch.before.dispatch_received != dispatch_generation:
+        note_failure(
+            counters.failure(),
+            OTHER_ROWS,
+            RECEIVE,
+            launch.my_rank,
+            -1,
+            generation,
+            0,
+            Int(dispatch_generation),
+            Int(launch.before.dispatch_received),
+        )
+        counters.set_broken()
+        return True
+    # Choices are kept for two dispatches.
+    var dispatch_sent = launch.before.dispatch_sent
+    if dispatch_sent != dispatch_generation and dispatch_sent != (
+        next_generation(dispatch_generation)
+    ):
+        note_failure(
+            counters.failure(),
+            OVERTAKEN,
+            RECEIVE,
+            launch.my_rank,
+            -1,
+            generation,
+            0,
+        )
+        counters.set_broken()
+        return True
+    return False
+
+
+@always_inline
+def is_nothing_dispatched[
+    n_experts: Int
+](launch: Launch, counters: EPLocalSyncCounters[n_experts]) -> Bool:
+    """Tells whether there is no dispatch to answer; notes it.
+
+    Parameters:
+        n_experts: Experts of the group.
+
+    Args:
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Whether to do nothing.
+    """
+    if launch.before.dispatch_received != 0:
+        return False
+    note_failure(
+        counters.failure(),
+        NOTHING_DISPATCHED,
+        SEND,
+        launch.my_rank,
+        -1,
+        next_generation(launch.before.combine_sent),
+        0,
+    )
+    counters.set_broken()
+    return True
+
+
+@always_inline
+def has_too_few_rows[
+    n_experts: Int, layout: RegionLayout
+](
+    n_rows_max: Int,
+    phase: Int,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+) -> Bool:
+    """Tells whether the rows are fewer than dispatch delivered; notes it.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        n_rows_max: Rows given.
+        phase: Who asks.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+
+    Returns:
+        Whether to do nothing.
+    """
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    var n_rows = counters.pair_row(n_pairs)
+    if n_rows <= n_rows_max:
+        return False
+    note_failure(
+        counters.failure(),
+        TOO_MANY_ROWS,
+        phase,
+        launch.my_rank,
+        0,
+        next_generation(launch.before.combine_sent),
+        0,
+        n_rows,
+        n_rows_max,
+    )
+    counters.set_broken()
+    return True
