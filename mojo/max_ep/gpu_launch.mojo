@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the GPU kernels: grid, block, and arguments in a kernel's form.
 
-The launchers in `api.mojo` have checked what they were given. Nothing here
+The launchers in `api/` have checked what they were given. Nothing here
 waits for the device.
 """
 from layout import Coord, TileTensor, row_major
