@@ -143,13 +143,10 @@ def test_numbers_beside_a_name_are_the_constants() -> None:
 def test_names_in_the_protocol_are_in_the_sources() -> None:
     """What docs/protocol.md has in backquotes and looks like a name of ours."""
     text = (ROOT / "docs/protocol.md").read_text()
-    kinds = [*MOJO_FILES, *PYTHON_FILES, *(ROOT / "max_ep").rglob("*.py")]
-    sources = "\n".join(path.read_text() for path in kinds)
+    sources = "\n".join(path.read_text() for path in [*MOJO_FILES, *PYTHON_FILES])
     named = set(re.findall(r"`(_?[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]+)`", text))
-    assert len(named) > 100
-    assert (
-        sorted(name for name in named if not re.search(rf"\b{name}\b", sources)) == []
-    )
+    assert len(named) > 80
+    assert named <= set(re.findall(r"\w+", sources))
 
 
 def test_recipe_of_a_token_format_names_what_the_trait_wants() -> None:
