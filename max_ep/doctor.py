@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -42,6 +43,16 @@ def _check_shared_memory() -> tuple[bool, str]:
             "remount,size=...` or `docker run --shm-size=...`"
         )
     return free >= _WANTED_SHARED_MEMORY, text
+
+
+def _missing_for_serving() -> list[str]:
+    """Returns the packages that ``max[serve]`` asks for and that are not here."""
+    asked = [
+        re.match(r"[\w.-]+", requirement)[0]
+        for requirement in metadata.requires("max") or []
+        if re.search(r"extra == .serve.", requirement)
+    ]
+    return [name for name in asked if not _version(name)]
 
 
 def run_doctor() -> int:
@@ -110,6 +121,16 @@ def run_doctor() -> int:
     )
     is_good, text = _check_shared_memory()
     say("shared memory", is_good, text, is_needed=False)
+    missing = _missing_for_serving() if can_run else []
+    say(
+        "serving",
+        can_run and not missing,
+        "`max serve` can run"
+        if can_run and not missing
+        else f"`max serve` cannot run; lacks {', '.join(missing[:3]) or 'max'}"
+        f"{', ...' * (len(missing) > 3)} (uv pip install 'max[serve]==26.7.*')",
+        is_needed=False,
+    )
     has_torch = importlib.util.find_spec("torch") is not None
     say(
         "torch",

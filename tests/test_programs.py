@@ -163,7 +163,7 @@ def test_plan_explains_what_cannot_be() -> None:
 def test_doctor_finds_a_machine_that_can_run() -> None:
     printed = run("max-ep doctor")
     assert "FAIL" not in printed
-    for what in ("max", "mojo", "shared memory", "compile cache", "would use: cpu"):
+    for what in ("max", "mojo", "shared memory", "compile cache", "serving", "cpu"):
         assert what in printed
     assert "rank_slots" in printed.splitlines()[-1]
 

@@ -181,7 +181,11 @@ def peer_buffers[
         raise Error(
             "max_ep: ",
             op,
-            ": the symmetric memory was freed (EPCommInitializer.close).",
+            (
+                ": the symmetric memory of these inputs was freed"
+                " (EPCommInitializer.close); run before close(), or with the"
+                " model_inputs() of a new ep_init()."
+            ),
         )
     return buffers
 
