@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
+ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+"""Those of the whole test run."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu(n): needs n GPUs; skipped where there are fewer"
     )
-    if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
+    if hasattr(config, "workerinput") and ALL_CORES:
         take_share_of_cores(**config.workerinput)
 
 
@@ -33,7 +36,7 @@ def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
         workerid: Of pytest-xdist: ``gw`` and the process's number.
         workercount: Processes there are.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(ALL_CORES)
     mine = cores[int(workerid.removeprefix("gw")) % len(cores) :: workercount]
     os.sched_setaffinity(0, mine)
 
@@ -130,6 +133,18 @@ def compiled_layout_query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     layout.run_mojo = answer
     yield
     layout.run_mojo = run_mojo
+
+
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    """Lets the processes that a test starts have all cores."""
+    if not ALL_CORES:
+        yield
+        return
+    share = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, ALL_CORES)
+    yield
+    os.sched_setaffinity(0, share)
 
 
 @pytest.fixture(scope="session")

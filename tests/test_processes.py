@@ -20,6 +20,8 @@ from processes import KILLED_AT, KILLED_RANK, N_RANKS, SCENARIOS, names_of
 
 from max_ep import LaunchError, launch
 
+pytestmark = pytest.mark.usefixtures("all_cores")
+
 TIMEOUT_S = 2.0
 SLACK_S = 3.0
 """What a wait may take on top of its time-out where there are more processes

@@ -9,9 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import processes
+import pytest
 import soak
 
 from max_ep import launch
+
+pytestmark = pytest.mark.usefixtures("all_cores")
 
 
 def test_thousands_of_generations(graphs: str, tmp_path: Path) -> None:
