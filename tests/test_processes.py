@@ -22,6 +22,9 @@ from max_ep import LaunchError, launch
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
+START_S = 90
+"""How long four processes may take to import MAX, on two cores that others use, too."""
+
 TIMEOUT_S = 2.0
 SLACK_S = 3.0
 """What a wait may take on top of its time-out where there are more processes
@@ -182,9 +185,10 @@ def test_killed_rank_is_named(
             processes.die,
             N_RANKS,
             (graphs, where, TIMEOUT_S, str(tmp_path)),
-            timeout_s=60,
+            timeout_s=START_S + 60,
         )
-    assert time.monotonic() - begin < 30
+    # By themselves, not by the time limit of launch.
+    assert time.monotonic() - begin < START_S + 30
     failures = caught.value.failures
     assert sorted(failures) == list(range(N_RANKS))
     assert failures[KILLED_RANK] == "died without a result (exit code -9)"
@@ -207,7 +211,7 @@ def test_killed_rank_is_named(
 
 def test_next_group_works(graphs: str) -> None:
     """Runs after groups that died, and leaves nothing either."""
-    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=60)
+    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=START_S)
     assert len(set(groups)) == 1
     assert names_of(groups[0]) == []
 
@@ -216,7 +220,7 @@ def test_next_group_works(graphs: str) -> None:
 
 
 def test_results_are_in_order() -> None:
-    results = launch(processes.multiply, 3, (10,), timeout_s=60)
+    results = launch(processes.multiply, 3, (10,), timeout_s=START_S)
     assert [r[0] for r in results] == [0, 10, 20]
     assert [r[1] for r in results] == ["0", "1", "2"]
     groups = {r[2] for r in results}
@@ -243,7 +247,7 @@ def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
 
 def test_every_failure_is_told(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=60)
+        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=START_S)
     failures = caught.value.failures
     assert list(failures) == [0, 1, 2, 3]
     assert failures[0].startswith("Traceback")
