@@ -5,7 +5,8 @@ All ranks in one process; dispatch, then combine of the dispatched rows (for
 FP8: of other rows of the combine dtype), through a MAX graph. The roof is
 ``memcpy`` (NumPy, one thread, and all cores) of the bytes that must move: each
 row once to its expert and once back, in the formats of the wire. Results are
-checked against the oracle before and after timing.
+checked against the oracle before and after timing. One file: a round trip, its roof,
+and the table of both.
 """
 
 from __future__ import annotations

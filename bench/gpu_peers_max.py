@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs, checks and times the chains of ``bench.gpu_graphs_max`` on GPUs."""
+"""Runs, checks and times the chains of ``bench.gpu_graphs_max`` on GPUs.
+
+One class does all three: what is timed are the buffers that were checked.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same program for MAX's EP and for max_ep: only the import differs.
 
+One file, to be read from top to bottom and run with either.
+
     python graphs/changed_import.py --package max.nn.comm.ep
     python graphs/changed_import.py --package max_ep
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPCommInitializer: allocates each rank's symmetric memory, and frees it."""
+"""EPCommInitializer: allocates each rank's symmetric memory, and frees it.
+
+One class, longer than others by its docstrings: what it allocates, another of its
+methods checks, resets or frees.
+"""
 
 from __future__ import annotations
 

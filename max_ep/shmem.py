@@ -11,6 +11,7 @@ here that does nothing else.
 Processes find each other through MPI (Open MPI: ``mpirun`` starts them), and
 rank = ``mpi_rank * n_gpus_per_node + local rank``. Needs the extra
 ``max_ep[shmem]``; decision note 0010 says why it is built so.
+One file, since all of it must run on the threads that it makes.
 """
 
 from __future__ import annotations

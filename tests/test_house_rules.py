@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 from mojo.run import subprocess_run_mojo
 
@@ -160,6 +162,18 @@ def test_recipe_of_a_token_format_names_what_the_trait_wants() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     recipe = re.search(r"trait `TokenFormat` \((.*?)\)", text)[1]
     assert set(re.findall(r"`(\w+)`", recipe)) == wanted
+
+
+def test_processes_of_a_test_run_have_cores_of_their_own(monkeypatch) -> None:
+    """Fails if two of the processes share a core while one is idle."""
+    taken = []
+    monkeypatch.setattr(conftest, "ALL_CORES", {3, 5, 7, 9, 11})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: taken.append(cores))
+    for i in range(2):
+        worker = dict(workerid=f"gw{i}", workercount=2, testrunuid="")
+        ini = SimpleNamespace(addinivalue_line=lambda *_: None, workerinput=worker)
+        conftest.pytest_configure(ini)
+    assert sorted(sum(taken, [])) == [3, 5, 7, 9, 11] and all(taken)
 
 
 def test_readme_example_is_the_program() -> None:

@@ -22,9 +22,6 @@ from max_ep import LaunchError, launch
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
-START_S = 90
-"""How long four processes may take to import MAX, on two cores that others use, too."""
-
 TIMEOUT_S = 2.0
 SLACK_S = 3.0
 """What a wait may take on top of its time-out where there are more processes
@@ -179,16 +176,16 @@ def test_close_and_init_again(set_up: list[dict[str, processes.SetUp]]) -> None:
 def test_killed_rank_is_named(
     graphs: str, tmp_path: Path, where: str, missed: str, generation: int
 ) -> None:
-    begin = time.monotonic()
     with pytest.raises(LaunchError) as caught:
         launch(
             processes.die,
             N_RANKS,
             (graphs, where, TIMEOUT_S, str(tmp_path)),
-            timeout_s=START_S + 60,
+            timeout_s=60,
         )
-    # By themselves, not by the time limit of launch.
-    assert time.monotonic() - begin < START_S + 30
+    # Since the last of them was there; to start takes as long as others let it.
+    loaded = [(tmp_path / f"loaded-{i}").stat().st_mtime for i in range(N_RANKS)]
+    assert time.time() - max(loaded) < 15
     failures = caught.value.failures
     assert sorted(failures) == list(range(N_RANKS))
     assert failures[KILLED_RANK] == "died without a result (exit code -9)"
@@ -211,7 +208,7 @@ def test_killed_rank_is_named(
 
 def test_next_group_works(graphs: str) -> None:
     """Runs after groups that died, and leaves nothing either."""
-    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=START_S)
+    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=60)
     assert len(set(groups)) == 1
     assert names_of(groups[0]) == []
 
@@ -220,7 +217,7 @@ def test_next_group_works(graphs: str) -> None:
 
 
 def test_results_are_in_order() -> None:
-    results = launch(processes.multiply, 3, (10,), timeout_s=START_S)
+    results = launch(processes.multiply, 3, (10,), timeout_s=60)
     assert [r[0] for r in results] == [0, 10, 20]
     assert [r[1] for r in results] == ["0", "1", "2"]
     groups = {r[2] for r in results}
@@ -247,7 +244,7 @@ def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
 
 def test_every_failure_is_told(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=START_S)
+        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=60)
     failures = caught.value.failures
     assert list(failures) == [0, 1, 2, 3]
     assert failures[0].startswith("Traceback")

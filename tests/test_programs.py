@@ -168,6 +168,17 @@ def test_doctor_finds_a_machine_that_can_run() -> None:
     assert "rank_slots" in printed.splitlines()[-1]
 
 
+def test_doctor_names_what_serving_lacks(monkeypatch, capsys) -> None:
+    from max_ep import doctor
+
+    version = doctor._version
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: "" if name == "uvicorn" else version(name)
+    )
+    assert doctor.run_doctor() == 0
+    assert "`max serve` cannot run; lacks uvicorn (uv pip" in capsys.readouterr().out
+
+
 def test_wheel_carries_the_mojo_sources(tmp_path) -> None:
     """An installed max_ep, without the checkout, compiles and answers."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]

@@ -328,6 +328,19 @@ def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
     assert planned == 4 * of_a_rank
 
 
+def test_gpus_that_do_not_divide_the_experts() -> None:
+    """There ``--ep-size`` follows from the GPUs: others must be served on."""
+    from max.dtype import DType
+
+    from max_ep.serve.settings import MoeShape, serving_config
+
+    flags = _flags(64, True)
+    flags.model.device_specs = [SimpleNamespace(device_type="gpu")] * 3
+    flags.model.data_parallel_degree = flags.runtime.ep_size = 3
+    with pytest.raises(ValueError, match="serve on a number of GPUs that divides 16"):
+        serving_config(flags, MoeShape.of(HUGGINGFACE), DType.float32)
+
+
 def test_what_makes_batches_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without chunked prefill a prompt may come on top of a full batch."""
     from max.dtype import DType

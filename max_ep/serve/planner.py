@@ -65,12 +65,10 @@ def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None
             f"({n_here * regions / 2**30:.1f} of symmetric memory, "
             f"{n_here * rows / 2**30:.1f} of expert rows), and "
             f"{free / 2**30:.1f} GiB are free; lower "
-            + " or ".join(_flags_of_tokens(pipeline_config))
+            + (
+                "--max-batch-input-tokens"
+                if pipeline_config.runtime.enable_chunked_prefill
+                else "--max-batch-input-tokens or --max-length, or turn chunked "
+                "prefill on"
+            )
         )
-
-
-def _flags_of_tokens(pipeline_config: Any) -> list[str]:
-    """Returns the flags that say how many tokens a batch may have."""
-    if pipeline_config.runtime.enable_chunked_prefill:
-        return ["--max-batch-input-tokens"]
-    return ["--max-batch-input-tokens", "--max-length", "turn chunked prefill on"]
