@@ -459,6 +459,11 @@ def moe(
         float32 `[n_tokens, hidden]`, summed as `combine` does.
     """
     _check_ids([topk_ids], [len(tokens)], np.iinfo(np.int64).max)
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights must have the shape of topk_ids, {list(topk_ids.shape)}, "
+            f"got {list(topk_weights.shape)}"
+        )
     row_of_choice = np.full(topk_ids.shape, -1)
     expert_rows = [_typed("tokens", tokens, np.float32)[:0]]
     n_rows = 0
@@ -468,11 +473,6 @@ def moe(
         expert_rows.append(expert_fn(int(expert_id), tokens[token_idx]))
         n_rows += len(k)
     all_rows = np.concatenate(expert_rows)
-    if topk_weights.shape != topk_ids.shape:
-        raise ValueError(
-            f"topk_weights must have the shape of topk_ids, {list(topk_ids.shape)}, "
-            f"got {list(topk_weights.shape)}"
-        )
     acc = _weighted_sum(all_rows, row_of_choice, topk_weights)
     return acc if shared_fn is None else round_sum(acc) + shared_fn(tokens)
 
@@ -536,7 +536,8 @@ def _check_weights(
             for token_idx, k in choices[(choices >= weights.shape).any(axis=1)][:1]:
                 raise ValueError(
                     f"rank {rank}: topk_weights is {list(weights.shape)}, and token"
-                    f" {token_idx}, choice {k} was dispatched"
+                    f" {token_idx}, choice {k} was dispatched; pass a weight for"
+                    " each choice, [n_tokens, top_k]"
                 )
 
 
