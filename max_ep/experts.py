@@ -13,7 +13,7 @@ from max.graph import Graph, TensorType, TensorValue, ops
 
 from .extension import load_ops
 
-# As in mojo/max_ep_experts/gpu_matmul.mojo; tests/test_experts.py compares.
+# As in mojo/max_ep_gpu_experts/tile.mojo; tests/test_experts.py compares.
 GPU_COLUMNS = 16
 """On GPUs ``n`` of a grouped matmul is a multiple of it."""
 GPU_K_STEP = 64
@@ -43,7 +43,7 @@ def grouped_matmul(
         ValueError: If the inner sizes differ, or do not fit the kernel.
     """
     if not rows.device.is_cpu():
-        _check_for_gpu(rows, weights)
+        _check_for_gpu("grouped_matmul", rows, weights)
     if rows.dtype != weights.dtype:
         raise TypeError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one")
     if row_offsets.dtype != DType.uint32 or expert_ids.dtype != DType.int32:
@@ -56,43 +56,65 @@ def grouped_matmul(
             f"rows have {rows.shape[1]} columns, weights [{weights.shape[0]}, "
             f"{weights.shape[1]}, {weights.shape[2]}] need {weights.shape[2]}"
         )
-    load_ops(Graph.current, "max_ep_experts")
+    package, op = "max_ep_experts", "max_ep.grouped_matmul"
+    if not rows.device.is_cpu():
+        package, op = "max_ep_gpu_experts", "max_ep.gpu_grouped_matmul"
+    load_ops(Graph.current, package)
     return ops.custom(
-        "max_ep.grouped_matmul",
+        op,
         rows.device,
         [rows, weights, row_offsets, expert_ids],
         [TensorType(rows.dtype, [rows.shape[0], weights.shape[1]], rows.device)],
     )[0].tensor
 
 
-def _check_for_gpu(rows: TensorValue, weights: TensorValue) -> None:
+def fits_gpu(weight: TensorValue) -> bool:
+    """Tells whether ``n`` and ``k`` of a weight ``[..., n, k]`` are what GPUs take."""
+    n, k = (int(dim) for dim in weight.shape[-2:])
+    return n % GPU_COLUMNS == 0 and k % GPU_K_STEP == 0
+
+
+def _check_for_gpu(op: str, rows: TensorValue, weights: TensorValue) -> None:
     if rows.dtype != DType.bfloat16:
         raise TypeError(
-            f"rows are {rows.dtype}; on GPUs grouped_matmul takes bfloat16. For others "
-            "use MAX's grouped_matmul_ragged"
+            f"rows are {rows.dtype}; on GPUs {op} takes bfloat16. For others "
+            f"use MAX's {_OF_MAX[op]}"
         )
-    n, k = (int(dim) for dim in weights.shape[1:])
-    if n % GPU_COLUMNS or k % GPU_K_STEP:
+    if not fits_gpu(weights):
         raise ValueError(
-            f"weights are [{weights.shape[0]}, {n}, {k}]; on GPUs grouped_matmul takes "
-            f"[n_local_experts, n, k] with n a multiple of {GPU_COLUMNS} and k of "
-            f"{GPU_K_STEP}"
+            f"weights are {list(map(int, weights.shape))}; on GPUs {op} takes n, the "
+            f"last but one of these, a multiple of {GPU_COLUMNS} and k, the last one, "
+            f"of {GPU_K_STEP}"
         )
+
+
+_OF_MAX = {"grouped_matmul": "grouped_matmul_ragged", "linear": "linear"}
 
 
 def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
     """Multiplies rows with the transpose of one weight, ``x @ weight.T``.
 
-    A grouped matmul with one group. ``ops.matmul`` does the same and runs
-    faster, but takes longer to compile (docs/decisions/0006-experts-on-cpu.md).
+    On CPU a grouped matmul with one group: ``ops.matmul`` runs faster, but takes longer
+    to compile (docs/decisions/0006-experts-on-cpu.md). On GPUs bfloat16 on Hopper,
+    where MAX's own writes behind its result
+    (docs/decisions/0018-whole-tiles-on-hopper.md).
 
     Args:
-        x: ``[n_rows, k]``.
-        weight: ``[n, k]`` of the same dtype.
+        x: ``[n_rows, k]``; on GPUs ``k`` is a multiple of 64.
+        weight: ``[n, k]`` of the same dtype; on GPUs ``n`` is one of 16.
 
     Returns:
         ``[n_rows, n]``.
+
+    Raises:
+        TypeError: If the dtypes are not those.
+        ValueError: If the sizes do not fit the kernel.
     """
+    if not x.device.is_cpu():
+        _check_for_gpu("linear", x, weight)
+        load_ops(Graph.current, "max_ep_gpu_experts")
+        rows = TensorType(x.dtype, [x.shape[0], weight.shape[0]], x.device)
+        return ops.custom("max_ep.gpu_linear", x.device, [x, weight], [rows])[0].tensor
     n_rows = ops.shape_to_tensor(x.shape)[0].cast(DType.uint32).reshape([1])
     return grouped_matmul(
         x,

@@ -12,7 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import gpu_report, gpu_round_trip, gpu_rows, serving, watched
+from bench import (
+    gpu_report,
+    gpu_round_trip,
+    gpu_rows,
+    served_step,
+    serving,
+    watched,
+)
 from bench.gpu_shapes import Case, Config
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -99,6 +106,16 @@ def test_steps_are_read_from_the_server_s_log() -> None:
     log += "05:18:54.000 INFO: Executed TG batch with 64 reqs | Execution: 1.20s |\n"
     assert serving.steps_of(log, 64) == [2.86, 0.9805, 1200.0]
     assert serving.steps_of(log, 1) == [2.86, 0.9805, 2.0, 1200.0]
+
+
+def test_kernels_of_a_step_are_summed_up() -> None:
+    events = [("combine", 2.0), ("dispatch", 6.0), ("combine", 3.0), ("copy", 1.0)]
+    rows = served_step.table(events, n_steps=2, n_kernels=2).splitlines()[2:]
+    assert rows == [
+        "| all | 6.0 | 2.0 | 3.00 |",
+        "| dispatch | 3.0 | 0.5 | 6.00 |",
+        "| combine | 2.5 | 1.0 | 2.50 |",
+    ]
 
 
 @pytest.mark.parametrize("n_ids", [64, 3])

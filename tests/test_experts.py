@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped matmul for GPUs, as far as it shows without one.
+"""The matmuls for GPUs, as far as it shows without one.
 
 What it computes is compared with torch in tests/test_experts_gpu.py.
 """
@@ -17,7 +17,8 @@ from max_ep import experts
 from max_ep.extension import run_mojo
 
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_experts.mojo"
-TILES = (1, 4, 8)
+BODIES = ((1, 8), (1, 2), (4, 2), (8, 2))
+"""Tokens in eights, and loads of a row of weights that are under way at once."""
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,15 @@ def test_python_refuses_what_the_kernel_cannot_take(printed: str) -> None:
 
 
 def test_hopper_assembly(printed: str) -> None:
-    # In each of two halves of a step: two rows of weights, a token a tile.
-    loads = re.findall(r"ld\.global\.nc\.v4\.b32", printed)
-    assert len(loads) == sum(2 * (2 + tiles) for tiles in TILES)
-    products = re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32", printed)
-    assert len(products) == sum(4 * tiles for tiles in TILES)
-    assert ".local" not in printed
+    kernels = re.split(r"^(?:kernel \w+|takes .*)$", printed, flags=re.M)[1:-1]
+    assert len(kernels) == 2
+    for text in kernels:
+        # Each load: two rows of weights, and a token a tile.
+        loads = re.findall(r"ld\.global\.nc\.v4\.b32", text)
+        assert len(loads) == sum(n * (2 + tiles) for tiles, n in BODIES)
+        products = re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32", text)
+        assert len(products) == sum(2 * n * tiles for tiles, n in BODIES)
+        assert ".local" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped matmul that served models use on Hopper, against torch."""
+"""The matmuls that served models use on Hopper, against torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from max.driver import CPU, Accelerator, Buffer
@@ -11,13 +12,18 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep.experts import grouped_matmul
+from max_ep.experts import grouped_matmul, linear
+
+if TYPE_CHECKING:
+    import torch
 
 pytestmark = pytest.mark.gpu(1)
 
 N_GROUPS, N_EXPERTS = 5, 6
 EXPERT_IDS = [3, 0, 5, 1, 2]
 SHAPES = {"wide": (1536, 2048), "narrow": (48, 64)}
+# Of attention's output and of a router; the last one's k is no multiple of 256.
+LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd": (256, 2112)}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +42,14 @@ def multiply() -> Iterator[Callable]:
         ]
         with Graph(f"grouped_matmul_{name}", input_types=types) as graph:
             graph.output(grouped_matmul(*(value.tensor for value in graph.inputs)))
+        models[name] = session.load(graph)
+    for name, (n, k) in LINEARS.items():
+        types = [
+            TensorType(DType.bfloat16, ["n_rows", k], gpu),
+            TensorType(DType.bfloat16, [n, k], gpu),
+        ]
+        with Graph(f"linear_{name}", input_types=types) as graph:
+            graph.output(linear(*(value.tensor for value in graph.inputs)))
         models[name] = session.load(graph)
 
     def run(name: str, *tensors: torch.Tensor) -> torch.Tensor:
@@ -73,9 +87,31 @@ def test_each_group_has_its_product(
     for i, expert in enumerate(EXPERT_IDS):
         begin, end = int(ends[i]), int(ends[i + 1])
         want = x[begin:end].double() @ weights[expert].double().T
-        # One rounding to bfloat16, and sums in float32.
-        off = (y[begin:end].double() - want).abs()
-        assert bool((off <= want.abs() * 2**-8 + k**0.5 * 1e-5).all())
+        check_product(y[begin:end], want, k)
+
+
+def check_product(y: torch.Tensor, want: torch.Tensor, k: int) -> None:
+    """One rounding to bfloat16, and sums in float32."""
+    off = (y.double() - want).abs()
+    assert bool((off <= want.abs() * 2**-8 + k**0.5 * 1e-5).all())
+
+
+@pytest.mark.parametrize("shape", LINEARS)
+@pytest.mark.parametrize(
+    "n_rows", [1, 7, 8, 9, 32, 33, 64, 65, 127, 128, 129, 255, 700]
+)
+def test_a_linear_layer_is_the_product(
+    multiply: Callable, shape: str, n_rows: int
+) -> None:
+    import torch
+
+    n, k = LINEARS[shape]
+    torch.manual_seed(n_rows)
+    x = torch.randn(n_rows, k, device="cuda").bfloat16()
+    weight = torch.randn(n, k, device="cuda").bfloat16()
+    y = multiply(shape, x, weight)
+    assert y.shape == (n_rows, n)
+    check_product(y, x.double() @ weight.double().T, k)
 
 
 def test_offsets_of_a_failed_dispatch_reach_nothing(multiply: Callable) -> None:
@@ -92,5 +128,4 @@ def test_offsets_of_a_failed_dispatch_reach_nothing(multiply: Callable) -> None:
     y = multiply("narrow", x, weights, ends.view(torch.uint32).cuda(), experts.cuda())
     for begin, end, expert in ((0, 4, 3), (4, 9, 0)):
         want = x[begin:end].double() @ weights[expert].double().T
-        off = (y[begin:end].double() - want).abs()
-        assert bool((off <= want.abs() * 2**-8 + k**0.5 * 1e-5).all())
+        check_product(y[begin:end], want, k)

@@ -19,6 +19,7 @@ from max.nn.moe import moe as max_moe
 
 from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper
+from max_ep.serve.forward import forward_layers
 from max_ep.serve.model import ExpertParallelModel, using_max_ep
 
 ORIGINALS = {
@@ -118,7 +119,7 @@ def test_rows_behind_a_whole_tile_are_left_out(one_module: SimpleNamespace) -> N
 
 
 @pytest.mark.parametrize(
-    ("device", "architecture", "dtype", "is_padded"),
+    ("device", "architecture", "dtype", "is_wrong"),
     [
         (DeviceRef.GPU(0), "sm_90", DType.bfloat16, True),
         (DeviceRef.GPU(0), "sm_90a", DType.bfloat16, True),
@@ -129,21 +130,27 @@ def test_rows_behind_a_whole_tile_are_left_out(one_module: SimpleNamespace) -> N
     ],
 )
 def test_only_what_is_wrong_is_replaced(
-    monkeypatch, device: DeviceRef, architecture: str, dtype: DType, is_padded: bool
+    monkeypatch, device: DeviceRef, architecture: str, dtype: DType, is_wrong: bool
 ) -> None:
-    """A layer's matmul, and one with a weight of its own."""
+    """A layer's matmul, one of sizes ours does not take, and one of an own weight."""
     monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
     types = [
         TensorType(dtype, ["n_rows", 64], device),
         TensorType(dtype, [32, 64], device),
     ]
     layer = max_linear.Linear(64, 32, dtype, device)
-    for multiply in (lambda x, _: layer(x), lambda x, weight: x @ weight.T):
+    narrow = max_linear.Linear(64, 24, dtype, device)
+    for multiply, has_op in (
+        (lambda x, _: layer(x), True),
+        (lambda x, _: narrow(x), False),
+        (lambda x, weight: x @ weight.T, False),
+    ):
         with Graph("product", input_types=types) as graph:
             with using_max_ep():
                 x, weight = (value.tensor for value in graph.inputs)
                 graph.output(multiply(x, weight))
-        assert ("concat" in str(graph)) == is_padded
+        assert ("max_ep.gpu_linear" in str(graph)) == (is_wrong and has_op)
+        assert ("concat" in str(graph)) == (is_wrong and not has_op)
 
 
 @pytest.mark.parametrize(
@@ -175,17 +182,24 @@ def test_maxs_modules_have_their_own_functions_again() -> None:
 
 
 def test_what_stands_while_a_model_is_built() -> None:
-    """The manager in MAX's module, the ops in reach of subgraphs, and nothing after."""
+    """Ours in MAX's modules, the ops in reach of subgraphs, and nothing after."""
     theirs = SimpleNamespace(EPBatchManager=None)
+    layers = SimpleNamespace(forward_moe_sharded_layers=None)
 
     class MaxsModel:
         def load_model(self, session: None) -> tuple:
-            return theirs.EPBatchManager, default_custom_extensions()
+            ours = theirs.EPBatchManager, layers.forward_moe_sharded_layers
+            return *ours, default_custom_extensions()
 
     class Model(ExpertParallelModel, MaxsModel):
-        max_modules = (theirs,)
+        max_modules = (theirs, layers)
+        pipeline_config = SimpleNamespace(
+            model=SimpleNamespace(device_specs=[SimpleNamespace(device_type="cpu")])
+        )
 
-    manager, extensions = Model().load_model(None)
-    assert manager is EPBatchManager
+    manager, forward, extensions = Model().load_model(None)
+    assert manager is EPBatchManager and forward is forward_layers
     assert set(extensions) == {extension_path(), extension_path("max_ep_experts")}
-    assert theirs.EPBatchManager is None and default_custom_extensions() == ()
+    assert theirs == SimpleNamespace(EPBatchManager=None)
+    assert layers == SimpleNamespace(forward_moe_sharded_layers=None)
+    assert default_custom_extensions() == ()

@@ -204,7 +204,9 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "where, size, dtype, wanted",
     [
-        # One layer of the two has experts, and each GPU dispatches and combines.
+        # Both layers have experts, and each GPU dispatches and combines.
+        ("two_gpus", "tiny", "bfloat16", dict(dispatch=4, combine=4)),
+        # One layer of the two has.
         ("two_gpus", "deepseek_tiny", "bfloat16", dict(dispatch=2, combine=2)),
         # Its routers' bias is stored in bfloat16, and added in float32.
         ("one_gpu", "minimax_tiny", "bfloat16", dict(dispatch=2, combine=2)),
@@ -213,7 +215,12 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> 
             "two_ranks_of_the_cpu",
             "minimax_tiny",
             "float32",
-            dict(dispatch_async=4, dispatch_wait=4, combine_async=4, combine_wait=4),
+            {
+                "dispatch_async": 4,
+                "dispatch_wait": 4,
+                "combine_async": 4,
+                "combine_wait.rows": 4,
+            },
         ),
     ],
 )
@@ -370,9 +377,11 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_EP_PROTOCOL", "MAX_EP_TIMEOUT_S"):
         monkeypatch.setenv(name, "")
     assert (config().protocol, config().timeout_s) == ("rank_slots", 30)
+    assert config().combine_mode == "reduced"
     monkeypatch.setenv("MAX_EP_PROTOCOL", "expert_slots")
     monkeypatch.setenv("MAX_EP_TIMEOUT_S", "2.5")
     assert (config().protocol, config().timeout_s) == ("expert_slots", 2.5)
+    assert config().combine_mode == "unreduced"
     for seconds in ("30s", "0", "-1", "nan", "inf", "1e6"):
         monkeypatch.setenv("MAX_EP_TIMEOUT_S", seconds)
         with pytest.raises(ValueError, match=f"MAX_EP_TIMEOUT_S='{seconds}' is no"):

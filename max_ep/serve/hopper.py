@@ -24,8 +24,8 @@ from max.nn.kv_cache import PagedCacheValues
 from max.nn.linear import linear
 from max.nn.moe import moe as max_moe
 
-from ..experts import grouped_matmul
-from ..experts import linear as linear_on_cpu
+from ..experts import fits_gpu, grouped_matmul
+from ..experts import linear as our_linear
 
 TILE_ROWS = 128
 """Rows are filled up to a multiple of it: twice the 64 that were seen written."""
@@ -62,14 +62,16 @@ def grouped_matmul_anywhere(
 def linear_anywhere(
     x: TensorValue, weight: TensorValue, *quantization: Any, **more: Any
 ) -> TensorValue:
-    """Runs MAX's ``linear``, or ours on CPU in float32.
+    """Runs MAX's ``linear``, or ours: on CPU in float32, and on Hopper in bfloat16.
 
     The arguments are MAX's.
     """
     is_quantized = any(value is not None for value in (*quantization, *more.values()))
-    are_float32 = x.dtype == weight.dtype == DType.float32
-    if not is_quantized and x.rank == 2 and x.device.is_cpu() and are_float32:
-        return linear_on_cpu(x, weight)
+    if is_quantized or x.rank != 2 or x.dtype != weight.dtype:
+        return linear(x, weight, *quantization, **more)
+    are_float32_on_cpu = x.dtype == DType.float32 and x.device.is_cpu()
+    if are_float32_on_cpu or (_is_concerned(x) and fits_gpu(weight)):
+        return our_linear(x, weight)
     return linear(x, weight, *quantization, **more)
 
 

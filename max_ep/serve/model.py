@@ -24,10 +24,16 @@ from ..config import EPConfig
 from ..extension import extension_path
 from ..initializer import EPCommInitializer
 from ..manager import EPBatchManager
+from .forward import forward_layers
 from .hopper import REPLACED
-from .settings import MoeShape, n_devices, serving_config, uses_max_ep
+from .settings import MoeShape, is_on_cpu, n_devices, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
+
+_OF_MODELS = {
+    "EPBatchManager": EPBatchManager,
+    "forward_moe_sharded_layers": forward_layers,
+}
 
 _logger = logging.getLogger("max.pipelines.max_ep")  # MAX's server shows no others
 
@@ -36,12 +42,18 @@ _logger = logging.getLogger("max.pipelines.max_ep")  # MAX's server shows no oth
 def using_max_ep(*modules: ModuleType) -> Iterator[None]:
     """Lets modules of MAX use our ``EPBatchManager`` for a while.
 
-    And MAX's layers matmuls that are right on this GPU (``hopper.py``).
+    And our way through MoE layers (``forward.py``); and MAX's layers matmuls that are
+    right on this GPU (``hopper.py``).
 
     Args:
-        modules: Modules that have MAX's class under this name.
+        modules: Modules that have these of MAX, under its names for them.
     """
-    ours = [(module, "EPBatchManager", EPBatchManager) for module in modules]
+    ours = [
+        (module, name, value)
+        for module in modules
+        for name, value in _OF_MODELS.items()
+        if hasattr(module, name)
+    ]
     ours += REPLACED
     before = [getattr(module, name) for module, name, _ in ours]
     for module, name, value in ours:
@@ -57,7 +69,8 @@ class ExpertParallelModel:
     """To be mixed into a pipeline model of MAX, in front of it."""
 
     max_modules: ClassVar[tuple[ModuleType, ...]] = ()
-    """Where MAX's model gets its ``EPBatchManager`` from."""
+    """Where MAX's model gets its ``EPBatchManager`` from, and its way through MoE
+    layers."""
 
     ep_comm_initializer: EPCommInitializer | None = None
     _checked_s = 0.0
@@ -65,9 +78,9 @@ class ExpertParallelModel:
     def load_model(self, session: InferenceSession) -> Model:
         """Builds, compiles and loads the graph; see MAX's model."""
         # An op in a subgraph is looked for among those of the whole graph.
-        ops = default_custom_extensions_scope(
-            extension_path(), extension_path("max_ep_experts")
-        )
+        on_cpu = is_on_cpu(self.pipeline_config)
+        experts = "max_ep_experts" if on_cpu else "max_ep_gpu_experts"
+        ops = default_custom_extensions_scope(extension_path(), extension_path(experts))
         with using_max_ep(*self.max_modules), ops:
             return super().load_model(session)
 

@@ -31,6 +31,7 @@ from max.pipelines.lib.interfaces.batch_processor import (
 
 from ..experts import grouped_swiglu
 from ..manager import EPBatchManager
+from .forward import through_experts
 
 
 class OneDeviceMoe(MoE):
@@ -64,15 +65,9 @@ class OneDeviceMoe(MoE):
             The same shape and dtype.
         """
         config = self._manager.config
-        ranks = list(range(config.n_gpus_per_node))
         ids, weights = self.gate(x)
-        parts = [
-            _parts(values, len(ranks))
-            for values in (x, ids.cast(DType.int32), weights.cast(DType.float32))
-        ]
-        dispatched = self._manager.ep_dispatch_all(*parts[:2], ranks)
-        rows = [self._experts_of(rank, dispatched[rank]) for rank in ranks]
-        sums = self._manager.ep_combine_all(rows, parts[2], ranks)
+        parts = [_parts(values, config.n_gpus_per_node) for values in (x, ids, weights)]
+        sums = through_experts(self._manager, *parts, self._experts_of)
         whole = sums[0] if len(sums) == 1 else ops.concat(sums)
         result = ops.rebind(whole, x.shape).cast(x.dtype)
         return result + self.shared_experts(x) if self.has_shared_experts else result

@@ -10,6 +10,7 @@ from max.nn.linear import MLP
 from max.nn.norm import RMSNorm
 from max.nn.rotary_embedding import Llama3RotaryEmbedding
 from max.pipelines.architectures.qwen3 import model as stock
+from max.pipelines.architectures.qwen3 import qwen3 as decoder
 from max.pipelines.architectures.qwen3.arch import qwen3_moe_arch
 from max.pipelines.architectures.qwen3.batch_processor import Qwen3BatchProcessor
 from max.pipelines.architectures.qwen3.layers.attention import Qwen3Attention
@@ -32,7 +33,7 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
     """Qwen3-MoE, its experts spread by max_ep."""
 
     batch_processor_cls = Qwen3MoeBatches
-    max_modules = (stock,)
+    max_modules = (stock, decoder)
 
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
         """Returns the decoder: MAX's on several GPUs, ours on one device."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from max.dtype import DType
@@ -93,6 +93,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     """Returns the group that serves a model.
 
     On GPUs a rank is a GPU. On CPU ``--ep-size`` ranks share it and run in turn.
+    Combine is reduced where the protocol can do that.
 
     Args:
         pipeline_config: MAX's ``PipelineConfig``.
@@ -134,7 +135,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     if not runtime.enable_chunked_prefill:
         # A prompt is then not cut; it may come on top of a full batch.
         n_tokens += pipeline_config.model.max_length or 0
-    return EPConfig(
+    config = EPConfig(
         dispatch_dtype=dtype,
         combine_dtype=dtype,
         hidden_size=shape.hidden_size,
@@ -152,6 +153,9 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         protocol=_protocol(),
         timeout_s=_timeout_s(),
     )
+    if not config.has_rank_slots:
+        return config
+    return replace(config, protocol=_protocol(), combine_mode="reduced")
 
 
 def _protocol() -> str:

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert computations where MAX has none: on CPU, and in bfloat16 on Hopper.
+"""Expert computations on CPU, where MAX has none.
 
 Small and readable rather than fast: they make the examples, the tests and served
-models complete. Why not MAX's: docs/decisions/0006-experts-on-cpu.md and
-docs/decisions/0016-grouped-matmul-on-hopper.md.
+models complete. Why not MAX's: docs/decisions/0006-experts-on-cpu.md. For GPUs there
+is max_ep_gpu_experts.
 """
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
-from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 from std.math import exp, fma
 from std.sys import simd_width_of
 
-from .gpu_matmul import launch_grouped_matmul
 
 comptime _WIDTH = simd_width_of[DType.float32]()
 comptime _BLOCK = 4
@@ -133,24 +131,6 @@ struct GroupedMatmul:
         var n = weights.dim_size(1)
         var k = weights.dim_size(2)
         var n_groups = row_offsets.dim_size(0) - 1
-        comptime if is_gpu[target]():
-            comptime assert (
-                y.dtype == DType.bfloat16
-            ), "max_ep: grouped_matmul on GPUs takes bfloat16"
-            launch_grouped_matmul(
-                {unsafe_from_address = Int(y.unsafe_ptr())},
-                {unsafe_from_address = Int(x.unsafe_ptr())},
-                {unsafe_from_address = Int(weights.unsafe_ptr())},
-                {unsafe_from_address = Int(row_offsets.unsafe_ptr())},
-                {unsafe_from_address = Int(expert_ids.unsafe_ptr())},
-                n_groups,
-                x.dim_size(0),
-                weights.dim_size(0),
-                n,
-                k,
-                ctx,
-            )
-            return
         var offsets = row_offsets.unsafe_ptr()
         var experts = expert_ids.unsafe_ptr()
         for i in range(n_groups):

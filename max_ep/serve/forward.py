@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs MoE layers through dispatch, their experts, and combine.
+
+MAX's way through them gives the router's weights to combine alone, whose rows then
+travel one for each expert of a token. Ours gives them to dispatch where combine is
+reduced: one row a rank comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from max.dtype import DType
+from max.graph import TensorValue, ops
+from max.nn.moe import forward_moe_sharded_layers
+
+from ..manager import EPBatchManager
+
+
+def through_experts(
+    manager: EPBatchManager,
+    xs: Sequence[TensorValue],
+    ids: Sequence[TensorValue],
+    weights: Sequence[TensorValue],
+    experts: Callable[[int, tuple[TensorValue, ...]], TensorValue],
+) -> list[TensorValue]:
+    """Dispatches, runs experts, and combines, on all ranks of this process.
+
+    Args:
+        manager: Of the group.
+        xs: Tokens of each rank, ``[n_tokens, hidden_size]``.
+        ids: Expert ids of each rank, ``[n_tokens, top_k]``.
+        weights: Router weights of each rank, of that shape.
+        experts: Makes a rank's expert rows of what dispatch delivered to it.
+
+    Returns:
+        The weighted sums of each rank's tokens, ``[n_tokens, hidden_size]``.
+    """
+    ranks = list(range(len(xs)))
+    ids = [value.cast(DType.int32) for value in ids]
+    weights = [value.cast(DType.float32) for value in weights]
+    of_dispatch, of_combine = (
+        (weights, None) if manager.config.is_reduced else (None, weights)
+    )
+    dispatched = manager.ep_dispatch_all(xs, ids, ranks, router_weights=of_dispatch)
+    rows = [experts(rank, dispatched[rank]) for rank in ranks]
+    return manager.ep_combine_all(rows, of_combine, ranks)
+
+
+def forward_layers(
+    shards: Sequence[Any], xs: list[TensorValue], *eplb: Any
+) -> list[TensorValue]:
+    """Takes the place of MAX's ``forward_moe_sharded_layers``.
+
+    Args:
+        shards: A layer's part on each device; MLPs are left to MAX.
+        xs: Tokens of each device.
+        eplb: What MAX balances experts by, which max_ep does not: None.
+
+    Returns:
+        The layer's result on each device.
+    """
+    if getattr(shards[0], "_ep_batch_manager", None) is None:
+        return forward_moe_sharded_layers(shards, xs, *eplb)
+    manager = shards[0].ep_batch_manager
+    routed = [shard.gate(x) for shard, x in zip(shards, xs)]
+    n_tokens = sum(ops.shape_to_tensor(x.shape)[0] for x in xs)
+    n_rows = n_tokens * shards[0].num_experts_per_token // len(shards)
+    about_n_rows = n_rows.cast(DType.uint32)
+    results = through_experts(
+        manager,
+        xs,
+        [ids for ids, _ in routed],
+        [weights for _, weights in routed],
+        lambda rank, dispatched: shards[rank]._local_ep_compute(
+            dispatched, xs[rank], about_n_rows
+        ),
+    )
+    if shards[0].has_shared_experts and not manager.config.fused_shared_expert:
+        shared = [shard.shared_experts(x) for shard, x in zip(shards, xs)]
+        results = [result + more for result, more in zip(results, shared)]
+    return [result.cast(x.dtype) for result, x in zip(results, xs)]

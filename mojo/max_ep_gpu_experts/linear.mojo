@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A product of few rows and one weight, for GPUs.
+
+It exists because MAX's writes behind its result on Hopper
+(docs/decisions/0018-whole-tiles-on-hopper.md).
+"""
+
+from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx
+from max.gpu.host import DeviceContext
+from std.math import ceildiv
+from std.memory import unsafe_stack_allocation
+
+from .tile import (
+    CHUNK,
+    COLUMNS,
+    K_STEP,
+    TOKENS,
+    Bf16In,
+    Bf16Out,
+    Sums,
+    Tile,
+    check_sizes,
+)
+
+comptime FEW_ROWS = 128
+"""Fewer rows are few."""
+comptime _N_WARPS = 8
+"""Warps that share the sums of 16 columns along `k`."""
+
+
+@always_inline
+def _multiply_together[
+    n_tiles: Int, n_loads: Int
+](
+    tile: Tile,
+    theirs: Pointer[
+        Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+    ],
+):
+    """Computes a tile with all warps of a block, each some steps of `k`.
+
+    The first adds up what all have, in their order.
+
+    Parameters:
+        n_tiles: As in `Tile.add`.
+        n_loads: As in `Tile.add`.
+
+    Args:
+        tile: The tile.
+        theirs: Room for the results of all other warps.
+    """
+    comptime n_words = n_tiles * WARP_SIZE
+    var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
+    var sums = Sums[n_tiles](fill=0)
+    tile.add[n_tiles, n_loads](sums, warp_idx, _N_WARPS)
+    if warp_idx > 0:
+        comptime for i in range(n_tiles):
+            theirs.unsafe_store[alignment=16](
+                4 * ((warp_idx - 1) * n_words + i * WARP_SIZE + lane),
+                sums[i],
+            )
+    barrier()
+    if warp_idx == 0:
+        for other in range(_N_WARPS - 1):
+            comptime for i in range(n_tiles):
+                sums[i] += theirs.unsafe_load[width=4, alignment=16](
+                    4 * (other * n_words + i * WARP_SIZE + lane)
+                )
+        tile.store(sums)
+
+
+def linear_kernel(
+    y: Bf16Out, x: Bf16In, weight: Bf16In, n_rows: Int32, n: Int32, k: Int32
+):
+    """Multiplies few rows with the transpose of a weight.
+
+    Launch: grid `(n / 16, n_rows / 64 rounded up)`, block of `_N_WARPS` warps,
+    which share the sums along `k`.
+
+    Args:
+        y: `[n_rows][n]`.
+        x: `[n_rows][k]`, 16-byte aligned.
+        weight: `[n][k]`, 16-byte aligned.
+        n_rows: Rows.
+        n: A multiple of 16.
+        k: A multiple of `K_STEP`.
+    """
+    var theirs = unsafe_stack_allocation[
+        (_N_WARPS - 1) * (CHUNK // TOKENS) * WARP_SIZE * 4,
+        Float32,
+        alignment=16,
+        address_space=AddressSpace.SHARED,
+    ]()
+    var begin = Int(block_idx.y) * CHUNK
+    var tile = Tile(
+        y,
+        x,
+        weight,
+        begin,
+        min(begin + CHUNK, Int(n_rows)),
+        Int(block_idx.x) * COLUMNS,
+        Int(n),
+        Int(k),
+    )
+    if tile.end - begin > 4 * TOKENS:
+        _multiply_together[CHUNK // TOKENS, 2](tile, theirs)
+    elif tile.end - begin > TOKENS:
+        _multiply_together[4, 2](tile, theirs)
+    elif Int(k) % (4 * K_STEP) == 0:
+        _multiply_together[1, 8](tile, theirs)
+    else:
+        _multiply_together[1, 2](tile, theirs)
+
+
+def launch_linear(
+    y: Bf16Out,
+    x: Bf16In,
+    weight: Bf16In,
+    n_rows: Int,
+    n: Int,
+    k: Int,
+    context: DeviceContext,
+) raises:
+    """Launches `linear_kernel`.
+
+    Args:
+        y: As there.
+        x: As there.
+        weight: As there.
+        n_rows: As there.
+        n: As there.
+        k: As there.
+        context: The device.
+
+    Raises:
+        If `n` or `k` is no multiple of what the kernel takes at a time, or the
+        launch fails.
+    """
+    check_sizes("linear", n, k)
+    if n_rows == 0:
+        return
+    var function = context.compile_function[linear_kernel]()
+    context.enqueue_function(
+        function,
+        y,
+        x,
+        weight,
+        Int32(n_rows),
+        Int32(n),
+        Int32(k),
+        grid_dim=(n // COLUMNS, ceildiv(n_rows, CHUNK)),
+        block_dim=_N_WARPS * WARP_SIZE,
+    )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What matmuls for GPUs have in common: a warp's tile of a product.
+
+With warp-wide matrix instructions (16 x 8 x 16), fed from global memory: a product's
+sum over `k` may take its terms in any order, so each lane reads 16 adjacent bytes of a
+row and says that these are the elements the instruction wants from it, of the weights
+and of the tokens alike.
+"""
+
+from max.gpu import WARP_SIZE, thread_idx
+from max.gpu.compute.mma import mma
+
+comptime COLUMNS = 16
+"""Results of a token that a tile has: rows of weights, in the instruction."""
+comptime TOKENS = 8
+"""Tokens of one instruction."""
+comptime CHUNK = 64
+"""Most tokens of a tile."""
+comptime K_STEP = 64
+"""Divides `k`."""
+comptime _K_LOAD = 32
+"""Elements of a row that the four lanes of it load at once, 16 bytes each."""
+
+comptime Bf16In = Pointer[BFloat16, ImmUntrackedOrigin]
+comptime Bf16Out = Pointer[BFloat16, MutUntrackedOrigin]
+comptime Sums[n_tiles: Int] = Array[SIMD[DType.float32, 4], n_tiles]
+"""A lane's results of some instructions side by side."""
+
+
+@always_inline
+def _load(row: Bf16In, offset: Int) -> SIMD[DType.bfloat16, 8]:
+    return row.unsafe_load[width=8, alignment=16](offset)
+
+
+@fieldwise_init
+struct Tile(Copyable, Movable):
+    """Some tokens of a group, and 16 columns of its weights."""
+
+    var y: Bf16Out
+    """Results `[..., n]`."""
+    var x: Bf16In
+    """Tokens `[..., k]`."""
+    var weight: Bf16In
+    """The group's weights `[n, k]`."""
+    var begin: Int
+    """First token."""
+    var end: Int
+    """Behind the last one, `> begin`."""
+    var column: Int
+    """First column."""
+    var n: Int
+    """Columns of `y`."""
+    var k: Int
+    """Elements of a token."""
+
+    @always_inline
+    def add[
+        n_tiles: Int, n_loads: Int
+    ](self, mut sums: Sums[n_tiles], first: Int, stride: Int,):
+        """Adds the products of some steps along `k`, one of `n_loads` loads.
+
+        Parameters:
+            n_tiles: Instructions side by side that share the weights.
+            n_loads: Loads of a row of weights that are under way at once.
+
+        Args:
+            sums: The lane's results.
+            first: First step.
+            stride: Steps from one to the next.
+        """
+        # The instruction's picture: a lane holds rows `high` and `high + 8` of the
+        # weights, row `high` of the tokens, and the results of columns `high` and
+        # `high + 8` for tokens `2 * low` and `2 * low + 1`.
+        var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
+        var upper = self.weight.unsafe_offset(
+            (self.column + high) * self.k + 8 * low
+        )
+        var lower = upper.unsafe_offset(8 * self.k)
+        var tokens = Array[Bf16In, n_tiles](fill=self.x.unsafe_offset(8 * low))
+        comptime for tile in range(n_tiles):
+            # Behind the last token the last one again: what it gives is not stored.
+            var token = min(self.begin + TOKENS * tile + high, self.end - 1)
+            tokens[tile] = self.x.unsafe_offset(token * self.k + 8 * low)
+        comptime step = _K_LOAD * n_loads
+        for at in range(first * step, self.k, stride * step):
+            var ups = Array[SIMD[DType.bfloat16, 8], n_loads](fill=0)
+            var downs = Array[SIMD[DType.bfloat16, 8], n_loads](fill=0)
+            comptime for i in range(n_loads):
+                ups[i] = _load(upper, at + _K_LOAD * i)
+                downs[i] = _load(lower, at + _K_LOAD * i)
+            comptime for i in range(n_loads):
+                comptime for tile in range(n_tiles):
+                    var token = _load(tokens[tile], at + _K_LOAD * i)
+                    comptime for half in range(2):
+                        comptime o = 4 * half
+                        var a = (
+                            ups[i]
+                            .slice[2, offset=o]()
+                            .join(downs[i].slice[2, offset=o]())
+                            .join(
+                                ups[i]
+                                .slice[2, offset=o + 2]()
+                                .join(downs[i].slice[2, offset=o + 2]())
+                            )
+                        )
+                        mma(
+                            sums[tile],
+                            a,
+                            token.slice[4, offset=o](),
+                            sums[tile],
+                        )
+
+    @always_inline
+    def store[n_tiles: Int](self, sums: Sums[n_tiles]):
+        """Stores the lane's results.
+
+        Parameters:
+            n_tiles: As in `add`.
+
+        Args:
+            sums: As in `add`.
+        """
+        var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
+        comptime for tile in range(n_tiles):
+            comptime for i in range(4):
+                var token = self.begin + TOKENS * tile + 2 * low + i % 2
+                if token < self.end:
+                    self.y[
+                        unsafe_offset=token * self.n
+                        + self.column
+                        + high
+                        + 8 * (i // 2)
+                    ] = sums[tile][i].cast[DType.bfloat16]()
+
+    @always_inline
+    def multiply[n_tiles: Int, n_loads: Int](self):
+        """Computes the tile with one warp.
+
+        Parameters:
+            n_tiles: As in `add`.
+            n_loads: As in `add`.
+        """
+        var sums = Sums[n_tiles](fill=0)
+        self.add[n_tiles, n_loads](sums, 0, 1)
+        self.store(sums)
+
+
+def check_sizes(op: StaticString, n: Int, k: Int) raises:
+    """Refuses what tiles do not fill.
+
+    Args:
+        op: The name of the op, for the error.
+        n: Columns.
+        k: Elements of a token.
+
+    Raises:
+        If `n` is no multiple of `COLUMNS`, or `k` of `K_STEP`.
+    """
+    if n % COLUMNS != 0 or k % K_STEP != 0:
+        raise Error(
+            "max_ep: ",
+            op,
+            " on GPUs takes n in multiples of ",
+            COLUMNS,
+            " and k of ",
+            K_STEP,
+            "; given n=",
+            n,
+            " and k=",
+            k,
+        )
