@@ -44,17 +44,11 @@ def grouped_matmul(
     """
     if not rows.device.is_cpu():
         _check_for_gpu("grouped_matmul", rows, weights)
-    if rows.dtype != weights.dtype:
-        raise TypeError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one")
+    _check_inner(rows, weights)
     if row_offsets.dtype != DType.uint32 or expert_ids.dtype != DType.int32:
         raise TypeError(
             f"row_offsets ({row_offsets.dtype}) must be uint32 and expert_ids "
             f"({expert_ids.dtype}) int32, as dispatch gives them"
-        )
-    if rows.shape[1] != weights.shape[2]:
-        raise ValueError(
-            f"rows have {rows.shape[1]} columns, weights [{weights.shape[0]}, "
-            f"{weights.shape[1]}, {weights.shape[2]}] need {weights.shape[2]}"
         )
     package, op = "max_ep_experts", "max_ep.grouped_matmul"
     if not rows.device.is_cpu():
@@ -66,6 +60,17 @@ def grouped_matmul(
         [rows, weights, row_offsets, expert_ids],
         [TensorType(rows.dtype, [rows.shape[0], weights.shape[1]], rows.device)],
     )[0].tensor
+
+
+def _check_inner(rows: TensorValue, weights: TensorValue) -> None:
+    if rows.dtype != weights.dtype:
+        raise TypeError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one")
+    if rows.shape[1] != weights.shape[-1]:
+        sizes = ", ".join(map(str, weights.shape))
+        raise ValueError(
+            f"rows have {rows.shape[1]} columns, weights [{sizes}] need "
+            f"{weights.shape[-1]}"
+        )
 
 
 def fits_gpu(weight: TensorValue) -> bool:
@@ -112,6 +117,7 @@ def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
     """
     if not x.device.is_cpu():
         _check_for_gpu("linear", x, weight)
+        _check_inner(x, weight)
         load_ops(Graph.current, "max_ep_gpu_experts")
         rows = TensorType(x.dtype, [x.shape[0], weight.shape[0]], x.device)
         return ops.custom("max_ep.gpu_linear", x.device, [x, weight], [rows])[0].tensor

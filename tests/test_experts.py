@@ -15,6 +15,7 @@ from max.graph import DeviceRef, Graph, TensorType
 
 from max_ep import experts
 from max_ep.extension import run_mojo
+from max_ep.serve import hopper
 
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_experts.mojo"
 BODIES = ((1, 8), (1, 2), (4, 2), (8, 2))
@@ -27,8 +28,10 @@ def printed() -> str:
 
 
 def test_python_refuses_what_the_kernel_cannot_take(printed: str) -> None:
-    taken = re.search(r"takes (\d+) (\d+)", printed).groups()
-    assert [int(n) for n in taken] == [experts.GPU_COLUMNS, experts.GPU_K_STEP]
+    taken = re.search(r"takes (\d+) (\d+) (\d+)", printed).groups()
+    # Rows of a whole tile are as many where Python puts zeros behind them.
+    wanted = [experts.GPU_COLUMNS, experts.GPU_K_STEP, hopper.TILE_ROWS]
+    assert [int(n) for n in taken] == wanted
 
 
 def test_hopper_assembly(printed: str) -> None:
@@ -62,3 +65,31 @@ def test_refusals(dtype: DType, n: int, k: int, error: type, says: str) -> None:
     with Graph("refused", input_types=types) as graph:
         with pytest.raises(error, match=says):
             experts.grouped_matmul(*(value.tensor for value in graph.inputs))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "n", "k", "error", "says"),
+    [
+        ([DType.float32] * 2, 32, 64, TypeError, "linear takes bfloat16.*MAX's linear"),
+        ([DType.bfloat16, DType.float32], 32, 64, TypeError, "weights DType.float32"),
+        ([DType.bfloat16] * 2, 24, 64, ValueError, r"are \[24, 64\]"),
+        (
+            [DType.bfloat16] * 2,
+            32,
+            128,
+            ValueError,
+            r"64 columns, weights \[32, 128\] need 128",
+        ),
+    ],
+)
+def test_refusals_of_linear(
+    dtypes: list[DType], n: int, k: int, error: type, says: str
+) -> None:
+    gpu = DeviceRef.GPU(0)
+    types = [
+        TensorType(dtypes[0], ["n_rows", 64], gpu),
+        TensorType(dtypes[1], [n, k], gpu),
+    ]
+    with Graph("refused", input_types=types) as graph:
+        with pytest.raises(error, match=says):
+            experts.linear(*(value.tensor for value in graph.inputs))

@@ -23,7 +23,7 @@ from .tile import (
 )
 
 comptime FEW_ROWS = 128
-"""Fewer rows are few."""
+"""Fewer rows are few. So many are whole tiles of MAX's matmul."""
 comptime _N_WARPS = 8
 """Warps that share the sums of 16 columns along `k`."""
 
