@@ -9,7 +9,7 @@ That is on CPU, and for ``grouped_matmul`` in bfloat16 on Hopper
 from __future__ import annotations
 
 from max.dtype import DType
-from max.graph import Graph, TensorType, TensorValue, ops
+from max.graph import Graph, StaticDim, TensorType, TensorValue, ops
 
 from .extension import load_ops
 
@@ -62,21 +62,26 @@ def grouped_matmul(
     )[0].tensor
 
 
+def _sizes(value: TensorValue) -> str:
+    return ", ".join(map(str, value.shape))
+
+
 def _check_inner(rows: TensorValue, weights: TensorValue) -> None:
     if rows.dtype != weights.dtype:
         raise TypeError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one")
     if rows.shape[1] != weights.shape[-1]:
-        sizes = ", ".join(map(str, weights.shape))
         raise ValueError(
-            f"rows have {rows.shape[1]} columns, weights [{sizes}] need "
+            f"rows have {rows.shape[1]} columns, weights [{_sizes(weights)}] need "
             f"{weights.shape[-1]}"
         )
 
 
 def fits_gpu(weight: TensorValue) -> bool:
     """Tells whether ``n`` and ``k`` of a weight ``[..., n, k]`` are what GPUs take."""
-    n, k = (int(dim) for dim in weight.shape[-2:])
-    return n % GPU_COLUMNS == 0 and k % GPU_K_STEP == 0
+    n, k = weight.shape[-2:]
+    if not (isinstance(n, StaticDim) and isinstance(k, StaticDim)):
+        return False
+    return int(n) % GPU_COLUMNS == 0 and int(k) % GPU_K_STEP == 0
 
 
 def _check_for_gpu(op: str, rows: TensorValue, weights: TensorValue) -> None:
@@ -87,7 +92,7 @@ def _check_for_gpu(op: str, rows: TensorValue, weights: TensorValue) -> None:
         )
     if not fits_gpu(weights):
         raise ValueError(
-            f"weights are {list(map(int, weights.shape))}; on GPUs {op} takes n, the "
+            f"weights are [{_sizes(weights)}]; on GPUs {op} takes n, the "
             f"last but one of these, a multiple of {GPU_COLUMNS} and k, the last one, "
             f"of {GPU_K_STEP}"
         )

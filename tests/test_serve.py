@@ -250,6 +250,8 @@ def test_graph_has_our_ops(
         f"max_ep.{name}": n for name, n in wanted.items()
     }
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
+    products = {"max_ep.gpu_linear", "max_ep.gpu_grouped_matmul"}
+    assert products & ops.keys() == (products if "gpu" in where else set())
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,14 @@ _PREFILLED_TOKENS = 9
 ``MLA_DECODE_MAX_SEQ_LEN`` of its kernels, by what was served."""
 
 
-def _is_concerned(value: TensorValue) -> bool:
-    if value.device.is_cpu() or value.dtype != DType.bfloat16:
-        return False
+def is_hopper() -> bool:
+    """Tells whether the GPUs of this host are those that all this is about."""
     return accelerator_architecture_name().startswith("sm_90")
+
+
+def _is_concerned(value: TensorValue) -> bool:
+    on_gpu = not value.device.is_cpu()
+    return on_gpu and value.dtype == DType.bfloat16 and is_hopper()
 
 
 def grouped_matmul_anywhere(

@@ -25,7 +25,7 @@ from ..extension import extension_path
 from ..initializer import EPCommInitializer
 from ..manager import EPBatchManager
 from .forward import forward_layers
-from .hopper import REPLACED
+from .hopper import REPLACED, is_hopper
 from .settings import MoeShape, is_on_cpu, n_devices, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
@@ -78,9 +78,12 @@ class ExpertParallelModel:
     def load_model(self, session: InferenceSession) -> Model:
         """Builds, compiles and loads the graph; see MAX's model."""
         # An op in a subgraph is looked for among those of the whole graph.
-        on_cpu = is_on_cpu(self.pipeline_config)
-        experts = "max_ep_experts" if on_cpu else "max_ep_gpu_experts"
-        ops = default_custom_extensions_scope(extension_path(), extension_path(experts))
+        packages = ["max_ep"]
+        if is_on_cpu(self.pipeline_config):
+            packages.append("max_ep_experts")
+        elif is_hopper():
+            packages.append("max_ep_gpu_experts")
+        ops = default_custom_extensions_scope(*map(extension_path, packages))
         with using_max_ep(*self.max_modules), ops:
             return super().load_model(session)
 

@@ -155,7 +155,8 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     )
     if not config.has_rank_slots:
         return config
-    return replace(config, protocol=_protocol(), combine_mode="reduced")
+    # With the same protocol: "auto" would take gather where few tokens fit.
+    return replace(config, combine_mode="reduced")
 
 
 def _protocol() -> str:

@@ -25,7 +25,7 @@ from .tile import (
 comptime _N_WARPS = 4
 comptime _BLOCKS_PER_SM = 3
 """Blocks of a multiprocessor: what their registers leave room for."""
-comptime MAX_GROUPS = 1024
+comptime MAX_GROUPS = 3840
 """Groups there is room for in shared memory."""
 
 
