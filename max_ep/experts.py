@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts between dispatch and combine, where MAX has no kernels for them.
 
-That is on CPU, and for ``grouped_matmul`` in bfloat16 on Hopper
-(docs/decisions/0016-grouped-matmul-on-hopper.md). Elsewhere use MAX's
-``grouped_matmul_ragged``.
+That is on CPU, and in bfloat16 on Hopper for ``grouped_matmul``, as MAX's does not
+compile there, and for ``linear``, as MAX's writes behind its result
+(docs/decisions/0016-grouped-matmul-on-hopper.md and
+docs/decisions/0018-whole-tiles-on-hopper.md). Elsewhere use MAX's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .extension import load_ops
 
 # As in mojo/max_ep_gpu_experts/tile.mojo; tests/test_experts.py compares.
 GPU_COLUMNS = 16
-"""On GPUs ``n`` of a grouped matmul is a multiple of it."""
+"""On GPUs ``n`` of a weight is a multiple of it."""
 GPU_K_STEP = 64
 """And ``k`` of this."""
 

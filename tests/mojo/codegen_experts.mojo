@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the assembly of the experts' matmuls for a GPU that need not be there.
 
-Then what they take at a time, as `n` and `k`, and whole tiles of MAX's. Run by tests/test_experts.py.
+Then what they take at a time, as `n` and `k`, and whole tiles of MAX's. Run by
+tests/test_experts.py.
 """
 from max.gpu.host import get_gpu_target
 from max_ep_gpu_experts.grouped_matmul import grouped_matmul_kernel
