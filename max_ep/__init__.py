@@ -27,6 +27,7 @@ from .kernels import (
 )
 from .launch import LaunchError, launch
 from .manager import EPBatchManager
+from .routing import softmax_top_k
 
 __all__ = [
     "AllGatherConfig",
@@ -52,5 +53,6 @@ __all__ = [
     "estimate_ep_memory_usage",
     "extension_path",
     "launch",
+    "softmax_top_k",
 ]
 __version__ = "0.1.0"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from max.dtype import DType
-from max.graph import TensorValue, ops
+from max.graph import TensorValue
 
 from .experts import grouped_swiglu, linear
 from .manager import EPBatchManager
+from .routing import softmax_top_k
 
 
 @dataclass
@@ -41,9 +41,7 @@ def route(
         ``topk_ids`` ``[n_tokens, top_k]`` int32 and ``topk_weights``, likewise,
         float32.
     """
-    probabilities = ops.softmax(linear(x, router))
-    weights, ids = ops.top_k(probabilities, top_k)
-    return ids.cast(DType.int32), weights / ops.sum(weights, axis=-1)
+    return softmax_top_k(linear(x, router), top_k)
 
 
 def moe_layer(

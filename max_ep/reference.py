@@ -436,6 +436,31 @@ def combine_reduced(
     return sums
 
 
+def softmax_top_k(
+    logits: np.ndarray, top_k: int, renormalize: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chooses the experts of each token, as `max_ep.softmax_top_k` does.
+
+    Args:
+        logits: `[n_tokens, n_experts]`.
+        top_k: Experts of a token.
+        renormalize: Whether a token's weights add up to one.
+
+    Returns:
+        Expert ids `[n_tokens, top_k]` int32, by falling logit, NaN first, equal ones
+        by id; and their weights float64, before they are rounded to float32.
+    """
+    is_nan = np.isnan(logits)
+    falling = np.where(is_nan, -np.inf, -logits.astype(np.float64))
+    by_id = np.broadcast_to(np.arange(logits.shape[1]), logits.shape)
+    ids = np.lexsort((by_id, falling, ~is_nan), axis=1)[:, :top_k]
+    chosen = np.take_along_axis(logits.astype(np.float64), ids, 1)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(chosen - chosen[:, :1])
+        of_all = weights if renormalize else np.exp(logits - chosen[:, :1])
+        return ids.astype(np.int32), weights / of_all.sum(1, keepdims=True)
+
+
 def moe(
     tokens: np.ndarray,
     topk_ids: np.ndarray,

@@ -27,7 +27,8 @@ MARKDOWN_FILES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LAYERS = (
     "layout flags host_copy counters failures row_tables token_format formats "
     "transport launch_checks expert_slots rank_slots side_stream gpu_setup "
-    "host_setup shmem_modules gpu_launch watch api watch_ops ops all_gather_ops"
+    "host_setup shmem_modules gpu_launch watch api watch_ops ops all_gather_ops "
+    "routing routing_ops"
 ).split()
 
 
@@ -64,7 +65,9 @@ def test_mojo_docstrings() -> None:
     )
     said = [line for line in done.stderr.splitlines() if "warning:" in line]
     of_ops = [
-        line for line in said if re.search(r"/(all_gather_|watch_)?ops\.mojo:", line)
+        line
+        for line in said
+        if re.search(r"/(all_gather_|routing_|watch_)?ops\.mojo:", line)
     ]
     assert of_ops, "the check does not work"
     assert said == of_ops

@@ -1,25 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MiniMax-M2's router in plain ops against that of Hugging Face transformers."""
+"""Routers: the op's choice against the oracle, and both against transformers.
+
+And MiniMax-M2's in plain ops, which CPUs have.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorType
-from transformers import MiniMaxM2Config
+from max.engine import InferenceSession, Model
+from max.graph import DeviceRef, Dim, Graph, Module, TensorType
+from transformers import MiniMaxM2Config, Qwen3MoeConfig
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from max_ep import reference, softmax_top_k
+from max_ep.extension import run_mojo
 from max_ep.serve.minimax_m2 import MiniMaxM2Gate
 
 N_EXPERTS, TOP_K = 12, 4
+PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_routing.mojo"
+
+# Dtype, experts, choices, whether weights are divided by their sum.
+CHOICES = {
+    "qwen3": (DType.bfloat16, 128, 8, True),
+    "all_of_softmax": (DType.float32, 40, 6, False),
+    "one": (DType.float32, 1, 1, True),
+    "every": (DType.float32, 32, 32, True),
+    "ragged": (DType.bfloat16, 1000, 32, True),
+}
 
 
 def add_graphs(module: Module) -> None:
-    """Adds a router of given logits."""
+    """Adds routers of given logits."""
     cpu = DeviceRef.CPU()
+    for name, (dtype, n_experts, top_k, renormalize) in CHOICES.items():
+        types = [TensorType(dtype, ["n_tokens", n_experts], cpu)]
+        with Graph(f"choose_{name}", input_types=types, module=module) as graph:
+            graph.output(*softmax_top_k(graph.inputs[0].tensor, top_k, renormalize))
     types = [
         TensorType(DType.float32, ["n_tokens", N_EXPERTS], cpu),
         TensorType(DType.float32, [N_EXPERTS], cpu),
@@ -66,3 +90,119 @@ def test_router_is_that_of_transformers(one_module: SimpleNamespace) -> None:
         np.take_along_axis(want_weights.numpy(), want_order, 1),
         rtol=1e-6,
     )
+
+
+def draw_logits(n_experts: int, dtype: DType) -> np.ndarray:
+    """Draws logits, with ties, with what is not finite, and with both zeros."""
+    logits = np.random.default_rng(1).normal(size=(301, n_experts), scale=4)
+    logits[100:150] = logits[100:150].round()
+    logits[150:160, ::3] = -np.inf
+    logits[160:170] = -3
+    logits[170:180] = np.where(np.arange(n_experts) % 2, 0.0, -0.0)
+    logits[180, n_experts // 2 :] = np.nan
+    logits[181, n_experts // 2] = -np.float32(np.nan)
+    logits[182, n_experts // 3] = np.inf
+    logits = logits.astype(np.float32)
+    if dtype == DType.bfloat16:
+        logits = reference.bfloat16_to_float32(reference.float32_to_bfloat16(logits))
+    return logits
+
+
+def check_choice(model: Model, name: str, n_tokens: int, device: str) -> None:
+    """Compares ids, and weights as far as `exp` is exact: GPUs have a faster one."""
+    dtype, n_experts, top_k, renormalize = CHOICES[name]
+    logits = draw_logits(n_experts, dtype)[:n_tokens]
+    given = torch.from_numpy(logits).to(device)
+    given = given.bfloat16() if dtype == DType.bfloat16 else given
+    ids, weights = (out.to_numpy() for out in model.execute(given))
+    want_ids, want = reference.softmax_top_k(logits, top_k, renormalize)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want, rtol=5e-6)
+
+
+COUNTS = [0, 1, 3, 5, 301]
+
+
+@pytest.mark.parametrize("n_tokens", COUNTS)
+@pytest.mark.parametrize("name", CHOICES)
+def test_choice_is_the_oracles(
+    one_module: SimpleNamespace, name: str, n_tokens: int
+) -> None:
+    check_choice(one_module.models[f"choose_{name}"], name, n_tokens, "cpu")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("n_tokens", COUNTS)
+@pytest.mark.parametrize("name", CHOICES)
+def test_choice_on_a_gpu_is_the_oracles(
+    choices_on_gpu: dict[str, Model], name: str, n_tokens: int
+) -> None:
+    check_choice(choices_on_gpu[name], name, n_tokens, "cuda")
+
+
+@pytest.fixture(scope="module")
+def choices_on_gpu(gpu_session: InferenceSession) -> dict[str, Model]:
+    models = {}
+    for name, (dtype, n_experts, top_k, renormalize) in CHOICES.items():
+        types = [TensorType(dtype, ["n_tokens", n_experts], DeviceRef.GPU(0))]
+        with Graph(f"choose_{name}", input_types=types) as graph:
+            graph.output(*softmax_top_k(graph.inputs[0].tensor, top_k, renormalize))
+        models[name] = gpu_session.load(graph)
+    return models
+
+
+def test_oracles_choice_is_that_of_transformers() -> None:
+    logits = draw_logits(128, DType.float32)[:100]
+    for renormalize in (False, True):
+        config = Qwen3MoeConfig(
+            hidden_size=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=renormalize,
+        )
+        router = Qwen3MoeTopKRouter(config)
+        router.weight.data = torch.eye(128)
+        with torch.no_grad():
+            _, want_weights, want_ids = router(torch.from_numpy(logits))
+        ids, weights = reference.softmax_top_k(logits, 8, renormalize)
+        np.testing.assert_array_equal(ids, want_ids.numpy())
+        np.testing.assert_allclose(weights, want_weights.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "top_k", "error", "says"),
+    [
+        (DType.float16, [3, 8], 2, TypeError, "float32 or bfloat16"),
+        (DType.float32, [3, 8], 9, ValueError, "top_k=9 of 8 experts"),
+        (DType.float32, [3, 8], 0, ValueError, "at least 1"),
+        (DType.float32, [3, 64], 33, ValueError, "at most 32"),
+        (DType.float32, [3, Dim("n_experts")], 2, ValueError, "known to the graph"),
+        (DType.float32, [3, 4, 8], 2, ValueError, "n_tokens, n_experts"),
+    ],
+)
+def test_refusals(
+    dtype: DType, shape: list, top_k: int, error: type, says: str
+) -> None:
+    types = [TensorType(dtype, shape, DeviceRef.CPU())]
+    with Graph("refused", input_types=types) as graph, pytest.raises(error, match=says):
+        softmax_top_k(graph.inputs[0].tensor, top_k)
+
+
+def test_more_experts_than_a_gpu_takes_are_refused() -> None:
+    types = [TensorType(DType.float32, [3, 1025], DeviceRef.GPU(0))]
+    with Graph("refused", input_types=types) as graph:
+        with pytest.raises(ValueError, match="up to 1024"):
+            softmax_top_k(graph.inputs[0].tensor, 2)
+
+
+def test_gpu_assembly() -> None:
+    """A warp has a token's logits in registers, and stores what was chosen once."""
+    printed = run_mojo("run", "-I", ".", str(PROGRAM))
+    texts = re.split(r"^kernel .*$", printed, flags=re.M)[1:]
+    *nvidia, amd = texts
+    for text, n_experts, top_k in zip(nvidia, (128, 128, 1024), (8, 8, 32)):
+        assert len(re.findall(r"ld\.global", text)) == n_experts // 32
+        assert len(re.findall(r"redux\.sync\.max", text)) == 2 * top_k
+        assert len(re.findall(r"st\.global", text)) == 2
+        assert ".local" not in text
+    assert re.search(r"\.private_segment_fixed_size: 0$", amd, re.M)

@@ -13,9 +13,27 @@ from typing import Any
 
 from max.dtype import DType
 from max.graph import TensorValue, ops
-from max.nn.moe import forward_moe_sharded_layers
+from max.nn.moe import MoEGate, forward_moe_sharded_layers
+from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
 from ..manager import EPBatchManager
+from ..routing import softmax_top_k
+
+
+def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
+    """Lets a router choose: Qwen3's in one op behind its product, others as MAX does.
+
+    Args:
+        gate: A layer's router.
+        x: ``[n_tokens, hidden_size]``.
+
+    Returns:
+        Expert ids and weights, each ``[n_tokens, top_k]``. Qwen3's weights are float32,
+        where MAX rounds them to the dtype of ``x``.
+    """
+    if type(gate) is not Qwen3MoEGate:
+        return gate(x)
+    return softmax_top_k(gate.gate_score(x), gate.num_experts_per_token)
 
 
 def through_experts(
@@ -64,7 +82,7 @@ def forward_layers(
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_moe_sharded_layers(shards, xs, *eplb)
     manager = shards[0].ep_batch_manager
-    routed = [shard.gate(x) for shard, x in zip(shards, xs)]
+    routed = [route(shard.gate, x) for shard, x in zip(shards, xs)]
     n_tokens = sum(ops.shape_to_tensor(x.shape)[0] for x in xs)
     n_rows = n_tokens * shards[0].num_experts_per_token // len(shards)
     about_n_rows = n_rows.cast(DType.uint32)

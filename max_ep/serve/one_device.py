@@ -31,7 +31,7 @@ from max.pipelines.lib.interfaces.batch_processor import (
 
 from ..experts import grouped_swiglu
 from ..manager import EPBatchManager
-from .forward import through_experts
+from .forward import route, through_experts
 
 
 class OneDeviceMoe(MoE):
@@ -65,7 +65,7 @@ class OneDeviceMoe(MoE):
             The same shape and dtype.
         """
         config = self._manager.config
-        ids, weights = self.gate(x)
+        ids, weights = route(self.gate, x)
         parts = [_parts(values, config.n_gpus_per_node) for values in (x, ids, weights)]
         sums = through_experts(self._manager, *parts, self._experts_of)
         whole = sums[0] if len(sums) == 1 else ops.concat(sums)

@@ -4,7 +4,8 @@
 Layers, each knowing only those before it:
 layout, flags, counters, failures, row_tables, token_format (and formats/),
 transport, launch_checks, expert_slots/, rank_slots/, gpu_setup, host_setup, shmem_modules,
-gpu_launch, watch, api, ops, all_gather_ops.
+gpu_launch, watch, api, ops, all_gather_ops; and routing with
+routing_ops, which know none.
 """
 from .all_gather_ops import *
 from .api import (
@@ -19,6 +20,7 @@ from .counters import EPLocalSyncCounters
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from .formats.with_choices import WithChoicesTokenFormat
 from .ops import *
+from .routing_ops import *
 from .token_format import (
     BF16TokenFormat,
     Float32TokenFormat,

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's choice, as dispatch takes it."""
+
+from __future__ import annotations
+
+from max.dtype import DType
+from max.graph import Graph, StaticDim, TensorType, TensorValue, ops
+
+from .extension import load_ops
+from .limits import MAX_TOP_K, PLAIN_DTYPES
+
+_MAX_GPU_EXPERTS = 1024
+"""A lane of a warp has 32 of them in registers."""
+
+
+def softmax_top_k(
+    logits: TensorValue, top_k: int, renormalize: bool = True
+) -> tuple[TensorValue, TensorValue]:
+    """Chooses the experts of each token by the softmax of a router's logits.
+
+    One op in place of a softmax, ``ops.top_k``, a sum, a division and casts. All sums
+    are in float32. As transformers' ``Qwen3MoeTopKRouter`` defines it, with
+    ``norm_topk_prob`` for ``renormalize``. Not for routers with a sigmoid, a bias or
+    groups of experts; MAX has kernels for those.
+
+    Args:
+        logits: ``[n_tokens, n_experts]``, float32 or bfloat16; on GPUs up to 1024
+            experts.
+        top_k: Experts of a token, up to 32.
+        renormalize: Whether a token's weights are divided by their sum; else they are
+            parts of all experts' softmax.
+
+    Returns:
+        Expert ids, ``[n_tokens, top_k]`` int32, and weights, likewise float32: by
+        falling logit, of equal ones the lower id first. NaN counts as the largest. A
+        token with NaN, with an infinite logit or with nothing but ``-inf`` has ids of
+        experts that there are, and weights of NaN.
+
+    Raises:
+        TypeError: If the dtype is not one of those.
+        ValueError: If the number of experts is not known, less than ``top_k``, or
+            more than a GPU's kernel takes, or ``top_k`` is out of range.
+    """
+    if logits.dtype not in PLAIN_DTYPES:
+        raise TypeError(
+            f"logits are {logits.dtype}; softmax_top_k takes float32 or bfloat16: cast"
+        )
+    if logits.rank != 2 or not isinstance(logits.shape[1], StaticDim):
+        raise ValueError(
+            f"logits are {logits.shape}; softmax_top_k takes [n_tokens, n_experts] "
+            "with a number of experts known to the graph"
+        )
+    n_tokens, n_experts = logits.shape[0], int(logits.shape[1])
+    if not 1 <= top_k <= min(n_experts, MAX_TOP_K):
+        raise ValueError(
+            f"top_k={top_k} of {n_experts} experts; it must be at least 1, and at most "
+            f"{MAX_TOP_K} and the number of experts"
+        )
+    if n_experts > _MAX_GPU_EXPERTS and not logits.device.is_cpu():
+        raise ValueError(
+            f"{n_experts} experts; on GPUs softmax_top_k takes up to "
+            f"{_MAX_GPU_EXPERTS}: use ops.softmax and ops.top_k"
+        )
+    load_ops(Graph.current)
+    ids, weights = ops.custom(
+        "max_ep.softmax_top_k",
+        logits.device,
+        [logits],
+        [
+            TensorType(dtype, [n_tokens, top_k], logits.device)
+            for dtype in (DType.int32, DType.float32)
+        ],
+        parameters=dict(n_experts=n_experts, top_k=top_k, renormalize=renormalize),
+    )
+    return ids.tensor, weights.tensor

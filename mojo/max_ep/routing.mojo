@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's choice: softmax, the largest, and their weights, in one launch.
+
+What dispatch takes comes out: ids as int32 and weights as float32.
+"""
+from max.algorithm import sync_parallelize
+from max.gpu import WARP_SIZE, block_idx, thread_idx
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
+from max.gpu.primitives import warp
+from max.runtime.asyncrt import parallelism_level
+from std.math import ceildiv, exp
+from std.memory import bitcast
+from std.sys import is_nvidia_gpu, llvm_intrinsic
+
+comptime _NUM_THREADS = 128
+comptime _MAX_TOP_K = 32
+"""A lane of a warp has one choice."""
+comptime _NONE = UInt32(0)
+"""Key of what has been chosen, or is no expert."""
+comptime _SIGN = UInt32(1 << 31)
+
+
+@always_inline
+def _key(logit: Float32) -> UInt32:
+    """Makes a number that sorts as a logit does, NaN as the largest, above none.
+
+    Args:
+        logit: Any.
+    """
+    var bits = bitcast[DType.uint32](logit + 0)  # no negative zero
+    if logit != logit:
+        return UInt32.MAX
+    return max(~bits if bits & _SIGN != 0 else bits | _SIGN, _NONE + 1)
+
+
+@always_inline
+def _logit(key: UInt32) -> Float32:
+    """Finds the logit of a key.
+
+    Args:
+        key: Of `_key`.
+    """
+    return bitcast[DType.float32](key ^ _SIGN if key & _SIGN != 0 else ~key)
+
+
+@always_inline
+def _largest_of_lanes(n: UInt32) -> UInt32:
+    comptime if is_nvidia_gpu():
+        return llvm_intrinsic["llvm.nvvm.redux.sync.umax", UInt32](n, Int32(-1))
+    return warp.max(n)
+
+
+def softmax_top_k_kernel[
+    dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool
+](
+    ids: Pointer[Int32, MutUntrackedOrigin],
+    weights: Pointer[Float32, MutUntrackedOrigin],
+    logits: Pointer[Scalar[dtype], ImmUntrackedOrigin],
+    n_tokens: Int32,
+):
+    """Chooses with a warp for each token.
+
+    Launch: blocks of `_NUM_THREADS` threads, a warp for each token.
+
+    Parameters:
+        dtype: Element type of the logits.
+        n_experts: Experts.
+        top_k: How many to choose, at most 32.
+        renormalize: Whether a token's weights add up to one.
+
+    Args:
+        ids: Result `[n_tokens][top_k]`, by falling logit, equal ones by id.
+        weights: Result `[n_tokens][top_k]`.
+        logits: `[n_tokens][n_experts]`.
+        n_tokens: Tokens.
+    """
+    comptime n_mine = ceildiv(n_experts, WARP_SIZE)
+    var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
+    var token = Int(block_idx.x) * (_NUM_THREADS // WARP_SIZE) + warp_idx
+    if token >= Int(n_tokens):
+        return
+    # A lane has every `WARP_SIZE`-th expert.
+    var keys = Array[UInt32, n_mine](fill=_NONE)
+    comptime for i in range(n_mine):
+        var expert = i * WARP_SIZE + lane
+        if expert < n_experts:
+            keys[i] = _key(
+                logits[unsafe_offset=token * n_experts + expert].cast[
+                    DType.float32
+                ]()
+            )
+    var largest = Float32(0)
+    var others = Float32(0)
+    var my_id = Int32(0)
+    var my_logit = Float32(0)
+    comptime for choice in range(top_k):
+        var key = keys[0]
+        var expert = lane
+        comptime for i in range(1, n_mine):
+            if keys[i] > key:
+                key = keys[i]
+                expert = i * WARP_SIZE + lane
+        var best = _largest_of_lanes(key)
+        # Of equal ones the first: the largest of what falls as ids rise.
+        var rank = UInt32(n_experts - expert) if key == best else UInt32(0)
+        var chosen = n_experts - Int(_largest_of_lanes(rank))
+        if choice == 0:
+            largest = _logit(best)
+            comptime if not renormalize:
+                comptime for i in range(n_mine):
+                    if keys[i] != _NONE:
+                        others += exp(_logit(keys[i]) - largest)
+        comptime for i in range(n_mine):
+            if chosen == i * WARP_SIZE + lane:
+                keys[i] = _NONE
+        if lane == choice:
+            my_id = Int32(chosen)
+            my_logit = _logit(best)
+    var mine = exp(my_logit - largest) if lane < top_k else Float32(0)
+    var sum = warp.sum(mine if renormalize else others)
+    if lane < top_k:
+        ids[unsafe_offset=token * top_k + lane] = my_id
+        weights[unsafe_offset=token * top_k + lane] = mine / sum
+
+
+def _choose_on_host[
+    dtype: DType
+](
+    ids: Pointer[Int32, MutUntrackedOrigin],
+    weights: Pointer[Float32, MutUntrackedOrigin],
+    logits: Pointer[Scalar[dtype], ImmUntrackedOrigin],
+    n_experts: Int,
+    top_k: Int,
+    renormalize: Bool,
+):
+    """Chooses for one token, as `softmax_top_k_kernel`.
+
+    Parameters:
+        dtype: Element type of the logits.
+
+    Args:
+        ids: Result `[top_k]`.
+        weights: Result `[top_k]`.
+        logits: `[n_experts]`.
+        n_experts: As there.
+        top_k: As there.
+        renormalize: As there.
+    """
+    var keys = List[UInt32](length=n_experts, fill=_NONE)
+    for expert in range(n_experts):
+        keys[expert] = _key(logits[unsafe_offset=expert].cast[DType.float32]())
+    var sum = Float32(0)
+    for choice in range(top_k):
+        var chosen = 0
+        for expert in range(1, n_experts):
+            if keys[expert] > keys[chosen]:
+                chosen = expert
+        ids[unsafe_offset=choice] = Int32(chosen)
+        weights[unsafe_offset=choice] = _logit(keys[chosen])
+        keys[chosen] = _NONE
+    var largest = weights[unsafe_offset=0]
+    for choice in range(top_k):
+        var below = weights[unsafe_offset=choice] - largest
+        # The host's `exp` makes a number of NaN.
+        var weight = exp(below) if below == below else below
+        weights[unsafe_offset=choice] = weight
+        sum += weight
+    if not renormalize:
+        for expert in range(n_experts):
+            if keys[expert] != _NONE:
+                sum += exp(_logit(keys[expert]) - largest)
+    for choice in range(top_k):
+        weights[unsafe_offset=choice] /= sum
+
+
+def launch_softmax_top_k[
+    target: StaticString,
+    dtype: DType,
+    n_experts: Int,
+    top_k: Int,
+    renormalize: Bool,
+](
+    ids: Pointer[Int32, MutUntrackedOrigin],
+    weights: Pointer[Float32, MutUntrackedOrigin],
+    logits: Pointer[Scalar[dtype], ImmUntrackedOrigin],
+    n_tokens: Int,
+    context: DeviceContext,
+) raises:
+    """Chooses for all tokens, on CPU or GPU.
+
+    Parameters:
+        target: The device's kind.
+        dtype: As in `softmax_top_k_kernel`.
+        n_experts: As there.
+        top_k: As there.
+        renormalize: As there.
+
+    Args:
+        ids: As there.
+        weights: As there.
+        logits: As there.
+        n_tokens: As there.
+        context: The device.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime assert (
+        1 <= top_k <= min(n_experts, _MAX_TOP_K)
+    ), "max_ep: top_k is at least 1, and at most 32 and n_experts"
+    if n_tokens == 0:
+        return
+    comptime if is_gpu[target]():
+        comptime kernel = softmax_top_k_kernel[
+            dtype, n_experts, top_k, renormalize
+        ]
+        var function = context.compile_function[kernel]()
+        context.enqueue_function(
+            function,
+            ids,
+            weights,
+            logits,
+            Int32(n_tokens),
+            grid_dim=ceildiv(
+                n_tokens, _NUM_THREADS // context.default_device_info.warp_size
+            ),
+            block_dim=_NUM_THREADS,
+        )
+    else:
+        var n_chunks = min(n_tokens, parallelism_level(None))
+
+        def run_chunk(chunk: Int) {imm}:
+            for token in range(
+                chunk * n_tokens // n_chunks,
+                (chunk + 1) * n_tokens // n_chunks,
+            ):
+                _choose_on_host[dtype](
+                    ids.unsafe_offset(token * top_k),
+                    weights.unsafe_offset(token * top_k),
+                    logits.unsafe_offset(token * n_experts),
+                    n_experts,
+                    top_k,
+                    renormalize,
+                )
+
+        sync_parallelize(run_chunk, n_chunks)
