@@ -7,8 +7,9 @@ Peers: ``ours``; ``max_ep``, MAX's expert parallelism; ``max_tp``, MAX's tensor
 parallelism; on one GPU MAX has only the latter. With ``_captured`` behind its name a
 peer decodes through captured graphs. Both of MAX's have our matmuls on
 Hopper, without which they do not compile (``bench/max_as_it_is.py``). The model has
-random weights and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen). Before a
-peer is timed, its greedy tokens are compared with those of transformers.
+random weights and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``:
+all 48). Before a peer is timed it answers some prompts greedily; when all servers have
+stopped, these tokens are compared with transformers', and only then is the table made.
 
 All servers are started at once, and idle while another is timed; they take turns for
 some rounds. A row is one number of clients. Each client asks, waits for the whole
@@ -32,6 +33,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from graphs.serve.checkpoint import make_checkpoint
 from graphs.serve.run import device_flags
@@ -219,9 +221,14 @@ def main() -> None:
     if not model.exists():
         make_checkpoint(model, args.size, "bfloat16")
     limits = ["--max-length", "512", "--max-batch-size", str(max(args.clients))]
-    share = f"{0.5 / len(args.peers):.2f}"  # the references need room
-    limits += ["--max-batch-input-tokens", "4096", "--device-memory-utilization", share]
-    env = {POOL_VARIABLE: str(int(75 / len(args.peers))), **_EVERY_BATCH}
+    # What requests need is little; the pools of all servers fit the GPU.
+    limits += [
+        "--max-batch-input-tokens",
+        "4096",
+        "--device-memory-utilization",
+        "0.85",
+    ]
+    env = {POOL_VARIABLE: str(int(93 / len(args.peers))), **_EVERY_BATCH}
     with contextlib.ExitStack() as all_servers:
         servers = {}
         for peer in args.peers:
@@ -233,14 +240,17 @@ def main() -> None:
             servers[peer] = all_servers.enter_context(Server(model, flags, log, env))
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
-        for peer, server in servers.items():
-            if not args.unchecked:
-                print(f"{peer}: {_check(server, model)}", flush=True)
+        answers = {}
+        if not args.unchecked:
+            answers = {
+                peer: _answers(server, model) for peer, server in servers.items()
+            }
         found = {(peer, n): [] for peer in servers for n in args.clients}
         for _ in range(args.rounds):
             for (peer, n_clients), rounds in found.items():
                 rounds.append(measure(servers[peer], n_clients))
                 print(row_of(peer, n_clients, rounds[-1:]), flush=True)
+    _check(answers, model)
     rows = [row_of(*which, rounds) for which, rounds in found.items()]
     print(table(rows))
     if args.out:
@@ -248,14 +258,35 @@ def main() -> None:
         args.out.write_text(f"# Serving\n\n`{command}`\n\n{table(rows)}\n")
 
 
-def _check(server: Server, model: Path) -> object:
-    """Compares a peer's tokens with transformers'; returns the tally."""
+def _tests() -> Any:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from serving import TOLERANCES, Reference, check_greedy
+    import serving
 
-    reference = Reference(model, in_bfloat16=True)
-    check_greedy(server, reference, 8, 16, TOLERANCES["bfloat16"], False)
-    return reference.tally
+    return serving
+
+
+def _answers(server: Server, model: Path) -> list[Any]:
+    """Has a peer answer what :func:`_check` compares."""
+    return _tests().ask_greedily(server, model, 8, 16)
+
+
+def _check(answers: dict[str, list[Any]], model: Path) -> None:
+    """Compares what peers answered with transformers; prints a tally of each."""
+    if not answers:
+        return
+    tests = _tests()
+    reference = tests.Reference(model, in_bfloat16=True, counts_ties=False)
+    wrong = []
+    for peer, of_peer in answers.items():
+        reference.tally = tests.Tally()
+        try:
+            for asked, served, _ in of_peer:
+                reference.check(asked, served, tests.TOLERANCES["bfloat16"])
+        except AssertionError as error:
+            wrong.append(f"{peer}: {error}")
+        print(f"{peer}: {reference.tally}", flush=True)
+    if wrong:
+        raise SystemExit("wrong tokens, so no table; " + "; ".join(wrong))
 
 
 if __name__ == "__main__":

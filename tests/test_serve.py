@@ -22,15 +22,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from serving import (
-    TOLERANCE_OF_SIZE,
+    NOISES,
     TOLERANCES,
     Reference,
-    check_greedy,
+    ask_greedily,
     prompts,
 )
 
-from graphs.serve.checkpoint import SIZES, make_checkpoint
+from graphs.serve.checkpoint import DEEPSEEK_SIZES, SIZES, make_checkpoint
 from graphs.serve.run import LIMITS, device_flags
 from graphs.serve.server import (
     CAPTURED_DECODE,
@@ -49,11 +50,12 @@ class Served:
     """A server, and what it serves."""
 
     def __init__(self, server: Server, model: Path, dtype: str, size: str) -> None:
-        self.server, self.dtype = server, dtype
+        self.server, self.model, self.dtype = server, model, dtype
         # MAX's server tells none on GPUs, nor of a model that thinks aloud.
         self.has_logprobs = dtype == "float32" and size in SIZES
-        self.tolerance = TOLERANCE_OF_SIZE.get(size, TOLERANCES[dtype])
-        self.reference = Reference(model, in_bfloat16=dtype == "bfloat16")
+        self.tolerance = TOLERANCES[dtype]
+        noises = NOISES if size in DEEPSEEK_SIZES else ()
+        self.reference = Reference(model, dtype == "bfloat16", noises=noises)
 
 
 # GPUs, ranks of the CPU, size of the model, flags.
@@ -107,18 +109,19 @@ def served(
 
 def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     reference = served.reference
-    check_greedy(
-        served.server, reference, 20, 32, served.tolerance, served.has_logprobs
-    )
+    answers = ask_greedily(served.server, served.model, 20, 32, served.has_logprobs)
+    for asked, tokens, logprobs in answers:
+        reference.check(asked, tokens, served.tolerance, logprobs)
     tally = reference.tally
     print(tally)
     assert tally.n_tokens == 20 * 32
     if served.dtype == "float32":
         assert tally.n_ties == 0
     else:
-        assert tally.worst_first_gap <= 0.06
         # About as many as transformers has in bfloat16 (12, where 11 were served).
         assert tally.n_ties <= 2 * tally.n_ties_bfloat16
+        # Of DeepSeek alone; with as much noise as there may be, 3 in 60 are.
+        assert tally.n_by_noise <= tally.n_tokens // 20
 
 
 def test_the_log_says_who_serves(served: Served) -> None:
@@ -176,6 +179,32 @@ def test_many_at_once_some_cancelled(served: Served) -> None:
     print(served.reference.tally)
 
 
+def test_ties_are_told_from_wrong_tokens(tmp_path: Path) -> None:
+    """In a model whose experts change with a rounding."""
+    make_checkpoint(tmp_path, "deepseek_tiny", "bfloat16")
+    reference = Reference(tmp_path, in_bfloat16=True, noises=NOISES)
+    torch.manual_seed(0)
+    tolerance = 0.02
+    for _ in range(20):
+        ids = torch.randint(3, 400, (1, 128))
+        exact, rounded = reference.logits(ids)
+        chosen = rounded.argmax(1, keepdim=True)
+        gaps = exact.amax(1) - exact.gather(1, chosen)[:, 0]
+        at = int(gaps.argmax())
+        if gaps[at] > tolerance:
+            break
+    asked, token = ids[0, : at + 1].tolist(), int(chosen[at])
+    reference.check(asked, [token], tolerance)
+    assert reference.tally.n_by_noise == 1
+    # The second choice, where that is hardly further behind.
+    best, second = exact.topk(2, 1).values.T
+    at = int((best - second - 0.1).abs().argmin())
+    assert 0.05 < best[at] - second[at] < 0.15
+    with pytest.raises(AssertionError):
+        wrong = int(exact[at].topk(2).indices[1])
+        reference.check(ids[0, : at + 1].tolist(), [wrong], tolerance)
+
+
 def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replayed step begins as any other: with its inputs."""
     from max_ep.serve import model
@@ -208,6 +237,8 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> 
         ("two_gpus", "deepseek_tiny", "bfloat16", dict(dispatch=2, combine=2)),
         # Its routers' bias is stored in bfloat16, and added in float32.
         ("one_gpu", "minimax_tiny", "bfloat16", dict(dispatch=2, combine=2)),
+        # Its routers choose in an op of ours.
+        ("one_gpu", "tiny", "bfloat16", dict(dispatch=2, combine=2, softmax_top_k=2)),
         # Both layers have, on each of two ranks.
         (
             "two_ranks_of_the_cpu",
@@ -243,7 +274,7 @@ def test_graph_has_our_ops(
     line = next((x for x in done.stdout.splitlines() if x.startswith("ops: ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
     ops = json.loads(line.removeprefix("ops: "))
-    of_ours = ("max_ep.dispatch", "max_ep.combine")
+    of_ours = ("max_ep.dispatch", "max_ep.combine", "max_ep.softmax")
     assert {op: n for op, n in ops.items() if op.startswith(of_ours)} == {
         f"max_ep.{name}": n for name, n in wanted.items()
     }
@@ -260,6 +291,25 @@ def test_several_gpus_go_through_our_layers() -> None:
     for model in (DeepseekV3Model, Qwen3MoeModel):
         names = [name for module in model.max_modules for name in vars(module)]
         assert {"EPBatchManager", "forward_moe_sharded_layers"} <= set(names)
+
+
+def test_qwen3_chooses_in_one_op_and_others_by_themselves() -> None:
+    from max.dtype import DType
+    from max.graph import DeviceRef, Graph, TensorType
+    from max.nn.moe import MoEGate
+    from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
+
+    from max_ep.serve.forward import route
+
+    cpu = DeviceRef.CPU()
+    sizes = dict(hidden_dim=64, num_experts=16, num_experts_per_token=4)
+    for kind, n_ops in ((Qwen3MoEGate, 1), (MoEGate, 0)):
+        gate = kind([cpu], **sizes, dtype=DType.float32)
+        types = [TensorType(DType.float32, ["n_tokens", 64], cpu)]
+        with Graph("route", input_types=types) as graph:
+            graph.output(*route(gate, graph.inputs[0].tensor))
+        assert str(graph).count("max_ep.softmax_top_k") == n_ops
+        assert str(graph).count("mo.top_k") == 1 - n_ops
 
 
 @pytest.mark.parametrize(

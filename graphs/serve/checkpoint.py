@@ -68,6 +68,8 @@ SIZES = {
     "large": {**_QWEN3_30B, "num_hidden_layers": 8},
     # 20 GB: what a layer takes shows beside what a step costs in any case.
     "deep": {**_QWEN3_30B, "num_hidden_layers": 16},
+    # 60 GB: as deep as the real one.
+    "full": {**_QWEN3_30B, "num_hidden_layers": 48},
 }
 """Fields of ``Qwen3MoeConfig``, by name of a size."""
 

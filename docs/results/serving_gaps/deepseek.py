@@ -30,15 +30,12 @@ AT_ONCE_S = 15
 
 def gaps(reference: Reference, prompt: list[int], served: list[int]) -> list[list]:
     """Returns how far behind float32's choices those served are, and bfloat16's."""
-    ids = torch.tensor([prompt + served[:-1]], device=reference._device)
-    first = len(prompt) - 1
-    with torch.no_grad():
-        logits = reference._model(ids).logits[0, first:].double().cpu()
-        rounded = reference._in_bfloat16(ids).logits[0, first:].argmax(1).cpu()
+    both = reference.logits(torch.tensor([prompt + served[:-1]]))
+    logits, rounded = (value[len(prompt) - 1 :] for value in both)
     best = logits.max(1).values
     return [
         [round(float(x), 3) for x in best - logits.gather(1, chosen[:, None])[:, 0]]
-        for chosen in (torch.tensor(served), rounded)
+        for chosen in (torch.tensor(served), rounded.argmax(1))
     ]
 
 
