@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from . import gpu_report, gpu_rows
+from .command import said_command
 from .gpu_children import DONE_NAME, sources_of
 from .gpu_shapes import (
     DTYPES,
@@ -169,7 +168,10 @@ def _compile_all(options: argparse.Namespace) -> None:
 def _measure_all(options: argparse.Namespace) -> None:
     begin = time.monotonic()
     about = gpu_rows.header(
-        options.commit, _command(), options.samples, options.replays
+        options.commit,
+        said_command("bench.gpu_round_trip"),
+        options.samples,
+        options.replays,
     )
     rows, links = _merged(options.merge, options.replays)
     known = {_row_name(row) for row in rows if not row["error"]}
@@ -198,10 +200,6 @@ def _measure_all(options: argparse.Namespace) -> None:
     for path in gpu_report.save(options.out, about, rows, links):
         print(f"saved {path}")
     print(f"{time.monotonic() - begin:.0f} s in all")
-
-
-def _command() -> str:
-    return shlex.join(["python", "-m", "bench.gpu_round_trip", *sys.argv[1:]])
 
 
 def _row_name(row: dict) -> str:

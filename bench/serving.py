@@ -44,6 +44,8 @@ from graphs.serve.server import (
     Server,
 )
 
+from .command import said_command
+
 _AS_IT_IS = ("--custom-architectures", "bench.max_as_it_is")
 _CAPTURED = "_captured"
 _PROMPT_WORDS = 64
@@ -254,7 +256,7 @@ def main() -> None:
     rows = [row_of(*which, rounds) for which, rounds in found.items()]
     print(table(rows))
     if args.out:
-        command = "python -m bench.serving " + " ".join(sys.argv[1:])
+        command = said_command("bench.serving")
         args.out.write_text(f"# Serving\n\n`{command}`\n\n{table(rows)}\n")
 
 

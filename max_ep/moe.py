@@ -7,9 +7,10 @@ whole program around it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from max.dtype import DType
 from max.graph import TensorValue
 
 from .experts import grouped_swiglu, linear
@@ -44,6 +45,37 @@ def route(
     return softmax_top_k(linear(x, router), top_k)
 
 
+def through_experts(
+    manager: EPBatchManager,
+    xs: Sequence[TensorValue],
+    ids: Sequence[TensorValue],
+    weights: Sequence[TensorValue],
+    experts: Callable[[int, tuple[TensorValue, ...]], TensorValue],
+) -> list[TensorValue]:
+    """Dispatches, runs experts, and combines, on all ranks of this process.
+
+    Args:
+        manager: Of the group.
+        xs: Tokens of each rank, ``[n_tokens, hidden_size]``.
+        ids: Expert ids of each rank, ``[n_tokens, top_k]``.
+        weights: Router weights of each rank, of that shape.
+        experts: Makes a rank's expert rows of what dispatch delivered to it.
+
+    Returns:
+        The weighted sums of each rank's tokens, ``[n_tokens, hidden_size]``.
+    """
+    ranks = list(range(len(xs)))
+    ids = [value.cast(DType.int32) for value in ids]
+    weights = [value.cast(DType.float32) for value in weights]
+    # Whoever adds up the rows needs the weights: reduced, their experts' ranks.
+    of_dispatch, of_combine = (
+        (weights, None) if manager.config.is_reduced else (None, weights)
+    )
+    dispatched = manager.ep_dispatch_all(xs, ids, ranks, router_weights=of_dispatch)
+    rows = [experts(rank, dispatched[rank]) for rank in ranks]
+    return manager.ep_combine_all(rows, of_combine, ranks)
+
+
 def moe_layer(
     manager: EPBatchManager,
     x: Sequence[TensorValue],
@@ -63,15 +95,16 @@ def moe_layer(
         ``topk_ids``.
     """
     config = manager.config
-    ranks = list(range(config.n_gpus_per_node))
     routed = [route(tokens, router, config.top_k) for tokens in x]
     ids = [topk_ids for topk_ids, _ in routed]
     weights = [topk_weights for _, topk_weights in routed]
-    # Whoever adds up the rows needs the weights: reduced, their experts' ranks.
-    sent, added = (weights, None) if config.is_reduced else (None, weights)
-    dispatched = manager.ep_dispatch_all(x, ids, ranks, router_weights=sent)
-    outputs = [
-        grouped_swiglu(rows, own.gate_up, own.down, row_offsets, expert_ids)
-        for (rows, row_offsets, expert_ids, _), own in zip(dispatched, experts)
-    ]
-    return manager.ep_combine_all(outputs, added, ranks), ids
+    outputs = through_experts(
+        manager,
+        x,
+        ids,
+        weights,
+        lambda rank, dispatched: grouped_swiglu(
+            dispatched[0], experts[rank].gate_up, experts[rank].down, *dispatched[1:3]
+        ),
+    )
+    return outputs, ids

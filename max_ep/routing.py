@@ -9,7 +9,7 @@ from max.graph import Graph, StaticDim, TensorType, TensorValue, ops
 from .extension import load_ops
 from .limits import MAX_TOP_K, PLAIN_DTYPES
 
-_MAX_GPU_EXPERTS = 1024
+MAX_GPU_EXPERTS = 1024
 """A lane of a warp has 32 of them in registers."""
 
 
@@ -56,10 +56,10 @@ def softmax_top_k(
             f"top_k={top_k} of {n_experts} experts; it must be at least 1, and at most "
             f"{MAX_TOP_K} and the number of experts"
         )
-    if n_experts > _MAX_GPU_EXPERTS and not logits.device.is_cpu():
+    if n_experts > MAX_GPU_EXPERTS and not logits.device.is_cpu():
         raise ValueError(
             f"{n_experts} experts; on GPUs softmax_top_k takes up to "
-            f"{_MAX_GPU_EXPERTS}: use ops.softmax and ops.top_k"
+            f"{MAX_GPU_EXPERTS}: use ops.softmax and ops.top_k"
         )
     load_ops(Graph.current)
     ids, weights = ops.custom(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import (
     gpu_report,
@@ -20,14 +21,18 @@ from bench import (
     serving,
     watched,
 )
+from bench.command import said_command
 from bench.gpu_shapes import Case, Config
+from graphs.serve.checkpoint import make_checkpoint
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 TABLE = RESULTS / "turns_2_ranks.json"
 
 
 @pytest.mark.parametrize(
-    "table", [TABLE, RESULTS / "all_2_ranks.json"], ids=lambda path: path.stem
+    "table",
+    [TABLE, RESULTS / "all_2_ranks.json", RESULTS / "early_tokens_2_ranks.json"],
+    ids=lambda path: path.stem,
 )
 def test_a_saved_table_is_that_of_its_rows(table: Path) -> None:
     """Bytes and GB/s are computed again, and the Markdown has these numbers."""
@@ -143,3 +148,30 @@ def test_answers_without_text_are_asked_for_their_tokens(
     assert [n for _, _, n in answers] == [64, 64, 0, 64] and steps == []
     row = serving.row_of("peer", 1, [(answers, 2.0, [1.0, 2.0, 3.0])])
     assert row.tokens_per_s == 4 * 64 / 2 and row.step_ms == (1.0, 2.0, 3.0)
+
+
+def test_commands_that_are_saved_name_no_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = ["bench", "--out", "/some/folder", "--tokens", "1", "8"]
+    monkeypatch.setattr(sys, "argv", given)
+    wanted = "python -m bench.serving --out DIR --tokens 1 8"
+    assert said_command("bench.serving") == wanted
+
+
+def test_a_peers_wrong_answer_leaves_no_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """And the tallies of all peers are printed."""
+    make_checkpoint(tmp_path, "tiny", "bfloat16")
+    tests = serving._tests()
+    reference = tests.Reference(tmp_path, in_bfloat16=True, counts_ties=False)
+    asked = [5, 6, 7]
+    logits = reference.logits(torch.tensor([asked]))[0][-1]
+    right, wrong = (
+        [tests.Answer(asked, [int(f())], None)] for f in (logits.argmax, logits.argmin)
+    )
+    serving._check({"ours": right}, tmp_path)
+    with pytest.raises(SystemExit, match="no table; max_ep: "):
+        serving._check({"max_ep": wrong, "max_tp": right}, tmp_path)
+    assert capsys.readouterr().out.count("Tally(n_tokens=1") == 3

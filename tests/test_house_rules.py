@@ -117,6 +117,11 @@ def test_paths_in_documents_exist(path: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.json")), ids=name_of)
+def test_no_folder_stands_in_results(path: Path) -> None:
+    assert not re.findall(r"[\s\"'=]/(?:\w+/)+", path.read_text())
+
+
 @pytest.mark.parametrize(
     "path", [*MOJO_FILES, *PYTHON_FILES, *MARKDOWN_FILES], ids=name_of
 )

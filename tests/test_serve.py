@@ -293,21 +293,36 @@ def test_several_gpus_go_through_our_layers() -> None:
         assert {"EPBatchManager", "forward_moe_sharded_layers"} <= set(names)
 
 
-def test_qwen3_chooses_in_one_op_and_others_by_themselves() -> None:
+def test_qwen3_chooses_in_one_op_and_others_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where MAX's decoder for several GPUs comes through our layers."""
     from max.dtype import DType
     from max.graph import DeviceRef, Graph, TensorType
     from max.nn.moe import MoEGate
     from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
-    from max_ep.serve.forward import route
+    from max_ep.serve import forward
 
+    def summed(_manager: object, xs: list, _ids: list, weights: list, *_: object):
+        return [x * weight[:, :1] for x, weight in zip(xs, weights)]
+
+    monkeypatch.setattr(forward, "through_experts", summed)
+    manager = SimpleNamespace(config=SimpleNamespace(fused_shared_expert=False))
     cpu = DeviceRef.CPU()
     sizes = dict(hidden_dim=64, num_experts=16, num_experts_per_token=4)
     for kind, n_ops in ((Qwen3MoEGate, 1), (MoEGate, 0)):
         gate = kind([cpu], **sizes, dtype=DType.float32)
         types = [TensorType(DType.float32, ["n_tokens", 64], cpu)]
         with Graph("route", input_types=types) as graph:
-            graph.output(*route(gate, graph.inputs[0].tensor))
+            shard = SimpleNamespace(
+                gate=gate,
+                _ep_batch_manager=manager,
+                ep_batch_manager=manager,
+                num_experts_per_token=4,
+                has_shared_experts=False,
+            )
+            graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
         assert str(graph).count("max_ep.softmax_top_k") == n_ops
         assert str(graph).count("mo.top_k") == 1 - n_ops
 

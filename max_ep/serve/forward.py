@@ -8,7 +8,7 @@ reduced: one row a rank comes back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from max.dtype import DType
@@ -16,7 +16,7 @@ from max.graph import TensorValue, ops
 from max.nn.moe import MoEGate, forward_moe_sharded_layers
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
-from ..manager import EPBatchManager
+from ..moe import through_experts
 from ..routing import softmax_top_k
 
 
@@ -34,36 +34,6 @@ def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
     if type(gate) is not Qwen3MoEGate:
         return gate(x)
     return softmax_top_k(gate.gate_score(x), gate.num_experts_per_token)
-
-
-def through_experts(
-    manager: EPBatchManager,
-    xs: Sequence[TensorValue],
-    ids: Sequence[TensorValue],
-    weights: Sequence[TensorValue],
-    experts: Callable[[int, tuple[TensorValue, ...]], TensorValue],
-) -> list[TensorValue]:
-    """Dispatches, runs experts, and combines, on all ranks of this process.
-
-    Args:
-        manager: Of the group.
-        xs: Tokens of each rank, ``[n_tokens, hidden_size]``.
-        ids: Expert ids of each rank, ``[n_tokens, top_k]``.
-        weights: Router weights of each rank, of that shape.
-        experts: Makes a rank's expert rows of what dispatch delivered to it.
-
-    Returns:
-        The weighted sums of each rank's tokens, ``[n_tokens, hidden_size]``.
-    """
-    ranks = list(range(len(xs)))
-    ids = [value.cast(DType.int32) for value in ids]
-    weights = [value.cast(DType.float32) for value in weights]
-    of_dispatch, of_combine = (
-        (weights, None) if manager.config.is_reduced else (None, weights)
-    )
-    dispatched = manager.ep_dispatch_all(xs, ids, ranks, router_weights=of_dispatch)
-    rows = [experts(rank, dispatched[rank]) for rank in ranks]
-    return manager.ep_combine_all(rows, of_combine, ranks)
 
 
 def forward_layers(

@@ -31,7 +31,8 @@ from max.pipelines.lib.interfaces.batch_processor import (
 
 from ..experts import grouped_swiglu
 from ..manager import EPBatchManager
-from .forward import route, through_experts
+from ..moe import through_experts
+from .forward import route
 
 
 class OneDeviceMoe(MoE):

@@ -4,8 +4,8 @@
 Layers, each knowing only those before it:
 layout, flags, counters, failures, row_tables, token_format (and formats/),
 transport, launch_checks, expert_slots/, rank_slots/, gpu_setup, host_setup, shmem_modules,
-gpu_launch, watch, api, ops, all_gather_ops; and routing with
-routing_ops, which know none.
+gpu_launch, watch, api, ops, all_gather_ops; and routing and
+routing_ops, which know `layout` alone.
 """
 from .all_gather_ops import *
 from .api import (

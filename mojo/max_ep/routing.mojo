@@ -13,9 +13,9 @@ from std.math import ceildiv, exp
 from std.memory import bitcast
 from std.sys import is_nvidia_gpu, llvm_intrinsic
 
+from .layout import MAX_TOP_K
+
 comptime _NUM_THREADS = 128
-comptime _MAX_TOP_K = 32
-"""A lane of a warp has one choice."""
 comptime _NONE = UInt32(0)
 """Key of what has been chosen, or is no expert."""
 comptime _SIGN = UInt32(1 << 31)
@@ -66,7 +66,7 @@ def softmax_top_k_kernel[
     Parameters:
         dtype: Element type of the logits.
         n_experts: Experts.
-        top_k: How many to choose, at most 32.
+        top_k: How many to choose, at most `MAX_TOP_K`: a lane has one.
         renormalize: Whether a token's weights add up to one.
 
     Args:
@@ -207,8 +207,8 @@ def launch_softmax_top_k[
         If the launch fails.
     """
     comptime assert (
-        1 <= top_k <= min(n_experts, _MAX_TOP_K)
-    ), "max_ep: top_k is at least 1, and at most 32 and n_experts"
+        1 <= top_k <= min(n_experts, MAX_TOP_K)
+    ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
     if n_tokens == 0:
         return
     comptime if is_gpu[target]():
