@@ -123,6 +123,12 @@ def test_kernels_of_a_step_are_summed_up() -> None:
     ]
 
 
+def test_a_gpu_is_at_work_once_at_a_time() -> None:
+    """Kernels that overlap count once, a pause of the host's does not."""
+    overlapping = [(10.0, 12.0), (11.0, 11.5), (13.0, 15.0)]
+    assert served_step.at_work_us([(100.0, 101.0), *overlapping]) == 6.0
+
+
 @pytest.mark.parametrize("n_ids", [64, 3])
 def test_answers_without_text_are_asked_for_their_tokens(
     tmp_path: Path, n_ids: int

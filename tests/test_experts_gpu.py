@@ -19,30 +19,26 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu(1)
 
-N_GROUPS, N_EXPERTS = 5, 6
+N_EXPERTS = 6
 EXPERT_IDS = [3, 0, 5, 1, 2]
 SHAPES = {"wide": (1536, 2048), "narrow": (48, 64)}
 # Of attention's output and of a router; the last one's k is no multiple of 256.
 LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd": (256, 2112)}
 
 
-@pytest.fixture(scope="module")
-def multiply() -> Iterator[Callable]:
-    import torch
-
+def make_graphs() -> Iterator[tuple[str, Graph]]:
+    """Builds a graph for each of ``SHAPES`` and ``LINEARS``."""
     gpu = DeviceRef.GPU(0)
-    session = InferenceSession(devices=[CPU(), Accelerator()])
-    models = {}
     for name, (n, k) in SHAPES.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
             TensorType(DType.bfloat16, [N_EXPERTS, n, k], gpu),
-            TensorType(DType.uint32, [N_GROUPS + 1], gpu),
-            TensorType(DType.int32, [N_GROUPS], gpu),
+            TensorType(DType.uint32, ["n_offsets"], gpu),
+            TensorType(DType.int32, ["n_groups"], gpu),
         ]
         with Graph(f"grouped_matmul_{name}", input_types=types) as graph:
             graph.output(grouped_matmul(*(value.tensor for value in graph.inputs)))
-        models[name] = session.load(graph)
+        yield name, graph
     for name, (n, k) in LINEARS.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
@@ -50,7 +46,15 @@ def multiply() -> Iterator[Callable]:
         ]
         with Graph(f"linear_{name}", input_types=types) as graph:
             graph.output(linear(*(value.tensor for value in graph.inputs)))
-        models[name] = session.load(graph)
+        yield name, graph
+
+
+@pytest.fixture(scope="module")
+def multiply() -> Iterator[Callable]:
+    import torch
+
+    session = InferenceSession(devices=[CPU(), Accelerator()])
+    models = {name: session.load(graph) for name, graph in make_graphs()}
 
     def run(name: str, *tensors: torch.Tensor) -> torch.Tensor:
         torch.cuda.synchronize()
@@ -61,12 +65,26 @@ def multiply() -> Iterator[Callable]:
     yield run
 
 
+# On an H200 four warps share a tile, two, and none, of "wide".
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "rows", [[1, 0, 0, 0, 0], [8, 9, 0, 1, 7], [32, 33, 64, 65, 3], [700, 0, 1, 257, 5]]
 )
 def test_each_group_has_its_product(
     multiply: Callable, shape: str, rows: list[int]
+) -> None:
+    check_groups(multiply, shape, rows, EXPERT_IDS)
+
+
+@pytest.mark.parametrize("n_groups", [31, 32, 33, 128])
+def test_so_have_many_groups(multiply: Callable, n_groups: int) -> None:
+    """A warp counts their chunks, 32 groups at a time."""
+    rows = [(0, 1, 70, 9, 130)[i % 5] for i in range(n_groups)]
+    check_groups(multiply, "narrow", rows, [i % N_EXPERTS for i in range(n_groups)])
+
+
+def check_groups(
+    multiply: Callable, shape: str, rows: list[int], expert_ids: list[int]
 ) -> None:
     import torch
 
@@ -75,16 +93,16 @@ def test_each_group_has_its_product(
     torch.manual_seed(0)
     x = torch.randn(sum(rows) + n_behind, k, device=device).bfloat16()
     weights = torch.randn(N_EXPERTS, n, k, device=device).bfloat16()
-    ends = torch.tensor([0, *rows]).cumsum(0)
+    ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
     y = multiply(
         shape,
         x,
         weights,
-        ends.to(torch.int32).view(torch.uint32).cuda(),
-        torch.tensor(EXPERT_IDS, dtype=torch.int32, device=device),
+        ends.view(torch.uint32).cuda(),
+        torch.tensor(expert_ids, dtype=torch.int32, device=device),
     )
     assert y.shape == (sum(rows) + n_behind, n)
-    for i, expert in enumerate(EXPERT_IDS):
+    for i, expert in enumerate(expert_ids):
         begin, end = int(ends[i]), int(ends[i + 1])
         want = x[begin:end].double() @ weights[expert].double().T
         check_product(y[begin:end], want, k)
