@@ -248,15 +248,26 @@ def check_all_ranks(
             f"device_ids={device_ids} must name all "
             f"{config.n_gpus_per_node} ranks of this process"
         )
+    check_one_a_rank(len(device_ids), **lists)
+
+
+def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue]) -> None:
+    """Raises unless each list has a value for each local rank.
+
+    Args:
+        n_ranks: Local ranks.
+        lists: Values of the ranks, by name.
+    """
     for what, values in lists.items():
         if isinstance(values, TensorValue):
             raise TypeError(
-                f"{what} is one TensorValue; pass a list, with a tensor for each "
-                f"of the {len(device_ids)} device_ids"
+                f"{what} is one TensorValue; pass a list, with a tensor for each of "
+                f"the {n_ranks} local ranks"
             )
-        if len(values) != len(device_ids):
+        if len(values) != n_ranks:
             raise ValueError(
-                f"{what} has {len(values)} tensors for {len(device_ids)} device_ids"
+                f"{what} has {len(values)} tensors for {n_ranks} local ranks; pass "
+                "one for each"
             )
 
 

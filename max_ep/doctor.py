@@ -61,9 +61,10 @@ def run_doctor() -> int:
     Returns:
         0 if graphs on CPU ranks can run, else 1.
     """
-    from max.driver import accelerator_count
+    from max.driver import Accelerator, accelerator_count
 
     from .extension import cache_dir, mojo_dir, run_mojo
+    from .gpu_memory import out_of_reach
 
     can_run = True
 
@@ -109,6 +110,16 @@ def run_doctor() -> int:
         "none" if n_gpus == 0 else f"{n_gpus}, one rank each with target='gpu'",
         is_needed=False,
     )
+    if n_gpus > 1:
+        pairs = out_of_reach([Accelerator(i) for i in range(n_gpus)])
+        say(
+            "peer access",
+            not pairs,
+            "each GPU reaches the others' memory"
+            if not pairs
+            else f"ranks of one host need it, and lack it: {'; '.join(pairs)}",
+            is_needed=False,
+        )
     missing = missing_parts()
     say(
         "shmem",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from max.dtype import DType
 from max.graph import BufferType, TensorType, TensorValue, Value
 
-from .checks import check_same_rows, check_value
+from .checks import check_one_a_rank, check_same_rows, check_value
 from .config import EPConfig
 from .initializer import EPCommInitializer
 from .limits import MAX_GATHER_GPUS
@@ -203,7 +203,7 @@ class AllGatherTokenDispatcher:
             TypeError: If a dtype does not fit.
             ValueError: If a shape, device or number of values does not.
         """
-        self._check_count(hidden_states=hidden_states)
+        check_one_a_rank(len(self._ranks), hidden_states=hidden_states)
         self._check_hidden(hidden_states)
         for rank, tokens in zip(self._ranks, hidden_states):
             self._manager.ep_send_tokens(tokens, rank)
@@ -232,8 +232,11 @@ class AllGatherTokenDispatcher:
             TypeError: If a dtype does not fit.
             ValueError: If a shape, device or number of values does not.
         """
-        self._check_count(
-            hidden_states=hidden_states, probs=probs, routing_map=routing_map
+        check_one_a_rank(
+            len(self._ranks),
+            hidden_states=hidden_states,
+            probs=probs,
+            routing_map=routing_map,
         )
         self._check_hidden(hidden_states)
         for rank, tokens in zip(self._ranks, hidden_states):
@@ -284,7 +287,7 @@ class AllGatherTokenDispatcher:
             ValueError: If a shape or the number of values does not, or before
                 :meth:`token_dispatch`.
         """
-        self._check_count(hidden_states=hidden_states)
+        check_one_a_rank(len(self._ranks), hidden_states=hidden_states)
         self._of_dispatch("token_combine", self._routing_map)
         for rank, rows in zip(self._ranks, hidden_states):
             check_value(
@@ -302,16 +305,3 @@ class AllGatherTokenDispatcher:
             shape = [None, config.hidden_size]
             dtype = config.dispatch_dtype
             check_value(tokens, "hidden_states", dtype, shape, config.device(rank))
-
-    def _check_count(self, **lists: Sequence[TensorValue]) -> None:
-        for name, values in lists.items():
-            if isinstance(values, TensorValue):
-                raise TypeError(
-                    f"{name} is one TensorValue; pass a list, with one for each of "
-                    f"the {len(self._ranks)} local ranks"
-                )
-            if len(values) != len(self._ranks):
-                raise ValueError(
-                    f"{name} has {len(values)} values, there are "
-                    f"{len(self._ranks)} local ranks; pass one for each"
-                )

@@ -3,8 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations
+
 from max.driver import Buffer, Device, enable_all_peer_access
 from max.dtype import DType
+
+
+def out_of_reach(devices: Sequence[Device]) -> list[str]:
+    """Names the pairs of GPUs of which one cannot read the other's memory.
+
+    Args:
+        devices: GPUs of one host.
+    """
+    ids = {device.id: device for device in devices}
+    return [
+        f"GPU {first} and GPU {second}"
+        for first, second in combinations(sorted(ids), 2)
+        if not (
+            ids[first].can_access(ids[second]) and ids[second].can_access(ids[first])
+        )
+    ]
 
 
 class GpuMemory:
@@ -22,9 +41,19 @@ class GpuMemory:
 
         Raises:
             MemoryError: If a GPU has no room.
+            RuntimeError: If GPUs cannot reach each other's memory.
         """
         if len({device.id for device in devices}) > 1:
-            enable_all_peer_access()
+            try:
+                enable_all_peer_access()
+            except Exception as error:
+                pairs = "; ".join(out_of_reach(devices)) or "which, is not known"
+                raise RuntimeError(
+                    "max_ep: ranks on one host write into each other's memory, and "
+                    f"some of these GPUs cannot: {pairs} ({error}). Choose GPUs that "
+                    "can with CUDA_VISIBLE_DEVICES, or put more ranks on one with "
+                    "ranks_per_gpu"
+                ) from error
         self._buffers: list[Buffer] = []
         for rank, device in enumerate(devices):
             try:

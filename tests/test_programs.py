@@ -179,6 +179,46 @@ def test_doctor_names_what_serving_lacks(monkeypatch, capsys) -> None:
     assert "`max serve` cannot run; lacks uvicorn (uv pip" in capsys.readouterr().out
 
 
+class FakeGpu:
+    """GPU 2 reads no other's memory."""
+
+    def __init__(self, index: int) -> None:
+        self.id = index
+
+    def can_access(self, other: "FakeGpu") -> bool:
+        return self.id != 2
+
+
+def test_doctor_names_gpus_out_of_reach(monkeypatch, capsys) -> None:
+    import max.driver
+
+    from max_ep import doctor
+
+    monkeypatch.setattr(max.driver, "Accelerator", FakeGpu)
+    for n_gpus, said in (
+        (2, "ok   peer access      each GPU reaches"),
+        (
+            3,
+            "note peer access      ranks of one host need it, and lack it: GPU 0 and G",
+        ),
+    ):
+        monkeypatch.setattr(max.driver, "accelerator_count", lambda n=n_gpus: n)
+        assert doctor.run_doctor() == 0
+        assert said in capsys.readouterr().out
+
+
+def test_gpus_out_of_reach_are_refused(monkeypatch) -> None:
+    from max_ep import gpu_memory
+
+    def enable_all_peer_access() -> None:
+        raise RuntimeError("peer access is not supported")
+
+    monkeypatch.setattr(gpu_memory, "enable_all_peer_access", enable_all_peer_access)
+    says = r"GPU 0 and GPU 2; GPU 1 and GPU 2 \(peer access is.*ranks_per_gpu"
+    with pytest.raises(RuntimeError, match=says):
+        gpu_memory.GpuMemory([FakeGpu(i) for i in range(3)], 64)  # type: ignore
+
+
 def test_wheel_carries_the_mojo_sources(tmp_path) -> None:
     """An installed max_ep, without the checkout, compiles and answers."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]

@@ -327,6 +327,34 @@ def test_qwen3_chooses_in_one_op_and_others_by_themselves(
         assert str(graph).count("mo.top_k") == 1 - n_ops
 
 
+def test_shared_experts_that_do_not_ride_along_are_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from max.dtype import DType
+    from max.graph import DeviceRef, Graph, TensorType
+
+    from max_ep.serve import forward
+
+    monkeypatch.setattr(forward, "through_experts", lambda _manager, xs, *_: list(xs))
+    cpu = DeviceRef.CPU()
+    types = [TensorType(DType.float32, ["n_tokens", 64], cpu)]
+    n_added = {}
+    for rides in (False, True):
+        manager = SimpleNamespace(config=SimpleNamespace(fused_shared_expert=rides))
+        shard = SimpleNamespace(
+            gate=lambda x: (x, x),
+            _ep_batch_manager=manager,
+            ep_batch_manager=manager,
+            num_experts_per_token=4,
+            has_shared_experts=True,
+            shared_experts=lambda x: x * 3,
+        )
+        with Graph("shared", input_types=types) as graph:
+            graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
+        n_added[rides] = str(graph).count(".add(")
+    assert n_added == {False: n_added[True] + 1, True: n_added[True]}
+
+
 @pytest.mark.parametrize(
     "name, n_devices, words",
     [

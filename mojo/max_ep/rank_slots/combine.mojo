@@ -54,7 +54,7 @@ from .device_steps import (
     publish_reads,
     start_launch,
 )
-from .partial_sums import PartialFormat, are_few_tokens
+from .partial_sums import FEW_TOKENS, PartialFormat, are_few_tokens
 
 
 # ------------------------------------------------------------ the sending half
@@ -194,7 +194,9 @@ def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
     Returns:
         In `[1, n_warps]`.
     """
-    return min(16 if 64 < n_tokens and n_tokens <= 256 else 8, n_warps)
+    return min(
+        16 if FEW_TOKENS < n_tokens and n_tokens <= 256 else 8, n_warps
+    )
 
 
 @__llvm_metadata(

@@ -168,6 +168,8 @@ struct PartialFormat[
             )
 
 
+comptime FEW_TOKENS = 64
+"""Up to so many a combine has more parts and smaller steps than with more."""
 comptime _MOST_VECTORS = 4
 """Neighbouring 16 bytes of a row that a lane has under way at most."""
 
@@ -186,7 +188,7 @@ def are_few_tokens(n_tokens: Int) -> Bool:
     Returns:
         Whether little.
     """
-    return n_tokens <= 64
+    return n_tokens <= FEW_TOKENS
 
 
 @always_inline
@@ -200,7 +202,7 @@ def n_parts_of(n_tokens: Int, n_steps: Int) -> Int:
     Returns:
         In `[1, n_steps]`.
     """
-    if n_tokens <= 64:
+    if are_few_tokens(n_tokens):
         return n_steps
     return min(14 if n_tokens <= 256 else 7, n_steps)
 
