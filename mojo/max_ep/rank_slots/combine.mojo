@@ -194,9 +194,7 @@ def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
     Returns:
         In `[1, n_warps]`.
     """
-    return min(
-        16 if FEW_TOKENS < n_tokens and n_tokens <= 256 else 8, n_warps
-    )
+    return min(16 if FEW_TOKENS < n_tokens and n_tokens <= 256 else 8, n_warps)
 
 
 @__llvm_metadata(
