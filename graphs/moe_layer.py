@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MoE layer over four ranks: router, dispatch, SwiGLU experts, combine.
 
-    python graphs/moe_layer.py [--shared-expert] [--reduced]
+    python graphs/moe_layer.py [--shared-expert] [--reduced] [--fp8]
 
 The layer is ``max_ep.moe.moe_layer``; with ``--shared-expert`` every token
 also goes through one expert of its own rank, computed beside the routed ones
 and added; with ``--reduced`` combine sends partial sums instead of rows
-(``EPConfig.combine_mode``). The result is compared with ``max_ep.reference.moe``.
+(``EPConfig.combine_mode``); with ``--fp8`` dispatch quantizes tokens, and the experts
+get them in float32 again. The result is compared with ``max_ep.reference.moe``.
 """
 
 import argparse
@@ -18,10 +19,19 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
 
-from max_ep import EPBatchManager, EPCommInitializer, EPConfig
+from max_ep import (
+    EPBatchManager,
+    EPCommInitializer,
+    EPConfig,
+    blockwise_fp8_quant_config,
+)
 from max_ep.experts import linear
 from max_ep.moe import ExpertWeights, moe_layer
-from max_ep.reference import moe
+from max_ep.reference import (
+    dequantize_blockwise_fp8,
+    moe,
+    quantize_blockwise_fp8,
+)
 
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN_SIZE, MOE_DIM = 4, 16, 4, 128, 64
 CPU_DEVICE, F32 = DeviceRef.CPU(), DType.float32
@@ -81,10 +91,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared-expert", action="store_true")
     parser.add_argument("--reduced", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
     options = parser.parse_args()
     has_shared_expert, config = options.shared_expert, CONFIG
     if options.reduced:
         config = replace(CONFIG, combine_mode="reduced", protocol="auto")
+    if options.fp8:
+        config = replace(
+            config,
+            dispatch_dtype=DType.float8_e4m3fn,
+            dispatch_quant_config=blockwise_fp8_quant_config(),
+        )
 
     rng = np.random.default_rng(7)
 
@@ -112,7 +129,10 @@ def main() -> None:
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     top = np.take_along_axis(p, ids, axis=1)
     top = (top / top.sum(axis=1, keepdims=True)).astype(np.float32)
-    expected = moe(tokens, ids, top, lambda e, rows: swiglu(rows, gate_up[e], down[e]))
+    sent = tokens
+    if options.fp8:
+        sent = dequantize_blockwise_fp8(*quantize_blockwise_fp8(tokens))
+    expected = moe(sent, ids, top, lambda e, rows: swiglu(rows, gate_up[e], down[e]))
     if has_shared_expert:
         expected = expected + swiglu(tokens, *shared)
     np.testing.assert_array_equal(np.sort(ids), np.sort(np.argsort(-p)[:, :TOP_K]))

@@ -10,6 +10,7 @@ from .comm_buffers import EPCommBuffers
 from .config import EPConfig, blockwise_fp8_quant_config
 from .estimate import estimate_ep_memory_usage
 from .extension import extension_path
+from .fp8 import dequantize_blockwise_fp8
 from .gather import AllGatherConfig, AllGatherTokenDispatcher
 from .initializer import EPCommInitializer
 from .kernels import (
@@ -50,6 +51,7 @@ __all__ = [
     "call_ep_init",
     "call_ep_send_tokens",
     "call_ep_watch",
+    "dequantize_blockwise_fp8",
     "estimate_ep_memory_usage",
     "extension_path",
     "launch",

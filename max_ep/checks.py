@@ -153,8 +153,8 @@ def check_rows(
             f"input_tokens of combine has dtype {input_tokens.dtype}, as the FP8 rows "
             f"that dispatch delivers; pass what the experts made of them, in "
             f"{config.combine_dtype}. Dequantize rows with their scales, as "
-            "max_ep.reference.dequantize_blockwise_fp8(rows, scales.T) does: a cast "
-            "alone leaves the scales out"
+            "max_ep.dequantize_blockwise_fp8(rows, scales) does: a cast alone leaves "
+            "the scales out"
         )
     check_value(
         input_tokens,

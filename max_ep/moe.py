@@ -14,6 +14,7 @@ from max.dtype import DType
 from max.graph import TensorValue
 
 from .experts import grouped_swiglu, linear
+from .fp8 import dequantize_blockwise_fp8
 from .manager import EPBatchManager
 from .routing import softmax_top_k
 
@@ -84,6 +85,8 @@ def moe_layer(
 ) -> tuple[list[TensorValue], list[TensorValue]]:
     """Runs the layer on all ranks of this process.
 
+    Where dispatch quantizes to FP8, experts get its rows in float32 again.
+
     Args:
         manager: Holds the group's buffers.
         x: Tokens of each rank, ``[n_tokens, hidden_size]`` float32.
@@ -98,13 +101,13 @@ def moe_layer(
     routed = [route(tokens, router, config.top_k) for tokens in x]
     ids = [topk_ids for topk_ids, _ in routed]
     weights = [topk_weights for _, topk_weights in routed]
-    outputs = through_experts(
-        manager,
-        x,
-        ids,
-        weights,
-        lambda rank, dispatched: grouped_swiglu(
-            dispatched[0], experts[rank].gate_up, experts[rank].down, *dispatched[1:3]
-        ),
-    )
-    return outputs, ids
+
+    def run_experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
+        rows, *groups = dispatched
+        if config.is_quantized:
+            scales, *groups = groups
+            rows = dequantize_blockwise_fp8(rows, scales)
+        weights = experts[rank]
+        return grouped_swiglu(rows, weights.gate_up, weights.down, *groups[:2])
+
+    return through_experts(manager, x, ids, weights, run_experts), ids
