@@ -242,6 +242,10 @@ def check_all_ranks(
         config: The group.
         device_ids: The ranks, in any order.
         lists: Values of the ranks, by name.
+
+    Raises:
+        TypeError: If a list is a single value.
+        ValueError: If a rank is not named, or a list has more or fewer.
     """
     if sorted(device_ids) != list(range(config.n_gpus_per_node)):
         raise ValueError(
@@ -257,6 +261,10 @@ def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue]) -> None:
     Args:
         n_ranks: Local ranks.
         lists: Values of the ranks, by name.
+
+    Raises:
+        TypeError: If a list is a single value.
+        ValueError: If it has more or fewer.
     """
     for what, values in lists.items():
         if isinstance(values, TensorValue):

@@ -111,13 +111,17 @@ def run_doctor() -> int:
         is_needed=False,
     )
     if n_gpus > 1:
-        pairs = out_of_reach([Accelerator(i) for i in range(n_gpus)])
+        try:
+            pairs = out_of_reach([Accelerator(i) for i in range(n_gpus)])
+        except Exception as error:
+            pairs = [f"GPUs that cannot be asked ({error})"]
         say(
             "peer access",
             not pairs,
             "each GPU reaches the others' memory"
             if not pairs
-            else f"ranks of one host need it, and lack it: {'; '.join(pairs)}",
+            else f"ranks of one host need it; without: {'; '.join(pairs)}. Hide GPUs "
+            "with CUDA_VISIBLE_DEVICES, or use ranks_per_gpu",
             is_needed=False,
         )
     missing = missing_parts()

@@ -11,10 +11,13 @@ from max.dtype import DType
 
 
 def out_of_reach(devices: Sequence[Device]) -> list[str]:
-    """Names the pairs of GPUs of which one cannot read the other's memory.
+    """Finds GPUs of which one cannot read and write the other's memory.
 
     Args:
         devices: GPUs of one host.
+
+    Returns:
+        The pairs, in words.
     """
     ids = {device.id: device for device in devices}
     return [
@@ -47,12 +50,15 @@ class GpuMemory:
             try:
                 enable_all_peer_access()
             except Exception as error:
-                pairs = "; ".join(out_of_reach(devices)) or "which, is not known"
+                pairs = out_of_reach(devices)
+                culprits = "; ".join(pairs) or (
+                    "not the ranks' own, but another that this process sees, as MAX "
+                    "connects all of them"
+                )
                 raise RuntimeError(
                     "max_ep: ranks on one host write into each other's memory, and "
-                    f"some of these GPUs cannot: {pairs} ({error}). Choose GPUs that "
-                    "can with CUDA_VISIBLE_DEVICES, or put more ranks on one with "
-                    "ranks_per_gpu"
+                    f"some GPUs cannot: {culprits} ({error}). Hide those with "
+                    "CUDA_VISIBLE_DEVICES, or put more ranks on one with ranks_per_gpu"
                 ) from error
         self._buffers: list[Buffer] = []
         for rank, device in enumerate(devices):

@@ -546,7 +546,7 @@ def test_router_weights_are_given_once() -> None:
             manager.ep_dispatch_all(
                 [x.tokens] * 2, [x.ids] * 2, [0, 1], [x.weights] * 2
             )
-        with raises(ValueError, "router_weights", "1 tensors", "2 device_ids"):
+        with raises(ValueError, "router_weights", "1 tensors", "2 local ranks"):
             manager.ep_dispatch_all(
                 [x.tokens] * 2, [x.ids] * 2, [0, 1], router_weights=[x.weights]
             )
@@ -747,9 +747,9 @@ def test_no_such_device() -> None:
 def test_all_forms_need_a_tensor_a_rank() -> None:
     scales = tensor(F32, 1)
     with building(scales=scales) as (manager, x):
-        with raises(ValueError, "topk_ids", "1 tensors", "2 device_ids"):
+        with raises(ValueError, "topk_ids", "1 tensors", "2 local ranks"):
             manager.ep_dispatch_all([x.tokens] * 2, [x.ids], [0, 1])
-        with raises(ValueError, "input_scales", "1 tensors", "2 device_ids"):
+        with raises(ValueError, "input_scales", "1 tensors", "2 local ranks"):
             manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1], [x.scales])
         with raises(TypeError, "input_tokens", "one TensorValue", "pass a list"):
             manager.ep_dispatch_all(x.tokens, [x.ids] * 2, [0, 1])

@@ -65,7 +65,6 @@ def multiply() -> Iterator[Callable]:
     yield run
 
 
-# On an H200 four warps share a tile, two, and none, of "wide".
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "rows", [[1, 0, 0, 0, 0], [8, 9, 0, 1, 7], [32, 33, 64, 65, 3], [700, 0, 1, 257, 5]]

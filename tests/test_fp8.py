@@ -71,6 +71,8 @@ def test_rows_are_the_oracles(one_module: SimpleNamespace) -> None:
         (("uint8", "float32"), ["n", 256], ["n", 2], ValueError, r"hidden / 128, n_ro"),
         (("uint8", "float32"), ["n", "k"], [2, "n"], ValueError, r"hidden / 128, n_ro"),
         (("uint8", "float32"), ["n", 64], [0, "n"], ValueError, r"hidden / 128, n_ro"),
+        (("uint8", "float32"), ["n", 200], [1, "n"], ValueError, r"a multiple of 128"),
+        (("uint8", "float32"), [256], [2], ValueError, r"hidden / 128, n_ro"),
         (("uint8", "float32"), [3, 5, 256], [2, 5], ValueError, r"hidden / 128, n_ro"),
     ],
 )
@@ -84,3 +86,17 @@ def test_refusals(
     with Graph("refused", input_types=given) as graph:
         with pytest.raises(error, match=says):
             dequantize_blockwise_fp8(*(value.tensor for value in graph.inputs))
+
+
+def test_rows_of_gpus_are_float8() -> None:
+    """As far as a graph goes that is not run."""
+    gpu = DeviceRef.GPU(0)
+    given = [
+        TensorType(DType.float8_e4m3fn, ["n_rows", HIDDEN], gpu),
+        TensorType(DType.float32, [HIDDEN // 128, "n_rows"], gpu),
+    ]
+    with Graph("of_gpu", input_types=given) as graph:
+        rows = dequantize_blockwise_fp8(*(value.tensor for value in graph.inputs))
+        graph.output(rows)
+    assert (rows.dtype, rows.device) == (DType.float32, gpu)
+    assert list(rows.shape) == list(given[0].shape)

@@ -197,10 +197,7 @@ def test_doctor_names_gpus_out_of_reach(monkeypatch, capsys) -> None:
     monkeypatch.setattr(max.driver, "Accelerator", FakeGpu)
     for n_gpus, said in (
         (2, "ok   peer access      each GPU reaches"),
-        (
-            3,
-            "note peer access      ranks of one host need it, and lack it: GPU 0 and G",
-        ),
+        (3, "note peer access      ranks of one host need it; without: GPU 0 and"),
     ):
         monkeypatch.setattr(max.driver, "accelerator_count", lambda n=n_gpus: n)
         assert doctor.run_doctor() == 0
@@ -214,9 +211,12 @@ def test_gpus_out_of_reach_are_refused(monkeypatch) -> None:
         raise RuntimeError("peer access is not supported")
 
     monkeypatch.setattr(gpu_memory, "enable_all_peer_access", enable_all_peer_access)
-    says = r"GPU 0 and GPU 2; GPU 1 and GPU 2 \(peer access is.*ranks_per_gpu"
-    with pytest.raises(RuntimeError, match=says):
-        gpu_memory.GpuMemory([FakeGpu(i) for i in range(3)], 64)  # type: ignore
+    for n_ranks, says in (
+        (3, r"GPU 0 and GPU 2; GPU 1 and GPU 2 \(peer access is.*ranks_per_gpu"),
+        (2, r"not the ranks' own, but another .*CUDA_VISIBLE_DEVICES"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            gpu_memory.GpuMemory([FakeGpu(i) for i in range(n_ranks)], 64)  # type: ignore
 
 
 def test_wheel_carries_the_mojo_sources(tmp_path) -> None:
