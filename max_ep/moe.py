@@ -85,7 +85,8 @@ def moe_layer(
 ) -> tuple[list[TensorValue], list[TensorValue]]:
     """Runs the layer on all ranks of this process.
 
-    Where dispatch quantizes to FP8, experts get its rows in float32 again.
+    Where dispatch quantizes to FP8, experts get its rows in float32 again, and
+    ``combine_dtype`` is float32.
 
     Args:
         manager: Holds the group's buffers.
@@ -107,7 +108,7 @@ def moe_layer(
         if config.is_quantized:
             scales, *groups = groups
             rows = dequantize_blockwise_fp8(rows, scales)
-        weights = experts[rank]
-        return grouped_swiglu(rows, weights.gate_up, weights.down, *groups[:2])
+        own = experts[rank]
+        return grouped_swiglu(rows, own.gate_up, own.down, *groups[:2])
 
     return through_experts(manager, x, ids, weights, run_experts), ids
