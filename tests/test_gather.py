@@ -319,9 +319,9 @@ def test_each_local_rank_has_a_value() -> None:
     with Graph("never_compiled", input_types=types) as graph:
         dispatcher.fetch_buffers(graph.inputs[1:])
         x = graph.inputs[0].tensor
-        with pytest.raises(ValueError, match="hidden_states has 1 values.*2 local"):
+        with pytest.raises(ValueError, match="hidden_states has 1 tensors.*2 local"):
             dispatcher.gather_tokens([x])
-        with pytest.raises(ValueError, match="probs has 1 values.*2 local"):
+        with pytest.raises(ValueError, match="probs has 1 tensors.*2 local"):
             dispatcher.token_dispatch([x, x], [x], [x, x])
         with pytest.raises(TypeError, match="probs.*bfloat16.*float32"):
             dispatcher.token_dispatch([x, x], [x, x], [x, x])
