@@ -20,7 +20,7 @@ from graphs.serve.server import Server
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
 _FIRST_TOLERANCE = 0.06
 
-NOISES = (2.0**-8,) * 64 + (2.0**-7,) * 128
+NOISES = (2.0**-8,) * 32 + (2.0**-7,) * 32
 """For models in which a rounding decides between experts, so that logits differ by far
 more: of draws in which the float32 model may choose a token that is further behind
 (docs/results/serving_gaps.md). One and two times what rounding to bfloat16 does."""
