@@ -35,6 +35,7 @@ FORMS = {
     "fused": "ep_dispatch and ep_combine, one op for each GPU",
     "all": "ep_dispatch_all and ep_combine_all, one op for all GPUs",
     "split": "async on all GPUs, then wait on all",
+    "watched": "as split, with ep_watch between the halves, which waits for all",
     "dispatch": "ep_dispatch alone, L times",
     "routed": "as fused, with a router in front of each dispatch",
     "early": "as routed, with ep_send_tokens in front of the router",
@@ -47,7 +48,7 @@ FORMS = {
 DEFAULT_FORMS = {
     "ours": ("fused", "all", "split", "dispatch"),
     "ours_by_rank": ("fused", "split", "dispatch"),
-    "ours_reduced": ("fused", "split", "dispatch"),
+    "ours_reduced": ("fused", "split", "watched", "dispatch"),
     "ours_gather": ("fused", "split", "dispatch"),
     "ours_gather_reduced": ("fused", "split", "dispatch", *ROUTED_FORMS),
     "ours_all_gather": ("all_gather",),
@@ -191,9 +192,12 @@ def _dispatch(
 
     if form == "all":
         return manager.ep_dispatch_all(x, ids, ranks)
-    if form == "split":
+    if form in ("split", "watched"):
         for i in ranks:
             manager.ep_dispatch_async(x[i], ids[i], i, **more(i))
+        if form == "watched":
+            for i in ranks:
+                manager.ep_watch("dispatch", i)
         return [manager.ep_dispatch_wait(i) for i in ranks]
     return [manager.ep_dispatch(x[i], ids[i], i, **more(i)) for i in ranks]
 
@@ -212,9 +216,12 @@ def _combine(
 
     if form == "all":
         return manager.ep_combine_all(rows, weights, ranks)
-    if form == "split":
+    if form in ("split", "watched"):
         for i in ranks:
             manager.ep_combine_async(rows[i], i)
+        if form == "watched":
+            for i in ranks:
+                manager.ep_watch("combine", i)
         return [manager.ep_combine_wait(of(i), i) for i in ranks]
     return [manager.ep_combine(rows[i], of(i), i) for i in ranks]
 

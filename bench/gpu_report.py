@@ -48,6 +48,8 @@ METHOD = """\
   given bfloat16 row. Combine is bfloat16. No matmul, no router.
 - `max_tokens_per_rank` is a compile-time size: 128, 512 or 4096, the least that
   holds the tokens.
+- Form `split` is async and wait, with nothing between; `watched` has `ep_watch`
+  between, a kernel that waits until all has come, so that the halves do not overlap.
 - Form `dispatch` is a chain of dispatches alone; `combine` is the period of
   `fused` less it. `kernels` are durations on the device from CUPTI, in a run of
   its own, waiting for peers included and launch gaps not.

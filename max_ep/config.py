@@ -226,6 +226,20 @@ class EPConfig:
         return self.ranks_per_gpu > 1
 
     @property
+    def halves_overlap(self) -> bool:
+        """Whether a wait may begin while its async op still sends.
+
+        With fused forms beside it on a GPU of its own, each half has a part of the
+        multiprocessors (``docs/decisions/0021-halves-that-overlap.md``).
+        """
+        return (
+            self.target == "gpu"
+            and self.has_rank_slots
+            and self.ranks_per_gpu == 1
+            and not self.n_carried
+        )
+
+    @property
     def is_on_amd(self) -> bool:
         """Whether the GPUs are AMD's."""
         return self.target == "gpu" and accelerator_api() == "hip"

@@ -35,6 +35,8 @@ from .kernels import (
     call_ep_dispatch_wait,
     call_ep_send_tokens,
     call_ep_watch,
+    combine_room,
+    dispatch_room,
 )
 from .limits import NUM_GROUPS
 from .turns import Turns
@@ -69,6 +71,8 @@ class EPBatchManager:
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
         self._sent_tokens: dict[int, TensorValue] = {}
+        # Of each device: results of the halves that its last EP op has begun.
+        self._rooms: dict[int, tuple[int, list[BufferValue] | None]] = {}
 
     # ------------------------------------------------------------------- buffers
 
@@ -156,6 +160,15 @@ class EPBatchManager:
             self.recv_count_ptrs[group],
         )
 
+    def _take_room(self, group: int, device_id: int) -> list[BufferValue] | None:
+        """Returns where a wait puts its results if it may begin beside its async op.
+
+        It may not if another EP op of this manager comes between: the kernel before
+        it is not its own then, and may still move what it goes by.
+        """
+        last_group, room = self._rooms.pop(device_id, (group, None))
+        return room if last_group == group else None
+
     # ------------------------------------------------------------------ dispatch
 
     def ep_send_tokens(self, input_tokens: TensorValue, device_id: int) -> None:
@@ -186,6 +199,7 @@ class EPBatchManager:
             input_tokens, counter, *self._pointers(_DISPATCH)[1:], self.config
         )
         self._sent_tokens[device_id] = input_tokens
+        self._rooms.pop(device_id, None)
 
     def _are_sent(self, device_id: int, input_tokens: TensorValue) -> bool:
         """Tells whether a dispatch's tokens have been sent, which must be these."""
@@ -218,6 +232,7 @@ class EPBatchManager:
                 :meth:`ep_combine_wait` takes it.
         """
         counter = self._counter(device_id)
+        room = dispatch_room(self.config, counter.device)
         call_ep_dispatch_async(
             input_tokens,
             topk_ids,
@@ -227,7 +242,9 @@ class EPBatchManager:
             input_scales,
             router_weight,
             self._are_sent(device_id, input_tokens),
+            room,
         )
+        self._rooms[device_id] = (_DISPATCH, room)
         self._sent_tokens.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -250,7 +267,10 @@ class EPBatchManager:
         self._check_receive("ep_dispatch_wait", device_id)
         self._turns[_DISPATCH].wait(device_id)
         results = call_ep_dispatch_wait(
-            counter, *self._pointers(_DISPATCH)[1:], self.config
+            counter,
+            *self._pointers(_DISPATCH)[1:],
+            self.config,
+            room=self._take_room(_DISPATCH, device_id),
         )
         return self._keep_src_info(device_id, results)
 
@@ -288,6 +308,7 @@ class EPBatchManager:
             self._are_sent(device_id, input_tokens),
         )
         self._sent_tokens.pop(device_id, None)
+        self._rooms.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._turns[_DISPATCH].wait(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -407,13 +428,17 @@ class EPBatchManager:
             device_id: The local rank.
         """
         counter = self._counter(device_id)
+        src_info = self._dispatched(device_id)
+        room = combine_room(self.config, counter.device, self._num_tokens[device_id])
         call_ep_combine_async(
             input_tokens,
-            self._dispatched(device_id),
+            src_info,
             counter,
             *self._pointers(_COMBINE),
             self.config,
+            room,
         )
+        self._rooms[device_id] = (_COMBINE, room)
         self._turns[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -440,6 +465,7 @@ class EPBatchManager:
             router_weight,
             # Rows that were not sent stand there.
             self._expert_rows[device_id] if self.config.adds_unsent_rows else None,
+            self._take_room(_COMBINE, device_id),
         )
 
     def ep_combine(
@@ -473,6 +499,7 @@ class EPBatchManager:
             self._num_tokens[device_id],
             router_weight,
         )
+        self._rooms.pop(device_id, None)
         self._turns[_COMBINE].send(device_id)
         self._turns[_COMBINE].wait(device_id)
         return result
@@ -522,6 +549,7 @@ class EPBatchManager:
 
     def _pass_all(self, group: int, device_ids: list[int]) -> None:
         for device_id in device_ids:
+            self._rooms.pop(device_id, None)
             self._turns[group].send(device_id)
         for device_id in device_ids:
             self._turns[group].wait(device_id)

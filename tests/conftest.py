@@ -54,7 +54,7 @@ finds.
 TOGETHER = {
     "one_module": (
         "test_round_trip test_errors test_gather test_stats test_fuzz test_subgraph "
-        "test_hopper test_router test_fp8"
+        "test_hopper test_router test_fp8 test_halves"
     ).split(),
     "processes": ["test_processes", "test_soak"],
 }

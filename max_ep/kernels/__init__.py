@@ -14,6 +14,7 @@ from .dispatch import (
 )
 from .distributed import call_distributed_ep_combine, call_distributed_ep_dispatch
 from .init import call_ep_init
+from .room import combine_room, dispatch_room
 from .watch import call_ep_watch
 
 __all__ = [
@@ -28,4 +29,6 @@ __all__ = [
     "call_ep_init",
     "call_ep_send_tokens",
     "call_ep_watch",
+    "combine_room",
+    "dispatch_room",
 ]

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from max.graph import BufferValue, Dim, TensorType, TensorValue
+from collections.abc import Sequence
+
+from max.graph import BufferValue, Dim, TensorValue
 
 from ..checks import check_buffers, check_rows, check_unsent_rows, refuse_if_in_turn
 from ..config import EPConfig
 from .op_call import call_op
-from .op_values import combine_parameters, flat_rows, weights_for_op
+from .op_values import combine_parameters, flat_rows, result_type, weights_for_op
 
 
 def call_ep_combine_async(
@@ -19,6 +21,7 @@ def call_ep_combine_async(
     recv_buf_ptrs: TensorValue,
     recv_count_ptrs: TensorValue,
     config: EPConfig,
+    room: Sequence[BufferValue] | None = None,
 ) -> None:
     """Adds "send expert rows back to their tokens' ranks" to the current graph.
 
@@ -36,6 +39,8 @@ def call_ep_combine_async(
         recv_buf_ptrs: All ranks' receive buffers, likewise.
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
+        room: From :func:`combine_room`, before this call: the wait may begin while
+            this runs. :func:`call_ep_combine_wait` must get the same.
     """
     check_buffers(
         config,
@@ -56,7 +61,7 @@ def call_ep_combine_async(
             recv_buf_ptrs,
             recv_count_ptrs,
         ],
-        combine_parameters(config),
+        combine_parameters(config) | {"halves_overlap": room is not None},
     )
 
 
@@ -68,6 +73,7 @@ def call_ep_combine_wait(
     num_tokens: Dim,
     router_weights: TensorValue | None,
     input_tokens: TensorValue | None = None,
+    room: Sequence[BufferValue] | None = None,
 ) -> TensorValue:
     """Adds "complete combine" to the current graph.
 
@@ -84,6 +90,7 @@ def call_ep_combine_wait(
             the expert rows that :func:`call_ep_combine_async` took. Added here
             are the shared expert's, row ``t`` for token ``t``, and with reduced
             combine those of this rank's own tokens. Otherwise None.
+        room: What :func:`call_ep_combine_async` got.
 
     Returns:
         ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: per token the
@@ -104,17 +111,23 @@ def call_ep_combine_wait(
     weights = weights_for_op(config, router_weights, num_tokens, device, "combine")
     check_unsent_rows(config, input_tokens, device)
     values = [weights, recv_buf_ptrs, recv_count_ptrs]
-    parameters = {"shares_gpu": config.ranks_per_gpu > 1}
+    parameters = combine_parameters(config)
+    name = "combine_wait"
     if input_tokens is not None:
+        name += ".rows"
         values.insert(0, flat_rows(config, input_tokens))
         parameters["fused_shared_expert"] = config.fused_shared_expert
+    if room is not None:
+        return call_op(
+            name + ".beside", config, atomic_counter, values, parameters, room=room
+        )[0]
     return call_op(
-        "combine_wait" if input_tokens is None else "combine_wait.rows",
+        name,
         config,
         atomic_counter,
         values,
-        combine_parameters(config) | parameters,
-        [TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)],
+        parameters | {"shares_gpu": config.ranks_per_gpu > 1},
+        [result_type(config, num_tokens, device)],
     )[0]
 
 
@@ -167,5 +180,5 @@ def call_ep_combine(
             **combine_parameters(config),
             "fused_shared_expert": config.fused_shared_expert,
         },
-        [TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)],
+        [result_type(config, num_tokens, device)],
     )[0]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from max.graph import BufferValue, Dim, TensorValue
 
 from ..checks import (
@@ -82,6 +84,7 @@ def call_ep_dispatch_async(
     input_scales: TensorValue | None = None,
     router_weights: TensorValue | None = None,
     tokens_are_sent: bool = False,
+    room: Sequence[BufferValue] | None = None,
 ) -> None:
     """Adds "send my tokens to their experts" to the current graph.
 
@@ -107,6 +110,8 @@ def call_ep_dispatch_async(
         tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
             graph and since the last dispatch; with ``protocol="gather"``. If it is
             not so, the op raises.
+        room: From :func:`dispatch_room`, before this call: the wait may begin while
+            this runs. :func:`call_ep_dispatch_wait` must get the same.
 
     Raises:
         TypeError: If a dtype is not the one above.
@@ -145,6 +150,7 @@ def call_ep_dispatch_async(
             "has_input_scales": input_scales is not None,
             "fused_shared_expert": config.fused_shared_expert,
             "tokens_are_sent": tokens_are_sent,
+            "halves_overlap": room is not None,
         },
     )
 
@@ -155,6 +161,7 @@ def call_ep_dispatch_wait(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     num_tokens: Dim | None = None,
+    room: Sequence[BufferValue] | None = None,
 ) -> tuple[TensorValue, ...]:
     """Adds "complete receiving" to the current graph.
 
@@ -164,6 +171,7 @@ def call_ep_dispatch_wait(
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
         num_tokens: MAX's all-reduce mode; must be None.
+        room: What :func:`call_ep_dispatch_async` got.
 
     Returns:
         ``output_tokens`` ``[max_recv_tokens, hidden_size]``, for FP8
@@ -200,18 +208,22 @@ def call_ep_dispatch_wait(
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
-    results = call_op(
-        "dispatch_wait" + format_suffix(config),
-        config,
-        atomic_counter,
-        [recv_buf_ptrs, recv_count_ptrs],
-        {
-            **format_parameters(config),
-            **recv_parameters(config),
-            "shares_gpu": config.ranks_per_gpu > 1,
-        },
-        recv_types(config, atomic_counter.device),
-    )
+    name = "dispatch_wait" + format_suffix(config)
+    values = [recv_buf_ptrs, recv_count_ptrs]
+    parameters = format_parameters(config) | recv_parameters(config)
+    if room is not None:
+        results = call_op(
+            name + ".beside", config, atomic_counter, values, parameters, room=room
+        )
+    else:
+        results = call_op(
+            name,
+            config,
+            atomic_counter,
+            values,
+            parameters | {"shares_gpu": config.ranks_per_gpu > 1},
+            recv_types(config, atomic_counter.device),
+        )
     return recv_outputs(config, results)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from max.dtype import DType
@@ -37,6 +38,16 @@ def order_buffer(device: DeviceRef) -> BufferValue:
     return of_graph[device]
 
 
+def claim(buffer: BufferValue) -> None:
+    """Has MAX give a buffer its memory before the ops that come next."""
+    load_ops(Graph.current)
+    ops.inplace_custom(
+        "max_ep.claim",
+        device=buffer.device,
+        values=[order_buffer(buffer.device), buffer],
+    )
+
+
 def call_op(
     name: str,
     config: EPConfig,
@@ -44,13 +55,14 @@ def call_op(
     values: list[TensorValue],
     parameters: dict[str, bool | int | str | DType],
     out_types: list[TensorType] | None = None,
+    room: Sequence[BufferValue] = (),
 ) -> list[TensorValue]:
-    """Adds one EP op to the current graph."""
+    """Adds one EP op to the current graph; what it puts into ``room`` is returned."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
     results = ops.inplace_custom(
         f"max_ep.{name}",
         device=counter.device,
-        values=[counter, order_buffer(counter.device), *values],
+        values=[counter, order_buffer(counter.device), *room, *values],
         out_types=out_types or [],
         parameters={
             **parameters,
@@ -63,4 +75,6 @@ def call_op(
             "n_sms": config.n_sms,
         },
     )
+    if room:
+        return [ops.buffer_load(buffer) for buffer in room]
     return [result.tensor for result in results]

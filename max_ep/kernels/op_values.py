@@ -137,6 +137,11 @@ def recv_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
     return [*types, TensorType(DType.int32, [n_rows, 2], device)]
 
 
+def result_type(config: EPConfig, num_tokens: Dim, device: DeviceRef) -> TensorType:
+    """Returns the type of what the ops of combine deliver."""
+    return TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)
+
+
 def recv_outputs(
     config: EPConfig, results: list[TensorValue]
 ) -> tuple[TensorValue, ...]:

@@ -103,6 +103,7 @@ struct DispatchAsyncWithChoices:
         fused_shared_expert: Bool,
         protocol: Int,
         tokens_are_sent: Bool,
+        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -128,6 +129,7 @@ struct DispatchAsyncWithChoices:
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
             tokens_are_sent=tokens_are_sent,
+            halves_overlap=halves_overlap,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),

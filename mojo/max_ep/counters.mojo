@@ -529,6 +529,24 @@ struct EPLocalSyncCounters[n_experts: Int](
     # ------------------------------------------------- words of GPU launches
 
     @always_inline
+    def dispatch_sent_word(self) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to the generation that dispatch has sent last.
+
+        Returns:
+            A word that a waiting half may look at while the sending half moves it.
+        """
+        return self.words.unsafe_offset(_DISPATCH_SENT)
+
+    @always_inline
+    def combine_sent_word(self) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to the generation that combine has sent last.
+
+        Returns:
+            As `dispatch_sent_word`.
+        """
+        return self.words.unsafe_offset(_COMBINE_SENT)
+
+    @always_inline
     def blocks_done(self) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the number of blocks that have ended in this launch.
 

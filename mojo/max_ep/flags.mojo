@@ -481,6 +481,40 @@ def arrive(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
 
 
 @always_inline
+def arrive_in_half[
+    is_wait: Bool
+](counter: Pointer[Int32, MutUntrackedOrigin], n_blocks: Int) -> Bool:
+    """Counts a block of one of two launches that may run at once.
+
+    Each has half of the word.
+
+    Parameters:
+        is_wait: Whether it is of the waiting half of an exchange.
+
+    Args:
+        counter: `EPLocalSyncCounters.blocks_done`.
+        n_blocks: Blocks of the launch.
+
+    Returns:
+        Whether it is the last; its half is 0 again then.
+    """
+    comptime shift = Int32(16 if is_wait else 0)
+    comptime Word = Atomic[Int32, scope=_device_scope()]
+    # ORDER: ACQUIRE_RELEASE, device scope, as in `arrive`.
+    var found = Word.fetch_add[ordering=Ordering.ACQUIRE_RELEASE](
+        counter, Int32(1) << shift
+    )
+    if (found >> shift) & 0xFFFF != Int32(n_blocks - 1):
+        return False
+    # ORDER: RELAXED, device scope. Pairs with none: who counts here next is of a
+    # launch that begins when this one has ended.
+    _ = Word.fetch_add[ordering=Ordering.RELAXED](
+        counter, -(Int32(n_blocks) << shift)
+    )
+    return True
+
+
+@always_inline
 def look_at(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
     """Reads a word that blocks of another launch of this rank count in.
 

@@ -46,6 +46,16 @@ from .transport import PeerBuffers
 comptime NUM_THREADS = 512
 """Threads of a block: 16 warps, with up to 128 registers a thread."""
 
+comptime _EQUAL_HALVES = 512
+"""Most tokens of a rank at which halves that overlap have equally many
+multiprocessors. With more the sending half, which the link bounds, has a third."""
+
+comptime _FEW_ADDING_BLOCKS = 16
+"""Blocks that add up what a combine brings, for few tokens."""
+
+comptime _ADDING_BLOCKS_PER_TOKEN = 4
+"""The same for each of more tokens."""
+
 
 @always_inline
 def n_sms_of_device() -> Int:
@@ -110,6 +120,46 @@ def _n_dispatch_blocks[
     comptime if tokens_are_sent:
         n = max(1, n - _n_side_blocks[n_sms](context))
     return n
+
+
+def _n_sending_blocks[
+    n_sms: Int, halves_overlap: Bool, max_tokens_per_rank: Int
+](context: DeviceContext) raises -> Int:
+    """Counts the blocks of the sending half of an exchange.
+
+    Halves that overlap share the multiprocessors, so that the waiting half has
+    where to begin.
+    """
+    var n = _n_blocks[n_sms](context)
+    comptime if not halves_overlap:
+        return n
+    comptime if max_tokens_per_rank <= _EQUAL_HALVES:
+        return max(1, n // 2)
+    return max(1, n // 3)
+
+
+def _n_waiting_blocks[
+    n_sms: Int, halves_overlap: Bool, max_tokens_per_rank: Int
+](context: DeviceContext) raises -> Int:
+    """Counts the blocks of the waiting half: what the sending half leaves."""
+    var n = _n_blocks[n_sms](context)
+    comptime if not halves_overlap:
+        return n
+    return max(
+        1, n - _n_sending_blocks[n_sms, True, max_tokens_per_rank](context)
+    )
+
+
+@always_inline
+def _n_adding_blocks(n_blocks: Int, n_tokens: Int) -> Int:
+    """Counts those blocks of a combine's waiting half that find something to do.
+
+    Others would begin and end for nothing, which few tokens notice.
+    """
+    return min(
+        n_blocks,
+        max(_FEW_ADDING_BLOCKS, _ADDING_BLOCKS_PER_TOKEN * n_tokens),
+    )
 
 
 def _overlapping() -> List[LaunchAttribute]:
@@ -218,6 +268,7 @@ def launch_dispatch_async[
     protocol: Int,
     n_sms: Int,
     tokens_are_sent: Bool,
+    halves_overlap: Bool,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -242,6 +293,8 @@ def launch_dispatch_async[
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
         tokens_are_sent: Whether `launch_send_tokens` has sent the tokens.
+        halves_overlap: Whether the waiting half may begin before the sending half
+            ends.
 
     Args:
         input_tokens: `[n_tokens, hidden_size]`.
@@ -271,6 +324,7 @@ def launch_dispatch_async[
             protocol,
             fused_shared_expert,
             tokens_are_sent,
+            halves_overlap,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -282,7 +336,12 @@ def launch_dispatch_async[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_dispatch_blocks[n_sms, tokens_are_sent](context),
+            grid_dim=min(
+                _n_dispatch_blocks[n_sms, tokens_are_sent](context),
+                _n_sending_blocks[n_sms, halves_overlap, max_tokens_per_rank](
+                    context
+                ),
+            ),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -332,6 +391,7 @@ def launch_dispatch_wait[
     protocol: Int,
     n_sms: Int,
     shares_gpu: Bool,
+    halves_overlap: Bool,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
@@ -358,6 +418,8 @@ def launch_dispatch_wait[
         protocol: The wire protocol.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
         shares_gpu: Whether other ranks may run on this rank's GPU.
+        halves_overlap: Whether the waiting half may begin before the sending half
+            ends.
 
     Args:
         rows: The output tensors.
@@ -383,6 +445,7 @@ def launch_dispatch_wait[
             tables.is_padded,
             tables.fused_shared_expert,
             shares_gpu,
+            halves_overlap,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -394,7 +457,9 @@ def launch_dispatch_wait[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks[n_sms](context),
+            grid_dim=_n_waiting_blocks[
+                n_sms, halves_overlap, max_tokens_per_rank
+            ](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -576,6 +641,7 @@ def launch_combine_async[
     protocol: Int,
     partial_dtype: DType,
     n_sms: Int,
+    halves_overlap: Bool,
 ](
     input_tokens: TileTensor[combine_dtype, ...],
     src_info: TileTensor[DType.int32, ...],
@@ -599,6 +665,8 @@ def launch_combine_async[
         protocol: The wire protocol.
         partial_dtype: Element type of a partial sum.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
+        halves_overlap: Whether the waiting half may begin before the sending half
+            ends.
 
     Args:
         input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
@@ -624,6 +692,7 @@ def launch_combine_async[
             n_ranks,
             max_tokens_per_rank,
             protocol,
+            halves_overlap,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -633,7 +702,9 @@ def launch_combine_async[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks[n_sms](context),
+            grid_dim=_n_sending_blocks[
+                n_sms, halves_overlap, max_tokens_per_rank
+            ](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -682,6 +753,7 @@ def launch_combine_wait[
     partial_dtype: DType,
     n_sms: Int,
     shares_gpu: Bool,
+    halves_overlap: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -707,6 +779,8 @@ def launch_combine_wait[
         partial_dtype: Element type of a partial sum.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
         shares_gpu: Whether other ranks may run on this rank's GPU.
+        halves_overlap: Whether the waiting half may begin before the sending half
+            ends.
 
     Args:
         output_tokens: `[n_tokens, hidden_size]`.
@@ -734,7 +808,13 @@ def launch_combine_wait[
             protocol,
             fused_shared_expert,
             shares_gpu,
+            halves_overlap,
         ]
+        var n_blocks = _n_waiting_blocks[
+            n_sms, halves_overlap, max_tokens_per_rank
+        ](context)
+        comptime if halves_overlap:
+            n_blocks = _n_adding_blocks(n_blocks, Int(output_tokens.dim[0]()))
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
             function,
@@ -744,7 +824,7 @@ def launch_combine_wait[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_blocks[n_sms](context),
+            grid_dim=n_blocks,
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )

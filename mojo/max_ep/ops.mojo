@@ -37,6 +37,19 @@ comptime PointersTensor = InputTensor[dtype=DType.uint64, rank=1, ...]
 
 
 @always_inline
+def bytes_of(tensor: MutableInputTensor) -> BytePointer:
+    """Takes a tensor's address.
+
+    Args:
+        tensor: A tensor that an op changes.
+
+    Returns:
+        Its first byte.
+    """
+    return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
+
+
+@always_inline
 def bytes_of(tensor: OutputTensor) -> BytePointer:
     """Takes a tensor's address.
 
@@ -51,14 +64,9 @@ def bytes_of(tensor: OutputTensor) -> BytePointer:
 
 @always_inline
 def _scaled_rows(
-    tokens: OutputTensor[rank=2, ...],
-    scales: OutputTensor[dtype=DType.float32, rank=2, ...],
+    tokens: BytePointer, scales: BytePointer, row_stride: Int
 ) -> ScaledRows:
-    return ScaledRows(
-        bytes_of(tokens),
-        bytes_of(scales).unsafe_bitcast[Float32](),
-        scales.dim_size(1),
-    )
+    return ScaledRows(tokens, scales.unsafe_bitcast[Float32](), row_stride)
 
 
 @always_inline
@@ -106,6 +114,21 @@ struct Init:
             setup.to_tile_tensor(),
             ctx,
         )
+
+
+@extensibility.register("max_ep.claim")
+struct Claim:
+    """Does nothing: MAX gives a tensor memory before the first op that takes it.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        order: WordsTensor, tensor: MutableInputTensor, ctx: DeviceContext
+    ) raises:
+        """Runs the op on one rank."""
+        pass
 
 
 @extensibility.register("max_ep.send_tokens")
@@ -170,6 +193,7 @@ struct DispatchAsync:
         fused_shared_expert: Bool,
         protocol: Int,
         tokens_are_sent: Bool,
+        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -201,6 +225,7 @@ struct DispatchAsync:
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
             tokens_are_sent=tokens_are_sent,
+            halves_overlap=halves_overlap,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
@@ -257,6 +282,61 @@ struct DispatchWait:
             protocol=protocol,
             n_sms=n_sms,
             shares_gpu=shares_gpu,
+        ](
+            PlainRows(bytes_of(output_tokens)),
+            row_offsets.to_tile_tensor(),
+            expert_ids.to_tile_tensor(),
+            src_info.to_tile_tensor(),
+            atomic_counters.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+            ctx,
+        )
+
+
+@extensibility.register("max_ep.dispatch_wait.beside")
+struct DispatchWaitBeside:
+    """Does as `DispatchWait`, and may begin while the sending half runs."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        dispatch_dtype: DType,
+        hidden_size: Int,
+        top_k: Int,
+        n_experts: Int,
+        max_tokens_per_rank: Int,
+        n_gpus_per_node: Int,
+        n_nodes: Int,
+        n_sms: Int,
+        fused_shared_expert: Bool,
+        output_layout: StaticString,
+        protocol: Int,
+    ](
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        output_tokens: MutableInputTensor[rank=2, ...],
+        row_offsets: MutableInputTensor[rank=1, ...],
+        expert_ids: MutableInputTensor[dtype=DType.int32, ...],
+        src_info: MutableInputTensor[dtype=DType.int32, rank=2, ...],
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+        ep_dispatch_wait_kernel_api[
+            PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
+            n_experts,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            n_nodes,
+            target,
+            fused_shared_expert=fused_shared_expert,
+            output_layout=output_layout,
+            protocol=protocol,
+            n_sms=n_sms,
+            shares_gpu=False,
+            halves_overlap=True,
         ](
             PlainRows(bytes_of(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -405,6 +485,7 @@ struct DispatchAsyncFP8:
         fused_shared_expert: Bool,
         protocol: Int,
         tokens_are_sent: Bool,
+        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -436,6 +517,7 @@ struct DispatchAsyncFP8:
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
             tokens_are_sent=tokens_are_sent,
+            halves_overlap=halves_overlap,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
@@ -494,7 +576,71 @@ struct DispatchWaitFP8:
             n_sms=n_sms,
             shares_gpu=shares_gpu,
         ](
-            _scaled_rows(output_tokens, output_scales),
+            _scaled_rows(
+                bytes_of(output_tokens),
+                bytes_of(output_scales),
+                output_scales.dim_size(1),
+            ),
+            row_offsets.to_tile_tensor(),
+            expert_ids.to_tile_tensor(),
+            src_info.to_tile_tensor(),
+            atomic_counters.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+            ctx,
+        )
+
+
+@extensibility.register("max_ep.dispatch_wait.fp8.beside")
+struct DispatchWaitFP8Beside:
+    """Does as `DispatchWaitFP8`, and may begin while the sending half runs."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        power_of_two_scales: Bool,
+        hidden_size: Int,
+        top_k: Int,
+        n_experts: Int,
+        max_tokens_per_rank: Int,
+        n_gpus_per_node: Int,
+        n_nodes: Int,
+        n_sms: Int,
+        fused_shared_expert: Bool,
+        output_layout: StaticString,
+        protocol: Int,
+    ](
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        output_tokens: MutableInputTensor[rank=2, ...],
+        output_scales: MutableInputTensor[dtype=DType.float32, rank=2, ...],
+        row_offsets: MutableInputTensor[rank=1, ...],
+        expert_ids: MutableInputTensor[dtype=DType.int32, ...],
+        src_info: MutableInputTensor[dtype=DType.int32, rank=2, ...],
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+        ep_dispatch_wait_kernel_api[
+            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
+            n_experts,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            n_nodes,
+            target,
+            fused_shared_expert=fused_shared_expert,
+            output_layout=output_layout,
+            protocol=protocol,
+            n_sms=n_sms,
+            shares_gpu=False,
+            halves_overlap=True,
+        ](
+            _scaled_rows(
+                bytes_of(output_tokens),
+                bytes_of(output_scales),
+                output_scales.dim_size(1),
+            ),
             row_offsets.to_tile_tensor(),
             expert_ids.to_tile_tensor(),
             src_info.to_tile_tensor(),
@@ -564,7 +710,11 @@ struct DispatchFP8:
             tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
-            _scaled_rows(output_tokens, output_scales),
+            _scaled_rows(
+                bytes_of(output_tokens),
+                bytes_of(output_scales),
+                output_scales.dim_size(1),
+            ),
             row_offsets.to_tile_tensor(),
             expert_ids.to_tile_tensor(),
             src_info.to_tile_tensor(),
@@ -596,6 +746,7 @@ struct CombineAsync:
         n_sms: Int,
         protocol: Int,
         partial_dtype: DType,
+        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -619,6 +770,7 @@ struct CombineAsync:
             protocol=protocol,
             partial_dtype=partial_dtype,
             n_sms=n_sms,
+            halves_overlap=halves_overlap,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -725,6 +877,64 @@ struct CombineWaitRows:
             partial_dtype=partial_dtype,
             n_sms=n_sms,
             shares_gpu=shares_gpu,
+        ](
+            output_tokens.to_tile_tensor(),
+            atomic_counters.to_tile_tensor(),
+            router_weights.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+            ctx,
+            SharedRows(
+                BytePointer(unsafe_from_address=Int(input_tokens.unsafe_ptr())),
+                input_tokens.dim_size(0),
+            ),
+        )
+
+
+@extensibility.register("max_ep.combine_wait.rows.beside")
+struct CombineWaitRowsBeside:
+    """Does as `CombineWaitRows`, and may begin while the sending half runs."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        combine_dtype: DType,
+        hidden_size: Int,
+        top_k: Int,
+        n_experts: Int,
+        max_tokens_per_rank: Int,
+        n_gpus_per_node: Int,
+        n_nodes: Int,
+        n_sms: Int,
+        fused_shared_expert: Bool,
+        protocol: Int,
+        partial_dtype: DType,
+    ](
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        output_tokens: MutableInputTensor[dtype=combine_dtype, rank=2, ...],
+        input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
+        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank; see the launcher of its name."""
+        ep_combine_wait_kernel_api[
+            combine_dtype,
+            hidden_size,
+            top_k,
+            n_experts,
+            max_tokens_per_rank,
+            n_gpus_per_node,
+            n_nodes,
+            target,
+            fused_shared_expert=fused_shared_expert,
+            protocol=protocol,
+            partial_dtype=partial_dtype,
+            n_sms=n_sms,
+            shares_gpu=False,
+            halves_overlap=True,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),

@@ -144,6 +144,7 @@ def ep_dispatch_async_kernel_api[
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
     tokens_are_sent: Bool = False,
+    halves_overlap: Bool = False,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor,
@@ -175,6 +176,10 @@ def ep_dispatch_async_kernel_api[
             are for one host, and without input scales.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
         tokens_are_sent: Whether `ep_send_tokens_kernel_api` has sent the tokens.
+        halves_overlap: Whether the waiting half may begin before the sending half
+            ends, on multiprocessors of its own; both must be told the same. Then
+            nothing that runs between the two may use the memory of the outputs.
+            On GPUs, with one rank each; not with `EXPERT_SLOTS`.
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -244,6 +249,7 @@ def ep_dispatch_async_kernel_api[
             protocol,
             n_sms,
             tokens_are_sent,
+            halves_overlap,
         ](
             input_tokens,
             topk_ids,
@@ -307,6 +313,7 @@ def ep_dispatch_wait_kernel_api[
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
     shares_gpu: Bool = True,
+    halves_overlap: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -334,6 +341,7 @@ def ep_dispatch_wait_kernel_api[
         protocol: As in `ep_dispatch_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
         shares_gpu: Whether other ranks may run on this rank's GPU.
+        halves_overlap: As in `ep_dispatch_async_kernel_api`.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
@@ -392,6 +400,7 @@ def ep_dispatch_wait_kernel_api[
             protocol,
             n_sms,
             shares_gpu,
+            halves_overlap,
         ](
             rows,
             row_tables[dispatch_layout, fused_shared_expert, output_layout](

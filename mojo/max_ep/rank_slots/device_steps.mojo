@@ -33,10 +33,12 @@ from ..flags import (
     SPINS_BETWEEN_LOOKS,
     SharedWord,
     arrive,
+    arrive_in_half,
     count_of,
     flag_word,
     generation_of,
     is_not_before,
+    look_at,
     peek,
     publish,
 )
@@ -77,12 +79,25 @@ def await_launch_before():
     Launched so that they overlap (`gpu_launch.mojo`), a kernel's blocks may begin
     before that: nothing may be read before this. Otherwise it waits for nothing.
     """
+    let_next_begin()
+    await_kernels_before()
+
+
+@always_inline
+def let_next_begin():
+    """Lets the next kernel begin, once a thread of each block has called this.
+    """
     inlined_assembly[
         "griddepcontrol.launch_dependents;",
         NoneType,
         constraints="~{memory}",
         has_side_effect=True,
     ]()
+
+
+@always_inline
+def await_kernels_before():
+    """Waits until the kernels before this one have ended."""
     inlined_assembly[
         "griddepcontrol.wait;",
         NoneType,
@@ -143,6 +158,23 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 
 @always_inline
+def header_word_beside(counters: EPLocalSyncCounters) -> Int32:
+    """Does as `header_word`, in a waiting half beside its sending half.
+
+    This thread then sees all that the kernels before the sending half have written:
+    they had ended before it let this one begin.
+
+    Args:
+        counters: This rank's local words.
+
+    Returns:
+        In lane `i`: word `i`.
+    """
+    comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
+    return look_at(counters.words.unsafe_offset(Int(lane_id())))
+
+
+@always_inline
 def start_launch[
     n_experts: Int, //, layout: RegionLayout, n_control: Int
 ](word: Int32, counters: EPLocalSyncCounters[n_experts], phase: Int) -> Launch:
@@ -191,12 +223,16 @@ def start_launch[
 
 
 @always_inline
-def is_last_to_start(
-    launch: Launch, counters: EPLocalSyncCounters, warp_idx: Int
-) -> Bool:
+def is_last_to_start[
+    halves_overlap: Bool = False, is_wait: Bool = False
+](launch: Launch, counters: EPLocalSyncCounters, warp_idx: Int) -> Bool:
     """Tells one thread of the grid that all blocks have read the header.
 
     Every thread of every block calls it, once.
+
+    Parameters:
+        halves_overlap: Whether the other half of the exchange may run meanwhile.
+        is_wait: Whether this is the waiting half.
 
     Args:
         launch: From `start_launch`.
@@ -208,9 +244,35 @@ def is_last_to_start(
     """
     if launch.warp_idx != warp_idx or launch.lane != 0:
         return False
+    comptime if halves_overlap:
+        return arrive_in_half[is_wait](counters.blocks_done(), Int(grid_dim.x))
     if arrive(counters.blocks_done()) != Int(grid_dim.x) - 1:
         return False
     counters.blocks_done()[] = 0
+    return True
+
+
+@always_inline
+def await_sending_half(
+    sent: Pointer[Int32, MutUntrackedOrigin], generation: UInt32, launch: Launch
+) -> Bool:
+    """Waits until all blocks of the sending half have read the header.
+
+    With one thread of a waiting half beside it, before it moves what they read.
+
+    Args:
+        sent: The generation that is sent last, which the sending half moves then.
+        generation: That of this exchange.
+        launch: From `start_launch`.
+
+    Returns:
+        Whether they have; if not, the launch fails anyway, for nothing comes.
+    """
+    var spins = 0
+    while look_at(sent).cast[DType.uint32]() != generation:
+        spins += 1
+        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
+            return False
     return True
 
 

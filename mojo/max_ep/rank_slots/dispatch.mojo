@@ -59,9 +59,13 @@ from ..token_format import BytePointer, TokenFormat
 from .deal import n_async_send_warps, n_send_warps
 from .device_steps import (
     Launch,
+    await_kernels_before,
     await_launch_before,
+    await_sending_half,
     header_word,
+    header_word_beside,
     is_last_to_start,
+    let_next_begin,
     note_readers,
     publish_earlier_reads,
     publish_reads,
@@ -191,6 +195,7 @@ def _receive[
     layout: RegionLayout,
     token_fmt_type: TokenFormat,
     has_input: Bool,
+    waits_for_number: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
@@ -211,6 +216,8 @@ def _receive[
         layout: How the regions are cut.
         token_fmt_type: Wire format of a token.
         has_input: Whether own tokens are read from `own_tokens`.
+        waits_for_number: Whether the sending half may not have noted yet how many
+            tokens this rank has, so that it is learned as that of the others.
 
     Args:
         rows: The output tensors.
@@ -218,7 +225,8 @@ def _receive[
         tables: Which row is whose.
         src_info: `[n_rows_max][2]`.
         own_tokens: Address of this rank's tokens; read if `has_input`.
-        n_own_tokens: How many they are; read with a fused shared expert.
+        n_own_tokens: How many they are; read with a fused shared expert, but not
+            with `waits_for_number`.
         recv_bufs: All ranks' recv buffers.
         counts: All ranks' counts buffers.
         launch: From `start_launch`.
@@ -234,11 +242,17 @@ def _receive[
     var generation = next_generation(launch.before.dispatch_received)
     var counter = launch.warp_idx - (n_warps - N_INDEX_WARPS)
     if counter >= 0:
+        var n_shared = n_own_tokens if fused_shared_expert else 0
+        comptime if fused_shared_expert and waits_for_number:
+            while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
+                pass
+            # 0 if it did not come: then the launch has failed.
+            n_shared = Int(n_tokens_of[unsafe_offset=launch.my_rank])
         lay_out_rows[n_experts, layout](
             pair_rows,
             sums,
             tables,
-            n_own_tokens if fused_shared_expert else 0,
+            n_shared,
             n_rows_max,
             counts,
             launch,
@@ -446,6 +460,7 @@ def dispatch_async_kernel[
     protocol: Int,
     fused_shared_expert: Bool = False,
     tokens_are_sent: Bool = False,
+    halves_overlap: Bool = False,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -469,6 +484,7 @@ def dispatch_async_kernel[
         protocol: Any but `EXPERT_SLOTS`.
         fused_shared_expert: Whether this rank receives all of its tokens.
         tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
+        halves_overlap: Whether the waiting half may begin before this one ends.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`, rows aligned to 16 bytes.
@@ -488,7 +504,11 @@ def dispatch_async_kernel[
     ]()
     comptime n_warps = num_threads // WARP_SIZE
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
-    await_launch_before()
+    comptime if halves_overlap:
+        await_kernels_before()
+        let_next_begin()
+    else:
+        await_launch_before()
     var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
@@ -498,12 +518,18 @@ def dispatch_async_kernel[
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
-    if is_last_to_start(launch, ep_counters, COUNTING_WARP):
+    if is_last_to_start[halves_overlap](launch, ep_counters, COUNTING_WARP):
         comptime if tokens_are_sent:
             _await_send_tokens(Int(n_tokens), launch, ep_counters)
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
-        ep_counters.set_dispatch_sent(generation)
+        comptime if halves_overlap:
+            leave_word(
+                ep_counters.dispatch_sent_word(),
+                generation.cast[DType.int32](),
+            )
+        else:
+            ep_counters.set_dispatch_sent(generation)
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send[
         input_type,
@@ -542,6 +568,7 @@ def dispatch_wait_kernel[
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
+    halves_overlap: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
@@ -573,6 +600,9 @@ def dispatch_wait_kernel[
         shares_gpu: Whether other ranks may run on this rank's GPU. If so, this
             launch tells at its end what it has read: the next launch of this
             rank, which would tell otherwise, may be queued behind theirs.
+        halves_overlap: Whether this half may begin before the sending half ends,
+            which was told so, too. Then no kernel that may still run reads or
+            writes where the outputs stand.
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
@@ -588,8 +618,13 @@ def dispatch_wait_kernel[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
-    await_launch_before()
-    var word = header_word(ep_counters)
+    var word: Int32
+    comptime if halves_overlap:
+        let_next_begin()
+        word = header_word_beside(ep_counters)
+    else:
+        await_launch_before()
+        word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, RECEIVE)
@@ -599,16 +634,34 @@ def dispatch_wait_kernel[
             token_fmt_type.end_choices(
                 rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
             )
+        comptime if halves_overlap:
+            await_kernels_before()
         return
     # Un-reduced, the next launch is a combine that tells nobody.
     comptime tells_at_end = shares_gpu or not layout.is_reduced()
     var generation = next_generation(launch.before.dispatch_received)
     comptime if not tells_at_end:
-        if is_last_to_start(launch, ep_counters, COUNTING_WARP):
-            ep_counters.set_dispatch_received(generation)
+        if is_last_to_start[halves_overlap, True](
+            launch, ep_counters, COUNTING_WARP
+        ):
+            comptime if halves_overlap:
+                # It tells peers of earlier reads, by what it has read there.
+                if await_sending_half(
+                    ep_counters.dispatch_sent_word(), generation, launch
+                ):
+                    ep_counters.set_dispatch_received(generation)
+            else:
+                ep_counters.set_dispatch_received(generation)
         if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
             note_readers[layout, True](launch, counts, ep_counters)
-    _receive[num_threads, n_experts, layout, token_fmt_type, False](
+    _receive[
+        num_threads,
+        n_experts,
+        layout,
+        token_fmt_type,
+        False,
+        halves_overlap,
+    ](
         rows,
         Int(n_rows_max),
         tables,
@@ -620,6 +673,9 @@ def dispatch_wait_kernel[
         launch,
         ep_counters,
     )
+    comptime if halves_overlap:
+        # The end of this kernel means the end of those before it.
+        await_kernels_before()
     comptime if tells_at_end:
         if not is_last_block(ep_counters):
             return

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Halves that overlap: which waits may begin early, and where their results stand.
+
+What overlaps runs on GPUs only (tests/test_gpu.py: `halves_beside`). Here graphs are
+built for GPUs and looked at, and CPU ranks run them with the same room for results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+from cases import CASES, REDUCED_CASES, Case, expected, make_inputs
+from harness import Groups, assert_round_trip
+from max.dtype import DType
+from max.graph import BufferValue, DeviceRef, Graph, Module, TensorType
+
+from max_ep import EPBatchManager, EPConfig, call_ep_dispatch_async
+from max_ep.kernels import combine_room, dispatch_room
+
+TWO = CASES["two_ranks"]  # 5 experts, top_k 3, hidden 80, 7 tokens, bfloat16
+
+
+class WithRoom(EPConfig):
+    """A group whose waits have room for their results, on CPU, too."""
+
+    halves_overlap = True
+
+    @classmethod
+    def of(cls, case: Case) -> WithRoom:
+        config = case.config()
+        return cls(**{f.name: getattr(config, f.name) for f in fields(config)})
+
+
+CASES_WITH_ROOM = {
+    # Packed and padded rows, both formats of rows, with a shared expert or none.
+    name: REDUCED_CASES[name]
+    for name in ("padded_last_rank_empty_reduced", "shared_fp8_reduced")
+}
+
+
+def add_graphs(module: Module) -> Groups:
+    """Adds the graph of this file that runs."""
+    return Groups(None, "with_room", CASES_WITH_ROOM, config=WithRoom.of, module=module)
+
+
+@pytest.fixture(scope="module")
+def with_room(session, one_module: SimpleNamespace) -> Iterator[Groups]:
+    made = one_module.added[__name__]
+    made.start(session, one_module.models["with_room"])
+    yield made
+    made.close()
+
+
+def test_results_in_room_are_the_oracles(with_room: Groups) -> None:
+    given = {n: make_inputs(c, "uniform", "random") for n, c in CASES_WITH_ROOM.items()}
+    got = with_room.run(given)
+    for name, case in CASES_WITH_ROOM.items():
+        assert_round_trip(name, got[name], expected(case, given[name]))
+
+
+# ------------------------------------------------------------------ what is built
+
+
+def on_gpus(**changes: object) -> EPConfig:
+    """Two ranks with reduced combine, a GPU each."""
+    given = dict(target="gpu", protocol="rank_slots", combine_mode="reduced")
+    return TWO.config(**(given | changes))
+
+
+@contextmanager
+def building(config: EPConfig) -> Iterator[tuple[EPBatchManager, list]]:
+    """Starts a graph, with tokens, ids, weights and rows of each rank."""
+    manager = EPBatchManager(config)
+    types = [
+        TensorType(dtype, [n, columns], config.device(rank))
+        for rank in range(config.n_gpus_per_node)
+        for dtype, n, columns in (
+            (DType.bfloat16, "t", config.hidden_size),
+            (DType.int32, "t", config.top_k),
+            (DType.float32, "t", config.top_k),
+            (DType.bfloat16, config.n_output_rows, config.hidden_size),
+        )
+    ]
+    declared = [*types, *manager.input_types()]
+    with Graph("never_compiled", input_types=declared) as graph:
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        values = [value.tensor for value in graph.inputs[: len(types)]]
+        yield manager, [values[i : i + 4] for i in range(0, len(values), 4)]
+
+
+def send(manager: EPBatchManager, x: list, rank: int = 0) -> None:
+    reduced = manager.config.is_reduced
+    manager.ep_dispatch_async(
+        x[rank][0], x[rank][1], rank, router_weight=x[rank][2] if reduced else None
+    )
+
+
+def lines_of(name: str) -> list[str]:
+    """Returns the lines of the graph that have an EP op of that name."""
+    return [line for line in str(Graph.current).splitlines() if f'"{name}"' in line]
+
+
+def test_a_wait_behind_its_async_op_begins_beside_it() -> None:
+    config = on_gpus()
+    with building(config) as (manager, x):
+        for rank in range(2):
+            send(manager, x, rank)
+        for rank in range(2):
+            manager.ep_dispatch_wait(rank)
+        for rank in range(2):
+            manager.ep_combine_async(x[rank][3], rank)
+        for rank in range(2):
+            manager.ep_combine_wait(None, rank)
+        for name in ("dispatch_wait.beside", "combine_wait.rows.beside"):
+            assert len(lines_of(f"max_ep.{name}")) == 2
+        for name in ("dispatch_async", "combine_async"):
+            sending = lines_of(f"max_ep.{name}")
+            assert len(sending) == 2
+            assert all("halves_overlap = true" in line for line in sending)
+        assert not lines_of("max_ep.dispatch_wait")
+        assert not lines_of("max_ep.combine_wait.rows")
+
+
+def test_room_is_claimed_before_anything_is_sent() -> None:
+    """MAX gives a buffer memory when it is first used; by then it must be known."""
+    with building(on_gpus()) as (manager, x):
+        send(manager, x)
+        ops = re.findall(r'"max_ep\.([\w.]+)"', str(Graph.current))
+        # Rows, offsets, ids, and sources.
+        assert ops == ["claim"] * 4 + ["dispatch_async"]
+        manager.ep_dispatch_wait(0)
+        manager.ep_combine_async(x[0][3], 0)
+        ops = re.findall(r'"max_ep\.([\w.]+)"', str(Graph.current))
+        assert ops[-2:] == ["claim", "combine_async"]
+
+
+def overlapping(manager: EPBatchManager, x: list) -> None:
+    """The next dispatch is under way while this combine is awaited."""
+    send(manager, x)
+    manager.ep_dispatch_wait(0)
+    manager.ep_combine_async(x[0][3], 0)
+    send(manager, x)
+    manager.ep_combine_wait(None, 0)
+    manager.ep_dispatch_wait(0)
+
+
+def watched(manager: EPBatchManager, x: list) -> None:
+    send(manager, x)
+    manager.ep_watch("dispatch", 0)
+    manager.ep_dispatch_wait(0)
+
+
+@pytest.mark.parametrize(
+    "build, waits",
+    [
+        (overlapping, ["dispatch_wait.beside", "combine_wait.rows", "dispatch_wait"]),
+        # It sends nothing, and changes nothing.
+        (watched, ["dispatch_wait.beside"]),
+    ],
+)
+def test_other_ops_between_the_halves(build: Callable, waits: list[str]) -> None:
+    """The kernel before a wait that begins early is that of its own async op."""
+    with building(on_gpus()) as (manager, x):
+        build(manager, x)
+        found = re.findall(r'"max_ep\.(\w+_wait[\w.]*)"', str(Graph.current))
+        assert found == waits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(target="cpu"),
+        dict(protocol="expert_slots", combine_mode="unreduced"),
+        dict(ranks_per_gpu=2),
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_who_has_no_overlap(changes: dict) -> None:
+    config = on_gpus(**changes)
+    assert not config.halves_overlap
+    assert dispatch_room(config, DeviceRef.CPU()) is None
+    with building(config) as (manager, x):
+        for rank in range(2):
+            send(manager, x, rank)
+        for rank in range(2):
+            manager.ep_dispatch_wait(rank)
+        text = str(Graph.current)
+    assert "beside" not in text and "claim" not in text
+    assert "halves_overlap = true" not in text
+
+
+def test_unreduced_combine_has_no_overlap() -> None:
+    config = on_gpus(combine_mode="unreduced")
+    with building(config) as (manager, x):
+        send(manager, x)
+        manager.ep_dispatch_wait(0)
+        manager.ep_combine_async(x[0][3], 0)
+        manager.ep_combine_wait(x[0][2], 0)
+        found = re.findall(r'"max_ep\.(\w+_wait[\w.]*)"', str(Graph.current))
+    assert found == ["dispatch_wait.beside", "combine_wait"]
+    assert combine_room(config, DeviceRef.GPU(0), TWO.max_tokens_per_rank) is None
+
+
+def test_without_room_nothing_overlaps() -> None:
+    """Who builds single ops says so by the room, or does as ever."""
+    config = on_gpus()
+    with building(config) as (manager, x):
+        call_ep_dispatch_async(
+            x[0][0],
+            x[0][1],
+            manager.atomic_counters[0][0],
+            *manager._pointers(0),
+            config,
+            router_weights=x[0][2],
+        )
+        text = str(Graph.current)
+    assert "halves_overlap = false" in text and "claim" not in text
+
+
+def test_room_is_of_the_results_types() -> None:
+    config = replace(on_gpus(), output_layout="padded")
+    with building(config):
+        room = dispatch_room(config, DeviceRef.GPU(1))
+    assert all(isinstance(buffer, BufferValue) for buffer in room)
+    shapes = [[int(dim) for dim in buffer.shape] for buffer in room]
+    n, local = config.n_output_rows, config.n_local_experts
+    assert shapes == [[n, 80], [local], [local * 2, 2], [n, 2]]
+    assert {buffer.device for buffer in room} == {DeviceRef.GPU(1)}
