@@ -226,11 +226,10 @@ class EPConfig:
         return self.ranks_per_gpu > 1
 
     @property
-    def halves_overlap(self) -> bool:
-        """Whether a wait may begin while its async op still sends.
+    def halves_may_overlap(self) -> bool:
+        """Whether a wait with nothing before its async op's end may run beside it.
 
-        With fused forms beside it on a GPU of its own, each half has a part of the
-        multiprocessors (``docs/decisions/0021-halves-that-overlap.md``).
+        See ``docs/decisions/0021-halves-that-overlap.md``.
         """
         return (
             self.target == "gpu"

@@ -38,6 +38,7 @@ from .kernels import (
     combine_room,
     dispatch_room,
 )
+from .kernels.room import Room
 from .limits import NUM_GROUPS
 from .turns import Turns
 
@@ -71,8 +72,7 @@ class EPBatchManager:
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
         self._sent_tokens: dict[int, TensorValue] = {}
-        # Of each device: results of the halves that its last EP op has begun.
-        self._rooms: dict[int, tuple[int, list[BufferValue] | None]] = {}
+        self._rooms: dict[tuple[int, int], Room | None] = {}
 
     # ------------------------------------------------------------------- buffers
 
@@ -160,15 +160,6 @@ class EPBatchManager:
             self.recv_count_ptrs[group],
         )
 
-    def _take_room(self, group: int, device_id: int) -> list[BufferValue] | None:
-        """Returns where a wait puts its results if it may begin beside its async op.
-
-        It may not if another EP op of this manager comes between: the kernel before
-        it is not its own then, and may still move what it goes by.
-        """
-        last_group, room = self._rooms.pop(device_id, (group, None))
-        return room if last_group == group else None
-
     # ------------------------------------------------------------------ dispatch
 
     def ep_send_tokens(self, input_tokens: TensorValue, device_id: int) -> None:
@@ -199,7 +190,6 @@ class EPBatchManager:
             input_tokens, counter, *self._pointers(_DISPATCH)[1:], self.config
         )
         self._sent_tokens[device_id] = input_tokens
-        self._rooms.pop(device_id, None)
 
     def _are_sent(self, device_id: int, input_tokens: TensorValue) -> bool:
         """Tells whether a dispatch's tokens have been sent, which must be these."""
@@ -244,7 +234,7 @@ class EPBatchManager:
             self._are_sent(device_id, input_tokens),
             room,
         )
-        self._rooms[device_id] = (_DISPATCH, room)
+        self._rooms[_DISPATCH, device_id] = room
         self._sent_tokens.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -270,7 +260,7 @@ class EPBatchManager:
             counter,
             *self._pointers(_DISPATCH)[1:],
             self.config,
-            room=self._take_room(_DISPATCH, device_id),
+            room=self._rooms.pop((_DISPATCH, device_id)),
         )
         return self._keep_src_info(device_id, results)
 
@@ -308,7 +298,6 @@ class EPBatchManager:
             self._are_sent(device_id, input_tokens),
         )
         self._sent_tokens.pop(device_id, None)
-        self._rooms.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._turns[_DISPATCH].wait(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -438,7 +427,7 @@ class EPBatchManager:
             self.config,
             room,
         )
-        self._rooms[device_id] = (_COMBINE, room)
+        self._rooms[_COMBINE, device_id] = room
         self._turns[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -465,7 +454,7 @@ class EPBatchManager:
             router_weight,
             # Rows that were not sent stand there.
             self._expert_rows[device_id] if self.config.adds_unsent_rows else None,
-            self._take_room(_COMBINE, device_id),
+            self._rooms.pop((_COMBINE, device_id)),
         )
 
     def ep_combine(
@@ -499,7 +488,6 @@ class EPBatchManager:
             self._num_tokens[device_id],
             router_weight,
         )
-        self._rooms.pop(device_id, None)
         self._turns[_COMBINE].send(device_id)
         self._turns[_COMBINE].wait(device_id)
         return result
@@ -549,7 +537,6 @@ class EPBatchManager:
 
     def _pass_all(self, group: int, device_ids: list[int]) -> None:
         for device_id in device_ids:
-            self._rooms.pop(device_id, None)
             self._turns[group].send(device_id)
         for device_id in device_ids:
             self._turns[group].wait(device_id)

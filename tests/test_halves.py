@@ -17,9 +17,14 @@ import pytest
 from cases import CASES, REDUCED_CASES, Case, expected, make_inputs
 from harness import Groups, assert_round_trip
 from max.dtype import DType
-from max.graph import BufferValue, DeviceRef, Graph, Module, TensorType
+from max.graph import DeviceRef, Graph, Module, TensorType
 
-from max_ep import EPBatchManager, EPConfig, call_ep_dispatch_async
+from max_ep import (
+    EPBatchManager,
+    EPConfig,
+    call_ep_dispatch_async,
+    call_ep_dispatch_wait,
+)
 from max_ep.kernels import combine_room, dispatch_room
 
 TWO = CASES["two_ranks"]  # 5 experts, top_k 3, hidden 80, 7 tokens, bfloat16
@@ -28,7 +33,7 @@ TWO = CASES["two_ranks"]  # 5 experts, top_k 3, hidden 80, 7 tokens, bfloat16
 class WithRoom(EPConfig):
     """A group whose waits have room for their results, on CPU, too."""
 
-    halves_overlap = True
+    halves_may_overlap = True
 
     @classmethod
     def of(cls, case: Case) -> WithRoom:
@@ -116,7 +121,7 @@ def test_a_wait_behind_its_async_op_begins_beside_it() -> None:
             manager.ep_combine_async(x[rank][3], rank)
         for rank in range(2):
             manager.ep_combine_wait(None, rank)
-        for name in ("dispatch_wait.beside", "combine_wait.rows.beside"):
+        for name in ("dispatch_wait.in_room", "combine_wait.rows.in_room"):
             assert len(lines_of(f"max_ep.{name}")) == 2
         for name in ("dispatch_async", "combine_async"):
             sending = lines_of(f"max_ep.{name}")
@@ -139,36 +144,84 @@ def test_room_is_claimed_before_anything_is_sent() -> None:
         assert ops[-2:] == ["claim", "combine_async"]
 
 
-def overlapping(manager: EPBatchManager, x: list) -> None:
-    """The next dispatch is under way while this combine is awaited."""
-    send(manager, x)
-    manager.ep_dispatch_wait(0)
-    manager.ep_combine_async(x[0][3], 0)
-    send(manager, x)
-    manager.ep_combine_wait(None, 0)
-    manager.ep_dispatch_wait(0)
+def nothing(manager: EPBatchManager, x: list) -> None:
+    pass
 
 
-def watched(manager: EPBatchManager, x: list) -> None:
-    send(manager, x)
+def work_of_another_device(manager: EPBatchManager, x: list) -> None:
+    send(manager, x, 1)
+    _ = x[1][0] + 1
+
+
+def a_view(manager: EPBatchManager, x: list) -> None:
+    x[0][3].reshape([-1, 40])
+
+
+def work(manager: EPBatchManager, x: list) -> None:
+    _ = x[0][3] * 2
+
+
+def watch(manager: EPBatchManager, x: list) -> None:
     manager.ep_watch("dispatch", 0)
-    manager.ep_dispatch_wait(0)
+
+
+def another_group(manager: EPBatchManager, x: list) -> None:
+    other = EPBatchManager(manager.config)
+    other.bind_comm_buffers(manager._buffers.values())
+    send(other, x)
 
 
 @pytest.mark.parametrize(
-    "build, waits",
+    "between, overlap",
     [
-        (overlapping, ["dispatch_wait.beside", "combine_wait.rows", "dispatch_wait"]),
-        # It sends nothing, and changes nothing.
-        (watched, ["dispatch_wait.beside"]),
+        (nothing, True),
+        (work_of_another_device, True),
+        (a_view, True),
+        (work, False),
+        (watch, False),
+        (another_group, False),
     ],
 )
-def test_other_ops_between_the_halves(build: Callable, waits: list[str]) -> None:
-    """The kernel before a wait that begins early is that of its own async op."""
+def test_what_is_between_the_halves(between: Callable, overlap: bool) -> None:
+    """With work between, each half has all multiprocessors: it comes first, anyway."""
     with building(on_gpus()) as (manager, x):
-        build(manager, x)
-        found = re.findall(r'"max_ep\.(\w+_wait[\w.]*)"', str(Graph.current))
-        assert found == waits
+        send(manager, x)
+        between(manager, x)
+        manager.ep_dispatch_wait(0)
+        told = f"halves_overlap = {str(overlap).lower()}"
+        (waiting,) = lines_of("max_ep.dispatch_wait.in_room")
+        assert told in waiting
+        assert told in lines_of("max_ep.dispatch_async")[0]
+        assert "halves_overlap = true" not in "".join(
+            lines_of("max_ep.dispatch_async")[1:]
+        )
+
+
+def test_the_next_dispatch_between_the_halves_of_combine() -> None:
+    """Then the kernel before each wait is another one than its async op's."""
+    with building(on_gpus()) as (manager, x):
+        send(manager, x)
+        manager.ep_dispatch_wait(0)
+        manager.ep_combine_async(x[0][3], 0)
+        send(manager, x)
+        manager.ep_combine_wait(None, 0)
+        manager.ep_dispatch_wait(0)
+        ops = [line for line in str(Graph.current).splitlines() if "max_ep." in line]
+        told = [re.search("halves_overlap = (true|false)", line) for line in ops]
+        assert [found[1] for found in told if found] == [*2 * ["true"], *4 * ["false"]]
+
+
+def test_room_is_for_both_halves() -> None:
+    config = on_gpus()
+    with building(config) as (manager, x):
+        room = dispatch_room(config, DeviceRef.GPU(0))
+        with pytest.raises(ValueError, match="pass the same to both, or to none"):
+            call_ep_dispatch_wait(
+                manager.atomic_counters[0][0],
+                *manager._pointers(0)[1:],
+                config,
+                room=room,
+            )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +235,7 @@ def test_other_ops_between_the_halves(build: Callable, waits: list[str]) -> None
 )
 def test_who_has_no_overlap(changes: dict) -> None:
     config = on_gpus(**changes)
-    assert not config.halves_overlap
+    assert not config.halves_may_overlap
     assert dispatch_room(config, DeviceRef.CPU()) is None
     with building(config) as (manager, x):
         for rank in range(2):
@@ -190,7 +243,7 @@ def test_who_has_no_overlap(changes: dict) -> None:
         for rank in range(2):
             manager.ep_dispatch_wait(rank)
         text = str(Graph.current)
-    assert "beside" not in text and "claim" not in text
+    assert "in_room" not in text and "claim" not in text
     assert "halves_overlap = true" not in text
 
 
@@ -202,7 +255,7 @@ def test_unreduced_combine_has_no_overlap() -> None:
         manager.ep_combine_async(x[0][3], 0)
         manager.ep_combine_wait(x[0][2], 0)
         found = re.findall(r'"max_ep\.(\w+_wait[\w.]*)"', str(Graph.current))
-    assert found == ["dispatch_wait.beside", "combine_wait"]
+    assert found == ["dispatch_wait.in_room", "combine_wait"]
     assert combine_room(config, DeviceRef.GPU(0), TWO.max_tokens_per_rank) is None
 
 
@@ -226,8 +279,7 @@ def test_room_is_of_the_results_types() -> None:
     config = replace(on_gpus(), output_layout="padded")
     with building(config):
         room = dispatch_room(config, DeviceRef.GPU(1))
-    assert all(isinstance(buffer, BufferValue) for buffer in room)
-    shapes = [[int(dim) for dim in buffer.shape] for buffer in room]
+    shapes = [[int(dim) for dim in buffer.shape] for buffer in room.buffers]
     n, local = config.n_output_rows, config.n_local_experts
     assert shapes == [[n, 80], [local], [local * 2, 2], [n, 2]]
-    assert {buffer.device for buffer in room} == {DeviceRef.GPU(1)}
+    assert {buffer.device for buffer in room.buffers} == {DeviceRef.GPU(1)}

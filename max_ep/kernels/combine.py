@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from max.graph import BufferValue, Dim, TensorValue
 
 from ..checks import check_buffers, check_rows, check_unsent_rows, refuse_if_in_turn
 from ..config import EPConfig
 from .op_call import call_op
 from .op_values import combine_parameters, flat_rows, result_type, weights_for_op
+from .room import Room
 
 
 def call_ep_combine_async(
@@ -21,7 +20,7 @@ def call_ep_combine_async(
     recv_buf_ptrs: TensorValue,
     recv_count_ptrs: TensorValue,
     config: EPConfig,
-    room: Sequence[BufferValue] | None = None,
+    room: Room | None = None,
 ) -> None:
     """Adds "send expert rows back to their tokens' ranks" to the current graph.
 
@@ -39,8 +38,8 @@ def call_ep_combine_async(
         recv_buf_ptrs: All ranks' receive buffers, likewise.
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
-        room: From :func:`combine_room`, before this call: the wait may begin while
-            this runs. :func:`call_ep_combine_wait` must get the same.
+        room: From :func:`combine_room`, before this call; see
+            :func:`call_ep_dispatch_async`.
     """
     check_buffers(
         config,
@@ -61,8 +60,10 @@ def call_ep_combine_async(
             recv_buf_ptrs,
             recv_count_ptrs,
         ],
-        combine_parameters(config) | {"halves_overlap": room is not None},
+        combine_parameters(config) | {"halves_overlap": False},
     )
+    if room is not None:
+        room.note_sender()
 
 
 def call_ep_combine_wait(
@@ -73,7 +74,7 @@ def call_ep_combine_wait(
     num_tokens: Dim,
     router_weights: TensorValue | None,
     input_tokens: TensorValue | None = None,
-    room: Sequence[BufferValue] | None = None,
+    room: Room | None = None,
 ) -> TensorValue:
     """Adds "complete combine" to the current graph.
 
@@ -119,7 +120,12 @@ def call_ep_combine_wait(
         parameters["fused_shared_expert"] = config.fused_shared_expert
     if room is not None:
         return call_op(
-            name + ".beside", config, atomic_counter, values, parameters, room=room
+            name + ".in_room",
+            config,
+            atomic_counter,
+            values,
+            parameters | {"halves_overlap": room.overlaps()},
+            room=room.buffers,
         )[0]
     return call_op(
         name,

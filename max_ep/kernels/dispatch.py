@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from max.graph import BufferValue, Dim, TensorValue
 
 from ..checks import (
@@ -25,6 +23,7 @@ from .op_values import (
     scales_for_op,
     weights_for_op,
 )
+from .room import Room
 
 
 def call_ep_send_tokens(
@@ -84,7 +83,7 @@ def call_ep_dispatch_async(
     input_scales: TensorValue | None = None,
     router_weights: TensorValue | None = None,
     tokens_are_sent: bool = False,
-    room: Sequence[BufferValue] | None = None,
+    room: Room | None = None,
 ) -> None:
     """Adds "send my tokens to their experts" to the current graph.
 
@@ -110,8 +109,8 @@ def call_ep_dispatch_async(
         tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
             graph and since the last dispatch; with ``protocol="gather"``. If it is
             not so, the op raises.
-        room: From :func:`dispatch_room`, before this call: the wait may begin while
-            this runs. :func:`call_ep_dispatch_wait` must get the same.
+        room: From :func:`dispatch_room`, before this call; the wait must get the same.
+            It runs beside this op if its device has nothing to run between them.
 
     Raises:
         TypeError: If a dtype is not the one above.
@@ -150,9 +149,11 @@ def call_ep_dispatch_async(
             "has_input_scales": input_scales is not None,
             "fused_shared_expert": config.fused_shared_expert,
             "tokens_are_sent": tokens_are_sent,
-            "halves_overlap": room is not None,
+            "halves_overlap": False,
         },
     )
+    if room is not None:
+        room.note_sender()
 
 
 def call_ep_dispatch_wait(
@@ -161,7 +162,7 @@ def call_ep_dispatch_wait(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     num_tokens: Dim | None = None,
-    room: Sequence[BufferValue] | None = None,
+    room: Room | None = None,
 ) -> tuple[TensorValue, ...]:
     """Adds "complete receiving" to the current graph.
 
@@ -213,7 +214,12 @@ def call_ep_dispatch_wait(
     parameters = format_parameters(config) | recv_parameters(config)
     if room is not None:
         results = call_op(
-            name + ".beside", config, atomic_counter, values, parameters, room=room
+            name + ".in_room",
+            config,
+            atomic_counter,
+            values,
+            parameters | {"halves_overlap": room.overlaps()},
+            room=room.buffers,
         )
     else:
         results = call_op(

@@ -294,9 +294,9 @@ struct DispatchWait:
         )
 
 
-@extensibility.register("max_ep.dispatch_wait.beside")
-struct DispatchWaitBeside:
-    """Does as `DispatchWait`, and may begin while the sending half runs."""
+@extensibility.register("max_ep.dispatch_wait.in_room")
+struct DispatchWaitInRoom:
+    """Does as `DispatchWait`, into tensors that were made before."""
 
     @staticmethod
     def execute[
@@ -309,6 +309,7 @@ struct DispatchWaitBeside:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
+        halves_overlap: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -336,7 +337,7 @@ struct DispatchWaitBeside:
             protocol=protocol,
             n_sms=n_sms,
             shares_gpu=False,
-            halves_overlap=True,
+            halves_overlap=halves_overlap,
         ](
             PlainRows(bytes_of(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -591,9 +592,9 @@ struct DispatchWaitFP8:
         )
 
 
-@extensibility.register("max_ep.dispatch_wait.fp8.beside")
-struct DispatchWaitFP8Beside:
-    """Does as `DispatchWaitFP8`, and may begin while the sending half runs."""
+@extensibility.register("max_ep.dispatch_wait.fp8.in_room")
+struct DispatchWaitFP8InRoom:
+    """Does as `DispatchWaitFP8`, into tensors that were made before."""
 
     @staticmethod
     def execute[
@@ -606,6 +607,7 @@ struct DispatchWaitFP8Beside:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
+        halves_overlap: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -634,7 +636,7 @@ struct DispatchWaitFP8Beside:
             protocol=protocol,
             n_sms=n_sms,
             shares_gpu=False,
-            halves_overlap=True,
+            halves_overlap=halves_overlap,
         ](
             _scaled_rows(
                 bytes_of(output_tokens),
@@ -891,9 +893,9 @@ struct CombineWaitRows:
         )
 
 
-@extensibility.register("max_ep.combine_wait.rows.beside")
-struct CombineWaitRowsBeside:
-    """Does as `CombineWaitRows`, and may begin while the sending half runs."""
+@extensibility.register("max_ep.combine_wait.rows.in_room")
+struct CombineWaitRowsInRoom:
+    """Does as `CombineWaitRows`, into tensors that were made before."""
 
     @staticmethod
     def execute[
@@ -906,6 +908,7 @@ struct CombineWaitRowsBeside:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
+        halves_overlap: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
         partial_dtype: DType,
@@ -934,7 +937,7 @@ struct CombineWaitRowsBeside:
             partial_dtype=partial_dtype,
             n_sms=n_sms,
             shares_gpu=False,
-            halves_overlap=True,
+            halves_overlap=halves_overlap,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),

@@ -150,13 +150,16 @@ def has_too_few_rows[
     var n_rows = counters.pair_row(n_pairs)
     if n_rows <= n_rows_max:
         return False
+    var last = launch.before.combine_sent
+    if phase == RECEIVE:
+        last = launch.before.combine_received
     note_failure(
         counters.failure(),
         TOO_MANY_ROWS,
         phase,
         launch.my_rank,
         0,
-        next_generation(launch.before.combine_sent),
+        next_generation(last),
         0,
         n_rows,
         n_rows_max,
