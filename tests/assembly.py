@@ -23,8 +23,8 @@ class Op:
     text: str
     what: str = ""
     """load, store, atomic, fence, barrier (of the block), some_barrier (of some of its
-    warps), warp_barrier, vote, launch_wait (for the kernel before); empty for what has
-    nothing to do with memory."""
+    warps), warp_barrier, vote, launch_wait (for the kernel before), launch_next (lets
+    the kernel after it begin); empty for what has nothing to do with memory."""
     n_bytes: int = 0
     """Bytes that one lane moves."""
     space: str = ""
@@ -117,7 +117,7 @@ class Kernel:
 
     def reach_from_start(self, without: Collection[int]) -> set[int]:
         """Finds what may run although some operations have not."""
-        return {0} | self.reach([0], without)
+        return set() if 0 in without else {0} | self.reach([0], without)
 
     def reach_knowing(
         self, known: dict[str, bool], without: Collection[int] = ()
@@ -368,6 +368,7 @@ _PTX_BARRIERS = {
     "bar.warp": "warp_barrier",
     "vote.sync": "vote",
     "griddepcontrol.wait": "launch_wait",
+    "griddepcontrol.launch_dependents": "launch_next",
 }
 
 
@@ -380,6 +381,7 @@ _PTX_ARITHMETIC: dict[str, Callable[..., int]] = {
     "cvt": lambda a: a,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
+    "neg": lambda a: -a,
     "or": lambda a, b: a | b,
     "and": lambda a, b: a & b,
     "shl": lambda a, b: a << b,

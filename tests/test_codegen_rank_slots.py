@@ -24,7 +24,8 @@ PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_rank_slots.mojo"
 # Those that the program compiles, by kernel and variant. With `parts` a rank may
 # send so many tokens that they are not early; with `turns` ranks share a GPU; with
 # `sent` peers have the tokens already; with `carried` tokens take choices along;
-# combine's type is that on the wire.
+# with `beside` the waiting half may begin while the sending half runs; combine's type
+# is that on the wire.
 NAMES = """
 dispatch_async.bf16 dispatch_async.fp8_reduced
 dispatch_async.bf16_reduced_shared_parts dispatch_async.fp8_gather_sent_parts
@@ -36,6 +37,9 @@ dispatch.fp8_shared_parts dispatch.bf16_reduced_carried_parts
 combine_async.bf16 combine_async.f32
 combine_wait.bf16_shared combine_wait.f32_turns
 combine.bf16 combine.bf16_shared combine.f32
+dispatch_async.bf16_reduced_parts_beside dispatch_wait.bf16_beside
+dispatch_wait.fp8_reduced_shared_beside
+combine_async.bf16_beside combine_wait.bf16_beside
 """.split()
 
 DISPATCHES = [name for name in NAMES if name.startswith("dispatch")]
@@ -43,13 +47,26 @@ DISPATCHES = [name for name in NAMES if name.startswith("dispatch")]
 
 SENDERS = [name for name in NAMES if "_wait." not in name]
 RECEIVERS = [n for n in NAMES if "_async." not in n and "send_tokens" not in n]
-IN_TURN = [name for name in NAMES if name.endswith("_turns")]
+
+# Waits that tell what they have read at their end: of ranks that share a GPU, and
+# those that an un-reduced combine follows, which would not tell.
+TELL_AT_END = [
+    name
+    for name in NAMES
+    if name.endswith("_turns")
+    or name.startswith("dispatch_wait.")
+    and "_reduced" not in name
+]
+
+BESIDE = [name for name in NAMES if name.endswith("_beside")]
+WAIT_BESIDE = [name for name in BESIDE if name in RECEIVERS]
 
 N_REGISTERS = 128
 """Of a thread, so that a block of 512 has those of a multiprocessor."""
 
 SPILLED = {
     "combine_async.bf16": 16,
+    "combine_async.bf16_beside": 16,
     "combine.bf16": 32,
     "combine.bf16_shared": 32,
     "combine.f32": 32,
@@ -57,6 +74,7 @@ SPILLED = {
 """Local memory of a thread, at most, since its registers do not suffice; bytes."""
 
 _WORDS_OF_A_PHASE = ("sent", "received", "clear")
+_OTHER_WORDS = "n_tokens_even n_tokens_odd combine_of blocks_done failure".split()
 
 N_PAIRS, N_RANKS = 256, 8
 """Those of the program."""
@@ -97,22 +115,32 @@ class Compiled:
         return self.name in RECEIVERS
 
     @property
-    def is_in_turn(self) -> bool:
-        """Whether it is a wait of ranks that share a GPU."""
-        return self.name in IN_TURN
+    def tells_at_end(self) -> bool:
+        """Whether it tells at its end what it has read."""
+        return self.name in TELL_AT_END
+
+    @property
+    def waits_beside(self) -> bool:
+        """Whether its sending half may still run."""
+        return self.name in WAIT_BESIDE
+
+    @property
+    def sends_beside(self) -> bool:
+        """Whether its waiting half may begin before it has ended."""
+        return self.name in BESIDE and self.sends
 
     @property
     def looks_at_done_words(self) -> bool:
         """Whether it sends, or looks for the launch that sends next."""
         is_combine = not self.is_dispatch
-        notes = not self.is_in_turn and (is_combine or self.has("reduced"))
+        notes = not self.tells_at_end and (is_combine or self.has("reduced"))
         return self.sends or notes
 
     @property
     def notes_readers(self) -> bool:
         """Whether it looks, a few times only, for the launch that sends next."""
         is_one = not self.is_dispatch or self.has("reduced")
-        return self.receives and not self.is_in_turn and is_one
+        return self.receives and not self.tells_at_end and is_one
 
     @property
     def sends_parts(self) -> bool:
@@ -174,6 +202,49 @@ class Compiled:
         found = (re.fullmatch(shuffle, op.text) for op in self.kernel.ops)
         return {shuffled[1]: int(shuffled[2]) for shuffled in found if shuffled}
 
+    def header_reads(self) -> set[int]:
+        """Returns where the register is set that those words are handed out of."""
+        words = map(str, sorted(self.header.values()))
+        shuffle = rf"shfl\.sync\.idx\.b32\s+%r\d+, (%r\d+), ({'|'.join(words)}), 31, -1"
+        found = (re.fullmatch(shuffle, op.text) for op in self.kernel.ops)
+        (register,) = {shuffled[1] for shuffled in found if shuffled}
+        return self.sets(register)
+
+    def ends(self) -> set[int]:
+        """Returns where a thread leaves the kernel."""
+        return self.kernel.find(lambda op: bool(re.match(r"(ret|exit)\b", op.text)))
+
+    def touches(self, *words: int) -> set[int]:
+        """Returns where words of the header are accessed by their own addresses."""
+        ends = [f"+{4 * word}]" for word in words]
+        return self.kernel.find(
+            lambda op: (
+                op.space in ("global", "generic")
+                and any(end in op.text for end in ends)
+            )
+        )
+
+    def made_of(self, some: set[str]) -> set[str]:
+        """Returns some registers, and those that are ever computed from them."""
+        made: set[str] = set()
+        more = set(some)
+        while more - made:
+            made |= more
+            for op in self.kernel.ops:
+                if operands_of(op.text) & made:
+                    more |= registers(result_of(op.text))
+        return made
+
+    def go_by(self, some: set[str]) -> set[int]:
+        """Returns the accesses, votes and branches that use some registers."""
+        return self.kernel.find(
+            lambda op: bool(
+                registers(op.predicate) & some
+                or (op.what or op.text.startswith("br"))
+                and operands_of(op.text) & some
+            )
+        )
+
     def unclear(self) -> dict[str, bool]:
         """Returns the predicates that are so if the done words must be looked at.
 
@@ -202,6 +273,7 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     printed = run_mojo("run", "-I", ".", str(PROGRAM), str(folder))
     num_threads, *words = map(int, printed.split())
     names = [f"{x}_{y}" for x in ("dispatch", "combine") for y in _WORDS_OF_A_PHASE]
+    names += _OTHER_WORDS
     header = dict(zip(names, words, strict=True))
     compiled = {}
     for path in sorted(folder.glob("*.s")):
@@ -233,6 +305,21 @@ def address_of(text: str) -> str:
     return text[text.index("[") + 1 : text.index("]")]
 
 
+def registers(text: str) -> set[str]:
+    return set(re.findall(r"%(?:r|rd|p)\d+", text))
+
+
+def result_of(text: str) -> str:
+    """Returns what an operation sets: a register, or several; empty if nothing."""
+    found = re.match(r"\S+\s+(%\w+(?:\|%\w+)?|\{[^}]*\}),", text)
+    return found[1] if found else ""
+
+
+def operands_of(text: str) -> set[str]:
+    """Returns the registers that an operation uses."""
+    return registers(text.replace(result_of(text), "", 1))
+
+
 def test_all_are_looked_at(assembly: dict[str, Compiled]) -> None:
     assert set(assembly) == set(NAMES)
     for it in assembly.values():
@@ -240,6 +327,7 @@ def test_all_are_looked_at(assembly: dict[str, Compiled]) -> None:
         assert len(it.kernel.reach_from_start([])) == len(it.kernel.ops), it.name
 
 
+@only([name for name in NAMES if name not in WAIT_BESIDE])
 def test_nothing_is_read_before_the_launch_before_has_ended(it: Compiled) -> None:
     """Blocks may begin earlier: till then only the parameters are there.
 
@@ -254,6 +342,217 @@ def test_nothing_is_read_before_the_launch_before_has_ended(it: Compiled) -> Non
     assert not before & it.kernel.find(lambda op: bool(op.order))
 
 
+def test_the_next_launch_may_begin(it: Compiled) -> None:
+    """Every thread says so, once, before it does anything with memory.
+
+    A half that sends beside the waiting one says it when all before itself has ended,
+    on which the other builds; whatever else there is, at once. Fails if the two halves
+    of `await_launch_before` change places, in either.
+    """
+    said = it.kernel.find_kind("launch_next")
+    assert len(said) == 1
+    awaited = it.kernel.find_kind("launch_wait")
+    before = it.kernel.reach_from_start(said)
+    if it.sends_beside:
+        assert not said & it.kernel.reach_from_start(awaited)
+    else:
+        assert not awaited & before
+    assert not it.ends() & before
+    early = {i for i in before if it.kernel.ops[i].space not in ("", "param")}
+    assert not shown(it, early)
+
+
+@only(WAIT_BESIDE)
+def test_what_was_before_both_halves_is_acquired(it: Compiled) -> None:
+    """Every thread reads the header so before it touches other memory.
+
+    The cache of its multiprocessor may hold what stood there before the kernels that
+    came before the sending half: the acquire empties it. Fails if the header is read
+    by `header_word`, and if anything is loaded or stored before it.
+    """
+    acquired = it.header_reads()
+    assert len(acquired) == 1
+    assert acquired <= it.kernel.find_kind("load acquire device")
+    assert not any(it.kernel.ops[i].predicate for i in acquired)
+    before = it.kernel.reach_from_start(acquired)
+    early = {i for i in before if it.kernel.ops[i].space not in ("", "param", "shared")}
+    assert not shown(it, early)
+    assert not it.ends() & before
+
+
+@only(WAIT_BESIDE)
+def test_ends_after_the_sending_half(it: Compiled) -> None:
+    """Who comes next hears of the end of this kernel only: it must be that of both.
+
+    Until then it does not wait for it: it may have to receive, so that other ranks'
+    sending halves end. Fails if it leaves on some way without
+    `await_kernels_before`, also where it may not go, or has that before its work.
+    """
+    kernel = it.kernel
+    awaited = kernel.find_kind("launch_wait")
+    assert it.ends()
+    assert not it.ends() & kernel.reach_from_start(awaited)
+    of_peers = kernel.find_kind("load relaxed system", "load acquire system")
+    assert not shown(it, (it.moved() | of_peers) & kernel.reach(awaited))
+
+
+@only([name for name in WAIT_BESIDE if name in TELL_AT_END])
+def test_blocks_that_have_read_are_counted_after_the_sending_half(
+    it: Compiled,
+) -> None:
+    """They count in the whole word, of which the sending half has used a half.
+
+    Fails if `is_last_block` comes before `await_kernels_before`.
+    """
+    awaited = it.kernel.find_kind("launch_wait")
+    early = it.kernel.reach_from_start(awaited)
+    counted = it.touches(it.header["blocks_done"])
+    assert it.kernel.find_kind("atomic acq_rel device") < counted
+    assert not shown(it, (counted | it.done_words()) & early)
+
+
+@only([name for name in BESIDE if name not in TELL_AT_END])
+def test_halves_count_their_blocks_apart(it: Compiled) -> None:
+    """Each has half of a word, finds its last block by it, and leaves 0 there.
+
+    The other half of the word may hold any number, and keeps it. Fails if a launch
+    counts by `arrive`, or in the other half, if its last block stores 0, and if it
+    takes away another number than has come.
+    """
+    kernel = it.kernel
+    (arrived,) = kernel.find_kind("atomic acq_rel device")
+    (taken,) = it.touches(it.header["blocks_done"]) - {arrived}
+    assert taken in kernel.reach([arrived])
+    assert taken not in kernel.reach_from_start({arrived})
+    assert kernel.ops[taken].kind == "atomic relaxed device"
+    assert all(".add." in kernel.ops[i].text for i in (arrived, taken))
+
+    of_this, of_other = (1 << 16, 1) if it.receives else (1, 1 << 16)
+    assert kernel.ops[arrived].text.endswith(f", {of_this}")
+    found = result_of(kernel.ops[arrived].text)
+    n_taken = kernel.ops[taken].text.rpartition(", ")[2]
+    n_blocks = {
+        result_of(op.text) for op in kernel.ops if op.text.endswith(", %nctaid.x")
+    }
+    (leaves,) = (op.predicate for op in kernel.ops[arrived:taken] if op.predicate)
+    for n in (1, 66):
+        known = dict.fromkeys(n_blocks, n)
+        for other in (0, 5):
+            for n_before in range(n):
+                known[found] = n_before * of_this + other * of_other
+                is_last = kernel.value(leaves.lstrip("@!"), known) == ("!" in leaves)
+                assert is_last == (n_before == n - 1)
+            left = known[found] + of_this + kernel.value(n_taken, known)
+            assert left & 0xFFFF_FFFF == other * of_other
+
+
+@only(BESIDE)
+def test_nothing_depends_on_what_the_other_half_notes(it: Compiled) -> None:
+    """It may have noted that or not: only failure records may say what was found.
+
+    Fails if a wait goes by the generation that was sent, by the number of tokens of
+    this dispatch, or by what the last `combine_async` has answered; and if a sending
+    half goes by whether ranks have read what the other direction has sent.
+    """
+    noted = {
+        "dispatch_async": ["combine_clear"],
+        "dispatch_wait": ["dispatch_sent", "n_tokens_even", "n_tokens_odd"],
+        "combine_async": ["dispatch_clear"],
+        "combine_wait": ["combine_sent", "combine_of"],
+    }[it.name.partition(".")[0]]
+    words = {it.header[word] for word in noted}
+    handed_out = {r for r, word in it.header_words().items() if word in words}
+    assert len(handed_out) == len(words)
+    unsure = it.made_of(handed_out)
+    # The code says that there is a record; the words behind it, what was found.
+    code = it.header["failure"]
+    told = it.touches(*range(code + 1, code + 8)) & it.kernel.find_kind("store")
+    told -= {i for i in told if registers(address_of(it.kernel.ops[i].text)) & unsure}
+    assert not shown(it, it.go_by(unsure) - told)
+    # Nor does it read such a word by itself, but to wait till it has moved.
+    read = it.touches(*words) - it.kernel.find_kind("store")
+    assert not shown(it, read - it.kernel.find_kind("load acquire device"))
+
+
+@only([name for name in BESIDE if name in SENDERS])
+def test_the_sending_half_tells_when_all_have_read(it: Compiled) -> None:
+    """The word that it releases then, nothing else of it writes.
+
+    Fails if it notes what it sends by an ordinary store, and if that is not its last
+    block to begin.
+    """
+    sent = it.header["dispatch_sent" if it.is_dispatch else "combine_sent"]
+    (released,) = it.kernel.find_kind("store release device")
+    assert it.touches(sent) == {released}
+    (arrived,) = it.kernel.find_kind("atomic acq_rel device")
+    taken = it.touches(it.header["blocks_done"]) - {arrived}
+    assert released not in it.kernel.reach_from_start(taken)
+
+
+@only([name for name in WAIT_BESIDE if name not in TELL_AT_END])
+def test_the_sending_half_has_read_what_the_waiting_half_moves(it: Compiled) -> None:
+    """I3: it tells peers what was read by a word that the waiting half moves.
+
+    So that waits till this exchange is noted as sent, in one thread of all. Fails
+    without `await_sending_half`, if that looks at another word or for another
+    generation, or is relaxed, and if the word moves even though it has given up.
+    """
+    kernel = it.kernel
+    phase = "dispatch" if it.is_dispatch else "combine"
+    sent, received = (it.header[f"{phase}_{x}"] for x in ("sent", "received"))
+    looks = kernel.find_kind("load acquire device") - it.header_reads()
+    assert looks and looks == it.touches(sent)
+    number = {r: 100 for r, word in it.header_words().items() if word == received}
+    not_yet = {}
+    for look in looks:
+        found = result_of(kernel.ops[look].text)
+        assert len(it.sets(found)) == 1
+        (compared,) = (
+            op
+            for op in kernel.ops
+            if op.text.startswith("setp.") and found in operands_of(op.text)
+        )
+        held = {
+            x: kernel.value(result_of(compared.text), {**number, found: x})
+            for x in (100, 101, 102)
+        }
+        assert held[100] == held[102] != held[101] and None not in held.values()
+        not_yet[result_of(compared.text)] = bool(held[100])
+    moved = it.touches(received)
+    assert moved and moved <= kernel.find_kind("store")
+    assert not shown(it, moved & kernel.reach_knowing(not_yet))
+    # The other threads do not wait, and what has come does not.
+    (arrived,) = kernel.find_kind("atomic acq_rel device")
+    taken = it.touches(it.header["blocks_done"]) - {arrived}
+    waits = it.go_by(it.made_of({result_of(kernel.ops[i].text) for i in looks}))
+    assert not shown(it, (looks | waits) & kernel.reach_from_start(taken))
+
+
+@only([n for n in WAIT_BESIDE if n.startswith("dispatch") and "_shared" in n])
+def test_own_number_of_tokens_is_awaited(it: Compiled) -> None:
+    """Rows of the shared expert come first: others are laid out behind them.
+
+    Their number, too, is what came from this rank. Fails if index warps do not wait
+    till numbers are there, or read it before that.
+    """
+    arrived = it.kernel.find_kind("atomic release block")
+    published = it.kernel.find_kind("store release block")
+    (ready,) = (i for i in published if not arrived & it.kernel.reach([i]))
+    word = address_of(it.kernel.ops[ready].text)
+    awaited = {
+        i
+        for i in it.kernel.find_kind("load acquire block")
+        if address_of(it.kernel.ops[i].text) == word
+    }
+    before = it.kernel.reach_from_start(awaited)
+    assert arrived and not arrived & before
+    # Till then a warp knows, of shared words, whether the launch may go.
+    known = it.kernel.find(
+        lambda op: op.what == "load" and op.space == "shared" and op.n_bytes == 4
+    )
+    assert len(known & before) == 1
+
+
 def test_system_scope(it: Compiled) -> None:
     """Which accesses there are between ranks, and of which sizes.
 
@@ -263,7 +562,7 @@ def test_system_scope(it: Compiled) -> None:
     """
     kinds = {(op.kind, op.n_bytes) for op in it.kernel.ops if op.scope == "system"}
     expected = set()
-    if it.sends or it.is_in_turn:
+    if it.sends or it.tells_at_end:
         expected.add(("store release system", 8))  # Done words; flags of parts.
     if it.looks_at_done_words:
         expected.add(("load acquire system", 8))
@@ -334,7 +633,7 @@ def test_generations_that_are_published(it: Compiled) -> None:
     number = {word: 100 + word for word in it.header.values()}
     known = {r: number[w] for r, w in it.header_words().items() if w in number}
     read = [number[it.header[f"{x}_received"]] for x in ("dispatch", "combine")]
-    read[not it.is_dispatch] += it.is_in_turn
+    read[not it.is_dispatch] += it.tells_at_end
     sent = number[it.header["dispatch_sent"]] + 1
     done = it.done_words()
     for place in it.kernel.find_kind("store release system"):
@@ -369,21 +668,24 @@ def test_released_is_what_has_something_before_it(it: Compiled) -> None:
     at both ends of a launch, and if a wait publishes them though the next launch
     of its rank will.
     """
-    assert len(it.done_words()) == (it.sends or it.is_in_turn)
+    assert len(it.done_words()) == (it.sends or it.tells_at_end)
     assert len(it.part_loops()) == it.sends_parts
 
 
 def test_device_scope(it: Compiled) -> None:
     """Blocks meet in one `arrive`; what else they share is the failure record.
 
-    `send_tokens` tells the dispatch that runs beside it. Fails if `arrive` is
-    relaxed, if a fused kernel counts its blocks at the end, too, if `leave_word` or
-    `look_at` is relaxed, and if a dispatch does not look, or looks in vain.
+    `send_tokens` tells the dispatch that runs beside it, and a sending half the waiting
+    one. Fails if `arrive` is relaxed, if a fused kernel counts its blocks at the end,
+    too, if `leave_word` or `look_at` is relaxed, and if a dispatch does not look, or
+    looks in vain.
     """
     found = Counter(op.kind for op in it.kernel.ops if op.scope == "device")
     assert found.pop("atomic acq_rel device") == 1
-    assert found.pop("store release device", 0) == ("send_tokens" in it.name)
-    assert bool(found.pop("load acquire device", 0)) == ("_sent" in it.name)
+    tells = "send_tokens" in it.name or it.sends_beside
+    assert found.pop("store release device", 0) == tells
+    looks = "_sent" in it.name or it.waits_beside
+    assert bool(found.pop("load acquire device", 0)) == looks
     assert set(found) == {"load relaxed device", "atomic relaxed device"}
 
 
@@ -519,7 +821,7 @@ def test_all_that_is_awaited_is_put_back(it: Compiled) -> None:
     assert len(stay) == has_entries + it.has("carried"), stay
 
 
-@only([name for name in SENDERS if name.endswith("_parts")])
+@only([name for name in SENDERS if "_parts" in name])
 def test_part_is_written_before_its_flag(it: Compiled) -> None:
     """I2, in a turn of the sending loop: no byte of a part behind its release.
 
@@ -573,7 +875,7 @@ def test_peers_are_written_after_their_readers_are_done(it: Compiled) -> None:
     assert not shown(it, written & kernel.reach(awaited, met))
 
 
-@only([name for name in NAMES if name not in IN_TURN])
+@only([name for name in NAMES if name not in TELL_AT_END])
 def test_done_words_tell_of_earlier_launches(it: Compiled) -> None:
     """A launch tells at its begin, if it sends, and counts its blocks there.
 
@@ -588,7 +890,7 @@ def test_done_words_tell_of_earlier_launches(it: Compiled) -> None:
     assert not arrived & kernel.reach_from_start(kernel.find_kind("barrier"))
 
 
-@only(IN_TURN)
+@only(TELL_AT_END)
 def test_done_words_come_last(it: Compiled) -> None:
     """I3: all blocks have read, and put `EMPTY` back, when peers are told so.
 
@@ -607,7 +909,7 @@ def test_done_words_come_last(it: Compiled) -> None:
     assert not shown(it, (it.moved() | arrived) & kernel.reach(done))
 
 
-@only(IN_TURN)
+@only(TELL_AT_END)
 def test_all_lanes_learn_that_blocks_have_arrived(it: Compiled) -> None:
     """I3: one lane arrives, others publish; a shuffle carries no memory order.
 
@@ -694,6 +996,8 @@ def test_the_reader_of_assembly_sees_inline_assembly() -> None:
     ]
     (loop,) = kernel.loops()
     assert loop.find_kind("store relaxed system")
+    # It is the first instruction, and nothing comes before it.
+    assert not kernel.reach_from_start(kernel.find_kind("launch_wait"))
 
     # while True: if is_waiting: look; is_waiting = False; store
     turns = "\n{\nmov.pred %p1, -1;\n$L: not.pred %p2, %p1;\n@%p2 bra $S;\n"

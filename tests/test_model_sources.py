@@ -13,7 +13,7 @@ import re
 import pytest
 from model import expert_slots, host, rank_slots, sources, worlds
 from model.exploration import Machine
-from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, RANK_WORDS
+from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, PUT_BACK, RANK_WORDS
 from model.memory import EMPTY, Order, Step
 from model.mutations import COUNTED_IN
 
@@ -47,7 +47,8 @@ CALLED_OFTEN = {
     ("rank_slots/dispatch_receive.mojo: _load_steps", "peek_16"): 2,
     # COUNTED, FAILED.
     ("rank_slots/dispatch_receive.mojo: _are_counted", "block_peek"): 2,
-    ("rank_slots/dispatch.mojo: _receive", "block_peek"): 2,  # again, for its value
+    # Again, for its value; and for rows of the shared expert, beside a sending half.
+    ("rank_slots/dispatch.mojo: _receive", "block_peek"): 3,
     ("rank_slots/dispatch.mojo: _await_send_tokens", "look_at"): 2,  # and again
     ("rank_slots/device_steps.mojo: await_readers", "peek"): 2,
     ("rank_slots/row_counts.mojo: read_numbers", "peek_number"): 2,
@@ -105,10 +106,11 @@ CONTROL_LEFT_OUT = {
 # Words that are noted, but not by name in the model.
 NOTES_LEFT_OUT = {"broken": FAILS, "src_info_hash": "CPU ranks: a check of arguments"}
 
-# At the begin or at the end of a launch; of a pair and of all of them.
+# At the begin, beside a sending half or not, or at the end of a launch; of a pair and
+# of all of them.
 NOTED_OFTEN = {
-    ("rank_slots/combine.mojo: combine_wait_kernel", "combine_received"): 2,
-    ("rank_slots/dispatch.mojo: dispatch_wait_kernel", "dispatch_received"): 2,
+    ("rank_slots/combine.mojo: combine_wait_kernel", "combine_received"): 3,
+    ("rank_slots/dispatch.mojo: dispatch_wait_kernel", "dispatch_received"): 3,
     ("rank_slots/row_counts.mojo: lay_out_rows", "pair_rows"): 2,
     ("expert_slots/dispatch.mojo: read_counts", "pair_rows"): 2,
     ("expert_slots/host_dispatch.mojo: lay_out_rows", "pair_rows"): 2,
@@ -145,6 +147,31 @@ BARRIERS = {
 # Each kernel of `rank_slots` begins with it: launches may overlap.
 AWAITS_LAUNCH_BEFORE = "await_launch_before"
 
+# What those do instead whose halves overlap.
+_DISPATCH_ASYNC = "rank_slots/dispatch.mojo: dispatch_async_kernel"
+_DISPATCH_WAIT = "rank_slots/dispatch.mojo: dispatch_wait_kernel"
+_COMBINE_ASYNC = "rank_slots/combine.mojo: combine_async_kernel"
+_COMBINE_WAIT = "rank_slots/combine.mojo: combine_wait_kernel"
+WAITING_HALVES = (_DISPATCH_WAIT, _COMBINE_WAIT)
+HALVES_OVERLAP = {
+    (_DISPATCH_ASYNC, "await_kernels_before"): 1,
+    (_DISPATCH_ASYNC, "let_next_begin"): 1,
+    (_COMBINE_ASYNC, "await_kernels_before"): 1,
+    (_COMBINE_ASYNC, "let_next_begin"): 1,
+    # At each of their ends.
+    (_DISPATCH_WAIT, "await_kernels_before"): 2,
+    (_DISPATCH_WAIT, "let_next_begin"): 1,
+    (_DISPATCH_WAIT, "header_word_beside"): 1,
+    (_DISPATCH_WAIT, "await_sending_half"): 1,
+    (_COMBINE_WAIT, "await_kernels_before"): 2,
+    (_COMBINE_WAIT, "let_next_begin"): 1,
+    (_COMBINE_WAIT, "header_word_beside"): 1,
+    (_COMBINE_WAIT, "await_sending_half"): 1,
+    ("rank_slots/device_steps.mojo: await_launch_before", "let_next_begin"): 1,
+    ("rank_slots/device_steps.mojo: await_launch_before", "await_kernels_before"): 1,
+    ("rank_slots/device_steps.mojo: is_last_to_start", "arrive_in_half"): 1,
+}
+
 # Of `gather`, what waits for the second stream, and what does so behind itself if its
 # own tokens are in it: MAX may give their memory to what follows.
 SECOND_STREAM = {
@@ -169,16 +196,33 @@ SECOND_STREAM = {
 }
 
 # What a function does in this order; between two of them may be more.
-_MOVES = (
+_STARTS = (
     "header_word(",
     # Of an all-gather the choices say which ranks there are.
     "num_threads, layout, n_ranks if token_fmt_type.n_carried > 0 else 0",
     "start_launch[",
-    "is_last_to_start(",
+)
+_MOVES = (
     "if tokens_are_sent:",
     "_await_send_tokens(",
     "set_n_tokens(",
-    "set_dispatch_sent(",
+)
+# The kernels before have ended when the next may begin.
+_SENDS_BESIDE = (
+    "comptime if halves_overlap:",
+    "await_kernels_before()",
+    "let_next_begin()",
+    "else:",
+    "await_launch_before()",
+)
+_WAITS_BESIDE = (
+    "comptime if halves_overlap:",
+    "let_next_begin()",
+    "word = header_word_beside(ep_counters)",
+    "else:",
+    "await_launch_before()",
+    "word = header_word(ep_counters)",
+    "start_launch[",
 )
 # A launch that cannot go leaves no row of an earlier one.
 _HAS_NO_ROWS = (
@@ -208,24 +252,90 @@ IN_THIS_ORDER = {
         "publish_earlier_reads[",
         "send_by_number[",
     ),
-    "rank_slots/dispatch.mojo: dispatch_async_kernel": _MOVES,
+    _DISPATCH_ASYNC: (
+        *_SENDS_BESIDE,
+        *_STARTS,
+        "if is_last_to_start[halves_overlap](launch, ep_counters, COUNTING_WARP):",
+        *_MOVES,
+        # Last: a waiting half that sees it moves what was received.
+        "comptime if halves_overlap:",
+        "leave_word(",
+        "ep_counters.dispatch_sent_word(),",
+        "generation.cast[DType.int32](),",
+        "else:",
+        "set_dispatch_sent(",
+        "publish_earlier_reads[",
+    ),
     "rank_slots/dispatch.mojo: dispatch_kernel": (
-        *_MOVES[:3],
+        *_STARTS,
         *_HAS_NO_ROWS,
-        *_MOVES[3:],
+        "is_last_to_start(",
+        *_MOVES,
+        "set_dispatch_sent(",
         "set_dispatch_received(",
     ),
-    "rank_slots/dispatch.mojo: dispatch_wait_kernel": (
-        *_HAS_NO_ROWS,
+    _DISPATCH_WAIT: (
+        *_WAITS_BESIDE,
+        *_HAS_NO_ROWS[:-1],
+        "comptime if halves_overlap:",
+        "await_kernels_before()",
+        _HAS_NO_ROWS[-1],
         "comptime tells_at_end = shares_gpu or not layout.is_reduced()",
         "if not tells_at_end:",
-        "is_last_to_start(",
+        "is_last_to_start[halves_overlap, True](",
+        "comptime if halves_overlap:",
+        "if await_sending_half(",
+        "ep_counters.dispatch_sent_word(), generation, launch",
+        "set_dispatch_received(generation)",
+        "else:",
+        "set_dispatch_received(generation)",
+        # Its own number of tokens comes as that of the others.
+        "_receive[",
+        "False,",
+        "halves_overlap,",
+        "](",
+        "comptime if halves_overlap:",
+        "await_kernels_before()",
         "if tells_at_end:",
         "is_last_block(",
+        "set_dispatch_received(generation)",
+        "publish_reads[",
     ),
-    "rank_slots/combine.mojo: combine_wait_kernel": (
+    _COMBINE_ASYNC: (
+        *_SENDS_BESIDE,
+        "header_word(",
+        "start_launch[",
+        "if is_last_to_start[halves_overlap](launch, ep_counters, n_warps - 2):",
+        "set_combine_of(launch.before.dispatch_received)",
+        "comptime if halves_overlap:",
+        "leave_word(",
+        "ep_counters.combine_sent_word(),",
+        "generation.cast[DType.int32](),",
+        "else:",
+        "set_combine_sent(generation)",
+        "publish_earlier_reads[",
+    ),
+    _COMBINE_WAIT: (
+        *_WAITS_BESIDE,
+        "if not launch.can_go or has_too_few_rows[",
+        "comptime if halves_overlap:",
+        "await_kernels_before()",
+        "return",
         "if not shares_gpu:",
-        "is_last_to_start(",
+        "is_last_to_start[halves_overlap, True](",
+        "comptime if halves_overlap:",
+        "if await_sending_half(",
+        "ep_counters.combine_sent_word(), generation, launch",
+        "set_combine_received(generation)",
+        "else:",
+        "set_combine_received(generation)",
+        "var answered = launch.before.combine_of",
+        "comptime if halves_overlap:",
+        "answered = launch.before.dispatch_received",
+        "_receive[",
+        "answered,",
+        "comptime if halves_overlap:",
+        "await_kernels_before()",
         "if shares_gpu:",
         "is_last_block(",
     ),
@@ -238,8 +348,38 @@ IN_THIS_ORDER = {
     ),
     "rank_slots/combine.mojo: _receive": ("is_bad_answer(", "add_tokens["),
     "rank_slots/device_steps.mojo: is_last_to_start": (
+        "comptime if halves_overlap:",
+        "return arrive_in_half[is_wait](counters.blocks_done(), Int(grid_dim.x))",
         "arrive(counters.blocks_done()) != Int(grid_dim.x) - 1",
         "blocks_done()[] = 0",
+    ),
+    # To the model the halves are two words.
+    "flags.mojo: arrive_in_half": (
+        "comptime shift = Int32(16 if is_wait else 0)",
+        "Word.fetch_add[ordering=Ordering.ACQUIRE_RELEASE](",
+        "counter, Int32(1) << shift",
+        "if (found >> shift) & 0xFFFF != Int32(n_blocks - 1):",
+        "return False",
+        "Word.fetch_add[ordering=Ordering.RELAXED](",
+        "counter, -(Int32(n_blocks) << shift)",
+        "return True",
+    ),
+    "rank_slots/device_steps.mojo: let_next_begin": (
+        '"griddepcontrol.launch_dependents;"',
+        'constraints="~{memory}"',
+    ),
+    "rank_slots/device_steps.mojo: await_kernels_before": (
+        '"griddepcontrol.wait;"',
+        'constraints="~{memory}"',
+    ),
+    "rank_slots/device_steps.mojo: header_word_beside": (
+        "return look_at(counters.words.unsafe_offset(Int(lane_id())))",
+    ),
+    "rank_slots/device_steps.mojo: await_sending_half": (
+        "while look_at(sent).cast[DType.uint32]() != generation:",
+        "launch.deadline.has_passed()",
+        "return False",
+        "return True",
     ),
     # What tokens of an all-gather carry goes to all ranks, and is awaited there.
     "rank_slots/index.mojo: id_in_memory": (
@@ -363,6 +503,12 @@ IN_THIS_ORDER = {
         "counters.set_broken()",
     ),
     "rank_slots/dispatch.mojo: _receive": (
+        "var n_shared = n_own_tokens if fused_shared_expert else 0",
+        "comptime if fused_shared_expert and waits_for_number:",
+        "while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:",
+        "n_shared = Int(n_tokens_of[unsafe_offset=launch.my_rank])",
+        "lay_out_rows[",
+        "n_shared,",
         "if are_there:",
         "for src_rank in range(layout.n_ranks):",
         "n_rows += Int(n_tokens_of[unsafe_offset=src_rank])",
@@ -521,6 +667,9 @@ MODULES = {
     "expert_slots": ["expert_slots.py"],
 }
 
+# Ops that are there for the graph alone.
+DO_NOTHING = {f'"max_ep.claim_{n}"' for n in (1, 4, 5)}
+
 # Shared memory that is not a control word.
 BLOCK_ARRAYS = {"sums", "n_tokens_of", "block_pair_rows"}
 
@@ -543,7 +692,9 @@ def test_atomics_and_their_orders() -> None:
         name: (
             does[kind],
             # A fence on x86; see its `# ORDER:`.
-            {"SEQUENTIAL"} if kind == "drain" else {order.name},
+            {"SEQUENTIAL"}
+            if kind == "drain"
+            else {order.name} | {o.name for o in [PUT_BACK.get(name)] if o},
             scope,
         )
         for name, (kind, order, scope) in CALLS.items()
@@ -576,6 +727,8 @@ def test_a_step_has_the_order_of_its_call(steps: set[Step]) -> None:
     for step in steps:
         if step.call in CALLS:
             assert step.order == CALLS[step.call][1], step
+        elif step.call == "put_back":
+            assert step.order == PUT_BACK["arrive_in_half"], step
         else:
             assert step.order in (Order.PLAIN, Order.STREAMED), step
 
@@ -723,6 +876,25 @@ def test_barriers_that_the_model_takes_for_granted() -> None:
     assert dict(sources.calls_of(names)) == BARRIERS
 
 
+def test_what_halves_that_overlap_do_instead() -> None:
+    names = {name for _, name in HALVES_OVERLAP}
+    assert dict(sources.calls_of(names)) == HALVES_OVERLAP
+
+
+@pytest.mark.parametrize("kernel", WAITING_HALVES)
+def test_a_waiting_half_ends_behind_its_sending_half(kernel: str) -> None:
+    """At each end: the next launch takes it that both have ended."""
+    file, function = kernel.split(": ")
+    code = sources.functions(file)[function]
+    cannot_go, goes, at_end = re.split(r"\breturn\b", code)
+    awaits = r"comptime if halves_overlap:\s+await_kernels_before\(\)\s+"
+    assert re.search(awaits + "$", cannot_go)
+    received = re.split(awaits, goes)
+    assert len(received) == 2 and "_receive[" in received[0]
+    tells = r"comptime if \w+:\s+if not is_last_block\(ep_counters\):\s+"
+    assert re.fullmatch(tells, received[1])
+
+
 def test_kernels_await_the_launch_before() -> None:
     kernels = {
         f"rank_slots/{'combine' if 'combine' in op else 'dispatch'}.mojo: {op}_kernel"
@@ -747,6 +919,9 @@ def test_ops_hand_on_what_they_are_given(file: str) -> None:
     for op in ops:
         name = op.partition(")")[0]
         given, _, body = op.partition("def execute[")[2].partition(" raises:\n")
-        names = set(re.findall(r"^        (\w+):", given, re.MULTILINE))
+        names = set(re.findall(r"(?:^        |, )(\w+):", given, re.MULTILINE))
         assert {"target", "ctx"} <= names, name
+        if name in DO_NOTHING:
+            assert re.search(r'"""\s+pass\s+$', body), name
+            continue
         assert {n for n in names if not re.search(rf"\b{n}\b", body)} <= left_out, name

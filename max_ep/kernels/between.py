@@ -20,7 +20,7 @@ _WITHOUT_KERNEL = (
     "rmo.reshape",
     "mo.chain.create",
 )
-_CLAIM = '"max_ep.claim"'
+_CLAIM = '"max_ep.claim_'
 
 
 def last_op() -> Any:
@@ -51,7 +51,7 @@ def runs_something_since(op: Any, device: DeviceRef) -> bool:
 
 def _runs_on(op: Any, device: DeviceRef) -> bool:
     if op.name == "mo.custom":
-        return op.device == _of_mlir(device) and str(op.symbol) != _CLAIM
+        return op.device == _of_mlir(device) and not str(op.symbol).startswith(_CLAIM)
     # As types are printed: !mo.tensor<[n, 80], bf16, gpu:0>
     results = [str(result.type) for result in op.results]
     return not results or any(text.endswith(f" {device}>") for text in results)

@@ -118,13 +118,13 @@ def call_ep_combine_wait(
         name += ".rows"
         values.insert(0, flat_rows(config, input_tokens))
         parameters["fused_shared_expert"] = config.fused_shared_expert
-    if room is not None:
+    if room is not None and room.overlaps():
         return call_op(
             name + ".in_room",
             config,
             atomic_counter,
             values,
-            parameters | {"halves_overlap": room.overlaps()},
+            parameters,
             room=room.buffers,
         )[0]
     return call_op(

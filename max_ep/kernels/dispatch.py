@@ -212,13 +212,13 @@ def call_ep_dispatch_wait(
     name = "dispatch_wait" + format_suffix(config)
     values = [recv_buf_ptrs, recv_count_ptrs]
     parameters = format_parameters(config) | recv_parameters(config)
-    if room is not None:
+    if room is not None and room.overlaps():
         results = call_op(
             name + ".in_room",
             config,
             atomic_counter,
             values,
-            parameters | {"halves_overlap": room.overlaps()},
+            parameters,
             room=room.buffers,
         )
     else:

@@ -38,13 +38,14 @@ def order_buffer(device: DeviceRef) -> BufferValue:
     return of_graph[device]
 
 
-def claim(buffer: BufferValue) -> None:
-    """Has MAX give a buffer its memory before the ops that come next."""
+def claim(buffers: Sequence[BufferValue]) -> None:
+    """Has MAX give buffers of one device memory before the ops that come next."""
     load_ops(Graph.current)
+    device = buffers[0].device
     ops.inplace_custom(
-        "max_ep.claim",
-        device=buffer.device,
-        values=[order_buffer(buffer.device), buffer],
+        f"max_ep.claim_{len(buffers)}",
+        device=device,
+        values=[order_buffer(device), *buffers],
     )
 
 

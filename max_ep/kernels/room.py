@@ -33,8 +33,7 @@ class Room:
             ops.buffer_create(BufferType(type.dtype, type.shape, type.device))
             for type in types
         ]
-        for buffer in self.buffers:
-            claim(buffer)
+        claim(self.buffers)
         self._sender: Any = None
 
     def note_sender(self) -> None:

@@ -116,16 +116,59 @@ struct Init:
         )
 
 
-@extensibility.register("max_ep.claim")
-struct Claim:
-    """Does nothing: MAX gives a tensor memory before the first op that takes it.
+@extensibility.register("max_ep.claim_1")
+struct Claim1:
+    """Does nothing: MAX gives tensors memory before the first op that takes them.
+
+    Those of a combine.
     """
 
     @staticmethod
     def execute[
         target: StaticString
     ](
-        order: WordsTensor, tensor: MutableInputTensor, ctx: DeviceContext
+        order: WordsTensor,
+        tensor_0: MutableInputTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank."""
+        pass
+
+
+@extensibility.register("max_ep.claim_4")
+struct Claim4:
+    """Does as `Claim1`, for those of a dispatch."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        order: WordsTensor,
+        tensor_0: MutableInputTensor,
+        tensor_1: MutableInputTensor,
+        tensor_2: MutableInputTensor,
+        tensor_3: MutableInputTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank."""
+        pass
+
+
+@extensibility.register("max_ep.claim_5")
+struct Claim5:
+    """Does as `Claim1`, for those of a dispatch in blockwise FP8."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        order: WordsTensor,
+        tensor_0: MutableInputTensor,
+        tensor_1: MutableInputTensor,
+        tensor_2: MutableInputTensor,
+        tensor_3: MutableInputTensor,
+        tensor_4: MutableInputTensor,
+        ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
         pass
@@ -296,7 +339,8 @@ struct DispatchWait:
 
 @extensibility.register("max_ep.dispatch_wait.in_room")
 struct DispatchWaitInRoom:
-    """Does as `DispatchWait`, into tensors that were made before."""
+    """Does as `DispatchWait` beside its async op, into tensors that were made before.
+    """
 
     @staticmethod
     def execute[
@@ -309,7 +353,6 @@ struct DispatchWaitInRoom:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
-        halves_overlap: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -337,7 +380,7 @@ struct DispatchWaitInRoom:
             protocol=protocol,
             n_sms=n_sms,
             shares_gpu=False,
-            halves_overlap=halves_overlap,
+            halves_overlap=True,
         ](
             PlainRows(bytes_of(output_tokens)),
             row_offsets.to_tile_tensor(),
@@ -594,7 +637,8 @@ struct DispatchWaitFP8:
 
 @extensibility.register("max_ep.dispatch_wait.fp8.in_room")
 struct DispatchWaitFP8InRoom:
-    """Does as `DispatchWaitFP8`, into tensors that were made before."""
+    """Does as `DispatchWaitFP8` beside its async op, into tensors that were made before.
+    """
 
     @staticmethod
     def execute[
@@ -607,7 +651,6 @@ struct DispatchWaitFP8InRoom:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
-        halves_overlap: Bool,
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
@@ -636,7 +679,7 @@ struct DispatchWaitFP8InRoom:
             protocol=protocol,
             n_sms=n_sms,
             shares_gpu=False,
-            halves_overlap=halves_overlap,
+            halves_overlap=True,
         ](
             _scaled_rows(
                 bytes_of(output_tokens),
@@ -895,7 +938,8 @@ struct CombineWaitRows:
 
 @extensibility.register("max_ep.combine_wait.rows.in_room")
 struct CombineWaitRowsInRoom:
-    """Does as `CombineWaitRows`, into tensors that were made before."""
+    """Does as `CombineWaitRows` beside its async op, into tensors that were made before.
+    """
 
     @staticmethod
     def execute[
@@ -908,7 +952,6 @@ struct CombineWaitRowsInRoom:
         n_gpus_per_node: Int,
         n_nodes: Int,
         n_sms: Int,
-        halves_overlap: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
         partial_dtype: DType,
@@ -937,7 +980,7 @@ struct CombineWaitRowsInRoom:
             partial_dtype=partial_dtype,
             n_sms=n_sms,
             shares_gpu=False,
-            halves_overlap=halves_overlap,
+            halves_overlap=True,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),

@@ -9,7 +9,7 @@ are ordinary accesses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,12 +27,16 @@ CALLS: dict[str, tuple[str, Order, str]] = {
     "block_publish": ("write", Order.RELEASE, "block"),
     "block_peek": ("await", Order.ACQUIRE, "block"),
     "arrive": ("arrive", Order.ACQUIRE_RELEASE, "device"),
+    "arrive_in_half": ("arrive", Order.ACQUIRE_RELEASE, "device"),
     "look_at": ("await", Order.ACQUIRE, "device"),
     "leave_word": ("write", Order.RELEASE, "device"),
     "drain_stores": ("drain", Order.PLAIN, "system"),
 }
 """Each atomic of `flags.mojo` that the model has: what it does, how it is ordered,
 and among whom."""
+
+PUT_BACK: dict[str, Order] = {"arrive_in_half": Order.RELAXED}
+"""Calls whose last one takes back what was counted, and how that is ordered."""
 
 TOKENS_SENT = 1 << 20
 """That of `counters.mojo`: more than a launch has blocks."""
@@ -80,7 +84,7 @@ LOCAL_WORDS = {
     "received_tokens": "of the last dispatch",
     "received_rows": "of the last dispatch",
     "received_weights": "of the last dispatch",
-    "blocks_done": "blocks that have arrived",
+    "blocks_done": "blocks that have arrived; of halves that overlap, by the half",
     "tokens_sent_on_gpu": "blocks of send_tokens that have begun, then its tokens",
 }
 """Words that a rank keeps between launches (`counters.mojo`)."""
@@ -135,6 +139,8 @@ class World(Program):
     shares_gpu: bool | None = None
     """Whether ranks share a GPU; `None`: if launches run one after another."""
     in_turn: bool = False
+    halves_overlap: bool = False
+    """Whether a wait that comes directly behind its async op runs beside it."""
     has_shared_expert: bool = False
     streams: bool = False
     """Whether CPU ranks copy with streaming stores."""
@@ -165,7 +171,8 @@ class World(Program):
         """The ops of each launch, as positions in the program.
 
         On GPUs `send_tokens` is in a second stream: a dispatch that comes next, which
-        must be that of its tokens, does not wait for it. All others do.
+        must be that of its tokens, does not wait for it. All others do. With halves
+        that overlap, a wait runs beside the async op that it comes directly behind.
         """
         launches: list[tuple[int, ...]] = []
         for i, op in enumerate(self.program):
@@ -176,9 +183,30 @@ class World(Program):
                 and op in ("dispatch", "dispatch_async")
             ):
                 launches[-1] = (i - 1, i)
+            elif self.is_beside(i) or self._begins_too_early(i, len(launches)):
+                launches[-1] += (i,)
             else:
                 launches.append((i,))
         return tuple(launches)
+
+    def is_beside(self, position: int) -> bool:
+        """Tells whether an op is a wait that may begin beside its async op."""
+        op = self.program[position]
+        waits = op == "dispatch_wait" or (op == "combine_wait" and self.is_reduced)
+        return (
+            self.halves_overlap
+            and waits
+            and position > 0
+            and self.program[position - 1] == op.replace("wait", "async")
+        )
+
+    def _begins_too_early(self, position: int, n_launches: int) -> bool:
+        """The mutation: what comes behind the first pair of halves that overlap
+        waits for the waiting half only."""
+        if not self.has("a launch begins before the sending half has ended"):
+            return False
+        first = next((i for i in range(position) if self.is_beside(i)), position)
+        return first < position <= first + 2 and n_launches == 1
 
     @property
     def ranks(self) -> range:
@@ -258,9 +286,19 @@ class World(Program):
         from . import expert_slots, host, rank_slots
 
         agents: list[tuple[str, list[Step]]] = []
+        before, moved = dict(snapshot), {}
+        # Of each op that was written, its agents.
+        of_ops: list[tuple[int, ...]] = []
+        behind: tuple[int, ...] | None = None
         for position in self._launches[launch]:
-            written = Launch(self, rank, position, dict(snapshot), agents)
+            written = Launch(self, rank, position, before, agents, behind)
             op = written.op
+            if self.is_beside(position):
+                written.sending = of_ops[-1]
+                # The stream waits for `send_tokens`, if it is there.
+                others = tuple(a for of in of_ops[:-1] for a in of)
+                written.begins_behind = behind or others
+            first = len(agents)
             if self.target == "cpu":
                 host.OPS[op](written)
             elif self.protocol == "expert_slots":
@@ -269,12 +307,16 @@ class World(Program):
                 expert_slots.OPS[op](written)
             else:
                 rank_slots.OPS[op](written)
+            of_ops.append(tuple(range(first, len(agents))))
+            moved |= written.moved
+            if self.is_beside(position):
+                # For a launch that begins too early.
+                before, behind = before | moved, of_ops[-1]
         if self.has("clears"):
             self._clear(written)
         if self.is_one_agent:
-            steps = [s for _, part in written.agents for s in part if s.kind != "join"]
-            return [("all", steps)]
-        return written.agents
+            return _as_one_agent(agents, of_ops)
+        return agents
 
     def _clear(self, launch: Launch) -> None:
         """The mutation: begins with zero in all words that it waits for."""
@@ -310,6 +352,28 @@ class World(Program):
         return place[0] in BLOCK_WORDS
 
 
+def _as_one_agent(
+    agents: list[tuple[str, list[Step]]], of_ops: list[tuple[int, ...]]
+) -> list[tuple[str, list[Step]]]:
+    """Has one agent of each op do what all of them do, one after another."""
+    made: list[tuple[str, list[Step]]] = []
+    for own in of_ops:
+        steps: list[Step] = []
+        for step in [s for agent in own for s in agents[agent][1]]:
+            if step.kind == "join":
+                others = tuple(
+                    op
+                    for op, of in enumerate(of_ops)
+                    if of is not own and set(of) & set(step.agents)
+                )
+                if not others and (step.agents or steps):
+                    continue
+                step = replace(step, agents=others)
+            steps.append(step)
+        made.append((f"all of op {len(made)}", steps))
+    return made
+
+
 @dataclass
 class Launch:
     """A launch of one rank while it is written down."""
@@ -320,6 +384,15 @@ class Launch:
     before: dict[str, Any]
     """The header when it begins."""
     agents: list[tuple[str, list[Step]]] = field(default_factory=list)
+    behind: tuple[int, ...] | None = None
+    """Whom all agents come behind, and know no more than those; `None`: nobody, and
+    they know all that the launches before have done."""
+    begins_behind: tuple[int, ...] = ()
+    """The same of those agents of a waiting half that are the first of a block."""
+    sending: tuple[int, ...] | None = None
+    """Of a waiting half that is beside its sending half: the agents of that one."""
+    moved: dict[str, int] = field(default_factory=dict)
+    """Words of the header that it has moved when it has ended."""
 
     def __post_init__(self) -> None:
         earlier = self.world.program[: self.position]
@@ -341,6 +414,13 @@ class Launch:
     @property
     def op(self) -> str:
         return self.world.program[self.position]
+
+    @property
+    def halves_overlap(self) -> bool:
+        """Whether its kernel was told so: both of a pair are, or none."""
+        behind = self.position + 1
+        is_sending = behind < len(self.world.program) and self.world.is_beside(behind)
+        return is_sending or self.sending is not None
 
     def next(self, word: str) -> int:
         """`next_generation` of a generation in the header."""
@@ -372,12 +452,13 @@ class Launch:
     def agent(self, name: str, after: Iterable[int] = ()) -> Agent:
         """Begins an agent; it waits for those in `after`."""
         steps: list[Step] = []
-        if self.op == "send_tokens":
-            name = f"send_tokens, {name}"
+        if self.op == "send_tokens" or self.sending is not None:
+            name = f"{self.op}, {name}"
         self.agents.append((name, steps))
         written = Agent(self, steps)
-        if after:
-            written.emit(Step("join", "join", name, agents=tuple(after)))
+        joined = (*(self.behind or ()), *after)
+        if joined or self.behind is not None:
+            written.emit(Step("join", "join", name, agents=joined))
         return written
 
 
@@ -469,6 +550,14 @@ class Agent:
         accept = ("at least", at_least)
         self._access("look_at", where, place, accept=accept, truth=truth)
 
+    def look_until(self, where: str, place: Place, value: int) -> None:
+        """Waits (`look_at`) until a word of the header has a value."""
+        self._access("look_at", where, place, accept=("is", value))
+
+    def look_once(self, where: str, place: Place, value: int) -> None:
+        """Takes what is there (`look_at`), which must be a value whenever it looks."""
+        self._access("look_at", where, place, accept=("anything",), value=value)
+
     def leave_word(self, where: str, place: Place, value: Any, truth: Any) -> None:
         self._access("leave_word", where, place, value=value, truth=truth)
 
@@ -517,11 +606,36 @@ class Agent:
     ) -> None:
         """Counts a block in a word; the last of `n` puts it back, and does `then`."""
         place = (word, self.launch.rank)
+        put_back = Step("write", "store", where, place, Order.PLAIN, 0)
+        self._arrive("arrive", where, place, n, put_back if is_put_back else None, then)
+
+    def arrive_in_half(
+        self, where: str, n: int, is_wait: bool, then: Callable[[Agent], None]
+    ) -> None:
+        """Does as `arrive`, in one half of the word.
+
+        The halves are two places: one word would order more, as who adds to it also
+        acquires what was released with the other half. No addition carries over.
+        """
+        place = ("blocks_done", self.launch.rank, int(is_wait))
+        order = PUT_BACK["arrive_in_half"]
+        put_back = Step("write", "put_back", where, place, order, 0)
+        self._arrive("arrive_in_half", where, place, n, put_back, then)
+
+    def _arrive(
+        self,
+        call: str,
+        where: str,
+        place: Place,
+        n: int,
+        put_back: Step | None,
+        then: Callable[[Agent], None],
+    ) -> None:
         behind = Agent(self.launch, [])
-        if is_put_back:
-            behind.store(where, place, 0)
+        if put_back is not None:
+            behind.emit(put_back)
         then(behind)
         before = len(self.steps)
-        self._access("arrive", where, place, value=n, skip=len(behind.steps))
+        self._access(call, where, place, value=n, skip=len(behind.steps))
         if len(self.steps) > before:
             self.steps.extend(behind.steps)

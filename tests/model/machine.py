@@ -93,6 +93,8 @@ class Steps:
             return value[0] == accept[1]
         if how == "filled":
             return value != EMPTY
+        if how == "is":
+            return value == accept[1]
         if how == "at least":
             return value >= accept[1]
         if how == "not zero":
@@ -121,6 +123,19 @@ class Steps:
         fitting = [m for m in visible if self.accepts(accept, m.value)]
         return fitting, bool(fitting) and fitting[-1] is not visible[-1]
 
+    def _see_nothing_else(
+        self, state: State, rank: int, agent: int, step: Step
+    ) -> None:
+        """Checks that whatever an atomic load may see is what it goes by."""
+        view = state.ranks[rank].views[agent]
+        for m in self._candidates(state, step.place, view, step.accept)[0]:
+            if m.value != step.value:
+                raise Violation(
+                    UNPUBLISHED,
+                    f"it may see {show_value(m.value)};"
+                    f" meant was {show_value(step.value)}",
+                )
+
     def _take(
         self, state: State, rank: int, agent: int, place: Place, step: Step, m: Message
     ) -> None:
@@ -136,6 +151,9 @@ class Steps:
         r.views[agent] |= bit | bit << 1 | m.seen
         if step.order.acquires:
             r.views[agent] |= m.view
+            if not m.happened and self.program.is_local(place):
+                # A launch before this one has written it, and has ended.
+                r.views[agent] |= r.base
         if not self.program.runs_ahead(place):
             cell = self._cell(state, place)
             state.put(place, Cell(cell.messages, cell.reads | bit))
@@ -258,6 +276,8 @@ class Steps:
                     "the word was there and has changed since: whoever looks only"
                     " now waits without end",
                 )
+            if step.value is not None:
+                self._see_nothing_else(state, rank, agent, step)
             self._take(state, rank, agent, step.place, step, option)
         elif step.kind == "look":
             if option is None:
@@ -346,7 +366,10 @@ class Steps:
         )
         r.agents = self._builds[name]
         r.pcs = [0] * len(r.agents)
-        r.views = [r.base] * len(r.agents)
+        # Who begins with a join knows what those know that it waits for.
+        r.views = [
+            0 if steps and steps[0].kind == "join" else r.base for steps in r.agents
+        ]
 
     def _forget(self, state: State) -> None:
         """Drops what makes no difference, so that equal states are found equal."""
@@ -354,8 +377,9 @@ class Steps:
         known = -1
         for r in state.ranks:
             if r.launch < self.program.n_launches:
+                # Of what launches before have done, all agents are taken to learn.
                 for view in r.views or [r.base]:
-                    known &= view
+                    known &= view | r.base
         common, local = 0, [0] * len(state.ranks)
         for place, cell in state.cells.items():
             bits = cell.reads

@@ -50,7 +50,7 @@ class Step:
     """What is accessed; of a `look` the first of `places`."""
     order: Order = Order.PLAIN
     value: Any = None
-    """What is written, or must be read."""
+    """What is written, or must be read; of a wait, what alone it may see."""
     truth: Any = None
     """What the value says, told by the round of the program and not by any
     generation: of a write, what it is of; of a read, what it must be of."""

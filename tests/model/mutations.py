@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .launches import RANK_WORDS, Launch
 from .memory import EMPTY, Order, Step
@@ -35,7 +36,9 @@ class Site:
 
     @staticmethod
     def of(step: Step) -> Site:
-        return Site(step.where, step.call, kind_of(step))
+        # A warp reads all words of the header at once.
+        is_header = step.where.endswith(": header_word_beside")
+        return Site(step.where, step.call, "header" if is_header else kind_of(step))
 
     def __str__(self) -> str:
         return f"{self.call}({self.kind}) in {self.where}"
@@ -53,6 +56,8 @@ class Mutation:
     """Protocols that have nothing to be mutated so."""
     site: Site | None = None
     """The only steps that it changes; `None`: any."""
+    of_halves: bool = False
+    """Whether it changes nothing but where halves overlap."""
 
 
 # ------------------------------------------------------------------- made of steps
@@ -172,11 +177,19 @@ def _all_weakened(order: Order, calls: tuple[str, ...]) -> Change:
     return change
 
 
+def _in_one_half(step: Step, launch: Launch) -> list[Step]:
+    """Both halves count their blocks in the same half of the word."""
+    if step.call in ("arrive_in_half", "put_back"):
+        return [replace(step, place=(*step.place[:2], 0))]
+    return [step]
+
+
 def _puts_back(step: Step) -> bool:
     return kind_of(step) == "tokens_sent_on_gpu" and step.call == "store"
 
 
 ALL_BUT_RANK_SLOTS = ("rank_slots un-reduced", "expert_slots", "CPU ranks")
+_OF_HALVES: dict[str, Any] = {"not_in": ALL_BUT_RANK_SLOTS, "of_halves": True}
 
 NAMED = [
     Mutation(
@@ -217,6 +230,21 @@ NAMED = [
         "nobody puts tokens_sent_on_gpu back",
         lambda step, launch: [] if _puts_back(step) else [step],
         not_in=ALL_BUT_RANK_SLOTS,
+    ),
+    *(
+        Mutation(name, switches=frozenset([name]), **_OF_HALVES)
+        for name in (
+            "the waiting half goes by combine_of",
+            "the waiting half takes its own number from the header",
+            "the waiting half does not await the sending half's end",
+            "a launch begins before the sending half has ended",
+        )
+    ),
+    Mutation("both halves count in one half of a word", _in_one_half, **_OF_HALVES),
+    Mutation(
+        "what was received moves before the sending half has read it",
+        lambda step, launch: [] if "await_sending_half" in step.where else [step],
+        **_OF_HALVES,
     ),
 ]
 

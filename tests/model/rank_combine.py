@@ -10,9 +10,11 @@ from .launches import Agent, Launch
 from .memory import EMPTY
 from .rank_steps import (
     await_readers,
+    begin_block,
     header_word,
     is_last_to_start,
     moving,
+    moving_received,
     note_readers,
     publish_earlier_reads,
     tell_at_end,
@@ -119,8 +121,8 @@ def combine_async(launch: Launch) -> None:
             "combine_clear",
         )
         words = {
-            "combine_sent": launch.next("combine_sent"),
             "combine_of": launch.before["dispatch_received"],
+            "combine_sent": launch.next("combine_sent"),
         }
         is_last_to_start(launch, a, moving(launch, words))
     publish_earlier_reads(launch)
@@ -133,24 +135,23 @@ def combine_wait(launch: Launch) -> None:
     tells_at_end = world.tells_at_combine_end
     generation = launch.next("combine_received")
     m = launch.combine_read + 1
+    # The sending half may not have noted yet which dispatch it answers: the last.
+    answered = "combine_of" if launch.sending is None else "dispatch_received"
+    if world.has("the waiting half goes by combine_of"):
+        answered = "combine_of"
+    words = ["combine_received", "dispatch_received", "dispatch_sent"]
+    if answered not in words:
+        words.append(answered)
     for block in range(world.n_blocks):
         first = len(launch.agents)
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(
-            launch,
-            a,
-            "combine_received",
-            "combine_of",
-            "dispatch_received",
-            "dispatch_sent",
-        )
+        a = begin_block(launch, block, *words)
         if not tells_at_end:
-            move = moving(launch, {"combine_received": generation})
+            move = moving_received(launch, "combine_received", generation)
             is_last_to_start(launch, a, move)
             if block == 0:
                 note_readers(launch, launch.agent("noting warp"), False)
         a = launch.agent(f"block {block}, receiver")
-        _receive(launch, a, block, m, launch.answers[m], launch.before["combine_of"])
+        _receive(launch, a, block, m, launch.answers[m], launch.before[answered])
         if tells_at_end:
             tell_at_end(launch, block, first, "combine_received", generation)
 

@@ -13,9 +13,12 @@ from .memory import EMPTY
 from .rank_combine import combine, combine_async, combine_wait
 from .rank_steps import (
     await_readers,
+    begin_block,
     header_word,
+    header_word_beside,
     is_last_to_start,
     moving,
+    moving_received,
     note_readers,
     publish_earlier_reads,
     tell_at_end,
@@ -169,7 +172,8 @@ def _send_tokens(
         else:
             targets = world.owners(n, rank, t)
         peers = [r for r in targets if r != rank] if to_peers else []
-        own = [rank] if rank in targets and not has_input else []
+        is_own = world.has_shared_expert or rank in targets
+        own = [rank] if is_own and not has_input else []
         at_once = 1 if is_early else world.n_parts_at_once
         for first in range(0, world.n_parts, at_once):
             parts = range(first, min(first + at_once, world.n_parts))
@@ -290,6 +294,7 @@ def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
             _await_words(launch, a, generation, place, ("entry", n, src, t, k))
         is_early = len(tokens) <= world.n_early_tokens
         is_here = rank in world.owners(n, src, t)
+        is_here = is_here or (world.has_shared_expert and src == rank)
         is_input = has_input and src == rank
         if world.protocol == "gather" and is_early and world.experts_of(rank):
             # It came, even if no row is made of it.
@@ -427,11 +432,11 @@ def _count_in_dispatch(launch: Launch, block: int, is_fused: bool) -> None:
             moving(launch, words)(last)
         if _are_sent(launch):
             _await_send_tokens(launch, last)
-        if not moves_first:
-            moving(launch, words)(last)
         where = f"{_DISPATCH}{launch.op}_kernel"
         parity = launch.parity(words["dispatch_sent"], n)
         last.store(where, ("n_tokens", launch.rank, parity), n_tokens, ("n_tokens", n))
+        if not moves_first:
+            moving(launch, words)(last)
 
     is_last_to_start(launch, a, go_on)
 
@@ -446,16 +451,34 @@ def dispatch_async(launch: Launch) -> None:
         _send(launch, block, False, _are_sent(launch))
 
 
+def _own_number(launch: Launch, a: Agent, block: int) -> None:
+    """Reads how many rows of the shared expert there are: those of the own tokens."""
+    n, rank = launch.dispatch_read + 1, launch.rank
+    parity = launch.parity(launch.next("dispatch_received"), n)
+    word = f"n_tokens[{parity}]"
+    if launch.sending is None:
+        place = ("n_tokens", rank, parity)
+        at = "rank_slots/device_steps.mojo: header_word"
+        a.load(at, place, ("n_tokens", n), launch.before[word])
+    elif launch.world.has("the waiting half takes its own number from the header"):
+        header_word_beside(launch, a, word)
+    else:
+        a.block_peek(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
+        number = len(launch.world.tokens(n, rank))
+        a.load(_DISPATCH + "_receive", ("n_tokens_of", rank, block, rank), is_=number)
+
+
 def dispatch_wait(launch: Launch) -> None:
     world = launch.world
     tells_at_end = world.tells_at_dispatch_end
     generation = launch.next("dispatch_received")
+    # Where it looks at readers, it goes by `combine_sent`, too.
+    sent = () if tells_at_end else ("combine_sent",)
     for block in range(world.n_blocks):
         first = len(launch.agents)
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(launch, a, "dispatch_received", "combine_received")
+        a = begin_block(launch, block, "dispatch_received", "combine_received", *sent)
         if not tells_at_end:
-            move = moving(launch, {"dispatch_received": generation})
+            move = moving_received(launch, "dispatch_received", generation)
             is_last_to_start(launch, a, move)
             if world.is_reduced and block == 0:
                 note_readers(launch, launch.agent("telling warp"), True)
@@ -463,6 +486,8 @@ def dispatch_wait(launch: Launch) -> None:
         read_numbers(launch, a, block)
         for counter in range(world.n_index_warps):
             a = launch.agent(f"block {block}, index warp {counter}")
+            if world.has_shared_expert:
+                _own_number(launch, a, block)
             lay_out_rows(launch, a, block, counter)
         a = launch.agent(f"block {block}, receiver")
         receive_tokens(launch, a, block, False)

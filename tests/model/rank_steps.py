@@ -22,20 +22,77 @@ def header_word(launch: Launch, a: Agent, *words: str) -> None:
         a.load(at, (word, launch.rank), is_=launch.before[word])
 
 
+def header_word_beside(launch: Launch, a: Agent, *words: str) -> None:
+    """Reads them while the sending half runs: it may move none of them.
+
+    From here on the agent, and who comes behind it, knows what the launches before
+    the sending half have done: nothing else tells it (`Launch.behind`).
+    """
+    for word in words:
+        kind, _, parity = word.rstrip("]").partition("[")
+        place = (kind, launch.rank, *map(int, parity))
+        a.look_once(_STEPS + "header_word_beside", place, launch.before[word])
+
+
+def begin_block(launch: Launch, block: int, *words: str) -> Agent:
+    """Begins the counting warp of a block, which has read the header.
+
+    Beside a sending half all agents of the block come behind that, which the barrier
+    in `start_launch` sees to.
+    """
+    if launch.sending is None:
+        a = launch.agent(f"block {block}, counting warp")
+        header_word(launch, a, *words)
+        return a
+    launch.behind = launch.begins_behind
+    a = launch.agent(f"block {block}, begin")
+    header_word_beside(launch, a, *words)
+    launch.behind = (a.index,)
+    return launch.agent(f"block {block}, counting warp")
+
+
 def is_last_to_start(launch: Launch, a: Agent, then: Callable[[Agent], None]) -> None:
     """Counts the block; the last one does `then`."""
-    a.arrive(_STEPS + "is_last_to_start", launch.world.n_blocks, then)
+    where, n_blocks = _STEPS + "is_last_to_start", launch.world.n_blocks
+    if launch.halves_overlap:
+        a.arrive_in_half(where, n_blocks, launch.sending is not None, then)
+    else:
+        a.arrive(where, n_blocks, then)
+
+
+def await_sending_half(launch: Launch, a: Agent, word: str, generation: int) -> None:
+    a.look_until(_STEPS + "await_sending_half", (word, launch.rank), generation)
 
 
 def moving(launch: Launch, words: dict[str, int]) -> Callable[[Agent], None]:
     """Writes the moves of words of the header."""
     file = _DISPATCH if "dispatch" in launch.op else _COMBINE
+    launch.moved.update(words)
 
     def move(last: Agent) -> None:
         for word, value in words.items():
-            last.store(f"{file}{launch.op}_kernel", (word, launch.rank), value)
+            where, place = f"{file}{launch.op}_kernel", (word, launch.rank)
+            if launch.halves_overlap and word.endswith("_sent"):
+                last.leave_word(where, place, value, None)
+            else:
+                last.store(where, place, value)
 
     return move
+
+
+def moving_received(
+    launch: Launch, word: str, generation: int
+) -> Callable[[Agent], None]:
+    """The same in a waiting half that tells nobody at its end."""
+    move = moving(launch, {word: generation})
+
+    def move_when_read(last: Agent) -> None:
+        if launch.sending is not None:
+            sent = word.replace("received", "sent")
+            await_sending_half(launch, last, sent, generation)
+        move(last)
+
+    return move_when_read
 
 
 def publish_reads(
@@ -106,6 +163,10 @@ def tell_at_end(
             truth = (launch.dispatch_read + 1, launch.combine_read)
         publish_reads(launch, last, told, truth)
 
-    a = launch.agent(f"block {block}, end", range(first, len(launch.agents)))
+    launch.moved[word] = generation
+    behind = list(range(first, len(launch.agents)))
+    if not launch.world.has("the waiting half does not await the sending half's end"):
+        behind += launch.sending or ()
+    a = launch.agent(f"block {block}, end", behind)
     where = "expert_slots/device_steps.mojo: is_last_block"
     a.arrive(where, launch.world.n_blocks, tell)

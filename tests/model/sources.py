@@ -126,10 +126,13 @@ def header_words() -> set[str]:
 
 
 def counter_arrays() -> set[str]:
-    """What the counters hold besides: the methods that point into them."""
+    """What the counters hold besides: the methods that point into them.
+
+    And what is in the header, if a method points to it: then it is `…_word`.
+    """
     methods = functions("counters.mojo")
     return {
-        name
+        name.removesuffix("_word")
         for name, code in methods.items()
         if "-> Pointer[" in code and name != "failure"
     }

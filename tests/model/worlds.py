@@ -53,6 +53,84 @@ GATHER_EARLY = replays(("dispatch", "send_tokens", "combine"), 2, ("send_tokens"
 WRAPS = {**replays(FUSED, 4), "generation_bits": 3, "first_generation": 5}
 
 
+BESIDE: dict = {"protocol": "rank_slots", "halves_overlap": True}
+
+
+def halves() -> list[World]:
+    """Halves of an exchange that overlap, of `rank_slots` and `gather`."""
+    reduced = {**BESIDE, "is_reduced": True}
+    return [
+        World(
+            "halves, 2 blocks",
+            routing=TWO_RANKS,
+            n_blocks=2,
+            **replays(SPLIT, 2),
+            **reduced,
+        ),
+        World(
+            "halves, shared expert, 2 index warps",
+            routing=TWO_TOKENS,
+            has_shared_expert=True,
+            n_index_warps=2,
+            n_early_tokens=1,
+            **replays(SPLIT, 2),
+            **reduced,
+        ),
+        World(
+            "halves, nothing exchanged",
+            routing=NOTHING_EXCHANGED,
+            **replays(SPLIT, 3),
+            **reduced,
+        ),
+        World(
+            "halves, one combine after another",
+            routing=BOTH_WAYS,
+            **replays(SPLIT[2:], 3, SPLIT[:2]),
+            **reduced,
+        ),
+        # Generations of 3 bits: 7, and then 2.
+        World(
+            "halves, generations wrap",
+            routing=TWO_RANKS,
+            **{**WRAPS, **replays(SPLIT, 2), "first_generation": 6},
+            **reduced,
+        ),
+        # Some waits come directly behind their async ops, and some do not.
+        World("halves, overlap", routing=TWO_RANKS, **OVERLAP, **reduced),
+        World(
+            "halves, un-reduced dispatch only, 2 blocks",
+            routing=TWO_RANKS,
+            n_blocks=2,
+            has_shared_expert=True,
+            **replays(SPLIT[:2], 3),
+            **BESIDE,
+        ),
+        World(
+            "halves, gather, tokens beside dispatch",
+            routing=TWO_RANKS,
+            is_reduced=True,
+            **replays(("send_tokens", *SPLIT), 2),
+            **{**BESIDE, "protocol": "gather"},
+        ),
+    ]
+
+
+def halves_unreduced() -> list[World]:
+    """The same before un-reduced combine, whose halves do not overlap.
+
+    Not mutated: reduced dispatch needs what makes no difference here.
+    """
+    return [
+        World("halves, rows", routing=TWO_TOKENS, **replays(SPLIT, 2), **BESIDE),
+        World(
+            "halves, rows, generations wrap",
+            routing=TWO_RANKS,
+            **{**WRAPS, **replays(SPLIT, 3)},
+            **BESIDE,
+        ),
+    ]
+
+
 def rank_slots() -> list[World]:
     """`rank_slots` and `gather` of GPU ranks."""
     reduced = {"protocol": "rank_slots", "is_reduced": True}
@@ -152,6 +230,7 @@ def rank_slots() -> list[World]:
             n_early_tokens=1,
             **replays(("send_tokens", *SPLIT), 2),
         ),
+        *halves(),
     ]
 
 
@@ -234,6 +313,8 @@ def random_world(seed: int) -> World:
         indexes_by_blocks=chance.random() < 0.5,
         carries_choices=protocol == "gather" and is_reduced and chance.random() < 0.3,
         n_early_tokens=chance.randint(0, 3),
+        halves_overlap=protocol != "expert_slots" and chance.random() < 0.7,
+        has_shared_expert=protocol != "expert_slots" and chance.random() < 0.3,
     )
 
 
@@ -404,7 +485,8 @@ def by_protocol() -> dict[str, list[World]]:
 
 
 def all_worlds() -> list[World]:
-    return [world for some in by_protocol().values() for world in some]
+    of_protocols = [world for some in by_protocol().values() for world in some]
+    return of_protocols + halves_unreduced()
 
 
 def tiny() -> list[World]:
@@ -414,6 +496,8 @@ def tiny() -> list[World]:
     small = {"protocol": "rank_slots", "is_one_agent": True}
     slots = {"protocol": "expert_slots", "is_one_agent": True}
     host = {**slots, "target": "cpu", "streams": True}
+    # One rank has two agents already, so it has none to exchange with.
+    alone = {**small, "routing": ((((0,),),),), "halves_overlap": True}
     return [
         World(
             "tiny, fused",
@@ -436,6 +520,14 @@ def tiny() -> list[World]:
             **replays(SPLIT[:2], 3),
             **host,
         ),
+        World(
+            "tiny, halves",
+            is_reduced=True,
+            has_shared_expert=True,
+            **replays(SPLIT, 2),
+            **alone,
+        ),
+        World("tiny, halves, un-reduced", **replays(SPLIT[:2], 6), **alone),
     ]
 
 

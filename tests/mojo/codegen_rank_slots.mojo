@@ -7,12 +7,16 @@ sources' constants. Run by tests/test_codegen_rank_slots.py.
 """
 from max.gpu.host import get_gpu_target
 from max_ep.counters import (
+    FAILURE_WORD,
+    _BLOCKS_DONE,
     _COMBINE_CLEAR,
+    _COMBINE_OF,
     _COMBINE_RECEIVED,
     _COMBINE_SENT,
     _DISPATCH_CLEAR,
     _DISPATCH_RECEIVED,
     _DISPATCH_SENT,
+    _N_TOKENS,
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_choices import WithChoicesTokenFormat
@@ -71,6 +75,7 @@ comptime dispatch_async[
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
     sent: Bool = False,
+    beside: Bool = False,
 ] = dispatch_async_kernel[
     DType.bfloat16,
     NUM_THREADS,
@@ -81,6 +86,7 @@ comptime dispatch_async[
     protocol,
     shared,
     sent,
+    beside,
 ]
 
 comptime send_tokens[Format: TokenFormat, max_tokens: Int] = send_tokens_kernel[
@@ -100,6 +106,7 @@ comptime dispatch_wait[
     padded: Bool = False,
     shared: Bool = False,
     turns: Bool = False,
+    beside: Bool = False,
 ] = dispatch_wait_kernel[
     NUM_THREADS,
     N_EXPERTS,
@@ -110,6 +117,7 @@ comptime dispatch_wait[
     padded,
     shared,
     turns,
+    beside,
 ]
 
 comptime dispatch[
@@ -134,7 +142,7 @@ comptime dispatch[
 ]
 
 comptime combine_async[
-    partial_dtype: DType, max_tokens: Int = FEW_TOKENS
+    partial_dtype: DType, max_tokens: Int = FEW_TOKENS, beside: Bool = False
 ] = combine_async_kernel[
     DType.bfloat16,
     partial_dtype,
@@ -145,6 +153,7 @@ comptime combine_async[
     N_RANKS,
     max_tokens,
     RANK_SLOTS_REDUCED,
+    beside,
 ]
 
 comptime combine_wait[
@@ -152,6 +161,7 @@ comptime combine_wait[
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
     turns: Bool = False,
+    beside: Bool = False,
 ] = combine_wait_kernel[
     DType.bfloat16,
     partial_dtype,
@@ -164,6 +174,7 @@ comptime combine_wait[
     RANK_SLOTS_REDUCED,
     shared,
     turns,
+    beside,
 ]
 
 comptime combine[
@@ -321,10 +332,23 @@ def main() raises:
     emit[combine[DType.bfloat16]]("combine.bf16")
     emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
     emit[combine[DType.float32, MANY_TOKENS]]("combine.f32")
+    emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, beside=True]](
+        "dispatch_async.bf16_reduced_parts_beside"
+    )
+    emit[dispatch_wait[BF16, beside=True]]("dispatch_wait.bf16_beside")
+    emit[dispatch_wait[FP8, REDUCED, shared=True, beside=True]](
+        "dispatch_wait.fp8_reduced_shared_beside"
+    )
+    emit[combine_async[DType.bfloat16, beside=True]](
+        "combine_async.bf16_beside"
+    )
+    emit[combine_wait[DType.bfloat16, beside=True]]("combine_wait.bf16_beside")
     print(NUM_THREADS)
     # Where generations are in the header, and those that all have read.
     print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_CLEAR)
     print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_CLEAR)
+    # What else the two halves of an exchange share there.
+    print(_N_TOKENS, _N_TOKENS + 1, _COMBINE_OF, _BLOCKS_DONE, FAILURE_WORD)
     check_parts_at_once()
     check_deal()
     check_what_was_measured()
