@@ -235,6 +235,7 @@ class EPConfig:
             self.target == "gpu"
             and self.has_rank_slots
             and self.ranks_per_gpu == 1
+            and self.n_sms != 1  # a half needs one
             and not self.n_carried
         )
 

@@ -8,7 +8,7 @@ class for both; so this is one file, longer than others.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,7 +72,8 @@ class EPBatchManager:
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
         self._sent_tokens: dict[int, TensorValue] = {}
-        self._rooms: dict[tuple[int, int], Room | None] = {}
+        # Of the sends that are not waited for, the first of them first.
+        self._rooms: defaultdict[tuple[int, int], list[Room | None]] = defaultdict(list)
 
     # ------------------------------------------------------------------- buffers
 
@@ -160,6 +161,11 @@ class EPBatchManager:
             self.recv_count_ptrs[group],
         )
 
+    def _take_room(self, group: int, device_id: int) -> Room | None:
+        """Returns the room of the send that is waited for; None if it has none."""
+        rooms = self._rooms[group, device_id]
+        return rooms.pop(0) if rooms else None
+
     # ------------------------------------------------------------------ dispatch
 
     def ep_send_tokens(self, input_tokens: TensorValue, device_id: int) -> None:
@@ -234,7 +240,7 @@ class EPBatchManager:
             self._are_sent(device_id, input_tokens),
             room,
         )
-        self._rooms[_DISPATCH, device_id] = room
+        self._rooms[_DISPATCH, device_id].append(room)
         self._sent_tokens.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -260,7 +266,7 @@ class EPBatchManager:
             counter,
             *self._pointers(_DISPATCH)[1:],
             self.config,
-            room=self._rooms.pop((_DISPATCH, device_id)),
+            room=self._take_room(_DISPATCH, device_id),
         )
         return self._keep_src_info(device_id, results)
 
@@ -427,7 +433,7 @@ class EPBatchManager:
             self.config,
             room,
         )
-        self._rooms[_COMBINE, device_id] = room
+        self._rooms[_COMBINE, device_id].append(room)
         self._turns[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -454,7 +460,7 @@ class EPBatchManager:
             router_weight,
             # Rows that were not sent stand there.
             self._expert_rows[device_id] if self.config.adds_unsent_rows else None,
-            self._rooms.pop((_COMBINE, device_id)),
+            self._take_room(_COMBINE, device_id),
         )
 
     def ep_combine(

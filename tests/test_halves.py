@@ -239,6 +239,7 @@ def test_room_is_for_both_halves() -> None:
         dict(target="cpu"),
         dict(protocol="expert_slots", combine_mode="unreduced"),
         dict(ranks_per_gpu=2),
+        dict(n_sms=1),
     ],
     ids=lambda changes: next(iter(changes)),
 )
