@@ -228,7 +228,9 @@ class EPBatchManager:
                 :meth:`ep_combine_wait` takes it.
         """
         counter = self._counter(device_id)
-        room = dispatch_room(self.config, counter.device)
+        are_sent = self._are_sent(device_id, input_tokens)
+        # What sends tokens is in a stream of its own, for which the wait waits, too.
+        room = None if are_sent else dispatch_room(self.config, counter.device)
         call_ep_dispatch_async(
             input_tokens,
             topk_ids,
@@ -237,7 +239,7 @@ class EPBatchManager:
             self.config,
             input_scales,
             router_weight,
-            self._are_sent(device_id, input_tokens),
+            are_sent,
             room,
         )
         self._rooms[_DISPATCH, device_id].append(room)

@@ -18,7 +18,7 @@ import pytest
 from cases import CASES, REDUCED_CASES, Case, expected, make_inputs
 from harness import Groups, assert_round_trip
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.graph import BufferType, BufferValue, DeviceRef, Graph, Module, TensorType, ops
 
 from max_ep import (
     EPBatchManager,
@@ -52,10 +52,14 @@ CASES_WITH_ROOM = {
 
 def add_graphs(module: Module) -> Groups:
     """Adds the graph of this file that runs: in room, although nothing overlaps."""
-    with patch.object(Room, "overlaps", lambda room: True):
-        return Groups(
+    with patch.object(Room, "overlaps", return_value=True) as overlaps:
+        groups = Groups(
             None, "with_room", CASES_WITH_ROOM, config=WithRoom.of, module=module
         )
+    # Every wait has been asked for.
+    n_ranks = sum(case.n_ranks for case in CASES_WITH_ROOM.values())
+    assert overlaps.call_count == 2 * n_ranks
+    return groups
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +144,13 @@ def test_room_is_claimed_before_anything_is_sent() -> None:
     """MAX gives a buffer memory when it is first used; by then it must be known."""
     with building(on_gpus()) as (manager, x):
         send(manager, x)
-        ops = re.findall(r'"max_ep\.([\w.]+)"', str(Graph.current))
+        built = re.findall(r'"max_ep\.([\w.]+)"', str(Graph.current))
         # Rows, offsets, ids, and sources.
-        assert ops == ["claim_4", "dispatch_async"]
+        assert built == ["claim_4", "dispatch_async"]
         manager.ep_dispatch_wait(0)
         manager.ep_combine_async(x[0][3], 0)
-        ops = re.findall(r'"max_ep\.([\w.]+)"', str(Graph.current))
-        assert ops[-2:] == ["claim_1", "combine_async"]
+        built = re.findall(r'"max_ep\.([\w.]+)"', str(Graph.current))
+        assert built[-2:] == ["claim_1", "combine_async"]
 
 
 def nothing(manager: EPBatchManager, x: list) -> None:
@@ -166,6 +170,24 @@ def work(manager: EPBatchManager, x: list) -> None:
     _ = x[0][3] * 2
 
 
+def a_store(manager: EPBatchManager, x: list) -> None:
+    ops.buffer_store(cache_on(0), x[0][0])
+
+
+def a_store_on_another_device(manager: EPBatchManager, x: list) -> None:
+    ops.buffer_store(cache_on(1), x[1][0])
+
+
+def a_transfer(manager: EPBatchManager, x: list) -> None:
+    x[0][0].to(DeviceRef.GPU(1))
+
+
+def cache_on(device_id: int) -> BufferValue:
+    return ops.buffer_create(
+        BufferType(DType.bfloat16, ["t", 80], DeviceRef.GPU(device_id))
+    )
+
+
 def watch(manager: EPBatchManager, x: list) -> None:
     manager.ep_watch("dispatch", 0)
 
@@ -182,7 +204,10 @@ def another_group(manager: EPBatchManager, x: list) -> None:
         (nothing, True),
         (work_of_another_device, True),
         (a_view, True),
+        (a_store_on_another_device, True),
         (work, False),
+        (a_store, False),
+        (a_transfer, False),
         (watch, False),
         (another_group, False),
     ],
@@ -218,6 +243,16 @@ def test_the_next_dispatch_between_the_halves_of_combine() -> None:
         assert waits == ["dispatch_wait.in_room", "combine_wait.rows", "dispatch_wait"]
         told = re.findall("halves_overlap = (true|false)", text)
         assert told == ["true", "false", "false"]
+
+
+def test_tokens_that_were_sent_before() -> None:
+    """The wait waits for their stream, too: then all multiprocessors are better."""
+    with building(on_gpus(protocol="gather")) as (manager, x):
+        manager.ep_send_tokens(x[0][0], 0)
+        send(manager, x)
+        manager.ep_dispatch_wait(0)
+        text = str(Graph.current)
+    assert "halves_overlap = true" not in text and "claim" not in text
 
 
 def test_room_is_for_both_halves() -> None:

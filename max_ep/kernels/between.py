@@ -53,8 +53,8 @@ def _runs_on(op: Any, device: DeviceRef) -> bool:
     if op.name == "mo.custom":
         return op.device == _of_mlir(device) and not str(op.symbol).startswith(_CLAIM)
     # As types are printed: !mo.tensor<[n, 80], bf16, gpu:0>
-    results = [str(result.type) for result in op.results]
-    return not results or any(text.endswith(f" {device}>") for text in results)
+    types = {str(value.type) for value in (*op.operands, *op.results)} - {"!mo.chain"}
+    return not types or any(text.endswith(f" {device}>") for text in types)
 
 
 def _of_mlir(device: DeviceRef) -> Attribute:

@@ -38,7 +38,7 @@ def call_ep_combine_async(
         recv_buf_ptrs: All ranks' receive buffers, likewise.
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
-        room: From :func:`combine_room`, before this call; see
+        room: From :func:`max_ep.kernels.combine_room`, before this call; see
             :func:`call_ep_dispatch_async`.
     """
     check_buffers(

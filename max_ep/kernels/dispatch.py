@@ -109,8 +109,8 @@ def call_ep_dispatch_async(
         tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
             graph and since the last dispatch; with ``protocol="gather"``. If it is
             not so, the op raises.
-        room: From :func:`dispatch_room`, before this call; the wait must get the same.
-            It runs beside this op if its device has nothing to run between them.
+        room: From :func:`max_ep.kernels.dispatch_room`, before this call; the wait must
+            get the same. It runs beside this op if nothing runs between them there.
 
     Raises:
         TypeError: If a dtype is not the one above.

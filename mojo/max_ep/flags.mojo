@@ -506,8 +506,8 @@ def arrive_in_half[
     )
     if (found >> shift) & 0xFFFF != Int32(n_blocks - 1):
         return False
-    # ORDER: RELAXED, device scope. Pairs with none: who counts here next is of a
-    # launch that begins when this one has ended.
+    # ORDER: RELAXED, device scope. Pairs with none: who counts in this half next
+    # does so when this launch has ended, or, un-reduced, when the sending half has.
     _ = Word.fetch_add[ordering=Ordering.RELAXED](
         counter, -(Int32(n_blocks) << shift)
     )
@@ -526,7 +526,9 @@ def look_at(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
     """
     # ORDER: ACQUIRE, device scope. Pairs with the ACQUIRE_RELEASE of `arrive`
     # and the RELEASE of `leave_word`. Makes visible: that those blocks have read
-    # what they had to read, so that this launch may change it.
+    # what they had to read, so that this launch may change it. Of a header beside
+    # the sending half it pairs with none: the kernels before have ended, and what
+    # they wrote is in memory. It drops what the multiprocessor had of it before.
     return Atomic[Int32, scope=_device_scope()].load[ordering=Ordering.ACQUIRE](
         counter
     )

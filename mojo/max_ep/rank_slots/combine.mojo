@@ -396,8 +396,8 @@ def combine_wait_kernel[
             note_readers[layout, False](launch, dispatch_counts, ep_counters)
     var answered = launch.before.combine_of
     comptime if halves_overlap:
-        # The sending half may not have noted it yet. It is this one, as a dispatch
-        # between the halves is refused where graphs are built.
+        # The sending half may not have noted it yet. It is this one: with a dispatch
+        # between them the halves would not overlap.
         answered = launch.before.dispatch_received
     _receive[
         combine_dtype,

@@ -318,7 +318,7 @@ def publish_earlier_reads[
     """Tells every rank what the launches before this one have read.
 
     One warp of the first block does. What it tells was true when this launch
-    began: a kernel begins when the one before it has ended.
+    began: a kernel that calls this begins when those before it have ended.
 
     Parameters:
         layout: How the regions are cut.
