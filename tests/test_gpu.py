@@ -402,6 +402,10 @@ def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> N
         given_values = take_inputs(case, iter(values[:n_given]))
         built = delayed(build, delays)(manager, given_values)
         graph.output(*[v for rank in built for v in rank])
+    # Dispatch does not, of tokens that were sent before.
+    overlaps = build is halves_beside and config.halves_may_overlap
+    overlaps = overlaps and (config.is_reduced or not case.sends_early)
+    assert ("halves_overlap = true" in str(graph)) == overlaps
     model = gpu_session.load(graph)
     rng = np.random.default_rng(5)
     runs = [

@@ -153,6 +153,13 @@ def test_room_is_claimed_before_anything_is_sent() -> None:
         assert built[-2:] == ["claim_1", "combine_async"]
 
 
+def test_a_refused_dispatch_claims_nothing() -> None:
+    with building(on_gpus()) as (manager, x):
+        with pytest.raises(ValueError, match="needs router weights"):
+            manager.ep_dispatch_async(x[0][0], x[0][1], 0)
+        assert "claim" not in str(Graph.current)
+
+
 def nothing(manager: EPBatchManager, x: list) -> None:
     pass
 
@@ -324,6 +331,8 @@ def test_room_is_of_the_results_types() -> None:
     config = replace(on_gpus(), output_layout="padded")
     with building(config):
         room = dispatch_room(config, DeviceRef.GPU(1))
+        assert not re.search("claim", str(Graph.current))
+        room.claim()
     shapes = [[int(dim) for dim in buffer.shape] for buffer in room.buffers]
     n, local = config.n_output_rows, config.n_local_experts
     assert shapes == [[n, 80], [local], [local * 2, 2], [n, 2]]

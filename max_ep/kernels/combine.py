@@ -9,7 +9,7 @@ from ..checks import check_buffers, check_rows, check_unsent_rows, refuse_if_in_
 from ..config import EPConfig
 from .op_call import call_op
 from .op_values import combine_parameters, flat_rows, result_type, weights_for_op
-from .room import Room
+from .room import Room, call_wait
 
 
 def call_ep_combine_async(
@@ -38,7 +38,7 @@ def call_ep_combine_async(
         recv_buf_ptrs: All ranks' receive buffers, likewise.
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
-        room: From :func:`max_ep.kernels.combine_room`, before this call; see
+        room: From :func:`max_ep.kernels.combine_room`; see
             :func:`call_ep_dispatch_async`.
     """
     check_buffers(
@@ -49,6 +49,8 @@ def call_ep_combine_async(
         recv_count_ptrs=recv_count_ptrs,
     )
     check_rows(config, input_tokens, src_info, atomic_counter.device)
+    if room is not None:
+        room.claim()
     call_op(
         "combine_async",
         config,
@@ -118,23 +120,8 @@ def call_ep_combine_wait(
         name += ".rows"
         values.insert(0, flat_rows(config, input_tokens))
         parameters["fused_shared_expert"] = config.fused_shared_expert
-    if room is not None and room.overlaps():
-        return call_op(
-            name + ".in_room",
-            config,
-            atomic_counter,
-            values,
-            parameters,
-            room=room.buffers,
-        )[0]
-    return call_op(
-        name,
-        config,
-        atomic_counter,
-        values,
-        parameters | {"shares_gpu": config.ranks_per_gpu > 1},
-        [result_type(config, num_tokens, device)],
-    )[0]
+    types = [result_type(config, num_tokens, device)]
+    return call_wait(name, config, atomic_counter, values, parameters, types, room)[0]
 
 
 def call_ep_combine(

@@ -23,7 +23,7 @@ from .op_values import (
     scales_for_op,
     weights_for_op,
 )
-from .room import Room
+from .room import Room, call_wait
 
 
 def call_ep_send_tokens(
@@ -109,8 +109,8 @@ def call_ep_dispatch_async(
         tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
             graph and since the last dispatch; with ``protocol="gather"``. If it is
             not so, the op raises.
-        room: From :func:`max_ep.kernels.dispatch_room`, before this call; the wait must
-            get the same. It runs beside this op if nothing runs between them there.
+        room: From :func:`max_ep.kernels.dispatch_room`; the wait must get the same. It
+            runs beside this op if its device has nothing to run between them.
 
     Raises:
         TypeError: If a dtype is not the one above.
@@ -131,6 +131,8 @@ def call_ep_dispatch_async(
     weights = weights_for_op(
         config, router_weights, input_tokens.shape[0], device, "dispatch"
     )
+    if room is not None:
+        room.claim()
     call_op(
         "dispatch_async" + format_suffix(config),
         config,
@@ -209,27 +211,15 @@ def call_ep_dispatch_wait(
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
-    name = "dispatch_wait" + format_suffix(config)
-    values = [recv_buf_ptrs, recv_count_ptrs]
-    parameters = format_parameters(config) | recv_parameters(config)
-    if room is not None and room.overlaps():
-        results = call_op(
-            name + ".in_room",
-            config,
-            atomic_counter,
-            values,
-            parameters,
-            room=room.buffers,
-        )
-    else:
-        results = call_op(
-            name,
-            config,
-            atomic_counter,
-            values,
-            parameters | {"shares_gpu": config.ranks_per_gpu > 1},
-            recv_types(config, atomic_counter.device),
-        )
+    results = call_wait(
+        "dispatch_wait" + format_suffix(config),
+        config,
+        atomic_counter,
+        [recv_buf_ptrs, recv_count_ptrs],
+        format_parameters(config) | recv_parameters(config),
+        recv_types(config, atomic_counter.device),
+        room,
+    )
     return recv_outputs(config, results)
 
 

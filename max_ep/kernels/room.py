@@ -12,11 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from max.graph import BufferType, BufferValue, DeviceRef, Dim, TensorType, ops
+from max.dtype import DType
+from max.graph import (
+    BufferType,
+    BufferValue,
+    DeviceRef,
+    Dim,
+    TensorType,
+    TensorValue,
+    ops,
+)
 
 from ..config import EPConfig
 from .between import last_op, runs_something_since, set_flag
-from .op_call import claim
+from .op_call import call_op, claim
 from .op_values import recv_types, result_type
 
 
@@ -24,17 +33,22 @@ class Room:
     """Buffers for the results of one wait; it knows the async op in front of it."""
 
     def __init__(self, types: Sequence[TensorType]) -> None:
-        """Makes the buffers, in the current graph.
+        """Notes what is wanted; the graph gets nothing yet.
 
         Args:
             types: Of the results.
         """
-        self.buffers: list[BufferValue] = [
+        self._types = types
+        self.buffers: list[BufferValue] = []
+        self._sender: Any = None
+
+    def claim(self) -> None:
+        """Makes the buffers, in front of the async op that is built next."""
+        self.buffers = [
             ops.buffer_create(BufferType(type.dtype, type.shape, type.device))
-            for type in types
+            for type in self._types
         ]
         claim(self.buffers)
-        self._sender: Any = None
 
     def note_sender(self) -> None:
         """Notes that the op that was built last is the async op."""
@@ -92,3 +106,21 @@ def combine_room(config: EPConfig, device: DeviceRef, num_tokens: Dim) -> Room |
     if not (config.halves_may_overlap and config.is_reduced):
         return None
     return Room([result_type(config, num_tokens, device)])
+
+
+def call_wait(
+    name: str,
+    config: EPConfig,
+    counter: BufferValue,
+    values: list[TensorValue],
+    parameters: dict[str, bool | int | str | DType],
+    types: list[TensorType],
+    room: Room | None,
+) -> list[TensorValue]:
+    """Adds a wait: in its room if it overlaps, else with results of its own."""
+    if room is not None and room.overlaps():
+        return call_op(
+            name + ".in_room", config, counter, values, parameters, room=room.buffers
+        )
+    shares = {"shares_gpu": config.ranks_per_gpu > 1}
+    return call_op(name, config, counter, values, parameters | shares, types)

@@ -27,6 +27,7 @@ from .rank_slots.combine import (
     combine_kernel as rank_slots_combine_kernel,
     combine_wait_kernel as rank_slots_combine_wait_kernel,
 )
+from .rank_slots.deal import n_adding_blocks, n_sending_blocks
 from .rank_slots.dispatch import (
     dispatch_async_kernel as rank_slots_dispatch_async_kernel,
     dispatch_kernel as rank_slots_dispatch_kernel,
@@ -45,16 +46,6 @@ from .transport import PeerBuffers
 
 comptime NUM_THREADS = 512
 """Threads of a block: 16 warps, with up to 128 registers a thread."""
-
-comptime _EQUAL_HALVES = 512
-"""Most tokens of a rank at which halves that overlap have equally many
-multiprocessors. With more the sending half, which the link bounds, has a third."""
-
-comptime _FEW_ADDING_BLOCKS = 16
-"""Blocks that add up what a combine brings, for few tokens."""
-
-comptime _ADDING_BLOCKS_PER_TOKEN = 4
-"""The same for each of more tokens."""
 
 
 @always_inline
@@ -133,9 +124,7 @@ def _n_sending_blocks[
     var n = _n_blocks[n_sms](context)
     comptime if not halves_overlap:
         return n
-    comptime if max_tokens_per_rank <= _EQUAL_HALVES:
-        return max(1, n // 2)
-    return max(1, n // 3)
+    return n_sending_blocks(n, max_tokens_per_rank)
 
 
 def _n_waiting_blocks[
@@ -145,21 +134,7 @@ def _n_waiting_blocks[
     var n = _n_blocks[n_sms](context)
     comptime if not halves_overlap:
         return n
-    return max(
-        1, n - _n_sending_blocks[n_sms, True, max_tokens_per_rank](context)
-    )
-
-
-@always_inline
-def _n_adding_blocks(n_blocks: Int, n_tokens: Int) -> Int:
-    """Counts those blocks of a combine's waiting half that find something to do.
-
-    Others would begin and end for nothing, which few tokens notice.
-    """
-    return min(
-        n_blocks,
-        max(_FEW_ADDING_BLOCKS, _ADDING_BLOCKS_PER_TOKEN * n_tokens),
-    )
+    return max(1, n - n_sending_blocks(n, max_tokens_per_rank))
 
 
 def _overlapping() -> List[LaunchAttribute]:
@@ -814,7 +789,7 @@ def launch_combine_wait[
             n_sms, halves_overlap, max_tokens_per_rank
         ](context)
         comptime if halves_overlap:
-            n_blocks = _n_adding_blocks(n_blocks, Int(output_tokens.dim[0]()))
+            n_blocks = n_adding_blocks(n_blocks, Int(output_tokens.dim[0]()))
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
             function,

@@ -35,6 +35,8 @@ from max_ep.rank_slots.combine import (
     combine_wait_kernel,
 )
 from max_ep.rank_slots.deal import (
+    n_adding_blocks,
+    n_sending_blocks,
     Deal,
     n_async_send_warps,
     parts_at_once_shift,
@@ -215,7 +217,8 @@ def emit[
 
 
 def check_parts_at_once() raises:
-    """Those that are sent at once are whole units, also of a token of 3 parts."""
+    """Those that are sent at once are whole units, also of a token of 3 parts.
+    """
     comptime layout = RegionLayout(2, 2, 1, 1, 0, 0, RANK_SLOTS)
     comptime for n_steps in [1, 2, 3, N_CHUNKS, 28]:
         comptime n_parts = min(N_CHUNKS, n_steps)
@@ -227,8 +230,27 @@ def check_parts_at_once() raises:
                 assert_equal(n_parts >> shift << shift, n_parts)
 
 
+def check_halves() raises:
+    """Each half has a multiprocessor; what was measured stays, and few tokens few.
+    """
+    for n_blocks in range(2, 133):
+        for max_tokens in [1, 512, 513, 4096]:
+            var n = n_sending_blocks(n_blocks, max_tokens)
+            assert_true(1 <= n and n < n_blocks)
+        for n_tokens in [0, 1, 8, 4096]:
+            var n = n_adding_blocks(n_blocks, n_tokens)
+            assert_true(1 <= n and n <= n_blocks)
+    assert_equal(n_sending_blocks(132, 128), 66)
+    assert_equal(n_sending_blocks(132, 512), 66)
+    assert_equal(n_sending_blocks(132, 4096), 44)
+    assert_equal(n_adding_blocks(66, 1), 16)
+    assert_equal(n_adding_blocks(66, 8), 32)
+    assert_equal(n_adding_blocks(66, 17), 66)
+
+
 def check_deal() raises:
-    """Every part is sent once, whole units within a token, and small ones last."""
+    """Every part is sent once, whole units within a token, and small ones last.
+    """
     for n_tokens in [1, 5, 300, 512, 1029]:
         for shift in range(3):
             for n_senders in [1, 3, 8]:
@@ -264,7 +286,9 @@ def check_one_deal(
         fewest_turns = min(fewest_turns, turn)
     for part in range(n_all):
         assert_equal(n_sent[part], 1)
-    assert_true(most_turns - fewest_turns <= 1, "a block has more than its share")
+    assert_true(
+        most_turns - fewest_turns <= 1, "a block has more than its share"
+    )
     # As many at once as may be, while there are enough for all senders.
     var stride = n_senders * n_blocks
     var rest = n_all
@@ -350,5 +374,6 @@ def main() raises:
     # What else the two halves of an exchange share there.
     print(_N_TOKENS, _N_TOKENS + 1, _COMBINE_OF, _BLOCKS_DONE, FAILURE_WORD)
     check_parts_at_once()
+    check_halves()
     check_deal()
     check_what_was_measured()

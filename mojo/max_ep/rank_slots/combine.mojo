@@ -381,7 +381,7 @@ def combine_wait_kernel[
     comptime n_warps = num_threads // WARP_SIZE
     var generation = next_generation(launch.before.combine_received)
     comptime if not shares_gpu:
-        if is_last_to_start[halves_overlap, True](
+        if is_last_to_start[halves_overlap, is_wait=True](
             launch, ep_counters, n_warps - 2
         ):
             comptime if halves_overlap:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How dispatch shares tokens out: into which parts, to which warps, how many at once.
+And how halves that overlap share the multiprocessors.
 
 Nothing here touches memory: these are numbers of a launch, by its tokens and warps.
 """
@@ -14,6 +15,51 @@ parts fewer go round in fours, and more are left for single ones."""
 
 comptime _SHORT_PART = 4
 """Steps of a part that is short: four of them are sent at once for few tokens, too."""
+
+
+comptime _EQUAL_HALVES = 512
+"""Most tokens of a rank at which halves that overlap have equally many
+multiprocessors. With more the sending half, which the link bounds, has a third."""
+
+comptime _FEW_ADDING_BLOCKS = 16
+"""Blocks that add up what a combine brings, for few tokens."""
+
+comptime _ADDING_BLOCKS_PER_TOKEN = 4
+"""The same for each of more tokens."""
+
+
+@always_inline
+def n_sending_blocks(n_blocks: Int, max_tokens_per_rank: Int) -> Int:
+    """Shares multiprocessors out to halves that overlap.
+
+    Args:
+        n_blocks: Blocks that both have, 2 or more.
+        max_tokens_per_rank: Tokens one rank may send.
+
+    Returns:
+        Those of the sending half; the waiting half has the rest.
+    """
+    return max(
+        1, n_blocks // (2 if max_tokens_per_rank <= _EQUAL_HALVES else 3)
+    )
+
+
+@always_inline
+def n_adding_blocks(n_blocks: Int, n_tokens: Int) -> Int:
+    """Counts those blocks of a combine's waiting half that find something to do.
+
+    Others would begin and end for nothing, which few tokens notice.
+
+    Args:
+        n_blocks: Blocks that it has.
+        n_tokens: Tokens of this rank.
+
+    Returns:
+        In `[1, n_blocks]`.
+    """
+    return min(
+        n_blocks, max(_FEW_ADDING_BLOCKS, _ADDING_BLOCKS_PER_TOKEN * n_tokens)
+    )
 
 
 @always_inline

@@ -641,7 +641,7 @@ def dispatch_wait_kernel[
     comptime tells_at_end = shares_gpu or not layout.is_reduced()
     var generation = next_generation(launch.before.dispatch_received)
     comptime if not tells_at_end:
-        if is_last_to_start[halves_overlap, True](
+        if is_last_to_start[halves_overlap, is_wait=True](
             launch, ep_counters, COUNTING_WARP
         ):
             comptime if halves_overlap:
@@ -660,7 +660,7 @@ def dispatch_wait_kernel[
         layout,
         token_fmt_type,
         False,
-        halves_overlap,
+        waits_for_number=halves_overlap,
     ](
         rows,
         Int(n_rows_max),
