@@ -58,6 +58,9 @@ DEFAULT_FORMS = {
 
 _N_FACTORS = len(LAYER_FACTORS)
 
+CHECKED_LAYERS = 2
+"""Layers of a chain whose first layer is compared with the oracle."""
+
 
 def library(peer: str) -> ModuleType:
     """Returns the module behind a peer."""
@@ -89,8 +92,12 @@ def ep_config(config: Config) -> Any:
 # ------------------------------------------------------------------------- graphs
 
 
-def graph_of(config: Config, form: str) -> Graph:
-    """Builds a chain.
+def graph_of(config: Config, form: str, *, is_check: bool = False) -> Graph:
+    """Builds a chain: one that is timed, or a short one that returns what is checked.
+
+    A chain that returned its rows would be timed with them: MAX copies what stands
+    in a buffer of the graph, as results of halves that overlap do, when it is
+    returned, and rows of 4096 tokens are 940 MB.
 
     Inputs, each a list with one tensor a rank: tokens ``[n_tokens, hidden]``
     bfloat16; ids ``[n_tokens, top_k]`` int32; then one list for each of
@@ -100,14 +107,15 @@ def graph_of(config: Config, form: str) -> Graph:
     rows ``[max_recv_tokens, hidden]`` bfloat16 (not for ``dispatch``); last the
     EP inputs.
 
-    Outputs, likewise: the last layer's sums and the first layer's (not for
-    ``dispatch``); then for each rank what a dispatch returned without its last
-    element: rows, for FP8 scales, row offsets, expert ids. It is the first
-    layer's; for ``dispatch`` the last's. For ``all_gather`` see
+    Outputs, likewise: the last layer's sums. With ``is_check`` the first layer's
+    sums; then for each rank what its dispatch returned without the last element:
+    rows, for FP8 scales, row offsets, expert ids. For ``dispatch`` both return only
+    that, of the last layer. For ``all_gather`` see
     :func:`bench.gpu_graphs_all_gather.graph_of`.
     """
     if config.is_dispatcher:
         return gpu_graphs_all_gather.graph_of(config)
+    n_layers = CHECKED_LAYERS if is_check else config.n_layers(form)
     shape, n = config.shape, config.n_ranks
     group = ep_config(config)
     manager = library(config.peer).EPBatchManager(group)
@@ -126,7 +134,7 @@ def graph_of(config: Config, form: str) -> Graph:
     if form != "dispatch" and config.dtype == "fp8":
         rows = [group.get_max_recv_tokens(), shape.hidden_size]
         inputs += types(DType.bfloat16, rows)
-    name = f"{config.name}_{form}_l{config.n_layers(form)}"
+    name = f"{config.name}_{form}_l{n_layers}"
     with Graph(name, input_types=[*inputs, *manager.input_types()]) as graph:
         values = [value.tensor for value in graph.inputs[: len(inputs)]]
         manager.fetch_buffers(graph.inputs[len(inputs) :])
@@ -137,7 +145,7 @@ def graph_of(config: Config, form: str) -> Graph:
         router, expert_rows = rest[:n_router], rest[n_router:]
         kept: list[tuple[TensorValue, ...]] = []
         first: list[TensorValue] = []
-        for layer in range(config.n_layers(form)):
+        for layer in range(n_layers):
             of_layer = weights[layer % _N_FACTORS] if weights else None
             with_tokens = of_layer if config.is_reduced else None
             if form == "early":
@@ -152,9 +160,13 @@ def graph_of(config: Config, form: str) -> Graph:
             with_rows = None if config.is_reduced else of_layer
             x = _combine(manager, form, rows, with_rows)
             kept, first = kept or outputs, first or x
+        rows_kept = [value for o in kept for value in o[:-1]]
         if form == "dispatch":
-            x = []
-        graph.output(*x, *first, *(value for o in kept for value in o[:-1]))
+            graph.output(*rows_kept)
+        elif is_check:
+            graph.output(*first, *rows_kept)
+        else:
+            graph.output(*x)
     return graph
 
 
@@ -255,6 +267,8 @@ def compile_config(config: Config, forms: tuple[str, ...], folder: Path) -> list
         error = ""
         try:
             session.load(graph_of(config, form))
+            if not config.is_dispatcher:
+                session.load(graph_of(config, form, is_check=True))
         except Exception as e:
             error = f" FAILED: {e} {str(e.__cause__)[:2000]}"
         said.append(f"{form} {time.perf_counter() - begin:.0f} s{error}")

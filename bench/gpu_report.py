@@ -62,10 +62,11 @@ METHOD = """\
   `gather`: all to all; `dedup+slots`: there and back). Logical bytes: one row a
   (token, choice), local ones
   too, mean over the ranks. Headers and flags are not counted.
-- Before and after timing a chain runs eagerly on other inputs, and its first
-  layer is compared with the oracle: max_ep in order and bit for bit, MAX as the
-  set of tokens of each expert. The timed chain's own result is compared too: it
-  is exact in any order of summation.
+- Before and after timing a chain of two layers of the same ops runs eagerly on other
+  inputs, and its first layer is compared with the oracle: max_ep in order and bit
+  for bit, MAX as the set of tokens of each expert. The timed chain's own result, its
+  last layer's sums, is compared too: it is exact in any order of summation. A chain
+  that also returned its rows would be timed with them (where_time_goes.md).
 """
 
 
