@@ -668,7 +668,7 @@ MODULES = {
 }
 
 # Ops that are there for the graph alone.
-DO_NOTHING = {f'"max_ep.claim_{n}"' for n in (1, 4, 5)}
+DO_NOTHING = {f'"max_ep.{op}_{n}"' for op in ("claim", "look") for n in (1, 4, 5)}
 
 # Shared memory that is not a control word.
 BLOCK_ARRAYS = {"sums", "n_tokens_of", "block_pair_rows"}

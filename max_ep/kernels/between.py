@@ -20,7 +20,7 @@ _WITHOUT_KERNEL = (
     "rmo.reshape",
     "mo.chain.create",
 )
-_CLAIM = '"max_ep.claim_'
+_WITHOUT_LAUNCH = ('"max_ep.claim_', '"max_ep.look_')
 
 
 def last_op() -> Any:
@@ -51,7 +51,9 @@ def runs_something_since(op: Any, device: DeviceRef) -> bool:
 
 def _runs_on(op: Any, device: DeviceRef) -> bool:
     if op.name == "mo.custom":
-        return op.device == _of_mlir(device) and not str(op.symbol).startswith(_CLAIM)
+        return op.device == _of_mlir(device) and not str(op.symbol).startswith(
+            _WITHOUT_LAUNCH
+        )
     # As types are printed: !mo.tensor<[n, 80], bf16, gpu:0>
     types = {str(value.type) for value in (*op.operands, *op.results)} - {"!mo.chain"}
     return not types or any(text.endswith(f" {device}>") for text in types)

@@ -174,6 +174,60 @@ struct Claim5:
         pass
 
 
+@extensibility.register("max_ep.look_1")
+struct Look1:
+    """Does nothing: MAX copies what is loaded from a buffer and taken by no op.
+
+    It takes the results of a combine that stand in its room.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](order: WordsTensor, tensor_0: InputTensor, ctx: DeviceContext,) raises:
+        """Runs the op on one rank."""
+        pass
+
+
+@extensibility.register("max_ep.look_4")
+struct Look4:
+    """Does as `Look1`, for those of a dispatch."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        order: WordsTensor,
+        tensor_0: InputTensor,
+        tensor_1: InputTensor,
+        tensor_2: InputTensor,
+        tensor_3: InputTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank."""
+        pass
+
+
+@extensibility.register("max_ep.look_5")
+struct Look5:
+    """Does as `Look1`, for those of a dispatch in blockwise FP8."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        order: WordsTensor,
+        tensor_0: InputTensor,
+        tensor_1: InputTensor,
+        tensor_2: InputTensor,
+        tensor_3: InputTensor,
+        tensor_4: InputTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank."""
+        pass
+
+
 @extensibility.register("max_ep.send_tokens")
 struct SendTokens:
     """Sends tokens to all ranks before the router has decided."""
