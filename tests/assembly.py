@@ -126,7 +126,8 @@ class Kernel:
 
         A way that passes `if is_waiting:` twice, once as if it held and once as if
         it did not, is none. So predicates that are set to constants are followed,
-        each with those it is made of: what runs, runs whichever are followed.
+        each with those it is made of, and those that are made of it and kept: what
+        runs, runs whichever are followed.
 
         Args:
             known: Predicates that have one value throughout.
@@ -143,6 +144,7 @@ class Kernel:
         reached = self._reach_following(set(), known, without)
         for register in sorted(constant):
             group = {register} | self._made_of(register) & constant
+            group |= {x for x in self._set_at if register in self._made_of(x)}
             reached &= self._reach_following(group, known, without)
         return reached
 

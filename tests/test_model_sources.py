@@ -19,6 +19,7 @@ from model.mutations import COUNTED_IN
 
 DEALS_OUT = "deals out numbers, or adds up what is read behind a barrier"
 FIRST_LOOK = "a first look of the wait in `_await_16`; the model has one"
+LATER_LOOK = "a later look of the wait that `_look_at_steps` begins; the model has one"
 FAILS = "how launches fail is not modelled: a wait that does not end is an error"
 HOSTS = "ranks of several hosts are not modelled"
 WATCHES = "looks, and nothing is built on what it sees: the wait behind it looks again"
@@ -32,7 +33,10 @@ CALLS_LEFT_OUT = {
     ("rank_slots/index.mojo: _index_by_blocks", "block_publish"): FAILS,
     ("rank_slots/index.mojo: _index_by_blocks", "block_peek"): FAILS,
     ("rank_slots/combine_receive.mojo: _look_at_partial", "peek_16"): FIRST_LOOK,
-    ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): FAILS,
+    ("rank_slots/dispatch_receive.mojo: _await_steps", "peek_16"): LATER_LOOK,
+    ("rank_slots/row_counts.mojo: _count_rows", "block_publish"): FAILS,
+    # Of the count that is missing, to say so.
+    ("rank_slots/row_counts.mojo: _read_counts", "peek_number"): FAILS,
     ("failures.mojo: note_failure", "raise_to"): FAILS,
     ("transport.mojo: put_flag", "order_before_put"): HOSTS,
     ("watch.mojo: _is_there", "peek"): WATCHES,
@@ -43,8 +47,6 @@ CALLS_LEFT_OUT = {
 # call by call: a third call would be a step that the model lacks.
 CALLED_OFTEN = {
     ("rank_slots/dispatch_send.mojo: _store_steps", "put_16"): 2,  # values, scales
-    # First look, then more.
-    ("rank_slots/dispatch_receive.mojo: _load_steps", "peek_16"): 2,
     # COUNTED, FAILED.
     ("rank_slots/dispatch_receive.mojo: _are_counted", "block_peek"): 2,
     # Again, for its value; and for rows of the shared expert, beside a sending half.
@@ -52,11 +54,10 @@ CALLED_OFTEN = {
     ("rank_slots/dispatch.mojo: _await_send_tokens", "look_at"): 2,  # and again
     ("rank_slots/device_steps.mojo: await_readers", "peek"): 2,
     ("rank_slots/row_counts.mojo: read_numbers", "peek_number"): 2,
-    ("rank_slots/row_counts.mojo: _read_counts", "peek_number"): 2,
-    # SUMMED, COUNTED, FAILED.
-    ("rank_slots/row_counts.mojo: lay_out_rows", "block_peek"): 3,
-    ("rank_slots/row_counts.mojo: lay_out_rows", "block_arrive"): 2,
-    ("rank_slots/row_counts.mojo: lay_out_rows", "block_publish"): 2,  # FAILED
+    # COUNTED, FAILED.
+    ("rank_slots/row_counts.mojo: lay_out_rows", "block_peek"): 2,
+    ("rank_slots/row_counts.mojo: _count_rows", "block_arrive"): 2,  # SUMMED, COUNTED
+    ("rank_slots/row_counts.mojo: _count_rows", "block_publish"): 2,  # FAILED
     ("rank_slots/host_dispatch.mojo: dispatch_async_host", "publish"): 2,
     ("expert_slots/device_steps.mojo: await_done_words", "peek"): 2,
     ("expert_slots/device_steps.mojo: await_message", "peek"): 2,
@@ -139,9 +140,10 @@ BARRIERS = {
     ("rank_slots/device_steps.mojo: start_launch", "barrier"): 1,
     ("rank_slots/dispatch.mojo: _receive", "syncwarp"): 1,
     ("rank_slots/dispatch.mojo: _send", "syncwarp"): 1,
-    ("rank_slots/dispatch_send.mojo: _send_tokens", "syncwarp"): 1,
+    ("rank_slots/dispatch_send.mojo: _send_tokens_in_chunks", "syncwarp"): 1,
     ("rank_slots/index.mojo: _index_by_blocks", "index_barrier"): 4,
-    ("rank_slots/row_counts.mojo: lay_out_rows", "syncwarp"): 2,
+    ("rank_slots/row_counts.mojo: _count_rows", "syncwarp"): 3,
+    ("rank_slots/row_counts.mojo: _read_counts", "syncwarp"): 1,
     ("watch.mojo: watch_kernel", "barrier"): 3,  # of a launch of its own
 }
 # Each kernel of `rank_slots` begins with it: launches may overlap.
@@ -199,7 +201,12 @@ SECOND_STREAM = {
 _STARTS = (
     "header_word(",
     # Of an all-gather the choices say which ranks there are.
-    "num_threads, layout, n_ranks if token_fmt_type.n_carried > 0 else 0",
+    "Choices[",
+    "n_ranks if token_fmt_type.n_carried > 0 else 0",
+    "_look_ahead[",
+    "share_choices[",
+    "receivers[",
+    "](ahead.id, word)",
     "start_launch[",
 )
 _MOVES = (
@@ -317,7 +324,7 @@ IN_THIS_ORDER = {
     ),
     _COMBINE_WAIT: (
         *_WAITS_BESIDE,
-        "if not launch.can_go or has_too_few_rows[",
+        "if not launch.can_go or has_too_few_rows(",
         "comptime if halves_overlap:",
         "await_kernels_before()",
         "return",
@@ -388,9 +395,14 @@ IN_THIS_ORDER = {
         "return self.ids[unsafe_offset=choice]",
     ),
     "rank_slots/index.mojo: weight": (
+        "comptime if layout.is_reduced() and Self.n_ranks_all == 0:",
+        "if self.are_shared() and self.n_choices <= _N_SHARED_WEIGHTS:",
+        "return self.weight_in_memory[layout](choice)",
+    ),
+    "rank_slots/index.mojo: weight_in_memory": (
         "comptime if Self.n_ranks_all > 0:",
         "return 1",
-        "if self.n_choices <= _N_SHARED_WEIGHTS:",
+        "return self.weights[unsafe_offset=choice]",
     ),
     # A CPU rank is one worker of one, and shows neither.
     "formats/with_choices.mojo: end_choices": (
@@ -400,12 +412,12 @@ IN_THIS_ORDER = {
     ),
     "rank_slots/index.mojo: share_choices": (
         "if not choices.are_shared():",
-        "return choices",
+        "return",
         # The router has given others than these, and maybe fewer.
         "if layout.is_reduced() and n_ranks_all == 0:",
         "if n_choices <= _N_SHARED_WEIGHTS:",
         "for i in range(me, n_choices, num_threads):",
-        "router_weights[unsafe_offset=i]",
+        "choices.weights[unsafe_offset=i]",
         "while first - me + _SHARED_AT_ONCE * num_threads <= n_choices:",
         "ids[i] = choices.id_in_memory(first + i * num_threads)",
         "choices.shared_ids[unsafe_offset=first + i * num_threads] = ids[",
@@ -415,7 +427,7 @@ IN_THIS_ORDER = {
         "var id = choices.id_in_memory(i)",
         "choices.shared_ids[unsafe_offset=i] = id",
         "_count_own(n_of_expert, id)",
-        "_sum_of_lanes(n_of_expert[i])",
+        "sum_of_lanes(n_of_expert[i])",
         "choices.counted[",
         "unsafe_offset=i * WARP_SIZE + me // WARP_SIZE",
         "] = Int32(n)",
@@ -443,18 +455,58 @@ IN_THIS_ORDER = {
         "else:",
         "_count_equal(choices.shared_ids, id, end, lane)",
         "turn += N_INDEX_WARPS",
+        "_tell_item[",
+        "Item(item, id, weight, n_equal)",
+    ),
+    "rank_slots/index.mojo: _tell_item": (
+        "var choice = item.number - n_experts",
         "if choice >= 0:",
         "_enter_choice[",
-        "n_equal,",
-        "lane,",
+        "item.id,",
+        "item.weight,",
+        "item.n_equal,",
+        "launch.lane,",
         "WARP_SIZE,",
-        "elif lane == 0:",
-        "_tell_count[layout](item, n_equal,",
+        "elif launch.lane == 0:",
+        "_tell_count[layout](",
+        "item.number, item.n_equal, generation, counts, launch",
+    ),
+    # Fewest of them: the first item of a warp is found before the header is read.
+    "rank_slots/dispatch.mojo: _look_ahead": (
+        "part.load[layout, token_fmt_type](elements, tokens, choices)",
+        "if indexer >= 0 and choices.are_in_lanes():",
+        "load_ids(lane_ids, choices)",
+        "Int(block_idx.x) + indexer * Int(grid_dim.x),",
+    ),
+    "rank_slots/index.mojo: load_ids": (
+        "comptime for i in range(N_LANE_IDS):",
+        "var choice = i * WARP_SIZE + Int(lane_id())",
+        "if choice < choices.n_choices:",
+        "ids[i] = choices.id_in_memory(choice)",
+    ),
+    "rank_slots/index.mojo: of": (
+        "var choice = number - n_experts",
+        "var id = Int32(number)",
+        "var end = choices.n_choices",
+        "if choice >= 0:",
+        "end = min(end, choice)",
+        "id = choices.id_in_memory(choice)",
+        "weight = choices.weight_in_memory[layout](choice)",
+        "comptime for i in range(N_LANE_IDS):",
+        "if i * WARP_SIZE + Int(lane_id()) < end and ids[i] == id:",
+        "n_equal += 1",
+        "sum_of_lanes(n_equal)",
+    ),
+    "rank_slots/index.mojo: _index_lanes": (
+        "var item = first_item",
+        "while item.number < n_experts + choices.n_choices:",
+        "_tell_item[",
+        "lane_ids, choices, item.number + N_INDEX_WARPS * Int(grid_dim.x)",
     ),
     "rank_slots/index.mojo: counted_of_block": (
         "if lane < Int(block_dim.x) // WARP_SIZE:",
         "unsafe_offset=turn * WARP_SIZE + lane",
-        "_sum_of_lanes(",
+        "sum_of_lanes(",
     ),
     "rank_slots/index.mojo: _count_equal": (
         "var whole = end // _IDS_AT_ONCE * _IDS_AT_ONCE",
@@ -465,7 +517,7 @@ IN_THIS_ORDER = {
         "n_equal += 1",
         "if whole + lane < end and ids[unsafe_offset=whole + lane] == id:",
         "n_equal += 1",
-        "_sum_of_lanes(n_equal)",
+        "sum_of_lanes(n_equal)",
     ),
     "rank_slots/index.mojo: _write_entry": (
         "for i in range(lane, layout.n_ranks, n_lanes):",
@@ -538,30 +590,33 @@ IN_THIS_ORDER = {
     "rank_slots/index.mojo: _tell_count": (
         "min(n_listed, layout.max_tokens_per_rank)",
     ),
+    # A block's first parts, one a warp, then each warp's next ones.
+    "rank_slots/dispatch_send.mojo: _send_early_tokens": (
+        "if not first_part.is_sent:",
+        "var number = first_part.number",
+        "await_readers[",
+        # A wait for speed alone.
+        "comptime if waits_for_index:",
+        "if not choices.are_in_lanes() and n_tokens <= _ENTRIES_FIRST:",
+        "var receivers = first_receivers",
+        "number += n_senders * Int(grid_dim.x)",
+        "if number >= n_all:",
+        "piece = cut.piece(number)",
+        "choices.id_of_lane[layout](piece.whole, launch.lane)",
+    ),
     # Parts that are sent at once have a flag each.
-    "rank_slots/dispatch_send.mojo: _send_tokens": (
+    "rank_slots/dispatch_send.mojo: _send_tokens_in_chunks": (
         "parts_at_once_shift[layout, n_steps](n_tokens, n_senders)",
-        "var first_part = Int(block_idx.x) + sender * n_blocks",
-        "var shift = 0",
-        "if not is_early:",
-        "first_part, shift = deal.unit(sender)",
+        "deal.unit(sender)",
         "if first_part >= n_all:",
-        "](first_part >> shift, n_units,",
-        # A wait for speed alone, which the model has always.
-        "if is_early and waits_for_index:",
-        "if n_tokens <= _ENTRIES_FIRST:",
+        "await_readers[",
         "for first in range(0, n_receivers << shift, WARP_SIZE):",
         "var mine = (first + lane) >> shift",
-        "var part = (sent.part << shift) + (",
-        "lane & ((1 << shift) - 1)",
+        "var part = (unit << shift) + (lane & ((1 << shift) - 1))",
         # Each turn is taken once; those before it were the senders' first.
-        "if is_early:",
-        "first_part += n_senders * n_blocks",
-        "else:",
         "take_turn(launch.control.unsafe_offset(NEXT_TURN), lane)",
         "first_part, shift = deal.unit(n_senders + turn)",
         "if first_part >= n_all:",
-        "](first_part >> shift, n_units,",
     ),
     "rank_slots/index.mojo: _enter_choice": (
         "var has_place = is_expert and position < layout.max_tokens_per_rank",
@@ -575,14 +630,14 @@ IN_THIS_ORDER = {
     "rank_slots/combine_send.mojo: send_partials": (
         "var turn = sender",
         "var unit = Int(block_idx.x) + turn * n_blocks",
-        "if unit >= most * n_others * n_parts:",
+        "if unit >= most * n_others * cut.n_parts():",
         "if not are_few:",
         "turn = n_senders + take_turn(",
         "launch.control.unsafe_offset(NEXT_TURN), lane",
         "else:",
         "turn += n_senders",
-        "var src_rank = my_rank + 1 + other\n",
-        "src_rank -= n_ranks if src_rank >= n_ranks else 0\n",
+        "sum_to_send[layout](piece.whole)",
+        "source_rank(my_rank, source, n_ranks)",
         "recv_bufs[unsafe_offset=src_rank]",
         "layout.partial_offset(my_rank, token_idx)",
     ),
@@ -654,7 +709,7 @@ BREAKS_ITS_RANK = {
     "rank_slots/dispatch.mojo: _await_send_tokens": 1,
     "rank_slots/dispatch.mojo: _receive": 1,
     "rank_slots/dispatch_receive.mojo: receive_tokens": 4,
-    "rank_slots/row_counts.mojo: lay_out_rows": 2,
+    "rank_slots/row_counts.mojo: _count_rows": 2,
     "expert_slots/combine.mojo: combine_async_kernel": 1,
     "expert_slots/combine.mojo: combine_kernel": 1,
     "expert_slots/device_steps.mojo: is_last_block": 1,
@@ -867,7 +922,7 @@ def test_functions_do_things_in_this_order(where: str) -> None:
 def test_who_waits_for_readers_of_what() -> None:
     names = {"await_readers", "note_readers"}
     in_model = sources.model_directions(MODULES["rank_slots"], names)
-    assert len(in_model) == 9
+    assert len(in_model) == 10
     assert sources.directions(names) == in_model
 
 

@@ -19,8 +19,9 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
     weights [n_ranks][max_tokens_per_rank * top_k] (float32)
                           `rank_slots` reduced only: tokens of each source rank
                           in the last dispatch_wait, and of each of their
-                          choices the row here, `NO_ROW` if there is none, and
-                          the router weight
+                          choices the row here, or that there is none, and the
+                          router weight. Sources are counted from this rank on
+                          (`source_from`)
 """
 import max.gpu.primitives.warp as warp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
@@ -37,7 +38,70 @@ comptime NO_EXPERT = Int32(-1)
 """Expert of a choice that is not sent."""
 
 comptime NO_ROW = Int32(-1)
-"""Row of a choice whose expert is on another rank, or that has none."""
+"""Row of a choice whose expert is on another rank, or that has none. GPU ranks
+have `row_elsewhere` in its place where they know the rank."""
+
+
+@always_inline
+def row_elsewhere(rank: Int) -> Int32:
+    """Names the rank of a choice of this rank's that has its row there.
+
+    Args:
+        rank: A peer.
+
+    Returns:
+        What is noted as the choice's row: less than `NO_ROW`.
+    """
+    return NO_ROW - 1 - Int32(rank)
+
+
+@always_inline
+def rank_elsewhere(row: Int32) -> Int:
+    """Reads which rank has the row.
+
+    Args:
+        row: A row, `NO_ROW`, or from `row_elsewhere`.
+
+    Returns:
+        The rank; negative if the row is here, or there is none.
+    """
+    return Int(NO_ROW - 1 - row)
+
+
+@always_inline
+def source_from(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
+    """Counts the sources from a rank on: itself is 0, the one after it 1.
+
+    So a launch finds what it has noted of the first ones before it has read which
+    rank it is.
+
+    Args:
+        my_rank: The rank.
+        src_rank: The source.
+        n_ranks: Ranks of the group.
+
+    Returns:
+        In `[0, n_ranks)`.
+    """
+    var source = src_rank - my_rank
+    return source + n_ranks if source < 0 else source
+
+
+@always_inline
+def source_rank(my_rank: Int, source: Int, n_ranks: Int) -> Int:
+    """Finds the rank of a source that is counted so.
+
+    Args:
+        my_rank: The rank.
+        source: From `source_from`.
+        n_ranks: Ranks of the group.
+
+    Returns:
+        In `[0, n_ranks)`.
+    """
+    var rank = my_rank + source
+    return rank - n_ranks if rank >= n_ranks else rank
+
 
 comptime _MAGIC = 0
 comptime _MY_RANK = 1
@@ -188,6 +252,19 @@ struct LaunchHeader(TrivialRegisterPassable):
     """Tokens of the last dispatch of an even generation."""
     var n_tokens_odd: Int
     """Tokens of the last dispatch of an odd generation."""
+
+    @staticmethod
+    @always_inline
+    def my_rank_of(word: Int32) -> Int:
+        """Hands the rank alone to all lanes of a warp.
+
+        Args:
+            word: As for `of`.
+
+        Returns:
+            The rank that owns the counters.
+        """
+        return Int(warp.shuffle_idx(word, UInt32(_MY_RANK)))
 
     @staticmethod
     @always_inline
@@ -710,48 +787,49 @@ struct EPLocalSyncCounters[n_experts: Int](
     def received_tokens(
         self, layout: RegionLayout
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to how many tokens each source rank had in the last dispatch.
+        """Points to how many tokens each source had in the last dispatch.
 
         Args:
             layout: How the regions are cut.
 
         Returns:
-            `[n_ranks]`.
+            `[n_ranks]`, by `source_from`.
         """
         return self.words.unsafe_offset(_received_word(layout))
 
     @always_inline
     def received_rows(
-        self, layout: RegionLayout, src_rank: Int
+        self, layout: RegionLayout, source: Int
     ) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the rows of a source's choices in the last dispatch.
 
         Args:
             layout: How the regions are cut.
-            src_rank: The source, in `[0, n_ranks)`.
+            source: The source, from `source_from`.
 
         Returns:
-            `[n_choices]`, `NO_ROW` where the expert is not on this rank.
+            `[n_choices]`, `NO_ROW` where the expert is not on this rank; of this
+            rank's own choices GPU ranks note `row_elsewhere`.
         """
         return self.words.unsafe_offset(
             _received_word(layout)
             + layout.n_ranks
-            + src_rank * layout.n_choices()
+            + source * layout.n_choices()
         )
 
     @always_inline
     def received_weights(
-        self, layout: RegionLayout, src_rank: Int
+        self, layout: RegionLayout, source: Int
     ) -> Pointer[Float32, MutUntrackedOrigin]:
         """Points to the router weights of a source's choices.
 
         Args:
             layout: How the regions are cut.
-            src_rank: The source, in `[0, n_ranks)`.
+            source: The source, from `source_from`.
 
         Returns:
             `[n_choices]`; only those with a row here are written.
         """
         return self.received_rows(
-            layout, layout.n_ranks + src_rank
+            layout, layout.n_ranks + source
         ).unsafe_bitcast[Float32]()

@@ -329,6 +329,28 @@ def peek_number(flag: FlagPointer) -> UInt64:
 
 
 @always_inline
+def peek_two_numbers(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
+    """Reads two neighbouring flags at once, each for its own count only.
+
+    Args:
+        flag: The first one, aligned to 16 bytes.
+
+    Returns:
+        Of each, what `peek_number` returns.
+    """
+    comptime assert is_nvidia_gpu(), "two accesses in one instruction, in PTX"
+    # ORDER: RELAXED, system scope, as two accesses of 64 bits, in any order. Each
+    # pairs with the RELAXED in `publish_number`. Makes visible: itself.
+    var words = inlined_assembly[
+        "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];",
+        _RegisterPackType[UInt64, UInt64],
+        constraints="=l,=l,l,~{memory}",
+        has_side_effect=True,
+    ](flag)
+    return (words[0], words[1])
+
+
+@always_inline
 def has_reached(word: UInt64, generation: UInt32) -> Bool:
     """Tells whether a done word shows a generation or a later one.
 

@@ -20,6 +20,7 @@ CALLS: dict[str, tuple[str, Order, str]] = {
     "peek": ("await", Order.ACQUIRE, "system"),
     "publish_number": ("write", Order.RELAXED, "system"),
     "peek_number": ("await", Order.RELAXED, "system"),
+    "peek_two_numbers": ("await", Order.RELAXED, "system"),
     "put_16": ("write", Order.RELAXED, "system"),
     "peek_16": ("await", Order.RELAXED, "system"),
     "block_add": ("arrive", Order.RELAXED, "block"),
@@ -126,12 +127,16 @@ class World(Program):
     n_local_experts: int = 1
     n_blocks: int = 1
     n_index_warps: int = 1
+    most_counting_warps: int = 2
+    """How many of them read counts, the last ones; if there are so many."""
     n_parts: int = 1
     """Parts of a token that announce themselves each by itself."""
     n_parts_at_once: int = 1
     """Parts that are sent before any of them is announced."""
     indexes_by_blocks: bool = False
     """Whether blocks write the entries of a run of choices each."""
+    indexes_in_lanes: bool = False
+    """Whether tokens do not wait for the entries, which are written as soon."""
     carries_choices: bool = False
     """Whether a token takes what the router chose for it along, in an all-gather."""
     n_early_tokens: int = 2
@@ -238,6 +243,10 @@ class World(Program):
     def has(self, mutation: str) -> bool:
         """Tells whether a mutation of that name is on."""
         return self.mutation is not None and mutation in self.mutation.switches
+
+    @property
+    def n_counting_warps(self) -> int:
+        return min(self.n_index_warps, self.most_counting_warps)
 
     @property
     def tells_at_dispatch_end(self) -> bool:
@@ -525,6 +534,12 @@ class Agent:
 
     def peek_number(self, where: str, place: Place, accept: Any, truth: Any) -> None:
         self._access("peek_number", where, place, accept=accept, truth=truth)
+
+    def peek_two_numbers(
+        self, where: str, place: Place, accept: Any, truth: Any
+    ) -> None:
+        """One of the two: each is an access of its own."""
+        self._access("peek_two_numbers", where, place, accept=accept, truth=truth)
 
     def peek_16(self, where: str, place: Place, accept: Any, truth: Any) -> None:
         self._access("peek_16", where, place, accept=accept, truth=truth)

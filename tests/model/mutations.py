@@ -278,8 +278,8 @@ HARMLESS = {
     "generation 1 for ever: store(carried_choice) in"
     " rank_slots/host_dispatch.mojo: _send_carried": _TAGGED_FOR_GPUS,
     "relaxed instead of more: block_peek(INDEXED) in"
-    " rank_slots/dispatch_send.mojo: _send_tokens": _ENTRIES_FIRST,
+    " rank_slots/dispatch_send.mojo: _send_early_tokens": _ENTRIES_FIRST,
     "left out: block_peek(INDEXED) in"
-    " rank_slots/dispatch_send.mojo: _send_tokens": _ENTRIES_FIRST,
+    " rank_slots/dispatch_send.mojo: _send_early_tokens": _ENTRIES_FIRST,
 }
 """Mutations that change nothing that matters, and why."""

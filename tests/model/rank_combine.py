@@ -83,23 +83,21 @@ def is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
 
 def _receive(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
     if not is_bad_answer(launch, a, n, of):
-        add_tokens(launch, a, block, m, n, of)
+        add_tokens(launch, a, block, m, n)
 
 
-def add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
+def add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int) -> None:
     """Adds up tokens of the `m`-th combine, which answers the `n`-th dispatch."""
     world, rank = launch.world, launch.rank
     where = _RECEIVE + "add_tokens"
-    parity = launch.parity(of, n)
-    for t, experts in enumerate(world.tokens(n, rank)):
+    for t in range(len(world.tokens(n, rank))):
         if t % world.n_blocks != block:
             continue
-        for k in range(len(experts)):
-            a.load(where, ("choices", rank, parity, t, k), ("choice", n, t, k))
         owners = world.owners(n, rank, t)
+        truth = ("row", n, rank, t)
+        # It says, too, which other ranks have rows of it.
+        a.load(where, ("received_rows", rank, rank, t), truth)
         if rank in owners:
-            truth = ("row", n, rank, t)
-            a.load(where, ("received_rows", rank, rank, t), truth)
             a.load(where, ("received_weights", rank, rank, t), truth)
         for owner in owners:
             for part in range(world.n_parts if owner != rank else 0):

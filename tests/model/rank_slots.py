@@ -50,6 +50,8 @@ def index_choices(launch: Launch, a: Agent, block: int, indexer: int) -> None:
     await_readers(launch, a, False)
     if launch.world.indexes_by_blocks:
         _index_by_blocks(launch, a, block, indexer)
+    elif launch.world.indexes_in_lanes:
+        _index_lanes(launch, a, block, indexer)
     else:
         _index_one_by_one(launch, a, block, indexer)
 
@@ -71,17 +73,32 @@ def _index_by_blocks(launch: Launch, a: Agent, block: int, indexer: int) -> None
             _tell_count(launch, a, expert)
 
 
+def _index_lanes(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    for item in _items(launch, block, indexer):
+        _tell_item(launch, a, item)
+
+
 def _index_one_by_one(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    for item in _items(launch, block, indexer):
+        _tell_item(launch, a, item)
+
+
+def _items(launch: Launch, block: int, indexer: int) -> range:
+    world = launch.world
+    tokens = world.tokens(launch.dispatched + 1, launch.rank)
+    n_items = len(world.experts) + sum(map(len, tokens))
+    return range(block + indexer * world.n_blocks, n_items, _stride(launch))
+
+
+def _tell_item(launch: Launch, a: Agent, item: int) -> None:
     world = launch.world
     tokens = world.tokens(launch.dispatched + 1, launch.rank)
     choices = [(t, k) for t, experts in enumerate(tokens) for k in range(len(experts))]
     n_experts = len(world.experts)
-    first = block + indexer * world.n_blocks
-    for item in range(first, n_experts + len(choices), _stride(launch)):
-        if item < n_experts:
-            _tell_count(launch, a, world.experts[item])
-        else:
-            _enter_choice(launch, a, *choices[item - n_experts])
+    if item < n_experts:
+        _tell_count(launch, a, world.experts[item])
+    else:
+        _enter_choice(launch, a, *choices[item - n_experts])
 
 
 def _tell_count(launch: Launch, a: Agent, expert: int) -> None:
@@ -143,7 +160,7 @@ def _write_entry(
         )
 
 
-def _send_tokens(
+def send_by_number(
     launch: Launch,
     a: Agent,
     block: int,
@@ -151,49 +168,77 @@ def _send_tokens(
     to_peers: bool,
     waits_for_index: bool,
 ) -> None:
-    world, rank = launch.world, launch.rank
-    n = launch.dispatched + 1
-    generation = launch.next("dispatch_sent")
-    tokens = world.tokens(n, rank)
-    is_early = len(tokens) <= world.n_early_tokens
+    world = launch.world
+    tokens = world.tokens(launch.dispatched + 1, launch.rank)
     mine = [t for t in range(len(tokens)) if t % world.n_blocks == block]
     if not mine:
         return
+    if len(tokens) <= world.n_early_tokens:
+        _send_early_tokens(launch, a, block, mine, has_input, to_peers, waits_for_index)
+    else:
+        _send_tokens_in_chunks(launch, a, mine, has_input, to_peers)
+
+
+def _send_early_tokens(
+    launch: Launch,
+    a: Agent,
+    block: int,
+    mine: list[int],
+    has_input: bool,
+    to_peers: bool,
+    waits_for_index: bool,
+) -> None:
+    world, rank = launch.world, launch.rank
     await_readers(launch, a, False)
-    if is_early and waits_for_index:
+    if waits_for_index and not world.indexes_in_lanes:
         a.block_peek(
-            _SEND + "_send_tokens",
+            _SEND + "_send_early_tokens",
             ("INDEXED", rank, block),
             world.n_index_warps,
         )
     for t in mine:
-        if world.protocol == "gather":
-            targets = [r for r in world.ranks if world.experts_of(r)]
-        else:
-            targets = world.owners(n, rank, t)
-        peers = [r for r in targets if r != rank] if to_peers else []
-        is_own = world.has_shared_expert or rank in targets
-        own = [rank] if is_own and not has_input else []
-        at_once = 1 if is_early else world.n_parts_at_once
-        for first in range(0, world.n_parts, at_once):
-            parts = range(first, min(first + at_once, world.n_parts))
+        for part in range(world.n_parts):
+            for to in _receivers(launch, t, has_input, to_peers):
+                truth = ("token", launch.dispatched + 1, rank, t, part)
+                place = ("early_token", to, rank, t, part)
+                a.put_16(_SEND + "_store_steps", place, truth, truth)
+
+
+def _send_tokens_in_chunks(
+    launch: Launch, a: Agent, mine: list[int], has_input: bool, to_peers: bool
+) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    await_readers(launch, a, False)
+    for t in mine:
+        receivers = _receivers(launch, t, has_input, to_peers)
+        for first in range(0, world.n_parts, world.n_parts_at_once):
+            parts = range(first, min(first + world.n_parts_at_once, world.n_parts))
             for part in parts:
-                for to in [*peers, *own]:
+                for to in receivers:
                     truth = ("token", n, rank, t, part)
-                    where = _SEND + "_store_steps"
-                    if is_early:
-                        place = ("early_token", to, rank, t, part)
-                        a.put_16(where, place, truth, truth)
-                    else:
-                        a.store(where, ("token", to, rank, t, part), truth, truth)
-            for part in [] if is_early else parts:
-                for to in [*peers, *own]:
+                    place = ("token", to, rank, t, part)
+                    a.store(_SEND + "_store_steps", place, truth, truth)
+            for part in parts:
+                for to in receivers:
                     a.publish(
-                        _SEND + "_send_tokens",
+                        _SEND + "_send_tokens_in_chunks",
                         ("chunk_flag", to, rank, t, part),
                         (generation, 0),
                         ("token", n, rank, t, part),
                     )
+
+
+def _receivers(launch: Launch, t: int, has_input: bool, to_peers: bool) -> list[int]:
+    world, rank = launch.world, launch.rank
+    if world.protocol == "gather":
+        targets = [r for r in world.ranks if world.experts_of(r)]
+    else:
+        targets = world.owners(launch.dispatched + 1, rank, t)
+    peers = [r for r in targets if r != rank] if to_peers else []
+    is_own = world.has_shared_expert or rank in targets
+    return [*peers, rank] if is_own and not has_input else peers
 
 
 def _send(
@@ -214,7 +259,7 @@ def _send(
         indexers.append(a)
     if not (tokens_are_sent and has_input):
         sender = launch.agent(f"block {block}, sender")
-        _send_tokens(launch, sender, block, has_input, not tokens_are_sent, True)
+        send_by_number(launch, sender, block, has_input, not tokens_are_sent, True)
     return numbers, indexers
 
 
@@ -245,33 +290,48 @@ def read_numbers(launch: Launch, a: Agent, block: int) -> None:
     a.block_publish(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
 
 
-def lay_out_rows(launch: Launch, a: Agent, block: int, counter: int) -> None:
+def lay_out_rows(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+    world, rank = launch.world, launch.rank
+    n_counting = world.n_counting_warps
+    counter = indexer - (world.n_index_warps - n_counting)
+    if counter >= 0:
+        _count_rows(launch, a, block, counter)
+    if block == 0:
+        where = _COUNTS + "lay_out_rows"
+        a.block_peek(where, ("COUNTED", rank, block), n_counting)
+        for other in range(n_counting):
+            a.load(where, ("block_pair_rows", rank, block, other), is_=1)
+        truth = ("pair rows", launch.dispatch_read + 1)
+        a.store(where, ("pair_rows", rank, indexer), 1, truth)
+
+
+def _count_rows(launch: Launch, a: Agent, block: int, counter: int) -> None:
+    """One word stands for the rows before all pairs of a warp."""
+    world, rank = launch.world, launch.rank
+    where = _COUNTS + "_count_rows"
+    _read_counts(launch, a, block, counter)
+    if world.n_counting_warps > 1:
+        a.block_arrive(where, ("SUMMED", rank, block))
+        a.block_peek(where, ("SUMMED", rank, block), world.n_counting_warps)
+        for other in range(world.n_counting_warps):
+            a.load(where, ("sums", rank, block, other), is_=1)
+    a.store(where, ("block_pair_rows", rank, block, counter), 1)
+    a.block_arrive(where, ("COUNTED", rank, block))
+
+
+def _read_counts(launch: Launch, a: Agent, block: int, counter: int) -> None:
     world, rank = launch.world, launch.rank
     n = launch.dispatch_read + 1
     generation = launch.next("dispatch_received")
     pairs = [(e, src) for e in world.experts_of(rank) for src in world.ranks]
-    mine = pairs[counter :: world.n_index_warps]
-    for expert, src in mine:
-        a.peek_number(
+    for expert, src in pairs[counter :: world.n_counting_warps]:
+        a.peek_two_numbers(
             _COUNTS + "_read_counts",
             ("dispatch_count", rank, expert, src),
             ("equals", generation),
             ("count", n, src, expert),
         )
-    where = _COUNTS + "lay_out_rows"
     a.store(_COUNTS + "_read_counts", ("sums", rank, block, counter), 1)
-    a.block_arrive(where, ("SUMMED", rank, block))
-    a.block_peek(where, ("SUMMED", rank, block), world.n_index_warps)
-    for other in range(world.n_index_warps):
-        a.load(where, ("sums", rank, block, other), is_=1)
-    a.store(where, ("block_pair_rows", rank, block, counter), 1)
-    a.block_arrive(where, ("COUNTED", rank, block))
-    if block == 0:
-        a.block_peek(where, ("COUNTED", rank, block), world.n_index_warps)
-        for other in range(world.n_index_warps):
-            a.load(where, ("block_pair_rows", rank, block, other), is_=1)
-        truth = ("pair rows", n)
-        a.store(where, ("pair_rows", rank, counter), 1, truth)
 
 
 def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> None:
@@ -279,36 +339,39 @@ def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
     n = launch.dispatch_read + 1
     generation = launch.next("dispatch_received")
     where = _RECEIVE + "receive_tokens"
+    most = max(len(world.tokens(n, src)) for src in world.ranks)
+    items = [(t, src) for t in range(most) for src in world.ranks]
+    mine = items[block :: world.n_blocks]
+    are_early = most <= world.n_early_tokens
+    if mine and are_early:
+        # It might look while it does not know yet how many tokens there are.
+        _look(launch, a, generation, *mine[0], has_input)
     a.block_peek(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
     for src in world.ranks:
         a.load(where, ("n_tokens_of", rank, block, src))
-    most = max(len(world.tokens(n, src)) for src in world.ranks)
-    items = [(t, src) for t in range(most) for src in world.ranks]
     is_waiting = True
-    for t, src in items[block :: world.n_blocks]:
+    for i, (t, src) in enumerate(mine):
         tokens = world.tokens(n, src)
         if t >= len(tokens):
             continue
-        for k in range(len(tokens[t])):
-            place = ("entry", rank, src, t, k)
-            _await_words(launch, a, generation, place, ("entry", n, src, t, k))
         is_early = len(tokens) <= world.n_early_tokens
-        is_here = rank in world.owners(n, src, t)
-        is_here = is_here or (world.has_shared_expert and src == rank)
+        is_looked_at = are_early and i == 0
+        if not is_looked_at:
+            _await_entries(launch, a, generation, t, src)
         is_input = has_input and src == rank
-        if world.protocol == "gather" and is_early and world.experts_of(rank):
-            # It came, even if no row is made of it.
-            is_here = is_here or not is_input
         notes = ("received_rows", rank, src, t)
         truth = ("row", n, src, t)
-        if not is_here:
+        if not _is_here(launch, t, src, is_input):
             if world.is_reduced:
                 a.store(where, notes, None, truth)
             continue
         for part in range(0 if is_input else world.n_parts):
             meant = ("token", n, src, t, part)
             if is_early:
-                _load_early(launch, a, ("early_token", rank, src, t, part), meant)
+                place = ("early_token", rank, src, t, part)
+                if not is_looked_at:
+                    a.peek_16(_RECEIVE + "_look_at_steps", place, ("filled",), meant)
+                a.store(_RECEIVE + "_await_steps", place, EMPTY)
             else:
                 a.peek(
                     "expert_slots/device_steps.mojo: await_message",
@@ -316,7 +379,8 @@ def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
                     ("equals", generation),
                     meant,
                 )
-                a.load(_RECEIVE + "_load_steps", ("token", rank, src, t, part), meant)
+                place = ("token", rank, src, t, part)
+                a.load(_RECEIVE + "_look_at_steps", place, meant)
         if is_waiting:
             _are_counted(launch, a, block)
             is_waiting = False
@@ -327,11 +391,47 @@ def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
             a.store(where, ("received_weights", rank, src, t), True, truth)
 
 
+def _is_here(launch: Launch, t: int, src: int, is_input: bool) -> bool:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatch_read + 1
+    is_here = rank in world.owners(n, src, t)
+    is_here = is_here or (world.has_shared_expert and src == rank)
+    is_early = len(world.tokens(n, src)) <= world.n_early_tokens
+    if world.protocol == "gather" and is_early and world.experts_of(rank):
+        # It came, even if no row is made of it.
+        is_here = is_here or not is_input
+    return is_here
+
+
+def _look(
+    launch: Launch, a: Agent, generation: int, t: int, src: int, has_input: bool
+) -> None:
+    """Sees an early token's entries, and then the token, whenever they are there."""
+    world, rank = launch.world, launch.rank
+    n = launch.dispatch_read + 1
+    if t >= len(world.tokens(n, src)):
+        return
+    _await_entries(launch, a, generation, t, src)
+    is_input = has_input and src == rank
+    if _is_here(launch, t, src, is_input):
+        for part in range(0 if is_input else world.n_parts):
+            place = ("early_token", rank, src, t, part)
+            meant = ("token", n, src, t, part)
+            a.peek_16(_RECEIVE + "_look_at_steps", place, ("filled",), meant)
+
+
+def _await_entries(launch: Launch, a: Agent, generation: int, t: int, src: int) -> None:
+    n = launch.dispatch_read + 1
+    for k in range(len(launch.world.tokens(n, src)[t])):
+        place = ("entry", launch.rank, src, t, k)
+        _await_words(launch, a, generation, place, ("entry", n, src, t, k))
+
+
 def _await_words(
     launch: Launch, a: Agent, generation: int, place: tuple, meant: tuple
 ) -> None:
     peek = a.peek_16 if launch.world.is_reduced else a.peek_number
-    peek(_RECEIVE + "_await_words", place, ("equals", generation), meant)
+    peek(_RECEIVE + "_look_at_words", place, ("equals", generation), meant)
 
 
 def _place_carried(
@@ -341,17 +441,11 @@ def _place_carried(
     _await_words(launch, a, generation, place, ("carried", n, src, t))
 
 
-def _load_early(launch: Launch, a: Agent, place: tuple, meant: tuple) -> None:
-    a.peek_16(_RECEIVE + "_load_steps", place, ("filled",), meant)
-    a.store(_RECEIVE + "_load_steps", place, EMPTY)
-
-
 def _are_counted(launch: Launch, a: Agent, block: int) -> None:
     world, rank = launch.world, launch.rank
-    a.block_peek(
-        _RECEIVE + "_are_counted", ("COUNTED", rank, block), world.n_index_warps
-    )
-    for counter in range(world.n_index_warps):
+    n_counting = world.n_counting_warps
+    a.block_peek(_RECEIVE + "_are_counted", ("COUNTED", rank, block), n_counting)
+    for counter in range(n_counting):
         where = _RECEIVE + "receive_tokens"
         a.load(where, ("block_pair_rows", rank, block, counter), is_=1)
 
@@ -403,7 +497,7 @@ def send_tokens(launch: Launch) -> None:
     publish_earlier_reads(launch)
     for block in range(world.n_blocks):
         a = launch.agent(f"block {block}, sender")
-        _send_tokens(launch, a, block, True, True, False)
+        send_by_number(launch, a, block, True, True, False)
 
 
 def _are_sent(launch: Launch) -> bool:
@@ -484,11 +578,11 @@ def dispatch_wait(launch: Launch) -> None:
                 note_readers(launch, launch.agent("telling warp"), True)
         a = launch.agent(f"block {block}, numbers warp")
         read_numbers(launch, a, block)
-        for counter in range(world.n_index_warps):
-            a = launch.agent(f"block {block}, index warp {counter}")
+        for indexer in range(world.n_index_warps):
+            a = launch.agent(f"block {block}, index warp {indexer}")
             if world.has_shared_expert:
                 _own_number(launch, a, block)
-            lay_out_rows(launch, a, block, counter)
+            lay_out_rows(launch, a, block, indexer)
         a = launch.agent(f"block {block}, receiver")
         receive_tokens(launch, a, block, False)
         if tells_at_end:
@@ -507,8 +601,8 @@ def dispatch(launch: Launch) -> None:
         if world.is_reduced and block == 0:
             note_readers(launch, numbers, True)
         read_numbers(launch, numbers, block)
-        for counter, a in enumerate(indexers):
-            lay_out_rows(launch, a, block, counter)
+        for indexer, a in enumerate(indexers):
+            lay_out_rows(launch, a, block, indexer)
         receive_tokens(launch, launch.agent(f"block {block}, receiver"), block, True)
 
 

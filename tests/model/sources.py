@@ -241,7 +241,7 @@ def put_backs() -> set[str]:
     for file in protocol_files():
         for function, code in functions(file).items():
             for store in re.findall(r"store16\(([\s\S]{0,120})", code):
-                if re.match(r"[^;]*?,\s*LaneBytes\(EMPTY\)\s*\)", store):
+                if re.match(r"[^;]*?,\s*LaneBytes\(EMPTY\),?\s*\)", store):
                     found.add(f"{file}: {function}")
     return found
 

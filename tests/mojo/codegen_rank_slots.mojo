@@ -347,6 +347,9 @@ def main() raises:
     emit[dispatch[CARRIED, GATHER_REDUCED, MANY_TOKENS, n_experts=N_RANKS]](
         "dispatch.bf16_reduced_carried_parts"
     )
+    emit[dispatch[BF16, REDUCED, n_experts=2 * N_EXPERTS]](
+        "dispatch.bf16_reduced_many"
+    )
     emit[combine_async[DType.bfloat16]]("combine_async.bf16")
     emit[combine_async[DType.float32, MANY_TOKENS]]("combine_async.f32")
     emit[combine_wait[DType.bfloat16, shared=True]]("combine_wait.bf16_shared")

@@ -451,20 +451,22 @@ def _store_encoded[
 
 @always_inline
 def encode_steps[
-    input_type: DType, token_fmt_type: TokenFormat, is_scaled: Bool
+    in_flight: Int,
+    //,
+    input_type: DType,
+    token_fmt_type: TokenFormat,
+    is_scaled: Bool,
 ](
-    elements: Array[
-        SIMD[input_type, token_fmt_type.lane_elements],
-        steps_in_flight[token_fmt_type](),
-    ],
-    mut values: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
-    mut scales: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
+    elements: Array[SIMD[input_type, token_fmt_type.lane_elements], in_flight],
+    mut values: Array[LaneBytes, in_flight],
+    mut scales: Array[LaneBytes, in_flight],
     input_scale: Float32,
     lane: Int,
 ):
     """Encodes some steps of a token.
 
     Parameters:
+        in_flight: Steps.
         input_type: Element type of the token.
         token_fmt_type: Wire format of a token.
         is_scaled: Whether to multiply by `input_scale` first.
@@ -476,7 +478,7 @@ def encode_steps[
         input_scale: Factor of every element.
         lane: This lane.
     """
-    comptime for i in range(steps_in_flight[token_fmt_type]()):
+    comptime for i in range(in_flight):
         var wire = token_fmt_type.encode_lane[input_type, is_scaled](
             elements[i], input_scale
         )

@@ -23,7 +23,14 @@ half: the result is there; owners hear from the next launch
 partial sums were read. A launch that fails fills what it cannot compute with
 NaN.
 """
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, block_idx
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    WARP_SIZE,
+    block_idx,
+    grid_dim,
+    lane_id,
+    warp_id,
+)
 from std.utils import StaticTuple
 
 from ..counters import EPLocalSyncCounters
@@ -40,10 +47,11 @@ from .combine_checks import (
     has_too_few_rows,
     is_bad_answer,
     is_nothing_dispatched,
+    rows_delivered,
 )
 from .combine_receive import add_tokens
-from .combine_roles import N_CONTROL, N_WARPS_MIN, RECEIVE, SEND
-from .combine_send import send_partials
+from .combine_roles import FirstTurn, N_CONTROL, N_WARPS_MIN, RECEIVE, SEND
+from .combine_send import send_partials, sum_to_send
 from .device_steps import (
     Launch,
     await_kernels_before,
@@ -58,7 +66,8 @@ from .device_steps import (
     publish_reads,
     start_launch,
 )
-from .partial_sums import FEW_TOKENS, PartialFormat, are_few_tokens
+from .noted_rows import NotedRows
+from .partial_sums import FEW_TOKENS, PartialFormat, SumCut, are_few_tokens
 
 
 # ------------------------------------------------------------ the sending half
@@ -78,6 +87,7 @@ def _send[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
     n_senders: Int,
+    ahead: NotedRows,
 ):
     """Has a warp of a block take its part in the sending half.
 
@@ -95,11 +105,11 @@ def _send[
         launch: From `start_launch`.
         counters: This rank's local words.
         n_senders: Warps that send.
+        ahead: From `_First.notes`.
     """
     if launch.warp_idx >= n_senders:
         return
     var most = launch.before.most_received
-    comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime for are_few in [True, False]:
         if are_few_tokens(most) == are_few:
             send_partials[
@@ -112,6 +122,7 @@ def _send[
             ](
                 expert_rows,
                 most,
+                ahead,
                 recv_bufs,
                 dispatch_counts,
                 launch,
@@ -140,6 +151,9 @@ def _receive[
     dispatch_generation: UInt32,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
+    n_warps: Int,
+    ahead: NotedRows,
+    is_ahead: Bool,
 ):
     """Has a warp of a block take its part in the receiving half.
 
@@ -159,9 +173,11 @@ def _receive[
         dispatch_generation: The dispatch that is answered.
         launch: From `start_launch`.
         counters: This rank's local words.
+        n_warps: Warps of a block.
+        ahead: From `_First.notes`.
+        is_ahead: Whether that is of a token to add up.
     """
     var is_bad = is_bad_answer(n_tokens, dispatch_generation, launch, counters)
-    comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime for are_few in [True, False]:
         if are_few_tokens(n_tokens) == are_few:
             add_tokens[
@@ -171,14 +187,16 @@ def _receive[
                 n_experts,
                 layout,
                 fused_shared_expert,
-                Format.n_steps_at_once[are_few](),
+                are_few,
             ](
                 output_tokens,
                 n_tokens,
                 expert_rows,
                 recv_bufs,
-                dispatch_generation,
                 is_bad,
+                FirstTurn.of(launch.warp_idx, n_warps),
+                ahead,
+                is_ahead,
                 launch,
                 counters,
             )
@@ -188,21 +206,90 @@ def _receive[
 
 
 @always_inline
-def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
+def n_send_warps[n_ranks: Int](n_tokens: Int, n_warps: Int) -> Int:
     """Chooses how many warps of a block send before they add up tokens.
+
+    Parameters:
+        n_ranks: Ranks of the group.
 
     Args:
         n_tokens: Tokens of this rank.
         n_warps: Warps of a block.
 
     Returns:
-        In `[1, n_warps]`.
+        In `[1, n_warps]`; 0 if there is nobody to send to.
     """
+    comptime if n_ranks == 1:
+        return 0
     return min(16 if FEW_TOKENS < n_tokens and n_tokens <= 256 else 8, n_warps)
 
 
+@fieldwise_init
+struct _First(TrivialRegisterPassable):
+    """Whose notes a warp needs first, if tokens are few.
+
+    It is found before the launch before has ended, and before it is known how many
+    tokens peers have: if they are not few, it is of no use.
+    """
+
+    var source: Int
+    """The source, from `source_from`."""
+    var token_idx: Int
+    """The token there."""
+
+    @staticmethod
+    @always_inline
+    def of[
+        layout: RegionLayout, n_steps: Int
+    ](n_senders: Int, n_warps: Int) -> Self:
+        """Finds it: of a warp that sends its first unit, else its first turn.
+
+        Parameters:
+            layout: How the regions are cut.
+            n_steps: Steps of a row.
+
+        Args:
+            n_senders: Warps that send.
+            n_warps: Warps of a block.
+
+        Returns:
+            Whose they are.
+        """
+        var cut = SumCut[n_steps, True](True)
+        var warp_idx = Int(warp_id())
+        var turns = FirstTurn.of(warp_idx, n_warps)
+        var first = Self(0, cut.piece(turns.item(turns.turn)).whole)
+        if warp_idx < n_senders:
+            var unit = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
+            first.source, first.token_idx = sum_to_send[layout](
+                cut.piece(unit).whole
+            )
+        return first
+
+    @always_inline
+    def notes[
+        layout: RegionLayout
+    ](self, counters: EPLocalSyncCounters) -> NotedRows:
+        """Begins to read them.
+
+        Parameters:
+            layout: How the regions are cut.
+
+        Args:
+            counters: This rank's local words.
+
+        Returns:
+            The notes.
+        """
+        return NotedRows.of[layout](
+            counters, self.source, self.token_idx, Int(lane_id())
+        )
+
+
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
 )
 def combine_async_kernel[
     combine_dtype: DType,
@@ -257,13 +344,20 @@ def combine_async_kernel[
         partial_dtype,
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    comptime n_steps = PartialFormat[
+        combine_dtype, partial_dtype, hidden_size
+    ].n_steps
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
+    comptime n_senders = n_warps if n_ranks > 1 else 0
+    var first = _First.of[layout, n_steps](n_senders, n_warps)
     comptime if halves_overlap:
         await_kernels_before()
         let_next_begin()
     else:
         await_launch_before()
     var word = header_word(ep_counters)
+    var n_rows = rows_delivered[layout](ep_counters)
+    var ahead = first.notes[layout](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
@@ -282,9 +376,7 @@ def combine_async_kernel[
         else:
             ep_counters.set_combine_sent(generation)
     publish_earlier_reads[layout](launch, dispatch_counts, n_warps - 3)
-    if has_too_few_rows[n_experts, layout](
-        Int(n_rows_max), SEND, launch, ep_counters
-    ):
+    if has_too_few_rows(n_rows, n_rows_max, SEND, launch, ep_counters):
         return
     _send[combine_dtype, partial_dtype, hidden_size, n_experts, layout](
         BytePointer(unsafe_from_address=Int(expert_rows)),
@@ -292,13 +384,16 @@ def combine_async_kernel[
         dispatch_counts,
         launch,
         ep_counters,
-        n_warps,
+        n_senders,
+        ahead,
     )
     # AFTER: this generation's partial sums are on their way.
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
 )
 def combine_wait_kernel[
     combine_dtype: DType,
@@ -358,7 +453,12 @@ def combine_wait_kernel[
         protocol,
         partial_dtype,
     ]()
+    comptime n_warps = num_threads // WARP_SIZE
+    comptime n_steps = PartialFormat[
+        combine_dtype, partial_dtype, hidden_size
+    ].n_steps
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
+    var first = _First.of[layout, n_steps](0, n_warps)
     var word: Int32
     comptime if halves_overlap:
         let_next_begin()
@@ -366,19 +466,20 @@ def combine_wait_kernel[
     else:
         await_launch_before()
         word = header_word(ep_counters)
+    var n_rows = rows_delivered[layout](ep_counters)
+    var ahead = first.notes[layout](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
     )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, RECEIVE)
-    if not launch.can_go or has_too_few_rows[n_experts, layout](
-        expert_rows.n_rows, RECEIVE, launch, ep_counters
+    if not launch.can_go or has_too_few_rows(
+        n_rows, Int32(expert_rows.n_rows), RECEIVE, launch, ep_counters
     ):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         comptime if halves_overlap:
             await_kernels_before()
         return
-    comptime n_warps = num_threads // WARP_SIZE
     var generation = next_generation(launch.before.combine_received)
     comptime if not shares_gpu:
         if is_last_to_start[halves_overlap, is_wait=True](
@@ -414,6 +515,9 @@ def combine_wait_kernel[
         answered,
         launch,
         ep_counters,
+        n_warps,
+        ahead,
+        True,
     )
     comptime if halves_overlap:
         # The end of this kernel means the end of those before it.
@@ -430,7 +534,9 @@ def combine_wait_kernel[
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
 )
 def combine_kernel[
     combine_dtype: DType,
@@ -489,9 +595,16 @@ def combine_kernel[
         partial_dtype,
     ]()
     comptime n_warps = num_threads // WARP_SIZE
+    comptime n_steps = PartialFormat[
+        combine_dtype, partial_dtype, hidden_size
+    ].n_steps
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
+    var n_senders = n_send_warps[n_ranks](Int(n_tokens), n_warps)
+    var first = _First.of[layout, n_steps](n_senders, n_warps)
     await_launch_before()
     var word = header_word(ep_counters)
+    var n_rows = rows_delivered[layout](ep_counters)
+    var ahead = first.notes[layout](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
@@ -500,9 +613,7 @@ def combine_kernel[
     if (
         not launch.can_go
         or is_nothing_dispatched(launch, ep_counters)
-        or has_too_few_rows[n_experts, layout](
-            Int(n_rows_max), SEND, launch, ep_counters
-        )
+        or has_too_few_rows(n_rows, n_rows_max, SEND, launch, ep_counters)
     ):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
@@ -522,7 +633,8 @@ def combine_kernel[
         dispatch_counts,
         launch,
         ep_counters,
-        n_send_warps(Int(n_tokens), n_warps),
+        n_senders,
+        ahead,
     )
     if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
         note_readers[layout, False](launch, dispatch_counts, ep_counters)
@@ -541,5 +653,8 @@ def combine_kernel[
         launch.before.dispatch_received,
         launch,
         ep_counters,
+        n_warps,
+        ahead,
+        launch.warp_idx >= n_senders,
     )
     # AFTER: the result is complete; the next launch of this rank says so.

@@ -123,10 +123,32 @@ def is_nothing_dispatched[
 
 
 @always_inline
+def rows_delivered[
+    layout: RegionLayout
+](counters: EPLocalSyncCounters) -> Int32:
+    """Begins to read how many rows dispatch has delivered.
+
+    Of its own accord, so that it is under way with the header.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        counters: This rank's local words.
+
+    Returns:
+        Rows that the tensors must hold.
+    """
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    return Int32(counters.pair_row(n_pairs))
+
+
+@always_inline
 def has_too_few_rows[
-    n_experts: Int, layout: RegionLayout
+    n_experts: Int
 ](
-    n_rows_max: Int,
+    n_rows: Int32,
+    n_rows_max: Int32,
     phase: Int,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
@@ -135,9 +157,9 @@ def has_too_few_rows[
 
     Parameters:
         n_experts: Experts of the group.
-        layout: How the regions are cut.
 
     Args:
+        n_rows: From `rows_delivered`.
         n_rows_max: Rows given.
         phase: Who asks.
         launch: From `start_launch`.
@@ -146,8 +168,6 @@ def has_too_few_rows[
     Returns:
         Whether to do nothing.
     """
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
-    var n_rows = counters.pair_row(n_pairs)
     if n_rows <= n_rows_max:
         return False
     var last = launch.before.combine_sent
@@ -161,8 +181,8 @@ def has_too_few_rows[
         0,
         next_generation(last),
         0,
-        n_rows,
-        n_rows_max,
+        Int(n_rows),
+        Int(n_rows_max),
     )
     counters.set_broken()
     return True

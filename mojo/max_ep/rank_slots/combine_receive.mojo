@@ -9,7 +9,7 @@ from max.gpu import WARP_SIZE, block_idx, grid_dim
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from ..counters import EPLocalSyncCounters, NO_EXPERT, NO_ROW
+from ..counters import EPLocalSyncCounters, NO_ROW, rank_elsewhere
 from ..expert_slots.device_steps import (
     SharedAddresses,
     any_lane,
@@ -22,9 +22,11 @@ from ..failures import NO_MESSAGE, note_failure
 from ..flags import SPINS_BETWEEN_LOOKS, next_generation, peek_16
 from ..layout import RegionLayout
 from ..token_format import BytePointer, LaneBytes
-from .combine_roles import NEXT_PART, RECEIVE
-from .device_steps import EMPTY, Launch, divmod_32
-from .partial_sums import ADD_LOADS, PartialFormat, add_rows, n_parts_of
+from .combine_roles import FirstTurn, NEXT_PART, RECEIVE
+from .device_steps import EMPTY, Launch
+from .lanes import any_of_lanes
+from .noted_rows import NotedRows
+from .partial_sums import PartialFormat, add_rows, n_rows_at_once, sum_cut
 
 
 comptime MAX_LOOKS = 8
@@ -84,41 +86,29 @@ def _look_at_partial[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_steps: Int,
     n_looks: Int,
     first_look: Int,
-](
-    mut looks: Array[LaneBytes, n_looks],
-    partial_sum: BytePointer,
-    first: Int,
-    end: Int,
-    lane: Int,
-):
-    """Reads a lane's shares of a partial sum, whether they have come or not.
+](mut looks: Array[LaneBytes, n_looks], partial_sum: BytePointer, share: Int):
+    """Reads a lane's share of a partial sum, whether it has come or not.
 
     Parameters:
         combine_dtype: Element type of rows.
         partial_dtype: Element type of partial sums.
         hidden_size: Elements of a row.
-        n_steps: Steps that are added at once.
         n_looks: Length of `looks`.
         first_look: First of those of this partial sum.
 
     Args:
         looks: Result.
         partial_sum: `[hidden_size]` in this rank's region.
-        first: First step.
-        end: Behind the last.
-        lane: This lane.
+        share: The share; behind the last nothing is read.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime for step in range(n_steps):
-        var share = (first + step) * WARP_SIZE + lane
-        if first + step < end and share < Format.n_shares:
-            comptime for i in range(Format.n_partial_vectors):
-                looks[
-                    first_look + step * Format.n_partial_vectors + i
-                ] = peek_16(Format.partial_vector(partial_sum, share, i))
+    if share < Format.n_shares:
+        comptime for i in range(Format.n_partial_vectors):
+            looks[first_look + i] = peek_16(
+                Format.partial_vector(partial_sum, share, i)
+            )
 
 
 @always_inline
@@ -127,68 +117,58 @@ def _add_partial[
     partial_dtype: DType,
     hidden_size: Int,
     n_experts: Int,
-    n_steps: Int,
     n_looks: Int,
     first_look: Int,
 ](
-    mut sums: Array[
-        PartialFormat[combine_dtype, partial_dtype, hidden_size].Sum, n_steps
-    ],
+    mut sum: PartialFormat[combine_dtype, partial_dtype, hidden_size].Sum,
     looks: Array[LaneBytes, n_looks],
     partial_sum: BytePointer,
-    first: Int,
-    end: Int,
+    share: Int,
     owner_rank: Int,
     generation: UInt32,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> Bool:
-    """Adds a lane's shares of a partial sum as they come.
+    """Adds a lane's share of a partial sum as it comes.
 
     Parameters:
         combine_dtype: Element type of rows.
         partial_dtype: Element type of partial sums.
         hidden_size: Elements of a row.
         n_experts: Experts of the group.
-        n_steps: Steps that are added at once.
         n_looks: Length of `looks`.
         first_look: First of those of this partial sum.
 
     Args:
-        sums: Shares of this lane, to be added to.
+        sum: The share of this lane, to be added to.
         looks: What was there before.
         partial_sum: `[hidden_size]` in this rank's region.
-        first: First step.
-        end: Behind the last.
+        share: The share; behind the last there is nothing to add.
         owner_rank: Who sends it.
         generation: The generation that is received.
         launch: From `start_launch`.
         counters: This rank's local words.
 
     Returns:
-        Whether they came; this lane's.
+        Whether it came; this lane's.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime n = Format.width // Format.n_partial_vectors
     var are_there = True
-    comptime for step in range(n_steps):
-        var share = (first + step) * WARP_SIZE + launch.lane
-        if first + step < end and share < Format.n_shares:
-            comptime for i in range(Format.n_partial_vectors):
-                var bytes, is_there = _await_16(
-                    Format.partial_vector(partial_sum, share, i),
-                    looks[first_look + step * Format.n_partial_vectors + i],
-                    owner_rank,
-                    generation,
-                    launch,
-                    counters,
-                )
-                are_there = are_there and is_there
-                var part = bitcast[partial_dtype, n](bytes).cast[
-                    DType.float32
-                ]()
-                comptime for j in range(n):
-                    sums[step][i * n + j] += part[j]
+    if share < Format.n_shares:
+        comptime for i in range(Format.n_partial_vectors):
+            var bytes, is_there = _await_16(
+                Format.partial_vector(partial_sum, share, i),
+                looks[first_look + i],
+                owner_rank,
+                generation,
+                launch,
+                counters,
+            )
+            are_there = are_there and is_there
+            var part = bitcast[partial_dtype, n](bytes).cast[DType.float32]()
+            comptime for j in range(n):
+                sum[i * n + j] += part[j]
     return are_there
 
 
@@ -200,14 +180,16 @@ def add_tokens[
     n_experts: Int,
     layout: RegionLayout,
     fused_shared_expert: Bool,
-    n_steps: Int,
+    are_few: Bool,
 ](
     output_tokens: BytePointer,
     n_tokens: Int,
     expert_rows: BytePointer,
     recv_bufs: SharedAddresses,
-    dispatch_generation: UInt32,
     is_bad: Bool,
+    first_turn: FirstTurn,
+    ahead: NotedRows,
+    is_ahead: Bool,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
@@ -220,66 +202,60 @@ def add_tokens[
         n_experts: Experts of the group.
         layout: How the regions are cut.
         fused_shared_expert: Whether row `t` is the shared expert's of token `t`.
-        n_steps: Steps that are added at once.
+        are_few: Whether `are_few_tokens`. These are dealt to warps beforehand: a
+            turn is a trip to shared memory.
 
     Args:
         output_tokens: `[n_tokens][hidden_size]`.
         n_tokens: Tokens of this rank.
         expert_rows: This rank's expert rows.
         recv_bufs: All ranks' combine recv buffers.
-        dispatch_generation: The dispatch that is answered.
         is_bad: Whether to write NaN only.
+        first_turn: Of this warp, if tokens are few.
+        ahead: Notes of the token of that turn.
+        is_ahead: Whether they are.
         launch: From `start_launch`.
         counters: This rank's local words.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime top_k = layout.top_k
     comptime row_bytes = hidden_size * Format.row_element
     comptime n_vectors = Format.n_partial_vectors
-    comptime n_looks = layout.n_ranks * n_steps * n_vectors
-    comptime looks_first = n_looks <= MAX_LOOKS and n_steps * n_vectors < 4
-    comptime max_looks = n_looks if looks_first else n_steps * n_vectors
+    comptime n_looks = layout.n_ranks * n_vectors
+    comptime looks_first = n_looks <= MAX_LOOKS
+    comptime max_looks = n_looks if looks_first else n_vectors
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.combine_received)
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
-    var choices = counters.choices(dispatch_generation, layout.n_choices())
-    var n_parts = n_parts_of(n_tokens, Format.n_steps)
+    var cut = sum_cut[Format.n_steps, are_few](n_tokens)
     var is_broken = is_bad
+    var turn = first_turn.turn
+    var is_known = is_ahead
     while True:
-        var turn = take_turn(launch.control.unsafe_offset(NEXT_PART), lane)
-        # From the last block on: those that send least.
-        var item = (
-            turn * Int(grid_dim.x) + Int(grid_dim.x) - 1 - Int(block_idx.x)
-        )
-        if item >= n_tokens * n_parts:
+        comptime if not are_few:
+            turn = take_turn(launch.control.unsafe_offset(NEXT_PART), lane)
+        var item = first_turn.item(turn)
+        if item >= n_tokens * cut.n_parts():
             return
-        var token_idx, part = divmod_32(item, n_parts)
-        var row = NO_ROW
-        var weight: Float32 = 0
-        var owner = -1
-        if lane < top_k:
-            # All three at once: there is no row of what is not here.
-            var choice = layout.choice(token_idx, lane)
-            var expert = choices[unsafe_offset=choice]
-            row = counters.received_rows(layout, my_rank)[unsafe_offset=choice]
-            weight = counters.received_weights(layout, my_rank)[
-                unsafe_offset=choice
-            ]
-            if expert != NO_EXPERT:
-                owner = Int(expert) // layout.n_local_experts()
+        turn += first_turn.n_turns
+        var piece = cut.piece(item)
+        var token_idx = piece.whole
+        var noted = ahead
+        if not are_few or not is_known:
+            noted = NotedRows.of[layout](counters, 0, token_idx, lane)
+        is_known = False
+        var row = noted.row
         if is_broken:
-            owner = -1
             row = NO_ROW
+        var owner = rank_elsewhere(row)
         var owners: UInt32 = 0
         comptime if looks_first:
-            comptime for rank in range(layout.n_ranks):
-                if any_lane(owner == rank) and rank != my_rank:
-                    owners |= UInt32(1) << UInt32(rank)
-        var begin = part * Format.n_steps // n_parts
-        var end = (part + 1) * Format.n_steps // n_parts
+            owners = any_of_lanes(
+                UInt32(1) << UInt32(owner) if owner >= 0 else 0
+            )
         var result = output_tokens.unsafe_offset(token_idx * row_bytes)
-        for first in range(begin, end, n_steps):
+        for step in range(piece.begin, piece.end):
+            var share = step * WARP_SIZE + lane
             # A first look at the partial sums, under way while rows are added.
             var looks = Array[LaneBytes, max_looks](fill=LaneBytes(EMPTY))
             comptime if looks_first:
@@ -289,22 +265,22 @@ def add_tokens[
                             combine_dtype,
                             partial_dtype,
                             hidden_size,
-                            n_steps,
                             max_looks,
-                            rank * n_steps * n_vectors,
+                            rank * n_vectors,
                         ](
                             looks,
                             recv_buf.unsafe_offset(
                                 layout.partial_offset(rank, token_idx)
                             ),
-                            first,
-                            end,
-                            lane,
+                            share,
                         )
-            var sums = Array[Format.Sum, n_steps](fill=0)
+            var sum = Format.Sum(0)
             add_rows[
-                combine_dtype, partial_dtype, hidden_size, n_steps, ADD_LOADS
-            ](sums, expert_rows, first, end, row, weight, lane)
+                combine_dtype,
+                partial_dtype,
+                hidden_size,
+                n_rows_at_once[are_few, max_looks](),
+            ](sum, expert_rows, share, row, noted.weight)
             var is_there = True
             comptime if looks_first:
                 comptime for rank in range(layout.n_ranks):
@@ -314,17 +290,15 @@ def add_tokens[
                             partial_dtype,
                             hidden_size,
                             n_experts,
-                            n_steps,
                             max_looks,
-                            rank * n_steps * n_vectors,
+                            rank * n_vectors,
                         ](
-                            sums,
+                            sum,
                             looks,
                             recv_buf.unsafe_offset(
                                 layout.partial_offset(rank, token_idx)
                             ),
-                            first,
-                            end,
+                            share,
                             rank,
                             generation,
                             launch,
@@ -336,7 +310,7 @@ def add_tokens[
                 var last_owner = -1
                 while True:
                     var next_owner = Int32(layout.n_ranks)
-                    if owner > last_owner and owner != my_rank:
+                    if owner > last_owner:
                         next_owner = Int32(owner)
                     last_owner = Int(warp.min(next_owner))
                     if last_owner == layout.n_ranks:
@@ -346,27 +320,20 @@ def add_tokens[
                         layout.partial_offset(last_owner, token_idx)
                     )
                     _look_at_partial[
-                        combine_dtype,
-                        partial_dtype,
-                        hidden_size,
-                        n_steps,
-                        max_looks,
-                        0,
-                    ](looks, partial_sum, first, end, lane)
+                        combine_dtype, partial_dtype, hidden_size, max_looks, 0
+                    ](looks, partial_sum, share)
                     var came = _add_partial[
                         combine_dtype,
                         partial_dtype,
                         hidden_size,
                         n_experts,
-                        n_steps,
                         max_looks,
                         0,
                     ](
-                        sums,
+                        sum,
                         looks,
                         partial_sum,
-                        first,
-                        end,
+                        share,
                         last_owner,
                         generation,
                         launch,
@@ -379,30 +346,24 @@ def add_tokens[
                 owner = -1
                 owners = 0
                 row = NO_ROW
-            comptime for step in range(n_steps):
-                var share = (first + step) * WARP_SIZE + lane
-                if first + step < end and share < Format.n_shares:
-                    comptime if fused_shared_expert:
-                        sums[step] = (
-                            sums[step]
-                            .cast[combine_dtype]()
-                            .cast[DType.float32]()
-                        )
-                        comptime for i in range(Format.n_row_vectors):
-                            var numbers = Format.widen(
-                                load16(
-                                    Format.row_vector(
-                                        expert_rows.unsafe_offset(
-                                            token_idx * row_bytes
-                                        ),
-                                        share,
-                                        i,
-                                    )
+            if share < Format.n_shares:
+                comptime if fused_shared_expert:
+                    sum = sum.cast[combine_dtype]().cast[DType.float32]()
+                    comptime for i in range(Format.n_row_vectors):
+                        var numbers = Format.widen(
+                            load16(
+                                Format.row_vector(
+                                    expert_rows.unsafe_offset(
+                                        token_idx * row_bytes
+                                    ),
+                                    share,
+                                    i,
                                 )
                             )
-                            comptime n = Format.width // Format.n_row_vectors
-                            comptime for j in range(n):
-                                sums[step][i * n + j] += numbers[j]
-                    if is_broken:
-                        sums[step] = nan[DType.float32]()
-                    Format.store_row(result, share, sums[step])
+                        )
+                        comptime n = Format.width // Format.n_row_vectors
+                        comptime for j in range(n):
+                            sum[i * n + j] += numbers[j]
+                if is_broken:
+                    sum = nan[DType.float32]()
+                Format.store_row(result, share, sum)

@@ -6,7 +6,7 @@ this rank adds to them is added by the receiving half.
 """
 from max.gpu import WARP_SIZE, block_idx, grid_dim
 
-from ..counters import EPLocalSyncCounters, NO_ROW
+from ..counters import EPLocalSyncCounters, source_rank
 from ..expert_slots.device_steps import (
     SharedAddresses,
     any_lane,
@@ -16,14 +16,28 @@ from ..expert_slots.device_steps import (
 from ..layout import RegionLayout
 from ..token_format import BytePointer
 from .combine_roles import NEXT_TURN, SEND
-from .device_steps import Launch, await_readers, divmod_32
-from .partial_sums import (
-    FEW_SEND_LOADS,
-    PartialFormat,
-    SEND_LOADS,
-    add_rows,
-    n_parts_of,
-)
+from .device_steps import Launch, await_readers
+from .noted_rows import NotedRows
+from .partial_sums import PartialFormat, add_rows, n_rows_at_once, sum_cut
+
+
+@always_inline
+def sum_to_send[layout: RegionLayout](number: Int) -> Tuple[Int, Int]:
+    """Finds one of the sums that are sent.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Args:
+        number: Which: the first ones are those of the first token.
+
+    Returns:
+        Its source, from `source_from`, and its token there.
+    """
+    comptime n_others = max(1, layout.n_ranks - 1)
+    var token_idx, other = divmod(number, n_others)
+    # Not all owners begin with the same rank.
+    return (1 + other, token_idx)
 
 
 @always_inline
@@ -37,6 +51,7 @@ def send_partials[
 ](
     expert_rows: BytePointer,
     most: Int,
+    ahead: NotedRows,
     recv_bufs: SharedAddresses,
     dispatch_counts: SharedAddresses,
     launch: Launch,
@@ -57,6 +72,7 @@ def send_partials[
     Args:
         expert_rows: `[n_rows][hidden_size]`.
         most: Tokens of the source that has most.
+        ahead: Notes of this warp's first unit, if the tokens are few.
         recv_bufs: All ranks' combine recv buffers.
         dispatch_counts: All ranks' dispatch counts buffers.
         launch: From `start_launch`.
@@ -65,21 +81,19 @@ def send_partials[
         n_senders: How many do.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime n_steps = Format.n_steps_at_once[are_few]()
     comptime n_ranks = layout.n_ranks
-    comptime top_k = layout.top_k
     comptime n_others = n_ranks - 1
     comptime if n_others > 0:
         var lane = launch.lane
         var my_rank = launch.my_rank
         var n_blocks = Int(grid_dim.x)
-        var n_parts = n_parts_of(most, Format.n_steps)
-        var n_tokens_of = counters.received_tokens(layout)
+        var cut = sum_cut[Format.n_steps, are_few](most)
         var is_waiting = True
+        var is_ahead = True
         var turn = sender
         while True:
             var unit = Int(block_idx.x) + turn * n_blocks
-            if unit >= most * n_others * n_parts:
+            if unit >= most * n_others * cut.n_parts():
                 return
             comptime if not are_few:
                 turn = n_senders + take_turn(
@@ -88,40 +102,29 @@ def send_partials[
             else:
                 # A turn is one more trip to shared memory.
                 turn += n_senders
-            var place, part = divmod_32(unit, n_parts)
-            var token_idx, other = divmod(place, n_others)
-            var src_rank = my_rank + 1 + other
-            src_rank -= n_ranks if src_rank >= n_ranks else 0
-            # All three at once: what stands behind the last token is not used.
-            var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
-            var row = NO_ROW
-            var weight: Float32 = 0
-            if lane < top_k:
-                var choice = layout.choice(token_idx, lane)
-                row = counters.received_rows(layout, src_rank)[
-                    unsafe_offset=choice
-                ]
-                weight = counters.received_weights(layout, src_rank)[
-                    unsafe_offset=choice
-                ]
-            if token_idx >= n_tokens or not any_lane(row != NO_ROW):
+            var piece = cut.piece(unit)
+            var source, token_idx = sum_to_send[layout](piece.whole)
+            var noted = ahead
+            if not are_few or not is_ahead:
+                noted = NotedRows.of[layout](counters, source, token_idx, lane)
+            is_ahead = False
+            if token_idx >= Int(noted.n_tokens) or not any_lane(noted.row >= 0):
                 continue
-            var begin = part * Format.n_steps // n_parts
-            var end = (part + 1) * Format.n_steps // n_parts
+            var src_rank = source_rank(my_rank, source, n_ranks)
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(
                 recv_bufs[unsafe_offset=src_rank]
                 + UInt64(layout.partial_offset(my_rank, token_idx))
             )
-            for first in range(begin, end, n_steps):
-                var sums = Array[Format.Sum, n_steps](fill=0)
+            for step in range(piece.begin, piece.end):
+                var share = step * WARP_SIZE + lane
+                var sum = Format.Sum(0)
                 add_rows[
                     combine_dtype,
                     partial_dtype,
                     hidden_size,
-                    n_steps,
-                    SEND_LOADS if n_steps > 1 else FEW_SEND_LOADS,
-                ](sums, expert_rows, first, end, row, weight, lane)
+                    n_rows_at_once[are_few](),
+                ](sum, expert_rows, share, noted.row, noted.weight)
                 if is_waiting:
                     # I3, for partial sums.
                     if not await_readers[layout, True](
@@ -129,7 +132,5 @@ def send_partials[
                     ):
                         return
                     is_waiting = False
-                comptime for step in range(n_steps):
-                    var share = (first + step) * WARP_SIZE + lane
-                    if first + step < end and share < Format.n_shares:
-                        Format.put_partial(to, share, sums[step])
+                if share < Format.n_shares:
+                    Format.put_partial(to, share, sum)

@@ -4,6 +4,9 @@ And how halves that overlap share the multiprocessors.
 
 Nothing here touches memory: these are numbers of a launch, by its tokens and warps.
 """
+from max.gpu import WARP_SIZE
+from std.math import ceildiv
+
 from ..layout import N_CHUNKS, RegionLayout
 from .device_steps import divmod_32
 from .dispatch_roles import FIRST_SENDER, N_INDEX_WARPS
@@ -63,17 +66,135 @@ def n_adding_blocks(n_blocks: Int, n_tokens: Int) -> Int:
 
 
 @always_inline
-def n_early_parts(n_tokens: Int, n_steps: Int) -> Int:
+def vector_of_lane[
+    n_vectors: Int
+](step: Int, end: Int, lane: Int) -> Tuple[Int, Bool]:
+    """Says which 16 bytes of a token are a lane's in a step of a warp.
+
+    In 32 bits, which is quicker.
+
+    Parameters:
+        n_vectors: 16 bytes that a token has.
+
+    Args:
+        step: The step.
+        end: Behind the last step of the part, at most that of the token.
+        lane: The lane.
+
+    Returns:
+        Which they are, and whether the part has them.
+    """
+    var vector = UInt32(step) * UInt32(WARP_SIZE) + UInt32(lane)
+    var is_in_part = UInt32(step) < UInt32(end)
+    comptime if n_vectors % WARP_SIZE != 0:
+        is_in_part = is_in_part and vector < UInt32(n_vectors)
+    return (Int(vector), is_in_part)
+
+
+@fieldwise_init
+struct Piece(TrivialRegisterPassable):
+    """A part of something that is cut into parts."""
+
+    var whole: Int
+    """Which whole it is of."""
+    var part: Int
+    """Which of its parts."""
+    var begin: Int
+    """Its first step."""
+    var end: Int
+    """Behind its last step."""
+
+
+@fieldwise_init
+struct Cut[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
+    """Into how many parts warps take a token or a sum: one of two constants.
+
+    One divides by constants quickly: of few tokens a warp takes one part in all, and
+    waits for what it is.
+
+    Parameters:
+        n_steps: Steps of a token, of 16 bytes a lane each.
+        more: More parts; if the token has so many steps.
+        fewer: Fewer parts; likewise.
+    """
+
+    comptime _MORE = min(Self.more, Self.n_steps)
+    comptime _FEWER = min(Self.fewer, Self.n_steps)
+
+    comptime most_steps = ceildiv(Self.n_steps, Self._FEWER)
+    """Steps of the largest part."""
+
+    var are_more: Bool
+    """Whether it is the first of the two."""
+
+    @always_inline
+    def n_parts(self) -> Int:
+        """Counts the parts.
+
+        Returns:
+            In `[1, n_steps]`.
+        """
+        return Self._MORE if self.are_more else Self._FEWER
+
+    @always_inline
+    def piece(self, number: Int) -> Piece:
+        """Finds one of all parts.
+
+        Args:
+            number: Which: the first ones are those of the first token.
+
+        Returns:
+            The part.
+        """
+        var found = Self._piece[Self._MORE](number)
+        comptime if Self._FEWER != Self._MORE:
+            if not self.are_more:
+                found = Self._piece[Self._FEWER](number)
+        return found
+
+    @staticmethod
+    @always_inline
+    def _piece[n_parts: Int](number: Int) -> Piece:
+        var whole, part = divmod_32(number, n_parts)
+        comptime if n_parts == Self.n_steps:
+            return Piece(whole, part, part, part + 1)
+        return Piece(
+            whole,
+            part,
+            divmod_32(part * Self.n_steps, n_parts)[0],
+            divmod_32((part + 1) * Self.n_steps, n_parts)[0],
+        )
+
+
+comptime EarlyCut[n_steps: Int] = Cut[n_steps, 14, 7]
+"""How early tokens are cut. Who sends and who receives need not cut them alike.
+
+Parameters:
+    n_steps: Steps of a token, of 16 bytes a lane each.
+"""
+
+comptime ChunkCut[n_steps: Int] = Cut[n_steps, N_CHUNKS, N_CHUNKS]
+"""How tokens are cut whose parts have flags.
+
+Parameters:
+    n_steps: Steps of a token, of 16 bytes a lane each.
+"""
+
+
+@always_inline
+def early_cut[n_steps: Int](n_tokens: Int) -> EarlyCut[n_steps]:
     """Chooses into how many parts warps take an early token.
+
+    Parameters:
+        n_steps: Steps of a token.
 
     Args:
         n_tokens: Tokens of a rank.
-        n_steps: Steps of a token, of 16 bytes a lane each.
 
     Returns:
-        In `[1, n_steps]`.
+        The cut.
     """
-    return min(14 if n_tokens <= 64 else 7, n_steps)
+    return EarlyCut[n_steps](n_tokens <= 64)
 
 
 @always_inline

@@ -154,7 +154,13 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
         In lane `i`: word `i`.
     """
     comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
-    return counters.words[unsafe_offset=Int(lane_id())]
+    # Here, and not where it is used: that is behind all that is under way with it.
+    return inlined_assembly[
+        "ld.global.b32 $0, [$1];",
+        Int32,
+        constraints="=r,l,~{memory}",
+        has_side_effect=True,
+    ](counters.words.unsafe_offset(Int(lane_id())))
 
 
 @always_inline

@@ -30,12 +30,14 @@ from max.gpu import (
     grid_dim,
     syncwarp,
     thread_idx,
+    warp_id,
 )
 from std.utils import StaticTuple
 
-from ..counters import EPLocalSyncCounters, TOKENS_SENT
+from ..counters import EPLocalSyncCounters, NO_EXPERT, TOKENS_SENT
 from ..expert_slots.device_steps import (
     SharedAddresses,
+    bytes_at,
     is_last_block,
     share_addresses,
     shared_ints,
@@ -53,9 +55,9 @@ from ..flags import (
     look_at,
     next_generation,
 )
-from ..layout import RegionLayout
+from ..layout import MESSAGE_ALIGN, RegionLayout
 from ..row_tables import RowTables
-from ..token_format import BytePointer, TokenFormat
+from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .deal import n_async_send_warps, n_send_warps
 from .device_steps import (
     Launch,
@@ -71,7 +73,7 @@ from .device_steps import (
     publish_reads,
     start_launch,
 )
-from .dispatch_receive import receive_tokens
+from .dispatch_receive import FirstLook, n_in_flight, receive_tokens
 from .dispatch_roles import (
     COUNTING_WARP,
     FIRST_SENDER,
@@ -86,18 +88,84 @@ from .dispatch_roles import (
     TELLING_WARP,
     TOKENS_READY,
 )
-from .dispatch_send import send_by_number
+from .dispatch_send import (
+    EarlyElements,
+    FirstPart,
+    Receivers,
+    send_by_number,
+)
 from .index import (
     Choices,
+    Item,
+    LaneIds,
     index_choices,
+    load_ids,
     send_carried,
     share_choices,
     tell_n_tokens,
 )
-from .row_counts import lay_out_rows, read_numbers
+from .row_counts import lay_out_rows, n_room_for_pairs, read_numbers
 
 
 # ------------------------------------------------------------ the sending half
+
+
+@fieldwise_init
+struct _Ahead(TrivialRegisterPassable):
+    """What a warp has begun with before the launch has read its header."""
+
+    var part: FirstPart
+    """A sender's first part."""
+    var id: Int32
+    """From `FirstPart.load`."""
+    var item: Item
+    """The first item of an index warp, if lanes hold the ids."""
+
+
+@always_inline
+def _look_ahead[
+    input_type: DType,
+    n_experts: Int,
+    layout: RegionLayout,
+    token_fmt_type: TokenFormat,
+    n_warps: Int,
+](
+    mut elements: EarlyElements[input_type, token_fmt_type],
+    mut lane_ids: LaneIds,
+    part: FirstPart,
+    tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    choices: Choices[...],
+) -> _Ahead:
+    """Begins with what depends on the arguments alone, if tokens are few.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        n_warps: Warps of a block.
+
+    Args:
+        elements: Result: of a sender's first part.
+        lane_ids: Result: all ids, of an index warp.
+        part: This warp's first part.
+        tokens: `[n_tokens][hidden_size]`.
+        choices: Ids and weights.
+
+    Returns:
+        What it has begun with.
+    """
+    var id = part.load[layout, token_fmt_type](elements, tokens, choices)
+    var item = Item.none()
+    var indexer = Int(warp_id()) - (n_warps - N_INDEX_WARPS)
+    if indexer >= 0 and choices.are_in_lanes():
+        load_ids(lane_ids, choices)
+        item = Item.of[n_experts, layout](
+            lane_ids,
+            choices,
+            Int(block_idx.x) + indexer * Int(grid_dim.x),
+        )
+    return _Ahead(part, id, item)
 
 
 @always_inline
@@ -111,6 +179,10 @@ def _send[
     tokens_are_sent: Bool,
     n_warps: Int,
 ](
+    mut elements: EarlyElements[input_type, token_fmt_type],
+    ahead: _Ahead,
+    receivers: Receivers,
+    lane_ids: LaneIds,
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
     n_tokens: Int,
@@ -133,6 +205,10 @@ def _send[
         n_warps: Warps of a block.
 
     Args:
+        elements: From `_look_ahead`.
+        ahead: Likewise.
+        receivers: Of its part.
+        lane_ids: Likewise.
         tokens: `[n_tokens][hidden_size]`.
         choices: Ids and weights.
         n_tokens: Tokens to send.
@@ -145,7 +221,14 @@ def _send[
     var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
     if indexer >= 0:
         index_choices[n_experts, layout](
-            choices, recv_bufs, counts, launch, counters, indexer
+            choices,
+            recv_bufs,
+            counts,
+            launch,
+            counters,
+            indexer,
+            lane_ids,
+            ahead.item,
         )
         # Also if it has failed: senders of the block wait for it without end.
         syncwarp()
@@ -164,7 +247,6 @@ def _send[
         return
     comptime if not (tokens_are_sent and has_input):
         send_by_number[
-            input_type,
             n_experts,
             layout,
             token_fmt_type,
@@ -173,6 +255,9 @@ def _send[
             not tokens_are_sent,
             True,
         ](
+            elements,
+            ahead.part,
+            receivers,
             tokens,
             choices,
             n_tokens,
@@ -233,15 +318,15 @@ def _receive[
         counters: This rank's local words.
     """
     comptime n_warps = num_threads // WARP_SIZE
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
     comptime fused_shared_expert = tables.fused_shared_expert
-    var pair_rows = shared_ints[n_pairs]()
+    var pair_rows = shared_ints[n_room_for_pairs[layout](), MESSAGE_ALIGN]()
     var sums = shared_ints[N_INDEX_WARPS]()
+    var largest_of = shared_ints[N_INDEX_WARPS]()
     var n_tokens_of = shared_ints[layout.n_ranks + 1]()
     var control = launch.control
     var generation = next_generation(launch.before.dispatch_received)
-    var counter = launch.warp_idx - (n_warps - N_INDEX_WARPS)
-    if counter >= 0:
+    var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
+    if indexer >= 0:
         var n_shared = n_own_tokens if fused_shared_expert else 0
         comptime if fused_shared_expert and waits_for_number:
             while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
@@ -251,6 +336,7 @@ def _receive[
         lay_out_rows[n_experts, layout](
             pair_rows,
             sums,
+            largest_of,
             tables,
             n_shared,
             n_rows_max,
@@ -258,7 +344,7 @@ def _receive[
             launch,
             counters,
             generation,
-            counter,
+            indexer,
         )
     elif launch.warp_idx == NUMBERS_WARP:
         var are_there = read_numbers[n_experts, layout](
@@ -285,24 +371,76 @@ def _receive[
                 Int(block_idx.x) * WARP_SIZE + launch.lane,
                 Int(grid_dim.x) * WARP_SIZE,
             )
+    var parts = Array[LaneBytes, n_in_flight[token_fmt_type, True]()](fill=0)
+    var scales = Array[LaneBytes, 1](fill=0)
+    var first_look = FirstLook.of[layout, token_fmt_type](launch, n_warps)
     while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
-        pass
+        first_look.look[layout, token_fmt_type, has_input](
+            parts,
+            scales,
+            bytes_at(recv_bufs[unsafe_offset=launch.my_rank]),
+            own_tokens,
+            launch,
+            generation,
+        )
     if block_peek(control.unsafe_offset(TOKENS_READY)) == NO_NUMBERS:
         return
-    receive_tokens[
-        n_experts, layout, token_fmt_type, fused_shared_expert, has_input
-    ](
-        rows,
-        tables,
-        src_info,
-        own_tokens,
-        pair_rows,
-        n_tokens_of,
-        recv_bufs,
-        launch,
-        counters,
-        generation,
+    comptime n_early = layout.n_early_tokens()
+    var are_all_early = (
+        Int(n_tokens_of[unsafe_offset=layout.n_ranks]) <= n_early
     )
+    if are_all_early:
+        receive_tokens[
+            n_warps,
+            n_experts,
+            layout,
+            token_fmt_type,
+            fused_shared_expert,
+            has_input,
+            True,
+        ](
+            parts,
+            scales,
+            first_look,
+            rows,
+            tables,
+            src_info,
+            own_tokens,
+            pair_rows,
+            n_tokens_of,
+            recv_bufs,
+            launch,
+            counters,
+            generation,
+        )
+        return
+    comptime if layout.max_tokens_per_rank > n_early:
+        var more_parts = Array[LaneBytes, n_in_flight[token_fmt_type, False]()](
+            fill=0
+        )
+        receive_tokens[
+            n_warps,
+            n_experts,
+            layout,
+            token_fmt_type,
+            fused_shared_expert,
+            has_input,
+            False,
+        ](
+            more_parts,
+            scales,
+            first_look,
+            rows,
+            tables,
+            src_info,
+            own_tokens,
+            pair_rows,
+            n_tokens_of,
+            recv_bufs,
+            launch,
+            counters,
+            generation,
+        )
 
 
 # ------------------------------------------------------------------ the kernels
@@ -362,7 +500,9 @@ def _await_send_tokens[
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
 )
 def send_tokens_kernel[
     input_type: DType,
@@ -413,10 +553,20 @@ def send_tokens_kernel[
     ), "which ranks get a token is not known"
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     comptime n_warps = num_threads // WARP_SIZE
+    var first_part = FirstPart.of[layout, token_fmt_type](
+        Int(n_tokens), Int(warp_id()), n_warps
+    )
     await_launch_before()
     var word = header_word(ep_counters)
+    var elements = EarlyElements[input_type, token_fmt_type](fill=0)
+    var first_id = first_part.load[layout, token_fmt_type](
+        elements, input_tokens, Choices[].none()
+    )
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
+    var receivers = first_part.receivers[n_experts, layout, False, True, True](
+        first_id, word
+    )
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
@@ -425,7 +575,6 @@ def send_tokens_kernel[
     # Peers that send early, too, wait for this.
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     send_by_number[
-        input_type,
         n_experts,
         layout,
         token_fmt_type,
@@ -434,6 +583,9 @@ def send_tokens_kernel[
         True,
         False,
     ](
+        elements,
+        first_part,
+        receivers,
         input_tokens,
         Choices[].none(),
         Int(n_tokens),
@@ -448,7 +600,9 @@ def send_tokens_kernel[
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
 )
 def dispatch_async_kernel[
     input_type: DType,
@@ -504,17 +658,32 @@ def dispatch_async_kernel[
     ]()
     comptime n_warps = num_threads // WARP_SIZE
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
+    var n_senders = n_async_send_warps[layout](
+        Int(n_tokens) <= layout.n_early_tokens(), n_warps
+    )
+    var first_part = FirstPart.of[layout, token_fmt_type](
+        Int(n_tokens), Int(warp_id()) - FIRST_SENDER, n_senders
+    )
     comptime if halves_overlap:
         await_kernels_before()
         let_next_begin()
     else:
         await_launch_before()
     var word = header_word(ep_counters)
+    var choices = Choices[n_ranks if token_fmt_type.n_carried > 0 else 0].of[
+        layout
+    ](topk_ids, router_weights, Int(n_tokens))
+    var elements = EarlyElements[input_type, token_fmt_type](fill=0)
+    var lane_ids = LaneIds(fill=NO_EXPERT)
+    var ahead = _look_ahead[
+        input_type, n_experts, layout, token_fmt_type, n_warps
+    ](elements, lane_ids, first_part, input_tokens, choices)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    var choices = share_choices[
-        num_threads, layout, n_ranks if token_fmt_type.n_carried > 0 else 0
-    ](topk_ids, router_weights, Int(n_tokens))
+    share_choices[num_threads, layout](choices)
+    var receivers = first_part.receivers[
+        n_experts, layout, fused_shared_expert, False, not tokens_are_sent
+    ](ahead.id, word)
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
@@ -541,6 +710,10 @@ def dispatch_async_kernel[
         tokens_are_sent,
         n_warps,
     ](
+        elements,
+        ahead,
+        receivers,
+        lane_ids,
         input_tokens,
         choices,
         Int(n_tokens),
@@ -548,15 +721,15 @@ def dispatch_async_kernel[
         counts,
         launch,
         ep_counters,
-        n_async_send_warps[layout](
-            Int(n_tokens) <= layout.n_early_tokens(), n_warps
-        ),
+        n_senders,
     )
     # AFTER: this generation's entries, counts and tokens are on their way.
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
 )
 def dispatch_wait_kernel[
     num_threads: Int,
@@ -689,7 +862,9 @@ def dispatch_wait_kernel[
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
 )
 def dispatch_kernel[
     input_type: DType,
@@ -757,13 +932,28 @@ def dispatch_kernel[
     comptime n_warps = num_threads // WARP_SIZE
     comptime has_input = token_fmt_type.is_identity[input_type]()
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
+    var n_senders = n_send_warps(
+        Int(n_tokens) <= layout.n_early_tokens(), n_warps
+    )
+    var first_part = FirstPart.of[layout, token_fmt_type](
+        Int(n_tokens), Int(warp_id()) - FIRST_SENDER, n_senders
+    )
     await_launch_before()
     var word = header_word(ep_counters)
+    var choices = Choices[n_ranks if token_fmt_type.n_carried > 0 else 0].of[
+        layout
+    ](topk_ids, router_weights, Int(n_tokens))
+    var elements = EarlyElements[input_type, token_fmt_type](fill=0)
+    var lane_ids = LaneIds(fill=NO_EXPERT)
+    var ahead = _look_ahead[
+        input_type, n_experts, layout, token_fmt_type, n_warps
+    ](elements, lane_ids, first_part, input_tokens, choices)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    var choices = share_choices[
-        num_threads, layout, n_ranks if token_fmt_type.n_carried > 0 else 0
-    ](topk_ids, router_weights, Int(n_tokens))
+    share_choices[num_threads, layout](choices)
+    var receivers = first_part.receivers[
+        n_experts, layout, fused_shared_expert, has_input, not tokens_are_sent
+    ](ahead.id, word)
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         if block_idx.x == 0:
@@ -792,6 +982,10 @@ def dispatch_kernel[
         tokens_are_sent,
         n_warps,
     ](
+        elements,
+        ahead,
+        receivers,
+        lane_ids,
         input_tokens,
         choices,
         Int(n_tokens),
@@ -799,7 +993,7 @@ def dispatch_kernel[
         counts,
         launch,
         ep_counters,
-        n_send_warps(Int(n_tokens) <= layout.n_early_tokens(), n_warps),
+        n_senders,
     )
     comptime if layout.is_reduced():
         if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:

@@ -11,7 +11,12 @@ from std.bit import count_trailing_zeros
 from std.math import ceildiv
 from std.memory import bitcast
 
-from ..counters import EPLocalSyncCounters, NO_ROW
+from ..counters import (
+    EPLocalSyncCounters,
+    NO_ROW,
+    row_elsewhere,
+    source_from,
+)
 from ..expert_slots.device_steps import (
     ACCESSES_IN_FLIGHT,
     SharedAddresses,
@@ -34,12 +39,18 @@ from ..flags import (
     peek_16,
     peek_number,
 )
-from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
+from ..layout import MESSAGE_ALIGN, RegionLayout
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
-from .deal import n_early_parts
+from .deal import ChunkCut, EarlyCut, Piece, early_cut, vector_of_lane
 from .device_steps import EMPTY, Launch, divmod_32
-from .dispatch_roles import COUNTED, FAILED, NEXT_ITEM, N_INDEX_WARPS, RECEIVE
+from .dispatch_roles import (
+    COUNTED,
+    FAILED,
+    NEXT_ITEM,
+    RECEIVE,
+    ReceiveTurns,
+)
 from .entries import (
     NO_POSITION,
     expert_of_entry,
@@ -47,13 +58,33 @@ from .entries import (
     position_of_entry,
     weight_of_word,
 )
-from .row_counts import row_of_pair
+from .row_counts import n_counting_warps, row_of_pair
+
+
+@always_inline
+def _look_at_words[are_two: Bool](words: BytePointer) -> LaneBytes:
+    """Reads an entry, or a choice that a token carries, whether it is there or not.
+
+    Parameters:
+        are_two: Whether it is two words, or one.
+
+    Args:
+        words: Where it comes.
+
+    Returns:
+        Its words.
+    """
+    comptime if are_two:
+        return peek_16(words)
+    var word = peek_number(flag_at(words, 0))
+    return bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](word, 0))
 
 
 @always_inline
 def _await_words[
     n_experts: Int, are_two: Bool
 ](
+    seen: LaneBytes,
     words: BytePointer,
     src_rank: Int,
     generation: UInt32,
@@ -67,6 +98,7 @@ def _await_words[
         are_two: Whether it is two words, or one.
 
     Args:
+        seen: From `_look_at_words`.
         words: Where it comes.
         src_rank: Rank of the token.
         generation: The generation to wait for.
@@ -76,14 +108,9 @@ def _await_words[
     Returns:
         Its words; of another generation if it did not come.
     """
+    var bytes = seen
     var spins = 0
     while True:
-        var bytes: LaneBytes
-        comptime if are_two:
-            bytes = peek_16(words)
-        else:
-            var word = peek_number(flag_at(words, 0))
-            bytes = bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](word, 0))
         if bytes[1] == generation:
             return bytes
         spins += 1
@@ -98,6 +125,7 @@ def _await_words[
                 flag_word(bytes[1], 0),
             )
             return bytes
+        bytes = _look_at_words[are_two](words)
 
 
 @always_inline
@@ -136,10 +164,12 @@ def _place_carried[
     comptime n_carried = token_fmt_type.n_carried
     var is_late = False
     for k in range(launch.lane, n_carried, WARP_SIZE):
+        var words_of = recv_buf.unsafe_offset(
+            layout.carried_choice_offset(src_rank, token_idx, k, n_carried)
+        )
         var carried = _await_words[n_experts, True](
-            recv_buf.unsafe_offset(
-                layout.carried_choice_offset(src_rank, token_idx, k, n_carried)
-            ),
+            _look_at_words[True](words_of),
+            words_of,
             src_rank,
             generation,
             launch,
@@ -154,12 +184,49 @@ def _place_carried[
 
 
 @always_inline
-def _load_steps[
-    n_experts: Int, layout: RegionLayout, in_flight: Int, n_vectors: Int
+def _look_at_steps[
+    in_flight: Int, //, n_vectors: Int, are_all_early: Bool
 ](
     mut parts: Array[LaneBytes, in_flight],
     from_: BytePointer,
     is_early: Bool,
+    first: Int,
+    end: Int,
+    stride: Int,
+):
+    """Reads some 16 bytes of a token a lane; early ones whether they are there or not.
+
+    Parameters:
+        in_flight: Loads of a lane.
+        n_vectors: 16 bytes that there are.
+        are_all_early: Whether all tokens are early but for those read where they
+            were given, which may be looked at like them.
+
+    Args:
+        parts: Result; what is behind the last one stays.
+        from_: Where from.
+        is_early: Whether the data is its own flag.
+        first: First 16 bytes of this lane.
+        end: Behind the last of the part.
+        stride: 16 bytes from one load of a lane to its next.
+    """
+    var behind = UInt32(min(end, n_vectors))
+    comptime for i in range(in_flight):
+        var vector = UInt32(first + i * stride)
+        if vector < behind:
+            var p = from_.unsafe_offset(Int(vector) * MESSAGE_ALIGN)
+            if are_all_early or is_early:
+                parts[i] = peek_16(p)
+            else:
+                parts[i] = load16(p)
+
+
+@always_inline
+def _await_steps[
+    in_flight: Int, //, n_experts: Int, n_vectors: Int
+](
+    mut parts: Array[LaneBytes, in_flight],
+    from_: BytePointer,
     first: Int,
     end: Int,
     stride: Int,
@@ -168,21 +235,19 @@ def _load_steps[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> Bool:
-    """Loads some 16 bytes of a token a lane; early ones as they come.
+    """Waits for some 16 bytes a lane of an early token, and puts `EMPTY` back.
 
     Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
         in_flight: Loads of a lane.
+        n_experts: Experts of the group.
         n_vectors: 16 bytes that there are.
 
     Args:
-        parts: Result.
-        from_: Where from.
-        is_early: Whether the data is its own flag, to be put back.
-        first: First 16 bytes of this lane.
-        end: Behind the last of the part.
-        stride: 16 bytes from one load of a lane to its next.
+        parts: From `_look_at_steps`; result.
+        from_: As for that.
+        first: Likewise.
+        end: Likewise.
+        stride: Likewise.
         src_rank: Whose token it is.
         generation: The generation that is received.
         launch: From `start_launch`.
@@ -191,23 +256,14 @@ def _load_steps[
     Returns:
         Whether all came; this lane's.
     """
-    if not is_early:
-        comptime for i in range(in_flight):
-            var vector = first + i * stride
-            if vector < end and vector < n_vectors:
-                parts[i] = load16(from_.unsafe_offset(vector * MESSAGE_ALIGN))
-        return True
-    comptime for i in range(in_flight):
-        var vector = first + i * stride
-        if vector < end and vector < n_vectors:
-            parts[i] = peek_16(from_.unsafe_offset(vector * MESSAGE_ALIGN))
+    var behind = UInt32(min(end, n_vectors))
     # All that are missing are looked at again at once.
     var spins = 0
     while True:
         var is_missing = False
         comptime for i in range(in_flight):
-            var vector = first + i * stride
-            if vector < end and vector < n_vectors and parts[i][3] == EMPTY:
+            var vector = UInt32(first + i * stride)
+            if vector < behind and parts[i][3] == EMPTY:
                 is_missing = True
         if not is_missing:
             break
@@ -224,22 +280,28 @@ def _load_steps[
             )
             return False
         comptime for i in range(in_flight):
-            var vector = first + i * stride
-            if vector < end and vector < n_vectors and parts[i][3] == EMPTY:
-                parts[i] = peek_16(from_.unsafe_offset(vector * MESSAGE_ALIGN))
+            var vector = UInt32(first + i * stride)
+            if vector < behind and parts[i][3] == EMPTY:
+                parts[i] = peek_16(
+                    from_.unsafe_offset(Int(vector) * MESSAGE_ALIGN)
+                )
     comptime for i in range(in_flight):
-        var vector = first + i * stride
-        if vector < end and vector < n_vectors:
+        var vector = UInt32(first + i * stride)
+        if vector < behind:
             # I3: whoever writes here next has seen a later done word.
             store16(
-                from_.unsafe_offset(vector * MESSAGE_ALIGN), LaneBytes(EMPTY)
+                from_.unsafe_offset(Int(vector) * MESSAGE_ALIGN),
+                LaneBytes(EMPTY),
             )
     return True
 
 
 @always_inline
-def _are_counted(control: SharedWord) -> Bool:
+def _are_counted[layout: RegionLayout](control: SharedWord) -> Bool:
     """Waits for the rows of all pairs.
+
+    Parameters:
+        layout: How the regions are cut.
 
     Args:
         control: The block's control words.
@@ -247,19 +309,220 @@ def _are_counted(control: SharedWord) -> Bool:
     Returns:
         Whether there are rows to fill.
     """
-    while block_peek(control.unsafe_offset(COUNTED)) < N_INDEX_WARPS:
+    comptime n_counting = n_counting_warps[layout]()
+    while block_peek(control.unsafe_offset(COUNTED)) < UInt32(n_counting):
         pass
     return block_peek(control.unsafe_offset(FAILED)) == 0
 
 
 @always_inline
+def _n_steps[token_fmt_type: TokenFormat]() -> Int:
+    """Counts the steps of a token, of 16 bytes a lane each.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+
+    Returns:
+        Steps of a warp.
+    """
+    return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
+
+
+@always_inline
+def n_in_flight[token_fmt_type: TokenFormat, are_all_early: Bool]() -> Int:
+    """Counts the steps of a token that a lane has under way.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+        are_all_early: Whether no source has more than early tokens.
+
+    Returns:
+        As many as the largest part has, or registers hold.
+    """
+    comptime n_steps = _n_steps[token_fmt_type]()
+    return min(
+        EarlyCut[n_steps].most_steps if are_all_early else n_steps,
+        ACCESSES_IN_FLIGHT,
+    )
+
+
+@always_inline
+def _early_token[
+    layout: RegionLayout, token_fmt_type: TokenFormat, has_input: Bool
+](
+    recv_buf: BytePointer,
+    own_tokens: UInt64,
+    my_rank: Int,
+    src_rank: Int,
+    token_idx: Int,
+) -> BytePointer:
+    """Finds where an early token is read.
+
+    Parameters:
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        has_input: Whether this rank's tokens are read from `own_tokens`.
+
+    Args:
+        recv_buf: This rank's recv buffer.
+        own_tokens: Address of this rank's tokens; read if `has_input`.
+        my_rank: This rank.
+        src_rank: Rank of the token.
+        token_idx: The token there.
+
+    Returns:
+        Where it begins.
+    """
+    comptime if has_input:
+        if src_rank == my_rank:
+            return bytes_at(
+                own_tokens
+                + UInt64(token_idx) * UInt64(token_fmt_type.value_bytes)
+            )
+    return recv_buf.unsafe_offset(
+        layout.early_token_offset(src_rank, token_idx)
+    )
+
+
+@fieldwise_init
+struct FirstLook(TrivialRegisterPassable):
+    """What a warp looks at while it is not known how many tokens there are.
+
+    As if they were as many as last time, and few. If they are, it is the first that
+    the warp receives, and may be there already.
+    """
+
+    var item: Int
+    """Which of all parts of all tokens."""
+    var piece: Piece
+    """The part."""
+    var is_likely: Bool
+    """Whether there was one last time."""
+    var entry: LaneBytes
+    """Of lane `k`: the entry of the token's choice `k`, once it has come."""
+    var is_looked_at: Bool
+    """Whether the part has been looked at."""
+
+    @staticmethod
+    @always_inline
+    def of[
+        layout: RegionLayout, token_fmt_type: TokenFormat
+    ](launch: Launch, n_warps: Int) -> Self:
+        """Finds it.
+
+        Parameters:
+            layout: How the regions are cut.
+            token_fmt_type: Wire format of a token.
+
+        Args:
+            launch: From `start_launch`.
+            n_warps: Warps of a block.
+
+        Returns:
+            What is looked at.
+        """
+        var turns = ReceiveTurns.of(launch.warp_idx, n_warps)
+        var item = turns.item(turns.first)
+        var most = launch.before.most_received
+        var cut = early_cut[_n_steps[token_fmt_type]()](most)
+        var n_items = most * layout.n_ranks * cut.n_parts()
+        return Self(
+            item,
+            cut.piece(item),
+            cut.are_more and n_items <= turns.n_dealt() and item < n_items,
+            LaneBytes(0),
+            False,
+        )
+
+    @always_inline
+    def look[
+        in_flight: Int,
+        //,
+        layout: RegionLayout,
+        token_fmt_type: TokenFormat,
+        has_input: Bool,
+    ](
+        mut self,
+        mut parts: Array[LaneBytes, in_flight],
+        mut scales: Array[LaneBytes, 1],
+        recv_buf: BytePointer,
+        own_tokens: UInt64,
+        launch: Launch,
+        generation: UInt32,
+    ):
+        """Looks once more: for the entries, and when those are there, at the part.
+
+        All lanes call it.
+
+        Parameters:
+            in_flight: Loads of a lane.
+            layout: How the regions are cut.
+            token_fmt_type: Wire format of a token.
+            has_input: Whether own tokens are read from `own_tokens`.
+
+        Args:
+            parts: Result, once `is_looked_at`.
+            scales: Likewise.
+            recv_buf: This rank's recv buffer.
+            own_tokens: Address of this rank's tokens; read if `has_input`.
+            launch: From `start_launch`.
+            generation: The generation to receive.
+        """
+        if not self.is_likely or self.is_looked_at:
+            return
+        comptime n_steps = _n_steps[token_fmt_type]()
+        var lane = launch.lane
+        var token_idx, src_rank = divmod_32(self.piece.whole, layout.n_ranks)
+        var is_missing = lane < layout.top_k and self.entry[1] != generation
+        if is_missing:
+            self.entry = _look_at_words[layout.is_reduced()](
+                recv_buf.unsafe_offset(
+                    layout.entry_offset(
+                        src_rank, layout.choice(token_idx, lane)
+                    )
+                )
+            )
+            is_missing = self.entry[1] != generation
+        if any_lane(is_missing):
+            return
+        var token = _early_token[layout, token_fmt_type, has_input](
+            recv_buf, own_tokens, launch.my_rank, src_rank, token_idx
+        )
+        _look_at_steps[token_fmt_type.value_bytes // MESSAGE_ALIGN, True](
+            parts,
+            token,
+            True,
+            self.piece.begin * WARP_SIZE + lane,
+            self.piece.end * WARP_SIZE,
+            WARP_SIZE,
+        )
+        comptime if token_fmt_type.has_scales:
+            _look_at_steps[n_steps, True](
+                scales,
+                token.unsafe_offset(token_fmt_type.value_bytes),
+                True,
+                self.piece.begin + lane,
+                min(self.piece.end, self.piece.begin + in_flight),
+                1,
+            )
+        self.is_looked_at = True
+
+
+@always_inline
 def receive_tokens[
+    in_flight: Int,
+    //,
+    n_warps: Int,
     n_experts: Int,
     layout: RegionLayout,
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
+    are_all_early: Bool,
 ](
+    mut parts: Array[LaneBytes, in_flight],
+    mut scales: Array[LaneBytes, 1],
+    first_look: FirstLook,
     rows: token_fmt_type.Rows,
     tables: RowTables[layout, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
@@ -274,13 +537,20 @@ def receive_tokens[
     """Turns tokens into rows as they arrive, with one warp.
 
     Parameters:
+        in_flight: From `n_in_flight`.
+        n_warps: Warps of a block.
         n_experts: Experts of the group.
         layout: How the regions are cut.
         token_fmt_type: Wire format of a token.
         fused_shared_expert: Whether this rank's tokens come first.
         has_input: Whether its tokens are read from `own_tokens`.
+        are_all_early: Whether no source has more than early tokens. Then the parts
+            are those of few tokens, so there is less code.
 
     Args:
+        parts: From `first_look`.
+        scales: Likewise.
+        first_look: What this warp has seen of its first part.
         rows: The output tensors.
         tables: Which row is whose.
         src_info: `[n_rows_max][2]`.
@@ -295,28 +565,85 @@ def receive_tokens[
     comptime n_ranks = layout.n_ranks
     comptime top_k = layout.top_k
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
-    comptime in_flight = ACCESSES_IN_FLIGHT
+    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime chunks = ChunkCut[n_steps](True)
     var lane = launch.lane
     var my_rank = launch.my_rank
     var first_expert = my_rank * layout.n_local_experts()
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     var most = Int(n_tokens_of[unsafe_offset=n_ranks])
-    var n_parts = min(N_CHUNKS, n_steps)
-    if most <= layout.n_early_tokens():
-        n_parts = n_early_parts(most, n_steps)
-    var n_items = most * n_ranks * n_parts
+    var cut = early_cut[n_steps](most)
+    var n_items = (
+        most * n_ranks * (cut.n_parts() if are_all_early else chunks.n_parts())
+    )
+    var turns = ReceiveTurns.of(launch.warp_idx, n_warps)
+    # A turn is a trip to shared memory: few items are dealt beforehand, one a warp.
+    var are_dealt = are_all_early and n_items <= turns.n_dealt()
+    var turn = turns.first
     var is_waiting = True
     while True:
-        var turn = take_turn(launch.control.unsafe_offset(NEXT_ITEM), lane)
-        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
+        var item: Int
+        if are_dealt:
+            item = turns.item(turn)
+            turn += turns.n_turns
+        else:
+            item = take_turn(
+                launch.control.unsafe_offset(NEXT_ITEM), lane
+            ) * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
-        var place, part = divmod_32(item, n_parts)
-        var token_idx, src_rank = divmod(place, n_ranks)
+        var piece: Piece
+        comptime if are_all_early:
+            piece = cut.piece(item)
+        else:
+            piece = chunks.piece(item)
+        var part = piece.part
+        var token_idx, src_rank = divmod_32(piece.whole, n_ranks)
         var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
         if token_idx >= n_tokens:
             continue
+        var is_early = are_all_early or n_tokens <= layout.n_early_tokens()
+        var token = _early_token[layout, token_fmt_type, has_input](
+            recv_buf, own_tokens, my_rank, src_rank, token_idx
+        )
+        var is_input = has_input and src_rank == my_rank
+        if is_input:
+            is_early = False
+        elif not is_early:
+            token = recv_buf.unsafe_offset(
+                layout.token_offset(src_rank, token_idx)
+            )
+        # On its way, or looked at, while its entries are looked at: mostly it is
+        # for this rank.
+        var is_looked_at = is_early or is_input
+        var is_first = False
+        comptime if are_all_early:
+            is_first = (
+                are_dealt
+                and cut.are_more
+                and first_look.is_likely
+                and item == first_look.item
+            )
+        # Lane `i` has the scales of step `i`.
+        var its_scales = token.unsafe_offset(token_fmt_type.value_bytes)
+        if is_looked_at and not (is_first and first_look.is_looked_at):
+            _look_at_steps[n_vectors, are_all_early](
+                parts,
+                token,
+                is_early,
+                piece.begin * WARP_SIZE + lane,
+                piece.end * WARP_SIZE,
+                WARP_SIZE,
+            )
+            comptime if token_fmt_type.has_scales:
+                _look_at_steps[n_steps, are_all_early](
+                    scales,
+                    its_scales,
+                    is_early,
+                    piece.begin + lane,
+                    min(piece.end, piece.begin + in_flight),
+                    1,
+                )
         var row = NO_ROW
         var has_row = False
         var pair = 0
@@ -326,8 +653,15 @@ def receive_tokens[
         var is_late = False
         if lane < top_k:
             var choice = layout.choice(token_idx, lane)
-            var entry = _await_words[n_experts, layout.is_reduced()](
-                recv_buf.unsafe_offset(layout.entry_offset(src_rank, choice)),
+            var its_entry = recv_buf.unsafe_offset(
+                layout.entry_offset(src_rank, choice)
+            )
+            var entry = first_look.entry
+            if not is_first:
+                entry = _look_at_words[layout.is_reduced()](its_entry)
+            entry = _await_words[n_experts, layout.is_reduced()](
+                entry,
+                its_entry,
                 src_rank,
                 generation,
                 launch,
@@ -335,7 +669,8 @@ def receive_tokens[
             )
             is_late = entry[1] != generation
             var words = bitcast[DType.uint64, 2](entry)
-            var local_expert = expert_of_entry(words[0]) - first_expert
+            var expert = expert_of_entry(words[0])
+            var local_expert = expert - first_expert
             var position = position_of_entry(words[0])
             is_sent_here = (
                 0 <= local_expert
@@ -346,6 +681,14 @@ def receive_tokens[
             place_in_pair = Int32(position)
             pair = layout.pair(local_expert, src_rank)
             weight = weight_of_word(words[1])
+            comptime if layout.is_reduced():
+                if (
+                    src_rank == my_rank
+                    and not is_sent_here
+                    and expert < n_experts
+                    and position != NO_POSITION
+                ):
+                    row = row_elsewhere(expert // layout.n_local_experts())
         if any_lane(is_late):
             counters.set_broken()
             return
@@ -354,35 +697,17 @@ def receive_tokens[
         var is_here = is_shared or any_lane(is_sent_here)
         comptime if layout.sends_to_all():
             # It came, even if no row is made of it: `EMPTY` is put back.
-            if (
-                n_tokens <= layout.n_early_tokens()
-                and my_rank < layout.n_ranks_with_experts()
-                and not (has_input and src_rank == my_rank)
-            ):
+            if is_early and my_rank < layout.n_ranks_with_experts():
                 is_here = True
+        var source = source_from(my_rank, src_rank, n_ranks)
         if not is_here:
             comptime if layout.is_reduced():
                 if part == 0 and lane < top_k:
-                    counters.received_rows(layout, src_rank)[
+                    counters.received_rows(layout, source)[
                         unsafe_offset=layout.choice(token_idx, lane)
-                    ] = NO_ROW
+                    ] = row
             continue
-        var is_early = n_tokens <= layout.n_early_tokens()
-        var token = recv_buf.unsafe_offset(
-            layout.early_token_offset(
-                src_rank, token_idx
-            ) if is_early else layout.token_offset(src_rank, token_idx)
-        )
-        var is_input = False
-        comptime if has_input:
-            if src_rank == my_rank:
-                is_input = True
-                is_early = False
-                token = bytes_at(
-                    own_tokens
-                    + UInt64(token_idx) * UInt64(token_fmt_type.value_bytes)
-                )
-        if not is_early and not is_input:
+        if not are_all_early and not is_looked_at:
             var word = await_message[n_experts](
                 flag_at(
                     recv_buf,
@@ -399,47 +724,57 @@ def receive_tokens[
                 counters.set_broken()
                 return
 
-        var begin = part * n_steps // n_parts
-        var end = (part + 1) * n_steps // n_parts
+        var begin = piece.begin
+        var end = piece.end
         for first in range(begin, end, in_flight):
-            var parts = Array[LaneBytes, in_flight](fill=0)
-            var is_there = _load_steps[n_experts, layout, in_flight, n_vectors](
-                parts,
-                token,
-                is_early,
-                first * WARP_SIZE + lane,
-                end * WARP_SIZE,
-                WARP_SIZE,
-                src_rank,
-                generation,
-                launch,
-                counters,
-            )
-            # Lane `i` has the scales of step `i`.
-            var scales = Array[LaneBytes, 1](fill=0)
-            comptime if token_fmt_type.has_scales:
-                var end_here = min(end, first + in_flight)
-                is_there = (
-                    _load_steps[n_experts, layout, 1, n_steps](
-                        scales,
-                        token.unsafe_offset(token_fmt_type.value_bytes),
-                        is_early,
-                        first + lane,
-                        end_here,
-                        1,
-                        src_rank,
-                        generation,
-                        launch,
-                        counters,
-                    )
-                    and is_there
+            var end_here = min(end, first + in_flight)
+            if first != begin or (not are_all_early and not is_looked_at):
+                _look_at_steps[n_vectors, are_all_early](
+                    parts,
+                    token,
+                    is_early,
+                    first * WARP_SIZE + lane,
+                    end * WARP_SIZE,
+                    WARP_SIZE,
                 )
+                comptime if token_fmt_type.has_scales:
+                    _look_at_steps[n_steps, are_all_early](
+                        scales, its_scales, is_early, first + lane, end_here, 1
+                    )
+            var is_there = True
+            if is_early:
+                is_there = _await_steps[n_experts, n_vectors](
+                    parts,
+                    token,
+                    first * WARP_SIZE + lane,
+                    end * WARP_SIZE,
+                    WARP_SIZE,
+                    src_rank,
+                    generation,
+                    launch,
+                    counters,
+                )
+                comptime if token_fmt_type.has_scales:
+                    is_there = (
+                        _await_steps[n_experts, n_steps](
+                            scales,
+                            its_scales,
+                            first + lane,
+                            end_here,
+                            1,
+                            src_rank,
+                            generation,
+                            launch,
+                            counters,
+                        )
+                        and is_there
+                    )
             if any_lane(not is_there):
                 counters.set_broken()
                 return
             # Only now: what has come by then does not wait for the counts.
             if is_waiting:
-                if not _are_counted(launch.control):
+                if not _are_counted[layout](launch.control):
                     return
                 is_waiting = False
             if first == begin:
@@ -452,10 +787,10 @@ def receive_tokens[
                     comptime if layout.is_reduced():
                         if lane < top_k:
                             var choice = layout.choice(token_idx, lane)
-                            counters.received_rows(layout, src_rank)[
+                            counters.received_rows(layout, source)[
                                 unsafe_offset=choice
                             ] = row
-                            counters.received_weights(layout, src_rank)[
+                            counters.received_weights(layout, source)[
                                 unsafe_offset=choice
                             ] = weight
                     comptime if token_fmt_type.n_carried > 0:
@@ -494,8 +829,10 @@ def receive_tokens[
                     is_shared_left = False
                 var to = token_fmt_type.row_values(rows, to_row)
                 comptime for i in range(in_flight):
-                    var vector = (first + i) * WARP_SIZE + lane
-                    if first + i < end and vector < n_vectors:
+                    var vector, is_in_part = vector_of_lane[n_vectors](
+                        first + i, end, lane
+                    )
+                    if is_in_part:
                         store16(
                             to.unsafe_offset(vector * MESSAGE_ALIGN), parts[i]
                         )

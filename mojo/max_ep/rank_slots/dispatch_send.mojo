@@ -6,11 +6,11 @@ one's turn comes (`deal.mojo`). Who gets it is read off the choices; entries, co
 and the number of tokens are written by other warps (`index.mojo`).
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE, block_idx, grid_dim, syncwarp
+from max.gpu import WARP_SIZE, block_idx, grid_dim, lane_id, syncwarp
 from std.bit import count_trailing_zeros, pop_count
 from std.math import ceildiv
 
-from ..counters import EPLocalSyncCounters
+from ..counters import EPLocalSyncCounters, LaunchHeader, NO_EXPERT
 from ..expert_slots.device_steps import (
     SharedAddresses,
     any_lane,
@@ -24,10 +24,18 @@ from ..expert_slots.host_steps import flag_at
 from ..flags import block_peek, next_generation, publish, put_16
 from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
 from ..token_format import LaneBytes, TokenFormat
-from .deal import Deal, n_early_parts, parts_at_once_shift
+from .deal import (
+    Deal,
+    EarlyCut,
+    Piece,
+    early_cut,
+    parts_at_once_shift,
+    vector_of_lane,
+)
 from .device_steps import Launch, await_readers, divmod_32, without_empty
 from .dispatch_roles import INDEXED, NEXT_TURN, N_INDEX_WARPS, SEND
 from .index import Choices
+from .lanes import lanes_like
 
 
 comptime _ENTRIES_FIRST = 64
@@ -35,19 +43,59 @@ comptime _ENTRIES_FIRST = 64
 
 
 @always_inline
+def _n_steps[token_fmt_type: TokenFormat]() -> Int:
+    """Counts the steps of a token, of 16 bytes a lane each.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+
+    Returns:
+        Steps of a warp.
+    """
+    return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
+
+
+@always_inline
+def _early_in_flight[token_fmt_type: TokenFormat]() -> Int:
+    """Counts the steps of an early token that a lane has under way.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+
+    Returns:
+        As many as the largest part has, or registers hold.
+    """
+    comptime n_steps = _n_steps[token_fmt_type]()
+    return min(EarlyCut[n_steps].most_steps, steps_in_flight[token_fmt_type]())
+
+
+comptime EarlyElements[input_type: DType, token_fmt_type: TokenFormat] = Array[
+    SIMD[input_type, token_fmt_type.lane_elements],
+    _early_in_flight[token_fmt_type](),
+]
+"""What a lane has of some steps of an early token, as it is given.
+
+Parameters:
+    input_type: Element type of the tokens.
+    token_fmt_type: Wire format of a token.
+"""
+
+
+@always_inline
 def _store_steps[
-    token_fmt_type: TokenFormat, is_early: Bool
+    in_flight: Int, //, token_fmt_type: TokenFormat, is_early: Bool
 ](
     to: UInt64,
     first: Int,
     end: Int,
-    values: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
-    scales: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
+    values: Array[LaneBytes, in_flight],
+    scales: Array[LaneBytes, in_flight],
     lane: Int,
 ):
     """Writes some steps of an encoded token, with one warp.
 
     Parameters:
+        in_flight: Steps at most.
         token_fmt_type: Wire format of a token.
         is_early: Whether the data is its own flag.
 
@@ -60,10 +108,10 @@ def _store_steps[
         lane: This lane.
     """
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime for i in range(steps_in_flight[token_fmt_type]()):
+    comptime for i in range(in_flight):
         var step = first + i
-        var vector = step * WARP_SIZE + lane
-        if step < end and vector < n_vectors:
+        var vector, is_in_part = vector_of_lane[n_vectors](step, end, lane)
+        if is_in_part:
             var p = bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN)
             comptime if is_early:
                 put_16(p, without_empty(values[i]))
@@ -81,11 +129,9 @@ def _store_steps[
 
 
 @fieldwise_init
-struct _Part(TrivialRegisterPassable):
-    """A part of a token, and who gets it, as a lane of its warp knows it."""
+struct Receivers(TrivialRegisterPassable):
+    """Who gets a token, as a lane of a warp knows it."""
 
-    var token_idx: Int
-    var part: Int
     var dst_rank: Int32
     """Of choice `lane`: its rank, or -1."""
     var is_target: Bool
@@ -103,10 +149,8 @@ struct _Part(TrivialRegisterPassable):
         fused_shared_expert: Bool,
         has_input: Bool,
         to_peers: Bool,
-    ](
-        unit: Int, n_parts: Int, choices: Choices[...], my_rank: Int, lane: Int
-    ) -> Self:
-        """Finds out who gets a part; all lanes call it.
+    ](id: Int32, my_rank: Int, lane: Int) -> Self:
+        """Finds out who gets a token; all lanes call it.
 
         Parameters:
             n_experts: Experts of the group.
@@ -116,17 +160,13 @@ struct _Part(TrivialRegisterPassable):
             to_peers: Likewise.
 
         Args:
-            unit: Which part of all parts of all tokens.
-            n_parts: Parts of a token.
-            choices: Ids and weights; not read with `gather`.
+            id: What the router gave for choice `lane`; not read with `gather`.
             my_rank: This rank.
             lane: This lane.
 
         Returns:
-            The part.
+            The receivers.
         """
-        comptime top_k = layout.top_k
-        var token_idx, part = divmod_32(unit, n_parts)
         var dst_rank: Int32 = -1
         comptime if layout.sends_to_all():
             # Not all sources begin with the same rank.
@@ -135,75 +175,38 @@ struct _Part(TrivialRegisterPassable):
             if lane < n:
                 dst_rank = Int32(UInt32(my_rank + 1 + lane) % UInt32(n))
         else:
-            if lane < top_k:
-                var id = choices.id(token_idx * top_k + lane)
-                if id >= 0 and id < Int32(n_experts):
-                    dst_rank = id // Int32(layout.n_local_experts())
+            if lane < layout.top_k and id >= 0 and id < Int32(n_experts):
+                dst_rank = id // Int32(layout.n_local_experts())
         var is_target = (
             to_peers and dst_rank >= 0 and dst_rank != Int32(my_rank)
         )
         comptime if not layout.sends_to_all():
-            comptime for k in range(top_k):
-                var earlier = warp.shuffle_idx(dst_rank, UInt32(k))
-                if k < lane and earlier == dst_rank:
-                    is_target = False
+            var first = count_trailing_zeros(lanes_like(dst_rank))
+            is_target = is_target and Int(first) == lane
         var is_own = False
         comptime if not has_input:
             is_own = fused_shared_expert or any_lane(dst_rank == Int32(my_rank))
         return Self(
-            token_idx,
-            part,
-            dst_rank,
-            is_target,
-            warp.vote[DType.uint32](is_target),
-            is_own,
+            dst_rank, is_target, warp.vote[DType.uint32](is_target), is_own
         )
 
     @always_inline
-    def has_receivers(self) -> Bool:
-        """Tells whether it is sent at all.
+    def are_any(self) -> Bool:
+        """Tells whether the token is sent at all.
 
         Returns:
             Whether; the same in all lanes.
         """
         return self.targets != 0 or self.is_own
 
-    @always_inline
-    def begin(self, n_parts: Int, n_steps: Int) -> Int:
-        """Says where it begins.
-
-        Args:
-            n_parts: Parts of a token.
-            n_steps: Steps of a token.
-
-        Returns:
-            Its first step.
-        """
-        return divmod_32(self.part * n_steps, n_parts)[0]
-
-    @always_inline
-    def end(self, n_parts: Int, n_steps: Int) -> Int:
-        """Says where it ends.
-
-        Args:
-            n_parts: Parts of a token.
-            n_steps: Steps of a token.
-
-        Returns:
-            Behind its last step.
-        """
-        return divmod_32((self.part + 1) * n_steps, n_parts)[0]
-
 
 @always_inline
 def _load_elements[
-    input_type: DType,
-    n_elements: Int,
-    in_flight: Int,
-    //,
-    token_fmt_type: TokenFormat,
+    input_type: DType, in_flight: Int, //, token_fmt_type: TokenFormat
 ](
-    mut elements: Array[SIMD[input_type, n_elements], in_flight],
+    mut elements: Array[
+        SIMD[input_type, token_fmt_type.lane_elements], in_flight
+    ],
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     token_idx: Int,
     first: Int,
@@ -214,8 +217,6 @@ def _load_elements[
 
     Parameters:
         input_type: Element type of the tokens.
-        n_elements: Elements of a lane in one step.
-        in_flight: Steps at most.
         token_fmt_type: Wire format of a token.
 
     Args:
@@ -227,9 +228,10 @@ def _load_elements[
         lane: This lane.
     """
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
+    comptime n_elements = token_fmt_type.lane_elements
     comptime for i in range(in_flight):
-        var vector = (first + i) * WARP_SIZE + lane
-        if first + i < end and vector < n_vectors:
+        var vector, is_in_part = vector_of_lane[n_vectors](first + i, end, lane)
+        if is_in_part:
             # Not as constants: when this block began, the kernel that wrote the
             # tokens may not have ended (PDL).
             elements[i] = tokens.unsafe_load[
@@ -237,9 +239,268 @@ def _load_elements[
             ](token_idx * token_fmt_type.hidden_size + vector * n_elements)
 
 
+@fieldwise_init
+struct FirstPart(TrivialRegisterPassable):
+    """The first part of an early token that a warp sends.
+
+    Which part it is, and who gets it, depends on the arguments alone, so it is found
+    before the launch before has ended, and is on its way before the header is read.
+    """
+
+    var number: Int
+    """Which of all parts; there may be none for this warp."""
+    var piece: Piece
+    """The part."""
+    var is_sent: Bool
+    """Whether this warp sends it."""
+
+    @staticmethod
+    @always_inline
+    def of[
+        layout: RegionLayout, token_fmt_type: TokenFormat
+    ](n_tokens: Int, sender: Int, n_senders: Int) -> Self:
+        """Finds it; this reads nothing.
+
+        Parameters:
+            layout: How the regions are cut.
+            token_fmt_type: Wire format of a token.
+
+        Args:
+            n_tokens: Tokens to send.
+            sender: This warp among those of its block that send, if it does.
+            n_senders: How many do.
+
+        Returns:
+            The part.
+        """
+        var number = Int(block_idx.x) + sender * Int(grid_dim.x)
+        var cut = early_cut[_n_steps[token_fmt_type]()](n_tokens)
+        return Self(
+            number,
+            cut.piece(number),
+            0 <= sender
+            and sender < n_senders
+            and n_tokens <= layout.n_early_tokens()
+            and number < n_tokens * cut.n_parts(),
+        )
+
+    @always_inline
+    def load[
+        input_type: DType, //, layout: RegionLayout, token_fmt_type: TokenFormat
+    ](
+        self,
+        mut elements: EarlyElements[input_type, token_fmt_type],
+        tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        choices: Choices[...],
+    ) -> Int32:
+        """Begins to load it.
+
+        Parameters:
+            input_type: Element type of the tokens.
+            layout: How the regions are cut.
+            token_fmt_type: Wire format of a token.
+
+        Args:
+            elements: Result.
+            tokens: `[n_tokens][hidden_size]`.
+            choices: Ids, which need not be shared yet; not read with `gather`.
+
+        Returns:
+            What the router gave for choice `lane` of its token, or `NO_EXPERT`.
+        """
+        var id = NO_EXPERT
+        if self.is_sent:
+            var lane = Int(lane_id())
+            _load_elements[token_fmt_type](
+                elements,
+                tokens,
+                self.piece.whole,
+                self.piece.begin,
+                self.piece.end,
+                lane,
+            )
+            comptime if not layout.sends_to_all():
+                if lane < layout.top_k:
+                    id = choices.id_in_memory(
+                        layout.choice(self.piece.whole, lane)
+                    )
+        return id
+
+    @always_inline
+    def receivers[
+        n_experts: Int,
+        layout: RegionLayout,
+        fused_shared_expert: Bool,
+        has_input: Bool,
+        to_peers: Bool,
+    ](self, id: Int32, header_word: Int32) -> Receivers:
+        """Finds out who gets it, as soon as the header is there.
+
+        Parameters:
+            n_experts: Experts of the group.
+            layout: How the regions are cut.
+            fused_shared_expert: As for `send_by_number`.
+            has_input: Likewise.
+            to_peers: Likewise.
+
+        Args:
+            id: From `load`.
+            header_word: From `header_word`.
+
+        Returns:
+            The receivers; nobody if this warp sends nothing.
+        """
+        if not self.is_sent:
+            return Receivers(-1, False, 0, False)
+        return Receivers.of[
+            n_experts, layout, fused_shared_expert, has_input, to_peers
+        ](id, LaunchHeader.my_rank_of(header_word), Int(lane_id()))
+
+
 @always_inline
-def _send_tokens[
+def _store_loaded[
     input_type: DType,
+    in_flight: Int,
+    //,
+    token_fmt_type: TokenFormat,
+    is_early: Bool,
+](
+    elements: Array[SIMD[input_type, token_fmt_type.lane_elements], in_flight],
+    first: Int,
+    end: Int,
+    receivers: Receivers,
+    address: UInt64,
+    offset: Int,
+    recv_bufs: SharedAddresses,
+    my_rank: Int,
+    lane: Int,
+):
+    """Encodes some steps of a token once, and writes them to all who get it.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        in_flight: Steps at most.
+        token_fmt_type: Wire format of a token.
+        is_early: Whether the data is its own flag.
+
+    Args:
+        elements: From `_load_elements`.
+        first: First step.
+        end: Behind the last of the part.
+        receivers: Who gets it.
+        address: Of a target's lane: where the token stands there.
+        offset: Where it stands in each recv buffer.
+        recv_bufs: All ranks' recv buffers.
+        my_rank: This rank.
+        lane: This lane.
+    """
+    var values = Array[LaneBytes, in_flight](fill=0)
+    var scales = Array[LaneBytes, in_flight](fill=0)
+    encode_steps[input_type, token_fmt_type, False](
+        elements, values, scales, 1, lane
+    )
+    var rest = receivers.targets
+    while rest != 0:
+        var k = Int(count_trailing_zeros(rest))
+        rest &= rest - 1
+        _store_steps[token_fmt_type, is_early](
+            shuffle_address(address, k), first, end, values, scales, lane
+        )
+    if receivers.is_own:
+        _store_steps[token_fmt_type, is_early](
+            recv_bufs[unsafe_offset=my_rank] + UInt64(offset),
+            first,
+            end,
+            values,
+            scales,
+            lane,
+        )
+
+
+@always_inline
+def _store_piece[
+    input_type: DType,
+    in_flight: Int,
+    //,
+    token_fmt_type: TokenFormat,
+    is_early: Bool,
+](
+    mut elements: Array[
+        SIMD[input_type, token_fmt_type.lane_elements], in_flight
+    ],
+    is_loaded: Bool,
+    tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    piece: Piece,
+    receivers: Receivers,
+    offset: Int,
+    recv_bufs: SharedAddresses,
+    my_rank: Int,
+    lane: Int,
+):
+    """Encodes a part of a token once, and writes it to all who get it.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        token_fmt_type: Wire format of a token.
+        is_early: Whether the data is its own flag.
+
+    Args:
+        elements: Its first steps, if they are loaded; the last ones afterwards.
+        is_loaded: Whether they are.
+        tokens: `[n_tokens][hidden_size]`.
+        piece: The part.
+        receivers: Who gets it.
+        offset: Where the token stands in each recv buffer.
+        recv_bufs: All ranks' recv buffers.
+        my_rank: This rank.
+        lane: This lane.
+    """
+    var address: UInt64 = 0
+    if receivers.is_target:
+        address = recv_bufs[unsafe_offset=Int(receivers.dst_rank)] + UInt64(
+            offset
+        )
+    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime if is_early and EarlyCut[n_steps].most_steps <= in_flight:
+        # Less code than a loop.
+        if not is_loaded:
+            _load_elements[token_fmt_type](
+                elements, tokens, piece.whole, piece.begin, piece.end, lane
+            )
+        _store_loaded[token_fmt_type, True](
+            elements,
+            piece.begin,
+            piece.end,
+            receivers,
+            address,
+            offset,
+            recv_bufs,
+            my_rank,
+            lane,
+        )
+    else:
+        for first in range(piece.begin, piece.end, in_flight):
+            if first != piece.begin or not is_loaded:
+                _load_elements[token_fmt_type](
+                    elements, tokens, piece.whole, first, piece.end, lane
+                )
+            _store_loaded[token_fmt_type, is_early](
+                elements,
+                first,
+                piece.end,
+                receivers,
+                address,
+                offset,
+                recv_bufs,
+                my_rank,
+                lane,
+            )
+
+
+@always_inline
+def _send_early_tokens[
+    input_type: DType,
+    //,
     n_experts: Int,
     layout: RegionLayout,
     token_fmt_type: TokenFormat,
@@ -247,7 +508,105 @@ def _send_tokens[
     has_input: Bool,
     to_peers: Bool,
     waits_for_index: Bool,
-    is_early: Bool,
+](
+    mut elements: EarlyElements[input_type, token_fmt_type],
+    first_part: FirstPart,
+    first_receivers: Receivers,
+    tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+    choices: Choices[...],
+    n_tokens: Int,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    n_senders: Int,
+):
+    """Sends this block's share of early tokens with one of its sending warps.
+
+    Parameters:
+        input_type: Element type of the tokens.
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+        token_fmt_type: Wire format of a token.
+        fused_shared_expert: As for `send_by_number`.
+        has_input: Likewise.
+        to_peers: Likewise.
+        waits_for_index: Likewise.
+
+    Args:
+        elements: As for `send_by_number`.
+        first_part: Likewise.
+        first_receivers: Likewise.
+        tokens: Likewise.
+        choices: Likewise.
+        n_tokens: Likewise.
+        recv_bufs: Likewise.
+        counts: Likewise.
+        launch: Likewise.
+        counters: Likewise.
+        n_senders: Likewise.
+    """
+    var my_rank = launch.my_rank
+    var cut = early_cut[_n_steps[token_fmt_type]()](n_tokens)
+    var n_all = n_tokens * cut.n_parts()
+    if not first_part.is_sent:
+        return
+    var number = first_part.number
+    var piece = first_part.piece
+    # I3, for tokens.
+    if not await_readers[layout, False](launch, counts, counters, SEND):
+        return
+    comptime if waits_for_index:
+        # Entries first: receivers need them all. Fewest are on their way as soon as
+        # tokens are. Many tokens take longer than they do, so the link starts at
+        # once.
+        if not choices.are_in_lanes() and n_tokens <= _ENTRIES_FIRST:
+            while (
+                block_peek(launch.control.unsafe_offset(INDEXED))
+                < N_INDEX_WARPS
+            ):
+                pass
+    var receivers = first_receivers
+    var is_loaded = True
+    while True:
+        if receivers.are_any():
+            # I1: only this rank writes the tokens of its number.
+            _store_piece[token_fmt_type, True](
+                elements,
+                is_loaded,
+                tokens,
+                piece,
+                receivers,
+                layout.early_token_offset(my_rank, piece.whole),
+                recv_bufs,
+                my_rank,
+                launch.lane,
+            )
+        # Shares, not turns: a turn is one more trip to shared memory.
+        number += n_senders * Int(grid_dim.x)
+        if number >= n_all:
+            return
+        is_loaded = False
+        piece = cut.piece(number)
+        receivers = Receivers.of[
+            n_experts, layout, fused_shared_expert, has_input, to_peers
+        ](
+            choices.id_of_lane[layout](piece.whole, launch.lane),
+            my_rank,
+            launch.lane,
+        )
+
+
+@always_inline
+def _send_tokens_in_chunks[
+    input_type: DType,
+    //,
+    n_experts: Int,
+    layout: RegionLayout,
+    token_fmt_type: TokenFormat,
+    fused_shared_expert: Bool,
+    has_input: Bool,
+    to_peers: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
@@ -259,7 +618,7 @@ def _send_tokens[
     sender: Int,
     n_senders: Int,
 ):
-    """Sends this block's share of the tokens with one of its sending warps.
+    """Sends this block's share of tokens whose parts have flags, with one warp.
 
     Parameters:
         input_type: Element type of the tokens.
@@ -269,8 +628,6 @@ def _send_tokens[
         fused_shared_expert: As for `send_by_number`.
         has_input: Likewise.
         to_peers: Likewise.
-        waits_for_index: Likewise.
-        is_early: Whether the data is its own flag.
 
     Args:
         tokens: As for `send_by_number`.
@@ -283,154 +640,95 @@ def _send_tokens[
         sender: Likewise.
         n_senders: Likewise.
     """
-    comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
-    comptime in_flight = steps_in_flight[token_fmt_type]()
-    comptime Elements = SIMD[input_type, token_fmt_type.lane_elements]
+    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime n_parts = min(N_CHUNKS, n_steps)
+    var elements = Array[
+        SIMD[input_type, token_fmt_type.lane_elements],
+        steps_in_flight[token_fmt_type](),
+    ](fill=0)
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var n_blocks = Int(grid_dim.x)
-    var n_parts = min(N_CHUNKS, n_steps)
-    comptime if is_early:
-        n_parts = n_early_parts(n_tokens, n_steps)
     var n_all = n_tokens * n_parts
-    # Of tokens with flags; early ones have shares.
     var deal = Deal.of(
         n_all,
         parts_at_once_shift[layout, n_steps](n_tokens, n_senders),
         n_senders,
         Int(block_idx.x),
-        n_blocks,
+        Int(grid_dim.x),
     )
-    var first_part = Int(block_idx.x) + sender * n_blocks
-    var shift = 0
-    comptime if not is_early:
-        first_part, shift = deal.unit(sender)
+    var first_part, shift = deal.unit(sender)
     if first_part >= n_all:
         return
-    # Parts that are sent at once are one, from here on.
-    var n_units = n_parts >> shift
-    var sent = _Part.of[
-        n_experts, layout, fused_shared_expert, has_input, to_peers
-    ](first_part >> shift, n_units, choices, my_rank, lane)
-    var elements = Array[Elements, in_flight](fill=0)
-    if sent.has_receivers():
-        _load_elements[token_fmt_type](
-            elements,
-            tokens,
-            sent.token_idx,
-            sent.begin(n_units, n_steps),
-            sent.end(n_units, n_steps),
-            lane,
-        )
-    var is_loaded = True
     # I3, for tokens.
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
-    comptime if is_early and waits_for_index:
-        # Entries first: receivers need them all. Many tokens take longer than
-        # they do, so the link starts at once.
-        if n_tokens <= _ENTRIES_FIRST:
-            while (
-                block_peek(launch.control.unsafe_offset(INDEXED))
-                < N_INDEX_WARPS
-            ):
-                pass
     while True:
-        # I1: only this rank writes the tokens of its number.
-        var offset = UInt64(layout.token_offset(my_rank, sent.token_idx))
-        comptime if is_early:
-            offset = UInt64(layout.early_token_offset(my_rank, sent.token_idx))
-        var address: UInt64 = 0
-        if sent.is_target:
-            address = recv_bufs[unsafe_offset=Int(sent.dst_rank)] + offset
-        var begin = sent.begin(n_units, n_steps)
-        var end = sent.end(n_units, n_steps)
-        if not sent.has_receivers():
-            end = begin
-        for first in range(begin, end, in_flight):
-            if first != begin or not is_loaded:
-                _load_elements[token_fmt_type](
-                    elements, tokens, sent.token_idx, first, end, lane
-                )
-            var values = Array[LaneBytes, in_flight](fill=0)
-            var scales = Array[LaneBytes, in_flight](fill=0)
-            encode_steps[input_type, token_fmt_type, False](
-                elements, values, scales, 1, lane
+        # Parts that are sent at once are one, from here on.
+        var n_units = n_parts >> shift
+        var token_idx, unit = divmod_32(first_part >> shift, n_units)
+        var piece = Piece(
+            token_idx,
+            unit,
+            divmod_32(unit * n_steps, n_units)[0],
+            divmod_32((unit + 1) * n_steps, n_units)[0],
+        )
+        var receivers = Receivers.of[
+            n_experts, layout, fused_shared_expert, has_input, to_peers
+        ](choices.id_of_lane[layout](token_idx, lane), my_rank, lane)
+        if receivers.are_any():
+            # I1: only this rank writes the tokens of its number.
+            _store_piece[token_fmt_type, False](
+                elements,
+                False,
+                tokens,
+                piece,
+                receivers,
+                layout.token_offset(my_rank, token_idx),
+                recv_bufs,
+                my_rank,
+                lane,
             )
-            var rest = sent.targets
+        syncwarp()
+        # I2: a part's flag is published after all of the part. A lane for
+        # each flag: a publish waits until all has arrived, for a warp once.
+        var n_receivers = Int(pop_count(receivers.targets)) + Int(
+            receivers.is_own
+        )
+        for first in range(0, n_receivers << shift, WARP_SIZE):
+            var mine = (first + lane) >> shift
+            var dst_rank = -1
+            var receiver = 0
+            var rest = receivers.targets
             while rest != 0:
-                var k = Int(count_trailing_zeros(rest))
+                var k = count_trailing_zeros(rest)
                 rest &= rest - 1
-                _store_steps[token_fmt_type, is_early](
-                    shuffle_address(address, k),
-                    first,
-                    end,
-                    values,
-                    scales,
-                    lane,
+                var rank = warp.shuffle_idx(receivers.dst_rank, k)
+                if mine == receiver:
+                    dst_rank = Int(rank)
+                receiver += 1
+            if receivers.is_own and mine == receiver:
+                dst_rank = my_rank
+            if dst_rank >= 0:
+                var part = (unit << shift) + (lane & ((1 << shift) - 1))
+                publish(
+                    flag_at(
+                        bytes_at(recv_bufs[unsafe_offset=dst_rank]),
+                        layout.chunk_flag_offset(my_rank, token_idx, part),
+                    ),
+                    generation,
+                    0,
                 )
-            if sent.is_own:
-                _store_steps[token_fmt_type, is_early](
-                    recv_bufs[unsafe_offset=my_rank] + offset,
-                    first,
-                    end,
-                    values,
-                    scales,
-                    lane,
-                )
-        comptime if not is_early:
-            syncwarp()
-            # I2: a part's flag is published after all of the part. A lane for
-            # each flag: a publish waits until all has arrived, for a warp once.
-            var n_receivers = Int(pop_count(sent.targets)) + Int(sent.is_own)
-            for first in range(0, n_receivers << shift, WARP_SIZE):
-                var mine = (first + lane) >> shift
-                var dst_rank = -1
-                var receiver = 0
-                var rest = sent.targets
-                while rest != 0:
-                    var k = count_trailing_zeros(rest)
-                    rest &= rest - 1
-                    var rank = warp.shuffle_idx(sent.dst_rank, k)
-                    if mine == receiver:
-                        dst_rank = Int(rank)
-                    receiver += 1
-                if sent.is_own and mine == receiver:
-                    dst_rank = my_rank
-                if dst_rank >= 0:
-                    var part = (sent.part << shift) + (
-                        lane & ((1 << shift) - 1)
-                    )
-                    publish(
-                        flag_at(
-                            bytes_at(recv_bufs[unsafe_offset=dst_rank]),
-                            layout.chunk_flag_offset(
-                                my_rank, sent.token_idx, part
-                            ),
-                        ),
-                        generation,
-                        0,
-                    )
-        comptime if is_early:
-            # Few: a turn is one more trip to shared memory.
-            first_part += n_senders * n_blocks
-        else:
-            var turn = take_turn(launch.control.unsafe_offset(NEXT_TURN), lane)
-            first_part, shift = deal.unit(n_senders + turn)
+        var turn = take_turn(launch.control.unsafe_offset(NEXT_TURN), lane)
+        first_part, shift = deal.unit(n_senders + turn)
         if first_part >= n_all:
             return
-        n_units = n_parts >> shift
-        sent = _Part.of[
-            n_experts, layout, fused_shared_expert, has_input, to_peers
-        ](first_part >> shift, n_units, choices, my_rank, lane)
-        is_loaded = False
 
 
 @always_inline
 def send_by_number[
     input_type: DType,
+    //,
     n_experts: Int,
     layout: RegionLayout,
     token_fmt_type: TokenFormat,
@@ -439,6 +737,9 @@ def send_by_number[
     to_peers: Bool,
     waits_for_index: Bool,
 ](
+    mut elements: EarlyElements[input_type, token_fmt_type],
+    first_part: FirstPart,
+    first_receivers: Receivers,
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
     n_tokens: Int,
@@ -464,6 +765,9 @@ def send_by_number[
             `_ENTRIES_FIRST` tokens.
 
     Args:
+        elements: From `FirstPart.load`.
+        first_part: Of this warp.
+        first_receivers: From `FirstPart.receivers`.
         tokens: `[n_tokens][hidden_size]`.
         choices: Ids and weights.
         n_tokens: Tokens to send.
@@ -475,8 +779,7 @@ def send_by_number[
         n_senders: How many do.
     """
     if n_tokens <= layout.n_early_tokens():
-        _send_tokens[
-            input_type,
+        _send_early_tokens[
             n_experts,
             layout,
             token_fmt_type,
@@ -484,8 +787,10 @@ def send_by_number[
             has_input,
             to_peers,
             waits_for_index,
-            True,
         ](
+            elements,
+            first_part,
+            first_receivers,
             tokens,
             choices,
             n_tokens,
@@ -493,21 +798,17 @@ def send_by_number[
             counts,
             launch,
             counters,
-            sender,
             n_senders,
         )
         return
     comptime if layout.max_tokens_per_rank > layout.n_early_tokens():
-        _send_tokens[
-            input_type,
+        _send_tokens_in_chunks[
             n_experts,
             layout,
             token_fmt_type,
             fused_shared_expert,
             has_input,
             to_peers,
-            waits_for_index,
-            False,
         ](
             tokens,
             choices,

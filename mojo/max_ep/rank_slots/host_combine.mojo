@@ -18,7 +18,7 @@ owner knows that its partials have been read.
 """
 from std.math import fma
 
-from ..counters import EPLocalSyncCounters, NO_ROW
+from ..counters import EPLocalSyncCounters, NO_ROW, source_rank
 from ..expert_slots.host_combine import (
     await_rows,
     finish_combine,
@@ -54,24 +54,24 @@ struct _RowsOfToken[layout: RegionLayout](Movable):
     def __init__(
         out self,
         counters: EPLocalSyncCounters,
-        src_rank: Int,
+        source: Int,
         token_idx: Int,
     ):
         """Looks them up among those of the last `dispatch_wait`.
 
         Args:
             counters: This rank's local words.
-            src_rank: Rank of the token.
+            source: Rank of the token, from `source_from`.
             token_idx: The token there.
         """
         self.rows = Array[Int, Self.layout.top_k](fill=0)
         self.weights = Array[Float32, Self.layout.top_k](fill=0)
         self.n_rows = 0
         var n_tokens = counters.received_tokens(Self.layout)
-        if token_idx >= Int(n_tokens[unsafe_offset=src_rank]):
+        if token_idx >= Int(n_tokens[unsafe_offset=source]):
             return
-        var rows = counters.received_rows(Self.layout, src_rank)
-        var weights = counters.received_weights(Self.layout, src_rank)
+        var rows = counters.received_rows(Self.layout, source)
+        var weights = counters.received_weights(Self.layout, source)
         for k in range(Self.layout.top_k):
             var choice = Self.layout.choice(token_idx, k)
             var row = rows[unsafe_offset=choice]
@@ -160,21 +160,22 @@ def combine_async_host[
 
     var n_tokens_of = counters.received_tokens(layout)
     var n_tokens = 0
-    for src_rank in range(n_ranks):
-        n_tokens += Int(n_tokens_of[unsafe_offset=src_rank])
+    for source in range(n_ranks):
+        n_tokens += Int(n_tokens_of[unsafe_offset=source])
     var is_streaming = should_stream(n_tokens, msg_bytes)
 
     def send_partials(begin: Int, end: Int) {imm}:
-        var src_rank = 0
+        var source = 0
         var first = 0
         for i in range(begin, end):
-            while first + Int(n_tokens_of[unsafe_offset=src_rank]) <= i:
-                first += Int(n_tokens_of[unsafe_offset=src_rank])
-                src_rank += 1
+            while first + Int(n_tokens_of[unsafe_offset=source]) <= i:
+                first += Int(n_tokens_of[unsafe_offset=source])
+                source += 1
+            var src_rank = source_rank(my_rank, source, n_ranks)
             if src_rank == my_rank:
                 continue
             var token_idx = i - first
-            var mine = _RowsOfToken[layout](counters, src_rank, token_idx)
+            var mine = _RowsOfToken[layout](counters, source, token_idx)
             if mine.n_rows == 0:
                 continue
             # I4: only this rank writes the partials of its number.
@@ -264,7 +265,7 @@ def combine_wait_host[
 
     def reduce_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
-            var own = _RowsOfToken[layout](counters, my_rank, token_idx)
+            var own = _RowsOfToken[layout](counters, 0, token_idx)
             var n_found = own.n_rows
             var owners = Array[Int, n_ranks](fill=0)
             var n_owners = 0

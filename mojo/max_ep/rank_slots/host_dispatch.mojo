@@ -15,7 +15,7 @@ read. Combine is that of `expert_slots`, or, if it is reduced, that of
 `host_combine.mojo`: then a choice's router weight travels beside its entry, and
 `dispatch_wait` notes weights and rows for it.
 """
-from ..counters import EPLocalSyncCounters, NO_ROW
+from ..counters import EPLocalSyncCounters, NO_ROW, source_from
 from ..expert_slots.host_dispatch import (
     NO_SLOT,
     SendPlan,
@@ -522,13 +522,16 @@ def dispatch_wait_host[
     comptime if layout.is_reduced():
         var received = counters.received_tokens(layout)
         for src_rank in range(n_ranks):
-            received[unsafe_offset=src_rank] = Int32(n_tokens_of[src_rank])
+            received[
+                unsafe_offset=source_from(my_rank, src_rank, n_ranks)
+            ] = Int32(n_tokens_of[src_rank])
 
     def decode_tokens(begin: Int, end: Int) {imm}:
         for i in range(begin, end):
             var src_rank, token_idx = divmod(i, max_tokens_per_rank)
             if token_idx >= n_tokens[unsafe_offset=src_rank]:
                 continue
+            var source = source_from(my_rank, src_rank, n_ranks)
             var token = recv_buf.unsafe_offset(
                 layout.token_offset(src_rank, token_idx)
             )
@@ -540,7 +543,7 @@ def dispatch_wait_host[
                 # expert here this time.
                 if generation_of(entry) != generation:
                     comptime if layout.is_reduced():
-                        counters.received_rows(layout, src_rank)[
+                        counters.received_rows(layout, source)[
                             unsafe_offset=choice
                         ] = NO_ROW
                     continue
@@ -566,10 +569,10 @@ def dispatch_wait_host[
                         ),
                     )
                 comptime if layout.is_reduced():
-                    counters.received_rows(layout, src_rank)[
+                    counters.received_rows(layout, source)[
                         unsafe_offset=choice
                     ] = Int32(row)
-                    counters.received_weights(layout, src_rank)[
+                    counters.received_weights(layout, source)[
                         unsafe_offset=choice
                     ] = weight_of_word(
                         flag_at(recv_buf, offset + ENTRY_BYTES)[]

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of dispatch for GPU ranks: entries and counts, written to every rank.
 
-*Few choices* are in the shared memory of each block, and are indexed one by one:
-a warp counts those before a choice that are of the same expert, and writes its
-entry; or all of an expert, and tells its count. Each costs a walk over ids, 128
-of them at a time. Where there may be more than `_NOT_COUNTED_UP_TO`, a block
-counts those of its experts already while it brings the ids there.
+*Few choices* are indexed one by one: a warp counts those before a choice that are
+of the same expert, and writes its entry; or all of an expert, and tells its count.
+Up to `N_LANE_CHOICES` of them the lanes of each index warp hold, and count before the
+launch has read its header. More are in the shared memory of each block, and cost a
+walk over ids, 128 of them at a time. Where there may be more than
+`_NOT_COUNTED_UP_TO`, a block counts those of its experts already while it brings the
+ids there.
 
 *Many choices* are indexed by blocks. Each block but the last has a run of them. It
 counts, for each expert, all that come before the run, and writes the run's entries.
@@ -23,7 +25,6 @@ from max.gpu import (
 )
 from std.math import ceildiv
 from std.memory import bitcast
-from std.sys import llvm_intrinsic
 
 from ..counters import EPLocalSyncCounters, NO_EXPERT
 from ..expert_slots.device_steps import (
@@ -59,9 +60,16 @@ from .entries import (
     id_word,
     weight_word,
 )
+from .lanes import sum_of_lanes
+
+comptime N_LANE_CHOICES = 256
+"""Choices up to which the lanes of a warp hold all ids."""
+
+comptime N_LANE_IDS = N_LANE_CHOICES // WARP_SIZE
+"""Ids of a lane then."""
 
 comptime N_SHARED_CHOICES = 4096
-"""Choices up to which a block keeps ids in its shared memory."""
+"""Choices up to which a block keeps ids in its shared memory, if they are more."""
 
 comptime _N_SHARED_WEIGHTS = 1024
 """Choices up to which it keeps their weights there, too."""
@@ -105,9 +113,9 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     var n_choices: Int
     """How many."""
     var shared_ids: SharedInts
-    """The ids, if they are at most `N_SHARED_CHOICES`."""
+    """The ids, if `are_shared`."""
     var shared_weights: SharedInts
-    """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`."""
+    """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`, too."""
     var counted: SharedInts
     """`[_n_counted][WARP_SIZE]`: of some experts of this block, how many ids each of
     its warps has shared."""
@@ -134,14 +142,55 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
             shared_ints[1](),
         )
 
+    @staticmethod
+    @always_inline
+    def of[
+        layout: RegionLayout
+    ](
+        topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+        router_weights: Pointer[Float32, ImmUntrackedOrigin],
+        n_tokens: Int,
+    ) -> Self:
+        """Makes those of a launch, of which none is shared yet.
+
+        Parameters:
+            layout: How the regions are cut.
+
+        Args:
+            topk_ids: `[n_tokens][top_k]`.
+            router_weights: `[n_tokens][top_k]`; read if combine is reduced.
+            n_tokens: Tokens to send.
+
+        Returns:
+            The choices.
+        """
+        comptime n_weights = min(_N_SHARED_WEIGHTS, layout.n_choices())
+        return Self(
+            topk_ids,
+            router_weights,
+            n_tokens * layout.top_k,
+            shared_ints[_n_shared_ids[layout](), MESSAGE_ALIGN](),
+            shared_ints[n_weights if layout.is_reduced() else 1](),
+            shared_ints[max(_n_counted[layout]() * WARP_SIZE, 1)](),
+        )
+
+    @always_inline
+    def are_in_lanes(self) -> Bool:
+        """Tells whether the lanes of each index warp hold all ids.
+
+        Returns:
+            Whether they are few enough.
+        """
+        return self.n_choices <= N_LANE_CHOICES
+
     @always_inline
     def are_shared(self) -> Bool:
         """Tells whether the ids are in shared memory.
 
         Returns:
-            Whether they are few enough.
+            Whether they are few enough, and too many for lanes.
         """
-        return self.n_choices <= N_SHARED_CHOICES
+        return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
 
     @always_inline
     def id(self, choice: Int) -> Int32:
@@ -172,6 +221,28 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         return self.ids[unsafe_offset=choice]
 
     @always_inline
+    def id_of_lane[
+        layout: RegionLayout
+    ](self, token_idx: Int, lane: Int) -> Int32:
+        """Reads the id of a lane's choice of a token.
+
+        Parameters:
+            layout: How the regions are cut.
+
+        Args:
+            token_idx: The token.
+            lane: This lane.
+
+        Returns:
+            The id of choice `lane`; `NO_EXPERT` if there is none, or nobody asks.
+        """
+        comptime if layout.sends_to_all():
+            return NO_EXPERT
+        if lane >= layout.top_k:
+            return NO_EXPERT
+        return self.id(layout.choice(token_idx, lane))
+
+    @always_inline
     def counted_of_block(self, turn: Int, lane: Int) -> Int:
         """Adds up what the warps have counted, with one warp.
 
@@ -185,7 +256,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         var n: Int32 = 0
         if lane < Int(block_dim.x) // WARP_SIZE:
             n = self.counted[unsafe_offset=turn * WARP_SIZE + lane]
-        return Int(_sum_of_lanes(UInt32(n)))
+        return Int(sum_of_lanes(UInt32(n)))
 
     @always_inline
     def weight[layout: RegionLayout](self, choice: Int) -> Float32:
@@ -200,14 +271,30 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         Returns:
             The weight; 0 if combine is not reduced.
         """
+        comptime if layout.is_reduced() and Self.n_ranks_all == 0:
+            if self.are_shared() and self.n_choices <= _N_SHARED_WEIGHTS:
+                return bitcast[DType.float32](
+                    self.shared_weights[unsafe_offset=choice]
+                )
+        return self.weight_in_memory[layout](choice)
+
+    @always_inline
+    def weight_in_memory[layout: RegionLayout](self, choice: Int) -> Float32:
+        """Reads a router weight from where it was given.
+
+        Parameters:
+            layout: How the regions are cut.
+
+        Args:
+            choice: The choice.
+
+        Returns:
+            The weight; 0 if combine is not reduced.
+        """
         comptime if not layout.is_reduced():
             return 0
         comptime if Self.n_ranks_all > 0:
             return 1
-        if self.n_choices <= _N_SHARED_WEIGHTS:
-            return bitcast[DType.float32](
-                self.shared_weights[unsafe_offset=choice]
-            )
         return self.weights[unsafe_offset=choice]
 
 
@@ -247,48 +334,29 @@ def _n_counted[layout: RegionLayout]() -> Int:
 
 @always_inline
 def share_choices[
-    num_threads: Int, layout: RegionLayout, n_ranks_all: Int
-](
-    topk_ids: Pointer[Int32, ImmUntrackedOrigin],
-    router_weights: Pointer[Float32, ImmUntrackedOrigin],
-    n_tokens: Int,
-) -> Choices[n_ranks_all]:
+    n_ranks_all: Int, //, num_threads: Int, layout: RegionLayout
+](choices: Choices[n_ranks_all]):
     """Copies few choices to shared memory; a block barrier must follow.
 
     On the way the block counts those of its own experts.
 
     Parameters:
+        n_ranks_all: As in `Choices`.
         num_threads: Threads of a block.
         layout: How the regions are cut.
-        n_ranks_all: As in `Choices`.
 
     Args:
-        topk_ids: `[n_tokens][top_k]`.
-        router_weights: `[n_tokens][top_k]`; read if combine is reduced.
-        n_tokens: Tokens to send.
-
-    Returns:
-        The choices.
+        choices: The choices.
     """
-    comptime n_ids = _n_shared_ids[layout]()
-    comptime n_weights = min(_N_SHARED_WEIGHTS, layout.n_choices())
-    var choices = Choices[n_ranks_all](
-        topk_ids,
-        router_weights,
-        n_tokens * layout.top_k,
-        shared_ints[n_ids, MESSAGE_ALIGN](),
-        shared_ints[n_weights if layout.is_reduced() else 1](),
-        shared_ints[max(_n_counted[layout]() * WARP_SIZE, 1)](),
-    )
     if not choices.are_shared():
-        return choices
+        return
     var me = Int(thread_idx.x)
     var n_choices = choices.n_choices
     comptime if layout.is_reduced() and n_ranks_all == 0:
         if n_choices <= _N_SHARED_WEIGHTS:
             for i in range(me, n_choices, num_threads):
                 choices.shared_weights[unsafe_offset=i] = bitcast[DType.int32](
-                    router_weights[unsafe_offset=i]
+                    choices.weights[unsafe_offset=i]
                 )
     var n_of_expert = Array[UInt32, _n_counted[layout]()](fill=0)
     var first = me
@@ -309,12 +377,11 @@ def share_choices[
         choices.shared_ids[unsafe_offset=i] = id
         _count_own(n_of_expert, id)
     comptime for i in range(_n_counted[layout]()):
-        var n = _sum_of_lanes(n_of_expert[i])
+        var n = sum_of_lanes(n_of_expert[i])
         if lane_id() == 0:
             choices.counted[
                 unsafe_offset=i * WARP_SIZE + me // WARP_SIZE
             ] = Int32(n)
-    return choices
 
 
 @always_inline
@@ -426,6 +493,8 @@ def index_choices[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
     indexer: Int,
+    lane_ids: LaneIds,
+    first_item: Item,
 ):
     """Writes this block's share of entries and counts, with one of the index warps.
 
@@ -443,9 +512,23 @@ def index_choices[
         launch: From `start_launch`.
         counters: This rank's local words.
         indexer: This warp among those that index.
+        lane_ids: From `load_ids`.
+        first_item: From `Item.of`: the first of this warp, if the ids are in lanes.
     """
     # I3, for entries and counts.
     var can_write = await_readers[layout, False](launch, counts, counters, SEND)
+    if choices.are_in_lanes():
+        if can_write:
+            _index_lanes[n_experts, layout](
+                choices,
+                recv_bufs,
+                counts,
+                launch,
+                counters,
+                lane_ids,
+                first_item,
+            )
+        return
     comptime if layout.n_choices() > N_SHARED_CHOICES:
         if not choices.are_shared():
             _index_by_blocks[n_experts, layout](
@@ -694,6 +777,164 @@ def _tell_count[
     )
 
 
+# ------------------------------------------- fewest choices: in the lanes of a warp
+
+
+comptime LaneIds = Array[Int32, N_LANE_IDS]
+"""Of lane `l`: ids of the choices `l`, `WARP_SIZE + l`, and so on."""
+
+
+@always_inline
+def load_ids(mut ids: LaneIds, choices: Choices[...]):
+    """Begins to load all ids to the lanes of a warp.
+
+    Args:
+        ids: Result; what is behind the last one stays.
+        choices: Ids, at most `N_LANE_CHOICES`.
+    """
+    comptime for i in range(N_LANE_IDS):
+        var choice = i * WARP_SIZE + Int(lane_id())
+        if choice < choices.n_choices:
+            ids[i] = choices.id_in_memory(choice)
+
+
+@fieldwise_init
+struct Item(TrivialRegisterPassable):
+    """What a warp writes at once: an expert's count, or a choice's entry."""
+
+    var number: Int
+    """Experts come first: a receiver needs all counts before it places a row."""
+    var id: Int32
+    """The expert, or what the router gave for the choice."""
+    var weight: Float32
+    """The choice's router weight."""
+    var n_equal: Int
+    """Choices of the expert, or those of them before the choice."""
+
+    @staticmethod
+    @always_inline
+    def none() -> Self:
+        """Makes an item that is not written.
+
+        Returns:
+            The item.
+        """
+        return Self(Int.MAX, NO_EXPERT, 0, 0)
+
+    @staticmethod
+    @always_inline
+    def of[
+        n_experts: Int, layout: RegionLayout
+    ](ids: LaneIds, choices: Choices[...], number: Int) -> Self:
+        """Counts, with one warp.
+
+        Parameters:
+            n_experts: Experts of the group.
+            layout: How the regions are cut.
+
+        Args:
+            ids: From `load_ids`.
+            choices: Ids and weights.
+            number: Which item; there need not be so many.
+
+        Returns:
+            The item.
+        """
+        var choice = number - n_experts
+        var id = Int32(number)
+        var weight: Float32 = 0
+        var end = choices.n_choices
+        if choice >= 0:
+            end = min(end, choice)
+            if choice < choices.n_choices:
+                id = choices.id_in_memory(choice)
+                weight = choices.weight_in_memory[layout](choice)
+        var n_equal: UInt32 = 0
+        comptime for i in range(N_LANE_IDS):
+            if i * WARP_SIZE + Int(lane_id()) < end and ids[i] == id:
+                n_equal += 1
+        return Self(number, id, weight, Int(sum_of_lanes(n_equal)))
+
+
+@always_inline
+def _index_lanes[
+    n_experts: Int, layout: RegionLayout
+](
+    choices: Choices[...],
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    lane_ids: LaneIds,
+    first_item: Item,
+):
+    """Writes some counts and entries, of ids that the lanes of the warp hold.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        choices: Ids and weights.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+        lane_ids: The ids.
+        first_item: The first item of this warp.
+    """
+    var item = first_item
+    while item.number < n_experts + choices.n_choices:
+        _tell_item[n_experts, layout](item, recv_bufs, counts, launch, counters)
+        item = Item.of[n_experts, layout](
+            lane_ids, choices, item.number + N_INDEX_WARPS * Int(grid_dim.x)
+        )
+
+
+@always_inline
+def _tell_item[
+    n_experts: Int, layout: RegionLayout
+](
+    item: Item,
+    recv_bufs: SharedAddresses,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+):
+    """Writes a count or an entry, with one warp.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        item: What it says.
+        recv_bufs: All ranks' recv buffers.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words.
+    """
+    var generation = next_generation(launch.before.dispatch_sent)
+    var choice = item.number - n_experts
+    if choice >= 0:
+        _enter_choice[n_experts, layout](
+            choice,
+            item.id,
+            item.weight,
+            item.n_equal,
+            generation,
+            recv_bufs,
+            launch,
+            counters,
+            launch.lane,
+            WARP_SIZE,
+        )
+    elif launch.lane == 0:
+        _tell_count[layout](
+            item.number, item.n_equal, generation, counts, launch
+        )
+
+
 # ------------------------------------------------- few choices: one by one
 
 
@@ -723,7 +964,6 @@ def _index_one_by_one[
         indexer: This warp among those that index.
     """
     var lane = launch.lane
-    var generation = next_generation(launch.before.dispatch_sent)
     # Counts first: a receiver needs all of them before it places a row.
     var turn = indexer
     for item in range(
@@ -745,21 +985,9 @@ def _index_one_by_one[
         else:
             n_equal = _count_equal(choices.shared_ids, id, end, lane)
         turn += N_INDEX_WARPS
-        if choice >= 0:
-            _enter_choice[n_experts, layout](
-                choice,
-                id,
-                weight,
-                n_equal,
-                generation,
-                recv_bufs,
-                launch,
-                counters,
-                lane,
-                WARP_SIZE,
-            )
-        elif lane == 0:
-            _tell_count[layout](item, n_equal, generation, counts, launch)
+        _tell_item[n_experts, layout](
+            Item(item, id, weight, n_equal), recv_bufs, counts, launch, counters
+        )
 
 
 @always_inline
@@ -787,23 +1015,7 @@ def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
     # Fewer than a vector has.
     if whole + lane < end and ids[unsafe_offset=whole + lane] == id:
         n_equal += 1
-    return Int(_sum_of_lanes(n_equal))
-
-
-@always_inline
-def _sum_of_lanes(n: UInt32) -> UInt32:
-    """Adds up the numbers of all lanes; all lanes call it.
-
-    Args:
-        n: That of this lane.
-
-    Returns:
-        The sum.
-    """
-    # An intrinsic, since those are convergent: all lanes come to the same one.
-    return UInt32(
-        llvm_intrinsic["llvm.nvvm.redux.sync.add", Int32](Int32(n), Int32(-1))
-    )
+    return Int(sum_of_lanes(n_equal))
 
 
 # ------------------------------------------------------------------- an entry
@@ -828,7 +1040,10 @@ def _read_choice[
     """
     if choice >= end:
         return (NO_EXPERT, Float32(0))
-    return (choices.id_in_memory(choice), choices.weight[layout](choice))
+    return (
+        choices.id_in_memory(choice),
+        choices.weight_in_memory[layout](choice),
+    )
 
 
 @always_inline

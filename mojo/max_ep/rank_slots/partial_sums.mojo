@@ -11,23 +11,12 @@ from std.math import ceildiv, fma
 from std.memory import bitcast
 from std.sys import size_of
 
-from ..counters import NO_ROW
-from ..expert_slots.device_steps import load16, store16
+from ..expert_slots.device_steps import load16_if, store16
 from ..flags import put_16
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
+from .deal import Cut
 from .device_steps import without_empty
-
-
-comptime SEND_LOADS = 8
-"""Loads of rows that a lane has under way when it sends, of several rows or
-several steps."""
-
-comptime FEW_SEND_LOADS = 6
-"""The same if it adds one step at once: less code."""
-
-comptime ADD_LOADS = 4
-"""The same when it also looks at partial sums; more do not fit into registers."""
 
 
 struct PartialFormat[
@@ -61,20 +50,6 @@ struct PartialFormat[
     """Steps of a warp over a row."""
     comptime Sum = SIMD[DType.float32, Self.width]
     """A lane's share, as it is added."""
-
-    @staticmethod
-    @always_inline
-    def n_steps_at_once[are_few: Bool]() -> Int:
-        """Chooses how many steps are added at once: what registers hold, or one.
-
-        Parameters:
-            are_few: Whether `are_few_tokens`.
-
-        Returns:
-            Steps.
-        """
-        comptime n_vectors = max(Self.n_row_vectors, Self.n_partial_vectors)
-        return 1 if are_few else max(1, _MOST_VECTORS // n_vectors)
 
     @staticmethod
     @always_inline
@@ -169,42 +144,69 @@ struct PartialFormat[
 
 
 comptime FEW_TOKENS = 64
-"""Up to so many a combine has more parts and smaller steps than with more."""
-comptime _MOST_VECTORS = 4
-"""Neighbouring 16 bytes of a row that a lane has under way at most."""
+"""Up to so many a combine has more parts, and more rows under way, than with more."""
 
 
 @always_inline
 def are_few_tokens(n_tokens: Int) -> Bool:
-    """Chooses how much of a row a warp reads at once.
-
-    With few tokens, little: more warps have something to do, and a launch reads
-    its code, too, of which there is less. With many, neighbouring bytes: the
-    memory is faster then.
+    """Chooses whether what counts is when the first rows have come, or how many come.
 
     Args:
         n_tokens: Tokens of a rank.
 
     Returns:
-        Whether little.
+        Whether it is the first.
     """
     return n_tokens <= FEW_TOKENS
 
 
 @always_inline
-def n_parts_of(n_tokens: Int, n_steps: Int) -> Int:
-    """Chooses into how many parts warps take a token.
+def n_rows_at_once[are_few: Bool, n_looks: Int = 0]() -> Int:
+    """Chooses how many rows of a token a lane loads before it adds them.
+
+    Of few tokens all, mostly. Of many, other warps have loads under way, too, and
+    room for a row that is not there costs some time.
+
+    Parameters:
+        are_few: Whether `are_few_tokens`.
+        n_looks: Looks at partial sums that are under way meanwhile: with more than
+            four, registers do not suffice for eight rows. With so many ranks few
+            rows of a token are on its own.
+
+    Returns:
+        Rows.
+    """
+    return 8 if are_few and n_looks <= 4 else 4
+
+
+comptime SumCut[n_steps: Int, are_few: Bool] = Cut[
+    n_steps, n_steps if are_few else 14, n_steps if are_few else 7
+]
+"""How sums are cut: of few tokens each step is a part.
+
+Parameters:
+    n_steps: Steps of a row.
+    are_few: Whether `are_few_tokens`.
+"""
+
+
+@always_inline
+def sum_cut[
+    n_steps: Int, are_few: Bool
+](n_tokens: Int) -> SumCut[n_steps, are_few]:
+    """Chooses into how many parts warps take a sum.
+
+    Parameters:
+        n_steps: Steps of a row.
+        are_few: Whether `are_few_tokens`.
 
     Args:
         n_tokens: Tokens of a rank.
-        n_steps: Steps of a row.
 
     Returns:
-        In `[1, n_steps]`.
+        The cut.
     """
-    if are_few_tokens(n_tokens):
-        return n_steps
-    return min(14 if n_tokens <= 256 else 7, n_steps)
+    return SumCut[n_steps, are_few](n_tokens <= 256)
 
 
 @always_inline
@@ -212,72 +214,61 @@ def add_rows[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_steps: Int,
-    n_loads: Int,
+    n_at_once: Int,
 ](
-    mut sums: Array[
-        PartialFormat[combine_dtype, partial_dtype, hidden_size].Sum, n_steps
-    ],
+    mut sum: PartialFormat[combine_dtype, partial_dtype, hidden_size].Sum,
     expert_rows: BytePointer,
-    first: Int,
-    end: Int,
+    share: Int,
     row: Int32,
     weight: Float32,
-    lane: Int,
 ):
-    """Adds this rank's weighted rows of a token, in choice order, with a warp.
+    """Adds a share of this rank's weighted rows of a token, with a warp.
 
     Parameters:
         combine_dtype: Element type of the rows.
         partial_dtype: Element type of partial sums.
         hidden_size: Elements of a row.
-        n_steps: Steps that are added at once.
-        n_loads: Loads that a lane has under way.
+        n_at_once: Rows that are under way.
 
     Args:
-        sums: Result: shares of this lane; zeros before.
+        sum: Result: the share of this lane; zeros before.
         expert_rows: `[n_rows][hidden_size]`.
-        first: First step.
-        end: Behind the last.
-        row: In lane `k`: row of choice `k`, or `NO_ROW`.
+        share: Which share of a row; behind the last there is nothing to add.
+        row: In lane `k`: row of choice `k`; negative if there is none here.
         weight: In lane `k`: its weight.
-        lane: This lane.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime row_bytes = hidden_size * Format.row_element
-    comptime n_vectors = n_steps * Format.n_row_vectors
-    comptime n_rows = max(1, n_loads // n_vectors)
-    comptime n = Format.width // Format.n_row_vectors
-    var rest = warp.vote[DType.uint32](row != NO_ROW)
+    comptime n_vectors = Format.n_row_vectors
+    comptime n_rows = max(1, n_at_once // n_vectors)
+    comptime n = Format.width // n_vectors
+    var rest = warp.vote[DType.uint32](row >= 0)
     while rest != 0:
         var parts = Array[LaneBytes, n_rows * n_vectors](fill=0)
-        var weights = Array[Float32, n_rows](fill=0)
+        var choices = Array[UInt32, n_rows](fill=0)
         var has = Array[Bool, n_rows](fill=False)
         comptime for i in range(n_rows):
-            if rest != 0:
-                has[i] = True
-                var k = count_trailing_zeros(rest)
-                rest &= rest - 1
-                weights[i] = warp.shuffle_idx(weight, k)
-                var from_ = expert_rows.unsafe_offset(
-                    Int(warp.shuffle_idx(row, k)) * row_bytes
+            has[i] = rest != 0
+            choices[i] = count_trailing_zeros(rest)
+            rest &= rest - 1
+            var from_ = expert_rows.unsafe_offset(
+                Int(warp.shuffle_idx(row, choices[i])) * row_bytes
+            )
+            var is_there = has[i]
+            comptime if Format.n_shares % WARP_SIZE != 0:
+                is_there = is_there and share < Format.n_shares
+            comptime for j in range(n_vectors):
+                parts[i * n_vectors + j] = load16_if(
+                    Format.row_vector(from_, share, j), is_there
                 )
-                comptime for step in range(n_steps):
-                    var share = (first + step) * WARP_SIZE + lane
-                    if first + step < end and share < Format.n_shares:
-                        comptime for j in range(Format.n_row_vectors):
-                            parts[
-                                i * n_vectors + step * Format.n_row_vectors + j
-                            ] = load16(Format.row_vector(from_, share, j))
+        var weights = Array[Float32, n_rows](fill=0)
+        comptime for i in range(n_rows):
+            weights[i] = warp.shuffle_idx(weight, choices[i])
         comptime for i in range(n_rows):
             if has[i]:
-                comptime for vector in range(n_vectors):
-                    comptime step = vector // Format.n_row_vectors
-                    comptime first_of_part = vector % Format.n_row_vectors * n
-                    var numbers = Format.widen(parts[i * n_vectors + vector])
-                    comptime for j in range(n):
-                        sums[step][first_of_part + j] = fma(
-                            weights[i],
-                            numbers[j],
-                            sums[step][first_of_part + j],
+                comptime for j in range(n_vectors):
+                    var numbers = Format.widen(parts[i * n_vectors + j])
+                    comptime for k in range(n):
+                        sum[j * n + k] = fma(
+                            weights[i], numbers[k], sum[j * n + k]
                         )

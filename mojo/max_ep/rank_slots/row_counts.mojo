@@ -8,7 +8,7 @@ import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE, block_idx, syncwarp
 from std.math import ceildiv
 
-from ..counters import EPLocalSyncCounters
+from ..counters import EPLocalSyncCounters, source_from
 from ..expert_slots.device_steps import (
     SharedAddresses,
     SharedInts,
@@ -26,13 +26,13 @@ from ..flags import (
     count_of,
     generation_of,
     peek_number,
+    peek_two_numbers,
 )
-from ..layout import RegionLayout, n_experts_on_rank
+from ..layout import MESSAGE_ALIGN, RegionLayout, n_experts_on_rank
 from ..row_tables import RowTables
 from .device_steps import Launch
 from .dispatch_roles import COUNTED, FAILED, N_INDEX_WARPS, RECEIVE, SUMMED
-
-comptime _COUNTS_IN_FLIGHT = 4
+from .lanes import max_of_lanes
 
 
 @always_inline
@@ -92,7 +92,9 @@ def read_numbers[
         comptime if layout.is_reduced():
             if block_idx.x == 0:
                 counters.received_tokens(layout)[
-                    unsafe_offset=src_rank
+                    unsafe_offset=source_from(
+                        launch.my_rank, src_rank, layout.n_ranks
+                    )
                 ] = Int32(n)
     most = warp.max(most)
     if launch.lane == 0:
@@ -102,12 +104,82 @@ def read_numbers[
     return not any_lane(is_late)
 
 
+comptime _LOOKS_OF_LANE = 4
+
+comptime _PAIRS_OF_LANE = 2 * _LOOKS_OF_LANE
+"""Pairs of a lane: a look is at two neighbouring words."""
+
+comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
+"""Pairs that a warp counts at once: so many have one warp, more have several."""
+
+
+@always_inline
+def n_counting_warps[layout: RegionLayout]() -> Int:
+    """Says how many of the index warps count: the last ones, which index least.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Returns:
+        In `[1, N_INDEX_WARPS]`.
+    """
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    return min(N_INDEX_WARPS, ceildiv(n_pairs, _PAIRS_AT_ONCE))
+
+
+@always_inline
+def _pairs_of_warp[layout: RegionLayout]() -> Int:
+    """Says how many pairs each of them counts.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Returns:
+        A multiple of `_PAIRS_AT_ONCE`; the last warps may have fewer, or none.
+    """
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    comptime n_turns = ceildiv(
+        n_pairs, n_counting_warps[layout]() * _PAIRS_AT_ONCE
+    )
+    return n_turns * _PAIRS_AT_ONCE
+
+
+@always_inline
+def n_room_for_pairs[layout: RegionLayout]() -> Int:
+    """Says how much room a block needs for the rows before its pairs.
+
+    Parameters:
+        layout: How the regions are cut.
+
+    Returns:
+        Numbers, aligned to 16 bytes: one for each pair, one for all rows.
+    """
+    return n_counting_warps[layout]() * _pairs_of_warp[layout]() + 1
+
+
+@always_inline
+def _pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
+    """Says which pairs a lane reads: two of each look, which are neighbours.
+
+    Args:
+        first: The first pair of the warp.
+        i: Which of the lane's, in `[0, _PAIRS_OF_LANE)`.
+        lane: The lane.
+
+    Returns:
+        The pair.
+    """
+    return first + (i // 2 * WARP_SIZE + lane) * 2 + i % 2
+
+
 @always_inline
 def _read_counts[
     n_experts: Int, layout: RegionLayout
 ](
     before: SharedInts,
     sums: SharedInts,
+    largest_of: SharedInts,
+    n_before_all: Int32,
     counts: SharedAddresses,
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
@@ -124,6 +196,8 @@ def _read_counts[
         before: Result: rows of the pairs before each one, of those that this
             warp counts.
         sums: Result: rows of all of them, in the word of this warp.
+        largest_of: Result: those of the largest, likewise.
+        n_before_all: What the first one has before it.
         counts: All ranks' counts buffers.
         launch: From `start_launch`.
         counters: This rank's local words.
@@ -135,30 +209,32 @@ def _read_counts[
     """
     comptime n_ranks = layout.n_ranks
     comptime n_local_experts = layout.n_local_experts()
-    comptime in_flight = min(
-        _COUNTS_IN_FLIGHT, ceildiv(_pairs_of_warp[layout](), WARP_SIZE)
-    )
     var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
     var n_held = n_experts_on_rank(n_experts, n_ranks, launch.my_rank)
     var begin = counter * _pairs_of_warp[layout]()
     var end = min(begin + _pairs_of_warp[layout](), n_local_experts * n_ranks)
-    var n_before: Int32 = 0
-    for first in range(begin, end, WARP_SIZE * in_flight):
-        var words = Array[UInt64, in_flight](fill=0)
-        var is_missing = Array[Bool, in_flight](fill=False)
-        comptime for i in range(in_flight):
-            var pair = first + i * WARP_SIZE + launch.lane
-            is_missing[i] = pair < min(end, n_held * n_ranks)
+    var n_before = n_before_all
+    var largest: Int32 = 0
+    for first in range(begin, end, _PAIRS_AT_ONCE):
+        var words = Array[UInt64, _PAIRS_OF_LANE](fill=0)
+        var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
+        var n_pairs = min(end, n_held * n_ranks)
+        comptime for i in range(_PAIRS_OF_LANE):
+            is_missing[i] = _pair_of_lane(first, i, launch.lane) < n_pairs
         var spins = 0
         while True:
-            comptime for i in range(in_flight):
-                if is_missing[i]:
-                    var pair = first + i * WARP_SIZE + launch.lane
-                    words[i] = peek_number(
-                        flag_at(my_counts, layout.dispatch_count_offset(pair))
+            comptime for i in range(0, _PAIRS_OF_LANE, 2):
+                if is_missing[i] or is_missing[i + 1]:
+                    words[i], words[i + 1] = peek_two_numbers(
+                        flag_at(
+                            my_counts,
+                            layout.dispatch_count_offset(
+                                _pair_of_lane(first, i, launch.lane)
+                            ),
+                        )
                     )
             var missing = -1
-            comptime for i in range(in_flight):
+            comptime for i in range(_PAIRS_OF_LANE):
                 is_missing[i] = (
                     is_missing[i] and generation_of(words[i]) != generation
                 )
@@ -171,7 +247,7 @@ def _read_counts[
                 spins % SPINS_BETWEEN_LOOKS == 0
                 and launch.deadline.has_passed()
             ):
-                var pair = first + missing * WARP_SIZE + launch.lane
+                var pair = _pair_of_lane(first, missing, launch.lane)
                 note_failure(
                     counters.failure(),
                     NO_COUNT,
@@ -185,47 +261,45 @@ def _read_counts[
                 )
                 break
         var is_late = False
-        comptime for i in range(in_flight):
+        comptime for i in range(_PAIRS_OF_LANE):
             is_late = is_late or is_missing[i]
         if any_lane(is_late):
             return False
-        var below = Array[Int32, in_flight](fill=0)
-        comptime for i in range(in_flight):
-            below[i] = warp.prefix_sum[exclusive=True](
-                Int32(count_of(words[i]))
-            )
-        comptime for i in range(in_flight):
-            var pair = first + i * WARP_SIZE + launch.lane
-            if pair < end:
-                before[unsafe_offset=pair] = n_before + below[i]
-            n_before += warp.shuffle_idx(
-                below[i] + Int32(count_of(words[i])), UInt32(WARP_SIZE - 1)
-            )
+        # Neighbouring lanes have read neighbouring words. Now a lane has
+        # neighbouring pairs, so that lanes are added up once.
+        comptime for i in range(0, _PAIRS_OF_LANE, 2):
+            var pair = _pair_of_lane(first, i, launch.lane)
+            var two = SIMD[DType.int32, 2](0)
+            if pair < n_pairs:
+                two[0] = Int32(count_of(words[i]))
+            if pair + 1 < n_pairs:
+                two[1] = Int32(count_of(words[i + 1]))
+            before.unsafe_store[alignment=8](pair, two)
+            largest = max(largest, two.reduce_max())
+        syncwarp()
+        var mine = before.unsafe_offset(first + launch.lane * _PAIRS_OF_LANE)
+        var low = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](0)
+        var high = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4)
+        var n_mine = low.reduce_add() + high.reduce_add()
+        var n = n_before + warp.prefix_sum[exclusive=True](n_mine)
+        comptime for i in range(_PAIRS_OF_LANE):
+            mine[unsafe_offset=i] = n
+            n += low[i] if i < 4 else high[i - 4]
+        n_before = warp.shuffle_idx(n, UInt32(WARP_SIZE - 1))
+    largest = max_of_lanes(largest)
     if launch.lane == 0:
         sums[unsafe_offset=counter] = n_before
+        largest_of[unsafe_offset=counter] = largest
     return True
 
 
 @always_inline
-def _pairs_of_warp[layout: RegionLayout]() -> Int:
-    """Says how many pairs each index warp counts.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Returns:
-        A multiple of the warp's size; the last warps may have fewer, or none.
-    """
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
-    return ceildiv(n_pairs, N_INDEX_WARPS * WARP_SIZE) * WARP_SIZE
-
-
-@always_inline
-def lay_out_rows[
+def _count_rows[
     n_experts: Int, layout: RegionLayout
 ](
     pair_rows: SharedInts,
     sums: SharedInts,
+    largest_of: SharedInts,
     tables: RowTables[layout, ...],
     n_shared: Int,
     n_rows_max: Int,
@@ -235,51 +309,68 @@ def lay_out_rows[
     generation: UInt32,
     counter: Int,
 ):
-    """Waits for the counts and lays out the rows, with one of the index warps.
+    """Waits for the counts and finds the rows before each pair, with one warp.
 
     Parameters:
         n_experts: Experts of the group.
         layout: How the regions are cut.
 
     Args:
-        pair_rows: Result: rows before each pair, were they packed.
-        sums: Room for a number of each index warp.
-        tables: Result of block 0: which row is whose.
-        n_shared: Rows of the shared expert, which come first.
-        n_rows_max: Rows the outputs hold.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words; block 0 notes the pairs there.
-        generation: The generation to wait for.
+        pair_rows: Result: as for `lay_out_rows`.
+        sums: Likewise.
+        largest_of: Likewise.
+        tables: Likewise.
+        n_shared: Likewise.
+        n_rows_max: Likewise.
+        counts: Likewise.
+        launch: Likewise.
+        counters: Likewise.
+        generation: Likewise.
         counter: This warp among those that count.
     """
-    comptime n_ranks = layout.n_ranks
-    comptime n_pairs = layout.n_local_experts() * n_ranks
+    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    comptime n_counting = n_counting_warps[layout]()
     var control = launch.control
     var is_there = _read_counts[n_experts, layout](
-        pair_rows, sums, counts, launch, counters, generation, counter
+        pair_rows,
+        sums,
+        largest_of,
+        Int32(n_shared) if n_counting == 1 else 0,
+        counts,
+        launch,
+        counters,
+        generation,
+        counter,
     )
     if not is_there:
         counters.set_broken()
         if launch.lane == 0:
+            sums[unsafe_offset=counter] = 0
             block_publish(control.unsafe_offset(FAILED), 1)
-    # Also if it has failed: the block waits for all index warps without end.
-    syncwarp()
-    if launch.lane == 0:
-        block_arrive(control.unsafe_offset(SUMMED))
-    while block_peek(control.unsafe_offset(SUMMED)) < N_INDEX_WARPS:
-        pass
-    var sum: Int32 = 0
-    if launch.lane < N_INDEX_WARPS:
-        sum = sums[unsafe_offset=launch.lane]
-    var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
-    var n_rows = Int(warp.shuffle_idx(sums_before, UInt32(N_INDEX_WARPS)))
-    var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
-    var begin = counter * _pairs_of_warp[layout]()
-    var end = min(begin + _pairs_of_warp[layout](), n_pairs)
-    for pair in range(begin + launch.lane, end, WARP_SIZE):
-        pair_rows[unsafe_offset=pair] += rows_before
-    var n_rows_needed = tables.n_rows_needed(n_rows)
+    var n_rows: Int32
+    comptime if n_counting == 1:
+        syncwarp()
+        n_rows = sums[unsafe_offset=0]
+    else:
+        # Also if it has failed: the others wait for it without end.
+        syncwarp()
+        if launch.lane == 0:
+            block_arrive(control.unsafe_offset(SUMMED))
+        while block_peek(control.unsafe_offset(SUMMED)) < UInt32(n_counting):
+            pass
+        var sum: Int32 = 0
+        if launch.lane < n_counting:
+            sum = sums[unsafe_offset=launch.lane]
+        var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
+        n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
+        var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
+        var begin = counter * _pairs_of_warp[layout]()
+        var end = min(begin + _pairs_of_warp[layout](), n_pairs)
+        for pair in range(begin + launch.lane, end, WARP_SIZE):
+            pair_rows[unsafe_offset=pair] += rows_before
+    if counter == 0 and launch.lane == 0:
+        pair_rows[unsafe_offset=n_pairs] = n_rows
+    var n_rows_needed = tables.n_rows_needed(Int(n_rows))
     if n_rows_needed > n_rows_max:
         counters.set_broken()
         if launch.lane == 0:
@@ -295,27 +386,83 @@ def lay_out_rows[
                 n_rows_max,
             )
             block_publish(control.unsafe_offset(FAILED), 1)
+    # Also if it has failed: the block waits for all that count without end.
     syncwarp()
     if launch.lane == 0:
         block_arrive(control.unsafe_offset(COUNTED))
     # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
 
+
+@always_inline
+def lay_out_rows[
+    n_experts: Int, layout: RegionLayout
+](
+    pair_rows: SharedInts,
+    sums: SharedInts,
+    largest_of: SharedInts,
+    tables: RowTables[layout, ...],
+    n_shared: Int,
+    n_rows_max: Int,
+    counts: SharedAddresses,
+    launch: Launch,
+    counters: EPLocalSyncCounters[n_experts],
+    generation: UInt32,
+    indexer: Int,
+):
+    """Waits for the counts and lays out the rows, with one of the index warps.
+
+    Parameters:
+        n_experts: Experts of the group.
+        layout: How the regions are cut.
+
+    Args:
+        pair_rows: Result: rows before each pair, were they packed, and, behind
+            them, all rows; `n_room_for_pairs` numbers.
+        sums: Room for a number of each index warp.
+        largest_of: Likewise.
+        tables: Result of block 0: which row is whose.
+        n_shared: Rows of the shared expert, which come first.
+        n_rows_max: Rows the outputs hold.
+        counts: All ranks' counts buffers.
+        launch: From `start_launch`.
+        counters: This rank's local words; block 0 notes the pairs there.
+        generation: The generation to wait for.
+        indexer: This warp among the index warps.
+    """
+    comptime n_ranks = layout.n_ranks
+    comptime n_local_experts = layout.n_local_experts()
+    comptime n_pairs = n_local_experts * n_ranks
+    comptime n_counting = n_counting_warps[layout]()
+    var control = launch.control
+    var counter = indexer - (N_INDEX_WARPS - n_counting)
+    if counter >= 0:
+        _count_rows[n_experts, layout](
+            pair_rows,
+            sums,
+            largest_of,
+            tables,
+            n_shared,
+            n_rows_max,
+            counts,
+            launch,
+            counters,
+            generation,
+            counter,
+        )
     if block_idx.x != 0:
         return
-    while block_peek(control.unsafe_offset(COUNTED)) < N_INDEX_WARPS:
+    # The first block tells of the rows: in the outputs, and for combine.
+    while block_peek(control.unsafe_offset(COUNTED)) < UInt32(n_counting):
         pass
     if block_peek(control.unsafe_offset(FAILED)) != 0:
-        if counter == 0:
+        if indexer == 0:
             write_no_rows(tables, launch.lane, WARP_SIZE)
         return
-    # The first block tells of the rows: in the outputs, and for combine.
-    comptime n_local_experts = layout.n_local_experts()
-    for pair in range(begin + launch.lane, end, WARP_SIZE):
+    for pair in range(
+        indexer * WARP_SIZE + launch.lane, n_pairs, N_INDEX_WARPS * WARP_SIZE
+    ):
         var row = Int(pair_rows[unsafe_offset=pair])
-        var count = (
-            Int(pair_rows[unsafe_offset=pair + 1]) if pair + 1
-            < n_pairs else n_rows
-        ) - row
+        var count = Int(pair_rows[unsafe_offset=pair + 1]) - row
         var local_expert, src_rank = divmod(pair, n_ranks)
         var first_pair = layout.pair(local_expert, 0)
         counters.set_pair_rows(
@@ -325,26 +472,23 @@ def lay_out_rows[
             pair, row - Int(pair_rows[unsafe_offset=first_pair]), count
         )
         if src_rank == 0:
-            var next_row = n_rows
-            if local_expert + 1 < n_local_experts:
-                next_row = Int(pair_rows[unsafe_offset=pair + n_ranks])
             tables.write_expert(
                 local_expert,
                 Int(row_of_pair(tables, pair_rows, pair)),
-                next_row - row,
+                Int(pair_rows[unsafe_offset=pair + n_ranks]) - row,
             )
-    if counter != 0:
+    if indexer != 0:
         return
     var largest: Int32 = 0
-    for pair in range(launch.lane, n_pairs, WARP_SIZE):
-        var next_row = Int32(n_rows)
-        if pair + 1 < n_pairs:
-            next_row = pair_rows[unsafe_offset=pair + 1]
-        largest = max(largest, next_row - pair_rows[unsafe_offset=pair])
-    largest = warp.max(largest)
+    if launch.lane < n_counting:
+        largest = largest_of[unsafe_offset=launch.lane]
+    largest = max_of_lanes(largest)
     if launch.lane == 0:
+        var n_rows = Int(pair_rows[unsafe_offset=n_pairs])
         tables.write_ends(n_rows)
-        counters.set_pair_rows(n_pairs, n_rows_needed, Int(largest))
+        counters.set_pair_rows(
+            n_pairs, tables.n_rows_needed(n_rows), Int(largest)
+        )
 
 
 @always_inline

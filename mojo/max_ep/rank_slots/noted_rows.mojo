@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dispatch has noted of a token for reduced combine, as the lanes know it.
+
+Which notes a warp reads first does not depend on what launches before have left, if
+tokens are few: so they are on their way while the launch reads its header.
+"""
+from ..counters import EPLocalSyncCounters, NO_ROW
+from ..layout import RegionLayout
+
+
+@fieldwise_init
+struct NotedRows(TrivialRegisterPassable):
+    """The notes of a token; lane `k` has those of choice `k`."""
+
+    var n_tokens: Int32
+    """Tokens of its source: if it is not one of them, the rest means nothing."""
+    var row: Int32
+    """As in `EPLocalSyncCounters.received_rows`."""
+    var weight: Float32
+    """Its router weight, if it has a row here."""
+
+    @staticmethod
+    @always_inline
+    def of[
+        layout: RegionLayout
+    ](
+        counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int
+    ) -> Self:
+        """Reads the notes of a token, all at once.
+
+        Parameters:
+            layout: How the regions are cut.
+
+        Args:
+            counters: This rank's local words.
+            source: The source, from `source_from`.
+            token_idx: The token there; there need not be so many.
+            lane: This lane.
+
+        Returns:
+            The notes.
+        """
+        var noted = Self(
+            counters.received_tokens(layout)[unsafe_offset=source], NO_ROW, 0
+        )
+        if lane < layout.top_k and token_idx < layout.max_tokens_per_rank:
+            var choice = layout.choice(token_idx, lane)
+            noted.row = counters.received_rows(layout, source)[
+                unsafe_offset=choice
+            ]
+            noted.weight = counters.received_weights(layout, source)[
+                unsafe_offset=choice
+            ]
+        return noted
