@@ -31,7 +31,12 @@ TABLE = RESULTS / "turns_2_ranks.json"
 
 @pytest.mark.parametrize(
     "table",
-    [TABLE, RESULTS / "all_2_ranks.json", RESULTS / "early_tokens_2_ranks.json"],
+    [
+        TABLE,
+        RESULTS / "all_2_ranks.json",
+        RESULTS / "early_tokens_2_ranks.json",
+        RESULTS / "first_2_ranks.json",
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_saved_table_is_that_of_its_rows(table: Path) -> None:
