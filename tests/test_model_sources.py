@@ -138,7 +138,7 @@ BARRIERS = {
     ("rank_slots/device_steps.mojo: note_readers", "syncwarp"): 1,
     ("rank_slots/device_steps.mojo: publish_reads", "syncwarp"): 1,
     ("rank_slots/device_steps.mojo: start_launch", "barrier"): 1,
-    ("rank_slots/dispatch.mojo: _receive", "syncwarp"): 1,
+    ("rank_slots/dispatch.mojo: _receive", "syncwarp"): 2,
     ("rank_slots/dispatch.mojo: _send", "syncwarp"): 1,
     ("rank_slots/dispatch_send.mojo: _send_tokens_in_chunks", "syncwarp"): 1,
     ("rank_slots/index.mojo: _index_by_blocks", "index_barrier"): 4,

@@ -828,7 +828,7 @@ struct EPLocalSyncCounters[n_experts: Int](
             source: The source, from `source_from`.
 
         Returns:
-            `[n_choices]`; only those with a row here are written.
+            `[n_choices]`; all those of a token with a row here are written.
         """
         return self.received_rows(
             layout, layout.n_ranks + source

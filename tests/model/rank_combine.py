@@ -66,8 +66,8 @@ def _partial(launch: Launch, to: int, owner: int, t: int, part: int) -> tuple:
 def is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
     """Refuses a result that cannot be that of the dispatch.
 
-    What is noted of the own rows is of the last dispatch that was received; choices
-    are kept for two. The number of tokens is compared first, but not used before.
+    What is noted of the own rows is of the last dispatch that was received; the
+    number of tokens is kept for two. It is compared first, but not used before.
     """
     where = _CHECKS + "is_bad_answer"
     is_bad = launch.before["dispatch_received"] != of

@@ -72,7 +72,7 @@ def is_bad_answer[
         )
         counters.set_broken()
         return True
-    # Choices are kept for two dispatches.
+    # The number of tokens is kept for two dispatches.
     var dispatch_sent = launch.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)

@@ -19,7 +19,7 @@ comptime NEXT_PART = 0
 """Control word: next part of a token to add up."""
 
 comptime NEXT_TURN = 1
-"""Control word: next unit to send."""
+"""Control word: units that sending warps have taken after their first."""
 
 comptime N_CONTROL = 2
 """Control words of a block."""

@@ -7,7 +7,8 @@ Nothing here touches memory: these are numbers of a launch, by its tokens and wa
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
 
-from ..layout import N_CHUNKS, RegionLayout
+from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
+from ..token_format import TokenFormat
 from .device_steps import divmod_32
 from .dispatch_roles import FIRST_SENDER, N_INDEX_WARPS
 
@@ -29,6 +30,19 @@ comptime _FEW_ADDING_BLOCKS = 16
 
 comptime _ADDING_BLOCKS_PER_TOKEN = 4
 """The same for each of more tokens."""
+
+
+@always_inline
+def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
+    """Counts the steps of a token, of 16 bytes a lane each.
+
+    Parameters:
+        token_fmt_type: Wire format of a token.
+
+    Returns:
+        Steps of a warp.
+    """
+    return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
 
 
 @always_inline

@@ -37,6 +37,7 @@ from std.utils import StaticTuple
 from ..counters import EPLocalSyncCounters, NO_EXPERT, TOKENS_SENT
 from ..expert_slots.device_steps import (
     SharedAddresses,
+    any_lane,
     bytes_at,
     is_last_block,
     share_addresses,
@@ -374,7 +375,8 @@ def _receive[
     var parts = Array[LaneBytes, n_in_flight[token_fmt_type, True]()](fill=0)
     var scales = Array[LaneBytes, 1](fill=0)
     var first_look = FirstLook.of[layout, token_fmt_type](launch, n_warps)
-    while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
+    # Lanes look together, so they leave together.
+    while not any_lane(block_peek(control.unsafe_offset(TOKENS_READY)) != 0):
         first_look.look[layout, token_fmt_type, has_input](
             parts,
             scales,
@@ -383,6 +385,8 @@ def _receive[
             launch,
             generation,
         )
+    # What one of them has seen, all see.
+    syncwarp()
     if block_peek(control.unsafe_offset(TOKENS_READY)) == NO_NUMBERS:
         return
     comptime n_early = layout.n_early_tokens()

@@ -8,7 +8,6 @@ put into a row. `EMPTY` is put back where the data was its own flag.
 import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE, block_idx, grid_dim
 from std.bit import count_trailing_zeros
-from std.math import ceildiv
 from std.memory import bitcast
 
 from ..counters import (
@@ -42,7 +41,14 @@ from ..flags import (
 from ..layout import MESSAGE_ALIGN, RegionLayout
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
-from .deal import ChunkCut, EarlyCut, Piece, early_cut, vector_of_lane
+from .deal import (
+    ChunkCut,
+    EarlyCut,
+    Piece,
+    early_cut,
+    n_steps_of,
+    vector_of_lane,
+)
 from .device_steps import EMPTY, Launch, divmod_32
 from .dispatch_roles import (
     COUNTED,
@@ -316,19 +322,6 @@ def _are_counted[layout: RegionLayout](control: SharedWord) -> Bool:
 
 
 @always_inline
-def _n_steps[token_fmt_type: TokenFormat]() -> Int:
-    """Counts the steps of a token, of 16 bytes a lane each.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-
-    Returns:
-        Steps of a warp.
-    """
-    return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
-
-
-@always_inline
 def n_in_flight[token_fmt_type: TokenFormat, are_all_early: Bool]() -> Int:
     """Counts the steps of a token that a lane has under way.
 
@@ -339,7 +332,7 @@ def n_in_flight[token_fmt_type: TokenFormat, are_all_early: Bool]() -> Int:
     Returns:
         As many as the largest part has, or registers hold.
     """
-    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime n_steps = n_steps_of[token_fmt_type]()
     return min(
         EarlyCut[n_steps].most_steps if are_all_early else n_steps,
         ACCESSES_IN_FLIGHT,
@@ -389,7 +382,9 @@ struct FirstLook(TrivialRegisterPassable):
     """What a warp looks at while it is not known how many tokens there are.
 
     As if they were as many as last time, and few. If they are, it is the first that
-    the warp receives, and may be there already.
+    the warp receives, and may be there already. How many they were is a hint: where
+    another block has noted those of this dispatch, it says those. So what was seen is
+    used only if it is of the part that the numbers of tokens say.
     """
 
     var item: Int
@@ -424,7 +419,7 @@ struct FirstLook(TrivialRegisterPassable):
         var turns = ReceiveTurns.of(launch.warp_idx, n_warps)
         var item = turns.item(turns.first)
         var most = launch.before.most_received
-        var cut = early_cut[_n_steps[token_fmt_type]()](most)
+        var cut = early_cut[n_steps_of[token_fmt_type]()](most)
         var n_items = most * layout.n_ranks * cut.n_parts()
         return Self(
             item,
@@ -470,7 +465,7 @@ struct FirstLook(TrivialRegisterPassable):
         """
         if not self.is_likely or self.is_looked_at:
             return
-        comptime n_steps = _n_steps[token_fmt_type]()
+        comptime n_steps = n_steps_of[token_fmt_type]()
         var lane = launch.lane
         var token_idx, src_rank = divmod_32(self.piece.whole, layout.n_ranks)
         var is_missing = lane < layout.top_k and self.entry[1] != generation
@@ -548,7 +543,7 @@ def receive_tokens[
             are those of few tokens, so there is less code.
 
     Args:
-        parts: From `first_look`.
+        parts: From `first_look`, if `are_all_early`; else not read.
         scales: Likewise.
         first_look: What this warp has seen of its first part.
         rows: The output tensors.
@@ -565,7 +560,7 @@ def receive_tokens[
     comptime n_ranks = layout.n_ranks
     comptime top_k = layout.top_k
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
-    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime n_steps = n_steps_of[token_fmt_type]()
     comptime chunks = ChunkCut[n_steps](True)
     var lane = launch.lane
     var my_rank = launch.my_rank

@@ -2,8 +2,9 @@
 """Who does what in a block of dispatch, and the words by which its warps agree.
 
 The first warp tells and learns how many tokens ranks send. The last
-`N_INDEX_WARPS` write entries and counts, and then read those of all ranks. Those
-between send. Each then takes part in receiving.
+`N_INDEX_WARPS` write entries and counts; the last of these (`n_counting_warps`) then
+read the counts of all ranks. Those between send. All but the index warps have turns at
+receiving; these take one where parts are not dealt beforehand.
 """
 from max.gpu import block_idx, grid_dim
 
@@ -14,7 +15,7 @@ comptime RECEIVE = 1
 """The phase of the receiving half."""
 
 comptime N_INDEX_WARPS = 8
-"""Warps of a block that write entries and counts, and then read counts."""
+"""Warps of a block that write entries and counts; some then read counts."""
 
 comptime N_WARPS_MIN = N_INDEX_WARPS + 2
 """Warps of a block at least: one sends."""
@@ -68,7 +69,7 @@ comptime N_CONTROL = NEXT_TURN + 1
 struct ReceiveTurns(TrivialRegisterPassable):
     """Which turns of a block at receiving are a warp's, if there are few items.
 
-    Index warps have none: they count.
+    Index warps have none: some of them count.
     """
 
     var first: Int

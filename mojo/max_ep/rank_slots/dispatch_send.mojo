@@ -8,7 +8,6 @@ and the number of tokens are written by other warps (`index.mojo`).
 import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE, block_idx, grid_dim, lane_id, syncwarp
 from std.bit import count_trailing_zeros, pop_count
-from std.math import ceildiv
 
 from ..counters import EPLocalSyncCounters, LaunchHeader, NO_EXPERT
 from ..expert_slots.device_steps import (
@@ -29,6 +28,7 @@ from .deal import (
     EarlyCut,
     Piece,
     early_cut,
+    n_steps_of,
     parts_at_once_shift,
     vector_of_lane,
 )
@@ -39,20 +39,8 @@ from .lanes import lanes_like
 
 
 comptime _ENTRIES_FIRST = 64
-"""Tokens up to which a block sends none before its entries."""
-
-
-@always_inline
-def _n_steps[token_fmt_type: TokenFormat]() -> Int:
-    """Counts the steps of a token, of 16 bytes a lane each.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-
-    Returns:
-        Steps of a warp.
-    """
-    return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
+"""Tokens up to which a block sends none before its entries, if choices are not in
+lanes."""
 
 
 @always_inline
@@ -65,7 +53,7 @@ def _early_in_flight[token_fmt_type: TokenFormat]() -> Int:
     Returns:
         As many as the largest part has, or registers hold.
     """
-    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime n_steps = n_steps_of[token_fmt_type]()
     return min(EarlyCut[n_steps].most_steps, steps_in_flight[token_fmt_type]())
 
 
@@ -243,8 +231,9 @@ def _load_elements[
 struct FirstPart(TrivialRegisterPassable):
     """The first part of an early token that a warp sends.
 
-    Which part it is, and who gets it, depends on the arguments alone, so it is found
-    before the launch before has ended, and is on its way before the header is read.
+    Which part it is depends on the arguments alone, so it is found before the launch
+    before has ended. After that its elements and ids are loaded, beside the header;
+    who gets it is known once both are there.
     """
 
     var number: Int
@@ -274,7 +263,7 @@ struct FirstPart(TrivialRegisterPassable):
             The part.
         """
         var number = Int(block_idx.x) + sender * Int(grid_dim.x)
-        var cut = early_cut[_n_steps[token_fmt_type]()](n_tokens)
+        var cut = early_cut[n_steps_of[token_fmt_type]()](n_tokens)
         return Self(
             number,
             cut.piece(number),
@@ -460,7 +449,7 @@ def _store_piece[
         address = recv_bufs[unsafe_offset=Int(receivers.dst_rank)] + UInt64(
             offset
         )
-    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime n_steps = n_steps_of[token_fmt_type]()
     comptime if is_early and EarlyCut[n_steps].most_steps <= in_flight:
         # Less code than a loop.
         if not is_loaded:
@@ -547,7 +536,7 @@ def _send_early_tokens[
         n_senders: Likewise.
     """
     var my_rank = launch.my_rank
-    var cut = early_cut[_n_steps[token_fmt_type]()](n_tokens)
+    var cut = early_cut[n_steps_of[token_fmt_type]()](n_tokens)
     var n_all = n_tokens * cut.n_parts()
     if not first_part.is_sent:
         return
@@ -640,7 +629,7 @@ def _send_tokens_in_chunks[
         sender: Likewise.
         n_senders: Likewise.
     """
-    comptime n_steps = _n_steps[token_fmt_type]()
+    comptime n_steps = n_steps_of[token_fmt_type]()
     comptime n_parts = min(N_CHUNKS, n_steps)
     var elements = Array[
         SIMD[input_type, token_fmt_type.lane_elements],
@@ -762,7 +751,7 @@ def send_by_number[
             none is sent to it.
         to_peers: Whether peers get them, or this rank alone.
         waits_for_index: Whether index warps of this block go first, up to
-            `_ENTRIES_FIRST` tokens.
+            `_ENTRIES_FIRST` tokens, if choices are not in lanes.
 
     Args:
         elements: From `FirstPart.load`.

@@ -278,6 +278,7 @@ def _read_counts[
             largest = max(largest, two.reduce_max())
         syncwarp()
         var mine = before.unsafe_offset(first + launch.lane * _PAIRS_OF_LANE)
+        comptime assert _PAIRS_OF_LANE == 8, "a lane adds up two loads of four"
         var low = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](0)
         var high = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4)
         var n_mine = low.reduce_add() + high.reduce_add()
