@@ -79,15 +79,20 @@ def _index_lanes(launch: Launch, a: Agent, block: int, indexer: int) -> None:
 
 
 def _index_one_by_one(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    for item in _items(launch, block, indexer):
+    """Tells what the block has counted, of one expert; then what is left."""
+    world = launch.world
+    n_counted = min(world.n_blocks, len(world.experts))
+    if indexer == world.n_index_warps - 1 and block < n_counted:
+        _tell_count(launch, a, world.experts[block])
+    for item in _items(launch, n_counted + block, indexer):
         _tell_item(launch, a, item)
 
 
-def _items(launch: Launch, block: int, indexer: int) -> range:
+def _items(launch: Launch, first: int, indexer: int) -> range:
     world = launch.world
     tokens = world.tokens(launch.dispatched + 1, launch.rank)
     n_items = len(world.experts) + sum(map(len, tokens))
-    return range(block + indexer * world.n_blocks, n_items, _stride(launch))
+    return range(first + indexer * world.n_blocks, n_items, _stride(launch))
 
 
 def _tell_item(launch: Launch, a: Agent, item: int) -> None:

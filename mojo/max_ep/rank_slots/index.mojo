@@ -4,10 +4,9 @@
 *Few choices* are indexed one by one: a warp counts those before a choice that are
 of the same expert, and writes its entry; or all of an expert, and tells its count.
 Up to `N_LANE_CHOICES` of them the lanes of each index warp hold, and count before the
-launch has read its header. More are in the shared memory of each block, and cost a
-walk over ids, 128 of them at a time. Where there may be more than
-`_NOT_COUNTED_UP_TO`, a block counts those of its experts already while it brings the
-ids there.
+launch has read its header. More are in the shared memory of each block. It counts
+those of its experts while it brings the ids there, so that counts are on the link
+before tokens; an entry costs a walk over ids, 128 of them at a time.
 
 *Many choices* are indexed by blocks. Each block but the last has a run of them. It
 counts, for each expert, all that come before the run, and writes the run's entries.
@@ -80,10 +79,6 @@ comptime _MANY_IDS = 16
 
 # Ids that a thread has under way to shared memory.
 comptime _SHARED_AT_ONCE = 8
-
-# Choices up to which a block does not count while it shares them: a walk over so few
-# is short, and each launch reads the code for it.
-comptime _NOT_COUNTED_UP_TO = 1024
 
 # Blocks of a grid that is thought to be the whole GPU; and experts of a block that it
 # counts at once, at most: of more, if the grid is smaller, each is counted by itself.
@@ -325,9 +320,9 @@ def _n_counted[layout: RegionLayout]() -> Int:
 
     Returns:
         All of them, at most `_MOST_COUNTED`, if the grid has `_FULL_GRID` blocks;
-        none if a walk over all ids is short.
+        none if the ids are in lanes.
     """
-    if layout.n_choices() <= _NOT_COUNTED_UP_TO:
+    if layout.n_choices() <= N_LANE_CHOICES:
         return 0
     return min(ceildiv(layout.n_experts, _FULL_GRID), _MOST_COUNTED)
 
@@ -351,31 +346,38 @@ def share_choices[
     if not choices.are_shared():
         return
     var me = Int(thread_idx.x)
-    var n_choices = choices.n_choices
-    comptime if layout.is_reduced() and n_ranks_all == 0:
-        if n_choices <= _N_SHARED_WEIGHTS:
-            for i in range(me, n_choices, num_threads):
-                choices.shared_weights[unsafe_offset=i] = bitcast[DType.int32](
-                    choices.weights[unsafe_offset=i]
-                )
+    var last = choices.n_choices - 1
+    comptime n_at_once = min(
+        _SHARED_AT_ONCE, ceildiv(layout.n_choices(), num_threads)
+    )
+    comptime n_weights = min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
+    comptime has_weights = layout.is_reduced() and n_ranks_all == 0
     var n_of_expert = Array[UInt32, _n_counted[layout]()](fill=0)
-    var first = me
-    comptime if layout.n_choices() > _SHARED_AT_ONCE * num_threads:
-        # All of them on their way at once.
-        while first - me + _SHARED_AT_ONCE * num_threads <= n_choices:
-            var ids = Array[Int32, _SHARED_AT_ONCE](fill=0)
-            comptime for i in range(_SHARED_AT_ONCE):
-                ids[i] = choices.id_in_memory(first + i * num_threads)
-            comptime for i in range(_SHARED_AT_ONCE):
-                choices.shared_ids[unsafe_offset=first + i * num_threads] = ids[
-                    i
-                ]
+    for first in range(me, choices.n_choices, n_at_once * num_threads):
+        # All of them on their way at once; behind the last there is nothing to read.
+        var ids = Array[Int32, n_at_once](fill=0)
+        var weights = Array[Float32, n_weights](fill=0)
+        comptime for i in range(n_at_once):
+            ids[i] = choices.id_in_memory(min(first + i * num_threads, last))
+        comptime if has_weights:
+            if last < _N_SHARED_WEIGHTS:
+                comptime for i in range(n_weights):
+                    weights[i] = choices.weights[
+                        unsafe_offset=min(first + i * num_threads, last)
+                    ]
+        comptime for i in range(n_at_once):
+            var choice = first + i * num_threads
+            if choice <= last:
+                choices.shared_ids[unsafe_offset=choice] = ids[i]
                 _count_own(n_of_expert, ids[i])
-            first += _SHARED_AT_ONCE * num_threads
-    for i in range(first, n_choices, num_threads):
-        var id = choices.id_in_memory(i)
-        choices.shared_ids[unsafe_offset=i] = id
-        _count_own(n_of_expert, id)
+        comptime if has_weights:
+            if last < _N_SHARED_WEIGHTS:
+                comptime for i in range(n_weights):
+                    var choice = first + i * num_threads
+                    if choice <= last:
+                        choices.shared_weights[unsafe_offset=choice] = bitcast[
+                            DType.int32
+                        ](weights[i])
     comptime for i in range(_n_counted[layout]()):
         var n = sum_of_lanes(n_of_expert[i])
         if lane_id() == 0:
@@ -965,9 +967,23 @@ def _index_one_by_one[
     """
     var lane = launch.lane
     # Counts first: a receiver needs all of them before it places a row.
-    var turn = indexer
+    comptime n_counted = _n_counted[layout]()
+    comptime for turn in range(n_counted):
+        var expert = Int(block_idx.x) + turn * Int(grid_dim.x)
+        if indexer == N_INDEX_WARPS - 1 - turn and expert < n_experts:
+            var n = choices.counted_of_block(turn, lane)
+            if lane == 0:
+                _tell_count[layout](
+                    expert,
+                    n,
+                    next_generation(launch.before.dispatch_sent),
+                    counts,
+                    launch,
+                )
     for item in range(
-        Int(block_idx.x) + indexer * Int(grid_dim.x),
+        min(n_counted * Int(grid_dim.x), n_experts)
+        + Int(block_idx.x)
+        + indexer * Int(grid_dim.x),
         n_experts + choices.n_choices,
         N_INDEX_WARPS * Int(grid_dim.x),
     ):
@@ -979,12 +995,7 @@ def _index_one_by_one[
             id = choices.shared_ids[unsafe_offset=choice]
             weight = choices.weight[layout](choice)
             end = choice
-        var n_equal: Int
-        if choice < 0 and turn < _n_counted[layout]():
-            n_equal = choices.counted_of_block(turn, lane)
-        else:
-            n_equal = _count_equal(choices.shared_ids, id, end, lane)
-        turn += N_INDEX_WARPS
+        var n_equal = _count_equal(choices.shared_ids, id, end, lane)
         _tell_item[n_experts, layout](
             Item(item, id, weight, n_equal), recv_bufs, counts, launch, counters
         )
