@@ -36,6 +36,7 @@ TABLE = RESULTS / "turns_2_ranks.json"
         RESULTS / "all_2_ranks.json",
         RESULTS / "early_tokens_2_ranks.json",
         RESULTS / "first_2_ranks.json",
+        RESULTS / "counts_2_ranks.json",
     ],
     ids=lambda path: path.stem,
 )
