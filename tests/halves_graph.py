@@ -8,9 +8,11 @@ program of its own, since virtual devices are for a whole process.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import max.driver
 from cases import CASES
@@ -65,7 +67,7 @@ def build(tables_are_read: bool) -> Graph:
     return graph
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Prints the calls of a device's function in order, one a line."""
     folder, tables = sys.argv[1:]
     max.driver.set_virtual_device_api("cuda")
@@ -86,6 +88,10 @@ def main() -> None:
         call = re.match(r" +(?:\w[\w.]*\.)?(__\w+|\w+device_to_device)\b", line)
         if call:
             print(call[1])
+    sys.stdout.flush()
+    # MAX's threads of a compilation that was stopped may end the process by an abort
+    # ("terminate called without an active exception") if it ends as usual.
+    os._exit(0)
 
 
 if __name__ == "__main__":
