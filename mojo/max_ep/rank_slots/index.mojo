@@ -5,8 +5,9 @@
 of the same expert, and writes its entry; or all of an expert, and tells its count.
 Up to `N_LANE_CHOICES` of them the lanes of each index warp hold, and count before the
 launch has read its header. More are in the shared memory of each block. It counts
-those of its experts while it brings the ids there, so that counts are on the link
-before tokens; an entry costs a walk over ids, 128 of them at a time.
+those of its experts, four of these at most, while it brings the ids there, and tells
+these counts first: behind tokens on the link they come late. An entry, or the count
+of another expert, costs a walk over ids, 128 of them at a time.
 
 *Many choices* are indexed by blocks. Each block but the last has a run of them. It
 counts, for each expert, all that come before the run, and writes the run's entries.
@@ -951,7 +952,7 @@ def _index_one_by_one[
     counters: EPLocalSyncCounters[n_experts],
     indexer: Int,
 ):
-    """Writes some counts and entries: for each, the warp counts equal ids.
+    """Writes some counts and entries. What is not counted yet, a warp counts.
 
     Parameters:
         n_experts: Experts of the group.
@@ -968,6 +969,7 @@ def _index_one_by_one[
     var lane = launch.lane
     # Counts first: a receiver needs all of them before it places a row.
     comptime n_counted = _n_counted[layout]()
+    comptime assert n_counted <= N_INDEX_WARPS, "a counted expert has no warp"
     comptime for turn in range(n_counted):
         var expert = Int(block_idx.x) + turn * Int(grid_dim.x)
         if indexer == N_INDEX_WARPS - 1 - turn and expert < n_experts:
