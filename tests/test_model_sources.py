@@ -545,6 +545,22 @@ IN_THIS_ORDER = {
         "for i in range(layout.n_ranks):",
         "put_16(bytes_at(recv_bufs[unsafe_offset=rank] + offset), words)",
     ),
+    # What is looked at first is a part that there is, and used if it is the first.
+    "rank_slots/dispatch_receive.mojo: of": (
+        "turns.item(turns.first)",
+        "var most = launch.before.most_received",
+        "early_cut[n_steps_of[token_fmt_type]()](most)",
+        "var n_items = most * layout.n_ranks * cut.n_parts()",
+        "cut.are_more and n_items <= turns.n_dealt() and item < n_items",
+    ),
+    "rank_slots/dispatch_receive.mojo: look": (
+        "if not self.is_likely or self.is_looked_at:",
+        "return",
+        "if any_lane(is_missing):",
+        "return",
+        "_look_at_steps[",
+        "self.is_looked_at = True",
+    ),
     "rank_slots/dispatch_receive.mojo: _await_words": (
         "if bytes[1] == generation:",
         "return bytes",
@@ -558,6 +574,14 @@ IN_THIS_ORDER = {
         "return not any_lane(is_late)",
     ),
     "rank_slots/dispatch_receive.mojo: receive_tokens": (
+        "are_dealt\n",
+        "and cut.are_more\n",
+        "and first_look.is_likely\n",
+        "and item == first_look.item\n",
+        "if is_looked_at and not (is_first and first_look.is_looked_at):",
+        "var entry = first_look.entry",
+        "if not is_first:",
+        "entry = _look_at_words[",
         "var k = count_trailing_zeros(wanted)",
         "if wanted != 0 and not _place_carried[",
         "Int(warp.shuffle_idx(row, k))",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints when the warps of a launch came to what, as quantiles over all of them.
 
-At commit aab39b8, with ``first.patch`` applied, at fca717b with ``counts.patch``, or
-at e77ddb8 with ``first_before.patch`` and this file beside it, on a host with two
-GPUs, and graphs that ``python -m bench.gpu_round_trip --compile-only --mef-dir DIR``
-made of it::
+At commit aab39b8, with ``first.patch`` applied, at fca717b likewise (``git apply
+-C2``), or at e77ddb8 with ``first_before.patch`` and this file beside it, on a host
+with two GPUs, and graphs that ``python -m bench.gpu_round_trip --compile-only
+--mef-dir DIR`` made of it::
 
     python docs/results/where_time_goes/first.py DIR FORM MAX_TOKENS TOKENS...
 

@@ -94,6 +94,8 @@ def load16(p: Pointer[mut=_, UInt8, _]) -> LaneBytes:
 def load16_if(p: Pointer[mut=_, UInt8, _], is_there: Bool) -> LaneBytes:
     """Loads 16 bytes, or none, without a branch; NVIDIA only.
 
+    Of memory that this launch does not write: nothing orders it with stores.
+
     Args:
         p: Aligned to 16.
         is_there: Whether to load.
