@@ -547,11 +547,14 @@ IN_THIS_ORDER = {
     ),
     # What is looked at first is a part that there is, and used if it is the first.
     "rank_slots/dispatch_receive.mojo: of": (
-        "turns.item(turns.first)",
+        "turns = Turns.of_receivers(launch.warp_idx, n_warps)",
+        "Turns.item(turns.first, Int(block_idx.x), Int(grid_dim.x))",
         "var most = launch.before.most_received",
         "early_cut[n_steps_of[token_fmt_type]()](most)",
         "var n_items = most * layout.n_ranks * cut.n_parts()",
-        "cut.are_more and n_items <= turns.n_dealt() and item < n_items",
+        "cut.are_more\n",
+        "and n_items <= turns.n_dealt(Int(grid_dim.x))\n",
+        "and item < n_items",
     ),
     "rank_slots/dispatch_receive.mojo: look": (
         "if not self.is_likely or self.is_looked_at:",

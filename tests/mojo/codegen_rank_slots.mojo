@@ -38,6 +38,8 @@ from max_ep.rank_slots.deal import (
     n_adding_blocks,
     n_sending_blocks,
     Deal,
+    EarlyCut,
+    Turns,
     n_async_send_warps,
     parts_at_once_shift,
 )
@@ -47,6 +49,7 @@ from max_ep.rank_slots.dispatch import (
     dispatch_wait_kernel,
     send_tokens_kernel,
 )
+from max_ep.rank_slots.dispatch_roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.compile import compile_info
 from std.sys import argv
@@ -298,6 +301,50 @@ def check_one_deal(
     assert_equal(n_units[0], rest)
 
 
+def check_turns() raises:
+    """Each of few items is one warp's, and index warps have none; so in combine, where
+    each warp goes round.
+    """
+    for n_warps in [N_WARPS_MIN, NUM_THREADS // 32]:
+        for n_blocks in [1, 7, 132]:
+            var n_received = List[Int](
+                length=(n_warps - N_INDEX_WARPS) * n_blocks, fill=0
+            )
+            var n_added = List[Int](length=3 * n_warps * n_blocks, fill=0)
+            for warp in range(n_warps):
+                var received = Turns.of_receivers(warp, n_warps)
+                assert_equal(received.n_dealt(n_blocks), len(n_received))
+                var added = Turns.of_adders(warp, n_warps)
+                for block in range(n_blocks):
+                    var item = Turns.item(received.first, block, n_blocks)
+                    if warp < n_warps - N_INDEX_WARPS:
+                        n_received[item] += 1
+                    else:
+                        assert_true(item >= len(n_received))
+                    for i in range(3):
+                        var turn = added.first + i * added.n_turns
+                        n_added[Turns.item(turn, block, n_blocks)] += 1
+            for n in n_received:
+                assert_equal(n, 1)
+            for n in n_added:
+                assert_equal(n, 1)
+
+
+def check_cut[n_steps: Int]() raises:
+    """The parts of a token are all of its steps, in order."""
+    for are_more in [True, False]:
+        var cut = EarlyCut[n_steps](are_more)
+        var step = 0
+        for number in range(5 * cut.n_parts()):
+            var piece = cut.piece(number)
+            assert_equal(piece.whole * n_steps + piece.begin, step)
+            assert_true(piece.begin < piece.end)
+            assert_true(piece.end - piece.begin <= cut.most_steps)
+            assert_equal(piece.whole * cut.n_parts() + piece.part, number)
+            step += piece.end - piece.begin
+        assert_equal(step, 5 * n_steps)
+
+
 def check_what_was_measured() raises:
     """How much is sent at once, as it was fastest on two H200s."""
     comptime two = RegionLayout(2, 2, 1, 1, 0, 0, RANK_SLOTS)
@@ -379,4 +426,8 @@ def main() raises:
     check_parts_at_once()
     check_halves()
     check_deal()
+    check_turns()
+    check_cut[28]()
+    check_cut[15]()
+    check_cut[5]()
     check_what_was_measured()

@@ -50,8 +50,9 @@ from .combine_checks import (
     rows_delivered,
 )
 from .combine_receive import add_tokens
-from .combine_roles import FirstTurn, N_CONTROL, N_WARPS_MIN, RECEIVE, SEND
+from .combine_roles import N_CONTROL, N_WARPS_MIN, RECEIVE, SEND
 from .combine_send import send_partials, sum_to_send
+from .deal import Turns
 from .device_steps import (
     Launch,
     await_kernels_before,
@@ -194,7 +195,7 @@ def _receive[
                 expert_rows,
                 recv_bufs,
                 is_bad,
-                FirstTurn.of(launch.warp_idx, n_warps),
+                Turns.of_adders(launch.warp_idx, n_warps),
                 ahead,
                 is_ahead,
                 launch,
@@ -257,8 +258,12 @@ struct _First(TrivialRegisterPassable):
         """
         var cut = SumCut[n_steps, True](True)
         var warp_idx = Int(warp_id())
-        var turns = FirstTurn.of(warp_idx, n_warps)
-        var first = Self(0, cut.piece(turns.item(turns.turn)).whole)
+        var item = Turns.item(
+            Turns.of_adders(warp_idx, n_warps).first,
+            n_blocks=Int(grid_dim.x),
+            block=Int(block_idx.x),
+        )
+        var first = Self(0, cut.piece(item).whole)
         if warp_idx < n_senders:
             var unit = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
             first.source, first.token_idx = sum_to_send[layout](

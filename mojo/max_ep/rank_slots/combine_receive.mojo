@@ -22,7 +22,8 @@ from ..failures import NO_MESSAGE, note_failure
 from ..flags import SPINS_BETWEEN_LOOKS, next_generation, peek_16
 from ..layout import RegionLayout
 from ..token_format import BytePointer, LaneBytes
-from .combine_roles import FirstTurn, NEXT_PART, RECEIVE
+from .combine_roles import NEXT_PART, RECEIVE
+from .deal import Turns
 from .device_steps import EMPTY, Launch
 from .lanes import any_of_lanes
 from .noted_rows import NotedRows
@@ -187,7 +188,7 @@ def add_tokens[
     expert_rows: BytePointer,
     recv_bufs: SharedAddresses,
     is_bad: Bool,
-    first_turn: FirstTurn,
+    turns: Turns,
     ahead: NotedRows,
     is_ahead: Bool,
     launch: Launch,
@@ -211,8 +212,8 @@ def add_tokens[
         expert_rows: This rank's expert rows.
         recv_bufs: All ranks' combine recv buffers.
         is_bad: Whether to write NaN only.
-        first_turn: Of this warp, if tokens are few.
-        ahead: Notes of the token of that turn.
+        turns: Of this warp, if tokens are few.
+        ahead: Notes of the token of the first one.
         is_ahead: Whether they are.
         launch: From `start_launch`.
         counters: This rank's local words.
@@ -229,15 +230,15 @@ def add_tokens[
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     var cut = sum_cut[Format.n_steps, are_few](n_tokens)
     var is_broken = is_bad
-    var turn = first_turn.turn
+    var turn = turns.first
     var is_known = is_ahead
     while True:
         comptime if not are_few:
             turn = take_turn(launch.control.unsafe_offset(NEXT_PART), lane)
-        var item = first_turn.item(turn)
+        var item = Turns.item(turn, Int(block_idx.x), Int(grid_dim.x))
         if item >= n_tokens * cut.n_parts():
             return
-        turn += first_turn.n_turns
+        turn += turns.n_turns
         var piece = cut.piece(item)
         var token_idx = piece.whole
         var noted = ahead

@@ -9,8 +9,9 @@ from std.math import ceildiv
 
 from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
 from ..token_format import TokenFormat
+from .combine_roles import N_WARPS_MIN
 from .device_steps import divmod_32
-from .dispatch_roles import FIRST_SENDER, N_INDEX_WARPS
+from .dispatch_roles import COUNTING_WARP, FIRST_SENDER, N_INDEX_WARPS
 
 
 comptime _TWO_AT_ONCE = 1024
@@ -351,3 +352,81 @@ struct Deal(TrivialRegisterPassable):
                 rest -= self.n_twos
                 shift = 0
         return (first + ((rest * self.n_blocks + self.block) << shift), shift)
+
+
+@fieldwise_init
+struct Turns(TrivialRegisterPassable):
+    """Which turns of a block are a warp's, where few items are dealt beforehand.
+
+    The first blocks and the first warps send most, so they come last: to receive, or
+    to add up.
+    """
+
+    var first: Int
+    """Its first one; of a warp that has none, behind all that are dealt."""
+    var n_turns: Int
+    """From one to the next: warps of a block that have turns."""
+
+    @staticmethod
+    @always_inline
+    def of_receivers(warp_idx: Int, n_warps: Int) -> Self:
+        """Deals them in dispatch, from the last sender down.
+
+        But for those that have more to do. Index warps have none: some of them count.
+
+        Args:
+            warp_idx: The warp.
+            n_warps: Warps of a block.
+
+        Returns:
+            Its turns.
+        """
+        var n = n_warps - N_INDEX_WARPS
+        var turn = min(COUNTING_WARP, n) - 1 - warp_idx
+        if turn < 0:
+            turn += n
+        return Self(turn if warp_idx < n else n, n)
+
+    @staticmethod
+    @always_inline
+    def of_adders(warp_idx: Int, n_warps: Int) -> Self:
+        """Deals them in combine, from the last warp down.
+
+        But for those that have more to do.
+
+        Args:
+            warp_idx: The warp.
+            n_warps: Warps of a block.
+
+        Returns:
+            Its turns.
+        """
+        var turn = n_warps - N_WARPS_MIN - warp_idx
+        return Self(turn + n_warps if turn < 0 else turn, n_warps)
+
+    @always_inline
+    def n_dealt(self, n_blocks: Int) -> Int:
+        """Counts the items that are few: one for each of those warps.
+
+        Args:
+            n_blocks: Blocks of the grid.
+
+        Returns:
+            Items of the grid.
+        """
+        return self.n_turns * n_blocks
+
+    @staticmethod
+    @always_inline
+    def item(turn: Int, block: Int, n_blocks: Int) -> Int:
+        """Finds what is done in a turn of a block.
+
+        Args:
+            turn: The turn.
+            block: The block.
+            n_blocks: Blocks of the grid.
+
+        Returns:
+            Which of all parts of all tokens.
+        """
+        return turn * n_blocks + n_blocks - 1 - block

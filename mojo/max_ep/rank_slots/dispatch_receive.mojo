@@ -45,18 +45,13 @@ from .deal import (
     ChunkCut,
     EarlyCut,
     Piece,
+    Turns,
     early_cut,
     n_steps_of,
     vector_of_lane,
 )
 from .device_steps import EMPTY, Launch, divmod_32
-from .dispatch_roles import (
-    COUNTED,
-    FAILED,
-    NEXT_ITEM,
-    RECEIVE,
-    ReceiveTurns,
-)
+from .dispatch_roles import COUNTED, FAILED, NEXT_ITEM, RECEIVE
 from .entries import (
     NO_POSITION,
     expert_of_entry,
@@ -416,15 +411,17 @@ struct FirstLook(TrivialRegisterPassable):
         Returns:
             What is looked at.
         """
-        var turns = ReceiveTurns.of(launch.warp_idx, n_warps)
-        var item = turns.item(turns.first)
+        var turns = Turns.of_receivers(launch.warp_idx, n_warps)
+        var item = Turns.item(turns.first, Int(block_idx.x), Int(grid_dim.x))
         var most = launch.before.most_received
         var cut = early_cut[n_steps_of[token_fmt_type]()](most)
         var n_items = most * layout.n_ranks * cut.n_parts()
         return Self(
             item,
             cut.piece(item),
-            cut.are_more and n_items <= turns.n_dealt() and item < n_items,
+            cut.are_more
+            and n_items <= turns.n_dealt(Int(grid_dim.x))
+            and item < n_items,
             LaneBytes(0),
             False,
         )
@@ -571,15 +568,15 @@ def receive_tokens[
     var n_items = (
         most * n_ranks * (cut.n_parts() if are_all_early else chunks.n_parts())
     )
-    var turns = ReceiveTurns.of(launch.warp_idx, n_warps)
+    var turns = Turns.of_receivers(launch.warp_idx, n_warps)
     # A turn is a trip to shared memory: few items are dealt beforehand, one a warp.
-    var are_dealt = are_all_early and n_items <= turns.n_dealt()
+    var are_dealt = are_all_early and n_items <= turns.n_dealt(Int(grid_dim.x))
     var turn = turns.first
     var is_waiting = True
     while True:
         var item: Int
         if are_dealt:
-            item = turns.item(turn)
+            item = Turns.item(turn, Int(block_idx.x), Int(grid_dim.x))
             turn += turns.n_turns
         else:
             item = take_turn(

@@ -6,7 +6,6 @@ The first warp tells and learns how many tokens ranks send. The last
 read the counts of all ranks. Those between send. All but the index warps have turns at
 receiving; these take one where parts are not dealt beforehand.
 """
-from max.gpu import block_idx, grid_dim
 
 comptime SEND = 0
 """The phase of the sending half, a position in `failures.PHASES`."""
@@ -63,58 +62,3 @@ comptime NEXT_TURN = 7
 
 comptime N_CONTROL = NEXT_TURN + 1
 """Control words of a block."""
-
-
-@fieldwise_init
-struct ReceiveTurns(TrivialRegisterPassable):
-    """Which turns of a block at receiving are a warp's, if there are few items.
-
-    Index warps have none: some of them count.
-    """
-
-    var first: Int
-    """Its first one; an index warp's is behind all that are dealt."""
-    var n_turns: Int
-    """From one to the next: warps of a block that have turns."""
-
-    @staticmethod
-    @always_inline
-    def of(warp_idx: Int, n_warps: Int) -> Self:
-        """Deals them from the last sender down, but for those that have more to do.
-
-        The first senders send most.
-
-        Args:
-            warp_idx: The warp.
-            n_warps: Warps of a block.
-
-        Returns:
-            Its turns.
-        """
-        var n = n_warps - N_INDEX_WARPS
-        var turn = min(COUNTING_WARP, n) - 1 - warp_idx
-        if turn < 0:
-            turn += n
-        return Self(turn if warp_idx < n else n, n)
-
-    @always_inline
-    def n_dealt(self) -> Int:
-        """Counts the items that are few: one for each of those warps.
-
-        Returns:
-            Items of the grid.
-        """
-        return self.n_turns * Int(grid_dim.x)
-
-    @always_inline
-    def item(self, turn: Int) -> Int:
-        """Finds what is received in a turn of this block.
-
-        Args:
-            turn: The turn.
-
-        Returns:
-            Which of all parts of all tokens: from the last block on, as the first
-            ones send most.
-        """
-        return turn * Int(grid_dim.x) + Int(grid_dim.x) - 1 - Int(block_idx.x)
