@@ -55,8 +55,13 @@ def test_mojo_is_formatted() -> None:
     assert done.returncode == 0, f"run `make format`:\n{done.stderr}"
 
 
+# What users of the Mojo package import, and what a new token format is read from:
+# each parameter, argument and result has its line. Elsewhere one line is enough.
+FULLY_DOCUMENTED = re.compile(r"/max_ep/(api/\w+|token_format|layout)\.mojo:")
+
+
 def test_mojo_docstrings() -> None:
-    """Every public symbol, but the ops' bodies: they repeat their launchers."""
+    """Every public symbol has one, but the ops' bodies: they repeat their launchers."""
     done = subprocess_run_mojo(
         ["doc", "--diagnose-missing-doc-strings", "-o", os.devnull, "max_ep"],
         cwd=mojo_dir(),
@@ -64,13 +69,15 @@ def test_mojo_docstrings() -> None:
         text=True,
     )
     said = [line for line in done.stderr.splitlines() if "warning:" in line]
-    of_ops = [
+    assert said, "the check does not work"
+    of_users = [line for line in said if FULLY_DOCUMENTED.search(line)]
+    without = [
         line
         for line in said
-        if re.search(r"/(all_gather_|routing_|watch_)?ops\.mojo:", line)
+        if "missing a doc string" in line
+        and not re.search(r"/(all_gather_|routing_|watch_)?ops\.mojo:", line)
     ]
-    assert of_ops, "the check does not work"
-    assert said == of_ops
+    assert not of_users + without
 
 
 @pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)

@@ -44,27 +44,13 @@ have `row_elsewhere` in its place where they know the rank."""
 
 @always_inline
 def row_elsewhere(rank: Int) -> Int32:
-    """Names the rank of a choice of this rank's that has its row there.
-
-    Args:
-        rank: A peer.
-
-    Returns:
-        What is noted as the choice's row: less than `NO_ROW`.
-    """
+    """Names the rank of a choice of this rank's that has its row there."""
     return NO_ROW - 1 - Int32(rank)
 
 
 @always_inline
 def rank_elsewhere(row: Int32) -> Int:
-    """Reads which rank has the row.
-
-    Args:
-        row: A row, `NO_ROW`, or from `row_elsewhere`.
-
-    Returns:
-        The rank; negative if the row is here, or there is none.
-    """
+    """Reads which rank has the row."""
     return Int(NO_ROW - 1 - row)
 
 
@@ -74,14 +60,6 @@ def source_from(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
 
     So a launch finds what it has noted of the first ones before it has read which
     rank it is.
-
-    Args:
-        my_rank: The rank.
-        src_rank: The source.
-        n_ranks: Ranks of the group.
-
-    Returns:
-        In `[0, n_ranks)`.
     """
     var source = src_rank - my_rank
     return source + n_ranks if source < 0 else source
@@ -89,16 +67,7 @@ def source_from(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
 
 @always_inline
 def source_rank(my_rank: Int, source: Int, n_ranks: Int) -> Int:
-    """Finds the rank of a source that is counted so.
-
-    Args:
-        my_rank: The rank.
-        source: From `source_from`.
-        n_ranks: Ranks of the group.
-
-    Returns:
-        In `[0, n_ranks)`.
-    """
+    """Finds the rank of a source that is counted so."""
     var rank = my_rank + source
     return rank - n_ranks if rank >= n_ranks else rank
 
@@ -159,14 +128,7 @@ def _received_word(layout: RegionLayout) -> Int:
 
 
 def local_sync_counters_words(layout: RegionLayout) -> Int:
-    """Counts the words of `EPLocalSyncCounters`.
-
-    Args:
-        layout: How the regions are cut.
-
-    Returns:
-        Int32 words.
-    """
+    """Counts the words of `EPLocalSyncCounters`."""
     var n_words = _received_word(layout)
     if layout.is_reduced():
         n_words += layout.n_ranks * (1 + 2 * layout.n_choices())
@@ -188,17 +150,7 @@ def _fields(layout: RegionLayout) -> Array[Int, _N_FIELDS]:
 
 @always_inline
 def wanted_word(i: Int, found: Int32, layout: RegionLayout) -> Int32:
-    """States what a word must be if the words are those of a launch.
-
-    Args:
-        i: Which word, in `[0, N_HEADER_WORDS)`.
-        found: What it is.
-        layout: How the launch expects the regions to be cut; a message size of
-            0 is one that it does not know.
-
-    Returns:
-        What `reset` writes there, or `found` for a word that does not tell.
-    """
+    """States what a word must be if the words are those of a launch."""
     var wanted = found
     if i == _MAGIC:
         wanted = COUNTERS_MAGIC
@@ -210,14 +162,7 @@ def wanted_word(i: Int, found: Int32, layout: RegionLayout) -> Int32:
 
 
 def name_of_word(i: Int) -> String:
-    """Names a word for which `wanted_word` can want another value.
-
-    Args:
-        i: Which word.
-
-    Returns:
-        Its name.
-    """
+    """Names a word for which `wanted_word` can want another value."""
     if i == _MAGIC:
         return "mark of max_ep.init"
     var names = materialize[_LAYOUT_NAMES]()
@@ -256,27 +201,13 @@ struct LaunchHeader(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def my_rank_of(word: Int32) -> Int:
-        """Hands the rank alone to all lanes of a warp.
-
-        Args:
-            word: As for `of`.
-
-        Returns:
-            The rank that owns the counters.
-        """
+        """Hands the rank alone to all lanes of a warp."""
         return Int(warp.shuffle_idx(word, UInt32(_MY_RANK)))
 
     @staticmethod
     @always_inline
     def of(word: Int32) -> Self:
-        """Hands the header that a warp has read to all of its lanes.
-
-        Args:
-            word: In lane `i`: word `i`.
-
-        Returns:
-            The header; the same in all lanes.
-        """
+        """Hands the header that a warp has read to all of its lanes."""
 
         # All lanes take part in a shuffle, so all words are taken here, where
         # all lanes come.
@@ -302,14 +233,7 @@ struct LaunchHeader(TrivialRegisterPassable):
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:
-        """Tells how many tokens a dispatch sent.
-
-        Args:
-            generation: The last dispatch or the one before it.
-
-        Returns:
-            Tokens.
-        """
+        """Tells how many tokens a dispatch sent."""
         if generation & UInt32(1) == 0:
             return self.n_tokens_even
         return self.n_tokens_odd
@@ -337,33 +261,18 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @staticmethod
     def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
+        """Names the type in error messages about kernel arguments."""
         return "EPLocalSyncCounters"
 
     @always_inline
     def __init__(out self, words: Pointer[Int32, MutUntrackedOrigin]):
-        """Looks at words that somebody else owns.
-
-        Args:
-            words: `[total_size()]` Int32.
-        """
+        """Looks at words that somebody else owns."""
         self.words = words
 
     @staticmethod
     @always_inline
     def total_size(layout: RegionLayout) -> Int:
-        """States the size; Python asks for it through `layout_query.mojo`.
-
-        Args:
-            layout: How the regions are cut, for `n_experts`.
-
-        Returns:
-            Int32 words.
-        """
+        """States the size; Python asks for it through `layout_query.mojo`."""
         return local_sync_counters_words(layout)
 
     def reset(
@@ -373,14 +282,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         n_words: Int,
         layout: RegionLayout,
     ):
-        """Puts the words in the state before the first generation.
-
-        Args:
-            my_rank: This rank.
-            timeout_ms: How long a launch may wait; 0: not at all.
-            n_words: How many there are, `total_size()`.
-            layout: How the regions are cut.
-        """
+        """Puts the words in the state before the first generation."""
         for i in range(n_words):
             self.words[unsafe_offset=i] = self.word_after_reset(
                 i, my_rank, timeout_ms, layout
@@ -390,17 +292,7 @@ struct EPLocalSyncCounters[n_experts: Int](
     def word_after_reset(
         self, i: Int, my_rank: Int, timeout_ms: Int, layout: RegionLayout
     ) -> Int32:
-        """States a word before the first generation.
-
-        Args:
-            i: Which word.
-            my_rank: This rank.
-            timeout_ms: How long a launch may wait.
-            layout: How the regions are cut.
-
-        Returns:
-            Its value.
-        """
+        """States a word before the first generation."""
         if i == _MAGIC:
             return COUNTERS_MAGIC
         if i == _MY_RANK:
@@ -414,15 +306,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         return 0
 
     def is_cut_as(self, layout: RegionLayout) -> Bool:
-        """Tells whether the regions are cut as a launch expects.
-
-        Args:
-            layout: What the launch expects; a message size of 0 is one that it
-                does not know.
-
-        Returns:
-            Whether all sizes that it knows are those of `reset`.
-        """
+        """Tells whether the regions are cut as a launch expects."""
         for i in range(_LAYOUT, _LAYOUT + _N_FIELDS):
             var found = self.words[unsafe_offset=i]
             if found != wanted_word(i, found, layout):
@@ -431,29 +315,17 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def is_initialized(self) -> Bool:
-        """Tells whether `max_ep.init` has run on these words.
-
-        Returns:
-            Whether the magic word is there.
-        """
+        """Tells whether `max_ep.init` has run on these words."""
         return self.words[unsafe_offset=_MAGIC] == COUNTERS_MAGIC
 
     @always_inline
     def my_rank(self) -> Int:
-        """Names the rank that owns these words.
-
-        Returns:
-            In `[0, n_ranks)`.
-        """
+        """Names the rank that owns these words."""
         return Int(self.words[unsafe_offset=_MY_RANK])
 
     @always_inline
     def timeout_ms(self) -> Int:
-        """Tells how long a launch may wait.
-
-        Returns:
-            Milliseconds; 0: not at all.
-        """
+        """Tells how long a launch may wait."""
         return Int(self.words[unsafe_offset=_TIMEOUT_MS])
 
     @always_inline
@@ -462,144 +334,78 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def dispatch_sent(self) -> UInt32:
-        """Reads the last generation that `dispatch_async` sent.
-
-        Returns:
-            A generation; 0 before the first.
-        """
+        """Reads the last generation that `dispatch_async` sent."""
         return self._generation(_DISPATCH_SENT)
 
     @always_inline
     def dispatch_received(self) -> UInt32:
-        """Reads the last generation that `dispatch_wait` received.
-
-        Returns:
-            A generation; 0 before the first.
-        """
+        """Reads the last generation that `dispatch_wait` received."""
         return self._generation(_DISPATCH_RECEIVED)
 
     @always_inline
     def combine_sent(self) -> UInt32:
-        """Reads the last generation that `combine_async` sent.
-
-        Returns:
-            A generation; 0 before the first.
-        """
+        """Reads the last generation that `combine_async` sent."""
         return self._generation(_COMBINE_SENT)
 
     @always_inline
     def combine_received(self) -> UInt32:
-        """Reads the last generation that `combine_wait` received.
-
-        Returns:
-            A generation; 0 before the first.
-        """
+        """Reads the last generation that `combine_wait` received."""
         return self._generation(_COMBINE_RECEIVED)
 
     @always_inline
     def set_dispatch_sent(self, generation: UInt32):
-        """Notes that `dispatch_async` has sent a generation.
-
-        Args:
-            generation: The generation.
-        """
+        """Notes that `dispatch_async` has sent a generation."""
         self.words[unsafe_offset=_DISPATCH_SENT] = generation.cast[
             DType.int32
         ]()
 
     @always_inline
     def set_dispatch_received(self, generation: UInt32):
-        """Notes that `dispatch_wait` has received a generation.
-
-        Args:
-            generation: The generation.
-        """
+        """Notes that `dispatch_wait` has received a generation."""
         self.words[unsafe_offset=_DISPATCH_RECEIVED] = generation.cast[
             DType.int32
         ]()
 
     @always_inline
     def set_combine_sent(self, generation: UInt32):
-        """Notes that `combine_async` has sent a generation.
-
-        Args:
-            generation: The generation.
-        """
+        """Notes that `combine_async` has sent a generation."""
         self.words[unsafe_offset=_COMBINE_SENT] = generation.cast[DType.int32]()
 
     @always_inline
     def set_combine_received(self, generation: UInt32):
-        """Notes that `combine_wait` has received a generation.
-
-        Args:
-            generation: The generation.
-        """
+        """Notes that `combine_wait` has received a generation."""
         self.words[unsafe_offset=_COMBINE_RECEIVED] = generation.cast[
             DType.int32
         ]()
 
     @always_inline
     def add_dropped(self, n: Int):
-        """Counts choices that were dropped: a bad id, or a full pair.
-
-        Args:
-            n: How many.
-        """
+        """Counts choices that were dropped: a bad id, or a full pair."""
         self.words[unsafe_offset=_N_DROPPED] += Int32(n)
 
     @always_inline
     def src_info_hash(self) -> Int32:
-        """Reads the digest of the last dispatch's `src_info`.
-
-        Returns:
-            From `hash_src_info`.
-        """
+        """Reads the digest of the last dispatch's `src_info`."""
         return self.words[unsafe_offset=_SRC_INFO_HASH]
 
     @always_inline
     def set_src_info_hash(self, digest: Int32):
-        """Notes the digest of the last dispatch's `src_info`.
-
-        Args:
-            digest: From `hash_src_info`.
-        """
+        """Notes the digest of the last dispatch's `src_info`."""
         self.words[unsafe_offset=_SRC_INFO_HASH] = digest
 
     @always_inline
     def pair_row(self, pair: Int) -> Int:
-        """Reads where a pair's rows begin in the last dispatched rows.
-
-        Args:
-            pair: From `RegionLayout.pair`, or the number of pairs for
-                how many rows the tensors must hold.
-
-        Returns:
-            A row.
-        """
+        """Reads where a pair's rows begin in the last dispatched rows."""
         return Int(self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair])
 
     @always_inline
     def pair_count(self, pair: Int) -> Int:
-        """Reads how many rows a pair has in the last dispatched rows.
-
-        Args:
-            pair: From `RegionLayout.pair`, or the number of pairs for the
-                rows of the largest pair.
-
-        Returns:
-            Rows.
-        """
+        """Reads how many rows a pair has in the last dispatched rows."""
         return Int(self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair + 1])
 
     @always_inline
     def set_pair_rows(self, pair: Int, row: Int, count: Int):
-        """Notes where a pair's rows begin and how many they are.
-
-        Args:
-            pair: As in `pair_row`.
-            row: The first row.
-            count: Rows.
-        """
+        """Notes where a pair's rows begin and how many they are."""
         self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair] = Int32(row)
         self.words[unsafe_offset=N_HEADER_WORDS + 2 * pair + 1] = Int32(count)
 
@@ -607,38 +413,22 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def dispatch_sent_word(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the generation that dispatch has sent last.
-
-        Returns:
-            A word that a waiting half may look at while the sending half moves it.
-        """
+        """Points to the generation that dispatch has sent last."""
         return self.words.unsafe_offset(_DISPATCH_SENT)
 
     @always_inline
     def combine_sent_word(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the generation that combine has sent last.
-
-        Returns:
-            As `dispatch_sent_word`.
-        """
+        """Points to the generation that combine has sent last."""
         return self.words.unsafe_offset(_COMBINE_SENT)
 
     @always_inline
     def blocks_done(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the number of blocks that have ended in this launch.
-
-        Returns:
-            A word that is 0 between launches.
-        """
+        """Points to the number of blocks that have ended in this launch."""
         return self.words.unsafe_offset(_BLOCKS_DONE)
 
     @always_inline
     def failure(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the failure record.
-
-        Returns:
-            `N_FAILURE_WORDS` words, see `failures.mojo`.
-        """
+        """Points to the failure record."""
         return self.words.unsafe_offset(FAILURE_WORD)
 
     @always_inline
@@ -648,103 +438,58 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:
-        """Reads how many tokens a dispatch sent.
-
-        Args:
-            generation: This dispatch or the one before it.
-
-        Returns:
-            Tokens.
-        """
+        """Reads how many tokens a dispatch sent."""
         return Int(
             self.words[unsafe_offset=_N_TOKENS + Int(generation & UInt32(1))]
         )
 
     @always_inline
     def set_n_tokens(self, generation: UInt32, n_tokens: Int):
-        """Notes how many tokens a dispatch sent.
-
-        Args:
-            generation: The dispatch.
-            n_tokens: Tokens.
-        """
+        """Notes how many tokens a dispatch sent."""
         self.words[
             unsafe_offset=_N_TOKENS + Int(generation & UInt32(1))
         ] = Int32(n_tokens)
 
     @always_inline
     def tokens_sent(self) -> Int:
-        """Reads how many tokens wait for their dispatch; CPU ranks.
-
-        Returns:
-            Tokens that `send_tokens` has sent, or -1: none since the last dispatch.
-        """
+        """Reads how many tokens wait for their dispatch; CPU ranks."""
         return Int(self.words[unsafe_offset=_TOKENS_SENT]) - 1
 
     @always_inline
     def set_tokens_sent(self, n_tokens: Int):
-        """Notes how many tokens wait for their dispatch; CPU ranks.
-
-        Args:
-            n_tokens: Tokens, or -1.
-        """
+        """Notes how many tokens wait for their dispatch; CPU ranks."""
         self.words[unsafe_offset=_TOKENS_SENT] = Int32(n_tokens + 1)
 
     @always_inline
     def tokens_sent_on_gpu(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to what a dispatch knows of `send_tokens`; GPU ranks.
-
-        Returns:
-            A word: 0: nothing; below `TOKENS_SENT`: how many of its blocks have
-            begun; else all have, and it is `TOKENS_SENT` and the tokens.
-        """
+        """Points to what a dispatch knows of `send_tokens`; GPU ranks."""
         return self.words.unsafe_offset(_TOKENS_SENT_ON_GPU)
 
     @always_inline
     def combine_of(self) -> UInt32:
-        """Reads which dispatch the last `combine_async` answered.
-
-        Returns:
-            A dispatch generation.
-        """
+        """Reads which dispatch the last `combine_async` answered."""
         return self._generation(_COMBINE_OF)
 
     @always_inline
     def set_combine_of(self, generation: UInt32):
-        """Notes which dispatch `combine_async` answers.
-
-        Args:
-            generation: The dispatch generation.
-        """
+        """Notes which dispatch `combine_async` answers."""
         self.words[unsafe_offset=_COMBINE_OF] = generation.cast[DType.int32]()
 
     @always_inline
     def set_most_received(self, n_tokens: Int):
-        """Notes how many tokens the source had that had most.
-
-        Args:
-            n_tokens: Tokens.
-        """
+        """Notes how many tokens the source had that had most."""
         self.words[unsafe_offset=_MOST_RECEIVED] = Int32(n_tokens)
 
     @always_inline
     def set_dispatch_clear(self, generation: UInt32):
-        """Notes that all ranks have read a generation of dispatch.
-
-        Args:
-            generation: The generation.
-        """
+        """Notes that all ranks have read a generation of dispatch."""
         self.words[unsafe_offset=_DISPATCH_CLEAR] = generation.cast[
             DType.int32
         ]()
 
     @always_inline
     def set_combine_clear(self, generation: UInt32):
-        """Notes that all ranks have read a generation of combine.
-
-        Args:
-            generation: The generation.
-        """
+        """Notes that all ranks have read a generation of combine."""
         self.words[unsafe_offset=_COMBINE_CLEAR] = generation.cast[
             DType.int32
         ]()
@@ -753,15 +498,7 @@ struct EPLocalSyncCounters[n_experts: Int](
     def choices(
         self, generation: UInt32, n_choices: Int
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the experts of a dispatch's choices.
-
-        Args:
-            generation: This dispatch or the one before it.
-            n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
-
-        Returns:
-            `[n_choices]`, `NO_EXPERT` where nothing was sent.
-        """
+        """Points to the experts of a dispatch's choices."""
         return self.words.unsafe_offset(
             _choices_word(Self.n_experts)
             + Int(generation & UInt32(1)) * n_choices
@@ -769,14 +506,7 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def slots(self, n_choices: Int) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the slots of this dispatch's choices.
-
-        Args:
-            n_choices: Choices of a rank, `max_tokens_per_rank * top_k`.
-
-        Returns:
-            `[n_choices]`; only those of sent choices are written.
-        """
+        """Points to the slots of this dispatch's choices."""
         return self.words.unsafe_offset(
             _choices_word(Self.n_experts) + 2 * n_choices
         )
@@ -787,30 +517,14 @@ struct EPLocalSyncCounters[n_experts: Int](
     def received_tokens(
         self, layout: RegionLayout
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to how many tokens each source had in the last dispatch.
-
-        Args:
-            layout: How the regions are cut.
-
-        Returns:
-            `[n_ranks]`, by `source_from`.
-        """
+        """Points to how many tokens each source had in the last dispatch."""
         return self.words.unsafe_offset(_received_word(layout))
 
     @always_inline
     def received_rows(
         self, layout: RegionLayout, source: Int
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the rows of a source's choices in the last dispatch.
-
-        Args:
-            layout: How the regions are cut.
-            source: The source, from `source_from`.
-
-        Returns:
-            `[n_choices]`, `NO_ROW` where the expert is not on this rank; of this
-            rank's own choices GPU ranks note `row_elsewhere`.
-        """
+        """Points to the rows of a source's choices in the last dispatch."""
         return self.words.unsafe_offset(
             _received_word(layout)
             + layout.n_ranks
@@ -821,15 +535,7 @@ struct EPLocalSyncCounters[n_experts: Int](
     def received_weights(
         self, layout: RegionLayout, source: Int
     ) -> Pointer[Float32, MutUntrackedOrigin]:
-        """Points to the router weights of a source's choices.
-
-        Args:
-            layout: How the regions are cut.
-            source: The source, from `source_from`.
-
-        Returns:
-            `[n_choices]`; all those of a token with a row here are written.
-        """
+        """Points to the router weights of a source's choices."""
         return self.received_rows(
             layout, layout.n_ranks + source
         ).unsafe_bitcast[Float32]()

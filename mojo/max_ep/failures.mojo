@@ -56,14 +56,7 @@ comptime PHASES: Array[StaticString, 4] = [
 
 @always_inline
 def is_fatal(code: Int32) -> Bool:
-    """Tells whether launches of this rank can no longer go on.
-
-    Args:
-        code: Word 0 of the record.
-
-    Returns:
-        Whether anything but dropped ids was noted.
-    """
+    """Tells whether launches of this rank can no longer go on."""
     return code > DROPPED
 
 
@@ -79,19 +72,7 @@ def note_failure(
     a: Int = 0,
     b: Int = 0,
 ):
-    """Notes a failure, unless one as bad is noted.
-
-    Args:
-        record: From `EPLocalSyncCounters.failure`.
-        code: What went wrong.
-        phase: Position in `PHASES`.
-        missing_rank: Who did not answer.
-        expert_or_row: Global expert id (`-1`: none is concerned), or the row.
-        wanted: The generation that was awaited.
-        found: The flag that was found.
-        a: First number of the code.
-        b: Second number of the code.
-    """
+    """Notes a failure, unless one as bad is noted."""
     if not raise_to(record, code):
         return
     record[unsafe_offset=1] = Int32(phase)
@@ -106,16 +87,7 @@ def note_failure(
 def raise_failure(
     record: Array[Int32, N_FAILURE_WORDS], my_rank: Int, timeout_ms: Int
 ) raises:
-    """Raises what the failure record says, if it says anything.
-
-    Args:
-        record: The words.
-        my_rank: The rank they belong to.
-        timeout_ms: How long its launches wait.
-
-    Raises:
-        If a failure was noted.
-    """
+    """Raises what the failure record says, if it says anything."""
     var code = record[0]
     if code == 0:
         return

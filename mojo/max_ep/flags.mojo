@@ -45,53 +45,25 @@ def next_generation(generation: UInt32) -> UInt32:
     """Counts on; 0, which untouched memory shows, is left out when it wraps.
 
     So is 1: what goes by even and odd generations would meet `UInt32.MAX` there.
-
-    Args:
-        generation: A generation, or 0 before the first.
-
-    Returns:
-        The one after it, never 0.
     """
     return generation + 1 if generation != UInt32.MAX else 2
 
 
 @always_inline
 def flag_word(generation: UInt32, count: Int) -> UInt64:
-    """Puts a flag together.
-
-    Args:
-        generation: The generation that writes it.
-        count: In `[0, 2**32)`.
-
-    Returns:
-        The word.
-    """
+    """Puts a flag together."""
     return (UInt64(generation) << 32) | UInt64(count)
 
 
 @always_inline
 def count_of(word: UInt64) -> Int:
-    """Takes the count out of a flag.
-
-    Args:
-        word: From `peek`.
-
-    Returns:
-        In `[0, 2**32)`.
-    """
+    """Takes the count out of a flag."""
     return Int(word & 0xFFFF_FFFF)
 
 
 @always_inline
 def generation_of(word: UInt64) -> UInt32:
-    """Takes the generation out of a flag.
-
-    Args:
-        word: From `peek`.
-
-    Returns:
-        The generation that wrote it.
-    """
+    """Takes the generation out of a flag."""
     return UInt32(word >> 32)
 
 
@@ -113,13 +85,7 @@ struct Waiter(TrivialRegisterPassable):
 
 @always_inline
 def publish(flag: FlagPointer, generation: UInt32, count: Int):
-    """Publishes that everything this thread wrote before is in place.
-
-    Args:
-        flag: A flag that only this rank writes.
-        generation: The generation that is published.
-        count: What the flag counts, in `[0, 2**32)`.
-    """
+    """Publishes that everything this thread wrote before is in place."""
     # ORDER: RELEASE, system scope. Pairs with the ACQUIRE in `peek`. Makes
     # visible: all bytes this thread wrote before, and those of the worker
     # threads it joined before. Weaker would let a reader see the new flag
@@ -141,14 +107,7 @@ def drain_stores():
 
 @always_inline
 def peek(flag: FlagPointer) -> UInt64:
-    """Reads a flag once.
-
-    Args:
-        flag: The flag.
-
-    Returns:
-        Generation (high half) and count (low half).
-    """
+    """Reads a flag once."""
     # ORDER: ACQUIRE, system scope. Pairs with the RELEASE in `publish`. Makes
     # visible: everything the publisher wrote before it published. Weaker would
     # let the reads of the messages overtake the read of their flag.
@@ -167,23 +126,12 @@ struct Deadline(TrivialRegisterPassable):
 
     @staticmethod
     def after(timeout_ms: Int) -> Self:
-        """Starts the clock.
-
-        Args:
-            timeout_ms: Milliseconds; 0 means that no wait is allowed.
-
-        Returns:
-            A deadline that runs from now on.
-        """
+        """Starts the clock."""
         return Self(Int(perf_counter_ns()), timeout_ms)
 
     @always_inline
     def has_passed(self) -> Bool:
-        """Looks at the clock.
-
-        Returns:
-            Whether the time is up.
-        """
+        """Looks at the clock."""
         if self.timeout_ms == 0:
             return True
         return (
@@ -194,20 +142,7 @@ struct Deadline(TrivialRegisterPassable):
 def await_generation(
     flag: FlagPointer, generation: UInt32, deadline: Deadline, who: Waiter
 ) raises -> Int:
-    """Waits until a flag carries a generation, or raises naming the culprit.
-
-    Args:
-        flag: A flag in this rank's region.
-        generation: The generation to wait for.
-        deadline: When to give up.
-        who: What the error says.
-
-    Returns:
-        The count published with that generation.
-
-    Raises:
-        If the deadline passes first.
-    """
+    """Waits until a flag carries a generation, or raises naming the culprit."""
     var spins = 0
     while True:
         var word = peek(flag)
@@ -226,17 +161,7 @@ def await_generation(
 def raise_missing(
     found: UInt32, wanted: UInt32, timeout_ms: Int, who: Waiter
 ) raises:
-    """Raises the error of a wait that was not met.
-
-    Args:
-        found: The generation the flag carries.
-        wanted: The generation it should carry.
-        timeout_ms: How long was waited; 0: not at all.
-        who: Who waited for whom.
-
-    Raises:
-        Always.
-    """
+    """Raises the error of a wait that was not met."""
     var place = String("max_ep: ", who.phase, " on rank ", who.my_rank, ": ")
     var expert = String()
     if who.expert_id >= 0:
@@ -295,13 +220,7 @@ def _block_scope() -> StaticString:
 
 @always_inline
 def publish_number(flag: FlagPointer, generation: UInt32, count: Int):
-    """Publishes a count, and nothing but it.
-
-    Args:
-        flag: A flag that only this rank writes.
-        generation: The generation it belongs to.
-        count: In `[0, 2**32)`.
-    """
+    """Publishes a count, and nothing but it."""
     # ORDER: RELAXED, system scope. Pairs with the RELAXED in `peek_number`.
     # Makes visible: itself. Generation and count are one word, and each
     # message that is counted announces itself, so nothing this rank wrote
@@ -314,14 +233,7 @@ def publish_number(flag: FlagPointer, generation: UInt32, count: Int):
 
 @always_inline
 def peek_number(flag: FlagPointer) -> UInt64:
-    """Reads a flag once, for its own count only.
-
-    Args:
-        flag: The flag.
-
-    Returns:
-        Generation (high half) and count (low half).
-    """
+    """Reads a flag once, for its own count only."""
     # ORDER: RELAXED, system scope. Pairs with the RELAXED in `publish_number`.
     # Makes visible: itself. What is read by means of the count is awaited by
     # its own flag.
@@ -330,14 +242,7 @@ def peek_number(flag: FlagPointer) -> UInt64:
 
 @always_inline
 def peek_two_numbers(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
-    """Reads two neighbouring flags at once, each for its own count only.
-
-    Args:
-        flag: The first one, aligned to 16 bytes.
-
-    Returns:
-        Of each, what `peek_number` returns.
-    """
+    """Reads two neighbouring flags at once, each for its own count only."""
     comptime assert is_nvidia_gpu(), "two accesses in one instruction, in PTX"
     # ORDER: RELAXED, system scope, as two accesses of 64 bits, in any order. Each
     # pairs with the RELAXED in `publish_number`. Makes visible: itself.
@@ -358,28 +263,13 @@ def has_reached(word: UInt64, generation: UInt32) -> Bool:
     one that holds no expert, in combine one whose tokens went elsewhere. So its
     done word may be ahead of what that peer looks for; it cannot be ahead by
     2**31.
-
-    Args:
-        word: From `peek`.
-        generation: The generation that must have been read.
-
-    Returns:
-        Whether it has been.
     """
     return is_not_before(generation_of(word), generation)
 
 
 @always_inline
 def is_not_before(found: UInt32, generation: UInt32) -> Bool:
-    """Tells whether a generation is another one or a later one.
-
-    Args:
-        found: The generation in question; not ahead by 2**31.
-        generation: The other one.
-
-    Returns:
-        Whether it is.
-    """
+    """Tells whether a generation is another one or a later one."""
     return (found - generation).cast[DType.int32]() >= 0
 
 
@@ -393,37 +283,18 @@ struct DeviceDeadline(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def after(timeout_ms: Int) -> Self:
-        """Starts the clock.
-
-        Args:
-            timeout_ms: Milliseconds; 0: every wait looks a few times only.
-
-        Returns:
-            A deadline that runs from now on.
-        """
+        """Starts the clock."""
         return Self(global_perf_counter_ns() + UInt64(timeout_ms) * 1_000_000)
 
     @always_inline
     def has_passed(self) -> Bool:
-        """Looks at the clock.
-
-        Returns:
-            Whether the time is up.
-        """
+        """Looks at the clock."""
         return global_perf_counter_ns() > self.end_ns
 
 
 @always_inline
 def block_add(counter: SharedWord, n: UInt32) -> UInt32:
-    """Adds to a counter of the block.
-
-    Args:
-        counter: The counter.
-        n: How much.
-
-    Returns:
-        What it was before.
-    """
+    """Adds to a counter of the block."""
     # ORDER: RELAXED, block scope. Pairs with none: it deals out numbers, counts
     # what is read behind a barrier, or counts warps that nobody reads from.
     return Atomic[UInt32, scope=_block_scope()].fetch_add[
@@ -433,11 +304,7 @@ def block_add(counter: SharedWord, n: UInt32) -> UInt32:
 
 @always_inline
 def block_arrive(counter: SharedWord):
-    """Tells the block that one more warp has put in place what it wrote.
-
-    Args:
-        counter: How many warps have.
-    """
+    """Tells the block that one more warp has put in place what it wrote."""
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `block_peek`.
     # Makes visible: what this warp wrote before; those that arrive later add to
     # the same word, so a reader of their number has that of all of them.
@@ -449,12 +316,7 @@ def block_arrive(counter: SharedWord):
 
 @always_inline
 def block_publish(word: SharedWord, value: UInt32):
-    """Tells the block that everything this warp wrote before is in place.
-
-    Args:
-        word: A word that only this warp writes, or all who do the same value.
-        value: What it says.
-    """
+    """Tells the block that everything this warp wrote before is in place."""
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `block_peek`.
     # Makes visible: what this warp wrote before, to shared memory and to this
     # rank's own words. Weaker would show the progress before the work.
@@ -465,14 +327,7 @@ def block_publish(word: SharedWord, value: UInt32):
 
 @always_inline
 def block_peek(word: SharedWord) -> UInt32:
-    """Reads a word that another warp of the block publishes.
-
-    Args:
-        word: The word.
-
-    Returns:
-        Its value.
-    """
+    """Reads a word that another warp of the block publishes."""
     # ORDER: ACQUIRE, block scope. Pairs with the RELEASE in `block_publish`.
     # Makes visible: what that warp wrote before. Weaker would let the reads of
     # its results overtake this one.
@@ -483,14 +338,7 @@ def block_peek(word: SharedWord) -> UInt32:
 
 @always_inline
 def arrive(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
-    """Counts a block that has ended.
-
-    Args:
-        counter: `EPLocalSyncCounters.blocks_done`.
-
-    Returns:
-        How many blocks ended before it.
-    """
+    """Counts a block that has ended."""
     # ORDER: ACQUIRE_RELEASE, device scope. Pairs with itself in the other
     # blocks of the launch. Makes visible to the last one: that all blocks have
     # read what they had to read, and what they wrote, so that its release of
@@ -509,16 +357,6 @@ def arrive_in_half[
     """Counts a block of one of two launches that may run at once.
 
     Each has half of the word.
-
-    Parameters:
-        is_wait: Whether it is of the waiting half of an exchange.
-
-    Args:
-        counter: `EPLocalSyncCounters.blocks_done`.
-        n_blocks: Blocks of the launch.
-
-    Returns:
-        Whether it is the last; its half is 0 again then.
     """
     comptime shift = Int32(16 if is_wait else 0)
     comptime Word = Atomic[Int32, scope=_device_scope()]
@@ -538,14 +376,7 @@ def arrive_in_half[
 
 @always_inline
 def look_at(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
-    """Reads a word that blocks of another launch of this rank count in.
-
-    Args:
-        counter: A word of `EPLocalSyncCounters`.
-
-    Returns:
-        Its value.
-    """
+    """Reads a word that blocks of another launch of this rank count in."""
     # ORDER: ACQUIRE, device scope. Pairs with the ACQUIRE_RELEASE of `arrive`
     # and the RELEASE of `leave_word`. Makes visible: that those blocks have read
     # what they had to read, so that this launch may change it. Of a header beside
@@ -558,12 +389,7 @@ def look_at(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
 
 @always_inline
 def leave_word(counter: Pointer[Int32, MutUntrackedOrigin], value: Int32):
-    """Writes a word that another launch of this rank looks at.
-
-    Args:
-        counter: A word of `EPLocalSyncCounters`.
-        value: Its value.
-    """
+    """Writes a word that another launch of this rank looks at."""
     # ORDER: RELEASE, device scope. Pairs with the ACQUIRE in `look_at`. Makes
     # visible what `arrive` has acquired from the other blocks.
     Atomic[Int32, scope=_device_scope()].store[ordering=Ordering.RELEASE](
@@ -573,15 +399,7 @@ def leave_word(counter: Pointer[Int32, MutUntrackedOrigin], value: Int32):
 
 @always_inline
 def raise_to(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
-    """Raises a word of this rank to a value.
-
-    Args:
-        word: The word.
-        value: What it is at least, afterwards.
-
-    Returns:
-        Whether it was lower: true for one thread only.
-    """
+    """Raises a word of this rank to a value."""
     comptime Word = Atomic[Int32, scope=_device_scope()]
     # ORDER: RELAXED, device scope. Pairs with none: the host and later launches
     # read the failure record after this one has ended, its last block after
@@ -615,12 +433,7 @@ def order_before_put():
 
 @always_inline
 def put_16(p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]):
-    """Stores 16 bytes that a reader sees all at once.
-
-    Args:
-        p: Where to, aligned to 16, in some rank's region.
-        bytes: The bytes.
-    """
+    """Stores 16 bytes that a reader sees all at once."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     var low = (UInt64(bytes[1]) << 32) | UInt64(bytes[0])
     var high = (UInt64(bytes[3]) << 32) | UInt64(bytes[2])
@@ -642,14 +455,7 @@ def put_16(p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]):
 
 @always_inline
 def peek_16(p: Pointer[UInt8, MutUntrackedOrigin]) -> SIMD[DType.uint32, 4]:
-    """Reads, all at once, 16 bytes that a peer may be writing.
-
-    Args:
-        p: Where, aligned to 16, in this rank's region.
-
-    Returns:
-        The bytes.
-    """
+    """Reads, all at once, 16 bytes that a peer may be writing."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     # ORDER: RELAXED, system scope, one access of 128 bits. Pairs with the
     # RELAXED in `put_16`. Makes visible: itself.

@@ -53,9 +53,6 @@ def n_sms_of_device() -> Int:
     """Counts the multiprocessors of the kind of device that is compiled for.
 
     A launch has at most one block on each, so that all are resident at once.
-
-    Returns:
-        Multiprocessors.
     """
     return materialize[DeviceContext.default_device_info.sm_count]()
 
@@ -186,26 +183,7 @@ def launch_send_tokens[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts the `send_tokens_kernel`.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        protocol: `GATHER` or `GATHER_REDUCED`.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-
-    Args:
-        input_tokens: `[n_tokens, hidden_size]`.
-        recv_bufs: All ranks' recv buffers.
-        recv_counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts the `send_tokens_kernel`."""
     comptime kernel = send_tokens_kernel[
         input_tokens.dtype,
         NUM_THREADS,
@@ -254,36 +232,7 @@ def launch_dispatch_async[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts the `dispatch_async_kernel` of a protocol.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks whose memory is reached by pointers.
-        input_scales_wrapper: Gives the factor of a token for an expert id.
-        use_shmem: Whether the others are reached through SHMEM.
-        fused_shared_expert: Whether tokens are put aside for `dispatch_wait`.
-        protocol: The wire protocol.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tokens_are_sent: Whether `launch_send_tokens` has sent the tokens.
-        halves_overlap: Whether the waiting half may begin before the sending half
-            ends.
-
-    Args:
-        input_tokens: `[n_tokens, hidden_size]`.
-        topk_ids: `[n_tokens, top_k]`.
-        router_weights: Read by a reduced protocol.
-        send_bufs: All ranks' send buffers.
-        recv_bufs: All ranks' recv buffers.
-        recv_counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts the `dispatch_async_kernel` of a protocol."""
     _check_sent_tokens[protocol, tokens_are_sent](
         context, counters, Int(input_tokens.dim[0]())
     )
@@ -381,33 +330,7 @@ def launch_dispatch_wait[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts the `dispatch_wait_kernel` of a protocol.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks whose memory is reached by pointers.
-        use_shmem: Whether the others are reached through SHMEM.
-        protocol: The wire protocol.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks may run on this rank's GPU.
-        halves_overlap: Whether the waiting half may begin before the sending half
-            ends.
-
-    Args:
-        rows: The output tensors.
-        tables: The output tensors that say which row is whose.
-        src_info: `[n_output_rows, 2]`.
-        recv_bufs: All ranks' recv buffers.
-        recv_counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts the `dispatch_wait_kernel` of a protocol."""
     _await_sent_tokens[protocol](context)
     comptime if protocol != EXPERT_SLOTS:
         comptime by_rank = rank_slots_dispatch_wait_kernel[
@@ -498,36 +421,7 @@ def launch_dispatch[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts the `dispatch_kernel` of a protocol.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks whose memory is reached by pointers.
-        input_scales_wrapper: Gives the factor of a token for an expert id.
-        use_shmem: Whether the others are reached through SHMEM.
-        protocol: The wire protocol.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tokens_are_sent: Whether `launch_send_tokens` has sent the tokens.
-
-    Args:
-        input_tokens: `[n_tokens, hidden_size]`.
-        topk_ids: `[n_tokens, top_k]`.
-        router_weights: Read by a reduced protocol.
-        rows: The output tensors.
-        tables: The output tensors that say which row is whose.
-        src_info: `[n_output_rows, 2]`.
-        send_bufs: All ranks' send buffers.
-        recv_bufs: All ranks' recv buffers.
-        recv_counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts the `dispatch_kernel` of a protocol."""
     _check_sent_tokens[protocol, tokens_are_sent](
         context, counters, Int(input_tokens.dim[0]())
     )
@@ -626,35 +520,7 @@ def launch_combine_async[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts the `combine_async_kernel` of a protocol.
-
-    Parameters:
-        combine_dtype: Element type of the rows.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks whose memory is reached by pointers.
-        use_shmem: Whether the others are reached through SHMEM.
-        protocol: The wire protocol.
-        partial_dtype: Element type of a partial sum.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        halves_overlap: Whether the waiting half may begin before the sending half
-            ends.
-
-    Args:
-        input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
-        src_info: `[n_rows_max, 2]`.
-        send_bufs: All ranks' put buffers; read with `use_shmem`.
-        recv_bufs: All ranks' recv buffers.
-        recv_counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts the `combine_async_kernel` of a protocol."""
     _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_async_kernel[
@@ -738,37 +604,7 @@ def launch_combine_wait[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts the `combine_wait_kernel` of a protocol.
-
-    Parameters:
-        combine_dtype: Element type of rows and result.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks whose memory is reached by pointers.
-        use_shmem: Whether the others are reached through SHMEM.
-        fused_shared_expert: Whether to add the shared expert's rows.
-        protocol: The wire protocol.
-        partial_dtype: Element type of a partial sum.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks may run on this rank's GPU.
-        halves_overlap: Whether the waiting half may begin before the sending half
-            ends.
-
-    Args:
-        output_tokens: `[n_tokens, hidden_size]`.
-        router_weights: `[n_tokens, top_k]`.
-        shared_rows: The shared expert's rows; read if it is fused.
-        recv_bufs: All ranks' recv buffers.
-        recv_counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts the `combine_wait_kernel` of a protocol."""
     _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_wait_kernel[
@@ -859,36 +695,7 @@ def launch_combine[
     counters: EPLocalSyncCounters[n_experts],
     context: DeviceContext,
 ) raises:
-    """Starts the `combine_kernel` of a protocol.
-
-    Parameters:
-        combine_dtype: Element type of rows and result.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks whose memory is reached by pointers.
-        use_shmem: Whether the others are reached through SHMEM.
-        fused_shared_expert: Whether to add the shared expert's rows.
-        protocol: The wire protocol.
-        partial_dtype: Element type of a partial sum.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-
-    Args:
-        output_tokens: `[n_tokens, hidden_size]`.
-        input_tokens: Expert rows, `[n_rows_max, hidden_size]`.
-        src_info: `[n_rows_max, 2]`.
-        router_weights: `[n_tokens, top_k]`.
-        send_bufs: All ranks' put buffers; read with `use_shmem`.
-        recv_bufs: All ranks' recv buffers.
-        recv_counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts the `combine_kernel` of a protocol."""
     _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_kernel[

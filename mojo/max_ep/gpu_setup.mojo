@@ -13,13 +13,7 @@ from .token_format import BytePointer
 
 @always_inline
 def _fill(bytes: BytePointer, n_bytes: Int, value: UInt32):
-    """Fills a part of a region with a word, with the whole grid.
-
-    Args:
-        bytes: The part, aligned to 8.
-        n_bytes: Its length, a multiple of 4.
-        value: The word.
-    """
+    """Fills a part of a region with a word, with the whole grid."""
     var words = bytes.unsafe_bitcast[UInt32]()
     for i in range(
         Int(global_idx.x), n_bytes // 4, Int(grid_dim.x * block_dim.x)
@@ -148,20 +142,7 @@ def clear_gpu(
     layout: RegionLayout,
     context: DeviceContext,
 ) raises:
-    """Starts `clear_kernel`.
-
-    Args:
-        region: Address of the rank's region.
-        counters_group_0: Local words.
-        counters_group_1: Local words of MAX's second group.
-        my_rank: The rank.
-        timeout_ms: How long a launch may wait.
-        layout: How the region is cut.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Starts `clear_kernel`."""
     join(context)
     _ = take_sent(context, Int(counters_group_0))
     context.enqueue_function[clear_kernel](

@@ -19,15 +19,7 @@ it costs a third of the traffic (docs/decisions/0005-streaming-stores.md)."""
 
 @always_inline
 def should_stream(n_items: Int, bytes_per_item: Int) -> Bool:
-    """Tells whether a launch is large enough to write past the caches.
-
-    Args:
-        n_items: Items of the launch.
-        bytes_per_item: Bytes that one of them moves.
-
-    Returns:
-        What `copy_bytes` takes as `is_streaming`.
-    """
+    """Tells whether a launch is large enough to write past the caches."""
     return n_items * bytes_per_item >= STREAM_BYTES
 
 
@@ -39,15 +31,7 @@ def copy_bytes(
     count: Int,
     is_streaming: Bool,
 ):
-    """Copies whole 16-byte words.
-
-    Args:
-        dest: Where to, aligned to `MESSAGE_ALIGN`.
-        src: Where from; a caller's tensor may have any alignment.
-        count: Bytes, a multiple of `MESSAGE_ALIGN`.
-        is_streaming: Whether to write past the caches; the stores are then
-            weakly ordered until `drain_stores`, which `for_each_chunk` calls.
-    """
+    """Copies whole 16-byte words."""
     if not is_streaming:
         unsafe_memcpy(dest=dest, src=src, count=count)
         return
@@ -65,15 +49,6 @@ def for_each_chunk[
 
     Returns when all ranges are done and their stores, streamed ones too, are
     visible to the calling thread: a flag that it publishes then covers them.
-
-    Parameters:
-        F: Type of the work.
-
-    Args:
-        n_items: Items in all.
-        bytes_per_item: Bytes that one item moves, to see whether it is worth
-            the workers.
-        work: Does a range; called from several threads.
     """
     if n_items <= 0:
         return

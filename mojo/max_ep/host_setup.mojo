@@ -19,12 +19,7 @@ memory was used before (1) or is zero (0), then the seven fields of
 
 
 def _clear_combine_generations(region: Int, layout: RegionLayout):
-    """Makes old combine messages differ from those of the first generations.
-
-    Args:
-        region: Address of the region.
-        layout: Offsets of the buffers.
-    """
+    """Makes old combine messages differ from those of the first generations."""
     var recv = BytePointer(
         unsafe_from_address=region + layout.combine_recv_offset()
     )
@@ -35,13 +30,7 @@ def _clear_combine_generations(region: Int, layout: RegionLayout):
 
 
 def _clear_host(region: Int, layout: RegionLayout, was_used: Bool):
-    """Clears the flags of a region in host memory.
-
-    Args:
-        region: Address of the region.
-        layout: Offsets of the buffers.
-        was_used: Whether messages may stand in it; fresh memory is zero.
-    """
+    """Clears the flags of a region in host memory."""
     unsafe_memset_zero(
         BytePointer(
             unsafe_from_address=region + layout.dispatch_counts_offset()
@@ -80,22 +69,6 @@ def init[
 
     No peer may know the region yet, or none may be in a launch. On GPU the
     clearing is only started.
-
-    Parameters:
-        target: Device kind of region and counters.
-
-    Args:
-        device_ptrs: Result, `[2, 3]`: send, recv and counts buffer of dispatch
-            (group 0) and combine (group 1). Combine has no send buffer; its
-            address is that of its recv buffer.
-        my_rank: Result, `[1]`.
-        counters_group_0: Local words, `[total_size()]`.
-        counters_group_1: Local words of MAX's second group, set alike.
-        setup: `[N_SETUP_WORDS]`.
-        context: The device.
-
-    Raises:
-        If a tensor is too small.
     """
     var words = setup.ptr
     if Int(setup.dim[0]()) != N_SETUP_WORDS:

@@ -21,16 +21,7 @@ def check_config[
     top_k: Int,
     target: StaticString,
 ]():
-    """Refuses, at compile time, what the kernels cannot do.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        hidden_size: Elements of a token.
-        hidden_multiple: What it must be a multiple of.
-        top_k: Experts of a token.
-        target: The device kind.
-    """
+    """Refuses, at compile time, what the kernels cannot do."""
     comptime assert (
         is_cpu[target]() or is_gpu[target]()
     ), "max_ep: expert_slots has kernels for targets 'cpu' and 'gpu'"
@@ -49,17 +40,7 @@ def check_config[
 def imm[
     dtype: DType
 ](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
-    """Takes a tensor's address for reading.
-
-    Parameters:
-        dtype: Element type.
-
-    Args:
-        tensor: A tensor that outlives the launch.
-
-    Returns:
-        Its first element.
-    """
+    """Takes a tensor's address for reading."""
     return Pointer[Scalar[dtype], ImmUntrackedOrigin](
         unsafe_from_address=Int(tensor.ptr)
     )
@@ -69,17 +50,7 @@ def imm[
 def mut_[
     dtype: DType
 ](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
-    """Takes a tensor's address for writing.
-
-    Parameters:
-        dtype: Element type.
-
-    Args:
-        tensor: A tensor that outlives the launch.
-
-    Returns:
-        Its first element.
-    """
+    """Takes a tensor's address for writing."""
     return Pointer[Scalar[dtype], MutUntrackedOrigin](
         unsafe_from_address=Int(tensor.ptr)
     )
@@ -95,22 +66,6 @@ def counters_of[
     """Finds this rank's local words.
 
     On GPU the words are out of reach here, and the kernels look at them.
-
-    Parameters:
-        n_experts: Experts of the group.
-        target: The device kind.
-
-    Args:
-        op: Who asks.
-        atomic_counters: The words.
-        layout: How the op expects the regions to be cut.
-
-    Returns:
-        A view of them.
-
-    Raises:
-        If they are too few, `max_ep.init` has not run on them, or the regions
-        are cut otherwise.
     """
     var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
     var has_room = Int(atomic_counters.dim[0]()) >= counters.total_size(layout)
@@ -144,23 +99,7 @@ def peer_buffers[
 ](
     op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
 ) raises -> PeerBuffers[n_ranks]:
-    """Finds the same buffer on every rank.
-
-    Parameters:
-        n_ranks: Ranks of the group.
-        n_mapped: Ranks of this host, where SHMEM reaches the others.
-
-    Args:
-        op: Who asks.
-        what: Name of the tensor.
-        ptrs: Addresses of all ranks.
-
-    Returns:
-        A view of them.
-
-    Raises:
-        If their number is not `n_ranks`, or the memory was freed.
-    """
+    """Finds the same buffer on every rank."""
     if Int(ptrs.dim[0]()) != n_ranks:
         raise Error(
             "max_ep: ",
@@ -193,17 +132,7 @@ def peer_buffers[
 def check_size(
     op: StaticString, what: StaticString, size: Int, wanted: Int
 ) raises:
-    """Compares a size of a tensor with what it must be.
-
-    Args:
-        op: Who asks.
-        what: The tensor and which of its sizes.
-        size: The size.
-        wanted: What it must be.
-
-    Raises:
-        If they differ.
-    """
+    """Compares a size of a tensor with what it must be."""
     if size != wanted:
         raise Error(
             "max_ep: ",
@@ -227,21 +156,7 @@ def check_n_tokens[
     n_tokens: Int,
     max_tokens_per_rank: Int,
 ) raises:
-    """Refuses more tokens than the buffers hold.
-
-    Parameters:
-        n_experts: Experts of the group.
-        target: The device kind.
-
-    Args:
-        op: Who asks.
-        counters: This rank's local words.
-        n_tokens: Tokens given.
-        max_tokens_per_rank: Tokens there is room for.
-
-    Raises:
-        If there are too many.
-    """
+    """Refuses more tokens than the buffers hold."""
     if n_tokens > max_tokens_per_rank:
         var place = String(op)
         comptime if is_cpu[target]():
@@ -266,21 +181,7 @@ def check_shared_rows[
     n_rows: Int,
     n_tokens: Int,
 ) raises:
-    """Refuses expert rows that cannot hold a shared expert's.
-
-    Parameters:
-        n_experts: Experts of the group.
-        target: The device kind.
-
-    Args:
-        op: Who asks.
-        counters: This rank's local words.
-        n_rows: Rows given.
-        n_tokens: Tokens whose rows come first there.
-
-    Raises:
-        If there are too few rows.
-    """
+    """Refuses expert rows that cannot hold a shared expert's."""
     if n_rows < n_tokens:
         var place = String(op)
         comptime if is_cpu[target]():
@@ -302,19 +203,7 @@ def p2p_buffers[
 ](buffers: PeerBuffers[n_ranks]) -> Array[
     Pointer[T, MutUntrackedOrigin], p2p_world_size
 ]:
-    """Makes kernel arguments of the buffers that pointers reach.
-
-    Parameters:
-        n_ranks: Ranks of the group.
-        T: What the pointers are of.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-
-    Args:
-        buffers: The buffers of all ranks; those of other hosts at address 0.
-
-    Returns:
-        The buffers of this host's ranks.
-    """
+    """Makes kernel arguments of the buffers that pointers reach."""
     var first_rank = buffers.first_mapped()
     var result = Array[Pointer[T, MutUntrackedOrigin], p2p_world_size](
         fill=buffers[first_rank].unsafe_bitcast[T]()

@@ -38,27 +38,13 @@ comptime PointersTensor = InputTensor[dtype=DType.uint64, rank=1, ...]
 
 @always_inline
 def bytes_of(tensor: MutableInputTensor) -> BytePointer:
-    """Takes a tensor's address.
-
-    Args:
-        tensor: A tensor that an op changes.
-
-    Returns:
-        Its first byte.
-    """
+    """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
 @always_inline
 def bytes_of(tensor: OutputTensor) -> BytePointer:
-    """Takes a tensor's address.
-
-    Args:
-        tensor: A result of an op.
-
-    Returns:
-        Its first byte.
-    """
+    """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
@@ -73,14 +59,7 @@ def _scaled_rows(
 def router_weights_of(
     tensor: InputTensor[dtype=DType.float32, rank=2, ...],
 ) -> RouterWeights:
-    """Takes router weights as the launchers do.
-
-    Args:
-        tensor: `[n_tokens, top_k]`.
-
-    Returns:
-        They.
-    """
+    """Takes router weights as the launchers do."""
     return RouterWeights(
         Pointer[Float32, ImmUntrackedOrigin](
             unsafe_from_address=Int(tensor.unsafe_ptr())

@@ -24,9 +24,6 @@ comptime _SIGN = UInt32(1 << 31)
 @always_inline
 def _key(logit: Float32) -> UInt32:
     """Makes a number that sorts as a logit does, NaN as the largest, above none.
-
-    Args:
-        logit: Any.
     """
     var bits = bitcast[DType.uint32](logit + 0)  # no negative zero
     if logit != logit:
@@ -36,11 +33,7 @@ def _key(logit: Float32) -> UInt32:
 
 @always_inline
 def _logit(key: UInt32) -> Float32:
-    """Finds the logit of a key.
-
-    Args:
-        key: Of `_key`.
-    """
+    """Finds the logit of a key."""
     return bitcast[DType.float32](key ^ _SIGN if key & _SIGN != 0 else ~key)
 
 
@@ -134,19 +127,7 @@ def _choose_on_host[
     top_k: Int,
     renormalize: Bool,
 ):
-    """Chooses for one token, as `softmax_top_k_kernel`.
-
-    Parameters:
-        dtype: Element type of the logits.
-
-    Args:
-        ids: Result `[top_k]`.
-        weights: Result `[top_k]`.
-        logits: `[n_experts]`.
-        n_experts: As there.
-        top_k: As there.
-        renormalize: As there.
-    """
+    """Chooses for one token, as `softmax_top_k_kernel`."""
     var keys = List[UInt32](length=n_experts, fill=_NONE)
     for expert in range(n_experts):
         keys[expert] = _key(logits[unsafe_offset=expert].cast[DType.float32]())
@@ -187,25 +168,7 @@ def launch_softmax_top_k[
     n_tokens: Int,
     context: DeviceContext,
 ) raises:
-    """Chooses for all tokens, on CPU or GPU.
-
-    Parameters:
-        target: The device's kind.
-        dtype: As in `softmax_top_k_kernel`.
-        n_experts: As there.
-        top_k: As there.
-        renormalize: As there.
-
-    Args:
-        ids: As there.
-        weights: As there.
-        logits: As there.
-        n_tokens: As there.
-        context: The device.
-
-    Raises:
-        If the launch fails.
-    """
+    """Chooses for all tokens, on CPU or GPU."""
     comptime assert (
         1 <= top_k <= min(n_experts, MAX_TOP_K)
     ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"

@@ -49,64 +49,33 @@ struct RowTables[
 
     @staticmethod
     def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
+        """Names the type in error messages about kernel arguments."""
         return "RowTables"
 
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
-        """Says where the rows of an expert begin.
-
-        Args:
-            local_expert: In `[0, n_local_experts)`.
-            n_rows: Rows of all groups before it.
-
-        Returns:
-            A row.
-        """
+        """Says where the rows of an expert begin."""
         comptime if Self.is_padded:
             return local_expert * Self.layout.expert_capacity()
         return n_rows
 
     @always_inline
     def n_rows_needed(self, n_rows: Int) -> Int:
-        """Says how many rows the tensors must hold.
-
-        Args:
-            n_rows: Rows of all groups.
-
-        Returns:
-            Rows, gaps included.
-        """
+        """Says how many rows the tensors must hold."""
         comptime if Self.is_padded:
             return self.first_row(Self.layout.n_local_experts(), 0)
         return n_rows
 
     @always_inline
     def write_pair(self, pair: Int, begin: Int, count: Int):
-        """Notes the rows of a pair, if the tables tell.
-
-        Args:
-            pair: From `RegionLayout.pair`.
-            begin: First of them, from the first row of the expert.
-            count: Rows.
-        """
+        """Notes the rows of a pair, if the tables tell."""
         comptime if Self.is_padded:
             self.expert_ids[unsafe_offset=2 * pair] = Int32(begin)
             self.expert_ids[unsafe_offset=2 * pair + 1] = Int32(count)
 
     @always_inline
     def write_expert(self, local_expert: Int, first_row: Int, count: Int):
-        """Notes the rows of an expert.
-
-        Args:
-            local_expert: In `[0, n_local_experts)`.
-            first_row: From `first_row`.
-            count: Rows.
-        """
+        """Notes the rows of an expert."""
         comptime if Self.is_padded:
             self.row_offsets[unsafe_offset=local_expert] = UInt32(count)
         else:
@@ -116,11 +85,7 @@ struct RowTables[
 
     @always_inline
     def write_ends(self, n_rows: Int):
-        """Notes the shared expert's group, if there is one, and the end.
-
-        Args:
-            n_rows: Rows of all groups.
-        """
+        """Notes the shared expert's group, if there is one, and the end."""
         comptime if not Self.is_padded:
             comptime if Self.fused_shared_expert:
                 self._write_group(0, 0)

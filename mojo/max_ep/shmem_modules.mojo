@@ -22,15 +22,7 @@ comptime _Register = def(Int64, UInt64) thin abi("C") -> Int64
 
 
 def register_module(function: DeviceFunction, context: DeviceContext) raises:
-    """Has the module of a kernel registered, unless it is.
-
-    Args:
-        function: The kernel.
-        context: Its device.
-
-    Raises:
-        If no SHMEM memory is allocated, or SHMEM refuses the module.
-    """
+    """Has the module of a kernel registered, unless it is."""
     var address = getenv(TABLE_VARIABLE)
     if not address:
         raise Error(

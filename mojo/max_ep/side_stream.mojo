@@ -53,19 +53,7 @@ comptime _SIDES = _Global["max_ep_side_streams", _no_sides]
 def fork(
     context: DeviceContext, counters: Int, n_tokens: Int
 ) raises -> DeviceStream:
-    """Lets the second stream go on behind all that is queued.
-
-    Args:
-        context: The device.
-        counters: Address of the counters of the rank that sends tokens.
-        n_tokens: How many it sends.
-
-    Returns:
-        The second stream.
-
-    Raises:
-        If CUDA refuses, or on a device above 63.
-    """
+    """Lets the second stream go on behind all that is queued."""
     var device = Int(context.id())
     if device >= _MAX_DEVICES:
         raise Error(
@@ -88,14 +76,7 @@ def fork(
 
 
 def join(context: DeviceContext) raises:
-    """Lets what is queued next wait for all that the second stream has.
-
-    Args:
-        context: The device.
-
-    Raises:
-        If CUDA refuses.
-    """
+    """Lets what is queued next wait for all that the second stream has."""
     var device = Int(context.id())
     var sides = _SIDES.get_or_create_ptr()
     if device >= _MAX_DEVICES or not sides[].are_forked[device]:
@@ -107,18 +88,7 @@ def join(context: DeviceContext) raises:
 
 
 def take_sent(context: DeviceContext, counters: Int) raises -> Int:
-    """Takes back what `fork` was told of a rank.
-
-    Args:
-        context: The device.
-        counters: Address of the rank's counters.
-
-    Returns:
-        Tokens that it has sent, or -1: none.
-
-    Raises:
-        If the device has no number.
-    """
+    """Takes back what `fork` was told of a rank."""
     var device = Int(context.id())
     if device >= _MAX_DEVICES:
         return -1
@@ -133,19 +103,7 @@ def take_sent(context: DeviceContext, counters: Int) raises -> Int:
 def check_sent[
     tokens_are_sent: Bool
 ](context: DeviceContext, counters: Int, n_tokens: Int) raises:
-    """Checks that a dispatch is of the tokens that were sent, or none were.
-
-    Parameters:
-        tokens_are_sent: Whether they should have been.
-
-    Args:
-        context: The device.
-        counters: Address of the counters of the rank that dispatches.
-        n_tokens: Tokens of the dispatch.
-
-    Raises:
-        If not.
-    """
+    """Checks that a dispatch is of the tokens that were sent, or none were."""
     var n_sent = take_sent(context, counters)
     comptime if tokens_are_sent:
         if n_sent == n_tokens:

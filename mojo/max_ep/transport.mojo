@@ -22,15 +22,7 @@ comptime _SIGNAL_SET = Int32(9)
 
 @always_inline
 def mapped_address(own: UInt64, rank: Int) -> UInt64:
-    """Asks SHMEM where a rank's copy of symmetric memory is mapped.
-
-    Args:
-        own: Address of this rank's copy.
-        rank: Whose is wanted.
-
-    Returns:
-        An address, or 0 if the rank's memory is not mapped.
-    """
+    """Asks SHMEM where a rank's copy of symmetric memory is mapped."""
     return UInt64(
         Int(
             external_call["nvshmem_ptr", BytePointer](
@@ -53,15 +45,6 @@ def put_message_warp(
     """Starts to put a message, and its flag behind it, with a whole warp.
 
     The bytes may be overwritten when the receiver says that it has read them.
-
-    Args:
-        to: Where the message goes, as an address of this rank's own copy.
-        from_: Where it stands, in this rank's symmetric memory.
-        n_bytes: Bytes of it, without the flag.
-        flag: Where the flag goes, as an address of this rank's own copy.
-        generation: The generation of the flag.
-        choice: The flag's other half.
-        rank: To whom.
     """
     # ORDER: SHMEM delivers the signal after the message; pairs with the ACQUIRE
     # in `peek`. The warp's syncs inside order the lanes' writes before.
@@ -78,14 +61,7 @@ def put_message_warp(
 
 @always_inline
 def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
-    """Puts a word behind all that this thread has read and written.
-
-    Args:
-        to: Where it goes, as an address of this rank's own copy.
-        generation: The generation that is published.
-        count: What the word counts.
-        rank: To whom.
-    """
+    """Puts a word behind all that this thread has read and written."""
     order_before_put()
     external_call["nvshmemx_signal_op", NoneType](
         BytePointer(unsafe_from_address=Int(to)),
@@ -107,48 +83,25 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
 
     @always_inline
     def __init__(out self, addresses: Pointer[UInt64, MutUntrackedOrigin]):
-        """Looks at addresses that somebody else owns.
-
-        Args:
-            addresses: `[n_ranks]` UInt64.
-        """
+        """Looks at addresses that somebody else owns."""
         self.addresses = addresses
 
     @always_inline
     def __getitem__(self, rank: Int) -> BytePointer:
-        """Points to the start of a rank's buffer.
-
-        Args:
-            rank: In `[0, n_ranks)`.
-
-        Returns:
-            The buffer.
-        """
+        """Points to the start of a rank's buffer."""
         return BytePointer(
             unsafe_from_address=Int(self.addresses[unsafe_offset=rank])
         )
 
     def first_mapped(self) -> Int:
-        """Finds the first rank whose buffer is mapped here.
-
-        Returns:
-            The rank; `n_ranks` if there is none.
-        """
+        """Finds the first rank whose buffer is mapped here."""
         for rank in range(Self.n_ranks):
             if self.addresses[unsafe_offset=rank] != 0:
                 return rank
         return Self.n_ranks
 
     def are_mapped(self, first_rank: Int, n: Int) -> Bool:
-        """Tells whether some ranks' buffers are there.
-
-        Args:
-            first_rank: The first of them.
-            n: How many.
-
-        Returns:
-            Whether all are mapped here.
-        """
+        """Tells whether some ranks' buffers are there."""
         if first_rank + n > Self.n_ranks:
             return False
         for rank in range(first_rank, first_rank + n):

@@ -103,18 +103,7 @@ def watch_host[
     my_counts: BytePointer,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Looks until every peer's counts are there, or time is up.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        is_combine: Which direction.
-
-    Args:
-        waits_ns: Result: nanoseconds of each peer, `[n_ranks]`.
-        my_counts: This rank's counts buffer of that direction.
-        counters: This rank's local words.
-    """
+    """Looks until every peer's counts are there, or time is up."""
     comptime n_ranks = layout.n_ranks
     var my_rank = counters.my_rank()
     var generation = _awaited_generation[is_combine](counters)
@@ -291,32 +280,7 @@ def ep_watch_kernel_api[
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
 ) raises:
-    """Measures how long a rank waits for each peer.
-
-    Parameters:
-        combine_dtype: Element type of the rows that combine sends.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, such as `cpu`.
-        protocol: The wire protocol.
-        partial_dtype: Element type of a partial sum, if combine is reduced.
-        is_combine: Which direction.
-
-    Args:
-        waits_ns: Result: nanoseconds of each peer, `[n_ranks]`; `NEVER` if time
-            was up before.
-        atomic_counters: Local words.
-        recv_ptrs: Addresses of all ranks' recv buffers of that direction.
-        recv_count_ptrs: Addresses of all ranks' counts, likewise.
-        context: The device.
-
-    Raises:
-        If an argument does not fit.
-    """
+    """Measures how long a rank waits for each peer."""
     comptime n_ranks = n_gpus_per_node * n_nodes
     comptime n_mapped = n_gpus_per_node if is_gpu[target]() else n_ranks
     check_config[

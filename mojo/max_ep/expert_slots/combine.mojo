@@ -123,21 +123,7 @@ def combine_layout_of[
     protocol: Int = 0,
     partial_dtype: DType = combine_dtype,
 ]() -> RegionLayout:
-    """Lays out the buffers as far as combine needs them.
-
-    Parameters:
-        combine_dtype: Element type of a row.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens: Tokens one rank may send.
-        protocol: The wire protocol; 0: whichever it is, but not reduced.
-        partial_dtype: Element type of a partial sum, if combine is reduced.
-
-    Returns:
-        A layout whose dispatch messages have no size.
-    """
+    """Lays out the buffers as far as combine needs them."""
     comptime is_reduced = is_reduced_protocol(protocol)
     comptime sent_dtype = partial_dtype if is_reduced else combine_dtype
     return RegionLayout(
@@ -163,24 +149,7 @@ def _start[
     my_rank: Int,
     put_buf: UInt64 = 0,
 ) -> _Launch:
-    """Sets a block's shared memory up; a block barrier must follow.
-
-    Parameters:
-        n_experts: Experts of the group.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-        n_ranks: Ranks of the group.
-        use_shmem: Whether the others are reached through SHMEM.
-
-    Args:
-        recv_buf_ptrs: Recv buffers of the p2p world.
-        recv_count_ptrs: Counts buffers of the p2p world.
-        counters: This rank's local words.
-        my_rank: This rank.
-        put_buf: This rank's put buffer, if SHMEM is used.
-
-    Returns:
-        What the warps need to know.
-    """
+    """Sets a block's shared memory up; a block barrier must follow."""
     var control = shared_words[_N_CONTROL]()
     if thread_idx.x < _N_CONTROL:
         control[unsafe_offset=thread_idx.x] = 0
@@ -209,18 +178,7 @@ def _share_pairs[
     pair_counts: SharedInts,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Copies where each pair's rows stand to shared memory, and syncs.
-
-    Parameters:
-        num_threads: Threads of a block.
-        n_experts: Experts of the group.
-        n_pairs: Pairs of this rank.
-
-    Args:
-        pair_rows: Result: first row of each pair.
-        pair_counts: Result: rows of each pair.
-        counters: This rank's local words.
-    """
+    """Copies where each pair's rows stand to shared memory, and syncs."""
     for pair in range(Int(thread_idx.x), n_pairs, num_threads):
         pair_rows[unsafe_offset=pair] = Int32(counters.pair_row(pair))
         pair_counts[unsafe_offset=pair] = Int32(counters.pair_count(pair))
@@ -243,24 +201,7 @@ def _send_rows[
     launch: _Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Sends this block's share of the rows, with one warp of several.
-
-    Parameters:
-        combine_dtype: Element type of the rows.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        use_shmem: Whether other hosts are reached through SHMEM.
-
-    Args:
-        input_tokens: Expert rows, `[n_rows_max][hidden_size]`.
-        n_rows_max: Rows of `input_tokens` and `src_info`.
-        src_info: `[n_rows_max][2]`: token on its source rank, k.
-        pair_rows: First row of each pair.
-        pair_counts: Rows of each pair.
-        launch: From `_start`.
-        counters: This rank's local words.
-    """
+    """Sends this block's share of the rows, with one warp of several."""
     comptime n_ranks = layout.n_ranks
     comptime n_pairs = layout.n_local_experts() * n_ranks
     comptime msg_bytes = layout.combine_msg_bytes
@@ -386,25 +327,7 @@ def _reduce_part[
     end: Int,
     lane: Int,
 ):
-    """Adds the weighted rows of a part of one token, in choice order.
-
-    Parameters:
-        combine_dtype: Element type of rows and result.
-        hidden_size: Elements of a row.
-        layout: Offsets of the buffers.
-        fused_shared_expert: Whether to add `shared_row`.
-
-    Args:
-        result: The token's result, `[hidden_size]`.
-        rows: The token's messages, `[top_k][combine_msg_bytes]`.
-        shared_row: What the shared expert made of the token, `[hidden_size]`.
-        weight: In lane `k`: weight of choice `k`.
-        has_row: In lane `k`: whether choice `k` has a row.
-        is_broken: Whether to write NaN instead, since a row is missing.
-        begin: First 16 bytes of the part.
-        end: Behind its last.
-        lane: This lane.
-    """
+    """Adds the weighted rows of a part of one token, in choice order."""
     comptime top_k = layout.top_k
     comptime width = MESSAGE_ALIGN // size_of[Scalar[combine_dtype]]()
     comptime n_groups = ceildiv(top_k, ROWS_IN_FLIGHT)
@@ -469,25 +392,7 @@ def _reduce_tokens[
     launch: _Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Reduces this block's share of the tokens, with one warp of several.
-
-    Parameters:
-        combine_dtype: Element type of rows and result.
-        hidden_size: Elements of a row.
-        num_threads: Threads of a block.
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        fused_shared_expert: Whether to add `shared_rows`.
-
-    Args:
-        output_tokens: `[n_tokens][hidden_size]`.
-        router_weights: `[n_tokens][top_k]`.
-        n_tokens: Tokens that this rank dispatched.
-        shared_rows: The shared expert's rows; read if it is fused.
-        generation: The dispatch that is answered.
-        launch: From `_start`.
-        counters: This rank's local words.
-    """
+    """Reduces this block's share of the tokens, with one warp of several."""
     comptime top_k = layout.top_k
     comptime row_bytes = plain_token_bytes(
         hidden_size, size_of[Scalar[combine_dtype]]()
@@ -596,16 +501,7 @@ def _reduce_tokens[
 def fill_with_nan[
     combine_dtype: DType, //, num_threads: Int
 ](result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin], n_elements: Int):
-    """Fills a result that is not computed, with all blocks.
-
-    Parameters:
-        combine_dtype: Element type of the result.
-        num_threads: Threads of a block.
-
-    Args:
-        result: `[n_elements]`.
-        n_elements: How many.
-    """
+    """Fills a result that is not computed, with all blocks."""
     var value = nan[DType.float32]().cast[combine_dtype]()
     for i in range(
         Int(block_idx.x) * num_threads + Int(thread_idx.x),
@@ -624,17 +520,6 @@ def _finish[
     use_shmem: Bool,
 ](launch: _Launch, counters: EPLocalSyncCounters[n_experts]):
     """Ends a launch: its last block notes the generation and tells the peers.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        is_sending: Whether the launch sent.
-        is_receiving: Whether it received.
-        use_shmem: Whether other hosts are reached through SHMEM.
-
-    Args:
-        launch: From `_start`.
-        counters: This rank's local words.
     """
     if not is_last_block(counters):
         return
@@ -662,15 +547,7 @@ def _finish[
 
 @always_inline
 def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send while the others reduce.
-
-    Args:
-        n_tokens: Tokens of this rank.
-        n_warps: Warps of a block.
-
-    Returns:
-        In `[1, n_warps - 1]`.
-    """
+    """Chooses how many warps of a block send while the others reduce."""
     return min(4 if n_tokens > 256 else 8, n_warps - 1)
 
 

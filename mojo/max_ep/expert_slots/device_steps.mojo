@@ -77,14 +77,7 @@ steps of the 7168 bfloat16 of a large model's token."""
 
 @always_inline
 def load16(p: Pointer[mut=_, UInt8, _]) -> LaneBytes:
-    """Loads 16 bytes.
-
-    Args:
-        p: Aligned to 16.
-
-    Returns:
-        The bytes.
-    """
+    """Loads 16 bytes."""
     return p.unsafe_bitcast[UInt32]().unsafe_load[
         width=4, alignment=MESSAGE_ALIGN, invariant=False
     ]()
@@ -95,13 +88,6 @@ def load16_if(p: Pointer[mut=_, UInt8, _], is_there: Bool) -> LaneBytes:
     """Loads 16 bytes, or none, without a branch; NVIDIA only.
 
     Of memory that this launch does not write: nothing orders it with stores.
-
-    Args:
-        p: Aligned to 16.
-        is_there: Whether to load.
-
-    Returns:
-        The bytes; anything if it has not loaded.
     """
     comptime assert is_nvidia_gpu(), "this is PTX"
     var words = inlined_assembly[
@@ -118,26 +104,13 @@ def load16_if(p: Pointer[mut=_, UInt8, _], is_there: Bool) -> LaneBytes:
 
 @always_inline
 def store16(p: BytePointer, bytes: LaneBytes):
-    """Stores 16 bytes.
-
-    Args:
-        p: Aligned to 16.
-        bytes: The bytes.
-    """
+    """Stores 16 bytes."""
     p.unsafe_bitcast[UInt32]().unsafe_store[alignment=MESSAGE_ALIGN](0, bytes)
 
 
 @always_inline
 def shuffle_address(address: UInt64, src_lane: Int) -> UInt64:
-    """Hands one lane's address to the whole warp.
-
-    Args:
-        address: This lane's.
-        src_lane: Whose is wanted, the same in all lanes.
-
-    Returns:
-        That of `src_lane`.
-    """
+    """Hands one lane's address to the whole warp."""
     var low = warp.shuffle_idx(UInt32(address & 0xFFFF_FFFF), UInt32(src_lane))
     var high = warp.shuffle_idx(UInt32(address >> 32), UInt32(src_lane))
     return (UInt64(high) << 32) | UInt64(low)
@@ -145,27 +118,13 @@ def shuffle_address(address: UInt64, src_lane: Int) -> UInt64:
 
 @always_inline
 def bytes_at(address: UInt64) -> BytePointer:
-    """Makes a pointer of an address.
-
-    Args:
-        address: The address.
-
-    Returns:
-        The pointer.
-    """
+    """Makes a pointer of an address."""
     return BytePointer(unsafe_from_address=Int(address))
 
 
 @always_inline
 def shared_words[n: Int]() -> SharedWord:
-    """Allocates words in shared memory; they are not initialized.
-
-    Parameters:
-        n: How many.
-
-    Returns:
-        The words.
-    """
+    """Allocates words in shared memory; they are not initialized."""
     return unsafe_stack_allocation[
         n, UInt32, address_space=AddressSpace.SHARED
     ]()
@@ -173,15 +132,7 @@ def shared_words[n: Int]() -> SharedWord:
 
 @always_inline
 def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
-    """Allocates numbers in shared memory; they are not initialized.
-
-    Parameters:
-        n: How many.
-        alignment: Of the first, in bytes.
-
-    Returns:
-        The numbers.
-    """
+    """Allocates numbers in shared memory; they are not initialized."""
     return unsafe_stack_allocation[
         n, Int32, alignment=alignment, address_space=AddressSpace.SHARED
     ]()
@@ -189,15 +140,7 @@ def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
 
 @always_inline
 def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
-    """Finds out which rank a launch is for.
-
-    Args:
-        counters: The rank's local words.
-        my_rank: The rank; -1: as the counters say.
-
-    Returns:
-        The rank.
-    """
+    """Finds out which rank a launch is for."""
     return Int(my_rank) if my_rank >= 0 else counters.my_rank()
 
 
@@ -207,19 +150,7 @@ def own_of[
 ](
     buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
 ) -> UInt64:
-    """Finds this rank's buffer among those of its host.
-
-    Parameters:
-        T: What the addresses are of.
-        p2p_world_size: Ranks of a host.
-
-    Args:
-        buffers: The buffers of the host's ranks.
-        my_rank: This rank.
-
-    Returns:
-        The address.
-    """
+    """Finds this rank's buffer among those of its host."""
     var own: UInt64 = 0
     comptime for i in range(p2p_world_size):
         if my_rank % p2p_world_size == i:
@@ -235,22 +166,7 @@ def share_addresses[
     my_rank: Int,
     offset: Int = 0,
 ) -> SharedAddresses:
-    """Copies kernel arguments to shared memory; a block barrier must follow.
-
-    Parameters:
-        T: What the addresses are of.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-        n_ranks: Ranks of the group.
-        use_shmem: Whether the others are reached through SHMEM.
-
-    Args:
-        buffers: The addresses; with SHMEM each is its own rank's alone.
-        my_rank: This rank.
-        offset: Bytes from a buffer to what is wanted; 0 with SHMEM.
-
-    Returns:
-        The addresses of all ranks' buffers, 0 for those SHMEM puts to.
-    """
+    """Copies kernel arguments to shared memory; a block barrier must follow."""
     var table = unsafe_stack_allocation[
         n_ranks, UInt64, address_space=AddressSpace.SHARED
     ]()
@@ -275,16 +191,7 @@ def share_addresses[
 def copy_warp[
     n_bytes: Int
 ](dest: BytePointer, src: Pointer[UInt8, _], lane: Int):
-    """Copies bytes with all lanes of a warp.
-
-    Parameters:
-        n_bytes: How many, a multiple of 16.
-
-    Args:
-        dest: Where to, aligned to 16.
-        src: Where from, aligned to 16.
-        lane: This lane.
-    """
+    """Copies bytes with all lanes of a warp."""
     comptime n_vectors = n_bytes // MESSAGE_ALIGN
     comptime in_flight = ACCESSES_IN_FLIGHT
     for first in range(0, n_vectors, WARP_SIZE * in_flight):
@@ -301,15 +208,7 @@ def copy_warp[
 
 @always_inline
 def take_turn(next: SharedWord, lane: Int) -> Int:
-    """Takes the next of what a block's warps share out; all lanes call it.
-
-    Args:
-        next: Control word: how many have been taken.
-        lane: This lane.
-
-    Returns:
-        Which, from 0 on; the same in all lanes.
-    """
+    """Takes the next of what a block's warps share out; all lanes call it."""
     var turn: UInt32 = 0
     if lane == 0:
         turn = block_add(next, 1)
@@ -318,14 +217,7 @@ def take_turn(next: SharedWord, lane: Int) -> Int:
 
 @always_inline
 def any_lane(condition: Bool) -> Bool:
-    """Tells whether a condition holds in any lane of the warp.
-
-    Args:
-        condition: This lane's.
-
-    Returns:
-        The same in all lanes.
-    """
+    """Tells whether a condition holds in any lane of the warp."""
     comptime if WARP_SIZE == 32:
         return warp.vote[DType.uint32](condition) != 0
     else:
@@ -342,17 +234,6 @@ def can_start[
     needs, so their header may be read, and the failure noted there, whoever
     they belong to. No word that is looked at changes during a launch, unless
     all its warps leave early: so none waits for one that has left.
-
-    Parameters:
-        layout: How the launch expects the regions to be cut.
-
-    Args:
-        counters: The local words it was given.
-        phase: Who asks, a position in `failures.PHASES`.
-
-    Returns:
-        Whether the counters are this configuration's, and no launch on them
-        has failed.
     """
     var found: Int32 = 0
     if lane_id() < N_HEADER_WORDS:
@@ -364,19 +245,7 @@ def can_start[
 def is_in_order[
     layout: RegionLayout
 ](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
-    """Tells whether the header of counters allows a launch; see `can_start`.
-
-    Parameters:
-        layout: How the launch expects the regions to be cut.
-
-    Args:
-        found: In lane `i`: word `i` of the header.
-        counters: The local words it is from.
-        phase: Who asks, a position in `failures.PHASES`.
-
-    Returns:
-        Whether it may go on; the same in all lanes.
-    """
+    """Tells whether the header of counters allows a launch; see `can_start`."""
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane looks at one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0
@@ -411,24 +280,7 @@ def await_done_words[
     counters: EPLocalSyncCounters[n_experts],
     lane: Int,
 ) -> Bool:
-    """Waits until every peer has read what this rank sent it last.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        my_counts: This rank's counts buffer, where peers put done words.
-        done_offset: Bytes from there to the done words.
-        generation: The generation that must have been read.
-        phase: Who waits, a position in `failures.PHASES`.
-        deadline: When to give up.
-        counters: This rank's local words.
-        lane: This lane.
-
-    Returns:
-        Whether all have; the same in all lanes.
-    """
+    """Waits until every peer has read what this rank sent it last."""
     var is_met = True
     for rank in range(lane, layout.n_ranks, WARP_SIZE):
         # I3: no slot is written before its last reader is done with it.
@@ -467,23 +319,7 @@ def await_message[
     deadline: DeviceDeadline,
     counters: EPLocalSyncCounters[n_experts],
 ) -> UInt64:
-    """Waits until a message has arrived.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        flag: The flag of the message, in this rank's region.
-        generation: The generation to wait for.
-        phase: Who waits, a position in `failures.PHASES`.
-        missing_rank: Who sends it.
-        expert_id: Its global expert.
-        deadline: When to give up.
-        counters: This rank's local words.
-
-    Returns:
-        The flag; of another generation if the message did not come.
-    """
+    """Waits until a message has arrived."""
     var word = peek(flag)
     var spins = 0
     while generation_of(word) != generation:
@@ -509,12 +345,6 @@ def is_last_block(counters: EPLocalSyncCounters) -> Bool:
 
     Every thread of every block calls it, once, at the end of a launch. If one
     has failed, no warp is told, and later launches do nothing.
-
-    Args:
-        counters: This rank's local words.
-
-    Returns:
-        True in the first warp of the block that ended last.
     """
     barrier()
     if warp_id() != 0:
@@ -540,19 +370,7 @@ def publish_done[
     generation: UInt32,
     lane: Int,
 ):
-    """Tells every rank that its messages have been read.
-
-    Parameters:
-        n_ranks: Ranks of the group.
-        use_shmem: Whether other hosts are reached through SHMEM.
-
-    Args:
-        counts: All ranks' counts buffers.
-        my_rank: This rank.
-        offset: Bytes from there to this rank's done word.
-        generation: The generation that has been read.
-        lane: This lane of the last block's first warp.
-    """
+    """Tells every rank that its messages have been read."""
     syncwarp()
     for rank in range(lane, n_ranks, WARP_SIZE):
         var to = counts[unsafe_offset=rank]

@@ -118,16 +118,7 @@ struct DispatchUnits(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of(n_tokens: Int, top_k: Int, n_blocks: Int) -> Self:
-        """Cuts few tokens into parts, so that every block has work.
-
-        Args:
-            n_tokens: Tokens to send.
-            top_k: Experts of a token.
-            n_blocks: Blocks of the grid.
-
-        Returns:
-            The units.
-        """
+        """Cuts few tokens into parts, so that every block has work."""
         var n_parts = 1
         while n_parts < top_k and n_tokens * n_parts < 2 * n_blocks:
             n_parts *= 2
@@ -136,28 +127,12 @@ struct DispatchUnits(TrivialRegisterPassable):
 
     @always_inline
     def token(self, unit: Int) -> Int:
-        """Names the token of a unit.
-
-        Args:
-            unit: In `[0, n_units)`.
-
-        Returns:
-            The token.
-        """
+        """Names the token of a unit."""
         return unit // self.n_parts
 
     @always_inline
     def first_k(self, unit: Int, top_k: Int, next: Int = 0) -> Int:
-        """Names the first choice of a unit.
-
-        Args:
-            unit: In `[0, n_units)`.
-            top_k: Experts of a token.
-            next: 1 for the end of the unit's choices.
-
-        Returns:
-            In `[0, top_k]`.
-        """
+        """Names the first choice of a unit."""
         return (unit % self.n_parts + next) * top_k // self.n_parts
 
 
@@ -174,18 +149,7 @@ def _count_choices[
     end: Int,
     lane: Int,
 ):
-    """Adds a range of choices to the block's histogram, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        histogram: Choices of each expert so far, `[n_experts]`.
-        topk_ids: `[n_tokens][top_k]`.
-        begin: First choice.
-        end: Behind the last.
-        lane: This lane.
-    """
+    """Adds a range of choices to the block's histogram, with one warp."""
     comptime in_flight = 8
     for first in range(begin, end, WARP_SIZE * in_flight):
         var ids = Array[Int32, in_flight](fill=NO_EXPERT)
@@ -218,24 +182,6 @@ def _index_choices[
 
     The slot of a choice is the number of earlier choices of its expert, as on
     CPU. Every block counts for itself, so no block waits for another.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        use_shmem: Whether other hosts are reached through SHMEM.
-
-    Args:
-        topk_ids: `[n_tokens][top_k]`.
-        n_tokens: Tokens to send.
-        units: How the choices are dealt.
-        histogram: Zeros, `[n_experts]`.
-        control: The block's control words.
-        counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        my_rank: This rank.
-        generation: The generation that is sent.
-        deadline: When to give up.
-        lane: This lane.
     """
     comptime top_k = layout.top_k
     var choices = counters.choices(generation, layout.n_choices())
@@ -330,12 +276,6 @@ def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token that a lane encodes at once.
 
     What is encoded needs registers for elements, values and scales.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-
-    Returns:
-        Steps of 16 bytes of values.
     """
     return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else (
         ACCESSES_IN_FLIGHT
@@ -359,21 +299,6 @@ def _send_unit[
     lane: Int,
 ):
     """Encodes a token and writes it to the messages of a unit, with one warp.
-
-    Parameters:
-        input_type: Element type of the token.
-        token_fmt_type: Wire format of a token.
-        input_scales_wrapper: Gives the factor of a token for an expert id.
-
-    Args:
-        token: `[hidden_size]`.
-        message: In lane `k`: address of the message of choice `k`, or 0.
-        expert: In lane `k`: expert of choice `k`.
-        first_k: First choice of the unit.
-        end_k: Behind its last.
-        staged: Address of one more place for the token, or 0; without input
-            scales.
-        lane: This lane.
     """
     comptime n_elements = token_fmt_type.lane_elements
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
@@ -419,18 +344,7 @@ def _store_encoded[
     scales: Array[LaneBytes, steps_in_flight[token_fmt_type]()],
     lane: Int,
 ):
-    """Writes some steps of an encoded token, with one warp.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-
-    Args:
-        to: Address of the message.
-        first: First 16 bytes of the steps.
-        values: From `encode_steps`.
-        scales: From `encode_steps`.
-        lane: This lane.
-    """
+    """Writes some steps of an encoded token, with one warp."""
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime for i in range(steps_in_flight[token_fmt_type]()):
         var vector = first + i * WARP_SIZE + lane
@@ -463,21 +377,7 @@ def encode_steps[
     input_scale: Float32,
     lane: Int,
 ):
-    """Encodes some steps of a token.
-
-    Parameters:
-        in_flight: Steps.
-        input_type: Element type of the token.
-        token_fmt_type: Wire format of a token.
-        is_scaled: Whether to multiply by `input_scale` first.
-
-    Args:
-        elements: What this lane holds, for each step.
-        values: Result: its values.
-        scales: Result, in every 32nd lane: the scales of its 32 lanes.
-        input_scale: Factor of every element.
-        lane: This lane.
-    """
+    """Encodes some steps of a token."""
     comptime for i in range(in_flight):
         var wire = token_fmt_type.encode_lane[input_type, is_scaled](
             elements[i], input_scale
@@ -495,18 +395,7 @@ def encode_steps[
 def _staged[
     layout: RegionLayout
 ](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
-    """Locates where a token waits for its place among this rank's rows.
-
-    Parameters:
-        layout: Offsets of the buffers.
-
-    Args:
-        recv_buf: This rank's recv buffer; the send buffer is in its region.
-        token_idx: The token.
-
-    Returns:
-        Room for a message in the send buffer.
-    """
+    """Locates where a token waits for its place among this rank's rows."""
     return recv_buf.unsafe_offset(
         layout.staged_from_recv(0) + layout.dispatch_staged_offset(token_idx)
     )
@@ -538,32 +427,7 @@ def _send_half[
     n_senders: Int,
     lane: Int,
 ):
-    """Sends this block's units with some of its warps.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        token_fmt_type: Wire format of a token.
-        input_scales_wrapper: Gives the factor of a token for an expert id.
-        fused_shared_expert: Whether to put tokens aside for this rank's rows.
-        use_shmem: Whether other hosts are reached through SHMEM.
-
-    Args:
-        tokens: `[n_tokens][hidden_size]`.
-        units: How the choices are dealt.
-        control: The block's control words.
-        put_buf: This rank's put buffer; used with SHMEM.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        my_rank: This rank.
-        generation: The generation that is sent.
-        deadline: When to give up.
-        sender: This warp among those that send.
-        n_senders: How many do.
-        lane: This lane.
-    """
+    """Sends this block's units with some of its warps."""
     comptime top_k = layout.top_k
     if not await_done_words[n_experts, layout](
         bytes_at(counts[unsafe_offset=my_rank]),
@@ -659,13 +523,7 @@ def _send_half[
 
 @always_inline
 def write_no_rows(tables: RowTables, first: Int, step: Int):
-    """Has the tables say that there are no rows.
-
-    Args:
-        tables: Which row is whose.
-        first: This thread, of those that write.
-        step: How many do.
-    """
+    """Has the tables say that there are no rows."""
     comptime layout = tables.layout
     for local_expert in range(first, layout.n_local_experts(), step):
         for src_rank in range(layout.n_ranks):
@@ -692,27 +550,6 @@ def read_counts[
     lane: Int,
 ) -> Int:
     """Waits for the counts of all pairs and lays out the rows, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        pair_rows: Result: first row of each pair.
-        pair_counts: Result: rows of each pair.
-        tables: Result of block 0: which row is whose.
-        n_shared: Rows of the shared expert, which come first.
-        n_rows_max: Rows the outputs hold.
-        my_counts: This rank's counts buffer.
-        counters: This rank's local words; block 0 notes the pairs there.
-        my_rank: This rank.
-        generation: The generation to wait for.
-        deadline: When to give up.
-        lane: This lane.
-
-    Returns:
-        The largest count of a pair, or -1 if a count did not come or the rows
-        do not fit; the same in all lanes.
     """
     comptime n_ranks = layout.n_ranks
     comptime n_local_experts = layout.n_local_experts()
@@ -850,31 +687,7 @@ def _receive_half[
     is_counter: Bool,
     lane: Int,
 ):
-    """Turns messages into rows as they arrive, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        token_fmt_type: Wire format of a token.
-
-    Args:
-        rows: The output tensors.
-        n_rows_max: Rows they hold.
-        tables: Which row is whose.
-        src_info: `[n_rows_max][2]`.
-        n_shared: Rows of the shared expert, which come first.
-        control: The block's control words.
-        pair_rows: First row of each pair.
-        pair_counts: Rows of each pair.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        counters: This rank's local words.
-        my_rank: This rank.
-        generation: The generation to receive.
-        deadline: When to give up.
-        is_counter: Whether this warp reads the counts for its block.
-        lane: This lane.
-    """
+    """Turns messages into rows as they arrive, with one warp."""
     comptime n_ranks = layout.n_ranks
     comptime n_local_experts = layout.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
@@ -950,18 +763,7 @@ def dispatch_layout_of[
     max_tokens: Int,
     protocol: Int = EXPERT_SLOTS,
 ]() -> RegionLayout:
-    """Lays out the buffers as far as dispatch needs them.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens: Tokens one rank may send.
-        protocol: The wire protocol.
-
-    Returns:
-        A layout whose combine messages have no size.
-    """
+    """Lays out the buffers as far as dispatch needs them."""
     return RegionLayout(
         n_experts,
         n_ranks,
@@ -980,13 +782,6 @@ def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
     Stores to peers queue up in a multiprocessor and delay all its other
     traffic, so few warps send when there is much to send
     (docs/results/gpu_round_trip.md).
-
-    Args:
-        n_tokens: Tokens to send.
-        n_warps: Warps of a block.
-
-    Returns:
-        In `[1, n_warps - 2]`.
     """
     return min(3 if n_tokens > 256 else 6, n_warps - 2)
 
@@ -1017,24 +812,7 @@ def _start[
     my_rank: Int,
     put_buf: UInt64 = 0,
 ) -> _Launch:
-    """Sets a block's shared memory up; a block barrier must follow.
-
-    Parameters:
-        n_experts: Experts of the group.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-        n_ranks: Ranks of the group.
-        use_shmem: Whether the others are reached through SHMEM.
-
-    Args:
-        recv_buf_ptrs: Recv buffers of the p2p world.
-        recv_count_ptrs: Counts buffers of the p2p world.
-        counters: This rank's local words.
-        my_rank: This rank.
-        put_buf: This rank's put buffer, if SHMEM is used.
-
-    Returns:
-        What the warps need to know.
-    """
+    """Sets a block's shared memory up; a block barrier must follow."""
     var control = shared_words[_N_CONTROL]()
     if thread_idx.x < _N_CONTROL:
         control[unsafe_offset=thread_idx.x] = 0
@@ -1072,26 +850,7 @@ def _send[
     launch: _Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Deals the sending half to the warps of a block.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        num_threads: Threads of a block.
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        token_fmt_type: Wire format of a token.
-        input_scales_wrapper: Gives the factor of a token for an expert id.
-        fused_shared_expert: Whether to put tokens aside for this rank's rows.
-        use_shmem: Whether other hosts are reached through SHMEM.
-
-    Args:
-        input_tokens: `[n_tokens][hidden_size]`.
-        topk_ids: `[n_tokens][top_k]`.
-        n_tokens: Tokens to send.
-        n_senders: Warps that send.
-        launch: From `_start`.
-        counters: This rank's local words.
-    """
+    """Deals the sending half to the warps of a block."""
     var histogram = shared_words[n_experts]()
     for i in range(Int(thread_idx.x), n_experts, num_threads):
         histogram[unsafe_offset=i] = 0
@@ -1152,23 +911,7 @@ def _receive[
     launch: _Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Has a warp of a block take its part in the receiving half.
-
-    Parameters:
-        num_threads: Threads of a block.
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        token_fmt_type: Wire format of a token.
-
-    Args:
-        rows: The output tensors.
-        n_rows_max: Rows they hold.
-        tables: Which row is whose.
-        src_info: `[n_rows_max][2]`.
-        n_shared: Rows of the shared expert, which come first.
-        launch: From `_start`.
-        counters: This rank's local words.
-    """
+    """Has a warp of a block take its part in the receiving half."""
     comptime n_pairs = layout.n_local_experts() * layout.n_ranks
     _receive_half[n_experts, layout, token_fmt_type](
         rows,
@@ -1199,19 +942,7 @@ def _place_own_tokens[
     src_info: Pointer[Int32, MutUntrackedOrigin],
     launch: _Launch,
 ):
-    """Copies what this block has put aside to the shared expert's rows.
-
-    Parameters:
-        num_threads: Threads of a block.
-        layout: Offsets of the buffers.
-        token_fmt_type: Wire format of a token.
-
-    Args:
-        rows: The output tensors.
-        n_tokens: Tokens of this rank, and rows for them.
-        src_info: `[n_rows_max][2]`.
-        launch: From `_start`.
-    """
+    """Copies what this block has put aside to the shared expert's rows."""
     comptime n_warps = num_threads // WARP_SIZE
     var n_blocks = Int(grid_dim.x)
     var units = DispatchUnits.of(n_tokens, layout.top_k, n_blocks)
@@ -1241,18 +972,6 @@ def _finish[
     use_shmem: Bool,
 ](launch: _Launch, counters: EPLocalSyncCounters[n_experts], n_tokens: Int):
     """Ends a launch: its last block notes the generation and tells the peers.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-        is_sending: Whether the launch sent.
-        is_receiving: Whether it received.
-        use_shmem: Whether other hosts are reached through SHMEM.
-
-    Args:
-        launch: From `_start`.
-        counters: This rank's local words.
-        n_tokens: Tokens that were sent.
     """
     if not is_last_block(counters):
         return
@@ -1277,14 +996,7 @@ def _finish[
 
 @always_inline
 def _deliver_nothing[num_threads: Int](tables: RowTables):
-    """Leaves outputs without rows, after a failure of this rank.
-
-    Parameters:
-        num_threads: Threads of a block.
-
-    Args:
-        tables: Which row is whose.
-    """
+    """Leaves outputs without rows, after a failure of this rank."""
     if block_idx.x == 0:
         write_no_rows(tables, Int(thread_idx.x), num_threads)
 

@@ -54,17 +54,6 @@ def check_src_info[
 
     Its digest must be the one noted there, and what becomes part of a remote
     address is bounds-checked, before anything is sent.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        src_info: `[n_rows][2]`; the rows of pairs are read.
-        counters: This rank's local words.
-
-    Raises:
-        If it is another one, or a row is out of bounds.
     """
     comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
     var digest = hash_src_info(src_info, n_pairs, counters)
@@ -106,26 +95,7 @@ def start_combine[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises -> UInt32:
-    """Checks what is to be sent back, and waits until there is room for it.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        n_rows_max: Rows given.
-        src_info: `[n_rows_max][2]` from the last `dispatch_wait`.
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-
-    Returns:
-        The generation to send.
-
-    Raises:
-        If nothing was dispatched, `src_info` is not the last dispatch's, or a
-        peer has not read the generation before in time.
-    """
+    """Checks what is to be sent back, and waits until there is room for it."""
     comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
     var my_rank = counters.my_rank()
     if counters.dispatch_received() == 0:
@@ -167,18 +137,7 @@ def publish_rows[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Tells every source how many of its rows each expert here had.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        generation: The generation, all of which has been written.
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-    """
+    """Tells every source how many of its rows each expert here had."""
     # I2: counts after rows; zeros too, every source waits for every expert.
     var my_rank = counters.my_rank()
     for local_expert in range(n_experts_on_rank(n_experts, n_ranks, my_rank)):
@@ -210,28 +169,7 @@ def combine_async_host[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
-    """Sends each expert row back to the rank its token came from.
-
-    Parameters:
-        combine_dtype: Element type of the rows.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        input_tokens: Expert rows, `[n_rows_max][hidden_size]`, in the order of
-            the last `dispatch_wait`.
-        n_rows_max: Rows of `input_tokens` and `src_info`.
-        src_info: `[n_rows_max][2]` from that `dispatch_wait`.
-        recv_bufs: Every rank's combine recv buffer.
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If nothing was dispatched, `src_info` is not the last dispatch's, or a
-        peer has not read the generation before in time.
-    """
+    """Sends each expert row back to the rank its token came from."""
     comptime msg_bytes = layout.combine_msg_bytes
     comptime token_bytes = plain_token_bytes(
         hidden_size, size_of[Scalar[combine_dtype]]()
@@ -286,24 +224,7 @@ def _reduce_token[
     weights: Pointer[Float32, ImmUntrackedOrigin],
     generation: UInt32,
 ) -> Int:
-    """Adds the weighted rows of one token, in choice order.
-
-    Parameters:
-        combine_dtype: Element type of rows and result.
-        hidden_size: Elements of a row.
-        layout: Offsets of the buffers.
-        fused_shared_expert: Whether to add `shared`.
-
-    Args:
-        result: `[hidden_size]`.
-        rows: The token's messages, `[top_k][combine_msg_bytes]`.
-        shared: The shared expert's row, `[hidden_size]`; read if it is fused.
-        weights: `[top_k]`.
-        generation: Only messages of this generation hold a row.
-
-    Returns:
-        How many of the messages hold a row.
-    """
+    """Adds the weighted rows of one token, in choice order."""
     comptime top_k = layout.top_k
     comptime msg_bytes = layout.combine_msg_bytes
     var choices = Array[Int, top_k](fill=0)
@@ -363,24 +284,7 @@ def await_rows[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises -> ArrivedRows:
-    """Waits until every expert has sent what it made of this rank's tokens.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-
-    Returns:
-        How much has come: all of it is visible to this thread and to the
-        workers it starts.
-
-    Raises:
-        If an expert's count does not arrive in time.
-    """
+    """Waits until every expert has sent what it made of this rank's tokens."""
     var my_rank = counters.my_rank()
     var generation = next_generation(counters.combine_received())
     var deadline = Deadline.after(counters.timeout_ms())
@@ -410,18 +314,7 @@ def finish_combine[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Notes that a generation has come back, and tells every owner.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        generation: The generation.
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-    """
+    """Notes that a generation has come back, and tells every owner."""
     var my_rank = counters.my_rank()
     counters.set_combine_received(generation)
     for owner_rank in range(n_ranks):
@@ -450,30 +343,7 @@ def combine_wait_host[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
-    """Waits for all rows and adds the weighted rows of each token.
-
-    Parameters:
-        combine_dtype: Element type of rows and result.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-        fused_shared_expert: Whether to add `shared_rows`.
-
-    Args:
-        output_tokens: `[n_tokens][hidden_size]`.
-        router_weights: `[n_tokens][top_k]`.
-        n_tokens: Tokens that this rank dispatched.
-        shared_rows: The shared expert's rows, `n_tokens` or more if it is
-            fused.
-        recv_buf: This rank's combine recv buffer.
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If an expert's count does not arrive in time, or rows came back for
-        other tokens than these.
-    """
+    """Waits for all rows and adds the weighted rows of each token."""
     comptime top_k = layout.top_k
     var my_rank = counters.my_rank()
     var arrived = await_rows[n_experts, n_ranks, layout](recv_counts, counters)

@@ -58,11 +58,6 @@ struct SendPlan[n_experts: Int, top_k: Int](Movable):
         capacity: Int,
     ):
         """Walks the choices in order and gives each the next slot of its pair.
-
-        Args:
-            topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`.
-            n_tokens: Tokens to send.
-            capacity: Slots of one pair.
         """
         self.slots = List[Int32](length=n_tokens * Self.top_k, fill=NO_SLOT)
         self.counts = List[Int](length=Self.n_experts, fill=0)
@@ -110,29 +105,6 @@ def dispatch_async_host[
     Each token is encoded once, into its place of the send buffer, and copied
     from there to one slot for each of its choices. With input scales, which
     may differ from expert to expert, it is encoded for each choice.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Slots of one pair.
-        layout: Offsets of the buffers.
-        input_type: Element type of the tokens.
-        input_scales_wrapper: Gives the factor of a token for an expert id.
-        fused_shared_expert: Whether `dispatch_wait` reads the send buffer.
-
-    Args:
-        input_tokens: `[n_tokens][hidden_size]`.
-        topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert.
-        n_tokens: In `[0, max_tokens_per_rank]`.
-        send_buf: `[max_tokens_per_rank][msg_bytes]`.
-        recv_bufs: Every rank's dispatch recv buffer.
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If a peer has not read the generation before in time; if ids had to be
-        dropped (after everything else was sent).
     """
     comptime top_k = token_fmt_type.top_k
     comptime hidden_size = token_fmt_type.hidden_size
@@ -241,11 +213,7 @@ struct Arrived(TrivialRegisterPassable):
 
     @always_inline
     def n_routed(self) -> Int:
-        """Counts the rows of the routed experts.
-
-        Returns:
-            Rows.
-        """
+        """Counts the rows of the routed experts."""
         return self.n_rows - self.n_shared
 
 
@@ -261,28 +229,7 @@ def lay_out_rows[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises -> Arrived:
-    """Waits for the counts of all pairs, and says where their rows go.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-        is_padded: Whether each expert's rows stand by themselves.
-        fused_shared_expert: Whether this rank's tokens come first.
-
-    Args:
-        tables: The output tensors that say which row is whose.
-        n_rows_max: Rows there is room for.
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words, which note it.
-
-    Returns:
-        How much has arrived: all messages are visible to this thread and to
-        the workers it starts.
-
-    Raises:
-        If a peer's count does not arrive in time, or the rows do not fit.
-    """
+    """Waits for the counts of all pairs, and says where their rows go."""
     comptime n_local_experts = layout.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
 
@@ -355,19 +302,7 @@ def place_own_tokens[
     staged_tokens: BytePointer,
     is_streaming: Bool,
 ):
-    """Puts this rank's own tokens into the rows of the shared expert.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        layout: Offsets of the buffers.
-
-    Args:
-        rows: The output tensors.
-        n_tokens: Tokens of this rank.
-        src_info: `[n_rows_max][2]`.
-        staged_tokens: The tokens as this rank has encoded them.
-        is_streaming: Whether to write past the caches.
-    """
+    """Puts this rank's own tokens into the rows of the shared expert."""
 
     def decode_own_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
@@ -389,19 +324,7 @@ def finish_receiving[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Notes that a generation has been received, and tells every source.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        generation: The generation.
-        src_info: `[n_rows_max][2]`, complete.
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
-    """
+    """Notes that a generation has been received, and tells every source."""
     comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
     var my_rank = counters.my_rank()
     counters.set_dispatch_received(generation)
@@ -424,21 +347,7 @@ def raise_if_dropped[
     n_tokens: Int,
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
-    """Raises if ids were dropped, after everything else was sent.
-
-    Parameters:
-        n_experts: Experts of the group.
-        top_k: Experts of a token.
-
-    Args:
-        plan: What was sent.
-        topk_ids: `[n_tokens][top_k]`.
-        n_tokens: Tokens sent.
-        counters: This rank's local words.
-
-    Raises:
-        If ids were dropped; names the first.
-    """
+    """Raises if ids were dropped, after everything else was sent."""
     if plan.n_dropped > 0:
         counters.add_dropped(plan.n_dropped)
         var token_idx, k = divmod(plan.first_dropped, top_k)
@@ -481,31 +390,7 @@ def dispatch_wait_host[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
-    """Waits for all messages and turns them into rows sorted by expert.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Slots of one pair.
-        layout: Offsets of the buffers.
-        is_padded: Whether each expert's rows stand by themselves.
-        fused_shared_expert: Whether this rank's tokens come first.
-
-    Args:
-        rows: The output tensors, `n_rows_max` rows.
-        n_rows_max: Rows there is room for.
-        tables: The output tensors that say which row is whose.
-        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
-            expert token, -1.
-        send_buf: This rank's dispatch send buffer; read if it is fused.
-        recv_buf: This rank's dispatch recv buffer.
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If a peer's count does not arrive in time, or the rows do not fit.
-    """
+    """Waits for all messages and turns them into rows sorted by expert."""
     var arrived = lay_out_rows[
         n_experts, n_ranks, layout, is_padded, fused_shared_expert
     ](tables, n_rows_max, recv_counts, counters)

@@ -16,29 +16,13 @@ from ..token_format import BytePointer
 
 @always_inline
 def flag_at(buffer: BytePointer, offset: Int) -> FlagPointer:
-    """Points to a flag of a counts buffer.
-
-    Args:
-        buffer: Start of the counts buffer.
-        offset: From the layout, in bytes.
-
-    Returns:
-        The flag.
-    """
+    """Points to a flag of a counts buffer."""
     return buffer.unsafe_offset(offset).unsafe_bitcast[UInt64]()
 
 
 @always_inline
 def message_flag(message: BytePointer, msg_bytes: Int) -> FlagPointer:
-    """Points to the flag in the source info of a message.
-
-    Args:
-        message: Start of the message.
-        msg_bytes: Bytes of the message.
-
-    Returns:
-        The flag: generation and choice.
-    """
+    """Points to the flag in the source info of a message."""
     return flag_at(message, source_info_offset(msg_bytes))
 
 
@@ -49,12 +33,6 @@ def write_source_info(
     """Writes the source info behind the token of a message.
 
     An ordinary store: on CPU the count of the pair announces the message.
-
-    Args:
-        message: Start of the message.
-        msg_bytes: Bytes of the message.
-        choice: Which choice of its source rank the message is of.
-        generation: The generation that writes the message.
     """
     message_flag(message, msg_bytes)[] = flag_word(generation, choice)
 
@@ -71,25 +49,12 @@ struct RowCursor(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def start() -> Self:
-        """Stands before the first row.
-
-        Returns:
-            A cursor.
-        """
+        """Stands before the first row."""
         return Self(0, 0)
 
     @always_inline
     def advance(mut self, i: Int, counters: EPLocalSyncCounters) -> Int:
-        """Goes on to the pair of a row.
-
-        Args:
-            i: Which of the rows of all pairs, not before the last one asked
-                for; below `n_rows_of_pairs`.
-            counters: Hold the pair rows.
-
-        Returns:
-            Position of the row in its pair: the slot of its message.
-        """
+        """Goes on to the pair of a row."""
         while self.n_before + counters.pair_count(self.pair) <= i:
             self.n_before += counters.pair_count(self.pair)
             self.pair += 1
@@ -97,15 +62,7 @@ struct RowCursor(TrivialRegisterPassable):
 
 
 def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
-    """Counts the rows of the last dispatch, without a shared expert's.
-
-    Args:
-        n_pairs: Pairs of a rank.
-        counters: Hold the pair rows.
-
-    Returns:
-        Rows.
-    """
+    """Counts the rows of the last dispatch, without a shared expert's."""
     var n_rows = 0
     for pair in range(n_pairs):
         n_rows += counters.pair_count(pair)
@@ -117,16 +74,7 @@ def hash_src_info(
     n_pairs: Int,
     counters: EPLocalSyncCounters,
 ) -> Int32:
-    """Digests `src_info`, so that combine can tell the last dispatch's.
-
-    Args:
-        src_info: `[n_rows][2]`; the rows of pairs are read.
-        n_pairs: Pairs of a rank.
-        counters: Hold the pair rows.
-
-    Returns:
-        A number that changes with any value and with their order.
-    """
+    """Digests `src_info`, so that combine can tell the last dispatch's."""
     var digest = UInt32(n_rows_of_pairs(n_pairs, counters))
     for pair in range(n_pairs):
         var first = 2 * counters.pair_row(pair)
@@ -152,24 +100,6 @@ def await_readers[
 
     In a program that dispatches and combines in turn this never waits: the
     last combine has already shown that all peers were done (docs/protocol.md).
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-
-    Args:
-        my_counts: This rank's counts buffer, where peers put done words.
-        done_offset: Bytes from there to the done words.
-        generation: The generation that must have been read.
-        only_owners: Whether to leave out ranks that hold no expert. Nobody
-            dispatches to them, so they wait for nobody, and their done words
-            may run ahead.
-        deadline: When to give up.
-        who: What an error says.
-
-    Raises:
-        If a peer is not done in time, or this rank itself is not: then no
-        time would help.
     """
     for reader_rank in range(n_ranks):
         if only_owners and (

@@ -51,16 +51,7 @@ struct ScaledRows(DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def scale_index(self, row: Int, block: Int, n_blocks: Int) -> Int:
-        """Locates a scale.
-
-        Args:
-            row: The row.
-            block: The block, in `[0, n_blocks)`.
-            n_blocks: Blocks of a row.
-
-        Returns:
-            Elements from the start of `scales`.
-        """
+        """Locates a scale."""
         var group, row_in_group = divmod(row, self.rows_per_group)
         return (group * n_blocks + block) * self.rows_per_group + row_in_group
 
@@ -74,11 +65,7 @@ struct ScaledRows(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
+        """Names the type in error messages about kernel arguments."""
         return "ScaledRows"
 
 
@@ -89,15 +76,6 @@ def encode_e4m3fn[
     """Rounds to float8_e4m3fn, to nearest even and saturating.
 
     The same bits as `cast[DType.float8_e4m3fn]`, which is scalar on CPU.
-
-    Parameters:
-        width: Lanes.
-
-    Args:
-        x: Numbers; NaN gives the NaN 0x7F.
-
-    Returns:
-        Their bits.
     """
     comptime Bits = SIMD[DType.uint32, width]
     # The distance of subnormals is 2**-9: adding 2**14 leaves just that many
@@ -122,14 +100,7 @@ def encode_e4m3fn[
 
 @always_inline
 def to_e4m3fn(x: SIMD[DType.float32, _WIDTH]) -> SIMD[DType.uint8, _WIDTH]:
-    """Rounds to float8_e4m3fn by the quickest way the device has.
-
-    Args:
-        x: Numbers.
-
-    Returns:
-        The bits of `encode_e4m3fn`.
-    """
+    """Rounds to float8_e4m3fn by the quickest way the device has."""
     comptime if is_nvidia_gpu():
         return bitcast[DType.uint8, _WIDTH](x.cast[DType.float8_e4m3fn]())
     else:
@@ -138,14 +109,7 @@ def to_e4m3fn(x: SIMD[DType.float32, _WIDTH]) -> SIMD[DType.uint8, _WIDTH]:
 
 @always_inline
 def power_of_two_at_least(x: Float32) -> Float32:
-    """Rounds up to a power of two.
-
-    Args:
-        x: A positive, finite, normal number.
-
-    Returns:
-        The smallest power of two that is not below `x`.
-    """
+    """Rounds up to a power of two."""
     var bits = bitcast[DType.uint32](x)
     comptime mantissa = UInt32(0x7F_FFFF)
     return bitcast[DType.float32]((bits + mantissa) & ~mantissa)
@@ -192,17 +156,7 @@ struct BlockwiseFP8TokenFormat[
         token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
         input_scale: Float32,
     ):
-        """Quantizes a token; see the module's docstring.
-
-        Parameters:
-            input_type: Element type of the token.
-            is_scaled: Whether to multiply by `input_scale` (in float32) first.
-
-        Args:
-            message: `[token_bytes]`.
-            token: `[hidden_size]` elements.
-            input_scale: Factor of every element; read if `is_scaled`.
-        """
+        """Quantizes a token; see the module's docstring."""
         comptime n_parts = FP8_BLOCK // _WIDTH
         var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
             Float32
@@ -232,14 +186,7 @@ struct BlockwiseFP8TokenFormat[
     def decode(
         message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
     ):
-        """Copies values and scales; nothing is dequantized.
-
-        Args:
-            message: `[msg_bytes]`.
-            rows: The output tensors.
-            row: The row that the token takes there.
-            is_streaming: Whether to write past the caches.
-        """
+        """Copies values and scales; nothing is dequantized."""
         copy_bytes(
             dest=rows.tokens.unsafe_offset(row * Self.hidden_size),
             src=message,
@@ -275,17 +222,6 @@ struct BlockwiseFP8TokenFormat[
         """Quantizes what one GPU lane holds; see `TokenFormat.encode_lane`.
 
         Eight neighbouring lanes hold one block.
-
-        Parameters:
-            input_type: Element type of the token.
-            is_scaled: Whether to multiply by `input_scale` (in float32) first.
-
-        Args:
-            elements: The lane's elements.
-            input_scale: Factor of every element; read if `is_scaled`.
-
-        Returns:
-            Values, and the scale of their block.
         """
         var x = rebind[SIMD[DType.float32, _WIDTH]](
             elements.cast[DType.float32]()
@@ -302,27 +238,13 @@ struct BlockwiseFP8TokenFormat[
     @staticmethod
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
-        """Tells whether tokens travel as they are given.
-
-        Parameters:
-            input_type: Element type of the token.
-
-        Returns:
-            No: they are quantized.
-        """
+        """Tells whether tokens travel as they are given."""
         return False
 
     @staticmethod
     @always_inline
     def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
-        """Puts four scales into the output.
-
-        Args:
-            rows: The output tensors.
-            row: The row that the token takes there.
-            step: Which 16 bytes of the message's scales.
-            scales: The bytes; those behind the last block are not read.
-        """
+        """Puts four scales into the output."""
         var first = rows.scale_index(row, 0, Self.n_blocks)
         comptime for i in range(4):
             var block = 4 * step + i
@@ -334,15 +256,7 @@ struct BlockwiseFP8TokenFormat[
     @staticmethod
     @always_inline
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        """Points to where the values of a row go.
-
-        Args:
-            rows: The output tensors.
-            row: The row.
-
-        Returns:
-            `[value_bytes]`.
-        """
+        """Points to where the values of a row go."""
         return rows.tokens.unsafe_offset(row * Self.value_bytes)
 
     @staticmethod
@@ -350,15 +264,7 @@ struct BlockwiseFP8TokenFormat[
     def decode_scales_lane(
         message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
     ):
-        """Copies one GPU lane's part of a message's scales.
-
-        Args:
-            message: `[msg_bytes]`.
-            rows: The output tensors.
-            row: The row that the token takes there.
-            lane: This lane.
-            n_lanes: Lanes that share the work.
-        """
+        """Copies one GPU lane's part of a message's scales."""
         var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
             Float32
         ]()

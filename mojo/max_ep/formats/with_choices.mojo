@@ -41,11 +41,7 @@ struct RowsWithChoices(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
+        """Names the type in error messages about kernel arguments."""
         return "RowsWithChoices"
 
 
@@ -102,17 +98,7 @@ struct WithChoicesTokenFormat[
         token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
         input_scale: Float32,
     ):
-        """Writes a token in wire format; see `TokenFormat.encode`.
-
-        Parameters:
-            input_type: Element type of the token.
-            is_scaled: Whether to multiply by `input_scale` (in float32) first.
-
-        Args:
-            message: `[token_bytes]`.
-            token: `[hidden_size]` elements.
-            input_scale: Factor of every element; read if `is_scaled`.
-        """
+        """Writes a token in wire format; see `TokenFormat.encode`."""
         Self._Plain.encode[input_type, is_scaled](message, token, input_scale)
 
     @staticmethod
@@ -120,14 +106,7 @@ struct WithChoicesTokenFormat[
     def decode(
         message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
     ):
-        """Copies the token of a message; see `TokenFormat.decode`.
-
-        Args:
-            message: `[msg_bytes]`.
-            rows: The output tensors.
-            row: The row that the token takes there.
-            is_streaming: Whether to write past the caches.
-        """
+        """Copies the token of a message; see `TokenFormat.decode`."""
         Self._Plain.decode(message, Self._tokens(rows), row, is_streaming)
 
     @staticmethod
@@ -137,19 +116,7 @@ struct WithChoicesTokenFormat[
     ](
         elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
     ) -> LaneWire:
-        """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`.
-
-        Parameters:
-            input_type: Element type of the token.
-            is_scaled: Whether to multiply by `input_scale` (in float32) first.
-
-        Args:
-            elements: The lane's elements.
-            input_scale: Factor of every element; read if `is_scaled`.
-
-        Returns:
-            The elements in the wire's type.
-        """
+        """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`."""
         return Self._Plain.encode_lane[input_type, is_scaled](
             rebind[SIMD[input_type, Self._Plain.lane_elements]](elements),
             input_scale,
@@ -158,41 +125,19 @@ struct WithChoicesTokenFormat[
     @staticmethod
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
-        """Tells whether tokens travel as they are given.
-
-        Parameters:
-            input_type: Element type of the token.
-
-        Returns:
-            Whether that is the wire's type.
-        """
+        """Tells whether tokens travel as they are given."""
         return Self._Plain.is_identity[input_type]()
 
     @staticmethod
     @always_inline
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        """Points to where a row goes.
-
-        Args:
-            rows: The output tensors.
-            row: The row.
-
-        Returns:
-            `[value_bytes]`.
-        """
+        """Points to where a row goes."""
         return Self._Plain.row_values(Self._tokens(rows), row)
 
     @staticmethod
     @always_inline
     def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
-        """Does nothing: there are no scales.
-
-        Args:
-            rows: The output tensors.
-            row: The row that the token takes there.
-            step: Which 16 bytes.
-            scales: The bytes.
-        """
+        """Does nothing: there are no scales."""
         pass
 
     @staticmethod
@@ -200,15 +145,7 @@ struct WithChoicesTokenFormat[
     def decode_scales_lane(
         message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
     ):
-        """Does nothing: there are no scales.
-
-        Args:
-            message: `[msg_bytes]`.
-            rows: The output tensors.
-            row: The row that the token takes there.
-            lane: This lane.
-            n_lanes: Lanes that share the work.
-        """
+        """Does nothing: there are no scales."""
         pass
 
     @staticmethod
@@ -216,15 +153,7 @@ struct WithChoicesTokenFormat[
     def place_choice(
         rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
     ):
-        """Puts a choice into routing map and probabilities.
-
-        Args:
-            rows: The output tensors.
-            row: The row that the token takes there.
-            k: Which of its choices, in `[0, n_carried)`.
-            expert_id: What the router chose; -1: nothing.
-            prob: With which probability.
-        """
+        """Puts a choice into routing map and probabilities."""
         var place = row * Self.n_carried + k
         rows.expert_ids[unsafe_offset=place] = expert_id
         rows.probs[unsafe_offset=place] = prob
@@ -238,15 +167,7 @@ struct WithChoicesTokenFormat[
         worker: Int,
         n_workers: Int,
     ):
-        """Says how many rows there are; those behind choose nothing.
-
-        Args:
-            rows: The output tensors.
-            n_rows: Rows that there are.
-            n_rows_max: Rows there is room for.
-            worker: Which of those that share the work.
-            n_workers: How many they are.
-        """
+        """Says how many rows there are; those behind choose nothing."""
         if worker == 0:
             rows.n_gathered[] = Int32(n_rows)
         for place in range(

@@ -90,24 +90,7 @@ def _send[
     n_senders: Int,
     ahead: NotedRows,
 ):
-    """Has a warp of a block take its part in the sending half.
-
-    Parameters:
-        combine_dtype: Element type of the rows.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        expert_rows: `[n_rows][hidden_size]`.
-        recv_bufs: All ranks' combine recv buffers.
-        dispatch_counts: All ranks' dispatch counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        n_senders: Warps that send.
-        ahead: From `_First.notes`.
-    """
+    """Has a warp of a block take its part in the sending half."""
     if launch.warp_idx >= n_senders:
         return
     var most = launch.before.most_received
@@ -156,28 +139,7 @@ def _receive[
     ahead: NotedRows,
     is_ahead: Bool,
 ):
-    """Has a warp of a block take its part in the receiving half.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        fused_shared_expert: Whether row `t` is the shared expert's of token `t`.
-
-    Args:
-        output_tokens: `[n_tokens][hidden_size]`.
-        n_tokens: Tokens of this rank.
-        expert_rows: This rank's expert rows.
-        recv_bufs: All ranks' combine recv buffers.
-        dispatch_generation: The dispatch that is answered.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        n_warps: Warps of a block.
-        ahead: From `_First.notes`.
-        is_ahead: Whether that is of a token to add up.
-    """
+    """Has a warp of a block take its part in the receiving half."""
     var is_bad = is_bad_answer(n_tokens, dispatch_generation, launch, counters)
     comptime for are_few in [True, False]:
         if are_few_tokens(n_tokens) == are_few:
@@ -208,18 +170,7 @@ def _receive[
 
 @always_inline
 def n_send_warps[n_ranks: Int](n_tokens: Int, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send before they add up tokens.
-
-    Parameters:
-        n_ranks: Ranks of the group.
-
-    Args:
-        n_tokens: Tokens of this rank.
-        n_warps: Warps of a block.
-
-    Returns:
-        In `[1, n_warps]`; 0 if there is nobody to send to.
-    """
+    """Chooses how many warps of a block send before they add up tokens."""
     comptime if n_ranks == 1:
         return 0
     return min(16 if FEW_TOKENS < n_tokens and n_tokens <= 256 else 8, n_warps)
@@ -244,17 +195,6 @@ struct _First(TrivialRegisterPassable):
         layout: RegionLayout, n_steps: Int
     ](n_senders: Int, n_warps: Int) -> Self:
         """Finds it: of a warp that sends its first unit, else its first turn.
-
-        Parameters:
-            layout: How the regions are cut.
-            n_steps: Steps of a row.
-
-        Args:
-            n_senders: Warps that send.
-            n_warps: Warps of a block.
-
-        Returns:
-            Whose they are.
         """
         var cut = SumCut[n_steps, True](True)
         var warp_idx = Int(warp_id())
@@ -275,17 +215,7 @@ struct _First(TrivialRegisterPassable):
     def notes[
         layout: RegionLayout
     ](self, counters: EPLocalSyncCounters) -> NotedRows:
-        """Begins to read them.
-
-        Parameters:
-            layout: How the regions are cut.
-
-        Args:
-            counters: This rank's local words.
-
-        Returns:
-            The notes.
-        """
+        """Begins to read them."""
         return NotedRows.of[layout](
             counters, self.source, self.token_idx, Int(lane_id())
         )

@@ -27,20 +27,7 @@ def is_bad_answer[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> Bool:
-    """Tells whether the result cannot be that of the dispatch; notes why.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        n_tokens: Tokens of the result.
-        dispatch_generation: The dispatch that is answered.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        Whether to write NaN.
-    """
+    """Tells whether the result cannot be that of the dispatch; notes why."""
     var generation = next_generation(launch.before.combine_received)
     var n_sent = launch.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
@@ -95,18 +82,7 @@ def is_bad_answer[
 def is_nothing_dispatched[
     n_experts: Int
 ](launch: Launch, counters: EPLocalSyncCounters[n_experts]) -> Bool:
-    """Tells whether there is no dispatch to answer; notes it.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        Whether to do nothing.
-    """
+    """Tells whether there is no dispatch to answer; notes it."""
     if launch.before.dispatch_received != 0:
         return False
     note_failure(
@@ -129,15 +105,6 @@ def rows_delivered[
     """Begins to read how many rows dispatch has delivered.
 
     Of its own accord, so that it is under way with the header.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        counters: This rank's local words.
-
-    Returns:
-        Rows that the tensors must hold.
     """
     comptime n_pairs = layout.n_local_experts() * layout.n_ranks
     return Int32(counters.pair_row(n_pairs))
@@ -153,21 +120,7 @@ def has_too_few_rows[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> Bool:
-    """Tells whether the rows are fewer than dispatch delivered; notes it.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        n_rows: From `rows_delivered`.
-        n_rows_max: Rows given.
-        phase: Who asks.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        Whether to do nothing.
-    """
+    """Tells whether the rows are fewer than dispatch delivered; notes it."""
     if n_rows <= n_rows_max:
         return False
     var last = launch.before.combine_sent

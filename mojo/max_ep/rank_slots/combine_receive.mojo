@@ -45,22 +45,7 @@ def _await_16[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> Tuple[LaneBytes, Bool]:
-    """Waits for 16 bytes of a partial sum, and puts `EMPTY` back.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        p: Where they come.
-        first_look: What was there before.
-        owner_rank: Who sends them.
-        generation: The generation that is received.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        The bytes, and whether they came.
-    """
+    """Waits for 16 bytes of a partial sum, and puts `EMPTY` back."""
     var bytes = first_look
     var spins = 0
     while bytes[3] == EMPTY:
@@ -90,20 +75,7 @@ def _look_at_partial[
     n_looks: Int,
     first_look: Int,
 ](mut looks: Array[LaneBytes, n_looks], partial_sum: BytePointer, share: Int):
-    """Reads a lane's share of a partial sum, whether it has come or not.
-
-    Parameters:
-        combine_dtype: Element type of rows.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
-        n_looks: Length of `looks`.
-        first_look: First of those of this partial sum.
-
-    Args:
-        looks: Result.
-        partial_sum: `[hidden_size]` in this rank's region.
-        share: The share; behind the last nothing is read.
-    """
+    """Reads a lane's share of a partial sum, whether it has come or not."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     if share < Format.n_shares:
         comptime for i in range(Format.n_partial_vectors):
@@ -130,29 +102,7 @@ def _add_partial[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> Bool:
-    """Adds a lane's share of a partial sum as it comes.
-
-    Parameters:
-        combine_dtype: Element type of rows.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        n_looks: Length of `looks`.
-        first_look: First of those of this partial sum.
-
-    Args:
-        sum: The share of this lane, to be added to.
-        looks: What was there before.
-        partial_sum: `[hidden_size]` in this rank's region.
-        share: The share; behind the last there is nothing to add.
-        owner_rank: Who sends it.
-        generation: The generation that is received.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        Whether it came; this lane's.
-    """
+    """Adds a lane's share of a partial sum as it comes."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime n = Format.width // Format.n_partial_vectors
     var are_there = True
@@ -194,30 +144,7 @@ def add_tokens[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Adds up this block's share of the tokens, with one warp of several.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        fused_shared_expert: Whether row `t` is the shared expert's of token `t`.
-        are_few: Whether `are_few_tokens`. These are dealt to warps beforehand: a
-            turn is a trip to shared memory.
-
-    Args:
-        output_tokens: `[n_tokens][hidden_size]`.
-        n_tokens: Tokens of this rank.
-        expert_rows: This rank's expert rows.
-        recv_bufs: All ranks' combine recv buffers.
-        is_bad: Whether to write NaN only.
-        turns: Of this warp, if tokens are few.
-        ahead: Notes of the token of the first one.
-        is_ahead: Whether they are.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-    """
+    """Adds up this block's share of the tokens, with one warp of several."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime row_bytes = hidden_size * Format.row_element
     comptime n_vectors = Format.n_partial_vectors

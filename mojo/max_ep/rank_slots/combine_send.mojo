@@ -23,17 +23,7 @@ from .partial_sums import PartialFormat, add_rows, n_rows_at_once, sum_cut
 
 @always_inline
 def sum_to_send[layout: RegionLayout](number: Int) -> Tuple[Int, Int]:
-    """Finds one of the sums that are sent.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        number: Which: the first ones are those of the first token.
-
-    Returns:
-        Its source, from `source_from`, and its token there.
-    """
+    """Finds one of the sums that are sent."""
     comptime n_others = max(1, layout.n_ranks - 1)
     var token_idx, other = divmod(number, n_others)
     # Not all owners begin with the same rank.
@@ -60,25 +50,6 @@ def send_partials[
     n_senders: Int,
 ):
     """Sends this block's share of the partial sums, with one warp of several.
-
-    Parameters:
-        combine_dtype: Element type of the rows.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        are_few: Whether `are_few_tokens`.
-
-    Args:
-        expert_rows: `[n_rows][hidden_size]`.
-        most: Tokens of the source that has most.
-        ahead: Notes of this warp's first unit, if the tokens are few.
-        recv_bufs: All ranks' combine recv buffers.
-        dispatch_counts: All ranks' dispatch counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        sender: This warp among those that send.
-        n_senders: How many do.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime n_ranks = layout.n_ranks

@@ -35,28 +35,13 @@ comptime _ADDING_BLOCKS_PER_TOKEN = 4
 
 @always_inline
 def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
-    """Counts the steps of a token, of 16 bytes a lane each.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-
-    Returns:
-        Steps of a warp.
-    """
+    """Counts the steps of a token, of 16 bytes a lane each."""
     return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
 
 
 @always_inline
 def n_sending_blocks(n_blocks: Int, max_tokens_per_rank: Int) -> Int:
-    """Shares multiprocessors out to halves that overlap.
-
-    Args:
-        n_blocks: Blocks that both have, 2 or more.
-        max_tokens_per_rank: Tokens one rank may send.
-
-    Returns:
-        Those of the sending half; the waiting half has the rest.
-    """
+    """Shares multiprocessors out to halves that overlap."""
     return max(
         1, n_blocks // (2 if max_tokens_per_rank <= _EQUAL_HALVES else 3)
     )
@@ -67,13 +52,6 @@ def n_adding_blocks(n_blocks: Int, n_tokens: Int) -> Int:
     """Counts those blocks of a combine's waiting half that find something to do.
 
     Others would begin and end for nothing, which few tokens notice.
-
-    Args:
-        n_blocks: Blocks that it has.
-        n_tokens: Tokens of this rank.
-
-    Returns:
-        In `[1, n_blocks]`.
     """
     return min(
         n_blocks, max(_FEW_ADDING_BLOCKS, _ADDING_BLOCKS_PER_TOKEN * n_tokens)
@@ -87,17 +65,6 @@ def vector_of_lane[
     """Says which 16 bytes of a token are a lane's in a step of a warp.
 
     In 32 bits, which is quicker.
-
-    Parameters:
-        n_vectors: 16 bytes that a token has.
-
-    Args:
-        step: The step.
-        end: Behind the last step of the part, at most that of the token.
-        lane: The lane.
-
-    Returns:
-        Which they are, and whether the part has them.
     """
     var vector = UInt32(step) * UInt32(WARP_SIZE) + UInt32(lane)
     var is_in_part = UInt32(step) < UInt32(end)
@@ -144,23 +111,12 @@ struct Cut[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
 
     @always_inline
     def n_parts(self) -> Int:
-        """Counts the parts.
-
-        Returns:
-            In `[1, n_steps]`.
-        """
+        """Counts the parts."""
         return Self._MORE if self.are_more else Self._FEWER
 
     @always_inline
     def piece(self, number: Int) -> Piece:
-        """Finds one of all parts.
-
-        Args:
-            number: Which: the first ones are those of the first token.
-
-        Returns:
-            The part.
-        """
+        """Finds one of all parts."""
         var found = Self._piece[Self._MORE](number)
         comptime if Self._FEWER != Self._MORE:
             if not self.are_more:
@@ -198,31 +154,13 @@ Parameters:
 
 @always_inline
 def early_cut[n_steps: Int](n_tokens: Int) -> EarlyCut[n_steps]:
-    """Chooses into how many parts warps take an early token.
-
-    Parameters:
-        n_steps: Steps of a token.
-
-    Args:
-        n_tokens: Tokens of a rank.
-
-    Returns:
-        The cut.
-    """
+    """Chooses into how many parts warps take an early token."""
     return EarlyCut[n_steps](n_tokens <= 64)
 
 
 @always_inline
 def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send while the others receive.
-
-    Args:
-        is_early: Whether the data is its own flag.
-        n_warps: Warps of a block.
-
-    Returns:
-        In `[1, n_warps - FIRST_SENDER - N_INDEX_WARPS]`.
-    """
+    """Chooses how many warps of a block send while the others receive."""
     return min(6 if is_early else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
 
 
@@ -230,18 +168,7 @@ def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
 def n_async_send_warps[
     layout: RegionLayout
 ](is_early: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send if none receives.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        is_early: Whether the data is its own flag.
-        n_warps: Warps of a block.
-
-    Returns:
-        In `[1, n_warps - FIRST_SENDER]`.
-    """
+    """Chooses how many warps of a block send if none receives."""
     var most = n_warps - FIRST_SENDER
     comptime if layout.n_ranks == 2:
         # Each sends more at once (`parts_at_once_shift`). The last of them, of 16
@@ -260,18 +187,6 @@ def parts_at_once_shift[
     each keep the link as busy as many, and delay the others of the block less: at
     most 16 parts of a block are under way. With more ranks a part goes to more of
     them: that is much already.
-
-    Parameters:
-        layout: How the regions are cut.
-        n_steps: Steps of a token.
-
-    Args:
-        n_tokens: Tokens to send.
-        n_senders: Warps of a block that send.
-
-    Returns:
-        The logarithm of the number, to base 2; the number divides the parts of a
-        token.
     """
     comptime n_parts = min(N_CHUNKS, n_steps)
     comptime are_short = n_steps <= _SHORT_PART * n_parts
@@ -309,18 +224,7 @@ struct Deal(TrivialRegisterPassable):
     def of(
         n_all: Int, most_shift: Int, n_senders: Int, block: Int, n_blocks: Int
     ) -> Self:
-        """Deals.
-
-        Args:
-            n_all: Parts of all tokens.
-            most_shift: From `parts_at_once_shift`.
-            n_senders: Warps of a block that send.
-            block: This block.
-            n_blocks: Blocks of the grid.
-
-        Returns:
-            The deal.
-        """
+        """Deals."""
         var stride = n_senders * n_blocks
         var n_fours = 0
         var n_twos = 0
@@ -332,14 +236,7 @@ struct Deal(TrivialRegisterPassable):
 
     @always_inline
     def unit(self, turn: Int) -> Tuple[Int, Int]:
-        """Finds the parts of a turn.
-
-        Args:
-            turn: Of this block, from 0 on.
-
-        Returns:
-            The first part, and the logarithm of how many they are, to base 2.
-        """
+        """Finds the parts of a turn."""
         var shift = 2
         var first = 0
         var rest = turn
@@ -373,13 +270,6 @@ struct Turns(TrivialRegisterPassable):
         """Deals them in dispatch, from the last sender down.
 
         But for those that have more to do. Index warps have none: some of them count.
-
-        Args:
-            warp_idx: The warp.
-            n_warps: Warps of a block.
-
-        Returns:
-            Its turns.
         """
         var n = n_warps - N_INDEX_WARPS
         var turn = min(COUNTING_WARP, n) - 1 - warp_idx
@@ -393,40 +283,17 @@ struct Turns(TrivialRegisterPassable):
         """Deals them in combine, from the last warp down.
 
         But for those that have more to do.
-
-        Args:
-            warp_idx: The warp.
-            n_warps: Warps of a block.
-
-        Returns:
-            Its turns.
         """
         var turn = n_warps - N_WARPS_MIN - warp_idx
         return Self(turn + n_warps if turn < 0 else turn, n_warps)
 
     @always_inline
     def n_dealt(self, n_blocks: Int) -> Int:
-        """Counts the items that are few: one for each of those warps.
-
-        Args:
-            n_blocks: Blocks of the grid.
-
-        Returns:
-            Items of the grid.
-        """
+        """Counts the items that are few: one for each of those warps."""
         return self.n_turns * n_blocks
 
     @staticmethod
     @always_inline
     def item(turn: Int, block: Int, n_blocks: Int) -> Int:
-        """Finds what is done in a turn of a block.
-
-        Args:
-            turn: The turn.
-            block: The block.
-            n_blocks: Blocks of the grid.
-
-        Returns:
-            Which of all parts of all tokens.
-        """
+        """Finds what is done in a turn of a block."""
         return turn * n_blocks + n_blocks - 1 - block

@@ -58,14 +58,7 @@ comptime _LIKE_EMPTY = UInt32(0x7FFF_FFFF)
 
 @always_inline
 def without_empty(bytes: LaneBytes) -> LaneBytes:
-    """Makes 16 bytes that do not look as if they had not come.
-
-    Args:
-        bytes: What is sent.
-
-    Returns:
-        The same, but for the sign of a NaN.
-    """
+    """Makes 16 bytes that do not look as if they had not come."""
     var sent = bytes
     if sent[3] == EMPTY:
         sent[3] = _LIKE_EMPTY
@@ -108,15 +101,7 @@ def await_kernels_before():
 
 @always_inline
 def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
-    """Divides numbers that fit into 32 bits, which is quicker.
-
-    Args:
-        a: The dividend, in `[0, 2**32)`.
-        b: The divisor, likewise, not 0.
-
-    Returns:
-        Quotient and remainder.
-    """
+    """Divides numbers that fit into 32 bits, which is quicker."""
     var quotient = UInt32(a) // UInt32(b)
     return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
 
@@ -146,12 +131,6 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
     """Begins to read the counters' header, which `start_launch` needs.
 
     What a kernel does between the two does not wait for it.
-
-    Args:
-        counters: This rank's local words.
-
-    Returns:
-        In lane `i`: word `i`.
     """
     comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
     # Here, and not where it is used: that is behind all that is under way with it.
@@ -169,12 +148,6 @@ def header_word_beside(counters: EPLocalSyncCounters) -> Int32:
 
     This thread then sees all that the kernels before the sending half have written:
     they had ended before it let this one begin.
-
-    Args:
-        counters: This rank's local words.
-
-    Returns:
-        In lane `i`: word `i`.
     """
     comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
     return look_at(counters.words.unsafe_offset(Int(lane_id())))
@@ -187,20 +160,6 @@ def start_launch[
     """Sets a block up; all its threads call it.
 
     Addresses that were shared before are there afterwards.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the launch expects the regions to be cut.
-        n_control: Control words.
-
-    Args:
-        word: From `header_word`: other blocks may already move the generations,
-            but not before this block has arrived, so it is read once, before.
-        counters: This rank's local words.
-        phase: Who starts, a position in `failures.PHASES`.
-
-    Returns:
-        What the warps need to know.
     """
     comptime assert WARP_SIZE == 32, "rank_slots has kernels for NVIDIA GPUs"
     var control = shared_words[n_control + 1]()
@@ -235,18 +194,6 @@ def is_last_to_start[
     """Tells one thread of the grid that all blocks have read the header.
 
     Every thread of every block calls it, once.
-
-    Parameters:
-        halves_overlap: Whether the other half of the exchange may run meanwhile.
-        is_wait: Whether this is the waiting half.
-
-    Args:
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        warp_idx: The warp of each block that is to find out.
-
-    Returns:
-        True in one thread.
     """
     if launch.warp_idx != warp_idx or launch.lane != 0:
         return False
@@ -265,14 +212,6 @@ def await_sending_half(
     """Waits until all blocks of the sending half have read the header.
 
     With one thread of a waiting half beside it, before it moves what they read.
-
-    Args:
-        sent: The generation that is sent last, which the sending half moves then.
-        generation: That of this exchange.
-        launch: From `start_launch`.
-
-    Returns:
-        Whether they have; if not, the launch fails anyway, for nothing comes.
     """
     var spins = 0
     while look_at(sent).cast[DType.uint32]() != generation:
@@ -294,15 +233,6 @@ def publish_reads[
     """Tells every rank which generations this one has read, with one warp.
 
     A word says both: dispatch in its upper half, combine in its lower one.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        launch: From `start_launch`.
-        dispatch_counts: All ranks' dispatch counts buffers.
-        dispatch_received: The last generation of dispatch that was read.
-        combine_received: The last generation of combine that was read.
     """
     # Behind `is_last_block` one lane has acquired what all blocks did.
     syncwarp()
@@ -325,14 +255,6 @@ def publish_earlier_reads[
 
     One warp of the first block does. What it tells was true when this launch
     began: a kernel that calls this begins when those before it have ended.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        launch: From `start_launch`.
-        dispatch_counts: All ranks' dispatch counts buffers.
-        warp_idx: The warp.
     """
     if block_idx.x == 0 and launch.warp_idx == warp_idx:
         publish_reads[layout](
@@ -360,20 +282,6 @@ def await_readers[
     phase: Int,
 ) -> Bool:
     """Waits until all ranks have read what this one sent last, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        is_combine: Whether what combine sent, or what dispatch did.
-
-    Args:
-        launch: From `start_launch`.
-        dispatch_counts: All ranks' dispatch counts buffers.
-        counters: This rank's local words.
-        phase: Who waits, a position in `failures.PHASES`.
-
-    Returns:
-        Whether all have; the same in all lanes.
     """
     var generation = launch.before.dispatch_sent
     var clear = launch.before.dispatch_clear
@@ -431,16 +339,6 @@ def note_readers[
 
     One warp calls it, for which nobody waits. It looks `_LOOKS` times, and does not
     insist.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        is_combine: Whether what combine sent, or what dispatch did.
-
-    Args:
-        launch: From `start_launch`.
-        dispatch_counts: All ranks' dispatch counts buffers.
-        counters: This rank's local words.
     """
     var generation = launch.before.dispatch_sent
     comptime if is_combine:

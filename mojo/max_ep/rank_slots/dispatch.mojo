@@ -137,25 +137,7 @@ def _look_ahead[
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
 ) -> _Ahead:
-    """Begins with what depends on the arguments alone, if tokens are few.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        n_warps: Warps of a block.
-
-    Args:
-        elements: Result: of a sender's first part.
-        lane_ids: Result: all ids, of an index warp.
-        part: This warp's first part.
-        tokens: `[n_tokens][hidden_size]`.
-        choices: Ids and weights.
-
-    Returns:
-        What it has begun with.
-    """
+    """Begins with what depends on the arguments alone, if tokens are few."""
     var id = part.load[layout, token_fmt_type](elements, tokens, choices)
     var item = Item.none()
     var indexer = Int(warp_id()) - (n_warps - N_INDEX_WARPS)
@@ -193,32 +175,7 @@ def _send[
     counters: EPLocalSyncCounters[n_experts],
     n_senders: Int,
 ):
-    """Deals the sending half to the warps of a block.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        fused_shared_expert: Whether this rank receives all of its tokens.
-        has_input: Whether this rank reads its own tokens from `tokens`.
-        tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
-        n_warps: Warps of a block.
-
-    Args:
-        elements: From `_look_ahead`.
-        ahead: Likewise.
-        receivers: Of its part.
-        lane_ids: Likewise.
-        tokens: `[n_tokens][hidden_size]`.
-        choices: Ids and weights.
-        n_tokens: Tokens to send.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        n_senders: Warps that send.
-    """
+    """Deals the sending half to the warps of a block."""
     var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
     if indexer >= 0:
         index_choices[n_experts, layout](
@@ -294,30 +251,7 @@ def _receive[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Has a warp of a block take its part in the receiving half.
-
-    Parameters:
-        num_threads: Threads of a block.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        has_input: Whether own tokens are read from `own_tokens`.
-        waits_for_number: Whether the sending half may not have noted yet how many
-            tokens this rank has, so that it is learned as that of the others.
-
-    Args:
-        rows: The output tensors.
-        n_rows_max: Rows they hold.
-        tables: Which row is whose.
-        src_info: `[n_rows_max][2]`.
-        own_tokens: Address of this rank's tokens; read if `has_input`.
-        n_own_tokens: How many they are; read with a fused shared expert, but not
-            with `waits_for_number`.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-    """
+    """Has a warp of a block take its part in the receiving half."""
     comptime n_warps = num_threads // WARP_SIZE
     comptime fused_shared_expert = tables.fused_shared_expert
     var pair_rows = shared_ints[n_room_for_pairs[layout](), MESSAGE_ALIGN]()
@@ -455,10 +389,6 @@ def _tell_dispatch(n_tokens: Int, counters: EPLocalSyncCounters):
     """Tells the dispatch that all blocks of `send_tokens` have read the header.
 
     One thread of each block calls it, once.
-
-    Args:
-        n_tokens: Tokens that are sent.
-        counters: This rank's local words.
     """
     var word = counters.tokens_sent_on_gpu()
     if arrive(word) == Int(grid_dim.x) - 1:
@@ -473,11 +403,6 @@ def _await_send_tokens[
 
     They read the generations that this thread is about to move. Dispatch leaves
     them the multiprocessors they need (`gpu_launch.mojo`), so they do begin.
-
-    Args:
-        n_tokens: Tokens of this dispatch.
-        launch: From `start_launch`.
-        counters: This rank's local words.
     """
     var word = counters.tokens_sent_on_gpu()
     var found = look_at(word)

@@ -65,15 +65,6 @@ from .row_counts import n_counting_warps, row_of_pair
 @always_inline
 def _look_at_words[are_two: Bool](words: BytePointer) -> LaneBytes:
     """Reads an entry, or a choice that a token carries, whether it is there or not.
-
-    Parameters:
-        are_two: Whether it is two words, or one.
-
-    Args:
-        words: Where it comes.
-
-    Returns:
-        Its words.
     """
     comptime if are_two:
         return peek_16(words)
@@ -92,23 +83,7 @@ def _await_words[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> LaneBytes:
-    """Waits for an entry, or a choice that a token carries, with one lane.
-
-    Parameters:
-        n_experts: Experts of the group.
-        are_two: Whether it is two words, or one.
-
-    Args:
-        seen: From `_look_at_words`.
-        words: Where it comes.
-        src_rank: Rank of the token.
-        generation: The generation to wait for.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        Its words; of another generation if it did not come.
-    """
+    """Waits for an entry, or a choice that a token carries, with one lane."""
     var bytes = seen
     var spins = 0
     while True:
@@ -142,26 +117,7 @@ def _place_carried[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ) -> Bool:
-    """Puts the choices that a token carries beside its row, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-
-    Args:
-        rows: The output tensors.
-        row: The token's row.
-        recv_buf: This rank's recv buffer.
-        src_rank: Rank of the token.
-        token_idx: The token there.
-        generation: The generation that is received.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        Whether all came; the same in all lanes.
-    """
+    """Puts the choices that a token carries beside its row, with one warp."""
     comptime n_carried = token_fmt_type.n_carried
     var is_late = False
     for k in range(launch.lane, n_carried, WARP_SIZE):
@@ -196,20 +152,6 @@ def _look_at_steps[
     stride: Int,
 ):
     """Reads some 16 bytes of a token a lane; early ones whether they are there or not.
-
-    Parameters:
-        in_flight: Loads of a lane.
-        n_vectors: 16 bytes that there are.
-        are_all_early: Whether all tokens are early but for those read where they
-            were given, which may be looked at like them.
-
-    Args:
-        parts: Result; what is behind the last one stays.
-        from_: Where from.
-        is_early: Whether the data is its own flag.
-        first: First 16 bytes of this lane.
-        end: Behind the last of the part.
-        stride: 16 bytes from one load of a lane to its next.
     """
     var behind = UInt32(min(end, n_vectors))
     comptime for i in range(in_flight):
@@ -237,25 +179,6 @@ def _await_steps[
     counters: EPLocalSyncCounters[n_experts],
 ) -> Bool:
     """Waits for some 16 bytes a lane of an early token, and puts `EMPTY` back.
-
-    Parameters:
-        in_flight: Loads of a lane.
-        n_experts: Experts of the group.
-        n_vectors: 16 bytes that there are.
-
-    Args:
-        parts: From `_look_at_steps`; result.
-        from_: As for that.
-        first: Likewise.
-        end: Likewise.
-        stride: Likewise.
-        src_rank: Whose token it is.
-        generation: The generation that is received.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-
-    Returns:
-        Whether all came; this lane's.
     """
     var behind = UInt32(min(end, n_vectors))
     # All that are missing are looked at again at once.
@@ -299,17 +222,7 @@ def _await_steps[
 
 @always_inline
 def _are_counted[layout: RegionLayout](control: SharedWord) -> Bool:
-    """Waits for the rows of all pairs.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        control: The block's control words.
-
-    Returns:
-        Whether there are rows to fill.
-    """
+    """Waits for the rows of all pairs."""
     comptime n_counting = n_counting_warps[layout]()
     while block_peek(control.unsafe_offset(COUNTED)) < UInt32(n_counting):
         pass
@@ -318,15 +231,7 @@ def _are_counted[layout: RegionLayout](control: SharedWord) -> Bool:
 
 @always_inline
 def n_in_flight[token_fmt_type: TokenFormat, are_all_early: Bool]() -> Int:
-    """Counts the steps of a token that a lane has under way.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        are_all_early: Whether no source has more than early tokens.
-
-    Returns:
-        As many as the largest part has, or registers hold.
-    """
+    """Counts the steps of a token that a lane has under way."""
     comptime n_steps = n_steps_of[token_fmt_type]()
     return min(
         EarlyCut[n_steps].most_steps if are_all_early else n_steps,
@@ -344,23 +249,7 @@ def _early_token[
     src_rank: Int,
     token_idx: Int,
 ) -> BytePointer:
-    """Finds where an early token is read.
-
-    Parameters:
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        has_input: Whether this rank's tokens are read from `own_tokens`.
-
-    Args:
-        recv_buf: This rank's recv buffer.
-        own_tokens: Address of this rank's tokens; read if `has_input`.
-        my_rank: This rank.
-        src_rank: Rank of the token.
-        token_idx: The token there.
-
-    Returns:
-        Where it begins.
-    """
+    """Finds where an early token is read."""
     comptime if has_input:
         if src_rank == my_rank:
             return bytes_at(
@@ -398,19 +287,7 @@ struct FirstLook(TrivialRegisterPassable):
     def of[
         layout: RegionLayout, token_fmt_type: TokenFormat
     ](launch: Launch, n_warps: Int) -> Self:
-        """Finds it.
-
-        Parameters:
-            layout: How the regions are cut.
-            token_fmt_type: Wire format of a token.
-
-        Args:
-            launch: From `start_launch`.
-            n_warps: Warps of a block.
-
-        Returns:
-            What is looked at.
-        """
+        """Finds it."""
         var turns = Turns.of_receivers(launch.warp_idx, n_warps)
         var item = Turns.item(turns.first, Int(block_idx.x), Int(grid_dim.x))
         var most = launch.before.most_received
@@ -445,20 +322,6 @@ struct FirstLook(TrivialRegisterPassable):
         """Looks once more: for the entries, and when those are there, at the part.
 
         All lanes call it.
-
-        Parameters:
-            in_flight: Loads of a lane.
-            layout: How the regions are cut.
-            token_fmt_type: Wire format of a token.
-            has_input: Whether own tokens are read from `own_tokens`.
-
-        Args:
-            parts: Result, once `is_looked_at`.
-            scales: Likewise.
-            recv_buf: This rank's recv buffer.
-            own_tokens: Address of this rank's tokens; read if `has_input`.
-            launch: From `start_launch`.
-            generation: The generation to receive.
         """
         if not self.is_likely or self.is_looked_at:
             return
@@ -526,34 +389,7 @@ def receive_tokens[
     counters: EPLocalSyncCounters[n_experts],
     generation: UInt32,
 ):
-    """Turns tokens into rows as they arrive, with one warp.
-
-    Parameters:
-        in_flight: From `n_in_flight`.
-        n_warps: Warps of a block.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        fused_shared_expert: Whether this rank's tokens come first.
-        has_input: Whether its tokens are read from `own_tokens`.
-        are_all_early: Whether no source has more than early tokens. Then the parts
-            are those of few tokens, so there is less code.
-
-    Args:
-        parts: From `first_look`, if `are_all_early`; else not read.
-        scales: Likewise.
-        first_look: What this warp has seen of its first part.
-        rows: The output tensors.
-        tables: Which row is whose.
-        src_info: `[n_rows_max][2]`.
-        own_tokens: Address of this rank's tokens; read if `has_input`.
-        pair_rows: Rows before each pair.
-        n_tokens_of: Tokens of each source, and the most.
-        recv_bufs: All ranks' recv buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        generation: The generation to receive.
-    """
+    """Turns tokens into rows as they arrive, with one warp."""
     comptime n_ranks = layout.n_ranks
     comptime top_k = layout.top_k
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN

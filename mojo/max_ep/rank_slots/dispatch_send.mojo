@@ -45,14 +45,7 @@ lanes."""
 
 @always_inline
 def _early_in_flight[token_fmt_type: TokenFormat]() -> Int:
-    """Counts the steps of an early token that a lane has under way.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-
-    Returns:
-        As many as the largest part has, or registers hold.
-    """
+    """Counts the steps of an early token that a lane has under way."""
     comptime n_steps = n_steps_of[token_fmt_type]()
     return min(EarlyCut[n_steps].most_steps, steps_in_flight[token_fmt_type]())
 
@@ -80,21 +73,7 @@ def _store_steps[
     scales: Array[LaneBytes, in_flight],
     lane: Int,
 ):
-    """Writes some steps of an encoded token, with one warp.
-
-    Parameters:
-        in_flight: Steps at most.
-        token_fmt_type: Wire format of a token.
-        is_early: Whether the data is its own flag.
-
-    Args:
-        to: Address of the token.
-        first: First step.
-        end: Behind the last.
-        values: From `encode_steps`.
-        scales: From `encode_steps`.
-        lane: This lane.
-    """
+    """Writes some steps of an encoded token, with one warp."""
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime for i in range(in_flight):
         var step = first + i
@@ -138,23 +117,7 @@ struct Receivers(TrivialRegisterPassable):
         has_input: Bool,
         to_peers: Bool,
     ](id: Int32, my_rank: Int, lane: Int) -> Self:
-        """Finds out who gets a token; all lanes call it.
-
-        Parameters:
-            n_experts: Experts of the group.
-            layout: How the regions are cut.
-            fused_shared_expert: As for `send_by_number`.
-            has_input: Likewise.
-            to_peers: Likewise.
-
-        Args:
-            id: What the router gave for choice `lane`; not read with `gather`.
-            my_rank: This rank.
-            lane: This lane.
-
-        Returns:
-            The receivers.
-        """
+        """Finds out who gets a token; all lanes call it."""
         var dst_rank: Int32 = -1
         comptime if layout.sends_to_all():
             # Not all sources begin with the same rank.
@@ -180,11 +143,7 @@ struct Receivers(TrivialRegisterPassable):
 
     @always_inline
     def are_any(self) -> Bool:
-        """Tells whether the token is sent at all.
-
-        Returns:
-            Whether; the same in all lanes.
-        """
+        """Tells whether the token is sent at all."""
         return self.targets != 0 or self.is_own
 
 
@@ -201,20 +160,7 @@ def _load_elements[
     end: Int,
     lane: Int,
 ):
-    """Loads some steps of a token, with one warp.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        token_fmt_type: Wire format of a token.
-
-    Args:
-        elements: Result; what is behind the last step stays.
-        tokens: `[n_tokens][hidden_size]`.
-        token_idx: Which token.
-        first: First step.
-        end: Behind the last of the part.
-        lane: This lane.
-    """
+    """Loads some steps of a token, with one warp."""
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime n_elements = token_fmt_type.lane_elements
     comptime for i in range(in_flight):
@@ -248,20 +194,7 @@ struct FirstPart(TrivialRegisterPassable):
     def of[
         layout: RegionLayout, token_fmt_type: TokenFormat
     ](n_tokens: Int, sender: Int, n_senders: Int) -> Self:
-        """Finds it; this reads nothing.
-
-        Parameters:
-            layout: How the regions are cut.
-            token_fmt_type: Wire format of a token.
-
-        Args:
-            n_tokens: Tokens to send.
-            sender: This warp among those of its block that send, if it does.
-            n_senders: How many do.
-
-        Returns:
-            The part.
-        """
+        """Finds it; this reads nothing."""
         var number = Int(block_idx.x) + sender * Int(grid_dim.x)
         var cut = early_cut[n_steps_of[token_fmt_type]()](n_tokens)
         return Self(
@@ -282,21 +215,7 @@ struct FirstPart(TrivialRegisterPassable):
         tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
         choices: Choices[...],
     ) -> Int32:
-        """Begins to load it.
-
-        Parameters:
-            input_type: Element type of the tokens.
-            layout: How the regions are cut.
-            token_fmt_type: Wire format of a token.
-
-        Args:
-            elements: Result.
-            tokens: `[n_tokens][hidden_size]`.
-            choices: Ids, which need not be shared yet; not read with `gather`.
-
-        Returns:
-            What the router gave for choice `lane` of its token, or `NO_EXPERT`.
-        """
+        """Begins to load it."""
         var id = NO_EXPERT
         if self.is_sent:
             var lane = Int(lane_id())
@@ -323,22 +242,7 @@ struct FirstPart(TrivialRegisterPassable):
         has_input: Bool,
         to_peers: Bool,
     ](self, id: Int32, header_word: Int32) -> Receivers:
-        """Finds out who gets it, as soon as the header is there.
-
-        Parameters:
-            n_experts: Experts of the group.
-            layout: How the regions are cut.
-            fused_shared_expert: As for `send_by_number`.
-            has_input: Likewise.
-            to_peers: Likewise.
-
-        Args:
-            id: From `load`.
-            header_word: From `header_word`.
-
-        Returns:
-            The receivers; nobody if this warp sends nothing.
-        """
+        """Finds out who gets it, as soon as the header is there."""
         if not self.is_sent:
             return Receivers(-1, False, 0, False)
         return Receivers.of[
@@ -364,25 +268,7 @@ def _store_loaded[
     my_rank: Int,
     lane: Int,
 ):
-    """Encodes some steps of a token once, and writes them to all who get it.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        in_flight: Steps at most.
-        token_fmt_type: Wire format of a token.
-        is_early: Whether the data is its own flag.
-
-    Args:
-        elements: From `_load_elements`.
-        first: First step.
-        end: Behind the last of the part.
-        receivers: Who gets it.
-        address: Of a target's lane: where the token stands there.
-        offset: Where it stands in each recv buffer.
-        recv_bufs: All ranks' recv buffers.
-        my_rank: This rank.
-        lane: This lane.
-    """
+    """Encodes some steps of a token once, and writes them to all who get it."""
     var values = Array[LaneBytes, in_flight](fill=0)
     var scales = Array[LaneBytes, in_flight](fill=0)
     encode_steps[input_type, token_fmt_type, False](
@@ -426,24 +312,7 @@ def _store_piece[
     my_rank: Int,
     lane: Int,
 ):
-    """Encodes a part of a token once, and writes it to all who get it.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        token_fmt_type: Wire format of a token.
-        is_early: Whether the data is its own flag.
-
-    Args:
-        elements: Its first steps, if they are loaded; the last ones afterwards.
-        is_loaded: Whether they are.
-        tokens: `[n_tokens][hidden_size]`.
-        piece: The part.
-        receivers: Who gets it.
-        offset: Where the token stands in each recv buffer.
-        recv_bufs: All ranks' recv buffers.
-        my_rank: This rank.
-        lane: This lane.
-    """
+    """Encodes a part of a token once, and writes it to all who get it."""
     var address: UInt64 = 0
     if receivers.is_target:
         address = recv_bufs[unsafe_offset=Int(receivers.dst_rank)] + UInt64(
@@ -511,29 +380,6 @@ def _send_early_tokens[
     n_senders: Int,
 ):
     """Sends this block's share of early tokens with one of its sending warps.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        fused_shared_expert: As for `send_by_number`.
-        has_input: Likewise.
-        to_peers: Likewise.
-        waits_for_index: Likewise.
-
-    Args:
-        elements: As for `send_by_number`.
-        first_part: Likewise.
-        first_receivers: Likewise.
-        tokens: Likewise.
-        choices: Likewise.
-        n_tokens: Likewise.
-        recv_bufs: Likewise.
-        counts: Likewise.
-        launch: Likewise.
-        counters: Likewise.
-        n_senders: Likewise.
     """
     var my_rank = launch.my_rank
     var cut = early_cut[n_steps_of[token_fmt_type]()](n_tokens)
@@ -608,26 +454,6 @@ def _send_tokens_in_chunks[
     n_senders: Int,
 ):
     """Sends this block's share of tokens whose parts have flags, with one warp.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        fused_shared_expert: As for `send_by_number`.
-        has_input: Likewise.
-        to_peers: Likewise.
-
-    Args:
-        tokens: As for `send_by_number`.
-        choices: Likewise.
-        n_tokens: Likewise.
-        recv_bufs: Likewise.
-        counts: Likewise.
-        launch: Likewise.
-        counters: Likewise.
-        sender: Likewise.
-        n_senders: Likewise.
     """
     comptime n_steps = n_steps_of[token_fmt_type]()
     comptime n_parts = min(N_CHUNKS, n_steps)
@@ -739,34 +565,7 @@ def send_by_number[
     sender: Int,
     n_senders: Int,
 ):
-    """Sends tokens as their number says, early or with flags, with one warp.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-        token_fmt_type: Wire format of a token.
-        fused_shared_expert: Whether this rank receives all of its tokens.
-        has_input: Whether this rank reads its own tokens from `tokens`, so that
-            none is sent to it.
-        to_peers: Whether peers get them, or this rank alone.
-        waits_for_index: Whether index warps of this block go first, up to
-            `_ENTRIES_FIRST` tokens, if choices are not in lanes.
-
-    Args:
-        elements: From `FirstPart.load`.
-        first_part: Of this warp.
-        first_receivers: From `FirstPart.receivers`.
-        tokens: `[n_tokens][hidden_size]`.
-        choices: Ids and weights.
-        n_tokens: Tokens to send.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        sender: This warp among those that send.
-        n_senders: How many do.
-    """
+    """Sends tokens as their number says, early or with flags, with one warp."""
     if n_tokens <= layout.n_early_tokens():
         _send_early_tokens[
             n_experts,

@@ -25,42 +25,19 @@ comptime ENTRY_FIELD_BITS = 16
 
 @always_inline
 def entry_word(generation: UInt32, expert_id: Int, position: Int) -> UInt64:
-    """Makes an entry.
-
-    Args:
-        generation: The generation it belongs to.
-        expert_id: Global expert id.
-        position: Which of the choices of this expert from this source.
-
-    Returns:
-        The word.
-    """
+    """Makes an entry."""
     return flag_word(generation, (expert_id << ENTRY_FIELD_BITS) | position)
 
 
 @always_inline
 def expert_of_entry(entry: UInt64) -> Int:
-    """Reads the expert of an entry.
-
-    Args:
-        entry: From `entry_word`.
-
-    Returns:
-        Global expert id.
-    """
+    """Reads the expert of an entry."""
     return count_of(entry) >> ENTRY_FIELD_BITS
 
 
 @always_inline
 def position_of_entry(entry: UInt64) -> Int:
-    """Reads the position of an entry.
-
-    Args:
-        entry: From `entry_word`.
-
-    Returns:
-        Which of the choices of its expert from its source.
-    """
+    """Reads the position of an entry."""
     return count_of(entry) & ((1 << ENTRY_FIELD_BITS) - 1)
 
 
@@ -73,53 +50,23 @@ comptime NO_POSITION = (1 << ENTRY_FIELD_BITS) - 1
 
 @always_inline
 def weight_word(generation: UInt32, weight: Float32) -> UInt64:
-    """Makes the second word of an entry.
-
-    Args:
-        generation: The generation it belongs to.
-        weight: Router weight of the choice.
-
-    Returns:
-        The word.
-    """
+    """Makes the second word of an entry."""
     return flag_word(generation, Int(bitcast[DType.uint32](weight)))
 
 
 @always_inline
 def weight_of_word(word: UInt64) -> Float32:
-    """Reads the router weight of an entry.
-
-    Args:
-        word: From `weight_word`.
-
-    Returns:
-        The weight.
-    """
+    """Reads the router weight of an entry."""
     return bitcast[DType.float32](UInt32(word & 0xFFFF_FFFF))
 
 
 @always_inline
 def id_word(generation: UInt32, expert_id: Int32) -> UInt64:
-    """Makes the first word of a choice that a token carries.
-
-    Args:
-        generation: The generation it belongs to.
-        expert_id: What the router chose, as it is.
-
-    Returns:
-        The word.
-    """
+    """Makes the first word of a choice that a token carries."""
     return flag_word(generation, Int(bitcast[DType.uint32](expert_id)))
 
 
 @always_inline
 def id_of_word(word: UInt64) -> Int32:
-    """Reads the expert id of a choice that a token carries.
-
-    Args:
-        word: From `id_word`.
-
-    Returns:
-        What the router chose.
-    """
+    """Reads the expert id of a choice that a token carries."""
     return bitcast[DType.int32](UInt32(word & 0xFFFF_FFFF))

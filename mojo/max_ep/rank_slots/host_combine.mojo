@@ -57,13 +57,7 @@ struct _RowsOfToken[layout: RegionLayout](Movable):
         source: Int,
         token_idx: Int,
     ):
-        """Looks them up among those of the last `dispatch_wait`.
-
-        Args:
-            counters: This rank's local words.
-            source: Rank of the token, from `source_from`.
-            token_idx: The token there.
-        """
+        """Looks them up among those of the last `dispatch_wait`."""
         self.rows = Array[Int, Self.layout.top_k](fill=0)
         self.weights = Array[Float32, Self.layout.top_k](fill=0)
         self.n_rows = 0
@@ -88,20 +82,7 @@ struct _RowsOfToken[layout: RegionLayout](Movable):
         expert_rows: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
         column: Int,
     ) -> SIMD[DType.float32, width]:
-        """Adds some columns of the weighted rows.
-
-        Parameters:
-            combine_dtype: Element type of the rows.
-            hidden_size: Elements of a row.
-            width: Columns.
-
-        Args:
-            expert_rows: All rows of this rank, `[n_rows_max][hidden_size]`.
-            column: The first column.
-
-        Returns:
-            The sum; 0 without rows.
-        """
+        """Adds some columns of the weighted rows."""
         var acc = SIMD[DType.float32, width](0)
         for i in range(self.n_rows):
             var row = expert_rows.unsafe_offset(self.rows[i] * hidden_size)
@@ -128,29 +109,7 @@ def combine_async_host[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
-    """Sends one partial sum for each token of a peer that has rows here.
-
-    Parameters:
-        combine_dtype: Element type of the rows.
-        partial_dtype: Element type of a partial sum.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        input_tokens: Expert rows, `[n_rows_max][hidden_size]`, in the order of
-            the last `dispatch_wait`.
-        n_rows_max: Rows of `input_tokens` and `src_info`.
-        src_info: `[n_rows_max][2]` from that `dispatch_wait`.
-        recv_bufs: Every rank's combine recv buffer.
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If nothing was dispatched, `src_info` is not the last dispatch's, or a
-        peer has not read the generation before in time.
-    """
+    """Sends one partial sum for each token of a peer that has rows here."""
     comptime msg_bytes = layout.combine_msg_bytes
     var my_rank = counters.my_rank()
     var generation = start_combine[n_experts, n_ranks, layout](
@@ -225,29 +184,7 @@ def combine_wait_host[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
-    """Waits for all partial sums and adds those of each token.
-
-    Parameters:
-        combine_dtype: Element type of rows and result.
-        partial_dtype: Element type of a partial sum.
-        hidden_size: Elements of a row.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        layout: Offsets of the buffers.
-        fused_shared_expert: Whether the first rows are the shared expert's.
-
-    Args:
-        output_tokens: `[n_tokens][hidden_size]`.
-        n_tokens: Tokens that this rank dispatched.
-        expert_rows: The rows that `combine_async` took.
-        recv_buf: This rank's combine recv buffer.
-        recv_counts: Every rank's combine counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If tokens or rows are not those of the dispatch that `combine_async`
-        answered, an expert's count does not arrive in time, or rows were lost.
-    """
+    """Waits for all partial sums and adds those of each token."""
     var my_rank = counters.my_rank()
     _check_unsent_rows[n_experts, layout](
         n_tokens, expert_rows.n_rows, counters
@@ -338,17 +275,7 @@ def combine_wait_host[
 def _check_unsent_rows[
     n_experts: Int, layout: RegionLayout
 ](n_tokens: Int, n_rows: Int, counters: EPLocalSyncCounters[n_experts]) raises:
-    """Raises unless tokens and rows are those that `combine_async` answered.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        n_tokens: Tokens of the result.
-        n_rows: Expert rows given.
-        counters: This rank's local words.
-    """
+    """Raises unless tokens and rows are those that `combine_async` answered."""
     comptime n_pairs = layout.pair(layout.n_local_experts(), 0)
     var my_rank = counters.my_rank()
     var answered = counters.combine_of()

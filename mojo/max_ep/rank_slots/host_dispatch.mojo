@@ -55,22 +55,7 @@ def _await_places[
 ](
     recv_counts: PeerBuffers[n_ranks], counters: EPLocalSyncCounters[n_experts]
 ) raises:
-    """Waits until the places of this rank's tokens may be written again.
-
-    Parameters:
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        op: The op, for messages.
-        layout: Offsets of the buffers.
-
-    Args:
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If a peer, or this rank itself, has not read the generation before in
-        time.
-    """
+    """Waits until the places of this rank's tokens may be written again."""
     var my_rank = counters.my_rank()
     await_readers[n_experts, n_ranks](
         recv_counts[my_rank],
@@ -114,24 +99,6 @@ def send_tokens_host[
     """Sends tokens before the router has decided, with `gather`.
 
     Nothing is announced: `dispatch_async_host` does, with `tokens_are_sent`.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        layout: Offsets of the buffers.
-        input_type: Element type of the tokens.
-
-    Args:
-        input_tokens: `[n_tokens][hidden_size]`.
-        n_tokens: In `[0, max_tokens_per_rank]`.
-        recv_bufs: Every rank's dispatch recv buffer.
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        As `dispatch_async_host` does.
     """
     comptime assert (
         layout.sends_to_all()
@@ -167,22 +134,7 @@ def _gather_token[
     recv_bufs: PeerBuffers[n_ranks],
     is_streaming: Bool,
 ):
-    """Encodes a token, and copies it to every rank that has experts.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        n_ranks: Ranks of the group.
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        layout: Offsets of the buffers.
-
-    Args:
-        input_tokens: `[n_tokens][hidden_size]`.
-        token_idx: Which token.
-        my_rank: This rank.
-        recv_bufs: Every rank's dispatch recv buffer.
-        is_streaming: Whether to write past the caches.
-    """
+    """Encodes a token, and copies it to every rank that has experts."""
     # I1: only this rank writes the tokens of its number.
     var offset = layout.token_offset(my_rank, token_idx)
     var staged = recv_bufs[my_rank].unsafe_offset(offset)
@@ -221,31 +173,6 @@ def dispatch_async_host[
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
     """Sends each token to its ranks, and publishes the counts of their experts.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        layout: Offsets of the buffers.
-        input_type: Element type of the tokens.
-        fused_shared_expert: Whether `dispatch_wait` reads the own tokens.
-        tokens_are_sent: Whether `send_tokens_host` has sent these tokens.
-
-    Args:
-        input_tokens: `[n_tokens][hidden_size]`.
-        topk_ids: `[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert. Of an
-            all-gather `[n_tokens][n_carried]`, anything.
-        n_tokens: In `[0, max_tokens_per_rank]`.
-        router_weights: `[n_tokens][top_k]`; read if combine is reduced. Of an
-            all-gather `[n_tokens][n_carried]`, anything.
-        recv_bufs: Every rank's dispatch recv buffer.
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If a peer, or this rank itself, has not read the generation before in
-        time; if ids had to be dropped (after everything else was sent).
     """
     comptime top_k = token_fmt_type.top_k
     comptime hidden_size = token_fmt_type.hidden_size
@@ -423,18 +350,6 @@ def _send_carried[
     recv_buf: BytePointer,
 ):
     """Writes the choices that a token carries to a rank; counts announce them.
-
-    Parameters:
-        n_carried: Choices of a token.
-        layout: Offsets of the buffers.
-
-    Args:
-        expert_ids: `[n_tokens][n_carried]`, as the router gave them.
-        probs: Likewise their probabilities.
-        token_idx: Which token.
-        my_rank: This rank.
-        generation: The generation that is sent.
-        recv_buf: The rank's dispatch recv buffer.
     """
     for k in range(n_carried):
         # I1: only this rank writes what its tokens carry.
@@ -467,30 +382,7 @@ def dispatch_wait_host[
     recv_counts: PeerBuffers[n_ranks],
     counters: EPLocalSyncCounters[n_experts],
 ) raises:
-    """Waits for all tokens and copies each to the rows of its choices.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        layout: Offsets of the buffers.
-        is_padded: Whether each expert's rows stand by themselves.
-        fused_shared_expert: Whether this rank's tokens come first.
-
-    Args:
-        rows: The output tensors, `n_rows_max` rows.
-        n_rows_max: Rows there is room for.
-        tables: The output tensors that say which row is whose.
-        src_info: `[n_rows_max][2]`: token on its source rank, k; for the shared
-            expert token, -1.
-        recv_buf: This rank's dispatch recv buffer.
-        recv_counts: Every rank's dispatch counts buffer.
-        counters: This rank's local words.
-
-    Raises:
-        If a peer's count does not arrive in time, or the rows do not fit.
-    """
+    """Waits for all tokens and copies each to the rows of its choices."""
     comptime top_k = token_fmt_type.top_k
     comptime n_local_experts = layout.n_local_experts()
     var my_rank = counters.my_rank()

@@ -119,11 +119,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def none() -> Self:
-        """Makes those of a launch that does not read any.
-
-        Returns:
-            No choices.
-        """
+        """Makes those of a launch that does not read any."""
         # Addresses of nothing: a pointer must not be null.
         return Self(
             Pointer[Int32, ImmUntrackedOrigin](
@@ -147,19 +143,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         router_weights: Pointer[Float32, ImmUntrackedOrigin],
         n_tokens: Int,
     ) -> Self:
-        """Makes those of a launch, of which none is shared yet.
-
-        Parameters:
-            layout: How the regions are cut.
-
-        Args:
-            topk_ids: `[n_tokens][top_k]`.
-            router_weights: `[n_tokens][top_k]`; read if combine is reduced.
-            n_tokens: Tokens to send.
-
-        Returns:
-            The choices.
-        """
+        """Makes those of a launch, of which none is shared yet."""
         comptime n_weights = min(_N_SHARED_WEIGHTS, layout.n_choices())
         return Self(
             topk_ids,
@@ -172,46 +156,24 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
     @always_inline
     def are_in_lanes(self) -> Bool:
-        """Tells whether the lanes of each index warp hold all ids.
-
-        Returns:
-            Whether they are few enough.
-        """
+        """Tells whether the lanes of each index warp hold all ids."""
         return self.n_choices <= N_LANE_CHOICES
 
     @always_inline
     def are_shared(self) -> Bool:
-        """Tells whether the ids are in shared memory.
-
-        Returns:
-            Whether they are few enough, and too many for lanes.
-        """
+        """Tells whether the ids are in shared memory."""
         return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
 
     @always_inline
     def id(self, choice: Int) -> Int32:
-        """Reads an id.
-
-        Args:
-            choice: The choice.
-
-        Returns:
-            The id.
-        """
+        """Reads an id."""
         if self.are_shared():
             return self.shared_ids[unsafe_offset=choice]
         return self.id_in_memory(choice)
 
     @always_inline
     def id_in_memory(self, choice: Int) -> Int32:
-        """Reads an id from where it was given.
-
-        Args:
-            choice: The choice.
-
-        Returns:
-            The id.
-        """
+        """Reads an id from where it was given."""
         comptime if Self.n_ranks_all > 0:
             return Int32(UInt32(choice) % UInt32(Self.n_ranks_all))
         return self.ids[unsafe_offset=choice]
@@ -220,18 +182,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     def id_of_lane[
         layout: RegionLayout
     ](self, token_idx: Int, lane: Int) -> Int32:
-        """Reads the id of a lane's choice of a token.
-
-        Parameters:
-            layout: How the regions are cut.
-
-        Args:
-            token_idx: The token.
-            lane: This lane.
-
-        Returns:
-            The id of choice `lane`; `NO_EXPERT` if there is none, or nobody asks.
-        """
+        """Reads the id of a lane's choice of a token."""
         comptime if layout.sends_to_all():
             return NO_EXPERT
         if lane >= layout.top_k:
@@ -240,15 +191,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
     @always_inline
     def counted_of_block(self, turn: Int, lane: Int) -> Int:
-        """Adds up what the warps have counted, with one warp.
-
-        Args:
-            turn: Which of the experts of this block, in `[0, _n_counted)`.
-            lane: This lane.
-
-        Returns:
-            Choices of the expert; the same in all lanes.
-        """
+        """Adds up what the warps have counted, with one warp."""
         var n: Int32 = 0
         if lane < Int(block_dim.x) // WARP_SIZE:
             n = self.counted[unsafe_offset=turn * WARP_SIZE + lane]
@@ -256,17 +199,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
     @always_inline
     def weight[layout: RegionLayout](self, choice: Int) -> Float32:
-        """Reads a router weight.
-
-        Parameters:
-            layout: How the regions are cut.
-
-        Args:
-            choice: The choice.
-
-        Returns:
-            The weight; 0 if combine is not reduced.
-        """
+        """Reads a router weight."""
         comptime if layout.is_reduced() and Self.n_ranks_all == 0:
             if self.are_shared() and self.n_choices <= _N_SHARED_WEIGHTS:
                 return bitcast[DType.float32](
@@ -276,17 +209,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
     @always_inline
     def weight_in_memory[layout: RegionLayout](self, choice: Int) -> Float32:
-        """Reads a router weight from where it was given.
-
-        Parameters:
-            layout: How the regions are cut.
-
-        Args:
-            choice: The choice.
-
-        Returns:
-            The weight; 0 if combine is not reduced.
-        """
+        """Reads a router weight from where it was given."""
         comptime if not layout.is_reduced():
             return 0
         comptime if Self.n_ranks_all > 0:
@@ -296,14 +219,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
 @always_inline
 def _n_shared_ids[layout: RegionLayout]() -> Int:
-    """Says how much room ids need in shared memory.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Returns:
-        Numbers: few ids, or what `_index_by_blocks` needs.
-    """
+    """Says how much room ids need in shared memory."""
     comptime n_choices = layout.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
         return n_choices
@@ -315,13 +231,6 @@ def _n_shared_ids[layout: RegionLayout]() -> Int:
 @always_inline
 def _n_counted[layout: RegionLayout]() -> Int:
     """Says how many experts of its own a block counts while it shares the ids.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Returns:
-        All of them, at most `_MOST_COUNTED`, if the grid has `_FULL_GRID` blocks;
-        none if the ids are in lanes.
     """
     if layout.n_choices() <= N_LANE_CHOICES:
         return 0
@@ -335,14 +244,6 @@ def share_choices[
     """Copies few choices to shared memory; a block barrier must follow.
 
     On the way the block counts those of its own experts.
-
-    Parameters:
-        n_ranks_all: As in `Choices`.
-        num_threads: Threads of a block.
-        layout: How the regions are cut.
-
-    Args:
-        choices: The choices.
     """
     if not choices.are_shared():
         return
@@ -389,15 +290,7 @@ def share_choices[
 
 @always_inline
 def _count_own[n: Int, //](mut n_of_expert: Array[UInt32, n], id: Int32):
-    """Counts an id, if it is one of this block's experts.
-
-    Parameters:
-        n: Experts that are counted.
-
-    Args:
-        n_of_expert: How many ids each has.
-        id: The id.
-    """
+    """Counts an id, if it is one of this block's experts."""
     comptime for i in range(n):
         if id == Int32(Int(block_idx.x) + i * Int(grid_dim.x)):
             n_of_expert[i] += 1
@@ -417,22 +310,7 @@ def _write_entry[
     lane: Int,
     n_lanes: Int,
 ):
-    """Writes the entry of a choice to every rank, with one lane of some.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        recv_bufs: All ranks' recv buffers.
-        my_rank: This rank.
-        choice: The choice.
-        generation: The generation that is sent.
-        expert_id: Its expert, or `NO_ENTRY_EXPERT`.
-        position: Which of the choices of this expert.
-        weight: Its router weight; read if combine is reduced.
-        lane: This lane among those that write this entry.
-        n_lanes: How many do.
-    """
+    """Writes the entry of a choice to every rank, with one lane of some."""
     var word = entry_word(generation, expert_id, position)
     var offset = UInt64(layout.entry_offset(my_rank, choice))
     var bytes = LaneBytes(0)
@@ -461,17 +339,7 @@ def tell_n_tokens[
     launch: Launch,
     counters: EPLocalSyncCounters,
 ):
-    """Tells every rank how many tokens this one sends, with one warp.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        n_tokens: Tokens to send.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-    """
+    """Tells every rank how many tokens this one sends, with one warp."""
     # I3, for numbers of tokens.
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
@@ -503,20 +371,6 @@ def index_choices[
 
     The position of a choice counts the earlier choices of the same expert.
     Receivers wait for the entries of choices without an expert, too.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        choices: Ids and weights.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        indexer: This warp among those that index.
-        lane_ids: From `load_ids`.
-        first_item: From `Item.of`: the first of this warp, if the ids are in lanes.
     """
     # I3, for entries and counts.
     var can_write = await_readers[layout, False](launch, counts, counters, SEND)
@@ -565,21 +419,7 @@ def send_carried[
     counters: EPLocalSyncCounters,
     indexer: Int,
 ):
-    """Sends the router's choices to every rank, with one of the index warps.
-
-    Parameters:
-        layout: How the regions are cut.
-        n_carried: The router's choices of a token.
-
-    Args:
-        choices: Where the router's ids and probabilities were given.
-        n_tokens: Tokens to send.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        indexer: This warp among those that index.
-    """
+    """Sends the router's choices to every rank, with one of the index warps."""
     # I3, for carried choices.
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
@@ -626,19 +466,6 @@ def _index_by_blocks[
     can_write: Bool,
 ):
     """Writes the entries of a block's choices, or, the last block, all counts.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        choices: Ids and weights.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        indexer: This warp among those that index.
-        can_write: Whether receivers are ready; this warp's.
     """
     comptime n_threads = N_INDEX_WARPS * WARP_SIZE
     # In the room for few choices, since these are many.
@@ -719,17 +546,7 @@ def _index_by_blocks[
 
 @always_inline
 def _count_id[n_experts: Int](n_of: SharedWord, id: Int32, lane: Int):
-    """Counts a choice, with one lane of many at once.
-
-    Parameters:
-        n_experts: Experts of the group.
-
-    Args:
-        n_of: `[n_experts + WARP_SIZE]`: choices of each expert; behind them, words
-            that nobody reads.
-        id: The choice's expert, or what else the router gave.
-        lane: This lane.
-    """
+    """Counts a choice, with one lane of many at once."""
     var is_expert = id >= 0 and id < Int32(n_experts)
     # Not a constant 1: the assembler would take that for an increment of few
     # different words, at which the multiprocessor is slow if they are many.
@@ -755,18 +572,7 @@ def _tell_count[
     counts: SharedAddresses,
     launch: Launch,
 ):
-    """Tells an expert's rank how many choices it gets, with one lane.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        expert: Global expert id.
-        n_listed: Choices of it.
-        generation: The generation that is sent.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-    """
+    """Tells an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, layout.n_local_experts())
     publish_number(
         flag_at(
@@ -789,12 +595,7 @@ comptime LaneIds = Array[Int32, N_LANE_IDS]
 
 @always_inline
 def load_ids(mut ids: LaneIds, choices: Choices[...]):
-    """Begins to load all ids to the lanes of a warp.
-
-    Args:
-        ids: Result; what is behind the last one stays.
-        choices: Ids, at most `N_LANE_CHOICES`.
-    """
+    """Begins to load all ids to the lanes of a warp."""
     comptime for i in range(N_LANE_IDS):
         var choice = i * WARP_SIZE + Int(lane_id())
         if choice < choices.n_choices:
@@ -817,11 +618,7 @@ struct Item(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def none() -> Self:
-        """Makes an item that is not written.
-
-        Returns:
-            The item.
-        """
+        """Makes an item that is not written."""
         return Self(Int.MAX, NO_EXPERT, 0, 0)
 
     @staticmethod
@@ -829,20 +626,7 @@ struct Item(TrivialRegisterPassable):
     def of[
         n_experts: Int, layout: RegionLayout
     ](ids: LaneIds, choices: Choices[...], number: Int) -> Self:
-        """Counts, with one warp.
-
-        Parameters:
-            n_experts: Experts of the group.
-            layout: How the regions are cut.
-
-        Args:
-            ids: From `load_ids`.
-            choices: Ids and weights.
-            number: Which item; there need not be so many.
-
-        Returns:
-            The item.
-        """
+        """Counts, with one warp."""
         var choice = number - n_experts
         var id = Int32(number)
         var weight: Float32 = 0
@@ -872,19 +656,6 @@ def _index_lanes[
     first_item: Item,
 ):
     """Writes some counts and entries, of ids that the lanes of the warp hold.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        choices: Ids and weights.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        lane_ids: The ids.
-        first_item: The first item of this warp.
     """
     var item = first_item
     while item.number < n_experts + choices.n_choices:
@@ -904,19 +675,7 @@ def _tell_item[
     launch: Launch,
     counters: EPLocalSyncCounters[n_experts],
 ):
-    """Writes a count or an entry, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        item: What it says.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-    """
+    """Writes a count or an entry, with one warp."""
     var generation = next_generation(launch.before.dispatch_sent)
     var choice = item.number - n_experts
     if choice >= 0:
@@ -953,18 +712,6 @@ def _index_one_by_one[
     indexer: Int,
 ):
     """Writes some counts and entries. What is not counted yet, a warp counts.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        choices: Ids and weights, the ids in shared memory.
-        recv_bufs: All ranks' recv buffers.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        indexer: This warp among those that index.
     """
     var lane = launch.lane
     # Counts first: a receiver needs all of them before it places a row.
@@ -1005,17 +752,7 @@ def _index_one_by_one[
 
 @always_inline
 def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
-    """Counts the ids that are equal to one, with one warp.
-
-    Args:
-        ids: Ids, aligned to 16 bytes.
-        id: The one.
-        end: How many ids there are.
-        lane: This lane.
-
-    Returns:
-        How many of them; the same in all lanes.
-    """
+    """Counts the ids that are equal to one, with one warp."""
     var n_equal: UInt32 = 0
     var whole = end // _IDS_AT_ONCE * _IDS_AT_ONCE
     for first in range(lane * _IDS_AT_ONCE, whole, WARP_SIZE * _IDS_AT_ONCE):
@@ -1038,19 +775,7 @@ def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
 def _read_choice[
     layout: RegionLayout
 ](choices: Choices[...], choice: Int, end: Int) -> Tuple[Int32, Float32]:
-    """Reads a choice from global memory.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Args:
-        choices: Ids and weights.
-        choice: Which.
-        end: Behind the last that there is.
-
-    Returns:
-        Its id and weight; no expert behind the last.
-    """
+    """Reads a choice from global memory."""
     if choice >= end:
         return (NO_EXPERT, Float32(0))
     return (
@@ -1074,24 +799,7 @@ def _enter_choice[
     lane: Int,
     n_lanes: Int,
 ):
-    """Writes the entry of a choice, with one lane of some.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        choice: Which.
-        id: Its expert, or what else the router gave.
-        weight: Its router weight; read if combine is reduced.
-        position: Earlier choices of this expert.
-        generation: The generation that is sent.
-        recv_bufs: All ranks' recv buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        lane: This lane among those that write this entry.
-        n_lanes: How many do.
-    """
+    """Writes the entry of a choice, with one lane of some."""
     comptime top_k = layout.top_k
     var is_expert = id >= 0 and id < Int32(n_experts)
     var has_place = is_expert and position < layout.max_tokens_per_rank

@@ -26,20 +26,7 @@ struct NotedRows(TrivialRegisterPassable):
     ](
         counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int
     ) -> Self:
-        """Reads the notes of a token, all at once.
-
-        Parameters:
-            layout: How the regions are cut.
-
-        Args:
-            counters: This rank's local words.
-            source: The source, from `source_from`.
-            token_idx: The token there; there need not be so many.
-            lane: This lane.
-
-        Returns:
-            The notes.
-        """
+        """Reads the notes of a token, all at once."""
         var noted = Self(
             counters.received_tokens(layout)[unsafe_offset=source], NO_ROW, 0
         )

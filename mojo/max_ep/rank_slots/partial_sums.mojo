@@ -54,16 +54,7 @@ struct PartialFormat[
     @staticmethod
     @always_inline
     def row_vector(row: BytePointer, share: Int, i: Int) -> BytePointer:
-        """Locates 16 bytes of a row.
-
-        Args:
-            row: `[hidden_size]` of the combine dtype.
-            share: Which share.
-            i: Which of its 16 bytes.
-
-        Returns:
-            Where they stand.
-        """
+        """Locates 16 bytes of a row."""
         return row.unsafe_offset(
             (share * Self.n_row_vectors + i) * MESSAGE_ALIGN
         )
@@ -73,14 +64,7 @@ struct PartialFormat[
     def widen(
         bytes: LaneBytes,
     ) -> SIMD[DType.float32, Self.width // Self.n_row_vectors]:
-        """Reads 16 bytes of a row as numbers.
-
-        Args:
-            bytes: The bytes.
-
-        Returns:
-            The numbers.
-        """
+        """Reads 16 bytes of a row as numbers."""
         return bitcast[Self.combine_dtype, Self.width // Self.n_row_vectors](
             bytes
         ).cast[DType.float32]()
@@ -88,13 +72,7 @@ struct PartialFormat[
     @staticmethod
     @always_inline
     def store_row(row: BytePointer, share: Int, sum: Self.Sum):
-        """Rounds a share once, and stores it.
-
-        Args:
-            row: `[hidden_size]` of the combine dtype.
-            share: Which.
-            sum: Its elements.
-        """
+        """Rounds a share once, and stores it."""
         comptime n = Self.width // Self.n_row_vectors
         var rounded = sum.cast[Self.combine_dtype]()
         comptime for i in range(Self.n_row_vectors):
@@ -108,16 +86,7 @@ struct PartialFormat[
     def partial_vector(
         partial_sum: BytePointer, share: Int, i: Int
     ) -> BytePointer:
-        """Locates 16 bytes of a partial sum.
-
-        Args:
-            partial_sum: `[hidden_size]` of the partial dtype.
-            share: Which share.
-            i: Which of its 16 bytes.
-
-        Returns:
-            Where they stand.
-        """
+        """Locates 16 bytes of a partial sum."""
         return partial_sum.unsafe_offset(
             (share * Self.n_partial_vectors + i) * MESSAGE_ALIGN
         )
@@ -125,13 +94,7 @@ struct PartialFormat[
     @staticmethod
     @always_inline
     def put_partial(partial_sum: BytePointer, share: Int, sum: Self.Sum):
-        """Rounds a share once, and sends it.
-
-        Args:
-            partial_sum: `[hidden_size]` of the partial dtype, on some rank.
-            share: Which.
-            sum: Its elements.
-        """
+        """Rounds a share once, and sends it."""
         comptime n = Self.width // Self.n_partial_vectors
         var rounded = sum.cast[Self.partial_dtype]()
         comptime for i in range(Self.n_partial_vectors):
@@ -150,12 +113,6 @@ comptime FEW_TOKENS = 64
 @always_inline
 def are_few_tokens(n_tokens: Int) -> Bool:
     """Chooses whether what counts is when the first rows have come, or how many come.
-
-    Args:
-        n_tokens: Tokens of a rank.
-
-    Returns:
-        Whether it is the first.
     """
     return n_tokens <= FEW_TOKENS
 
@@ -166,15 +123,6 @@ def n_rows_at_once[are_few: Bool, n_looks: Int = 0]() -> Int:
 
     Of few tokens all, mostly. Of many, other warps have loads under way, too, and
     room for a row that is not there costs some time.
-
-    Parameters:
-        are_few: Whether `are_few_tokens`.
-        n_looks: Looks at partial sums that are under way meanwhile: with more than
-            four, registers do not suffice for eight rows. With so many ranks few
-            rows of a token are on its own.
-
-    Returns:
-        Rows.
     """
     return 8 if are_few and n_looks <= 4 else 4
 
@@ -194,18 +142,7 @@ Parameters:
 def sum_cut[
     n_steps: Int, are_few: Bool
 ](n_tokens: Int) -> SumCut[n_steps, are_few]:
-    """Chooses into how many parts warps take a sum.
-
-    Parameters:
-        n_steps: Steps of a row.
-        are_few: Whether `are_few_tokens`.
-
-    Args:
-        n_tokens: Tokens of a rank.
-
-    Returns:
-        The cut.
-    """
+    """Chooses into how many parts warps take a sum."""
     return SumCut[n_steps, are_few](n_tokens <= 256)
 
 
@@ -222,21 +159,7 @@ def add_rows[
     row: Int32,
     weight: Float32,
 ):
-    """Adds a share of this rank's weighted rows of a token, with a warp.
-
-    Parameters:
-        combine_dtype: Element type of the rows.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
-        n_at_once: Rows that are under way.
-
-    Args:
-        sum: Result: the share of this lane; zeros before.
-        expert_rows: `[n_rows][hidden_size]`.
-        share: Which share of a row; behind the last there is nothing to add.
-        row: In lane `k`: row of choice `k`; negative if there is none here.
-        weight: In lane `k`: its weight.
-    """
+    """Adds a share of this rank's weighted rows of a token, with a warp."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime row_bytes = hidden_size * Format.row_element
     comptime n_vectors = Format.n_row_vectors

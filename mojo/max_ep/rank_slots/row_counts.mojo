@@ -45,22 +45,7 @@ def read_numbers[
     counters: EPLocalSyncCounters[n_experts],
     generation: UInt32,
 ) -> Bool:
-    """Waits for the numbers of tokens of all sources, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        n_tokens_of: Result: tokens of each source, and behind them the most.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        generation: The generation to wait for.
-
-    Returns:
-        Whether all came; the same in all lanes.
-    """
+    """Waits for the numbers of tokens of all sources, with one warp."""
     var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
     var is_late = False
     var most: Int32 = 0
@@ -116,12 +101,6 @@ comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 @always_inline
 def n_counting_warps[layout: RegionLayout]() -> Int:
     """Says how many of the index warps count: the last ones, which index least.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Returns:
-        In `[1, N_INDEX_WARPS]`.
     """
     comptime n_pairs = layout.n_local_experts() * layout.n_ranks
     return min(N_INDEX_WARPS, ceildiv(n_pairs, _PAIRS_AT_ONCE))
@@ -129,14 +108,7 @@ def n_counting_warps[layout: RegionLayout]() -> Int:
 
 @always_inline
 def _pairs_of_warp[layout: RegionLayout]() -> Int:
-    """Says how many pairs each of them counts.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Returns:
-        A multiple of `_PAIRS_AT_ONCE`; the last warps may have fewer, or none.
-    """
+    """Says how many pairs each of them counts."""
     comptime n_pairs = layout.n_local_experts() * layout.n_ranks
     comptime n_turns = ceildiv(
         n_pairs, n_counting_warps[layout]() * _PAIRS_AT_ONCE
@@ -146,29 +118,13 @@ def _pairs_of_warp[layout: RegionLayout]() -> Int:
 
 @always_inline
 def n_room_for_pairs[layout: RegionLayout]() -> Int:
-    """Says how much room a block needs for the rows before its pairs.
-
-    Parameters:
-        layout: How the regions are cut.
-
-    Returns:
-        Numbers, aligned to 16 bytes: one for each pair, one for all rows.
-    """
+    """Says how much room a block needs for the rows before its pairs."""
     return n_counting_warps[layout]() * _pairs_of_warp[layout]() + 1
 
 
 @always_inline
 def _pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
-    """Says which pairs a lane reads: two of each look, which are neighbours.
-
-    Args:
-        first: The first pair of the warp.
-        i: Which of the lane's, in `[0, _PAIRS_OF_LANE)`.
-        lane: The lane.
-
-    Returns:
-        The pair.
-    """
+    """Says which pairs a lane reads: two of each look, which are neighbours."""
     return first + (i // 2 * WARP_SIZE + lane) * 2 + i % 2
 
 
@@ -186,27 +142,7 @@ def _read_counts[
     generation: UInt32,
     counter: Int,
 ) -> Bool:
-    """Waits for the counts of some pairs and adds them up, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        before: Result: rows of the pairs before each one, of those that this
-            warp counts.
-        sums: Result: rows of all of them, in the word of this warp.
-        largest_of: Result: those of the largest, likewise.
-        n_before_all: What the first one has before it.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words.
-        generation: The generation to wait for.
-        counter: This warp among those that count.
-
-    Returns:
-        Whether all came; the same in all lanes.
-    """
+    """Waits for the counts of some pairs and adds them up, with one warp."""
     comptime n_ranks = layout.n_ranks
     comptime n_local_experts = layout.n_local_experts()
     var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
@@ -311,23 +247,6 @@ def _count_rows[
     counter: Int,
 ):
     """Waits for the counts and finds the rows before each pair, with one warp.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        pair_rows: Result: as for `lay_out_rows`.
-        sums: Likewise.
-        largest_of: Likewise.
-        tables: Likewise.
-        n_shared: Likewise.
-        n_rows_max: Likewise.
-        counts: Likewise.
-        launch: Likewise.
-        counters: Likewise.
-        generation: Likewise.
-        counter: This warp among those that count.
     """
     comptime n_pairs = layout.n_local_experts() * layout.n_ranks
     comptime n_counting = n_counting_warps[layout]()
@@ -411,24 +330,6 @@ def lay_out_rows[
     indexer: Int,
 ):
     """Waits for the counts and lays out the rows, with one of the index warps.
-
-    Parameters:
-        n_experts: Experts of the group.
-        layout: How the regions are cut.
-
-    Args:
-        pair_rows: Result: rows before each pair, were they packed, and, behind
-            them, all rows; `n_room_for_pairs` numbers.
-        sums: Room for a number of each index warp.
-        largest_of: Likewise.
-        tables: Result of block 0: which row is whose.
-        n_shared: Rows of the shared expert, which come first.
-        n_rows_max: Rows the outputs hold.
-        counts: All ranks' counts buffers.
-        launch: From `start_launch`.
-        counters: This rank's local words; block 0 notes the pairs there.
-        generation: The generation to wait for.
-        indexer: This warp among the index warps.
     """
     comptime n_ranks = layout.n_ranks
     comptime n_local_experts = layout.n_local_experts()
@@ -494,16 +395,7 @@ def lay_out_rows[
 
 @always_inline
 def row_of_pair(tables: RowTables, pair_rows: SharedInts, pair: Int) -> Int32:
-    """Finds the first row of a pair.
-
-    Args:
-        tables: How rows stand.
-        pair_rows: Rows before each pair.
-        pair: From `RegionLayout.pair`.
-
-    Returns:
-        The row.
-    """
+    """Finds the first row of a pair."""
     comptime layout = tables.layout
     var row = pair_rows[unsafe_offset=pair]
     comptime if tables.is_padded:
