@@ -13,7 +13,7 @@ from max_ep.counters import (
     local_sync_counters_words,
 )
 from max_ep.formats.blockwise_fp8 import FP8_BLOCK
-from max_ep.host_setup import N_SETUP_WORDS
+from max_ep.setup import N_SETUP_WORDS
 from max_ep.layout import (
     RegionLayout,
     blockwise_fp8_token_bytes,

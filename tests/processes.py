@@ -102,7 +102,7 @@ class Shape:
 SMALL = Shape()
 
 # A full launch moves 256 * 4 * 4112 bytes: more than STREAM_BYTES of
-# host_copy.mojo, so its messages are written past the caches, by all workers.
+# cpu_copy.mojo, so its messages are written past the caches, by all workers.
 LARGE = Shape(hidden_size=2048, n_experts=8, max_tokens_per_rank=256)
 
 

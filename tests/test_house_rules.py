@@ -25,9 +25,9 @@ MARKDOWN_FILES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 # Each module of the Mojo package may import only from those to its left.
 LAYERS = (
-    "layout flags host_copy counters failures row_tables token_format formats "
+    "layout flags cpu_copy counters failures row_tables token_format formats "
     "transport launch_checks expert_slots rank_slots side_stream gpu_setup "
-    "host_setup shmem_modules gpu_launch watch api watch_ops ops all_gather_ops "
+    "setup shmem_modules gpu_launch watch api watch_ops ops all_gather_ops "
     "routing routing_ops"
 ).split()
 

@@ -169,7 +169,7 @@ def test_sizes_are_those_of_the_picture(name: str) -> None:
             assert getattr(sizes, field) == want[field], f"{name}: {field}"
     # Everything is compared, but for what is not in the picture.
     constants = {
-        "setup_words": ("N_SETUP_WORDS", "max_ep/host_setup.mojo"),
+        "setup_words": ("N_SETUP_WORDS", "max_ep/setup.mojo"),
         "failure_word": ("FAILURE_WORD", "max_ep/counters.mojo"),
         "n_failure_words": ("N_FAILURE_WORDS", "max_ep/counters.mojo"),
     }

@@ -64,7 +64,7 @@ CALLED_OFTEN = {
     ("expert_slots/dispatch.mojo: read_counts", "peek_number"): 2,
     ("expert_slots/dispatch.mojo: _receive_half", "block_peek"): 2,
     ("expert_slots/host_steps.mojo: await_readers", "peek"): 2,
-    ("host_copy.mojo: for_each_chunk", "drain_stores"): 2,  # inline, in a worker
+    ("cpu_copy.mojo: for_each_chunk", "drain_stores"): 2,  # inline, in a worker
     ("watch.mojo: _is_there", "peek"): 2,  # a count, or a row's flag
 }
 

@@ -24,7 +24,7 @@ def call_ep_init(
         atomic_counter_group_0: The rank's counters.
         atomic_counter_group_1: The counters of MAX's second group.
         config: The group; its sizes arrive through ``setup``.
-        setup: ``[setup_words]`` int64 on the host, as ``host_setup.mojo`` lists
+        setup: ``[setup_words]`` int64 on the host, as ``setup.mojo`` lists
             them; :class:`EPCommInitializer` fills it.
 
     Returns:

@@ -19,6 +19,8 @@ from std.sys import (
 )
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
+from .layout import source_info_offset
+
 comptime FlagPointer = Pointer[UInt64, MutUntrackedOrigin]
 """A flag in some rank's region."""
 
@@ -65,6 +67,22 @@ def count_of(word: UInt64) -> Int:
 def generation_of(word: UInt64) -> UInt32:
     """Takes the generation out of a flag."""
     return UInt32(word >> 32)
+
+
+@always_inline
+def flag_at(
+    buffer: Pointer[UInt8, MutUntrackedOrigin], offset: Int
+) -> FlagPointer:
+    """Points to a flag of a buffer."""
+    return buffer.unsafe_offset(offset).unsafe_bitcast[UInt64]()
+
+
+@always_inline
+def message_flag(
+    message: Pointer[UInt8, MutUntrackedOrigin], msg_bytes: Int
+) -> FlagPointer:
+    """Points to the flag in the source info of a message."""
+    return flag_at(message, source_info_offset(msg_bytes))
 
 
 @fieldwise_init

@@ -5,7 +5,7 @@ from max.gpu.host import DeviceContext
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .layout import RegionLayout, FLAG_BYTES
-from .expert_slots.host_steps import flag_at, message_flag
+from .flags import flag_at, message_flag
 from .rank_slots.device_steps import EMPTY
 from .side_stream import join, take_sent
 from .token_format import BytePointer

@@ -20,7 +20,7 @@ from .api import (
     InputScales,
 )
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat, ScaledRows
-from .host_setup import init
+from .setup import init
 from .token_format import (
     BytePointer,
     PlainRows,

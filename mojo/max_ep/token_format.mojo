@@ -13,7 +13,7 @@ from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.memory import bitcast
 from std.sys import size_of
 
-from .host_copy import copy_bytes
+from .cpu_copy import copy_bytes
 from .layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]

@@ -31,14 +31,15 @@ from .counters import (
 )
 from .expert_slots.combine import combine_layout_of
 from .expert_slots.device_steps import bytes_at, own_of, shared_words
-from .expert_slots.host_steps import flag_at, message_flag
 from .flags import (
     SPINS_BEFORE_YIELD,
     SPINS_BETWEEN_LOOKS,
     YIELD_SECONDS,
     Deadline,
     DeviceDeadline,
+    flag_at,
     generation_of,
+    message_flag,
     next_generation,
     peek,
     peek_16,

@@ -44,7 +44,7 @@ def for_each_chunk(
         a = launch.agent(f"worker {worker}", [before])
         for item in items[worker::n_workers]:
             work(a, item)
-        a.drain_stores("host_copy.mojo: for_each_chunk")
+        a.drain_stores("cpu_copy.mojo: for_each_chunk")
     return launch.agent("caller, end", range(before, len(launch.agents)))
 
 

@@ -13,7 +13,7 @@ from max_ep import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
-from max_ep.host_setup import N_SETUP_WORDS, init
+from max_ep.setup import N_SETUP_WORDS, init
 from max_ep.layout import (
     EXPERT_SLOTS,
     RegionLayout,

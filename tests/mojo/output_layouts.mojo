@@ -19,7 +19,7 @@ from max_ep import (
 from max_ep.expert_slots.host_steps import hash_src_info
 from max_ep.flags import next_generation
 from max_ep.formats.blockwise_fp8 import ScaledRows
-from max_ep.host_setup import N_SETUP_WORDS, init
+from max_ep.setup import N_SETUP_WORDS, init
 from max_ep.layout import (
     EXPERT_SLOTS,
     RANK_SLOTS,

@@ -49,6 +49,7 @@ from ..flags import (
     SharedWord,
     count_of,
     generation_of,
+    message_flag,
     next_generation,
     publish,
 )
@@ -82,7 +83,6 @@ from .device_steps import (
     store16,
     take_turn,
 )
-from .host_steps import message_flag
 
 comptime _SEND = 2
 comptime _RECEIVE = 3

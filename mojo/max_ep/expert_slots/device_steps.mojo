@@ -48,6 +48,7 @@ from ..flags import (
     arrive,
     block_add,
     block_peek,
+    flag_at,
     generation_of,
     has_reached,
     peek,
@@ -57,7 +58,6 @@ from ..layout import RegionLayout, FLAG_BYTES, MESSAGE_ALIGN
 from ..layout import n_experts_on_rank
 from ..token_format import BytePointer, LaneBytes
 from ..transport import mapped_address, put_flag
-from .host_steps import flag_at
 
 comptime SharedInts = Pointer[
     Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED

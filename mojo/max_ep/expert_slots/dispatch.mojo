@@ -46,7 +46,9 @@ from ..flags import (
     block_peek,
     block_publish,
     count_of,
+    flag_at,
     generation_of,
+    message_flag,
     next_generation,
     peek_number,
     publish,
@@ -83,7 +85,6 @@ from .device_steps import (
     store16,
     take_turn,
 )
-from .host_steps import flag_at, message_flag
 
 comptime _SEND = 0
 comptime _RECEIVE = 1

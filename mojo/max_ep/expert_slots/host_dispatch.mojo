@@ -16,7 +16,7 @@ from ..flags import (
     next_generation,
     publish,
 )
-from ..host_copy import copy_bytes, for_each_chunk, should_stream
+from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import RegionLayout, n_experts_on_rank
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat

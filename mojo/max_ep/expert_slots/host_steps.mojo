@@ -6,24 +6,14 @@ from ..flags import (
     FlagPointer,
     Waiter,
     await_generation,
+    flag_at,
     flag_word,
     generation_of,
+    message_flag,
     peek,
 )
-from ..layout import FLAG_BYTES, n_experts_on_rank, source_info_offset
+from ..layout import FLAG_BYTES, n_experts_on_rank
 from ..token_format import BytePointer
-
-
-@always_inline
-def flag_at(buffer: BytePointer, offset: Int) -> FlagPointer:
-    """Points to a flag of a counts buffer."""
-    return buffer.unsafe_offset(offset).unsafe_bitcast[UInt64]()
-
-
-@always_inline
-def message_flag(message: BytePointer, msg_bytes: Int) -> FlagPointer:
-    """Points to the flag in the source info of a message."""
-    return flag_at(message, source_info_offset(msg_bytes))
 
 
 @always_inline

@@ -17,7 +17,7 @@ from std.math import isnan
 from std.memory import bitcast
 from std.sys import is_nvidia_gpu
 
-from ..host_copy import copy_bytes
+from ..cpu_copy import copy_bytes
 from ..layout import blockwise_fp8_token_bytes
 from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
 

@@ -27,7 +27,6 @@ from ..expert_slots.device_steps import (
     is_in_order,
     shared_words,
 )
-from ..expert_slots.host_steps import flag_at
 from ..flags import (
     DeviceDeadline,
     SPINS_BETWEEN_LOOKS,
@@ -35,6 +34,7 @@ from ..flags import (
     arrive,
     arrive_in_half,
     count_of,
+    flag_at,
     flag_word,
     generation_of,
     is_not_before,

@@ -27,12 +27,12 @@ from ..expert_slots.device_steps import (
     store16,
     take_turn,
 )
-from ..expert_slots.host_steps import flag_at
 from ..failures import NO_MESSAGE, note_failure
 from ..flags import (
     SPINS_BETWEEN_LOOKS,
     SharedWord,
     block_peek,
+    flag_at,
     flag_word,
     generation_of,
     peek_16,

@@ -19,8 +19,7 @@ from ..expert_slots.device_steps import (
     take_turn,
 )
 from ..expert_slots.dispatch import encode_steps, steps_in_flight
-from ..expert_slots.host_steps import flag_at
-from ..flags import block_peek, next_generation, publish, put_16
+from ..flags import block_peek, flag_at, next_generation, publish, put_16
 from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
 from ..token_format import LaneBytes, TokenFormat
 from .deal import (

@@ -27,7 +27,7 @@ from ..expert_slots.host_combine import (
 )
 from ..expert_slots.host_steps import message_flag, write_source_info
 from ..flags import count_of, generation_of
-from ..host_copy import for_each_chunk, should_stream
+from ..cpu_copy import for_each_chunk, should_stream
 from ..layout import MESSAGE_ALIGN, RegionLayout
 from ..token_format import BytePointer, SharedRows
 from ..transport import PeerBuffers

@@ -34,7 +34,7 @@ from ..flags import (
     peek,
     publish,
 )
-from ..host_copy import copy_bytes, for_each_chunk, should_stream
+from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..layout import ENTRY_BYTES, RegionLayout, n_experts_on_rank
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat

@@ -33,7 +33,6 @@ from ..expert_slots.device_steps import (
     bytes_at,
     shared_ints,
 )
-from ..expert_slots.host_steps import flag_at
 from ..failures import DROPPED, note_failure
 from ..flags import (
     SharedWord,
@@ -41,6 +40,7 @@ from ..flags import (
     block_peek,
     block_publish,
     count_of,
+    flag_at,
     next_generation,
     publish_number,
     put_16,

@@ -16,7 +16,6 @@ from ..expert_slots.device_steps import (
     bytes_at,
 )
 from ..expert_slots.dispatch import write_no_rows
-from ..expert_slots.host_steps import flag_at
 from ..failures import NO_COUNT, TOO_MANY_ROWS, note_failure
 from ..flags import (
     SPINS_BETWEEN_LOOKS,
@@ -24,6 +23,7 @@ from ..flags import (
     block_peek,
     block_publish,
     count_of,
+    flag_at,
     generation_of,
     peek_number,
     peek_two_numbers,
