@@ -12,7 +12,13 @@ SEED ?= $(shell date +%s)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo serve test test-all test-gpu fuzz sanitize bench lint format clean
+# The kinds of difference that `same-code` lets pass, and renamed variants:
+# see tests/same_code.py.
+ALLOW ?= machine
+RENAME ?=
+
+.PHONY: demo serve test test-all test-gpu same-code fuzz sanitize bench lint format \
+	clean
 
 demo: .venv/.installed
 	$(BIN)/max-ep demo
@@ -30,6 +36,10 @@ test-all: test
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu
+
+same-code: .venv/.installed-dev
+	$(BIN)/python tests/same_code.py $(BASE) --allow "$(ALLOW)" \
+		$(foreach pair,$(RENAME),--rename '$(pair)')
 
 fuzz: .venv/.installed-dev
 	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FUZZ_CASES=16 MAX_EP_FUZZ_EXAMPLES=400 \

@@ -5,7 +5,7 @@ Takes a folder, and writes assembly to `<target>.<kernel>.<variant>.s` in it, an
 what NVIDIA's assembler makes of it to `.cubin`. Prints what the assembly shows of
 the sources' constants. Run by tests/test_codegen.py.
 """
-from max.gpu.host import get_gpu_target
+from emitting import emit, emit_amd
 from max_ep.counters import (
     FAILURE_WORD,
     _COMBINE_RECEIVED,
@@ -30,8 +30,7 @@ from max_ep.gpu_launch import InputScales, MatrixLayout, NUM_THREADS
 from max_ep.gpu_setup import clear_kernel
 from max_ep.layout import MAX_TOP_K
 from max_ep.token_format import BF16TokenFormat, TokenFormat
-from std.compile import compile_info
-from std.sys import argv, size_of
+from std.sys import size_of
 
 # A large model on eight H200.
 comptime HIDDEN = 7168
@@ -148,53 +147,37 @@ comptime combine[
 ]
 
 
-def write[
-    Kernel: TrivialRegisterPassable,
-    //,
-    kernel: Kernel,
-    target: StaticString,
-    kind: StaticString,
-](path: String) raises:
-    var info = compile_info[
-        kernel, emission_kind=kind, target=get_gpu_target[target]()
-    ]()
-    with open(path, "w") as file:
-        file.write(info.asm)
-
-
-def emit[
+def emit_both[
     Kernel: TrivialRegisterPassable, //, kernel: Kernel
 ](name: String) raises:
-    var folder = String(argv()[1])
-    write[kernel, "sm_90a", "asm"](String(folder, "/sm_90a.", name, ".s"))
-    write[kernel, "sm_90a", "object"](
-        String(folder, "/sm_90a.", name, ".cubin")
-    )
-    write[kernel, "gfx942", "asm"](String(folder, "/gfx942.", name, ".s"))
+    emit[kernel](name)
+    emit_amd[kernel](name)
 
 
 def main() raises:
     """Compiles what the test names."""
-    emit[dispatch_async[BF16]]("dispatch_async.bf16")
-    emit[dispatch_async[BF16, shared=True]]("dispatch_async.bf16_shared")
-    emit[dispatch_async[FP8]]("dispatch_async.fp8")
-    emit[dispatch_async[FP8, scales=SCALES]]("dispatch_async.fp8_scaled")
-    emit[dispatch_wait[BF16]]("dispatch_wait.bf16")
-    emit[dispatch_wait[BF16, padded=True]]("dispatch_wait.bf16_padded")
-    emit[dispatch_wait[BF16, shared=True]]("dispatch_wait.bf16_shared")
-    emit[dispatch_wait[FP8]]("dispatch_wait.fp8")
-    emit[dispatch_wait[FP8, padded=True]]("dispatch_wait.fp8_padded")
-    emit[dispatch[BF16]]("dispatch.bf16")
-    emit[dispatch[BF16, shared=True]]("dispatch.bf16_shared")
-    emit[dispatch[FP8, padded=True]]("dispatch.fp8_padded")
-    emit[combine_async[DType.bfloat16]]("combine_async.bf16")
-    emit[combine_wait[DType.bfloat16]]("combine_wait.bf16")
-    emit[combine_wait[DType.bfloat16, shared=True]]("combine_wait.bf16_shared")
-    emit[combine_wait[DType.float32]]("combine_wait.f32")
-    emit[combine[DType.bfloat16]]("combine.bf16")
-    emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
-    emit[combine[DType.bfloat16, top_k=MAX_TOP_K]]("combine.bf16_many")
-    emit[clear_kernel]("clear.any")
+    emit_both[dispatch_async[BF16]]("dispatch_async.bf16")
+    emit_both[dispatch_async[BF16, shared=True]]("dispatch_async.bf16_shared")
+    emit_both[dispatch_async[FP8]]("dispatch_async.fp8")
+    emit_both[dispatch_async[FP8, scales=SCALES]]("dispatch_async.fp8_scaled")
+    emit_both[dispatch_wait[BF16]]("dispatch_wait.bf16")
+    emit_both[dispatch_wait[BF16, padded=True]]("dispatch_wait.bf16_padded")
+    emit_both[dispatch_wait[BF16, shared=True]]("dispatch_wait.bf16_shared")
+    emit_both[dispatch_wait[FP8]]("dispatch_wait.fp8")
+    emit_both[dispatch_wait[FP8, padded=True]]("dispatch_wait.fp8_padded")
+    emit_both[dispatch[BF16]]("dispatch.bf16")
+    emit_both[dispatch[BF16, shared=True]]("dispatch.bf16_shared")
+    emit_both[dispatch[FP8, padded=True]]("dispatch.fp8_padded")
+    emit_both[combine_async[DType.bfloat16]]("combine_async.bf16")
+    emit_both[combine_wait[DType.bfloat16]]("combine_wait.bf16")
+    emit_both[combine_wait[DType.bfloat16, shared=True]](
+        "combine_wait.bf16_shared"
+    )
+    emit_both[combine_wait[DType.float32]]("combine_wait.f32")
+    emit_both[combine[DType.bfloat16]]("combine.bf16")
+    emit_both[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
+    emit_both[combine[DType.bfloat16, top_k=MAX_TOP_K]]("combine.bf16_many")
+    emit_both[clear_kernel]("clear.any")
     print(NUM_THREADS, ACCESSES_IN_FLIGHT, ENCODED_IN_FLIGHT, TOP_K, MAX_TOP_K)
     # Where a failure's first word behind its code is, from the counters.
     print(size_of[Int32]() * (FAILURE_WORD + 1))

@@ -5,7 +5,7 @@ Takes a folder, and writes assembly to `sm_90a.<kernel>.<variant>.s` in it, and
 what the assembler makes of it to `.cubin`. Prints what the assembly shows of the
 sources' constants. Run by tests/test_codegen_rank_slots.py.
 """
-from max.gpu.host import get_gpu_target
+from emitting import emit
 from max_ep.counters import (
     FAILURE_WORD,
     _BLOCKS_DONE,
@@ -51,8 +51,6 @@ from max_ep.rank_slots.dispatch import (
 )
 from max_ep.rank_slots.dispatch_roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.token_format import BF16TokenFormat, TokenFormat
-from std.compile import compile_info
-from std.sys import argv
 from std.testing import assert_equal, assert_true
 
 # A large model on eight H200.
@@ -196,27 +194,6 @@ comptime combine[
     RANK_SLOTS_REDUCED,
     shared,
 ]
-
-
-def write[
-    Kernel: TrivialRegisterPassable,
-    //,
-    kernel: Kernel,
-    kind: StaticString,
-](path: String) raises:
-    var info = compile_info[
-        kernel, emission_kind=kind, target=get_gpu_target["sm_90a"]()
-    ]()
-    with open(path, "w") as file:
-        file.write(info.asm)
-
-
-def emit[
-    Kernel: TrivialRegisterPassable, //, kernel: Kernel
-](name: String) raises:
-    var path = String(argv()[1], "/sm_90a.", name)
-    write[kernel, "asm"](String(path, ".s"))
-    write[kernel, "object"](String(path, ".cubin"))
 
 
 def check_parts_at_once() raises:

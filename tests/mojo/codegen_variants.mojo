@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles kernel variants that a launcher can pick, beside those that tests read.
+
+Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
+"""
+from emitting import emit
+from max_ep.expert_slots.combine import (
+    combine_async_kernel as expert_combine_async,
+    combine_kernel as expert_combine,
+    combine_wait_kernel as expert_combine_wait,
+)
+from max_ep.expert_slots.dispatch import (
+    dispatch_async_kernel as expert_dispatch_async,
+    dispatch_kernel as expert_dispatch,
+    dispatch_wait_kernel as expert_dispatch_wait,
+)
+from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.with_choices import WithChoicesTokenFormat
+from max_ep.gpu_launch import MatrixLayout, NUM_THREADS
+from max_ep.layout import (
+    GATHER_REDUCED,
+    RANK_SLOTS,
+    RANK_SLOTS_REDUCED,
+)
+from max_ep.rank_slots.combine import (
+    combine_async_kernel as rank_combine_async,
+    combine_kernel as rank_combine,
+    combine_wait_kernel as rank_combine_wait,
+)
+from max_ep.rank_slots.dispatch import (
+    dispatch_async_kernel as rank_dispatch_async,
+    dispatch_kernel as rank_dispatch,
+    dispatch_wait_kernel as rank_dispatch_wait,
+)
+from max_ep.token_format import (
+    BF16TokenFormat,
+    Float32TokenFormat,
+    TokenFormat,
+)
+
+comptime HIDDEN = 7168
+comptime TOP_K = 8
+comptime N_EXPERTS = 256
+comptime N_SMS = 132
+comptime FEW, MANY = 128, 4096
+comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
+comptime F32 = Float32TokenFormat[HIDDEN, TOP_K]
+comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
+comptime SHORT = BF16TokenFormat[2048, TOP_K]
+
+
+def by_rank[
+    Format: TokenFormat,
+    n_ranks: Int,
+    max_tokens: Int,
+    padded: Bool,
+    shared: Bool,
+    sums: Bool,
+](name: String) raises:
+    """Compiles all kernels by rank for one set of options."""
+    comptime protocol = RANK_SLOTS_REDUCED if sums else RANK_SLOTS
+    emit[
+        rank_dispatch_async[
+            DType.bfloat16,
+            NUM_THREADS,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            Format,
+            protocol,
+            shared,
+        ]
+    ]("dispatch_async." + name)
+    emit[
+        rank_dispatch_wait[
+            NUM_THREADS,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            Format,
+            protocol,
+            padded,
+            shared,
+        ]
+    ]("dispatch_wait." + name)
+    emit[
+        rank_dispatch[
+            DType.bfloat16,
+            NUM_THREADS,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            Format,
+            protocol,
+            padded,
+            shared,
+        ]
+    ]("dispatch." + name)
+
+
+def sums[
+    n_ranks: Int, max_tokens: Int, partial: DType, shared: Bool, turns: Bool
+](name: String) raises:
+    """Compiles all kernels that combine to sums."""
+    emit[
+        rank_combine_async[
+            DType.bfloat16,
+            partial,
+            NUM_THREADS,
+            HIDDEN,
+            TOP_K,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            RANK_SLOTS_REDUCED,
+        ]
+    ]("combine_async." + name)
+    emit[
+        rank_combine_wait[
+            DType.bfloat16,
+            partial,
+            NUM_THREADS,
+            HIDDEN,
+            TOP_K,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            RANK_SLOTS_REDUCED,
+            shared,
+            turns,
+        ]
+    ]("combine_wait." + name)
+    emit[
+        rank_combine[
+            DType.bfloat16,
+            partial,
+            NUM_THREADS,
+            HIDDEN,
+            TOP_K,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            RANK_SLOTS_REDUCED,
+            shared,
+        ]
+    ]("combine." + name)
+
+
+def by_expert[
+    Format: TokenFormat,
+    n_ranks: Int,
+    max_tokens: Int,
+    shmem: Bool,
+    padded: Bool,
+    shared: Bool,
+](name: String) raises:
+    """Compiles all kernels by expert; with SHMEM two hosts share the ranks."""
+    comptime n_gpus = n_ranks // 2 if shmem else n_ranks
+    emit[
+        expert_dispatch_async[
+            DType.bfloat16,
+            NUM_THREADS,
+            MatrixLayout,
+            MatrixLayout,
+            N_SMS,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            n_gpus,
+            Format,
+            None,
+            shmem,
+            shared,
+        ],
+        links=not shmem,
+    ]("dispatch_async." + name)
+    emit[
+        expert_dispatch_wait[
+            NUM_THREADS,
+            N_SMS,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            n_gpus,
+            Format,
+            shmem,
+            padded,
+            shared,
+        ],
+        links=not shmem,
+    ]("dispatch_wait." + name)
+    emit[
+        expert_dispatch[
+            DType.bfloat16,
+            NUM_THREADS,
+            MatrixLayout,
+            MatrixLayout,
+            N_SMS,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            n_gpus,
+            Format,
+            None,
+            shmem,
+            padded,
+            shared,
+        ],
+        links=not shmem,
+    ]("dispatch." + name)
+    emit[
+        expert_combine_async[
+            DType.bfloat16,
+            NUM_THREADS,
+            N_SMS,
+            HIDDEN,
+            TOP_K,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            n_gpus,
+            shmem,
+        ],
+        links=not shmem,
+    ]("combine_async." + name)
+    emit[
+        expert_combine_wait[
+            DType.bfloat16,
+            NUM_THREADS,
+            N_SMS,
+            HIDDEN,
+            TOP_K,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            n_gpus,
+            shmem,
+            shared,
+        ],
+        links=not shmem,
+    ]("combine_wait." + name)
+    emit[
+        expert_combine[
+            DType.bfloat16,
+            NUM_THREADS,
+            N_SMS,
+            HIDDEN,
+            TOP_K,
+            N_EXPERTS,
+            n_ranks,
+            max_tokens,
+            n_gpus,
+            shmem,
+            shared,
+        ],
+        links=not shmem,
+    ]("combine." + name)
+
+
+def all_gather[max_tokens: Int](name: String) raises:
+    """Compiles the dispatch that gives every rank all tokens and choices."""
+    comptime n_ranks = 4
+    emit[
+        rank_dispatch[
+            DType.bfloat16,
+            NUM_THREADS,
+            n_ranks,
+            n_ranks,
+            max_tokens,
+            WithChoicesTokenFormat[DType.bfloat16, HIDDEN, n_ranks, TOP_K],
+            GATHER_REDUCED,
+        ]
+    ]("all_gather." + name)
+
+
+def main() raises:
+    """Compiles what has no other program."""
+    by_expert[BF16, 1, FEW, False, True, True]("expert_1_padded_shared")
+    by_expert[FP8, 2, MANY, False, False, True]("expert_2_fp8_shared")
+    by_expert[F32, 4, FEW, False, False, False]("expert_4_f32")
+    by_expert[BF16, 4, FEW, True, False, True]("expert_4_shmem_shared")
+    by_expert[FP8, 8, MANY, True, True, False]("expert_8_shmem_fp8_padded")
+    by_rank[BF16, 1, MANY, False, False, False]("rank_1_rows")
+    by_rank[BF16, 1, MANY, True, True, True]("rank_1_sums_padded_shared")
+    by_rank[FP8, 2, MANY, False, True, True]("rank_2_sums_fp8_shared")
+    by_rank[BF16, 2, MANY, True, False, False]("rank_2_rows_padded")
+    by_rank[F32, 4, FEW, False, False, False]("rank_4_rows_f32")
+    by_rank[SHORT, 4, FEW, True, True, True]("rank_4_sums_short_padded_shared")
+    by_rank[FP8, 8, FEW, True, True, False]("rank_8_rows_fp8_padded_shared")
+    sums[1, MANY, DType.bfloat16, True, True]("sums_1_shared_turns")
+    sums[2, MANY, DType.bfloat16, False, False]("sums_2")
+    sums[4, FEW, DType.float32, True, False]("sums_4_f32_shared")
+    all_gather[FEW]("few")
+    all_gather[MANY]("many")

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Compares the machine code of all kernel variants of two source trees.
+
+    python tests/same_code.py BASE [NEW] [--only REGEX] [--allow KIND,...]
+        [--rename OLD=NEW]
+
+BASE and NEW are folders, or git revisions of the repository in the current folder.
+NEW is the working tree unless given. Each tree's own `tests/mojo/codegen*.mojo` run
+with that tree's `mojo/`. The variants that they write are paired by `program/name`,
+so a refactor may rewrite the programs. If it renames variants or programs, map the
+base's names: `--rename 'codegen_rank_slots/(.*)=codegen_by_rank/\1'`.
+
+A variant is
+    same       its assembly is equal up to comments, line tables, and the names of
+               symbols, registers and labels
+    machine    (NVIDIA, where the program also writes a .cubin) its assembly differs,
+               but what the assembler makes of it is equal to the byte
+    arguments  the same except for the table of its arguments: their number and sizes,
+               not the bytes at which instructions find them
+    different  none of these
+    only-base, only-new
+
+The exit status is 0 if all are the same or of a kind that --allow names (`machine`
+unless given), 1 if not, 2 if a tree does not compile. The tool keeps what a tree
+compiled to in --cache. It does not see launch code, ops and CPU code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import difflib
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+FOLDERS = ("mojo", "tests/mojo")
+# A symbol of Mojo ends in a hash of its module, name and parameters.
+SYMBOL = re.compile(r"(?<![\w$])[A-Za-z_][\w$]*?_[0-9a-f]{16}")
+ENTRY = re.compile(r"\.(?:entry|amdhsa_kernel)\s+([\w$]+)")
+REGISTER = re.compile(r"%(?:p|rs|r|rd|f|fd|h|hh|rq|b)\d+\b")
+LABEL = re.compile(r"\$L__BB\d+_\d+|\.?LBB\d+_\d+|\.Lfunc_\w+|\.Ltmp\d+")
+DROPPED = re.compile(
+    r"\s*(\.loc|\.file|\.ident|\.section\s+\.debug|\.section\s+\.comment)\b"
+)
+# Sections of a cubin that decide what runs.
+DECIDES = (".text.", ".nv.constant", ".nv.shared", ".nv.info", ".nv.global", ".rel")
+# Attributes of .nv.info that say where a kernel's arguments are, and how many bytes.
+ARGUMENTS = {0x0A, 0x17, 0x19}
+
+
+def fail(text: str) -> None:
+    print(f"same_code: {text}", file=sys.stderr)
+    sys.exit(2)
+
+
+# --------------------------------------------------------------- normal form
+
+
+def _numbered(pattern: re.Pattern[str], text: str, word: str) -> str:
+    """Numbers what a pattern finds by first appearance: equal up to names."""
+    known: dict[str, str] = {}
+
+    def name(found: re.Match[str]) -> str:
+        kind = re.match(r"%[a-z]+", found[0])
+        start = kind[0] if kind else word
+        return known.setdefault(found[0], f"{start}{len(known)}")
+
+    return pattern.sub(name, text)
+
+
+def normal(text: str) -> str:
+    """Returns assembly without what only names things."""
+    is_ptx = ".entry" in text
+    comment = "//" if is_ptx else ";"
+    lines = []
+    for line in text.splitlines():
+        line = line.partition(comment)[0].rstrip()
+        if line.strip() and not DROPPED.match(line):
+            lines.append(" ".join(line.split()))
+    text = "\n".join(lines)
+    for i, entry in enumerate(dict.fromkeys(ENTRY.findall(text))):
+        text = text.replace(entry, f"KERNEL{i}")
+    text = _numbered(SYMBOL, text, "SYMBOL")
+    return _numbered(LABEL, text, "LABEL")
+
+
+def canonical(text: str) -> str:
+    """Returns the normal form with registers numbered by first appearance."""
+    # A PTX register is a name: how many there are, and which, means nothing. One of
+    # AMD's is a place, and stays.
+    text = re.sub(r"\.reg \.\w+ %\w+<\d+>;\n?", "", text)
+    return _numbered(REGISTER, text, "%")
+
+
+def _attributes(info: bytes) -> tuple[list[bytes], list[bytes]]:
+    """Returns what .nv.info says of arguments, and the rest, without symbols."""
+    arguments, others = [], []
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        end = at + 4 + (size if form == 4 else 0)
+        is_of_symbol = attribute in (0x11, 0x12, 0x23, 0x2F)
+        body = info[at + (8 if is_of_symbol else 0) : end]
+        whose = arguments if attribute in ARGUMENTS else others
+        whose.append(bytes([attribute]) + body)
+        at = end
+    return sorted(arguments), sorted(others)
+
+
+def machine_code(cubin: bytes, entry: re.Pattern[bytes]) -> tuple[object, object]:
+    """Returns an ELF file's kernel, without names: what runs, and its arguments."""
+    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [
+        struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size)
+        for i in range(count)
+    ]
+    at = headers[names][4]
+    runs: list[object] = []
+    arguments: list[object] = []
+    for name, kind, _, _, start, length, _, info, *_ in headers:
+        section = cubin[at + name : cubin.index(b"\0", at + name)]
+        if not section.startswith(tuple(x.encode() for x in DECIDES)):
+            continue
+        nobits = 8
+        body = str(length).encode() if kind == nobits else cubin[start : start + length]
+        section = entry.sub(b"K", section)
+        if section.startswith(b".nv.constant0"):
+            # Only the arguments: filled in when the kernel is launched.
+            arguments.append(length)
+        elif section.startswith(b".nv.info"):
+            of_arguments, others = _attributes(body)
+            arguments.append(of_arguments)
+            runs.append((section, others))
+        else:
+            # The registers of a thread are in a byte of a text section's header.
+            runs.append((section, info >> 24, body))
+    return sorted(runs, key=str), arguments
+
+
+# ------------------------------------------------------------------ the trees
+
+
+def mojo_command() -> list[str]:
+    beside = Path(sys.executable).with_name("mojo")
+    found = str(beside) if beside.exists() else shutil.which("mojo")
+    if not found:
+        fail("no mojo beside this python, and none on PATH")
+    return [found]
+
+
+def sources(what: str, into: Path) -> Path:
+    """Returns a folder with the tree: the folder itself, or a revision unpacked."""
+    if Path(what).is_dir():
+        return Path(what).resolve()
+    archive = subprocess.run(
+        ["git", "archive", what, *FOLDERS],
+        capture_output=True,
+    )
+    if archive.returncode:
+        fail(f"{what} is neither a folder nor a revision: {archive.stderr.decode()}")
+    subprocess.run(["tar", "-x", "-C", str(into)], input=archive.stdout, check=True)
+    return into
+
+
+def digest(tree: Path, version: str) -> str:
+    state = hashlib.sha256(version.encode())
+    for folder in FOLDERS:
+        for path in sorted((tree / folder).rglob("*.mojo")):
+            state.update(
+                str(path.relative_to(tree)).encode() + b"\0" + path.read_bytes()
+            )
+    return state.hexdigest()[:24]
+
+
+def compile_one(tree: Path, program: Path, folder: Path) -> str:
+    """Runs one program; its files and what it prints end up in a folder."""
+    folder.mkdir(parents=True)
+    started = time.monotonic()
+    done = subprocess.run(
+        [*mojo_command(), "run", "-I", ".", str(program), str(folder)],
+        cwd=tree / "mojo",
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        return f"{program.name} of {tree}:\n{done.stderr[-4000:]}"
+    print(f"  {program.name}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+    return ""
+
+
+def variants(folder: Path) -> dict[str, Path]:
+    """Returns the files by program and name: programs use the same names."""
+    return {
+        str(path.relative_to(folder))[:-2]: path for path in sorted(folder.rglob("*.s"))
+    }
+
+
+# --------------------------------------------------------------- comparing
+
+
+def show(base: str, new: str, n_lines: int) -> str:
+    """Returns the start of a diff in which registers have no numbers."""
+
+    def lines(text: str) -> list[str]:
+        text = re.sub(r"\.reg \.\w+ %\w+<\d+>;\n?", "", text)
+        text = REGISTER.sub(lambda m: m[0].rstrip("0123456789"), text)
+        return re.sub(r"LABEL\d+", "LABEL", text).splitlines()
+
+    diff = list(difflib.unified_diff(lines(base), lines(new), lineterm="", n=1))[2:]
+    changed = sum(line[0] in "+-" for line in diff)
+    if not diff:
+        # Only which register or label stands where: then the numbers tell.
+        pair = (canonical(text).splitlines() for text in (base, new))
+        unequal = (two for two in zip(*pair, strict=False) if two[0] != two[1])
+        first = next(unequal, ("", ""))
+        return f"      -{first[0]}\n      +{first[1]}\n      ... other operands"
+    rest = [f"      ... {changed} lines differ"] if len(diff) > n_lines else []
+    return "\n".join([f"      {line}" for line in diff[:n_lines]] + rest)
+
+
+def compare(base: Path, new: Path, n_lines: int) -> tuple[str, str]:
+    texts = [normal(path.read_text()) for path in (base, new)]
+    if texts[0] == texts[1] or canonical(texts[0]) == canonical(texts[1]):
+        return "same", ""
+    cubins = [path.with_suffix(".cubin") for path in (base, new)]
+    if all(path.exists() for path in cubins):
+        codes = []
+        for path, cubin in ((base, cubins[0]), (new, cubins[1])):
+            entries = ENTRY.findall(path.read_text())
+            pattern = re.compile(b"|".join(re.escape(e.encode()) for e in entries))
+            codes.append(machine_code(cubin.read_bytes(), pattern))
+        if codes[0] == codes[1]:
+            return "machine", show(*texts, n_lines)
+        if codes[0][0] == codes[1][0]:
+            return "arguments", show(*texts, n_lines)
+    return "different", show(*texts, n_lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("base")
+    parser.add_argument("new", nargs="?", default=".")
+    parser.add_argument("--only", default="", help="compare variants that match")
+    parser.add_argument("--allow", default="machine", help="kinds that pass, by comma")
+    parser.add_argument("--diff", type=int, default=14, help="lines of a diff")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--rename", action="append", default=[], metavar="OLD=NEW")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(tempfile.gettempdir()) / "same_code"
+    )
+    args = parser.parse_args()
+    version = subprocess.run(
+        [*mojo_command(), "--version"], stdout=subprocess.PIPE, text=True
+    ).stdout
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        folders, todo, built = [], [], []
+        for i, what in enumerate((args.base, args.new)):
+            (unpacked := Path(scratch) / f"tree{i}").mkdir()
+            tree = sources(what, unpacked)
+            kept = args.cache / digest(tree, version)
+            folders.append(kept)
+            if kept.is_dir() or kept in [place for _, place in built]:
+                continue
+            building = Path(scratch) / f"out{i}"
+            built.append((building, kept))
+            programs = sorted((tree / "tests/mojo").glob("codegen*.mojo"))
+            # The longest first.
+            for program in sorted(programs, key=lambda p: -p.stat().st_size):
+                todo.append(
+                    pool.submit(compile_one, tree, program, building / program.stem)
+                )
+        if errors := [text for task in todo if (text := task.result())]:
+            fail("\n".join(errors))
+        for building, kept in built:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            if not kept.exists():
+                shutil.move(building, kept)
+    base, new = map(variants, folders)
+    for old, _, name in (pair.partition("=") for pair in args.rename):
+        renamed = {re.sub(f"^{old}$", name, key): path for key, path in base.items()}
+        if len(renamed) < len(base) or renamed == base:
+            fail(f"--rename {old}: nothing to rename, or two of one name")
+        base = renamed
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for name in sorted({*base, *new}):
+        if not re.search(args.only, name):
+            continue
+        if name not in new or name not in base:
+            verdict, text = ("only-base" if name in base else "only-new"), ""
+        else:
+            verdict, text = compare(base[name], new[name], args.diff)
+        found[verdict].append(name)
+        if verdict != "same":
+            print(f"{verdict:10} {name}")
+            if text:
+                print(text)
+    counts = ", ".join(f"{len(names)} {verdict}" for verdict, names in found.items())
+    print(f"same_code: {counts or 'no variants'}; {time.monotonic() - started:.1f} s")
+    return 0 if found and set(found) <= {"same", *args.allow.split(",")} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
