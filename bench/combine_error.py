@@ -84,7 +84,7 @@ def measure(n_ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the table of docs/decisions/0011-reduced-combine.md."""
+    """Prints the table of docs/decisions/0011-combine-sums.md."""
     columns = ["ranks", "un-reduced", "bfloat16 partials", "float32 partials"]
     columns.append("rows of a token that cross, and partial sums instead")
     print(f"| {' | '.join(columns)} |")

@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="write docs/results/cpu_round_trip.md and .json",
+        help="write docs/performance.md and .json",
     )
     options = parser.parse_args()
     n_cores = len(os.sched_getaffinity(0))

@@ -6,7 +6,7 @@ row bytes / ROWS_GBPS``, for uniform routing and ``max_tokens_per_rank`` tokens.
 rank has the same ``EPConfig``, so all come to the same choice, without a GPU too.
 
 The constants are fitted to the measured tables
-``docs/results/protocols_2_ranks.json`` and ``protocols_4_ranks.json`` by
+``docs/performance.md`` and ``protocols_4_ranks.json`` by
 ``python -m bench.fit_costs``, which prints them; a test compares them with these.
 """
 
@@ -103,7 +103,7 @@ def _chance_of_a_rank(config: EPConfig) -> float:
 def choose_protocol(config: EPConfig) -> str:
     """Chooses the protocol of a configuration.
 
-    On CPU ``rank_slots`` where it can be (docs/results/cpu_round_trip.md).
+    On CPU ``rank_slots`` where it can be (docs/performance.md).
 
     Args:
         config: The group; its ``protocol`` does not matter.

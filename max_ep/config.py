@@ -67,7 +67,7 @@ class EPConfig:
     fused_shared_expert: bool = False
     """Every rank also computes a shared expert, on all of its own tokens: they
     stand in front of its dispatched rows, and combine adds what the expert made
-    of them (docs/decisions/0008-two-row-layouts-and-a-shared-expert.md)."""
+    of them (docs/decisions/0008-row-layouts-and-a-shared-expert.md)."""
     fuse_ffn_combine_send: bool = False
     moe_dim: int = 0
     fused_moe_ready: bool = False
@@ -89,13 +89,13 @@ class EPConfig:
     (:meth:`EPBatchManager.ep_send_tokens`). The latter two on CPU and on GPUs of one
     host, and without input scales; the results are the same, bit for bit. ``"auto"``:
     what a cost model says is fastest of those that can be
-    (docs/decisions/0015-auto.md; ``max-ep plan`` prints it)."""
+    (docs/decisions/0012-by-rank-on-gpus.md; ``max-ep plan`` prints it)."""
     combine_mode: str = "unreduced"
     """What combine sends back: ``"unreduced"``: every expert row, and combine
     takes the router weights; ``"reduced"``: for each token and each rank that
     has an expert of it, one partial sum of weighted rows. Then *dispatch* takes
     the router weights, and the protocol is not ``"expert_slots"``. Fewer bytes,
-    and sums that are rounded otherwise (docs/decisions/0011-reduced-combine.md)."""
+    and sums that are rounded otherwise (docs/decisions/0011-combine-sums.md)."""
     partial_dtype: DType | None = None
     """Dtype of a partial sum on the wire, with ``combine_mode="reduced"``:
     bfloat16 or float32; None: ``combine_dtype``."""
@@ -229,7 +229,7 @@ class EPConfig:
     def halves_may_overlap(self) -> bool:
         """Whether a wait with nothing before its async op's end may run beside it.
 
-        See ``docs/decisions/0021-halves-that-overlap.md``.
+        See ``docs/decisions/0023-tried-and-not-kept.md``.
         """
         return (
             self.target == "gpu"

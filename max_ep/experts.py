@@ -3,8 +3,8 @@
 
 That is on CPU, and in bfloat16 on Hopper for ``grouped_matmul``, as MAX's does not
 compile there, and for ``linear``, as MAX's writes behind its result
-(docs/decisions/0016-grouped-matmul-on-hopper.md and
-docs/decisions/0018-whole-tiles-on-hopper.md). Elsewhere use MAX's.
+(docs/decisions/0016-matmuls-on-hopper.md and
+docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
     """Multiplies rows with the transpose of one weight, ``x @ weight.T``.
 
     On CPU a grouped matmul with one group: ``ops.matmul`` runs faster, but takes longer
-    to compile (docs/decisions/0006-experts-on-cpu.md). On GPUs bfloat16 on Hopper,
+    to compile (docs/decisions/0006-cpu-ranks.md). On GPUs bfloat16 on Hopper,
     where MAX's own writes behind its result
-    (docs/decisions/0018-whole-tiles-on-hopper.md).
+    (docs/decisions/0016-matmuls-on-hopper.md).
 
     Args:
         x: ``[n_rows, k]``; on GPUs ``k`` is a multiple of 64.

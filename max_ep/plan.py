@@ -66,7 +66,7 @@ def _print_choices(console: Console, config: EPConfig, *, is_auto: bool) -> None
     console.print(table)
     console.print(
         f"Predicted: fixed + wire / {WIRE_GBPS} GB/s + rows / {ROWS_GBPS} GB/s, fitted "
-        "to docs/results/protocols_*_ranks.md. protocol='auto' takes rank_slots "
+        "to docs/performance.md. protocol='auto' takes rank_slots "
         f"unless another is {MARGIN:.0%} faster."
     )
     for refusal in refusals:

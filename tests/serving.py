@@ -23,7 +23,7 @@ _FIRST_TOLERANCE = 0.06
 NOISES = (2.0**-8,) * 32 + (2.0**-7,) * 32
 """For models in which a rounding decides between experts, so that logits differ by far
 more: of draws in which the float32 model may choose a token that is further behind
-(docs/results/serving_gaps.md). One and two times what rounding to bfloat16 does."""
+(docs/performance-notes.md). One and two times what rounding to bfloat16 does."""
 
 _WORDS = (
     "a rank sends each token once to the experts that its router has chosen".split()

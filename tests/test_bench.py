@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 import sys
 import time
@@ -13,61 +13,53 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import (
-    gpu_report,
-    gpu_round_trip,
-    gpu_rows,
-    served_step,
-    serving,
-    watched,
-)
+from bench import gpu_shapes, gpu_traffic, report, served_step, serving, watched
 from bench.command import said_command
-from bench.gpu_shapes import Case, Config
 from graphs.serve.checkpoint import make_checkpoint
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-TABLE = RESULTS / "turns_2_ranks.json"
+DATA = report.load()
+SCHEMES = {
+    "sums": "dedup",
+    "rows": "dedup+slots",
+    "by_expert": "slots",
+    "max": "slots",
+    "all_gather": "gather",
+    ("nccl", "all_gather"): "gather",
+    ("nccl", "all_to_all"): "dedup",
+}
+"""How rows travel, see ``bench.gpu_traffic``."""
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        TABLE,
-        RESULTS / "all_2_ranks.json",
-        RESULTS / "early_tokens_2_ranks.json",
-        RESULTS / "first_2_ranks.json",
-        RESULTS / "counts_2_ranks.json",
-    ],
-    ids=lambda path: path.stem,
-)
-def test_a_saved_table_is_that_of_its_rows(table: Path) -> None:
-    """Bytes and GB/s are computed again, and the Markdown has these numbers."""
-    saved = json.loads(table.read_text())
-    for row in saved["rows"]:
-        config = Config(
-            *(row[k] for k in ("peer", "n_ranks", "shape", "dtype")), row["max_tokens"]
-        )
-        case = Case(config, row["n_tokens"], row["routing"])
-        times = {
-            mode: {"median": row[f"{mode}_us"], "p95": row[f"{mode}_p95_us"]}
-            for mode in ("captured", "eager")
-        }
-        assert gpu_rows.row_of(case, row["form"], times, saved["links"]) == row
-    text = table.with_suffix(".md").read_text()
-    for title, _, lines in gpu_report.tables(saved["rows"]):
-        assert f"## {title}" in text
-        for line in lines:
-            assert f"| {' | '.join(line)} |" in text
+def test_the_page_is_made_of_the_data() -> None:
+    """`python -m bench.report` was run after the last change."""
+    assert report.PAGE.read_text() == report.page(DATA)
+    assert report.DATA.read_text() == report.dump(DATA)
+    names = re.findall(r"\]\((images/[^)]+)\)", report.PAGE.read_text())
+    assert len(names) == 3
+    assert all((report.PAGE.parent / name).exists() for name in names)
 
 
-def test_tables_of_other_samples_are_not_merged() -> None:
-    rows, _ = gpu_round_trip._merged([TABLE], n_replays=8)
-    assert len(rows) == 20
-    with pytest.raises(ValueError, match="has 8 replays, one of this run 1: give"):
-        gpu_round_trip._merged([TABLE], n_replays=1)
-    # Older tables do not say it, and have one.
-    with pytest.raises(ValueError, match="has 1 replays, one of this run 8: give"):
-        gpu_round_trip._merged([RESULTS / "one_by_one_2_ranks.json"], n_replays=8)
+def test_bytes_are_those_of_the_rows() -> None:
+    for row in DATA["gpu"]:
+        shape = gpu_shapes.SHAPES[row["shape"]]
+        ids = gpu_shapes.expert_ids(shape, row["routing"], row["ranks"], row["tokens"])
+        scheme = SCHEMES.get((row["peer"], row["form"])) or SCHEMES[row["peer"]]
+        moved = gpu_traffic.bytes_moved(shape, row["dtype"], ids, scheme)
+        assert row["wire_bytes"] == moved.wire, row
+
+
+def test_new_rows_replace_those_of_the_same_machine() -> None:
+    """Other machines' rows stay; a run without rows goes."""
+    h200 = {"gpu": "NVIDIA H200"}
+    old = {"peer": "sums", "form": "fused", "ranks": 2, "tokens": 1, "us": 10.0}
+    data = {
+        "runs": {"a": h200, "b": {"gpu": "NVIDIA H100"}},
+        "gpu": [{"run": "a", **old}, {"run": "b", **old}],
+    }
+    new = {"runs": {"c": h200}, "gpu": [{"run": "c", **old, "us": 9.0}]}
+    merged = report.merge(data, new)
+    assert [(row["run"], row["us"]) for row in merged["gpu"]] == [("c", 9.0), ("b", 10)]
+    assert list(merged["runs"]) == ["b", "c"]
 
 
 def child(program: str) -> subprocess.Popen:

@@ -117,7 +117,7 @@ def test_plan_of_reduced_combine(plan: Callable[[str], str]) -> None:
 
 
 def test_reduced_combine_is_as_exact_as_decided() -> None:
-    """What docs/decisions/0011-reduced-combine.md says of 2 and of 8 ranks."""
+    """What docs/decisions/0011-combine-sums.md says of 2 and of 8 ranks."""
     from bench.combine_error import measure
 
     for n_ranks, most, saved in ((2, 1.25, 0.74), (8, 1.4, 0.33)):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of MAX 26.7 is wrong on Hopper in bfloat16, and what takes its place.
 
-The grouped matmul does not compile (docs/decisions/0016-grouped-matmul-on-hopper.md),
-a matmul writes behind its result (docs/decisions/0018-whole-tiles-on-hopper.md), and
-latent attention gets short prompts wrong (docs/decisions/0019-short-prompts.md).
-On CPU a matmul takes MAX minutes to compile (docs/decisions/0006-experts-on-cpu.md).
+The grouped matmul does not compile (docs/decisions/0016-matmuls-on-hopper.md),
+a matmul writes behind its result (docs/decisions/0016-matmuls-on-hopper.md), and
+latent attention gets short prompts wrong (docs/decisions/0017-serving.md).
+On CPU a matmul takes MAX minutes to compile (docs/decisions/0006-cpu-ranks.md).
 Elsewhere, and in other dtypes, MAX's own functions are called.
 """
 

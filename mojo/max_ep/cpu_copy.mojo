@@ -14,7 +14,7 @@ about as long as waking the pool."""
 comptime STREAM_BYTES = 4 * 1024 * 1024
 """From this many bytes on, a launch writes past the caches: what it writes
 would be evicted before it is read, and fetching each line only to overwrite
-it costs a third of the traffic (docs/decisions/0005-streaming-stores.md)."""
+it costs a third of the traffic (docs/decisions/0006-cpu-ranks.md)."""
 
 
 @always_inline

@@ -2,7 +2,7 @@
 """Expert computations on CPU, where MAX has none.
 
 Small and readable rather than fast: they make the examples, the tests and served
-models complete. Why not MAX's: docs/decisions/0006-experts-on-cpu.md. For GPUs there
+models complete. Why not MAX's: docs/decisions/0006-cpu-ranks.md. For GPUs there
 is max_ep_gpu_experts.
 """
 import extensibility

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of experts and layers where MAX has none, or a wrong one: on Hopper.
 
-In bfloat16. Why not MAX's: docs/decisions/0016-grouped-matmul-on-hopper.md and
-docs/decisions/0018-whole-tiles-on-hopper.md. A package of its own: it has MAX's matmul
+In bfloat16. Why not MAX's: docs/decisions/0016-matmuls-on-hopper.md and
+docs/decisions/0016-matmuls-on-hopper.md. A package of its own: it has MAX's matmul
 in it, which takes a minute to read.
 """
 import extensibility

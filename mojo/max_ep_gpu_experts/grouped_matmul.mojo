@@ -2,7 +2,7 @@
 """Grouped matmul for GPUs.
 
 It exists because MAX's does not compile for Hopper in bfloat16
-(docs/decisions/0016-grouped-matmul-on-hopper.md); elsewhere use MAX's.
+(docs/decisions/0016-matmuls-on-hopper.md); elsewhere use MAX's.
 """
 
 from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, thread_idx

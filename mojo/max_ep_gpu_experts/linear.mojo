@@ -2,7 +2,7 @@
 """A product of few rows and one weight, for GPUs.
 
 It exists because MAX's writes behind its result on Hopper
-(docs/decisions/0018-whole-tiles-on-hopper.md).
+(docs/decisions/0016-matmuls-on-hopper.md).
 """
 
 from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx

@@ -782,7 +782,7 @@ def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
 
     Stores to peers queue up in a multiprocessor and delay all its other
     traffic, so few warps send when there is much to send
-    (docs/results/gpu_round_trip.md).
+    (docs/performance.md).
     """
     return min(3 if n_tokens > 256 else 6, n_warps - 2)
 

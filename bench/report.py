@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes docs/performance.md and its plots of docs/performance.json.
+
+    python -m bench.report              # writes the page and the plots
+    python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
+
+``bench.gpu_round_trip``, ``bench.cpu_round_trip`` and ``bench.serving`` write such
+files. ``runs`` says how each run came to be; every row names its run. A new row
+replaces the row of the same series and size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "docs/performance.json"
+PAGE = ROOT / "docs/performance.md"
+KINDS = ("gpu", "cpu", "serving", "other_systems", "published")
+
+PEERS = {
+    "sums": "max_ep by_rank, sums",
+    "rows": "max_ep by_rank, rows",
+    "by_expert": "max_ep by_expert, rows",
+    "all_gather": "max_ep AllGatherTokenDispatcher",
+    "max": "MAX EP",
+    "max_layer": "MAX, no expert parallelism",
+    "nccl": "NCCL through torch",
+}
+FORMS = {
+    "fused": "",
+    "split": ", async + wait",
+    "work": ", async + work + wait",
+    "fused_work": ", work + fused",
+    "all_gather": ", all-gather + reduce-scatter",
+    "all_to_all": ", all-to-all, one row a (token, rank)",
+}
+RIVALS = dict.fromkeys(
+    [("sums", "fused"), ("rows", "fused"), ("by_expert", "fused")], ("max", "fused")
+) | {("all_gather", "all_gather"): ("nccl", "all_gather")}
+"""Whose times are divided by whose, within a run."""
+SERVING_PEERS = {
+    "max_ep": "max_ep",
+    "max_expert_parallel": "MAX, expert parallel",
+    "max_tensor_parallel": "MAX, tensor parallel",
+}
+SHAPES = {
+    "h7168_e256_k8": "hidden 7168, top-8 of 256 experts (DeepSeek-V3)",
+    "h4096_e128_k8": "hidden 4096, top-8 of 128 experts (Qwen3-235B-A22B)",
+    "h4096_e8_k2": "hidden 4096, top-2 of 8 experts (Mixtral 8x7B)",
+}
+NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
+
+INTRO = """\
+# Performance
+
+`python -m bench.report` makes this page from [performance.json](performance.json). \
+What bounds each size, and what was tried, is in \
+[performance-notes.md](performance-notes.md).
+
+Times are medians in µs of one layer: one dispatch and the combine of what the \
+experts return, without matmul and router. "Captured" replays a graph, "eager" runs \
+it op by op. A commit names the run; [runs](#runs) has its machine, date and command. \
+p95 is in the JSON.
+"""
+
+METHOD = """\
+## Method
+
+- A chain of layers is one graph; a layer's result is the next layer's input. A chain \
+has 64 layers up to 128 tokens a rank, 24 up to 512 and 12 above. Time runs from all \
+GPUs idle to all GPUs idle, divided by the layers. One process drives all GPUs.
+- A captured sample is eight replays without a pause, or one replay where the run \
+says so.
+- Experts return their input; with FP8 dispatch each expert of a rank returns one \
+given bfloat16 row. Combine is bfloat16.
+- `max_tokens_per_rank` is 128, 512 or 4096: the least that holds the tokens.
+- max_ep and MAX deliver rows sorted by expert and return weighted sums. NCCL does \
+less: its all-gather neither filters, sorts nor weighs; its all-to-all does not sort \
+and knows all message sizes beforehand.
+- Uniform routing draws a token's experts evenly. With Zipf routing expert `e` is \
+`1 / (e + 1)` as likely as expert 0.
+- Wire GB/s: bytes that cross a link, of the busiest rank in its busier direction, \
+dispatch and combine together, over the time of a layer. Headers and flags are not \
+counted.
+- Before and after timing the results of the timed graph are compared with the \
+oracle: max_ep bit for bit and in order, MAX as a set of tokens for each expert.
+"""
+
+
+# --------------------------------------------------------------------------- data
+
+
+def load(path: Path = DATA) -> dict:
+    """Reads runs and rows."""
+    return json.loads(path.read_text())
+
+
+def dump(data: dict) -> str:
+    """Writes runs and rows, one a line."""
+    runs = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in data["runs"].items()]
+    parts = ['"runs": {\n' + ",\n".join(runs) + "\n}"]
+    for kind in KINDS:
+        rows = [" " + json.dumps(row) for row in data.get(kind, [])]
+        parts.append(f'"{kind}": [\n' + ",\n".join(rows) + "\n]")
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def merge(data: dict, new: dict) -> dict:
+    """Takes runs and rows into others; runs without rows are dropped."""
+    merged: dict = {kind: [] for kind in KINDS}
+    for kind in KINDS:
+        taken = {_key(data, kind, row): row for row in data.get(kind, [])}
+        taken |= {_key(new, kind, row): row for row in new.get(kind, [])}
+        merged[kind] = list(taken.values())
+    used = {row.get("run") for kind in KINDS for row in merged[kind]}
+    runs = {**data["runs"], **new["runs"]}
+    return {"runs": {k: v for k, v in runs.items() if k in used}, **merged}
+
+
+def _key(data: dict, kind: str, row: dict) -> tuple:
+    """Returns what a row is of: its machine, and all of it that is no time."""
+    run = data["runs"].get(row.get("run"), {})
+    names = ("peer", "form", "ranks", "shape", "dtype", "routing", "tokens", "wire")
+    names += ("clients", "table", "system")
+    return kind, run.get("gpu"), *(row.get(name) for name in names)
+
+
+# -------------------------------------------------------------------------- tables
+
+
+def number(value: float | None) -> str:
+    """Formats with three digits, or two behind the point."""
+    if value is None:
+        return ""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def table(columns: list[str], rows: Iterable[list[str]], n_text: int = 1) -> list[str]:
+    """Lays out Markdown; columns behind the first ``n_text`` are numbers."""
+    line = "|---" * n_text + "|---:" * (len(columns) - n_text) + "|"
+    body = [f"| {' | '.join(row)} |" for row in rows]
+    return [f"| {' | '.join(columns)} |", line, *body, ""]
+
+
+def series(rows: list[dict]) -> dict[tuple[str, str, str], dict[int, dict]]:
+    """Sorts rows by peer, form and run, and each by tokens."""
+    found: dict[tuple[str, str, str], dict[int, dict]] = {}
+    for row in rows:
+        name = (row["peer"], row["form"], row["run"])
+        found.setdefault(name, {})[row["tokens"]] = row
+    order = list(PEERS), list(FORMS)
+    return dict(
+        sorted(found.items(), key=lambda s: [o.index(n) for o, n in zip(order, s[0])])
+    )
+
+
+def _group_lines(rows: list[dict], *, is_main: bool) -> list[list[str]]:
+    sizes = sorted({row["tokens"] for row in rows})
+    lines = []
+
+    def add(name: str, run: str, values: Iterable[float | None], mode: str) -> None:
+        cells = [number(value) for value in values]
+        if any(cells):
+            lines.append([name, mode, *cells, run])
+
+    found = series(rows)
+    for (peer, form, run), of_size in found.items():
+        name = PEERS[peer] + FORMS[form]
+        at = [of_size.get(n, {}) for n in sizes]
+        add(name, run, [row.get("us") for row in at], "captured")
+        if is_main and form == "fused":
+            add(name, run, [row.get("eager_us") for row in at], "eager")
+        if is_main and (peer, form) == ("sums", "fused") and rows[0]["ranks"] > 1:
+            speeds = [r["wire_bytes"] / r["us"] / 1e3 if r else None for r in at]
+            add(name, run, speeds, "wire GB/s")
+        rival = RIVALS.get((peer, form), ("", ""))
+        theirs = found.get((*rival, run), {})
+        both = [(theirs.get(n), of_size.get(n)) for n in sizes]
+        ratios = [f"{a['us'] / b['us']:.2f}" if a and b else "" for a, b in both]
+        if any(ratios):
+            lines.append([f"{PEERS[rival[0]]} / {name}", "ratio", *ratios, run])
+    return lines
+
+
+def _gpu_sections(data: dict) -> list[str]:
+    groups: dict[tuple, list[dict]] = {}
+    for row in data["gpu"]:
+        gpu = data["runs"][row["run"]]["gpu"]
+        what = row["shape"], row["dtype"], row["routing"]
+        groups.setdefault((gpu, row["ranks"], *what), []).append(row)
+    lines, last = [], None
+    for (gpu, ranks, shape, dtype, routing), rows in groups.items():
+        if (gpu, ranks) != last:
+            last = (gpu, ranks)
+            lines += [f"## {machine(gpu, ranks)}", ""]
+            if picture := plot_path(gpu, ranks, rows):
+                lines += [f"![µs a layer by tokens a rank]({picture})", ""]
+        lines += [f"### {SHAPES[shape]}, {dtype} dispatch, {routing} routing", ""]
+        sizes = sorted({row["tokens"] for row in rows})
+        columns = ["tokens a rank", "", *map(str, sizes), "commit"]
+        lines += table(columns, _group_lines(rows, is_main=_is_main(rows[0])), 2)
+    return lines
+
+
+def _is_main(row: dict) -> bool:
+    what = row["shape"], row["dtype"], row["routing"]
+    return what == ("h7168_e256_k8", "bfloat16", "uniform")
+
+
+def machine(gpu: str, n: int) -> str:
+    """Names GPUs: ``Two H200s``."""
+    return f"{NUMBERS[n]} {gpu.split()[1]}{'s' * (n > 1)}"
+
+
+def _serving_section(data: dict) -> list[str]:
+    if not data["serving"]:
+        return []
+    columns = ["server", "clients", "a step, ms (quartiles)", "first token, ms"]
+    columns += ["between tokens, ms", "tokens/s", "commit"]
+    rows = []
+    for row in data["serving"]:
+        low, median, high = row["step_ms"]
+        step = f"{median:.2f} ({low:.2f} to {high:.2f})"
+        rows.append([SERVING_PEERS[row["peer"]], str(row["clients"]), step])
+        times = [f"{row['first_ms']:.1f}", f"{row['between_ms']:.2f}"]
+        rows[-1] += [*times, str(row["tokens_per_s"]), row["run"]]
+    return [
+        "## Serving, two H200s",
+        "",
+        "`max serve` of Qwen3-30B-A3B's sizes: 48 layers, hidden 2048, top-8 of 128 "
+        "experts, random weights, bfloat16, decode through captured graphs. Each "
+        "client sends some 130 tokens and takes 64. A step decodes one token for all "
+        "clients. max_ep spreads experts over the GPUs and replicates attention; MAX's "
+        "servers have max_ep's matmuls, without which they do not compile on Hopper. "
+        "Greedy tokens of each server are compared with those of transformers.",
+        "",
+        *table(columns, rows),
+    ]
+
+
+def _cpu_section(data: dict) -> list[str]:
+    names = {"by_expert": "by_expert", "by_rank": "by_rank"}
+    names |= {"memcpy_1": "memcpy, 1 thread", "memcpy_all": "memcpy, all cores"}
+    columns = ["tokens a rank", "dispatch", "MB", *names.values(), "commit"]
+    rows = [
+        [str(row["tokens"]), row["wire"], f"{row['mb']:.1f}"]
+        + [f"{row[f'{n}_ms']:.2f} ({row[f'{n}_p95_ms']:.2f})" for n in names]
+        + [row["run"]]
+        for row in data["cpu"]
+    ]
+    return [
+        "## CPU",
+        "",
+        "ms of a round trip of four ranks in one process, median (p95): hidden 2048, "
+        "top-8 of 64 experts, uniform routing, all columns sampled in turn. MB: one "
+        "row for each choice, there and back. memcpy copies as many bytes.",
+        "",
+        *table(columns, rows, 2),
+    ]
+
+
+def _other_systems(data: dict) -> list[str]:
+    lines = [
+        "## Other systems",
+        "",
+        "Measured on H200s of one host before these kernels were written: dispatch and "
+        "combine back to back in one captured graph, hidden 7168, top-8 of 256 "
+        "experts. Their commands are not kept, so compare with care. *Delivers*: "
+        "*expert* is rows sorted by expert, and combine reduces everything; *rank* is "
+        "one row a (token, rank), the caller permutes and reduces; *all* is everything "
+        "everywhere.",
+        "",
+    ]
+    for title in dict.fromkeys(row["table"] for row in data["other_systems"]):
+        rows = [row for row in data["other_systems"] if row["table"] == title]
+        sizes = sorted({int(n) for row in rows for n in row["us"]})
+        columns = [title, "delivers", *map(str, sizes)]
+        cells = [[f"{r['us'].get(str(n), '')}" for n in sizes] for r in rows]
+        both = zip(rows, cells)
+        lines += table(columns, [[r["system"], r["delivers"], *c] for r, c in both], 2)
+    lines += [
+        "Published by others, with networks between hosts: µs of dispatch + combine at "
+        "128 tokens a rank, FP8 dispatch, bfloat16 combine, the same sizes.",
+        "",
+    ]
+    sizes = sorted({int(n) for row in data["published"] for n in row["us"]})
+    cells = [
+        [row["system"], row["source"], *(row["us"].get(str(n), "") for n in sizes)]
+        for row in data["published"]
+    ]
+    return lines + table(["ranks", "source", *map(str, sizes)], cells, 2)
+
+
+def _runs_section(data: dict) -> list[str]:
+    lines = [
+        "## Runs",
+        "",
+        "Check out the commit to repeat a run. In commands up to a7c011e, "
+        "`ours_reduced` is by_rank with sums, `ours_by_rank` is by_rank with rows, and "
+        "`ours` is by_expert.",
+        "",
+    ]
+    for name, run in data["runs"].items():
+        where = run.get("cpu") or f"{run['n_gpus']} x {run['gpu']}, driver "
+        where += "" if "cpu" in run else run["driver"]
+        samples = f", {run['samples']} samples" if "samples" in run else ""
+        replays = (
+            f", {run['replays']} replays in each" if run.get("replays", 1) > 1 else ""
+        )
+        note = f" {run['note']}" if "note" in run else ""
+        about = f"{where}, MAX {run['max']}, {run['date']}{samples}{replays}."
+        lines.append(f"- **{name}**: {about}{note} `{run['command']}`")
+    return [*lines, ""]
+
+
+def page(data: dict) -> str:
+    """Makes the page of runs and rows."""
+    lines = [INTRO, *_gpu_sections(data), *_serving_section(data)]
+    lines += [*_cpu_section(data), *_other_systems(data), METHOD, *_runs_section(data)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+# --------------------------------------------------------------------------- plots
+
+# At most five lines a plot.
+PLOTTED = {
+    ("sums", "fused"): "C0-o",
+    ("rows", "fused"): "C1-o",
+    ("by_expert", "fused"): "C2-o",
+    ("max", "fused"): "C3--s",
+    ("nccl", "all_gather"): "C4:^",
+}
+
+
+def plot_path(gpu: str, ranks: int, rows: list[dict]) -> str:
+    """Names the plot of a machine; none where there are less than three sizes."""
+    has_peers = {row["peer"] for row in rows} >= {"sums", "max"}
+    if ranks == 1 or not has_peers or not _is_main(rows[0]):
+        return ""
+    return f"images/{machine(gpu, ranks).lower().replace(' ', '_')}.png"
+
+
+def plots(data: dict) -> list[Path]:
+    """Draws captured times over tokens, one picture a machine; log axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups: dict[tuple[str, int], list[dict]] = {}
+    for row in filter(_is_main, data["gpu"]):
+        gpu = data["runs"][row["run"]]["gpu"]
+        groups.setdefault((gpu, row["ranks"]), []).append(row)
+    written = []
+    for (gpu, ranks), rows in groups.items():
+        if not (name := plot_path(gpu, ranks, rows)):
+            continue
+        figure, axis = pyplot.subplots(figsize=(6.4, 4))
+        for (peer, form), style in PLOTTED.items():
+            points = {
+                row["tokens"]: row["us"]
+                for row in reversed(rows)
+                if (row["peer"], row["form"]) == (peer, form)
+            }
+            if points:
+                sizes = sorted(points)
+                label = PEERS[peer].removeprefix("max_ep ")
+                axis.plot(sizes, [points[n] for n in sizes], style, label=label)
+        axis.set(xscale="log", yscale="log", title=machine(gpu, ranks) + ", bfloat16")
+        axis.set(xlabel="tokens a rank", ylabel="µs, dispatch + combine, captured")
+        sizes = sorted({row["tokens"] for row in rows})
+        axis.set_xticks(sizes, labels=map(str, sizes), minor=False)
+        axis.set_xticks([], minor=True)
+        axis.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1000"])
+        axis.set_yticks([], minor=True)
+        axis.grid(visible=True, alpha=0.3)
+        axis.legend()
+        figure.tight_layout()
+        path = PAGE.parent / name
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=100, metadata={"Software": None})
+        pyplot.close(figure)
+        written.append(path)
+    return written
+
+
+def main() -> None:
+    """Writes the page and the plots."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--add", nargs="+", type=Path, default=[])
+    options = parser.parse_args()
+    data = load()
+    for path in options.add:
+        data = merge(data, load(path))
+    DATA.write_text(dump(data))
+    PAGE.write_text(page(data))
+    for path in (DATA, PAGE, *plots(data)):
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
