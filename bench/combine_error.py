@@ -17,7 +17,7 @@ import numpy as np
 from max_ep.reference import (
     bfloat16_to_float32,
     combine,
-    combine_reduced,
+    combine_sums,
     dispatch,
     float32_to_bfloat16,
 )
@@ -69,7 +69,7 @@ def measure(n_ranks: int) -> dict[str, float]:
         return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
     def reduced(round_partial: Callable[[np.ndarray], np.ndarray]) -> float:
-        return error(combine_reduced(rows, results, weights, round_partial))
+        return error(combine_sums(rows, results, weights, round_partial))
 
     owners = [np.sort(x // -(-N_EXPERTS // n_ranks), axis=1) for x in ids]
     is_away = [x != rank for rank, x in enumerate(owners)]

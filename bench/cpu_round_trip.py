@@ -58,7 +58,7 @@ class Shape:
 
 
 SHAPES = (Shape("decode", 8), Shape("prefill", 512))
-PROTOCOLS = ("expert_slots", "rank_slots")
+PROTOCOLS = ("by_expert", "by_rank")
 
 
 def config_of(shape: Shape, wire: str, protocol: str = "auto") -> EPConfig:

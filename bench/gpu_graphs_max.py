@@ -38,7 +38,6 @@ FORMS = {
     "watched": "as split, with ep_watch between the halves, which waits for all",
     "dispatch": "ep_dispatch alone, L times",
     "routed": "as fused, with a router in front of each dispatch",
-    "early": "as routed, with ep_send_tokens in front of the router",
     "all_gather": "token_dispatch and token_combine of AllGatherTokenDispatcher",
 }
 """What a chain is made of."""
@@ -48,9 +47,7 @@ FORMS = {
 DEFAULT_FORMS = {
     "ours": ("fused", "all", "split", "dispatch"),
     "ours_by_rank": ("fused", "split", "dispatch"),
-    "ours_reduced": ("fused", "split", "watched", "dispatch"),
-    "ours_gather": ("fused", "split", "dispatch"),
-    "ours_gather_reduced": ("fused", "split", "dispatch", *ROUTED_FORMS),
+    "ours_reduced": ("fused", "split", "watched", "dispatch", *ROUTED_FORMS),
     "ours_all_gather": ("all_gather",),
     "max": ("fused", "all", "split"),
     "nccl": ("all_gather", "all_to_all"),
@@ -148,9 +145,6 @@ def graph_of(config: Config, form: str, *, is_check: bool = False) -> Graph:
         for layer in range(n_layers):
             of_layer = weights[layer % _N_FACTORS] if weights else None
             with_tokens = of_layer if config.is_reduced else None
-            if form == "early":
-                for i in range(n):
-                    manager.ep_send_tokens(x[i], i)
             of_router = _route(x, ids, *router) if router else ids
             outputs = _dispatch(manager, form, x, of_router, with_tokens)
             if form == "dispatch":

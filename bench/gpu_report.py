@@ -16,8 +16,6 @@ PEER_NAMES = {
     "ours": "max_ep expert_slots",
     "ours_by_rank": "max_ep rank_slots",
     "ours_reduced": "max_ep reduced",
-    "ours_gather": "max_ep gather",
-    "ours_gather_reduced": "max_ep gather reduced",
     "ours_all_gather": "max_ep AllGatherTokenDispatcher",
     "max": "MAX",
     "nccl": "NCCL",

@@ -52,11 +52,9 @@ TOKENS = (1, 8, 32, 128, 512, 4096)
 """Tokens a rank."""
 
 OURS = {
-    "ours": {"protocol": "expert_slots"},
-    "ours_by_rank": {"protocol": "rank_slots"},
-    "ours_reduced": {"protocol": "rank_slots", "combine_mode": "reduced"},
-    "ours_gather": {"protocol": "gather"},
-    "ours_gather_reduced": {"protocol": "gather", "combine_mode": "reduced"},
+    "ours": {"protocol": "by_expert"},
+    "ours_by_rank": {"protocol": "by_rank"},
+    "ours_reduced": {"protocol": "by_rank", "combine_mode": "sums"},
     "ours_all_gather": {},
 }
 """Peers that are this library, and what their ``EPConfig`` says;
@@ -66,7 +64,7 @@ OURS = {
 # with it: one configuration serves all token counts up to its own.
 _LAYERS = {128: 64, 512: 24, 4096: 12}
 
-ROUTED_FORMS = ("routed", "early")
+ROUTED_FORMS = ("routed",)
 """Forms of chains with a router, see ``bench.gpu_graphs_max``."""
 
 MOST_ROUTED_LAYERS = 16
@@ -101,7 +99,7 @@ class Config:
     @property
     def is_reduced(self) -> bool:
         """Whether the router weights go with dispatch."""
-        return OURS.get(self.peer, {}).get("combine_mode") == "reduced"
+        return OURS.get(self.peer, {}).get("combine_mode") == "sums"
 
     def n_layers(self, form: str) -> int:
         """Layers of the chained graph; a router takes minutes to compile."""

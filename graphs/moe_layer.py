@@ -95,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     has_shared_expert, config = options.shared_expert, CONFIG
     if options.reduced:
-        config = replace(CONFIG, combine_mode="reduced", protocol="auto")
+        config = replace(CONFIG, combine_mode="sums")
     if options.fp8:
         config = replace(
             config,

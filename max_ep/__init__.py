@@ -23,7 +23,6 @@ from .kernels import (
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
     call_ep_init,
-    call_ep_send_tokens,
     call_ep_watch,
 )
 from .launch import LaunchError, launch
@@ -49,7 +48,6 @@ __all__ = [
     "call_ep_dispatch_async",
     "call_ep_dispatch_wait",
     "call_ep_init",
-    "call_ep_send_tokens",
     "call_ep_watch",
     "dequantize_blockwise_fp8",
     "estimate_ep_memory_usage",

@@ -88,8 +88,11 @@ def check_buffers(
         check_value(value, what, DType.uint64, [config.n_ranks], DeviceRef.CPU())
 
 
-def check_tokens(
-    config: EPConfig, input_tokens: TensorValue, device: DeviceRef
+def check_send(
+    config: EPConfig,
+    input_tokens: TensorValue,
+    topk_ids: TensorValue,
+    device: DeviceRef,
 ) -> None:
     dtypes = (
         (DType.bfloat16, DType.float32)
@@ -100,15 +103,6 @@ def check_tokens(
         input_tokens, "input_tokens", dtypes, [None, config.hidden_size], device
     )
     check_n_tokens(config, "input_tokens", input_tokens.shape[0])
-
-
-def check_send(
-    config: EPConfig,
-    input_tokens: TensorValue,
-    topk_ids: TensorValue,
-    device: DeviceRef,
-) -> None:
-    check_tokens(config, input_tokens, device)
     shape = [None, config.n_given_choices]
     if isinstance(topk_ids, TensorValue) and topk_ids.dtype.is_float():
         raise TypeError(
@@ -117,14 +111,6 @@ def check_send(
         )
     check_value(topk_ids, "topk_ids", DType.int32, shape, device)
     check_same_rows("input_tokens", input_tokens, "topk_ids", topk_ids)
-
-
-def check_sent(config: EPConfig, tokens_are_sent: bool) -> None:
-    if tokens_are_sent and not config.is_gather:
-        raise ValueError(
-            f"tokens_are_sent=True with protocol={config.protocol!r}: only 'gather' "
-            "sends tokens before their experts are known; pass False"
-        )
 
 
 def check_same_rows(
@@ -183,7 +169,7 @@ def check_weights_come_once(
         router_weights: What was given, or None.
         phase: ``"dispatch"`` or ``"combine"``.
     """
-    used_by = "dispatch" if config.is_reduced else "combine"
+    used_by = "dispatch" if config.combines_sums else "combine"
     if (router_weights is not None) == (phase == used_by):
         return
     needs = "needs" if phase == used_by else "takes no"

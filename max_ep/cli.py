@@ -52,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     plan.add_argument(
         "--protocol",
-        choices=("auto", "expert_slots", "rank_slots", "gather"),
+        choices=("auto", "by_rank", "by_expert"),
         default="auto",
         help="wire protocol (default: %(default)s)",
     )
     plan.add_argument(
         "--combine-mode",
-        choices=("unreduced", "reduced"),
-        default="unreduced",
+        choices=("rows", "sums"),
+        default="rows",
         help="whether combine sends rows or partial sums (default: %(default)s)",
     )
     plan.add_argument(

@@ -12,13 +12,13 @@ from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig, QuantFormat
 
-from .choice import choose_protocol
 from .config_checks import (
     check_choices,
     check_dtypes,
     check_hidden_size,
     check_protocol,
     check_sizes,
+    refusal_by_rank,
 )
 from .layout import RegionSizes, region_sizes
 from .limits import FP8_BLOCK
@@ -83,22 +83,20 @@ class EPConfig:
     """Device kind of the tensors: ``"cpu"``, ``"gpu"``, or ``"auto"``: what
     this machine has."""
     protocol: str = "auto"
-    """Wire protocol: ``"expert_slots"`` sends a token once for each of its
-    experts, ``"rank_slots"`` once to each rank that has one of them, ``"gather"``
-    to all ranks that have experts, maybe before the router has decided
-    (:meth:`EPBatchManager.ep_send_tokens`). The latter two on CPU and on GPUs of one
-    host, and without input scales; the results are the same, bit for bit. ``"auto"``:
-    what a cost model says is fastest of those that can be
-    (docs/decisions/0012-by-rank-on-gpus.md; ``max-ep plan`` prints it)."""
-    combine_mode: str = "unreduced"
-    """What combine sends back: ``"unreduced"``: every expert row, and combine
-    takes the router weights; ``"reduced"``: for each token and each rank that
-    has an expert of it, one partial sum of weighted rows. Then *dispatch* takes
-    the router weights, and the protocol is not ``"expert_slots"``. Fewer bytes,
-    and sums that are rounded otherwise (docs/decisions/0011-combine-sums.md)."""
+    """How dispatch addresses a token. ``"by_rank"`` sends it once to each rank that
+    holds one of its experts; it needs a CPU group or the NVIDIA GPUs of one host, and
+    takes no input scales. ``"by_expert"`` sends it once for each of its experts, and
+    works everywhere. The results are the same, bit for bit. ``"auto"`` is
+    ``"by_rank"`` where that works, otherwise ``"by_expert"``."""
+    combine_mode: str = "rows"
+    """What combine sends back. ``"rows"``: every expert row; combine takes the router
+    weights. ``"sums"``: one partial sum of weighted rows for each token and each rank
+    that holds an expert of it. Sums are fewer bytes, and are rounded differently
+    (docs/decisions/0011-combine-sums.md). They need ``"by_rank"``, and *dispatch*
+    takes the router weights."""
     partial_dtype: DType | None = None
-    """Dtype of a partial sum on the wire, with ``combine_mode="reduced"``:
-    bfloat16 or float32; None: ``combine_dtype``."""
+    """Dtype of a partial sum on the wire, with ``combine_mode="sums"``: bfloat16 or
+    float32; None: ``combine_dtype``."""
     timeout_s: float = 30.0
     """How long a launch waits for its peers before it fails. Nothing waits
     where all ranks of the group run one after another (``timeout_ms`` is 0)."""
@@ -124,12 +122,13 @@ class EPConfig:
         check_dtypes(self)
         check_hidden_size(self)
         if self.protocol == "auto":
-            self.protocol = choose_protocol(self)
+            can_be = self.combines_sums or not refusal_by_rank(self)
+            self.protocol = "by_rank" if can_be else "by_expert"
         check_protocol(self)
 
     n_carried: ClassVar[int] = 0
-    """Choices of the router that a token carries to every rank: none but in an
-    all-gather (``AllGatherConfig`` in ``gather.py``)."""
+    """Choices of the router that travel with a token to all ranks, in an all-gather
+    (``AllGatherConfig`` in ``gather.py``); 0: this is no all-gather."""
 
     # ------------------------------------------------------------ derived facts
 
@@ -174,19 +173,23 @@ class EPConfig:
         return self.dispatch_dtype == DType.float8_e4m3fn
 
     @property
-    def is_reduced(self) -> bool:
+    def combines_sums(self) -> bool:
         """Whether combine sends partial sums, and dispatch takes the weights."""
-        return self.combine_mode == "reduced"
+        return self.combine_mode == "sums"
 
     @property
-    def is_gather(self) -> bool:
-        """Whether a token goes to all ranks that have experts."""
-        return self.protocol == "gather"
+    def is_by_rank(self) -> bool:
+        """Whether a rank gets a token once, whatever number of its experts it has."""
+        return self.protocol == "by_rank"
 
     @property
-    def has_rank_slots(self) -> bool:
-        """Whether a rank gets a token once, in a place of its number."""
-        return self.protocol in ("rank_slots", "gather")
+    def mojo_protocol(self) -> str:
+        """Protocol and combine mode as ``protocol_of`` (``layout.mojo``) names them."""
+        if self.n_carried:
+            return "gather_reduced"
+        if not self.is_by_rank:
+            return "expert_slots"
+        return "rank_slots_reduced" if self.combines_sums else "rank_slots"
 
     @property
     def combine_wire_dtype(self) -> DType:
@@ -196,7 +199,7 @@ class EPConfig:
     @property
     def adds_unsent_rows(self) -> bool:
         """Whether ``combine_wait`` takes the expert rows, which are not all sent."""
-        return self.fused_shared_expert or self.is_reduced
+        return self.fused_shared_expert or self.combines_sums
 
     @property
     def token_format(self) -> str:
@@ -224,20 +227,6 @@ class EPConfig:
         if self.target == "cpu":
             return self.n_gpus_per_node > 1
         return self.ranks_per_gpu > 1
-
-    @property
-    def halves_may_overlap(self) -> bool:
-        """Whether a wait with nothing before its async op's end may run beside it.
-
-        See ``docs/decisions/0023-tried-and-not-kept.md``.
-        """
-        return (
-            self.target == "gpu"
-            and self.has_rank_slots
-            and self.ranks_per_gpu == 1
-            and self.n_sms != 1  # a half needs one
-            and not self.n_carried
-        )
 
     @property
     def is_on_amd(self) -> bool:
@@ -300,7 +289,7 @@ class EPConfig:
             self.n_ranks,
             self.max_tokens_per_rank,
             self.top_k,
-            self.protocol + ("_reduced" if self.is_reduced else ""),
+            self.mojo_protocol,
             self.n_carried,
         )
 

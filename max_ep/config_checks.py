@@ -12,7 +12,6 @@ from max.nn.quant_config import QuantFormat
 from .limits import (
     COMBINE_MODES,
     FP8_BLOCK,
-    MAX_GATHER_GPUS,
     MAX_GPU_PAIRS,
     MAX_OF_ENTRY,
     MAX_RANKS,
@@ -165,11 +164,11 @@ def check_dtypes(config: EPConfig) -> None:
             f"combine_dtype={config.combine_dtype} must be bfloat16 or float32"
         )
     if config.partial_dtype is not None:
-        if not config.is_reduced:
+        if not config.combines_sums:
             raise ValueError(
                 f"partial_dtype={config.partial_dtype} with combine_mode="
-                f"{config.combine_mode!r}: only reduced combine sends partial "
-                "sums; pass None, or combine_mode='reduced'"
+                f"{config.combine_mode!r}: only combine_mode='sums' sends "
+                "partial sums; pass None, or combine_mode='sums'"
             )
         if config.partial_dtype not in PLAIN_DTYPES:
             raise ValueError(
@@ -233,41 +232,41 @@ def check_hidden_size(config: EPConfig) -> None:
             )
 
 
+def refusal_by_rank(config: EPConfig) -> str:
+    """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
+    if config.uses_shmem:
+        return (
+            f"with target='gpu' and n_nodes={config.n_nodes}: it reaches the GPUs of "
+            "one host only"
+        )
+    if config.is_on_amd:
+        return "with target='gpu' on AMD GPUs: its kernels are for NVIDIA GPUs"
+    for field in ("n_experts", "max_tokens_per_rank"):
+        if getattr(config, field) > MAX_OF_ENTRY:
+            return (
+                f"with {field}={getattr(config, field)}: it can tell apart at most "
+                f"{MAX_OF_ENTRY}"
+            )
+    return ""
+
+
 def check_protocol(config: EPConfig) -> None:
     """Checks that the protocol can do what the other fields ask for.
 
     Raises:
         ValueError: If it cannot.
     """
-    if config.is_reduced and not config.has_rank_slots:
-        raise ValueError(
-            f"combine_mode='reduced' with protocol={config.protocol!r}: the rank "
-            "of an expert can add up a token's rows only where 'rank_slots' "
-            "or 'gather' tells it which they are; pass one of them, or 'auto', "
-            "or combine_mode='unreduced'"
-        )
-    if config.has_rank_slots and config.uses_shmem:
-        raise ValueError(
-            f"protocol={config.protocol!r} with target='gpu' and "
-            f"n_nodes={config.n_nodes}: it reaches the GPUs of one host only; pass "
-            "protocol='expert_slots' (and combine_mode='unreduced')"
-        )
-    if config.has_rank_slots and config.is_on_amd:
-        raise ValueError(
-            f"protocol={config.protocol!r} with target='gpu' on AMD GPUs: its "
-            "kernels are for NVIDIA's; pass protocol='expert_slots' (and "
-            "combine_mode='unreduced')"
-        )
-    if config.is_gather and config.target == "gpu" and config.n_ranks > MAX_GATHER_GPUS:
-        raise ValueError(
-            f"protocol='gather' with {config.n_ranks} GPU ranks is above "
-            f"{MAX_GATHER_GPUS}, the most it can send to; pass "
-            "protocol='rank_slots'"
-        )
-    for field in ("n_experts", "max_tokens_per_rank"):
-        if config.has_rank_slots and getattr(config, field) > MAX_OF_ENTRY:
+    if not config.is_by_rank:
+        if config.combines_sums:
             raise ValueError(
-                f"{field}={getattr(config, field)} is above {MAX_OF_ENTRY}, the "
-                f"most that protocol={config.protocol!r} can tell apart; pass "
-                "protocol='expert_slots'"
+                f"combine_mode='sums' with protocol={config.protocol!r}: the rank of "
+                "an expert can add up a token's rows only with protocol='by_rank'; "
+                "pass that, or 'auto', or combine_mode='rows'"
             )
+        return
+    refusal = refusal_by_rank(config)
+    if refusal:
+        raise ValueError(
+            f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
+            "combine_mode='rows')"
+        )

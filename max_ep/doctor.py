@@ -160,7 +160,7 @@ def run_doctor() -> int:
         target = "gpu" if n_gpus else "cpu"
         print(
             f"target='auto' would use: {target}; `max-ep plan` says which protocol "
-            "'auto' takes on GPUs, on CPU it is rank_slots where it can be."
+            "'auto' takes on GPUs, on CPU it is by_rank where that works."
         )
     else:
         print("Graphs cannot run; mend what is marked FAIL.")

@@ -46,5 +46,5 @@ def estimate_ep_memory_usage(
         use_allreduce=use_allreduce,
         dispatch_quant_config=blockwise_fp8_quant_config() if quantized else None,
         target="cpu",
-        protocol="expert_slots" if n_nodes > 1 else "auto",
+        protocol="by_expert" if n_nodes > 1 else "auto",
     ).estimate_memory_usage()

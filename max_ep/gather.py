@@ -23,7 +23,7 @@ from max.graph import BufferType, TensorType, TensorValue, Value
 from .checks import check_one_a_rank, check_same_rows, check_value
 from .config import EPConfig
 from .initializer import EPCommInitializer
-from .limits import MAX_GATHER_GPUS
+from .limits import MAX_TOP_K
 from .manager import EPBatchManager
 
 
@@ -41,11 +41,11 @@ class AllGatherConfig(EPConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.is_gather and self.is_reduced and not self.is_quantized):
+        if not (self.is_by_rank and self.combines_sums and not self.is_quantized):
             raise ValueError(
                 f"an all-gather with protocol={self.protocol!r}, combine_mode="
                 f"{self.combine_mode!r}, dispatch_dtype={self.dispatch_dtype}: pass "
-                "'gather', 'reduced', and bfloat16 or float32"
+                "'by_rank', 'sums', and bfloat16 or float32"
             )
         if not self.n_experts == self.top_k == self.n_ranks:
             raise ValueError(
@@ -114,10 +114,10 @@ class AllGatherTokenDispatcher:
         n_ranks = n_gpus_per_node * n_nodes
         if top_k < 1:
             raise ValueError(f"top_k={top_k} must be 1 or more")
-        if not 1 <= n_ranks <= MAX_GATHER_GPUS:
+        if n_ranks > MAX_TOP_K:
             raise ValueError(
-                f"n_gpus_per_node * n_nodes = {n_ranks} ranks; a dispatcher gathers "
-                f"from 1 to {MAX_GATHER_GPUS}"
+                f"n_gpus_per_node * n_nodes = {n_ranks} ranks; an all-gather has at "
+                f"most {MAX_TOP_K}"
             )
         self.top_k = top_k
         self.config = AllGatherConfig(
@@ -131,8 +131,8 @@ class AllGatherTokenDispatcher:
             n_nodes=n_nodes,
             node_id=node_id,
             target=target,
-            protocol="gather",
-            combine_mode="reduced",
+            protocol="by_rank",
+            combine_mode="sums",
             timeout_s=timeout_s,
             n_sms=n_sms,
             ranks_per_gpu=ranks_per_gpu,
@@ -189,24 +189,6 @@ class AllGatherTokenDispatcher:
         """
         self._routing_map, self._n_gathered = [], []
         self._manager.fetch_buffers(input_vals)
-
-    def gather_tokens(self, hidden_states: Sequence[TensorValue]) -> None:
-        """Starts gathering tokens, before the router has decided.
-
-        The next :meth:`token_dispatch` must be of the same values.
-
-        Args:
-            hidden_states: ``[local_tokens, hidden_size]`` of ``dtype``, of each
-                local rank.
-
-        Raises:
-            TypeError: If a dtype does not fit.
-            ValueError: If a shape, device or number of values does not.
-        """
-        check_one_a_rank(len(self._ranks), hidden_states=hidden_states)
-        self._check_hidden(hidden_states)
-        for rank, tokens in zip(self._ranks, hidden_states):
-            self._manager.ep_send_tokens(tokens, rank)
 
     def token_dispatch(
         self,

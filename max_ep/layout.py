@@ -60,8 +60,7 @@ def region_sizes(
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         top_k: Experts of a token.
-        protocol: ``"expert_slots"``, ``"rank_slots"``, ``"gather"``, or one of
-            the latter two with ``"_reduced"`` behind it.
+        protocol: :attr:`EPConfig.mojo_protocol`.
         n_carried: Choices that a token of an all-gather carries.
     """
     question = [token_format] + [

@@ -24,11 +24,7 @@ TARGETS = ("cpu", "gpu")
 """Device kinds that have kernels."""
 
 MAX_OF_ENTRY = 65535
-"""Most experts, and tokens a rank, with ``rank_slots`` and ``gather``; as in
-``entries.mojo``."""
-
-MAX_GATHER_GPUS = 32
-"""Most ranks on GPUs with ``gather``: a lane of a warp sends to one."""
+"""Most experts, and most tokens of a rank, with ``by_rank``; as in ``entries.mojo``."""
 
 MAX_GPU_PAIRS = 3840
 """Most ``n_local_experts * n_ranks`` on GPUs: a launch keeps 12 bytes for each in
@@ -37,11 +33,11 @@ the 48 KiB of shared memory that every block has."""
 MAX_TIMEOUT_S = 24 * 3600
 """Longest ``timeout_s``: a day."""
 
-PROTOCOLS = ("expert_slots", "rank_slots", "gather")
+PROTOCOLS = ("by_rank", "by_expert")
 """Wire protocols there are."""
 
-COMBINE_MODES = ("unreduced", "reduced")
-"""What combine sends: rows, or partial sums of rows."""
+COMBINE_MODES = ("rows", "sums")
+"""What combine sends: expert rows, or partial sums of them."""
 
 OUTPUT_LAYOUTS = ("packed", "padded")
 """How the rows of a rank may stand in the outputs of dispatch."""

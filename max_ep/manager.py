@@ -8,7 +8,7 @@ class for both; so this is one file, longer than others.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,12 +33,8 @@ from .kernels import (
     call_ep_dispatch,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
-    call_ep_send_tokens,
     call_ep_watch,
-    combine_room,
-    dispatch_room,
 )
-from .kernels.room import Room
 from .limits import NUM_GROUPS
 from .turns import Turns
 
@@ -71,9 +67,6 @@ class EPBatchManager:
         self._src_info: dict[int, TensorValue] = {}
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
-        self._sent_tokens: dict[int, TensorValue] = {}
-        # Of the sends that are not waited for, the first of them first.
-        self._rooms: defaultdict[tuple[int, int], list[Room | None]] = defaultdict(list)
 
     # ------------------------------------------------------------------- buffers
 
@@ -161,51 +154,7 @@ class EPBatchManager:
             self.recv_count_ptrs[group],
         )
 
-    def _take_room(self, group: int, device_id: int) -> Room | None:
-        """Returns the room of the send that is waited for; None if it has none."""
-        rooms = self._rooms[group, device_id]
-        return rooms.pop(0) if rooms else None
-
     # ------------------------------------------------------------------ dispatch
-
-    def ep_send_tokens(self, input_tokens: TensorValue, device_id: int) -> None:
-        """Starts sending a rank's tokens, before the router decides.
-
-        With ``protocol="gather"``, to all ranks that have experts. The next dispatch
-        on this device must be of the same tokens, in the same graph; it sends all
-        else. Not in MAX's manager.
-
-        Args:
-            input_tokens: ``[n_tokens, hidden_size]``, see
-                :func:`call_ep_dispatch_async`.
-            device_id: The local rank, ``[0, n_gpus_per_node)``.
-
-        Raises:
-            TypeError: If the dtype does not fit.
-            ValueError: If the shape does not, with another protocol, or if tokens
-                that were sent have not been dispatched yet.
-        """
-        counter = self._counter(device_id)
-        if device_id in self._sent_tokens:
-            raise ValueError(
-                f"ep_send_tokens on device {device_id} again, before the dispatch of "
-                "the tokens that were sent; dispatch them first"
-            )
-        self._turns[_DISPATCH].check_send(device_id, "ep_send_tokens")
-        call_ep_send_tokens(
-            input_tokens, counter, *self._pointers(_DISPATCH)[1:], self.config
-        )
-        self._sent_tokens[device_id] = input_tokens
-
-    def _are_sent(self, device_id: int, input_tokens: TensorValue) -> bool:
-        """Tells whether a dispatch's tokens have been sent, which must be these."""
-        sent = self._sent_tokens.get(device_id)
-        if sent is not None and sent is not input_tokens:
-            raise ValueError(
-                f"input_tokens of the dispatch on device {device_id} are not the "
-                "value that ep_send_tokens has sent; pass the same TensorValue"
-            )
-        return sent is not None
 
     def ep_dispatch_async(
         self,
@@ -223,14 +172,11 @@ class EPBatchManager:
             topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``.
             device_id: The local rank, ``[0, n_gpus_per_node)``.
             input_scales: ``[1]`` or ``[n_experts]`` float32 factors, or None.
-            router_weight: With ``combine_mode="reduced"``, ``[n_tokens, top_k]``
+            router_weight: With ``combine_mode="sums"``, ``[n_tokens, top_k]``
                 float32, or bfloat16, which is widened. Otherwise None:
                 :meth:`ep_combine_wait` takes it.
         """
         counter = self._counter(device_id)
-        are_sent = self._are_sent(device_id, input_tokens)
-        # What sends tokens is in a stream of its own, for which the wait waits, too.
-        room = None if are_sent else dispatch_room(self.config, counter.device)
         call_ep_dispatch_async(
             input_tokens,
             topk_ids,
@@ -239,11 +185,7 @@ class EPBatchManager:
             self.config,
             input_scales,
             router_weight,
-            are_sent,
-            room,
         )
-        self._rooms[_DISPATCH, device_id].append(room)
-        self._sent_tokens.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
 
@@ -268,7 +210,6 @@ class EPBatchManager:
             counter,
             *self._pointers(_DISPATCH)[1:],
             self.config,
-            room=self._take_room(_DISPATCH, device_id),
         )
         return self._keep_src_info(device_id, results)
 
@@ -303,9 +244,7 @@ class EPBatchManager:
             self.config,
             input_scales,
             router_weight,
-            self._are_sent(device_id, input_tokens),
         )
-        self._sent_tokens.pop(device_id, None)
         self._turns[_DISPATCH].send(device_id)
         self._turns[_DISPATCH].wait(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
@@ -327,7 +266,7 @@ class EPBatchManager:
             device_ids: The ranks, all of them.
             input_scales: Input scales of each rank, or None.
             router_weights: Router weights of each rank, with
-                ``combine_mode="reduced"``; otherwise None.
+                ``combine_mode="sums"``; otherwise None.
 
         Returns:
             The results of :meth:`ep_dispatch_wait`, one tuple a rank.
@@ -340,12 +279,6 @@ class EPBatchManager:
         check_all_ranks(self.config, device_ids, **lists)
         for device_id in device_ids:
             self._check_receive("ep_dispatch_all", device_id)
-        are_sent = {self._are_sent(i, x) for i, x in zip(device_ids, input_tokens)}
-        if len(are_sent) > 1:
-            raise ValueError(
-                "ep_dispatch_all after ep_send_tokens on some devices only; send the "
-                "tokens of every device first, or of none"
-            )
         results = call_distributed_ep_dispatch(
             list(input_tokens),
             list(topk_ids),
@@ -354,9 +287,7 @@ class EPBatchManager:
             self.config,
             list(input_scales) if input_scales is not None else None,
             list(router_weights) if router_weights is not None else None,
-            are_sent == {True},
         )
-        self._sent_tokens.clear()
         self._pass_all(_DISPATCH, device_ids)
         for device_id, tokens in zip(device_ids, input_tokens):
             self._num_tokens[device_id] = tokens.shape[0]
@@ -400,10 +331,10 @@ class EPBatchManager:
 
     def _check_receive(self, op: str, device_id: int) -> None:
         """Refuses to forget where the rows of a combine under way are."""
-        if self.config.is_reduced and self._turns[_COMBINE].is_under_way(device_id):
+        if self.config.combines_sums and self._turns[_COMBINE].is_under_way(device_id):
             raise ValueError(
                 f"{op} on device {device_id} between ep_combine_async and "
-                "ep_combine_wait: reduced combine finds the rank's own rows by its "
+                "ep_combine_wait: combine_mode='sums' finds the rank's own rows by its "
                 "last dispatch; call ep_combine_wait first, or use a second "
                 "EPBatchManager with buffers of its own"
             )
@@ -426,16 +357,13 @@ class EPBatchManager:
         """
         counter = self._counter(device_id)
         src_info = self._dispatched(device_id)
-        room = combine_room(self.config, counter.device, self._num_tokens[device_id])
         call_ep_combine_async(
             input_tokens,
             src_info,
             counter,
             *self._pointers(_COMBINE),
             self.config,
-            room,
         )
-        self._rooms[_COMBINE, device_id].append(room)
         self._turns[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -446,7 +374,7 @@ class EPBatchManager:
 
         Args:
             router_weight: ``[n_tokens, top_k]`` float32, or bfloat16, which is
-                widened. With ``combine_mode="reduced"`` None: dispatch took it.
+                widened. With ``combine_mode="sums"`` None: dispatch took it.
             device_id: The local rank.
 
         Returns:
@@ -462,7 +390,6 @@ class EPBatchManager:
             router_weight,
             # Rows that were not sent stand there.
             self._expert_rows[device_id] if self.config.adds_unsent_rows else None,
-            self._take_room(_COMBINE, device_id),
         )
 
     def ep_combine(
@@ -511,7 +438,7 @@ class EPBatchManager:
         Args:
             input_tokens: Expert rows of each rank.
             router_weights: Router weights of each rank; None with
-                ``combine_mode="reduced"``.
+                ``combine_mode="sums"``.
             device_ids: The ranks, all of them.
 
         Returns:

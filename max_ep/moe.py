@@ -68,9 +68,9 @@ def through_experts(
     ranks = list(range(len(xs)))
     ids = [value.cast(DType.int32) for value in ids]
     weights = [value.cast(DType.float32) for value in weights]
-    # Whoever adds up the rows needs the weights: reduced, their experts' ranks.
+    # With sums the experts' ranks weight the rows, so dispatch takes the weights.
     of_dispatch, of_combine = (
-        (weights, None) if manager.config.is_reduced else (None, weights)
+        (weights, None) if manager.config.combines_sums else (None, weights)
     )
     dispatched = manager.ep_dispatch_all(xs, ids, ranks, router_weights=of_dispatch)
     rows = [experts(rank, dispatched[rank]) for rank in ranks]

@@ -14,9 +14,7 @@ from max.nn.comm.ep.ep_config import (
 from rich.console import Console
 from rich.table import Table
 
-from .choice import FIXED_US, MARGIN, ROWS_GBPS, WIRE_GBPS, predict
 from .config import EPConfig, blockwise_fp8_quant_config
-from .limits import PROTOCOLS
 
 _DTYPES = {
     "bfloat16": DType.bfloat16,
@@ -33,45 +31,6 @@ def human(n_bytes: int) -> str:
             break
         amount /= 1024
     return f"{n_bytes} B" if unit == "B" else f"{amount:.2f} {unit}"
-
-
-def _print_choices(console: Console, config: EPConfig, *, is_auto: bool) -> None:
-    """Prints what each protocol would do, and which one is taken."""
-    table = Table(
-        title=f"A round trip of {config.max_tokens_per_rank} tokens a rank on H200s, "
-        "uniform routing",
-        title_justify="left",
-    )
-    for column in ("protocol", "fixed us", "wire MB", "rows MB", "us", ""):
-        side = "left" if column in ("protocol", "") else "right"
-        table.add_column(column, justify=side)
-    refusals = []
-    for protocol in PROTOCOLS:
-        p = predict(config, protocol)
-        note = ""
-        if p.refusal:
-            note = "cannot be"
-            refusals.append(p.refusal)
-        elif protocol == config.protocol:
-            note = "taken" if is_auto else "asked for"
-        fixed = FIXED_US.get((protocol, config.combine_mode))
-        table.add_row(
-            protocol,
-            "" if fixed is None else f"{fixed:.1f}",
-            f"{p.wire_bytes / 1e6:.2f}",
-            f"{p.row_bytes / 1e6:.2f}",
-            "" if fixed is None else f"{p.us:.1f}",
-            note,
-        )
-    console.print(table)
-    console.print(
-        f"Predicted: fixed + wire / {WIRE_GBPS} GB/s + rows / {ROWS_GBPS} GB/s, fitted "
-        "to docs/performance.md. protocol='auto' takes rank_slots "
-        f"unless another is {MARGIN:.0%} faster."
-    )
-    for refusal in refusals:
-        console.print(refusal)
-    console.print()
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -108,7 +67,6 @@ def run_plan(options: argparse.Namespace) -> int:
         return 2
     sizes = config.sizes()
     console = Console()
-    _print_choices(console, config, is_auto=options.protocol == "auto")
     table = Table(
         title=f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, "
         f"combine {config.combine_mode}",
@@ -122,10 +80,10 @@ def run_plan(options: argparse.Namespace) -> int:
     send, recv = f"{tokens} x", f"{n_local} x {config.n_ranks} x {tokens} x"
     more = ""
     combine_recv = f"{tokens} x {config.top_k} x"
-    if config.is_reduced:
+    if config.combines_sums:
         combine_recv = f"{config.n_ranks} x {tokens} x"
-    if config.has_rank_slots:
-        entry = f"{16 if config.is_reduced else 8} B"
+    if config.is_by_rank:
+        entry = f"{16 if config.combines_sums else 8} B"
         send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x {entry}, "
         recv += f"{config.n_ranks} x {tokens} x"
         more = ", early, flags"

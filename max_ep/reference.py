@@ -8,7 +8,7 @@ sent: a list with one entry a rank stands for the group.
     tokens, topk_ids  --dispatch-->  rows by expert  --experts-->  expert rows
     sums, not yet rounded  <--combine, with topk_weights--  expert rows
 
-`combine_reduced` is what `EPConfig.combine_mode="reduced"` does instead.
+`combine_sums` is what `EPConfig.combine_mode="sums"` does instead.
 
 NumPy has no bfloat16 and no float8_e4m3fn: both are kept as bits, `uint16` and
 `uint8`, with conversions here. This file needs NumPy only, and is one file so
@@ -376,7 +376,7 @@ def combine(
     return sums
 
 
-def combine_reduced(
+def combine_sums(
     expert_rows: Sequence[np.ndarray],
     results: Sequence[DispatchResult],
     topk_weights: Sequence[np.ndarray],

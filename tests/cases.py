@@ -23,7 +23,7 @@ from max_ep.reference import (
     PaddedResult,
     bfloat16_to_float32,
     combine,
-    combine_reduced,
+    combine_sums,
     dispatch,
     float32_to_bfloat16,
     n_local_experts,
@@ -56,11 +56,9 @@ class Case:
     # Not in `repr`, which seeds the data.
     output_layout: str = field(default="packed", repr=False)
     fused_shared_expert: bool = field(default=False, repr=False)
-    protocol: str = field(default="expert_slots", repr=False)
-    combine_mode: str = field(default="unreduced", repr=False)
+    protocol: str = field(default="by_expert", repr=False)
+    combine_mode: str = field(default="rows", repr=False)
     partial_dtype: DType | None = field(default=None, repr=False)
-    sends_early: bool = field(default=False, repr=False)
-    """Whether an op of its own sends the tokens, with `gather`."""
 
     @property
     def is_fp8(self) -> bool:
@@ -72,8 +70,8 @@ class Case:
         return not self.is_fp8 and self.tokens == self.combine
 
     @property
-    def is_reduced(self) -> bool:
-        return self.combine_mode == "reduced"
+    def combines_sums(self) -> bool:
+        return self.combine_mode == "sums"
 
     @property
     def n_local_experts(self) -> int:
@@ -134,7 +132,7 @@ _CASES = [
     Case("one_rank", 1, 5, 3, 80, 7),
     Case("two_ranks", 2, 5, 3, 80, 7),  # 3 and 2 experts
     Case("last_rank_empty", 4, 5, 3, 80, 7),  # 2, 2, 1 and 0 experts
-    # A token may have rows on three ranks: reduced, the order of two sums shows.
+    # A token may have rows on three ranks: with sums, their order shows.
     Case("uneven_7_on_3", 3, 7, 3, 36, 5, "float32", F32, F32),
     Case("five_ranks_top_1", 5, 15, 1, 128, 3, "fp8", tokens=F32),
     Case("smallest", 5, 15, 1, 8, 3, "float32", F32, BF16),  # 16 bytes a row
@@ -162,12 +160,12 @@ _LAYOUT_CASES = [
 LAYOUT_CASES = {case.name: case for case in _LAYOUT_CASES}
 """Padded rows, and a fused shared expert."""
 
-RANK_SLOTS_CASES = {
-    f"{name}_by_rank": replace(case, name=f"{name}_by_rank", protocol="rank_slots")
+BY_RANK_CASES = {
+    f"{name}_by_rank": replace(case, name=f"{name}_by_rank", protocol="by_rank")
     for name, case in (CASES | LAYOUT_CASES).items()
     if case.scales is None
 }
-"""Those cases whose tokens need be encoded only once, by the other protocol."""
+"""Those cases without input scales, by rank."""
 
 # Those in which combine differs, and what partial sums are; None: as results.
 _PARTIALS = {
@@ -181,50 +179,27 @@ _PARTIALS = {
     "shared_last_rank_empty": None,
     "shared_fp8": BF16,
 }
-REDUCED_CASES = {
-    f"{name}_reduced": replace(
-        RANK_SLOTS_CASES[f"{name}_by_rank"],
-        name=f"{name}_reduced",
-        combine_mode="reduced",
+SUMS_CASES = {
+    f"{name}_sums": replace(
+        BY_RANK_CASES[f"{name}_by_rank"],
+        name=f"{name}_sums",
+        combine_mode="sums",
         partial_dtype=partial_dtype,
     )
     for name, partial_dtype in _PARTIALS.items()
 }
-"""By that protocol, with combine adding up on the ranks of the experts."""
-
-# By the protocol that sends everything to everybody: which of the cases above, and
-# whether the tokens are sent first.
-_GATHERED = {
-    "two_ranks_by_rank": False,
-    "last_rank_empty_by_rank": True,
-    "fp8_by_rank": True,
-    "shared_last_rank_empty_by_rank": True,
-    "last_rank_empty_reduced": True,
-    "top_32_reduced": False,
-    "padded_last_rank_empty_reduced": True,
-}
-GATHER_CASES = {
-    f"{name}_gather": replace(
-        (RANK_SLOTS_CASES | REDUCED_CASES)[name],
-        name=f"{name}_gather",
-        protocol="gather",
-        sends_early=sends_early,
-    )
-    for name, sends_early in _GATHERED.items()
-}
+"""By rank, with combine adding up on the ranks of the experts."""
 
 # Each takes seconds to compile for CPU ranks, and has only `features` of others.
 _ON_REQUEST = (
     "uneven_7_on_3 smallest fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
-    "padded_fp8_each smallest_by_rank smallest_reduced "
+    "padded_fp8_each smallest_by_rank smallest_sums "
     "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
-    "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_reduced "
-    "last_rank_empty_reduced top_32_reduced shared_last_rank_empty_reduced "
-    "two_ranks_by_rank_gather last_rank_empty_by_rank_gather "
-    "last_rank_empty_reduced_gather"
+    "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums "
+    "last_rank_empty_sums shared_last_rank_empty_sums"
 ).split()
 
-ALL_SMALL_CASES = CASES | LAYOUT_CASES | RANK_SLOTS_CASES | REDUCED_CASES | GATHER_CASES
+ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
 SMALL_CASES = {
     name: case
     for name, case in ALL_SMALL_CASES.items()
@@ -247,7 +222,6 @@ def features(case: Case) -> set[tuple]:
         wire_of=(case.wire, case.tokens),
         scales=case.scales,
         layout=(case.output_layout, case.fused_shared_expert, case.is_fp8),
-        sends_early=case.sends_early,
     )
     of_combine = dict(
         layout=(case.output_layout, case.fused_shared_expert),
@@ -265,16 +239,15 @@ _LARGE = [
     Case("large", 2, 12, 8, 2048, 320),
     Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
     Case(
-        "large_reduced",
+        "large_sums",
         2,
         12,
         8,
         2048,
         520,
-        protocol="rank_slots",
-        combine_mode="reduced",
+        protocol="by_rank",
+        combine_mode="sums",
     ),
-    Case("large_gather", 2, 12, 8, 2048, 160, protocol="gather", sends_early=True),
 ]
 LARGE_CASES = {case.name: case for case in _LARGE}
 
@@ -457,9 +430,9 @@ def expected(case: Case, given: Inputs) -> Expected:
         return lambda x: widen(narrow(x, dtype))
 
     round_sum = rounds_to(case.combine)
-    if case.is_reduced:
+    if case.combines_sums:
         round_partial = rounds_to(case.partial_dtype or case.combine)
-        sums = combine_reduced(rows, results, given.weights, round_partial, round_sum)
+        sums = combine_sums(rows, results, given.weights, round_partial, round_sum)
     else:
         sums = combine(rows, results, given.weights, round_sum)
     return Expected(dispatched, [narrow(x, case.combine) for x in sums])

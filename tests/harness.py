@@ -53,8 +53,6 @@ class RankInputs:
     weights: TensorValue
     input_scales: TensorValue | None
     expert_rows: TensorValue | None
-    sends_early: bool = False
-    """Whether an op of its own sends the tokens."""
 
 
 @dataclass
@@ -119,7 +117,6 @@ def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
             take(),
             take() if case.scales is not None else None,
             None if case.sends_rows_back else take(),
-            case.sends_early,
         )
         for _ in range(case.n_ranks)
     ]
@@ -146,16 +143,9 @@ def weights_of(
     config: EPConfig, given: RankInputs
 ) -> tuple[TensorValue | None, TensorValue | None]:
     """Says which router weights dispatch takes, and which combine."""
-    if config.is_reduced:
+    if config.combines_sums:
         return given.weights, None
     return None, given.weights
-
-
-def send_early(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> None:
-    """Builds what sends the tokens first, of cases that do so."""
-    for rank, given in enumerate(ranks):
-        if given.sends_early:
-            manager.ep_send_tokens(given.tokens, rank)
 
 
 def round_trip(
@@ -167,7 +157,6 @@ def round_trip(
         What `take_outputs` takes, a list a rank.
     """
     weights = [weights_of(manager.config, given) for given in ranks]
-    send_early(manager, ranks)
     for rank, given in enumerate(ranks):
         manager.ep_dispatch_async(
             given.tokens, given.ids, rank, given.input_scales, weights[rank][0]
@@ -211,7 +200,6 @@ def fused_round_trip(
 ) -> list[list[TensorValue]]:
     """Builds what `round_trip` builds, one launch a direction and rank."""
     weights = [weights_of(manager.config, given) for given in ranks]
-    send_early(manager, ranks)
     dispatched = [
         manager.ep_dispatch(
             given.tokens, given.ids, rank, given.input_scales, weights[rank][0]

@@ -44,7 +44,6 @@ from max_ep import (
     call_ep_combine_wait,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
-    call_ep_send_tokens,
     extension_path,
     reference,
 )
@@ -70,8 +69,8 @@ class Shape:
     silent_rank: int | None = None
     """A rank that sends nothing and that nobody sends to."""
     fused_shared_expert: bool = False
-    protocol: str = "expert_slots"
-    combine_mode: str = "unreduced"
+    protocol: str = "by_expert"
+    combine_mode: str = "rows"
     seed: int = 1
 
     def config(
@@ -114,23 +113,18 @@ FEW_EXPERTS = Shape(n_experts=3, top_k=2)
 SHARED = replace(FEW_EXPERTS, fused_shared_expert=True)
 
 # The same, and large launches, by the other protocol.
-SHARED_BY_RANK = replace(SHARED, protocol="rank_slots")
-LARGE_BY_RANK = replace(LARGE, protocol="rank_slots")
+SHARED_BY_RANK = replace(SHARED, protocol="by_rank")
+LARGE_BY_RANK = replace(LARGE, protocol="by_rank")
 
-# And with reduced combine.
-SHARED_REDUCED = replace(SHARED_BY_RANK, combine_mode="reduced")
-LARGE_REDUCED = replace(LARGE_BY_RANK, combine_mode="reduced")
-
-# And with tokens that go to everybody, before anything else.
-SHARED_GATHER = replace(SHARED_REDUCED, protocol="gather")
-LARGE_GATHER = replace(LARGE, protocol="gather")
+# And with combine of sums.
+SHARED_SUMS = replace(SHARED_BY_RANK, combine_mode="sums")
+LARGE_SUMS = replace(LARGE_BY_RANK, combine_mode="sums")
 
 # Those whose phases are graphs of their own.
 IN_PHASES = {
     "": SMALL,
-    "_by_rank": replace(SMALL, protocol="rank_slots"),
-    "_reduced": replace(SMALL, protocol="rank_slots", combine_mode="reduced"),
-    "_gather": replace(SMALL, protocol="gather"),
+    "_by_rank": replace(SMALL, protocol="by_rank"),
+    "_sums": replace(SMALL, protocol="by_rank", combine_mode="sums"),
 }
 """By what their graphs' names end with."""
 _SUFFIXES = {(s.protocol, s.combine_mode): name for name, s in IN_PHASES.items()}
@@ -229,8 +223,8 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 def moe(shape: Shape, generation: int, expert_generation: int, rank: int) -> np.ndarray:
     """Computes a rank's sums, as bfloat16 bits."""
-    if shape.combine_mode == "reduced":
-        return reduced_moe(shape, generation, expert_generation, rank)
+    if shape.combine_mode == "sums":
+        return moe_by_sums(shape, generation, expert_generation, rank)
     mine = make_batch(shape, generation, rank)
     sums = reference.moe(
         reference.bfloat16_to_float32(mine.tokens),
@@ -247,7 +241,7 @@ def moe(shape: Shape, generation: int, expert_generation: int, rank: int) -> np.
     return reference.float32_to_bfloat16(sums)
 
 
-def reduced_moe(
+def moe_by_sums(
     shape: Shape, generation: int, expert_generation: int, rank: int
 ) -> np.ndarray:
     """Computes a rank's sums from the rows of all ranks, as bfloat16 bits."""
@@ -261,7 +255,7 @@ def reduced_moe(
     for owner, result in enumerate(dispatched):
         _apply_experts(shape, expert_generation, owner, result, result.rows)
     weights = [b.weights for b in batches]
-    sums = reference.combine_reduced(
+    sums = reference.combine_sums(
         [result.rows for result in dispatched], dispatched, weights, rounded, rounded
     )
     return reference.float32_to_bfloat16(sums[rank])
@@ -294,7 +288,7 @@ def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> N
         values = [v.tensor for v in graph.inputs[: len(types)]]
         tokens, ids, weights, factors = (values[i::4] for i in range(4))
         sent: list[Any] = [None] * len(local_ranks)
-        if config.is_reduced:
+        if config.combines_sums:
             sent, weights = weights, sent
         if form == "all":
             rows = ep.ep_dispatch_all(tokens, ids, local_ranks)
@@ -305,8 +299,6 @@ def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> N
             sums = [ep.ep_combine(rows[0][0] * factors[0], weights[0], 0)]
         else:
             for i in local_ranks:
-                if config.is_gather:
-                    ep.ep_send_tokens(tokens[i], i)
                 ep.ep_dispatch_async(tokens[i], ids[i], i, router_weight=sent[i])
             rows = [ep.ep_dispatch_wait(i) for i in local_ranks]
             for i in local_ranks:
@@ -332,14 +324,12 @@ def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
         inputs, weights, (factors_1, factors_2) = values[:6], values[5], values[6:]
         dispatched = []
         for tokens, ids, sent in (inputs[:3], inputs[3:]):
-            if not config.is_reduced:
+            if not config.combines_sums:
                 sent = None
-            if config.is_gather:
-                ep.ep_send_tokens(tokens, 0)
             rows = ep.ep_dispatch(tokens, ids, 0, router_weight=sent)[:3]
             dispatched.append((*rows, ep._src_info[0]))
         first, second = dispatched
-        if config.is_reduced:
+        if config.combines_sums:
             weights = None
         products = [second[0] * factors_1, second[0] * factors_2]
         sums = [ep.ep_combine(rows, weights, 0) for rows in products]
@@ -361,10 +351,6 @@ def _add_phases(module: Module, suffix: str) -> None:
             comm.recv_count_ptrs[group],
         ]
 
-    def send_tokens(comm, counter, tokens):  # noqa: ANN001, ANN202
-        call_ep_send_tokens(tokens, counter, *pointers(comm, _DISPATCH)[1:], config)
-        return ()
-
     def dispatch_async(comm, counter, tokens, ids, weights):  # noqa: ANN001, ANN202
         call_ep_dispatch_async(
             tokens,
@@ -372,8 +358,7 @@ def _add_phases(module: Module, suffix: str) -> None:
             counter,
             *pointers(comm, _DISPATCH),
             config,
-            router_weights=weights if config.is_reduced else None,
-            tokens_are_sent=config.is_gather,
+            router_weights=weights if config.combines_sums else None,
         )
         return ()
 
@@ -393,13 +378,12 @@ def _add_phases(module: Module, suffix: str) -> None:
                 *pointers(comm, _COMBINE)[1:],
                 config,
                 weights.shape[0],
-                None if config.is_reduced else weights,
+                None if config.combines_sums else weights,
                 rows if config.adds_unsent_rows else None,
             ),
         )
 
     for build, types in (
-        *([(send_tokens, [tokens])] if config.is_gather else []),
         (dispatch_async, [tokens, ids, weights]),
         (dispatch_wait, []),
         (combine_async, [rows, src_info]),
@@ -433,10 +417,8 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     _add_round_trip(module, "few_experts", FEW_EXPERTS.config(0), "async_wait")
     _add_round_trip(module, "shared", SHARED.config(0), "async_wait")
     _add_round_trip(module, "shared_by_rank", SHARED_BY_RANK.config(0), "async_wait")
-    _add_round_trip(module, "shared_reduced", SHARED_REDUCED.config(0), "async_wait")
-    _add_back_to_back(module, "large_reduced", LARGE_REDUCED.config(0))
-    _add_round_trip(module, "shared_gather", SHARED_GATHER.config(0), "async_wait")
-    _add_back_to_back(module, "large_gather", LARGE_GATHER.config(0))
+    _add_round_trip(module, "shared_sums", SHARED_SUMS.config(0), "async_wait")
+    _add_back_to_back(module, "large_sums", LARGE_SUMS.config(0))
     add_all_gather(module, SMALL, N_RANKS)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
@@ -536,10 +518,6 @@ class Member:
 
     def phases(self, generation: int, pause: Callable[[str], None]) -> None:
         """Runs a generation in graphs of one op, with something between them."""
-        if self.config.is_gather:
-            pause("send_tokens")
-            batch = make_batch(self.shape, generation, self.rank)
-            self.run_phase("send_tokens", _bfloat16(batch.tokens))
         pause("dispatch_async")
         self.dispatch_async(generation)
         pause("dispatch_wait")
@@ -724,7 +702,7 @@ def _shared(member: Member) -> None:
 
 
 def _shared_by_rank(member: Member) -> None:
-    """The same by `rank_slots`: own tokens stand where the rows come from."""
+    """The same by `by_rank`: own tokens stand where the rows come from."""
     _few_experts(member, "shared_by_rank")
 
 
@@ -733,24 +711,14 @@ def _large_by_rank(member: Member) -> None:
     _large(member, "large_by_rank")
 
 
-def _shared_reduced(member: Member) -> None:
-    """The same with reduced combine: own rows are added where they stand."""
-    _few_experts(member, "shared_reduced")
+def _shared_sums(member: Member) -> None:
+    """The same with combine of sums: own rows are added where they stand."""
+    _few_experts(member, "shared_sums")
 
 
-def _large_reduced(member: Member) -> None:
+def _large_sums(member: Member) -> None:
     """Partial sums, of one dispatch twice: nobody must overwrite unread ones."""
-    _large(member, "large_reduced")
-
-
-def _shared_gather(member: Member) -> None:
-    """Tokens come before a rank knows of the generation, if it is slow."""
-    _few_experts(member, "shared_gather")
-
-
-def _large_gather(member: Member) -> None:
-    """A fast rank must not send the next tokens onto those that are copied."""
-    _large(member, "large_gather")
+    _large(member, "large_sums")
 
 
 def _all_gather(member: Member) -> None:
@@ -881,18 +849,15 @@ SCENARIOS: dict[str, Callable[[Member], Any]] = {
     "delays_between_executes": _delays_between_executes,
     "delays_between_phases": _delays_between_phases,
     "delays_between_phases_by_rank": _delays_between_phases,
-    "delays_between_phases_reduced": _delays_between_phases,
-    "delays_between_phases_gather": _delays_between_phases,
+    "delays_between_phases_sums": _delays_between_phases,
     "silent_rank": _silent_rank,
     "large": _large,
     "few_experts": _few_experts,
     "shared": _shared,
     "shared_by_rank": _shared_by_rank,
     "large_by_rank": _large_by_rank,
-    "shared_reduced": _shared_reduced,
-    "large_reduced": _large_reduced,
-    "shared_gather": _shared_gather,
-    "large_gather": _large_gather,
+    "shared_sums": _shared_sums,
+    "large_sums": _large_sums,
     ALL_GATHER: _all_gather,
     "dispatch_only": _dispatch_only,
     "combine_only": _combine_only,
@@ -926,10 +891,8 @@ def run_scenarios(
             "shared": SHARED,
             "shared_by_rank": SHARED_BY_RANK,
             "large_by_rank": LARGE_BY_RANK,
-            "shared_reduced": SHARED_REDUCED,
-            "large_reduced": LARGE_REDUCED,
-            "shared_gather": SHARED_GATHER,
-            "large_gather": LARGE_GATHER,
+            "shared_sums": SHARED_SUMS,
+            "large_sums": LARGE_SUMS,
             **{f"delays_between_phases{s}": IN_PHASES[s] for s in IN_PHASES},
         }
         shape = shapes.get(name, SMALL)

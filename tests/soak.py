@@ -21,8 +21,7 @@ _CYCLE = 28
 SHAPES = {
     "async_wait": processes.SMALL,
     "shared_by_rank": processes.SHARED_BY_RANK,
-    "shared_reduced": processes.SHARED_REDUCED,
-    "shared_gather": processes.SHARED_GATHER,
+    "shared_sums": processes.SHARED_SUMS,
 }
 """Graphs, each with the group that it is for."""
 

@@ -101,30 +101,33 @@ BAD_CONFIGS = {
     "timeout": (dict(timeout_s=0), ["timeout_s=0", "above 0"]),
     "timeout_text": (dict(timeout_s="5"), ["timeout_s='5'", "number of seconds"]),
     "target": (dict(target="tpu"), ["'tpu'", "'cpu'", "'gpu'"]),
-    "protocol": (dict(protocol="fast"), ["'fast'", "'expert_slots'"]),
-    "combine_mode": (
-        dict(combine_mode="summed"),
-        ["'summed'", "'unreduced'", "'reduced'"],
+    "protocol": (
+        dict(protocol="rank_slots"),
+        ["'rank_slots'", "'auto'", "'by_rank'", "'by_expert'"],
     ),
-    "reduced_by_expert": (
-        dict(combine_mode="reduced", protocol="expert_slots"),
-        ["combine_mode='reduced'", "protocol='expert_slots'", "'rank_slots'"],
+    "combine_mode": (
+        dict(combine_mode="reduced"),
+        ["'reduced'", "'rows'", "'sums'"],
+    ),
+    "sums_by_expert": (
+        dict(combine_mode="sums", protocol="by_expert"),
+        ["combine_mode='sums'", "protocol='by_expert'", "'by_rank'"],
     ),
     "negative_n_sms": (dict(n_sms=-1), ["n_sms=-1", ">= 0"]),
     "partial_dtype": (
-        dict(combine_mode="reduced", protocol="auto", partial_dtype=DType.float16),
+        dict(combine_mode="sums", protocol="auto", partial_dtype=DType.float16),
         ["partial_dtype", "float16", "bfloat16 or float32"],
     ),
     "partial_dtype_of_rows": (
         dict(partial_dtype=F32),
-        ["partial_dtype=DType.float32", "combine_mode='unreduced'", "pass None"],
+        ["partial_dtype=DType.float32", "combine_mode='rows'", "pass None"],
     ),
     "partial_bytes": (
         dict(
             hidden_size=84,
             dispatch_dtype=F32,
             combine_dtype=F32,
-            combine_mode="reduced",
+            combine_mode="sums",
             protocol="auto",
             partial_dtype=BF16,
         ),
@@ -272,66 +275,6 @@ def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
     return [manager.ep_dispatch_wait(rank) for rank in range(n)]
 
 
-GATHER = dataclasses.replace(TWO, protocol="gather")
-
-
-def test_tokens_are_sent_first_by_gather_alone() -> None:
-    for protocol in ("expert_slots", "rank_slots"):
-        config = dataclasses.replace(TWO, protocol=protocol).config()
-        with building(config) as (manager, x):
-            with raises(ValueError, "call_ep_send_tokens", protocol, "'gather'"):
-                manager.ep_send_tokens(x.tokens, 0)
-
-
-def test_tokens_that_were_sent_are_dispatched_next() -> None:
-    with building(GATHER.config(), others=GOOD_TYPES["tokens"]) as (manager, x):
-        manager.ep_send_tokens(x.tokens, 0)
-        with raises(ValueError, "ep_send_tokens on device 0 again", "dispatch them"):
-            manager.ep_send_tokens(x.tokens, 0)
-        with raises(ValueError, "device 0", "not the value", "same TensorValue"):
-            manager.ep_dispatch_async(x.others, x.ids, 0)
-
-
-def test_tokens_are_not_sent_onto_unread_ones() -> None:
-    with building(GATHER.config()) as (manager, x):
-        send_all(manager, x)
-        with raises(ValueError, "ep_send_tokens on device 0 again", "devices [0, 1]"):
-            manager.ep_send_tokens(x.tokens, 0)
-
-
-def test_all_or_no_tokens_are_sent_first() -> None:
-    with building(GATHER.config()) as (manager, x):
-        manager.ep_send_tokens(x.tokens, 1)
-        with raises(ValueError, "ep_send_tokens on some devices only"):
-            manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
-
-
-def test_all_at_once_take_the_tokens_that_were_sent() -> None:
-    """What comes next is sent by itself, and may be of other tokens."""
-    with building(GATHER.config(), others=GOOD_TYPES["tokens"]) as (manager, x):
-        for rank in range(2):
-            manager.ep_send_tokens(x.tokens, rank)
-        for tokens in (x.tokens, x.others):
-            manager.ep_dispatch_all([tokens] * 2, [x.ids] * 2, [0, 1])
-        text = str(Graph.current)
-    assert text.count("tokens_are_sent = true") == 2
-    assert text.count("tokens_are_sent = false") == 2
-
-
-def test_bad_tokens_are_not_sent_first() -> None:
-    wrong = dict(narrow=tensor(BF16, "t", 72), wide=tensor(F32, "t", 80))
-    with building(GATHER.config(), **wrong) as (manager, x):
-        with raises(ValueError, "input_tokens", "72", "80"):
-            manager.ep_send_tokens(x.narrow, 0)
-        with raises(TypeError, "input_tokens", "float32", "bfloat16"):
-            manager.ep_send_tokens(x.wide, 0)
-
-
-def test_gather_on_many_gpus() -> None:
-    with raises(ValueError, "protocol='gather'", "40 GPU ranks", "32", "rank_slots"):
-        GATHER.config(target="gpu", n_gpus_per_node=40, n_experts=80)
-
-
 def test_ops_are_told_n_sms() -> None:
     with building(dataclasses.replace(TWO.config(), n_sms=3)) as (manager, x):
         dispatch_all(manager, x)
@@ -352,33 +295,6 @@ def test_waits_are_told_whether_ranks_share_a_gpu(ranks_per_gpu: int) -> None:
         text = str(Graph.current)
     told = "true" if ranks_per_gpu > 1 else "false"
     assert text.count("shares_gpu = ") == text.count(f"shares_gpu = {told}") == 4
-
-
-def test_a_refused_dispatch_leaves_tokens_sent() -> None:
-    with building(GATHER.config()) as (manager, x):
-        manager.ep_send_tokens(x.tokens, 0)
-        with raises(TypeError, "topk_ids", "float32", "int32", "router's weights"):
-            manager.ep_dispatch_async(x.tokens, x.weights, 0)
-        manager.ep_dispatch_async(x.tokens, x.ids, 0)
-        manager.ep_dispatch_async(x.tokens, x.ids, 1)
-        text = str(Graph.current)
-    assert text.count("tokens_are_sent = true") == 1
-    assert text.count("tokens_are_sent = false") == 1
-
-
-@pytest.mark.parametrize("call", [call_ep_dispatch, call_ep_dispatch_async])
-@pytest.mark.parametrize("protocol", ["expert_slots", "rank_slots"])
-def test_tokens_are_sent_is_for_gather(call, protocol: str) -> None:
-    config = CASES["one_rank"].config(protocol=protocol)
-    types = dict(
-        tokens=tensor(BF16, "t", config.hidden_size),
-        ids=tensor(DType.int32, "t", config.top_k),
-    )
-    with building(config, **types) as (manager, x):
-        counter = manager.atomic_counters[0][0]
-        pointers = manager._pointers(0)
-        with raises(ValueError, "tokens_are_sent=True", protocol, "'gather'"):
-            call(x.tokens, x.ids, counter, *pointers, config, tokens_are_sent=True)
 
 
 # Input types that do not fit dispatch, the error, and what it must say.
@@ -487,17 +403,17 @@ def test_input_scales_with_a_fused_shared_expert() -> None:
 
 
 def test_input_scales_by_rank() -> None:
-    config = TWO.config(protocol="rank_slots")
+    config = TWO.config(protocol="by_rank")
     with building(config, scales=tensor(F32, 1)) as (manager, x):
-        with raises(ValueError, "input_scales", "rank_slots", "expert_slots"):
+        with raises(ValueError, "input_scales", "by_rank", "by_expert"):
             manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
 
 
 @pytest.mark.parametrize("field", ["n_experts", "max_tokens_per_rank"])
 def test_what_entries_cannot_hold(field: str) -> None:
-    TWO.config(**{"protocol": "rank_slots", field: 65535})
-    with raises(ValueError, f"{field}=65536", "65535", "expert_slots"):
-        TWO.config(**{"protocol": "rank_slots", field: 65536})
+    TWO.config(**{"protocol": "by_rank", field: 65535})
+    with raises(ValueError, f"{field}=65536", "65535", "by_expert"):
+        TWO.config(**{"protocol": "by_rank", field: 65536})
 
 
 def test_more_experts_than_a_block_can_count() -> None:
@@ -506,36 +422,36 @@ def test_more_experts_than_a_block_can_count() -> None:
         TWO.config(target="gpu", n_experts=3841)
 
 
-def test_rank_slots_of_several_hosts() -> None:
-    with raises(ValueError, "rank_slots", "target='gpu'", "n_nodes=2", "expert_slots"):
-        TWO.config(protocol="rank_slots", target="gpu", n_nodes=2)
+def test_by_rank_on_several_hosts() -> None:
+    with raises(ValueError, "by_rank", "target='gpu'", "n_nodes=2", "by_expert"):
+        TWO.config(protocol="by_rank", target="gpu", n_nodes=2)
 
 
-REDUCED = TWO.config(combine_mode="reduced", protocol="auto")
+SUMS = TWO.config(combine_mode="sums", protocol="auto")
 
 
-def test_auto_is_rank_slots_where_that_can_be() -> None:
-    assert REDUCED.protocol == "rank_slots"
-    assert TWO.config(protocol="auto").protocol == "rank_slots"
+def test_auto_is_by_rank_where_that_works() -> None:
+    assert SUMS.protocol == "by_rank"
+    assert TWO.config(protocol="auto").protocol == "by_rank"
     hosts = TWO.config(protocol="auto", target="gpu", n_nodes=2)
-    assert hosts.protocol == "expert_slots"
+    assert hosts.protocol == "by_expert"
     many = TWO.config(protocol="auto", max_tokens_per_rank=65536)
-    assert many.protocol == "expert_slots"
+    assert many.protocol == "by_expert"
 
 
-def test_rank_slots_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_rank_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("max_ep.config.accelerator_api", lambda: "hip")
-    assert TWO.config(protocol="auto", target="gpu").protocol == "expert_slots"
-    with raises(ValueError, "rank_slots", "AMD", "expert_slots"):
-        TWO.config(protocol="rank_slots", target="gpu")
-    assert TWO.config(protocol="auto").protocol == "rank_slots"
+    assert TWO.config(protocol="auto", target="gpu").protocol == "by_expert"
+    with raises(ValueError, "by_rank", "AMD", "by_expert"):
+        TWO.config(protocol="by_rank", target="gpu")
+    assert TWO.config(protocol="auto").protocol == "by_rank"
 
 
 def test_router_weights_are_given_once() -> None:
-    """To dispatch if combine is reduced, to combine otherwise."""
+    """To dispatch if combine sends sums, to combine otherwise."""
     bad = dict(short=tensor(F32, "t", 2), narrow=tensor(BF16, "t", 3))
-    with building(REDUCED, **bad) as (manager, x):
-        words = ["dispatch", "combine_mode='reduced'", "needs router weights"]
+    with building(SUMS, **bad) as (manager, x):
+        words = ["dispatch", "combine_mode='sums'", "needs router weights"]
         with raises(ValueError, *words):
             manager.ep_dispatch_async(x.tokens, x.ids, 0)
         with raises(ValueError, *words):
@@ -554,29 +470,29 @@ def test_router_weights_are_given_once() -> None:
         manager.ep_dispatch_all(
             [x.tokens] * 2, [x.ids] * 2, [0, 1], router_weights=[x.narrow] * 2
         )
-        words = ["combine", "combine_mode='reduced'", "takes no router weights"]
+        words = ["combine", "combine_mode='sums'", "takes no router weights"]
         with raises(ValueError, *words, "dispatch takes them"):
             for rank in range(2):
                 manager.ep_combine_async(x.rows, rank)
             manager.ep_combine_wait(x.weights, 0)
     with building() as (manager, x):
-        words = ["dispatch", "combine_mode='unreduced'", "takes no router weights"]
+        words = ["dispatch", "combine_mode='rows'", "takes no router weights"]
         with raises(ValueError, *words, "combine takes them"):
             manager.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.weights)
         dispatch_all(manager, x)
-        with raises(ValueError, "combine", "'unreduced'", "needs router weights"):
+        with raises(ValueError, "combine", "'rows'", "needs router weights"):
             manager.ep_combine_all([x.rows] * 2, None, [0, 1])
 
 
-def test_reduced_combine_wait_needs_the_expert_rows() -> None:
+def test_sums_combine_wait_needs_the_expert_rows() -> None:
     for is_padded in (False, True):
         layout = "padded" if is_padded else "packed"
-        config = dataclasses.replace(REDUCED, output_layout=layout)
+        config = dataclasses.replace(SUMS, output_layout=layout)
         with building(config, short=tensor(BF16, 3, 4, 80)) as (manager, x):
             counter = manager.atomic_counters[0][0]
             pointers = [manager.recv_buf_ptrs[1], manager.recv_count_ptrs[1]]
             more = [config, x.tokens.shape[0], None]
-            with raises(ValueError, "combine_mode='reduced'", "needs input_tokens"):
+            with raises(ValueError, "combine_mode='sums'", "needs input_tokens"):
                 call_ep_combine_wait(counter, *pointers, *more)
             wanted = "[3, 14, 80]" if is_padded else "[any, 80]"
             with raises(ValueError, "input_tokens", "[3, 4, 80]", wanted):
@@ -988,7 +904,7 @@ _FP8 = dict(
     dispatch_quant_config=blockwise_fp8_quant_config(),
     hidden_size=256,
 )
-_REDUCED = dict(protocol="rank_slots", combine_mode="reduced")
+_SUMS = dict(protocol="by_rank", combine_mode="sums")
 
 
 @pytest.mark.parametrize(
@@ -1002,10 +918,9 @@ _REDUCED = dict(protocol="rank_slots", combine_mode="reduced")
         ({}, dict(max_tokens_per_rank=8)),
         ({}, dict(n_nodes=4)),
         ({}, dict(n_gpus_per_node=2)),
-        ({}, dict(protocol="rank_slots")),
-        (dict(protocol="rank_slots"), _REDUCED),
-        (dict(protocol="rank_slots"), dict(protocol="gather")),
-        (_REDUCED, _REDUCED | dict(partial_dtype=F32)),
+        ({}, dict(protocol="by_rank")),
+        (dict(protocol="by_rank"), _SUMS),
+        (_SUMS, _SUMS | dict(partial_dtype=F32)),
         (_FP8, dict(hidden_size=256)),
         (_FP8, _FP8 | dict(fp8_power_of_two_scales=True)),
     ],
@@ -1103,7 +1018,7 @@ def build_receive(module: Module) -> None:
 def build_halves(module: Module) -> None:
     """Adds the three graphs of `Halves`."""
     for name in ("send", "dispatch", "receive"):
-        manager = EPBatchManager(REDUCED)
+        manager = EPBatchManager(SUMS)
         types = []
         for rank in range(2):
             types += (
@@ -1125,7 +1040,7 @@ def build_halves(module: Module) -> None:
                         counter,
                         manager.recv_buf_ptrs[1],
                         manager.recv_count_ptrs[1],
-                        REDUCED,
+                        SUMS,
                         n.shape[0],
                         None,
                         rows,
@@ -1377,7 +1292,7 @@ def test_run_after_close(loose: Loose, given: Inputs, session) -> None:
 
 
 class Halves:
-    """Reduced combine of `TWO` in three graphs: whatever goes wrong, between them.
+    """Combine of sums of `TWO` in three graphs: whatever goes wrong, between them.
 
     `send` dispatches and sends the dispatched rows back, `dispatch` only
     dispatches, `receive` adds up; its second input of each rank says by its
@@ -1386,7 +1301,7 @@ class Halves:
 
     def __init__(self, session: InferenceSession, models: dict[str, Model]) -> None:
         self._models = models
-        self.comm = EPCommInitializer(REDUCED)
+        self.comm = EPCommInitializer(SUMS)
         self.comm.ep_init(session)
 
     def send(self, given: Inputs, name: str = "send") -> list[Buffer]:
@@ -1410,15 +1325,15 @@ class Halves:
         """After `reset`, all is well; the test after it starts from there."""
         self.comm.reset()
         for routing in ("full", "masked", "uniform"):
-            given = make_inputs(REDUCED_TWO, routing)
+            given = make_inputs(SUMS_TWO, routing)
             n_tokens = [len(t) for t in given.tokens]
             results = self.receive(self.send(given), n_tokens)
-            for got, want in zip(results, expected(REDUCED_TWO, given).combine):
+            for got, want in zip(results, expected(SUMS_TWO, given).combine):
                 assert_same_bits(f"after reset, {routing}", got, want)
         self.comm.reset()
 
 
-REDUCED_TWO = dataclasses.replace(TWO, protocol="rank_slots", combine_mode="reduced")
+SUMS_TWO = dataclasses.replace(TWO, protocol="by_rank", combine_mode="sums")
 
 
 @pytest.fixture(scope="module")
@@ -1429,7 +1344,7 @@ def halves(session, models: dict[str, Model]) -> Iterator[Halves]:
 
 
 @pytest.mark.parametrize("n_tokens", [[6, 7], [7, 0]])
-def test_reduced_combine_of_other_tokens(
+def test_sums_combine_of_other_tokens(
     halves: Halves, given: Inputs, n_tokens: list[int]
 ) -> None:
     rows = halves.send(given)
@@ -1440,7 +1355,7 @@ def test_reduced_combine_of_other_tokens(
     halves.check_next_run()
 
 
-def test_reduced_combine_of_rows_cut_short(halves: Halves, given: Inputs) -> None:
+def test_sums_combine_of_rows_cut_short(halves: Halves, given: Inputs) -> None:
     rows = halves.send(given)
     assert rows[0].shape[0] == 42
     rows[0] = rows[0][:41, :]
@@ -1456,7 +1371,7 @@ def test_router_weights_of_other_tokens(halves: Halves, given: Inputs) -> None:
     halves.check_next_run()
 
 
-def test_a_dispatch_between_the_halves_of_reduced_combine(
+def test_a_dispatch_between_async_and_wait_of_sums(
     halves: Halves, given: Inputs
 ) -> None:
     """The own rows would be looked for where those of the next dispatch are."""
@@ -1473,8 +1388,8 @@ def test_a_dispatch_between_the_halves_of_reduced_combine(
     halves.check_next_run()
 
 
-def test_a_dispatch_is_not_received_between_the_halves_of_reduced_combine() -> None:
-    with building(REDUCED_TWO.config()) as (manager, x):
+def test_a_dispatch_is_not_received_between_async_and_wait_of_sums() -> None:
+    with building(SUMS_TWO.config()) as (manager, x):
         for _ in range(2):
             for rank in range(2):
                 manager.ep_dispatch_async(x.tokens, x.ids, rank, None, x.weights)
@@ -1500,8 +1415,8 @@ def test_a_lost_partial_sum_is_not_summed_as_nothing(
     given.ids[0][:] = [0, 3, 4]  # one row on rank 0, two on rank 1
     rows = halves.send(given)
     recv = halves.comm.model_inputs()[-3].to_numpy()[0]
-    msg_bytes = REDUCED.sizes().combine_msg_bytes
-    partial = (1 * REDUCED.max_tokens_per_rank + token_idx) * msg_bytes
+    msg_bytes = SUMS.sizes().combine_msg_bytes
+    partial = (1 * SUMS.max_tokens_per_rank + token_idx) * msg_bytes
     flag = ctypes.c_uint64.from_address(int(recv) + partial + msg_bytes - 16)
     assert flag.value == 1 << 32 | 2, "generation 1, two rows"
     flag.value = 0

@@ -10,27 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cases import Case, expected, make_inputs
-from harness import (
-    assert_round_trip,
-    flatten,
-    input_types,
-    take_inputs,
-    take_outputs,
-    to_buffer,
-    to_numpy,
-)
+from harness import to_buffer, to_numpy
 from max.driver import Accelerator
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType, ops
 
-from max_ep import (
-    AllGatherTokenDispatcher,
-    EPBatchManager,
-    EPCommInitializer,
-    blockwise_fp8_quant_config,
-    call_ep_dispatch_async,
-)
+from max_ep import AllGatherTokenDispatcher, blockwise_fp8_quant_config
 from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
 
 # No other size is `TOP_K`, nor a number of ranks: one is not taken for another.
@@ -67,9 +52,9 @@ def local_experts(rank: int, n_ranks: int, tokens, probs, ids):
 
 
 def add_layer(
-    place: str, sends_first: bool, module: Module | None = None
+    place: str, module: Module | None = None
 ) -> tuple[AllGatherTokenDispatcher, Graph]:
-    """Builds a layer; whether tokens are gathered before the choices are there."""
+    """Builds a layer at a place."""
     dispatcher = AllGatherTokenDispatcher(HIDDEN, TOP_K, TOKENS, **PLACES[place])
     config = dispatcher.config
     n_ranks = config.n_ranks
@@ -83,13 +68,11 @@ def add_layer(
         ]
     n_given = len(types)
     types += dispatcher.input_types()
-    name = f"gather_{place}_{sends_first}"
+    name = f"gather_{place}"
     with Graph(name, input_types=types, module=module) as graph:
         dispatcher.fetch_buffers(graph.inputs[n_given:])
         values = [v.tensor for v in graph.inputs[:n_given]]
         hidden, probs, ids = values[0::3], values[1::3], values[2::3]
-        if sends_first:
-            dispatcher.gather_tokens(hidden)
         tokens, all_probs = dispatcher.token_dispatch(hidden, probs, ids)
         x, per_expert, p = dispatcher.dispatch_postprocess(tokens, all_probs)
         assert per_expert is None
@@ -135,45 +118,11 @@ def add_scatter(module: Module) -> AllGatherTokenDispatcher:
     return dispatcher
 
 
-ALONE = Case("alone", 1, 5, 3, 80, 7, protocol="gather")
-
-
-def add_one_half(module: Module, name: str, tokens_are_sent: bool | None) -> None:
-    """Adds a graph that only sends tokens (None), or one that does the rest."""
-    config = ALONE.config()
-    manager = EPBatchManager(config)
-    types = [*input_types(ALONE), *manager.input_types()]
-    with Graph(name, input_types=types, module=module) as graph:
-        n = len(input_types(ALONE))
-        manager.fetch_buffers(graph.inputs[n:])
-        (given,) = take_inputs(ALONE, iter(graph.inputs[:n]))
-        if tokens_are_sent is None:
-            manager.ep_send_tokens(given.tokens, 0)
-            graph.output(given.ids)
-        else:
-            call_ep_dispatch_async(
-                given.tokens,
-                given.ids,
-                manager.atomic_counters[0][0],
-                *manager._pointers(0),
-                config,
-                tokens_are_sent=tokens_are_sent,
-            )
-            manager._turns[0].send(0)
-            manager._num_tokens[0] = given.tokens.shape[0]
-            rows = manager.ep_dispatch_wait(0)
-            manager.ep_combine_async(rows[0], 0)
-            sums = manager.ep_combine_wait(given.weights, 0)
-            graph.output(*rows, manager._src_info[0], sums)
-
-
 def add_graphs(module: Module) -> SimpleNamespace:
     """Adds all graphs of this file that need no GPU."""
-    layers = {first: add_layer("cpu", first, module)[0] for first in (False, True)}
-    scatter = add_scatter(module)
-    for name, tokens_are_sent in (("send", None), ("sent", True), ("at_once", False)):
-        add_one_half(module, name, tokens_are_sent)
-    return SimpleNamespace(layers=layers, scatter=scatter)
+    return SimpleNamespace(
+        layer=add_layer("cpu", module)[0], scatter=add_scatter(module)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -186,25 +135,20 @@ def on_cpu(one_module: SimpleNamespace) -> SimpleNamespace:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(
-            (place, sends_first),
-            id=f"{place}-{'first' if sends_first else 'at_once'}",
-            marks=[pytest.mark.gpu(n_gpus)] if n_gpus else [],
-        )
+        pytest.param(place, id=place, marks=[pytest.mark.gpu(n_gpus)] if n_gpus else [])
         for place, n_gpus in _N_GPUS.items()
-        for sends_first in (False, True)
     ],
 )
 def layer(request) -> Iterator[SimpleNamespace]:
-    """A compiled layer; whether tokens are gathered before the choices are there."""
-    place, sends_first = request.param
+    """A compiled layer, with its memory."""
+    place = request.param
     session = request.getfixturevalue("gpu_session" if _N_GPUS[place] else "session")
     if place == "cpu":
         on_cpu = request.getfixturevalue("on_cpu")
-        dispatcher = on_cpu.layers[sends_first]
-        model = on_cpu.models[f"gather_cpu_{sends_first}"]
+        dispatcher = on_cpu.layer
+        model = on_cpu.models["gather_cpu"]
     else:
-        dispatcher, graph = add_layer(place, sends_first)
+        dispatcher, graph = add_layer(place)
         model = session.load(graph)
     config = dispatcher.config
     comm = dispatcher.initializer()
@@ -320,7 +264,7 @@ def test_each_local_rank_has_a_value() -> None:
         dispatcher.fetch_buffers(graph.inputs[1:])
         x = graph.inputs[0].tensor
         with pytest.raises(ValueError, match="hidden_states has 1 tensors.*2 local"):
-            dispatcher.gather_tokens([x])
+            dispatcher.token_dispatch([x], [x, x], [x, x])
         with pytest.raises(ValueError, match="probs has 1 tensors.*2 local"):
             dispatcher.token_dispatch([x, x], [x], [x, x])
         with pytest.raises(TypeError, match="probs.*bfloat16.*float32"):
@@ -359,7 +303,7 @@ def test_values_that_do_not_fit() -> None:
             value.tensor for value in graph.inputs[:n_given]
         )
         with pytest.raises(TypeError, match="hidden_states.*float32.*bfloat16"):
-            dispatcher.gather_tokens([p])
+            dispatcher.token_dispatch([p], [p], [ids])
         with pytest.raises(ValueError, match="routing_map"):
             dispatcher.token_dispatch([x], [p], [fewer])
         with pytest.raises(ValueError, match=f"routing_map has {n_rows - 1}"):
@@ -396,8 +340,11 @@ def test_bad_sizes(changes: dict, words: str) -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(protocol="rank_slots"), "'rank_slots'.*pass 'gather'"),
-        (dict(combine_mode="unreduced"), "'unreduced'.*'reduced'"),
+        (
+            dict(protocol="by_expert", combine_mode="rows"),
+            "'by_expert'.*pass 'by_rank', 'sums'",
+        ),
+        (dict(combine_mode="rows"), "'rows'.*'sums'"),
         (dict(n_experts=4), "n_experts=4.*pass 2"),
         (dict(top_k=1), "top_k=1.*pass 2"),
         (dict(n_carried=0), "n_carried=0.*1 or more"),
@@ -409,7 +356,7 @@ def test_bad_sizes(changes: dict, words: str) -> None:
                 dispatch_quant_config=blockwise_fp8_quant_config(),
                 hidden_size=128,
             ),
-            "float8_e4m3fn.*'gather', 'reduced', and bfloat16 or float32",
+            "float8_e4m3fn.*'by_rank', 'sums', and bfloat16 or float32",
         ),
     ],
     ids=lambda value: str(value)[:30],
@@ -420,36 +367,3 @@ def test_configs_that_are_no_all_gather(changes: dict, words: str) -> None:
     )
     with pytest.raises(ValueError, match=words):
         replace(dispatcher.config, **changes)
-
-
-def test_dispatch_fits_what_was_sent(session, on_cpu: SimpleNamespace) -> None:
-    """Graphs that send, and others that dispatch: a manager sees one of them only."""
-    send, dispatch_sent, dispatch = (
-        on_cpu.models[name] for name in ("send", "sent", "at_once")
-    )
-    given, fewer = (make_inputs(ALONE, "uniform", counts=[n]) for n in (5, 3))
-    with EPCommInitializer(ALONE.config()) as comm:
-        comm.ep_init(session)
-
-        def run(model, inputs):
-            return model.execute(*flatten(inputs), *comm.model_inputs())
-
-        with pytest.raises(Exception, match="of 5 tokens.*send_tokens has sent none"):
-            run(dispatch_sent, given)
-        comm.reset()
-        run(send, fewer)
-        with pytest.raises(Exception, match="of 5 tokens.*send_tokens has sent 3 "):
-            run(dispatch_sent, given)
-        comm.reset()
-        run(send, given)
-        with pytest.raises(Exception, match="sends itself, but send_tokens has sent 5"):
-            run(dispatch, given)
-        comm.reset()
-        for _ in range(2):
-            run(send, given)
-            outputs = run(dispatch_sent, given)
-            got = take_outputs(ALONE, iter(outputs))
-            assert_round_trip("sent by another graph", got, expected(ALONE, given))
-        # A dispatch has taken the tokens: the next one would deliver the old ones.
-        with pytest.raises(Exception, match="of 5 tokens.*send_tokens has sent none"):
-            run(dispatch_sent, given)

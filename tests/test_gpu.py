@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 from cases import (
     BF16,
+    BY_RANK_CASES,
     CASES,
     F32,
-    GATHER_CASES,
     LAYOUT_CASES,
-    RANK_SLOTS_CASES,
-    REDUCED_CASES,
     ROUTINGS,
+    SUMS_CASES,
     Case,
     Inputs,
     expected,
@@ -47,14 +46,8 @@ from max_ep.kernels.op_call import order_buffer
 
 PROTOCOLS = {
     "": {},
-    "_by_rank": {"protocol": "rank_slots"},
-    "_reduced": {"protocol": "rank_slots", "combine_mode": "reduced"},
-    "_gather": {"protocol": "gather", "sends_early": True},
-    "_gather_reduced": {
-        "protocol": "gather",
-        "combine_mode": "reduced",
-        "sends_early": True,
-    },
+    "_by_rank": {"protocol": "by_rank"},
+    "_sums": {"protocol": "by_rank", "combine_mode": "sums"},
 }
 """What the names of cases and places end with, and what those cases change."""
 
@@ -74,7 +67,7 @@ LARGE = in_protocols(
         Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
         Case("large_padded", 2, 12, 8, 2048, 160, "fp8", output_layout="padded"),
         Case("large_shared", 2, 12, 8, 2048, 320, "fp8", fused_shared_expert=True),
-        # With `rank_slots` ranks with few tokens send otherwise than the rest.
+        # With `by_rank` ranks with few tokens send otherwise than the rest.
         Case("large_mixed", 2, 12, 8, 1024, 600),
         # And a block counts for several experts.
         Case("large_experts", 2, 300, 8, 512, 300),
@@ -90,14 +83,7 @@ _FEW_RANKS = [
     Case("shared_one", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     Case("shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True),
 ]
-ALL_CASES = (
-    CASES
-    | LAYOUT_CASES
-    | RANK_SLOTS_CASES
-    | REDUCED_CASES
-    | GATHER_CASES
-    | in_protocols(_FEW_RANKS)
-)
+ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | in_protocols(_FEW_RANKS)
 
 
 def on_one_gpu(case: Case) -> EPConfig:
@@ -134,7 +120,7 @@ PLACES = {
 
 def is_of(case: Case, protocol: dict) -> bool:
     """Tells whether a case is of a protocol of `PROTOCOLS`."""
-    default = {"protocol": "expert_slots", "combine_mode": "unreduced"}
+    default = {"protocol": "by_expert", "combine_mode": "rows"}
     wanted = {k: v for k, v in (default | protocol).items() if k in default}
     return all(getattr(case, k) == v for k, v in wanted.items())
 
@@ -218,7 +204,7 @@ def without_signs(rows: np.ndarray) -> np.ndarray:
 _BY_RANK = {
     place: [n for n in names if not ALL_CASES[n].is_padded]
     for place, names in PLAIN.items()
-    if PLACES[place][-1]  # Not `expert_slots`.
+    if PLACES[place][-1]  # Not `by_expert`.
 }
 
 
@@ -309,8 +295,8 @@ REPLAYED = in_protocols(
 )
 
 
-def halves_beside(manager: EPBatchManager, ranks: list) -> list:
-    """A round trip with nothing between the halves, so that they may overlap."""
+def async_then_wait(manager: EPBatchManager, ranks: list) -> list:
+    """A round trip with nothing between async and wait, not even a delay."""
     return round_trip(manager, ranks)
 
 
@@ -342,7 +328,7 @@ def delayed(build: Callable, delays: list) -> Callable:
                 "ep_combine": 2,
                 "ep_combine_wait": 3,
             }.get(name)
-            if which is None or (build is halves_beside and which in (1, 3)):
+            if which is None or (build is async_then_wait and which in (1, 3)):
                 return method
 
             def call(*args):
@@ -369,7 +355,7 @@ def delayed(build: Callable, delays: list) -> Callable:
             id=f"{case.name}-{build.__name__}",
         )
         for case in REPLAYED.values()
-        for build in (round_trip, halves_beside, fused_round_trip)
+        for build in (round_trip, async_then_wait, fused_round_trip)
     ],
 )
 def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> None:
@@ -402,10 +388,6 @@ def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> N
         given_values = take_inputs(case, iter(values[:n_given]))
         built = delayed(build, delays)(manager, given_values)
         graph.output(*[v for rank in built for v in rank])
-    # Dispatch does not, of tokens that were sent before.
-    overlaps = build is halves_beside and config.halves_may_overlap
-    overlaps = overlaps and (config.is_reduced or not case.sends_early)
-    assert ("halves_overlap = true" in str(graph)) == overlaps
     model = gpu_session.load(graph)
     rng = np.random.default_rng(5)
     runs = [
@@ -512,39 +494,7 @@ def test_bad_ids_are_dropped_and_reported(gpu_session, suffix: str) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_dispatch_of_tokens_that_were_not_sent(gpu_session) -> None:
-    """Refused at the launch: a graph that dispatches without one that sends."""
-    from harness import flatten, input_types, take_inputs
-
-    from max_ep import EPCommInitializer, call_ep_dispatch
-
-    case = Case("not_sent", 1, 5, 3, 512, 7, protocol="gather")
-    config = on_gpus(case)
-    manager = EPBatchManager(config)
-    types = [*input_types(case, config=config), *manager.input_types()]
-    with Graph("not_sent", input_types=types) as graph:
-        n_given = 3
-        manager.fetch_buffers(graph.inputs[n_given:])
-        (given,) = take_inputs(case, iter(graph.inputs[:n_given]))
-        d = call_ep_dispatch(
-            given.tokens,
-            given.ids,
-            manager.atomic_counters[0][0],
-            *manager._pointers(0),
-            config,
-            tokens_are_sent=True,
-        )
-        graph.output(d[1])
-    model = gpu_session.load(graph)
-    with EPCommInitializer(config) as comm:
-        comm.ep_init(gpu_session)
-        inputs = flatten(make_inputs(case, "full"), config) + comm.model_inputs()
-        with pytest.raises(Exception, match="7 tokens.*send_tokens has sent none"):
-            model.execute(*inputs)
-
-
-@pytest.mark.gpu(1)
-def test_a_dispatch_between_the_halves_of_reduced_combine(gpu_session) -> None:
+def test_a_dispatch_between_async_and_wait_of_sums(gpu_session) -> None:
     """Which the manager refuses: the own rows of the first are known no more."""
     from harness import flatten, input_types, take_inputs
 
@@ -556,7 +506,7 @@ def test_a_dispatch_between_the_halves_of_reduced_combine(gpu_session) -> None:
         call_ep_dispatch_wait,
     )
 
-    case = Case("halves", 1, 5, 3, 80, 7, **PROTOCOLS["_reduced"])
+    case = Case("halves", 1, 5, 3, 80, 7, **PROTOCOLS["_sums"])
     config = on_gpus(case)
     manager = EPBatchManager(config)
     types = [*input_types(case, config=config), *manager.input_types()]

@@ -24,7 +24,7 @@ N_TOKENS = 64
 
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
-def test_reduced_sums(is_fp8: bool) -> None:
+def test_sums_sums(is_fp8: bool) -> None:
     """Rank 0's sums: its own part in float32, the other's rounded to bfloat16."""
     ids = gpu_shapes.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)[0]
     weights = gpu_shapes.router_weights(SHAPE, N_RANKS, N_TOKENS)[0]

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from cases import (
     BF16,
+    BY_RANK_CASES,
     CASES,
     F32,
     LARGE_CASES,
-    RANK_SLOTS_CASES,
-    REDUCED_CASES,
+    SUMS_CASES,
     Case,
 )
 
@@ -35,7 +35,7 @@ from max_ep import (
 )
 from max_ep.extension import mojo_dir, run_mojo
 
-ALL_CASES = CASES | LARGE_CASES | RANK_SLOTS_CASES | REDUCED_CASES
+ALL_CASES = CASES | LARGE_CASES | BY_RANK_CASES | SUMS_CASES
 case_names = pytest.mark.parametrize("name", ALL_CASES)
 
 # ------------------------------------------------------------------- constants
@@ -139,7 +139,7 @@ def picture(
 
 def wire_protocol(case: Case) -> str:
     """What the layout goes by: reduced combine counts as a protocol there."""
-    return case.protocol + ("_reduced" if case.is_reduced else "")
+    return case.config().mojo_protocol
 
 
 def picture_of(case: Case) -> dict[str, int]:
@@ -199,14 +199,14 @@ def test_config_answers_from_the_sizes(name: str) -> None:
         top_k=case.top_k,
     )
     # MAX's function of this name has no protocol, so ours answers for "auto".
-    auto = case.config(protocol="auto", combine_mode="unreduced", partial_dtype=None)
+    auto = case.config(protocol="auto", combine_mode="rows", partial_dtype=None)
     assert estimate == auto.estimate_memory_usage()
-    if case.protocol == "rank_slots" and not case.is_reduced:
+    if case.protocol == "by_rank" and not case.combines_sums:
         assert estimate == want
 
 
 def test_several_hosts_are_estimated_as_gpus() -> None:
-    """`"auto"` differs there: SHMEM has `expert_slots` only."""
+    """`"auto"` differs there: SHMEM has `by_expert` only."""
     case = CASES["last_rank_empty"]
     estimate = estimate_ep_memory_usage(
         hidden_size=case.hidden_size,
@@ -264,7 +264,7 @@ def test_counters_hold_every_pair(n_ranks: int) -> None:
         words_of[case.n_experts] + 3 * n_choices
     )
     # Reduced combine: of each rank its tokens, and a row and a weight a choice.
-    reduced = case.config(combine_mode="reduced", protocol="auto").sizes()
+    reduced = case.config(combine_mode="sums", protocol="auto").sizes()
     assert reduced.counters_words == case.config().sizes().counters_words + (
         case.n_ranks * (1 + 2 * n_choices)
     )
@@ -484,7 +484,7 @@ def test_a_token_a_rank_takes_far_less_memory() -> None:
     """4096 tokens on 4 ranks: 0.24 GB of dispatch recv instead of 15 GB."""
     case = Case("many", 4, 256, 8, 7168, 4096)
     by_expert = case.config().sizes().dispatch_recv_bytes
-    by_rank = case.config(protocol="rank_slots").sizes().dispatch_recv_bytes
+    by_rank = case.config(protocol="by_rank").sizes().dispatch_recv_bytes
     assert by_expert == 256 * 4096 * (14336 + 16)
     early = 4 * 256 * (14336 + 16)
     flags = 4 * 4096 * 4 * 8
@@ -496,11 +496,11 @@ def test_a_partial_a_rank_takes_less_memory_than_a_row_a_choice() -> None:
 
     With float32 partials of bfloat16 rows it is the same again.
     """
-    case = Case("many", 4, 256, 8, 7168, 4096, protocol="rank_slots")
+    case = Case("many", 4, 256, 8, 7168, 4096, protocol="by_rank")
     rows = case.config().sizes().combine_recv_bytes
-    partials = case.config(combine_mode="reduced").sizes().combine_recv_bytes
+    partials = case.config(combine_mode="sums").sizes().combine_recv_bytes
     assert rows == 8 * 4096 * (14336 + 16) and partials == rows / 2
-    wide = case.config(combine_mode="reduced", partial_dtype=F32).sizes()
+    wide = case.config(combine_mode="sums", partial_dtype=F32).sizes()
     assert wide.combine_recv_bytes == 4 * 4096 * (28672 + 16)
 
 

@@ -67,7 +67,7 @@ def test_graphs(command: str, says: str) -> None:
 def test_plan_shows_every_buffer_and_max() -> None:
     printed = run(
         "max-ep plan --ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
-        " --protocol expert_slots"
+        " --protocol by_expert"
     )
     # 64 local experts x 4 ranks x 128 slots x (7168 * 2 + 16) bytes.
     assert f"{64 * 4 * 128 * (7168 * 2 + 16):,}" in printed
@@ -93,7 +93,7 @@ def test_plan_shows_the_rows_of_a_layout(
 
 def test_plan_of_a_token_a_rank(plan: Callable[[str], str]) -> None:
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
-    printed = plan(f"{sizes} --protocol rank_slots")
+    printed = plan(f"{sizes} --protocol by_rank")
     # Entries of 8 bytes, and tokens: once a source, not once an expert; then, for
     # GPU ranks, 256 early tokens and 4 flags a token.
     n_bytes = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * (7168 * 2 + 16) + 4 * 4096 * 4 * 8
@@ -101,14 +101,14 @@ def test_plan_of_a_token_a_rank(plan: Callable[[str], str]) -> None:
     assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
 
 
-def test_plan_of_reduced_combine(plan: Callable[[str], str]) -> None:
+def test_plan_of_sums_combine(plan: Callable[[str], str]) -> None:
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
     for options, message in (
         ("", 7168 * 2 + 16),
         (" --partial float32", 7168 * 4 + 16),
     ):
-        printed = plan(f"{sizes} --combine-mode reduced{options}")
-        assert "protocol rank_slots, combine reduced" in printed
+        printed = plan(f"{sizes} --combine-mode sums{options}")
+        assert "protocol by_rank, combine sums" in printed
         # One partial sum for each token from each rank, not one row a choice.
         line = next(x for x in printed.splitlines() if "combine recv" in x)
         assert f"{4 * 4096 * message:,}" in line and f"4 x 4096 x {message} B" in line
@@ -116,7 +116,7 @@ def test_plan_of_reduced_combine(plan: Callable[[str], str]) -> None:
         assert "4 x 4096 x 8 x 16 B" in printed
 
 
-def test_reduced_combine_is_as_exact_as_decided() -> None:
+def test_sums_combine_is_as_exact_as_decided() -> None:
     """What docs/decisions/0011-combine-sums.md says of 2 and of 8 ranks."""
     from bench.combine_error import measure
 
@@ -125,26 +125,6 @@ def test_reduced_combine_is_as_exact_as_decided() -> None:
         assert 1 < m["bfloat16"] / m["unreduced"] < most
         assert abs(m["float32"] / m["unreduced"] - 1) < 0.01
         assert 1 - m["partials"] / m["rows"] > saved
-
-
-def test_plan_explains_the_choice_of_a_protocol(plan: Callable[[str], str]) -> None:
-    sizes = "--ranks 2 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
-    for options, notes in (
-        ("", ["", "taken", ""]),
-        (" --protocol gather", ["", "", "asked for"]),
-        (" --combine-mode reduced", ["cannot be", "", "taken"]),
-    ):
-        printed = plan(sizes + options)
-        for protocol, note in zip(("expert_slots", "rank_slots", "gather"), notes):
-            line = next(x for x in printed.splitlines() if f"│ {protocol} " in x)
-            *_, wire, rows, us, said = (cell.strip() for cell in line.split("│")[1:-1])
-            assert said == note
-            assert rows == f"{128 * 8 * 2 * 7168 * 2 / 1e6:.2f}"
-            if protocol == "gather" and "reduced" not in options:
-                # All tokens there, and back 4 of 8 rows of each.
-                assert wire == f"{128 * 7168 * 2 * (1 + 4) / 1e6:.2f}"
-            assert bool(us) == (note != "cannot be")
-    assert "combine_mode='reduced' with protocol='expert_slots'" in printed
 
 
 def test_plan_explains_what_cannot_be() -> None:
@@ -165,7 +145,7 @@ def test_doctor_finds_a_machine_that_can_run() -> None:
     assert "FAIL" not in printed
     for what in ("max", "mojo", "shared memory", "compile cache", "serving", "cpu"):
         assert what in printed
-    assert "rank_slots" in printed.splitlines()[-1]
+    assert "by_rank" in printed.splitlines()[-1]
 
 
 def test_doctor_names_what_serving_lacks(monkeypatch, capsys) -> None:
@@ -309,5 +289,5 @@ def test_benchmark_checks_and_measures() -> None:
     row = measure(InferenceSession(devices=[CPU()]), shape, "bfloat16", 1)
     # 2 ranks x 8 tokens x 8 choices, 4096 bytes there and back.
     assert row["mb"] == 2 * 8 * 8 * 2 * 4096 / 1e6
-    for name in ("expert_slots", "rank_slots", "memcpy_1"):
+    for name in ("by_expert", "by_rank", "memcpy_1"):
         assert row[f"{name}_ms"] > 0

@@ -24,7 +24,7 @@ from max_ep import reference
 from max_ep.reference import (
     bfloat16_to_float32,
     combine,
-    combine_reduced,
+    combine_sums,
     dequantize_blockwise_fp8,
     dispatch,
     float8_e4m3fn_to_float32,
@@ -610,7 +610,7 @@ def test_shapes_that_do_not_fit_are_refused():
         combine([rows[0], rows[0][:1]], results, weights)
     with pytest.raises(TypeError, match="topk_weights must be float32"):
         combine(rows, results, [w.astype(np.float64) for w in weights])
-    for add in (combine, combine_reduced):
+    for add in (combine, combine_sums):
         for short in (weights[1][:, :1], weights[1][:2]):
             with pytest.raises(ValueError, match="rank 1: topk_weights.*dispatched"):
                 add(rows, results, [weights[0], short])
@@ -708,7 +708,7 @@ def test_shared_rows_are_added_last(case: str):
         assert_same_bits(got[rank], want)
 
 
-@pytest.mark.parametrize("sum_up", [combine, combine_reduced])
+@pytest.mark.parametrize("sum_up", [combine, combine_sums])
 def test_the_sum_is_rounded_before_the_shared_row_is_added(sum_up: Callable):
     """256 and 1 are 257, which is no bfloat16: it is 256 when a shared 1 comes."""
     results = dispatch([f32(0)[:, None]], [np.array([[0, 1]])], 2, shared_expert=True)
@@ -793,7 +793,7 @@ def rows_by_choice(results, rows) -> dict[tuple[int, int, int], tuple[int, np.nd
 
 @pytest.mark.parametrize("is_wire_narrow", [False, True])
 @cases
-def test_reduced_combine_adds_on_each_rank_then_over_ranks(
+def test_sums_combine_adds_on_each_rank_then_over_ranks(
     case: str, is_wire_narrow: bool
 ):
     """Exact sums of fractions, rounded after each step; partials to the wire."""
@@ -805,7 +805,7 @@ def test_reduced_combine_adds_on_each_rank_then_over_ranks(
     def round_partial(x: np.ndarray) -> np.ndarray:
         return bfloat16_to_float32(float32_to_bfloat16(x)) if is_wire_narrow else x
 
-    got = combine_reduced(rows, results, c.weights, round_partial)
+    got = combine_sums(rows, results, c.weights, round_partial)
     row_of = rows_by_choice(results, rows)
     for rank, weights in enumerate(c.weights):
         for token_idx in range(len(weights)):
@@ -828,7 +828,7 @@ def test_reduced_combine_adds_on_each_rank_then_over_ranks(
 
 
 @cases
-def test_reduced_combine_of_one_rank_is_combine(case: str):
+def test_sums_combine_of_one_rank_is_combine(case: str):
     """Nothing is sent, so nothing is rounded."""
     c = make_case(case)
     tokens, ids = [np.concatenate(c.tokens)], [np.concatenate(c.ids)]
@@ -836,21 +836,21 @@ def test_reduced_combine_of_one_rank_is_combine(case: str):
     results = dispatch(tokens, ids, c.n_experts, shared_expert=True)
     rows = [r.rows.astype(np.float32) for r in results]
     want = combine(rows, results, weights)
-    got = combine_reduced(rows, results, weights, lambda x: x * np.float32(np.nan))
+    got = combine_sums(rows, results, weights, lambda x: x * np.float32(np.nan))
     assert_same_bits(got[0], want[0])
 
 
-def test_reduced_combine_adds_the_shared_row_last():
+def test_sums_combine_adds_the_shared_row_last():
     """A half ULP, 1, a half ULP: added in this order, both halves are lost."""
     tokens = [f32(0)[:, None], np.zeros((0, 1), np.float32)]
     ids = [np.array([[1, 0]]), np.zeros((0, 2), int)]
     results = dispatch(tokens, ids, 2, shared_expert=True)
     rows = [f32(ULP / 2, ULP / 2)[:, None], f32(1)[:, None]]
     weights = [f32(1, 1)[None, :], np.zeros((0, 2), np.float32)]
-    sums = combine_reduced(rows, results, weights)
+    sums = combine_sums(rows, results, weights)
     assert_same_bits(sums[0], f32(1)[:, None])
     with pytest.raises(ValueError, match="rank 1: 0 rows, needs 1"):
-        combine_reduced([rows[0], rows[1][:0]], results, weights)
+        combine_sums([rows[0], rows[1][:0]], results, weights)
 
 
 def scaled_expert(expert_id: int, x: np.ndarray) -> np.ndarray:

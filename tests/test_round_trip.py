@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from cases import (
     ALL_SMALL_CASES,
+    BY_RANK_CASES,
     CASES,
     LARGE_CASES,
     LAYOUT_CASES,
-    RANK_SLOTS_CASES,
-    REDUCED_CASES,
     ROUTINGS,
     SMALL_CASES,
+    SUMS_CASES,
     Case,
     Inputs,
     expected,
@@ -285,8 +285,8 @@ FORM_CASES = {
     "one": ONE,
     "one_fp8": ONE_FP8,
     # Groups of several ranks are those of small cases, whose ops are compiled anyway.
-    "by_rank": RANK_SLOTS_CASES["top_32_by_rank"],
-    "reduced": REDUCED_CASES["uneven_7_on_3_reduced"],
+    "by_rank": BY_RANK_CASES["top_32_by_rank"],
+    "sums": SUMS_CASES["uneven_7_on_3_sums"],
     "reduced_padded": Case(
         "reduced_padded",
         1,
@@ -296,8 +296,8 @@ FORM_CASES = {
         7,
         "fp8",
         output_layout="padded",
-        protocol="rank_slots",
-        combine_mode="reduced",
+        protocol="by_rank",
+        combine_mode="sums",
     ),
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
     "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
@@ -359,7 +359,7 @@ def call_ep_round_trip(
             *pointers[0],
             config,
             scales if case.scales else None,
-            list(sent) if case.is_reduced else None,
+            list(sent) if case.combines_sums else None,
         )
     rows = [
         d[0] if given.expert_rows is None else given.expert_rows
@@ -395,7 +395,7 @@ def call_ep_round_trip(
             *pointers[1],
             config,
             n_tokens,
-            None if case.is_reduced else list(weights),
+            None if case.combines_sums else list(weights),
         )
     if case.is_padded:
         return [[*d, d[-2], result] for d, result in zip(dispatched, results)]
@@ -419,12 +419,12 @@ def all_round_trip(
         [ranks[i].ids for i in order],
         order,
         scales if case.scales else None,
-        weights if case.is_reduced else None,
+        weights if case.combines_sums else None,
     )
     given_rows = [ranks[i].expert_rows for i in order]
     results = manager.ep_combine_all(
         [d[0] if g is None else g for d, g in zip(dispatched, given_rows)],
-        None if case.is_reduced else weights,
+        None if case.combines_sums else weights,
         order,
     )
     built = [
@@ -451,7 +451,7 @@ FORMS = {
     "one": ["fused", "call_halves", "call_fused", "call_distributed"],
     "one_fp8": ["fused", "all", "call_fused"],
     "by_rank": ["all"],
-    "reduced": ["all", "call_halves"],
+    "sums": ["all", "call_halves"],
     "reduced_padded": ["fused", "call_fused"],
     "padded": ["fused", "call_fused"],
     "padded_three": ["all", "call_halves", "call_distributed"],
@@ -710,9 +710,9 @@ def set_generation(comm: EPCommInitializer, generation: int) -> None:
         counters = buffers[rank].to_numpy()
         counters[words] = np.uint32(generation).astype(np.int32)
     # The done words are the last n_ranks of each counts buffer, but for the
-    # numbers of tokens of `rank_slots`.
+    # numbers of tokens of `by_rank`.
     sizes = config.sizes()
-    n_others = n if config.protocol == "rank_slots" else 0
+    n_others = n if config.protocol == "by_rank" else 0
     counts_bytes = [
         sizes.dispatch_counts_bytes - 8 * n_others,
         sizes.combine_counts_bytes,

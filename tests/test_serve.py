@@ -479,12 +479,12 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("MAX_EP_PROTOCOL", "MAX_EP_TIMEOUT_S"):
         monkeypatch.setenv(name, "")
-    assert (config().protocol, config().timeout_s) == ("rank_slots", 30)
-    assert config().combine_mode == "reduced"
-    monkeypatch.setenv("MAX_EP_PROTOCOL", "expert_slots")
+    assert (config().protocol, config().timeout_s) == ("by_rank", 30)
+    assert config().combine_mode == "sums"
+    monkeypatch.setenv("MAX_EP_PROTOCOL", "by_expert")
     monkeypatch.setenv("MAX_EP_TIMEOUT_S", "2.5")
-    assert (config().protocol, config().timeout_s) == ("expert_slots", 2.5)
-    assert config().combine_mode == "unreduced"
+    assert (config().protocol, config().timeout_s) == ("by_expert", 2.5)
+    assert config().combine_mode == "rows"
     for seconds in ("30s", "0", "-1", "nan", "inf", "1e6"):
         monkeypatch.setenv("MAX_EP_TIMEOUT_S", seconds)
         with pytest.raises(ValueError, match=f"MAX_EP_TIMEOUT_S='{seconds}' is no"):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("all_cores")
 def test_document_says_how_many() -> None:
     text = Path(__file__).parent.with_name("docs").joinpath("reliability.md")
     few, many = sorted(set(soak.N_GENERATIONS.values()))
-    said = f"({many:,} of `rank_slots` with changing token counts, {few} of each other"
+    said = f"({many:,} of `by_rank` with changing token counts, {few} of each other"
     assert said in text.read_text()
 
 

@@ -37,14 +37,14 @@ from max_ep.stats import Statistics
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_watch.mojo"
 KERNELS = ["combine", "combine_reduced", "dispatch"]
 
-REDUCED = {"protocol": "rank_slots", "combine_mode": "reduced"}
+SUMS = {"protocol": "by_rank", "combine_mode": "sums"}
 N_RANKS = 2
 CASES = {
     case.name: case
     for case in (
         Case("by_expert", N_RANKS, 5, 3, 80, 7, fused_shared_expert=True),
         Case("padded", N_RANKS, 5, 3, 128, 7, "fp8", output_layout="padded"),
-        Case("reduced", N_RANKS, 5, 3, 80, 7, **REDUCED),
+        Case("sums", N_RANKS, 5, 3, 80, 7, **SUMS),
     )
 }
 
@@ -252,7 +252,7 @@ def test_assembly_writes_nothing_but_times(tmp_path: Path) -> None:
 
 
 def test_a_watch_needs_its_async_op() -> None:
-    manager = EPBatchManager(CASES["reduced"].config())
+    manager = EPBatchManager(CASES["sums"].config())
     with Graph("refused", input_types=manager.input_types()) as graph:
         manager.fetch_buffers(graph.inputs)
         says = "device 0 without ep_dispatch_async before it"
@@ -264,7 +264,7 @@ def test_a_watch_needs_its_async_op() -> None:
 
 def test_a_watch_before_the_sends_is_refused() -> None:
     """Of ranks that run one after another, as the wait is: it would last for ever."""
-    case = CASES["reduced"]
+    case = CASES["sums"]
     manager = EPBatchManager(case.config())
     types = input_types(case)
     with Graph("early", input_types=[*types, *manager.input_types()]) as graph:

@@ -6,15 +6,9 @@ the calls; use these only where it does not fit.
 """
 
 from .combine import call_ep_combine, call_ep_combine_async, call_ep_combine_wait
-from .dispatch import (
-    call_ep_dispatch,
-    call_ep_dispatch_async,
-    call_ep_dispatch_wait,
-    call_ep_send_tokens,
-)
+from .dispatch import call_ep_dispatch, call_ep_dispatch_async, call_ep_dispatch_wait
 from .distributed import call_distributed_ep_combine, call_distributed_ep_dispatch
 from .init import call_ep_init
-from .room import combine_room, dispatch_room
 from .watch import call_ep_watch
 
 __all__ = [
@@ -27,8 +21,5 @@ __all__ = [
     "call_ep_dispatch_async",
     "call_ep_dispatch_wait",
     "call_ep_init",
-    "call_ep_send_tokens",
     "call_ep_watch",
-    "combine_room",
-    "dispatch_room",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert rows back to their tokens: both halves of combine, and all in one."""
+"""Expert rows back to their tokens: combine in two ops, and in one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from max.graph import BufferValue, Dim, TensorValue
 
 from ..checks import check_buffers, check_rows, check_unsent_rows, refuse_if_in_turn
 from ..config import EPConfig
-from .op_call import call_op
-from .op_values import combine_parameters, flat_rows, result_type, weights_for_op
-from .room import Room, call_wait
+from .op_call import call_op, call_wait
+from .op_values import (
+    PHASES_DO_NOT_OVERLAP,
+    combine_parameters,
+    flat_rows,
+    result_type,
+    weights_for_op,
+)
 
 
 def call_ep_combine_async(
@@ -20,11 +25,10 @@ def call_ep_combine_async(
     recv_buf_ptrs: TensorValue,
     recv_count_ptrs: TensorValue,
     config: EPConfig,
-    room: Room | None = None,
 ) -> None:
     """Adds "send expert rows back to their tokens' ranks" to the current graph.
 
-    With ``combine_mode="reduced"`` the weighted rows of each token are added
+    With ``combine_mode="sums"`` the weighted rows of each token are added
     first, and one partial sum of them is sent.
 
     Args:
@@ -38,8 +42,6 @@ def call_ep_combine_async(
         recv_buf_ptrs: All ranks' receive buffers, likewise.
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
-        room: From :func:`max_ep.kernels.combine_room`; see
-            :func:`call_ep_dispatch_async`.
     """
     check_buffers(
         config,
@@ -49,8 +51,6 @@ def call_ep_combine_async(
         recv_count_ptrs=recv_count_ptrs,
     )
     check_rows(config, input_tokens, src_info, atomic_counter.device)
-    if room is not None:
-        room.claim()
     call_op(
         "combine_async",
         config,
@@ -62,10 +62,8 @@ def call_ep_combine_async(
             recv_buf_ptrs,
             recv_count_ptrs,
         ],
-        combine_parameters(config) | {"halves_overlap": False},
+        combine_parameters(config) | PHASES_DO_NOT_OVERLAP,
     )
-    if room is not None:
-        room.note_sender()
 
 
 def call_ep_combine_wait(
@@ -76,7 +74,6 @@ def call_ep_combine_wait(
     num_tokens: Dim,
     router_weights: TensorValue | None,
     input_tokens: TensorValue | None = None,
-    room: Room | None = None,
 ) -> TensorValue:
     """Adds "complete combine" to the current graph.
 
@@ -87,20 +84,19 @@ def call_ep_combine_wait(
         config: The group.
         num_tokens: Tokens this rank dispatched.
         router_weights: ``[num_tokens, top_k]`` float32, or bfloat16, which is
-            widened. With ``combine_mode="reduced"`` None:
+            widened. With ``combine_mode="sums"`` None:
             :func:`call_ep_dispatch_async` takes them.
-        input_tokens: With ``fused_shared_expert`` or ``combine_mode="reduced"``,
+        input_tokens: With ``fused_shared_expert`` or ``combine_mode="sums"``,
             the expert rows that :func:`call_ep_combine_async` took. Added here
-            are the shared expert's, row ``t`` for token ``t``, and with reduced
-            combine those of this rank's own tokens. Otherwise None.
-        room: What :func:`call_ep_combine_async` got.
+            are the shared expert's, row ``t`` for token ``t``, and with sums
+            those of this rank's own tokens. Otherwise None.
 
     Returns:
         ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: per token the
         sum, in order of choice, of weight times expert row, in float32 by
         fused multiply-add, rounded; if the shared expert is fused then plus its
         row, and rounded again, as MAX does. Choices of ``-1`` add nothing. With
-        ``combine_mode="reduced"`` the sum of the rows of each other rank was
+        ``combine_mode="sums"`` the sum of the rows of each other rank was
         rounded to ``partial_dtype`` by itself, and these partial sums are added
         to the own rank's in order of rank.
     """
@@ -121,7 +117,7 @@ def call_ep_combine_wait(
         values.insert(0, flat_rows(config, input_tokens))
         parameters["fused_shared_expert"] = config.fused_shared_expert
     types = [result_type(config, num_tokens, device)]
-    return call_wait(name, config, atomic_counter, values, parameters, types, room)[0]
+    return call_wait(name, config, atomic_counter, values, parameters, types)[0]
 
 
 def call_ep_combine(

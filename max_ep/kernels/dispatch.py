@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens to their experts: both halves of dispatch, all in one, and an early start."""
+"""Tokens to their experts: dispatch in two ops, and in one."""
 
 from __future__ import annotations
 
 from max.graph import BufferValue, Dim, TensorValue
 
-from ..checks import (
-    check_buffers,
-    check_send,
-    check_sent,
-    check_tokens,
-    refuse_if_in_turn,
-)
+from ..checks import check_buffers, check_send, refuse_if_in_turn
 from ..config import EPConfig
-from .op_call import call_op
+from .op_call import call_op, call_wait
 from .op_values import (
+    DISPATCH_SENDS_ALL,
+    PHASES_DO_NOT_OVERLAP,
     format_parameters,
     format_suffix,
     recv_outputs,
@@ -23,53 +19,6 @@ from .op_values import (
     scales_for_op,
     weights_for_op,
 )
-from .room import Room, call_wait
-
-
-def call_ep_send_tokens(
-    input_tokens: TensorValue,
-    atomic_counter: BufferValue,
-    recv_buf_ptrs: TensorValue,
-    recv_count_ptrs: TensorValue,
-    config: EPConfig,
-) -> None:
-    """Adds "send my tokens to all ranks that have experts" to the current graph.
-
-    With ``protocol="gather"``, where the experts of a token need not be known: a
-    graph can have it before the router. A dispatch of the same tokens must follow
-    in this graph, with ``tokens_are_sent=True``; until then nobody looks at them.
-
-    Args:
-        input_tokens: As for :func:`call_ep_dispatch_async`.
-        atomic_counter: This rank's counters.
-        recv_buf_ptrs: All ranks' receive buffers, ``[n_ranks]`` uint64, host.
-        recv_count_ptrs: All ranks' counts, likewise.
-        config: The group.
-
-    Raises:
-        TypeError: If a dtype is not that of :func:`call_ep_dispatch_async`.
-        ValueError: If a shape or device is not, or with another protocol.
-    """
-    if not config.is_gather:
-        raise ValueError(
-            f"call_ep_send_tokens with protocol={config.protocol!r}: which ranks get "
-            "a token is not known before its experts are; pass protocol='gather', or "
-            "leave it to dispatch"
-        )
-    check_buffers(
-        config,
-        atomic_counter,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
-    )
-    check_tokens(config, input_tokens, atomic_counter.device)
-    call_op(
-        "send_tokens" + format_suffix(config),
-        config,
-        atomic_counter,
-        [input_tokens, recv_buf_ptrs, recv_count_ptrs],
-        format_parameters(config),
-    )
 
 
 def call_ep_dispatch_async(
@@ -82,8 +31,6 @@ def call_ep_dispatch_async(
     config: EPConfig,
     input_scales: TensorValue | None = None,
     router_weights: TensorValue | None = None,
-    tokens_are_sent: bool = False,
-    room: Room | None = None,
 ) -> None:
     """Adds "send my tokens to their experts" to the current graph.
 
@@ -103,14 +50,9 @@ def call_ep_dispatch_async(
         input_scales: ``[1]`` or ``[n_experts]`` float32: factor of a token, in
             float32, before it is encoded for an expert. Not with
             ``fused_shared_expert``.
-        router_weights: With ``combine_mode="reduced"``, ``[n_tokens, top_k]``
+        router_weights: With ``combine_mode="sums"``, ``[n_tokens, top_k]``
             float32, or bfloat16, which is widened. Otherwise None:
             :func:`call_ep_combine_wait` takes them.
-        tokens_are_sent: Whether :func:`call_ep_send_tokens` has sent them, in this
-            graph and since the last dispatch; with ``protocol="gather"``. If it is
-            not so, the op raises.
-        room: From :func:`max_ep.kernels.dispatch_room`; the wait must get the same. It
-            runs beside this op if its device has nothing to run between them.
 
     Raises:
         TypeError: If a dtype is not the one above.
@@ -124,15 +66,12 @@ def call_ep_dispatch_async(
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
-    check_sent(config, tokens_are_sent)
     device = atomic_counter.device
     check_send(config, input_tokens, topk_ids, device)
     scales = scales_for_op(config, input_scales, device)
     weights = weights_for_op(
         config, router_weights, input_tokens.shape[0], device, "dispatch"
     )
-    if room is not None:
-        room.claim()
     call_op(
         "dispatch_async" + format_suffix(config),
         config,
@@ -150,12 +89,10 @@ def call_ep_dispatch_async(
             **format_parameters(config),
             "has_input_scales": input_scales is not None,
             "fused_shared_expert": config.fused_shared_expert,
-            "tokens_are_sent": tokens_are_sent,
-            "halves_overlap": False,
+            **DISPATCH_SENDS_ALL,
+            **PHASES_DO_NOT_OVERLAP,
         },
     )
-    if room is not None:
-        room.note_sender()
 
 
 def call_ep_dispatch_wait(
@@ -164,7 +101,6 @@ def call_ep_dispatch_wait(
     recv_count_ptrs: TensorValue,
     config: EPConfig,
     num_tokens: Dim | None = None,
-    room: Room | None = None,
 ) -> tuple[TensorValue, ...]:
     """Adds "complete receiving" to the current graph.
 
@@ -174,7 +110,6 @@ def call_ep_dispatch_wait(
         recv_count_ptrs: All ranks' counts, likewise.
         config: The group.
         num_tokens: MAX's all-reduce mode; must be None.
-        room: What :func:`call_ep_dispatch_async` got.
 
     Returns:
         ``output_tokens`` ``[max_recv_tokens, hidden_size]``, for FP8
@@ -218,7 +153,6 @@ def call_ep_dispatch_wait(
         [recv_buf_ptrs, recv_count_ptrs],
         format_parameters(config) | recv_parameters(config),
         recv_types(config, atomic_counter.device),
-        room,
     )
     return recv_outputs(config, results)
 
@@ -233,7 +167,6 @@ def call_ep_dispatch(
     config: EPConfig,
     input_scales: TensorValue | None = None,
     router_weights: TensorValue | None = None,
-    tokens_are_sent: bool = False,
 ) -> tuple[TensorValue, ...]:
     """Adds a dispatch in one launch; all ranks must run at the same time.
 
@@ -252,7 +185,6 @@ def call_ep_dispatch(
         recv_buf_ptrs=recv_buf_ptrs,
         recv_count_ptrs=recv_count_ptrs,
     )
-    check_sent(config, tokens_are_sent)
     device = atomic_counter.device
     check_send(config, input_tokens, topk_ids, device)
     scales = scales_for_op(config, input_scales, device)
@@ -276,7 +208,7 @@ def call_ep_dispatch(
             **format_parameters(config),
             **recv_parameters(config),
             "has_input_scales": input_scales is not None,
-            "tokens_are_sent": tokens_are_sent,
+            **DISPATCH_SENDS_ALL,
         },
         recv_types(config, device),
     )

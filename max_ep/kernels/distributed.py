@@ -20,12 +20,10 @@ def call_distributed_ep_dispatch(
     config: EPConfig,
     input_scales: list[TensorValue] | None = None,
     router_weights: list[TensorValue] | None = None,
-    tokens_are_sent: bool = False,
 ) -> list[tuple[TensorValue, ...]]:
     """Adds the dispatch of all local ranks: every send, then every wait.
 
-    The arguments are lists over the local ranks, but for ``tokens_are_sent``,
-    which is for all of them.
+    The arguments are lists over the local ranks.
 
     Returns:
         The results of :func:`call_ep_dispatch_wait`, one tuple a rank.
@@ -42,7 +40,6 @@ def call_distributed_ep_dispatch(
                 config,
                 input_scales[i] if input_scales else None,
                 router_weights[i] if router_weights else None,
-                tokens_are_sent,
             )
             for i, (tokens, ids, counter) in enumerate(
                 zip(input_tokens, topk_ids, atomic_counters)
@@ -61,7 +58,6 @@ def call_distributed_ep_dispatch(
             config,
             input_scales[i] if input_scales else None,
             router_weights[i] if router_weights else None,
-            tokens_are_sent,
         )
     return [
         call_ep_dispatch_wait(counter, recv_buf_ptrs, recv_count_ptrs, config)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from max.dtype import DType
@@ -38,31 +37,6 @@ def order_buffer(device: DeviceRef) -> BufferValue:
     return of_graph[device]
 
 
-def claim(buffers: Sequence[BufferValue]) -> None:
-    """Has MAX give buffers of one device memory before the ops that come next."""
-    load_ops(Graph.current)
-    device = buffers[0].device
-    ops.inplace_custom(
-        f"max_ep.claim_{len(buffers)}",
-        device=device,
-        values=[order_buffer(device), *buffers],
-    )
-
-
-def look(values: Sequence[TensorValue]) -> None:
-    """Keeps MAX from copying what was loaded from a device's buffers.
-
-    It copies what no op takes, if the buffer is written again: row tables, say, that
-    a graph makes no use of. With an op that takes it, this one, it does not.
-    """
-    device = values[0].device
-    ops.inplace_custom(
-        f"max_ep.look_{len(values)}",
-        device=device,
-        values=[order_buffer(device), *values],
-    )
-
-
 def call_op(
     name: str,
     config: EPConfig,
@@ -70,14 +44,13 @@ def call_op(
     values: list[TensorValue],
     parameters: dict[str, bool | int | str | DType],
     out_types: list[TensorType] | None = None,
-    room: Sequence[BufferValue] = (),
 ) -> list[TensorValue]:
-    """Adds one EP op to the current graph; what it puts into ``room`` is returned."""
+    """Adds one EP op to the current graph, behind those before it."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
     results = ops.inplace_custom(
         f"max_ep.{name}",
         device=counter.device,
-        values=[counter, order_buffer(counter.device), *room, *values],
+        values=[counter, order_buffer(counter.device), *values],
         out_types=out_types or [],
         parameters={
             **parameters,
@@ -90,8 +63,17 @@ def call_op(
             "n_sms": config.n_sms,
         },
     )
-    if room:
-        loaded = [ops.buffer_load(buffer) for buffer in room]
-        look(loaded)
-        return loaded
     return [result.tensor for result in results]
+
+
+def call_wait(
+    name: str,
+    config: EPConfig,
+    counter: BufferValue,
+    values: list[TensorValue],
+    parameters: dict[str, bool | int | str | DType],
+    out_types: list[TensorType],
+) -> list[TensorValue]:
+    """Adds a wait, which must know whether its rank has a GPU of its own."""
+    parameters = parameters | {"shares_gpu": config.ranks_per_gpu > 1}
+    return call_op(name, config, counter, values, parameters, out_types)

@@ -13,6 +13,10 @@ from ..checks import check_value, check_weights, check_weights_come_once
 from ..config import EPConfig
 from ..limits import FP8_BLOCK
 
+# The ops still have these two parameters; nothing sets them.
+DISPATCH_SENDS_ALL = {"tokens_are_sent": False}
+PHASES_DO_NOT_OVERLAP = {"halves_overlap": False}
+
 
 def format_suffix(config: EPConfig) -> str:
     if config.n_carried:
@@ -56,19 +60,18 @@ def scales_for_op(
             "scale the tokens before dispatch, or compute the shared expert "
             "beside the routed ones"
         )
-    if config.is_reduced:
+    if config.combines_sums:
         raise ValueError(
-            "input_scales are factors of experts, which combine_mode='reduced' does "
+            "input_scales are factors of experts, which combine_mode='sums' does "
             "not take; scale the tokens before dispatch. If these are the router's "
             "weights, pass them by name, as router_weight (of all ranks: "
             "router_weights)"
         )
-    if config.has_rank_slots:
+    if config.is_by_rank:
         raise ValueError(
-            "input_scales are factors of experts, and with "
-            f"protocol={config.protocol!r} a token is encoded once for all experts "
-            "of a rank; pass protocol='expert_slots', or scale the tokens before "
-            "dispatch"
+            "input_scales are factors of experts, and with protocol='by_rank' a token "
+            "is encoded once for all experts of a rank; pass protocol='by_expert', or "
+            "scale the tokens before dispatch"
         )
     check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]

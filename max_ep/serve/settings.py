@@ -153,10 +153,9 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         protocol=_protocol(),
         timeout_s=_timeout_s(),
     )
-    if not config.has_rank_slots:
+    if not config.is_by_rank:
         return config
-    # With the same protocol: "auto" would take gather where few tokens fit.
-    return replace(config, combine_mode="reduced")
+    return replace(config, combine_mode="sums")
 
 
 def _protocol() -> str:
