@@ -17,8 +17,8 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 ALLOW ?= machine
 RENAME ?=
 
-.PHONY: demo serve test test-all test-gpu same-code fuzz sanitize bench lint format \
-	clean
+.PHONY: demo serve test test-all test-gpu same-code fuzz sanitize bench lint docs \
+	format clean
 
 demo: .venv/.installed
 	$(BIN)/max-ep demo
@@ -55,6 +55,9 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest tests/test_house_rules.py
 
+docs: .venv/.installed-dev
+	$(BIN)/mkdocs build --strict
+
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) -e .
@@ -76,4 +79,4 @@ format: .venv/.installed-dev
 	$(BIN)/mblack -q --preview -l 80 mojo
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv build dist site

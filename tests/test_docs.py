@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents: links, paths, names, commands, error texts, and the site."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import max_ep
+from max_ep.config import EPConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
+PYTHON_FILES = sorted(
+    path
+    for folder in ("max_ep", "graphs", "bench", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("graphs/*.md")])
+GUIDE = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    pattern = rf"^```(?:{language})\n(.*?)^```"
+    return re.findall(pattern, path.read_text(), re.S | re.M)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    kept = [re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles]
+    return {title.replace(" ", "-") for title in kept}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links(path: Path) -> None:
+    """Each relative link finds a file, and each anchor a heading."""
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+        if re.match(r"https?:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        page = (path.parent / target).resolve() if target else path
+        if not page.exists() or (anchor and anchor not in anchors_of(page)):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_paths_exist(path: Path) -> None:
+    named = re.findall(
+        r"(?<![\w/])((?:mojo|max_ep|graphs|tests|bench|docs|\.ci)/[\w./-]*\w)",
+        path.read_text(),
+    )
+    assert not [p for p in named if not (ROOT / p).exists()]
+
+
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    """What `make docs` does."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d"]
+    done = subprocess.run(
+        [*command, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    for page in DOCS.glob("*.md"):
+        assert page.stem in ("index", *(p.name for p in tmp_path.iterdir()))
+
+
+def test_figures_are_those_of_the_script() -> None:
+    sys.path.insert(0, str(DOCS))
+    try:
+        import figures
+    finally:
+        sys.path.remove(str(DOCS))
+    for draw in figures.FIGURES:
+        path = DOCS / "images" / f"{draw.__name__}.svg"
+        assert path.read_text() == draw().svg(), f"run docs/figures.py: {path.name}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_readme_example_is_the_program() -> None:
+    program = (ROOT / "graphs/round_trip.py").read_text()
+    examples = blocks(ROOT / "README.md", "python")
+    assert examples and all(example in program for example in examples)
+
+
+def make_recipes() -> str:
+    """What the Makefile runs, in the words of a reader."""
+    text = (ROOT / "Makefile").read_text()
+    return text.replace("$(PIP)", "pip install").replace("$(BIN)/", "")
+
+
+def test_readme_commands_are_run() -> None:
+    """By CI, by a target that it makes, or by a test."""
+    commands = "".join(blocks(ROOT / "README.md", "sh|console")).splitlines()
+    run = (ROOT / ".ci/run").read_text() + make_recipes()
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    commands = [" ".join(line.partition("#")[0].split()) for line in commands]
+    commands = [command for command in commands if command]
+    assert len(commands) >= 3
+    for command in commands:
+        assert command in run or f'"{command}"' in tests, f"nothing runs `{command}`"
+
+
+# ------------------------------------------------------------------ code in documents
+
+
+CLASSES = {
+    "manager": max_ep.EPBatchManager,
+    "comm": max_ep.EPCommInitializer,
+    "dispatcher": max_ep.AllGatherTokenDispatcher,
+    "max_ep": max_ep,
+}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_python_blocks_use_what_there_is(path: Path) -> None:
+    """Imports, methods and fields; the programs of graphs/ are run elsewhere."""
+    known = {field.name for field in fields(EPConfig)}
+    for block in blocks(path, "python"):
+        for node in ast.walk(
+            ast.parse(block.replace("(...,", "(").replace("    ...,\n", ""))
+        ):
+            if isinstance(node, ast.ImportFrom) and node.module == "max_ep":
+                for alias in node.names:
+                    assert hasattr(max_ep, alias.name), alias.name
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = CLASSES.get(node.value.id)
+                assert owner is None or hasattr(owner, node.attr), node.attr
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "EPConfig":
+                assert {keyword.arg for keyword in node.keywords} <= known
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_choices_of_a_config_exist(path: Path) -> None:
+    """Where a page says `field="value"`, an EPConfig may have it."""
+    sizes = dict(hidden_size=8, top_k=1, n_experts=1, max_tokens_per_rank=1)
+    sizes |= dict(n_gpus_per_node=1, n_nodes=1, target="cpu")
+    dtype = max_ep.config.DType.float32
+    for field, value in re.findall(
+        r'\b(protocol|combine_mode|output_layout|target)="(\w+)"', path.read_text()
+    ):
+        # Together with `sums` not every protocol can be; none is refused alone.
+        EPConfig(dtype, dtype, **{**sizes, field: value})
+
+
+def test_every_field_of_ours_is_in_the_guide() -> None:
+    """docs/from_max.md lists what EPConfig has beyond MAX's."""
+    from max.nn.comm.ep import EPConfig as MaxEPConfig
+
+    text = (DOCS / "from_max.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M)
+    theirs = {field.name for field in fields(MaxEPConfig)}
+    ours = {f.name: f for f in fields(EPConfig) if f.name not in theirs}
+    assert {name for name, _ in listed} == set(ours)
+    for name, default in listed:
+        have = ours[name].default
+        assert name == "partial_dtype" or default == repr(have).replace("'", '"')
+
+
+# ------------------------------------------------------------------------ error texts
+
+
+def python_texts(path: Path) -> str:
+    """The strings of a file; what is filled in is an ellipsis."""
+    texts = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = (
+                str(part.value) if isinstance(part, ast.Constant) else "…"
+                for part in node.values
+            )
+            texts.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return "\n".join(texts)
+
+
+def mojo_texts(path: Path) -> str:
+    """The strings of a file; what stands between two of one call is an ellipsis."""
+    text = re.sub(r"^\s*#.*$", "", path.read_text(), flags=re.M)
+    pieces = re.split(r'"((?:[^"\\\n]|\\.)*)"', text)
+    joined = ""
+    for i, piece in enumerate(pieces):
+        if i % 2:
+            joined += piece
+        elif not re.fullmatch(r"[\s(),]*", piece):
+            joined += "…"
+    return joined
+
+
+def quoted_errors() -> list[str]:
+    text = (DOCS / "troubleshooting.md").read_text()
+    return [
+        " ".join(q.replace("> ", "").split())
+        for q in re.findall(r"^((?:> .*\n)+)", text, re.M)
+    ]
+
+
+def test_quoted_errors_are_those_of_the_sources() -> None:
+    """Each quotation's parts stand in one file, in that order."""
+    sources = [python_texts(path) for path in (ROOT / "max_ep").rglob("*.py")]
+    sources += [mojo_texts(path) for path in MOJO_FILES]
+    quoted = quoted_errors()
+    assert len(quoted) >= 20
+    unknown = []
+    for quotation in quoted:
+        parts = (re.escape(part.strip()) for part in quotation.split("…"))
+        pattern = re.compile(r"[^\n]{0,200}?".join(parts))
+        if not any(pattern.search(source) for source in sources):
+            unknown.append(quotation)
+    assert not unknown
