@@ -100,7 +100,7 @@ def compile_once() -> None:
 
 
 def main() -> None:
-    """Runs the ranks, and tells or saves what they measured."""
+    """Runs the ranks, and prints or saves what they measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--save", help="a file for max-ep stats")
     options = parser.parse_args()

@@ -154,31 +154,78 @@ def test_python_blocks_use_what_there_is(path: Path) -> None:
                 assert {keyword.arg for keyword in node.keywords} <= known
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_choices_of_a_config_exist(path: Path) -> None:
-    """Where a page says `field="value"`, an EPConfig may have it."""
-    sizes = dict(hidden_size=8, top_k=1, n_experts=1, max_tokens_per_rank=1)
-    sizes |= dict(n_gpus_per_node=1, n_nodes=1, target="cpu")
-    dtype = max_ep.config.DType.float32
-    for field, value in re.findall(
-        r'\b(protocol|combine_mode|output_layout|target)="(\w+)"', path.read_text()
+# --------------------------------------------------------------- names, numbers, tests
+
+
+def sources() -> str:
+    files = [*MOJO_FILES, *PYTHON_FILES]
+    return "\n".join(path.read_text() for path in files if path != Path(__file__))
+
+
+@pytest.mark.parametrize(
+    "page", ["protocol.md", "memory_model.md", "troubleshooting.md"]
+)
+def test_names_are_in_the_sources(page: str) -> None:
+    """What stands in backquotes and looks like a name of ours."""
+    text = (DOCS / page).read_text()
+    named = set(re.findall(r"`(_?[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]+)`", text))
+    assert len(named) > 2
+    assert named <= set(re.findall(r"\w+", sources()))
+
+
+def test_numbers_beside_a_name_are_the_constants() -> None:
+    """Where a page says `NAME` (64), so do the sources."""
+    values: dict[str, set[str]] = {}
+    for name, value in re.findall(
+        r"^(?:comptime )?(_?[A-Z][A-Z0-9_]+)(?:: \w+)? = ([\d_]+)$", sources(), re.M
     ):
-        # Together with `sums` not every protocol can be; none is refused alone.
-        EPConfig(dtype, dtype, **{**sizes, field: value})
+        values.setdefault(name, set()).add(value.replace("_", ""))
+    n_compared = 0
+    for path in GUIDE:
+        if path.name.startswith("performance"):  # of the commit that was measured
+            continue
+        text = path.read_text()
+        for name, number in re.findall(r"`(_?[A-Z][A-Z0-9_]+)` \((\d+)\)", text):
+            assert values.get(name) == {number}, (name_of(path), name, number)
+            n_compared += 1
+    assert n_compared >= 2
 
 
-def test_every_field_of_ours_is_in_the_guide() -> None:
-    """docs/from_max.md lists what EPConfig has beyond MAX's."""
-    from max.nn.comm.ep import EPConfig as MaxEPConfig
+def test_limits_are_those_of_the_sources() -> None:
+    """Numbers that pages give without a name."""
+    from max_ep import limits
 
-    text = (DOCS / "from_max.md").read_text()
-    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M)
-    theirs = {field.name for field in fields(MaxEPConfig)}
-    ours = {f.name: f for f in fields(EPConfig) if f.name not in theirs}
-    assert {name for name, _ in listed} == set(ours)
-    for name, default in listed:
-        have = ours[name].default
-        assert name == "partial_dtype" or default == repr(have).replace("'", '"')
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"`top_k` up to {limits.MAX_TOP_K}, up to {limits.MAX_RANKS} ranks" in readme
+    assert f"({limits.FP8_BLOCK} elements for FP8)" in readme
+    assert limits.TOKEN_ALIGN_BYTES == 16 and "whole 16-byte words" in readme
+
+
+def test_recipe_of_a_format_names_what_the_trait_wants() -> None:
+    source = (ROOT / "mojo/max_ep/token_format.mojo").read_text()
+    trait = source[source.index("\ntrait TokenFormat") :]
+    trait = trait[: trait.index("\n\n\n")]
+    wanted = set(re.findall(r"^    comptime (\w+): [^=\n]+$", trait, re.M))
+    for member in re.split(r"^    (?=@staticmethod)", trait, flags=re.M)[1:]:
+        if member.rstrip().endswith("..."):  # no body: each format has its own
+            wanted.add(re.search(r"def (\w+)", member)[1])
+    text = (DOCS / "adding_a_format.md").read_text()
+    table = text[text.index("| member |") :].partition("\n\n")[0]
+    cells = "".join(line.split("|")[1] for line in table.splitlines())
+    assert set(re.findall(r"`(\w+)`", cells)) == wanted
+
+
+def test_tests_that_pages_name_exist() -> None:
+    text = "\n".join(path.read_text() for path in GUIDE)
+    names = set(re.findall(r"`(test_\w+)`", text))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert len(names) > 10
+    assert not [name for name in names if f"def {name}(" not in tests]
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.json")), ids=name_of)
+def test_no_folder_stands_in_results(path: Path) -> None:
+    assert not re.findall(r"[\s\"'=]/(?:\w+/)+", path.read_text())
 
 
 # ------------------------------------------------------------------------ error texts

@@ -32,7 +32,7 @@ from transformers import (
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _THINKING = ["<think>", "</think>"]
-"""Of MiniMax-M2, whose thoughts MAX tells from its answers."""
+"""Of MiniMax-M2, whose thoughts MAX separates from its answers."""
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -83,7 +83,7 @@ class Server:
 
         Args:
             timeout_s: How long at most.
-            say: Is told what the server is about, every few seconds.
+            say: Is called with what the server is about, every few seconds.
 
         Returns:
             Seconds it took.
