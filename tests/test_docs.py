@@ -154,6 +154,33 @@ def test_python_blocks_use_what_there_is(path: Path) -> None:
                 assert {keyword.arg for keyword in node.keywords} <= known
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_choices_of_a_config_exist(path: Path) -> None:
+    """Where a page says `field="value"`, an EPConfig may have it."""
+    sizes = dict(hidden_size=8, top_k=1, n_experts=1, max_tokens_per_rank=1)
+    sizes |= dict(n_gpus_per_node=1, n_nodes=1, target="cpu")
+    dtype = max_ep.config.DType.float32
+    for field, value in re.findall(
+        r'\b(protocol|combine_mode|output_layout|target)="(\w+)"', path.read_text()
+    ):
+        # Together with `sums` not every protocol can be; none is refused alone.
+        EPConfig(dtype, dtype, **{**sizes, field: value})
+
+
+def test_every_field_of_ours_is_in_the_guide() -> None:
+    """docs/from_max.md lists what EPConfig has beyond MAX's."""
+    from max.nn.comm.ep import EPConfig as MaxEPConfig
+
+    text = (DOCS / "from_max.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M)
+    theirs = {field.name for field in fields(MaxEPConfig)}
+    ours = {f.name: f for f in fields(EPConfig) if f.name not in theirs}
+    assert {name for name, _ in listed} == set(ours)
+    for name, default in listed:
+        have = ours[name].default
+        assert name == "partial_dtype" or default == repr(have).replace("'", '"')
+
+
 # --------------------------------------------------------------- names, numbers, tests
 
 

@@ -157,7 +157,6 @@ LONG_FILES = {
     "tests/processes.py",
     "tests/test_codegen_rank_slots.py",
     "tests/test_errors.py",
-    "tests/test_gpu.py",
     "tests/test_model_sources.py",
     "tests/test_reference.py",
     "tests/test_round_trip.py",
@@ -167,7 +166,6 @@ LONG_FILES = {
 
 WIDE_FUNCTIONS = {
     "max_ep/gather.py",
-    "max_ep/kernels/dispatch.py",
     "mojo/max_ep/expert_slots/combine.mojo",
     "mojo/max_ep/expert_slots/dispatch.mojo",
     "mojo/max_ep/expert_slots/host_combine.mojo",

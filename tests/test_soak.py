@@ -17,13 +17,6 @@ from max_ep import launch
 pytestmark = pytest.mark.usefixtures("all_cores")
 
 
-def test_document_says_how_many() -> None:
-    text = Path(__file__).parent.with_name("docs").joinpath("reliability.md")
-    few, many = sorted(set(soak.N_GENERATIONS.values()))
-    said = f"({many:,} of `by_rank` with changing token counts, {few} of each other"
-    assert said in text.read_text()
-
-
 def test_thousands_of_generations(graphs: str, tmp_path: Path) -> None:
     """Every row and sum of each is the oracle's; counts change, ranks are late."""
     n_right = launch(
