@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MoE layer over four ranks: router, dispatch, SwiGLU experts, combine.
 
-    python graphs/moe_layer.py [--shared-expert] [--reduced] [--fp8]
+    python graphs/moe_layer.py [--shared-expert] [--sums] [--fp8]
 
 The layer is ``max_ep.moe.moe_layer``; with ``--shared-expert`` every token
 also goes through one expert of its own rank, computed beside the routed ones
-and added; with ``--reduced`` combine sends partial sums instead of rows
+and added; with ``--sums`` combine sends partial sums instead of rows
 (``EPConfig.combine_mode``); with ``--fp8`` dispatch quantizes tokens, and the experts
 get them in float32 again. The result is compared with ``max_ep.reference.moe``.
 """
@@ -90,11 +90,11 @@ def main() -> None:
     """Runs the layer once and compares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared-expert", action="store_true")
-    parser.add_argument("--reduced", action="store_true")
+    parser.add_argument("--sums", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     options = parser.parse_args()
     has_shared_expert, config = options.shared_expert, CONFIG
-    if options.reduced:
+    if options.sums:
         config = replace(CONFIG, combine_mode="sums")
     if options.fp8:
         config = replace(

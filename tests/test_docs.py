@@ -228,6 +228,20 @@ def test_limits_are_those_of_the_sources() -> None:
     assert limits.TOKEN_ALIGN_BYTES == 16 and "whole 16-byte words" in readme
 
 
+def test_memory_in_the_readme_is_what_a_rank_takes() -> None:
+    from max.nn.comm.ep.ep_config import NUM_GROUPS, estimate_ep_memory_usage
+
+    bfloat16 = max_ep.config.DType.bfloat16
+    sizes = dict(hidden_size=7168, top_k=8, n_experts=256, max_tokens_per_rank=128)
+    sizes |= dict(n_gpus_per_node=4, n_nodes=1)
+    dtypes = dict(dispatch_dtype=bfloat16, combine_dtype=bfloat16)
+    ours = EPConfig(**dtypes, **sizes, target="cpu").estimate_memory_usage()
+    theirs = NUM_GROUPS * estimate_ep_memory_usage(**dtypes, **sizes)
+    said = f"needs {ours / 2**20:.0f} MiB of symmetric memory; MAX's EP needs "
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert said + f"{theirs / 2**20:.0f} MiB" in readme
+
+
 def test_recipe_of_a_format_names_what_the_trait_wants() -> None:
     source = (ROOT / "mojo/max_ep/token_format.mojo").read_text()
     trait = source[source.index("\ntrait TokenFormat") :]

@@ -54,7 +54,7 @@ def plan(
         ("python graphs/round_trip.py", "came back doubled"),
         # The layer with rows sent back is the demo's.
         (
-            "python graphs/moe_layer.py --shared-expert --reduced --fp8",
+            "python graphs/moe_layer.py --shared-expert --sums --fp8",
             "agree with the plain MoE",
         ),
         ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
