@@ -73,7 +73,7 @@ def test_paths_exist(path: Path) -> None:
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     """What `make docs` does."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d"]
     done = subprocess.run(
         [*command, str(tmp_path)],
         cwd=ROOT,
