@@ -228,6 +228,21 @@ def test_limits_are_those_of_the_sources() -> None:
     assert limits.TOKEN_ALIGN_BYTES == 16 and "whole 16-byte words" in readme
 
 
+def cells_of(path: Path) -> list[list[str]]:
+    rows = re.findall(r"^\|(.*)\|$", path.read_text(), re.M)
+    return [[cell.strip(" *") for cell in row.split("|")] for row in rows]
+
+
+def test_times_in_the_readme_are_those_of_the_performance_page() -> None:
+    """Each row of the README's table is one of docs/performance.md."""
+    head, *rows = cells_of(ROOT / "README.md")
+    assert head[:3] == ["machine", "system", "delivers"]
+    measured = [row[2:8] for row in cells_of(DOCS / "performance.md")]
+    times = [row[3:] for row in rows[1:10]]
+    assert times[-1] and rows[9][1].startswith("NCCL")
+    assert not [row for row in times if row not in measured]
+
+
 def test_memory_in_the_readme_is_what_a_rank_takes() -> None:
     from max.nn.comm.ep.ep_config import NUM_GROUPS, estimate_ep_memory_usage
 
