@@ -115,6 +115,22 @@ def test_layers_point_one_way(path: Path) -> None:
             assert LAYERS.index(module) < own, f"{name_of(path)} imports {module}"
 
 
+def test_serving_and_matmuls_stand_apart() -> None:
+    """The core does not import `max_ep.serve`; the matmuls know nothing of EP."""
+    core = [path for path in PYTHON_FILES if path.is_relative_to(ROOT / "max_ep")]
+    serve = [path for path in core if "serve" in path.relative_to(ROOT).parts]
+    assert len(serve) > 5
+    for path in set(core) - set(serve):
+        assert not re.search(
+            r"^\s*(from|import) [\w.]*\bserve\b", path.read_text(), re.MULTILINE
+        ), name_of(path)
+    matmuls = [path for path in MOJO_FILES if path.parent.name == "max_ep_experts"]
+    assert len(matmuls) > 5
+    for path in matmuls:
+        imported = re.findall(r"^from (\S+)", path.read_text(), re.MULTILINE)
+        assert not [name for name in imported if "max_ep" in name], name_of(path)
+
+
 @pytest.mark.parametrize(
     "path", [*MOJO_FILES, *PYTHON_FILES, *MARKDOWN_FILES], ids=name_of
 )
@@ -183,7 +199,6 @@ WIDE_FUNCTIONS = {
     "mojo/max_ep/rank_slots/index.mojo",
     "mojo/max_ep/rank_slots/row_counts.mojo",
     "mojo/max_ep/watch.mojo",
-    "mojo/max_ep_gpu_experts/grouped_matmul.mojo",
 }
 """Files with a function above `MOST_ARGUMENTS`. The set may only shrink. Launchers and
 ops are not counted: MAX and the seeds give their arguments."""

@@ -20,6 +20,7 @@ from max.driver import Buffer, is_virtual_device_mode
 from max.engine import InferenceSession, Model
 from max.graph.graph import default_custom_extensions_scope
 
+from .. import experts
 from ..config import EPConfig
 from ..extension import extension_path
 from ..initializer import EPCommInitializer
@@ -79,10 +80,8 @@ class ExpertParallelModel:
         """Builds, compiles and loads the graph; see MAX's model."""
         # An op in a subgraph is looked for among those of the whole graph.
         packages = ["max_ep"]
-        if is_on_cpu(self.pipeline_config):
-            packages.append("max_ep_experts")
-        elif is_hopper():
-            packages.append("max_ep_gpu_experts")
+        if is_on_cpu(self.pipeline_config) or is_hopper():
+            packages.append(experts.PACKAGE)
         ops = default_custom_extensions_scope(*map(extension_path, packages))
         with using_max_ep(*self.max_modules), ops:
             return super().load_model(session)

@@ -5,9 +5,9 @@ Prints what they take at a time, as `n` and `k`, and whole tiles of MAX's. Run b
 tests/test_experts.py.
 """
 from emitting import emit
-from max_ep_gpu_experts.grouped_matmul import grouped_matmul_kernel
-from max_ep_gpu_experts.linear import FEW_ROWS, linear_kernel
-from max_ep_gpu_experts.tile import COLUMNS, K_STEP
+from max_ep_experts.grouped_matmul import grouped_matmul_kernel
+from max_ep_experts.linear import FEW_ROWS, linear_kernel
+from max_ep_experts.tile import COLUMNS, K_STEP
 
 
 def main() raises:

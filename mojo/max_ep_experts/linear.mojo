@@ -1,29 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A product of few rows and one weight, for GPUs.
-
-It exists because MAX's writes behind its result on Hopper
-(docs/decisions/0016-matmuls-on-hopper.md).
-"""
+"""A product of few rows and one weight, for GPUs."""
 
 from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
-from .tile import (
-    CHUNK,
-    COLUMNS,
-    K_STEP,
-    TOKENS,
-    Bf16In,
-    Bf16Out,
-    Sums,
-    Tile,
-    check_sizes,
-)
+from .product import Bf16In, Bf16Out
+from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Sums, Tile, check_sizes
 
 comptime FEW_ROWS = 128
-"""Fewer rows are few. So many are whole tiles of MAX's matmul."""
+"""`linear_kernel` takes fewer rows. A multiple of the tile of MAX's matmul."""
 comptime _N_WARPS = 8
 """Warps that share the sums of 16 columns along `k`."""
 
@@ -39,15 +26,7 @@ def _multiply_together[
 ):
     """Computes a tile with all warps of a block, each some steps of `k`.
 
-    The first adds up what all have, in their order.
-
-    Parameters:
-        n_tiles: As in `Tile.add`.
-        n_loads: As in `Tile.add`.
-
-    Args:
-        tile: The tile.
-        theirs: Room for the results of all other warps.
+    The other warps leave their sums in `theirs`; the first warp adds them in order.
     """
     comptime n_words = n_tiles * WARP_SIZE
     var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
@@ -75,7 +54,7 @@ def linear_kernel(
     """Multiplies few rows with the transpose of a weight.
 
     Launch: grid `(n / 16, n_rows / 64 rounded up)`, block of `_N_WARPS` warps,
-    which share the sums along `k`.
+    which share the sum along `k`.
 
     Args:
         y: `[n_rows][n]`.
@@ -121,20 +100,10 @@ def launch_linear(
     k: Int,
     context: DeviceContext,
 ) raises:
-    """Launches `linear_kernel`.
-
-    Args:
-        y: As there.
-        x: As there.
-        weight: As there.
-        n_rows: As there.
-        n: As there.
-        k: As there.
-        context: The device.
+    """Launches `linear_kernel`, whose arguments these are.
 
     Raises:
-        If `n` or `k` is no multiple of what the kernel takes at a time, or the
-        launch fails.
+        If `n` or `k` do not fit the kernel, or the launch fails.
     """
     check_sizes("linear", n, k)
     if n_rows == 0:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmul for GPUs.
-
-It exists because MAX's does not compile for Hopper in bfloat16
-(docs/decisions/0016-matmuls-on-hopper.md); elsewhere use MAX's.
-"""
+"""A matmul of groups for GPUs, fast for few rows a group."""
 
 from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceAttribute, DeviceContext
@@ -11,28 +7,20 @@ from max.gpu.primitives import warp
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
-from .tile import (
-    CHUNK,
-    COLUMNS,
-    K_STEP,
-    TOKENS,
-    Bf16In,
-    Bf16Out,
-    Tile,
-    check_sizes,
-)
+from .product import Bf16In, Bf16Out, GroupedProduct, In
+from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Tile, check_sizes
 
 comptime _N_WARPS = 4
 comptime _BLOCKS_PER_SM = 3
-"""Blocks of a multiprocessor: what their registers leave room for."""
+"""Blocks of a multiprocessor that the registers allow."""
 comptime MAX_GROUPS = 3840
-"""Groups there is room for in shared memory."""
+"""Groups that shared memory has room for."""
 
 
 @always_inline
 def _chunks_before(
-    row_offsets: Pointer[UInt32, ImmUntrackedOrigin],
-    expert_ids: Pointer[Int32, ImmUntrackedOrigin],
+    row_offsets: In[DType.uint32],
+    expert_ids: In[DType.int32],
     n_groups: Int,
     n_rows: Int,
     n_experts: Int,
@@ -42,15 +30,7 @@ def _chunks_before(
 ):
     """Counts the chunks of tokens before each group, with one warp.
 
-    Groups whose expert there is not have none.
-
-    Args:
-        row_offsets: As in `grouped_matmul_kernel`.
-        expert_ids: As there.
-        n_groups: Groups.
-        n_rows: As there.
-        n_experts: As there.
-        before: Result `[n_groups + 1]`, the last one all chunks.
+    `before[n_groups]` is their number. Groups of an unknown expert have none.
     """
     var lane = Int(thread_idx.x) % WARP_SIZE
     var n_before = Int32(0)
@@ -75,8 +55,8 @@ def grouped_matmul_kernel(
     y: Bf16Out,
     x: Bf16In,
     weights: Bf16In,
-    row_offsets: Pointer[UInt32, ImmUntrackedOrigin],
-    expert_ids: Pointer[Int32, ImmUntrackedOrigin],
+    row_offsets: In[DType.uint32],
+    expert_ids: In[DType.int32],
     n_groups: Int32,
     n_rows: Int32,
     n_experts: Int32,
@@ -85,9 +65,10 @@ def grouped_matmul_kernel(
 ):
     """Multiplies each group's tokens with the transpose of its weights.
 
-    A dispatch that failed leaves no offsets: none is used beyond the rows, and a
-    group whose expert there is not is left out. What there is to do is known on the
-    device alone: warps share out the 16 columns of each chunk of up to 64 tokens.
+    Only the device knows the rows of each group, so the grid fills the GPU once. Each
+    warp takes 16 columns of a chunk of up to 64 tokens, then the next such tile.
+    The offsets of a failed dispatch are undefined: rows behind `n_rows` are never
+    touched, and groups of an unknown expert are skipped.
 
     Launch: grid any, block of four warps.
 
@@ -97,9 +78,9 @@ def grouped_matmul_kernel(
         weights: `[n_experts][n][k]`, 16-byte aligned.
         row_offsets: `[n_groups + 1]`: where groups begin.
         expert_ids: `[n_groups]`: whose weights.
-        n_groups: Groups, up to `MAX_GROUPS`.
-        n_rows: Rows there is room for.
-        n_experts: Experts.
+        n_groups: Number of groups, up to `MAX_GROUPS`.
+        n_rows: Rows that `x` and `y` have room for.
+        n_experts: Number of weights.
         n: A multiple of 16.
         k: A multiple of `K_STEP`.
     """
@@ -125,7 +106,7 @@ def grouped_matmul_kernel(
         Int(grid_dim.x) * _N_WARPS,
     ):
         var chunk, column = divmod(i, n_columns)
-        # The last group with no more chunks before it.
+        # Bisection: the last group with at most `chunk` chunks before it.
         var group, above = 0, Int(n_groups)
         while group + 1 < above:
             var middle = (group + above) // 2
@@ -152,7 +133,7 @@ def grouped_matmul_kernel(
             Int(n),
             Int(k),
         )
-        # Few tokens: what counts is to have many loads of weights under way.
+        # With few tokens, many loads of weights in flight decide the speed.
         if end - begin > 4 * TOKENS:
             tile.multiply[CHUNK // TOKENS, 2]()
         elif end - begin > TOKENS:
@@ -164,60 +145,38 @@ def grouped_matmul_kernel(
 
 
 def launch_grouped_matmul(
-    y: Bf16Out,
-    x: Bf16In,
-    weights: Bf16In,
-    row_offsets: Pointer[UInt32, ImmUntrackedOrigin],
-    expert_ids: Pointer[Int32, ImmUntrackedOrigin],
-    n_groups: Int,
-    n_rows: Int,
-    n_experts: Int,
-    n: Int,
-    k: Int,
-    context: DeviceContext,
+    product: GroupedProduct[DType.bfloat16], context: DeviceContext
 ) raises:
     """Launches `grouped_matmul_kernel`.
 
     Args:
-        y: As there.
-        x: As there.
-        weights: As there.
-        row_offsets: As there.
-        expert_ids: As there.
-        n_groups: As there.
-        n_rows: As there.
-        n_experts: As there.
-        n: As there.
-        k: As there.
+        product: The product; `n` a multiple of 16, `k` of `K_STEP`.
         context: The device.
 
     Raises:
-        If `n` or `k` is no multiple of what the kernel takes at a time, there are
-        too many groups, or the launch fails.
+        If `n`, `k` or the number of groups do not fit the kernel, or the launch fails.
     """
-    check_sizes("grouped_matmul", n, k)
-    if n_groups > MAX_GROUPS:
+    check_sizes("grouped_matmul", product.n, product.k)
+    if product.n_groups > MAX_GROUPS:
         raise Error(
-            "max_ep: grouped_matmul on GPUs takes up to ",
-            MAX_GROUPS,
-            " experts; given ",
-            n_groups,
+            t"max_ep: grouped_matmul on GPUs takes up to {MAX_GROUPS} experts;"
+            t" given {product.n_groups}"
         )
-    if n_groups == 0:
+    if product.n_groups == 0:
         return
     var function = context.compile_function[grouped_matmul_kernel]()
     context.enqueue_function(
         function,
-        y,
-        x,
-        weights,
-        row_offsets,
-        expert_ids,
-        Int32(n_groups),
-        Int32(n_rows),
-        Int32(n_experts),
-        Int32(n),
-        Int32(k),
+        product.y,
+        product.x,
+        product.weights,
+        product.row_offsets,
+        product.expert_ids,
+        Int32(product.n_groups),
+        Int32(product.n_rows),
+        Int32(product.n_experts),
+        Int32(product.n),
+        Int32(product.k),
         grid_dim=_BLOCKS_PER_SM
         * context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
         block_dim=_N_WARPS * WARP_SIZE,

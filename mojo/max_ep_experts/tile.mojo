@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What matmuls for GPUs have in common: a warp's tile of a product.
+"""A warp's tile of a product on a GPU, straight from global memory.
 
-With warp-wide matrix instructions (16 x 8 x 16), fed from global memory: a product's
-sum over `k` may take its terms in any order, so each lane reads 16 adjacent bytes of a
-row and says that these are the elements the instruction wants from it, of the weights
-and of the tokens alike.
+The instruction is a warp-wide `mma` of 16 x 8 x 16. A sum over `k` may take its terms in
+any order. So each lane reads 16 adjacent bytes of a row, of weights and tokens alike,
+and passes them as the elements that the instruction wants from it.
 """
 
 from max.gpu import WARP_SIZE, thread_idx
 from max.gpu.compute.mma import mma
 
+from .product import Bf16In, Bf16Out
+
 comptime COLUMNS = 16
-"""Results of a token that a tile has: rows of weights, in the instruction."""
+"""Columns of a tile: rows of weights."""
 comptime TOKENS = 8
 """Tokens of one instruction."""
 comptime CHUNK = 64
@@ -19,12 +20,10 @@ comptime CHUNK = 64
 comptime K_STEP = 64
 """Divides `k`."""
 comptime _K_LOAD = 32
-"""Elements of a row that the four lanes of it load at once, 16 bytes each."""
+"""Elements of a row that its four lanes load at once, 16 bytes each."""
 
-comptime Bf16In = Pointer[BFloat16, ImmUntrackedOrigin]
-comptime Bf16Out = Pointer[BFloat16, MutUntrackedOrigin]
 comptime Sums[n_tiles: Int] = Array[SIMD[DType.float32, 4], n_tiles]
-"""A lane's results of some instructions side by side."""
+"""A lane's results of `n_tiles` instructions side by side."""
 
 
 @always_inline
@@ -45,7 +44,7 @@ struct Tile(Copyable, Movable):
     var begin: Int
     """First token."""
     var end: Int
-    """Behind the last one, `> begin`."""
+    """End of the tokens, `> begin`."""
     var column: Int
     """First column."""
     var n: Int
@@ -56,21 +55,15 @@ struct Tile(Copyable, Movable):
     @always_inline
     def add[
         n_tiles: Int, n_loads: Int
-    ](self, mut sums: Sums[n_tiles], first: Int, stride: Int,):
-        """Adds the products of some steps along `k`, one of `n_loads` loads.
+    ](self, mut sums: Sums[n_tiles], first: Int, stride: Int):
+        """Adds every `stride`-th step along `k`, from step `first` on.
 
-        Parameters:
-            n_tiles: Instructions side by side that share the weights.
-            n_loads: Loads of a row of weights that are under way at once.
-
-        Args:
-            sums: The lane's results.
-            first: First step.
-            stride: Steps from one to the next.
+        A step has `n_loads` loads of a row of weights in flight; `n_tiles`
+        instructions side by side share them.
         """
-        # The instruction's picture: a lane holds rows `high` and `high + 8` of the
-        # weights, row `high` of the tokens, and the results of columns `high` and
-        # `high + 8` for tokens `2 * low` and `2 * low + 1`.
+        # A lane holds rows `high` and `high + 8` of the weights, row `high` of the
+        # tokens, and the results of columns `high` and `high + 8` for tokens
+        # `2 * low` and `2 * low + 1`.
         var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
         var upper = self.weight.unsafe_offset(
             (self.column + high) * self.k + 8 * low
@@ -78,7 +71,7 @@ struct Tile(Copyable, Movable):
         var lower = upper.unsafe_offset(8 * self.k)
         var tokens = Array[Bf16In, n_tiles](fill=self.x.unsafe_offset(8 * low))
         comptime for tile in range(n_tiles):
-            # Behind the last token the last one again: what it gives is not stored.
+            # Behind the last token, load the last one again; it is not stored.
             var token = min(self.begin + TOKENS * tile + high, self.end - 1)
             tokens[tile] = self.x.unsafe_offset(token * self.k + 8 * low)
         comptime step = _K_LOAD * n_loads
@@ -112,14 +105,7 @@ struct Tile(Copyable, Movable):
 
     @always_inline
     def store[n_tiles: Int](self, sums: Sums[n_tiles]):
-        """Stores the lane's results.
-
-        Parameters:
-            n_tiles: As in `add`.
-
-        Args:
-            sums: As in `add`.
-        """
+        """Stores the lane's results."""
         var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
         comptime for tile in range(n_tiles):
             comptime for i in range(4):
@@ -134,38 +120,16 @@ struct Tile(Copyable, Movable):
 
     @always_inline
     def multiply[n_tiles: Int, n_loads: Int](self):
-        """Computes the tile with one warp.
-
-        Parameters:
-            n_tiles: As in `add`.
-            n_loads: As in `add`.
-        """
+        """Computes the tile with one warp."""
         var sums = Sums[n_tiles](fill=0)
         self.add[n_tiles, n_loads](sums, 0, 1)
         self.store(sums)
 
 
 def check_sizes(op: StaticString, n: Int, k: Int) raises:
-    """Refuses what tiles do not fill.
-
-    Args:
-        op: The name of the op, for the error.
-        n: Columns.
-        k: Elements of a token.
-
-    Raises:
-        If `n` is no multiple of `COLUMNS`, or `k` of `K_STEP`.
-    """
+    """Raises unless `n` is a multiple of `COLUMNS` and `k` of `K_STEP`."""
     if n % COLUMNS != 0 or k % K_STEP != 0:
         raise Error(
-            "max_ep: ",
-            op,
-            " on GPUs takes n in multiples of ",
-            COLUMNS,
-            " and k of ",
-            K_STEP,
-            "; given n=",
-            n,
-            " and k=",
-            k,
+            t"max_ep: {op} on GPUs takes n in multiples of {COLUMNS} and k of"
+            t" {K_STEP}; given n={n} and k={k}"
         )

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MAX op `gpu_linear`.
+
+A file of its own, which no other file imports: it imports MAX's matmul, which takes 20
+CPU-seconds to read. MAX reads a file of ops only for graphs that have one of them.
+"""
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from layout import Coord, Idx, TileTensor, row_major
+from linalg.matmul import matmul
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
+
+from .linear import FEW_ROWS, launch_linear
+
+
+@extensibility.register("max_ep.gpu_linear")
+struct GpuLinear:
+    """Multiplies rows with the transpose of a weight, in bfloat16, on GPUs.
+
+    `linear_kernel` multiplies fewer than `FEW_ROWS` rows, MAX's matmul more.
+    That one writes behind its result unless the result ends with a whole tile. So it
+    gets all whole tiles, then the last `FEW_ROWS` rows, which may be in the last
+    whole tile, too.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+        x: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+        weight: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var n_rows = x.dim_size(0)
+        var n = weight.dim_size(0)
+        var k = weight.dim_size(1)
+        comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
+        if n_rows < FEW_ROWS:
+            launch_linear(
+                {unsafe_from_address = Int(y.unsafe_ptr())},
+                {unsafe_from_address = Int(x.unsafe_ptr())},
+                {unsafe_from_address = Int(weight.unsafe_ptr())},
+                n_rows,
+                n,
+                k,
+                ctx,
+            )
+            return
+        var weights = weight.to_tile_tensor[DType.int64]()
+        comptime n_static = weights.static_shape[0]
+        comptime k_static = weights.static_shape[1]
+
+        @always_inline
+        def multiply(first: Int, count: Int) raises {imm}:
+            matmul[transpose_b=True, target=target](
+                TileTensor(
+                    y.unsafe_ptr().unsafe_offset(first * n),
+                    row_major(Coord(Int64(count), Idx[n_static])),
+                ),
+                TileTensor(
+                    x.unsafe_ptr().unsafe_offset(first * k),
+                    row_major(Coord(Int64(count), Idx[k_static])),
+                ),
+                weights,
+                ctx,
+            )
+
+        multiply(0, n_rows // FEW_ROWS * FEW_ROWS)
+        if n_rows % FEW_ROWS > 0:
+            multiply(n_rows - FEW_ROWS, FEW_ROWS)

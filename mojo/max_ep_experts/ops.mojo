@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MAX ops, but for `gpu_linear`."""
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
+
+from .cpu import cpu_fused_silu, cpu_grouped_matmul
+from .grouped_matmul import launch_grouped_matmul
+from .product import GroupedProduct
+
+
+@extensibility.register("max_ep.grouped_matmul")
+struct GroupedMatmul:
+    """Multiplies each expert's rows with the transpose of its weight.
+
+    Rows `[row_offsets[i], row_offsets[i + 1])` belong to `expert_ids[i]`; rows
+    behind the last offset stay untouched. The arguments of MAX's
+    `grouped_matmul_ragged`; products and sums are float32. On GPUs bfloat16.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[rank=2, ...],
+        x: InputTensor[dtype=y.dtype, rank=2, ...],
+        weights: InputTensor[dtype=y.dtype, rank=3, ...],
+        row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var product = GroupedProduct[y.dtype](
+            y={unsafe_from_address = Int(y.unsafe_ptr())},
+            x={unsafe_from_address = Int(x.unsafe_ptr())},
+            weights={unsafe_from_address = Int(weights.unsafe_ptr())},
+            row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
+            expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
+            n_groups=row_offsets.dim_size(0) - 1,
+            n_rows=x.dim_size(0),
+            n_experts=weights.dim_size(0),
+            n=weights.dim_size(1),
+            k=weights.dim_size(2),
+        )
+        comptime if is_gpu[target]():
+            comptime assert y.dtype == DType.bfloat16, "max_ep: bfloat16 only"
+            launch_grouped_matmul(
+                rebind[GroupedProduct[DType.bfloat16]](product), ctx
+            )
+        else:
+            cpu_grouped_matmul(product)
+
+
+@extensibility.register("max_ep.fused_silu")
+struct FusedSilu:
+    """Computes `silu(gate) * up` of rows `[gate | up]`, in float32, on the CPU.
+
+    Only the rows before the last offset, as MAX's `fused_silu`, which GPUs have.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[rank=2, ...],
+        x: InputTensor[dtype=y.dtype, rank=2, ...],
+        row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime assert not is_gpu[target](), "max_ep: use MAX's fused_silu"
+        var n = y.dim_size(1)
+        var n_rows = Int(
+            row_offsets.unsafe_ptr()[unsafe_offset=row_offsets.dim_size(0) - 1]
+        )
+        if n_rows > y.dim_size(0) or x.dim_size(1) != 2 * n:
+            raise Error("max_ep: fused_silu: shapes do not fit")
+        cpu_fused_silu[y.dtype](
+            {unsafe_from_address = Int(y.unsafe_ptr())},
+            {unsafe_from_address = Int(x.unsafe_ptr())},
+            n_rows,
+            n,
+        )
