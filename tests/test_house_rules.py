@@ -29,7 +29,7 @@ MARKDOWN_FILES = sorted(
 # Each module of the Mojo package may import only from those to its left.
 LAYERS = (
     "layout flags cpu_copy counters failures row_tables token_format formats "
-    "transport launch_checks expert_slots rank_slots side_stream gpu_setup "
+    "transport launch_checks expert_slots rank_slots cpu side_stream gpu_setup "
     "setup shmem_modules gpu_launch watch api watch_ops ops all_gather_ops "
     "routing routing_ops"
 ).split()
@@ -157,7 +157,6 @@ MOST_LINES = 600
 MOST_ARGUMENTS = 10
 
 LONG_FILES = {
-    "mojo/max_ep/api/dispatch.mojo",
     "mojo/max_ep/expert_slots/combine.mojo",
     "mojo/max_ep/expert_slots/dispatch.mojo",
     "mojo/max_ep/gpu_launch.mojo",
@@ -184,8 +183,6 @@ WIDE_FUNCTIONS = {
     "max_ep/gather.py",
     "mojo/max_ep/expert_slots/combine.mojo",
     "mojo/max_ep/expert_slots/dispatch.mojo",
-    "mojo/max_ep/expert_slots/host_combine.mojo",
-    "mojo/max_ep/expert_slots/host_dispatch.mojo",
     "mojo/max_ep/gpu_launch.mojo",
     "mojo/max_ep/gpu_setup.mojo",
     "mojo/max_ep/rank_slots/combine.mojo",
@@ -194,8 +191,6 @@ WIDE_FUNCTIONS = {
     "mojo/max_ep/rank_slots/dispatch.mojo",
     "mojo/max_ep/rank_slots/dispatch_receive.mojo",
     "mojo/max_ep/rank_slots/dispatch_send.mojo",
-    "mojo/max_ep/rank_slots/host_combine.mojo",
-    "mojo/max_ep/rank_slots/host_dispatch.mojo",
     "mojo/max_ep/rank_slots/index.mojo",
     "mojo/max_ep/rank_slots/row_counts.mojo",
     "mojo/max_ep/watch.mojo",

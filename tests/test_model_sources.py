@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from model import expert_slots, host, rank_slots, sources, worlds
+from model import cpu, expert_slots, rank_slots, sources, worlds
 from model.exploration import Machine
 from model.launches import BLOCK_WORDS, CALLS, LOCAL_WORDS, PUT_BACK, RANK_WORDS
 from model.memory import EMPTY, Order, Step
@@ -41,7 +41,7 @@ CALLS_LEFT_OUT = {
     ("transport.mojo: put_flag", "order_before_put"): HOSTS,
     ("watch.mojo: _is_there", "peek"): WATCHES,
     ("watch.mojo: _is_there", "peek_16"): WATCHES,
-    ("watch.mojo: watch_host", "peek"): WATCHES,
+    ("watch.mojo: watch_cpu", "peek"): WATCHES,
 }
 # How often a function calls an atomic, where it is more than once and not modelled
 # call by call: a third call would be a step that the model lacks.
@@ -58,12 +58,12 @@ CALLED_OFTEN = {
     ("rank_slots/row_counts.mojo: lay_out_rows", "block_peek"): 2,
     ("rank_slots/row_counts.mojo: _count_rows", "block_arrive"): 2,  # SUMMED, COUNTED
     ("rank_slots/row_counts.mojo: _count_rows", "block_publish"): 2,  # FAILED
-    ("rank_slots/host_dispatch.mojo: dispatch_async_host", "publish"): 2,
+    ("cpu/dispatch.mojo: _publish_counts", "publish"): 2,
     ("expert_slots/device_steps.mojo: await_done_words", "peek"): 2,
     ("expert_slots/device_steps.mojo: await_message", "peek"): 2,
     ("expert_slots/dispatch.mojo: read_counts", "peek_number"): 2,
     ("expert_slots/dispatch.mojo: _receive_half", "block_peek"): 2,
-    ("expert_slots/host_steps.mojo: await_readers", "peek"): 2,
+    ("cpu/rank.mojo: await_readers", "peek"): 2,
     ("cpu_copy.mojo: for_each_chunk", "drain_stores"): 2,  # inline, in a worker
     ("watch.mojo: _is_there", "peek"): 2,  # a count, or a row's flag
 }
@@ -114,7 +114,7 @@ NOTED_OFTEN = {
     ("rank_slots/dispatch.mojo: dispatch_wait_kernel", "dispatch_received"): 3,
     ("rank_slots/row_counts.mojo: lay_out_rows", "pair_rows"): 2,
     ("expert_slots/dispatch.mojo: read_counts", "pair_rows"): 2,
-    ("expert_slots/host_dispatch.mojo: lay_out_rows", "pair_rows"): 2,
+    ("cpu/plan.mojo: lay_out_rows", "pair_rows"): 2,
 }
 
 # The model takes these for granted: one of its agents is a warp that is in step, or a
@@ -726,11 +726,14 @@ IN_THIS_ORDER = {
         "are_forked[device] = False",
     ),
     # The number covers nothing; the count behind it does (I2).
-    "rank_slots/host_dispatch.mojo: dispatch_async_host": (
-        "for_each_chunk(",
-        "layout.dispatch_n_tokens_offset(my_rank)",
+    "cpu/dispatch.mojo: _publish_counts": (
+        "layout.dispatch_n_tokens_offset(rank.my_rank)",
         "layout.dispatch_count_offset(",
-        "counters.set_dispatch_sent(generation)",
+        "set_dispatch_sent(rank.generation)",
+    ),
+    "cpu/dispatch.mojo: cpu_dispatch_async": (
+        "for_each_chunk(",
+        "_publish_counts(",
         "raise_if_dropped(",
     ),
 }
@@ -853,11 +856,7 @@ def test_phases() -> None:
     """A kernel without an op in the model, or the other way round, is noticed."""
     modelled = {f"rank_slots: {op}_kernel" for op in rank_slots.OPS}
     modelled |= {f"expert_slots: {op}_kernel" for op in expert_slots.OPS}
-    modelled |= {
-        f"{p}: {op}_host" for p in ("expert_slots", "rank_slots") for op in host.OPS
-    }
-    # Sending tokens first is for `gather` alone.
-    modelled -= {"expert_slots: send_tokens_host"}
+    modelled |= {f"cpu: {op}" for op in cpu.OPS}
     assert sources.phases() == modelled
     assert set(sources.named_phases()) == set(worlds.SPLIT)
 

@@ -3,7 +3,7 @@
 
 Layers, each knowing only those before it:
 layout, flags, counters, failures, row_tables, token_format (and formats/),
-transport, launch_checks, expert_slots/, rank_slots/, gpu_setup, setup, shmem_modules,
+transport, launch_checks, expert_slots/, rank_slots/, cpu/, gpu_setup, setup, shmem_modules,
 gpu_launch, watch, api, ops, all_gather_ops; and routing and
 routing_ops, which know `layout` alone.
 """

@@ -102,7 +102,6 @@ warps rely on it; with `rank_slots` whoever gives up does, and one warp reads it
 for its block (`start_launch`)."""
 
 comptime _BLOCKS_DONE = 28  # GPU ranks
-comptime _TOKENS_SENT = 28  # CPU ranks
 comptime _DISPATCH_CLEAR = 29
 comptime _COMBINE_CLEAR = 30
 comptime _MOST_RECEIVED = 31
@@ -449,16 +448,6 @@ struct EPLocalSyncCounters[n_experts: Int](
         self.words[
             unsafe_offset=_N_TOKENS + Int(generation & UInt32(1))
         ] = Int32(n_tokens)
-
-    @always_inline
-    def tokens_sent(self) -> Int:
-        """Reads how many tokens wait for their dispatch; CPU ranks."""
-        return Int(self.words[unsafe_offset=_TOKENS_SENT]) - 1
-
-    @always_inline
-    def set_tokens_sent(self, n_tokens: Int):
-        """Notes how many tokens wait for their dispatch; CPU ranks."""
-        self.words[unsafe_offset=_TOKENS_SENT] = Int32(n_tokens + 1)
 
     @always_inline
     def tokens_sent_on_gpu(self) -> Pointer[Int32, MutUntrackedOrigin]:

@@ -6,7 +6,7 @@ from max.gpu.host.info import is_gpu
 from std.memory import unsafe_memset_zero
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
-from .expert_slots.host_steps import write_source_info
+from .cpu.rank import write_source_info
 from .gpu_setup import clear_gpu
 from .launch_checks import mut_
 from .layout import RegionLayout
@@ -29,7 +29,7 @@ def _clear_combine_generations(region: Int, layout: RegionLayout):
         write_source_info(recv.unsafe_offset(i * msg_bytes), msg_bytes, i, 0)
 
 
-def _clear_host(region: Int, layout: RegionLayout, was_used: Bool):
+def _clear_cpu(region: Int, layout: RegionLayout, was_used: Bool):
     """Clears the flags of a region in host memory."""
     unsafe_memset_zero(
         BytePointer(
@@ -108,7 +108,7 @@ def init[
             EPLocalSyncCounters[0](counters).reset(
                 rank, timeout_ms, n_words, layout
             )
-        _clear_host(region, layout, was_used)
+        _clear_cpu(region, layout, was_used)
     Pointer[Int32, MutUntrackedOrigin](
         unsafe_from_address=Int(my_rank.ptr)
     )[] = Int32(rank)

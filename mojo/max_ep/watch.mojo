@@ -97,7 +97,7 @@ def _count_offset[
 # ------------------------------------------------------------------ CPU ranks
 
 
-def watch_host[
+def watch_cpu[
     n_experts: Int, layout: RegionLayout, is_combine: Bool
 ](
     waits_ns: Pointer[Int64, MutUntrackedOrigin],
@@ -324,6 +324,6 @@ def ep_watch_kernel_api[
             block_dim=_NUM_THREADS,
         )
     else:
-        watch_host[n_experts, layout, is_combine](
+        watch_cpu[n_experts, layout, is_combine](
             mut_(waits_ns), counts[counters.my_rank()], counters
         )

@@ -76,7 +76,6 @@ LOCAL_WORDS = {
     "combine_of": "header",
     "dispatch_clear": "header",
     "combine_clear": "header",
-    "tokens_sent": "header",
     "n_tokens": "header, by the parity of the generation",
     "most_received": "header",
     "choices": "by the parity of the generation",
@@ -292,7 +291,7 @@ class World(Program):
         return " beside ".join(self.program[i] for i in self._launches[launch])
 
     def build(self, rank: int, launch: int, snapshot: Any) -> Any:
-        from . import expert_slots, host, rank_slots
+        from . import cpu, expert_slots, rank_slots
 
         agents: list[tuple[str, list[Step]]] = []
         before, moved = dict(snapshot), {}
@@ -309,7 +308,7 @@ class World(Program):
                 written.begins_behind = behind or others
             first = len(agents)
             if self.target == "cpu":
-                host.OPS[op](written)
+                cpu.OPS[op](written)
             elif self.protocol == "expert_slots":
                 expert_slots.OPS[op](written)
             elif op.startswith("combine") and not self.is_reduced:

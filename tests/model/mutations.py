@@ -268,15 +268,15 @@ _TAGGED_FOR_GPUS = "CPU ranks find it behind the counts, and do not look at it"
 
 HARMLESS = {
     "relaxed instead of more: publish(dispatch_n_tokens) in"
-    " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
+    " cpu/dispatch.mojo: _publish_counts": _COVERED,
     "relaxed instead of more: peek(dispatch_n_tokens) in"
-    " rank_slots/host_dispatch.mojo: dispatch_wait_host": _COVERED,
+    " cpu/dispatch.mojo: _place_tokens": _COVERED,
     "generation 1 for ever: publish(dispatch_n_tokens) in"
-    " rank_slots/host_dispatch.mojo: dispatch_async_host": _COVERED,
+    " cpu/dispatch.mojo: _publish_counts": _COVERED,
     "generation 1 for ever: store(dispatch_message_flag) in"
-    " expert_slots/host_steps.mojo: write_source_info": _ONLY_CHOICE,
+    " cpu/rank.mojo: write_source_info": _ONLY_CHOICE,
     "generation 1 for ever: store(carried_choice) in"
-    " rank_slots/host_dispatch.mojo: _send_carried": _TAGGED_FOR_GPUS,
+    " cpu/dispatch.mojo: _write_entry": _TAGGED_FOR_GPUS,
     "relaxed instead of more: block_peek(INDEXED) in"
     " rank_slots/dispatch_send.mojo: _send_early_tokens": _ENTRIES_FIRST,
     "left out: block_peek(INDEXED) in"

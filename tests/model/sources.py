@@ -157,8 +157,11 @@ def phases() -> set[str]:
     for file in protocol_files():
         folder = file.split("/")[0]
         if folder in ("expert_slots", "rank_slots"):
-            for name in re.findall(r"^def (\w+_(?:kernel|host))\b", source(file), re.M):
+            for name in re.findall(r"^def (\w+_kernel)\b", source(file), re.M):
                 found.add(f"{folder}: {name}")
+        if folder == "cpu":
+            for name in re.findall(r"^def cpu_(\w+)\b", source(file), re.M):
+                found.add(f"cpu: {name}")
     return found
 
 

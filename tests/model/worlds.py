@@ -398,14 +398,13 @@ def rank_slots_unreduced() -> list[World]:
     ]
 
 
-def host() -> list[World]:
+def cpu() -> list[World]:
     """All protocols of CPU ranks."""
     worlds = []
     kinds = (
         ("expert_slots", False),
         ("rank_slots", False),
         ("rank_slots", True),
-        ("gather", True),
     )
     for protocol, is_reduced in kinds:
         name = f"CPU, {protocol}{' reduced' if is_reduced else ''}"
@@ -464,17 +463,6 @@ def host() -> list[World]:
             **replays(SPLIT, 3),
         )
     )
-    worlds.append(
-        World(
-            "CPU, gather, tokens first",
-            "gather",
-            routing=TWO_RANKS,
-            is_reduced=True,
-            target="cpu",
-            streams=True,
-            **replays(("send_tokens", *SPLIT), 3),
-        )
-    )
     return worlds
 
 
@@ -484,7 +472,7 @@ def by_protocol() -> dict[str, list[World]]:
         "rank_slots": rank_slots(),
         "rank_slots un-reduced": rank_slots_unreduced(),
         "expert_slots": expert_slots(),
-        "CPU ranks": host(),
+        "CPU ranks": cpu(),
     }
 
 
@@ -499,7 +487,7 @@ def tiny() -> list[World]:
     one_way = ((((1,),), ()),)
     small = {"protocol": "rank_slots", "is_one_agent": True}
     slots = {"protocol": "expert_slots", "is_one_agent": True}
-    host = {**slots, "target": "cpu", "streams": True}
+    cpu = {**slots, "target": "cpu", "streams": True}
     # One rank has two agents already, so it has none to exchange with.
     alone = {**small, "routing": ((((0,),),),), "halves_overlap": True}
     return [
@@ -517,12 +505,12 @@ def tiny() -> list[World]:
             **small,
         ),
         World("tiny, slots", routing=one_token, **replays(FUSED, 2), **slots),
-        World("tiny, CPU", routing=one_token, **replays(SPLIT, 2), **host),
+        World("tiny, CPU", routing=one_token, **replays(SPLIT, 2), **cpu),
         World(
             "tiny, CPU, dispatch only",
             routing=one_token,
             **replays(SPLIT[:2], 3),
-            **host,
+            **cpu,
         ),
         World(
             "tiny, halves",

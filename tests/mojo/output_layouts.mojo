@@ -16,7 +16,7 @@ from max_ep import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
-from max_ep.expert_slots.host_steps import hash_src_info
+from max_ep.cpu.plan import hash_src_info
 from max_ep.flags import next_generation
 from max_ep.formats.blockwise_fp8 import ScaledRows
 from max_ep.setup import N_SETUP_WORDS, init

@@ -5,8 +5,9 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
 
+from ..cpu.combine import cpu_combine_async, cpu_combine_wait
+from ..cpu.rank import CpuRank
 from ..expert_slots.combine import combine_layout_of
-from ..expert_slots.host_combine import combine_async_host, combine_wait_host
 from ..gpu_launch import (
     launch_combine,
     launch_combine_async,
@@ -21,10 +22,6 @@ from ..launch_checks import (
     peer_buffers,
 )
 from ..layout import EXPERT_SLOTS, MESSAGE_ALIGN
-from ..rank_slots.host_combine import (
-    combine_async_host as reduced_combine_async_host,
-    combine_wait_host as reduced_combine_wait_host,
-)
 from ..token_format import SharedRows
 from .checks import check_expert_rows, check_results, n_mapped_ranks
 
@@ -141,32 +138,13 @@ def ep_combine_async_kernel_api[
             counters,
             context,
         )
-    elif combine_layout.is_reduced():
-        reduced_combine_async_host[
-            combine_dtype,
-            partial_dtype,
-            hidden_size,
-            n_experts,
-            n_ranks,
-            combine_layout,
-        ](
-            imm(input_tokens),
-            n_rows,
-            imm(src_info),
-            recv_bufs,
-            counts,
-            counters,
-        )
     else:
-        combine_async_host[
-            combine_dtype, hidden_size, n_experts, n_ranks, combine_layout
-        ](
-            imm(input_tokens),
-            n_rows,
+        cpu_combine_async[combine_dtype, partial_dtype, hidden_size](
+            SharedRows(mut_(input_tokens).unsafe_bitcast[UInt8](), n_rows),
             imm(src_info),
-            recv_bufs,
-            counts,
-            counters,
+            CpuRank[combine_layout](
+                op, counters.combine_sent(), counters, recv_bufs, counts
+            ),
         )
 
 
@@ -290,39 +268,15 @@ def ep_combine_wait_kernel_api[
             counters,
             context,
         )
-    elif combine_layout.is_reduced():
-        reduced_combine_wait_host[
-            combine_dtype,
-            partial_dtype,
-            hidden_size,
-            n_experts,
-            n_ranks,
-            combine_layout,
-            fused_shared_expert,
-        ](
-            mut_(output_tokens),
-            n_tokens,
-            shared_rows,
-            recv_bufs[counters.my_rank()],
-            counts,
-            counters,
-        )
     else:
-        combine_wait_host[
-            combine_dtype,
-            hidden_size,
-            n_experts,
-            n_ranks,
-            combine_layout,
-            fused_shared_expert,
-        ](
+        cpu_combine_wait[partial_dtype, hidden_size, fused_shared_expert](
             mut_(output_tokens),
-            imm(router_weights),
             n_tokens,
+            imm(router_weights),
             shared_rows,
-            recv_bufs[counters.my_rank()],
-            counts,
-            counters,
+            CpuRank[combine_layout](
+                op, counters.combine_received(), counters, recv_bufs, counts
+            ),
         )
 
 

@@ -4,8 +4,9 @@ from layout import TileTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
+from ..cpu.dispatch import GivenTokens, cpu_dispatch_async, cpu_dispatch_wait
+from ..cpu.rank import CpuRank
 from ..expert_slots.dispatch import dispatch_layout_of
-from ..expert_slots.host_dispatch import dispatch_async_host, dispatch_wait_host
 from ..gpu_launch import (
     InputScales,
     launch_dispatch,
@@ -23,11 +24,6 @@ from ..launch_checks import (
     peer_buffers,
 )
 from ..layout import EXPERT_SLOTS
-from ..rank_slots.host_dispatch import (
-    dispatch_async_host as rank_slots_dispatch_async_host,
-    dispatch_wait_host as rank_slots_dispatch_wait_host,
-    send_tokens_host,
-)
 from ..token_format import RouterWeights, TokenFormat
 from .checks import (
     check_carried,
@@ -120,15 +116,7 @@ def ep_send_tokens_kernel_api[
             protocol,
             n_sms,
         ](input_tokens, recv_bufs, counts, counters, context)
-    else:
-        send_tokens_host[
-            token_fmt_type,
-            n_experts,
-            n_ranks,
-            max_token_per_rank,
-            dispatch_layout,
-            input_tokens.dtype,
-        ](imm(input_tokens), n_tokens, recv_bufs, counts, counters)
+    # On CPU `ep_dispatch_async_kernel_api` sends the tokens.
 
 
 def ep_dispatch_async_kernel_api[
@@ -260,43 +248,19 @@ def ep_dispatch_async_kernel_api[
             counters,
             context,
         )
-    elif dispatch_layout.has_rank_slots():
-        rank_slots_dispatch_async_host[
-            token_fmt_type,
-            n_experts,
-            n_ranks,
-            max_token_per_rank,
-            dispatch_layout,
-            input_tokens.dtype,
-            fused_shared_expert,
-            tokens_are_sent,
-        ](
-            imm(input_tokens),
-            imm(topk_ids),
-            n_tokens,
-            router_weights.weights,
-            recv_bufs,
-            counts,
-            counters,
-        )
     else:
-        dispatch_async_host[
-            token_fmt_type,
-            n_experts,
-            n_ranks,
-            max_token_per_rank,
-            dispatch_layout,
-            input_tokens.dtype,
-            input_scales_wrapper,
-            fused_shared_expert,
+        cpu_dispatch_async[
+            token_fmt_type, input_scales_wrapper, fused_shared_expert
         ](
-            imm(input_tokens),
-            imm(topk_ids),
-            n_tokens,
-            send_bufs[counters.my_rank()],
-            recv_bufs,
-            counts,
-            counters,
+            GivenTokens(
+                imm(input_tokens),
+                imm(topk_ids),
+                router_weights.weights,
+                n_tokens,
+            ),
+            CpuRank[dispatch_layout](
+                op, counters.dispatch_sent(), counters, recv_bufs, counts
+            ),
         )
 
 
@@ -416,39 +380,14 @@ def ep_dispatch_wait_kernel_api[
         var tables = row_tables[
             dispatch_layout, fused_shared_expert, output_layout
         ](op, row_offsets, expert_ids, src_info)
-        var recv_buf = recv_bufs[counters.my_rank()]
-        comptime if dispatch_layout.has_rank_slots():
-            rank_slots_dispatch_wait_host[
-                token_fmt_type,
-                n_experts,
-                n_ranks,
-                max_token_per_rank,
-                dispatch_layout,
-            ](
-                rows,
-                Int(src_info.dim[0]()),
-                tables,
-                mut_(src_info),
-                recv_buf,
-                counts,
-                counters,
-            )
-            return
-        dispatch_wait_host[
-            token_fmt_type,
-            n_experts,
-            n_ranks,
-            max_token_per_rank,
-            dispatch_layout,
-        ](
+        cpu_dispatch_wait[token_fmt_type](
             rows,
             Int(src_info.dim[0]()),
             tables,
             mut_(src_info),
-            recv_buf.unsafe_offset(dispatch_layout.staged_from_recv(0)),
-            recv_buf,
-            counts,
-            counters,
+            CpuRank[dispatch_layout](
+                op, counters.dispatch_received(), counters, recv_bufs, counts
+            ),
         )
 
 

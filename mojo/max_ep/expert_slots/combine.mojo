@@ -4,7 +4,7 @@
 Every row goes back to the place of its choice, `[token][k]`, on its source
 rank, and announces itself there by the flag in its source info. The source
 knows from its own dispatch which choices come back, waits for these, and adds
-the rows of a token as `host_combine.mojo` does:
+the rows of a token as `cpu/combine.mojo` does:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
     result = acc, rounded to the combine dtype

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch of `expert_slots` for GPU ranks.
 
-The same messages in the same slots, and the same rows, as `host_dispatch.mojo`
+The same messages in the same slots, and the same rows, as `cpu/dispatch.mojo`
 makes; other flags announce them. The count of a pair is published as soon as
 it is known; each message then announces itself by the flag in its source info,
 so receiving goes on while the wire is busy.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All protocols of CPU ranks: counts announce what was sent before them.
 
-Functions have the names of those in `host_dispatch.mojo` and `host_combine.mojo`.
-A launch is its caller, workers (`for_each_chunk`), and the caller again.
+Functions have the names of those in `mojo/max_ep/cpu/`. A launch is its caller,
+workers (`for_each_chunk`), and the caller again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Callable
 
 from .launches import Agent, Launch
 
-_EXPERT = "expert_slots/host_dispatch.mojo: "
-_RANK = "rank_slots/host_dispatch.mojo: "
-_ROWS = "expert_slots/host_combine.mojo: "
-_PARTIALS = "rank_slots/host_combine.mojo: "
-_STEPS = "expert_slots/host_steps.mojo: "
-_FLAGS = "flags.mojo: "
+_DISPATCH = "cpu/dispatch.mojo: "
+_COMBINE = "cpu/combine.mojo: "
+_PLAN = "cpu/plan.mojo: "
+_RANK = "cpu/rank.mojo: "
 _N_WORKERS = 2
 
 
@@ -27,7 +25,7 @@ def await_readers(launch: Launch, a: Agent, direction: str, only_owners: bool) -
         if only_owners and not launch.world.experts_of(rank):
             continue
         a.peek(
-            _STEPS + "await_readers",
+            _RANK + "await_readers",
             (f"{direction}_done", launch.rank, rank),
             ("equals", generation),
             ("at least", 0, n_sent),
@@ -52,20 +50,20 @@ def _chunks(launch: Launch, n: int, src: int) -> list:
     return list(enumerate(launch.world.tokens(n, src)))
 
 
-def _is_expert_slots(launch: Launch) -> bool:
+def _is_by_expert(launch: Launch) -> bool:
     return launch.world.protocol == "expert_slots"
 
 
 # --------------------------------------------------------------------------- dispatch
 
 
-def _send_expert_slots(launch: Launch) -> Agent:
+def _send_by_expert(launch: Launch) -> Agent:
     from .expert_slots import _messages
 
     world, rank = launch.world, launch.rank
     n = launch.dispatched + 1
     generation = launch.next("dispatch_sent")
-    where = _EXPERT + "dispatch_async_host"
+    where = _DISPATCH + "cpu_dispatch_async"
 
     def send(a: Agent, item: tuple) -> None:
         t, _ = item
@@ -78,7 +76,7 @@ def _send_expert_slots(launch: Launch) -> Agent:
             place = (world.rank_of(expert), expert, rank, slot)
             a.stream(where, ("dispatch_message", *place), truth, truth)
             a.store(
-                _STEPS + "write_source_info",
+                _RANK + "write_source_info",
                 ("dispatch_message_flag", *place),
                 (generation, (t, k)),
                 truth,
@@ -87,88 +85,54 @@ def _send_expert_slots(launch: Launch) -> Agent:
     return for_each_chunk(launch, _chunks(launch, n, rank), send)
 
 
-def _send_rank_slots(launch: Launch) -> Agent:
+def _send_by_rank(launch: Launch) -> Agent:
     world, rank = launch.world, launch.rank
     n = launch.dispatched + 1
     generation = launch.next("dispatch_sent")
-    where = _RANK + "dispatch_async_host"
-    are_sent = "send_tokens" in world.program
+    where = _DISPATCH + "cpu_dispatch_async"
 
     def send(a: Agent, item: tuple) -> None:
         t, experts = item
-        if world.protocol != "gather":
-            truth = ("token", n, rank, t)
-            a.store(where, ("token", rank, rank, t), truth, truth)
-            for to in world.owners(n, rank, t):
-                if to != rank:
-                    a.stream(where, ("token", to, rank, t), truth, truth)
-        elif not are_sent:
-            _gather_token(launch, a, n, t)
+        token = ("token", n, rank, t)
+        a.store(where, ("token", rank, rank, t), token, token)
+        seen = {rank}
         for k, expert in enumerate(experts):
-            if expert >= 0:
-                place = ("entry", world.rank_of(expert), rank, t, k)
-                truth = ("entry", n, rank, t, k)
-                a.store(where, place, (generation, expert), truth)
-                if world.carries_choices:
-                    _send_carried(a, n, generation, world.rank_of(expert), rank, t)
+            if expert < 0:
+                continue
+            to = world.rank_of(expert)
+            _write_entry(launch, a, (t, k), expert, generation)
+            if to not in seen:
+                a.stream(where, ("token", to, rank, t), token, token)
+            seen.add(to)
 
-    a = for_each_chunk(launch, _chunks(launch, n, rank), send)
-    for to in world.ranks:
-        a.publish(
-            where,
-            ("dispatch_n_tokens", to, rank),
-            (generation, len(world.tokens(n, rank))),
-            ("number", n, rank),
-        )
-    return a
+    return for_each_chunk(launch, _chunks(launch, n, rank), send)
 
 
-def _send_carried(
-    a: Agent, n: int, generation: int, to: int, rank: int, t: int
+def _write_entry(
+    launch: Launch, a: Agent, choice: tuple, expert: int, generation: int
 ) -> None:
-    place, truth = ("carried_choice", to, rank, t), ("carried", n, rank, t)
-    a.store(_RANK + "_send_carried", place, (generation, 0), truth)
+    world, rank, n = launch.world, launch.rank, launch.dispatched + 1
+    where, to, (t, k) = _DISPATCH + "_write_entry", world.rank_of(expert), choice
+    truth = ("entry", n, rank, t, k)
+    a.store(where, ("entry", to, rank, t, k), (generation, expert), truth)
+    if world.carries_choices:
+        truth = ("carried", n, rank, t)
+        a.store(where, ("carried_choice", to, rank, t), (generation, 0), truth)
 
 
-def _gather_token(launch: Launch, a: Agent, n: int, t: int) -> None:
-    where, rank = _RANK + "_gather_token", launch.rank
-    truth = ("token", n, rank, t)
-    a.store(where, ("token", rank, rank, t), truth, truth)
-    for to in launch.world.ranks:
-        if to != rank and launch.world.experts_of(to):
-            a.stream(where, ("token", to, rank, t), truth, truth)
-
-
-def send_tokens(launch: Launch) -> None:
-    a = launch.agent("caller")
-    await_readers(launch, a, "dispatch", True)
-    n = launch.dispatched + 1
-    tokens = _chunks(launch, n, launch.rank)
-    a = for_each_chunk(
-        launch, tokens, lambda a, item: _gather_token(launch, a, n, item[0])
-    )
-    place = ("tokens_sent", launch.rank)
-    a.store(_RANK + "send_tokens_host", place, len(tokens) + 1)
-
-
-def dispatch_async(launch: Launch) -> None:
+def _publish_counts(launch: Launch, a: Agent) -> None:
     world, rank = launch.world, launch.rank
     n = launch.dispatched + 1
     generation = launch.next("dispatch_sent")
-    if world.has("early return of a rank with zero tokens"):
-        if not world.tokens(n, rank):
-            return
-    where = (_EXPERT if _is_expert_slots(launch) else _RANK) + "dispatch_async_host"
-    a = launch.agent("caller")
-    await_readers(launch, a, "dispatch", True)
-    place = ("n_tokens", rank, launch.parity(generation, n))
-    a.store(where, place, len(world.tokens(n, rank)), ("n_tokens", n))
-    if world.protocol == "gather":
-        n_sent = len(world.tokens(n, rank)) + 1 if "send_tokens" in world.program else 0
-        a.load(where, ("tokens_sent", rank), is_=n_sent)
-        a.store(where, ("tokens_sent", rank), 0)
-    send = _send_expert_slots if _is_expert_slots(launch) else _send_rank_slots
-    a = send(launch)
+    where = _DISPATCH + "_publish_counts"
+    if not _is_by_expert(launch):
+        for to in world.ranks:
+            a.publish(
+                where,
+                ("dispatch_n_tokens", to, rank),
+                (generation, len(world.tokens(n, rank))),
+                ("number", n, rank),
+            )
     for expert in world.experts:
         a.publish(
             where,
@@ -179,11 +143,27 @@ def dispatch_async(launch: Launch) -> None:
     a.store(where, ("dispatch_sent", rank), generation)
 
 
+def dispatch_async(launch: Launch) -> None:
+    world, rank = launch.world, launch.rank
+    n = launch.dispatched + 1
+    generation = launch.next("dispatch_sent")
+    if world.has("early return of a rank with zero tokens"):
+        if not world.tokens(n, rank):
+            return
+    where = _DISPATCH + "cpu_dispatch_async"
+    a = launch.agent("caller")
+    await_readers(launch, a, "dispatch", True)
+    place = ("n_tokens", rank, launch.parity(generation, n))
+    a.store(where, place, len(world.tokens(n, rank)), ("n_tokens", n))
+    send = _send_by_expert if _is_by_expert(launch) else _send_by_rank
+    _publish_counts(launch, send(launch))
+
+
 def _lay_out_rows(launch: Launch) -> None:
     world, rank = launch.world, launch.rank
     n = launch.dispatch_read + 1
     a = launch.agent("caller")
-    where = _EXPERT + "lay_out_rows"
+    where = _PLAN + "lay_out_rows"
     for expert in world.experts_of(rank):
         for src in world.ranks:
             a.peek(
@@ -193,13 +173,13 @@ def _lay_out_rows(launch: Launch) -> None:
                 ("count", n, src, expert),
             )
     a.store(where, ("pair_rows", rank, 0), 1, ("pair rows", n))
-    if _is_expert_slots(launch):
+    if _is_by_expert(launch):
         return
     for src in world.ranks:
         if world.experts_of(rank):
             # Not a wait: a count that came says that this came before it.
             a.peek(
-                _RANK + "dispatch_wait_host",
+                _DISPATCH + "_place_tokens",
                 ("dispatch_n_tokens", rank, src),
                 ("anything",),
                 ("number", n, src),
@@ -207,7 +187,7 @@ def _lay_out_rows(launch: Launch) -> None:
         if world.is_reduced:
             place = ("received_tokens", rank, src)
             truth = ("received", n, src)
-            a.store(_RANK + "dispatch_wait_host", place, 1, truth)
+            a.store(_DISPATCH + "_place_tokens", place, 1, truth)
 
 
 def dispatch_wait(launch: Launch) -> None:
@@ -223,18 +203,18 @@ def dispatch_wait(launch: Launch) -> None:
         src, t = item
         for token, k, expert, slot in _messages(launch, n, src):
             if token == t and world.rank_of(expert) == rank:
-                where = _EXPERT + "dispatch_wait_host"
+                where = _DISPATCH + "_place_messages"
                 place = (rank, expert, src, slot)
                 meant = ("message", n, src, t, k)
                 a.load(where, ("dispatch_message", *place), meant)
                 a.load(where, ("dispatch_message_flag", *place), meant)
         if world.has_shared_expert and src == rank:
             place = ("dispatch_staged", rank, t)
-            a.load(_EXPERT + "place_own_tokens", place, ("staged", n, rank, t))
+            a.load(_DISPATCH + "cpu_dispatch_wait", place, ("staged", n, rank, t))
 
     def decode_tokens(a: Agent, item: tuple) -> None:
         src, t = item
-        where = _RANK + "dispatch_wait_host"
+        where = _DISPATCH + "_place_choice"
         for k, expert in enumerate(world.tokens(n, src)[t]):
             place = ("entry", rank, src, t, k)
             if expert >= 0 and world.rank_of(expert) == rank:
@@ -249,9 +229,9 @@ def dispatch_wait(launch: Launch) -> None:
             truth = ("row", n, src, t)
             a.store(where, ("received_rows", rank, src, t), 1, truth)
 
-    decode = decode_messages if _is_expert_slots(launch) else decode_tokens
+    decode = decode_messages if _is_by_expert(launch) else decode_tokens
     a = for_each_chunk(launch, items if world.experts_of(rank) else [], decode)
-    where = _EXPERT + "finish_receiving"
+    where = _DISPATCH + "cpu_dispatch_wait"
     a.store(where, ("dispatch_received", rank), generation)
     for to in world.ranks:
         place = ("dispatch_done", to, rank)
@@ -268,27 +248,27 @@ def combine_async(launch: Launch) -> None:
     n, m = launch.dispatch_read, launch.combined + 1
     generation = launch.next("combine_sent")
     a = launch.agent("caller")
-    a.load(_ROWS + "start_combine", ("pair_rows", rank, 0), ("pair rows", n))
+    a.load(_COMBINE + "_check_rows", ("pair_rows", rank, 0), ("pair rows", n))
     if world.experts_of(rank):
         await_readers(launch, a, "combine", False)
 
     def send_rows(a: Agent, item: tuple) -> None:
         src, t = item
-        where = _ROWS + "combine_async_host"
+        where = _COMBINE + "_send_rows"
         for token, k, expert, _ in _messages(launch, n, src):
             if token == t and world.rank_of(expert) == rank:
                 truth = ("row", m, src, t, k)
                 a.stream(where, _message(launch, src, t, k), truth, truth)
                 a.store(
-                    _STEPS + "write_source_info",
+                    _RANK + "write_source_info",
                     ("combine_message_flag", src, t, k),
                     (generation, (t, k)),
                     truth,
                 )
 
-    def send_partials(a: Agent, item: tuple) -> None:
+    def send_sums(a: Agent, item: tuple) -> None:
         src, t = item
-        where = _PARTIALS + "combine_async_host"
+        where = _COMBINE + "_send_sums"
         a.load(where, ("received_tokens", rank, src), ("received", n, src))
         a.load(where, ("received_rows", rank, src, t), ("row", n, src, t))
         if src == rank or rank not in world.owners(n, src, t):
@@ -296,31 +276,32 @@ def combine_async(launch: Launch) -> None:
         truth = ("partial", m, rank, src, t)
         a.stream(where, _partial(launch, src, rank, t), truth, truth)
         a.store(
-            _STEPS + "write_source_info",
+            _RANK + "write_source_info",
             ("partial", src, rank, t, "info"),
             (generation, 1),
             truth,
         )
 
+    if world.is_reduced:
+        of = launch.before["dispatch_received"]
+        a.store(_COMBINE + "_send_sums", ("combine_of", rank), of)
     items = [(src, t) for src in world.ranks for t, _ in _chunks(launch, n, src)]
-    send = send_partials if world.is_reduced else send_rows
+    send = send_sums if world.is_reduced else send_rows
     a = for_each_chunk(launch, items if world.experts_of(rank) else [], send)
     for expert in world.experts_of(rank):
         for src in world.ranks:
             a.publish(
-                _ROWS + "publish_rows",
+                _COMBINE + "cpu_combine_async",
                 ("combine_count", src, expert),
                 (generation, world.count(n, src, expert)),
                 ("rows", m, src, expert),
             )
-    a.store(_ROWS + "publish_rows", ("combine_sent", rank), generation)
-    of = launch.before["dispatch_received"]
-    a.store(_PARTIALS + "combine_async_host", ("combine_of", rank), of)
+    a.store(_COMBINE + "cpu_combine_async", ("combine_sent", rank), generation)
 
 
 def _message(launch: Launch, to: int, t: int, k: int) -> tuple:
     if launch.world.has("dispatch and combine sharing a buffer"):
-        if _is_expert_slots(launch):
+        if _is_by_expert(launch):
             return ("dispatch_message", to, t, k, 0)
         return ("token", to, k, t)
     return ("combine_message", to, t, k)
@@ -340,10 +321,10 @@ def combine_wait(launch: Launch) -> None:
     a = launch.agent("caller")
     if world.is_reduced:
         place = ("n_tokens", rank, launch.parity(launch.before["combine_of"], n))
-        a.load(_PARTIALS + "_check_unsent_rows", place, ("n_tokens", n))
+        a.load(_COMBINE + "_check_unsent_rows", place, ("n_tokens", n))
     for expert in world.experts:
         a.peek(
-            _ROWS + "await_rows",
+            _COMBINE + "_await_rows",
             ("combine_count", rank, expert),
             ("equals", generation),
             ("rows", m, rank, expert),
@@ -351,7 +332,7 @@ def combine_wait(launch: Launch) -> None:
 
     def reduce_token(a: Agent, item: tuple) -> None:
         t, experts = item
-        where = _ROWS + "_reduce_token"
+        where = _COMBINE + "cpu_combine_wait"
         for k, expert in enumerate(experts):
             flag = ("combine_message_flag", rank, t, k)
             if expert < 0:
@@ -361,9 +342,9 @@ def combine_wait(launch: Launch) -> None:
             a.load_of(where, flag, generation, meant)
             a.load(where, _message(launch, rank, t, k), meant)
 
-    def add_partials(a: Agent, item: tuple) -> None:
+    def add_sums(a: Agent, item: tuple) -> None:
         t, _ = item
-        where = _PARTIALS + "combine_wait_host"
+        where = _COMBINE + "cpu_combine_wait"
         owners = world.owners(n, rank, t)
         if world.experts_of(rank):
             a.load(where, ("received_rows", rank, rank, t), ("row", n, rank, t))
@@ -376,16 +357,15 @@ def combine_wait(launch: Launch) -> None:
             a.load_of(where, flag, generation, meant)
             a.load(where, _partial(launch, rank, owner, t), meant)
 
-    reduce = add_partials if world.is_reduced else reduce_token
+    reduce = add_sums if world.is_reduced else reduce_token
     a = for_each_chunk(launch, _chunks(launch, n, rank), reduce)
-    where = _ROWS + "finish_combine"
+    where = _COMBINE + "cpu_combine_wait"
     a.store(where, ("combine_received", rank), generation)
     for to in world.ranks:
         a.publish(where, ("combine_done", to, rank), (generation, 0), (m, 0))
 
 
 OPS = {
-    "send_tokens": send_tokens,
     "dispatch_async": dispatch_async,
     "dispatch_wait": dispatch_wait,
     "combine_async": combine_async,

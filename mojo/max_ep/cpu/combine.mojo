@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combine of CPU ranks, of rows and of sums.
+
+Rows: every row goes back to the place of its choice, `[token][k]`, on its source
+rank, which adds the rows of a token in choice order:
+
+    acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
+    result = acc, rounded to the combine dtype
+    result = result + shared[token], likewise    with a fused shared expert
+
+Sums: a rank that holds some of a token's experts adds their rows so, and sends
+that sum, rounded once to the partial dtype. The source starts with its own sum,
+which is not sent and not rounded, and adds those of the other ranks in order of
+rank. Rows and weights are found by what `dispatch_wait` has recorded.
+
+Choices without a row (id `-1`) are skipped. Rows of the shared expert are not
+sent. After `combine_async`: everything is with its source, and counts announce
+it. After `combine_wait`: the result is there, and every owner may overwrite what
+it sent.
+"""
+from std.math import fma
+from std.sys import size_of
+
+from ..counters import NO_ROW, source_rank
+from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
+from ..flags import (
+    await_generation,
+    count_of,
+    generation_of,
+    message_flag,
+    publish,
+)
+from ..layout import MESSAGE_ALIGN, RegionLayout
+from ..token_format import BytePointer, SharedRows
+from .plan import RowCursor, hash_src_info, n_rows_of_pairs
+from .rank import CpuRank, write_source_info
+
+# ----------------------------------------------------------------- rows and sums
+
+
+struct _Terms[dtype: DType, n_max: Int](Movable):
+    """Rows that are to be added, and the weight of each."""
+
+    var rows: Array[Int, Self.n_max]
+    var weights: Array[Float32, Self.n_max]
+    var n: Int
+
+    @always_inline
+    def __init__(out self):
+        """Starts without rows."""
+        self.rows = Array[Int, Self.n_max](fill=0)
+        self.weights = Array[Float32, Self.n_max](fill=0)
+        self.n = 0
+
+    @always_inline
+    def append(mut self, row: BytePointer, weight: Float32):
+        """Adds a row behind the others."""
+        self.rows[self.n] = Int(row)
+        self.weights[self.n] = weight
+        self.n += 1
+
+    @always_inline
+    def add_to[
+        width: Int
+    ](self, acc: SIMD[DType.float32, width], column: Int) -> SIMD[
+        DType.float32, width
+    ]:
+        """Adds some columns of the weighted rows to a sum, in order."""
+        var result = acc
+        for i in range(self.n):
+            var row = BytePointer(unsafe_from_address=self.rows[i])
+            var x = _columns[Self.dtype, width](row, column)
+            var weight = SIMD[DType.float32, width](self.weights[i])
+            result = fma(weight, x, result)
+        return result
+
+
+@always_inline
+def _columns[
+    dtype: DType, width: Int
+](row: BytePointer, column: Int) -> SIMD[DType.float32, width]:
+    """Loads some columns of a row."""
+    return (
+        row.unsafe_bitcast[Scalar[dtype]]()
+        .unsafe_load[width=width](column)
+        .cast[DType.float32]()
+    )
+
+
+@always_inline
+def _own_terms[
+    layout: RegionLayout, //, dtype: DType, hidden_size: Int
+](
+    expert_rows: SharedRows, source: Int, token_idx: Int, rank: CpuRank[layout]
+) -> _Terms[dtype, layout.top_k]:
+    """Finds the rows of a token that the last `dispatch_wait` put here."""
+    var terms = _Terms[dtype, layout.top_k]()
+    var n_tokens = rank.counters.received_tokens(layout)[unsafe_offset=source]
+    if token_idx >= Int(n_tokens):
+        return terms^
+    var rows = rank.counters.received_rows(layout, source)
+    var weights = rank.counters.received_weights(layout, source)
+    for k in range(layout.top_k):
+        var choice = layout.choice(token_idx, k)
+        var row = rows[unsafe_offset=choice]
+        if row != NO_ROW:
+            terms.append(
+                _row[dtype, hidden_size](expert_rows, Int(row)),
+                weights[unsafe_offset=choice],
+            )
+    return terms^
+
+
+@always_inline
+def _row[
+    dtype: DType, hidden_size: Int
+](expert_rows: SharedRows, row: Int) -> BytePointer:
+    """Points to an expert row."""
+    return expert_rows.rows.unsafe_offset(
+        row * hidden_size * size_of[Scalar[dtype]]()
+    )
+
+
+@always_inline
+def _for_columns[hidden_size: Int, F: def[width: Int](Int) -> None](work: F):
+    """Calls `work` on all columns of a row: 32 at a time, then one by one."""
+    comptime whole = hidden_size // 32 * 32
+    for column in range(0, whole, 32):
+        work[32](column)
+    for column in range(whole, hidden_size):
+        work[1](column)
+
+
+# ---------------------------------------------------------------------- sending
+
+
+def cpu_combine_async[
+    layout: RegionLayout,
+    //,
+    combine_dtype: DType,
+    partial_dtype: DType,
+    hidden_size: Int,
+](
+    expert_rows: SharedRows,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    rank: CpuRank[layout],
+) raises:
+    """Sends expert rows, or sums of them, to where their tokens came from."""
+    _check_rows(expert_rows.n_rows, src_info, rank)
+    # Nobody waits for a rank without experts, so their done words run ahead of
+    # it; it writes nothing.
+    if rank.n_experts() > 0:
+        rank.await_readers(layout.combine_done_offset(0), only_owners=False)
+    comptime if layout.is_reduced():
+        _send_sums[combine_dtype, partial_dtype, hidden_size](expert_rows, rank)
+    else:
+        _send_rows[combine_dtype, hidden_size](expert_rows, src_info, rank)
+    # I2: counts after rows; zeros too, every source waits for every expert.
+    for local_expert in range(rank.n_experts()):
+        var offset = layout.combine_count_offset(rank.expert_id(local_expert))
+        for src_rank in range(layout.n_ranks):
+            publish(
+                rank.flag(src_rank, offset),
+                rank.generation,
+                rank.counters.pair_count(layout.pair(local_expert, src_rank)),
+            )
+    rank.counters.set_combine_sent(rank.generation)
+    # AFTER: this generation's rows or sums are with their sources.
+
+
+def _check_rows[
+    layout: RegionLayout, //
+](
+    n_rows_max: Int,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    rank: CpuRank[layout],
+) raises:
+    """Makes sure that `src_info` is the one of the last `dispatch_wait`.
+
+    Its digest must be the one recorded there, and what becomes part of a remote
+    address is bounds-checked, before anything is sent.
+    """
+    var counters = rank.counters
+    if counters.dispatch_received() == 0:
+        raise rank.error(
+            ": nothing was dispatched to this rank yet; combine sends back the"
+            " rows of the last dispatch_wait."
+        )
+    var end = counters.pair_row(rank.n_pairs)
+    if end > n_rows_max:
+        raise rank.error(
+            t": the rows of the last dispatch_wait end at {end}, input_tokens"
+            t" and src_info hold {n_rows_max}."
+        )
+    var digest = hash_src_info(src_info, rank.n_pairs, counters)
+    var at = RowCursor()
+    for i in range(n_rows_of_pairs(rank.n_pairs, counters)):
+        at.advance(i, counters)
+        var token_idx = Int(src_info[unsafe_offset=2 * at.row])
+        var k = Int(src_info[unsafe_offset=2 * at.row + 1])
+        if (
+            digest != counters.src_info_hash()
+            or not 0 <= token_idx < layout.max_tokens_per_rank
+            or not 0 <= k < layout.top_k
+        ):
+            raise rank.error(
+                t": src_info (row {at.row}: token {token_idx}, k {k}) is not"
+                t" that of this rank's last dispatch_wait. Pass the src_info of"
+                t" that dispatch, and combine before the next dispatch of the"
+                t" same buffers."
+            )
+
+
+def _send_rows[
+    layout: RegionLayout, //, dtype: DType, hidden_size: Int
+](
+    expert_rows: SharedRows,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    rank: CpuRank[layout],
+):
+    """Sends each row to the place of its choice."""
+    comptime msg_bytes = layout.combine_msg_bytes
+    var n_rows = n_rows_of_pairs(rank.n_pairs, rank.counters)
+    var is_streaming = should_stream(n_rows, msg_bytes)
+
+    def send_rows(begin: Int, end: Int) {imm}:
+        var at = RowCursor()
+        for i in range(begin, end):
+            at.advance(i, rank.counters)
+            var token_idx = Int(src_info[unsafe_offset=2 * at.row])
+            var k = Int(src_info[unsafe_offset=2 * at.row + 1])
+            # I4: a choice has one expert, so one writer.
+            var src_rank = at.pair % layout.n_ranks
+            var message = rank.recv_bufs[src_rank].unsafe_offset(
+                layout.combine_message_offset(token_idx, k)
+            )
+            copy_bytes(
+                dest=message,
+                src=_row[dtype, hidden_size](expert_rows, at.row),
+                count=hidden_size * size_of[Scalar[dtype]](),
+                is_streaming=is_streaming,
+            )
+            write_source_info(
+                message, msg_bytes, layout.choice(token_idx, k), rank.generation
+            )
+
+    for_each_chunk(n_rows, msg_bytes, send_rows)
+
+
+def _send_sums[
+    layout: RegionLayout,
+    //,
+    dtype: DType,
+    partial_dtype: DType,
+    hidden_size: Int,
+](expert_rows: SharedRows, rank: CpuRank[layout]):
+    """Sends one sum for each token of a peer that has rows here."""
+    comptime msg_bytes = layout.combine_msg_bytes
+    rank.counters.set_combine_of(rank.counters.dispatch_received())
+    var n_tokens_of = rank.counters.received_tokens(layout)
+    var n_tokens = 0
+    for source in range(layout.n_ranks):
+        n_tokens += Int(n_tokens_of[unsafe_offset=source])
+    var is_streaming = should_stream(n_tokens, msg_bytes)
+
+    def send_sums(begin: Int, end: Int) {imm}:
+        var source = 0
+        var first = 0
+        for i in range(begin, end):
+            while first + Int(n_tokens_of[unsafe_offset=source]) <= i:
+                first += Int(n_tokens_of[unsafe_offset=source])
+                source += 1
+            var terms = _own_terms[dtype, hidden_size](
+                expert_rows, source, i - first, rank
+            )
+            # Source 0 is this rank: it sends itself nothing.
+            if source == 0 or terms.n == 0:
+                continue
+            # I4: only this rank writes the sums of its number.
+            var src_rank = source_rank(rank.my_rank, source, layout.n_ranks)
+            var message = rank.recv_bufs[src_rank].unsafe_offset(
+                layout.partial_offset(rank.my_rank, i - first)
+            )
+            var sums = message.unsafe_bitcast[Scalar[partial_dtype]]()
+
+            @always_inline
+            def store_sum[width: Int](column: Int) {imm}:
+                var sum = terms.add_to[width](0, column).cast[partial_dtype]()
+                if is_streaming and width > 1:
+                    sums.unsafe_store[
+                        alignment=MESSAGE_ALIGN, non_temporal=True
+                    ](column, sum)
+                else:
+                    sums.unsafe_store(column, sum)
+
+            _for_columns[hidden_size](store_sum)
+            write_source_info(message, msg_bytes, terms.n, rank.generation)
+
+    for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
+
+
+# -------------------------------------------------------------------- receiving
+
+
+def cpu_combine_wait[
+    dtype: DType,
+    layout: RegionLayout,
+    //,
+    partial_dtype: DType,
+    hidden_size: Int,
+    fused_shared_expert: Bool = False,
+](
+    output_tokens: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    n_tokens: Int,
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    expert_rows: SharedRows,
+    rank: CpuRank[layout],
+) raises:
+    """Waits for all rows or sums and adds those of each token."""
+    comptime is_reduced = layout.is_reduced()
+    comptime sent_dtype = partial_dtype if is_reduced else dtype
+    comptime n_places = layout.n_ranks if is_reduced else layout.top_k
+    comptime bytes_per_token = (
+        min(layout.top_k, n_places) * layout.combine_msg_bytes
+    )
+    comptime if is_reduced:
+        _check_unsent_rows(n_tokens, expert_rows.n_rows, rank)
+    var n_rows = _await_rows(rank)
+    # AFTER: everything of this generation is visible here and to the workers.
+
+    # Rows that are in the result of each token: added up below.
+    var found = List[Int](length=n_tokens, fill=0)
+    var n_found_of = found.unsafe_ptr()
+
+    def reduce_tokens(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            var own = _Terms[dtype, layout.top_k]()
+            comptime if is_reduced:
+                own = _own_terms[dtype, hidden_size](
+                    expert_rows, 0, token_idx, rank
+                )
+            var received = _Terms[sent_dtype, n_places]()
+            var n_found = own.n
+            for i in range(n_places):
+                var offset = layout.combine_message_offset(token_idx, i)
+                comptime if is_reduced:
+                    offset = layout.partial_offset(i, token_idx)
+                var message = rank.recv_buf().unsafe_offset(offset)
+                var flag = message_flag(message, layout.combine_msg_bytes)[]
+                # I8: what an older generation left is skipped.
+                if generation_of(flag) != rank.generation:
+                    continue
+                comptime if is_reduced:
+                    received.append(message, 1)
+                    n_found += count_of(flag)
+                else:
+                    var choice = layout.choice(token_idx, i)
+                    received.append(
+                        message, router_weights[unsafe_offset=choice]
+                    )
+                    n_found += 1
+            n_found_of[unsafe_offset=token_idx] = n_found
+
+            @always_inline
+            def store_result[width: Int](column: Int) {imm}:
+                var acc = own.add_to[width](0, column)
+                acc = received.add_to[width](acc, column)
+                comptime if fused_shared_expert:
+                    var shared = _row[dtype, hidden_size](
+                        expert_rows, token_idx
+                    )
+                    acc = acc.cast[dtype]().cast[DType.float32]()
+                    acc += _columns[dtype, width](shared, column)
+                output_tokens.unsafe_store(
+                    token_idx * hidden_size + column, acc.cast[dtype]()
+                )
+
+            _for_columns[hidden_size](store_result)
+
+    for_each_chunk(n_tokens, bytes_per_token, reduce_tokens)
+    var n_found = 0
+    for n in found:
+        n_found += n
+    if n_found != n_rows:
+        comptime if is_reduced:
+            raise rank.error(
+                t": its tokens have {n_rows} rows, but those that came are sums"
+                t" of {n_found}; something else has written to its memory. Call"
+                t" EPCommInitializer.reset() (or restart the group)."
+            )
+        raise rank.error(
+            t": {n_rows} rows came back but only {n_found} belong to the"
+            t" {n_tokens} tokens of router_weights; pass the weights of all"
+            t" tokens that were dispatched, then call"
+            t" EPCommInitializer.reset()."
+        )
+    rank.counters.set_combine_received(rank.generation)
+    var done = layout.combine_done_offset(rank.my_rank)
+    for owner_rank in range(layout.n_ranks):
+        publish(rank.flag(owner_rank, done), rank.generation, 0)
+    # AFTER: the result is complete; every owner may overwrite what it sent.
+
+
+def _await_rows[layout: RegionLayout, //](rank: CpuRank[layout]) raises -> Int:
+    """Waits for every expert's count, and returns how many rows they announce.
+    """
+    var n_rows = 0
+    for expert_id in range(layout.n_experts):
+        var owner_rank = expert_id // layout.n_local_experts()
+        n_rows += await_generation(
+            rank.my_flag(layout.combine_count_offset(expert_id)),
+            rank.generation,
+            rank.deadline,
+            rank.waiter(owner_rank, "rows", expert_id),
+        )
+    return n_rows
+
+
+def _check_unsent_rows[
+    layout: RegionLayout, //
+](n_tokens: Int, n_rows: Int, rank: CpuRank[layout]) raises:
+    """Raises unless tokens and rows are those that `combine_async` answered."""
+    var answered = rank.counters.combine_of()
+    var last = rank.counters.dispatch_received()
+    if answered != last:
+        raise rank.error(
+            t": combine_async answered dispatch {answered}, the last"
+            t" dispatch_wait was of {last}. Reduced combine finds the rows of"
+            t" its own tokens by the last dispatch_wait: call combine_async,"
+            t" then combine_wait, before the next one."
+        )
+    var n_sent = rank.counters.n_tokens(answered)
+    if n_tokens != n_sent:
+        raise rank.error(
+            t": the result has {n_tokens} tokens, and {n_sent} were dispatched;"
+            t" pass their number as num_tokens, then call"
+            t" EPCommInitializer.reset()."
+        )
+    var end = rank.counters.pair_row(rank.n_pairs)
+    if n_rows < end:
+        raise rank.error(
+            t": the rows of the last dispatch_wait end at {end}, input_tokens"
+            t" holds {n_rows}; pass the expert rows that combine_async took."
+        )

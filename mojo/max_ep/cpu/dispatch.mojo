@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch of CPU ranks, by expert and by rank.
+
+By expert: a token is encoded into the send buffer and copied to one slot for each
+of its choices. With input scales, which may differ from expert to expert, it is
+encoded for each choice.
+
+By rank: a token is encoded into this rank's own recv buffer and copied once to
+each rank that has an expert of it; its place is its own number. An entry for
+each choice names its expert and its position there. If combine returns sums,
+the router weight travels beside the entry, and `dispatch_wait` records weights
+and rows for it. In an all-gather each token chooses every rank, and carries what
+the router chose.
+
+After `dispatch_async`: every peer has this generation's tokens, and counts that
+announce them. After `dispatch_wait`: the rows stand in the order of `plan.mojo`,
+the same bits in both protocols, and every source may overwrite its tokens.
+"""
+from ..counters import NO_ROW, source_from
+from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
+from ..flags import (
+    count_of,
+    flag_at,
+    generation_of,
+    message_flag,
+    peek,
+    publish,
+)
+from ..layout import ENTRY_BYTES, RegionLayout
+from ..rank_slots.entries import (
+    entry_word,
+    expert_of_entry,
+    id_of_word,
+    id_word,
+    position_of_entry,
+    weight_of_word,
+    weight_word,
+)
+from ..row_tables import RowTables
+from ..token_format import BytePointer, TokenFormat
+from .plan import RowCursor, SendPlan, hash_src_info, lay_out_rows
+from .rank import CpuRank, write_source_info
+
+# ---------------------------------------------------------------------- sending
+
+
+@fieldwise_init
+struct GivenTokens[input_type: DType](TrivialRegisterPassable):
+    """What a dispatch is to send.
+
+    Parameters:
+        input_type: Element type of the tokens.
+    """
+
+    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    """`[n_tokens][hidden_size]`."""
+    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
+    """`[n_tokens][top_k]`; in an all-gather `[n_tokens][n_carried]`."""
+    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    """Of the shape of `topk_ids`; read if combine returns sums."""
+    var n_tokens: Int
+    """Tokens."""
+
+
+def cpu_dispatch_async[
+    input_type: DType,
+    layout: RegionLayout,
+    //,
+    token_fmt_type: TokenFormat,
+    input_scales_wrapper: Optional[
+        def[dtype: DType](Int) capturing -> Scalar[dtype]
+    ] = None,
+    fused_shared_expert: Bool = False,
+](given: GivenTokens[input_type], rank: CpuRank[layout]) raises:
+    """Sends each token to its experts or ranks, and publishes the counts."""
+    comptime is_by_rank = layout.has_rank_slots()
+    comptime n_copies = min(
+        layout.top_k, layout.n_ranks if is_by_rank else layout.top_k
+    )
+    comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
+    rank.await_readers(layout.dispatch_done_offset(0), only_owners=True)
+    # A rank without experts is not among those readers, but its dispatch_wait
+    # may still read its own tokens where they were encoded.
+    comptime if is_by_rank or fused_shared_expert:
+        if rank.counters.dispatch_received() != rank.last:
+            raise rank.error(
+                " again, before its dispatch_wait, which still has to read its"
+                " own tokens. Wait on every rank before sending again; after a"
+                " run that raised, call EPCommInitializer.reset() (or restart"
+                " the group)."
+            )
+    rank.counters.set_n_tokens(rank.generation, given.n_tokens)
+
+    var ids = given.topk_ids
+    var all_ranks = List[Int32]()
+    comptime if token_fmt_type.n_carried > 0:
+        for _ in range(given.n_tokens):
+            for dst_rank in range(layout.n_ranks):
+                all_ranks.append(Int32(dst_rank))
+        ids = {unsafe_from_address = Int(all_ranks.unsafe_ptr())}
+    var plan = SendPlan[layout](ids, given.n_tokens)
+    var is_streaming = should_stream(given.n_tokens, bytes_per_token)
+
+    def send_tokens(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            var token = given.tokens.unsafe_offset(
+                token_idx * token_fmt_type.hidden_size
+            )
+            var staged = rank.staged_token(token_idx)
+            comptime if not input_scales_wrapper:
+                token_fmt_type.encode[input_type, False](staged, token, 1)
+            for k in range(layout.top_k):
+                var choice = layout.choice(token_idx, k)
+                var dst_rank = plan.rank_of(choice)
+                if dst_rank < 0:
+                    continue
+                # I1: only this rank writes the slots of pair (_, my_rank), and
+                # the tokens of its number.
+                var offset = _slot_offset(plan, choice, rank.my_rank)
+                comptime if is_by_rank:
+                    _write_entry[token_fmt_type](given, plan, choice, rank)
+                    if dst_rank == rank.my_rank or not plan.is_first_to_rank(
+                        token_idx, k
+                    ):
+                        continue
+                    offset = layout.token_offset(rank.my_rank, token_idx)
+                var place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
+                comptime if input_scales_wrapper:
+                    comptime scale_of = input_scales_wrapper.value()
+                    token_fmt_type.encode[input_type, True](
+                        place,
+                        token,
+                        scale_of[DType.float32](Int(ids[unsafe_offset=choice])),
+                    )
+                else:
+                    copy_bytes(
+                        dest=place,
+                        src=staged,
+                        count=token_fmt_type.token_bytes,
+                        is_streaming=is_streaming,
+                    )
+                comptime if not is_by_rank:
+                    write_source_info(
+                        place, token_fmt_type.msg_bytes, choice, rank.generation
+                    )
+
+    for_each_chunk(given.n_tokens, bytes_per_token, send_tokens)
+    _publish_counts(plan, given.n_tokens, rank)
+    # AFTER: this generation's tokens and counts are with their receivers.
+    plan.raise_if_dropped(rank)
+    _ = plan^
+    _ = all_ranks^
+
+
+@always_inline
+def _slot_offset[
+    layout: RegionLayout, //
+](plan: SendPlan[layout], choice: Int, my_rank: Int) -> Int:
+    """Locates the slot of a choice in the recv buffer of its rank."""
+    var local_expert = (
+        Int(plan.ids[unsafe_offset=choice]) % layout.n_local_experts()
+    )
+    return layout.dispatch_message_offset(
+        layout.pair(local_expert, my_rank), Int(plan.positions[choice])
+    )
+
+
+@always_inline
+def _write_entry[
+    input_type: DType, layout: RegionLayout, //, token_fmt_type: TokenFormat
+](
+    given: GivenTokens[input_type],
+    plan: SendPlan[layout],
+    choice: Int,
+    rank: CpuRank[layout],
+):
+    """Writes the entry of a choice, and what its token carries."""
+    comptime n_carried = token_fmt_type.n_carried
+    var recv_buf = rank.recv_bufs[plan.rank_of(choice)]
+    # I1: only this rank writes the entries of its number.
+    var entry = flag_at(recv_buf, layout.entry_offset(rank.my_rank, choice))
+    entry[] = entry_word(
+        rank.generation,
+        Int(plan.ids[unsafe_offset=choice]),
+        Int(plan.positions[choice]),
+    )
+    comptime if layout.is_reduced():
+        var weight: Float32 = 1
+        comptime if n_carried == 0:
+            weight = given.router_weights[unsafe_offset=choice]
+        entry[unsafe_offset=1] = weight_word(rank.generation, weight)
+    var token_idx = choice // layout.top_k
+    for j in range(n_carried):
+        var carried = flag_at(
+            recv_buf,
+            layout.carried_choice_offset(rank.my_rank, token_idx, j, n_carried),
+        )
+        var i = token_idx * n_carried + j
+        carried[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
+        carried[unsafe_offset=1] = weight_word(
+            rank.generation, given.router_weights[unsafe_offset=i]
+        )
+
+
+def _publish_counts[
+    layout: RegionLayout, //
+](plan: SendPlan[layout], n_tokens: Int, rank: CpuRank[layout]):
+    """Announces this generation to every rank."""
+    # I2: numbers and counts are published after all they announce. A rank
+    # without tokens publishes zeros: its peers wait for every pair.
+    comptime if layout.has_rank_slots():
+        var offset = layout.dispatch_n_tokens_offset(rank.my_rank)
+        for dst_rank in range(layout.n_ranks):
+            publish(rank.flag(dst_rank, offset), rank.generation, n_tokens)
+    for expert_id in range(layout.n_experts):
+        var dst_rank, local_expert = divmod(expert_id, layout.n_local_experts())
+        var offset = layout.dispatch_count_offset(
+            layout.pair(local_expert, rank.my_rank)
+        )
+        publish(
+            rank.flag(dst_rank, offset), rank.generation, plan.counts[expert_id]
+        )
+    rank.counters.set_dispatch_sent(rank.generation)
+
+
+# -------------------------------------------------------------------- receiving
+
+
+@fieldwise_init
+struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
+    """Where received tokens go."""
+
+    var rows: Self.token_fmt_type.Rows
+    var src_info: Pointer[Int32, MutUntrackedOrigin]
+    var is_streaming: Bool
+
+    @always_inline
+    def place(self, message: BytePointer, row: Int, token_idx: Int, k: Int):
+        """Puts the token of a message into a row."""
+        Self.token_fmt_type.decode(message, self.rows, row, self.is_streaming)
+        self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
+        self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+
+
+def cpu_dispatch_wait[
+    layout: RegionLayout,
+    is_padded: Bool,
+    fused_shared_expert: Bool,
+    //,
+    token_fmt_type: TokenFormat,
+](
+    rows: token_fmt_type.Rows,
+    n_rows_max: Int,
+    tables: RowTables[layout, is_padded, fused_shared_expert],
+    src_info: Pointer[Int32, MutUntrackedOrigin],
+    rank: CpuRank[layout],
+) raises:
+    """Waits for all tokens and puts each into the rows of its choices."""
+    comptime msg_bytes = token_fmt_type.msg_bytes
+    var arrived = lay_out_rows(tables, n_rows_max, rank)
+    # AFTER: every token of this generation is visible to this thread and to
+    # the workers it starts; `pair_row` tells where each pair's rows go, with
+    # the shared expert's, if any, before the first.
+    var outputs = _Outputs[token_fmt_type](
+        rows, src_info, should_stream(arrived.n_rows, msg_bytes)
+    )
+    comptime if layout.has_rank_slots():
+        _place_tokens(outputs, rank)
+    else:
+        _place_messages(outputs, arrived.n_rows - arrived.n_shared, rank)
+    token_fmt_type.end_choices(rows, arrived.n_rows, n_rows_max, 0, 1)
+
+    def place_own_tokens(begin: Int, end: Int) {imm}:
+        for i in range(begin, end):
+            outputs.place(rank.staged_token(i), i, i, -1)
+
+    for_each_chunk(arrived.n_shared, msg_bytes, place_own_tokens)
+    rank.counters.set_dispatch_received(rank.generation)
+    rank.counters.set_src_info_hash(
+        hash_src_info(src_info, rank.n_pairs, rank.counters)
+    )
+    var done = layout.dispatch_done_offset(rank.my_rank)
+    for src_rank in range(layout.n_ranks):
+        publish(rank.flag(src_rank, done), rank.generation, 0)
+    # AFTER: rows are complete, and every source may overwrite its tokens here.
+
+
+def _place_messages[
+    token_fmt_type: TokenFormat, layout: RegionLayout, //
+](outputs: _Outputs[token_fmt_type], n_rows: Int, rank: CpuRank[layout]):
+    """Puts each message into its row."""
+
+    def decode_rows(begin: Int, end: Int) {imm}:
+        var at = RowCursor()
+        for i in range(begin, end):
+            at.advance(i, rank.counters)
+            var message = rank.recv_buf().unsafe_offset(
+                layout.dispatch_message_offset(at.pair, at.slot)
+            )
+            var flag = message_flag(message, token_fmt_type.msg_bytes)[]
+            var token_idx, k = divmod(count_of(flag), layout.top_k)
+            outputs.place(message, at.row, token_idx, k)
+
+    for_each_chunk(n_rows, token_fmt_type.msg_bytes, decode_rows)
+
+
+def _place_tokens[
+    token_fmt_type: TokenFormat, layout: RegionLayout, //
+](outputs: _Outputs[token_fmt_type], rank: CpuRank[layout]):
+    """Puts each token into the rows that its entries name."""
+    # A count that came says that this number came before it. A rank without
+    # experts has awaited none, and has no rows.
+    var n_tokens_of = List[Int](length=layout.n_ranks, fill=0)
+    if rank.n_experts() > 0:
+        for src_rank in range(layout.n_ranks):
+            var offset = layout.dispatch_n_tokens_offset(src_rank)
+            n_tokens_of[src_rank] = count_of(peek(rank.my_flag(offset)))
+    comptime if layout.is_reduced():
+        for src_rank in range(layout.n_ranks):
+            var source = source_from(rank.my_rank, src_rank, layout.n_ranks)
+            rank.counters.received_tokens(layout)[unsafe_offset=source] = Int32(
+                n_tokens_of[src_rank]
+            )
+
+    def decode_tokens(begin: Int, end: Int) {imm}:
+        for i in range(begin, end):
+            var src_rank, token_idx = divmod(i, layout.max_tokens_per_rank)
+            if token_idx < n_tokens_of[src_rank]:
+                for k in range(layout.top_k):
+                    _place_choice(outputs, src_rank, token_idx, k, rank)
+
+    if rank.n_experts() > 0:
+        for_each_chunk(
+            layout.expert_capacity(), token_fmt_type.msg_bytes, decode_tokens
+        )
+
+
+@always_inline
+def _place_choice[
+    token_fmt_type: TokenFormat, layout: RegionLayout, //
+](
+    outputs: _Outputs[token_fmt_type],
+    src_rank: Int,
+    token_idx: Int,
+    k: Int,
+    rank: CpuRank[layout],
+):
+    """Puts a token into the row of one of its choices, if that is here."""
+    comptime n_carried = token_fmt_type.n_carried
+    var recv_buf = rank.recv_buf()
+    var choice = layout.choice(token_idx, k)
+    var entry = flag_at(recv_buf, layout.entry_offset(src_rank, choice))
+    # An older entry is of a choice that has no expert here this time.
+    var is_here = generation_of(entry[]) == rank.generation
+    var row = Int(NO_ROW)
+    if is_here:
+        var local_expert = expert_of_entry(entry[]) - rank.expert_id(0)
+        var pair = layout.pair(local_expert, src_rank)
+        row = rank.counters.pair_row(pair) + position_of_entry(entry[])
+    comptime if layout.is_reduced():
+        var source = source_from(rank.my_rank, src_rank, layout.n_ranks)
+        rank.counters.received_rows(layout, source)[
+            unsafe_offset=choice
+        ] = Int32(row)
+        if is_here:
+            rank.counters.received_weights(layout, source)[
+                unsafe_offset=choice
+            ] = weight_of_word(entry[unsafe_offset=1])
+    if not is_here:
+        return
+    var token = recv_buf.unsafe_offset(layout.token_offset(src_rank, token_idx))
+    outputs.place(token, row, token_idx, k)
+    for j in range(n_carried):
+        var carried = flag_at(
+            recv_buf,
+            layout.carried_choice_offset(src_rank, token_idx, j, n_carried),
+        )
+        token_fmt_type.place_choice(
+            outputs.rows,
+            row,
+            j,
+            id_of_word(carried[]),
+            weight_of_word(carried[unsafe_offset=1]),
+        )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which place a choice takes, on its sender and on its receiver.
+
+Positions are in token order, and rows stand by local expert, source rank, token,
+choice, so a result never depends on timing.
+"""
+from ..counters import EPLocalSyncCounters
+from ..flags import await_generation
+from ..layout import RegionLayout
+from ..row_tables import RowTables
+from .rank import CpuRank
+
+comptime _NO_POSITION = Int32(-1)
+"""Position of a choice that is not sent."""
+
+
+struct SendPlan[layout: RegionLayout](Movable):
+    """Which place each choice takes among those of its expert.
+
+    Parameters:
+        layout: Sizes of the group.
+    """
+
+    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    """Expert of each choice, `[n_tokens][top_k]`."""
+    var positions: List[Int32]
+    """Position of each choice in its pair, or `_NO_POSITION`."""
+    var counts: List[Int]
+    """Choices of each expert, `[n_experts]`."""
+    var n_dropped: Int
+    """Choices whose id is outside `[-1, n_experts)` or whose pair is full."""
+    var first_dropped: Int
+    """The first of them; `-1` if there is none."""
+
+    def __init__(
+        out self, ids: Pointer[Int32, ImmUntrackedOrigin], n_tokens: Int
+    ):
+        """Gives each choice the next place of its pair."""
+        var n_choices = n_tokens * Self.layout.top_k
+        self.ids = ids
+        self.positions = List[Int32](length=n_choices, fill=_NO_POSITION)
+        self.counts = List[Int](length=Self.layout.n_experts, fill=0)
+        self.n_dropped = 0
+        self.first_dropped = -1
+        for choice in range(n_choices):
+            var expert_id = Int(ids[unsafe_offset=choice])
+            if expert_id == -1:
+                continue
+            if (
+                expert_id < 0
+                or expert_id >= Self.layout.n_experts
+                or self.counts[expert_id] == Self.layout.max_tokens_per_rank
+            ):
+                if self.n_dropped == 0:
+                    self.first_dropped = choice
+                self.n_dropped += 1
+                continue
+            self.positions[choice] = Int32(self.counts[expert_id])
+            self.counts[expert_id] += 1
+
+    @always_inline
+    def rank_of(self, choice: Int) -> Int:
+        """Names the rank that a choice goes to; -1: to none."""
+        if self.positions[choice] == _NO_POSITION:
+            return -1
+        return (
+            Int(self.ids[unsafe_offset=choice]) // Self.layout.n_local_experts()
+        )
+
+    @always_inline
+    def is_first_to_rank(self, token_idx: Int, k: Int) -> Bool:
+        """Tells whether no earlier choice of a token goes to the same rank."""
+        var rank = self.rank_of(Self.layout.choice(token_idx, k))
+        for earlier in range(k):
+            if self.rank_of(Self.layout.choice(token_idx, earlier)) == rank:
+                return False
+        return True
+
+    def raise_if_dropped(self, rank: CpuRank[Self.layout]) raises:
+        """Raises if ids were dropped, after everything else was sent."""
+        if self.n_dropped == 0:
+            return
+        rank.counters.add_dropped(self.n_dropped)
+        var token_idx, k = divmod(self.first_dropped, Self.layout.top_k)
+        var expert_id = self.ids[unsafe_offset=self.first_dropped]
+        raise rank.error(
+            t": {self.n_dropped} of {len(self.positions)} topk_ids were"
+            t" dropped; the first is token {token_idx}, k {k}: expert"
+            t" {expert_id}. Ids must be in [-1, {Self.layout.n_experts}) and"
+            t" those of one token distinct. Mend the router's output, then call"
+            t" EPCommInitializer.reset() (or restart the group, where each rank"
+            t" is a process of its own)."
+        )
+
+
+@fieldwise_init
+struct Arrived(TrivialRegisterPassable):
+    """What has arrived in a generation of dispatch."""
+
+    var n_shared: Int
+    """Rows of the shared expert."""
+    var n_rows: Int
+    """Rows of all."""
+
+
+def lay_out_rows[
+    layout: RegionLayout, is_padded: Bool, fused_shared_expert: Bool, //
+](
+    tables: RowTables[layout, is_padded, fused_shared_expert],
+    n_rows_max: Int,
+    rank: CpuRank[layout],
+) raises -> Arrived:
+    """Waits for the counts of all pairs, and says where their rows go."""
+    var counters = rank.counters
+    var n_shared = 0
+    comptime if fused_shared_expert:
+        if counters.dispatch_sent() != rank.generation:
+            raise rank.error(
+                " before its dispatch_async: the shared expert's tokens are not"
+                " there. Send first."
+            )
+        n_shared = counters.n_tokens(rank.generation)
+
+    var n_rows = n_shared
+    var largest_pair = 0
+    for local_expert in range(layout.n_local_experts()):
+        var first_row = tables.first_row(local_expert, n_rows)
+        var n_expert_rows = 0
+        for src_rank in range(layout.n_ranks):
+            var pair = layout.pair(local_expert, src_rank)
+            var count = 0
+            if local_expert < rank.n_experts():
+                count = await_generation(
+                    rank.my_flag(layout.dispatch_count_offset(pair)),
+                    rank.generation,
+                    rank.deadline,
+                    rank.waiter(
+                        src_rank, "count", rank.expert_id(local_expert)
+                    ),
+                )
+            counters.set_pair_rows(pair, first_row + n_expert_rows, count)
+            tables.write_pair(pair, n_expert_rows, count)
+            largest_pair = max(largest_pair, count)
+            n_expert_rows += count
+        tables.write_expert(local_expert, first_row, n_expert_rows)
+        n_rows += n_expert_rows
+    tables.write_ends(n_rows)
+    var n_needed = tables.n_rows_needed(n_rows)
+    counters.set_pair_rows(rank.n_pairs, n_needed, largest_pair)
+    if n_needed > n_rows_max:
+        raise rank.error(
+            t": {n_needed} rows are needed and the outputs hold {n_rows_max};"
+            t" declare them with EPConfig.n_output_rows rows."
+        )
+    return Arrived(n_shared, n_rows)
+
+
+struct RowCursor(TrivialRegisterPassable):
+    """Walks the rows of all pairs in order, over the gaps between them."""
+
+    var pair: Int
+    """The pair of the row."""
+    var slot: Int
+    """The row's place in its pair."""
+    var row: Int
+    """The row."""
+    var _n_before: Int
+
+    @always_inline
+    def __init__(out self):
+        """Stands before the first row."""
+        self.pair = 0
+        self.slot = 0
+        self.row = 0
+        self._n_before = 0
+
+    @always_inline
+    def advance(mut self, i: Int, counters: EPLocalSyncCounters):
+        """Goes on to the row that has `i` others before it."""
+        while self._n_before + counters.pair_count(self.pair) <= i:
+            self._n_before += counters.pair_count(self.pair)
+            self.pair += 1
+        self.slot = i - self._n_before
+        self.row = counters.pair_row(self.pair) + self.slot
+
+
+def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
+    """Counts the rows of the last dispatch, without a shared expert's."""
+    var n_rows = 0
+    for pair in range(n_pairs):
+        n_rows += counters.pair_count(pair)
+    return n_rows
+
+
+def hash_src_info(
+    src_info: Pointer[mut=_, Int32, _],
+    n_pairs: Int,
+    counters: EPLocalSyncCounters,
+) -> Int32:
+    """Digests `src_info`, so that combine can tell the last dispatch's."""
+    var digest = UInt32(n_rows_of_pairs(n_pairs, counters))
+    for pair in range(n_pairs):
+        var first = 2 * counters.pair_row(pair)
+        for i in range(first, first + 2 * counters.pair_count(pair)):
+            digest = (
+                digest ^ src_info[unsafe_offset=i].cast[DType.uint32]()
+            ) * 16777619
+            digest ^= digest >> 15
+    return digest.cast[DType.int32]()
