@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3 on several GPUs: MAX's architecture with dispatch and combine of max_ep.
+"""DeepSeek-V3 on several GPUs, in bfloat16: MAX's model with max_ep's dispatch.
 
-In bfloat16. Its shared expert rides along (``EPConfig.fused_shared_expert``).
+Its shared expert goes through dispatch (``EPConfig.fused_shared_expert``).
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ from max.pipelines.architectures.deepseekV3.memory_planner import (
 
 from .model import ExpertParallelModel
 from .planner import ExpertParallelPlanner
-from .settings import n_devices
 
 
 class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):
-    """MAX's plan of latent attention, and ours of dispatch and combine."""
+    """MAX plans latent attention, max_ep plans dispatch and combine."""
+
+    name, on_one_device = "DeepSeek-V3", False
 
     def estimate_activation_memory(
         self, pipeline_config: Any, huggingface_config: Any
     ) -> int:
         """Returns the bytes of all devices, attention's and the experts'."""
-        if n_devices(pipeline_config) == 1:
-            raise ValueError(
-                "max_ep serves DeepSeek-V3 on several GPUs; on one, leave "
-                "--custom-architectures max_ep.serve out"
-            )
         ours = super().estimate_activation_memory(pipeline_config, huggingface_config)
         one_rank = pipeline_config.runtime.model_copy(update={"ep_size": 1})
         without_ep = pipeline_config.model_copy(update={"runtime": one_rank})
@@ -46,11 +42,6 @@ class DeepseekV3Model(ExpertParallelModel, stock.DeepseekV3Model):
     """DeepSeek-V3, its experts spread by max_ep."""
 
     max_modules = (decoder,)
-
-    def _create_model_config(self, state_dict: dict[str, Any]) -> Any:
-        config = super()._create_model_config(state_dict)
-        config.ep_config = self._create_ep_config()
-        return config
 
 
 architecture = replace(

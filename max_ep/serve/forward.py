@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs MoE layers through dispatch, their experts, and combine.
+"""Runs MoE layers on several GPUs: router, dispatch, experts, combine.
 
-MAX's way through them gives the router's weights to combine alone, whose rows then
-travel one for each expert of a token. Ours gives them to dispatch where combine is
-reduced: one row a rank comes back.
+MAX gives the router's weights to combine, so one row comes back for each expert of a
+token. Here dispatch gets them where combine returns sums: one row a rank comes back.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from max.graph import TensorValue, ops
 from max.nn.moe import MoEGate, forward_moe_sharded_layers
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
+from .. import softmax_top_k
 from ..moe import through_experts
-from ..routing import softmax_top_k
 
 
 def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
-    """Lets a router choose: Qwen3's in one op behind its product, others as MAX does.
+    """Runs a router: Qwen3's in one op behind its product, others as MAX does.
 
     Args:
         gate: A layer's router.
@@ -39,12 +38,12 @@ def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
 def forward_layers(
     shards: Sequence[Any], xs: list[TensorValue], *eplb: Any
 ) -> list[TensorValue]:
-    """Takes the place of MAX's ``forward_moe_sharded_layers``.
+    """Replaces MAX's ``forward_moe_sharded_layers``.
 
     Args:
-        shards: A layer's part on each device; MLPs are left to MAX.
+        shards: The layer of each device. Layers without experts are left to MAX.
         xs: Tokens of each device.
-        eplb: What MAX balances experts by, which max_ep does not: None.
+        eplb: MAX's load balancing of experts, which max_ep does not use: None.
 
     Returns:
         The layer's result on each device.
@@ -52,19 +51,15 @@ def forward_layers(
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_moe_sharded_layers(shards, xs, *eplb)
     manager = shards[0].ep_batch_manager
-    routed = [route(shard.gate, x) for shard, x in zip(shards, xs)]
+    ids, weights = zip(*(route(shard.gate, x) for shard, x in zip(shards, xs)))
     n_tokens = sum(ops.shape_to_tensor(x.shape)[0] for x in xs)
     n_rows = n_tokens * shards[0].num_experts_per_token // len(shards)
     about_n_rows = n_rows.cast(DType.uint32)
-    results = through_experts(
-        manager,
-        xs,
-        [ids for ids, _ in routed],
-        [weights for _, weights in routed],
-        lambda rank, dispatched: shards[rank]._local_ep_compute(
-            dispatched, xs[rank], about_n_rows
-        ),
-    )
+
+    def experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
+        return shards[rank]._local_ep_compute(dispatched, xs[rank], about_n_rows)
+
+    results = through_experts(manager, xs, ids, weights, experts)
     if shards[0].has_shared_experts and not manager.config.fused_shared_expert:
         shared = [shard.shared_experts(x) for shard, x in zip(shards, xs)]
         results = [result + more for result, more in zip(results, shared)]

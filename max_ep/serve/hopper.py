@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of MAX 26.7 is wrong on Hopper in bfloat16, and what takes its place.
+"""What of MAX 26.7 is wrong on Hopper in bfloat16, and what replaces it.
 
-The grouped matmul does not compile (docs/decisions/0016-matmuls-on-hopper.md),
-a matmul writes behind its result (docs/decisions/0016-matmuls-on-hopper.md), and
-latent attention gets short prompts wrong (docs/decisions/0017-serving.md).
-On CPU a matmul takes MAX minutes to compile (docs/decisions/0006-cpu-ranks.md).
-Elsewhere, and in other dtypes, MAX's own functions are called.
+MAX's grouped matmul does not compile, and its matmul writes behind its result
+(docs/decisions/0016-matmuls-on-hopper.md). Its latent attention gets short prompts
+wrong (docs/decisions/0017-serving.md). On the CPU it compiles a matmul for minutes
+(docs/decisions/0006-cpu-ranks.md). Each function here takes MAX's arguments, and calls
+MAX's function on other devices and for other dtypes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..experts import fits_gpu, grouped_matmul
 from ..experts import linear as our_linear
 
 TILE_ROWS = 128
-"""Rows are filled up to a multiple of it: twice the 64 that were seen written."""
+"""Rows are padded to a multiple of it: twice the 64 rows that were seen written."""
 
 _PREFILLED_TOKENS = 9
-"""Tokens of a prompt from which on MAX's latent attention does not decode it: more than
-``MLA_DECODE_MAX_SEQ_LEN`` of its kernels, by what was served."""
+"""A longest prompt for which MAX's latent attention prefills: one more than the
+``MLA_DECODE_MAX_SEQ_LEN`` of its kernels."""
 
 
 def is_hopper() -> bool:
-    """Tells whether the GPUs of this host are those that all this is about."""
+    """Returns whether the GPUs of this host are Hopper GPUs."""
     return accelerator_architecture_name().startswith("sm_90")
 
 
@@ -52,10 +52,7 @@ def grouped_matmul_anywhere(
     expert_ids: TensorValue,
     expert_usage_stats: TensorValue,
 ) -> TensorValue:
-    """Runs MAX's ``grouped_matmul_ragged``, or ours where that does not compile.
-
-    The arguments are MAX's.
-    """
+    """Replaces ``grouped_matmul_ragged``: ours, where MAX's does not compile."""
     if _is_concerned(weight):
         return grouped_matmul(hidden_states, weight, expert_start_indices, expert_ids)
     return grouped_matmul_ragged(
@@ -66,10 +63,7 @@ def grouped_matmul_anywhere(
 def linear_anywhere(
     x: TensorValue, weight: TensorValue, *quantization: Any, **more: Any
 ) -> TensorValue:
-    """Runs MAX's ``linear``, or ours: on CPU in float32, and on Hopper in bfloat16.
-
-    The arguments are MAX's.
-    """
+    """Replaces ``linear``: ours on the CPU in float32, and on Hopper in bfloat16."""
     is_quantized = any(value is not None for value in (*quantization, *more.values()))
     if is_quantized or x.rank != 2 or x.dtype != weight.dtype:
         return linear(x, weight, *quantization, **more)
@@ -80,10 +74,9 @@ def linear_anywhere(
 
 
 def product_anywhere(x: TensorValue, other: Any) -> TensorValue:
-    """Computes ``x @ other``, on whole tiles where MAX's writes behind its result.
+    """Replaces ``x @ other``: on whole tiles, where MAX's writes behind its result.
 
-    MAX's ``linear`` does so, and layers that have weights of their own: those of
-    latent attention.
+    Layers with weights of their own, as latent attention, multiply so.
     """
     are_matrices = x.rank == 2 and getattr(other, "rank", None) == 2
     if are_matrices and _is_concerned(x):
@@ -92,15 +85,7 @@ def product_anywhere(x: TensorValue, other: Any) -> TensorValue:
 
 
 def product_of_whole_tiles(x: TensorValue, other: TensorValue) -> TensorValue:
-    """Multiplies rows, and zeros behind them up to a multiple of ``TILE_ROWS``.
-
-    Args:
-        x: ``[n_rows, k]``.
-        other: ``[k, n]`` of the same dtype.
-
-    Returns:
-        ``x @ other``, ``[n_rows, n]``.
-    """
+    """Returns ``x @ other``, with rows padded to a multiple of ``TILE_ROWS``."""
     n_rows, k = x.shape
     n_more = (n_rows + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS - n_rows
     zeros = ops.broadcast_to(ops.constant(0, x.dtype, x.device), [n_more, k])
@@ -112,12 +97,10 @@ def product_of_whole_tiles(x: TensorValue, other: TensorValue) -> TensorValue:
 def latent_attention_anywhere(
     *args: Any, kv_collection: PagedCacheValues, **more: Any
 ) -> TensorValue:
-    """Runs MAX's ``mla_prefill_decode_graph``; short prompts are not decoded.
+    """Replaces ``mla_prefill_decode_graph``: short prompts go to the prefill kernel.
 
-    MAX takes batches whose longest prompt has at most 8 tokens for drafts to be
-    verified, and has its decoder take them, which on Hopper gives wrong results for
-    more than one. Prompts of 2 to 8 tokens are said to have 9: that picks prefill, and
-    bounds what it does. The arguments are MAX's.
+    MAX's MLA decode kernel is wrong for prompts of 2 to 8 tokens. A length of 9
+    selects the prefill kernel; it only bounds the work there.
     """
     if _is_concerned(more["q"]):
         longest = kv_collection.max_prompt_length
@@ -125,8 +108,8 @@ def latent_attention_anywhere(
             ops.constant(n, longest.dtype, DeviceRef.CPU())
             for n in (1, _PREFILLED_TOKENS)
         )
-        said = ops.where(longest > one, ops.max(longest, enough), longest)
-        kv_collection = replace(kv_collection, max_prompt_length=said)
+        bound = ops.where(longest > one, ops.max(longest, enough), longest)
+        kv_collection = replace(kv_collection, max_prompt_length=bound)
     return mla_prefill_decode_graph(*args, kv_collection=kv_collection, **more)
 
 
@@ -137,5 +120,5 @@ REPLACED = [
     (TensorValue, "__matmul__", product_anywhere),
     (max_latent_attention, "mla_prefill_decode_graph", latent_attention_anywhere),
 ]
-"""Modules and a class of MAX, names in them, and what stands there while a model is
+"""Modules and a class of MAX, names in them, and what replaces them while a model is
 built."""

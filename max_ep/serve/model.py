@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every served model needs: the group's memory, its graph inputs, its checks.
 
-An architecture mixes :class:`ExpertParallelModel` into MAX's pipeline model and
-:class:`ExpertParallelBatches` into MAX's batch processor. MAX's own model builds its
-graph; while it does, :func:`using_max_ep` puts our classes where its modules have
-MAX's.
+An architecture puts :class:`ExpertParallelModel` in front of MAX's pipeline model and
+:class:`ExpertParallelBatches` in front of MAX's batch processor. MAX's own model builds
+its graph. Meanwhile :func:`using_max_ep` replaces names in MAX's modules.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ from max.driver import Buffer, is_virtual_device_mode
 from max.engine import InferenceSession, Model
 from max.graph.graph import default_custom_extensions_scope
 
-from .. import experts
-from ..config import EPConfig
-from ..extension import extension_path
-from ..initializer import EPCommInitializer
-from ..manager import EPBatchManager
+from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
 from .forward import forward_layers
 from .hopper import REPLACED, is_hopper
 from .settings import MoeShape, is_on_cpu, n_devices, serving_config, uses_max_ep
@@ -35,19 +30,18 @@ _OF_MODELS = {
     "EPBatchManager": EPBatchManager,
     "forward_moe_sharded_layers": forward_layers,
 }
+"""Names that MAX's models import, and what replaces them."""
 
-_logger = logging.getLogger("max.pipelines.max_ep")  # MAX's server shows no others
+_logger = logging.getLogger("max.pipelines.max_ep")  # MAX shows only such names
 
 
 @contextmanager
 def using_max_ep(*modules: ModuleType) -> Iterator[None]:
-    """Lets modules of MAX use our ``EPBatchManager`` for a while.
-
-    And our way through MoE layers (``forward.py``); and MAX's layers matmuls that are
-    right on this GPU (``hopper.py``).
+    """Replaces names in MAX's modules: those of ``hopper.py`` everywhere, and in
+    ``modules`` the manager and the way through MoE layers.
 
     Args:
-        modules: Modules that have these of MAX, under its names for them.
+        modules: Modules of MAX's models.
     """
     ours = [
         (module, name, value)
@@ -67,35 +61,36 @@ def using_max_ep(*modules: ModuleType) -> Iterator[None]:
 
 
 class ExpertParallelModel:
-    """To be mixed into a pipeline model of MAX, in front of it."""
+    """Stands in front of a pipeline model of MAX."""
 
     max_modules: ClassVar[tuple[ModuleType, ...]] = ()
-    """Where MAX's model gets its ``EPBatchManager`` from, and its way through MoE
-    layers."""
+    """Modules of MAX in which names are replaced; see :func:`using_max_ep`."""
 
     ep_comm_initializer: EPCommInitializer | None = None
     _checked_s = 0.0
 
     def load_model(self, session: InferenceSession) -> Model:
         """Builds, compiles and loads the graph; see MAX's model."""
-        # An op in a subgraph is looked for among those of the whole graph.
-        packages = ["max_ep"]
+        # MAX finds the ops of a subgraph only if the whole graph has their package.
+        packages = [extension_path()]
         if is_on_cpu(self.pipeline_config) or is_hopper():
-            packages.append(experts.PACKAGE)
-        ops = default_custom_extensions_scope(*map(extension_path, packages))
+            packages.append(extension_path(experts.PACKAGE))
+        ops = default_custom_extensions_scope(*packages)
         with using_max_ep(*self.max_modules), ops:
             return super().load_model(session)
 
     @property
     def signal_buffers(self) -> list[Buffer]:
-        """MAX's buffers of collectives, which one device has not."""
+        """MAX's buffers of collectives; one device has none."""
         return [] if len(self.devices) == 1 else super().signal_buffers
 
-    def _create_ep_config(
-        self, state_dict: dict[str, Any] | None = None
-    ) -> EPConfig | None:
-        """Takes the place of MAX's: returns the group, or None."""
-        del state_dict
+    def _create_model_config(self, state_dict: dict[str, Any]) -> Any:
+        config = super()._create_model_config(state_dict)
+        config.ep_config = self._create_ep_config()
+        return config
+
+    def _create_ep_config(self, *_: Any) -> EPConfig | None:
+        """Replaces MAX's: returns the group, or None."""
         if not uses_max_ep(self.pipeline_config):
             return None
         shape = MoeShape.of(self.huggingface_config)
@@ -119,11 +114,11 @@ class ExpertParallelModel:
     def prepare_initial_token_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Makes a step's inputs; see MAX's model.
 
-        Every step begins here, those that replay a captured graph as well.
+        Every step begins here, also one that replays a captured graph.
 
         Raises:
-            RuntimeError: If a dispatch or a combine has failed on a GPU, about a
-                second late at most; says who waited for whom.
+            RuntimeError: If a dispatch or a combine has failed on a GPU, at most about
+                a second ago; names the rank that did not come.
         """
         now = time.monotonic()
         if self.ep_comm_initializer and now - self._checked_s > _CHECK_EVERY_S:
@@ -133,7 +128,7 @@ class ExpertParallelModel:
 
 
 def _summary(config: EPConfig) -> str:
-    """Says in a line which group serves."""
+    """Describes the group in one line."""
     n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
     return (
         f"{n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "
@@ -143,7 +138,7 @@ def _summary(config: EPConfig) -> str:
 
 
 class ExpertParallelBatches:
-    """To be mixed into a batch processor of MAX, in front of it."""
+    """Stands in front of a batch processor of MAX."""
 
     inputs_type: type
     """The model's inputs, with a field ``ep_inputs``."""

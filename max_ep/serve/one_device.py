@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder on one device, CPU or GPU, around MAX's own blocks.
 
-MAX's Qwen3 builds on collectives, which a CPU has not, and takes expert parallelism
-only with several GPUs. This is MAX's single-device ``Transformer`` with an MoE layer
-that dispatches. On CPU several ranks share the device and run one after another; each
-takes a part of the tokens.
+MAX's MoE models need collectives, which a CPU does not have, and take expert
+parallelism on several GPUs only. This is MAX's single-device ``Transformer`` with an
+MoE layer that dispatches. On the CPU several ranks share the device and run one after
+another; each has a slice of the tokens.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,17 @@ from max.graph import Module as GraphModule
 from max.nn.embedding import Embedding
 from max.nn.kv_cache import KVCacheInputsPerDevice, KVCacheParamInterface
 from max.nn.layer import Module
-from max.nn.linear import Linear
-from max.nn.moe import MoE
+from max.nn.linear import MLP, Linear
+from max.nn.moe import MoE, MoEGate
+from max.nn.norm import RMSNorm
 from max.nn.transformer import Transformer, TransformerBlock
 from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
 from max.pipelines.lib.interfaces.batch_processor import (
     ragged_kv_symbolic_input_tree,
 )
 
+from .. import EPBatchManager
 from ..experts import grouped_swiglu
-from ..manager import EPBatchManager
 from ..moe import through_experts
 from .forward import route
 
@@ -65,10 +66,9 @@ class OneDeviceMoe(MoE):
         Returns:
             The same shape and dtype.
         """
-        config = self._manager.config
-        ids, weights = route(self.gate, x)
-        parts = [_parts(values, config.n_gpus_per_node) for values in (x, ids, weights)]
-        sums = through_experts(self._manager, *parts, self._experts_of)
+        n_ranks = self._manager.config.n_gpus_per_node
+        slices = [_slices(values, n_ranks) for values in (x, *route(self.gate, x))]
+        sums = through_experts(self._manager, *slices, self._experts_of)
         whole = sums[0] if len(sums) == 1 else ops.concat(sums)
         result = ops.rebind(whole, x.shape).cast(x.dtype)
         return result + self.shared_experts(x) if self.has_shared_experts else result
@@ -77,22 +77,22 @@ class OneDeviceMoe(MoE):
         self, rank: int, dispatched: tuple[TensorValue, ...]
     ) -> TensorValue:
         """Runs the experts of a rank on the rows it received."""
+        rows, row_offsets, expert_ids, *_ = dispatched
         if self._manager.config.target == "cpu":
             n = self._manager.config.n_local_experts
             gate_up, down = (
                 weights[rank * n : (rank + 1) * n]
                 for weights in (self.gate_up_proj, self.down_proj)
             )
-            rows, row_offsets, expert_ids, _ = dispatched
             return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
-        n_rows = ops.shape_to_tensor(dispatched[0].shape)[0].cast(DType.uint32)
-        computed = self._local_ep_compute(dispatched, dispatched[0], n_rows)
+        n_rows = ops.shape_to_tensor(rows.shape)[0].cast(DType.uint32)
+        computed = self._local_ep_compute(dispatched, rows, n_rows)
         assert computed is not None
         return computed
 
 
-def _parts(values: TensorValue, n: int) -> list[TensorValue]:
-    """Cuts rows into ``n`` parts of equal size, but for the last of them."""
+def _slices(values: TensorValue, n: int) -> list[TensorValue]:
+    """Divides rows into ``n`` slices of equal size; the last ones may be shorter."""
     if n == 1:
         return [values]
     total = ops.shape_to_tensor(values.shape)[0]
@@ -106,49 +106,89 @@ def _parts(values: TensorValue, n: int) -> list[TensorValue]:
 
 
 class OneDeviceDecoder(Transformer):
-    """MAX's single-device transformer whose graph has the group's EP inputs."""
+    """MAX's single-device transformer; its graph has the group's EP inputs."""
 
     def __init__(
         self,
         config: Any,
-        manager: EPBatchManager,
-        rope: Any,
-        attention_of: Callable[[int], Module],
-        mlp_of: Callable[[int], Module],
-        norm: Callable[[], Module],
+        rope: Callable[..., Any],
+        attention: Callable[..., Module],
+        gate_cls: type[MoEGate],
+        moe_dim: int,
+        dense_layers: Collection[int] = (),
     ) -> None:
         """Makes the decoder.
 
         Args:
-            config: MAX's config of the architecture.
-            manager: The group; its inputs come last in the graph.
-            rope: Rotary embedding of the attention layers.
-            attention_of: Makes a layer's attention.
-            mlp_of: Makes a layer's MoE or MLP.
-            norm: Makes a norm over the hidden size.
+            config: MAX's config of the architecture; its ``ep_config`` is the group.
+            rope: Makes the rotary embedding; called with what all models have.
+            attention: Makes a layer's attention, likewise.
+            gate_cls: Router of the MoE layers.
+            moe_dim: Elements between an expert's two matmuls.
+            dense_layers: Layers with an MLP in place of the MoE layer.
         """
         self.config = config
-        self._manager = manager
-        device = config.devices[0]
-        embedding = Embedding(
-            config.vocab_size, config.hidden_size, config.dtype, device
-        )
-        head = Linear(config.hidden_size, config.vocab_size, config.dtype, device)
+        self._manager = EPBatchManager(config.ep_config)
+        dtype, device = config.dtype, config.devices[0]
+        hidden = config.hidden_size
+        norm_dtype = config.norm_dtype or dtype
+        embedding = Embedding(config.vocab_size, hidden, dtype, device)
+        head = Linear(hidden, config.vocab_size, dtype, device)
         if config.tie_word_embeddings:
             head.set_shared_weight("weight", embedding.weight)
-        super().__init__(
-            dim=config.hidden_size,
+        rope = rope(
+            dim=hidden,
             n_heads=config.num_attention_heads,
-            layers=[
-                TransformerBlock(
-                    attention=attention_of(i),
-                    mlp=mlp_of(i),
-                    attention_norm=norm(),
-                    mlp_norm=norm(),
-                    residual_multiplier=config.residual_multiplier,
+            theta=config.rope_theta,
+            max_seq_len=config.max_seq_len,
+            head_dim=config.kv_params.head_dim,
+        )
+
+        def norm() -> RMSNorm:
+            eps = config.rms_norm_eps
+            return RMSNorm(hidden, norm_dtype, eps, multiply_before_cast=False)
+
+        def mlp(layer_idx: int) -> Module:
+            if layer_idx in dense_layers:
+                return MLP(
+                    dtype, None, hidden, config.intermediate_size, config.devices
                 )
-                for i in range(config.num_hidden_layers)
-            ],
+            return OneDeviceMoe(
+                self._manager,
+                gate_dtype=getattr(config, "gate_dtype", None) or dtype,
+                devices=config.devices,
+                hidden_dim=hidden,
+                num_experts=config.ep_config.n_experts,
+                num_experts_per_token=config.ep_config.top_k,
+                moe_dim=moe_dim,
+                gate_cls=gate_cls,
+                dtype=dtype,
+            )
+
+        layers = [
+            TransformerBlock(
+                attention=attention(
+                    rope=rope,
+                    num_attention_heads=config.num_attention_heads,
+                    num_key_value_heads=config.num_key_value_heads,
+                    hidden_size=hidden,
+                    kv_params=config.kv_params,
+                    layer_idx=i,
+                    devices=config.devices,
+                    scale=config.attention_multiplier,
+                    norm_dtype=norm_dtype,
+                ),
+                mlp=mlp(i),
+                attention_norm=norm(),
+                mlp_norm=norm(),
+                residual_multiplier=config.residual_multiplier,
+            )
+            for i in range(config.num_hidden_layers)
+        ]
+        super().__init__(
+            dim=hidden,
+            n_heads=config.num_attention_heads,
+            layers=layers,
             norm=norm(),
             output=head,
             embedding=embedding,
@@ -158,8 +198,25 @@ class OneDeviceDecoder(Transformer):
             embedding_multiplier=config.embedding_multiplier,
         )
 
+    def graph_specs(self, model: Any, name: str) -> dict[str, GraphSpec]:
+        """Loads the weights, and returns what MAX compiles.
+
+        Args:
+            model: The pipeline model.
+            name: Of the graph.
+        """
+        self.load_state_dict(
+            model.state_dict,
+            override_quantization_encoding=True,
+            weight_alignment=1,
+            strict=not model.huggingface_config.tie_word_embeddings,
+        )
+        inputs = tree.leaves(self.input_tree(model.kv_params))
+        spec = GraphSpec(self, name, inputs, weights=self.state_dict())
+        return {GraphRole.DECODER: spec}
+
     def input_tree(self, kv_params: KVCacheParamInterface) -> OrderedDict[str, object]:
-        """Names the graph's inputs, in their order."""
+        """Returns the graph's inputs by name, in their order."""
         inputs = ragged_kv_symbolic_input_tree(
             kv_params=kv_params,
             device_refs=list(self.config.devices),
@@ -176,7 +233,7 @@ class OneDeviceDecoder(Transformer):
         custom_extensions: Iterable[Path] = (),
         is_device_graph: bool = False,
     ) -> Graph:
-        """Traces the graph, whose inputs are the leaves of :meth:`input_tree`.
+        """Traces the graph; its inputs are the leaves of :meth:`input_tree`.
 
         The arguments are those of MAX's modules.
         """
@@ -189,12 +246,12 @@ class OneDeviceDecoder(Transformer):
             *rest: Value[Any],
         ) -> tuple[TensorValue, ...]:
             self._manager.fetch_buffers(rest[-n_ep:])
-            caches = tree.leaves(
+            (cache,) = tree.leaves(
                 self.kv_params.unflatten_kv_inputs(iter(rest[:-n_ep])),
                 leaf=KVCacheInputsPerDevice,
             )
             return self(
-                tokens.tensor, caches[0], return_n_logits.tensor, row_offsets.tensor
+                tokens.tensor, cache, return_n_logits.tensor, row_offsets.tensor
             )
 
         return Graph(
@@ -205,27 +262,3 @@ class OneDeviceDecoder(Transformer):
             module=module,
             is_device_graph=is_device_graph,
         )
-
-
-def spec_of(model: Any, decoder: OneDeviceDecoder, name: str) -> dict[str, GraphSpec]:
-    """Gives a decoder its weights, and says what MAX is to compile.
-
-    Args:
-        model: The pipeline model.
-        decoder: Its decoder.
-        name: Of the graph.
-    """
-    decoder.load_state_dict(
-        model.state_dict,
-        override_quantization_encoding=True,
-        weight_alignment=1,
-        strict=not model.huggingface_config.tie_word_embeddings,
-    )
-    return {
-        GraphRole.DECODER: GraphSpec(
-            decoder,
-            name,
-            tree.leaves(decoder.input_tree(model.kv_params)),
-            weights=decoder.state_dict(),
-        )
-    }

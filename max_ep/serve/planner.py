@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory plan: what dispatch and combine take, before MAX sizes the KV cache."""
+"""The memory plan: what dispatch and combine need, before MAX sizes the KV cache."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from max.driver import CPU, Accelerator, is_virtual_device_mode
 from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
-from ..config import EPConfig
+from .. import EPConfig
 from .settings import (
     MoeShape,
     activation_bytes,
@@ -22,15 +22,22 @@ from .settings import (
 class ExpertParallelPlanner(PagedMemoryPlanner):
     """Adds a group's memory to the plan of a paged model.
 
-    MAX asks it before it reads weights, so a group that cannot be is refused here.
+    MAX calls it before it reads weights, so it refuses a group that cannot run.
     """
+
+    name: ClassVar[str]
+    """The model, for errors; needed where one of the next two is False."""
+    on_one_device: ClassVar[bool] = True
+    """Whether max_ep serves the model on one device."""
+    on_several_gpus: ClassVar[bool] = True
+    """Whether max_ep serves the model on several GPUs."""
 
     _always_signal_buffers = True
 
     def estimate_signal_buffer_memory(
         self, pipeline_config: Any, arch_config: Any | None = None
     ) -> int:
-        """Returns the bytes of MAX's signal buffers, which one device has not."""
+        """Returns the bytes of MAX's signal buffers; one device has none."""
         if n_devices(pipeline_config) == 1:
             return 0
         return super().estimate_signal_buffer_memory(pipeline_config, arch_config)
@@ -39,6 +46,14 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         self, pipeline_config: Any, huggingface_config: Any
     ) -> int:
         """Returns the bytes of all devices: symmetric memory and expert rows."""
+        is_one = n_devices(pipeline_config) == 1
+        if not (self.on_one_device if is_one else self.on_several_gpus):
+            one, several = "one device", "several GPUs"
+            wanted, given = (several, one) if is_one else (one, several)
+            raise ValueError(
+                f"max_ep serves {self.name} on {wanted}; on {given} leave "
+                "--custom-architectures max_ep.serve out"
+            )
         if not uses_max_ep(pipeline_config):
             return 0
         shape = MoeShape.of(huggingface_config)
@@ -52,23 +67,22 @@ def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None
     """Refuses a group that is larger than a device's free memory."""
     if is_virtual_device_mode():
         return
-    on_cpu = is_on_cpu(pipeline_config)
-    regions, rows = config.estimate_memory_usage(), activation_bytes(config, shape)
-    n_here = config.n_gpus_per_node if on_cpu else 1
-    devices = [CPU()] if on_cpu else map(Accelerator, range(n_devices(pipeline_config)))
+    if is_on_cpu(pipeline_config):
+        n_here, devices = config.n_gpus_per_node, [CPU()]
+    else:
+        n_here, devices = 1, map(Accelerator, range(n_devices(pipeline_config)))
     free = min(int(device.stats["free_memory"]) for device in devices)
-    if n_here * (regions + rows) > free:
-        raise ValueError(
-            f"dispatch and combine need {n_here * (regions + rows) / 2**30:.1f} GiB on "
-            f"a device for --max-batch-input-tokens "
-            f"{pipeline_config.runtime.max_batch_input_tokens} "
-            f"({n_here * regions / 2**30:.1f} of symmetric memory, "
-            f"{n_here * rows / 2**30:.1f} of expert rows), and "
-            f"{free / 2**30:.1f} GiB are free; lower "
-            + (
-                "--max-batch-input-tokens"
-                if pipeline_config.runtime.enable_chunked_prefill
-                else "--max-batch-input-tokens or --max-length, or turn chunked "
-                "prefill on"
-            )
-        )
+    regions = n_here * config.estimate_memory_usage()
+    rows = n_here * activation_bytes(config, shape)
+    if regions + rows <= free:
+        return
+    runtime = pipeline_config.runtime
+    remedy = "lower --max-batch-input-tokens"
+    if not runtime.enable_chunked_prefill:
+        remedy += " or --max-length, or turn chunked prefill on"
+    raise ValueError(
+        f"dispatch and combine need {(regions + rows) / 2**30:.1f} GiB on a device "
+        f"for --max-batch-input-tokens {runtime.max_batch_input_tokens} "
+        f"({regions / 2**30:.1f} of symmetric memory, {rows / 2**30:.1f} of expert "
+        f"rows), and {free / 2**30:.1f} GiB are free; {remedy}"
+    )

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from max.nn.linear import MLP
-from max.nn.norm import RMSNorm
 from max.nn.rotary_embedding import Llama3RotaryEmbedding
 from max.pipelines.architectures.qwen3 import model as stock
 from max.pipelines.architectures.qwen3 import qwen3 as decoder
@@ -17,9 +16,8 @@ from max.pipelines.architectures.qwen3.layers.attention import Qwen3Attention
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from max.pipelines.lib.graph_specs import GraphSpec
 
-from ..manager import EPBatchManager
 from .model import ExpertParallelBatches, ExpertParallelModel
-from .one_device import OneDeviceDecoder, OneDeviceMoe, spec_of
+from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
 
 
@@ -39,69 +37,29 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
         """Returns the decoder: MAX's on several GPUs, ours on one device."""
         if len(self.devices) > 1:
             return super().graph_specs(model_config)
-        return spec_of(self, _one_device_decoder(model_config), "qwen3_moe")
+        return _one_device_decoder(model_config).graph_specs(self, "qwen3_moe")
 
 
 def _one_device_decoder(config: Any) -> OneDeviceDecoder:
     """Puts Qwen3's attention and router into our decoder."""
-    manager = EPBatchManager(config.ep_config)
-    rope = Llama3RotaryEmbedding(
-        dim=config.hidden_size,
-        n_heads=config.num_attention_heads,
-        theta=config.rope_theta,
-        max_seq_len=config.max_seq_len,
-        head_dim=config.kv_params.head_dim,
-        interleaved=config.interleaved_rope_weights,
-        scaling_params=config.rope_scaling_params,
+    return OneDeviceDecoder(
+        config,
+        rope=partial(
+            Llama3RotaryEmbedding,
+            interleaved=config.interleaved_rope_weights,
+            scaling_params=config.rope_scaling_params,
+        ),
+        attention=partial(
+            Qwen3Attention, dtype=config.dtype, has_bias=config.attention_bias
+        ),
+        gate_cls=Qwen3MoEGate,
+        moe_dim=config.moe_intermediate_size,
+        dense_layers=[
+            i
+            for i in range(config.num_hidden_layers)
+            if (i + 1) % config.decoder_sparse_step or i in config.mlp_only_layers
+        ],
     )
-    norm_dtype = config.norm_dtype or config.dtype
-
-    def attention_of(layer_idx: int) -> Qwen3Attention:
-        return Qwen3Attention(
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            hidden_size=config.hidden_size,
-            kv_params=config.kv_params,
-            layer_idx=layer_idx,
-            dtype=config.dtype,
-            rope=rope,
-            devices=config.devices,
-            scale=config.attention_multiplier,
-            has_bias=config.attention_bias,
-            norm_dtype=norm_dtype,
-        )
-
-    def mlp_of(layer_idx: int) -> OneDeviceMoe | MLP:
-        is_dense = (layer_idx + 1) % config.decoder_sparse_step != 0
-        if is_dense or layer_idx in config.mlp_only_layers:
-            return MLP(
-                config.dtype,
-                None,
-                config.hidden_size,
-                config.intermediate_size,
-                config.devices,
-            )
-        return OneDeviceMoe(
-            manager,
-            gate_dtype=config.dtype,
-            devices=config.devices,
-            hidden_dim=config.hidden_size,
-            num_experts=config.num_experts,
-            num_experts_per_token=config.num_experts_per_tok,
-            moe_dim=config.moe_intermediate_size,
-            gate_cls=Qwen3MoEGate,
-            dtype=config.dtype,
-        )
-
-    def norm() -> RMSNorm:
-        return RMSNorm(
-            config.hidden_size,
-            dtype=norm_dtype,
-            eps=config.rms_norm_eps,
-            multiply_before_cast=False,
-        )
-
-    return OneDeviceDecoder(config, manager, rope, attention_of, mlp_of, norm)
 
 
 architecture = replace(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The group of a served model, from MAX's serving flags and the environment.
 
-``max serve`` takes no flags of ours, so what MAX has no flag for comes from
-environment variables. The same function answers the memory planner, before any
-weight is read, and the model: what is planned is what is allocated.
+Where MAX has no flag, there is an environment variable. The memory planner and the
+model call the same function, so what is planned is what is allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from max.dtype import DType
 from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
-from ..config import EPConfig
+from .. import EPConfig
 from ..limits import MAX_TIMEOUT_S, PROTOCOLS
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
@@ -39,7 +38,7 @@ class MoeShape:
     moe_dim: int
     """Elements between an expert's two matmuls."""
     has_shared_expert: bool = False
-    """Whether one expert of the same sizes has all tokens; it rides along."""
+    """Whether one expert of the same sizes has all tokens; it goes through dispatch."""
 
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
@@ -62,38 +61,38 @@ class MoeShape:
             hidden_size=huggingface_config.hidden_size,
             n_experts=n_experts,
             top_k=huggingface_config.num_experts_per_tok,
-            # Where all layers have experts, this has the plain name.
+            # In models without dense layers the field has the plain name.
             moe_dim=getattr(huggingface_config, "moe_intermediate_size", None)
             or huggingface_config.intermediate_size,
-            # Two or more make a wider one, which MAX runs beside the routed experts.
+            # Two or more are one wider expert, which MAX runs itself.
             has_shared_expert=getattr(huggingface_config, "n_shared_experts", 0) == 1,
         )
 
 
 def uses_max_ep(pipeline_config: Any) -> bool:
-    """Tells whether a model's experts are spread by max_ep.
+    """Returns whether max_ep spreads a model's experts.
 
-    On one device always. On several with ``--ep-size``; without it MAX splits every
+    On one device always, on several with ``--ep-size``: without it MAX splits every
     expert (tensor parallelism), which needs no dispatch.
     """
     return n_devices(pipeline_config) == 1 or pipeline_config.runtime.ep_size > 1
 
 
 def n_devices(pipeline_config: Any) -> int:
-    """Counts the devices that the model is served on."""
+    """Returns the number of devices that serve the model."""
     return len(pipeline_config.model.device_specs)
 
 
 def is_on_cpu(pipeline_config: Any) -> bool:
-    """Tells whether the model is served on the CPU."""
+    """Returns whether the CPU serves the model."""
     return pipeline_config.model.device_specs[0].device_type == "cpu"
 
 
 def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPConfig:
     """Returns the group that serves a model.
 
-    On GPUs a rank is a GPU. On CPU ``--ep-size`` ranks share it and run in turn.
-    Combine is reduced where the protocol can do that.
+    On GPUs a rank is a GPU. On the CPU ``--ep-size`` ranks share it and run one after
+    another. Combine returns sums where the protocol can do that.
 
     Args:
         pipeline_config: MAX's ``PipelineConfig``.
@@ -122,18 +121,15 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
             f"one host with a rank on each GPU; pass --ep-size {n}"
         )
     if shape.n_experts % n_ranks:
+        remedy = "pass an --ep-size" if on_cpu else "serve on a number of GPUs"
         raise ValueError(
             f"{shape.n_experts} experts cannot be loaded on --ep-size {n_ranks} ranks: "
-            f"MAX gives every rank as many; "
-            + (
-                f"pass an --ep-size that divides {shape.n_experts}"
-                if on_cpu
-                else f"serve on a number of GPUs that divides {shape.n_experts}"
-            )
+            f"every rank has the same number of experts; {remedy} that divides "
+            f"{shape.n_experts}"
         )
     n_tokens = runtime.max_batch_input_tokens
     if not runtime.enable_chunked_prefill:
-        # A prompt is then not cut; it may come on top of a full batch.
+        # A whole prompt may come on top of a full batch.
         n_tokens += pipeline_config.model.max_length or 0
     config = EPConfig(
         dispatch_dtype=dtype,
@@ -183,10 +179,10 @@ def _timeout_s() -> float:
 
 
 def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
-    """Returns what one rank's MoE layer needs beside weights and symmetric memory.
+    """Returns what a rank's MoE layers need beside weights and symmetric memory.
 
-    The rows it may receive, as they are dispatched, between the two matmuls (gate and
-    up, then their product) and behind them. Layers follow one another and share it.
+    That is the rows it may receive: as dispatched, as gate and up, as their product,
+    and as results. Layers run one after another and share these bytes.
     """
     per_row = 2 * shape.hidden_size + 3 * shape.moe_dim
     return config.n_output_rows * per_row * config.dispatch_dtype.size_in_bytes
