@@ -5,21 +5,20 @@
     python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
 
 ``bench.gpu_round_trip``, ``bench.cpu_round_trip`` and ``bench.serving`` write such
-files. ``runs`` says how each run came to be; every row names its run. A new row
-replaces the row of the same series and size.
+files, see ``bench/runs.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from .cases import SHAPES, Shape
+from .runs import ROOT, dump, load, merge
+
 DATA = ROOT / "docs/performance.json"
 PAGE = ROOT / "docs/performance.md"
-KINDS = ("gpu", "cpu", "serving", "other_systems", "published")
 
 PEERS = {
     "sums": "max_ep by_rank, sums",
@@ -38,19 +37,15 @@ FORMS = {
     "all_gather": ", all-gather + reduce-scatter",
     "all_to_all": ", all-to-all, one row a (token, rank)",
 }
-RIVALS = dict.fromkeys(
-    [("sums", "fused"), ("rows", "fused"), ("by_expert", "fused")], ("max", "fused")
-) | {("all_gather", "all_gather"): ("nccl", "all_gather")}
-"""Whose times are divided by whose, within a run."""
+RIVALS = {
+    **dict.fromkeys(("sums", "rows", "by_expert"), ("max", "max_layer")),
+    "all_gather": ("nccl",),
+}
+"""Whose times are divided by whose, within a run and a form."""
 SERVING_PEERS = {
     "max_ep": "max_ep",
     "max_expert_parallel": "MAX, expert parallel",
     "max_tensor_parallel": "MAX, tensor parallel",
-}
-SHAPES = {
-    "h7168_e256_k8": "hidden 7168, top-8 of 256 experts (DeepSeek-V3)",
-    "h4096_e128_k8": "hidden 4096, top-8 of 128 experts (Qwen3-235B-A22B)",
-    "h4096_e8_k2": "hidden 4096, top-2 of 8 experts (Mixtral 8x7B)",
 }
 NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 
@@ -89,44 +84,6 @@ counted.
 - Before and after timing the results of the timed graph are compared with the \
 oracle: max_ep bit for bit and in order, MAX as a set of tokens for each expert.
 """
-
-
-# --------------------------------------------------------------------------- data
-
-
-def load(path: Path = DATA) -> dict:
-    """Reads runs and rows."""
-    return json.loads(path.read_text())
-
-
-def dump(data: dict) -> str:
-    """Writes runs and rows, one a line."""
-    runs = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in data["runs"].items()]
-    parts = ['"runs": {\n' + ",\n".join(runs) + "\n}"]
-    for kind in KINDS:
-        rows = [" " + json.dumps(row) for row in data.get(kind, [])]
-        parts.append(f'"{kind}": [\n' + ",\n".join(rows) + "\n]")
-    return "{" + ",\n".join(parts) + "}\n"
-
-
-def merge(data: dict, new: dict) -> dict:
-    """Takes runs and rows into others; runs without rows are dropped."""
-    merged: dict = {kind: [] for kind in KINDS}
-    for kind in KINDS:
-        taken = {_key(data, kind, row): row for row in data.get(kind, [])}
-        taken |= {_key(new, kind, row): row for row in new.get(kind, [])}
-        merged[kind] = list(taken.values())
-    used = {row.get("run") for kind in KINDS for row in merged[kind]}
-    runs = {**data["runs"], **new["runs"]}
-    return {"runs": {k: v for k, v in runs.items() if k in used}, **merged}
-
-
-def _key(data: dict, kind: str, row: dict) -> tuple:
-    """Returns what a row is of: its machine, and all of it that is no time."""
-    run = data["runs"].get(row.get("run"), {})
-    names = ("peer", "form", "ranks", "shape", "dtype", "routing", "tokens", "wire")
-    names += ("clients", "table", "system")
-    return kind, run.get("gpu"), *(row.get(name) for name in names)
 
 
 # -------------------------------------------------------------------------- tables
@@ -177,12 +134,12 @@ def _group_lines(rows: list[dict], *, is_main: bool) -> list[list[str]]:
         if is_main and (peer, form) == ("sums", "fused") and rows[0]["ranks"] > 1:
             speeds = [r["wire_bytes"] / r["us"] / 1e3 if r else None for r in at]
             add(name, run, speeds, "wire GB/s")
-        rival = RIVALS.get((peer, form), ("", ""))
-        theirs = found.get((*rival, run), {})
-        both = [(theirs.get(n), of_size.get(n)) for n in sizes]
-        ratios = [f"{a['us'] / b['us']:.2f}" if a and b else "" for a, b in both]
-        if any(ratios):
-            lines.append([f"{PEERS[rival[0]]} / {name}", "ratio", *ratios, run])
+        for rival in RIVALS.get(peer, ()) if form in ("fused", "all_gather") else ():
+            theirs = found.get((rival, form, run), {})
+            both = [(theirs.get(n), of_size.get(n)) for n in sizes]
+            ratios = [f"{a['us'] / b['us']:.2f}" if a and b else "" for a, b in both]
+            if any(ratios):
+                lines.append([f"{PEERS[rival]} / {name}", "ratio", *ratios, run])
     return lines
 
 
@@ -199,11 +156,19 @@ def _gpu_sections(data: dict) -> list[str]:
             lines += [f"## {machine(gpu, ranks)}", ""]
             if picture := plot_path(gpu, ranks, rows):
                 lines += [f"![µs a layer by tokens a rank]({picture})", ""]
-        lines += [f"### {SHAPES[shape]}, {dtype} dispatch, {routing} routing", ""]
+        lines += [
+            f"### {_sizes(SHAPES[shape])}, {dtype} dispatch, {routing} routing",
+            "",
+        ]
         sizes = sorted({row["tokens"] for row in rows})
         columns = ["tokens a rank", "", *map(str, sizes), "commit"]
         lines += table(columns, _group_lines(rows, is_main=_is_main(rows[0])), 2)
     return lines
+
+
+def _sizes(shape: Shape) -> str:
+    experts = f"top-{shape.top_k} of {shape.n_experts} experts"
+    return f"hidden {shape.hidden_size}, {experts} ({shape.model})"
 
 
 def _is_main(row: dict) -> bool:
@@ -216,18 +181,21 @@ def machine(gpu: str, n: int) -> str:
     return f"{NUMBERS[n]} {gpu.split()[1]}{'s' * (n > 1)}"
 
 
-def _serving_section(data: dict) -> list[str]:
-    if not data["serving"]:
-        return []
+def serving_table(rows: list[dict]) -> list[str]:
+    """Lays out rows of ``bench.serving``."""
     columns = ["server", "clients", "a step, ms (quartiles)", "first token, ms"]
     columns += ["between tokens, ms", "tokens/s", "commit"]
-    rows = []
-    for row in data["serving"]:
+    cells = []
+    for row in rows:
         low, median, high = row["step_ms"]
         step = f"{median:.2f} ({low:.2f} to {high:.2f})"
-        rows.append([SERVING_PEERS[row["peer"]], str(row["clients"]), step])
+        cells.append([SERVING_PEERS[row["peer"]], str(row["clients"]), step])
         times = [f"{row['first_ms']:.1f}", f"{row['between_ms']:.2f}"]
-        rows[-1] += [*times, str(row["tokens_per_s"]), row["run"]]
+        cells[-1] += [*times, f"{row['tokens_per_s']:.0f}", row["run"]]
+    return table(columns, cells)
+
+
+def _serving_section(data: dict) -> list[str]:
     return [
         "## Serving, two H200s",
         "",
@@ -238,20 +206,25 @@ def _serving_section(data: dict) -> list[str]:
         "servers have max_ep's matmuls, without which they do not compile on Hopper. "
         "Greedy tokens of each server are compared with those of transformers.",
         "",
-        *table(columns, rows),
+        *serving_table(data["serving"]),
     ]
 
 
-def _cpu_section(data: dict) -> list[str]:
+def cpu_table(rows: list[dict]) -> list[str]:
+    """Lays out rows of ``bench.cpu_round_trip``."""
     names = {"by_expert": "by_expert", "by_rank": "by_rank"}
     names |= {"memcpy_1": "memcpy, 1 thread", "memcpy_all": "memcpy, all cores"}
     columns = ["tokens a rank", "dispatch", "MB", *names.values(), "commit"]
-    rows = [
+    cells = [
         [str(row["tokens"]), row["wire"], f"{row['mb']:.1f}"]
         + [f"{row[f'{n}_ms']:.2f} ({row[f'{n}_p95_ms']:.2f})" for n in names]
         + [row["run"]]
-        for row in data["cpu"]
+        for row in rows
     ]
+    return table(columns, cells, 2)
+
+
+def _cpu_section(data: dict) -> list[str]:
     return [
         "## CPU",
         "",
@@ -259,7 +232,7 @@ def _cpu_section(data: dict) -> list[str]:
         "top-8 of 64 experts, uniform routing, all columns sampled in turn. MB: one "
         "row for each choice, there and back. memcpy copies as many bytes.",
         "",
-        *table(columns, rows, 2),
+        *cpu_table(data["cpu"]),
     ]
 
 
@@ -393,7 +366,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--add", nargs="+", type=Path, default=[])
     options = parser.parse_args()
-    data = load()
+    data = load(DATA)
     for path in options.add:
         data = merge(data, load(path))
     DATA.write_text(dump(data))

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves the same model with max_ep and with MAX alone, and times requests.
 
-    python -m bench.serving --gpus 2 --out serving.md
+    python -m bench.serving --gpus 2 --size full --out FILE
+    python -m bench.report --add FILE
 
-Peers: ``ours``; ``max_ep``, MAX's expert parallelism; ``max_tp``, MAX's tensor
-parallelism; on one GPU MAX has only the latter. With ``_captured`` behind its name a
-peer decodes through captured graphs. Both of MAX's have our matmuls on
-Hopper, without which they do not compile (``bench/max_as_it_is.py``). The model has
-random weights and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``:
-all 48). Before a peer is timed it answers some prompts greedily; when all servers have
-stopped, these tokens are compared with transformers', and only then is the table made.
+Peers: ``max_ep``; ``max_expert_parallel`` and ``max_tensor_parallel``, MAX's own; on
+one GPU MAX has only the latter. Both of MAX's have our matmuls on Hopper, without
+which they do not compile (``bench/max_on_hopper.py``). The model has random weights
+and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48). Before a
+peer is timed it answers some prompts greedily. When all servers have stopped, these
+tokens are compared with transformers', and only then are rows written.
 
-All servers are started at once, and idle while another is timed; they take turns for
-some rounds. A row is one number of clients. Each client asks, waits for the whole
-answer, streamed, and asks again; the first request of each is not counted. Time to
-first token and time between tokens are medians over requests, of tokens that have a
-text; throughput is all generated tokens over wall time. A step is what the server says
+All servers start at once, and idle while another is timed; they take turns for some
+rounds. A row is one number of clients. Each client asks, waits for the whole answer,
+streamed, and asks again; the first request of each is not counted. Time to first token
+and time between tokens are medians over requests, of tokens that have a text;
+throughput is all generated tokens over wall time. A step is what the server's log says
 of each decoding of one token for all clients, or for more than seven of eight: the
-median, and the quartiles.
+median and the quartiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,11 @@ from graphs.serve.server import (
     Server,
 )
 
-from .command import said_command
+from . import runs
+from .report import serving_table
 
-_AS_IT_IS = ("--custom-architectures", "bench.max_as_it_is")
-_CAPTURED = "_captured"
+_ON_HOPPER = ("--custom-architectures", "bench.max_on_hopper")
+PEERS = ("max_ep", "max_expert_parallel", "max_tensor_parallel")
 _PROMPT_WORDS = 64
 _N_TOKENS = 64
 _REQUESTS = 4
@@ -59,32 +59,14 @@ _STEP = re.compile(
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
-@dataclass
-class Row:
-    """What was measured of a peer with some number of clients."""
-
-    peer: str
-    n_clients: int
-    first_ms: float
-    """Time to first token, milliseconds, median over requests."""
-    between_ms: float
-    """Time between tokens, likewise."""
-    tokens_per_s: float
-    """Tokens of all clients, over wall time."""
-    step_ms: tuple[float, float, float]
-    """Quartiles of the server's time of a step, milliseconds."""
-    n_steps: int
-    """How many there were."""
-
-
-def peer_flags(peer: str, n_gpus: int) -> list[str]:
+def peer_flags(peer: str, n_gpus: int, *, is_captured: bool) -> list[str]:
     """Returns what ``max serve`` is told for a peer."""
-    how = CUSTOM_ARCHITECTURES if peer.startswith("ours") else _AS_IT_IS
+    how = CUSTOM_ARCHITECTURES if peer == "max_ep" else _ON_HOPPER
     flags = [*device_flags(n_gpus, 0), *how]
-    if peer.startswith("max_tp"):
+    if peer == "max_tensor_parallel":
         devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
         flags = ["--devices", devices, "--quantization-encoding", "bfloat16", *how]
-    return [*flags, CAPTURED_DECODE] if peer.endswith(_CAPTURED) else flags
+    return [*flags, CAPTURED_DECODE] if is_captured else flags
 
 
 def _seed(client: int, request: int) -> int:
@@ -167,46 +149,30 @@ def measure(server: Server, n_clients: int) -> tuple[list, float, list[float]]:
     return answers, wall_s, steps_of(said, n_clients)
 
 
-def row_of(peer: str, n_clients: int, rounds: list[tuple]) -> Row:
-    """Sums up what :func:`measure` said of all rounds."""
+def row_of(peer: str, n_clients: int, rounds: list[tuple]) -> dict:
+    """Sums up what :func:`measure` says of all rounds."""
     answers = [answer for answers, _, _ in rounds for answer in answers]
     heard = [answer for answer in answers if answer[2] > 1]
     steps = [step for _, _, steps in rounds for step in steps]
     if len(steps) < 2:
         raise RuntimeError(f"{peer}: no steps of {n_clients} requests in its log")
-    return Row(
-        peer,
-        n_clients,
-        1e3 * statistics.median(first for first, _, _ in heard),
-        1e3 * statistics.median(between for _, between, _ in heard),
-        len(answers) * _N_TOKENS / sum(wall_s for _, wall_s, _ in rounds),
-        tuple(statistics.quantiles(steps, n=4)),
-        len(steps),
-    )
-
-
-def table(rows: list[Row]) -> str:
-    """Prints rows as Markdown."""
-    lines = [
-        "| peer | clients | first token, ms | between tokens, ms | tokens/s "
-        "| a step, ms | steps |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {row.peer} | {row.n_clients} | {row.first_ms:.1f} | {row.between_ms:.2f} "
-        f"| {row.tokens_per_s:.0f} "
-        "| {1:.2f} ({0:.2f} to {2:.2f}) ".format(*row.step_ms)
-        + f"| {row.n_steps} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+    tokens_per_s = len(answers) * _N_TOKENS / sum(wall_s for _, wall_s, _ in rounds)
+    return {
+        "peer": peer,
+        "clients": n_clients,
+        "first_ms": round(1e3 * statistics.median(a[0] for a in heard), 3),
+        "between_ms": round(1e3 * statistics.median(a[1] for a in heard), 3),
+        "tokens_per_s": round(tokens_per_s),
+        "step_ms": [round(q, 4) for q in statistics.quantiles(steps, n=4)],
+        "steps": len(steps),
+    }
 
 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=int, required=True)
-    parser.add_argument("--peers", nargs="+", default=["ours", "max_ep", "max_tp"])
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", default="large")
@@ -216,7 +182,8 @@ def main() -> None:
     )
     parser.add_argument("--mefs", type=Path, help="PEER folders, precompiled graphs")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a file for `bench.report --add`")
+    parser.add_argument("--launched", action="store_true", help="no captured graphs")
     parser.add_argument("--unchecked", action="store_true", help="for profiles")
     args = parser.parse_args()
     model = args.model or Path(tempfile.mkdtemp()) / "model"
@@ -234,9 +201,13 @@ def main() -> None:
     with contextlib.ExitStack() as all_servers:
         servers = {}
         for peer in args.peers:
-            flags = [*limits, *peer_flags(peer, args.gpus), *args.flags]
+            flags = [
+                *limits,
+                *peer_flags(peer, args.gpus, is_captured=not args.launched),
+                *args.flags,
+            ]
             if args.mefs:
-                folder = args.mefs / peer.removesuffix(_CAPTURED)
+                folder = args.mefs / peer
                 flags += ["--precompiled-mefs", str(folder)]
             log = args.logs / f"serving_{peer}.log"
             servers[peer] = all_servers.enter_context(Server(model, flags, log, env))
@@ -254,10 +225,11 @@ def main() -> None:
                 print(row_of(peer, n_clients, rounds[-1:]), flush=True)
     _check(answers, model)
     rows = [row_of(*which, rounds) for which, rounds in found.items()]
-    print(table(rows))
+    commit = runs.commit()
+    print("\n".join(serving_table([{**row, "run": commit} for row in rows])))
     if args.out:
-        command = said_command("bench.serving")
-        args.out.write_text(f"# Serving\n\n`{command}`\n\n{table(rows)}\n")
+        run = runs.about("bench.serving", **runs.gpus(args.gpus))
+        runs.save(args.out, "serving", commit, run, rows)
 
 
 def _tests() -> Any:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,39 +12,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import gpu_shapes, gpu_traffic, report, served_step, serving, watched
-from bench.command import said_command
+from bench import cases, gpu_round_trip, peer_graphs, peer_nccl, report, runs, serving
+from bench.cases import Case, Config
 from graphs.serve.checkpoint import make_checkpoint
 
-DATA = report.load()
-SCHEMES = {
-    "sums": "dedup",
-    "rows": "dedup+slots",
-    "by_expert": "slots",
-    "max": "slots",
-    "all_gather": "gather",
-    ("nccl", "all_gather"): "gather",
-    ("nccl", "all_to_all"): "dedup",
-}
-"""How rows travel, see ``bench.gpu_traffic``."""
+DATA = runs.load(report.DATA)
 
 
 def test_the_page_is_made_of_the_data() -> None:
     """`python -m bench.report` was run after the last change."""
     assert report.PAGE.read_text() == report.page(DATA)
-    assert report.DATA.read_text() == report.dump(DATA)
+    assert report.DATA.read_text() == runs.dump(DATA)
     names = re.findall(r"\]\((images/[^)]+)\)", report.PAGE.read_text())
     assert len(names) == 3
     assert all((report.PAGE.parent / name).exists() for name in names)
 
 
-def test_bytes_are_those_of_the_rows() -> None:
+def test_rows_are_those_of_their_cases() -> None:
+    """Names are known to the benchmark, and bytes are computed again."""
+    times = ("run", "us", "p95", "eager_us", "eager_p95")
     for row in DATA["gpu"]:
-        shape = gpu_shapes.SHAPES[row["shape"]]
-        ids = gpu_shapes.expert_ids(shape, row["routing"], row["ranks"], row["tokens"])
-        scheme = SCHEMES.get((row["peer"], row["form"])) or SCHEMES[row["peer"]]
-        moved = gpu_traffic.bytes_moved(shape, row["dtype"], ids, scheme)
-        assert row["wire_bytes"] == moved.wire, row
+        max_tokens = cases.max_tokens_for(row["tokens"])
+        what = row["peer"], row["ranks"], row["shape"], row["dtype"], max_tokens
+        case = Case(Config(*what), row["form"], row["tokens"], row["routing"])
+        assert row["form"] in cases.FORMS[row["peer"]]
+        assert case.row() == {k: v for k, v in row.items() if k not in times}
 
 
 def test_new_rows_replace_those_of_the_same_machine() -> None:
@@ -57,41 +48,55 @@ def test_new_rows_replace_those_of_the_same_machine() -> None:
         "gpu": [{"run": "a", **old}, {"run": "b", **old}],
     }
     new = {"runs": {"c": h200}, "gpu": [{"run": "c", **old, "us": 9.0}]}
-    merged = report.merge(data, new)
-    assert [(row["run"], row["us"]) for row in merged["gpu"]] == [("c", 9.0), ("b", 10)]
+    merged = runs.merge(data, new)
+    assert [(row["run"], row["us"]) for row in merged["gpu"]] == [("b", 10), ("c", 9.0)]
     assert list(merged["runs"]) == ["b", "c"]
-
-
-def child(program: str) -> subprocess.Popen:
-    """Starts what stands for a child of the benchmark."""
-    return subprocess.Popen(
-        [sys.executable, "-ISu", "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-SAYS = 'print("""@@ {"start": "case", "step": "replay"}"""); '
+    assert runs.merge(DATA, {"runs": {}}) == DATA
 
 
 @pytest.mark.parametrize(
-    "program, reason",
+    "function, arguments, reason",
     [
-        ("pass", ""),
-        ("import time; time.sleep(60)", "said nothing for 5 s"),
-        ("print('bad'); exit(3)", "the process died: bad"),
-        ("import time\nwhile True: print('busy'); time.sleep(0.2)", watched.TIME_UP),
+        (print, ("done",), ""),
+        (time.sleep, (60,), "killed after 5 s"),
+        (sys.exit, (3,), "the process ended with 3"),
     ],
-    ids=["ends", "hangs", "dies", "late"],
+    ids=["ends", "hangs", "dies"],
 )
-def test_a_child_that_does_not_end_is_killed_and_named(
-    program: str, reason: str
-) -> None:
-    process = child(SAYS + "\n" + program)
-    end = watched.watch(process, 5, time.monotonic() + 10)
-    assert (end.at, end.step, end.reason) == ("case", "replay", reason)
-    assert process.returncode is not None
+def test_a_child_that_does_not_end_is_killed(function, arguments, reason) -> None:
+    begin = time.monotonic()
+    assert gpu_round_trip.in_child(function, arguments, 5) == reason
+    assert time.monotonic() - begin < 30
+
+
+def test_cases_are_those_that_can_run() -> None:
+    asked = "--ranks 1 2 --tokens 128 4096 --forms fused all_gather".split()
+    found = gpu_round_trip.cases_of(gpu_round_trip._options(asked))
+    peers = {n: {c.config.peer for c in found if c.config.n_ranks == n} for n in (1, 2)}
+    assert peers[1] == {"sums", "rows", "by_expert", "max_layer"}
+    assert peers[2] == {*cases.FORMS} - {"max_layer"}
+    assert [c.n_tokens for c in found] == sorted(c.n_tokens for c in found)
+
+
+@pytest.mark.parametrize(
+    "peer, form", [(p, f) for p, forms in cases.FORMS.items() for f in forms]
+)
+def test_graphs_of_all_forms_are_built(monkeypatch, peer: str, form: str) -> None:
+    """As where they are compiled ahead: without a GPU."""
+    if peer == "nccl":  # no graphs of MAX's
+        assert form in peer_nccl.LAYERS
+        return
+    monkeypatch.setitem(cases._LAYERS, 128, 3)
+    dtype = "fp8" if peer == "by_expert" else "bfloat16"
+    n_ranks = 1 if peer == "max_layer" else 2
+    built = peer_graphs.peer_of(Config(peer, n_ranks, "h4096_e8_k2", dtype, 128))
+    timed = built.graph(form, is_check=False)
+    n_work = n_ranks if "work" in form else 0
+    if built.has_check_graph:
+        checked = built.graph(form, is_check=True)
+        assert len(checked.inputs) == len(timed.inputs)
+        assert len(timed.output_types) == n_ranks + n_work
+        assert len(checked.output_types) > 2 * n_ranks
 
 
 def test_steps_are_read_from_the_server_s_log() -> None:
@@ -109,22 +114,6 @@ def test_steps_are_read_from_the_server_s_log() -> None:
     log += "05:18:54.000 INFO: Executed TG batch with 64 reqs | Execution: 1.20s |\n"
     assert serving.steps_of(log, 64) == [2.86, 0.9805, 1200.0]
     assert serving.steps_of(log, 1) == [2.86, 0.9805, 2.0, 1200.0]
-
-
-def test_kernels_of_a_step_are_summed_up() -> None:
-    events = [("combine", 2.0), ("dispatch", 6.0), ("combine", 3.0), ("copy", 1.0)]
-    rows = served_step.table(events, n_steps=2, n_kernels=2).splitlines()[2:]
-    assert rows == [
-        "| all | 6.0 | 2.0 | 3.00 |",
-        "| dispatch | 3.0 | 0.5 | 6.00 |",
-        "| combine | 2.5 | 1.0 | 2.50 |",
-    ]
-
-
-def test_a_gpu_is_at_work_once_at_a_time() -> None:
-    """Kernels that overlap count once, a pause of the host's does not."""
-    overlapping = [(10.0, 12.0), (11.0, 11.5), (13.0, 15.0)]
-    assert served_step.at_work_us([(100.0, 101.0), *overlapping]) == 6.0
 
 
 @pytest.mark.parametrize("n_ids", [64, 3])
@@ -151,7 +140,7 @@ def test_answers_without_text_are_asked_for_their_tokens(
     answers, wall_s, steps = serving.measure(server, 1)
     assert [n for _, _, n in answers] == [64, 64, 0, 64] and steps == []
     row = serving.row_of("peer", 1, [(answers, 2.0, [1.0, 2.0, 3.0])])
-    assert row.tokens_per_s == 4 * 64 / 2 and row.step_ms == (1.0, 2.0, 3.0)
+    assert row["tokens_per_s"] == 4 * 64 / 2 and row["step_ms"] == [1.0, 2.0, 3.0]
 
 
 def test_commands_that_are_saved_name_no_folder(
@@ -160,7 +149,7 @@ def test_commands_that_are_saved_name_no_folder(
     given = ["bench", "--out", "/some/folder", "--tokens", "1", "8"]
     monkeypatch.setattr(sys, "argv", given)
     wanted = "python -m bench.serving --out DIR --tokens 1 8"
-    assert said_command("bench.serving") == wanted
+    assert runs.about("bench.serving")["command"] == wanted
 
 
 def test_a_peers_wrong_answer_leaves_no_table(
@@ -175,7 +164,7 @@ def test_a_peers_wrong_answer_leaves_no_table(
     right, wrong = (
         [tests.Answer(asked, [int(f())], None)] for f in (logits.argmax, logits.argmin)
     )
-    serving._check({"ours": right}, tmp_path)
-    with pytest.raises(SystemExit, match="no table; max_ep: "):
-        serving._check({"max_ep": wrong, "max_tp": right}, tmp_path)
+    serving._check({"max_ep": right}, tmp_path)
+    with pytest.raises(SystemExit, match="no table; max: "):
+        serving._check({"max": wrong, "max_ep": right}, tmp_path)
     assert capsys.readouterr().out.count("Tally(n_tokens=1") == 3

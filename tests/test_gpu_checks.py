@@ -7,34 +7,35 @@ import numpy as np
 import pytest
 import torch
 
-from bench import gpu_shapes
-from bench.gpu_checks import (
+from bench import cases
+from bench.checks import (
     CheckError,
     Delivered,
     check_combine,
     check_dispatch,
+    check_permutation,
     from_bits,
     stack_tokens,
 )
 from max_ep import reference
 
-SHAPE = gpu_shapes.Shape("small", 256, n_experts=16, top_k=4, model="none")
+SHAPE = cases.Shape("small", 256, n_experts=16, top_k=4, model="none")
 N_RANKS = 2
 N_TOKENS = 64
 
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
-def test_sums_sums(is_fp8: bool) -> None:
+def test_sums(is_fp8: bool) -> None:
     """Rank 0's sums: its own part in float32, the other's rounded to bfloat16."""
-    ids = gpu_shapes.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)[0]
-    weights = gpu_shapes.router_weights(SHAPE, N_RANKS, N_TOKENS)[0]
-    bits = gpu_shapes.tokens(SHAPE, N_RANKS, N_TOKENS)[0]
+    ids = cases.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)[0]
+    weights = cases.router_weights(SHAPE, N_RANKS, N_TOKENS)[0]
+    bits = cases.tokens(SHAPE, N_RANKS, N_TOKENS)[0]
     rank_of = ids // reference.n_local_experts(SHAPE.n_experts, N_RANKS)
 
     def expert(number: int, rows: np.ndarray) -> np.ndarray:
         if not is_fp8:
             return rows
-        row = gpu_shapes.expert_row(SHAPE, number // (SHAPE.n_experts // N_RANKS))
+        row = cases.expert_row(SHAPE, number // (SHAPE.n_experts // N_RANKS))
         return np.broadcast_to(row, rows.shape).copy()
 
     def part(rank: int) -> np.ndarray:
@@ -56,7 +57,7 @@ def test_sums_sums(is_fp8: bool) -> None:
             N_RANKS,
             is_fp8=is_fp8,
             exact=True,
-            reduced_on=0,
+            sums_on_rank=0,
         )
 
     check(sums)
@@ -70,9 +71,9 @@ def test_sums_sums(is_fp8: bool) -> None:
 @pytest.mark.parametrize("filled_to", [1, 4])
 def test_dispatched_rows(filled_to: int) -> None:
     """Experts in any order, their rows with gaps behind them or without."""
-    bits = gpu_shapes.tokens(SHAPE, N_RANKS, N_TOKENS)
-    ids = gpu_shapes.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)
-    routes = gpu_shapes.routes(SHAPE, ids)
+    bits = cases.tokens(SHAPE, N_RANKS, N_TOKENS)
+    ids = cases.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)
+    routes = cases.routes(SHAPE, ids)
     x_all = stack_tokens(bits, "cpu")
     numbers, offsets = routes.token_numbers[0], routes.row_offsets[0].astype(int)
     order = np.random.default_rng(0).permutation(len(offsets) - 1)
@@ -100,3 +101,20 @@ def test_dispatched_rows(filled_to: int) -> None:
     damaged[begins[3], SHAPE.hidden_size - 1] += 1
     with pytest.raises(CheckError, match="payload differs"):
         check(replace(good, rows=damaged))
+
+
+def test_rows_of_one_rank_in_any_order_of_experts() -> None:
+    ids = cases.expert_ids(SHAPE, "zipf", 1, N_TOKENS)[0]
+    x = stack_tokens(cases.tokens(SHAPE, 1, N_TOKENS), "cpu")
+    rank_of_expert = np.random.default_rng(0).permutation(SHAPE.n_experts)
+    choices = np.argsort(rank_of_expert[ids.reshape(-1)], kind="stable")
+    rows = x[torch.from_numpy(choices // SHAPE.top_k)]
+    check_permutation("here", rows, choices, ids, x)
+    with pytest.raises(CheckError, match="here: a row differs"):
+        check_permutation("here", rows.roll(1, dims=0), choices, ids, x)
+    with pytest.raises(CheckError, match="not together"):
+        check_permutation("here", rows.roll(3, dims=0), np.roll(choices, 3), ids, x)
+    twice = choices.copy()
+    twice[0] = twice[1]
+    with pytest.raises(CheckError, match="choices differ"):
+        check_permutation("here", rows, twice, ids, x)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU benchmark sends: named shapes, routing and data.
+"""What the GPU benchmark sends: shapes, peers, routing, data and bytes.
 
-Everything is a function of names and seeds, so that every process of a run,
-whichever library it drives, has the same inputs. NumPy only: neither MAX nor
-torch is imported here. Bfloat16 is kept as its bits (``uint16``).
+All of it is a function of names and seeds, so every process of a run has the same
+inputs, whichever library it drives. NumPy only: neither MAX nor torch is imported
+here. Bfloat16 is kept as its bits (``uint16``).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -52,23 +52,38 @@ TOKENS = (1, 8, 32, 128, 512, 4096)
 """Tokens a rank."""
 
 OURS = {
-    "ours": {"protocol": "by_expert"},
-    "ours_by_rank": {"protocol": "by_rank"},
-    "ours_reduced": {"protocol": "by_rank", "combine_mode": "sums"},
-    "ours_all_gather": {},
+    "sums": {"protocol": "by_rank", "combine_mode": "sums"},
+    "rows": {"protocol": "by_rank", "combine_mode": "rows"},
+    "by_expert": {"protocol": "by_expert", "combine_mode": "rows"},
 }
-"""Peers that are this library, and what their ``EPConfig`` says;
-``ours_all_gather`` is an ``AllGatherTokenDispatcher``."""
+"""Peers that are an ``EPBatchManager`` of this library: what ``EPConfig`` says."""
+
+FORMS = {
+    **dict.fromkeys(OURS, ("fused", "split", "fused_work", "work")),
+    "all_gather": ("all_gather",),
+    "max": ("fused", "split"),
+    "max_layer": ("fused",),
+    "nccl": ("all_gather", "all_to_all"),
+}
+"""Peers, and what a layer of each is made of.
+
+``fused``: one launch for dispatch and one for combine. ``split``: async, then wait.
+``work``: async, other work, wait; ``fused_work``: the same work, then fused.
+``all_gather`` is an ``AllGatherTokenDispatcher``; ``max`` MAX's EP; ``max_layer`` what
+MAX's MoE layer does on one GPU, without expert parallelism; ``nccl`` see
+``bench.peer_nccl``.
+"""
+
+_SCHEMES = {
+    "sums": ("dedup", "dedup"),
+    "rows": ("dedup", "slots"),
+    "all_gather": ("gather", "gather"),
+    "all_to_all": ("dedup", "dedup"),
+}
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
-_LAYERS = {128: 64, 512: 24, 4096: 12}
-
-ROUTED_FORMS = ("routed",)
-"""Forms of chains with a router, see ``bench.gpu_graphs_max``."""
-
-MOST_ROUTED_LAYERS = 16
-"""Most layers of these."""
+_LAYERS = {128: 64, 512: 24, 1024: 24, 4096: 12, 8192: 12}
 
 
 @dataclass(frozen=True)
@@ -76,35 +91,26 @@ class Config:
     """What one set of compiled graphs is for."""
 
     peer: str
-    """One of :data:`OURS`, ``max`` or ``nccl``."""
+    """One of :data:`FORMS`."""
     n_ranks: int
     shape_name: str
     dtype: str
     max_tokens: int
-    """``max_tokens_per_rank``: 128, 512 or 4096."""
+    """``max_tokens_per_rank``."""
 
     @property
     def shape(self) -> Shape:
         return SHAPES[self.shape_name]
 
     @property
-    def is_ours(self) -> bool:
-        return self.peer in OURS
-
-    @property
-    def is_dispatcher(self) -> bool:
-        """Whether it is an ``AllGatherTokenDispatcher``."""
-        return self.peer == "ours_all_gather"
-
-    @property
-    def is_reduced(self) -> bool:
+    def is_sums(self) -> bool:
         """Whether the router weights go with dispatch."""
-        return OURS.get(self.peer, {}).get("combine_mode") == "sums"
+        return self.peer == "sums"
 
-    def n_layers(self, form: str) -> int:
-        """Layers of the chained graph; a router takes minutes to compile."""
-        n = _LAYERS[self.max_tokens]
-        return min(n, MOST_ROUTED_LAYERS) if form in ROUTED_FORMS else n
+    @property
+    def n_layers(self) -> int:
+        """Layers of the timed graph."""
+        return _LAYERS[self.max_tokens]
 
     @property
     def name(self) -> str:
@@ -120,20 +126,30 @@ class Case:
     """One row of the table, before its numbers."""
 
     config: Config
+    form: str
     n_tokens: int
     """Tokens a rank."""
     routing: str
 
     @property
     def name(self) -> str:
-        return f"{self.config.name}_n{self.n_tokens}_{self.routing}"
+        config = self.config.name
+        return f"{config} {self.form}, {self.n_tokens} tokens, {self.routing}"
 
-    def to_json(self) -> dict:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: dict) -> Case:
-        return Case(**{**values, "config": Config(**values["config"])})
+    def row(self) -> dict:
+        """Returns what docs/performance.json says of the case, without times."""
+        config = self.config
+        ids = expert_ids(config.shape, self.routing, config.n_ranks, self.n_tokens)
+        return {
+            "peer": config.peer,
+            "form": self.form,
+            "ranks": config.n_ranks,
+            "shape": config.shape_name,
+            "dtype": config.dtype,
+            "routing": self.routing,
+            "tokens": self.n_tokens,
+            "wire_bytes": wire_bytes(self, ids),
+        }
 
 
 def max_tokens_for(n_tokens: int) -> int:
@@ -155,18 +171,7 @@ def _rng(*names: object) -> np.random.Generator:
 def expert_ids(
     shape: Shape, routing: str, n_ranks: int, n_tokens: int, seed: int = 0
 ) -> list[np.ndarray]:
-    """Picks distinct experts for each token.
-
-    Args:
-        shape: Gives ``n_experts`` and ``top_k``.
-        routing: One of :data:`ROUTINGS`.
-        n_ranks: Ranks of the group.
-        n_tokens: Tokens a rank.
-        seed: Another seed, other experts.
-
-    Returns:
-        ``int32 [n_tokens, top_k]`` in ``[0, n_experts)``, one a rank.
-    """
+    """Picks distinct experts a token: ``int32 [n_tokens, top_k]``, one a rank."""
     if routing not in ROUTINGS:
         raise ValueError(f"routing={routing!r}; there are {', '.join(ROUTINGS)}")
     weight = np.ones(shape.n_experts)
@@ -188,9 +193,9 @@ def tokens(
     """Makes tokens that carry their number in the group.
 
     The signs of the first ``TAG_COLUMNS`` elements (all of magnitude 1) are the
-    bits of ``rank * n_tokens + token``, so a row says whose it is even after
-    FP8 rounding; the others are windows of one normal sequence (quick to make,
-    and no two tokens are alike).
+    bits of ``rank * n_tokens + token``, so a row says whose it is even after FP8
+    rounding. The others are windows of one normal sequence: quick to make, and no
+    two tokens are alike.
 
     Returns:
         bfloat16 bits, ``uint16 [n_tokens, hidden_size]``, one a rank.
@@ -232,38 +237,23 @@ def scaled_bits(bits: np.ndarray, factor: float) -> np.ndarray:
     return reference.float32_to_bfloat16(values)
 
 
-def gate(shape: Shape) -> np.ndarray:
-    """Makes a router's weights: bfloat16 bits ``[hidden_size, n_experts]``."""
-    rng = _rng(shape.name, "gate")
-    values = rng.standard_normal((shape.hidden_size, shape.n_experts), np.float32)
-    return reference.float32_to_bfloat16(values)
-
-
 LAYER_FACTORS = (2.0, 2.0, 0.25)
 """Layer ``l`` of a chain multiplies its tokens by ``LAYER_FACTORS[l % 3]``.
 
 The weights of a layer are :func:`exact_weights` times that. The rows of a token
-are equal, so every sum is exact, in any order and also where each rank's part
-of it is rounded to bfloat16 on the way; the chain's result is its input times
-:func:`chain_factor`, bit for bit. A value left over from one of the two layers
-before has another magnitude and shows.
+are equal, so every sum is exact, in any order and also where each rank's part of
+it is rounded to bfloat16 on the way. The chain's result is its input times
+:func:`chain_factor`, bit for bit. A value of one of the two layers before has
+another magnitude and shows.
 """
 
 
 def exact_weights(shape: Shape, n_ranks: int, ids: np.ndarray) -> np.ndarray:
     """Makes weights of one rank's tokens that are powers of two and sum to 1.
 
-    Those of the choices on one rank sum to a power of two as well: the ranks
-    of a token share 1 by halves (1/2, 1/4, ..., and the last one twice), and
-    the choices on a rank share its part likewise.
-
-    Args:
-        shape: Gives ``n_experts``.
-        n_ranks: Ranks of the group.
-        ids: ``int32 [n_tokens, top_k]`` in ``[0, n_experts)``.
-
-    Returns:
-        ``float32 [n_tokens, top_k]``.
+    Those of the choices on one rank sum to a power of two as well: the ranks of a
+    token share 1 by halves (1/2, 1/4, ..., and the last one twice), and the choices
+    on a rank share its part likewise.
     """
     n_local = reference.n_local_experts(shape.n_experts, n_ranks)
     rank_of = ids // n_local
@@ -303,9 +293,6 @@ def expert_row(shape: Shape, rank: int) -> np.ndarray:
     return ((7 * column + 53 * rank) % 255 - 127).astype(np.float32)
 
 
-# ----------------------------------------------------------------------- expected
-
-
 @dataclass(frozen=True)
 class Routes:
     """Where the oracle puts rows; no payload, so it is quick at any size."""
@@ -317,10 +304,7 @@ class Routes:
 
 
 def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
-    """Asks the oracle for the order of rows.
-
-    It is given each token's number in place of the token itself.
-    """
+    """Asks the oracle for the order of rows, with token numbers for tokens."""
     first = np.cumsum([0, *(len(rank_ids) for rank_ids in ids)])
     numbers = [
         np.arange(a, b, dtype=np.int64)[:, np.newaxis] for a, b in zip(first, first[1:])
@@ -332,10 +316,54 @@ def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
     )
 
 
-# ------------------------------------------------------------------------ samples
+# ------------------------------------------------------------------------- bytes
 
 
-def summary(seconds: list[float], per: int) -> dict[str, float]:
-    """Returns median and p95 in microseconds of ``seconds / per``."""
-    us = np.array(seconds) / per * 1e6
-    return {"median": float(np.median(us)), "p95": float(np.percentile(us, 95))}
+def row_bytes(shape: Shape, dtype: str) -> tuple[int, int]:
+    """Returns the bytes of one row in dispatch and in combine.
+
+    Elements and scales only: source information, padding, counts and flags of a
+    protocol are not counted.
+    """
+    combine = 2 * shape.hidden_size
+    if dtype == "bfloat16":
+        return combine, combine
+    return shape.hidden_size + 4 * shape.hidden_size // FP8_BLOCK, combine
+
+
+def rows_between(shape: Shape, ids: list[np.ndarray], scheme: str) -> np.ndarray:
+    """Counts rows: ``int64 [n_ranks, n_ranks]``, from rank (row) to rank.
+
+    ``scheme``: ``slots`` is one for each (token, choice), ``dedup`` one for each
+    (token, rank), ``gather`` every token to every rank.
+    """
+    n_ranks = len(ids)
+    n_local = reference.n_local_experts(shape.n_experts, n_ranks)
+    rows = np.zeros((n_ranks, n_ranks), np.int64)
+    for src, rank_ids in enumerate(ids):
+        if scheme == "gather":
+            rows[src] = len(rank_ids)
+            continue
+        goes_to = np.where(rank_ids >= 0, rank_ids // n_local, -1)
+        for dst in range(n_ranks):
+            hits = goes_to == dst
+            rows[src, dst] = hits.sum() if scheme == "slots" else hits.any(axis=1).sum()
+    return rows
+
+
+def wire_bytes(case: Case, ids: list[np.ndarray]) -> int:
+    """Counts bytes that cross a link, of the busiest rank, in its busier direction.
+
+    Dispatch and combine together. Combine sends the rows of dispatch back, so its
+    busiest direction is dispatch's reversed.
+    """
+    config, n_ranks = case.config, len(ids)
+    name = case.form if config.peer == "nccl" else config.peer
+    schemes = _SCHEMES.get(name, ("slots", "slots"))
+    per_rank = np.zeros(n_ranks, np.int64)
+    for scheme, n_bytes in zip(schemes, row_bytes(config.shape, config.dtype)):
+        rows = rows_between(config.shape, ids, scheme)
+        remote = rows * (1 - np.eye(n_ranks, dtype=rows.dtype))
+        # A link is full duplex, so the busier direction counts.
+        per_rank += np.maximum(remote.sum(axis=1), remote.sum(axis=0)) * n_bytes
+    return int(per_rank.max())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NCCL through torch, one process a GPU, and the links' own speed.
+"""NCCL through torch, one process a GPU.
 
 Two ways of moving the tokens of an MoE layer:
 
@@ -12,32 +12,25 @@ Two ways of moving the tokens of an MoE layer:
 
 Neither sorts rows by expert, and FP8 tokens are given already quantized: both
 do less than dispatch and combine. Chains and timing are those of
-``bench.gpu_graphs_max``; an FP8 chain returns rows that do not depend on what
+``bench.peer_graphs``; an FP8 chain returns rows that do not depend on what
 was dispatched.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from max_ep import reference
 
-from . import gpu_shapes, gpu_traffic
-from .gpu_shapes import Case, summary
-from .watched import say
-
-FORMS = {
-    "all_gather": "all-gather + reduce-scatter",
-    "all_to_all": "all-to-all of one row a (token, rank), and back",
-}
+from . import cases
+from .cases import Case
+from .peer_graphs import summary
 
 
 class _AllGather:
@@ -75,8 +68,8 @@ class _AllToAll:
         import torch
 
         shape, n = case.config.shape, case.config.n_ranks
-        ids = gpu_shapes.expert_ids(shape, case.routing, n, case.n_tokens)
-        rows = gpu_traffic.rows_between(shape, ids, "dedup")
+        ids = cases.expert_ids(shape, case.routing, n, case.n_tokens)
+        rows = cases.rows_between(shape, ids, "dedup")
         self._sent, self._received = rows[rank].tolist(), rows[:, rank].tolist()
         n_local = reference.n_local_experts(shape.n_experts, n)
         rank_of = ids[rank] // n_local
@@ -125,16 +118,13 @@ class _AllToAll:
         self.x.copy_(sums)
 
 
-_LAYERS: dict[str, Any] = {"all_gather": _AllGather, "all_to_all": _AllToAll}
+LAYERS: dict[str, Any] = {"all_gather": _AllGather, "all_to_all": _AllToAll}
 
 
 def run_rank(
-    rank: int, n_ranks: int, port: int, cases: list[dict], options: dict, out: str
+    rank: int, n_ranks: int, port: int, todo: list[Case], options: Any
 ) -> None:
-    """Measures cases as one of ``n_ranks`` processes.
-
-    Rank 0 writes one JSON line a case and form to ``out``.
-    """
+    """Measures cases as one of ``n_ranks`` processes; rank 0 writes the results."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import torch
     import torch.distributed as dist
@@ -144,40 +134,31 @@ def run_rank(
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", rank=rank, world_size=n_ranks, device_id=device
     )
-    for values in cases:
-        case = Case.from_json(values)
-        for form in FORMS:
-            if f"{case.name} {form}" not in options["todo"]:
-                continue
-            if rank == 0:
-                say({"start": f"{case.name} {form}"})
-            try:
-                result = _measure(case, form, rank, device, options)
-            except Exception as e:
-                result = {"error": f"{type(e).__name__}: {e}"[:500]}
-            if rank == 0:
-                row = {"case": values, "form": form, **result}
-                with Path(out).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                say({"done": f"{case.name} {form}"})
-            torch.cuda.empty_cache()
+    for case in todo:
+        try:
+            result = _measure(case, rank, device, options)
+        except Exception as e:
+            result = {"error": f"{type(e).__name__}: {e}"[:500]}
+        if rank == 0:
+            options.write(case, result)
+        torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
-def _measure(case: Case, form: str, rank: int, device: Any, options: dict) -> dict:
+def _measure(case: Case, rank: int, device: Any, options: Any) -> dict:
     import torch
 
-    from .gpu_checks import CheckError, from_bits
+    from .checks import CheckError, from_bits
 
-    n_samples, n_replays = options["samples"], options["replays"]
     shape, n = case.config.shape, case.config.n_ranks
-    bits = gpu_shapes.tokens(shape, n, case.n_tokens)[rank]
+    layers = case.config.n_layers
+    bits = cases.tokens(shape, n, case.n_tokens)[rank]
     given = from_bits(bits, device)
     wire = None
     if case.config.dtype == "fp8":
-        columns = gpu_traffic.row_bytes(shape, "fp8")[0]
+        columns = cases.row_bytes(shape, "fp8")[0]
         wire = torch.zeros((case.n_tokens, columns), dtype=torch.uint8, device=device)
-    layer = _LAYERS[form](case, rank, given.clone(), wire)
+    layer = LAYERS[case.form](case, rank, given.clone(), wire)
 
     def check() -> None:
         layer.x.copy_(given)
@@ -186,15 +167,14 @@ def _measure(case: Case, form: str, rank: int, device: Any, options: dict) -> di
         if wire is None:
             error = (layer.x.float() - given.float()).abs().max().item()
             if not error <= 0.05 * given.float().abs().max().item():
-                raise CheckError(f"{case.name} {form} rank {rank}: off by {error}")
+                raise CheckError(f"{case.name} rank {rank}: off by {error}")
 
     def chain() -> None:
-        for _ in range(case.config.n_layers(form)):
+        for _ in range(layers):
             layer.run()
 
     check()
-    seconds = _sample(chain, n_samples)
-    result: dict[str, Any] = {"eager": summary(seconds, case.config.n_layers(form))}
+    eager = summary("eager_us", "eager_p95", _sample(chain, options.samples), layers)
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -206,13 +186,12 @@ def _measure(case: Case, form: str, rank: int, device: Any, options: dict) -> di
         chain()
 
     def replay() -> None:
-        for _ in range(n_replays):
+        for _ in range(options.replays):
             graph.replay()
 
-    seconds = _sample(replay, n_samples)
-    result["captured"] = summary(seconds, case.config.n_layers(form) * n_replays)
+    seconds = _sample(replay, options.samples)
     check()
-    return result
+    return summary("us", "p95", seconds, layers * options.replays) | eager
 
 
 def _sample(run: Callable[[], object], n_samples: int) -> list[float]:
@@ -243,7 +222,7 @@ def _sample(run: Callable[[], object], n_samples: int) -> list[float]:
     return (everyone[:, :, 1].amax(0) - everyone[:, :, 0].amin(0)).tolist()
 
 
-def run_cases(n_ranks: int, cases: list[dict], options: dict, out: str) -> None:
+def run(todo: list[Case], options: Any) -> None:
     """Starts one process a GPU and waits for them."""
     import socket
 
@@ -252,48 +231,5 @@ def run_cases(n_ranks: int, cases: list[dict], options: dict, out: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(run_rank, (n_ranks, port, cases, options, out), nprocs=n_ranks)
-
-
-# -------------------------------------------------------------------------- links
-
-
-def measure_links(n_gpus: int, n_mb: int = 256, n_runs: int = 10) -> dict:
-    """Measures peer copies (copy engines, through torch), in GB/s.
-
-    Returns:
-        ``one_way``: GPU 0 to GPU 1, nothing else; ``all_to_all``: all ordered
-        pairs at once, GB/s that leave one GPU; ``local``: a copy within GPU 0,
-        counting bytes read and bytes written. Median of ``n_runs``.
-    """
-    import torch
-
-    n_bytes = n_mb * 1_000_000
-
-    def copies(pairs: list[tuple[int, int]]) -> float:
-        work = []
-        for src, dst in pairs:
-            with torch.cuda.device(src):
-                stream = torch.cuda.Stream()
-            source = torch.ones(n_bytes, dtype=torch.uint8, device=f"cuda:{src}")
-            target = torch.empty(n_bytes, dtype=torch.uint8, device=f"cuda:{dst}")
-            work.append((stream, source, target))
-        seconds = []
-        for _ in range(n_runs + 2):
-            for i in range(n_gpus):
-                torch.cuda.synchronize(i)
-            begin = time.perf_counter()
-            for stream, source, target in work:
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-            for i in range(n_gpus):
-                torch.cuda.synchronize(i)
-            seconds.append(time.perf_counter() - begin)
-        return float(np.median(seconds[2:]))
-
-    found = {"local": 2 * n_bytes / copies([(0, 0)]) / 1e9}
-    if n_gpus > 1:
-        found["one_way"] = n_bytes / copies([(0, 1)]) / 1e9
-        pairs = [(a, b) for a in range(n_gpus) for b in range(n_gpus) if a != b]
-        found["all_to_all"] = (n_gpus - 1) * n_bytes / copies(pairs) / 1e9
-    return found
+    n_ranks = todo[0].config.n_ranks
+    mp.spawn(run_rank, (n_ranks, port, todo, options), nprocs=n_ranks)

@@ -3,7 +3,7 @@
 
 MAX 26.7 cannot compile its grouped matmul in bfloat16 there
 (docs/decisions/0016-matmuls-on-hopper.md), so its MoE models do not start. With
-this module as ``--custom-architectures bench.max_as_it_is`` they do: all is MAX's,
+this module as ``--custom-architectures bench.max_on_hopper`` they do: all is MAX's,
 expert parallelism too, but for what ``max_ep/serve/hopper.py`` replaces.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares what a library delivered with the oracle, on the GPU that holds it.
 
-Routing comes from the oracle (``bench.gpu_shapes.routes``) for all rows at every
+Routing comes from the oracle (``bench.cases.routes``) for all rows at every
 size; payload is compared on the device, by torch. What the oracle must compute
 number by number (FP8 bits, float32 sums) is compared for a sample of tokens.
 
@@ -20,7 +20,7 @@ import torch
 
 from max_ep import reference
 
-from .gpu_shapes import FP8_BLOCK, TAG_COLUMNS, Shape, expert_row
+from .cases import FP8_BLOCK, TAG_COLUMNS, Shape, expert_row
 
 _CHUNK_ROWS = 8192
 _SAMPLE = 32
@@ -81,7 +81,7 @@ def check_dispatch(
     Args:
         where: Names the rank in the error.
         got: What dispatch gave it.
-        want_numbers: ``[n_rows]``, see :class:`bench.gpu_shapes.Routes`.
+        want_numbers: ``[n_rows]``, see :class:`bench.cases.Routes`.
         want_offsets: ``[n_local_experts + 1]``.
         x_all: The group's tokens ``[n_ranks * n_tokens, hidden_size]`` bfloat16
             on the device of ``got``.
@@ -180,12 +180,12 @@ def check_combine(
     *,
     is_fp8: bool,
     exact: bool,
-    reduced_on: int | None = None,
+    sums_on_rank: int | None = None,
 ) -> None:
     """Compares one rank's sums with the oracle.
 
     Experts return their rows as they are; for FP8, the row of their rank
-    (:func:`bench.gpu_shapes.expert_row`).
+    (:func:`bench.cases.expert_row`).
 
     Args:
         where: Names the rank in the error.
@@ -197,7 +197,7 @@ def check_combine(
         n_ranks: Ranks of the group.
         is_fp8: Whether experts return their rank's row.
         exact: See the module.
-        reduced_on: With reduced combine, the rank whose sums they are: the
+        sums_on_rank: With sums, the rank whose sums they are: the
             parts of the others were rounded to bfloat16.
 
     Raises:
@@ -206,8 +206,8 @@ def check_combine(
     parts = expected_parts(shape, got.device, x, ids, weights, n_ranks, is_fp8=is_fp8)
     want = sum(parts)
     allowed = 2.0**-6 * (1 + want.abs())
-    if reduced_on is not None:
-        rounded = [part for rank, part in enumerate(parts) if rank != reduced_on]
+    if sums_on_rank is not None:
+        rounded = [part for rank, part in enumerate(parts) if rank != sums_on_rank]
         allowed += 2.0**-8 * sum(part.abs() for part in rounded)
     close = (got.double() - want).abs() <= allowed
     _require(bool(close.all()), f"{where}: {int((~close).sum())} sums are off")
@@ -228,12 +228,12 @@ def check_combine(
         there = np.where(ids[picked] // n_local == rank, ids[picked], -1)
         return reference.moe(x_picked, there, weights[picked], expert)
 
-    if reduced_on is None:
+    if sums_on_rank is None:
         sums = reference.moe(x_picked, ids[picked], weights[picked], expert)
     else:
-        sums = sums_on(reduced_on)
+        sums = sums_on(sums_on_rank)
         for rank in range(n_ranks):
-            if rank != reduced_on:
+            if rank != sums_on_rank:
                 sent = reference.float32_to_bfloat16(sums_on(rank))
                 sums = sums + reference.bfloat16_to_float32(sent)
     bits = got[torch.from_numpy(picked).to(got.device)].cpu().view(torch.int16)
@@ -305,3 +305,34 @@ def check_same(where: str, got: torch.Tensor, want: torch.Tensor | np.ndarray) -
 def stack_tokens(x: Sequence[np.ndarray], device: str | torch.device) -> torch.Tensor:
     """Puts all ranks' tokens on one device: ``[n_ranks * n_tokens, hidden]``."""
     return torch.cat([from_bits(rank_x, device) for rank_x in x])
+
+
+def check_permutation(
+    where: str,
+    rows: torch.Tensor,
+    choices: np.ndarray,
+    ids: np.ndarray,
+    x: torch.Tensor,
+) -> None:
+    """Compares one rank's rows, in any order of experts, with its tokens.
+
+    Args:
+        where: Names the rank in the error.
+        rows: ``[n_tokens * top_k, hidden_size]``.
+        choices: Of each row, ``token * top_k + k``.
+        ids: ``int32 [n_tokens, top_k]``.
+        x: ``[n_tokens, hidden_size]``, the tokens.
+
+    Raises:
+        CheckError: If anything differs.
+    """
+    all_choices = np.arange(ids.size)
+    _require(np.array_equal(np.sort(choices), all_choices), f"{where}: choices differ")
+    experts = ids.reshape(-1)[choices]
+    n_ranges = 1 + int((np.diff(experts) != 0).sum())
+    is_sorted = n_ranges == len(np.unique(experts))
+    _require(is_sorted, f"{where}: an expert's rows are not together")
+    at = torch.from_numpy(choices // ids.shape[1]).to(x.device)
+    for begin in range(0, len(at), _CHUNK_ROWS):
+        part = slice(begin, begin + _CHUNK_ROWS)
+        _require(torch.equal(rows[part], x[at[part]]), f"{where}: a row differs")

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine of max_ep and of MAX's EP: one code builds and runs both.
+
+Experts are the identity. FP8 rows cannot be combined as they are: there every expert
+of a rank returns one given row, the same for all tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from max.driver import Buffer, is_virtual_device_mode
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import Graph, TensorValue, ops
+
+from . import cases as _cases
+from .cases import LAYER_FACTORS, OURS, Case, Config
+from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, torch_device, types
+
+WORK_SHAPE = [1024, 8192]
+"""What other work is: one softmax over so many bfloat16, in each phase."""
+
+_N_FACTORS = len(LAYER_FACTORS)
+
+
+def library(config: Config) -> ModuleType:
+    """Returns the module behind a peer."""
+    name = "max_ep" if config.peer in OURS else "max.nn.comm.ep"
+    return importlib.import_module(name)
+
+
+def ep_config(config: Config) -> Any:
+    """Returns the library's ``EPConfig``."""
+    from max_ep import blockwise_fp8_quant_config
+
+    is_fp8 = config.dtype == "fp8"
+    fields: dict[str, Any] = dict(
+        dispatch_dtype=DType.float8_e4m3fn if is_fp8 else DType.bfloat16,
+        combine_dtype=DType.bfloat16,
+        hidden_size=config.shape.hidden_size,
+        top_k=config.shape.top_k,
+        n_experts=config.shape.n_experts,
+        max_tokens_per_rank=config.max_tokens,
+        n_gpus_per_node=config.n_ranks,
+        n_nodes=1,
+        node_id=0,
+        dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
+    )
+    if config.peer in OURS:
+        fields |= dict(target="gpu", timeout_s=5.0, **OURS[config.peer])
+    return library(config).EPConfig(**fields)
+
+
+class Peer(GraphPeer):
+    """One configuration of max_ep or of MAX's EP."""
+
+    def graph(self, form: str, *, is_check: bool) -> Graph:
+        """Builds a chain.
+
+        Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
+        EP inputs. Outputs, likewise: the last layer's sums, and other work's result.
+        With ``is_check`` the first layer's sums; then for each rank what its dispatch
+        returned without the last element: rows, for FP8 scales, row offsets, expert
+        ids.
+        """
+        config, n = self.config, self.config.n_ranks
+        n_layers = CHECKED_LAYERS if is_check else config.n_layers
+        manager = library(config).EPBatchManager(ep_config(config))
+        shape = config.shape
+        inputs = types(config, DType.bfloat16, ["n_tokens", shape.hidden_size])
+        inputs += types(config, DType.int32, ["n_tokens", shape.top_k])
+        for _ in LAYER_FACTORS:
+            inputs += types(config, DType.float32, ["n_tokens", shape.top_k])
+        if config.dtype == "fp8":
+            rows = [ep_config(config).get_max_recv_tokens(), shape.hidden_size]
+            inputs += types(config, DType.bfloat16, rows)
+        if "work" in form:
+            inputs += types(config, DType.bfloat16, WORK_SHAPE)
+        name = f"{config.name}_{form}_l{n_layers}"
+        with Graph(name, input_types=[*inputs, *manager.input_types()]) as graph:
+            values = [value.tensor for value in graph.inputs[: len(inputs)]]
+            manager.fetch_buffers(graph.inputs[len(inputs) :])
+            x, ids, *rest = (values[i : i + n] for i in range(0, len(values), n))
+            weights, rest = rest[:_N_FACTORS], rest[_N_FACTORS:]
+            layer = _Layer(manager, form, rest.pop() if "work" in form else [])
+            first: list[TensorValue] = []
+            kept: list[tuple[TensorValue, ...]] = []
+            for i in range(n_layers):
+                of_layer = weights[i % _N_FACTORS]
+                there, back = (of_layer, None) if config.is_sums else (None, of_layer)
+                outputs = layer.dispatch(x, ids, there)
+                x = layer.combine(rest[0] if rest else [o[0] for o in outputs], back)
+                first, kept = first or x, kept or outputs
+            if is_check:
+                graph.output(*first, *(value for o in kept for value in o[:-1]))
+            else:
+                graph.output(*x, *layer.work)
+        return graph
+
+    def set_up(self, session: InferenceSession) -> Any:
+        """Allocates the group's memory."""
+        is_virtual = self.config.peer == "max" and is_virtual_device_mode()
+        with _no_allocation() if is_virtual else contextlib.nullcontext():
+            comm = library(self.config).EPCommInitializer(ep_config(self.config))
+            comm.ep_init(session)
+        return comm
+
+    def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
+        """Tokens, ids, weights of each factor; FP8: experts' rows; other work."""
+        import torch
+
+        from .checks import from_bits
+
+        config, n = self.config, self.config.n_ranks
+        inputs = [[from_bits(x) for x in data.x], data.ids, *data.weights]
+        if config.dtype == "fp8":
+            inputs.append(self._expert_rows)
+        if "work" in form:
+            inputs.append([torch.ones(WORK_SHAPE, dtype=torch.bfloat16)] * n)
+        return inputs
+
+    @functools.cached_property
+    def _expert_rows(self) -> list[Buffer]:
+        """What FP8 experts return: one row a rank, as often as needed."""
+        import torch
+
+        n_rows = ep_config(self.config).get_max_recv_tokens()
+        made = []
+        for rank, device in enumerate(self.devices):
+            row = torch.from_numpy(_cases.expert_row(self.config.shape, rank))
+            rows = row.bfloat16().expand(n_rows, -1).contiguous()
+            made.append(Buffer.from_dlpack(rows).to(device))
+            device.synchronize()  # the source is freed
+        return made
+
+    def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares dispatched rows, and the first layer's sums, with the oracle."""
+        from .checks import Delivered, check_combine, check_dispatch, stack_tokens
+
+        config, n = self.config, self.config.n_ranks
+        is_fp8, is_ours = config.dtype == "fp8", config.peer in OURS
+        sums, kept = outputs[:n], outputs[n:]
+        per_rank = len(kept) // n
+        for rank in range(n):
+            where = f"{case.name} rank {rank}"
+            found = kept[rank * per_rank : (rank + 1) * per_rank]
+            rows, *scales, offsets, experts = (self.tensor(b, rank) for b in found)
+            check_dispatch(
+                where,
+                Delivered(rows, scales[0] if scales else None, offsets, experts),
+                data.routes.token_numbers[rank],
+                data.routes.row_offsets[rank],
+                stack_tokens(data.x, torch_device(rank)),
+                exact=is_ours,
+                # MAX lets each expert's FP8 rows begin at a multiple of four.
+                filled_to=4 if is_fp8 and not is_ours else 1,
+            )
+            check_combine(
+                where,
+                config.shape,
+                self.tensor(sums[rank], rank),
+                data.x[rank],
+                data.ids[rank],
+                data.weights[0][rank],
+                n,
+                is_fp8=is_fp8,
+                exact=is_ours,
+                sums_on_rank=rank if config.is_sums else None,
+            )
+
+    def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares a chain's result with what exact arithmetic gives."""
+        from .checks import check_chain, expected_parts
+
+        config = self.config
+        if config.dtype != "fp8":
+            super().check_chain(case, data, outputs)
+            return
+        for rank in range(config.n_ranks):
+            weights = data.weights[(config.n_layers - 1) % _N_FACTORS][rank]
+            parts = expected_parts(
+                config.shape,
+                torch_device(rank),
+                data.x[rank],
+                data.ids[rank],
+                weights,
+                config.n_ranks,
+                is_fp8=True,
+            )
+            where = f"{case.name} rank {rank}, {config.n_layers} layers"
+            check_chain(where, self.tensor(outputs[rank], rank), sum(parts))
+
+
+class _Layer:
+    """Builds dispatch and combine in one of the forms, for all ranks."""
+
+    def __init__(self, manager: Any, form: str, work: list[TensorValue]) -> None:
+        self.manager, self.form = manager, form
+        self.work = work
+        """Each softmax takes the result of the one before, so all of them run."""
+
+    def _work(self) -> None:
+        self.work = [ops.softmax(value) for value in self.work]
+
+    def dispatch(
+        self,
+        x: list[TensorValue],
+        ids: list[TensorValue],
+        weights: list[TensorValue] | None,
+    ) -> list[tuple[TensorValue, ...]]:
+        """Dispatches; ``weights``: those that go with the tokens."""
+        ranks, manager = range(len(x)), self.manager
+        more = [{"router_weight": w} for w in weights] if weights else [{}] * len(x)
+        if self.form.startswith("fused"):
+            self._work()
+            return [manager.ep_dispatch(x[i], ids[i], i, **more[i]) for i in ranks]
+        for i in ranks:
+            manager.ep_dispatch_async(x[i], ids[i], i, **more[i])
+        self._work()
+        return [manager.ep_dispatch_wait(i) for i in ranks]
+
+    def combine(
+        self, rows: list[TensorValue], weights: list[TensorValue] | None
+    ) -> list[TensorValue]:
+        """Combines; ``weights`` is None if dispatch has them."""
+        ranks, manager = range(len(rows)), self.manager
+        of = weights or [None] * len(rows)
+        if self.form.startswith("fused"):
+            self._work()
+            return [manager.ep_combine(rows[i], of[i], i) for i in ranks]
+        for i in ranks:
+            manager.ep_combine_async(rows[i], i)
+        self._work()
+        return [manager.ep_combine_wait(of[i], i) for i in ranks]
+
+
+# ---------------------------------------------- MAX's EP where there is no GPU
+
+
+class _NoBuffer:
+    """Stands in for a device buffer where nothing can be allocated."""
+
+    def __init__(self, dtype: DType, shape: list[int], **more: Any) -> None:
+        self.dtype, self.shape, self.device = dtype, shape, more.get("device")
+
+    def __getattr__(self, name: str) -> Callable[..., _NoBuffer]:
+        return lambda *_, **__: self
+
+
+@contextlib.contextmanager
+def _no_allocation() -> Iterator[None]:
+    """Lets MAX's ``EPCommInitializer`` get as far as compiling its graph.
+
+    Before, it allocates counters and asks for peer access, which virtual devices
+    refuse.
+    """
+    module: Any = importlib.import_module("max.nn.comm.ep.ep_manager")
+    kept = {
+        name: getattr(module, name) for name in ("Buffer", "enable_all_peer_access")
+    }
+    module.Buffer, module.enable_all_peer_access = _NoBuffer, lambda: None
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)

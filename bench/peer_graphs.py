@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles, checks and times peers whose layers are MAX graphs.
+
+A peer is a subclass of :class:`GraphPeer`: it builds graphs and compares results.
+The rest is the same for all: a timed graph is a chain of layers, each layer's result
+is the next layer's input. It returns only the last result: MAX copies what a graph
+returns, and rows of 4096 tokens are 940 MB. So what dispatch delivers is compared in
+a second, short graph of the same ops.
+
+Graphs are built from types alone, with the number of tokens left open. So they
+compile where there is no GPU, once for many token counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from max.driver import Accelerator, Buffer
+from max.dtype import DType
+from max.engine import InferenceSession, Model
+from max.graph import DeviceRef, Graph, TensorType
+
+from . import cases as _cases
+from .cases import LAYER_FACTORS, Case, Config
+
+CHECKED_LAYERS = 2
+"""Layers of the short graph, whose first layer is compared with the oracle."""
+
+STAMP = "compiled.json"
+"""Stands beside compiled graphs and says what they were made of."""
+
+
+@dataclass
+class Data:
+    """One seed's inputs of all ranks, on the host."""
+
+    x: list[np.ndarray]
+    ids: list[np.ndarray]
+    weights: list[list[np.ndarray]]
+    """``[len(LAYER_FACTORS)][n_ranks]`` of ``[n_tokens, top_k]`` float32."""
+    routes: _cases.Routes
+
+
+@functools.lru_cache(maxsize=3)
+def make_data(case: Case, seed: int, *, is_exact: bool) -> Data:
+    """Makes the inputs of a case; ``is_exact``: a chain's result is exact."""
+    shape, n = case.config.shape, case.config.n_ranks
+    ids = _cases.expert_ids(shape, case.routing, n, case.n_tokens, seed)
+    if is_exact:
+        whole = [_cases.exact_weights(shape, n, i) for i in ids]
+        weights = [[w * np.float32(f) for w in whole] for f in LAYER_FACTORS]
+    else:
+        random = _cases.router_weights(shape, n, case.n_tokens, seed)
+        weights = [random] * len(LAYER_FACTORS)
+    x = _cases.tokens(shape, n, case.n_tokens, seed)
+    return Data(x, ids, weights, _cases.routes(shape, ids))
+
+
+class GraphPeer:
+    """One configuration of a library; :meth:`open` allocates its memory."""
+
+    has_check_graph = True
+    """Whether dispatch is compared in a graph of its own."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._models: dict[tuple[str, bool], Model] = {}
+        self._n_captures = 0
+
+    # ------------------------------------------------------- what a subclass says
+
+    def graph(self, form: str, *, is_check: bool) -> Graph:
+        """Builds the chain that is timed, or the short one that is compared."""
+        raise NotImplementedError
+
+    def set_up(self, session: InferenceSession) -> Any:
+        """Makes the library's memory; returns what has ``model_inputs``, or None."""
+        return None
+
+    def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
+        """Returns the graph's inputs, lists of one host array or buffer a rank."""
+        raise NotImplementedError
+
+    def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares what the short graph returns with the oracle."""
+        raise NotImplementedError
+
+    def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares the timed chain's result with what exact arithmetic gives."""
+        from .checks import check_chain, from_bits
+
+        layers = self.config.n_layers
+        for rank in range(self.config.n_ranks):
+            x = from_bits(data.x[rank], torch_device(rank)).double()
+            where = f"{case.name} rank {rank}, {layers} layers"
+            want = x * _cases.chain_factor(layers)
+            check_chain(where, self.tensor(outputs[rank], rank), want)
+
+    # -------------------------------------------------------------------- running
+
+    def open(self, mefs: Path | None) -> None:
+        """Allocates memory; graphs are loaded when first needed.
+
+        Args:
+            mefs: Folder of compiled graphs; None: compile here.
+        """
+        self.devices = [Accelerator(i) for i in range(self.config.n_ranks)]
+        more = {"precompiled_mefs": _checked_folder(self.config, mefs)} if mefs else {}
+        self._session = InferenceSession(devices=self.devices, **more)
+        try:
+            self._comm = self.set_up(self._session)
+        except RuntimeError as e:
+            if "no precompiled artifact" not in str(e):
+                raise
+            self._comm = self.set_up(InferenceSession(devices=self.devices))
+
+    def close(self) -> None:
+        """Frees what the library lets go of."""
+        self._models = {}
+        if hasattr(self._comm, "close"):
+            self._comm.close()
+
+    def tensor(self, buffer: Buffer, rank: int) -> Any:
+        """Returns a result as a torch tensor; FP8 as its bits."""
+        import torch
+
+        if buffer.dtype == DType.float8_e4m3fn:
+            buffer = buffer.view(DType.uint8, list(buffer.shape))
+        with torch.cuda.device(rank):
+            return torch.from_dlpack(buffer)
+
+    def _synchronize(self) -> None:
+        for device in self.devices:
+            device.synchronize()
+
+    def _finish(self) -> None:
+        self._synchronize()
+        if hasattr(self._comm, "check"):
+            self._comm.check()
+
+    def _model(self, form: str, *, is_check: bool = False) -> Model:
+        key = (form, is_check and self.has_check_graph)
+        if key not in self._models:
+            graph = self.graph(form, is_check=key[1])
+            self._models[key] = self._session.load(graph)
+        return self._models[key]
+
+    def _inputs(self, form: str, data: Data) -> list[Buffer]:
+        # Kept until the copies are done: a freed source may be overwritten.
+        sources, inputs = [], []
+        for values in self.make_inputs(form, data):
+            here = [
+                v if isinstance(v, Buffer) else Buffer.from_dlpack(v) for v in values
+            ]
+            sources += here
+            inputs += [b.to(device) for b, device in zip(here, self.devices)]
+        self._synchronize()
+        return [*inputs, *(self._comm.model_inputs() if self._comm else ())]
+
+    def _check(self, case: Case, seed: int) -> None:
+        """Runs the short graph eagerly on other inputs and compares its first layer."""
+        import torch
+
+        data = make_data(case, seed, is_exact=not self.has_check_graph)
+        outputs = self._model(case.form, is_check=True).execute(
+            *self._inputs(case.form, data)
+        )
+        self._finish()
+        self.check_layer(case, data, outputs)
+        torch.cuda.empty_cache()
+
+    def measure(self, case: Case, n_samples: int, n_replays: int) -> dict[str, float]:
+        """Checks and times a case: median and p95 in µs a layer."""
+        self._check(case, seed=1)
+        data = make_data(case, 0, is_exact=True)
+        inputs, layers = self._inputs(case.form, data), self.config.n_layers
+        model = self._model(case.form)
+        outputs = model.execute(*inputs)
+        self._finish()
+        self.check_chain(case, data, outputs)
+        del outputs
+        seconds = self._sample(lambda: model.execute(*inputs), n_samples)
+        times = summary("eager_us", "eager_p95", seconds, layers)
+        self._n_captures += 1
+        key = self._n_captures
+        outputs = model.capture(key, *inputs)
+        try:
+            self._finish()
+            for rank in range(self.config.n_ranks):  # old results must not pass
+                self.tensor(outputs[rank], rank).zero_()
+            _synchronize_torch(self.config.n_ranks)
+
+            def replay() -> None:
+                for _ in range(n_replays):
+                    model.replay(key, *inputs)
+
+            model.replay(key, *inputs)
+            self._finish()
+            self.check_chain(case, data, outputs)
+            seconds = self._sample(replay, n_samples)
+            self.check_chain(case, data, outputs)
+        finally:
+            del outputs
+            model.release_captured_graph(key)
+        self._check(case, seed=2)
+        return summary("us", "p95", seconds, layers * n_replays) | times
+
+    def _sample(self, run: Callable[[], object], n_samples: int) -> list[float]:
+        """Times ``run`` with all devices idle before and after; in seconds.
+
+        One process drives all GPUs, so the slowest is waited for.
+        """
+        seconds = []
+        gc.collect()
+        gc.disable()
+        try:
+            for i in range(-max(3, n_samples // 6), n_samples):
+                self._synchronize()
+                begin = time.perf_counter()
+                run()
+                self._synchronize()
+                if i >= 0:
+                    seconds.append(time.perf_counter() - begin)
+        finally:
+            gc.enable()
+        self._finish()
+        return seconds
+
+
+def types(config: Config, dtype: DType, dims: list) -> list[TensorType]:
+    """Returns one input type a rank."""
+    return [TensorType(dtype, dims, DeviceRef.GPU(i)) for i in range(config.n_ranks)]
+
+
+def torch_device(rank: int) -> str:
+    """Names a rank's GPU."""
+    return f"cuda:{rank}"
+
+
+def _synchronize_torch(n_ranks: int) -> None:
+    import torch
+
+    for rank in range(n_ranks):
+        torch.cuda.synchronize(rank)
+
+
+def summary(median: str, p95: str, seconds: list[float], per: int) -> dict[str, float]:
+    """Returns median and p95 in microseconds of ``seconds / per``, by these names."""
+    us = np.array(seconds) / per * 1e6
+    found = {median: float(np.median(us)), p95: float(np.percentile(us, 95))}
+    return {name: round(value, 5) for name, value in found.items()}
+
+
+def peer_of(config: Config) -> GraphPeer:
+    """Makes the peer of a configuration."""
+    own_file = config.peer in ("all_gather", "max_layer")
+    name = f"peer_{config.peer if own_file else 'ep'}"
+    return importlib.import_module(f".{name}", __package__).Peer(config)
+
+
+# ---------------------------------------------------------- compiled beforehand
+
+
+def use_virtual_devices(arch: str, n_ranks: int) -> None:
+    """Makes this process see GPUs that are not there; call it first of all."""
+    import max.driver
+
+    max.driver.set_virtual_device_api("cuda")
+    max.driver.set_virtual_device_target_arch(arch)
+    max.driver.set_virtual_device_count(n_ranks)
+
+
+def compile_peer(config: Config, forms: list[str], folder: Path) -> list[str]:
+    """Compiles a configuration's graphs and its set-up graph into a folder.
+
+    One folder holds one configuration: the set-up graphs of MAX's EP all have one
+    name and one signature.
+
+    Returns:
+        A line for each graph: its name, seconds, and what went wrong if it did.
+    """
+    for old in folder.glob("*"):
+        old.unlink()
+    peer = peer_of(config)
+    devices = [Accelerator(i) for i in range(config.n_ranks)]
+    session = InferenceSession(devices=devices, export_mefs=folder)
+    lines = []
+    for form in forms:
+        begin = time.perf_counter()
+        error = ""
+        try:
+            session.load(peer.graph(form, is_check=False))
+            if peer.has_check_graph:
+                session.load(peer.graph(form, is_check=True))
+        except Exception as e:
+            error = f" FAILED: {e} {str(e.__cause__)[:2000]}"
+        lines.append(f"{form} {time.perf_counter() - begin:.0f} s{error}")
+    before = len(list(folder.glob("*.mef")))
+    try:
+        peer.set_up(session)
+    except Exception as e:  # what a virtual device refuses, after compiling
+        if len(list(folder.glob("*.mef"))) == before:
+            lines.append(f"set-up is left to the GPU host: {str(e)[:200]}")
+    if not any("FAILED" in line for line in lines):
+        stamp = {"sources": _sources(config), "forms": forms}
+        (folder / STAMP).write_text(json.dumps(stamp) + "\n")
+    return lines
+
+
+def _sources(config: Config) -> str:
+    """Names what graphs were compiled from; ours change with the checkout."""
+    if config.peer.startswith("max"):
+        return "MAX"
+    from max_ep.extension import sources_hash
+
+    return sources_hash()
+
+
+def is_compiled(config: Config, folder: Path, forms: list[str]) -> bool:
+    """Returns whether a folder has this checkout's graphs of these forms."""
+    path = folder / config.name / STAMP
+    if not path.exists():
+        return False
+    stamp = json.loads(path.read_text())
+    return stamp["sources"] == _sources(config) and set(forms) <= set(stamp["forms"])
+
+
+def _checked_folder(config: Config, mefs: Path) -> Path:
+    if not is_compiled(config, mefs, []):
+        raise RuntimeError(
+            f"{mefs / config.name} does not hold graphs of this checkout: compile them "
+            "with --compile-for, or run without --from"
+        )
+    return mefs / config.name
