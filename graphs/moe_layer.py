@@ -3,7 +3,7 @@
 
     python graphs/moe_layer.py [--shared-expert] [--sums] [--fp8]
 
-The layer is ``max_ep.moe.moe_layer``; with ``--shared-expert`` every token
+The layer is ``max_ep.graph.moe.moe_layer``; with ``--shared-expert`` every token
 also goes through one expert of its own rank, computed beside the routed ones
 and added; with ``--sums`` combine sends partial sums instead of rows
 (``EPConfig.combine_mode``); with ``--fp8`` dispatch quantizes tokens, and the experts
@@ -26,7 +26,7 @@ from max_ep import (
     blockwise_fp8_quant_config,
 )
 from max_ep.experts import linear
-from max_ep.moe import ExpertWeights, moe_layer
+from max_ep.graph.moe import ExpertWeights, moe_layer
 from max_ep.reference import (
     dequantize_blockwise_fp8,
     moe,

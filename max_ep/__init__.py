@@ -6,14 +6,12 @@ The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
 
 from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
 
-from .comm_buffers import EPCommBuffers
-from .config import EPConfig, blockwise_fp8_quant_config
-from .estimate import estimate_ep_memory_usage
+from .config import EPConfig
 from .extension import extension_path
-from .fp8 import dequantize_blockwise_fp8
-from .gather import AllGatherConfig, AllGatherTokenDispatcher
-from .initializer import EPCommInitializer
-from .kernels import (
+from .formats import blockwise_fp8_quant_config
+from .graph.all_gather import AllGatherConfig, AllGatherTokenDispatcher
+from .graph.buffers import EPCommBuffers
+from .graph.builders import (
     call_distributed_ep_combine,
     call_distributed_ep_dispatch,
     call_ep_combine,
@@ -25,9 +23,12 @@ from .kernels import (
     call_ep_init,
     call_ep_watch,
 )
+from .graph.fp8 import dequantize_blockwise_fp8
+from .graph.manager import EPBatchManager
+from .graph.routing import softmax_top_k
 from .launch import LaunchError, launch
-from .manager import EPBatchManager
-from .routing import softmax_top_k
+from .memory.estimate import estimate_ep_memory_usage
+from .memory.initializer import EPCommInitializer
 
 __all__ = [
     "AllGatherConfig",

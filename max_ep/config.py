@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPConfig: what every rank of a group must agree on."""
+"""EPConfig: what every rank of a group must agree on.
+
+Its fields, the facts that follow from them, and its checks.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,22 @@ from typing import Any, ClassVar
 from max.driver import accelerator_api, accelerator_count
 from max.dtype import DType
 from max.graph import DeviceRef
-from max.nn.quant_config import QuantConfig, QuantFormat
+from max.nn.quant_config import QuantConfig
 
-from .config_checks import (
-    check_choices,
-    check_dtypes,
-    check_hidden_size,
-    check_protocol,
-    check_sizes,
-    refusal_by_rank,
+from .formats import PLAIN_DTYPES, TokenFormat, format_of
+from .limits import (
+    COMBINE_MODES,
+    MAX_GPU_PAIRS,
+    MAX_OF_ENTRY,
+    MAX_RANKS,
+    MAX_TIMEOUT_S,
+    MAX_TOP_K,
+    OUTPUT_LAYOUTS,
+    PROTOCOLS,
+    TARGETS,
+    TOKEN_ALIGN_BYTES,
 )
-from .layout import RegionSizes, region_sizes
-from .limits import FP8_BLOCK
+from .memory.layout import RegionSizes, region_sizes
 
 
 @dataclass
@@ -29,17 +36,17 @@ class EPConfig:
     """Sizes of an expert-parallel group; the same on every rank.
 
     The fields up to ``num_logical_experts`` are those of
-    ``max.nn.comm.ep.EPConfig`` in MAX 26.7, under the same names and with the
-    same meanings; those that ask for what this library does not do are refused
-    unless they have their default. The fields behind them are this library's.
+    ``max.nn.comm.ep.EPConfig`` in MAX 26.7, with the same names and meanings. Some of
+    them ask for what max_ep does not do; those must have their default. The fields
+    behind them are max_ep's own.
 
-    A *rank* is one of ``n_gpus_per_node * n_nodes`` members; each process
-    drives ``n_gpus_per_node`` of them. ``n_nodes=1`` puts all ranks into one
-    process. With ``target="cpu"`` a "node" is a process, so
-    ``n_gpus_per_node=1, n_nodes=4`` is one process for each of four ranks.
+    A *rank* is one of ``n_gpus_per_node * n_nodes`` members. Each process drives
+    ``n_gpus_per_node`` of them; ``n_nodes=1`` puts all ranks into one process. With
+    ``target="cpu"`` a "node" is a process, so ``n_gpus_per_node=1, n_nodes=4`` is one
+    process for each of four ranks.
 
     Raises:
-        ValueError, TypeError: On construction, if a field is out of range.
+        ValueError: On construction, if a field is out of range.
     """
 
     dispatch_dtype: DType
@@ -54,20 +61,20 @@ class EPConfig:
     n_experts: int
     """Experts of the group; the ranks need not divide it."""
     max_tokens_per_rank: int
-    """Tokens one rank may dispatch at a time."""
+    """Most tokens that one rank dispatches at a time."""
     n_gpus_per_node: int
-    """Ranks one process drives."""
+    """Ranks that one process drives."""
     n_nodes: int
     """Processes of the group."""
     node_id: int = -1
-    """This process, ``[0, n_nodes)``; -1: found out by ``ep_init``."""
+    """This process, ``[0, n_nodes)``; -1: ``ep_init`` finds it out."""
     dispatch_quant_config: QuantConfig | None = None
-    """How to quantize: blockwise FP8 with blocks of (1, 128)."""
+    """How to quantize; FP8 needs :func:`blockwise_fp8_quant_config`."""
     nvfp4_dyn_global_scales: bool = False
     fused_shared_expert: bool = False
-    """Every rank also computes a shared expert, on all of its own tokens: they
-    stand in front of its dispatched rows, and combine adds what the expert made
-    of them (docs/decisions/0008-row-layouts-and-a-shared-expert.md)."""
+    """Every rank also computes a shared expert on its own tokens. They stand in front
+    of its dispatched rows, and combine adds what the expert made of them
+    (docs/decisions/0008-row-layouts-and-a-shared-expert.md)."""
     fuse_ffn_combine_send: bool = False
     moe_dim: int = 0
     fused_moe_ready: bool = False
@@ -80,8 +87,8 @@ class EPConfig:
     num_logical_experts: int = 0
 
     target: str = "auto"
-    """Device kind of the tensors: ``"cpu"``, ``"gpu"``, or ``"auto"``: what
-    this machine has."""
+    """Device kind of the tensors: ``"cpu"``, ``"gpu"``, or ``"auto"``: what this
+    machine has."""
     protocol: str = "auto"
     """How dispatch addresses a token. ``"by_rank"`` sends it once to each rank that
     holds one of its experts; it needs a CPU group or the NVIDIA GPUs of one host, and
@@ -98,37 +105,36 @@ class EPConfig:
     """Dtype of a partial sum on the wire, with ``combine_mode="sums"``: bfloat16 or
     float32; None: ``combine_dtype``."""
     timeout_s: float = 30.0
-    """How long a launch waits for its peers before it fails. Nothing waits
-    where all ranks of the group run one after another (``timeout_ms`` is 0)."""
+    """How long a launch waits for its peers before it fails. Where all ranks of the
+    group run one after another, nothing waits (``timeout_ms`` is 0)."""
     fp8_power_of_two_scales: bool = False
     """Round FP8 scales up to powers of two."""
     ranks_per_gpu: int = 1
-    """Local ranks that share a GPU. Above 1 one GPU stands in for several: its
-    ranks run one after another, so the fused forms are refused."""
+    """Local ranks that share a GPU. Above 1 they run one after another, so the fused
+    forms are refused."""
     n_sms: int = 0
-    """Most multiprocessors of a GPU that an EP op occupies, so that other kernels
-    run beside it; 0: all of them. With tokens sent first at least 2. What fewer cost
-    was not measured."""
+    """Most multiprocessors of a GPU that an EP op occupies, so that other kernels can
+    run beside it; 0: all of them."""
     output_layout: str = "packed"
-    """How dispatched rows stand: ``"packed"``: one after another, with
-    ``row_offsets``; ``"padded"``: each local expert has ``expert_capacity``
-    rows of its own, with ``recv_counts``, as in DeepEP's low-latency mode."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        if self.target == "auto":
-            self.target = "gpu" if accelerator_count() > 0 else "cpu"
-        check_sizes(self)
-        check_dtypes(self)
-        check_hidden_size(self)
-        if self.protocol == "auto":
-            can_be = self.combines_sums or not refusal_by_rank(self)
-            self.protocol = "by_rank" if can_be else "by_expert"
-        check_protocol(self)
+    """How dispatched rows stand. ``"packed"``: one after another, with
+    ``row_offsets``. ``"padded"``: each local expert has ``expert_capacity`` rows of
+    its own, with ``recv_counts``, as in DeepEP's low-latency mode."""
 
     n_carried: ClassVar[int] = 0
-    """Choices of the router that travel with a token to all ranks, in an all-gather
-    (``AllGatherConfig`` in ``gather.py``); 0: this is no all-gather."""
+    """Router choices that travel with a token to all ranks, in an all-gather
+    (``AllGatherConfig``); 0: this is no all-gather."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if self.target == "auto":
+            self.target = "gpu" if accelerator_count() > 0 else "cpu"
+        _check_sizes(self)
+        _check_dtypes(self)
+        _check_hidden_size(self)
+        if self.protocol == "auto":
+            works = self.combines_sums or not _refusal_by_rank(self)
+            self.protocol = "by_rank" if works else "by_expert"
+        _check_protocol(self)
 
     # ------------------------------------------------------------ derived facts
 
@@ -139,9 +145,9 @@ class EPConfig:
 
     @property
     def n_local_experts(self) -> int:
-        """Experts each rank has room for: ``n_experts / n_ranks``, rounded up.
+        """Places for experts on each rank: ``n_experts / n_ranks``, rounded up.
 
-        The last ranks hold fewer if the ranks do not divide the experts.
+        The last ranks hold fewer experts if the ranks do not divide them.
         """
         return math.ceil(self.n_experts / self.n_ranks)
 
@@ -168,9 +174,22 @@ class EPConfig:
         return self.get_max_recv_tokens() + n_shared
 
     @property
+    def token_format(self) -> TokenFormat:
+        """How a token travels to its experts."""
+        return format_of(self.dispatch_dtype)
+
+    @property
     def is_quantized(self) -> bool:
-        """Whether dispatch quantizes."""
-        return self.dispatch_dtype == DType.float8_e4m3fn
+        """Whether dispatched rows come with scales."""
+        return self.token_format.is_quantized
+
+    @property
+    def output_dtype(self) -> DType:
+        """Dtype of dispatched rows: ``dispatch_dtype``, but uint8 for FP8 on CPU.
+
+        MAX has no float8 tensors there, so the rows carry the bits.
+        """
+        return self.token_format.rows_dtype(self.target)
 
     @property
     def combines_sums(self) -> bool:
@@ -179,7 +198,7 @@ class EPConfig:
 
     @property
     def is_by_rank(self) -> bool:
-        """Whether a rank gets a token once, whatever number of its experts it has."""
+        """Whether a rank gets a token once, for all of its experts there."""
         return self.protocol == "by_rank"
 
     @property
@@ -202,31 +221,9 @@ class EPConfig:
         return self.fused_shared_expert or self.combines_sums
 
     @property
-    def token_format(self) -> str:
-        """Name of the wire format, as ``layout_query.mojo`` takes it."""
-        return {
-            DType.bfloat16: "bfloat16",
-            DType.float32: "float32",
-            DType.float8_e4m3fn: "blockwise_fp8",
-        }[self.dispatch_dtype]
-
-    @property
-    def output_dtype(self) -> DType:
-        """Dtype of dispatched rows.
-
-        ``dispatch_dtype``, but uint8 for FP8 on CPU: MAX has no float8 tensors
-        there, so the rows carry the bits.
-        """
-        if self.is_quantized and self.target == "cpu":
-            return DType.uint8
-        return self.dispatch_dtype
-
-    @property
-    def runs_ranks_in_turn(self) -> bool:
-        """Whether ranks of one process run one after another on a device."""
-        if self.target == "cpu":
-            return self.n_gpus_per_node > 1
-        return self.ranks_per_gpu > 1
+    def n_given_choices(self) -> int:
+        """Columns of the ``topk_ids`` and weights that dispatch is given."""
+        return self.n_carried or self.top_k
 
     @property
     def is_on_amd(self) -> bool:
@@ -239,11 +236,6 @@ class EPConfig:
         return self.target == "gpu" and self.n_nodes > 1
 
     @property
-    def n_given_choices(self) -> int:
-        """Columns of the ``topk_ids`` and weights that dispatch is given."""
-        return self.n_carried or self.top_k
-
-    @property
     def n_local_devices(self) -> int:
         """Devices of this process."""
         if self.target == "cpu":
@@ -251,13 +243,20 @@ class EPConfig:
         return self.n_gpus_per_node // self.ranks_per_gpu
 
     @property
+    def runs_ranks_in_turn(self) -> bool:
+        """Whether ranks of one process run one after another on a device."""
+        if self.target == "cpu":
+            return self.n_gpus_per_node > 1
+        return self.ranks_per_gpu > 1
+
+    @property
     def timeout_ms(self) -> int:
         """How long a launch may wait; 0 where no time would help.
 
-        The ranks of one device run one after another and all send before any
-        waits, so without other devices a wait is met at once or never. A rank
-        that has a GPU of its own may use the fused forms, in which some blocks
-        of a launch wait for others, also where it is the only rank.
+        The ranks of one device run one after another and all send before any waits.
+        Without other devices a wait is therefore met at once or never. A rank with a
+        GPU of its own may use the fused forms, in which some blocks of a launch wait
+        for others, also where it is the only rank.
         """
         in_turn = self.target == "cpu" or self.runs_ranks_in_turn
         if self.n_nodes == 1 and self.n_local_devices == 1 and in_turn:
@@ -282,7 +281,7 @@ class EPConfig:
     def sizes(self) -> RegionSizes:
         """Returns the sizes of one rank's memory, as Mojo lays it out."""
         return region_sizes(
-            self.token_format,
+            self.token_format.name,
             self.combine_wire_dtype.size_in_bytes,
             self.hidden_size,
             self.n_experts,
@@ -299,44 +298,198 @@ class EPConfig:
         Every token of every rank, once for each local expert it can have. The
         tensors may have more rows: ``n_output_rows``.
         """
-        return (
-            self.n_ranks
-            * self.max_tokens_per_rank
-            * min(self.top_k, self.n_local_experts)
-        )
+        per_token = min(self.top_k, self.n_local_experts)
+        return self.n_ranks * self.max_tokens_per_rank * per_token
 
     def estimate_memory_usage(self) -> int:
         """Returns the bytes of one rank's symmetric region.
 
-        MAX's method of this name answers for one of two buffer groups; this is
-        the whole, with what SHMEM puts from if it is used.
+        MAX's method of this name answers for one of two buffer groups. This is the
+        whole, with what SHMEM puts from if it is used.
         """
         sizes = self.sizes()
         return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
 
 
-def blockwise_fp8_quant_config() -> QuantConfig:
-    """Returns the ``dispatch_quant_config`` of blockwise FP8 dispatch."""
-    from max.nn.quant_config import (
-        InputScaleSpec,
-        ScaleGranularity,
-        ScaleOrigin,
-        WeightScaleSpec,
-    )
+# ----------------------------------------------------------------------- checks
 
-    return QuantConfig(
-        input_scale=InputScaleSpec(
-            granularity=ScaleGranularity.BLOCK,
-            origin=ScaleOrigin.DYNAMIC,
-            dtype=DType.float32,
-            block_size=(1, FP8_BLOCK),
-        ),
-        weight_scale=WeightScaleSpec(
-            granularity=ScaleGranularity.BLOCK,
-            dtype=DType.float32,
-            block_size=(FP8_BLOCK, FP8_BLOCK),
-        ),
-        mlp_quantized_layers=set(),
-        attn_quantized_layers=set(),
-        format=QuantFormat.BLOCKSCALED_FP8,
-    )
+# Fields of MAX's EPConfig that ask for something max_ep does not do.
+_REFUSED = {
+    "nvfp4_dyn_global_scales": "NVFP4 dispatch",
+    "fuse_ffn_combine_send": "the fused FFN",
+    "fused_moe_ready": "the fused FFN",
+    "use_allreduce": "all-reduce mode",
+    "eplb_enabled": "expert load balancing",
+}
+
+
+def _check_choices(config: EPConfig) -> None:
+    for field, choices in (
+        ("target", ("auto", *TARGETS)),
+        ("protocol", ("auto", *PROTOCOLS)),
+        ("combine_mode", COMBINE_MODES),
+        ("output_layout", OUTPUT_LAYOUTS),
+    ):
+        value = getattr(config, field)
+        if value not in choices:
+            names = ", ".join(repr(name) for name in choices)
+            raise ValueError(f"{field}={value!r} is unknown; there are {names}")
+    for field, what in _REFUSED.items():
+        if getattr(config, field):
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} is not supported: max_ep "
+                f"has no {what}"
+            )
+    if config.fused_shared_expert and config.is_padded:
+        raise ValueError(
+            "fused_shared_expert=True needs output_layout='packed': among padded rows "
+            "the shared expert's have no place. Compute it beside the routed experts "
+            "and add it, as graphs/moe_layer.py does"
+        )
+
+
+def _check_sizes(config: EPConfig) -> None:
+    for field in (
+        "hidden_size",
+        "top_k",
+        "n_experts",
+        "max_tokens_per_rank",
+        "n_gpus_per_node",
+        "n_nodes",
+        "ranks_per_gpu",
+    ):
+        value = getattr(config, field)
+        if not isinstance(value, int):
+            raise ValueError(
+                f"{field}={value!r} is a {type(value).__name__}, it must be an "
+                "integer >= 1, of Python's type int"
+            )
+        if value < 1:
+            raise ValueError(f"{field}={value!r} must be an integer >= 1")
+    if not isinstance(config.n_sms, int) or config.n_sms < 0:
+        raise ValueError(
+            f"n_sms={config.n_sms!r} must be an integer >= 0; 0 is all there are"
+        )
+    if not isinstance(config.node_id, int) or not -1 <= config.node_id < config.n_nodes:
+        raise ValueError(
+            f"node_id={config.node_id!r} must be an integer in [0, n_nodes="
+            f"{config.n_nodes}), or -1"
+        )
+    is_number = isinstance(config.timeout_s, (int, float))
+    if not is_number or not 0 < config.timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s={config.timeout_s!r} must be a number of seconds, above 0 and "
+            "at most a day"
+        )
+    if config.top_k > MAX_TOP_K:
+        raise ValueError(
+            f"top_k={config.top_k} is above {MAX_TOP_K}, the most a token may have"
+        )
+    if config.top_k > config.n_experts:
+        raise ValueError(
+            f"top_k={config.top_k} is above n_experts={config.n_experts}: a "
+            "token's experts are distinct"
+        )
+    if config.n_ranks > MAX_RANKS:
+        raise ValueError(
+            f"n_gpus_per_node * n_nodes = {config.n_ranks} ranks, at most "
+            f"{MAX_RANKS} are supported"
+        )
+    if config.n_gpus_per_node % config.ranks_per_gpu != 0:
+        raise ValueError(
+            f"ranks_per_gpu={config.ranks_per_gpu} must divide n_gpus_per_node="
+            f"{config.n_gpus_per_node}, the ranks of this process"
+        )
+    if config.uses_shmem and config.ranks_per_gpu > 1:
+        raise ValueError(
+            f"ranks_per_gpu={config.ranks_per_gpu} with n_nodes={config.n_nodes}: "
+            "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
+        )
+    n_pairs = config.n_local_experts * config.n_ranks
+    if config.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
+        raise ValueError(
+            f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "
+            f"{MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
+        )
+
+
+def _check_dtypes(config: EPConfig) -> None:
+    for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
+        value = getattr(config, field)
+        if not isinstance(value, DType | None):
+            raise ValueError(
+                f"{field}={value!r} is a {type(value).__name__}, it must be a "
+                "max.dtype.DType, as DType.bfloat16"
+            )
+    if config.combine_dtype not in PLAIN_DTYPES:
+        raise ValueError(
+            f"combine_dtype={config.combine_dtype} must be bfloat16 or float32"
+        )
+    if config.partial_dtype is not None:
+        if not config.combines_sums:
+            raise ValueError(
+                f"partial_dtype={config.partial_dtype} with combine_mode="
+                f"{config.combine_mode!r}, which sends no partial sums; pass None, or "
+                "combine_mode='sums'"
+            )
+        if config.partial_dtype not in PLAIN_DTYPES:
+            raise ValueError(
+                f"partial_dtype={config.partial_dtype} must be bfloat16 or "
+                "float32, or None for combine_dtype"
+            )
+    config.token_format.check_quant_config(config.dispatch_quant_config)
+
+
+def _check_hidden_size(config: EPConfig) -> None:
+    """Checks that rows are made of whole 16-byte vectors and whole blocks."""
+    block = config.token_format.scale_block
+    if block and config.hidden_size % block != 0:
+        raise ValueError(
+            f"hidden_size={config.hidden_size} must be a multiple of {block} for "
+            f"{config.token_format.short_name.upper()} dispatch; pad it"
+        )
+    for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
+        dtype = getattr(config, field)
+        if dtype is None:
+            continue
+        n_bytes = config.hidden_size * dtype.size_in_bytes
+        if n_bytes % TOKEN_ALIGN_BYTES != 0:
+            raise ValueError(
+                f"hidden_size={config.hidden_size} of {dtype} ({field}) is {n_bytes} "
+                f"bytes, which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
+                f"to a multiple of {TOKEN_ALIGN_BYTES // dtype.size_in_bytes}"
+            )
+
+
+def _refusal_by_rank(config: EPConfig) -> str:
+    """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
+    if config.uses_shmem:
+        return (
+            f"with target='gpu' and n_nodes={config.n_nodes}: it reaches the GPUs of "
+            "one host only"
+        )
+    if config.is_on_amd:
+        return "with target='gpu' on AMD GPUs: its kernels are for NVIDIA GPUs"
+    for field in ("n_experts", "max_tokens_per_rank"):
+        n = getattr(config, field)
+        if n > MAX_OF_ENTRY:
+            return f"with {field}={n}: it takes at most {MAX_OF_ENTRY}"
+    return ""
+
+
+def _check_protocol(config: EPConfig) -> None:
+    """Checks that the protocol can do what the other fields ask for."""
+    if not config.is_by_rank:
+        if config.combines_sums:
+            raise ValueError(
+                f"combine_mode='sums' with protocol={config.protocol!r}: the rank of "
+                "an expert can add up a token's rows only with protocol='by_rank'; "
+                "pass that, or 'auto', or combine_mode='rows'"
+            )
+        return
+    refusal = _refusal_by_rank(config)
+    if refusal:
+        raise ValueError(
+            f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
+            "combine_mode='rows')"
+        )

@@ -27,9 +27,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .config import EPConfig
-from .initializer import EPCommInitializer
-from .manager import EPBatchManager
-from .moe import ExpertWeights, moe_layer
+from .graph.manager import EPBatchManager
+from .graph.moe import ExpertWeights, moe_layer
+from .memory.initializer import EPCommInitializer
 
 N_RANKS, N_EXPERTS, TOP_K = 4, 64, 8
 HIDDEN_SIZE, MOE_DIM, N_LAYERS = 256, 128, 4

@@ -11,9 +11,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from .memory.shmem_parts import missing_parts
+from .memory.symmetric_memory import shared_memory_free
 from .plan import human
-from .shmem_parts import missing_parts
-from .symmetric_memory import shared_memory_free
 
 _WANTED_MAX = "26.7."
 _WANTED_SHARED_MEMORY = 1 << 30
@@ -64,7 +64,7 @@ def run_doctor() -> int:
     from max.driver import Accelerator, accelerator_count
 
     from .extension import cache_dir, mojo_dir, run_mojo
-    from .gpu_memory import out_of_reach
+    from .memory.gpu import out_of_reach
 
     can_run = True
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from max.graph import Graph
 from mojo.run import subprocess_run_mojo
 
-from .shmem_parts import bitcode_path, bitcode_version, check_installed
+from .memory.shmem_parts import bitcode_path, bitcode_version, check_installed
 
 _COMPILE_TIMEOUT_S = 300
 

@@ -13,8 +13,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .initializer import GROUP_VARIABLE, NODE_VARIABLE
-from .symmetric_memory import unlink_group
+from .memory.initializer import GROUP_VARIABLE, NODE_VARIABLE
+from .memory.symmetric_memory import unlink_group
 
 _GRACE_S = 5.0
 

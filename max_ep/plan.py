@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from max.dtype import DType
 from max.nn.comm.ep.ep_config import NUM_GROUPS
 from max.nn.comm.ep.ep_config import (
     estimate_ep_memory_usage as max_estimate_ep_memory_usage,
@@ -14,13 +13,8 @@ from max.nn.comm.ep.ep_config import (
 from rich.console import Console
 from rich.table import Table
 
-from .config import EPConfig, blockwise_fp8_quant_config
-
-_DTYPES = {
-    "bfloat16": DType.bfloat16,
-    "float32": DType.float32,
-    "fp8": DType.float8_e4m3fn,
-}
+from .config import EPConfig
+from .formats import BY_SHORT_NAME
 
 
 def human(n_bytes: int) -> str:
@@ -39,8 +33,10 @@ def run_plan(options: argparse.Namespace) -> int:
     Returns:
         0, or 2 for a configuration that cannot be.
     """
-    dispatch = _DTYPES[options.dispatch]
-    combine = _DTYPES[options.combine]
+    token_format = BY_SHORT_NAME[options.dispatch]
+    dispatch, make_quant_config = token_format.dtype, token_format.make_quant_config
+    partial = options.partial
+    combine = BY_SHORT_NAME[options.combine].dtype
     try:
         config = EPConfig(
             dispatch_dtype=dispatch,
@@ -56,11 +52,9 @@ def run_plan(options: argparse.Namespace) -> int:
             output_layout=options.layout,
             protocol=options.protocol,
             combine_mode=options.combine_mode,
-            partial_dtype=None if options.partial is None else _DTYPES[options.partial],
+            partial_dtype=partial and BY_SHORT_NAME[partial].dtype,
             fused_shared_expert=options.shared_expert,
-            dispatch_quant_config=(
-                blockwise_fp8_quant_config() if options.dispatch == "fp8" else None
-            ),
+            dispatch_quant_config=make_quant_config() if make_quant_config else None,
         )
     except ValueError as error:
         print(f"max-ep plan: {error}", file=sys.stderr)

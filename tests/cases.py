@@ -28,7 +28,6 @@ from max_ep.reference import (
     float32_to_bfloat16,
     n_local_experts,
     pad,
-    quantize_blockwise_fp8,
     unpad,
 )
 
@@ -454,10 +453,10 @@ def _in_layout(
 
 
 def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
-    quantize = None
-    if case.is_fp8:
+    quantize = case.config().token_format.quantize
+    if quantize:
         quantize = functools.partial(
-            quantize_blockwise_fp8, power_of_two_scales=case.wire == "fp8_pow2"
+            quantize, power_of_two_scales=case.wire == "fp8_pow2"
         )
     tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
     if given.input_scales is None:

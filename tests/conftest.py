@@ -106,7 +106,7 @@ def compiled_layout_query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     Users' programs have it compiled for each new configuration, as those have that
     tests start; tests ask about hundreds.
     """
-    layout = sys.modules.get("max_ep.layout")
+    layout = sys.modules.get("max_ep.memory.layout")
     if layout is None:  # tests of this run that ask import it
         yield
         return

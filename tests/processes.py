@@ -47,8 +47,8 @@ from max_ep import (
     extension_path,
     reference,
 )
-from max_ep.initializer import GROUP_VARIABLE, NODE_VARIABLE
-from max_ep.symmetric_memory import SharedMemory
+from max_ep.memory.initializer import GROUP_VARIABLE, NODE_VARIABLE
+from max_ep.memory.symmetric_memory import SharedMemory
 
 N_RANKS = 4
 _DISPATCH, _COMBINE = range(2)

@@ -13,7 +13,7 @@ import numpy as np
 import processes
 from processes import Engine, Member, Shape
 
-from max_ep.initializer import GROUP_VARIABLE
+from max_ep.memory.initializer import GROUP_VARIABLE
 
 _CYCLE = 28
 """Generations whose inputs are made beforehand; the next `_CYCLE` have them again."""

@@ -54,7 +54,7 @@ from max_ep import (
     call_ep_dispatch_wait,
     estimate_ep_memory_usage,
 )
-from max_ep.checks import refuse_if_in_turn
+from max_ep.graph.checks import refuse_if_in_turn
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU(0)
 TWO = CASES["two_ranks"]  # 5 experts, top_k 3, hidden 80, 7 tokens, bfloat16
@@ -533,7 +533,7 @@ BAD_COMBINE = {
     "weights_dtype": (
         dict(weights=tensor(DType.float16, "t", 3)),
         TypeError,
-        ["router_weights", "float16", "float32 or DType.bfloat16"],
+        ["router_weights", "float16", "bfloat16 or DType.float32"],
     ),
     "weights_top_k": (
         dict(weights=tensor(F32, "t", 2)),
@@ -878,7 +878,7 @@ def test_model_inputs_need_memory(session) -> None:
 
 def test_gpus_that_are_missing_are_named(session, monkeypatch) -> None:
     """Before anything is compiled: MAX's compiler would only say that it failed."""
-    monkeypatch.setattr("max_ep.initializer.accelerator_count", lambda: 0)
+    monkeypatch.setattr("max_ep.memory.initializer.accelerator_count", lambda: 0)
     with raises(ValueError, "needs 2 GPUs", "shows 0", "target='cpu'"):
         EPCommInitializer(TWO.config(target="gpu")).ep_init(session)
 
@@ -1393,7 +1393,7 @@ def test_a_dispatch_is_not_received_between_async_and_wait_of_sums() -> None:
         for _ in range(2):
             for rank in range(2):
                 manager.ep_dispatch_async(x.tokens, x.ids, rank, None, x.weights)
-            if manager._turns[1].is_under_way(0):
+            if manager._order[1].is_under_way(0):
                 break
             for rank in range(2):
                 manager.ep_dispatch_wait(rank)

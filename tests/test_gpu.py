@@ -42,7 +42,7 @@ from max.dtype import DType
 from max.graph import BufferType, Graph, ops
 
 from max_ep import EPBatchManager, EPConfig
-from max_ep.kernels.op_call import order_buffer
+from max_ep.graph.ops import order_buffer
 
 PROTOCOLS = {
     "": {},

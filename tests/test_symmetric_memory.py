@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from max_ep import symmetric_memory
-from max_ep.symmetric_memory import (
+from max_ep.memory.symmetric_memory import (
     LocalMemory,
     SharedMemory,
     shared_memory_free,

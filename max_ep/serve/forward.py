@@ -16,7 +16,7 @@ from max.nn.moe import MoEGate, forward_moe_sharded_layers
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
 from .. import softmax_top_k
-from ..moe import through_experts
+from ..graph.moe import through_experts
 
 
 def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:

@@ -32,7 +32,7 @@ from max.pipelines.lib.interfaces.batch_processor import (
 
 from .. import EPBatchManager
 from ..experts import grouped_swiglu
-from ..moe import through_experts
+from ..graph.moe import through_experts
 from .forward import route
 
 

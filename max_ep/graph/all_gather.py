@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from max.dtype import DType
 from max.graph import BufferType, TensorType, TensorValue, Value
 
+from ..config import EPConfig
+from ..limits import MAX_TOP_K
+from ..memory.initializer import EPCommInitializer
 from .checks import check_one_a_rank, check_same_rows, check_value
-from .config import EPConfig
-from .initializer import EPCommInitializer
-from .limits import MAX_TOP_K
 from .manager import EPBatchManager
 
 
@@ -85,14 +86,9 @@ class AllGatherTokenDispatcher:
         n_gpus_per_node: int,
         n_nodes: int = 1,
         dtype: DType = DType.bfloat16,
-        *,
-        node_id: int = -1,
-        target: str = "auto",
-        timeout_s: float = 30.0,
-        n_sms: int = 0,
-        ranks_per_gpu: int = 1,
+        **options: Any,
     ) -> None:
-        """Notes the group.
+        """Makes the configuration of the group.
 
         Args:
             hidden_size: Elements of a token.
@@ -101,11 +97,8 @@ class AllGatherTokenDispatcher:
             n_gpus_per_node: Ranks of this process.
             n_nodes: Processes of the group.
             dtype: Of tokens and sums: bfloat16 or float32.
-            node_id: As in :class:`EPConfig`.
-            target: Likewise.
-            timeout_s: Likewise.
-            n_sms: Likewise.
-            ranks_per_gpu: Likewise.
+            options: Further fields of :class:`EPConfig`: ``node_id``, ``target``,
+                ``timeout_s``, ``n_sms``, ``ranks_per_gpu``.
 
         Raises:
             ValueError: If a size does not fit, if there are more than 32 ranks, or
@@ -129,14 +122,10 @@ class AllGatherTokenDispatcher:
             max_tokens_per_rank=max_tokens_per_rank,
             n_gpus_per_node=n_gpus_per_node,
             n_nodes=n_nodes,
-            node_id=node_id,
-            target=target,
             protocol="by_rank",
             combine_mode="sums",
-            timeout_s=timeout_s,
-            n_sms=n_sms,
-            ranks_per_gpu=ranks_per_gpu,
             n_carried=top_k,
+            **options,
         )
         self._manager = EPBatchManager(self.config)
         self._routing_map: list[TensorValue] = []

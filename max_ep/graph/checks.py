@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph builder makes sure of: dtypes, shapes, devices, and forms that
-can run. Each error says what was given, what is needed, and what to do.
+"""What graph builders check: dtypes, shapes, devices, and forms that can run.
+
+Each error says what was given, what is needed, and what to do.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from max.graph import (
     TensorValue,
     Value,
 )
+from max.graph.ops import cast
 
-from .config import EPConfig
+from ..config import EPConfig
+from ..formats import PLAIN_DTYPES
+from . import ops
 
 
 def check_value(
@@ -27,15 +31,7 @@ def check_value(
     shape: list[int | None],
     device: DeviceRef | None,
 ) -> None:
-    """Raises unless a value has dtype, shape and device; says what it has.
-
-    Args:
-        value: The value.
-        what: Its name.
-        dtypes: The dtypes it may have.
-        shape: Its sizes; None: any.
-        device: Where it must be; None: anywhere.
-    """
+    """Raises unless a value has dtype, shape and device; None: any size, anywhere."""
     if not isinstance(value, (TensorValue, BufferValue)):
         raise TypeError(
             f"{what} is a {type(value).__name__}; pass a graph value (a "
@@ -76,7 +72,8 @@ def check_n_tokens(config: EPConfig, what: str, n_tokens: Dim) -> None:
 
 def check_buffers(
     config: EPConfig, counter: BufferValue, **pointers: TensorValue
-) -> None:
+) -> list[TensorValue]:
+    """Checks counters and addresses; returns the latter in the order given."""
     if not isinstance(counter, BufferValue):
         raise TypeError(
             f"atomic_counter is a {type(counter).__name__}; it must be a "
@@ -86,6 +83,7 @@ def check_buffers(
     check_value(counter, "atomic_counter", DType.int32, [words], None)
     for what, value in pointers.items():
         check_value(value, what, DType.uint64, [config.n_ranks], DeviceRef.CPU())
+    return list(pointers.values())
 
 
 def check_send(
@@ -94,14 +92,9 @@ def check_send(
     topk_ids: TensorValue,
     device: DeviceRef,
 ) -> None:
-    dtypes = (
-        (DType.bfloat16, DType.float32)
-        if config.is_quantized
-        else config.dispatch_dtype
-    )
-    check_value(
-        input_tokens, "input_tokens", dtypes, [None, config.hidden_size], device
-    )
+    shape = [None, config.hidden_size]
+    dtypes = config.token_format.token_dtypes
+    check_value(input_tokens, "input_tokens", dtypes, shape, device)
     check_n_tokens(config, "input_tokens", input_tokens.shape[0])
     shape = [None, config.n_given_choices]
     if isinstance(topk_ids, TensorValue) and topk_ids.dtype.is_float():
@@ -137,10 +130,9 @@ def check_rows(
     if config.is_quantized and is_tensor and input_tokens.dtype == config.output_dtype:
         raise TypeError(
             f"input_tokens of combine has dtype {input_tokens.dtype}, as the FP8 rows "
-            f"that dispatch delivers; pass what the experts made of them, in "
-            f"{config.combine_dtype}. Dequantize rows with their scales, as "
-            "max_ep.dequantize_blockwise_fp8(rows, scales) does: a cast alone leaves "
-            "the scales out"
+            "that dispatch delivers; pass what the experts made of them, in "
+            f"{config.combine_dtype}. max_ep.dequantize_blockwise_fp8(rows, scales) "
+            "makes rows for experts; a cast alone leaves the scales out"
         )
     check_value(
         input_tokens,
@@ -162,13 +154,7 @@ def check_rows(
 def check_weights_come_once(
     config: EPConfig, router_weights: TensorValue | None, phase: str
 ) -> None:
-    """Raises unless the router weights are given to the phase that uses them.
-
-    Args:
-        config: The group.
-        router_weights: What was given, or None.
-        phase: ``"dispatch"`` or ``"combine"``.
-    """
+    """Raises unless the router weights are given to the direction that uses them."""
     used_by = "dispatch" if config.combines_sums else "combine"
     if (router_weights is not None) == (phase == used_by):
         return
@@ -184,13 +170,8 @@ def check_weights_come_once(
 def check_weights(
     config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
 ) -> None:
-    check_value(
-        router_weights,
-        "router_weights",
-        (DType.float32, DType.bfloat16),
-        [None, config.n_given_choices],
-        device,
-    )
+    shape = [None, config.n_given_choices]
+    check_value(router_weights, "router_weights", PLAIN_DTYPES, shape, device)
     check_n_tokens(config, "router_weights", router_weights.shape[0])
     rows = router_weights.shape[0]
     if isinstance(rows, StaticDim) and isinstance(num_tokens, StaticDim):
@@ -199,6 +180,60 @@ def check_weights(
                 f"router_weights has {rows} rows, num_tokens is {num_tokens}; pass "
                 "the weights of the tokens that were dispatched, a row each"
             )
+
+
+def weights_for_op(
+    config: EPConfig,
+    router_weights: TensorValue | None,
+    num_tokens: Dim,
+    device: DeviceRef,
+    phase: str,
+) -> TensorValue:
+    """Checks router weights; returns them as the ops take them, widened to float32.
+
+    Where the other direction takes them: a tensor in their place that nobody reads.
+    """
+    check_weights_come_once(config, router_weights, phase)
+    if router_weights is None:
+        return ops.no_weights(device)
+    check_weights(config, router_weights, num_tokens, device)
+    return cast(router_weights, DType.float32)
+
+
+def scales_for_op(
+    config: EPConfig, input_scales: TensorValue | None, device: DeviceRef
+) -> TensorValue:
+    """Checks input scales; returns them, or an empty tensor where there are none."""
+    if input_scales is None:
+        return ops.no_scales(device)
+    if config.combines_sums:
+        raise ValueError(
+            "input_scales are factors of experts, which combine_mode='sums' does "
+            "not take; scale the tokens before dispatch. If these are the router's "
+            "weights, pass them by name, as router_weight (of all ranks: "
+            "router_weights)"
+        )
+    for is_once, what in (
+        (
+            config.fused_shared_expert,
+            "fused_shared_expert=True a token is encoded once",
+        ),
+        (config.is_by_rank, "protocol='by_rank' a token is encoded once for a rank"),
+    ):
+        if is_once:
+            raise ValueError(
+                f"input_scales are factors of experts, and with {what}; scale the "
+                "tokens before dispatch, or pass protocol='by_expert' without a fused "
+                "shared expert"
+            )
+    check_value(input_scales, "input_scales", DType.float32, [None], device)
+    n = input_scales.shape[0]
+    if not isinstance(n, StaticDim) or int(n) not in (1, config.n_experts):
+        raise ValueError(
+            f"input_scales has shape [{n}], it must be [1] or "
+            f"[n_experts={config.n_experts}]"
+        )
+    return input_scales
 
 
 def check_unsent_rows(
@@ -210,8 +245,8 @@ def check_unsent_rows(
         raise ValueError(
             f"combine_wait with fused_shared_expert={config.fused_shared_expert}, "
             f"combine_mode={config.combine_mode!r} {needs} input_tokens: the expert "
-            "rows that combine_async took, of which it adds the shared expert's, if "
-            "it is fused, and, reduced, those of this rank's own tokens"
+            "rows that combine_async took. It adds the rows of a fused shared expert, "
+            "and with sums those of this rank's own tokens"
         )
     if input_tokens is not None:
         rows = [config.n_local_experts, config.expert_capacity]
@@ -222,17 +257,7 @@ def check_unsent_rows(
 def check_all_ranks(
     config: EPConfig, device_ids: list[int], **lists: Sequence[TensorValue]
 ) -> None:
-    """Raises unless all local ranks are named, and each list has a value for each.
-
-    Args:
-        config: The group.
-        device_ids: The ranks, in any order.
-        lists: Values of the ranks, by name.
-
-    Raises:
-        TypeError: If a list is a single value.
-        ValueError: If a rank is not named, or a list has more or fewer.
-    """
+    """Raises unless all local ranks are named, and each list has a value for each."""
     if sorted(device_ids) != list(range(config.n_gpus_per_node)):
         raise ValueError(
             f"device_ids={device_ids} must name all "
@@ -242,16 +267,7 @@ def check_all_ranks(
 
 
 def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue]) -> None:
-    """Raises unless each list has a value for each local rank.
-
-    Args:
-        n_ranks: Local ranks.
-        lists: Values of the ranks, by name.
-
-    Raises:
-        TypeError: If a list is a single value.
-        ValueError: If it has more or fewer.
-    """
+    """Raises unless each list has a value for each local rank."""
     for what, values in lists.items():
         if isinstance(values, TensorValue):
             raise TypeError(
@@ -266,23 +282,13 @@ def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue]) -> None:
 
 
 def check_phase(phase: str) -> None:
-    """Refuses what is no direction.
-
-    Raises:
-        ValueError: If it is another word.
-    """
+    """Raises unless a word names a direction."""
     if phase not in ("dispatch", "combine"):
         raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
 
 
 def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
-    """Raises if a rank cannot wait for peers that run after it.
-
-    Args:
-        config: The group.
-        what: The fused form.
-        instead: The form to use.
-    """
+    """Raises if a rank cannot wait for peers that run after it."""
     if not config.runs_ranks_in_turn:
         return
     if config.target == "gpu":

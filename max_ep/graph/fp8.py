@@ -7,8 +7,8 @@ import numpy as np
 from max.dtype import DType
 from max.graph import StaticDim, TensorValue, ops
 
-from .limits import FP8_BLOCK
-from .reference import float8_e4m3fn_to_float32
+from ..formats import FP8_BLOCK
+from ..reference import float8_e4m3fn_to_float32
 
 
 def dequantize_blockwise_fp8(rows: TensorValue, scales: TensorValue) -> TensorValue:

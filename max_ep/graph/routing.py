@@ -6,8 +6,9 @@ from __future__ import annotations
 from max.dtype import DType
 from max.graph import Graph, StaticDim, TensorType, TensorValue, ops
 
-from .extension import load_ops
-from .limits import MAX_TOP_K, PLAIN_DTYPES
+from ..extension import load_ops
+from ..formats import PLAIN_DTYPES
+from ..limits import MAX_TOP_K
 
 MAX_GPU_EXPERTS = 1024
 """A lane of a warp has 32 of them in registers."""

@@ -9,9 +9,9 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
-from .config import EPConfig
-from .kernels import call_ep_init
-from .limits import NUM_GROUPS
+from ..config import EPConfig
+from ..graph.builders import call_ep_init
+from ..limits import NUM_GROUPS
 
 _setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
     WeakKeyDictionary()

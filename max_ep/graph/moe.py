@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from max.dtype import DType
 from max.graph import TensorValue
 
-from .experts import grouped_swiglu, linear
+from ..experts import grouped_swiglu, linear
 from .fp8 import dequantize_blockwise_fp8
 from .manager import EPBatchManager
 from .routing import softmax_top_k

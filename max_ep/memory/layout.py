@@ -13,7 +13,7 @@ import os
 import tempfile
 from dataclasses import dataclass, fields
 
-from .extension import cache_dir, make_cache_folder, run_mojo, sources_hash
+from ..extension import cache_dir, make_cache_folder, run_mojo, sources_hash
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank may send and which may wait, while a graph is built.
+"""Checks the order of the EP ops while a graph is built.
 
 Ranks that run one after another must all send before one of them waits, and all
 wait before one sends again.
@@ -10,24 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class Turns:
-    """Watches that every wait follows its sends, while a graph is built."""
+class OpOrder:
+    """The ops of one direction so far: every wait must follow its sends."""
 
     def __init__(self, phase: str, n_local_ranks: int, in_turn: bool) -> None:
-        """Begins with nothing sent.
-
-        Args:
-            phase: ``"dispatch"`` or ``"combine"``.
-            n_local_ranks: Ranks of this process.
-            in_turn: Whether they run one after another.
-        """
+        """Begins with nothing sent; ``in_turn``: ranks run one after another."""
         self._phase = phase
         self._in_turn = in_turn
         self._sent = [0] * n_local_ranks
         self._waited = [0] * n_local_ranks
 
-    def check_send(self, device_id: int, op: str) -> None:
-        """Refuses an op that writes what has not been waited for."""
+    def send(self, device_id: int) -> None:
+        """Counts a rank's send; refuses one that writes what nobody waited for."""
         unread = [
             rank
             for rank in self._others(device_id)
@@ -35,15 +29,12 @@ class Turns:
         ]
         if unread:
             raise ValueError(
-                f"{op} on device {device_id} again, before "
+                f"ep_{self._phase}_async on device {device_id} again, before "
                 f"ep_{self._phase}_wait on devices {unread}: the buffers still "
                 "hold what was sent last. Wait on every device first, or use a "
                 "second EPBatchManager with buffers of its own"
             )
 
-    def send(self, device_id: int) -> None:
-        """Checks and notes a rank's send."""
-        self.check_send(device_id, f"ep_{self._phase}_async")
         self._sent[device_id] += 1
 
     def check_wait(self, device_id: int, op: str) -> None:
@@ -67,9 +58,16 @@ class Turns:
             )
 
     def wait(self, device_id: int) -> None:
-        """Checks and notes a rank's wait."""
+        """Checks and counts a rank's wait."""
         self.check_wait(device_id, f"ep_{self._phase}_wait")
         self._waited[device_id] += 1
+
+    def send_and_wait(self, device_ids: Iterable[int]) -> None:
+        """Counts what one op, or one call for all ranks, sends and waits for."""
+        for device_id in device_ids:
+            self.send(device_id)
+        for device_id in device_ids:
+            self.wait(device_id)
 
     def is_under_way(self, device_id: int) -> bool:
         """Tells whether a rank has sent and not waited."""

@@ -15,10 +15,10 @@ from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 
-from .config import EPConfig
-from .extension import run_mojo
-from .gpu_memory import GpuMemory
-from .limits import NUM_GROUPS
+from ..config import EPConfig
+from ..extension import run_mojo
+from ..limits import NUM_GROUPS
+from .gpu import GpuMemory
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
@@ -178,7 +178,7 @@ class EPCommInitializer:
         return ", ".join(
             f"{field}={getattr(self.config, field)}"
             for field in (
-                "token_format",
+                "dispatch_dtype",
                 "combine_dtype",
                 "hidden_size",
                 "top_k",

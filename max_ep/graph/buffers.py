@@ -24,8 +24,8 @@ from max.graph import (
     Value,
 )
 
-from .config import EPConfig
-from .limits import NUM_GROUPS
+from ..config import EPConfig
+from ..limits import NUM_GROUPS
 
 
 @dataclass
@@ -108,11 +108,7 @@ class BoundBuffers:
     """Buffers that are values of one graph: another cannot have them."""
 
     def __init__(self, comm: EPCommBuffers) -> None:
-        """Notes the graph that is being built, if any.
-
-        Args:
-            comm: Values of that graph.
-        """
+        """Takes values of the graph that is being built, if any."""
         graph = _current_graph()
         self._comm = comm
         self._graph = None if graph is None else ref(graph)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EPBatchManager: EP ops of one graph, in an order that can run.
 
-Each method checks the order (``turns.py``), has :mod:`max_ep.kernels` build an op,
-and notes what later ones need. Combine needs what dispatch left, and MAX has one
-class for both; so this is one file, longer than others.
+Each method checks the order (``order.py``), has ``builders.py`` build an op, and keeps
+what later ones need. Combine needs what dispatch left, and MAX has one class for both.
 """
 
 from __future__ import annotations
@@ -12,19 +11,29 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from max.graph import BufferType, BufferValue, Dim, TensorType, TensorValue, Value
+import numpy as np
+from max.dtype import DType
+from max.graph import (
+    BufferType,
+    BufferValue,
+    DeviceRef,
+    Dim,
+    TensorType,
+    TensorValue,
+    Value,
+    ops,
+)
 
-from .checks import check_all_ranks, check_phase, refuse_if_in_turn
-from .comm_buffers import (
+from ..config import EPConfig
+from ..limits import NUM_GROUPS
+from .buffers import (
     BoundBuffers,
     EPCommBuffers,
     buffers_of_inputs,
     input_tree,
     input_types,
 )
-from .config import EPConfig
-from .dispatched import outputs_and_src_info, received_rows
-from .kernels import (
+from .builders import (
     call_distributed_ep_combine,
     call_distributed_ep_dispatch,
     call_ep_combine,
@@ -35,8 +44,8 @@ from .kernels import (
     call_ep_dispatch_wait,
     call_ep_watch,
 )
-from .limits import NUM_GROUPS
-from .turns import Turns
+from .checks import check_all_ranks, check_phase, refuse_if_in_turn
+from .order import OpOrder
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
 
@@ -51,11 +60,7 @@ class EPBatchManager:
     """
 
     def __init__(self, config: EPConfig) -> None:
-        """Notes the group.
-
-        Args:
-            config: The group.
-        """
+        """Makes the manager of a group; it has no buffers yet."""
         self.config = config
         self._buffers: BoundBuffers | None = None
         self._start()
@@ -63,7 +68,7 @@ class EPBatchManager:
     def _start(self) -> None:
         """Forgets what was built before: a new graph begins."""
         n, in_turn = self.config.n_gpus_per_node, self.config.runs_ranks_in_turn
-        self._turns = [Turns("dispatch", n, in_turn), Turns("combine", n, in_turn)]
+        self._order = [OpOrder("dispatch", n, in_turn), OpOrder("combine", n, in_turn)]
         self._src_info: dict[int, TensorValue] = {}
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
@@ -144,7 +149,7 @@ class EPBatchManager:
     def _counter(self, device_id: int) -> BufferValue:
         self.config.device(device_id)  # raises if there is no such rank
         # As in MAX, both phases of a rank share the counters of group 0:
-        # combine needs what dispatch noted there.
+        # combine needs what dispatch recorded there.
         return self.atomic_counters[_DISPATCH][device_id]
 
     def _pointers(self, group: int) -> tuple[TensorValue, TensorValue, TensorValue]:
@@ -186,7 +191,7 @@ class EPBatchManager:
             input_scales,
             router_weight,
         )
-        self._turns[_DISPATCH].send(device_id)
+        self._order[_DISPATCH].send(device_id)
         self._num_tokens[device_id] = input_tokens.shape[0]
 
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
@@ -205,7 +210,7 @@ class EPBatchManager:
         """
         counter = self._counter(device_id)
         self._check_receive("ep_dispatch_wait", device_id)
-        self._turns[_DISPATCH].wait(device_id)
+        self._order[_DISPATCH].wait(device_id)
         results = call_ep_dispatch_wait(
             counter,
             *self._pointers(_DISPATCH)[1:],
@@ -245,8 +250,7 @@ class EPBatchManager:
             input_scales,
             router_weight,
         )
-        self._turns[_DISPATCH].send(device_id)
-        self._turns[_DISPATCH].wait(device_id)
+        self._order[_DISPATCH].send_and_wait([device_id])
         self._num_tokens[device_id] = input_tokens.shape[0]
         return self._keep_src_info(device_id, results)
 
@@ -288,7 +292,7 @@ class EPBatchManager:
             list(input_scales) if input_scales is not None else None,
             list(router_weights) if router_weights is not None else None,
         )
-        self._pass_all(_DISPATCH, device_ids)
+        self._order[_DISPATCH].send_and_wait(device_ids)
         for device_id, tokens in zip(device_ids, input_tokens):
             self._num_tokens[device_id] = tokens.shape[0]
         return [self._keep_src_info(i, r) for i, r in zip(device_ids, results)]
@@ -312,7 +316,7 @@ class EPBatchManager:
         check_phase(phase)
         group = _COMBINE if phase == "combine" else _DISPATCH
         counter = self._counter(device_id)
-        self._turns[group].check_wait(device_id, f"ep_watch({phase!r})")
+        self._order[group].check_wait(device_id, f"ep_watch({phase!r})")
         return call_ep_watch(phase, counter, *self._pointers(group)[1:], self.config)
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
@@ -327,11 +331,24 @@ class EPBatchManager:
         Raises:
             TypeError: If it is one tensor of that, or that of all ranks.
         """
-        return received_rows(self.config, dispatched)
+        is_one_rank = isinstance(dispatched, (tuple, list))
+        if not is_one_rank or not isinstance(dispatched[0], TensorValue):
+            raise TypeError(
+                f"dispatched is a {type(dispatched).__name__}, it must be the tuple "
+                "of a rank: what ep_dispatch_wait or ep_dispatch returned, or one of "
+                "those of ep_dispatch_all"
+            )
+        counts = dispatched[2 if self.config.is_quantized else 1]
+        if self.config.is_padded:
+            return counts
+        offsets = ops.cast(counts, DType.int32)
+        rows = offsets[1:] - offsets[:-1]
+        # The shared expert's group, if any, comes first; experts stand in order.
+        return rows[1:] if self.config.fused_shared_expert else rows
 
     def _check_receive(self, op: str, device_id: int) -> None:
         """Refuses to forget where the rows of a combine under way are."""
-        if self.config.combines_sums and self._turns[_COMBINE].is_under_way(device_id):
+        if self.config.combines_sums and self._order[_COMBINE].is_under_way(device_id):
             raise ValueError(
                 f"{op} on device {device_id} between ep_combine_async and "
                 "ep_combine_wait: combine_mode='sums' finds the rank's own rows by its "
@@ -342,8 +359,15 @@ class EPBatchManager:
     def _keep_src_info(
         self, device_id: int, results: tuple[TensorValue, ...]
     ) -> tuple[TensorValue, ...]:
-        outputs, self._src_info[device_id] = outputs_and_src_info(self.config, results)
-        return outputs
+        """Keeps ``src_info`` for combine; returns what a dispatch of MAX's returns."""
+        config = self.config
+        if config.is_padded:
+            self._src_info[device_id] = results[-2]
+            return results
+        *outputs, self._src_info[device_id] = results
+        n_groups = config.n_local_experts + int(config.fused_shared_expert)
+        stats = np.array([config.expert_capacity, n_groups], np.uint32)
+        return (*outputs, ops.constant(stats, DType.uint32, DeviceRef.CPU()))
 
     # ------------------------------------------------------------------- combine
 
@@ -364,7 +388,7 @@ class EPBatchManager:
             *self._pointers(_COMBINE),
             self.config,
         )
-        self._turns[_COMBINE].send(device_id)
+        self._order[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
     def ep_combine_wait(
@@ -381,7 +405,7 @@ class EPBatchManager:
             ``[n_tokens, hidden_size]``, see :func:`call_ep_combine_wait`.
         """
         counter = self._counter(device_id)
-        self._turns[_COMBINE].wait(device_id)
+        self._order[_COMBINE].wait(device_id)
         return call_ep_combine_wait(
             counter,
             *self._pointers(_COMBINE)[1:],
@@ -423,8 +447,7 @@ class EPBatchManager:
             self._num_tokens[device_id],
             router_weight,
         )
-        self._turns[_COMBINE].send(device_id)
-        self._turns[_COMBINE].wait(device_id)
+        self._order[_COMBINE].send_and_wait([device_id])
         return result
 
     def ep_combine_all(
@@ -458,7 +481,7 @@ class EPBatchManager:
             [self._num_tokens[i] for i in device_ids],
             list(router_weights) if router_weights is not None else None,
         )
-        self._pass_all(_COMBINE, device_ids)
+        self._order[_COMBINE].send_and_wait(device_ids)
         return results
 
     def _dispatched(self, device_id: int) -> TensorValue:
@@ -469,9 +492,3 @@ class EPBatchManager:
                 "ep_dispatch_all; call one of them first"
             )
         return self._src_info[device_id]
-
-    def _pass_all(self, group: int, device_ids: list[int]) -> None:
-        for device_id in device_ids:
-            self._turns[group].send(device_id)
-        for device_id in device_ids:
-            self._turns[group].wait(device_id)

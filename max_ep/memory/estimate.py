@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from max.dtype import DType
 
-from .config import EPConfig, blockwise_fp8_quant_config
+from ..config import EPConfig
+from ..formats import format_of
 
 
 def estimate_ep_memory_usage(
@@ -33,7 +34,7 @@ def estimate_ep_memory_usage(
             f"dispatch_element_dtype={dispatch_element_dtype} is for packed "
             "dtypes, which max_ep does not send"
         )
-    quantized = dispatch_dtype == DType.float8_e4m3fn
+    make_quant_config = format_of(dispatch_dtype).make_quant_config
     return EPConfig(
         dispatch_dtype=dispatch_dtype,
         combine_dtype=combine_dtype,
@@ -44,7 +45,7 @@ def estimate_ep_memory_usage(
         n_gpus_per_node=n_gpus_per_node,
         n_nodes=n_nodes,
         use_allreduce=use_allreduce,
-        dispatch_quant_config=blockwise_fp8_quant_config() if quantized else None,
+        dispatch_quant_config=make_quant_config() if make_quant_config else None,
         target="cpu",
         protocol="by_expert" if n_nodes > 1 else "auto",
     ).estimate_memory_usage()
