@@ -220,11 +220,11 @@ def test_numbers_beside_a_name_are_the_constants() -> None:
 
 def test_limits_are_those_of_the_sources() -> None:
     """Numbers that pages give without a name."""
-    from max_ep import limits
+    from max_ep import formats, limits
 
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"`top_k` up to {limits.MAX_TOP_K}, up to {limits.MAX_RANKS} ranks" in readme
-    assert f"({limits.FP8_BLOCK} elements for FP8)" in readme
+    assert f"({formats.FP8_BLOCK} elements for FP8)" in readme
     assert limits.TOKEN_ALIGN_BYTES == 16 and "whole 16-byte words" in readme
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from max_ep import symmetric_memory
+from max_ep.memory import symmetric_memory
 from max_ep.memory.symmetric_memory import (
     LocalMemory,
     SharedMemory,
