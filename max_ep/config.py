@@ -120,9 +120,9 @@ class EPConfig:
     ``row_offsets``. ``"padded"``: each local expert has ``expert_capacity`` rows of
     its own, with ``recv_counts``, as in DeepEP's low-latency mode."""
 
-    n_carried: ClassVar[int] = 0
-    """Router choices that travel with a token to all ranks, in an all-gather
-    (``AllGatherConfig``); 0: this is no all-gather."""
+    router_top_k: ClassVar[int] = 0
+    """In an all-gather (``AllGatherConfig``), router choices that travel with a token
+    to all ranks; 0: this is no all-gather."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -204,7 +204,7 @@ class EPConfig:
     @property
     def mojo_protocol(self) -> str:
         """Protocol and combine mode as ``protocol_of`` (``layout.mojo``) names them."""
-        if self.n_carried:
+        if self.router_top_k:
             return "gather_reduced"
         if not self.is_by_rank:
             return "expert_slots"
@@ -223,7 +223,7 @@ class EPConfig:
     @property
     def n_given_choices(self) -> int:
         """Columns of the ``topk_ids`` and weights that dispatch is given."""
-        return self.n_carried or self.top_k
+        return self.router_top_k or self.top_k
 
     @property
     def is_on_amd(self) -> bool:
@@ -289,7 +289,7 @@ class EPConfig:
             self.max_tokens_per_rank,
             self.top_k,
             self.mojo_protocol,
-            self.n_carried,
+            self.router_top_k,
         )
 
     def get_max_recv_tokens(self) -> int:

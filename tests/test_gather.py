@@ -347,7 +347,7 @@ def test_bad_sizes(changes: dict, words: str) -> None:
         (dict(combine_mode="rows"), "'rows'.*'sums'"),
         (dict(n_experts=4), "n_experts=4.*pass 2"),
         (dict(top_k=1), "top_k=1.*pass 2"),
-        (dict(n_carried=0), "n_carried=0.*1 or more"),
+        (dict(router_top_k=0), "router_top_k=0.*1 or more"),
         (dict(fused_shared_expert=True), "fused_shared_expert=True.*False"),
         (dict(output_layout="padded"), "'padded'.*'packed'"),
         (

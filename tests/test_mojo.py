@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from max_ep import extension, layout
+from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
+from max_ep.memory import layout
 
 PROGRAMS = Path(__file__).resolve().parent / "mojo"
 

@@ -185,7 +185,7 @@ def test_doctor_names_gpus_out_of_reach(monkeypatch, capsys) -> None:
 
 
 def test_gpus_out_of_reach_are_refused(monkeypatch) -> None:
-    from max_ep import gpu_memory
+    from max_ep.memory import gpu as gpu_memory
 
     def enable_all_peer_access() -> None:
         raise RuntimeError("peer access is not supported")

@@ -20,8 +20,9 @@ from transformers import MiniMaxM2Config, Qwen3MoeConfig
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from max_ep import reference, routing, softmax_top_k
+from max_ep import reference, softmax_top_k
 from max_ep.extension import run_mojo
+from max_ep.graph import routing
 from max_ep.serve.minimax_m2 import MiniMaxM2Gate
 
 N_EXPERTS, TOP_K = 12, 4

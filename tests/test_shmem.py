@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from cases import CASES
 
-from max_ep import EPCommInitializer, extension_path, shmem, shmem_parts
+from max_ep import EPCommInitializer, extension_path
 from max_ep.extension import mojo_dir, run_mojo
+from max_ep.memory import shmem, shmem_parts
 
 HERE = Path(__file__).parent
 

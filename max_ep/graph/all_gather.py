@@ -37,7 +37,7 @@ class AllGatherConfig(EPConfig):
     :class:`AllGatherTokenDispatcher` makes it.
     """
 
-    n_carried: int = 0
+    router_top_k: int = 0
     """Choices of the router for a token."""
 
     def __post_init__(self) -> None:
@@ -53,9 +53,9 @@ class AllGatherConfig(EPConfig):
                 f"an all-gather with n_experts={self.n_experts}, top_k={self.top_k}: "
                 f"each rank is an expert, and a token goes to all; pass {self.n_ranks}"
             )
-        if self.n_carried < 1 or self.fused_shared_expert or self.is_padded:
+        if self.router_top_k < 1 or self.fused_shared_expert or self.is_padded:
             raise ValueError(
-                f"an all-gather with n_carried={self.n_carried}, fused_shared_expert="
+                f"an all-gather with router_top_k={self.router_top_k}, fused_shared_expert="
                 f"{self.fused_shared_expert}, output_layout={self.output_layout!r}: "
                 "pass 1 or more, False, and 'packed'"
             )
@@ -124,7 +124,7 @@ class AllGatherTokenDispatcher:
             n_nodes=n_nodes,
             protocol="by_rank",
             combine_mode="sums",
-            n_carried=top_k,
+            router_top_k=top_k,
             **options,
         )
         self._manager = EPBatchManager(self.config)

@@ -88,7 +88,7 @@ def call_ep_dispatch_async(
         topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``. Those of one token
             are distinct; ``-1`` means "no expert". Others are dropped and counted, and
             the op reports them. With :class:`AllGatherConfig`,
-            ``[n_tokens, n_carried]``, any int32.
+            ``[n_tokens, router_top_k]``, any int32.
         atomic_counter: This rank's counters.
         send_buf_ptrs: All ranks' send buffers.
         recv_buf_ptrs: All ranks' receive buffers.
@@ -160,7 +160,7 @@ def call_ep_dispatch_wait(
         Rows behind ``recv_counts`` are undefined.
 
         With :class:`AllGatherConfig`, behind ``output_tokens``: the routing map
-        ``[n_output_rows, n_carried]`` int32, probabilities of that shape, float32,
+        ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32,
         and the number of tokens of all ranks, ``[1]`` int32. Behind the last token
         the routing map is -1, and probabilities are 0.
     """

@@ -83,7 +83,7 @@ def call_op(
 def dispatch_op(config: EPConfig, name: str) -> str:
     """Returns the name of a dispatch op of a token format."""
     return name + (
-        ".with_choices" if config.n_carried else config.token_format.op_suffix
+        ".with_choices" if config.router_top_k else config.token_format.op_suffix
     )
 
 
@@ -92,11 +92,11 @@ def dispatch_op(config: EPConfig, name: str) -> str:
 
 def dispatch_parameters(config: EPConfig) -> Parameters:
     """Returns what all dispatch ops take."""
-    carried = {"n_carried": config.n_carried} if config.n_carried else {}
+    routing = {"n_carried": config.router_top_k} if config.router_top_k else {}
     return {
         "protocol": config.sizes().protocol,
         **config.token_format.op_parameters(config.fp8_power_of_two_scales),
-        **carried,
+        **routing,
     }
 
 
@@ -164,11 +164,11 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
         if config.is_padded:
             shape = [n_local * n_scales, config.expert_capacity]
         types.append(TensorType(DType.float32, shape, device))
-    if config.n_carried:
-        carried = [n_rows, config.n_carried]
+    if config.router_top_k:
+        routing = [n_rows, config.router_top_k]
         types += [
-            TensorType(DType.int32, carried, device),
-            TensorType(DType.float32, carried, device),
+            TensorType(DType.int32, routing, device),
+            TensorType(DType.float32, routing, device),
             TensorType(DType.int32, [1], device),
         ]
     if config.is_padded:

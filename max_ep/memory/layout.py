@@ -48,7 +48,7 @@ def region_sizes(
     max_tokens_per_rank: int,
     top_k: int,
     protocol: str,
-    n_carried: int = 0,
+    router_top_k: int = 0,
 ) -> RegionSizes:
     """Returns the sizes of a configuration.
 
@@ -61,7 +61,7 @@ def region_sizes(
         max_tokens_per_rank: Tokens one rank may send.
         top_k: Experts of a token.
         protocol: :attr:`EPConfig.mojo_protocol`.
-        n_carried: Choices that a token of an all-gather carries.
+        router_top_k: Router choices that travel with a token of an all-gather.
     """
     question = [token_format] + [
         str(n)
@@ -74,7 +74,7 @@ def region_sizes(
             top_k,
         )
     ]
-    question += [protocol, str(n_carried)]
+    question += [protocol, str(router_top_k)]
     folder = cache_dir() / sources_hash()
     answer = folder / ("layout-" + "-".join(question) + ".json")
     if answer.is_file():
