@@ -30,6 +30,7 @@ from max_ep import (
     EPCommInitializer,
     blockwise_fp8_quant_config,
     estimate_ep_memory_usage,
+    formats,
     limits,
     reference,
 )
@@ -58,7 +59,7 @@ FP8_SOURCE = "max_ep/formats/blockwise_fp8.mojo"
         (limits.MAX_TOP_K, "MAX_TOP_K", "max_ep/layout.mojo"),
         (limits.MAX_RANKS, "MAX_RANKS", "max_ep/layout.mojo"),
         (limits.TOKEN_ALIGN_BYTES, "MESSAGE_ALIGN", "max_ep/layout.mojo"),
-        (limits.FP8_BLOCK, "FP8_BLOCK", FP8_SOURCE),
+        (formats.FP8_BLOCK, "FP8_BLOCK", FP8_SOURCE),
         (reference.FP8_MAX, "FP8_MAX", FP8_SOURCE),
         (reference.FP8_MIN_AMAX, "FP8_MIN_AMAX", FP8_SOURCE),
     ],

@@ -55,9 +55,9 @@ class AllGatherConfig(EPConfig):
             )
         if self.router_top_k < 1 or self.fused_shared_expert or self.is_padded:
             raise ValueError(
-                f"an all-gather with router_top_k={self.router_top_k}, fused_shared_expert="
-                f"{self.fused_shared_expert}, output_layout={self.output_layout!r}: "
-                "pass 1 or more, False, and 'packed'"
+                f"an all-gather with router_top_k={self.router_top_k}, "
+                f"fused_shared_expert={self.fused_shared_expert}, output_layout="
+                f"{self.output_layout!r}: pass 1 or more, False, and 'packed'"
             )
 
 
