@@ -32,9 +32,8 @@ FP8_MIN_AMAX = np.float32(1e-4)
 def n_local_experts(n_experts: int, n_ranks: int) -> int:
     """Counts a rank's places for experts: `ceil(n_experts / n_ranks)`.
 
-    Expert `e` lives on rank `e // n_local_experts`, as local expert
-    `e % n_local_experts`. If the ranks do not divide the experts, the last
-    ranks hold fewer, or none.
+    Expert `e` is local expert `e % n_local_experts` of rank `e // n_local_experts`. If
+    the ranks do not divide the experts, the last ranks hold fewer, or none.
     """
     if n_experts < 1 or n_ranks < 1:
         raise ValueError(f"need n_experts={n_experts}, n_ranks={n_ranks} >= 1")
@@ -285,15 +284,9 @@ class PaddedResult:
 
 
 def pad(result: DispatchResult, n_ranks: int, capacity: int) -> PaddedResult:
-    """Gives each local expert `capacity` rows of its own.
+    """Gives each local expert `capacity` rows of its own, in the same order.
 
-    Args:
-        result: What `dispatch` returned, without a shared expert.
-        n_ranks: Ranks of the group.
-        capacity: Rows of one expert: `n_ranks * max_tokens_per_rank`.
-
-    Returns:
-        The same rows; those of an expert are in the same order.
+    `capacity` is `n_ranks * max_tokens_per_rank`; there is no shared expert.
     """
     bounds = result.row_offsets.astype(np.int64)
     n_local = len(bounds) - 1
@@ -320,11 +313,7 @@ def pad(result: DispatchResult, n_ranks: int, capacity: int) -> PaddedResult:
 
 
 def unpad(rows: np.ndarray, recv_counts: np.ndarray) -> np.ndarray:
-    """Puts padded rows, `[n_local_experts, capacity, ...]`, one after another.
-
-    Returns:
-        `[n_rows, ...]`, as `combine` takes them.
-    """
+    """Puts padded rows one after another: `[n_rows, ...]`, as `combine` takes them."""
     return np.concatenate([own[:n] for own, n in zip(rows, recv_counts)])
 
 
@@ -398,16 +387,8 @@ def combine_sums(
     So the sum depends on where experts live, unlike that of `combine`. With one
     rank both are the same, bit for bit.
 
-    Args:
-        expert_rows: As in `combine`.
-        results: As in `combine`.
-        topk_weights: As in `combine`.
-        round_partial: Rounds float32 to what the wire's type holds, as float32.
-            The default is a wire of float32.
-        round_sum: As in `combine`.
-
-    Returns:
-        As `combine`.
+    `round_partial` rounds float32 to what the wire's type holds, as float32; by default
+    the wire has float32. The other arguments and the result are those of `combine`.
     """
     _check_rows(expert_rows, results)
     _check_weights(results, topk_weights)

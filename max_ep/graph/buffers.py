@@ -70,16 +70,7 @@ def input_types(config: EPConfig) -> list[TensorType | BufferType]:
 def buffers_of_inputs(
     config: EPConfig, input_vals: Iterable[Value[Any]]
 ) -> EPCommBuffers:
-    """Sorts a graph's EP inputs.
-
-    Args:
-        config: The group.
-        input_vals: The inputs declared by :func:`input_types`, in order.
-
-    Raises:
-        TypeError: If they are in another order.
-        ValueError: If there are more or fewer.
-    """
+    """Sorts a graph's EP inputs, which :func:`input_types` declares in this order."""
     values = list(input_vals)
     wanted = input_types(config)
     if len(values) != len(wanted):
@@ -114,11 +105,7 @@ class BoundBuffers:
         self._graph = None if graph is None else ref(graph)
 
     def values(self) -> EPCommBuffers:
-        """Returns the values, for the graph that is being built, or to be looked at.
-
-        Raises:
-            ValueError: If that is another graph.
-        """
+        """Returns the values; raises if another graph is being built."""
         graph = _current_graph()
         if self._graph is not None and graph not in (None, self._graph()):
             raise ValueError(

@@ -2,11 +2,12 @@
 """Graph builders of single ops: ``call_ep_*``, as in MAX's ``ep_kernels``.
 
 They keep no state. ``EPBatchManager`` builds on them and checks the order of the
-calls; use these only where it does not fit. All take ``atomic_counter``, this rank's
-counters, and of one direction ``send_buf_ptrs``, ``recv_buf_ptrs`` and
-``recv_count_ptrs``: the addresses of all ranks' send buffers, receive buffers and
-counts, ``[n_ranks]`` uint64 on the host. They raise a ``TypeError`` for a dtype that
-does not fit, and a ``ValueError`` for a shape, a device or a combination.
+calls; use these only where it does not fit. All take the ``config`` of the group,
+``atomic_counter``, this rank's counters, and of one direction ``send_buf_ptrs``,
+``recv_buf_ptrs`` and ``recv_count_ptrs``: the addresses of all ranks' send buffers,
+receive buffers and counts, ``[n_ranks]`` uint64 on the host. They raise a
+``TypeError`` for a dtype that does not fit, and a ``ValueError`` for a shape, a device
+or a combination.
 """
 
 from __future__ import annotations
@@ -89,11 +90,6 @@ def call_ep_dispatch_async(
             are distinct; ``-1`` means "no expert". Others are dropped and counted, and
             the op reports them. With :class:`AllGatherConfig`,
             ``[n_tokens, router_top_k]``, any int32.
-        atomic_counter: This rank's counters.
-        send_buf_ptrs: All ranks' send buffers.
-        recv_buf_ptrs: All ranks' receive buffers.
-        recv_count_ptrs: All ranks' counts.
-        config: The group.
         input_scales: ``[1]`` or ``[n_experts]`` float32: factor of a token, in float32,
             before it is encoded for an expert. Needs ``protocol="by_expert"`` and no
             ``fused_shared_expert``.
@@ -132,10 +128,6 @@ def call_ep_dispatch_wait(
     """Adds "complete receiving" to the current graph.
 
     Args:
-        atomic_counter: This rank's counters.
-        recv_buf_ptrs: All ranks' receive buffers.
-        recv_count_ptrs: All ranks' counts.
-        config: The group.
         num_tokens: For MAX's all-reduce mode; must be None.
 
     Returns:
@@ -311,11 +303,6 @@ def call_ep_combine_async(
             this rank's last dispatch put them. Those of a fused shared expert
             are not sent: :func:`call_ep_combine_wait` adds them.
         src_info: ``src_info`` from that dispatch.
-        atomic_counter: This rank's counters.
-        send_buf_ptrs: All ranks' send buffers.
-        recv_buf_ptrs: All ranks' receive buffers.
-        recv_count_ptrs: All ranks' counts.
-        config: The group.
     """
     pointers = check_buffers(
         config,
@@ -347,10 +334,6 @@ def call_ep_combine_wait(
     """Adds "complete combine" to the current graph.
 
     Args:
-        atomic_counter: This rank's counters.
-        recv_buf_ptrs: All ranks' receive buffers.
-        recv_count_ptrs: All ranks' counts.
-        config: The group.
         num_tokens: Tokens that this rank dispatched.
         router_weights: ``[num_tokens, top_k]`` float32, or bfloat16, which is
             widened. With ``combine_mode="sums"`` None:
@@ -493,10 +476,6 @@ def call_ep_watch(
 
     Args:
         phase: ``"dispatch"`` or ``"combine"``.
-        atomic_counter: This rank's counters.
-        recv_buf_ptrs: All ranks' receive buffers of that direction.
-        recv_count_ptrs: All ranks' counts of that direction.
-        config: The group.
 
     Returns:
         ``[n_ranks]`` int64: nanoseconds from the begin of the watch until all was

@@ -92,11 +92,7 @@ class EPBatchManager:
         return input_types(self.config)
 
     def comm_buffers(self, input_vals: Iterable[Value[Any]]) -> EPCommBuffers:
-        """Fetches the buffers and returns them as one value.
-
-        Args:
-            input_vals: The inputs declared by :meth:`input_types`, in order.
-        """
+        """Takes the buffers as :meth:`fetch_buffers`; returns them as one value."""
         buffers = buffers_of_inputs(self.config, input_vals)
         self.bind_comm_buffers(buffers)
         return buffers
@@ -110,11 +106,7 @@ class EPBatchManager:
         self.comm_buffers(_input_vals)
 
     def bind_comm_buffers(self, comm: EPCommBuffers) -> None:
-        """Uses buffers that were handed on, as inside a subgraph.
-
-        Args:
-            comm: From :meth:`comm_buffers`, as values of the current graph.
-        """
+        """Uses buffers of :meth:`comm_buffers`, as values of the current graph."""
         self._buffers = BoundBuffers(comm)
         self._start()
 
@@ -152,12 +144,10 @@ class EPBatchManager:
         # combine needs what dispatch recorded there.
         return self.atomic_counters[_DISPATCH][device_id]
 
-    def _pointers(self, group: int) -> tuple[TensorValue, TensorValue, TensorValue]:
-        return (
-            self.send_buf_ptrs[group],
-            self.recv_buf_ptrs[group],
-            self.recv_count_ptrs[group],
-        )
+    def _pointers(self, group: int) -> tuple[TensorValue, ...]:
+        comm = self._fetched()
+        kinds = comm.send_buf_ptrs, comm.recv_buf_ptrs, comm.recv_count_ptrs
+        return tuple(of_kind[group] for of_kind in kinds)
 
     # ------------------------------------------------------------------ dispatch
 
@@ -230,9 +220,6 @@ class EPBatchManager:
 
         Args and results are those of :meth:`ep_dispatch_async` and
         :meth:`ep_dispatch_wait`.
-
-        Raises:
-            ValueError: If the ranks of this process run one after another.
         """
         refuse_if_in_turn(
             self.config,
@@ -304,14 +291,11 @@ class EPBatchManager:
 
         Args:
             phase: ``"dispatch"`` or ``"combine"``, whose async op comes before and
-                whose wait comes behind; fused forms have no wait to be watched.
+                whose wait comes behind. Fused forms have no wait to be watched.
             device_id: The local rank.
 
         Returns:
             ``[n_ranks]`` int64 nanoseconds, see :func:`call_ep_watch`.
-
-        Raises:
-            ValueError: If there is no such phase, or nothing to wait for.
         """
         check_phase(phase)
         group = _COMBINE if phase == "combine" else _DISPATCH
@@ -327,9 +311,6 @@ class EPBatchManager:
 
         Returns:
             ``[n_local_experts]`` int32, on the rank's device.
-
-        Raises:
-            TypeError: If it is one tensor of that, or that of all ranks.
         """
         is_one_rank = isinstance(dispatched, (tuple, list))
         if not is_one_rank or not isinstance(dispatched[0], TensorValue):
@@ -427,9 +408,6 @@ class EPBatchManager:
 
         Args and result are those of :meth:`ep_combine_async` and
         :meth:`ep_combine_wait`; ``topk_ids`` is not read.
-
-        Raises:
-            ValueError: If the ranks of this process run one after another.
         """
         refuse_if_in_turn(
             self.config,

@@ -68,7 +68,7 @@ def through_experts(
     ranks = list(range(len(xs)))
     ids = [value.cast(DType.int32) for value in ids]
     weights = [value.cast(DType.float32) for value in weights]
-    # With sums the experts' ranks weight the rows, so dispatch takes the weights.
+    # With sums, the ranks of the experts weight the rows.
     of_dispatch, of_combine = (
         (weights, None) if manager.config.combines_sums else (None, weights)
     )

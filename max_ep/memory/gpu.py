@@ -11,14 +11,7 @@ from max.dtype import DType
 
 
 def out_of_reach(devices: Sequence[Device]) -> list[str]:
-    """Finds GPUs of which one cannot read and write the other's memory.
-
-    Args:
-        devices: GPUs of one host.
-
-    Returns:
-        The pairs, in words.
-    """
+    """Names the pairs of GPUs of which one cannot access the other's memory."""
     ids = {device.id: device for device in devices}
     return [
         f"GPU {first} and GPU {second}"
@@ -77,11 +70,7 @@ class GpuMemory:
         return [buffer._data_ptr() for buffer in self._buffers]
 
     def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's region; all are local.
-
-        Args:
-            timeout_s: Not needed here.
-        """
+        """Returns the address of every rank's region; all are local."""
         return self.local_addresses()
 
     def close(self) -> None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPCommInitializer: allocates each rank's symmetric memory, and frees it.
-
-One class, longer than others by its docstrings: what it allocates, another of its
-methods checks, resets or frees.
-"""
+"""EPCommInitializer: allocates each rank's symmetric memory, and frees it."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ class EPCommInitializer:
     """
 
     def __init__(self, config: EPConfig, group: str | None = None) -> None:
-        """Notes what to allocate; :meth:`ep_init` does it.
+        """Takes what to allocate; :meth:`ep_init` does it.
 
         Args:
             config: The group. With ``n_nodes > 1``, ``node_id`` may be -1 and
@@ -247,7 +243,7 @@ class EPCommInitializer:
     def check(self) -> None:
         """Waits for the devices, and raises if a launch on a GPU has failed.
 
-        A GPU kernel cannot raise: it notes what went wrong (a peer that did
+        A GPU kernel cannot raise. It records what went wrong (a peer that did
         not come, ids out of range), combine results become NaN, and later
         launches do nothing. Leaving the initializer's ``with`` block checks
         too. On CPU the ops raise by themselves.
@@ -270,17 +266,7 @@ class EPCommInitializer:
             record = words[sizes.failure_word :][: sizes.n_failure_words]
             if record[0] != 0:
                 my_rank = self.config.node_id * self.config.n_gpus_per_node + rank
-                texts.append(
-                    run_mojo(
-                        "run",
-                        "-I",
-                        ".",
-                        "failure_text.mojo",
-                        str(my_rank),
-                        str(self.config.timeout_ms),
-                        *(str(word) for word in record),
-                    ).strip()
-                )
+                texts.append(_failure_text(my_rank, self.config.timeout_ms, *record))
         if texts:
             raise RuntimeError("\n".join(texts))
 
@@ -307,8 +293,8 @@ class EPCommInitializer:
     def reset(self) -> None:
         """Puts all ranks back before generation 1, after a run that failed.
 
-        An error in one op ends a run half-way: some ranks have sent, others
-        have not. This makes the memory usable again. No run may be going on.
+        An error in one op ends a run early: some ranks have sent, others have not.
+        This makes the memory usable again. No run may be going on.
 
         Raises:
             RuntimeError: If the ranks are in several processes: what the
@@ -351,6 +337,12 @@ class EPCommInitializer:
             if self._memory is not None:
                 memory, self._memory = self._memory, None
                 memory.close()
+
+
+def _failure_text(*numbers: int) -> str:
+    """Returns what a failure record says; the text lives in ``failures.mojo``."""
+    words = [str(number) for number in numbers]
+    return run_mojo("run", "-I", ".", "failure_text.mojo", *words).strip()
 
 
 def _devices(config: EPConfig) -> list[Device]:

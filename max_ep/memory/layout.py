@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks Mojo for sizes; the formulas live in ``layout.mojo`` alone.
 
-``layout_query.mojo`` is run once per configuration; the answers are kept
-beside the precompiled package, under the hash of the sources.
+``layout_query.mojo`` runs once for each configuration. The answers are kept beside the
+precompiled package, under the hash of the sources.
 """
 
 from __future__ import annotations
@@ -39,48 +39,19 @@ class RegionSizes:
 
 
 @functools.cache
-def region_sizes(
-    token_format: str,
-    combine_element_bytes: int,
-    hidden_size: int,
-    n_experts: int,
-    n_ranks: int,
-    max_tokens_per_rank: int,
-    top_k: int,
-    protocol: str,
-    router_top_k: int = 0,
-) -> RegionSizes:
+def region_sizes(*question: str | int) -> RegionSizes:
     """Returns the sizes of a configuration.
 
     Args:
-        token_format: ``"bfloat16"``, ``"float32"`` or ``"blockwise_fp8"``.
-        combine_element_bytes: Bytes of an element of what combine sends.
-        hidden_size: Elements of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        top_k: Experts of a token.
-        protocol: :attr:`EPConfig.mojo_protocol`.
-        router_top_k: Router choices that travel with a token of an all-gather.
+        question: What ``layout_query.mojo`` is asked; see ``EPConfig.sizes``.
     """
-    question = [token_format] + [
-        str(n)
-        for n in (
-            combine_element_bytes,
-            hidden_size,
-            n_experts,
-            n_ranks,
-            max_tokens_per_rank,
-            top_k,
-        )
-    ]
-    question += [protocol, str(router_top_k)]
+    words = [str(word) for word in question]
     folder = cache_dir() / sources_hash()
-    answer = folder / ("layout-" + "-".join(question) + ".json")
+    answer = folder / ("layout-" + "-".join(words) + ".json")
     if answer.is_file():
         sizes = json.loads(answer.read_text())
     else:
-        printed = run_mojo("run", "-I", ".", "layout_query.mojo", *question)
+        printed = run_mojo("run", "-I", ".", "layout_query.mojo", *words)
         lines = (line.split() for line in printed.splitlines())
         sizes = {name: int(value) for name, value in lines}
         make_cache_folder(folder)

@@ -19,14 +19,9 @@ _setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
 
 
 def setup_model(session: InferenceSession, config: EPConfig) -> Model:
-    """Loads the set-up graph, once a session and kind of devices.
+    """Loads the graph that prepares one rank on each device of this process.
 
-    Args:
-        session: Compiles it.
-        config: The group; its sizes are inputs of the graph.
-
-    Returns:
-        The graph, which prepares one rank on each device of this process.
+    Once a session and kind of devices: the sizes of the group are its inputs.
     """
     kind = (config.target, config.n_local_devices, config.sizes().setup_words)
     models = _setup_models.setdefault(session, {})

@@ -83,7 +83,7 @@ class _Libraries:
         return cuda
 
     def all_equal(self, what: bytes) -> bool:
-        """Tells whether all processes give the same bytes; collective."""
+        """Returns whether all processes give the same bytes; collective."""
         digest = hashlib.sha256(what).digest()
         everybodys = ctypes.create_string_buffer(_DIGEST_BYTES * self.size)
         self.mpi.MPI_Allgather(
@@ -355,9 +355,6 @@ class ShmemMemory:
 
     def connect(self, timeout_s: float) -> list[int]:
         """Waits until all processes have cleared their regions.
-
-        Args:
-            timeout_s: How long.
 
         Returns:
             The address of every rank's region; 0 for ranks of other processes,

@@ -59,15 +59,7 @@ class LocalMemory:
     """
 
     def __init__(self, n_ranks: int, region_bytes: int) -> None:
-        """Maps the regions, zeroed.
-
-        Args:
-            n_ranks: Ranks of this process.
-            region_bytes: Bytes of one region.
-
-        Raises:
-            MemoryError: If the system refuses.
-        """
+        """Maps the regions of this process's ranks, zeroed."""
         self._maps: list[mmap.mmap] = []
         try:
             for _ in range(n_ranks):
@@ -85,11 +77,7 @@ class LocalMemory:
         return [_address(memory) for memory in self._maps]
 
     def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's region; there is no peer.
-
-        Args:
-            timeout_s: Not needed here.
-        """
+        """Returns the address of every rank's region; all are local."""
         return self.local_addresses()
 
     def close(self) -> None:
@@ -129,7 +117,7 @@ def _start_time(pid: int) -> str:
             fields = stat.read().rpartition(")")[2].split()
     except OSError:
         return ""
-    # A zombie has ended, only its parent has not looked yet.
+    # A zombie has ended; only its parent has not noticed yet.
     return "" if fields[0] == "Z" else fields[19]
 
 
@@ -153,11 +141,7 @@ def _exists(name: str) -> bool:
 
 
 def _open_owned(name: str) -> mmap.mmap | None | bool:
-    """Maps a segment that has an owner.
-
-    Returns:
-        The mapping; None if there is no such segment; False to look again.
-    """
+    """Maps a segment that has an owner; None: there is none; False: try again."""
     memory = _open(name)
     if memory is not None:
         if _read_owner(memory) is not None:
@@ -171,7 +155,7 @@ def _write_owner(memory: mmap.mmap, owner: _Owner) -> None:
     text = json.dumps(owner.__dict__).encode()
     memory[_HEADER.size : _HEADER.size + len(text)] = text
     _HEADER.pack_into(memory, 0, b"", len(text))
-    memory[: len(_CREATED)] = _CREATED  # last: this is what others look for
+    memory[: len(_CREATED)] = _CREATED  # last: others wait for this
 
 
 def _read_owner(memory: mmap.mmap) -> _Owner | None:
@@ -341,7 +325,7 @@ class SharedMemory:
         name = _segment_name(self._group, node)
         found = "no segment of that name"
 
-        def look() -> mmap.mmap | None:
+        def try_to_map() -> mmap.mmap | None:
             nonlocal found
             self._raise_objections()
             memory = _open(name)
@@ -370,7 +354,7 @@ class SharedMemory:
             memory.close()
             return None
 
-        memory = _poll(look, deadline)
+        memory = _poll(try_to_map, deadline)
         if memory is None:
             raise TimeoutError(
                 f"max_ep: node {self._node_id} waited {timeout_s} s for node "
@@ -398,7 +382,7 @@ class SharedMemory:
             )
 
     def _object(self) -> None:
-        """Tells the peers that are there why this process will not come."""
+        """Shows the peers that are there why this process will not come."""
         for node in range(self._n_nodes):
             memory = _open(_segment_name(self._group, node))
             if memory is not None:
@@ -428,10 +412,10 @@ class SharedMemory:
         self._mine = None
 
 
-def _poll(look: Callable[[], object], deadline: float):  # noqa: ANN202
-    """Calls ``look`` until it answers or the time is up; returns its answer."""
+def _poll(ask: Callable[[], object], deadline: float):  # noqa: ANN202
+    """Calls ``ask`` until it answers or the time is up; returns its answer."""
     while True:
-        answer = look()
+        answer = ask()
         if answer or time.monotonic() > deadline:
             return answer
         time.sleep(_POLL_S)
@@ -447,11 +431,6 @@ def shared_memory_free() -> int:
 
 
 def unlink_group(group: str, n_nodes: int) -> None:
-    """Removes the names that a group's processes may have left.
-
-    Args:
-        group: Name of the group.
-        n_nodes: Its processes.
-    """
+    """Removes the names that a group's processes may have left."""
     for node in range(n_nodes):
         _unlink(_segment_name(group, node))
