@@ -66,13 +66,14 @@ METHOD = """\
 ## Method
 
 - A chain of layers is one graph; a layer's result is the next layer's input. A chain \
-has 64 layers up to 128 tokens a rank, 24 up to 512 and 12 above. Time runs from all \
+has 64 layers up to 128 tokens a rank, 24 up to 1024 and 12 above. Time runs from all \
 GPUs idle to all GPUs idle, divided by the layers. One process drives all GPUs.
 - A captured sample is eight replays without a pause, or one replay where the run \
 says so.
 - Experts return their input; with FP8 dispatch each expert of a rank returns one \
 given bfloat16 row. Combine is bfloat16.
-- `max_tokens_per_rank` is 128, 512 or 4096: the least that holds the tokens.
+- `max_tokens_per_rank` is 128, 512, 1024, 4096 or 8192: the least that holds the \
+tokens.
 - max_ep and MAX deliver rows sorted by expert and return weighted sums. NCCL does \
 less: its all-gather neither filters, sorts nor weighs; its all-to-all does not sort \
 and knows all message sizes beforehand.
