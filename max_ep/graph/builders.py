@@ -113,8 +113,7 @@ def call_ep_dispatch_async(
         atomic_counter,
         given + pointers,
         ops.dispatch_parameters(config)
-        | ops.send_parameters(config, input_scales is not None)
-        | ops.PHASES_DO_NOT_OVERLAP,
+        | ops.send_parameters(config, input_scales is not None),
     )
 
 
@@ -318,7 +317,7 @@ def call_ep_combine_async(
         config,
         atomic_counter,
         rows + pointers,
-        ops.combine_parameters(config) | ops.PHASES_DO_NOT_OVERLAP,
+        ops.combine_parameters(config),
     )
 
 

@@ -26,9 +26,6 @@ from ..extension import load_ops
 
 Parameters = dict[str, bool | int | str | DType]
 
-# The ops still have these two parameters; nothing sets them.
-DISPATCH_SENDS_ALL: Parameters = {"tokens_are_sent": False}
-PHASES_DO_NOT_OVERLAP: Parameters = {"halves_overlap": False}
 
 _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
     WeakKeyDictionary()
@@ -103,7 +100,7 @@ def dispatch_parameters(config: EPConfig) -> Parameters:
 def send_parameters(config: EPConfig, has_input_scales: bool) -> Parameters:
     """Returns what dispatch ops that send take besides."""
     given = {"has_input_scales": has_input_scales}
-    return given | DISPATCH_SENDS_ALL | shared_expert_parameters(config)
+    return given | shared_expert_parameters(config)
 
 
 def receive_parameters(config: EPConfig) -> Parameters:

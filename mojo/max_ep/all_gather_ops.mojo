@@ -11,7 +11,6 @@ from .api import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
-    ep_send_tokens_kernel_api,
 )
 from .formats.with_choices import RowsWithChoices, WithChoicesTokenFormat
 from .ops import (
@@ -37,52 +36,6 @@ def _rows_with_choices(
     )
 
 
-@extensibility.register("max_ep.send_tokens.with_choices")
-struct SendTokensWithChoices:
-    """Sends tokens to all ranks before the router has chosen."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        dispatch_dtype: DType,
-        n_carried: Int,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        protocol: Int,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_send_tokens_kernel_api[
-            WithChoicesTokenFormat[
-                dispatch_dtype, hidden_size, top_k, n_carried
-            ],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            protocol=protocol,
-            n_sms=n_sms,
-        ](
-            atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-        )
-
-
 @extensibility.register("max_ep.dispatch_async.with_choices")
 struct DispatchAsyncWithChoices:
     """Sends tokens, and what the router chose, to all ranks."""
@@ -102,8 +55,6 @@ struct DispatchAsyncWithChoices:
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
-        tokens_are_sent: Bool,
-        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -128,8 +79,6 @@ struct DispatchAsyncWithChoices:
             target,
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
-            tokens_are_sent=tokens_are_sent,
-            halves_overlap=halves_overlap,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
@@ -224,7 +173,6 @@ struct DispatchWithChoices:
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
-        tokens_are_sent: Bool,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         routing_map: OutputTensor[dtype=DType.int32, rank=2, ...],
@@ -257,7 +205,6 @@ struct DispatchWithChoices:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
-            tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
             _rows_with_choices(output_tokens, routing_map, probs, n_gathered),

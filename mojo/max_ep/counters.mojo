@@ -81,7 +81,6 @@ comptime _COMBINE_SENT = 5
 comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
 comptime _SRC_INFO_HASH = 8  # CPU ranks
-comptime _TOKENS_SENT_ON_GPU = 8
 comptime _N_FIELDS = 7
 comptime _LAYOUT = 9  # `_N_FIELDS` words, the fields of RegionLayout
 comptime _LAYOUT_NAMES: Array[StaticString, _N_FIELDS] = [
@@ -105,9 +104,6 @@ comptime _BLOCKS_DONE = 28  # GPU ranks
 comptime _DISPATCH_CLEAR = 29
 comptime _COMBINE_CLEAR = 30
 comptime _MOST_RECEIVED = 31
-
-comptime TOKENS_SENT = Int32(1 << 20)
-"""See `tokens_sent_on_gpu`; more than a launch has blocks."""
 
 comptime FAILURE_WORD = 20
 """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
@@ -411,16 +407,6 @@ struct EPLocalSyncCounters[n_experts: Int](
     # ------------------------------------------------- words of GPU launches
 
     @always_inline
-    def dispatch_sent_word(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the generation that dispatch has sent last."""
-        return self.words.unsafe_offset(_DISPATCH_SENT)
-
-    @always_inline
-    def combine_sent_word(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the generation that combine has sent last."""
-        return self.words.unsafe_offset(_COMBINE_SENT)
-
-    @always_inline
     def blocks_done(self) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the number of blocks that have ended in this launch."""
         return self.words.unsafe_offset(_BLOCKS_DONE)
@@ -448,11 +434,6 @@ struct EPLocalSyncCounters[n_experts: Int](
         self.words[
             unsafe_offset=_N_TOKENS + Int(generation & UInt32(1))
         ] = Int32(n_tokens)
-
-    @always_inline
-    def tokens_sent_on_gpu(self) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to what a dispatch knows of `send_tokens`; GPU ranks."""
-        return self.words.unsafe_offset(_TOKENS_SENT_ON_GPU)
 
     @always_inline
     def combine_of(self) -> UInt32:

@@ -38,9 +38,6 @@ comptime OVERTAKEN = Int32(11)
 """Combine came after two more dispatches. Numbers: none."""
 comptime NOT_SENT = Int32(12)
 """`dispatch_wait` came before `dispatch_async`, whose tokens it needs."""
-comptime OTHER_TOKENS = Int32(13)
-"""Dispatch is not of what `send_tokens` has sent. Numbers: tokens of the dispatch,
-that were sent; -1: none."""
 comptime OTHER_ROWS = Int32(14)
 """Another dispatch was received since the one that combine answered. Numbers: the
 one that is answered, the last one received."""
@@ -191,19 +188,6 @@ def raise_failure(
             place,
             "before its dispatch_async: the shared expert's tokens are not",
             " there. Send first.",
-            then,
-        )
-    if code == OTHER_TOKENS:
-        raise Error(
-            place,
-            "dispatch of ",
-            a,
-            " tokens, but send_tokens has sent ",
-            "none" if b < 0 else String(b),
-            (
-                " since the last dispatch. Send the tokens of a dispatch that"
-                " has tokens_are_sent, and those of no other."
-            ),
             then,
         )
     if code == WRONG_COUNTERS:

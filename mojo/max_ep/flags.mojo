@@ -369,53 +369,6 @@ def arrive(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
 
 
 @always_inline
-def arrive_in_half[
-    is_wait: Bool
-](counter: Pointer[Int32, MutUntrackedOrigin], n_blocks: Int) -> Bool:
-    """Counts a block of one of two launches that may run at once.
-
-    Each has half of the word.
-    """
-    comptime shift = Int32(16 if is_wait else 0)
-    comptime Word = Atomic[Int32, scope=_device_scope()]
-    # ORDER: ACQUIRE_RELEASE, device scope, as in `arrive`.
-    var found = Word.fetch_add[ordering=Ordering.ACQUIRE_RELEASE](
-        counter, Int32(1) << shift
-    )
-    if (found >> shift) & 0xFFFF != Int32(n_blocks - 1):
-        return False
-    # ORDER: RELAXED, device scope. Pairs with none: who counts in this half next
-    # does so when this launch has ended, or, un-reduced, when the sending half has.
-    _ = Word.fetch_add[ordering=Ordering.RELAXED](
-        counter, -(Int32(n_blocks) << shift)
-    )
-    return True
-
-
-@always_inline
-def look_at(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
-    """Reads a word that blocks of another launch of this rank count in."""
-    # ORDER: ACQUIRE, device scope. Pairs with the ACQUIRE_RELEASE of `arrive`
-    # and the RELEASE of `leave_word`. Makes visible: that those blocks have read
-    # what they had to read, so that this launch may change it. Of a header beside
-    # the sending half it pairs with none: the kernels before have ended, and what
-    # they wrote is in memory. It drops what the multiprocessor had of it before.
-    return Atomic[Int32, scope=_device_scope()].load[ordering=Ordering.ACQUIRE](
-        counter
-    )
-
-
-@always_inline
-def leave_word(counter: Pointer[Int32, MutUntrackedOrigin], value: Int32):
-    """Writes a word that another launch of this rank looks at."""
-    # ORDER: RELEASE, device scope. Pairs with the ACQUIRE in `look_at`. Makes
-    # visible what `arrive` has acquired from the other blocks.
-    Atomic[Int32, scope=_device_scope()].store[ordering=Ordering.RELEASE](
-        counter, value
-    )
-
-
-@always_inline
 def raise_to(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
     """Raises a word of this rank to a value."""
     comptime Word = Atomic[Int32, scope=_device_scope()]

@@ -21,22 +21,19 @@ from .expert_slots.dispatch import (
     dispatch_wait_kernel,
 )
 from .launch_checks import imm, mut_, p2p_buffers
-from .layout import EXPERT_SLOTS, is_gather_protocol, is_reduced_protocol
+from .layout import EXPERT_SLOTS, is_reduced_protocol
 from .rank_slots.combine import (
     combine_async_kernel as rank_slots_combine_async_kernel,
     combine_kernel as rank_slots_combine_kernel,
     combine_wait_kernel as rank_slots_combine_wait_kernel,
 )
-from .rank_slots.deal import n_adding_blocks, n_sending_blocks
 from .rank_slots.dispatch import (
     dispatch_async_kernel as rank_slots_dispatch_async_kernel,
     dispatch_kernel as rank_slots_dispatch_kernel,
     dispatch_wait_kernel as rank_slots_dispatch_wait_kernel,
-    send_tokens_kernel,
 )
 from .row_tables import RowTables
 from .shmem_modules import register_module
-from .side_stream import check_sent, fork, join
 from .token_format import (
     RouterWeights,
     SharedRows,
@@ -71,67 +68,6 @@ def _n_blocks[n_sms: Int](context: DeviceContext) raises -> Int:
     comptime if n_sms > 0:
         n = min(n, n_sms)
     return n
-
-
-@always_inline
-def _await_sent_tokens[protocol: Int](context: DeviceContext) raises:
-    """Lets a launch wait for `send_tokens`, if the protocol has it."""
-    comptime if is_gather_protocol(protocol):
-        join(context)
-
-
-@always_inline
-def _check_sent_tokens[
-    protocol: Int, tokens_are_sent: Bool
-](context: DeviceContext, counters: EPLocalSyncCounters, n_tokens: Int) raises:
-    """Lets a dispatch wait for the `send_tokens` of others, not for its own."""
-    comptime if is_gather_protocol(protocol):
-        check_sent[tokens_are_sent](context, Int(counters.words), n_tokens)
-        comptime if not tokens_are_sent:
-            join(context)
-
-
-def _n_side_blocks[n_sms: Int](context: DeviceContext) raises -> Int:
-    """Counts the blocks of `send_tokens`: a quarter of all."""
-    return max(1, _n_blocks[n_sms](context) // 4)
-
-
-def _n_dispatch_blocks[
-    n_sms: Int, tokens_are_sent: Bool
-](context: DeviceContext) raises -> Int:
-    """Counts the blocks of a dispatch: all that `send_tokens` does not have.
-
-    It may wait for peers that wait for this rank's `send_tokens`, which may not
-    have begun. So it leaves as many multiprocessors as that has blocks.
-    """
-    var n = _n_blocks[n_sms](context)
-    comptime if tokens_are_sent:
-        n = max(1, n - _n_side_blocks[n_sms](context))
-    return n
-
-
-def _n_sending_blocks[
-    n_sms: Int, halves_overlap: Bool, max_tokens_per_rank: Int
-](context: DeviceContext) raises -> Int:
-    """Counts the blocks of the sending half of an exchange.
-
-    Halves that overlap share the multiprocessors, so that the waiting half has
-    where to begin.
-    """
-    var n = _n_blocks[n_sms](context)
-    comptime if not halves_overlap:
-        return n
-    return n_sending_blocks(n, max_tokens_per_rank)
-
-
-def _n_waiting_blocks[
-    n_sms: Int, halves_overlap: Bool, max_tokens_per_rank: Int
-](context: DeviceContext) raises -> Int:
-    """Counts the blocks of the waiting half: what the sending half leaves."""
-    var n = _n_blocks[n_sms](context)
-    comptime if not halves_overlap:
-        return n
-    return max(1, n - n_sending_blocks(n, max_tokens_per_rank))
 
 
 def _overlapping() -> List[LaunchAttribute]:
@@ -169,46 +105,6 @@ def _matrix[
     }
 
 
-def launch_send_tokens[
-    token_fmt_type: TokenFormat,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens_per_rank: Int,
-    protocol: Int,
-    n_sms: Int,
-](
-    input_tokens: TileTensor,
-    recv_bufs: PeerBuffers[n_ranks],
-    recv_counts: PeerBuffers[n_ranks],
-    counters: EPLocalSyncCounters[n_experts],
-    context: DeviceContext,
-) raises:
-    """Starts the `send_tokens_kernel`."""
-    comptime kernel = send_tokens_kernel[
-        input_tokens.dtype,
-        NUM_THREADS,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        token_fmt_type,
-        protocol,
-    ]
-    var function = context.compile_function[kernel]()
-    _await_sent_tokens[protocol](context)
-    fork(
-        context, Int(counters.words), Int(input_tokens.dim[0]())
-    ).enqueue_function(
-        function,
-        imm(input_tokens),
-        Int32(Int(input_tokens.dim[0]())),
-        p2p_buffers[UInt8, n_ranks](recv_bufs),
-        p2p_buffers[UInt64, n_ranks](recv_counts),
-        counters,
-        grid_dim=_n_side_blocks[n_sms](context),
-        block_dim=NUM_THREADS,
-    )
-
-
 def launch_dispatch_async[
     token_fmt_type: TokenFormat,
     n_experts: Int,
@@ -220,8 +116,6 @@ def launch_dispatch_async[
     fused_shared_expert: Bool,
     protocol: Int,
     n_sms: Int,
-    tokens_are_sent: Bool,
-    halves_overlap: Bool,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -233,9 +127,6 @@ def launch_dispatch_async[
     context: DeviceContext,
 ) raises:
     """Starts the `dispatch_async_kernel` of a protocol."""
-    _check_sent_tokens[protocol, tokens_are_sent](
-        context, counters, Int(input_tokens.dim[0]())
-    )
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
         comptime by_rank = rank_slots_dispatch_async_kernel[
@@ -247,8 +138,6 @@ def launch_dispatch_async[
             token_fmt_type,
             protocol,
             fused_shared_expert,
-            tokens_are_sent,
-            halves_overlap,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -260,18 +149,10 @@ def launch_dispatch_async[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=min(
-                _n_dispatch_blocks[n_sms, tokens_are_sent](context),
-                _n_sending_blocks[n_sms, halves_overlap, max_tokens_per_rank](
-                    context
-                ),
-            ),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
-        comptime if tokens_are_sent:
-            # What comes next may overwrite the tokens.
-            join(context)
     else:
         comptime kernel = dispatch_async_kernel[
             input_tokens.dtype,
@@ -315,7 +196,6 @@ def launch_dispatch_wait[
     protocol: Int,
     n_sms: Int,
     shares_gpu: Bool,
-    halves_overlap: Bool,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
@@ -331,7 +211,6 @@ def launch_dispatch_wait[
     context: DeviceContext,
 ) raises:
     """Starts the `dispatch_wait_kernel` of a protocol."""
-    _await_sent_tokens[protocol](context)
     comptime if protocol != EXPERT_SLOTS:
         comptime by_rank = rank_slots_dispatch_wait_kernel[
             NUM_THREADS,
@@ -343,7 +222,6 @@ def launch_dispatch_wait[
             tables.is_padded,
             tables.fused_shared_expert,
             shares_gpu,
-            halves_overlap,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -355,9 +233,7 @@ def launch_dispatch_wait[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_waiting_blocks[
-                n_sms, halves_overlap, max_tokens_per_rank
-            ](context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -402,7 +278,6 @@ def launch_dispatch[
     use_shmem: Bool,
     protocol: Int,
     n_sms: Int,
-    tokens_are_sent: Bool,
 ](
     input_tokens: TileTensor,
     topk_ids: TileTensor[DType.int32, ...],
@@ -422,9 +297,6 @@ def launch_dispatch[
     context: DeviceContext,
 ) raises:
     """Starts the `dispatch_kernel` of a protocol."""
-    _check_sent_tokens[protocol, tokens_are_sent](
-        context, counters, Int(input_tokens.dim[0]())
-    )
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
         comptime by_rank = rank_slots_dispatch_kernel[
@@ -437,7 +309,6 @@ def launch_dispatch[
             protocol,
             tables.is_padded,
             tables.fused_shared_expert,
-            tokens_are_sent,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -453,13 +324,10 @@ def launch_dispatch[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_dispatch_blocks[n_sms, tokens_are_sent](context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
-        comptime if tokens_are_sent:
-            # What comes next may overwrite the tokens.
-            join(context)
     else:
         comptime kernel = dispatch_kernel[
             input_tokens.dtype,
@@ -510,7 +378,6 @@ def launch_combine_async[
     protocol: Int,
     partial_dtype: DType,
     n_sms: Int,
-    halves_overlap: Bool,
 ](
     input_tokens: TileTensor[combine_dtype, ...],
     src_info: TileTensor[DType.int32, ...],
@@ -521,7 +388,6 @@ def launch_combine_async[
     context: DeviceContext,
 ) raises:
     """Starts the `combine_async_kernel` of a protocol."""
-    _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_async_kernel[
             combine_dtype,
@@ -533,7 +399,6 @@ def launch_combine_async[
             n_ranks,
             max_tokens_per_rank,
             protocol,
-            halves_overlap,
         ]
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
@@ -543,9 +408,7 @@ def launch_combine_async[
             p2p_buffers[UInt8, n_ranks](recv_bufs),
             p2p_buffers[UInt64, n_ranks](recv_counts),
             counters,
-            grid_dim=_n_sending_blocks[
-                n_sms, halves_overlap, max_tokens_per_rank
-            ](context),
+            grid_dim=_n_blocks[n_sms](context),
             block_dim=NUM_THREADS,
             attributes=_overlapping(),
         )
@@ -594,7 +457,6 @@ def launch_combine_wait[
     partial_dtype: DType,
     n_sms: Int,
     shares_gpu: Bool,
-    halves_overlap: Bool,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     router_weights: TileTensor[DType.float32, ...],
@@ -605,7 +467,6 @@ def launch_combine_wait[
     context: DeviceContext,
 ) raises:
     """Starts the `combine_wait_kernel` of a protocol."""
-    _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_wait_kernel[
             combine_dtype,
@@ -619,13 +480,8 @@ def launch_combine_wait[
             protocol,
             fused_shared_expert,
             shares_gpu,
-            halves_overlap,
         ]
-        var n_blocks = _n_waiting_blocks[
-            n_sms, halves_overlap, max_tokens_per_rank
-        ](context)
-        comptime if halves_overlap:
-            n_blocks = n_adding_blocks(n_blocks, Int(output_tokens.dim[0]()))
+        var n_blocks = _n_blocks[n_sms](context)
         var function = context.compile_function[by_rank]()
         context.enqueue_function(
             function,
@@ -696,7 +552,6 @@ def launch_combine[
     context: DeviceContext,
 ) raises:
     """Starts the `combine_kernel` of a protocol."""
-    _await_sent_tokens[protocol](context)
     comptime if is_reduced_protocol(protocol):
         comptime by_rank = rank_slots_combine_kernel[
             combine_dtype,

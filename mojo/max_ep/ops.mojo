@@ -16,7 +16,6 @@ from .api import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
-    ep_send_tokens_kernel_api,
     InputScales,
 )
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat, ScaledRows
@@ -95,161 +94,6 @@ struct Init:
         )
 
 
-@extensibility.register("max_ep.claim_1")
-struct Claim1:
-    """Does nothing: MAX gives tensors memory before the first op that takes them.
-
-    Those of a combine.
-    """
-
-    @staticmethod
-    def execute[
-        target: StaticString
-    ](
-        order: WordsTensor,
-        tensor_0: MutableInputTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        pass
-
-
-@extensibility.register("max_ep.claim_4")
-struct Claim4:
-    """Does as `Claim1`, for those of a dispatch."""
-
-    @staticmethod
-    def execute[
-        target: StaticString
-    ](
-        order: WordsTensor,
-        tensor_0: MutableInputTensor,
-        tensor_1: MutableInputTensor,
-        tensor_2: MutableInputTensor,
-        tensor_3: MutableInputTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        pass
-
-
-@extensibility.register("max_ep.claim_5")
-struct Claim5:
-    """Does as `Claim1`, for those of a dispatch in blockwise FP8."""
-
-    @staticmethod
-    def execute[
-        target: StaticString
-    ](
-        order: WordsTensor,
-        tensor_0: MutableInputTensor,
-        tensor_1: MutableInputTensor,
-        tensor_2: MutableInputTensor,
-        tensor_3: MutableInputTensor,
-        tensor_4: MutableInputTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        pass
-
-
-@extensibility.register("max_ep.look_1")
-struct Look1:
-    """Does nothing: MAX copies what is loaded from a buffer and taken by no op.
-
-    It takes the results of a combine that stand in its room.
-    """
-
-    @staticmethod
-    def execute[
-        target: StaticString
-    ](order: WordsTensor, tensor_0: InputTensor, ctx: DeviceContext,) raises:
-        """Runs the op on one rank."""
-        pass
-
-
-@extensibility.register("max_ep.look_4")
-struct Look4:
-    """Does as `Look1`, for those of a dispatch."""
-
-    @staticmethod
-    def execute[
-        target: StaticString
-    ](
-        order: WordsTensor,
-        tensor_0: InputTensor,
-        tensor_1: InputTensor,
-        tensor_2: InputTensor,
-        tensor_3: InputTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        pass
-
-
-@extensibility.register("max_ep.look_5")
-struct Look5:
-    """Does as `Look1`, for those of a dispatch in blockwise FP8."""
-
-    @staticmethod
-    def execute[
-        target: StaticString
-    ](
-        order: WordsTensor,
-        tensor_0: InputTensor,
-        tensor_1: InputTensor,
-        tensor_2: InputTensor,
-        tensor_3: InputTensor,
-        tensor_4: InputTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        pass
-
-
-@extensibility.register("max_ep.send_tokens")
-struct SendTokens:
-    """Sends tokens to all ranks before the router has decided."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        dispatch_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        protocol: Int,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_send_tokens_kernel_api[
-            PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            protocol=protocol,
-            n_sms=n_sms,
-        ](
-            atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-        )
-
-
 @extensibility.register("max_ep.dispatch_async")
 struct DispatchAsync:
     """Sends tokens to their experts."""
@@ -268,8 +112,6 @@ struct DispatchAsync:
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
-        tokens_are_sent: Bool,
-        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -300,8 +142,6 @@ struct DispatchAsync:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
-            tokens_are_sent=tokens_are_sent,
-            halves_overlap=halves_overlap,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
@@ -370,62 +210,6 @@ struct DispatchWait:
         )
 
 
-@extensibility.register("max_ep.dispatch_wait.in_room")
-struct DispatchWaitInRoom:
-    """Does as `DispatchWait` beside its async op, into tensors that were made before.
-    """
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        dispatch_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        fused_shared_expert: Bool,
-        output_layout: StaticString,
-        protocol: Int,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        output_tokens: MutableInputTensor[rank=2, ...],
-        row_offsets: MutableInputTensor[rank=1, ...],
-        expert_ids: MutableInputTensor[dtype=DType.int32, ...],
-        src_info: MutableInputTensor[dtype=DType.int32, rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_dispatch_wait_kernel_api[
-            PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            fused_shared_expert=fused_shared_expert,
-            output_layout=output_layout,
-            protocol=protocol,
-            n_sms=n_sms,
-            shares_gpu=False,
-            halves_overlap=True,
-        ](
-            PlainRows(bytes_of(output_tokens)),
-            row_offsets.to_tile_tensor(),
-            expert_ids.to_tile_tensor(),
-            src_info.to_tile_tensor(),
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-        )
-
-
 @extensibility.register("max_ep.dispatch")
 struct Dispatch:
     """Sends and receives in one launch."""
@@ -445,7 +229,6 @@ struct Dispatch:
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
-        tokens_are_sent: Bool,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
@@ -481,7 +264,6 @@ struct Dispatch:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
-            tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
             PlainRows(bytes_of(output_tokens)),
@@ -496,50 +278,6 @@ struct Dispatch:
             recv_count_ptrs.to_tile_tensor(),
             ctx,
             router_weights_of(router_weights),
-        )
-
-
-@extensibility.register("max_ep.send_tokens.fp8")
-struct SendTokensFP8:
-    """Sends tokens to all ranks, in blockwise FP8, before the router has decided.
-    """
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        power_of_two_scales: Bool,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        protocol: Int,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_send_tokens_kernel_api[
-            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            protocol=protocol,
-            n_sms=n_sms,
-        ](
-            atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
         )
 
 
@@ -561,8 +299,6 @@ struct DispatchAsyncFP8:
         has_input_scales: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
-        tokens_are_sent: Bool,
-        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -593,8 +329,6 @@ struct DispatchAsyncFP8:
             InputScales(scale_of) if has_input_scales else None,
             fused_shared_expert=fused_shared_expert,
             protocol=protocol,
-            tokens_are_sent=tokens_are_sent,
-            halves_overlap=halves_overlap,
             n_sms=n_sms,
         ](
             atomic_counters.to_tile_tensor(),
@@ -668,67 +402,6 @@ struct DispatchWaitFP8:
         )
 
 
-@extensibility.register("max_ep.dispatch_wait.fp8.in_room")
-struct DispatchWaitFP8InRoom:
-    """Does as `DispatchWaitFP8` beside its async op, into tensors that were made before.
-    """
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        power_of_two_scales: Bool,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        fused_shared_expert: Bool,
-        output_layout: StaticString,
-        protocol: Int,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        output_tokens: MutableInputTensor[rank=2, ...],
-        output_scales: MutableInputTensor[dtype=DType.float32, rank=2, ...],
-        row_offsets: MutableInputTensor[rank=1, ...],
-        expert_ids: MutableInputTensor[dtype=DType.int32, ...],
-        src_info: MutableInputTensor[dtype=DType.int32, rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_dispatch_wait_kernel_api[
-            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            fused_shared_expert=fused_shared_expert,
-            output_layout=output_layout,
-            protocol=protocol,
-            n_sms=n_sms,
-            shares_gpu=False,
-            halves_overlap=True,
-        ](
-            _scaled_rows(
-                bytes_of(output_tokens),
-                bytes_of(output_scales),
-                output_scales.dim_size(1),
-            ),
-            row_offsets.to_tile_tensor(),
-            expert_ids.to_tile_tensor(),
-            src_info.to_tile_tensor(),
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-        )
-
-
 @extensibility.register("max_ep.dispatch.fp8")
 struct DispatchFP8:
     """Sends and receives in one launch, in blockwise FP8."""
@@ -748,7 +421,6 @@ struct DispatchFP8:
         fused_shared_expert: Bool,
         output_layout: StaticString,
         protocol: Int,
-        tokens_are_sent: Bool,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -785,7 +457,6 @@ struct DispatchFP8:
             fused_shared_expert=fused_shared_expert,
             output_layout=output_layout,
             protocol=protocol,
-            tokens_are_sent=tokens_are_sent,
             n_sms=n_sms,
         ](
             _scaled_rows(
@@ -824,7 +495,6 @@ struct CombineAsync:
         n_sms: Int,
         protocol: Int,
         partial_dtype: DType,
-        halves_overlap: Bool,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
@@ -848,7 +518,6 @@ struct CombineAsync:
             protocol=protocol,
             partial_dtype=partial_dtype,
             n_sms=n_sms,
-            halves_overlap=halves_overlap,
         ](
             atomic_counters.to_tile_tensor(),
             input_tokens.to_tile_tensor(),
@@ -955,65 +624,6 @@ struct CombineWaitRows:
             partial_dtype=partial_dtype,
             n_sms=n_sms,
             shares_gpu=shares_gpu,
-        ](
-            output_tokens.to_tile_tensor(),
-            atomic_counters.to_tile_tensor(),
-            router_weights.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-            SharedRows(
-                BytePointer(unsafe_from_address=Int(input_tokens.unsafe_ptr())),
-                input_tokens.dim_size(0),
-            ),
-        )
-
-
-@extensibility.register("max_ep.combine_wait.rows.in_room")
-struct CombineWaitRowsInRoom:
-    """Does as `CombineWaitRows` beside its async op, into tensors that were made before.
-    """
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        combine_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        fused_shared_expert: Bool,
-        protocol: Int,
-        partial_dtype: DType,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        output_tokens: MutableInputTensor[dtype=combine_dtype, rank=2, ...],
-        input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_combine_wait_kernel_api[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            fused_shared_expert=fused_shared_expert,
-            protocol=protocol,
-            partial_dtype=partial_dtype,
-            n_sms=n_sms,
-            shares_gpu=False,
-            halves_overlap=True,
         ](
             output_tokens.to_tile_tensor(),
             atomic_counters.to_tile_tensor(),

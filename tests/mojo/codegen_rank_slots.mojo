@@ -22,7 +22,6 @@ from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_choices import WithChoicesTokenFormat
 from max_ep.gpu_launch import NUM_THREADS
 from max_ep.layout import (
-    GATHER,
     GATHER_REDUCED,
     N_CHUNKS,
     RANK_SLOTS,
@@ -35,8 +34,6 @@ from max_ep.rank_slots.combine import (
     combine_wait_kernel,
 )
 from max_ep.rank_slots.deal import (
-    n_adding_blocks,
-    n_sending_blocks,
     Deal,
     EarlyCut,
     Turns,
@@ -47,7 +44,6 @@ from max_ep.rank_slots.dispatch import (
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
-    send_tokens_kernel,
 )
 from max_ep.rank_slots.dispatch_roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.token_format import BF16TokenFormat, TokenFormat
@@ -77,8 +73,6 @@ comptime dispatch_async[
     protocol: Int = RANK_SLOTS,
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
-    sent: Bool = False,
-    beside: Bool = False,
 ] = dispatch_async_kernel[
     DType.bfloat16,
     NUM_THREADS,
@@ -88,18 +82,6 @@ comptime dispatch_async[
     Format,
     protocol,
     shared,
-    sent,
-    beside,
-]
-
-comptime send_tokens[Format: TokenFormat, max_tokens: Int] = send_tokens_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    N_EXPERTS,
-    N_RANKS,
-    max_tokens,
-    Format,
-    GATHER,
 ]
 
 comptime dispatch_wait[
@@ -109,7 +91,6 @@ comptime dispatch_wait[
     padded: Bool = False,
     shared: Bool = False,
     turns: Bool = False,
-    beside: Bool = False,
 ] = dispatch_wait_kernel[
     NUM_THREADS,
     N_EXPERTS,
@@ -120,7 +101,6 @@ comptime dispatch_wait[
     padded,
     shared,
     turns,
-    beside,
 ]
 
 comptime dispatch[
@@ -129,7 +109,6 @@ comptime dispatch[
     max_tokens: Int = FEW_TOKENS,
     padded: Bool = False,
     shared: Bool = False,
-    sent: Bool = False,
     n_experts: Int = N_EXPERTS,
 ] = dispatch_kernel[
     DType.bfloat16,
@@ -141,11 +120,10 @@ comptime dispatch[
     protocol,
     padded,
     shared,
-    sent,
 ]
 
 comptime combine_async[
-    partial_dtype: DType, max_tokens: Int = FEW_TOKENS, beside: Bool = False
+    partial_dtype: DType, max_tokens: Int = FEW_TOKENS
 ] = combine_async_kernel[
     DType.bfloat16,
     partial_dtype,
@@ -156,7 +134,6 @@ comptime combine_async[
     N_RANKS,
     max_tokens,
     RANK_SLOTS_REDUCED,
-    beside,
 ]
 
 comptime combine_wait[
@@ -164,7 +141,6 @@ comptime combine_wait[
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
     turns: Bool = False,
-    beside: Bool = False,
 ] = combine_wait_kernel[
     DType.bfloat16,
     partial_dtype,
@@ -177,7 +153,6 @@ comptime combine_wait[
     RANK_SLOTS_REDUCED,
     shared,
     turns,
-    beside,
 ]
 
 comptime combine[
@@ -208,24 +183,6 @@ def check_parts_at_once() raises:
                     n_tokens, n_senders
                 )
                 assert_equal(n_parts >> shift << shift, n_parts)
-
-
-def check_halves() raises:
-    """Each half has a multiprocessor; what was measured stays, and few tokens few.
-    """
-    for n_blocks in range(2, 133):
-        for max_tokens in [1, 512, 513, 4096]:
-            var n = n_sending_blocks(n_blocks, max_tokens)
-            assert_true(1 <= n and n < n_blocks)
-        for n_tokens in [0, 1, 8, 4096]:
-            var n = n_adding_blocks(n_blocks, n_tokens)
-            assert_true(1 <= n and n <= n_blocks)
-    assert_equal(n_sending_blocks(132, 128), 66)
-    assert_equal(n_sending_blocks(132, 512), 66)
-    assert_equal(n_sending_blocks(132, 4096), 44)
-    assert_equal(n_adding_blocks(66, 1), 16)
-    assert_equal(n_adding_blocks(66, 8), 32)
-    assert_equal(n_adding_blocks(66, 17), 66)
 
 
 def check_deal() raises:
@@ -348,10 +305,6 @@ def main() raises:
     emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, shared=True]](
         "dispatch_async.bf16_reduced_shared_parts"
     )
-    emit[dispatch_async[FP8, GATHER, MANY_TOKENS, sent=True]](
-        "dispatch_async.fp8_gather_sent_parts"
-    )
-    emit[send_tokens[BF16, MANY_TOKENS]]("send_tokens.bf16_gather_parts")
     emit[dispatch_wait[BF16, padded=True, turns=True]](
         "dispatch_wait.bf16_padded_turns"
     )
@@ -364,9 +317,6 @@ def main() raises:
     emit[dispatch[BF16, REDUCED, MANY_TOKENS]]("dispatch.bf16_reduced_parts")
     emit[dispatch[FP8, max_tokens=MANY_TOKENS, shared=True]](
         "dispatch.fp8_shared_parts"
-    )
-    emit[dispatch[BF16, GATHER_REDUCED, sent=True]](
-        "dispatch.bf16_reduced_gather_sent"
     )
     emit[dispatch[CARRIED, GATHER_REDUCED, MANY_TOKENS, n_experts=N_RANKS]](
         "dispatch.bf16_reduced_carried_parts"
@@ -383,17 +333,6 @@ def main() raises:
     emit[combine[DType.bfloat16]]("combine.bf16")
     emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
     emit[combine[DType.float32, MANY_TOKENS]]("combine.f32")
-    emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, beside=True]](
-        "dispatch_async.bf16_reduced_parts_beside"
-    )
-    emit[dispatch_wait[BF16, beside=True]]("dispatch_wait.bf16_beside")
-    emit[dispatch_wait[FP8, REDUCED, shared=True, beside=True]](
-        "dispatch_wait.fp8_reduced_shared_beside"
-    )
-    emit[combine_async[DType.bfloat16, beside=True]](
-        "combine_async.bf16_beside"
-    )
-    emit[combine_wait[DType.bfloat16, beside=True]]("combine_wait.bf16_beside")
     print(NUM_THREADS)
     # Where generations are in the header, and those that all have read.
     print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_CLEAR)
@@ -401,7 +340,6 @@ def main() raises:
     # What else the two halves of an exchange share there.
     print(_N_TOKENS, _N_TOKENS + 1, _COMBINE_OF, _BLOCKS_DONE, FAILURE_WORD)
     check_parts_at_once()
-    check_halves()
     check_deal()
     check_turns()
     check_cut[28]()

@@ -20,5 +20,4 @@ from .dispatch import (
     ep_dispatch_async_kernel_api,
     ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
-    ep_send_tokens_kernel_api,
 )

@@ -76,7 +76,6 @@ def check_protocol[
     protocol: Int,
     target: StaticString,
     is_scaled: Bool,
-    tokens_are_sent: Bool = False,
 ]():
     """Refuses what `rank_slots` cannot do, when an op is compiled.
 
@@ -84,7 +83,6 @@ def check_protocol[
         protocol: The wire protocol.
         target: The device kind.
         is_scaled: Whether there are input scales.
-        tokens_are_sent: Whether tokens go before the router has decided.
     """
     comptime assert (
         EXPERT_SLOTS <= protocol and protocol <= GATHER_REDUCED
@@ -92,9 +90,6 @@ def check_protocol[
     comptime assert (
         protocol == EXPERT_SLOTS or not is_scaled
     ), "max_ep: only expert_slots encodes a token for each expert, with scales"
-    comptime assert (
-        protocol >= GATHER or not tokens_are_sent
-    ), "max_ep: only gather sends tokens before their experts are known"
 
 
 def check_tokens[

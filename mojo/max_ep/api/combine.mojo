@@ -39,7 +39,6 @@ def ep_combine_async_kernel_api[
     protocol: Int = EXPERT_SLOTS,
     partial_dtype: DType = combine_dtype,
     n_sms: Int = 0,
-    halves_overlap: Bool = False,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor[combine_dtype, ...],
@@ -66,8 +65,6 @@ def ep_combine_async_kernel_api[
             those of this rank's own tokens are left to `combine_wait`.
         partial_dtype: Element type of a partial sum.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        halves_overlap: As in `ep_dispatch_async_kernel_api`; with a reduced
-            protocol.
 
     Args:
         atomic_counters: Local words; they know the last dispatch's rows.
@@ -128,7 +125,6 @@ def ep_combine_async_kernel_api[
             protocol,
             partial_dtype,
             n_sms,
-            halves_overlap,
         ](
             input_tokens,
             src_info,
@@ -163,7 +159,6 @@ def ep_combine_wait_kernel_api[
     partial_dtype: DType = combine_dtype,
     n_sms: Int = 0,
     shares_gpu: Bool = True,
-    halves_overlap: Bool = False,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -190,7 +185,6 @@ def ep_combine_wait_kernel_api[
         partial_dtype: As in `ep_combine_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
         shares_gpu: Whether other ranks may run on this rank's GPU.
-        halves_overlap: As in `ep_combine_async_kernel_api`.
 
     Args:
         output_tokens: Results, `[n_tokens, hidden_size]`.
@@ -258,7 +252,6 @@ def ep_combine_wait_kernel_api[
             partial_dtype,
             n_sms,
             shares_gpu,
-            halves_overlap,
         ](
             output_tokens,
             router_weights,

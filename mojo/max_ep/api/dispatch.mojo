@@ -12,7 +12,6 @@ from ..gpu_launch import (
     launch_dispatch,
     launch_dispatch_async,
     launch_dispatch_wait,
-    launch_send_tokens,
 )
 from ..launch_checks import (
     check_config,
@@ -36,89 +35,6 @@ from .checks import (
 )
 
 
-def ep_send_tokens_kernel_api[
-    token_fmt_type: TokenFormat,
-    n_experts: Int,
-    max_token_per_rank: Int,
-    n_gpus_per_node: Int,
-    n_nodes: Int,
-    target: StaticString,
-    protocol: Int,
-    n_sms: Int = 0,
-](
-    atomic_counters: TileTensor[DType.int32, ...],
-    input_tokens: TileTensor,
-    recv_ptrs: TileTensor[DType.uint64, ...],
-    recv_count_ptrs: TileTensor[DType.uint64, ...],
-    context: DeviceContext,
-) raises:
-    """Starts sending tokens to all ranks, before the router has decided.
-
-    A dispatch of the same tokens must follow, with `tokens_are_sent`.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, such as `cpu`.
-        protocol: `GATHER` or `GATHER_REDUCED`.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-
-    Args:
-        atomic_counters: As for `ep_dispatch_async_kernel_api`.
-        input_tokens: Tokens, `[n_tokens, hidden_size]`.
-        recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
-        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
-        context: The device.
-
-    Raises:
-        If an argument does not fit (nothing is sent), or a peer is late.
-    """
-    comptime n_ranks = n_gpus_per_node * n_nodes
-    comptime n_mapped = n_mapped_ranks[
-        target, False, n_gpus_per_node, n_ranks
-    ]()
-    comptime hidden_size = token_fmt_type.hidden_size
-    check_config[
-        n_experts,
-        n_ranks,
-        hidden_size,
-        token_fmt_type.hidden_multiple,
-        token_fmt_type.top_k,
-        target,
-    ]()
-    check_protocol[protocol, target, False, True]()
-    check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
-    comptime op = "send_tokens"
-    comptime dispatch_layout = dispatch_layout_of[
-        token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
-    ]()
-    var counters = counters_of[n_experts, target](
-        op, atomic_counters, dispatch_layout
-    )
-    var n_tokens = Int(input_tokens.dim[0]())
-    check_n_tokens[target](op, counters, n_tokens, max_token_per_rank)
-    check_size(
-        op, "columns of input_tokens", Int(input_tokens.dim[1]()), hidden_size
-    )
-    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
-    var counts = peer_buffers[n_ranks, n_mapped](
-        op, "recv_count_ptrs", recv_count_ptrs
-    )
-    comptime if is_gpu[target]():
-        launch_send_tokens[
-            token_fmt_type,
-            n_experts,
-            n_ranks,
-            max_token_per_rank,
-            protocol,
-            n_sms,
-        ](input_tokens, recv_bufs, counts, counters, context)
-    # On CPU `ep_dispatch_async_kernel_api` sends the tokens.
-
-
 def ep_dispatch_async_kernel_api[
     token_fmt_type: TokenFormat,
     n_experts: Int,
@@ -131,8 +47,6 @@ def ep_dispatch_async_kernel_api[
     fused_shared_expert: Bool = False,
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
-    tokens_are_sent: Bool = False,
-    halves_overlap: Bool = False,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor,
@@ -163,11 +77,6 @@ def ep_dispatch_async_kernel_api[
         protocol: The wire protocol, from `protocol_of`; all but `EXPERT_SLOTS`
             are for one host, and without input scales.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tokens_are_sent: Whether `ep_send_tokens_kernel_api` has sent the tokens.
-        halves_overlap: Whether the waiting half may begin before the sending half
-            ends, on multiprocessors of its own; both must be told the same. Then
-            nothing that runs between the two may use the memory of the outputs.
-            On GPUs, with one rank each; not with `EXPERT_SLOTS`.
 
     Args:
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
@@ -202,9 +111,7 @@ def ep_dispatch_async_kernel_api[
     comptime assert not (
         fused_shared_expert and Bool(input_scales_wrapper)
     ), "max_ep: fused_shared_expert takes no input scales"
-    check_protocol[
-        protocol, target, Bool(input_scales_wrapper), tokens_are_sent
-    ]()
+    check_protocol[protocol, target, Bool(input_scales_wrapper)]()
     check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "dispatch_async"
     comptime dispatch_layout = dispatch_layout_of[
@@ -236,8 +143,6 @@ def ep_dispatch_async_kernel_api[
             fused_shared_expert,
             protocol,
             n_sms,
-            tokens_are_sent,
-            halves_overlap,
         ](
             input_tokens,
             topk_ids,
@@ -277,7 +182,6 @@ def ep_dispatch_wait_kernel_api[
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
     shares_gpu: Bool = True,
-    halves_overlap: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -305,7 +209,6 @@ def ep_dispatch_wait_kernel_api[
         protocol: As in `ep_dispatch_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
         shares_gpu: Whether other ranks may run on this rank's GPU.
-        halves_overlap: As in `ep_dispatch_async_kernel_api`.
 
     Args:
         rows: Output tensors of the format, as many rows as `src_info`.
@@ -364,7 +267,6 @@ def ep_dispatch_wait_kernel_api[
             protocol,
             n_sms,
             shares_gpu,
-            halves_overlap,
         ](
             rows,
             row_tables[dispatch_layout, fused_shared_expert, output_layout](
@@ -404,7 +306,6 @@ def ep_dispatch_kernel_api[
     output_layout: StaticString = "packed",
     protocol: Int = EXPERT_SLOTS,
     n_sms: Int = 0,
-    tokens_are_sent: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -436,7 +337,6 @@ def ep_dispatch_kernel_api[
         output_layout: As in `ep_dispatch_wait_kernel_api`.
         protocol: As in `ep_dispatch_async_kernel_api`.
         n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        tokens_are_sent: Whether `ep_send_tokens_kernel_api` has sent the tokens.
 
     Args:
         rows: Output tensors of the format.
@@ -470,9 +370,7 @@ def ep_dispatch_kernel_api[
             top_k,
             target,
         ]()
-        check_protocol[
-            protocol, target, Bool(input_scales_wrapper), tokens_are_sent
-        ]()
+        check_protocol[protocol, target, Bool(input_scales_wrapper)]()
         check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
         comptime op = "dispatch"
         comptime dispatch_layout = dispatch_layout_of[
@@ -501,7 +399,6 @@ def ep_dispatch_kernel_api[
             use_shmem,
             protocol,
             n_sms,
-            tokens_are_sent,
         ](
             input_tokens,
             topk_ids,
@@ -531,7 +428,6 @@ def ep_dispatch_kernel_api[
         use_shmem,
         fused_shared_expert,
         protocol,
-        tokens_are_sent=tokens_are_sent,
     ](
         atomic_counters,
         input_tokens,

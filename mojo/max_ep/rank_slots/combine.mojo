@@ -40,7 +40,7 @@ from ..expert_slots.device_steps import (
     is_last_block,
     share_addresses,
 )
-from ..flags import FlagPointer, leave_word, next_generation
+from ..flags import FlagPointer, next_generation
 from ..layout import RegionLayout
 from ..token_format import BytePointer, SharedRows
 from .combine_checks import (
@@ -55,13 +55,9 @@ from .combine_send import send_partials, sum_to_send
 from .deal import Turns
 from .device_steps import (
     Launch,
-    await_kernels_before,
     await_launch_before,
-    await_sending_half,
     header_word,
-    header_word_beside,
     is_last_to_start,
-    let_next_begin,
     note_readers,
     publish_earlier_reads,
     publish_reads,
@@ -236,7 +232,6 @@ def combine_async_kernel[
     n_ranks: Int,
     max_tokens_per_rank: Int,
     protocol: Int,
-    halves_overlap: Bool = False,
 ](
     expert_rows: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
     n_rows_max: Int32,
@@ -258,7 +253,6 @@ def combine_async_kernel[
         n_ranks: Ranks of the group.
         max_tokens_per_rank: Tokens one rank may send.
         protocol: A reduced one.
-        halves_overlap: Whether the waiting half may begin before this one ends.
 
     Args:
         expert_rows: `[n_rows_max][hidden_size]`, in the order of the last
@@ -285,11 +279,7 @@ def combine_async_kernel[
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     comptime n_senders = n_warps if n_ranks > 1 else 0
     var first = _First.of[layout, n_steps](n_senders, n_warps)
-    comptime if halves_overlap:
-        await_kernels_before()
-        let_next_begin()
-    else:
-        await_launch_before()
+    await_launch_before()
     var word = header_word(ep_counters)
     var n_rows = rows_delivered[layout](ep_counters)
     var ahead = first.notes[layout](ep_counters)
@@ -300,16 +290,10 @@ def combine_async_kernel[
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go or is_nothing_dispatched(launch, ep_counters):
         return
-    if is_last_to_start[halves_overlap](launch, ep_counters, n_warps - 2):
+    if is_last_to_start(launch, ep_counters, n_warps - 2):
         ep_counters.set_combine_of(launch.before.dispatch_received)
         var generation = next_generation(launch.before.combine_sent)
-        comptime if halves_overlap:
-            leave_word(
-                ep_counters.combine_sent_word(),
-                generation.cast[DType.int32](),
-            )
-        else:
-            ep_counters.set_combine_sent(generation)
+        ep_counters.set_combine_sent(generation)
     publish_earlier_reads[layout](launch, dispatch_counts, n_warps - 3)
     if has_too_few_rows(n_rows, n_rows_max, SEND, launch, ep_counters):
         return
@@ -342,7 +326,6 @@ def combine_wait_kernel[
     protocol: Int,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
-    halves_overlap: Bool = False,
 ](
     expert_rows: SharedRows,
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
@@ -367,7 +350,6 @@ def combine_wait_kernel[
         protocol: A reduced one.
         fused_shared_expert: Whether row `t` is the shared expert's of token `t`.
         shares_gpu: As in `dispatch_wait_kernel`, whose reason holds here.
-        halves_overlap: As in `dispatch_wait_kernel`.
 
     Args:
         expert_rows: Those of `combine_async_kernel`: this rank's own partial
@@ -394,13 +376,8 @@ def combine_wait_kernel[
     ].n_steps
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     var first = _First.of[layout, n_steps](0, n_warps)
-    var word: Int32
-    comptime if halves_overlap:
-        let_next_begin()
-        word = header_word_beside(ep_counters)
-    else:
-        await_launch_before()
-        word = header_word(ep_counters)
+    await_launch_before()
+    var word = header_word(ep_counters)
     var n_rows = rows_delivered[layout](ep_counters)
     var ahead = first.notes[layout](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
@@ -412,29 +389,13 @@ def combine_wait_kernel[
         n_rows, Int32(expert_rows.n_rows), RECEIVE, launch, ep_counters
     ):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
-        comptime if halves_overlap:
-            await_kernels_before()
         return
     var generation = next_generation(launch.before.combine_received)
     comptime if not shares_gpu:
-        if is_last_to_start[halves_overlap, is_wait=True](
-            launch, ep_counters, n_warps - 2
-        ):
-            comptime if halves_overlap:
-                # It tells peers of earlier reads, by what it has read there.
-                if await_sending_half(
-                    ep_counters.combine_sent_word(), generation, launch
-                ):
-                    ep_counters.set_combine_received(generation)
-            else:
-                ep_counters.set_combine_received(generation)
+        if is_last_to_start(launch, ep_counters, n_warps - 2):
+            ep_counters.set_combine_received(generation)
         if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
             note_readers[layout, False](launch, dispatch_counts, ep_counters)
-    var answered = launch.before.combine_of
-    comptime if halves_overlap:
-        # The sending half may not have noted it yet. It is this one: with a dispatch
-        # between them the halves would not overlap.
-        answered = launch.before.dispatch_received
     _receive[
         combine_dtype,
         partial_dtype,
@@ -447,16 +408,13 @@ def combine_wait_kernel[
         Int(n_tokens),
         expert_rows.rows,
         recv_bufs,
-        answered,
+        launch.before.combine_of,
         launch,
         ep_counters,
         n_warps,
         ahead,
         True,
     )
-    comptime if halves_overlap:
-        # The end of this kernel means the end of those before it.
-        await_kernels_before()
     comptime if shares_gpu:
         if not is_last_block(ep_counters):
             return

@@ -22,40 +22,10 @@ comptime _SHORT_PART = 4
 """Steps of a part that is short: four of them are sent at once for few tokens, too."""
 
 
-comptime _EQUAL_HALVES = 512
-"""Most tokens of a rank at which halves that overlap have equally many
-multiprocessors. With more the sending half, which the link bounds, has a third."""
-
-comptime _FEW_ADDING_BLOCKS = 16
-"""Blocks that add up what a combine brings, for few tokens."""
-
-comptime _ADDING_BLOCKS_PER_TOKEN = 4
-"""The same for each of more tokens."""
-
-
 @always_inline
 def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token, of 16 bytes a lane each."""
     return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
-
-
-@always_inline
-def n_sending_blocks(n_blocks: Int, max_tokens_per_rank: Int) -> Int:
-    """Shares multiprocessors out to halves that overlap."""
-    return max(
-        1, n_blocks // (2 if max_tokens_per_rank <= _EQUAL_HALVES else 3)
-    )
-
-
-@always_inline
-def n_adding_blocks(n_blocks: Int, n_tokens: Int) -> Int:
-    """Counts those blocks of a combine's waiting half that find something to do.
-
-    Others would begin and end for nothing, which few tokens notice.
-    """
-    return min(
-        n_blocks, max(_FEW_ADDING_BLOCKS, _ADDING_BLOCKS_PER_TOKEN * n_tokens)
-    )
 
 
 @always_inline

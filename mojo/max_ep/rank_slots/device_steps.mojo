@@ -32,13 +32,11 @@ from ..flags import (
     SPINS_BETWEEN_LOOKS,
     SharedWord,
     arrive,
-    arrive_in_half,
     count_of,
     flag_at,
     flag_word,
     generation_of,
     is_not_before,
-    look_at,
     peek,
     publish,
 )
@@ -143,17 +141,6 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 
 @always_inline
-def header_word_beside(counters: EPLocalSyncCounters) -> Int32:
-    """Does as `header_word`, in a waiting half beside its sending half.
-
-    This thread then sees all that the kernels before the sending half have written:
-    they had ended before it let this one begin.
-    """
-    comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
-    return look_at(counters.words.unsafe_offset(Int(lane_id())))
-
-
-@always_inline
 def start_launch[
     n_experts: Int, //, layout: RegionLayout, n_control: Int
 ](word: Int32, counters: EPLocalSyncCounters[n_experts], phase: Int) -> Launch:
@@ -188,36 +175,18 @@ def start_launch[
 
 
 @always_inline
-def is_last_to_start[
-    halves_overlap: Bool = False, is_wait: Bool = False
-](launch: Launch, counters: EPLocalSyncCounters, warp_idx: Int) -> Bool:
+def is_last_to_start(
+    launch: Launch, counters: EPLocalSyncCounters, warp_idx: Int
+) -> Bool:
     """Tells one thread of the grid that all blocks have read the header.
 
     Every thread of every block calls it, once.
     """
     if launch.warp_idx != warp_idx or launch.lane != 0:
         return False
-    comptime if halves_overlap:
-        return arrive_in_half[is_wait](counters.blocks_done(), Int(grid_dim.x))
     if arrive(counters.blocks_done()) != Int(grid_dim.x) - 1:
         return False
     counters.blocks_done()[] = 0
-    return True
-
-
-@always_inline
-def await_sending_half(
-    sent: Pointer[Int32, MutUntrackedOrigin], generation: UInt32, launch: Launch
-) -> Bool:
-    """Waits until all blocks of the sending half have read the header.
-
-    With one thread of a waiting half beside it, before it moves what they read.
-    """
-    var spins = 0
-    while look_at(sent).cast[DType.uint32]() != generation:
-        spins += 1
-        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
-            return False
     return True
 
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch of `rank_slots` for GPU ranks.
 
-Each token goes once to each rank that has an expert of it; with `gather`, to each
-that has experts at all, maybe by a launch of its own, before the router has
-decided (`send_tokens_kernel`). An entry for each
-choice goes to every rank, and tells by itself of which generation it is, as do
+Each token goes once to each rank that has an expert of it; in an all-gather, to each
+that has experts at all. An entry for each choice goes to every rank, and tells by itself of which generation it is, as do
 counts and numbers of tokens: none of them waits for another store. Rows and
 tables are those of `expert_slots`, bit for bit.
 
@@ -34,7 +32,7 @@ from max.gpu import (
 )
 from std.utils import StaticTuple
 
-from ..counters import EPLocalSyncCounters, NO_EXPERT, TOKENS_SENT
+from ..counters import EPLocalSyncCounters, NO_EXPERT
 from ..expert_slots.device_steps import (
     SharedAddresses,
     any_lane,
@@ -44,16 +42,11 @@ from ..expert_slots.device_steps import (
     shared_ints,
 )
 from ..expert_slots.dispatch import dispatch_layout_of, write_no_rows
-from ..failures import OTHER_TOKENS, note_failure
 from ..flags import (
     FlagPointer,
-    SPINS_BETWEEN_LOOKS,
-    arrive,
     block_add,
     block_peek,
     block_publish,
-    leave_word,
-    look_at,
     next_generation,
 )
 from ..layout import MESSAGE_ALIGN, RegionLayout
@@ -62,13 +55,9 @@ from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .deal import n_async_send_warps, n_send_warps
 from .device_steps import (
     Launch,
-    await_kernels_before,
     await_launch_before,
-    await_sending_half,
     header_word,
-    header_word_beside,
     is_last_to_start,
-    let_next_begin,
     note_readers,
     publish_earlier_reads,
     publish_reads,
@@ -159,7 +148,6 @@ def _send[
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
-    tokens_are_sent: Bool,
     n_warps: Int,
 ](
     mut elements: EarlyElements[input_type, token_fmt_type],
@@ -203,29 +191,26 @@ def _send[
     var sender = launch.warp_idx - FIRST_SENDER
     if sender >= n_senders:
         return
-    comptime if not (tokens_are_sent and has_input):
-        send_by_number[
-            n_experts,
-            layout,
-            token_fmt_type,
-            fused_shared_expert,
-            has_input,
-            not tokens_are_sent,
-            True,
-        ](
-            elements,
-            ahead.part,
-            receivers,
-            tokens,
-            choices,
-            n_tokens,
-            recv_bufs,
-            counts,
-            launch,
-            counters,
-            sender,
-            n_senders,
-        )
+    send_by_number[
+        n_experts,
+        layout,
+        token_fmt_type,
+        fused_shared_expert,
+        has_input,
+    ](
+        elements,
+        ahead.part,
+        receivers,
+        tokens,
+        choices,
+        n_tokens,
+        recv_bufs,
+        counts,
+        launch,
+        counters,
+        sender,
+        n_senders,
+    )
 
 
 # ---------------------------------------------------------- the receiving half
@@ -238,7 +223,6 @@ def _receive[
     layout: RegionLayout,
     token_fmt_type: TokenFormat,
     has_input: Bool,
-    waits_for_number: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
@@ -263,11 +247,6 @@ def _receive[
     var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
     if indexer >= 0:
         var n_shared = n_own_tokens if fused_shared_expert else 0
-        comptime if fused_shared_expert and waits_for_number:
-            while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
-                pass
-            # 0 if it did not come: then the launch has failed.
-            n_shared = Int(n_tokens_of[unsafe_offset=launch.my_rank])
         lay_out_rows[n_experts, layout](
             pair_rows,
             sums,
@@ -384,150 +363,6 @@ def _receive[
 # ------------------------------------------------------------------ the kernels
 
 
-@always_inline
-def _tell_dispatch(n_tokens: Int, counters: EPLocalSyncCounters):
-    """Tells the dispatch that all blocks of `send_tokens` have read the header.
-
-    One thread of each block calls it, once.
-    """
-    var word = counters.tokens_sent_on_gpu()
-    if arrive(word) == Int(grid_dim.x) - 1:
-        leave_word(word, TOKENS_SENT + Int32(n_tokens))
-
-
-@always_inline
-def _await_send_tokens[
-    n_experts: Int, //
-](n_tokens: Int, launch: Launch, counters: EPLocalSyncCounters[n_experts]):
-    """Waits until all blocks of `send_tokens` have begun, with one thread.
-
-    They read the generations that this thread is about to move. Dispatch leaves
-    them the multiprocessors they need (`gpu_launch.mojo`), so they do begin.
-    """
-    var word = counters.tokens_sent_on_gpu()
-    var found = look_at(word)
-    var spins = 0
-    while found < TOKENS_SENT:
-        spins += 1
-        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
-            break
-        found = look_at(word)
-    if found != TOKENS_SENT + Int32(n_tokens):
-        note_failure(
-            counters.failure(),
-            OTHER_TOKENS,
-            SEND,
-            launch.my_rank,
-            -1,
-            next_generation(launch.before.dispatch_sent),
-            0,
-            n_tokens,
-            Int(found - TOKENS_SENT) if found >= TOKENS_SENT else -1,
-        )
-        counters.set_broken()
-    word[] = 0
-
-
-@__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
-    # A multiprocessor has one block: all registers may be used.
-    `nvvm.minctasm`=SIMDLength(1),
-)
-def send_tokens_kernel[
-    input_type: DType,
-    num_threads: Int,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens_per_rank: Int,
-    token_fmt_type: TokenFormat,
-    protocol: Int,
-](
-    input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-    n_tokens: Int32,
-    recv_buf_ptrs: Array[BytePointer, n_ranks],
-    recv_count_ptrs: Array[FlagPointer, n_ranks],
-    ep_counters: EPLocalSyncCounters[n_experts],
-):
-    """Sends each token to all peers, before the router has decided.
-
-    Moves no generation: the dispatch after it, with `tokens_are_sent`, does, and
-    sends all else. Both may run at once, on different multiprocessors.
-
-    Launch: any grid, `block_dim = num_threads`.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        num_threads: Threads of a block, `N_WARPS_MIN` warps or more.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        token_fmt_type: Wire format of a token.
-        protocol: `GATHER` or `GATHER_REDUCED`.
-
-    Args:
-        input_tokens: As in `dispatch_async_kernel`.
-        n_tokens: Likewise.
-        recv_buf_ptrs: Likewise.
-        recv_count_ptrs: Likewise.
-        ep_counters: Likewise.
-
-    Safety:
-        As for `dispatch_async_kernel`.
-    """
-    comptime layout = dispatch_layout_of[
-        token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
-    ]()
-    comptime assert (
-        layout.sends_to_all()
-    ), "which ranks get a token is not known"
-    comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
-    comptime n_warps = num_threads // WARP_SIZE
-    var first_part = FirstPart.of[layout, token_fmt_type](
-        Int(n_tokens), Int(warp_id()), n_warps
-    )
-    await_launch_before()
-    var word = header_word(ep_counters)
-    var elements = EarlyElements[input_type, token_fmt_type](fill=0)
-    var first_id = first_part.load[layout, token_fmt_type](
-        elements, input_tokens, Choices[].none()
-    )
-    var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
-    var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    var receivers = first_part.receivers[n_experts, layout, False, True, True](
-        first_id, word
-    )
-    var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go:
-        return
-    if launch.warp_idx == COUNTING_WARP and launch.lane == 0:
-        _tell_dispatch(Int(n_tokens), ep_counters)
-    # Peers that send early, too, wait for this.
-    publish_earlier_reads[layout](launch, counts, TELLING_WARP)
-    send_by_number[
-        n_experts,
-        layout,
-        token_fmt_type,
-        False,
-        True,
-        True,
-        False,
-    ](
-        elements,
-        first_part,
-        receivers,
-        input_tokens,
-        Choices[].none(),
-        Int(n_tokens),
-        recv_bufs,
-        counts,
-        launch,
-        ep_counters,
-        launch.warp_idx,
-        n_warps,
-    )
-    # AFTER: the tokens are on their way; nobody looks for them yet.
-
-
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads)),
     # A multiprocessor has one block: all registers may be used.
@@ -542,8 +377,6 @@ def dispatch_async_kernel[
     token_fmt_type: TokenFormat,
     protocol: Int,
     fused_shared_expert: Bool = False,
-    tokens_are_sent: Bool = False,
-    halves_overlap: Bool = False,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -566,8 +399,6 @@ def dispatch_async_kernel[
         token_fmt_type: Wire format of a token.
         protocol: Any but `EXPERT_SLOTS`.
         fused_shared_expert: Whether this rank receives all of its tokens.
-        tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
-        halves_overlap: Whether the waiting half may begin before this one ends.
 
     Args:
         input_tokens: `[n_tokens][hidden_size]`, rows aligned to 16 bytes.
@@ -593,11 +424,7 @@ def dispatch_async_kernel[
     var first_part = FirstPart.of[layout, token_fmt_type](
         Int(n_tokens), Int(warp_id()) - FIRST_SENDER, n_senders
     )
-    comptime if halves_overlap:
-        await_kernels_before()
-        let_next_begin()
-    else:
-        await_launch_before()
+    await_launch_before()
     var word = header_word(ep_counters)
     var choices = Choices[n_ranks if token_fmt_type.n_carried > 0 else 0].of[
         layout
@@ -611,23 +438,15 @@ def dispatch_async_kernel[
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     share_choices[num_threads, layout](choices)
     var receivers = first_part.receivers[
-        n_experts, layout, fused_shared_expert, False, not tokens_are_sent
+        n_experts, layout, fused_shared_expert, False
     ](ahead.id, word)
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
-    if is_last_to_start[halves_overlap](launch, ep_counters, COUNTING_WARP):
-        comptime if tokens_are_sent:
-            _await_send_tokens(Int(n_tokens), launch, ep_counters)
+    if is_last_to_start(launch, ep_counters, COUNTING_WARP):
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
-        comptime if halves_overlap:
-            leave_word(
-                ep_counters.dispatch_sent_word(),
-                generation.cast[DType.int32](),
-            )
-        else:
-            ep_counters.set_dispatch_sent(generation)
+        ep_counters.set_dispatch_sent(generation)
     publish_earlier_reads[layout](launch, counts, TELLING_WARP)
     _send[
         input_type,
@@ -636,7 +455,6 @@ def dispatch_async_kernel[
         token_fmt_type,
         fused_shared_expert,
         False,
-        tokens_are_sent,
         n_warps,
     ](
         elements,
@@ -670,7 +488,6 @@ def dispatch_wait_kernel[
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
-    halves_overlap: Bool = False,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
@@ -702,9 +519,6 @@ def dispatch_wait_kernel[
         shares_gpu: Whether other ranks may run on this rank's GPU. If so, this
             launch tells at its end what it has read: the next launch of this
             rank, which would tell otherwise, may be queued behind theirs.
-        halves_overlap: Whether this half may begin before the sending half ends,
-            which was told so, too. Then no kernel that may still run reads or
-            writes where the outputs stand.
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
@@ -720,13 +534,8 @@ def dispatch_wait_kernel[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
-    var word: Int32
-    comptime if halves_overlap:
-        let_next_begin()
-        word = header_word_beside(ep_counters)
-    else:
-        await_launch_before()
-        word = header_word(ep_counters)
+    await_launch_before()
+    var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, RECEIVE)
@@ -736,24 +545,13 @@ def dispatch_wait_kernel[
             token_fmt_type.end_choices(
                 rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
             )
-        comptime if halves_overlap:
-            await_kernels_before()
         return
     # Un-reduced, the next launch is a combine that tells nobody.
     comptime tells_at_end = shares_gpu or not layout.is_reduced()
     var generation = next_generation(launch.before.dispatch_received)
     comptime if not tells_at_end:
-        if is_last_to_start[halves_overlap, is_wait=True](
-            launch, ep_counters, COUNTING_WARP
-        ):
-            comptime if halves_overlap:
-                # It tells peers of earlier reads, by what it has read there.
-                if await_sending_half(
-                    ep_counters.dispatch_sent_word(), generation, launch
-                ):
-                    ep_counters.set_dispatch_received(generation)
-            else:
-                ep_counters.set_dispatch_received(generation)
+        if is_last_to_start(launch, ep_counters, COUNTING_WARP):
+            ep_counters.set_dispatch_received(generation)
         if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
             note_readers[layout, True](launch, counts, ep_counters)
     _receive[
@@ -762,7 +560,6 @@ def dispatch_wait_kernel[
         layout,
         token_fmt_type,
         False,
-        waits_for_number=halves_overlap,
     ](
         rows,
         Int(n_rows_max),
@@ -775,9 +572,6 @@ def dispatch_wait_kernel[
         launch,
         ep_counters,
     )
-    comptime if halves_overlap:
-        # The end of this kernel means the end of those before it.
-        await_kernels_before()
     comptime if tells_at_end:
         if not is_last_block(ep_counters):
             return
@@ -805,7 +599,6 @@ def dispatch_kernel[
     protocol: Int,
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
-    tokens_are_sent: Bool = False,
 ](
     input_tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
@@ -840,7 +633,6 @@ def dispatch_kernel[
         protocol: Any but `EXPERT_SLOTS`.
         is_padded: Whether each expert's rows stand by themselves.
         fused_shared_expert: Whether this rank's tokens come first.
-        tokens_are_sent: Whether peers have them from `send_tokens_kernel`.
 
     Args:
         input_tokens: As in `dispatch_async_kernel`.
@@ -881,7 +673,7 @@ def dispatch_kernel[
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     share_choices[num_threads, layout](choices)
     var receivers = first_part.receivers[
-        n_experts, layout, fused_shared_expert, has_input, not tokens_are_sent
+        n_experts, layout, fused_shared_expert, has_input
     ](ahead.id, word)
     var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
@@ -892,8 +684,6 @@ def dispatch_kernel[
             )
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
-        comptime if tokens_are_sent:
-            _await_send_tokens(Int(n_tokens), launch, ep_counters)
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
@@ -908,7 +698,6 @@ def dispatch_kernel[
         token_fmt_type,
         fused_shared_expert,
         has_input,
-        tokens_are_sent,
         n_warps,
     ](
         elements,

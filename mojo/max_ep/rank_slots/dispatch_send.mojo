@@ -114,7 +114,6 @@ struct Receivers(TrivialRegisterPassable):
         layout: RegionLayout,
         fused_shared_expert: Bool,
         has_input: Bool,
-        to_peers: Bool,
     ](id: Int32, my_rank: Int, lane: Int) -> Self:
         """Finds out who gets a token; all lanes call it."""
         var dst_rank: Int32 = -1
@@ -127,9 +126,7 @@ struct Receivers(TrivialRegisterPassable):
         else:
             if lane < layout.top_k and id >= 0 and id < Int32(n_experts):
                 dst_rank = id // Int32(layout.n_local_experts())
-        var is_target = (
-            to_peers and dst_rank >= 0 and dst_rank != Int32(my_rank)
-        )
+        var is_target = dst_rank >= 0 and dst_rank != Int32(my_rank)
         comptime if not layout.sends_to_all():
             var first = count_trailing_zeros(lanes_like(dst_rank))
             is_target = is_target and Int(first) == lane
@@ -239,14 +236,13 @@ struct FirstPart(TrivialRegisterPassable):
         layout: RegionLayout,
         fused_shared_expert: Bool,
         has_input: Bool,
-        to_peers: Bool,
     ](self, id: Int32, header_word: Int32) -> Receivers:
         """Finds out who gets it, as soon as the header is there."""
         if not self.is_sent:
             return Receivers(-1, False, 0, False)
-        return Receivers.of[
-            n_experts, layout, fused_shared_expert, has_input, to_peers
-        ](id, LaunchHeader.my_rank_of(header_word), Int(lane_id()))
+        return Receivers.of[n_experts, layout, fused_shared_expert, has_input](
+            id, LaunchHeader.my_rank_of(header_word), Int(lane_id())
+        )
 
 
 @always_inline
@@ -363,8 +359,6 @@ def _send_early_tokens[
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
-    to_peers: Bool,
-    waits_for_index: Bool,
 ](
     mut elements: EarlyElements[input_type, token_fmt_type],
     first_part: FirstPart,
@@ -390,7 +384,7 @@ def _send_early_tokens[
     # I3, for tokens.
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
-    comptime if waits_for_index:
+    if True:
         # Entries first: receivers need them all. Fewest are on their way as soon as
         # tokens are. Many tokens take longer than they do, so the link starts at
         # once.
@@ -423,7 +417,7 @@ def _send_early_tokens[
         is_loaded = False
         piece = cut.piece(number)
         receivers = Receivers.of[
-            n_experts, layout, fused_shared_expert, has_input, to_peers
+            n_experts, layout, fused_shared_expert, has_input
         ](
             choices.id_of_lane[layout](piece.whole, launch.lane),
             my_rank,
@@ -440,7 +434,6 @@ def _send_tokens_in_chunks[
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
-    to_peers: Bool,
 ](
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
@@ -488,7 +481,7 @@ def _send_tokens_in_chunks[
             divmod_32((unit + 1) * n_steps, n_units)[0],
         )
         var receivers = Receivers.of[
-            n_experts, layout, fused_shared_expert, has_input, to_peers
+            n_experts, layout, fused_shared_expert, has_input
         ](choices.id_of_lane[layout](token_idx, lane), my_rank, lane)
         if receivers.are_any():
             # I1: only this rank writes the tokens of its number.
@@ -548,8 +541,6 @@ def send_by_number[
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
-    to_peers: Bool,
-    waits_for_index: Bool,
 ](
     mut elements: EarlyElements[input_type, token_fmt_type],
     first_part: FirstPart,
@@ -572,8 +563,6 @@ def send_by_number[
             token_fmt_type,
             fused_shared_expert,
             has_input,
-            to_peers,
-            waits_for_index,
         ](
             elements,
             first_part,
@@ -595,7 +584,6 @@ def send_by_number[
             token_fmt_type,
             fused_shared_expert,
             has_input,
-            to_peers,
         ](
             tokens,
             choices,

@@ -118,24 +118,6 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def none() -> Self:
-        """Makes those of a launch that does not read any."""
-        # Addresses of nothing: a pointer must not be null.
-        return Self(
-            Pointer[Int32, ImmUntrackedOrigin](
-                unsafe_from_address=MESSAGE_ALIGN
-            ),
-            Pointer[Float32, ImmUntrackedOrigin](
-                unsafe_from_address=MESSAGE_ALIGN
-            ),
-            0,
-            shared_ints[1](),
-            shared_ints[1](),
-            shared_ints[1](),
-        )
-
-    @staticmethod
-    @always_inline
     def of[
         layout: RegionLayout
     ](
