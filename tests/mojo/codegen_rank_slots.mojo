@@ -34,7 +34,6 @@ from max_ep.rank_slots.combine import (
     combine_wait_kernel,
 )
 from max_ep.rank_slots.deal import (
-    Deal,
     EarlyCut,
     Turns,
     n_async_send_warps,
@@ -185,56 +184,6 @@ def check_parts_at_once() raises:
                 assert_equal(n_parts >> shift << shift, n_parts)
 
 
-def check_deal() raises:
-    """Every part is sent once, whole units within a token, and small ones last.
-    """
-    for n_tokens in [1, 5, 300, 512, 1029]:
-        for shift in range(3):
-            for n_senders in [1, 3, 8]:
-                for n_blocks in [1, 7, 132]:
-                    check_one_deal(
-                        n_tokens * N_CHUNKS, shift, n_senders, n_blocks
-                    )
-
-
-def check_one_deal(
-    n_all: Int, most_shift: Int, n_senders: Int, n_blocks: Int
-) raises:
-    var n_sent = List[Int](length=n_all, fill=0)
-    var n_units = List[Int](length=3, fill=0)
-    var most_turns = 0
-    var fewest_turns = n_all
-    for block in range(n_blocks):
-        var deal = Deal.of(n_all, most_shift, n_senders, block, n_blocks)
-        var last = most_shift
-        var turn = 0
-        while True:
-            var first, shift = deal.unit(turn)
-            assert_true(shift <= last, "a unit after a smaller one")
-            last = shift
-            if first >= n_all:
-                break
-            assert_equal(first >> shift << shift, first)
-            for part in range(first, first + (1 << shift)):
-                n_sent[part] += 1
-            n_units[shift] += 1
-            turn += 1
-        most_turns = max(most_turns, turn)
-        fewest_turns = min(fewest_turns, turn)
-    for part in range(n_all):
-        assert_equal(n_sent[part], 1)
-    assert_true(
-        most_turns - fewest_turns <= 1, "a block has more than its share"
-    )
-    # As many at once as may be, while there are enough for all senders.
-    var stride = n_senders * n_blocks
-    var rest = n_all
-    for shift in range(most_shift, 0, -1):
-        assert_equal(n_units[shift], rest // (stride << shift) * stride)
-        rest -= n_units[shift] << shift
-    assert_equal(n_units[0], rest)
-
-
 def check_turns() raises:
     """Each of few items is one warp's, and index warps have none; so in combine, where
     each warp goes round.
@@ -340,7 +289,6 @@ def main() raises:
     # What else the two halves of an exchange share there.
     print(_N_TOKENS, _N_TOKENS + 1, _COMBINE_OF, _BLOCKS_DONE, FAILURE_WORD)
     check_parts_at_once()
-    check_deal()
     check_turns()
     check_cut[28]()
     check_cut[15]()

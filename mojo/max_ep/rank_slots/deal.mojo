@@ -172,56 +172,6 @@ def parts_at_once_shift[
 
 
 @fieldwise_init
-struct Deal(TrivialRegisterPassable):
-    """How all parts of all tokens are dealt to the turns of a block's senders.
-
-    A unit is some parts that are sent at once. While there are enough for all
-    senders of the grid they are many; the last ones are single, so that all senders
-    end at about the same time.
-    """
-
-    var n_fours: Int
-    """Turns of a block with four parts at once; they come first."""
-    var n_twos: Int
-    """Turns with two, after those."""
-    var block: Int
-    """This block."""
-    var n_blocks: Int
-    """Blocks of the grid."""
-
-    @staticmethod
-    @always_inline
-    def of(
-        n_all: Int, most_shift: Int, n_senders: Int, block: Int, n_blocks: Int
-    ) -> Self:
-        """Deals."""
-        var stride = n_senders * n_blocks
-        var n_fours = 0
-        var n_twos = 0
-        if most_shift == 2:
-            n_fours = divmod_32(n_all, 4 * stride)[0]
-        if most_shift >= 1:
-            n_twos = divmod_32(n_all - 4 * stride * n_fours, 2 * stride)[0]
-        return Self(n_fours * n_senders, n_twos * n_senders, block, n_blocks)
-
-    @always_inline
-    def unit(self, turn: Int) -> Tuple[Int, Int]:
-        """Finds the parts of a turn."""
-        var shift = 2
-        var first = 0
-        var rest = turn
-        if rest >= self.n_fours:
-            first = 4 * self.n_fours * self.n_blocks
-            rest -= self.n_fours
-            shift = 1
-            if rest >= self.n_twos:
-                first += 2 * self.n_twos * self.n_blocks
-                rest -= self.n_twos
-                shift = 0
-        return (first + ((rest * self.n_blocks + self.block) << shift), shift)
-
-
-@fieldwise_init
 struct Turns(TrivialRegisterPassable):
     """Which turns of a block are a warp's, where few items are dealt beforehand.
 

@@ -44,7 +44,6 @@ from ..expert_slots.device_steps import (
 from ..expert_slots.dispatch import dispatch_layout_of, write_no_rows
 from ..flags import (
     FlagPointer,
-    block_add,
     block_peek,
     block_publish,
     next_generation,
@@ -63,11 +62,10 @@ from .device_steps import (
     publish_reads,
     start_launch,
 )
-from .dispatch_receive import FirstLook, n_in_flight, receive_tokens
+from .dispatch_receive import receive_tokens
 from .dispatch_roles import (
     COUNTING_WARP,
     FIRST_SENDER,
-    INDEXED,
     NO_NUMBERS,
     NUMBERS_WARP,
     N_CONTROL,
@@ -176,10 +174,6 @@ def _send[
             lane_ids,
             ahead.item,
         )
-        # Also if it has failed: senders of the block wait for it without end.
-        syncwarp()
-        if launch.lane == 0:
-            _ = block_add(launch.control.unsafe_offset(INDEXED), 1)
         comptime if token_fmt_type.n_carried > 0:
             send_carried[layout, token_fmt_type.n_carried](
                 choices, n_tokens, recv_bufs, counts, launch, counters, indexer
@@ -285,20 +279,8 @@ def _receive[
                 Int(block_idx.x) * WARP_SIZE + launch.lane,
                 Int(grid_dim.x) * WARP_SIZE,
             )
-    var parts = Array[LaneBytes, n_in_flight[token_fmt_type, True]()](fill=0)
-    var scales = Array[LaneBytes, 1](fill=0)
-    var first_look = FirstLook.of[layout, token_fmt_type](launch, n_warps)
-    # Lanes look together, so they leave together.
-    while not any_lane(block_peek(control.unsafe_offset(TOKENS_READY)) != 0):
-        first_look.look[layout, token_fmt_type, has_input](
-            parts,
-            scales,
-            bytes_at(recv_bufs[unsafe_offset=launch.my_rank]),
-            own_tokens,
-            launch,
-            generation,
-        )
-    # What one of them has seen, all see.
+    while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
+        pass
     syncwarp()
     if block_peek(control.unsafe_offset(TOKENS_READY)) == NO_NUMBERS:
         return
@@ -316,9 +298,6 @@ def _receive[
             has_input,
             True,
         ](
-            parts,
-            scales,
-            first_look,
             rows,
             tables,
             src_info,
@@ -332,9 +311,6 @@ def _receive[
         )
         return
     comptime if layout.max_tokens_per_rank > n_early:
-        var more_parts = Array[LaneBytes, n_in_flight[token_fmt_type, False]()](
-            fill=0
-        )
         receive_tokens[
             n_warps,
             n_experts,
@@ -344,9 +320,6 @@ def _receive[
             has_input,
             False,
         ](
-            more_parts,
-            scales,
-            first_look,
             rows,
             tables,
             src_info,

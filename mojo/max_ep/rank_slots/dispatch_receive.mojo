@@ -261,112 +261,8 @@ def _early_token[
     )
 
 
-@fieldwise_init
-struct FirstLook(TrivialRegisterPassable):
-    """What a warp looks at while it is not known how many tokens there are.
-
-    As if they were as many as last time, and few. If they are, it is the first that
-    the warp receives, and may be there already. How many they were is a hint: where
-    another block has noted those of this dispatch, it says those. So what was seen is
-    used only if it is of the part that the numbers of tokens say.
-    """
-
-    var item: Int
-    """Which of all parts of all tokens."""
-    var piece: Piece
-    """The part."""
-    var is_likely: Bool
-    """Whether there was one last time."""
-    var entry: LaneBytes
-    """Of lane `k`: the entry of the token's choice `k`, once it has come."""
-    var is_looked_at: Bool
-    """Whether the part has been looked at."""
-
-    @staticmethod
-    @always_inline
-    def of[
-        layout: RegionLayout, token_fmt_type: TokenFormat
-    ](launch: Launch, n_warps: Int) -> Self:
-        """Finds it."""
-        var turns = Turns.of_receivers(launch.warp_idx, n_warps)
-        var item = Turns.item(turns.first, Int(block_idx.x), Int(grid_dim.x))
-        var most = launch.before.most_received
-        var cut = early_cut[n_steps_of[token_fmt_type]()](most)
-        var n_items = most * layout.n_ranks * cut.n_parts()
-        return Self(
-            item,
-            cut.piece(item),
-            cut.are_more
-            and n_items <= turns.n_dealt(Int(grid_dim.x))
-            and item < n_items,
-            LaneBytes(0),
-            False,
-        )
-
-    @always_inline
-    def look[
-        in_flight: Int,
-        //,
-        layout: RegionLayout,
-        token_fmt_type: TokenFormat,
-        has_input: Bool,
-    ](
-        mut self,
-        mut parts: Array[LaneBytes, in_flight],
-        mut scales: Array[LaneBytes, 1],
-        recv_buf: BytePointer,
-        own_tokens: UInt64,
-        launch: Launch,
-        generation: UInt32,
-    ):
-        """Looks once more: for the entries, and when those are there, at the part.
-
-        All lanes call it.
-        """
-        if not self.is_likely or self.is_looked_at:
-            return
-        comptime n_steps = n_steps_of[token_fmt_type]()
-        var lane = launch.lane
-        var token_idx, src_rank = divmod_32(self.piece.whole, layout.n_ranks)
-        var is_missing = lane < layout.top_k and self.entry[1] != generation
-        if is_missing:
-            self.entry = _look_at_words[layout.is_reduced()](
-                recv_buf.unsafe_offset(
-                    layout.entry_offset(
-                        src_rank, layout.choice(token_idx, lane)
-                    )
-                )
-            )
-            is_missing = self.entry[1] != generation
-        if any_lane(is_missing):
-            return
-        var token = _early_token[layout, token_fmt_type, has_input](
-            recv_buf, own_tokens, launch.my_rank, src_rank, token_idx
-        )
-        _look_at_steps[token_fmt_type.value_bytes // MESSAGE_ALIGN, True](
-            parts,
-            token,
-            True,
-            self.piece.begin * WARP_SIZE + lane,
-            self.piece.end * WARP_SIZE,
-            WARP_SIZE,
-        )
-        comptime if token_fmt_type.has_scales:
-            _look_at_steps[n_steps, True](
-                scales,
-                token.unsafe_offset(token_fmt_type.value_bytes),
-                True,
-                self.piece.begin + lane,
-                min(self.piece.end, self.piece.begin + in_flight),
-                1,
-            )
-        self.is_looked_at = True
-
-
 @always_inline
 def receive_tokens[
-    in_flight: Int,
-    //,
     n_warps: Int,
     n_experts: Int,
     layout: RegionLayout,
@@ -375,9 +271,6 @@ def receive_tokens[
     has_input: Bool,
     are_all_early: Bool,
 ](
-    mut parts: Array[LaneBytes, in_flight],
-    mut scales: Array[LaneBytes, 1],
-    first_look: FirstLook,
     rows: token_fmt_type.Rows,
     tables: RowTables[layout, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
@@ -395,6 +288,9 @@ def receive_tokens[
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime n_steps = n_steps_of[token_fmt_type]()
     comptime chunks = ChunkCut[n_steps](True)
+    comptime in_flight = n_in_flight[token_fmt_type, are_all_early]()
+    var parts = Array[LaneBytes, in_flight](fill=0)
+    var scales = Array[LaneBytes, 1](fill=0)
     var lane = launch.lane
     var my_rank = launch.my_rank
     var first_expert = my_rank * layout.n_local_experts()
@@ -444,17 +340,9 @@ def receive_tokens[
         # On its way, or looked at, while its entries are looked at: mostly it is
         # for this rank.
         var is_looked_at = is_early or is_input
-        var is_first = False
-        comptime if are_all_early:
-            is_first = (
-                are_dealt
-                and cut.are_more
-                and first_look.is_likely
-                and item == first_look.item
-            )
         # Lane `i` has the scales of step `i`.
         var its_scales = token.unsafe_offset(token_fmt_type.value_bytes)
-        if is_looked_at and not (is_first and first_look.is_looked_at):
+        if is_looked_at:
             _look_at_steps[n_vectors, are_all_early](
                 parts,
                 token,
@@ -484,11 +372,8 @@ def receive_tokens[
             var its_entry = recv_buf.unsafe_offset(
                 layout.entry_offset(src_rank, choice)
             )
-            var entry = first_look.entry
-            if not is_first:
-                entry = _look_at_words[layout.is_reduced()](its_entry)
-            entry = _await_words[n_experts, layout.is_reduced()](
-                entry,
+            var entry = _await_words[n_experts, layout.is_reduced()](
+                _look_at_words[layout.is_reduced()](its_entry),
                 its_entry,
                 src_rank,
                 generation,

@@ -33,31 +33,28 @@ comptime COUNTING_WARP = 6
 comptime TELLING_WARP = 7
 """Which tells of earlier reads."""
 
-comptime INDEXED = 0
-"""Control word: index warps that have written their entries."""
-
-comptime TOKENS_READY = 1
+comptime TOKENS_READY = 0
 """Control word: 1 if the numbers of tokens are there, or `NO_NUMBERS`."""
 
 comptime NO_NUMBERS = UInt32(2)
 """Value of `TOKENS_READY` if they did not come."""
 
-comptime SUMMED = 2
+comptime SUMMED = 1
 """Control word: index warps that have the sum of their counts."""
 
-comptime COUNTED = 3
+comptime COUNTED = 2
 """Control word: index warps that have the rows of their pairs."""
 
-comptime FAILED = 4
+comptime FAILED = 3
 """Control word: whether a count is missing or the rows do not fit."""
 
-comptime NEXT_ITEM = 5
+comptime NEXT_ITEM = 4
 """Control word: next item to receive."""
 
-comptime GAVE_UP = 6
+comptime GAVE_UP = 5
 """Control word: 1 if an index warp may not write."""
 
-comptime NEXT_TURN = 7
+comptime NEXT_TURN = 6
 """Control word: units that sending warps have taken after their first."""
 
 comptime N_CONTROL = NEXT_TURN + 1

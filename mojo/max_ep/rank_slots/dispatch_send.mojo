@@ -19,11 +19,10 @@ from ..expert_slots.device_steps import (
     take_turn,
 )
 from ..expert_slots.dispatch import encode_steps, steps_in_flight
-from ..flags import block_peek, flag_at, next_generation, publish, put_16
+from ..flags import flag_at, next_generation, publish, put_16
 from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
 from ..token_format import LaneBytes, TokenFormat
 from .deal import (
-    Deal,
     EarlyCut,
     Piece,
     early_cut,
@@ -32,14 +31,9 @@ from .deal import (
     vector_of_lane,
 )
 from .device_steps import Launch, await_readers, divmod_32, without_empty
-from .dispatch_roles import INDEXED, NEXT_TURN, N_INDEX_WARPS, SEND
+from .dispatch_roles import NEXT_TURN, SEND
 from .index import Choices
 from .lanes import lanes_like
-
-
-comptime _ENTRIES_FIRST = 64
-"""Tokens up to which a block sends none before its entries, if choices are not in
-lanes."""
 
 
 @always_inline
@@ -384,16 +378,6 @@ def _send_early_tokens[
     # I3, for tokens.
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
-    if True:
-        # Entries first: receivers need them all. Fewest are on their way as soon as
-        # tokens are. Many tokens take longer than they do, so the link starts at
-        # once.
-        if not choices.are_in_lanes() and n_tokens <= _ENTRIES_FIRST:
-            while (
-                block_peek(launch.control.unsafe_offset(INDEXED))
-                < N_INDEX_WARPS
-            ):
-                pass
     var receivers = first_receivers
     var is_loaded = True
     while True:
@@ -456,24 +440,16 @@ def _send_tokens_in_chunks[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var n_all = n_tokens * n_parts
-    var deal = Deal.of(
-        n_all,
-        parts_at_once_shift[layout, n_steps](n_tokens, n_senders),
-        n_senders,
-        Int(block_idx.x),
-        Int(grid_dim.x),
-    )
-    var first_part, shift = deal.unit(sender)
-    if first_part >= n_all:
+    var shift = parts_at_once_shift[layout, n_steps](n_tokens, n_senders)
+    var n_units = n_parts >> shift
+    var number = sender * Int(grid_dim.x) + Int(block_idx.x)
+    if number >= n_tokens * n_units:
         return
     # I3, for tokens.
     if not await_readers[layout, False](launch, counts, counters, SEND):
         return
     while True:
-        # Parts that are sent at once are one, from here on.
-        var n_units = n_parts >> shift
-        var token_idx, unit = divmod_32(first_part >> shift, n_units)
+        var token_idx, unit = divmod_32(number, n_units)
         var piece = Piece(
             token_idx,
             unit,
@@ -527,8 +503,8 @@ def _send_tokens_in_chunks[
                     0,
                 )
         var turn = take_turn(launch.control.unsafe_offset(NEXT_TURN), lane)
-        first_part, shift = deal.unit(n_senders + turn)
-        if first_part >= n_all:
+        number = (n_senders + turn) * Int(grid_dim.x) + Int(block_idx.x)
+        if number >= n_tokens * n_units:
             return
 
 
