@@ -15,7 +15,7 @@ from max_ep.counters import (
 from max_ep.formats.blockwise_fp8 import FP8_BLOCK
 from max_ep.setup import N_SETUP_WORDS
 from max_ep.layout import (
-    RegionLayout,
+    Group,
     blockwise_fp8_token_bytes,
     message_bytes,
     plain_token_bytes,
@@ -38,7 +38,7 @@ def main() raises:
     var args = argv()
     var hidden_size = Int(args[3])
     var n_experts = Int(args[4])
-    var layout = RegionLayout(
+    var group = Group(
         n_experts,
         Int(args[5]),
         Int(args[6]),
@@ -49,20 +49,20 @@ def main() raises:
     )
     print(
         "counters_words",
-        local_sync_counters_words(layout),
+        local_sync_counters_words(group),
     )
     print("failure_word", FAILURE_WORD)
     print("n_failure_words", N_FAILURE_WORDS)
     print("setup_words", N_SETUP_WORDS)
-    print("protocol", layout.protocol)
-    print("n_local_experts", layout.n_local_experts())
-    print("dispatch_msg_bytes", layout.dispatch_msg_bytes)
-    print("combine_msg_bytes", layout.combine_msg_bytes)
-    print("dispatch_send_bytes", layout.dispatch_send_bytes())
-    print("dispatch_recv_bytes", layout.dispatch_recv_bytes())
-    print("dispatch_counts_bytes", layout.dispatch_counts_bytes())
-    print("combine_recv_bytes", layout.combine_recv_bytes())
-    print("combine_counts_bytes", layout.combine_counts_bytes())
-    print("region_bytes", layout.region_bytes())
-    print("dispatch_put_bytes", layout.combine_put_from_region_end())
-    print("put_bytes", layout.put_bytes())
+    print("protocol", group.protocol)
+    print("n_local_experts", group.n_local_experts())
+    print("dispatch_msg_bytes", group.dispatch_msg_bytes)
+    print("combine_msg_bytes", group.combine_msg_bytes)
+    print("dispatch_send_bytes", group.dispatch_send_bytes())
+    print("dispatch_recv_bytes", group.dispatch_recv_bytes())
+    print("dispatch_counts_bytes", group.dispatch_counts_bytes())
+    print("combine_recv_bytes", group.combine_recv_bytes())
+    print("combine_counts_bytes", group.combine_counts_bytes())
+    print("region_bytes", group.region_bytes())
+    print("dispatch_put_bytes", group.combine_put_from_region_end())
+    print("put_bytes", group.put_bytes())

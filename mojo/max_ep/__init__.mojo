@@ -2,7 +2,7 @@
 """Expert-parallel dispatch and combine: formats, launchers, MAX ops.
 
 Layers, each knowing only those before it:
-layout, flags, counters, failures, row_tables, token_format (and formats/),
+group, flags, counters, failures, row_tables, token_format (and formats/),
 transport, launch_checks, expert_slots/, rank_slots/, cpu/, gpu_setup, setup, shmem_modules,
 gpu_launch, watch, api, ops, all_gather_ops; and routing and
 routing_ops, which know `layout` alone.

@@ -26,7 +26,7 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
 import max.gpu.primitives.warp as warp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
-from .layout import RegionLayout, MAX_RANKS
+from .layout import Group, MAX_RANKS
 
 comptime COUNTERS_MAGIC = 0x6D657031
 """Value of the magic word once `max_ep.init` has run."""
@@ -82,7 +82,7 @@ comptime _COMBINE_RECEIVED = 6
 comptime _N_DROPPED = 7
 comptime _SRC_INFO_HASH = 8  # CPU ranks
 comptime _N_FIELDS = 7
-comptime _LAYOUT = 9  # `_N_FIELDS` words, the fields of RegionLayout
+comptime _LAYOUT = 9  # `_N_FIELDS` words, the fields of Group
 comptime _LAYOUT_NAMES: Array[StaticString, _N_FIELDS] = [
     "n_experts",
     "n_ranks",
@@ -118,38 +118,38 @@ def _choices_word(n_experts: Int) -> Int:
 
 
 @always_inline
-def _received_word(layout: RegionLayout) -> Int:
-    return _choices_word(layout.n_experts) + 3 * layout.n_choices()
+def _received_word(group: Group) -> Int:
+    return _choices_word(group.n_experts) + 3 * group.n_choices()
 
 
-def local_sync_counters_words(layout: RegionLayout) -> Int:
+def local_sync_counters_words(group: Group) -> Int:
     """Counts the words of `EPLocalSyncCounters`."""
-    var n_words = _received_word(layout)
-    if layout.is_reduced():
-        n_words += layout.n_ranks * (1 + 2 * layout.n_choices())
+    var n_words = _received_word(group)
+    if group.is_reduced():
+        n_words += group.n_ranks * (1 + 2 * group.n_choices())
     return n_words
 
 
 @always_inline
-def _fields(layout: RegionLayout) -> Array[Int, _N_FIELDS]:
+def _fields(group: Group) -> Array[Int, _N_FIELDS]:
     return [
-        layout.n_experts,
-        layout.n_ranks,
-        layout.max_tokens_per_rank,
-        layout.top_k,
-        layout.dispatch_msg_bytes,
-        layout.combine_msg_bytes,
-        layout.protocol,
+        group.n_experts,
+        group.n_ranks,
+        group.max_tokens_per_rank,
+        group.top_k,
+        group.dispatch_msg_bytes,
+        group.combine_msg_bytes,
+        group.protocol,
     ]
 
 
 @always_inline
-def wanted_word(i: Int, found: Int32, layout: RegionLayout) -> Int32:
+def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
     """States what a word must be if the words are those of a launch."""
     var wanted = found
     if i == _MAGIC:
         wanted = COUNTERS_MAGIC
-    var fields = _fields(layout)
+    var fields = _fields(group)
     comptime for field in range(_N_FIELDS):
         if i == _LAYOUT + field and fields[field] != 0:
             wanted = Int32(fields[field])
@@ -266,26 +266,26 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @staticmethod
     @always_inline
-    def total_size(layout: RegionLayout) -> Int:
+    def total_size(group: Group) -> Int:
         """States the size; Python asks for it through `layout_query.mojo`."""
-        return local_sync_counters_words(layout)
+        return local_sync_counters_words(group)
 
     def reset(
         self,
         my_rank: Int,
         timeout_ms: Int,
         n_words: Int,
-        layout: RegionLayout,
+        group: Group,
     ):
         """Puts the words in the state before the first generation."""
         for i in range(n_words):
             self.words[unsafe_offset=i] = self.word_after_reset(
-                i, my_rank, timeout_ms, layout
+                i, my_rank, timeout_ms, group
             )
 
     @always_inline
     def word_after_reset(
-        self, i: Int, my_rank: Int, timeout_ms: Int, layout: RegionLayout
+        self, i: Int, my_rank: Int, timeout_ms: Int, group: Group
     ) -> Int32:
         """States a word before the first generation."""
         if i == _MAGIC:
@@ -294,17 +294,17 @@ struct EPLocalSyncCounters[n_experts: Int](
             return Int32(my_rank)
         if i == _TIMEOUT_MS:
             return Int32(timeout_ms)
-        var fields = _fields(layout)
+        var fields = _fields(group)
         comptime for field in range(_N_FIELDS):
             if i == _LAYOUT + field:
                 return Int32(fields[field])
         return 0
 
-    def is_cut_as(self, layout: RegionLayout) -> Bool:
+    def is_cut_as(self, group: Group) -> Bool:
         """Tells whether the regions are cut as a launch expects."""
         for i in range(_LAYOUT, _LAYOUT + _N_FIELDS):
             var found = self.words[unsafe_offset=i]
-            if found != wanted_word(i, found, layout):
+            if found != wanted_word(i, found, group):
                 return False
         return True
 
@@ -466,46 +466,44 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def choices(
-        self, generation: UInt32, n_choices: Int
+        self, generation: UInt32, group: Group
     ) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the experts of a dispatch's choices."""
         return self.words.unsafe_offset(
-            _choices_word(Self.n_experts)
-            + Int(generation & UInt32(1)) * n_choices
+            _choices_word(group.n_experts)
+            + Int(generation & UInt32(1)) * group.n_choices()
         )
 
     @always_inline
-    def slots(self, n_choices: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    def slots(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the slots of this dispatch's choices."""
         return self.words.unsafe_offset(
-            _choices_word(Self.n_experts) + 2 * n_choices
+            _choices_word(group.n_experts) + 2 * group.n_choices()
         )
 
     # --------------------------------------------- words of reduced combine
 
     @always_inline
     def received_tokens(
-        self, layout: RegionLayout
+        self, group: Group
     ) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to how many tokens each source had in the last dispatch."""
-        return self.words.unsafe_offset(_received_word(layout))
+        return self.words.unsafe_offset(_received_word(group))
 
     @always_inline
     def received_rows(
-        self, layout: RegionLayout, source: Int
+        self, group: Group, source: Int
     ) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the rows of a source's choices in the last dispatch."""
         return self.words.unsafe_offset(
-            _received_word(layout)
-            + layout.n_ranks
-            + source * layout.n_choices()
+            _received_word(group) + group.n_ranks + source * group.n_choices()
         )
 
     @always_inline
     def received_weights(
-        self, layout: RegionLayout, source: Int
+        self, group: Group, source: Int
     ) -> Pointer[Float32, MutUntrackedOrigin]:
         """Points to the router weights of a source's choices."""
-        return self.received_rows(
-            layout, layout.n_ranks + source
-        ).unsafe_bitcast[Float32]()
+        return self.received_rows(group, group.n_ranks + source).unsafe_bitcast[
+            Float32
+        ]()

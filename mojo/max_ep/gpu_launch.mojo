@@ -17,7 +17,7 @@ from .expert_slots.combine import (
 from .expert_slots.dispatch import (
     dispatch_async_kernel,
     dispatch_kernel,
-    dispatch_layout_of,
+    dispatch_group_of,
     dispatch_wait_kernel,
 )
 from .launch_checks import imm, mut_, p2p_buffers
@@ -199,7 +199,7 @@ def launch_dispatch_wait[
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[
-        dispatch_layout_of[
+        dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
         ](),
         ...,
@@ -284,7 +284,7 @@ def launch_dispatch[
     router_weights: RouterWeights,
     rows: token_fmt_type.Rows,
     tables: RowTables[
-        dispatch_layout_of[
+        dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
         ](),
         ...,

@@ -4,10 +4,9 @@ from max.gpu import block_dim, global_idx, grid_dim
 from max.gpu.host import DeviceContext
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
-from .layout import RegionLayout, FLAG_BYTES
+from .layout import Group, FLAG_BYTES
 from .flags import flag_at, message_flag
 from .rank_slots.device_steps import EMPTY
-from .side_stream import join, take_sent
 from .token_format import BytePointer
 
 
@@ -45,7 +44,7 @@ def clear_kernel(
         counters_group_1: Local words of MAX's second group.
         my_rank: The rank.
         timeout_ms: How long a launch may wait.
-        n_experts: As in `RegionLayout`, as the rest.
+        n_experts: As in `Group`, as the rest.
         n_ranks: Likewise.
         max_tokens_per_rank: Likewise.
         top_k: Likewise.
@@ -53,7 +52,7 @@ def clear_kernel(
         combine_msg_bytes: Likewise.
         protocol: Likewise.
     """
-    var layout = RegionLayout(
+    var group = Group(
         Int(n_experts),
         Int(n_ranks),
         Int(max_tokens_per_rank),
@@ -64,73 +63,71 @@ def clear_kernel(
     )
     var first = Int(global_idx.x)
     var n_threads = Int(grid_dim.x * block_dim.x)
-    var n_words = local_sync_counters_words(layout)
+    var n_words = local_sync_counters_words(group)
     # The view's parameter only fixes its size.
     var counters = EPLocalSyncCounters[0](counters_group_0)
     for i in range(first, n_words, n_threads):
         var word = counters.word_after_reset(
-            i, Int(my_rank), Int(timeout_ms), layout
+            i, Int(my_rank), Int(timeout_ms), group
         )
         counters_group_0[unsafe_offset=i] = word
         counters_group_1[unsafe_offset=i] = word
 
-    var counts = region.unsafe_offset(layout.dispatch_counts_offset())
+    var counts = region.unsafe_offset(group.dispatch_counts_offset())
     for i in range(
-        first, layout.dispatch_counts_bytes() // FLAG_BYTES, n_threads
+        first, group.dispatch_counts_bytes() // FLAG_BYTES, n_threads
     ):
         flag_at(counts, i * FLAG_BYTES)[] = 0
-    counts = region.unsafe_offset(layout.combine_counts_offset())
+    counts = region.unsafe_offset(group.combine_counts_offset())
     for i in range(
-        first, layout.combine_counts_bytes() // FLAG_BYTES, n_threads
+        first, group.combine_counts_bytes() // FLAG_BYTES, n_threads
     ):
         flag_at(counts, i * FLAG_BYTES)[] = 0
 
-    var recv = region.unsafe_offset(layout.dispatch_recv_offset())
-    if layout.has_rank_slots():
+    var recv = region.unsafe_offset(group.dispatch_recv_offset())
+    if group.has_rank_slots():
         # An entry is of the generation that it says, however old it is.
-        _fill(recv, layout.entry_offset(layout.n_ranks, 0), 0)
-        if layout.sends_to_all():
+        _fill(recv, group.entry_offset(group.n_ranks, 0), 0)
+        if group.sends_to_all():
             # Likewise a choice that a token carries.
-            var tokens = layout.token_offset(0, 0)
+            var tokens = group.token_offset(0, 0)
             _fill(
                 recv.unsafe_offset(tokens),
-                layout.token_offset(layout.n_ranks, 0) - tokens,
+                group.token_offset(group.n_ranks, 0) - tokens,
                 0,
             )
-        var flags = recv.unsafe_offset(layout.chunk_flag_offset(0, 0, 0))
+        var flags = recv.unsafe_offset(group.chunk_flag_offset(0, 0, 0))
         _fill(
             flags,
-            layout.chunk_flag_offset(layout.n_ranks, 0, 0)
-            - layout.chunk_flag_offset(0, 0, 0),
+            group.chunk_flag_offset(group.n_ranks, 0, 0)
+            - group.chunk_flag_offset(0, 0, 0),
             0,
         )
         # Data that is its own flag: all of it says that it has not come.
-        var early = layout.early_token_offset(0, 0)
+        var early = group.early_token_offset(0, 0)
         _fill(
             recv.unsafe_offset(early),
-            layout.early_token_offset(layout.n_ranks, 0) - early,
+            group.early_token_offset(group.n_ranks, 0) - early,
             EMPTY,
         )
     else:
-        var messages = region.unsafe_offset(layout.dispatch_send_offset())
-        for i in range(first, layout.max_tokens_per_rank, n_threads):
+        var messages = region.unsafe_offset(group.dispatch_send_offset())
+        for i in range(first, group.max_tokens_per_rank, n_threads):
             var message = messages.unsafe_offset(
-                layout.dispatch_staged_offset(i)
+                group.dispatch_staged_offset(i)
             )
-            message_flag(message, layout.dispatch_msg_bytes)[] = 0
-        var n_messages = (
-            layout.dispatch_recv_bytes() // layout.dispatch_msg_bytes
-        )
+            message_flag(message, group.dispatch_msg_bytes)[] = 0
+        var n_messages = group.dispatch_recv_bytes() // group.dispatch_msg_bytes
         for i in range(first, n_messages, n_threads):
-            var message = recv.unsafe_offset(i * layout.dispatch_msg_bytes)
-            message_flag(message, layout.dispatch_msg_bytes)[] = 0
-    recv = region.unsafe_offset(layout.combine_recv_offset())
-    if layout.is_reduced():
-        _fill(recv, layout.combine_recv_bytes(), EMPTY)
+            var message = recv.unsafe_offset(i * group.dispatch_msg_bytes)
+            message_flag(message, group.dispatch_msg_bytes)[] = 0
+    recv = region.unsafe_offset(group.combine_recv_offset())
+    if group.is_reduced():
+        _fill(recv, group.combine_recv_bytes(), EMPTY)
     else:
-        for i in range(first, layout.n_choices(), n_threads):
-            var message = recv.unsafe_offset(i * layout.combine_msg_bytes)
-            message_flag(message, layout.combine_msg_bytes)[] = 0
+        for i in range(first, group.n_choices(), n_threads):
+            var message = recv.unsafe_offset(i * group.combine_msg_bytes)
+            message_flag(message, group.combine_msg_bytes)[] = 0
 
 
 def clear_gpu(
@@ -139,25 +136,23 @@ def clear_gpu(
     counters_group_1: Pointer[Int32, MutUntrackedOrigin],
     my_rank: Int,
     timeout_ms: Int,
-    layout: RegionLayout,
+    group: Group,
     context: DeviceContext,
 ) raises:
     """Starts `clear_kernel`."""
-    join(context)
-    _ = take_sent(context, Int(counters_group_0))
     context.enqueue_function[clear_kernel](
         BytePointer(unsafe_from_address=region),
         counters_group_0,
         counters_group_1,
         Int32(my_rank),
         Int32(timeout_ms),
-        Int32(layout.n_experts),
-        Int32(layout.n_ranks),
-        Int32(layout.max_tokens_per_rank),
-        Int32(layout.top_k),
-        Int32(layout.dispatch_msg_bytes),
-        Int32(layout.combine_msg_bytes),
-        Int32(layout.protocol),
+        Int32(group.n_experts),
+        Int32(group.n_ranks),
+        Int32(group.max_tokens_per_rank),
+        Int32(group.top_k),
+        Int32(group.dispatch_msg_bytes),
+        Int32(group.combine_msg_bytes),
+        Int32(group.protocol),
         grid_dim=128,
         block_dim=256,
     )

@@ -4,7 +4,7 @@ from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
 from .counters import EPLocalSyncCounters
-from .layout import RegionLayout, MAX_RANKS, MAX_TOP_K
+from .layout import Group, MAX_RANKS, MAX_TOP_K
 from .transport import PeerBuffers
 
 comptime _NEXT = (
@@ -61,14 +61,14 @@ def counters_of[
 ](
     op: StaticString,
     atomic_counters: TileTensor[DType.int32, ...],
-    layout: RegionLayout,
+    group: Group,
 ) raises -> EPLocalSyncCounters[n_experts]:
     """Finds this rank's local words.
 
     On GPU the words are out of reach here, and the kernels look at them.
     """
     var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
-    var has_room = Int(atomic_counters.dim[0]()) >= counters.total_size(layout)
+    var has_room = Int(atomic_counters.dim[0]()) >= counters.total_size(group)
     comptime if is_gpu[target]():
         if has_room:
             return counters
@@ -79,7 +79,7 @@ def counters_of[
             ": these atomic_counters are not initialized; pass the",
             " model_inputs() of an EPCommInitializer after its ep_init().",
         )
-    if not counters.is_cut_as(layout):
+    if not counters.is_cut_as(group):
         raise Error(
             "max_ep: ",
             op,

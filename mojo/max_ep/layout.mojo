@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symmetric region: the memory of one rank that its peers can reach.
 
-Each rank owns one region; all regions have the same layout, so an offset that
+Each rank owns one region; all regions have the same group, so an offset that
 is right on one rank is right on all of them. `expert_slots` cuts it so:
 
     offset 0
@@ -252,7 +252,7 @@ def source_info_offset(msg_bytes: Int) -> Int:
 
 
 @fieldwise_init
-struct RegionLayout(TrivialRegisterPassable):
+struct Group(TrivialRegisterPassable):
     """Sizes and offsets of a region, all in bytes."""
 
     var n_experts: Int

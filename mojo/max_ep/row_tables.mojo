@@ -12,17 +12,17 @@ everything after it goes by those, so it need not know the order.
 """
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
-from .layout import RegionLayout
+from .layout import Group
 
 
 @fieldwise_init
-struct RowTables[
-    layout: RegionLayout, is_padded: Bool, fused_shared_expert: Bool
-](DevicePassable, TrivialRegisterPassable):
+struct RowTables[group: Group, is_padded: Bool, fused_shared_expert: Bool](
+    DevicePassable, TrivialRegisterPassable
+):
     """The output tensors of `dispatch_wait` that say which row is whose.
 
     Parameters:
-        layout: Sizes of the group.
+        group: Sizes of the group.
         is_padded: Whether the order is the padded one.
         fused_shared_expert: Whether this rank's tokens come first.
     """
@@ -34,7 +34,7 @@ struct RowTables[
     """Packed: number of each group, `[n_groups]`. Padded: `recv_ranges`, first
     row within the expert's, and rows, of each pair, `[n_pairs][2]`."""
 
-    comptime n_groups = Self.layout.n_local_experts() + Int(
+    comptime n_groups = Self.group.n_local_experts() + Int(
         Self.fused_shared_expert
     )
     """Groups of rows: local experts, and the shared one if there is one."""
@@ -56,14 +56,14 @@ struct RowTables[
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
         """Says where the rows of an expert begin."""
         comptime if Self.is_padded:
-            return local_expert * Self.layout.expert_capacity()
+            return local_expert * Self.group.expert_capacity()
         return n_rows
 
     @always_inline
     def n_rows_needed(self, n_rows: Int) -> Int:
         """Says how many rows the tensors must hold."""
         comptime if Self.is_padded:
-            return self.first_row(Self.layout.n_local_experts(), 0)
+            return self.first_row(Self.group.n_local_experts(), 0)
         return n_rows
 
     @always_inline
@@ -92,6 +92,6 @@ struct RowTables[
             self.row_offsets[unsafe_offset=Self.n_groups] = UInt32(n_rows)
 
     @always_inline
-    def _write_group(self, group: Int, first_row: Int):
-        self.row_offsets[unsafe_offset=group] = UInt32(first_row)
-        self.expert_ids[unsafe_offset=group] = Int32(group)
+    def _write_group(self, idx: Int, first_row: Int):
+        self.row_offsets[unsafe_offset=idx] = UInt32(first_row)
+        self.expert_ids[unsafe_offset=idx] = Int32(idx)

@@ -9,49 +9,47 @@ from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .cpu.rank import write_source_info
 from .gpu_setup import clear_gpu
 from .launch_checks import mut_
-from .layout import RegionLayout
+from .layout import Group
 from .token_format import BytePointer
 
 comptime N_SETUP_WORDS = 11
 """Int64 words of `setup`: region address, rank, time-out in ms, whether the
 memory was used before (1) or is zero (0), then the seven fields of
-`RegionLayout` in order."""
+`Group` in order."""
 
 
-def _clear_combine_generations(region: Int, layout: RegionLayout):
+def _clear_combine_generations(region: Int, group: Group):
     """Makes old combine messages differ from those of the first generations."""
     var recv = BytePointer(
-        unsafe_from_address=region + layout.combine_recv_offset()
+        unsafe_from_address=region + group.combine_recv_offset()
     )
     # Rows or partial sums: messages, one after another.
-    var msg_bytes = layout.combine_msg_bytes
-    for i in range(layout.combine_recv_bytes() // msg_bytes):
+    var msg_bytes = group.combine_msg_bytes
+    for i in range(group.combine_recv_bytes() // msg_bytes):
         write_source_info(recv.unsafe_offset(i * msg_bytes), msg_bytes, i, 0)
 
 
-def _clear_cpu(region: Int, layout: RegionLayout, was_used: Bool):
+def _clear_cpu(region: Int, group: Group, was_used: Bool):
     """Clears the flags of a region in host memory."""
     unsafe_memset_zero(
         BytePointer(
-            unsafe_from_address=region + layout.dispatch_counts_offset()
+            unsafe_from_address=region + group.dispatch_counts_offset()
         ),
-        layout.dispatch_counts_bytes(),
+        group.dispatch_counts_bytes(),
     )
     unsafe_memset_zero(
-        BytePointer(
-            unsafe_from_address=region + layout.combine_counts_offset()
-        ),
-        layout.combine_counts_bytes(),
+        BytePointer(unsafe_from_address=region + group.combine_counts_offset()),
+        group.combine_counts_bytes(),
     )
     if was_used:
-        _clear_combine_generations(region, layout)
-        if layout.has_rank_slots():
+        _clear_combine_generations(region, group)
+        if group.has_rank_slots():
             # An entry is of the generation that it says, however old it is.
             unsafe_memset_zero(
                 BytePointer(
-                    unsafe_from_address=region + layout.dispatch_recv_offset()
+                    unsafe_from_address=region + group.dispatch_recv_offset()
                 ),
-                layout.entry_offset(layout.n_ranks, 0),
+                group.entry_offset(group.n_ranks, 0),
             )
 
 
@@ -77,7 +75,7 @@ def init[
     var rank = Int(words[unsafe_offset=1])
     var timeout_ms = Int(words[unsafe_offset=2])
     var was_used = words[unsafe_offset=3] != 0
-    var layout = RegionLayout(
+    var group = Group(
         Int(words[unsafe_offset=4]),
         Int(words[unsafe_offset=5]),
         Int(words[unsafe_offset=6]),
@@ -86,7 +84,7 @@ def init[
         Int(words[unsafe_offset=9]),
         Int(words[unsafe_offset=10]),
     )
-    var n_words = local_sync_counters_words(layout)
+    var n_words = local_sync_counters_words(group)
     if (
         Int(counters_group_0.dim[0]()) < n_words
         or Int(counters_group_1.dim[0]()) < n_words
@@ -99,26 +97,26 @@ def init[
             mut_(counters_group_1),
             rank,
             timeout_ms,
-            layout,
+            group,
             context,
         )
     else:
         for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
             # The view's parameter only fixes its size, which is checked above.
             EPLocalSyncCounters[0](counters).reset(
-                rank, timeout_ms, n_words, layout
+                rank, timeout_ms, n_words, group
             )
-        _clear_cpu(region, layout, was_used)
+        _clear_cpu(region, group, was_used)
     Pointer[Int32, MutUntrackedOrigin](
         unsafe_from_address=Int(my_rank.ptr)
     )[] = Int32(rank)
     var offsets = [
-        layout.dispatch_send_offset(),
-        layout.dispatch_recv_offset(),
-        layout.dispatch_counts_offset(),
-        layout.combine_recv_offset(),
-        layout.combine_recv_offset(),
-        layout.combine_counts_offset(),
+        group.dispatch_send_offset(),
+        group.dispatch_recv_offset(),
+        group.dispatch_counts_offset(),
+        group.combine_recv_offset(),
+        group.combine_recv_offset(),
+        group.combine_counts_offset(),
     ]
     var ptrs = Pointer[UInt64, MutUntrackedOrigin](
         unsafe_from_address=Int(device_ptrs.ptr)

@@ -29,7 +29,7 @@ from .counters import (
     N_HEADER_WORDS,
     wanted_word,
 )
-from .expert_slots.combine import combine_layout_of
+from .expert_slots.combine import combine_group_of
 from .expert_slots.device_steps import bytes_at, own_of, shared_words
 from .flags import (
     SPINS_BEFORE_YIELD,
@@ -52,7 +52,7 @@ from .launch_checks import (
     p2p_buffers,
     peer_buffers,
 )
-from .layout import MESSAGE_ALIGN, RegionLayout, n_experts_on_rank
+from .layout import MESSAGE_ALIGN, Group, n_experts_on_rank
 from .rank_slots.device_steps import EMPTY
 from .token_format import BytePointer
 
@@ -74,38 +74,38 @@ def _awaited_generation[
 
 @always_inline
 def _n_counts[
-    layout: RegionLayout, is_combine: Bool
+    group: Group, is_combine: Bool
 ](my_rank: Int, peer_rank: Int) -> Int:
     """Says how many counts a peer publishes."""
     var owner = peer_rank if is_combine else my_rank
-    return n_experts_on_rank(layout.n_experts, layout.n_ranks, owner)
+    return n_experts_on_rank(group.n_experts, group.n_ranks, owner)
 
 
 @always_inline
 def _count_offset[
-    layout: RegionLayout, is_combine: Bool
+    group: Group, is_combine: Bool
 ](peer_rank: Int, i: Int) -> Int:
     """Locates one of them in this rank's counts buffer."""
     comptime if is_combine:
-        return layout.combine_count_offset(
-            peer_rank * layout.n_local_experts() + i
+        return group.combine_count_offset(
+            peer_rank * group.n_local_experts() + i
         )
     else:
-        return layout.dispatch_count_offset(layout.pair(i, peer_rank))
+        return group.dispatch_count_offset(group.pair(i, peer_rank))
 
 
 # ------------------------------------------------------------------ CPU ranks
 
 
 def watch_cpu[
-    n_experts: Int, layout: RegionLayout, is_combine: Bool
+    n_experts: Int, group: Group, is_combine: Bool
 ](
     waits_ns: Pointer[Int64, MutUntrackedOrigin],
     my_counts: BytePointer,
     counters: EPLocalSyncCounters[n_experts],
 ):
     """Looks until every peer's counts are there, or time is up."""
-    comptime n_ranks = layout.n_ranks
+    comptime n_ranks = group.n_ranks
     var my_rank = counters.my_rank()
     var generation = _awaited_generation[is_combine](counters)
     var deadline = Deadline.after(counters.timeout_ms())
@@ -119,9 +119,9 @@ def watch_cpu[
         for peer_rank in range(n_ranks):
             if waits_ns[unsafe_offset=peer_rank] != NEVER:
                 continue
-            var n = _n_counts[layout, is_combine](my_rank, peer_rank)
+            var n = _n_counts[group, is_combine](my_rank, peer_rank)
             while first[peer_rank] < n:
-                var offset = _count_offset[layout, is_combine](
+                var offset = _count_offset[group, is_combine](
                     peer_rank, first[peer_rank]
                 )
                 var word = peek(flag_at(my_counts, offset))
@@ -149,7 +149,7 @@ def watch_cpu[
 
 @always_inline
 def _is_there[
-    layout: RegionLayout, is_combine: Bool
+    group: Group, is_combine: Bool
 ](
     item: Int,
     peer_rank: Int,
@@ -160,34 +160,34 @@ def _is_there[
     generation: UInt32,
 ) -> Bool:
     """Tells whether one of the things to be watched has come, or never will."""
-    comptime n_local_experts = layout.n_local_experts()
+    comptime n_local_experts = group.n_local_experts()
     comptime if not is_combine:
-        var offset = _count_offset[layout, False](peer_rank, item)
+        var offset = _count_offset[group, False](peer_rank, item)
         return generation_of(peek(flag_at(my_counts, offset))) == generation
-    elif not layout.is_reduced():
+    elif not group.is_reduced():
         var expert = choices[unsafe_offset=item]
         if expert == NO_EXPERT or Int(expert) // n_local_experts != peer_rank:
             return True
-        var row = recv_buf.unsafe_offset(layout.combine_message_offset(0, item))
-        var flag = message_flag(row, layout.combine_msg_bytes)
+        var row = recv_buf.unsafe_offset(group.combine_message_offset(0, item))
+        var flag = message_flag(row, group.combine_msg_bytes)
         return generation_of(peek(flag)) == generation
     else:
         # A rank does not send to itself.
         var is_sent = False
-        for k in range(layout.top_k):
-            var expert = choices[unsafe_offset=layout.choice(item, k)]
+        for k in range(group.top_k):
+            var expert = choices[unsafe_offset=group.choice(item, k)]
             if expert != NO_EXPERT:
                 is_sent |= Int(expert) // n_local_experts == peer_rank
         if not is_sent or peer_rank == my_rank:
             return True
-        var offset = layout.partial_offset(peer_rank, item)
+        var offset = group.partial_offset(peer_rank, item)
         return peek_16(recv_buf.unsafe_offset(offset))[3] != EMPTY
 
 
 def watch_kernel[
     num_threads: Int,
     n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     p2p_world_size: Int,
     is_combine: Bool,
 ](
@@ -203,7 +203,7 @@ def watch_kernel[
     Parameters:
         num_threads: Threads of a block.
         n_experts: Experts of the group.
-        layout: Offsets of the buffers.
+        group: Offsets of the buffers.
         p2p_world_size: Ranks of this host.
         is_combine: Which direction.
 
@@ -228,23 +228,23 @@ def watch_kernel[
     if word < N_HEADER_WORDS:
         var found = counters.words[unsafe_offset=word]
         var is_broken = word == BROKEN_WORD and found != 0
-        if is_broken or found != wanted_word(word, found, layout):
+        if is_broken or found != wanted_word(word, found, group):
             is_in_vain[unsafe_offset=0] = 1
     barrier()
     var dispatched = counters.combine_of()
-    var choices = counters.choices(dispatched, layout.n_choices())
+    var choices = counters.choices(dispatched, group)
     var n_items = 0
     if is_in_vain[unsafe_offset=0] == 0:
         comptime if not is_combine:
-            n_items = _n_counts[layout, False](my_rank, peer_rank)
-        elif layout.is_reduced():
+            n_items = _n_counts[group, False](my_rank, peer_rank)
+        elif group.is_reduced():
             n_items = counters.n_tokens(dispatched)
         else:
-            n_items = counters.n_tokens(dispatched) * layout.top_k
+            n_items = counters.n_tokens(dispatched) * group.top_k
     var generation = _awaited_generation[is_combine](counters)
     for item in range(Int(thread_idx.x), n_items, num_threads):
         var looks = 0
-        while not _is_there[layout, is_combine](
+        while not _is_there[group, is_combine](
             item, peer_rank, my_rank, recv_buf, my_counts, choices, generation
         ):
             looks += 1
@@ -293,7 +293,7 @@ def ep_watch_kernel_api[
         target,
     ]()
     comptime op = "watch"
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -303,7 +303,7 @@ def ep_watch_kernel_api[
         protocol,
         partial_dtype,
     ]()
-    var counters = counters_of[n_experts, target](op, atomic_counters, layout)
+    var counters = counters_of[n_experts, target](op, atomic_counters, group)
     check_size(op, "waits_ns", Int(waits_ns.dim[0]()), n_ranks)
     var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks, n_mapped](
@@ -311,7 +311,7 @@ def ep_watch_kernel_api[
     )
     comptime if is_gpu[target]():
         comptime kernel = watch_kernel[
-            _NUM_THREADS, n_experts, layout, n_gpus_per_node, is_combine
+            _NUM_THREADS, n_experts, group, n_gpus_per_node, is_combine
         ]
         var function = context.compile_function[kernel]()
         context.enqueue_function(
@@ -324,6 +324,6 @@ def ep_watch_kernel_api[
             block_dim=_NUM_THREADS,
         )
     else:
-        watch_cpu[n_experts, layout, is_combine](
+        watch_cpu[n_experts, group, is_combine](
             mut_(waits_ns), counts[counters.my_rank()], counters
         )

@@ -26,7 +26,7 @@ from max_ep.layout import (
     N_CHUNKS,
     RANK_SLOTS,
     RANK_SLOTS_REDUCED,
-    RegionLayout,
+    Group,
 )
 from max_ep.rank_slots.combine import (
     combine_async_kernel,
@@ -173,12 +173,12 @@ comptime combine[
 def check_parts_at_once() raises:
     """Those that are sent at once are whole units, also of a token of 3 parts.
     """
-    comptime layout = RegionLayout(2, 2, 1, 1, 0, 0, RANK_SLOTS)
+    comptime group = Group(2, 2, 1, 1, 0, 0, RANK_SLOTS)
     comptime for n_steps in [1, 2, 3, N_CHUNKS, 28]:
         comptime n_parts = min(N_CHUNKS, n_steps)
         for n_senders in range(1, NUM_THREADS // 32 + 1):
             for n_tokens in [257, MANY_TOKENS]:
-                var shift = parts_at_once_shift[layout, n_steps](
+                var shift = parts_at_once_shift[group, n_steps](
                     n_tokens, n_senders
                 )
                 assert_equal(n_parts >> shift << shift, n_parts)
@@ -230,8 +230,8 @@ def check_cut[n_steps: Int]() raises:
 
 def check_what_was_measured() raises:
     """How much is sent at once, as it was fastest on two H200s."""
-    comptime two = RegionLayout(2, 2, 1, 1, 0, 0, RANK_SLOTS)
-    comptime four = RegionLayout(4, 4, 1, 1, 0, 0, RANK_SLOTS)
+    comptime two = Group(2, 2, 1, 1, 0, 0, RANK_SLOTS)
+    comptime four = Group(4, 4, 1, 1, 0, 0, RANK_SLOTS)
     comptime assert two.n_ranks == 2 and four.n_ranks == 4
     # Hidden 7168 in bfloat16, and in FP8.
     comptime LONG, SHORT = 28, 14

@@ -4,16 +4,16 @@
 Run by tests/test_stats.py.
 """
 from emitting import emit
-from max_ep.expert_slots.combine import combine_layout_of
+from max_ep.expert_slots.combine import combine_group_of
 from max_ep.layout import EXPERT_SLOTS, RANK_SLOTS_REDUCED
 from max_ep.watch import watch_kernel
 
 
 def show[protocol: Int, is_combine: Bool](name: StaticString) raises:
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         DType.bfloat16, 7168, 8, 256, 4, 128, protocol
     ]()
-    emit[watch_kernel[256, 256, layout, 4, is_combine]](name)
+    emit[watch_kernel[256, 256, group, 4, is_combine]](name)
 
 
 def main() raises:

@@ -16,7 +16,7 @@ from max_ep import (
 from max_ep.setup import N_SETUP_WORDS, init
 from max_ep.layout import (
     EXPERT_SLOTS,
-    RegionLayout,
+    Group,
     message_bytes,
     plain_token_bytes,
 )
@@ -60,7 +60,7 @@ def main() raises:
     var ctx = DeviceContext(api="cpu")
     var msg_bytes = message_bytes(plain_token_bytes(HIDDEN, 4))
     assert_equal(msg_bytes, Format.msg_bytes)
-    comptime layout = RegionLayout(
+    comptime group = Group(
         N_EXPERTS,
         N_RANKS,
         MAX_TOKENS,
@@ -69,8 +69,8 @@ def main() raises:
         Format.msg_bytes,
         EXPERT_SLOTS,
     )
-    var n_local = layout.n_local_experts()
-    comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size(layout)
+    var n_local = group.n_local_experts()
+    comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size(group)
     # [send, recv, counts] of dispatch, then of combine; one address a rank.
     var ptrs = [
         vector[DType.uint64](N_RANKS),
@@ -82,7 +82,7 @@ def main() raises:
     ]
     var counters = [vector[DType.int32](n_words), vector[DType.int32](n_words)]
     for rank in range(N_RANKS):
-        var region = vector[DType.uint8](layout.region_bytes())
+        var region = vector[DType.uint8](group.region_bytes())
         var setup = vector[DType.int64](N_SETUP_WORDS)
         var words = [
             Int(region.ptr),

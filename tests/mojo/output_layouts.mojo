@@ -23,7 +23,7 @@ from max_ep.setup import N_SETUP_WORDS, init
 from max_ep.layout import (
     EXPERT_SLOTS,
     RANK_SLOTS,
-    RegionLayout,
+    Group,
     message_bytes,
     plain_token_bytes,
 )
@@ -36,7 +36,7 @@ comptime MAX_TOKENS = 3
 comptime N_RANKS = 2
 comptime CAPACITY = N_RANKS * MAX_TOKENS
 comptime N_WORDS = EPLocalSyncCounters[1].total_size(
-    RegionLayout(1, N_RANKS, MAX_TOKENS, 1, 0, 0, EXPERT_SLOTS)
+    Group(1, N_RANKS, MAX_TOKENS, 1, 0, 0, EXPERT_SLOTS)
 )
 comptime UNTOUCHED = 77
 
@@ -79,7 +79,7 @@ struct Group:
         combine_msg: Int,
         protocol: Int = EXPERT_SLOTS,
     ) raises:
-        var layout = RegionLayout(
+        var group = Group(
             1, N_RANKS, MAX_TOKENS, 1, dispatch_msg, combine_msg, protocol
         )
         self.counters = []
@@ -88,7 +88,7 @@ struct Group:
             self.ptrs.append(vector[DType.uint64](N_RANKS))
         for rank in range(N_RANKS):
             self.counters.append(vector[DType.int32](N_WORDS))
-            var region = vector[DType.uint8](layout.region_bytes())
+            var region = vector[DType.uint8](group.region_bytes())
             var setup = vector[DType.int64](N_SETUP_WORDS)
             var words = [
                 Int(region.ptr),

@@ -13,7 +13,7 @@ from ..layout import (
     EXPERT_SLOTS,
     GATHER,
     GATHER_REDUCED,
-    RegionLayout,
+    Group,
     is_reduced_protocol,
 )
 from ..row_tables import RowTables
@@ -158,7 +158,7 @@ def check_dispatch_weights[
 
 @always_inline
 def row_tables[
-    layout: RegionLayout,
+    group: Group,
     fused_shared_expert: Bool,
     output_layout: StaticString,
 ](
@@ -166,11 +166,11 @@ def row_tables[
     row_offsets: TileTensor,
     expert_ids: TileTensor[DType.int32, ...],
     src_info: TileTensor[DType.int32, ...],
-) raises -> RowTables[layout, output_layout == "padded", fused_shared_expert]:
+) raises -> RowTables[group, output_layout == "padded", fused_shared_expert]:
     """Checks what dispatch delivers into; raises if it does not fit.
 
     Parameters:
-        layout: How the regions are cut.
+        group: How the regions are cut.
         fused_shared_expert: Whether this rank's tokens come first.
         output_layout: `packed` or `padded`.
 
@@ -193,11 +193,11 @@ def row_tables[
     comptime assert not (
         is_padded and fused_shared_expert
     ), "max_ep: fused_shared_expert needs output_layout packed"
-    comptime Tables = RowTables[layout, is_padded, fused_shared_expert]
+    comptime Tables = RowTables[group, is_padded, fused_shared_expert]
     comptime if is_padded:
         comptime assert row_offsets.dtype == DType.int32, "recv_counts: int32"
-        comptime n_local_experts = layout.n_local_experts()
-        comptime n_pairs = layout.pair(n_local_experts, 0)
+        comptime n_local_experts = group.n_local_experts()
+        comptime n_pairs = group.pair(n_local_experts, 0)
         check_size(
             op, "recv_counts", Int(row_offsets.dim[0]()), n_local_experts
         )

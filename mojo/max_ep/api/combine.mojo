@@ -7,7 +7,7 @@ from std.sys import size_of
 
 from ..cpu.combine import cpu_combine_async, cpu_combine_wait
 from ..cpu.rank import CpuRank
-from ..expert_slots.combine import combine_layout_of
+from ..expert_slots.combine import combine_group_of
 from ..gpu_launch import (
     launch_combine,
     launch_combine_async,
@@ -93,7 +93,7 @@ def ep_combine_async_kernel_api[
         target,
     ]()
     comptime op = "combine_async"
-    comptime combine_layout = combine_layout_of[
+    comptime combine_group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -104,7 +104,7 @@ def ep_combine_async_kernel_api[
         partial_dtype,
     ]()
     var counters = counters_of[n_experts, target](
-        op, atomic_counters, combine_layout
+        op, atomic_counters, combine_group
     )
     var n_rows = Int(input_tokens.dim[0]())
     check_expert_rows[hidden_size](op, input_tokens, src_info)
@@ -138,7 +138,7 @@ def ep_combine_async_kernel_api[
         cpu_combine_async[combine_dtype, partial_dtype, hidden_size](
             SharedRows(mut_(input_tokens).unsafe_bitcast[UInt8](), n_rows),
             imm(src_info),
-            CpuRank[combine_layout](
+            CpuRank[combine_group](
                 op, counters.combine_sent(), counters, recv_bufs, counts
             ),
         )
@@ -214,7 +214,7 @@ def ep_combine_wait_kernel_api[
         target,
     ]()
     comptime op = "combine_wait"
-    comptime combine_layout = combine_layout_of[
+    comptime combine_group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -225,7 +225,7 @@ def ep_combine_wait_kernel_api[
         partial_dtype,
     ]()
     var counters = counters_of[n_experts, target](
-        op, atomic_counters, combine_layout
+        op, atomic_counters, combine_group
     )
     var n_tokens = Int(output_tokens.dim[0]())
     check_results[target, hidden_size, top_k, max_token_per_rank, protocol](
@@ -267,7 +267,7 @@ def ep_combine_wait_kernel_api[
             n_tokens,
             imm(router_weights),
             shared_rows,
-            CpuRank[combine_layout](
+            CpuRank[combine_group](
                 op, counters.combine_received(), counters, recv_bufs, counts
             ),
         )
@@ -347,7 +347,7 @@ def ep_combine_kernel_api[
             target,
         ]()
         comptime op = "combine"
-        comptime combine_layout = combine_layout_of[
+        comptime combine_group = combine_group_of[
             combine_dtype,
             hidden_size,
             top_k,
@@ -358,7 +358,7 @@ def ep_combine_kernel_api[
             partial_dtype,
         ]()
         var counters = counters_of[n_experts, target](
-            op, atomic_counters, combine_layout
+            op, atomic_counters, combine_group
         )
         check_expert_rows[hidden_size](op, input_tokens, src_info)
         check_results[target, hidden_size, top_k, max_token_per_rank, protocol](

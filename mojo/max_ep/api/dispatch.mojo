@@ -6,7 +6,7 @@ from max.gpu.host.info import is_gpu
 
 from ..cpu.dispatch import GivenTokens, cpu_dispatch_async, cpu_dispatch_wait
 from ..cpu.rank import CpuRank
-from ..expert_slots.dispatch import dispatch_layout_of
+from ..expert_slots.dispatch import dispatch_group_of
 from ..gpu_launch import (
     InputScales,
     launch_dispatch,
@@ -114,11 +114,11 @@ def ep_dispatch_async_kernel_api[
     check_protocol[protocol, target, Bool(input_scales_wrapper)]()
     check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "dispatch_async"
-    comptime dispatch_layout = dispatch_layout_of[
+    comptime dispatch_group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
     ]()
     var counters = counters_of[n_experts, target](
-        op, atomic_counters, dispatch_layout
+        op, atomic_counters, dispatch_group
     )
     var n_tokens = Int(input_tokens.dim[0]())
     comptime n_choices = n_given_choices[token_fmt_type]()
@@ -163,7 +163,7 @@ def ep_dispatch_async_kernel_api[
                 router_weights.weights,
                 n_tokens,
             ),
-            CpuRank[dispatch_layout](
+            CpuRank[dispatch_group](
                 op, counters.dispatch_sent(), counters, recv_bufs, counts
             ),
         )
@@ -234,10 +234,10 @@ def ep_dispatch_wait_kernel_api[
         target, use_shmem, n_gpus_per_node, n_ranks
     ]()
     comptime hidden_size = token_fmt_type.hidden_size
-    comptime dispatch_layout = dispatch_layout_of[
+    comptime dispatch_group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
     ]()
-    comptime n_local_experts = dispatch_layout.n_local_experts()
+    comptime n_local_experts = dispatch_group.n_local_experts()
     check_config[
         n_experts,
         n_ranks,
@@ -250,7 +250,7 @@ def ep_dispatch_wait_kernel_api[
     check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "dispatch_wait"
     var counters = counters_of[n_experts, target](
-        op, atomic_counters, dispatch_layout
+        op, atomic_counters, dispatch_group
     )
     var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
     var counts = peer_buffers[n_ranks, n_mapped](
@@ -269,7 +269,7 @@ def ep_dispatch_wait_kernel_api[
             shares_gpu,
         ](
             rows,
-            row_tables[dispatch_layout, fused_shared_expert, output_layout](
+            row_tables[dispatch_group, fused_shared_expert, output_layout](
                 op, row_offsets, expert_ids, src_info
             ),
             src_info,
@@ -280,14 +280,14 @@ def ep_dispatch_wait_kernel_api[
         )
     else:
         var tables = row_tables[
-            dispatch_layout, fused_shared_expert, output_layout
+            dispatch_group, fused_shared_expert, output_layout
         ](op, row_offsets, expert_ids, src_info)
         cpu_dispatch_wait[token_fmt_type](
             rows,
             Int(src_info.dim[0]()),
             tables,
             mut_(src_info),
-            CpuRank[dispatch_layout](
+            CpuRank[dispatch_group](
                 op, counters.dispatch_received(), counters, recv_bufs, counts
             ),
         )
@@ -373,11 +373,11 @@ def ep_dispatch_kernel_api[
         check_protocol[protocol, target, Bool(input_scales_wrapper)]()
         check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
         comptime op = "dispatch"
-        comptime dispatch_layout = dispatch_layout_of[
+        comptime dispatch_group = dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
         ]()
         var counters = counters_of[n_experts, target](
-            op, atomic_counters, dispatch_layout
+            op, atomic_counters, dispatch_group
         )
         comptime n_choices = n_given_choices[token_fmt_type]()
         check_tokens[target, hidden_size, n_choices, max_token_per_rank](
@@ -404,7 +404,7 @@ def ep_dispatch_kernel_api[
             topk_ids,
             router_weights,
             rows,
-            row_tables[dispatch_layout, fused_shared_expert, output_layout](
+            row_tables[dispatch_group, fused_shared_expert, output_layout](
                 op, row_offsets, expert_ids, src_info
             ),
             src_info,

@@ -30,7 +30,7 @@ from ..flags import (
     message_flag,
     publish,
 )
-from ..layout import MESSAGE_ALIGN, RegionLayout
+from ..layout import MESSAGE_ALIGN, Group
 from ..token_format import BytePointer, SharedRows
 from .plan import RowCursor, hash_src_info, n_rows_of_pairs
 from .rank import CpuRank, write_source_info
@@ -89,19 +89,19 @@ def _columns[
 
 @always_inline
 def _own_terms[
-    layout: RegionLayout, //, dtype: DType, hidden_size: Int
+    group: Group, //, dtype: DType, hidden_size: Int
 ](
-    expert_rows: SharedRows, source: Int, token_idx: Int, rank: CpuRank[layout]
-) -> _Terms[dtype, layout.top_k]:
+    expert_rows: SharedRows, source: Int, token_idx: Int, rank: CpuRank[group]
+) -> _Terms[dtype, group.top_k]:
     """Finds the rows of a token that the last `dispatch_wait` put here."""
-    var terms = _Terms[dtype, layout.top_k]()
-    var n_tokens = rank.counters.received_tokens(layout)[unsafe_offset=source]
+    var terms = _Terms[dtype, group.top_k]()
+    var n_tokens = rank.counters.received_tokens(group)[unsafe_offset=source]
     if token_idx >= Int(n_tokens):
         return terms^
-    var rows = rank.counters.received_rows(layout, source)
-    var weights = rank.counters.received_weights(layout, source)
-    for k in range(layout.top_k):
-        var choice = layout.choice(token_idx, k)
+    var rows = rank.counters.received_rows(group, source)
+    var weights = rank.counters.received_weights(group, source)
+    for k in range(group.top_k):
+        var choice = group.choice(token_idx, k)
         var row = rows[unsafe_offset=choice]
         if row != NO_ROW:
             terms.append(
@@ -135,7 +135,7 @@ def _for_columns[hidden_size: Int, F: def[width: Int](Int) -> None](work: F):
 
 
 def cpu_combine_async[
-    layout: RegionLayout,
+    group: Group,
     //,
     combine_dtype: DType,
     partial_dtype: DType,
@@ -143,37 +143,37 @@ def cpu_combine_async[
 ](
     expert_rows: SharedRows,
     src_info: Pointer[Int32, ImmUntrackedOrigin],
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ) raises:
     """Sends expert rows, or sums of them, to where their tokens came from."""
     _check_rows(expert_rows.n_rows, src_info, rank)
     # Nobody waits for a rank without experts, so their done words run ahead of
     # it; it writes nothing.
     if rank.n_experts() > 0:
-        rank.await_readers(layout.combine_done_offset(0), only_owners=False)
-    comptime if layout.is_reduced():
+        rank.await_readers(group.combine_done_offset(0), only_owners=False)
+    comptime if group.is_reduced():
         _send_sums[combine_dtype, partial_dtype, hidden_size](expert_rows, rank)
     else:
         _send_rows[combine_dtype, hidden_size](expert_rows, src_info, rank)
     # I2: counts after rows; zeros too, every source waits for every expert.
     for local_expert in range(rank.n_experts()):
-        var offset = layout.combine_count_offset(rank.expert_id(local_expert))
-        for src_rank in range(layout.n_ranks):
+        var offset = group.combine_count_offset(rank.expert_id(local_expert))
+        for src_rank in range(group.n_ranks):
             publish(
                 rank.flag(src_rank, offset),
                 rank.generation,
-                rank.counters.pair_count(layout.pair(local_expert, src_rank)),
+                rank.counters.pair_count(group.pair(local_expert, src_rank)),
             )
     rank.counters.set_combine_sent(rank.generation)
     # AFTER: this generation's rows or sums are with their sources.
 
 
 def _check_rows[
-    layout: RegionLayout, //
+    group: Group, //
 ](
     n_rows_max: Int,
     src_info: Pointer[Int32, ImmUntrackedOrigin],
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ) raises:
     """Makes sure that `src_info` is the one of the last `dispatch_wait`.
 
@@ -200,8 +200,8 @@ def _check_rows[
         var k = Int(src_info[unsafe_offset=2 * at.row + 1])
         if (
             digest != counters.src_info_hash()
-            or not 0 <= token_idx < layout.max_tokens_per_rank
-            or not 0 <= k < layout.top_k
+            or not 0 <= token_idx < group.max_tokens_per_rank
+            or not 0 <= k < group.top_k
         ):
             raise rank.error(
                 t": src_info (row {at.row}: token {token_idx}, k {k}) is not"
@@ -212,14 +212,14 @@ def _check_rows[
 
 
 def _send_rows[
-    layout: RegionLayout, //, dtype: DType, hidden_size: Int
+    group: Group, //, dtype: DType, hidden_size: Int
 ](
     expert_rows: SharedRows,
     src_info: Pointer[Int32, ImmUntrackedOrigin],
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ):
     """Sends each row to the place of its choice."""
-    comptime msg_bytes = layout.combine_msg_bytes
+    comptime msg_bytes = group.combine_msg_bytes
     var n_rows = n_rows_of_pairs(rank.n_pairs, rank.counters)
     var is_streaming = should_stream(n_rows, msg_bytes)
 
@@ -230,9 +230,9 @@ def _send_rows[
             var token_idx = Int(src_info[unsafe_offset=2 * at.row])
             var k = Int(src_info[unsafe_offset=2 * at.row + 1])
             # I4: a choice has one expert, so one writer.
-            var src_rank = at.pair % layout.n_ranks
+            var src_rank = at.pair % group.n_ranks
             var message = rank.recv_bufs[src_rank].unsafe_offset(
-                layout.combine_message_offset(token_idx, k)
+                group.combine_message_offset(token_idx, k)
             )
             copy_bytes(
                 dest=message,
@@ -241,25 +241,25 @@ def _send_rows[
                 is_streaming=is_streaming,
             )
             write_source_info(
-                message, msg_bytes, layout.choice(token_idx, k), rank.generation
+                message, msg_bytes, group.choice(token_idx, k), rank.generation
             )
 
     for_each_chunk(n_rows, msg_bytes, send_rows)
 
 
 def _send_sums[
-    layout: RegionLayout,
+    group: Group,
     //,
     dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-](expert_rows: SharedRows, rank: CpuRank[layout]):
+](expert_rows: SharedRows, rank: CpuRank[group]):
     """Sends one sum for each token of a peer that has rows here."""
-    comptime msg_bytes = layout.combine_msg_bytes
+    comptime msg_bytes = group.combine_msg_bytes
     rank.counters.set_combine_of(rank.counters.dispatch_received())
-    var n_tokens_of = rank.counters.received_tokens(layout)
+    var n_tokens_of = rank.counters.received_tokens(group)
     var n_tokens = 0
-    for source in range(layout.n_ranks):
+    for source in range(group.n_ranks):
         n_tokens += Int(n_tokens_of[unsafe_offset=source])
     var is_streaming = should_stream(n_tokens, msg_bytes)
 
@@ -277,9 +277,9 @@ def _send_sums[
             if source == 0 or terms.n == 0:
                 continue
             # I4: only this rank writes the sums of its number.
-            var src_rank = source_rank(rank.my_rank, source, layout.n_ranks)
+            var src_rank = source_rank(rank.my_rank, source, group.n_ranks)
             var message = rank.recv_bufs[src_rank].unsafe_offset(
-                layout.partial_offset(rank.my_rank, i - first)
+                group.partial_offset(rank.my_rank, i - first)
             )
             var sums = message.unsafe_bitcast[Scalar[partial_dtype]]()
 
@@ -304,7 +304,7 @@ def _send_sums[
 
 def cpu_combine_wait[
     dtype: DType,
-    layout: RegionLayout,
+    group: Group,
     //,
     partial_dtype: DType,
     hidden_size: Int,
@@ -314,14 +314,14 @@ def cpu_combine_wait[
     n_tokens: Int,
     router_weights: Pointer[Float32, ImmUntrackedOrigin],
     expert_rows: SharedRows,
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ) raises:
     """Waits for all rows or sums and adds those of each token."""
-    comptime is_reduced = layout.is_reduced()
+    comptime is_reduced = group.is_reduced()
     comptime sent_dtype = partial_dtype if is_reduced else dtype
-    comptime n_places = layout.n_ranks if is_reduced else layout.top_k
+    comptime n_places = group.n_ranks if is_reduced else group.top_k
     comptime bytes_per_token = (
-        min(layout.top_k, n_places) * layout.combine_msg_bytes
+        min(group.top_k, n_places) * group.combine_msg_bytes
     )
     comptime if is_reduced:
         _check_unsent_rows(n_tokens, expert_rows.n_rows, rank)
@@ -334,7 +334,7 @@ def cpu_combine_wait[
 
     def reduce_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
-            var own = _Terms[dtype, layout.top_k]()
+            var own = _Terms[dtype, group.top_k]()
             comptime if is_reduced:
                 own = _own_terms[dtype, hidden_size](
                     expert_rows, 0, token_idx, rank
@@ -342,11 +342,11 @@ def cpu_combine_wait[
             var received = _Terms[sent_dtype, n_places]()
             var n_found = own.n
             for i in range(n_places):
-                var offset = layout.combine_message_offset(token_idx, i)
+                var offset = group.combine_message_offset(token_idx, i)
                 comptime if is_reduced:
-                    offset = layout.partial_offset(i, token_idx)
+                    offset = group.partial_offset(i, token_idx)
                 var message = rank.recv_buf().unsafe_offset(offset)
-                var flag = message_flag(message, layout.combine_msg_bytes)[]
+                var flag = message_flag(message, group.combine_msg_bytes)[]
                 # I8: what an older generation left is skipped.
                 if generation_of(flag) != rank.generation:
                     continue
@@ -354,7 +354,7 @@ def cpu_combine_wait[
                     received.append(message, 1)
                     n_found += count_of(flag)
                 else:
-                    var choice = layout.choice(token_idx, i)
+                    var choice = group.choice(token_idx, i)
                     received.append(
                         message, router_weights[unsafe_offset=choice]
                     )
@@ -395,20 +395,20 @@ def cpu_combine_wait[
             t" EPCommInitializer.reset()."
         )
     rank.counters.set_combine_received(rank.generation)
-    var done = layout.combine_done_offset(rank.my_rank)
-    for owner_rank in range(layout.n_ranks):
+    var done = group.combine_done_offset(rank.my_rank)
+    for owner_rank in range(group.n_ranks):
         publish(rank.flag(owner_rank, done), rank.generation, 0)
     # AFTER: the result is complete; every owner may overwrite what it sent.
 
 
-def _await_rows[layout: RegionLayout, //](rank: CpuRank[layout]) raises -> Int:
+def _await_rows[group: Group, //](rank: CpuRank[group]) raises -> Int:
     """Waits for every expert's count, and returns how many rows they announce.
     """
     var n_rows = 0
-    for expert_id in range(layout.n_experts):
-        var owner_rank = expert_id // layout.n_local_experts()
+    for expert_id in range(group.n_experts):
+        var owner_rank = expert_id // group.n_local_experts()
         n_rows += await_generation(
-            rank.my_flag(layout.combine_count_offset(expert_id)),
+            rank.my_flag(group.combine_count_offset(expert_id)),
             rank.generation,
             rank.deadline,
             rank.waiter(owner_rank, "rows", expert_id),
@@ -417,8 +417,8 @@ def _await_rows[layout: RegionLayout, //](rank: CpuRank[layout]) raises -> Int:
 
 
 def _check_unsent_rows[
-    layout: RegionLayout, //
-](n_tokens: Int, n_rows: Int, rank: CpuRank[layout]) raises:
+    group: Group, //
+](n_tokens: Int, n_rows: Int, rank: CpuRank[group]) raises:
     """Raises unless tokens and rows are those that `combine_async` answered."""
     var answered = rank.counters.combine_of()
     var last = rank.counters.dispatch_received()

@@ -26,7 +26,7 @@ from ..flags import (
     peek,
     publish,
 )
-from ..layout import ENTRY_BYTES, RegionLayout
+from ..layout import ENTRY_BYTES, Group
 from ..rank_slots.entries import (
     entry_word,
     expert_of_entry,
@@ -64,21 +64,21 @@ struct GivenTokens[input_type: DType](TrivialRegisterPassable):
 
 def cpu_dispatch_async[
     input_type: DType,
-    layout: RegionLayout,
+    group: Group,
     //,
     token_fmt_type: TokenFormat,
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ] = None,
     fused_shared_expert: Bool = False,
-](given: GivenTokens[input_type], rank: CpuRank[layout]) raises:
+](given: GivenTokens[input_type], rank: CpuRank[group]) raises:
     """Sends each token to its experts or ranks, and publishes the counts."""
-    comptime is_by_rank = layout.has_rank_slots()
+    comptime is_by_rank = group.has_rank_slots()
     comptime n_copies = min(
-        layout.top_k, layout.n_ranks if is_by_rank else layout.top_k
+        group.top_k, group.n_ranks if is_by_rank else group.top_k
     )
     comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
-    rank.await_readers(layout.dispatch_done_offset(0), only_owners=True)
+    rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
     # A rank without experts is not among those readers, but its dispatch_wait
     # may still read its own tokens where they were encoded.
     comptime if is_by_rank or fused_shared_expert:
@@ -95,10 +95,10 @@ def cpu_dispatch_async[
     var all_ranks = List[Int32]()
     comptime if token_fmt_type.n_carried > 0:
         for _ in range(given.n_tokens):
-            for dst_rank in range(layout.n_ranks):
+            for dst_rank in range(group.n_ranks):
                 all_ranks.append(Int32(dst_rank))
         ids = {unsafe_from_address = Int(all_ranks.unsafe_ptr())}
-    var plan = SendPlan[layout](ids, given.n_tokens)
+    var plan = SendPlan[group](ids, given.n_tokens)
     var is_streaming = should_stream(given.n_tokens, bytes_per_token)
 
     def send_tokens(begin: Int, end: Int) {imm}:
@@ -109,8 +109,8 @@ def cpu_dispatch_async[
             var staged = rank.staged_token(token_idx)
             comptime if not input_scales_wrapper:
                 token_fmt_type.encode[input_type, False](staged, token, 1)
-            for k in range(layout.top_k):
-                var choice = layout.choice(token_idx, k)
+            for k in range(group.top_k):
+                var choice = group.choice(token_idx, k)
                 var dst_rank = plan.rank_of(choice)
                 if dst_rank < 0:
                     continue
@@ -123,7 +123,7 @@ def cpu_dispatch_async[
                         token_idx, k
                     ):
                         continue
-                    offset = layout.token_offset(rank.my_rank, token_idx)
+                    offset = group.token_offset(rank.my_rank, token_idx)
                 var place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
                 comptime if input_scales_wrapper:
                     comptime scale_of = input_scales_wrapper.value()
@@ -154,46 +154,46 @@ def cpu_dispatch_async[
 
 @always_inline
 def _slot_offset[
-    layout: RegionLayout, //
-](plan: SendPlan[layout], choice: Int, my_rank: Int) -> Int:
+    group: Group, //
+](plan: SendPlan[group], choice: Int, my_rank: Int) -> Int:
     """Locates the slot of a choice in the recv buffer of its rank."""
     var local_expert = (
-        Int(plan.ids[unsafe_offset=choice]) % layout.n_local_experts()
+        Int(plan.ids[unsafe_offset=choice]) % group.n_local_experts()
     )
-    return layout.dispatch_message_offset(
-        layout.pair(local_expert, my_rank), Int(plan.positions[choice])
+    return group.dispatch_message_offset(
+        group.pair(local_expert, my_rank), Int(plan.positions[choice])
     )
 
 
 @always_inline
 def _write_entry[
-    input_type: DType, layout: RegionLayout, //, token_fmt_type: TokenFormat
+    input_type: DType, group: Group, //, token_fmt_type: TokenFormat
 ](
     given: GivenTokens[input_type],
-    plan: SendPlan[layout],
+    plan: SendPlan[group],
     choice: Int,
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ):
     """Writes the entry of a choice, and what its token carries."""
     comptime n_carried = token_fmt_type.n_carried
     var recv_buf = rank.recv_bufs[plan.rank_of(choice)]
     # I1: only this rank writes the entries of its number.
-    var entry = flag_at(recv_buf, layout.entry_offset(rank.my_rank, choice))
+    var entry = flag_at(recv_buf, group.entry_offset(rank.my_rank, choice))
     entry[] = entry_word(
         rank.generation,
         Int(plan.ids[unsafe_offset=choice]),
         Int(plan.positions[choice]),
     )
-    comptime if layout.is_reduced():
+    comptime if group.is_reduced():
         var weight: Float32 = 1
         comptime if n_carried == 0:
             weight = given.router_weights[unsafe_offset=choice]
         entry[unsafe_offset=1] = weight_word(rank.generation, weight)
-    var token_idx = choice // layout.top_k
+    var token_idx = choice // group.top_k
     for j in range(n_carried):
         var carried = flag_at(
             recv_buf,
-            layout.carried_choice_offset(rank.my_rank, token_idx, j, n_carried),
+            group.carried_choice_offset(rank.my_rank, token_idx, j, n_carried),
         )
         var i = token_idx * n_carried + j
         carried[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
@@ -203,19 +203,19 @@ def _write_entry[
 
 
 def _publish_counts[
-    layout: RegionLayout, //
-](plan: SendPlan[layout], n_tokens: Int, rank: CpuRank[layout]):
+    group: Group, //
+](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]):
     """Announces this generation to every rank."""
     # I2: numbers and counts are published after all they announce. A rank
     # without tokens publishes zeros: its peers wait for every pair.
-    comptime if layout.has_rank_slots():
-        var offset = layout.dispatch_n_tokens_offset(rank.my_rank)
-        for dst_rank in range(layout.n_ranks):
+    comptime if group.has_rank_slots():
+        var offset = group.dispatch_n_tokens_offset(rank.my_rank)
+        for dst_rank in range(group.n_ranks):
             publish(rank.flag(dst_rank, offset), rank.generation, n_tokens)
-    for expert_id in range(layout.n_experts):
-        var dst_rank, local_expert = divmod(expert_id, layout.n_local_experts())
-        var offset = layout.dispatch_count_offset(
-            layout.pair(local_expert, rank.my_rank)
+    for expert_id in range(group.n_experts):
+        var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
+        var offset = group.dispatch_count_offset(
+            group.pair(local_expert, rank.my_rank)
         )
         publish(
             rank.flag(dst_rank, offset), rank.generation, plan.counts[expert_id]
@@ -243,7 +243,7 @@ struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
 
 
 def cpu_dispatch_wait[
-    layout: RegionLayout,
+    group: Group,
     is_padded: Bool,
     fused_shared_expert: Bool,
     //,
@@ -251,9 +251,9 @@ def cpu_dispatch_wait[
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
-    tables: RowTables[layout, is_padded, fused_shared_expert],
+    tables: RowTables[group, is_padded, fused_shared_expert],
     src_info: Pointer[Int32, MutUntrackedOrigin],
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ) raises:
     """Waits for all tokens and puts each into the rows of its choices."""
     comptime msg_bytes = token_fmt_type.msg_bytes
@@ -264,7 +264,7 @@ def cpu_dispatch_wait[
     var outputs = _Outputs[token_fmt_type](
         rows, src_info, should_stream(arrived.n_rows, msg_bytes)
     )
-    comptime if layout.has_rank_slots():
+    comptime if group.has_rank_slots():
         _place_tokens(outputs, rank)
     else:
         _place_messages(outputs, arrived.n_rows - arrived.n_shared, rank)
@@ -279,15 +279,15 @@ def cpu_dispatch_wait[
     rank.counters.set_src_info_hash(
         hash_src_info(src_info, rank.n_pairs, rank.counters)
     )
-    var done = layout.dispatch_done_offset(rank.my_rank)
-    for src_rank in range(layout.n_ranks):
+    var done = group.dispatch_done_offset(rank.my_rank)
+    for src_rank in range(group.n_ranks):
         publish(rank.flag(src_rank, done), rank.generation, 0)
     # AFTER: rows are complete, and every source may overwrite its tokens here.
 
 
 def _place_messages[
-    token_fmt_type: TokenFormat, layout: RegionLayout, //
-](outputs: _Outputs[token_fmt_type], n_rows: Int, rank: CpuRank[layout]):
+    token_fmt_type: TokenFormat, group: Group, //
+](outputs: _Outputs[token_fmt_type], n_rows: Int, rank: CpuRank[group]):
     """Puts each message into its row."""
 
     def decode_rows(begin: Int, end: Int) {imm}:
@@ -295,85 +295,85 @@ def _place_messages[
         for i in range(begin, end):
             at.advance(i, rank.counters)
             var message = rank.recv_buf().unsafe_offset(
-                layout.dispatch_message_offset(at.pair, at.slot)
+                group.dispatch_message_offset(at.pair, at.slot)
             )
             var flag = message_flag(message, token_fmt_type.msg_bytes)[]
-            var token_idx, k = divmod(count_of(flag), layout.top_k)
+            var token_idx, k = divmod(count_of(flag), group.top_k)
             outputs.place(message, at.row, token_idx, k)
 
     for_each_chunk(n_rows, token_fmt_type.msg_bytes, decode_rows)
 
 
 def _place_tokens[
-    token_fmt_type: TokenFormat, layout: RegionLayout, //
-](outputs: _Outputs[token_fmt_type], rank: CpuRank[layout]):
+    token_fmt_type: TokenFormat, group: Group, //
+](outputs: _Outputs[token_fmt_type], rank: CpuRank[group]):
     """Puts each token into the rows that its entries name."""
     # A count that came says that this number came before it. A rank without
     # experts has awaited none, and has no rows.
-    var n_tokens_of = List[Int](length=layout.n_ranks, fill=0)
+    var n_tokens_of = List[Int](length=group.n_ranks, fill=0)
     if rank.n_experts() > 0:
-        for src_rank in range(layout.n_ranks):
-            var offset = layout.dispatch_n_tokens_offset(src_rank)
+        for src_rank in range(group.n_ranks):
+            var offset = group.dispatch_n_tokens_offset(src_rank)
             n_tokens_of[src_rank] = count_of(peek(rank.my_flag(offset)))
-    comptime if layout.is_reduced():
-        for src_rank in range(layout.n_ranks):
-            var source = source_from(rank.my_rank, src_rank, layout.n_ranks)
-            rank.counters.received_tokens(layout)[unsafe_offset=source] = Int32(
+    comptime if group.is_reduced():
+        for src_rank in range(group.n_ranks):
+            var source = source_from(rank.my_rank, src_rank, group.n_ranks)
+            rank.counters.received_tokens(group)[unsafe_offset=source] = Int32(
                 n_tokens_of[src_rank]
             )
 
     def decode_tokens(begin: Int, end: Int) {imm}:
         for i in range(begin, end):
-            var src_rank, token_idx = divmod(i, layout.max_tokens_per_rank)
+            var src_rank, token_idx = divmod(i, group.max_tokens_per_rank)
             if token_idx < n_tokens_of[src_rank]:
-                for k in range(layout.top_k):
+                for k in range(group.top_k):
                     _place_choice(outputs, src_rank, token_idx, k, rank)
 
     if rank.n_experts() > 0:
         for_each_chunk(
-            layout.expert_capacity(), token_fmt_type.msg_bytes, decode_tokens
+            group.expert_capacity(), token_fmt_type.msg_bytes, decode_tokens
         )
 
 
 @always_inline
 def _place_choice[
-    token_fmt_type: TokenFormat, layout: RegionLayout, //
+    token_fmt_type: TokenFormat, group: Group, //
 ](
     outputs: _Outputs[token_fmt_type],
     src_rank: Int,
     token_idx: Int,
     k: Int,
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ):
     """Puts a token into the row of one of its choices, if that is here."""
     comptime n_carried = token_fmt_type.n_carried
     var recv_buf = rank.recv_buf()
-    var choice = layout.choice(token_idx, k)
-    var entry = flag_at(recv_buf, layout.entry_offset(src_rank, choice))
+    var choice = group.choice(token_idx, k)
+    var entry = flag_at(recv_buf, group.entry_offset(src_rank, choice))
     # An older entry is of a choice that has no expert here this time.
     var is_here = generation_of(entry[]) == rank.generation
     var row = Int(NO_ROW)
     if is_here:
         var local_expert = expert_of_entry(entry[]) - rank.expert_id(0)
-        var pair = layout.pair(local_expert, src_rank)
+        var pair = group.pair(local_expert, src_rank)
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
-    comptime if layout.is_reduced():
-        var source = source_from(rank.my_rank, src_rank, layout.n_ranks)
-        rank.counters.received_rows(layout, source)[
+    comptime if group.is_reduced():
+        var source = source_from(rank.my_rank, src_rank, group.n_ranks)
+        rank.counters.received_rows(group, source)[
             unsafe_offset=choice
         ] = Int32(row)
         if is_here:
-            rank.counters.received_weights(layout, source)[
+            rank.counters.received_weights(group, source)[
                 unsafe_offset=choice
             ] = weight_of_word(entry[unsafe_offset=1])
     if not is_here:
         return
-    var token = recv_buf.unsafe_offset(layout.token_offset(src_rank, token_idx))
+    var token = recv_buf.unsafe_offset(group.token_offset(src_rank, token_idx))
     outputs.place(token, row, token_idx, k)
     for j in range(n_carried):
         var carried = flag_at(
             recv_buf,
-            layout.carried_choice_offset(src_rank, token_idx, j, n_carried),
+            group.carried_choice_offset(src_rank, token_idx, j, n_carried),
         )
         token_fmt_type.place_choice(
             outputs.rows,

@@ -6,7 +6,7 @@ choice, so a result never depends on timing.
 """
 from ..counters import EPLocalSyncCounters
 from ..flags import await_generation
-from ..layout import RegionLayout
+from ..layout import Group
 from ..row_tables import RowTables
 from .rank import CpuRank
 
@@ -14,11 +14,11 @@ comptime _NO_POSITION = Int32(-1)
 """Position of a choice that is not sent."""
 
 
-struct SendPlan[layout: RegionLayout](Movable):
+struct SendPlan[group: Group](Movable):
     """Which place each choice takes among those of its expert.
 
     Parameters:
-        layout: Sizes of the group.
+        group: Sizes of the group.
     """
 
     var ids: Pointer[Int32, ImmUntrackedOrigin]
@@ -36,10 +36,10 @@ struct SendPlan[layout: RegionLayout](Movable):
         out self, ids: Pointer[Int32, ImmUntrackedOrigin], n_tokens: Int
     ):
         """Gives each choice the next place of its pair."""
-        var n_choices = n_tokens * Self.layout.top_k
+        var n_choices = n_tokens * Self.group.top_k
         self.ids = ids
         self.positions = List[Int32](length=n_choices, fill=_NO_POSITION)
-        self.counts = List[Int](length=Self.layout.n_experts, fill=0)
+        self.counts = List[Int](length=Self.group.n_experts, fill=0)
         self.n_dropped = 0
         self.first_dropped = -1
         for choice in range(n_choices):
@@ -48,8 +48,8 @@ struct SendPlan[layout: RegionLayout](Movable):
                 continue
             if (
                 expert_id < 0
-                or expert_id >= Self.layout.n_experts
-                or self.counts[expert_id] == Self.layout.max_tokens_per_rank
+                or expert_id >= Self.group.n_experts
+                or self.counts[expert_id] == Self.group.max_tokens_per_rank
             ):
                 if self.n_dropped == 0:
                     self.first_dropped = choice
@@ -64,29 +64,29 @@ struct SendPlan[layout: RegionLayout](Movable):
         if self.positions[choice] == _NO_POSITION:
             return -1
         return (
-            Int(self.ids[unsafe_offset=choice]) // Self.layout.n_local_experts()
+            Int(self.ids[unsafe_offset=choice]) // Self.group.n_local_experts()
         )
 
     @always_inline
     def is_first_to_rank(self, token_idx: Int, k: Int) -> Bool:
         """Tells whether no earlier choice of a token goes to the same rank."""
-        var rank = self.rank_of(Self.layout.choice(token_idx, k))
+        var rank = self.rank_of(Self.group.choice(token_idx, k))
         for earlier in range(k):
-            if self.rank_of(Self.layout.choice(token_idx, earlier)) == rank:
+            if self.rank_of(Self.group.choice(token_idx, earlier)) == rank:
                 return False
         return True
 
-    def raise_if_dropped(self, rank: CpuRank[Self.layout]) raises:
+    def raise_if_dropped(self, rank: CpuRank[Self.group]) raises:
         """Raises if ids were dropped, after everything else was sent."""
         if self.n_dropped == 0:
             return
         rank.counters.add_dropped(self.n_dropped)
-        var token_idx, k = divmod(self.first_dropped, Self.layout.top_k)
+        var token_idx, k = divmod(self.first_dropped, Self.group.top_k)
         var expert_id = self.ids[unsafe_offset=self.first_dropped]
         raise rank.error(
             t": {self.n_dropped} of {len(self.positions)} topk_ids were"
             t" dropped; the first is token {token_idx}, k {k}: expert"
-            t" {expert_id}. Ids must be in [-1, {Self.layout.n_experts}) and"
+            t" {expert_id}. Ids must be in [-1, {Self.group.n_experts}) and"
             t" those of one token distinct. Mend the router's output, then call"
             t" EPCommInitializer.reset() (or restart the group, where each rank"
             t" is a process of its own)."
@@ -104,11 +104,11 @@ struct Arrived(TrivialRegisterPassable):
 
 
 def lay_out_rows[
-    layout: RegionLayout, is_padded: Bool, fused_shared_expert: Bool, //
+    group: Group, is_padded: Bool, fused_shared_expert: Bool, //
 ](
-    tables: RowTables[layout, is_padded, fused_shared_expert],
+    tables: RowTables[group, is_padded, fused_shared_expert],
     n_rows_max: Int,
-    rank: CpuRank[layout],
+    rank: CpuRank[group],
 ) raises -> Arrived:
     """Waits for the counts of all pairs, and says where their rows go."""
     var counters = rank.counters
@@ -123,15 +123,15 @@ def lay_out_rows[
 
     var n_rows = n_shared
     var largest_pair = 0
-    for local_expert in range(layout.n_local_experts()):
+    for local_expert in range(group.n_local_experts()):
         var first_row = tables.first_row(local_expert, n_rows)
         var n_expert_rows = 0
-        for src_rank in range(layout.n_ranks):
-            var pair = layout.pair(local_expert, src_rank)
+        for src_rank in range(group.n_ranks):
+            var pair = group.pair(local_expert, src_rank)
             var count = 0
             if local_expert < rank.n_experts():
                 count = await_generation(
-                    rank.my_flag(layout.dispatch_count_offset(pair)),
+                    rank.my_flag(group.dispatch_count_offset(pair)),
                     rank.generation,
                     rank.deadline,
                     rank.waiter(

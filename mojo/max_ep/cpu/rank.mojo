@@ -13,16 +13,16 @@ from ..flags import (
     next_generation,
     peek,
 )
-from ..layout import FLAG_BYTES, RegionLayout, n_experts_on_rank
+from ..layout import FLAG_BYTES, Group, n_experts_on_rank
 from ..token_format import BytePointer
 from ..transport import PeerBuffers
 
 
-struct CpuRank[layout: RegionLayout](TrivialRegisterPassable):
+struct CpuRank[group: Group](TrivialRegisterPassable):
     """A CPU rank in one launch of dispatch or of combine.
 
     Parameters:
-        layout: Sizes of the group, and the offsets of its buffers.
+        group: Sizes of the group, and the offsets of its buffers.
     """
 
     var op: StaticString
@@ -33,16 +33,16 @@ struct CpuRank[layout: RegionLayout](TrivialRegisterPassable):
     """The generation that this op ended last."""
     var generation: UInt32
     """The generation of this launch."""
-    var counters: EPLocalSyncCounters[Self.layout.n_experts]
+    var counters: EPLocalSyncCounters[Self.group.n_experts]
     """Its local words."""
-    var recv_bufs: PeerBuffers[Self.layout.n_ranks]
+    var recv_bufs: PeerBuffers[Self.group.n_ranks]
     """Every rank's recv buffer."""
-    var recv_counts: PeerBuffers[Self.layout.n_ranks]
+    var recv_counts: PeerBuffers[Self.group.n_ranks]
     """Every rank's counts and done words."""
     var deadline: Deadline
     """When the launch gives up."""
 
-    comptime n_pairs = Self.layout.pair(Self.layout.n_local_experts(), 0)
+    comptime n_pairs = Self.group.pair(Self.group.n_local_experts(), 0)
     """Pairs of a local expert and a source rank."""
 
     @always_inline
@@ -73,21 +73,21 @@ struct CpuRank[layout: RegionLayout](TrivialRegisterPassable):
     def staged_token(self, token_idx: Int) -> BytePointer:
         """Points to where one of this rank's own tokens is encoded."""
         return self.recv_buf().unsafe_offset(
-            Self.layout.staged_from_recv(self.my_rank)
-            + Self.layout.dispatch_staged_offset(token_idx)
+            Self.group.staged_from_recv(self.my_rank)
+            + Self.group.dispatch_staged_offset(token_idx)
         )
 
     @always_inline
     def n_experts(self) -> Int:
         """Counts the experts that this rank holds."""
         return n_experts_on_rank(
-            Self.layout.n_experts, Self.layout.n_ranks, self.my_rank
+            Self.group.n_experts, Self.group.n_ranks, self.my_rank
         )
 
     @always_inline
     def expert_id(self, local_expert: Int) -> Int:
         """Finds the global id of a local expert."""
-        return self.my_rank * Self.layout.n_local_experts() + local_expert
+        return self.my_rank * Self.group.n_local_experts() + local_expert
 
     @always_inline
     def flag(self, rank: Int, offset: Int) -> FlagPointer:
@@ -117,11 +117,8 @@ struct CpuRank[layout: RegionLayout](TrivialRegisterPassable):
         last combine has already shown that all peers were done
         (docs/protocol.md).
         """
-        for reader_rank in range(Self.layout.n_ranks):
-            if (
-                only_owners
-                and reader_rank >= Self.layout.n_ranks_with_experts()
-            ):
+        for reader_rank in range(Self.group.n_ranks):
+            if only_owners and reader_rank >= Self.group.n_ranks_with_experts():
                 continue
             # I3: no slot is written before its last reader is done with it.
             var done = self.my_flag(done_offset + reader_rank * FLAG_BYTES)

@@ -54,7 +54,7 @@ from ..flags import (
     publish,
 )
 from ..layout import (
-    RegionLayout,
+    Group,
     MESSAGE_ALIGN,
     is_reduced_protocol,
     message_bytes,
@@ -113,7 +113,7 @@ struct _Launch(TrivialRegisterPassable):
 
 
 @always_inline
-def combine_layout_of[
+def combine_group_of[
     combine_dtype: DType,
     hidden_size: Int,
     top_k: Int,
@@ -122,11 +122,11 @@ def combine_layout_of[
     max_tokens: Int,
     protocol: Int = 0,
     partial_dtype: DType = combine_dtype,
-]() -> RegionLayout:
+]() -> Group:
     """Lays out the buffers as far as combine needs them."""
     comptime is_reduced = is_reduced_protocol(protocol)
     comptime sent_dtype = partial_dtype if is_reduced else combine_dtype
-    return RegionLayout(
+    return Group(
         n_experts,
         n_ranks,
         max_tokens,
@@ -141,11 +141,11 @@ def combine_layout_of[
 
 @always_inline
 def _start[
-    n_experts: Int, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
+    p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
 ](
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     my_rank: Int,
     put_buf: UInt64 = 0,
 ) -> _Launch:
@@ -172,11 +172,11 @@ def _start[
 
 @always_inline
 def _share_pairs[
-    num_threads: Int, n_experts: Int, n_pairs: Int
+    num_threads: Int, n_pairs: Int
 ](
     pair_rows: SharedInts,
     pair_counts: SharedInts,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Copies where each pair's rows stand to shared memory, and syncs."""
     for pair in range(Int(thread_idx.x), n_pairs, num_threads):
@@ -189,8 +189,7 @@ def _share_pairs[
 def _send_rows[
     combine_dtype: DType,
     hidden_size: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     use_shmem: Bool,
 ](
     input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
@@ -199,19 +198,19 @@ def _send_rows[
     pair_rows: SharedInts,
     pair_counts: SharedInts,
     launch: _Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Sends this block's share of the rows, with one warp of several."""
-    comptime n_ranks = layout.n_ranks
-    comptime n_pairs = layout.n_local_experts() * n_ranks
-    comptime msg_bytes = layout.combine_msg_bytes
+    comptime n_ranks = group.n_ranks
+    comptime n_pairs = group.n_local_experts() * n_ranks
+    comptime msg_bytes = group.combine_msg_bytes
     comptime row_bytes = plain_token_bytes(
         hidden_size, size_of[Scalar[combine_dtype]]()
     )
     var lane = launch.lane
-    if not await_done_words[n_experts, layout](
+    if not await_done_words[group](
         bytes_at(launch.counts[unsafe_offset=launch.my_rank]),
-        layout.combine_done_offset(0),
+        group.combine_done_offset(0),
         counters.combine_sent(),
         _SEND,
         launch.deadline,
@@ -248,9 +247,9 @@ def _send_rows[
         var k = Int(src_info[unsafe_offset=2 * row + 1])
         if (
             token_idx < 0
-            or token_idx >= layout.max_tokens_per_rank
+            or token_idx >= group.max_tokens_per_rank
             or k < 0
-            or k >= layout.top_k
+            or k >= group.top_k
         ):
             note_failure(
                 counters.failure(),
@@ -266,15 +265,15 @@ def _send_rows[
             return
         # I4: a choice has one expert, so one writer.
         var local_expert, src_rank = divmod(pair, n_ranks)
-        var expert_id = launch.my_rank * layout.n_local_experts() + local_expert
-        var offset = UInt64(layout.combine_message_offset(token_idx, k))
-        var choice = layout.choice(token_idx, k)
+        var expert_id = launch.my_rank * group.n_local_experts() + local_expert
+        var offset = UInt64(group.combine_message_offset(token_idx, k))
+        var choice = group.choice(token_idx, k)
         var message = launch.recv_bufs[unsafe_offset=src_rank] + offset
         var put_to: UInt64 = 0
         comptime if use_shmem:
             if message == offset:
                 message = launch.put_buf + UInt64(
-                    layout.combine_put_offset(src_rank, choice)
+                    group.combine_put_offset(src_rank, choice)
                 )
                 put_to = launch.recv_bufs[unsafe_offset=launch.my_rank] + offset
         copy_warp[row_bytes](
@@ -314,7 +313,7 @@ def _send_rows[
 def _reduce_part[
     combine_dtype: DType,
     hidden_size: Int,
-    layout: RegionLayout,
+    group: Group,
     fused_shared_expert: Bool,
 ](
     result: BytePointer,
@@ -328,9 +327,9 @@ def _reduce_part[
     lane: Int,
 ):
     """Adds the weighted rows of a part of one token, in choice order."""
-    comptime top_k = layout.top_k
+    comptime top_k = group.top_k
     comptime width = MESSAGE_ALIGN // size_of[Scalar[combine_dtype]]()
-    comptime n_groups = ceildiv(top_k, ROWS_IN_FLIGHT)
+    comptime n_batches = ceildiv(top_k, ROWS_IN_FLIGHT)
     var weights = Array[Float32, top_k](fill=0)
     var has = Array[Bool, top_k](fill=False)
     comptime for k in range(top_k):
@@ -343,15 +342,15 @@ def _reduce_part[
         var shared = LaneBytes(0)
         comptime if fused_shared_expert:
             shared = load16(shared_row.unsafe_offset(vector * MESSAGE_ALIGN))
-        comptime for group in range(n_groups):
-            comptime first = group * ROWS_IN_FLIGHT
+        comptime for batch in range(n_batches):
+            comptime first = batch * ROWS_IN_FLIGHT
             comptime n = min(ROWS_IN_FLIGHT, top_k - first)
             var parts = Array[LaneBytes, n](fill=0)
             comptime for i in range(n):
                 if has[first + i]:
                     parts[i] = load16(
                         rows.unsafe_offset(
-                            layout.combine_message_offset(0, first + i)
+                            group.combine_message_offset(0, first + i)
                             + vector * MESSAGE_ALIGN
                         )
                     )
@@ -380,8 +379,7 @@ def _reduce_tokens[
     combine_dtype: DType,
     hidden_size: Int,
     num_threads: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     fused_shared_expert: Bool,
 ](
     output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
@@ -390,10 +388,10 @@ def _reduce_tokens[
     shared_rows: SharedRows,
     generation: UInt32,
     launch: _Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Reduces this block's share of the tokens, with one warp of several."""
-    comptime top_k = layout.top_k
+    comptime top_k = group.top_k
     comptime row_bytes = plain_token_bytes(
         hidden_size, size_of[Scalar[combine_dtype]]()
     )
@@ -402,7 +400,7 @@ def _reduce_tokens[
     comptime n_warps = num_threads // WARP_SIZE
     var lane = launch.lane
     var recv_buf = bytes_at(launch.recv_bufs[unsafe_offset=launch.my_rank])
-    var choices = counters.choices(generation, layout.n_choices())
+    var choices = counters.choices(generation, group)
     # Few tokens are cut into parts, so that every warp has work.
     var n_parts = 1
     while n_parts < n_steps and n_tokens * n_parts < 2 * n_warps * Int(
@@ -445,7 +443,7 @@ def _reduce_tokens[
             return
         var token_idx, part = divmod(item, n_parts)
         var rows = recv_buf.unsafe_offset(
-            layout.combine_message_offset(token_idx, 0)
+            group.combine_message_offset(token_idx, 0)
         )
         var expert = NO_EXPERT
         var weight: Float32 = 0
@@ -454,14 +452,14 @@ def _reduce_tokens[
             weight = router_weights[unsafe_offset=token_idx * top_k + lane]
         var has_row = expert != NO_EXPERT
         if has_row and not is_broken:
-            var word = await_message[n_experts](
+            var word = await_message(
                 message_flag(
-                    rows.unsafe_offset(layout.combine_message_offset(0, lane)),
-                    layout.combine_msg_bytes,
+                    rows.unsafe_offset(group.combine_message_offset(0, lane)),
+                    group.combine_msg_bytes,
                 ),
                 launch.received,
                 _RECEIVE,
-                Int(expert) // layout.n_local_experts(),
+                Int(expert) // group.n_local_experts(),
                 Int(expert),
                 launch.deadline,
                 counters,
@@ -472,7 +470,7 @@ def _reduce_tokens[
                     counters.failure(),
                     WRONG_EXPERT,
                     _RECEIVE,
-                    Int(expert) // layout.n_local_experts(),
+                    Int(expert) // group.n_local_experts(),
                     Int(expert),
                     launch.received,
                     word,
@@ -482,7 +480,7 @@ def _reduce_tokens[
                 is_broken = True
         is_broken = any_lane(is_broken)
         syncwarp()
-        _reduce_part[combine_dtype, hidden_size, layout, fused_shared_expert](
+        _reduce_part[combine_dtype, hidden_size, group, fused_shared_expert](
             output_tokens.unsafe_offset(token_idx * hidden_size).unsafe_bitcast[
                 UInt8
             ](),
@@ -513,12 +511,11 @@ def fill_with_nan[
 
 @always_inline
 def _finish[
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     is_sending: Bool,
     is_receiving: Bool,
     use_shmem: Bool,
-](launch: _Launch, counters: EPLocalSyncCounters[n_experts]):
+](launch: _Launch, counters: EPLocalSyncCounters):
     """Ends a launch: its last block notes the generation and tells the peers.
     """
     if not is_last_block(counters):
@@ -531,10 +528,10 @@ def _finish[
     comptime if is_receiving:
         if launch.lane == 0:
             counters.set_combine_received(launch.received)
-        publish_done[layout.n_ranks, use_shmem](
+        publish_done[group.n_ranks, use_shmem](
             launch.counts,
             launch.my_rank,
-            layout.combine_done_offset(launch.my_rank),
+            group.combine_done_offset(launch.my_rank),
             launch.received,
             launch.lane,
         )
@@ -602,7 +599,7 @@ def combine_async_kernel[
         ep_counters: This rank's local words.
         my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
     """
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -610,7 +607,7 @@ def combine_async_kernel[
         n_ranks,
         max_tokens_per_rank,
     ]()
-    if not can_start[layout](ep_counters, _SEND):
+    if not can_start[group](ep_counters, _SEND):
         return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
@@ -632,13 +629,11 @@ def combine_async_kernel[
         )
         ep_counters.set_broken()
         return
-    comptime n_pairs = layout.n_local_experts() * n_ranks
+    comptime n_pairs = group.n_local_experts() * n_ranks
     var pair_rows = shared_ints[n_pairs]()
     var pair_counts = shared_ints[n_pairs]()
-    _share_pairs[num_threads, n_experts, n_pairs](
-        pair_rows, pair_counts, ep_counters
-    )
-    _send_rows[combine_dtype, hidden_size, n_experts, layout, use_shmem](
+    _share_pairs[num_threads, n_pairs](pair_rows, pair_counts, ep_counters)
+    _send_rows[combine_dtype, hidden_size, group, use_shmem](
         input_tokens,
         Int(n_rows_max),
         src_info,
@@ -647,7 +642,7 @@ def combine_async_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, True, False, use_shmem](launch, ep_counters)
+    _finish[group, True, False, use_shmem](launch, ep_counters)
 
 
 @__llvm_metadata(
@@ -702,7 +697,7 @@ def combine_wait_kernel[
         ep_counters: This rank's local words.
         my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
     """
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -710,7 +705,7 @@ def combine_wait_kernel[
         n_ranks,
         max_tokens_per_rank,
     ]()
-    if not can_start[layout](ep_counters, _RECEIVE):
+    if not can_start[group](ep_counters, _RECEIVE):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
     var rank = rank_of(ep_counters, my_rank)
@@ -722,8 +717,7 @@ def combine_wait_kernel[
         combine_dtype,
         hidden_size,
         num_threads,
-        n_experts,
-        layout,
+        group,
         fused_shared_expert,
     ](
         output_tokens,
@@ -734,7 +728,7 @@ def combine_wait_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, False, True, use_shmem](launch, ep_counters)
+    _finish[group, False, True, use_shmem](launch, ep_counters)
 
 
 @__llvm_metadata(
@@ -797,7 +791,7 @@ def combine_kernel[
         ep_counters: This rank's local words.
         my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
     """
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -809,7 +803,7 @@ def combine_kernel[
     var shared_rows = SharedRows(
         BytePointer(unsafe_from_address=Int(input_tokens)), Int(n_rows_max)
     )
-    if not can_start[layout](ep_counters, _SEND):
+    if not can_start[group](ep_counters, _SEND):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
     var rank = rank_of(ep_counters, my_rank)
@@ -833,15 +827,13 @@ def combine_kernel[
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         ep_counters.set_broken()
         return
-    comptime n_pairs = layout.n_local_experts() * n_ranks
+    comptime n_pairs = group.n_local_experts() * n_ranks
     var pair_rows = shared_ints[n_pairs]()
     var pair_counts = shared_ints[n_pairs]()
-    _share_pairs[num_threads, n_experts, n_pairs](
-        pair_rows, pair_counts, ep_counters
-    )
+    _share_pairs[num_threads, n_pairs](pair_rows, pair_counts, ep_counters)
     comptime n_warps = num_threads // WARP_SIZE
     if launch.warp_idx < n_send_warps(Int(n_tokens), n_warps):
-        _send_rows[combine_dtype, hidden_size, n_experts, layout, use_shmem](
+        _send_rows[combine_dtype, hidden_size, group, use_shmem](
             input_tokens,
             Int(n_rows_max),
             src_info,
@@ -854,8 +846,7 @@ def combine_kernel[
         combine_dtype,
         hidden_size,
         num_threads,
-        n_experts,
-        layout,
+        group,
         fused_shared_expert,
     ](
         output_tokens,
@@ -866,4 +857,4 @@ def combine_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, True, True, use_shmem](launch, ep_counters)
+    _finish[group, True, True, use_shmem](launch, ep_counters)

@@ -54,7 +54,7 @@ from ..flags import (
     peek,
     publish,
 )
-from ..layout import RegionLayout, FLAG_BYTES, MESSAGE_ALIGN
+from ..layout import Group, FLAG_BYTES, MESSAGE_ALIGN
 from ..layout import n_experts_on_rank
 from ..token_format import BytePointer, LaneBytes
 from ..transport import mapped_address, put_flag
@@ -225,9 +225,7 @@ def any_lane(condition: Bool) -> Bool:
 
 
 @always_inline
-def can_start[
-    layout: RegionLayout
-](counters: EPLocalSyncCounters, phase: Int) -> Bool:
+def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
     """Tells whether a launch may touch anything but its counters and results.
 
     The launcher has made sure that the counters are as many as the launch
@@ -238,19 +236,19 @@ def can_start[
     var found: Int32 = 0
     if lane_id() < N_HEADER_WORDS:
         found = counters.words[unsafe_offset=lane_id()]
-    return is_in_order[layout](found, counters, phase)
+    return is_in_order[group](found, counters, phase)
 
 
 @always_inline
 def is_in_order[
-    layout: RegionLayout
+    group: Group
 ](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
     """Tells whether the header of counters allows a launch; see `can_start`."""
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane looks at one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0
     if lane < N_HEADER_WORDS:
-        wanted = wanted_word(lane, found, layout)
+        wanted = wanted_word(lane, found, group)
     if any_lane(found != wanted):
         if found != wanted:
             note_failure(
@@ -270,19 +268,19 @@ def is_in_order[
 
 @always_inline
 def await_done_words[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     my_counts: BytePointer,
     done_offset: Int,
     generation: UInt32,
     phase: Int,
     deadline: DeviceDeadline,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     lane: Int,
 ) -> Bool:
     """Waits until every peer has read what this rank sent it last."""
     var is_met = True
-    for rank in range(lane, layout.n_ranks, WARP_SIZE):
+    for rank in range(lane, group.n_ranks, WARP_SIZE):
         # I3: no slot is written before its last reader is done with it.
         var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
         var word = peek(flag)
@@ -308,16 +306,14 @@ def await_done_words[
 
 
 @always_inline
-def await_message[
-    n_experts: Int
-](
+def await_message(
     flag: FlagPointer,
     generation: UInt32,
     phase: Int,
     missing_rank: Int,
     expert_id: Int,
     deadline: DeviceDeadline,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> UInt64:
     """Waits until a message has arrived."""
     var word = peek(flag)

@@ -58,7 +58,7 @@ from ..launch_checks import imm
 from ..layout import (
     EXPERT_SLOTS,
     MESSAGE_ALIGN,
-    RegionLayout,
+    Group,
     n_experts_on_rank,
 )
 from ..row_tables import RowTables
@@ -165,7 +165,7 @@ def _count_choices[
 
 @always_inline
 def _index_choices[
-    n_experts: Int, layout: RegionLayout, use_shmem: Bool
+    group: Group, use_shmem: Bool
 ](
     topk_ids: Pointer[Int32, ImmUntrackedOrigin],
     n_tokens: Int,
@@ -173,7 +173,7 @@ def _index_choices[
     histogram: SharedWord,
     control: SharedWord,
     counts: SharedAddresses,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     my_rank: Int,
     generation: UInt32,
     deadline: DeviceDeadline,
@@ -184,16 +184,16 @@ def _index_choices[
     The slot of a choice is the number of earlier choices of its expert, as on
     CPU. Every block counts for itself, so no block waits for another.
     """
-    comptime top_k = layout.top_k
-    var choices = counters.choices(generation, layout.n_choices())
-    var slots = counters.slots(layout.n_choices())
+    comptime top_k = group.top_k
+    var choices = counters.choices(generation, group)
+    var slots = counters.slots(group)
     var block = Int(block_idx.x)
     var n_blocks = Int(grid_dim.x)
     var n_counted = 0
     var n_indexed: UInt32 = 0
     for unit in range(block, units.n_units, n_blocks):
         var token_idx = units.token(unit)
-        _count_choices[n_experts](
+        _count_choices[group.n_experts](
             histogram, topk_ids, n_counted, token_idx * top_k, lane
         )
         n_counted = token_idx * top_k
@@ -201,7 +201,7 @@ def _index_choices[
         var expert = NO_EXPERT
         if lane < top_k:
             expert = topk_ids[unsafe_offset=token_idx * top_k + lane]
-        var is_expert = expert >= 0 and expert < Int32(n_experts)
+        var is_expert = expert >= 0 and expert < Int32(group.n_experts)
         var slot = 0
         if is_expert:
             slot = Int(histogram[unsafe_offset=Int(expert)])
@@ -213,7 +213,7 @@ def _index_choices[
         var first_k = units.first_k(unit, top_k)
         var end_k = units.first_k(unit, top_k, 1)
         if first_k <= lane and lane < end_k:
-            var has_slot = is_expert and slot < layout.max_tokens_per_rank
+            var has_slot = is_expert and slot < group.max_tokens_per_rank
             if not has_slot and expert != NO_EXPERT:
                 note_failure(
                     counters.failure(),
@@ -226,21 +226,21 @@ def _index_choices[
                     token_idx,
                     lane,
                 )
-            var choice = layout.choice(token_idx, lane)
+            var choice = group.choice(token_idx, lane)
             choices[unsafe_offset=choice] = expert if has_slot else NO_EXPERT
             slots[unsafe_offset=choice] = Int32(slot)
         syncwarp()
         n_indexed += 1
         if lane == 0:
             block_publish(control.unsafe_offset(_INDEXED), n_indexed)
-    _count_choices[n_experts](
+    _count_choices[group.n_experts](
         histogram, topk_ids, n_counted, n_tokens * top_k, lane
     )
     syncwarp()
     # A count is one word, so it too must have been read before it changes.
-    if not await_done_words[n_experts, layout](
+    if not await_done_words[group](
         bytes_at(counts[unsafe_offset=my_rank]),
-        layout.dispatch_done_offset(0),
+        group.dispatch_done_offset(0),
         counters.dispatch_sent(),
         _SEND,
         deadline,
@@ -250,14 +250,14 @@ def _index_choices[
         return
     # A rank without tokens publishes zeros: its peers wait for every pair.
     for expert_id in range(
-        block + n_blocks * lane, n_experts, n_blocks * WARP_SIZE
+        block + n_blocks * lane, group.n_experts, n_blocks * WARP_SIZE
     ):
-        var dst_rank, local_expert = divmod(expert_id, layout.n_local_experts())
-        var offset = layout.dispatch_count_offset(
-            layout.pair(local_expert, my_rank)
+        var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
+        var offset = group.dispatch_count_offset(
+            group.pair(local_expert, my_rank)
         )
         var count = min(
-            Int(histogram[unsafe_offset=expert_id]), layout.max_tokens_per_rank
+            Int(histogram[unsafe_offset=expert_id]), group.max_tokens_per_rank
         )
         var to = counts[unsafe_offset=dst_rank]
         comptime if use_shmem:
@@ -393,20 +393,17 @@ def encode_steps[
 
 
 @always_inline
-def _staged[
-    layout: RegionLayout
-](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
+def _staged[group: Group](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
     """Locates where a token waits for its place among this rank's rows."""
     return recv_buf.unsafe_offset(
-        layout.staged_from_recv(0) + layout.dispatch_staged_offset(token_idx)
+        group.staged_from_recv(0) + group.dispatch_staged_offset(token_idx)
     )
 
 
 @always_inline
 def _send_half[
     input_type: DType,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
@@ -420,7 +417,7 @@ def _send_half[
     put_buf: UInt64,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     my_rank: Int,
     generation: UInt32,
     deadline: DeviceDeadline,
@@ -429,10 +426,10 @@ def _send_half[
     lane: Int,
 ):
     """Sends this block's units with some of its warps."""
-    comptime top_k = layout.top_k
-    if not await_done_words[n_experts, layout](
+    comptime top_k = group.top_k
+    if not await_done_words[group](
         bytes_at(counts[unsafe_offset=my_rank]),
-        layout.dispatch_done_offset(0),
+        group.dispatch_done_offset(0),
         counters.dispatch_sent(),
         _SEND,
         deadline,
@@ -440,8 +437,8 @@ def _send_half[
         lane,
     ):
         return
-    var choices = counters.choices(generation, layout.n_choices())
-    var slots = counters.slots(layout.n_choices())
+    var choices = counters.choices(generation, group)
+    var slots = counters.slots(group)
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     var n_blocks = Int(grid_dim.x)
     var first_unit = Int(block_idx.x) + sender * n_blocks
@@ -453,7 +450,7 @@ def _send_half[
         var token_idx = units.token(unit)
         var first_k = units.first_k(unit, top_k)
         var end_k = units.first_k(unit, top_k, 1)
-        var choice = layout.choice(token_idx, lane)
+        var choice = group.choice(token_idx, lane)
         var expert = NO_EXPERT
         var message: UInt64 = 0
         var put_to: UInt64 = 0
@@ -461,12 +458,12 @@ def _send_half[
             expert = choices[unsafe_offset=choice]
             if expert != NO_EXPERT:
                 var dst_rank, local_expert = divmod(
-                    Int(expert), layout.n_local_experts()
+                    Int(expert), group.n_local_experts()
                 )
                 # I1: only this rank writes the slots of pair (_, my_rank).
                 var offset = UInt64(
-                    layout.dispatch_message_offset(
-                        layout.pair(local_expert, my_rank),
+                    group.dispatch_message_offset(
+                        group.pair(local_expert, my_rank),
                         Int(slots[unsafe_offset=choice]),
                     )
                 )
@@ -474,14 +471,14 @@ def _send_half[
                 comptime if use_shmem:
                     if message == offset:
                         message = put_buf + UInt64(
-                            layout.dispatch_put_offset(choice)
+                            group.dispatch_put_offset(choice)
                         )
                         put_to = recv_bufs[unsafe_offset=my_rank] + offset
         var staged: UInt64 = 0
         comptime if fused_shared_expert:
             if first_k == 0:
                 # I3: this rank's own done word, too, was awaited above.
-                staged = UInt64(Int(_staged[layout](recv_buf, token_idx)))
+                staged = UInt64(Int(_staged[group](recv_buf, token_idx)))
         _send_unit[input_type, token_fmt_type, input_scales_wrapper](
             tokens.unsafe_offset(token_idx * token_fmt_type.hidden_size),
             message,
@@ -508,8 +505,8 @@ def _send_half[
                         token_bytes,
                         to + UInt64(token_bytes),
                         generation,
-                        layout.choice(token_idx, k),
-                        id // layout.n_local_experts(),
+                        group.choice(token_idx, k),
+                        id // group.n_local_experts(),
                     )
         if message != 0 and put_to == 0:
             publish(
@@ -525,10 +522,10 @@ def _send_half[
 @always_inline
 def write_no_rows(tables: RowTables, first: Int, step: Int):
     """Has the tables say that there are no rows."""
-    comptime layout = tables.layout
-    for local_expert in range(first, layout.n_local_experts(), step):
-        for src_rank in range(layout.n_ranks):
-            tables.write_pair(layout.pair(local_expert, src_rank), 0, 0)
+    comptime group = tables.group
+    for local_expert in range(first, group.n_local_experts(), step):
+        for src_rank in range(group.n_ranks):
+            tables.write_pair(group.pair(local_expert, src_rank), 0, 0)
         tables.write_expert(local_expert, 0, 0)
     if first == 0:
         tables.write_ends(0)
@@ -536,15 +533,15 @@ def write_no_rows(tables: RowTables, first: Int, step: Int):
 
 @always_inline
 def read_counts[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     pair_rows: SharedInts,
     pair_counts: SharedInts,
-    tables: RowTables[layout, ...],
+    tables: RowTables[group, ...],
     n_shared: Int,
     n_rows_max: Int,
     my_counts: BytePointer,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     my_rank: Int,
     generation: UInt32,
     deadline: DeviceDeadline,
@@ -552,12 +549,12 @@ def read_counts[
 ) -> Int:
     """Waits for the counts of all pairs and lays out the rows, with one warp.
     """
-    comptime n_ranks = layout.n_ranks
-    comptime n_local_experts = layout.n_local_experts()
+    comptime n_ranks = group.n_ranks
+    comptime n_local_experts = group.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
     comptime in_flight = 8
     var is_first_block = block_idx.x == 0
-    var n_held = n_experts_on_rank(n_experts, n_ranks, my_rank)
+    var n_held = n_experts_on_rank(group.n_experts, n_ranks, my_rank)
     var n_rows = n_shared
     var largest = 0
     var is_late = False
@@ -575,7 +572,7 @@ def read_counts[
                     generation_of(words[i]) != generation
                 ):
                     words[i] = peek_number(
-                        flag_at(my_counts, layout.dispatch_count_offset(pair))
+                        flag_at(my_counts, group.dispatch_count_offset(pair))
                     )
             missing = -1
             comptime for i in range(in_flight):
@@ -596,7 +593,7 @@ def read_counts[
                 my_rank * n_local_experts + missing // n_ranks,
                 generation,
                 peek_number(
-                    flag_at(my_counts, layout.dispatch_count_offset(missing))
+                    flag_at(my_counts, group.dispatch_count_offset(missing))
                 ),
             )
         comptime for i in range(in_flight):
@@ -623,7 +620,7 @@ def read_counts[
         if not is_first_block:
             first_of_lane = n_local_experts
     for local_expert in range(first_of_lane, n_local_experts, WARP_SIZE):
-        var first = layout.pair(local_expert, 0)
+        var first = group.pair(local_expert, 0)
         var n_before = Int(pair_rows[unsafe_offset=first])
         var first_row = tables.first_row(local_expert, n_before)
         var n_expert_rows = 0
@@ -667,13 +664,12 @@ def read_counts[
 
 @always_inline
 def _receive_half[
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
-    tables: RowTables[layout, ...],
+    tables: RowTables[group, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
     n_shared: Int,
     control: SharedWord,
@@ -681,7 +677,7 @@ def _receive_half[
     pair_counts: SharedInts,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     my_rank: Int,
     generation: UInt32,
     deadline: DeviceDeadline,
@@ -689,11 +685,11 @@ def _receive_half[
     lane: Int,
 ):
     """Turns messages into rows as they arrive, with one warp."""
-    comptime n_ranks = layout.n_ranks
-    comptime n_local_experts = layout.n_local_experts()
+    comptime n_ranks = group.n_ranks
+    comptime n_local_experts = group.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
     if is_counter:
-        var largest = read_counts[n_experts, layout](
+        var largest = read_counts[group](
             pair_rows,
             pair_counts,
             tables,
@@ -729,9 +725,9 @@ def _receive_half[
         if slot >= Int(pair_counts[unsafe_offset=pair]):
             continue
         var message = recv_buf.unsafe_offset(
-            layout.dispatch_message_offset(pair, slot)
+            group.dispatch_message_offset(pair, slot)
         )
-        var word = await_message[n_experts](
+        var word = await_message(
             message_flag(message, token_fmt_type.msg_bytes),
             generation,
             _RECEIVE,
@@ -748,7 +744,7 @@ def _receive_half[
         )
         token_fmt_type.decode_scales_lane(message, rows, row, lane, WARP_SIZE)
         if lane == 0:
-            var token_idx, k = divmod(count_of(word), layout.top_k)
+            var token_idx, k = divmod(count_of(word), group.top_k)
             src_info[unsafe_offset=2 * row] = Int32(token_idx)
             src_info[unsafe_offset=2 * row + 1] = Int32(k)
 
@@ -757,15 +753,15 @@ def _receive_half[
 
 
 @always_inline
-def dispatch_layout_of[
+def dispatch_group_of[
     token_fmt_type: TokenFormat,
     n_experts: Int,
     n_ranks: Int,
     max_tokens: Int,
     protocol: Int = EXPERT_SLOTS,
-]() -> RegionLayout:
+]() -> Group:
     """Lays out the buffers as far as dispatch needs them."""
-    return RegionLayout(
+    return Group(
         n_experts,
         n_ranks,
         max_tokens,
@@ -805,11 +801,11 @@ struct _Launch(TrivialRegisterPassable):
 
 @always_inline
 def _start[
-    n_experts: Int, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
+    p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
 ](
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     my_rank: Int,
     put_buf: UInt64 = 0,
 ) -> _Launch:
@@ -835,8 +831,7 @@ def _start[
 def _send[
     input_type: DType,
     num_threads: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
@@ -849,16 +844,16 @@ def _send[
     n_tokens: Int,
     n_senders: Int,
     launch: _Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Deals the sending half to the warps of a block."""
-    var histogram = shared_words[n_experts]()
-    for i in range(Int(thread_idx.x), n_experts, num_threads):
+    var histogram = shared_words[group.n_experts]()
+    for i in range(Int(thread_idx.x), group.n_experts, num_threads):
         histogram[unsafe_offset=i] = 0
     barrier()
-    var units = DispatchUnits.of(n_tokens, layout.top_k, Int(grid_dim.x))
+    var units = DispatchUnits.of(n_tokens, group.top_k, Int(grid_dim.x))
     if launch.warp_idx == 0:
-        _index_choices[n_experts, layout, use_shmem](
+        _index_choices[group, use_shmem](
             topk_ids,
             n_tokens,
             units,
@@ -874,8 +869,7 @@ def _send[
     elif launch.warp_idx <= n_senders:
         _send_half[
             input_type,
-            n_experts,
-            layout,
+            group,
             token_fmt_type,
             input_scales_wrapper,
             fused_shared_expert,
@@ -900,21 +894,20 @@ def _send[
 @always_inline
 def _receive[
     num_threads: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
-    tables: RowTables[layout, ...],
+    tables: RowTables[group, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
     n_shared: Int,
     launch: _Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Has a warp of a block take its part in the receiving half."""
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
-    _receive_half[n_experts, layout, token_fmt_type](
+    comptime n_pairs = group.n_local_experts() * group.n_ranks
+    _receive_half[group, token_fmt_type](
         rows,
         n_rows_max,
         tables,
@@ -936,7 +929,7 @@ def _receive[
 
 @always_inline
 def _place_own_tokens[
-    num_threads: Int, layout: RegionLayout, token_fmt_type: TokenFormat
+    num_threads: Int, group: Group, token_fmt_type: TokenFormat
 ](
     rows: token_fmt_type.Rows,
     n_tokens: Int,
@@ -946,13 +939,13 @@ def _place_own_tokens[
     """Copies what this block has put aside to the shared expert's rows."""
     comptime n_warps = num_threads // WARP_SIZE
     var n_blocks = Int(grid_dim.x)
-    var units = DispatchUnits.of(n_tokens, layout.top_k, n_blocks)
+    var units = DispatchUnits.of(n_tokens, group.top_k, n_blocks)
     var recv_buf = bytes_at(launch.recv_bufs[unsafe_offset=launch.my_rank])
     for token_idx in range(launch.warp_idx, n_tokens, n_warps):
         # The block that sends the first part of a token puts it aside.
         if token_idx * units.n_parts % n_blocks != Int(block_idx.x):
             continue
-        var staged = _staged[layout](recv_buf, token_idx)
+        var staged = _staged[group](recv_buf, token_idx)
         copy_warp[token_fmt_type.value_bytes](
             token_fmt_type.row_values(rows, token_idx), staged, launch.lane
         )
@@ -966,12 +959,11 @@ def _place_own_tokens[
 
 @always_inline
 def _finish[
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     is_sending: Bool,
     is_receiving: Bool,
     use_shmem: Bool,
-](launch: _Launch, counters: EPLocalSyncCounters[n_experts], n_tokens: Int):
+](launch: _Launch, counters: EPLocalSyncCounters, n_tokens: Int):
     """Ends a launch: its last block notes the generation and tells the peers.
     """
     if not is_last_block(counters):
@@ -985,10 +977,10 @@ def _finish[
     comptime if is_receiving:
         if launch.lane == 0:
             counters.set_dispatch_received(launch.received)
-        publish_done[layout.n_ranks, use_shmem](
+        publish_done[group.n_ranks, use_shmem](
             launch.counts,
             launch.my_rank,
-            layout.dispatch_done_offset(launch.my_rank),
+            group.dispatch_done_offset(launch.my_rank),
             launch.received,
             launch.lane,
         )
@@ -1065,10 +1057,10 @@ def dispatch_async_kernel[
         All buffers must be mapped and peer-writable until every receiver has
         returned from its wait.
     """
-    comptime layout = dispatch_layout_of[
+    comptime group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
-    if not can_start[layout](ep_counters, _SEND):
+    if not can_start[group](ep_counters, _SEND):
         return
     var rank = rank_of(ep_counters, my_rank)
     var launch = _start[n_ranks, use_shmem](
@@ -1082,8 +1074,7 @@ def dispatch_async_kernel[
     _send[
         input_type,
         num_threads,
-        n_experts,
-        layout,
+        group,
         token_fmt_type,
         input_scales_wrapper,
         fused_shared_expert,
@@ -1096,9 +1087,7 @@ def dispatch_async_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, True, False, use_shmem](
-        launch, ep_counters, n_tokens
-    )
+    _finish[group, True, False, use_shmem](launch, ep_counters, n_tokens)
 
 
 @__llvm_metadata(
@@ -1119,7 +1108,7 @@ def dispatch_wait_kernel[
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
     tables: RowTables[
-        dispatch_layout_of[
+        dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
         ](),
         is_padded,
@@ -1158,10 +1147,10 @@ def dispatch_wait_kernel[
         ep_counters: This rank's local words.
         my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
     """
-    comptime layout = dispatch_layout_of[
+    comptime group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
-    if not can_start[layout](ep_counters, _RECEIVE):
+    if not can_start[group](ep_counters, _RECEIVE):
         _deliver_nothing[num_threads](tables)
         return
     var rank = rank_of(ep_counters, my_rank)
@@ -1181,10 +1170,10 @@ def dispatch_wait_kernel[
     var n_shared = 0
     comptime if fused_shared_expert:
         n_shared = ep_counters.n_tokens(launch.received)
-        _place_own_tokens[num_threads, layout, token_fmt_type](
+        _place_own_tokens[num_threads, group, token_fmt_type](
             rows, min(n_shared, Int(n_rows_max)), src_info, launch
         )
-    _receive[num_threads, n_experts, layout, token_fmt_type](
+    _receive[num_threads, group, token_fmt_type](
         rows,
         Int(n_rows_max),
         tables,
@@ -1193,7 +1182,7 @@ def dispatch_wait_kernel[
         launch,
         ep_counters,
     )
-    _finish[n_experts, layout, False, True, use_shmem](launch, ep_counters, 0)
+    _finish[group, False, True, use_shmem](launch, ep_counters, 0)
 
 
 @__llvm_metadata(
@@ -1224,7 +1213,7 @@ def dispatch_kernel[
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
     tables: RowTables[
-        dispatch_layout_of[
+        dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
         ](),
         is_padded,
@@ -1272,10 +1261,10 @@ def dispatch_kernel[
         ep_counters: This rank's local words.
         my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
     """
-    comptime layout = dispatch_layout_of[
+    comptime group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank
     ]()
-    if not can_start[layout](ep_counters, _SEND):
+    if not can_start[group](ep_counters, _SEND):
         _deliver_nothing[num_threads](tables)
         return
     var rank = rank_of(ep_counters, my_rank)
@@ -1290,8 +1279,7 @@ def dispatch_kernel[
     _send[
         input_type,
         num_threads,
-        n_experts,
-        layout,
+        group,
         token_fmt_type,
         input_scales_wrapper,
         fused_shared_expert,
@@ -1304,7 +1292,7 @@ def dispatch_kernel[
         launch,
         ep_counters,
     )
-    _receive[num_threads, n_experts, layout, token_fmt_type](
+    _receive[num_threads, group, token_fmt_type](
         rows,
         Int(n_rows_max),
         tables,
@@ -1316,9 +1304,7 @@ def dispatch_kernel[
     comptime if fused_shared_expert:
         # Whatever this block's warps have put aside is there after this.
         barrier()
-        _place_own_tokens[num_threads, layout, token_fmt_type](
+        _place_own_tokens[num_threads, group, token_fmt_type](
             rows, min(n_tokens, Int(n_rows_max)), src_info, launch
         )
-    _finish[n_experts, layout, True, True, use_shmem](
-        launch, ep_counters, n_tokens
-    )
+    _finish[group, True, True, use_shmem](launch, ep_counters, n_tokens)

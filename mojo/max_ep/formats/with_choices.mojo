@@ -2,7 +2,7 @@
 """WithChoicesTokenFormat: a token, and what the router chose for it.
 
 For an all-gather: each token goes to every rank, so its choices do not say where.
-They travel behind it (`RegionLayout.carried_choice_offset`), and come out beside
+They travel behind it (`Group.carried_choice_offset`), and come out beside
 it as a routing map and probabilities.
 """
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder

@@ -34,14 +34,14 @@ from max.gpu import (
 from std.utils import StaticTuple
 
 from ..counters import EPLocalSyncCounters
-from ..expert_slots.combine import combine_layout_of, fill_with_nan
+from ..expert_slots.combine import combine_group_of, fill_with_nan
 from ..expert_slots.device_steps import (
     SharedAddresses,
     is_last_block,
     share_addresses,
 )
 from ..flags import FlagPointer, next_generation
-from ..layout import RegionLayout
+from ..layout import Group
 from ..token_format import BytePointer, SharedRows
 from .combine_checks import (
     has_too_few_rows,
@@ -75,14 +75,13 @@ def _send[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
 ](
     expert_rows: BytePointer,
     recv_bufs: SharedAddresses,
     dispatch_counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     n_senders: Int,
     ahead: NotedRows,
 ):
@@ -96,8 +95,7 @@ def _send[
                 combine_dtype,
                 partial_dtype,
                 hidden_size,
-                n_experts,
-                layout,
+                group,
                 are_few,
             ](
                 expert_rows,
@@ -120,8 +118,7 @@ def _receive[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     fused_shared_expert: Bool,
 ](
     output_tokens: BytePointer,
@@ -130,7 +127,7 @@ def _receive[
     recv_bufs: SharedAddresses,
     dispatch_generation: UInt32,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     n_warps: Int,
     ahead: NotedRows,
     is_ahead: Bool,
@@ -143,8 +140,7 @@ def _receive[
                 combine_dtype,
                 partial_dtype,
                 hidden_size,
-                n_experts,
-                layout,
+                group,
                 fused_shared_expert,
                 are_few,
             ](
@@ -187,9 +183,7 @@ struct _First(TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def of[
-        layout: RegionLayout, n_steps: Int
-    ](n_senders: Int, n_warps: Int) -> Self:
+    def of[group: Group, n_steps: Int](n_senders: Int, n_warps: Int) -> Self:
         """Finds it: of a warp that sends its first unit, else its first turn.
         """
         var cut = SumCut[n_steps, True](True)
@@ -202,17 +196,15 @@ struct _First(TrivialRegisterPassable):
         var first = Self(0, cut.piece(item).whole)
         if warp_idx < n_senders:
             var unit = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
-            first.source, first.token_idx = sum_to_send[layout](
+            first.source, first.token_idx = sum_to_send[group](
                 cut.piece(unit).whole
             )
         return first
 
     @always_inline
-    def notes[
-        layout: RegionLayout
-    ](self, counters: EPLocalSyncCounters) -> NotedRows:
+    def notes[group: Group](self, counters: EPLocalSyncCounters) -> NotedRows:
         """Begins to read them."""
-        return NotedRows.of[layout](
+        return NotedRows.of[group](
             counters, self.source, self.token_idx, Int(lane_id())
         )
 
@@ -262,7 +254,7 @@ def combine_async_kernel[
         recv_count_ptrs: All ranks' combine counts buffers.
         ep_counters: This rank's local words.
     """
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -278,26 +270,26 @@ def combine_async_kernel[
     ].n_steps
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     comptime n_senders = n_warps if n_ranks > 1 else 0
-    var first = _First.of[layout, n_steps](n_senders, n_warps)
+    var first = _First.of[group, n_steps](n_senders, n_warps)
     await_launch_before()
     var word = header_word(ep_counters)
-    var n_rows = rows_delivered[layout](ep_counters)
-    var ahead = first.notes[layout](ep_counters)
+    var n_rows = rows_delivered[group](ep_counters)
+    var ahead = first.notes[group](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
-        recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
+        recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
+    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go or is_nothing_dispatched(launch, ep_counters):
         return
     if is_last_to_start(launch, ep_counters, n_warps - 2):
         ep_counters.set_combine_of(launch.before.dispatch_received)
         var generation = next_generation(launch.before.combine_sent)
         ep_counters.set_combine_sent(generation)
-    publish_earlier_reads[layout](launch, dispatch_counts, n_warps - 3)
+    publish_earlier_reads[group](launch, dispatch_counts, n_warps - 3)
     if has_too_few_rows(n_rows, n_rows_max, SEND, launch, ep_counters):
         return
-    _send[combine_dtype, partial_dtype, hidden_size, n_experts, layout](
+    _send[combine_dtype, partial_dtype, hidden_size, group](
         BytePointer(unsafe_from_address=Int(expert_rows)),
         recv_bufs,
         dispatch_counts,
@@ -360,7 +352,7 @@ def combine_wait_kernel[
         recv_count_ptrs: All ranks' combine counts buffers.
         ep_counters: This rank's local words.
     """
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -375,16 +367,16 @@ def combine_wait_kernel[
         combine_dtype, partial_dtype, hidden_size
     ].n_steps
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
-    var first = _First.of[layout, n_steps](0, n_warps)
+    var first = _First.of[group, n_steps](0, n_warps)
     await_launch_before()
     var word = header_word(ep_counters)
-    var n_rows = rows_delivered[layout](ep_counters)
-    var ahead = first.notes[layout](ep_counters)
+    var n_rows = rows_delivered[group](ep_counters)
+    var ahead = first.notes[group](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
-        recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
+        recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[layout, N_CONTROL](word, ep_counters, RECEIVE)
+    var launch = start_launch[group, N_CONTROL](word, ep_counters, RECEIVE)
     if not launch.can_go or has_too_few_rows(
         n_rows, Int32(expert_rows.n_rows), RECEIVE, launch, ep_counters
     ):
@@ -395,13 +387,12 @@ def combine_wait_kernel[
         if is_last_to_start(launch, ep_counters, n_warps - 2):
             ep_counters.set_combine_received(generation)
         if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
-            note_readers[layout, False](launch, dispatch_counts, ep_counters)
+            note_readers[group, False](launch, dispatch_counts, ep_counters)
     _receive[
         combine_dtype,
         partial_dtype,
         hidden_size,
-        n_experts,
-        layout,
+        group,
         fused_shared_expert,
     ](
         BytePointer(unsafe_from_address=Int(output_tokens)),
@@ -420,7 +411,7 @@ def combine_wait_kernel[
             return
         if launch.lane == 0:
             ep_counters.set_combine_received(generation)
-        publish_reads[layout](
+        publish_reads[group](
             launch, dispatch_counts, launch.before.dispatch_received, generation
         )
     # AFTER: the result is complete; every owner may send again, once it is told.
@@ -477,7 +468,7 @@ def combine_kernel[
         recv_count_ptrs: All ranks' combine counts buffers.
         ep_counters: This rank's local words.
     """
-    comptime layout = combine_layout_of[
+    comptime group = combine_group_of[
         combine_dtype,
         hidden_size,
         top_k,
@@ -493,16 +484,16 @@ def combine_kernel[
     ].n_steps
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     var n_senders = n_send_warps[n_ranks](Int(n_tokens), n_warps)
-    var first = _First.of[layout, n_steps](n_senders, n_warps)
+    var first = _First.of[group, n_steps](n_senders, n_warps)
     await_launch_before()
     var word = header_word(ep_counters)
-    var n_rows = rows_delivered[layout](ep_counters)
-    var ahead = first.notes[layout](ep_counters)
+    var n_rows = rows_delivered[group](ep_counters)
+    var ahead = first.notes[group](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
-        recv_count_ptrs, 0, layout.dispatch_counts_from_combine_counts()
+        recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
+    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
     if (
         not launch.can_go
         or is_nothing_dispatched(launch, ep_counters)
@@ -518,9 +509,9 @@ def combine_kernel[
             next_generation(launch.before.combine_received)
         )
         ep_counters.set_combine_of(launch.before.dispatch_received)
-    publish_earlier_reads[layout](launch, dispatch_counts, n_warps - 3)
+    publish_earlier_reads[group](launch, dispatch_counts, n_warps - 3)
     var rows = BytePointer(unsafe_from_address=Int(expert_rows))
-    _send[combine_dtype, partial_dtype, hidden_size, n_experts, layout](
+    _send[combine_dtype, partial_dtype, hidden_size, group](
         rows,
         recv_bufs,
         dispatch_counts,
@@ -530,13 +521,12 @@ def combine_kernel[
         ahead,
     )
     if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
-        note_readers[layout, False](launch, dispatch_counts, ep_counters)
+        note_readers[group, False](launch, dispatch_counts, ep_counters)
     _receive[
         combine_dtype,
         partial_dtype,
         hidden_size,
-        n_experts,
-        layout,
+        group,
         fused_shared_expert,
     ](
         BytePointer(unsafe_from_address=Int(output_tokens)),

@@ -13,19 +13,17 @@ from ..failures import (
     note_failure,
 )
 from ..flags import next_generation
-from ..layout import RegionLayout
+from ..layout import Group
 from .combine_roles import RECEIVE, SEND
 from .device_steps import Launch
 
 
 @always_inline
-def is_bad_answer[
-    n_experts: Int
-](
+def is_bad_answer(
     n_tokens: Int,
     dispatch_generation: UInt32,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> Bool:
     """Tells whether the result cannot be that of the dispatch; notes why."""
     var generation = next_generation(launch.before.combine_received)
@@ -79,9 +77,9 @@ def is_bad_answer[
 
 
 @always_inline
-def is_nothing_dispatched[
-    n_experts: Int
-](launch: Launch, counters: EPLocalSyncCounters[n_experts]) -> Bool:
+def is_nothing_dispatched(
+    launch: Launch, counters: EPLocalSyncCounters
+) -> Bool:
     """Tells whether there is no dispatch to answer; notes it."""
     if launch.before.dispatch_received != 0:
         return False
@@ -99,26 +97,22 @@ def is_nothing_dispatched[
 
 
 @always_inline
-def rows_delivered[
-    layout: RegionLayout
-](counters: EPLocalSyncCounters) -> Int32:
+def rows_delivered[group: Group](counters: EPLocalSyncCounters) -> Int32:
     """Begins to read how many rows dispatch has delivered.
 
     Of its own accord, so that it is under way with the header.
     """
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    comptime n_pairs = group.n_local_experts() * group.n_ranks
     return Int32(counters.pair_row(n_pairs))
 
 
 @always_inline
-def has_too_few_rows[
-    n_experts: Int
-](
+def has_too_few_rows(
     n_rows: Int32,
     n_rows_max: Int32,
     phase: Int,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> Bool:
     """Tells whether the rows are fewer than dispatch delivered; notes it."""
     if n_rows <= n_rows_max:

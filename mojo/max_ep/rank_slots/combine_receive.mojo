@@ -20,7 +20,7 @@ from ..expert_slots.device_steps import (
 )
 from ..failures import NO_MESSAGE, note_failure
 from ..flags import SPINS_BETWEEN_LOOKS, next_generation, peek_16
-from ..layout import RegionLayout
+from ..layout import Group
 from ..token_format import BytePointer, LaneBytes
 from .combine_roles import NEXT_PART, RECEIVE
 from .deal import Turns
@@ -35,15 +35,13 @@ comptime MAX_LOOKS = 8
 
 
 @always_inline
-def _await_16[
-    n_experts: Int
-](
+def _await_16(
     p: BytePointer,
     first_look: LaneBytes,
     owner_rank: Int,
     generation: UInt32,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> Tuple[LaneBytes, Bool]:
     """Waits for 16 bytes of a partial sum, and puts `EMPTY` back."""
     var bytes = first_look
@@ -89,7 +87,6 @@ def _add_partial[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_experts: Int,
     n_looks: Int,
     first_look: Int,
 ](
@@ -100,7 +97,7 @@ def _add_partial[
     owner_rank: Int,
     generation: UInt32,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> Bool:
     """Adds a lane's share of a partial sum as it comes."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
@@ -128,8 +125,7 @@ def add_tokens[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     fused_shared_expert: Bool,
     are_few: Bool,
 ](
@@ -142,13 +138,13 @@ def add_tokens[
     ahead: NotedRows,
     is_ahead: Bool,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Adds up this block's share of the tokens, with one warp of several."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime row_bytes = hidden_size * Format.row_element
     comptime n_vectors = Format.n_partial_vectors
-    comptime n_looks = layout.n_ranks * n_vectors
+    comptime n_looks = group.n_ranks * n_vectors
     comptime looks_first = n_looks <= MAX_LOOKS
     comptime max_looks = n_looks if looks_first else n_vectors
     var lane = launch.lane
@@ -170,7 +166,7 @@ def add_tokens[
         var token_idx = piece.whole
         var noted = ahead
         if not are_few or not is_known:
-            noted = NotedRows.of[layout](counters, 0, token_idx, lane)
+            noted = NotedRows.of[group](counters, 0, token_idx, lane)
         is_known = False
         var row = noted.row
         if is_broken:
@@ -187,7 +183,7 @@ def add_tokens[
             # A first look at the partial sums, under way while rows are added.
             var looks = Array[LaneBytes, max_looks](fill=LaneBytes(EMPTY))
             comptime if looks_first:
-                comptime for rank in range(layout.n_ranks):
+                comptime for rank in range(group.n_ranks):
                     if (owners >> UInt32(rank)) & 1 != 0:
                         _look_at_partial[
                             combine_dtype,
@@ -198,7 +194,7 @@ def add_tokens[
                         ](
                             looks,
                             recv_buf.unsafe_offset(
-                                layout.partial_offset(rank, token_idx)
+                                group.partial_offset(rank, token_idx)
                             ),
                             share,
                         )
@@ -211,20 +207,19 @@ def add_tokens[
             ](sum, expert_rows, share, row, noted.weight)
             var is_there = True
             comptime if looks_first:
-                comptime for rank in range(layout.n_ranks):
+                comptime for rank in range(group.n_ranks):
                     if (owners >> UInt32(rank)) & 1 != 0:
                         var came = _add_partial[
                             combine_dtype,
                             partial_dtype,
                             hidden_size,
-                            n_experts,
                             max_looks,
                             rank * n_vectors,
                         ](
                             sum,
                             looks,
                             recv_buf.unsafe_offset(
-                                layout.partial_offset(rank, token_idx)
+                                group.partial_offset(rank, token_idx)
                             ),
                             share,
                             rank,
@@ -237,15 +232,15 @@ def add_tokens[
                 # The lowest owner that is left, each time.
                 var last_owner = -1
                 while True:
-                    var next_owner = Int32(layout.n_ranks)
+                    var next_owner = Int32(group.n_ranks)
                     if owner > last_owner:
                         next_owner = Int32(owner)
                     last_owner = Int(warp.min(next_owner))
-                    if last_owner == layout.n_ranks:
+                    if last_owner == group.n_ranks:
                         break
                     # All that are missing are looked at at once.
                     var partial_sum = recv_buf.unsafe_offset(
-                        layout.partial_offset(last_owner, token_idx)
+                        group.partial_offset(last_owner, token_idx)
                     )
                     _look_at_partial[
                         combine_dtype, partial_dtype, hidden_size, max_looks, 0
@@ -254,7 +249,6 @@ def add_tokens[
                         combine_dtype,
                         partial_dtype,
                         hidden_size,
-                        n_experts,
                         max_looks,
                         0,
                     ](

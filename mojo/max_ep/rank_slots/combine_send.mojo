@@ -13,7 +13,7 @@ from ..expert_slots.device_steps import (
     bytes_at,
     take_turn,
 )
-from ..layout import RegionLayout
+from ..layout import Group
 from ..token_format import BytePointer
 from .combine_roles import NEXT_TURN, SEND
 from .device_steps import Launch, await_readers
@@ -22,9 +22,9 @@ from .partial_sums import PartialFormat, add_rows, n_rows_at_once, sum_cut
 
 
 @always_inline
-def sum_to_send[layout: RegionLayout](number: Int) -> Tuple[Int, Int]:
+def sum_to_send[group: Group](number: Int) -> Tuple[Int, Int]:
     """Finds one of the sums that are sent."""
-    comptime n_others = max(1, layout.n_ranks - 1)
+    comptime n_others = max(1, group.n_ranks - 1)
     var token_idx, other = divmod(number, n_others)
     # Not all owners begin with the same rank.
     return (1 + other, token_idx)
@@ -35,8 +35,7 @@ def send_partials[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     are_few: Bool,
 ](
     expert_rows: BytePointer,
@@ -45,14 +44,14 @@ def send_partials[
     recv_bufs: SharedAddresses,
     dispatch_counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     sender: Int,
     n_senders: Int,
 ):
     """Sends this block's share of the partial sums, with one warp of several.
     """
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime n_ranks = layout.n_ranks
+    comptime n_ranks = group.n_ranks
     comptime n_others = n_ranks - 1
     comptime if n_others > 0:
         var lane = launch.lane
@@ -74,10 +73,10 @@ def send_partials[
                 # A turn is one more trip to shared memory.
                 turn += n_senders
             var piece = cut.piece(unit)
-            var source, token_idx = sum_to_send[layout](piece.whole)
+            var source, token_idx = sum_to_send[group](piece.whole)
             var noted = ahead
             if not are_few or not is_ahead:
-                noted = NotedRows.of[layout](counters, source, token_idx, lane)
+                noted = NotedRows.of[group](counters, source, token_idx, lane)
             is_ahead = False
             if token_idx >= Int(noted.n_tokens) or not any_lane(noted.row >= 0):
                 continue
@@ -85,7 +84,7 @@ def send_partials[
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(
                 recv_bufs[unsafe_offset=src_rank]
-                + UInt64(layout.partial_offset(my_rank, token_idx))
+                + UInt64(group.partial_offset(my_rank, token_idx))
             )
             for step in range(piece.begin, piece.end):
                 var share = step * WARP_SIZE + lane
@@ -98,7 +97,7 @@ def send_partials[
                 ](sum, expert_rows, share, noted.row, noted.weight)
                 if is_waiting:
                     # I3, for partial sums.
-                    if not await_readers[layout, True](
+                    if not await_readers[group, True](
                         launch, dispatch_counts, counters, SEND
                     ):
                         return

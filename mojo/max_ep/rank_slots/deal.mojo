@@ -7,7 +7,7 @@ Nothing here touches memory: these are numbers of a launch, by its tokens and wa
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
 
-from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
+from ..layout import MESSAGE_ALIGN, N_CHUNKS, Group
 from ..token_format import TokenFormat
 from .combine_roles import N_WARPS_MIN
 from .device_steps import divmod_32
@@ -135,12 +135,10 @@ def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
 
 
 @always_inline
-def n_async_send_warps[
-    layout: RegionLayout
-](is_early: Bool, n_warps: Int) -> Int:
+def n_async_send_warps[group: Group](is_early: Bool, n_warps: Int) -> Int:
     """Chooses how many warps of a block send if none receives."""
     var most = n_warps - FIRST_SENDER
-    comptime if layout.n_ranks == 2:
+    comptime if group.n_ranks == 2:
         # Each sends more at once (`parts_at_once_shift`). The last of them, of 16
         # warps, is an index warp, which begins later.
         return most if is_early else min(8, most)
@@ -149,7 +147,7 @@ def n_async_send_warps[
 
 @always_inline
 def parts_at_once_shift[
-    layout: RegionLayout, n_steps: Int
+    group: Group, n_steps: Int
 ](n_tokens: Int, n_senders: Int) -> Int:
     """Chooses how many parts of a token a warp sends before it publishes them.
 
@@ -160,7 +158,7 @@ def parts_at_once_shift[
     """
     comptime n_parts = min(N_CHUNKS, n_steps)
     comptime are_short = n_steps <= _SHORT_PART * n_parts
-    comptime if layout.n_ranks > 2:
+    comptime if group.n_ranks > 2:
         return 0
     comptime if n_parts % 4 == 0:
         if n_senders <= 4 and (are_short or n_tokens > _TWO_AT_ONCE):

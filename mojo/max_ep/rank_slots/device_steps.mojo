@@ -40,7 +40,7 @@ from ..flags import (
     peek,
     publish,
 )
-from ..layout import RegionLayout
+from ..layout import Group
 from ..token_format import LaneBytes
 
 comptime EMPTY = UInt32(0xFFFF_FFFF)
@@ -142,8 +142,8 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 @always_inline
 def start_launch[
-    n_experts: Int, //, layout: RegionLayout, n_control: Int
-](word: Int32, counters: EPLocalSyncCounters[n_experts], phase: Int) -> Launch:
+    group: Group, n_control: Int
+](word: Int32, counters: EPLocalSyncCounters, phase: Int) -> Launch:
     """Sets a block up; all its threads call it.
 
     Addresses that were shared before are there afterwards.
@@ -156,7 +156,7 @@ def start_launch[
     if warp_idx == 0:
         # One warp decides for its block: a failure that is noted meanwhile
         # must not make some warps leave and others wait for them.
-        var can_go = is_in_order[layout](word, counters, phase)
+        var can_go = is_in_order[group](word, counters, phase)
         if lane == 0:
             control[unsafe_offset=n_control] = 1 if can_go else 0
     elif warp_idx == 1:
@@ -192,7 +192,7 @@ def is_last_to_start(
 
 @always_inline
 def publish_reads[
-    layout: RegionLayout
+    group: Group
 ](
     launch: Launch,
     dispatch_counts: SharedAddresses,
@@ -205,11 +205,11 @@ def publish_reads[
     """
     # Behind `is_last_block` one lane has acquired what all blocks did.
     syncwarp()
-    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
         publish(
             flag_at(
                 bytes_at(dispatch_counts[unsafe_offset=rank]),
-                layout.dispatch_done_offset(launch.my_rank),
+                group.dispatch_done_offset(launch.my_rank),
             ),
             dispatch_received,
             Int(combine_received),
@@ -218,7 +218,7 @@ def publish_reads[
 
 @always_inline
 def publish_earlier_reads[
-    layout: RegionLayout
+    group: Group
 ](launch: Launch, dispatch_counts: SharedAddresses, warp_idx: Int):
     """Tells every rank what the launches before this one have read.
 
@@ -226,7 +226,7 @@ def publish_earlier_reads[
     began: a kernel that calls this begins when those before it have ended.
     """
     if block_idx.x == 0 and launch.warp_idx == warp_idx:
-        publish_reads[layout](
+        publish_reads[group](
             launch,
             dispatch_counts,
             launch.before.dispatch_received,
@@ -243,11 +243,11 @@ def _read_of[is_combine: Bool](word: UInt64) -> UInt32:
 
 @always_inline
 def await_readers[
-    n_experts: Int, //, layout: RegionLayout, is_combine: Bool
+    group: Group, is_combine: Bool
 ](
     launch: Launch,
     dispatch_counts: SharedAddresses,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     phase: Int,
 ) -> Bool:
     """Waits until all ranks have read what this one sent last, with one warp.
@@ -261,8 +261,8 @@ def await_readers[
         return True
     var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
     var is_met = True
-    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
-        var flag = flag_at(my_counts, layout.dispatch_done_offset(rank))
+    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
+        var flag = flag_at(my_counts, group.dispatch_done_offset(rank))
         var word = peek(flag)
         var spins = 0
         while not is_not_before(_read_of[is_combine](word), generation):
@@ -298,11 +298,11 @@ comptime _LOOKS = 16
 
 @always_inline
 def note_readers[
-    n_experts: Int, //, layout: RegionLayout, is_combine: Bool
+    group: Group, is_combine: Bool
 ](
     launch: Launch,
     dispatch_counts: SharedAddresses,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Spares the next launch that sends a wait, if all have read already.
 
@@ -315,9 +315,9 @@ def note_readers[
     var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
     for _ in range(_LOOKS):
         var is_met = True
-        for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+        for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
             var word = peek(
-                flag_at(my_counts, layout.dispatch_done_offset(rank))
+                flag_at(my_counts, group.dispatch_done_offset(rank))
             )
             if not is_not_before(_read_of[is_combine](word), generation):
                 is_met = False

@@ -41,14 +41,14 @@ from ..expert_slots.device_steps import (
     share_addresses,
     shared_ints,
 )
-from ..expert_slots.dispatch import dispatch_layout_of, write_no_rows
+from ..expert_slots.dispatch import dispatch_group_of, write_no_rows
 from ..flags import (
     FlagPointer,
     block_peek,
     block_publish,
     next_generation,
 )
-from ..layout import MESSAGE_ALIGN, RegionLayout
+from ..layout import MESSAGE_ALIGN, Group
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .deal import n_async_send_warps, n_send_warps
@@ -113,8 +113,7 @@ struct _Ahead(TrivialRegisterPassable):
 @always_inline
 def _look_ahead[
     input_type: DType,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     n_warps: Int,
 ](
@@ -125,12 +124,12 @@ def _look_ahead[
     choices: Choices[...],
 ) -> _Ahead:
     """Begins with what depends on the arguments alone, if tokens are few."""
-    var id = part.load[layout, token_fmt_type](elements, tokens, choices)
+    var id = part.load[group, token_fmt_type](elements, tokens, choices)
     var item = Item.none()
     var indexer = Int(warp_id()) - (n_warps - N_INDEX_WARPS)
     if indexer >= 0 and choices.are_in_lanes():
         load_ids(lane_ids, choices)
-        item = Item.of[n_experts, layout](
+        item = Item.of[group](
             lane_ids,
             choices,
             Int(block_idx.x) + indexer * Int(grid_dim.x),
@@ -141,8 +140,7 @@ def _look_ahead[
 @always_inline
 def _send[
     input_type: DType,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
@@ -158,13 +156,13 @@ def _send[
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     n_senders: Int,
 ):
     """Deals the sending half to the warps of a block."""
     var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
     if indexer >= 0:
-        index_choices[n_experts, layout](
+        index_choices[group](
             choices,
             recv_bufs,
             counts,
@@ -175,19 +173,18 @@ def _send[
             ahead.item,
         )
         comptime if token_fmt_type.n_carried > 0:
-            send_carried[layout, token_fmt_type.n_carried](
+            send_carried[group, token_fmt_type.n_carried](
                 choices, n_tokens, recv_bufs, counts, launch, counters, indexer
             )
     elif launch.warp_idx == NUMBERS_WARP:
         if block_idx.x == 0:
-            tell_n_tokens[layout](n_tokens, counts, launch, counters)
+            tell_n_tokens[group](n_tokens, counts, launch, counters)
         return
     var sender = launch.warp_idx - FIRST_SENDER
     if sender >= n_senders:
         return
     send_by_number[
-        n_experts,
-        layout,
+        group,
         token_fmt_type,
         fused_shared_expert,
         has_input,
@@ -213,35 +210,34 @@ def _send[
 @always_inline
 def _receive[
     num_threads: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     has_input: Bool,
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int,
-    tables: RowTables[layout, ...],
+    tables: RowTables[group, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
     own_tokens: UInt64,
     n_own_tokens: Int,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Has a warp of a block take its part in the receiving half."""
     comptime n_warps = num_threads // WARP_SIZE
     comptime fused_shared_expert = tables.fused_shared_expert
-    var pair_rows = shared_ints[n_room_for_pairs[layout](), MESSAGE_ALIGN]()
+    var pair_rows = shared_ints[n_room_for_pairs[group](), MESSAGE_ALIGN]()
     var sums = shared_ints[N_INDEX_WARPS]()
     var largest_of = shared_ints[N_INDEX_WARPS]()
-    var n_tokens_of = shared_ints[layout.n_ranks + 1]()
+    var n_tokens_of = shared_ints[group.n_ranks + 1]()
     var control = launch.control
     var generation = next_generation(launch.before.dispatch_received)
     var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
     if indexer >= 0:
         var n_shared = n_own_tokens if fused_shared_expert else 0
-        lay_out_rows[n_experts, layout](
+        lay_out_rows[group](
             pair_rows,
             sums,
             largest_of,
@@ -255,7 +251,7 @@ def _receive[
             indexer,
         )
     elif launch.warp_idx == NUMBERS_WARP:
-        var are_there = read_numbers[n_experts, layout](
+        var are_there = read_numbers[group](
             n_tokens_of, counts, launch, counters, generation
         )
         if not are_there:
@@ -270,7 +266,7 @@ def _receive[
             # Each rank gets every token.
             var n_rows = 0
             if are_there:
-                for src_rank in range(layout.n_ranks):
+                for src_rank in range(group.n_ranks):
                     n_rows += Int(n_tokens_of[unsafe_offset=src_rank])
             token_fmt_type.end_choices(
                 rows,
@@ -284,15 +280,12 @@ def _receive[
     syncwarp()
     if block_peek(control.unsafe_offset(TOKENS_READY)) == NO_NUMBERS:
         return
-    comptime n_early = layout.n_early_tokens()
-    var are_all_early = (
-        Int(n_tokens_of[unsafe_offset=layout.n_ranks]) <= n_early
-    )
+    comptime n_early = group.n_early_tokens()
+    var are_all_early = Int(n_tokens_of[unsafe_offset=group.n_ranks]) <= n_early
     if are_all_early:
         receive_tokens[
             n_warps,
-            n_experts,
-            layout,
+            group,
             token_fmt_type,
             fused_shared_expert,
             has_input,
@@ -310,11 +303,10 @@ def _receive[
             generation,
         )
         return
-    comptime if layout.max_tokens_per_rank > n_early:
+    comptime if group.max_tokens_per_rank > n_early:
         receive_tokens[
             n_warps,
-            n_experts,
-            layout,
+            group,
             token_fmt_type,
             fused_shared_expert,
             has_input,
@@ -386,45 +378,44 @@ def dispatch_async_kernel[
         All buffers must be mapped and peer-writable until every receiver has
         returned from its wait.
     """
-    comptime layout = dispatch_layout_of[
+    comptime group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
     comptime n_warps = num_threads // WARP_SIZE
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
-    var n_senders = n_async_send_warps[layout](
-        Int(n_tokens) <= layout.n_early_tokens(), n_warps
+    var n_senders = n_async_send_warps[group](
+        Int(n_tokens) <= group.n_early_tokens(), n_warps
     )
-    var first_part = FirstPart.of[layout, token_fmt_type](
+    var first_part = FirstPart.of[group, token_fmt_type](
         Int(n_tokens), Int(warp_id()) - FIRST_SENDER, n_senders
     )
     await_launch_before()
     var word = header_word(ep_counters)
     var choices = Choices[n_ranks if token_fmt_type.n_carried > 0 else 0].of[
-        layout
+        group
     ](topk_ids, router_weights, Int(n_tokens))
     var elements = EarlyElements[input_type, token_fmt_type](fill=0)
     var lane_ids = LaneIds(fill=NO_EXPERT)
-    var ahead = _look_ahead[
-        input_type, n_experts, layout, token_fmt_type, n_warps
-    ](elements, lane_ids, first_part, input_tokens, choices)
+    var ahead = _look_ahead[input_type, group, token_fmt_type, n_warps](
+        elements, lane_ids, first_part, input_tokens, choices
+    )
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    share_choices[num_threads, layout](choices)
-    var receivers = first_part.receivers[
-        n_experts, layout, fused_shared_expert, False
-    ](ahead.id, word)
-    var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
+    share_choices[num_threads, group](choices)
+    var receivers = first_part.receivers[group, fused_shared_expert, False](
+        ahead.id, word
+    )
+    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         return
     if is_last_to_start(launch, ep_counters, COUNTING_WARP):
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-    publish_earlier_reads[layout](launch, counts, TELLING_WARP)
+    publish_earlier_reads[group](launch, counts, TELLING_WARP)
     _send[
         input_type,
-        n_experts,
-        layout,
+        group,
         token_fmt_type,
         fused_shared_expert,
         False,
@@ -465,7 +456,7 @@ def dispatch_wait_kernel[
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
     tables: RowTables[
-        dispatch_layout_of[
+        dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
         ](),
         is_padded,
@@ -503,7 +494,7 @@ def dispatch_wait_kernel[
         recv_count_ptrs: All ranks' counts buffers.
         ep_counters: This rank's local words.
     """
-    comptime layout = dispatch_layout_of[
+    comptime group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
@@ -511,7 +502,7 @@ def dispatch_wait_kernel[
     var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    var launch = start_launch[layout, N_CONTROL](word, ep_counters, RECEIVE)
+    var launch = start_launch[group, N_CONTROL](word, ep_counters, RECEIVE)
     if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
@@ -520,17 +511,16 @@ def dispatch_wait_kernel[
             )
         return
     # Un-reduced, the next launch is a combine that tells nobody.
-    comptime tells_at_end = shares_gpu or not layout.is_reduced()
+    comptime tells_at_end = shares_gpu or not group.is_reduced()
     var generation = next_generation(launch.before.dispatch_received)
     comptime if not tells_at_end:
         if is_last_to_start(launch, ep_counters, COUNTING_WARP):
             ep_counters.set_dispatch_received(generation)
         if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
-            note_readers[layout, True](launch, counts, ep_counters)
+            note_readers[group, True](launch, counts, ep_counters)
     _receive[
         num_threads,
-        n_experts,
-        layout,
+        group,
         token_fmt_type,
         False,
     ](
@@ -550,7 +540,7 @@ def dispatch_wait_kernel[
             return
         if launch.lane == 0:
             ep_counters.set_dispatch_received(generation)
-        publish_reads[layout](
+        publish_reads[group](
             launch, counts, generation, launch.before.combine_received
         )
     # AFTER: rows are complete; every source may overwrite its tokens here, once
@@ -580,7 +570,7 @@ def dispatch_kernel[
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
     tables: RowTables[
-        dispatch_layout_of[
+        dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
         ](),
         is_padded,
@@ -620,35 +610,35 @@ def dispatch_kernel[
         recv_count_ptrs: All ranks' counts buffers.
         ep_counters: This rank's local words.
     """
-    comptime layout = dispatch_layout_of[
+    comptime group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_tokens_per_rank, protocol
     ]()
     comptime n_warps = num_threads // WARP_SIZE
     comptime has_input = token_fmt_type.is_identity[input_type]()
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     var n_senders = n_send_warps(
-        Int(n_tokens) <= layout.n_early_tokens(), n_warps
+        Int(n_tokens) <= group.n_early_tokens(), n_warps
     )
-    var first_part = FirstPart.of[layout, token_fmt_type](
+    var first_part = FirstPart.of[group, token_fmt_type](
         Int(n_tokens), Int(warp_id()) - FIRST_SENDER, n_senders
     )
     await_launch_before()
     var word = header_word(ep_counters)
     var choices = Choices[n_ranks if token_fmt_type.n_carried > 0 else 0].of[
-        layout
+        group
     ](topk_ids, router_weights, Int(n_tokens))
     var elements = EarlyElements[input_type, token_fmt_type](fill=0)
     var lane_ids = LaneIds(fill=NO_EXPERT)
-    var ahead = _look_ahead[
-        input_type, n_experts, layout, token_fmt_type, n_warps
-    ](elements, lane_ids, first_part, input_tokens, choices)
+    var ahead = _look_ahead[input_type, group, token_fmt_type, n_warps](
+        elements, lane_ids, first_part, input_tokens, choices
+    )
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    share_choices[num_threads, layout](choices)
-    var receivers = first_part.receivers[
-        n_experts, layout, fused_shared_expert, has_input
-    ](ahead.id, word)
-    var launch = start_launch[layout, N_CONTROL](word, ep_counters, SEND)
+    share_choices[num_threads, group](choices)
+    var receivers = first_part.receivers[group, fused_shared_expert, has_input](
+        ahead.id, word
+    )
+    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
@@ -663,11 +653,10 @@ def dispatch_kernel[
         ep_counters.set_dispatch_received(
             next_generation(launch.before.dispatch_received)
         )
-    publish_earlier_reads[layout](launch, counts, TELLING_WARP)
+    publish_earlier_reads[group](launch, counts, TELLING_WARP)
     _send[
         input_type,
-        n_experts,
-        layout,
+        group,
         token_fmt_type,
         fused_shared_expert,
         has_input,
@@ -686,10 +675,10 @@ def dispatch_kernel[
         ep_counters,
         n_senders,
     )
-    comptime if layout.is_reduced():
+    comptime if group.is_reduced():
         if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
-            note_readers[layout, True](launch, counts, ep_counters)
-    _receive[num_threads, n_experts, layout, token_fmt_type, has_input](
+            note_readers[group, True](launch, counts, ep_counters)
+    _receive[num_threads, group, token_fmt_type, has_input](
         rows,
         Int(n_rows_max),
         tables,

@@ -38,7 +38,7 @@ from ..flags import (
     peek_16,
     peek_number,
 )
-from ..layout import MESSAGE_ALIGN, RegionLayout
+from ..layout import MESSAGE_ALIGN, Group
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .deal import (
@@ -74,14 +74,14 @@ def _look_at_words[are_two: Bool](words: BytePointer) -> LaneBytes:
 
 @always_inline
 def _await_words[
-    n_experts: Int, are_two: Bool
+    are_two: Bool
 ](
     seen: LaneBytes,
     words: BytePointer,
     src_rank: Int,
     generation: UInt32,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> LaneBytes:
     """Waits for an entry, or a choice that a token carries, with one lane."""
     var bytes = seen
@@ -106,7 +106,7 @@ def _await_words[
 
 @always_inline
 def _place_carried[
-    n_experts: Int, layout: RegionLayout, token_fmt_type: TokenFormat
+    group: Group, token_fmt_type: TokenFormat
 ](
     rows: token_fmt_type.Rows,
     row: Int,
@@ -115,16 +115,16 @@ def _place_carried[
     token_idx: Int,
     generation: UInt32,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> Bool:
     """Puts the choices that a token carries beside its row, with one warp."""
     comptime n_carried = token_fmt_type.n_carried
     var is_late = False
     for k in range(launch.lane, n_carried, WARP_SIZE):
         var words_of = recv_buf.unsafe_offset(
-            layout.carried_choice_offset(src_rank, token_idx, k, n_carried)
+            group.carried_choice_offset(src_rank, token_idx, k, n_carried)
         )
-        var carried = _await_words[n_experts, True](
+        var carried = _await_words[True](
             _look_at_words[True](words_of),
             words_of,
             src_rank,
@@ -166,7 +166,7 @@ def _look_at_steps[
 
 @always_inline
 def _await_steps[
-    in_flight: Int, //, n_experts: Int, n_vectors: Int
+    in_flight: Int, //, n_vectors: Int
 ](
     mut parts: Array[LaneBytes, in_flight],
     from_: BytePointer,
@@ -176,7 +176,7 @@ def _await_steps[
     src_rank: Int,
     generation: UInt32,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ) -> Bool:
     """Waits for some 16 bytes a lane of an early token, and puts `EMPTY` back.
     """
@@ -221,9 +221,9 @@ def _await_steps[
 
 
 @always_inline
-def _are_counted[layout: RegionLayout](control: SharedWord) -> Bool:
+def _are_counted[group: Group](control: SharedWord) -> Bool:
     """Waits for the rows of all pairs."""
-    comptime n_counting = n_counting_warps[layout]()
+    comptime n_counting = n_counting_warps[group]()
     while block_peek(control.unsafe_offset(COUNTED)) < UInt32(n_counting):
         pass
     return block_peek(control.unsafe_offset(FAILED)) == 0
@@ -241,7 +241,7 @@ def n_in_flight[token_fmt_type: TokenFormat, are_all_early: Bool]() -> Int:
 
 @always_inline
 def _early_token[
-    layout: RegionLayout, token_fmt_type: TokenFormat, has_input: Bool
+    group: Group, token_fmt_type: TokenFormat, has_input: Bool
 ](
     recv_buf: BytePointer,
     own_tokens: UInt64,
@@ -256,35 +256,32 @@ def _early_token[
                 own_tokens
                 + UInt64(token_idx) * UInt64(token_fmt_type.value_bytes)
             )
-    return recv_buf.unsafe_offset(
-        layout.early_token_offset(src_rank, token_idx)
-    )
+    return recv_buf.unsafe_offset(group.early_token_offset(src_rank, token_idx))
 
 
 @always_inline
 def receive_tokens[
     n_warps: Int,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
     are_all_early: Bool,
 ](
     rows: token_fmt_type.Rows,
-    tables: RowTables[layout, ...],
+    tables: RowTables[group, ...],
     src_info: Pointer[Int32, MutUntrackedOrigin],
     own_tokens: UInt64,
     pair_rows: SharedInts,
     n_tokens_of: SharedInts,
     recv_bufs: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     generation: UInt32,
 ):
     """Turns tokens into rows as they arrive, with one warp."""
-    comptime n_ranks = layout.n_ranks
-    comptime top_k = layout.top_k
+    comptime n_ranks = group.n_ranks
+    comptime top_k = group.top_k
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime n_steps = n_steps_of[token_fmt_type]()
     comptime chunks = ChunkCut[n_steps](True)
@@ -293,7 +290,7 @@ def receive_tokens[
     var scales = Array[LaneBytes, 1](fill=0)
     var lane = launch.lane
     var my_rank = launch.my_rank
-    var first_expert = my_rank * layout.n_local_experts()
+    var first_expert = my_rank * group.n_local_experts()
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     var most = Int(n_tokens_of[unsafe_offset=n_ranks])
     var cut = early_cut[n_steps](most)
@@ -326,8 +323,8 @@ def receive_tokens[
         var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
         if token_idx >= n_tokens:
             continue
-        var is_early = are_all_early or n_tokens <= layout.n_early_tokens()
-        var token = _early_token[layout, token_fmt_type, has_input](
+        var is_early = are_all_early or n_tokens <= group.n_early_tokens()
+        var token = _early_token[group, token_fmt_type, has_input](
             recv_buf, own_tokens, my_rank, src_rank, token_idx
         )
         var is_input = has_input and src_rank == my_rank
@@ -335,7 +332,7 @@ def receive_tokens[
             is_early = False
         elif not is_early:
             token = recv_buf.unsafe_offset(
-                layout.token_offset(src_rank, token_idx)
+                group.token_offset(src_rank, token_idx)
             )
         # On its way, or looked at, while its entries are looked at: mostly it is
         # for this rank.
@@ -368,12 +365,12 @@ def receive_tokens[
         var is_sent_here = False
         var is_late = False
         if lane < top_k:
-            var choice = layout.choice(token_idx, lane)
+            var choice = group.choice(token_idx, lane)
             var its_entry = recv_buf.unsafe_offset(
-                layout.entry_offset(src_rank, choice)
+                group.entry_offset(src_rank, choice)
             )
-            var entry = _await_words[n_experts, layout.is_reduced()](
-                _look_at_words[layout.is_reduced()](its_entry),
+            var entry = _await_words[group.is_reduced()](
+                _look_at_words[group.is_reduced()](its_entry),
                 its_entry,
                 src_rank,
                 generation,
@@ -387,44 +384,44 @@ def receive_tokens[
             var position = position_of_entry(words[0])
             is_sent_here = (
                 0 <= local_expert
-                and local_expert < layout.n_local_experts()
+                and local_expert < group.n_local_experts()
                 and not is_late
             )
             has_row = is_sent_here and position != NO_POSITION
             place_in_pair = Int32(position)
-            pair = layout.pair(local_expert, src_rank)
+            pair = group.pair(local_expert, src_rank)
             weight = weight_of_word(words[1])
-            comptime if layout.is_reduced():
+            comptime if group.is_reduced():
                 if (
                     src_rank == my_rank
                     and not is_sent_here
-                    and expert < n_experts
+                    and expert < group.n_experts
                     and position != NO_POSITION
                 ):
-                    row = row_elsewhere(expert // layout.n_local_experts())
+                    row = row_elsewhere(expert // group.n_local_experts())
         if any_lane(is_late):
             counters.set_broken()
             return
         var wanted = warp.vote[DType.uint32](has_row)
         var is_shared = fused_shared_expert and src_rank == my_rank
         var is_here = is_shared or any_lane(is_sent_here)
-        comptime if layout.sends_to_all():
+        comptime if group.sends_to_all():
             # It came, even if no row is made of it: `EMPTY` is put back.
-            if is_early and my_rank < layout.n_ranks_with_experts():
+            if is_early and my_rank < group.n_ranks_with_experts():
                 is_here = True
         var source = source_from(my_rank, src_rank, n_ranks)
         if not is_here:
-            comptime if layout.is_reduced():
+            comptime if group.is_reduced():
                 if part == 0 and lane < top_k:
-                    counters.received_rows(layout, source)[
-                        unsafe_offset=layout.choice(token_idx, lane)
+                    counters.received_rows(group, source)[
+                        unsafe_offset=group.choice(token_idx, lane)
                     ] = row
             continue
         if not are_all_early and not is_looked_at:
-            var word = await_message[n_experts](
+            var word = await_message(
                 flag_at(
                     recv_buf,
-                    layout.chunk_flag_offset(src_rank, token_idx, part),
+                    group.chunk_flag_offset(src_rank, token_idx, part),
                 ),
                 generation,
                 RECEIVE,
@@ -456,7 +453,7 @@ def receive_tokens[
                     )
             var is_there = True
             if is_early:
-                is_there = _await_steps[n_experts, n_vectors](
+                is_there = _await_steps[n_vectors](
                     parts,
                     token,
                     first * WARP_SIZE + lane,
@@ -469,7 +466,7 @@ def receive_tokens[
                 )
                 comptime if token_fmt_type.has_scales:
                     is_there = (
-                        _await_steps[n_experts, n_steps](
+                        _await_steps[n_steps](
                             scales,
                             its_scales,
                             first + lane,
@@ -487,7 +484,7 @@ def receive_tokens[
                 return
             # Only now: what has come by then does not wait for the counts.
             if is_waiting:
-                if not _are_counted[layout](launch.control):
+                if not _are_counted[group](launch.control):
                     return
                 is_waiting = False
             if first == begin:
@@ -497,13 +494,13 @@ def receive_tokens[
                     if has_row:
                         src_info[unsafe_offset=2 * Int(row)] = Int32(token_idx)
                         src_info[unsafe_offset=2 * Int(row) + 1] = Int32(lane)
-                    comptime if layout.is_reduced():
+                    comptime if group.is_reduced():
                         if lane < top_k:
-                            var choice = layout.choice(token_idx, lane)
-                            counters.received_rows(layout, source)[
+                            var choice = group.choice(token_idx, lane)
+                            counters.received_rows(group, source)[
                                 unsafe_offset=choice
                             ] = row
-                            counters.received_weights(layout, source)[
+                            counters.received_weights(group, source)[
                                 unsafe_offset=choice
                             ] = weight
                     comptime if token_fmt_type.n_carried > 0:
@@ -511,7 +508,7 @@ def receive_tokens[
                         # a row here.
                         var k = count_trailing_zeros(wanted)
                         if wanted != 0 and not _place_carried[
-                            n_experts, layout, token_fmt_type
+                            group, token_fmt_type
                         ](
                             rows,
                             Int(warp.shuffle_idx(row, k)),

@@ -20,7 +20,7 @@ from ..expert_slots.device_steps import (
 )
 from ..expert_slots.dispatch import encode_steps, steps_in_flight
 from ..flags import flag_at, next_generation, publish, put_16
-from ..layout import MESSAGE_ALIGN, N_CHUNKS, RegionLayout
+from ..layout import MESSAGE_ALIGN, N_CHUNKS, Group
 from ..token_format import LaneBytes, TokenFormat
 from .deal import (
     EarlyCut,
@@ -104,24 +104,23 @@ struct Receivers(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of[
-        n_experts: Int,
-        layout: RegionLayout,
+        group: Group,
         fused_shared_expert: Bool,
         has_input: Bool,
     ](id: Int32, my_rank: Int, lane: Int) -> Self:
         """Finds out who gets a token; all lanes call it."""
         var dst_rank: Int32 = -1
-        comptime if layout.sends_to_all():
+        comptime if group.sends_to_all():
             # Not all sources begin with the same rank.
-            comptime n = layout.n_ranks_with_experts()
+            comptime n = group.n_ranks_with_experts()
             comptime assert n <= WARP_SIZE, "a lane stands for a rank"
             if lane < n:
                 dst_rank = Int32(UInt32(my_rank + 1 + lane) % UInt32(n))
         else:
-            if lane < layout.top_k and id >= 0 and id < Int32(n_experts):
-                dst_rank = id // Int32(layout.n_local_experts())
+            if lane < group.top_k and id >= 0 and id < Int32(group.n_experts):
+                dst_rank = id // Int32(group.n_local_experts())
         var is_target = dst_rank >= 0 and dst_rank != Int32(my_rank)
-        comptime if not layout.sends_to_all():
+        comptime if not group.sends_to_all():
             var first = count_trailing_zeros(lanes_like(dst_rank))
             is_target = is_target and Int(first) == lane
         var is_own = False
@@ -182,7 +181,7 @@ struct FirstPart(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of[
-        layout: RegionLayout, token_fmt_type: TokenFormat
+        group: Group, token_fmt_type: TokenFormat
     ](n_tokens: Int, sender: Int, n_senders: Int) -> Self:
         """Finds it; this reads nothing."""
         var number = Int(block_idx.x) + sender * Int(grid_dim.x)
@@ -192,13 +191,13 @@ struct FirstPart(TrivialRegisterPassable):
             cut.piece(number),
             0 <= sender
             and sender < n_senders
-            and n_tokens <= layout.n_early_tokens()
+            and n_tokens <= group.n_early_tokens()
             and number < n_tokens * cut.n_parts(),
         )
 
     @always_inline
     def load[
-        input_type: DType, //, layout: RegionLayout, token_fmt_type: TokenFormat
+        input_type: DType, //, group: Group, token_fmt_type: TokenFormat
     ](
         self,
         mut elements: EarlyElements[input_type, token_fmt_type],
@@ -217,24 +216,23 @@ struct FirstPart(TrivialRegisterPassable):
                 self.piece.end,
                 lane,
             )
-            comptime if not layout.sends_to_all():
-                if lane < layout.top_k:
+            comptime if not group.sends_to_all():
+                if lane < group.top_k:
                     id = choices.id_in_memory(
-                        layout.choice(self.piece.whole, lane)
+                        group.choice(self.piece.whole, lane)
                     )
         return id
 
     @always_inline
     def receivers[
-        n_experts: Int,
-        layout: RegionLayout,
+        group: Group,
         fused_shared_expert: Bool,
         has_input: Bool,
     ](self, id: Int32, header_word: Int32) -> Receivers:
         """Finds out who gets it, as soon as the header is there."""
         if not self.is_sent:
             return Receivers(-1, False, 0, False)
-        return Receivers.of[n_experts, layout, fused_shared_expert, has_input](
+        return Receivers.of[group, fused_shared_expert, has_input](
             id, LaunchHeader.my_rank_of(header_word), Int(lane_id())
         )
 
@@ -348,8 +346,7 @@ def _store_piece[
 def _send_early_tokens[
     input_type: DType,
     //,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
@@ -363,7 +360,7 @@ def _send_early_tokens[
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     n_senders: Int,
 ):
     """Sends this block's share of early tokens with one of its sending warps.
@@ -376,7 +373,7 @@ def _send_early_tokens[
     var number = first_part.number
     var piece = first_part.piece
     # I3, for tokens.
-    if not await_readers[layout, False](launch, counts, counters, SEND):
+    if not await_readers[group, False](launch, counts, counters, SEND):
         return
     var receivers = first_receivers
     var is_loaded = True
@@ -389,7 +386,7 @@ def _send_early_tokens[
                 tokens,
                 piece,
                 receivers,
-                layout.early_token_offset(my_rank, piece.whole),
+                group.early_token_offset(my_rank, piece.whole),
                 recv_bufs,
                 my_rank,
                 launch.lane,
@@ -400,10 +397,8 @@ def _send_early_tokens[
             return
         is_loaded = False
         piece = cut.piece(number)
-        receivers = Receivers.of[
-            n_experts, layout, fused_shared_expert, has_input
-        ](
-            choices.id_of_lane[layout](piece.whole, launch.lane),
+        receivers = Receivers.of[group, fused_shared_expert, has_input](
+            choices.id_of_lane[group](piece.whole, launch.lane),
             my_rank,
             launch.lane,
         )
@@ -413,8 +408,7 @@ def _send_early_tokens[
 def _send_tokens_in_chunks[
     input_type: DType,
     //,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
@@ -425,7 +419,7 @@ def _send_tokens_in_chunks[
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     sender: Int,
     n_senders: Int,
 ):
@@ -440,13 +434,13 @@ def _send_tokens_in_chunks[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var shift = parts_at_once_shift[layout, n_steps](n_tokens, n_senders)
+    var shift = parts_at_once_shift[group, n_steps](n_tokens, n_senders)
     var n_units = n_parts >> shift
     var number = sender * Int(grid_dim.x) + Int(block_idx.x)
     if number >= n_tokens * n_units:
         return
     # I3, for tokens.
-    if not await_readers[layout, False](launch, counts, counters, SEND):
+    if not await_readers[group, False](launch, counts, counters, SEND):
         return
     while True:
         var token_idx, unit = divmod_32(number, n_units)
@@ -456,9 +450,9 @@ def _send_tokens_in_chunks[
             divmod_32(unit * n_steps, n_units)[0],
             divmod_32((unit + 1) * n_steps, n_units)[0],
         )
-        var receivers = Receivers.of[
-            n_experts, layout, fused_shared_expert, has_input
-        ](choices.id_of_lane[layout](token_idx, lane), my_rank, lane)
+        var receivers = Receivers.of[group, fused_shared_expert, has_input](
+            choices.id_of_lane[group](token_idx, lane), my_rank, lane
+        )
         if receivers.are_any():
             # I1: only this rank writes the tokens of its number.
             _store_piece[token_fmt_type, False](
@@ -467,7 +461,7 @@ def _send_tokens_in_chunks[
                 tokens,
                 piece,
                 receivers,
-                layout.token_offset(my_rank, token_idx),
+                group.token_offset(my_rank, token_idx),
                 recv_bufs,
                 my_rank,
                 lane,
@@ -497,7 +491,7 @@ def _send_tokens_in_chunks[
                 publish(
                     flag_at(
                         bytes_at(recv_bufs[unsafe_offset=dst_rank]),
-                        layout.chunk_flag_offset(my_rank, token_idx, part),
+                        group.chunk_flag_offset(my_rank, token_idx, part),
                     ),
                     generation,
                     0,
@@ -512,8 +506,7 @@ def _send_tokens_in_chunks[
 def send_by_number[
     input_type: DType,
     //,
-    n_experts: Int,
-    layout: RegionLayout,
+    group: Group,
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
@@ -527,15 +520,14 @@ def send_by_number[
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     sender: Int,
     n_senders: Int,
 ):
     """Sends tokens as their number says, early or with flags, with one warp."""
-    if n_tokens <= layout.n_early_tokens():
+    if n_tokens <= group.n_early_tokens():
         _send_early_tokens[
-            n_experts,
-            layout,
+            group,
             token_fmt_type,
             fused_shared_expert,
             has_input,
@@ -553,10 +545,9 @@ def send_by_number[
             n_senders,
         )
         return
-    comptime if layout.max_tokens_per_rank > layout.n_early_tokens():
+    comptime if group.max_tokens_per_rank > group.n_early_tokens():
         _send_tokens_in_chunks[
-            n_experts,
-            layout,
+            group,
             token_fmt_type,
             fused_shared_expert,
             has_input,

@@ -45,7 +45,7 @@ from ..flags import (
     publish_number,
     put_16,
 )
-from ..layout import MESSAGE_ALIGN, RegionLayout
+from ..layout import MESSAGE_ALIGN, Group
 from ..token_format import LaneBytes
 from .device_steps import Launch, await_readers, divmod_32
 from .dispatch_roles import (
@@ -119,21 +119,21 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of[
-        layout: RegionLayout
+        group: Group
     ](
         topk_ids: Pointer[Int32, ImmUntrackedOrigin],
         router_weights: Pointer[Float32, ImmUntrackedOrigin],
         n_tokens: Int,
     ) -> Self:
         """Makes those of a launch, of which none is shared yet."""
-        comptime n_weights = min(_N_SHARED_WEIGHTS, layout.n_choices())
+        comptime n_weights = min(_N_SHARED_WEIGHTS, group.n_choices())
         return Self(
             topk_ids,
             router_weights,
-            n_tokens * layout.top_k,
-            shared_ints[_n_shared_ids[layout](), MESSAGE_ALIGN](),
-            shared_ints[n_weights if layout.is_reduced() else 1](),
-            shared_ints[max(_n_counted[layout]() * WARP_SIZE, 1)](),
+            n_tokens * group.top_k,
+            shared_ints[_n_shared_ids[group](), MESSAGE_ALIGN](),
+            shared_ints[n_weights if group.is_reduced() else 1](),
+            shared_ints[max(_n_counted[group]() * WARP_SIZE, 1)](),
         )
 
     @always_inline
@@ -161,15 +161,13 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         return self.ids[unsafe_offset=choice]
 
     @always_inline
-    def id_of_lane[
-        layout: RegionLayout
-    ](self, token_idx: Int, lane: Int) -> Int32:
+    def id_of_lane[group: Group](self, token_idx: Int, lane: Int) -> Int32:
         """Reads the id of a lane's choice of a token."""
-        comptime if layout.sends_to_all():
+        comptime if group.sends_to_all():
             return NO_EXPERT
-        if lane >= layout.top_k:
+        if lane >= group.top_k:
             return NO_EXPERT
-        return self.id(layout.choice(token_idx, lane))
+        return self.id(group.choice(token_idx, lane))
 
     @always_inline
     def counted_of_block(self, turn: Int, lane: Int) -> Int:
@@ -180,19 +178,19 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         return Int(sum_of_lanes(UInt32(n)))
 
     @always_inline
-    def weight[layout: RegionLayout](self, choice: Int) -> Float32:
+    def weight[group: Group](self, choice: Int) -> Float32:
         """Reads a router weight."""
-        comptime if layout.is_reduced() and Self.n_ranks_all == 0:
+        comptime if group.is_reduced() and Self.n_ranks_all == 0:
             if self.are_shared() and self.n_choices <= _N_SHARED_WEIGHTS:
                 return bitcast[DType.float32](
                     self.shared_weights[unsafe_offset=choice]
                 )
-        return self.weight_in_memory[layout](choice)
+        return self.weight_in_memory[group](choice)
 
     @always_inline
-    def weight_in_memory[layout: RegionLayout](self, choice: Int) -> Float32:
+    def weight_in_memory[group: Group](self, choice: Int) -> Float32:
         """Reads a router weight from where it was given."""
-        comptime if not layout.is_reduced():
+        comptime if not group.is_reduced():
             return 0
         comptime if Self.n_ranks_all > 0:
             return 1
@@ -200,28 +198,28 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
 
 
 @always_inline
-def _n_shared_ids[layout: RegionLayout]() -> Int:
+def _n_shared_ids[group: Group]() -> Int:
     """Says how much room ids need in shared memory."""
-    comptime n_choices = layout.n_choices()
+    comptime n_choices = group.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
         return n_choices
     return max(
-        N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + layout.n_experts
+        N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + group.n_experts
     )
 
 
 @always_inline
-def _n_counted[layout: RegionLayout]() -> Int:
+def _n_counted[group: Group]() -> Int:
     """Says how many experts of its own a block counts while it shares the ids.
     """
-    if layout.n_choices() <= N_LANE_CHOICES:
+    if group.n_choices() <= N_LANE_CHOICES:
         return 0
-    return min(ceildiv(layout.n_experts, _FULL_GRID), _MOST_COUNTED)
+    return min(ceildiv(group.n_experts, _FULL_GRID), _MOST_COUNTED)
 
 
 @always_inline
 def share_choices[
-    n_ranks_all: Int, //, num_threads: Int, layout: RegionLayout
+    n_ranks_all: Int, //, num_threads: Int, group: Group
 ](choices: Choices[n_ranks_all]):
     """Copies few choices to shared memory; a block barrier must follow.
 
@@ -232,11 +230,11 @@ def share_choices[
     var me = Int(thread_idx.x)
     var last = choices.n_choices - 1
     comptime n_at_once = min(
-        _SHARED_AT_ONCE, ceildiv(layout.n_choices(), num_threads)
+        _SHARED_AT_ONCE, ceildiv(group.n_choices(), num_threads)
     )
     comptime n_weights = min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
-    comptime has_weights = layout.is_reduced() and n_ranks_all == 0
-    var n_of_expert = Array[UInt32, _n_counted[layout]()](fill=0)
+    comptime has_weights = group.is_reduced() and n_ranks_all == 0
+    var n_of_expert = Array[UInt32, _n_counted[group]()](fill=0)
     for first in range(me, choices.n_choices, n_at_once * num_threads):
         # All of them on their way at once; behind the last there is nothing to read.
         var ids = Array[Int32, n_at_once](fill=0)
@@ -262,7 +260,7 @@ def share_choices[
                         choices.shared_weights[unsafe_offset=choice] = bitcast[
                             DType.int32
                         ](weights[i])
-    comptime for i in range(_n_counted[layout]()):
+    comptime for i in range(_n_counted[group]()):
         var n = sum_of_lanes(n_of_expert[i])
         if lane_id() == 0:
             choices.counted[
@@ -280,7 +278,7 @@ def _count_own[n: Int, //](mut n_of_expert: Array[UInt32, n], id: Int32):
 
 @always_inline
 def _write_entry[
-    layout: RegionLayout
+    group: Group
 ](
     recv_bufs: SharedAddresses,
     my_rank: Int,
@@ -294,19 +292,19 @@ def _write_entry[
 ):
     """Writes the entry of a choice to every rank, with one lane of some."""
     var word = entry_word(generation, expert_id, position)
-    var offset = UInt64(layout.entry_offset(my_rank, choice))
+    var offset = UInt64(group.entry_offset(my_rank, choice))
     var bytes = LaneBytes(0)
-    comptime if layout.is_reduced():
+    comptime if group.is_reduced():
         bytes = bitcast[DType.uint32, 4](
             SIMD[DType.uint64, 2](word, weight_word(generation, weight))
         )
-    for i in range(lane, layout.n_ranks, n_lanes):
+    for i in range(lane, group.n_ranks, n_lanes):
         # Not all sources begin with the same rank.
         var rank = my_rank + 1 + i
-        rank -= layout.n_ranks if rank >= layout.n_ranks else 0
+        rank -= group.n_ranks if rank >= group.n_ranks else 0
         var to = bytes_at(recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.
-        comptime if layout.is_reduced():
+        comptime if group.is_reduced():
             put_16(to, bytes)
         else:
             publish_number(flag_at(to, 0), generation, count_of(word))
@@ -314,7 +312,7 @@ def _write_entry[
 
 @always_inline
 def tell_n_tokens[
-    layout: RegionLayout
+    group: Group
 ](
     n_tokens: Int,
     counts: SharedAddresses,
@@ -323,13 +321,13 @@ def tell_n_tokens[
 ):
     """Tells every rank how many tokens this one sends, with one warp."""
     # I3, for numbers of tokens.
-    if not await_readers[layout, False](launch, counts, counters, SEND):
+    if not await_readers[group, False](launch, counts, counters, SEND):
         return
-    for rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
+    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
         publish_number(
             flag_at(
                 bytes_at(counts[unsafe_offset=rank]),
-                layout.dispatch_n_tokens_offset(launch.my_rank),
+                group.dispatch_n_tokens_offset(launch.my_rank),
             ),
             next_generation(launch.before.dispatch_sent),
             n_tokens,
@@ -338,13 +336,13 @@ def tell_n_tokens[
 
 @always_inline
 def index_choices[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     choices: Choices[...],
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     indexer: Int,
     lane_ids: LaneIds,
     first_item: Item,
@@ -355,10 +353,10 @@ def index_choices[
     Receivers wait for the entries of choices without an expert, too.
     """
     # I3, for entries and counts.
-    var can_write = await_readers[layout, False](launch, counts, counters, SEND)
+    var can_write = await_readers[group, False](launch, counts, counters, SEND)
     if choices.are_in_lanes():
         if can_write:
-            _index_lanes[n_experts, layout](
+            _index_lanes[group](
                 choices,
                 recv_bufs,
                 counts,
@@ -368,9 +366,9 @@ def index_choices[
                 first_item,
             )
         return
-    comptime if layout.n_choices() > N_SHARED_CHOICES:
+    comptime if group.n_choices() > N_SHARED_CHOICES:
         if not choices.are_shared():
-            _index_by_blocks[n_experts, layout](
+            _index_by_blocks[group](
                 choices,
                 recv_bufs,
                 counts,
@@ -381,7 +379,7 @@ def index_choices[
             )
             return
     if can_write:
-        _index_one_by_one[n_experts, layout](
+        _index_one_by_one[group](
             choices, recv_bufs, counts, launch, counters, indexer
         )
 
@@ -391,7 +389,7 @@ def index_choices[
 
 @always_inline
 def send_carried[
-    layout: RegionLayout, n_carried: Int
+    group: Group, n_carried: Int
 ](
     choices: Choices[...],
     n_tokens: Int,
@@ -403,7 +401,7 @@ def send_carried[
 ):
     """Sends the router's choices to every rank, with one of the index warps."""
     # I3, for carried choices.
-    if not await_readers[layout, False](launch, counts, counters, SEND):
+    if not await_readers[group, False](launch, counts, counters, SEND):
         return
     var generation = next_generation(launch.before.dispatch_sent)
     for place in range(
@@ -420,14 +418,12 @@ def send_carried[
             )
         )
         var offset = UInt64(
-            layout.carried_choice_offset(
-                launch.my_rank, token_idx, k, n_carried
-            )
+            group.carried_choice_offset(launch.my_rank, token_idx, k, n_carried)
         )
-        for i in range(layout.n_ranks):
+        for i in range(group.n_ranks):
             # Not all sources begin with the same rank.
             var rank = launch.my_rank + 1 + i
-            rank -= layout.n_ranks if rank >= layout.n_ranks else 0
+            rank -= group.n_ranks if rank >= group.n_ranks else 0
             # I1: only this rank writes what its tokens carry.
             put_16(bytes_at(recv_bufs[unsafe_offset=rank] + offset), words)
 
@@ -437,13 +433,13 @@ def send_carried[
 
 @always_inline
 def _index_by_blocks[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     choices: Choices[...],
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     indexer: Int,
     can_write: Bool,
 ):
@@ -452,12 +448,12 @@ def _index_by_blocks[
     comptime n_threads = N_INDEX_WARPS * WARP_SIZE
     # In the room for few choices, since these are many.
     comptime assert (
-        _n_shared_ids[layout]() >= n_threads + n_experts + WARP_SIZE
+        _n_shared_ids[group]() >= n_threads + group.n_experts + WARP_SIZE
     ), "a round and the counts fit"
     var experts = choices.shared_ids
     var n_before = experts.unsafe_bitcast[UInt32]().unsafe_offset(n_threads)
     var me = indexer * WARP_SIZE + launch.lane
-    for expert in range(me, n_experts, n_threads):
+    for expert in range(me, group.n_experts, n_threads):
         n_before[unsafe_offset=expert] = 0
     if not can_write and launch.lane == 0:
         block_publish(launch.control.unsafe_offset(GAVE_UP), 1)
@@ -472,7 +468,7 @@ def _index_by_blocks[
     var begin = min(Int(block_idx.x) * length, n_choices)
     var end = min(begin + length, n_choices)
     # On its way while the earlier ones are counted.
-    var id, weight = _read_choice[layout](choices, begin + me, end)
+    var id, weight = _read_choice[group](choices, begin + me, end)
     if begin < end or is_last:
         for first in range(me, begin, n_threads * _MANY_IDS):
             var ids = Array[Int32, _MANY_IDS](fill=NO_EXPERT)
@@ -480,10 +476,10 @@ def _index_by_blocks[
                 if first + i * n_threads < begin:
                     ids[i] = choices.id_in_memory(first + i * n_threads)
             comptime for i in range(_MANY_IDS):
-                _count_id[n_experts](n_before, ids[i], launch.lane)
+                _count_id[group.n_experts](n_before, ids[i], launch.lane)
     for first in range(begin, end, n_threads):
         var choice = first + me
-        var is_expert = id >= 0 and id < Int32(n_experts)
+        var is_expert = id >= 0 and id < Int32(group.n_experts)
         experts[unsafe_offset=me] = id if is_expert else NO_EXPERT
         index_barrier()
         if choice < end:
@@ -499,7 +495,7 @@ def _index_by_blocks[
                     comptime for k in range(4):
                         if earlier[k] == id and i + j + k < me:
                             position += 1
-            _enter_choice[n_experts, layout](
+            _enter_choice[group](
                 choice,
                 id,
                 weight,
@@ -512,12 +508,12 @@ def _index_by_blocks[
                 1,
             )
         index_barrier()
-        _count_id[n_experts](n_before, id, launch.lane)
-        id, weight = _read_choice[layout](choices, choice + n_threads, end)
+        _count_id[group.n_experts](n_before, id, launch.lane)
+        id, weight = _read_choice[group](choices, choice + n_threads, end)
     if is_last:
         index_barrier()
-        for expert in range(me, n_experts, n_threads):
-            _tell_count[layout](
+        for expert in range(me, group.n_experts, n_threads):
+            _tell_count[group](
                 expert,
                 Int(n_before[unsafe_offset=expert]),
                 generation,
@@ -546,7 +542,7 @@ def index_barrier():
 
 @always_inline
 def _tell_count[
-    layout: RegionLayout
+    group: Group
 ](
     expert: Int,
     n_listed: Int,
@@ -555,16 +551,16 @@ def _tell_count[
     launch: Launch,
 ):
     """Tells an expert's rank how many choices it gets, with one lane."""
-    var dst_rank, local_expert = divmod_32(expert, layout.n_local_experts())
+    var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
     publish_number(
         flag_at(
             bytes_at(counts[unsafe_offset=dst_rank]),
-            layout.dispatch_count_offset(
-                layout.pair(local_expert, launch.my_rank)
+            group.dispatch_count_offset(
+                group.pair(local_expert, launch.my_rank)
             ),
         ),
         generation,
-        min(n_listed, layout.max_tokens_per_rank),
+        min(n_listed, group.max_tokens_per_rank),
     )
 
 
@@ -606,10 +602,10 @@ struct Item(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of[
-        n_experts: Int, layout: RegionLayout
+        group: Group
     ](ids: LaneIds, choices: Choices[...], number: Int) -> Self:
         """Counts, with one warp."""
-        var choice = number - n_experts
+        var choice = number - group.n_experts
         var id = Int32(number)
         var weight: Float32 = 0
         var end = choices.n_choices
@@ -617,7 +613,7 @@ struct Item(TrivialRegisterPassable):
             end = min(end, choice)
             if choice < choices.n_choices:
                 id = choices.id_in_memory(choice)
-                weight = choices.weight_in_memory[layout](choice)
+                weight = choices.weight_in_memory[group](choice)
         var n_equal: UInt32 = 0
         comptime for i in range(N_LANE_IDS):
             if i * WARP_SIZE + Int(lane_id()) < end and ids[i] == id:
@@ -627,41 +623,41 @@ struct Item(TrivialRegisterPassable):
 
 @always_inline
 def _index_lanes[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     choices: Choices[...],
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     lane_ids: LaneIds,
     first_item: Item,
 ):
     """Writes some counts and entries, of ids that the lanes of the warp hold.
     """
     var item = first_item
-    while item.number < n_experts + choices.n_choices:
-        _tell_item[n_experts, layout](item, recv_bufs, counts, launch, counters)
-        item = Item.of[n_experts, layout](
+    while item.number < group.n_experts + choices.n_choices:
+        _tell_item[group](item, recv_bufs, counts, launch, counters)
+        item = Item.of[group](
             lane_ids, choices, item.number + N_INDEX_WARPS * Int(grid_dim.x)
         )
 
 
 @always_inline
 def _tell_item[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     item: Item,
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
 ):
     """Writes a count or an entry, with one warp."""
     var generation = next_generation(launch.before.dispatch_sent)
-    var choice = item.number - n_experts
+    var choice = item.number - group.n_experts
     if choice >= 0:
-        _enter_choice[n_experts, layout](
+        _enter_choice[group](
             choice,
             item.id,
             item.weight,
@@ -674,7 +670,7 @@ def _tell_item[
             WARP_SIZE,
         )
     elif launch.lane == 0:
-        _tell_count[layout](
+        _tell_count[group](
             item.number, item.n_equal, generation, counts, launch
         )
 
@@ -684,27 +680,27 @@ def _tell_item[
 
 @always_inline
 def _index_one_by_one[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     choices: Choices[...],
     recv_bufs: SharedAddresses,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     indexer: Int,
 ):
     """Writes some counts and entries. What is not counted yet, a warp counts.
     """
     var lane = launch.lane
     # Counts first: a receiver needs all of them before it places a row.
-    comptime n_counted = _n_counted[layout]()
+    comptime n_counted = _n_counted[group]()
     comptime assert n_counted <= N_INDEX_WARPS, "a counted expert has no warp"
     comptime for turn in range(n_counted):
         var expert = Int(block_idx.x) + turn * Int(grid_dim.x)
-        if indexer == N_INDEX_WARPS - 1 - turn and expert < n_experts:
+        if indexer == N_INDEX_WARPS - 1 - turn and expert < group.n_experts:
             var n = choices.counted_of_block(turn, lane)
             if lane == 0:
-                _tell_count[layout](
+                _tell_count[group](
                     expert,
                     n,
                     next_generation(launch.before.dispatch_sent),
@@ -712,22 +708,22 @@ def _index_one_by_one[
                     launch,
                 )
     for item in range(
-        min(n_counted * Int(grid_dim.x), n_experts)
+        min(n_counted * Int(grid_dim.x), group.n_experts)
         + Int(block_idx.x)
         + indexer * Int(grid_dim.x),
-        n_experts + choices.n_choices,
+        group.n_experts + choices.n_choices,
         N_INDEX_WARPS * Int(grid_dim.x),
     ):
-        var choice = item - n_experts
+        var choice = item - group.n_experts
         var id = Int32(item)
         var end = choices.n_choices
         var weight: Float32 = 0
         if choice >= 0:
             id = choices.shared_ids[unsafe_offset=choice]
-            weight = choices.weight[layout](choice)
+            weight = choices.weight[group](choice)
             end = choice
         var n_equal = _count_equal(choices.shared_ids, id, end, lane)
-        _tell_item[n_experts, layout](
+        _tell_item[group](
             Item(item, id, weight, n_equal), recv_bufs, counts, launch, counters
         )
 
@@ -755,20 +751,20 @@ def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
 
 @always_inline
 def _read_choice[
-    layout: RegionLayout
+    group: Group
 ](choices: Choices[...], choice: Int, end: Int) -> Tuple[Int32, Float32]:
     """Reads a choice from global memory."""
     if choice >= end:
         return (NO_EXPERT, Float32(0))
     return (
         choices.id_in_memory(choice),
-        choices.weight_in_memory[layout](choice),
+        choices.weight_in_memory[group](choice),
     )
 
 
 @always_inline
 def _enter_choice[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     choice: Int,
     id: Int32,
@@ -777,18 +773,18 @@ def _enter_choice[
     generation: UInt32,
     recv_bufs: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     lane: Int,
     n_lanes: Int,
 ):
     """Writes the entry of a choice, with one lane of some."""
-    comptime top_k = layout.top_k
-    var is_expert = id >= 0 and id < Int32(n_experts)
-    var has_place = is_expert and position < layout.max_tokens_per_rank
+    comptime top_k = group.top_k
+    var is_expert = id >= 0 and id < Int32(group.n_experts)
+    var has_place = is_expert and position < group.max_tokens_per_rank
     if lane == 0:
-        var sent = counters.choices(generation, layout.n_choices())
+        var sent = counters.choices(generation, group)
         sent[unsafe_offset=choice] = id if has_place else NO_EXPERT
-    _write_entry[layout](
+    _write_entry[group](
         recv_bufs,
         launch.my_rank,
         choice,

@@ -5,7 +5,7 @@ Which notes a warp reads first does not depend on what launches before have left
 tokens are few: so they are on their way while the launch reads its header.
 """
 from ..counters import EPLocalSyncCounters, NO_ROW
-from ..layout import RegionLayout
+from ..layout import Group
 
 
 @fieldwise_init
@@ -22,20 +22,20 @@ struct NotedRows(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of[
-        layout: RegionLayout
+        group: Group
     ](
         counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int
     ) -> Self:
         """Reads the notes of a token, all at once."""
         var noted = Self(
-            counters.received_tokens(layout)[unsafe_offset=source], NO_ROW, 0
+            counters.received_tokens(group)[unsafe_offset=source], NO_ROW, 0
         )
-        if lane < layout.top_k and token_idx < layout.max_tokens_per_rank:
-            var choice = layout.choice(token_idx, lane)
-            noted.row = counters.received_rows(layout, source)[
+        if lane < group.top_k and token_idx < group.max_tokens_per_rank:
+            var choice = group.choice(token_idx, lane)
+            noted.row = counters.received_rows(group, source)[
                 unsafe_offset=choice
             ]
-            noted.weight = counters.received_weights(layout, source)[
+            noted.weight = counters.received_weights(group, source)[
                 unsafe_offset=choice
             ]
         return noted

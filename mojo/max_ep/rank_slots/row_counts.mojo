@@ -28,7 +28,7 @@ from ..flags import (
     peek_number,
     peek_two_numbers,
 )
-from ..layout import MESSAGE_ALIGN, RegionLayout, n_experts_on_rank
+from ..layout import MESSAGE_ALIGN, Group, n_experts_on_rank
 from ..row_tables import RowTables
 from .device_steps import Launch
 from .dispatch_roles import COUNTED, FAILED, N_INDEX_WARPS, RECEIVE, SUMMED
@@ -37,20 +37,20 @@ from .lanes import max_of_lanes
 
 @always_inline
 def read_numbers[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     n_tokens_of: SharedInts,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     generation: UInt32,
 ) -> Bool:
     """Waits for the numbers of tokens of all sources, with one warp."""
     var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
     var is_late = False
     var most: Int32 = 0
-    for src_rank in range(launch.lane, layout.n_ranks, WARP_SIZE):
-        var flag = flag_at(my_counts, layout.dispatch_n_tokens_offset(src_rank))
+    for src_rank in range(launch.lane, group.n_ranks, WARP_SIZE):
+        var flag = flag_at(my_counts, group.dispatch_n_tokens_offset(src_rank))
         var word = peek_number(flag)
         var spins = 0
         while generation_of(word) != generation:
@@ -74,16 +74,16 @@ def read_numbers[
         var n = 0 if is_late else count_of(word)
         n_tokens_of[unsafe_offset=src_rank] = Int32(n)
         most = max(most, Int32(n))
-        comptime if layout.is_reduced():
+        comptime if group.is_reduced():
             if block_idx.x == 0:
-                counters.received_tokens(layout)[
+                counters.received_tokens(group)[
                     unsafe_offset=source_from(
-                        launch.my_rank, src_rank, layout.n_ranks
+                        launch.my_rank, src_rank, group.n_ranks
                     )
                 ] = Int32(n)
     most = warp.max(most)
     if launch.lane == 0:
-        n_tokens_of[unsafe_offset=layout.n_ranks] = most
+        n_tokens_of[unsafe_offset=group.n_ranks] = most
         if block_idx.x == 0:
             counters.set_most_received(Int(most))
     return not any_lane(is_late)
@@ -99,27 +99,27 @@ comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 
 
 @always_inline
-def n_counting_warps[layout: RegionLayout]() -> Int:
+def n_counting_warps[group: Group]() -> Int:
     """Says how many of the index warps count: the last ones, which index least.
     """
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    comptime n_pairs = group.n_local_experts() * group.n_ranks
     return min(N_INDEX_WARPS, ceildiv(n_pairs, _PAIRS_AT_ONCE))
 
 
 @always_inline
-def _pairs_of_warp[layout: RegionLayout]() -> Int:
+def _pairs_of_warp[group: Group]() -> Int:
     """Says how many pairs each of them counts."""
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
+    comptime n_pairs = group.n_local_experts() * group.n_ranks
     comptime n_turns = ceildiv(
-        n_pairs, n_counting_warps[layout]() * _PAIRS_AT_ONCE
+        n_pairs, n_counting_warps[group]() * _PAIRS_AT_ONCE
     )
     return n_turns * _PAIRS_AT_ONCE
 
 
 @always_inline
-def n_room_for_pairs[layout: RegionLayout]() -> Int:
+def n_room_for_pairs[group: Group]() -> Int:
     """Says how much room a block needs for the rows before its pairs."""
-    return n_counting_warps[layout]() * _pairs_of_warp[layout]() + 1
+    return n_counting_warps[group]() * _pairs_of_warp[group]() + 1
 
 
 @always_inline
@@ -130,7 +130,7 @@ def _pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
 
 @always_inline
 def _read_counts[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     before: SharedInts,
     sums: SharedInts,
@@ -138,17 +138,17 @@ def _read_counts[
     n_before_all: Int32,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     generation: UInt32,
     counter: Int,
 ) -> Bool:
     """Waits for the counts of some pairs and adds them up, with one warp."""
-    comptime n_ranks = layout.n_ranks
-    comptime n_local_experts = layout.n_local_experts()
+    comptime n_ranks = group.n_ranks
+    comptime n_local_experts = group.n_local_experts()
     var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
-    var n_held = n_experts_on_rank(n_experts, n_ranks, launch.my_rank)
-    var begin = counter * _pairs_of_warp[layout]()
-    var end = min(begin + _pairs_of_warp[layout](), n_local_experts * n_ranks)
+    var n_held = n_experts_on_rank(group.n_experts, n_ranks, launch.my_rank)
+    var begin = counter * _pairs_of_warp[group]()
+    var end = min(begin + _pairs_of_warp[group](), n_local_experts * n_ranks)
     var n_before = n_before_all
     var largest: Int32 = 0
     for first in range(begin, end, _PAIRS_AT_ONCE):
@@ -164,7 +164,7 @@ def _read_counts[
                     words[i], words[i + 1] = peek_two_numbers(
                         flag_at(
                             my_counts,
-                            layout.dispatch_count_offset(
+                            group.dispatch_count_offset(
                                 _pair_of_lane(first, i, launch.lane)
                             ),
                         )
@@ -192,7 +192,7 @@ def _read_counts[
                     launch.my_rank * n_local_experts + pair // n_ranks,
                     generation,
                     peek_number(
-                        flag_at(my_counts, layout.dispatch_count_offset(pair))
+                        flag_at(my_counts, group.dispatch_count_offset(pair))
                     ),
                 )
                 break
@@ -232,26 +232,26 @@ def _read_counts[
 
 @always_inline
 def _count_rows[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     pair_rows: SharedInts,
     sums: SharedInts,
     largest_of: SharedInts,
-    tables: RowTables[layout, ...],
+    tables: RowTables[group, ...],
     n_shared: Int,
     n_rows_max: Int,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     generation: UInt32,
     counter: Int,
 ):
     """Waits for the counts and finds the rows before each pair, with one warp.
     """
-    comptime n_pairs = layout.n_local_experts() * layout.n_ranks
-    comptime n_counting = n_counting_warps[layout]()
+    comptime n_pairs = group.n_local_experts() * group.n_ranks
+    comptime n_counting = n_counting_warps[group]()
     var control = launch.control
-    var is_there = _read_counts[n_experts, layout](
+    var is_there = _read_counts[group](
         pair_rows,
         sums,
         largest_of,
@@ -284,8 +284,8 @@ def _count_rows[
         var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
         n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
         var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
-        var begin = counter * _pairs_of_warp[layout]()
-        var end = min(begin + _pairs_of_warp[layout](), n_pairs)
+        var begin = counter * _pairs_of_warp[group]()
+        var end = min(begin + _pairs_of_warp[group](), n_pairs)
         for pair in range(begin + launch.lane, end, WARP_SIZE):
             pair_rows[unsafe_offset=pair] += rows_before
     if counter == 0 and launch.lane == 0:
@@ -315,30 +315,30 @@ def _count_rows[
 
 @always_inline
 def lay_out_rows[
-    n_experts: Int, layout: RegionLayout
+    group: Group
 ](
     pair_rows: SharedInts,
     sums: SharedInts,
     largest_of: SharedInts,
-    tables: RowTables[layout, ...],
+    tables: RowTables[group, ...],
     n_shared: Int,
     n_rows_max: Int,
     counts: SharedAddresses,
     launch: Launch,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters,
     generation: UInt32,
     indexer: Int,
 ):
     """Waits for the counts and lays out the rows, with one of the index warps.
     """
-    comptime n_ranks = layout.n_ranks
-    comptime n_local_experts = layout.n_local_experts()
+    comptime n_ranks = group.n_ranks
+    comptime n_local_experts = group.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
-    comptime n_counting = n_counting_warps[layout]()
+    comptime n_counting = n_counting_warps[group]()
     var control = launch.control
     var counter = indexer - (N_INDEX_WARPS - n_counting)
     if counter >= 0:
-        _count_rows[n_experts, layout](
+        _count_rows[group](
             pair_rows,
             sums,
             largest_of,
@@ -366,7 +366,7 @@ def lay_out_rows[
         var row = Int(pair_rows[unsafe_offset=pair])
         var count = Int(pair_rows[unsafe_offset=pair + 1]) - row
         var local_expert, src_rank = divmod(pair, n_ranks)
-        var first_pair = layout.pair(local_expert, 0)
+        var first_pair = group.pair(local_expert, 0)
         counters.set_pair_rows(
             pair, Int(row_of_pair(tables, pair_rows, pair)), count
         )
@@ -396,12 +396,12 @@ def lay_out_rows[
 @always_inline
 def row_of_pair(tables: RowTables, pair_rows: SharedInts, pair: Int) -> Int32:
     """Finds the first row of a pair."""
-    comptime layout = tables.layout
+    comptime group = tables.group
     var row = pair_rows[unsafe_offset=pair]
     comptime if tables.is_padded:
-        var local_expert = pair // layout.n_ranks
+        var local_expert = pair // group.n_ranks
         row += (
             Int32(tables.first_row(local_expert, 0))
-            - pair_rows[unsafe_offset=layout.pair(local_expert, 0)]
+            - pair_rows[unsafe_offset=group.pair(local_expert, 0)]
         )
     return row
