@@ -23,13 +23,11 @@ from typing import Any
 
 import pytest
 import torch
-from serving import (
-    NOISES,
-    TOLERANCES,
-    Reference,
-    ask_greedily,
-    prompts,
-)
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+from max.nn.moe import MoEGate
+from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
+from serving import NOISES, TOLERANCES, Reference, ask_greedily, prompts
 
 from graphs.serve.checkpoint import DEEPSEEK_SIZES, SIZES, make_checkpoint
 from graphs.serve.run import LIMITS, device_flags
@@ -39,8 +37,13 @@ from graphs.serve.server import (
     POOL_VARIABLE,
     Server,
 )
+from max_ep.serve import deepseek_v3, forward, minimax_m2, model, planner, qwen3_moe
+from max_ep.serve.settings import MoeShape, activation_bytes, serving_config
 
 READY_S = 900
+
+ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
+slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
 
 COMPILED = os.environ.get("MAX_EP_COMPILED")
 """A folder with graphs by ``max warm-cache``, such as ``small_2``: size and GPUs."""
@@ -51,7 +54,7 @@ class Served:
 
     def __init__(self, server: Server, model: Path, dtype: str, size: str) -> None:
         self.server, self.model, self.dtype = server, model, dtype
-        # MAX's server tells none on GPUs, nor of a model that thinks aloud.
+        # MAX's server returns none on GPUs, nor of a model with thinking tokens.
         self.has_logprobs = dtype == "float32" and size in SIZES
         self.tolerance = TOLERANCES[dtype]
         noises = NOISES if size in DEEPSEEK_SIZES else ()
@@ -69,7 +72,7 @@ WHERE = {
     "two_gpus_deepseek": (2, 0, "deepseek"),
 }
 
-if "MAX_EP_ALL_CASES" in os.environ:
+if ALL_CASES:
     # MAX's compiler takes two minutes for it, and once it wanted more than 17 GB.
     for n in (1, 2, 4):
         WHERE[f"{n}_ranks_of_the_cpu_minimax"] = (0, n, "minimax_tiny")
@@ -179,7 +182,8 @@ def test_many_at_once_some_cancelled(served: Served) -> None:
     print(served.reference.tally)
 
 
-def test_ties_are_told_from_wrong_tokens(tmp_path: Path) -> None:
+@slow
+def test_ties_are_not_wrong_tokens(tmp_path: Path) -> None:
     """In a model whose experts change with a rounding."""
     make_checkpoint(tmp_path, "deepseek_tiny", "bfloat16")
     reference = Reference(tmp_path, in_bfloat16=True, noises=NOISES)
@@ -207,7 +211,6 @@ def test_ties_are_told_from_wrong_tokens(tmp_path: Path) -> None:
 
 def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replayed step begins as any other: with its inputs."""
-    from max_ep.serve import model
 
     class MaxsModel:
         def prepare_initial_token_inputs(self, batches: list) -> list:
@@ -230,33 +233,35 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> 
         served.prepare_initial_token_inputs([7])
 
 
+TWO_LAYERS = dict(dispatch=2, combine=2)
+SPLIT_ON_TWO_RANKS = {
+    phase: 4
+    for phase in (
+        "dispatch_async",
+        "dispatch_wait",
+        "combine_async",
+        "combine_wait.rows",
+    )
+}
+
+
 @pytest.mark.parametrize(
-    "where, size, dtype, wanted",
+    "where, size, wanted",
     [
-        # One layer of the two has experts, and each GPU dispatches and combines.
-        ("two_gpus", "deepseek_tiny", "bfloat16", dict(dispatch=2, combine=2)),
-        # Its routers' bias is stored in bfloat16, and added in float32.
-        ("one_gpu", "minimax_tiny", "bfloat16", dict(dispatch=2, combine=2)),
-        # Its routers choose in an op of ours.
-        ("one_gpu", "tiny", "bfloat16", dict(dispatch=2, combine=2, softmax_top_k=2)),
-        # Both layers have, on each of two ranks.
-        (
-            "two_ranks_of_the_cpu",
-            "minimax_tiny",
-            "float32",
-            {
-                "dispatch_async": 4,
-                "dispatch_wait": 4,
-                "combine_async": 4,
-                "combine_wait.rows": 4,
-            },
-        ),
+        # One of the two layers has experts, and each GPU dispatches and combines.
+        ("two_gpus", "deepseek_tiny", TWO_LAYERS),
+        # The router is an op of ours.
+        ("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2)),
+        # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
+        pytest.param("one_gpu", "minimax_tiny", TWO_LAYERS, marks=slow),
+        ("two_ranks_of_the_cpu", "minimax_tiny", SPLIT_ON_TWO_RANKS),
     ],
 )
 def test_graph_has_our_ops(
-    tmp_path: Path, where: str, size: str, dtype: str, wanted: dict[str, int]
+    tmp_path: Path, where: str, size: str, wanted: dict[str, int]
 ) -> None:
-    """A further architecture, with our dispatch and combine; it is not compiled."""
+    """Each architecture has our dispatch and combine; nothing is compiled."""
+    dtype = "bfloat16" if "gpu" in where else "float32"
     make_checkpoint(tmp_path / "model", size, dtype)
     program = Path(__file__).with_name("served_graph.py")
     folders = [str(tmp_path / "model"), str(tmp_path / "mefs")]
@@ -285,74 +290,59 @@ def test_graph_has_our_ops(
 
 def test_several_gpus_go_through_our_layers() -> None:
     """Where MAX's decoders have their way through MoE layers, ours is put."""
-    from max_ep.serve.deepseek_v3 import DeepseekV3Model
-    from max_ep.serve.qwen3_moe import Qwen3MoeModel
-
-    for model in (DeepseekV3Model, Qwen3MoeModel):
-        names = [name for module in model.max_modules for name in vars(module)]
+    for kind in (deepseek_v3.DeepseekV3Model, qwen3_moe.Qwen3MoeModel):
+        names = [name for module in kind.max_modules for name in vars(module)]
         assert {"EPBatchManager", "forward_moe_sharded_layers"} <= set(names)
 
 
-def test_qwen3_chooses_in_one_op_and_others_by_themselves(
+def _forward_graph(gate: Any, manager: Any, **more: Any) -> str:
+    """Builds a layer of MAX's for several GPUs, on one CPU."""
+    types = [TensorType(DType.float32, ["n_tokens", 64], DeviceRef.CPU())]
+    shard = SimpleNamespace(
+        gate=gate,
+        _ep_batch_manager=manager,
+        ep_batch_manager=manager,
+        num_experts_per_token=4,
+        **more,
+    )
+    with Graph("layer", input_types=types) as graph:
+        graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
+    return str(graph)
+
+
+def _manager(fused_shared_expert: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        config=SimpleNamespace(fused_shared_expert=fused_shared_expert)
+    )
+
+
+def test_qwen3_routes_in_one_op_and_others_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where MAX's decoder for several GPUs comes through our layers."""
-    from max.dtype import DType
-    from max.graph import DeviceRef, Graph, TensorType
-    from max.nn.moe import MoEGate
-    from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
+    """Also where MAX's decoder for several GPUs runs our layers."""
 
-    from max_ep.serve import forward
-
-    def summed(_manager: object, xs: list, _ids: list, weights: list, *_: object):
+    def weighted(_manager: object, xs: list, _ids: list, weights: list, *_: object):
         return [x * weight[:, :1] for x, weight in zip(xs, weights)]
 
-    monkeypatch.setattr(forward, "through_experts", summed)
-    manager = SimpleNamespace(config=SimpleNamespace(fused_shared_expert=False))
-    cpu = DeviceRef.CPU()
+    monkeypatch.setattr(forward, "through_experts", weighted)
     sizes = dict(hidden_dim=64, num_experts=16, num_experts_per_token=4)
     for kind, n_ops in ((Qwen3MoEGate, 1), (MoEGate, 0)):
-        gate = kind([cpu], **sizes, dtype=DType.float32)
-        types = [TensorType(DType.float32, ["n_tokens", 64], cpu)]
-        with Graph("route", input_types=types) as graph:
-            shard = SimpleNamespace(
-                gate=gate,
-                _ep_batch_manager=manager,
-                ep_batch_manager=manager,
-                num_experts_per_token=4,
-                has_shared_experts=False,
-            )
-            graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
-        assert str(graph).count("max_ep.softmax_top_k") == n_ops
-        assert str(graph).count("mo.top_k") == 1 - n_ops
+        gate = kind([DeviceRef.CPU()], **sizes, dtype=DType.float32)
+        graph = _forward_graph(gate, _manager(), has_shared_experts=False)
+        assert graph.count("max_ep.softmax_top_k") == n_ops
+        assert graph.count("mo.top_k") == 1 - n_ops
 
 
-def test_shared_experts_that_do_not_ride_along_are_added(
+def test_shared_experts_outside_of_dispatch_are_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from max.dtype import DType
-    from max.graph import DeviceRef, Graph, TensorType
-
-    from max_ep.serve import forward
-
     monkeypatch.setattr(forward, "through_experts", lambda _manager, xs, *_: list(xs))
-    cpu = DeviceRef.CPU()
-    types = [TensorType(DType.float32, ["n_tokens", 64], cpu)]
-    n_added = {}
-    for rides in (False, True):
-        manager = SimpleNamespace(config=SimpleNamespace(fused_shared_expert=rides))
-        shard = SimpleNamespace(
-            gate=lambda x: (x, x),
-            _ep_batch_manager=manager,
-            ep_batch_manager=manager,
-            num_experts_per_token=4,
-            has_shared_experts=True,
-            shared_experts=lambda x: x * 3,
-        )
-        with Graph("shared", input_types=types) as graph:
-            graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
-        n_added[rides] = str(graph).count(".add(")
-    assert n_added == {False: n_added[True] + 1, True: n_added[True]}
+    shared = dict(has_shared_experts=True, shared_experts=lambda x: x * 3)
+    n_added = [
+        _forward_graph(lambda x: (x, x), _manager(fused), **shared).count(".add(")
+        for fused in (False, True)
+    ]
+    assert n_added[0] == n_added[1] + 1
 
 
 @pytest.mark.parametrize(
@@ -366,8 +356,6 @@ def test_devices_that_an_architecture_is_not_for(
     name: str, n_devices: int, words: str
 ) -> None:
     """Before weights are read: the memory plan comes first."""
-    from max_ep.serve import deepseek_v3, minimax_m2
-
     kind = {**vars(deepseek_v3), **vars(minimax_m2)}[name]
     where = SimpleNamespace(model=SimpleNamespace(device_specs=[None] * n_devices))
     with pytest.raises(ValueError, match=words):
@@ -383,8 +371,6 @@ class _Copied(SimpleNamespace):
 
 def test_deepseek_needs_attention_and_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """MAX plans its attention without expert parallelism, which is ours to plan."""
-    from max_ep.serve import deepseek_v3
-
     asked = []
 
     def attention(self: object, pipeline_config: _Copied, huggingface: str) -> int:
@@ -417,33 +403,27 @@ def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
     return SimpleNamespace(model=model, runtime=runtime)
 
 
+def _planner() -> planner.ExpertParallelPlanner:
+    plan = planner.ExpertParallelPlanner.__new__(planner.ExpertParallelPlanner)
+    plan._config = SimpleNamespace(dtype=DType.float32)
+    return plan
+
+
 def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
     """Fails if memory is planned for one of several ranks, or for a batch alone."""
-    from max.dtype import DType
-
-    from max_ep.serve.planner import ExpertParallelPlanner
-    from max_ep.serve.settings import MoeShape, activation_bytes, serving_config
-
-    flags, huggingface = _flags, HUGGINGFACE
-    shape = MoeShape.of(huggingface)
-    whole, cut = (
-        serving_config(flags(*tokens), shape, DType.float32)
+    shape = MoeShape.of(HUGGINGFACE)
+    whole, chunked = (
+        serving_config(_flags(*tokens), shape, DType.float32)
         for tokens in ((64, False), (164, True))
     )
-    assert whole == cut
-    planner = ExpertParallelPlanner.__new__(ExpertParallelPlanner)
-    planner._config = SimpleNamespace(dtype=DType.float32)
+    assert whole == chunked
     of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, shape)
-    planned = planner.estimate_activation_memory(flags(64, False), huggingface)
+    planned = _planner().estimate_activation_memory(_flags(64, False), HUGGINGFACE)
     assert planned == 4 * of_a_rank
 
 
 def test_gpus_that_do_not_divide_the_experts() -> None:
     """There ``--ep-size`` follows from the GPUs: others must be served on."""
-    from max.dtype import DType
-
-    from max_ep.serve.settings import MoeShape, serving_config
-
     flags = _flags(64, True)
     flags.model.device_specs = [SimpleNamespace(device_type="gpu")] * 3
     flags.model.data_parallel_degree = flags.runtime.ep_size = 3
@@ -453,14 +433,9 @@ def test_gpus_that_do_not_divide_the_experts() -> None:
 
 def test_what_makes_batches_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without chunked prefill a prompt may come on top of a full batch."""
-    from max.dtype import DType
-
-    from max_ep.serve import planner
-
     free = SimpleNamespace(stats={"free_memory": 1})
     monkeypatch.setattr(planner, "CPU", lambda: free)
-    plan = planner.ExpertParallelPlanner.__new__(planner.ExpertParallelPlanner)
-    plan._config = SimpleNamespace(dtype=DType.float32)
+    plan = _planner()
     with pytest.raises(ValueError, match="lower --max-batch-input-tokens$"):
         plan.estimate_activation_memory(_flags(64, True), HUGGINGFACE)
     with pytest.raises(ValueError, match="--max-length.*chunked prefill on$"):
@@ -469,9 +444,6 @@ def test_what_makes_batches_large_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty is unset; what they cannot be is told with their names."""
-    from max.dtype import DType
-
-    from max_ep.serve.settings import MoeShape, serving_config
 
     def config() -> Any:
         shape = MoeShape.of(HUGGINGFACE)
@@ -497,32 +469,30 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_does_not_use_max_ep_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from max_ep.serve.model import ExpertParallelModel
-
-    model = ExpertParallelModel.__new__(ExpertParallelModel)
+    served = model.ExpertParallelModel.__new__(model.ExpertParallelModel)
     with caplog.at_level("INFO"):
-        model._init_distributed_runtime(None, SimpleNamespace(ep_config=None))
+        served._init_distributed_runtime(None, SimpleNamespace(ep_config=None))
     assert "max_ep: not used; without --ep-size" in caplog.text
 
 
-def _error_of(tmp_path: Path, *flags: str) -> str:
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        (["--ep-size", "3"], "16 experts cannot be loaded on --ep-size 3 ranks"),
+        pytest.param(
+            ["--max-batch-input-tokens", "20000000"],
+            "dispatch and combine need .* lower --max-batch-input-tokens",
+            marks=slow,
+        ),
+    ],
+)
+def test_a_group_that_cannot_run_ends_the_server_before_weights_are_read(
+    tmp_path: Path, flags: list[str], error: str
+) -> None:
     make_checkpoint(tmp_path / "model")
-    flags = ["--devices", "cpu", "--quantization-encoding", "float32", *flags]
-    flags = [*LIMITS, *flags, *CUSTOM_ARCHITECTURES]
+    flags = [*LIMITS, *device_flags(0, 4), *CUSTOM_ARCHITECTURES, *flags]
     with Server(tmp_path / "model", flags, tmp_path / "log") as server:
         with pytest.raises(RuntimeError, match="before it was ready"):
             server.wait_until_ready(READY_S)
-        return server.log_end(2000)
-
-
-def test_experts_that_cannot_be_spread(tmp_path: Path) -> None:
-    log = _error_of(tmp_path, "--ep-size", "3")
-    assert "16 experts cannot be loaded on --ep-size 3 ranks" in log
-    assert "Building model" not in log
-
-
-def test_buffers_that_do_not_fit(tmp_path: Path) -> None:
-    log = _error_of(tmp_path, "--max-batch-input-tokens", "20000000")
-    assert "dispatch and combine need" in log
-    assert "lower --max-batch-input-tokens" in log
-    assert "Building model" not in log
+        log = server.log_end(2000)
+    assert re.search(error, log, re.S) and "Building model" not in log
