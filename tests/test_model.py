@@ -91,8 +91,7 @@ def test_named_mutation_is_caught(mutation: Mutation) -> None:
     for protocol, of_protocol in worlds.by_protocol().items():
         if protocol in mutation.not_in:
             continue
-        changed = [w for w in of_protocol if w.halves_overlap or not mutation.of_halves]
-        caught[protocol] = any(catches(mutation, world) for world in changed)
+        caught[protocol] = any(catches(mutation, world) for world in of_protocol)
     assert caught and all(caught.values()), caught
 
 
@@ -123,8 +122,7 @@ def test_choices_alone_find_what_every_order_finds(world: World) -> None:
     machine = Machine(world)
     machine.explore(every_order=True)
     # `python -m tests.model --deep` compares with all of them.
-    named = [m for m in NAMED if world.halves_overlap or not m.of_halves]
-    for mutation in [*named, *made_of(machine.used)[::6]]:
+    for mutation in [*NAMED, *made_of(machine.used)[::6]]:
         mutated = replace(world, mutation=mutation)
         few = Machine(mutated).explore().failure
         all_ = Machine(mutated).explore(every_order=True).failure
@@ -141,10 +139,10 @@ def test_random_worlds(seed: int) -> None:
 def test_a_trace_can_be_read() -> None:
     """It names ranks, launches, steps with their lines of code, and what is wrong."""
     mutation = next(m for m in NAMED if m.name == "done word removed")
-    world = next(w for w in worlds.rank_slots() if w.name == "fused")
+    world = next(w for w in worlds.by_rank() if w.name == "fused")
     result = catches(mutation, world)
     assert result is not None
     trace = result.short()
     assert "violated: nothing is overwritten before its reader is done" in trace
     assert "begins launch 2: dispatch" in trace
-    assert "on rank" in trace and "; rank_slots/" in trace
+    assert "on rank" in trace and "; combine to sums: " in trace

@@ -24,7 +24,7 @@ def await_readers(launch: Launch, a: Agent, direction: str, only_owners: bool) -
     for rank in launch.world.ranks:
         if only_owners and not launch.world.experts_of(rank):
             continue
-        a.peek(
+        a.load_acquire(
             _RANK + "await_readers",
             (f"{direction}_done", launch.rank, rank),
             ("equals", generation),
@@ -51,14 +51,14 @@ def _chunks(launch: Launch, n: int, src: int) -> list:
 
 
 def _is_by_expert(launch: Launch) -> bool:
-    return launch.world.protocol == "expert_slots"
+    return launch.world.protocol == "by_expert"
 
 
 # --------------------------------------------------------------------------- dispatch
 
 
 def _send_by_expert(launch: Launch) -> Agent:
-    from .expert_slots import _messages
+    from .by_expert import _messages
 
     world, rank = launch.world, launch.rank
     n = launch.dispatched + 1
@@ -166,7 +166,7 @@ def _lay_out_rows(launch: Launch) -> None:
     where = _PLAN + "lay_out_rows"
     for expert in world.experts_of(rank):
         for src in world.ranks:
-            a.peek(
+            a.load_acquire(
                 where,
                 ("dispatch_count", rank, expert, src),
                 ("equals", launch.next("dispatch_received")),
@@ -178,7 +178,7 @@ def _lay_out_rows(launch: Launch) -> None:
     for src in world.ranks:
         if world.experts_of(rank):
             # Not a wait: a count that came says that this came before it.
-            a.peek(
+            a.load_acquire(
                 _DISPATCH + "_place_tokens",
                 ("dispatch_n_tokens", rank, src),
                 ("anything",),
@@ -191,7 +191,7 @@ def _lay_out_rows(launch: Launch) -> None:
 
 
 def dispatch_wait(launch: Launch) -> None:
-    from .expert_slots import _messages
+    from .by_expert import _messages
 
     world, rank = launch.world, launch.rank
     n = launch.dispatch_read + 1
@@ -242,7 +242,7 @@ def dispatch_wait(launch: Launch) -> None:
 
 
 def combine_async(launch: Launch) -> None:
-    from .expert_slots import _messages
+    from .by_expert import _messages
 
     world, rank = launch.world, launch.rank
     n, m = launch.dispatch_read, launch.combined + 1
@@ -323,7 +323,7 @@ def combine_wait(launch: Launch) -> None:
         place = ("n_tokens", rank, launch.parity(launch.before["combine_of"], n))
         a.load(_COMBINE + "_check_unsent_rows", place, ("n_tokens", n))
     for expert in world.experts:
-        a.peek(
+        a.load_acquire(
             _COMBINE + "_await_rows",
             ("combine_count", rank, expert),
             ("equals", generation),

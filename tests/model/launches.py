@@ -1,46 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a protocol's launches are written down: worlds, launches and agents.
 
-The functions of an agent have the names of those in `flags.mojo`, and their orders:
-`CALLS` is compared with the source by `test_model_sources.py`. `store` and `load`
-are ordinary accesses.
+The methods of an agent do what the functions of `flags.mojo` do, in the same orders.
+`store` and `load` are ordinary accesses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
-from .memory import EMPTY, Order, Place, Program, Step
+from .memory import SENTINEL, Order, Place, Program, Step
 
-CALLS: dict[str, tuple[str, Order, str]] = {
-    "publish": ("write", Order.RELEASE, "system"),
-    "peek": ("await", Order.ACQUIRE, "system"),
-    "publish_number": ("write", Order.RELAXED, "system"),
-    "peek_number": ("await", Order.RELAXED, "system"),
-    "peek_two_numbers": ("await", Order.RELAXED, "system"),
-    "put_16": ("write", Order.RELAXED, "system"),
-    "peek_16": ("await", Order.RELAXED, "system"),
-    "block_add": ("arrive", Order.RELAXED, "block"),
-    "block_arrive": ("arrive", Order.RELEASE, "block"),
-    "block_publish": ("write", Order.RELEASE, "block"),
-    "block_peek": ("await", Order.ACQUIRE, "block"),
-    "arrive": ("arrive", Order.ACQUIRE_RELEASE, "device"),
-    "arrive_in_half": ("arrive", Order.ACQUIRE_RELEASE, "device"),
-    "look_at": ("await", Order.ACQUIRE, "device"),
-    "leave_word": ("write", Order.RELEASE, "device"),
-    "drain_stores": ("drain", Order.PLAIN, "system"),
+CALLS: dict[str, tuple[str, Order]] = {
+    "publish": ("write", Order.RELEASE),
+    "load_acquire": ("await", Order.ACQUIRE),
+    "store_relaxed": ("write", Order.RELAXED),
+    "load_relaxed": ("await", Order.RELAXED),
+    "block_add": ("arrive", Order.RELAXED),
+    "block_arrive": ("arrive", Order.RELEASE),
+    "block_publish": ("write", Order.RELEASE),
+    "block_load_acquire": ("await", Order.ACQUIRE),
+    "arrive": ("arrive", Order.ACQUIRE_RELEASE),
+    "drain_stores": ("drain", Order.PLAIN),
 }
-"""Each atomic of `flags.mojo` that the model has: what it does, how it is ordered,
-and among whom."""
-
-PUT_BACK: dict[str, Order] = {"arrive_in_half": Order.RELAXED}
-"""Calls whose last one takes back what was counted, and how that is ordered."""
-
-TOKENS_SENT = 1 << 20
-"""That of `counters.mojo`: more than a launch has blocks."""
+"""Each atomic: what it does, and how it is ordered."""
 
 OLDER = -1
 """Stands for every generation that is not the last."""
@@ -84,8 +69,7 @@ LOCAL_WORDS = {
     "received_tokens": "of the last dispatch",
     "received_rows": "of the last dispatch",
     "received_weights": "of the last dispatch",
-    "blocks_done": "blocks that have arrived; of halves that overlap, by the half",
-    "tokens_sent_on_gpu": "blocks of send_tokens that have begun, then its tokens",
+    "blocks_done": "blocks that have arrived",
 }
 """Words that a rank keeps between launches (`counters.mojo`)."""
 
@@ -113,7 +97,7 @@ class World(Program):
 
     name: str
     protocol: str
-    """`expert_slots`, `rank_slots` or `gather`."""
+    """`by_expert`, `by_rank` or `all_gather`."""
     program: tuple[str, ...]
     """The ops that every rank runs, in their order."""
     routing: tuple[tuple[tuple[Token, ...], ...], ...]
@@ -143,8 +127,6 @@ class World(Program):
     shares_gpu: bool | None = None
     """Whether ranks share a GPU; `None`: if launches run one after another."""
     in_turn: bool = False
-    halves_overlap: bool = False
-    """Whether a wait that comes directly behind its async op runs beside it."""
     has_shared_expert: bool = False
     streams: bool = False
     """Whether CPU ranks copy with streaming stores."""
@@ -168,49 +150,7 @@ class World(Program):
 
     @property
     def n_launches(self) -> int:  # type: ignore[override]
-        return len(self._launches)
-
-    @cached_property
-    def _launches(self) -> tuple[tuple[int, ...], ...]:
-        """The ops of each launch, as positions in the program.
-
-        On GPUs `send_tokens` is in a second stream: a dispatch that comes next, which
-        must be that of its tokens, does not wait for it. All others do. With halves
-        that overlap, a wait runs beside the async op that it comes directly behind.
-        """
-        launches: list[tuple[int, ...]] = []
-        for i, op in enumerate(self.program):
-            if (
-                self.target == "gpu"
-                and i
-                and self.program[i - 1] == "send_tokens"
-                and op in ("dispatch", "dispatch_async")
-            ):
-                launches[-1] = (i - 1, i)
-            elif self.is_beside(i) or self._begins_too_early(i, len(launches)):
-                launches[-1] += (i,)
-            else:
-                launches.append((i,))
-        return tuple(launches)
-
-    def is_beside(self, position: int) -> bool:
-        """Tells whether an op is a wait that may begin beside its async op."""
-        op = self.program[position]
-        waits = op == "dispatch_wait" or (op == "combine_wait" and self.is_reduced)
-        return (
-            self.halves_overlap
-            and waits
-            and position > 0
-            and self.program[position - 1] == op.replace("wait", "async")
-        )
-
-    def _begins_too_early(self, position: int, n_launches: int) -> bool:
-        """The mutation: what comes behind the first pair of halves that overlap
-        waits for the waiting half only."""
-        if not self.has("a launch begins before the sending half has ended"):
-            return False
-        first = next((i for i in range(position) if self.is_beside(i)), position)
-        return first < position <= first + 2 and n_launches == 1
+        return len(self.program)
 
     @property
     def ranks(self) -> range:
@@ -248,11 +188,11 @@ class World(Program):
         return min(self.n_index_warps, self.most_counting_warps)
 
     @property
-    def tells_at_dispatch_end(self) -> bool:
-        return self.tells_at_combine_end or not self.is_reduced
+    def publishes_at_dispatch_end(self) -> bool:
+        return self.publishes_at_combine_end or not self.is_reduced
 
     @property
-    def tells_at_combine_end(self) -> bool:
+    def publishes_at_combine_end(self) -> bool:
         return self.in_turn if self.shares_gpu is None else self.shares_gpu
 
     # ------------------------------------------------------ what the machine asks
@@ -261,16 +201,12 @@ class World(Program):
         kind = place[0]
         g = self.first_generation
         if kind in ("early_token", "partial") and self.target == "gpu":
-            return EMPTY, None
+            return SENTINEL, None
         if kind.startswith(("dispatch_done", "combine_done")):
             return ((g, g) if self._one_done_word else (g, 0)), (0, 0)
         if kind in LOCAL_WORDS:
             is_generation = kind.endswith(("_sent", "_received", "_clear"))
-            if (
-                kind in HEADER
-                and is_generation
-                and not kind.startswith(("most", "tok"))
-            ):
+            if kind in HEADER and is_generation and not kind.startswith("most"):
                 return g, None
             return 0, None
         if kind in BLOCK_WORDS:
@@ -279,7 +215,7 @@ class World(Program):
 
     @property
     def _one_done_word(self) -> bool:
-        return self.target == "gpu" and self.protocol != "expert_slots"
+        return self.target == "gpu" and self.protocol != "by_expert"
 
     def snapshot(self, rank: int, read: Callable[[Place], Any]) -> Any:
         words = [(word, read((word, rank))) for word in HEADER]
@@ -288,43 +224,23 @@ class World(Program):
         return tuple(words)
 
     def op(self, launch: int) -> str:
-        return " beside ".join(self.program[i] for i in self._launches[launch])
+        return self.program[launch]
 
     def build(self, rank: int, launch: int, snapshot: Any) -> Any:
-        from . import cpu, expert_slots, rank_slots
+        from . import by_expert, by_rank, cpu
 
-        agents: list[tuple[str, list[Step]]] = []
-        before, moved = dict(snapshot), {}
-        # Of each op that was written, its agents.
-        of_ops: list[tuple[int, ...]] = []
-        behind: tuple[int, ...] | None = None
-        for position in self._launches[launch]:
-            written = Launch(self, rank, position, before, agents, behind)
-            op = written.op
-            if self.is_beside(position):
-                written.sending = of_ops[-1]
-                # The stream waits for `send_tokens`, if it is there.
-                others = tuple(a for of in of_ops[:-1] for a in of)
-                written.begins_behind = behind or others
-            first = len(agents)
-            if self.target == "cpu":
-                cpu.OPS[op](written)
-            elif self.protocol == "expert_slots":
-                expert_slots.OPS[op](written)
-            elif op.startswith("combine") and not self.is_reduced:
-                expert_slots.OPS[op](written)
-            else:
-                rank_slots.OPS[op](written)
-            of_ops.append(tuple(range(first, len(agents))))
-            moved |= written.moved
-            if self.is_beside(position):
-                # For a launch that begins too early.
-                before, behind = before | moved, of_ops[-1]
+        written = Launch(self, rank, launch, dict(snapshot))
+        op = written.op
+        returns_rows = op.startswith("combine") and not self.is_reduced
+        if self.target == "cpu":
+            cpu.OPS[op](written)
+        elif self.protocol == "by_expert" or returns_rows:
+            by_expert.OPS[op](written)
+        else:
+            by_rank.OPS[op](written)
         if self.has("clears"):
             self._clear(written)
-        if self.is_one_agent:
-            return _as_one_agent(agents, of_ops)
-        return agents
+        return _as_one_agent(written.agents) if self.is_one_agent else written.agents
 
     def _clear(self, launch: Launch) -> None:
         """The mutation: begins with zero in all words that it waits for."""
@@ -361,25 +277,11 @@ class World(Program):
 
 
 def _as_one_agent(
-    agents: list[tuple[str, list[Step]]], of_ops: list[tuple[int, ...]]
+    agents: list[tuple[str, list[Step]]],
 ) -> list[tuple[str, list[Step]]]:
-    """Has one agent of each op do what all of them do, one after another."""
-    made: list[tuple[str, list[Step]]] = []
-    for own in of_ops:
-        steps: list[Step] = []
-        for step in [s for agent in own for s in agents[agent][1]]:
-            if step.kind == "join":
-                others = tuple(
-                    op
-                    for op, of in enumerate(of_ops)
-                    if of is not own and set(of) & set(step.agents)
-                )
-                if not others and (step.agents or steps):
-                    continue
-                step = replace(step, agents=others)
-            steps.append(step)
-        made.append((f"all of op {len(made)}", steps))
-    return made
+    """Has one agent do what all of them do, one after another."""
+    steps = [step for _, of in agents for step in of if step.kind != "join"]
+    return [("all", steps)]
 
 
 @dataclass
@@ -392,15 +294,6 @@ class Launch:
     before: dict[str, Any]
     """The header when it begins."""
     agents: list[tuple[str, list[Step]]] = field(default_factory=list)
-    behind: tuple[int, ...] | None = None
-    """Whom all agents come behind, and know no more than those; `None`: nobody, and
-    they know all that the launches before have done."""
-    begins_behind: tuple[int, ...] = ()
-    """The same of those agents of a waiting half that are the first of a block."""
-    sending: tuple[int, ...] | None = None
-    """Of a waiting half that is beside its sending half: the agents of that one."""
-    moved: dict[str, int] = field(default_factory=dict)
-    """Words of the header that it has moved when it has ended."""
 
     def __post_init__(self) -> None:
         earlier = self.world.program[: self.position]
@@ -422,13 +315,6 @@ class Launch:
     @property
     def op(self) -> str:
         return self.world.program[self.position]
-
-    @property
-    def halves_overlap(self) -> bool:
-        """Whether its kernel was told so: both of a pair are, or none."""
-        behind = self.position + 1
-        is_sending = behind < len(self.world.program) and self.world.is_beside(behind)
-        return is_sending or self.sending is not None
 
     def next(self, word: str) -> int:
         """`next_generation` of a generation in the header."""
@@ -460,13 +346,10 @@ class Launch:
     def agent(self, name: str, after: Iterable[int] = ()) -> Agent:
         """Begins an agent; it waits for those in `after`."""
         steps: list[Step] = []
-        if self.op == "send_tokens" or self.sending is not None:
-            name = f"{self.op}, {name}"
         self.agents.append((name, steps))
         written = Agent(self, steps)
-        joined = (*(self.behind or ()), *after)
-        if joined or self.behind is not None:
-            written.emit(Step("join", "join", name, agents=joined))
+        if after := tuple(after):
+            written.emit(Step("join", "join", name, agents=after))
         return written
 
 
@@ -477,10 +360,6 @@ class Agent:
     launch: Launch
     steps: list[Step]
 
-    @property
-    def index(self) -> int:
-        return next(i for i, (_, s) in enumerate(self.launch.agents) if s is self.steps)
-
     def emit(self, step: Step) -> None:
         """Adds a step, as the mutation makes it."""
         mutation = self.launch.world.mutation
@@ -488,7 +367,7 @@ class Agent:
         self.steps.extend(steps)
 
     def _access(self, call: str, where: str, place: Place, **rest: Any) -> None:
-        kind, order, _ = CALLS[call]
+        kind, order = CALLS[call]
         self.emit(Step(kind, call, where, place, order, **rest))
 
     # --------------------------------------------------------- ordinary accesses
@@ -522,26 +401,14 @@ class Agent:
     def publish(self, where: str, place: Place, value: Any, truth: Any) -> None:
         self._access("publish", where, place, value=value, truth=truth)
 
-    def publish_number(self, where: str, place: Place, value: Any, truth: Any) -> None:
-        self._access("publish_number", where, place, value=value, truth=truth)
+    def store_relaxed(self, where: str, place: Place, value: Any, truth: Any) -> None:
+        self._access("store_relaxed", where, place, value=value, truth=truth)
 
-    def put_16(self, where: str, place: Place, value: Any, truth: Any) -> None:
-        self._access("put_16", where, place, value=value, truth=truth)
+    def load_acquire(self, where: str, place: Place, accept: Any, truth: Any) -> None:
+        self._access("load_acquire", where, place, accept=accept, truth=truth)
 
-    def peek(self, where: str, place: Place, accept: Any, truth: Any) -> None:
-        self._access("peek", where, place, accept=accept, truth=truth)
-
-    def peek_number(self, where: str, place: Place, accept: Any, truth: Any) -> None:
-        self._access("peek_number", where, place, accept=accept, truth=truth)
-
-    def peek_two_numbers(
-        self, where: str, place: Place, accept: Any, truth: Any
-    ) -> None:
-        """One of the two: each is an access of its own."""
-        self._access("peek_two_numbers", where, place, accept=accept, truth=truth)
-
-    def peek_16(self, where: str, place: Place, accept: Any, truth: Any) -> None:
-        self._access("peek_16", where, place, accept=accept, truth=truth)
+    def load_relaxed(self, where: str, place: Place, accept: Any, truth: Any) -> None:
+        self._access("load_relaxed", where, place, accept=accept, truth=truth)
 
     def block_publish(
         self, where: str, place: Place, value: Any, truth: Any = None
@@ -554,26 +421,8 @@ class Agent:
     def block_add(self, where: str, place: Place) -> None:
         self._access("block_add", where, place)
 
-    def block_peek(
-        self, where: str, place: Place, at_least: int, truth: Any = None
-    ) -> None:
-        accept = ("at least", at_least)
-        self._access("block_peek", where, place, accept=accept, truth=truth)
-
-    def look_at(self, where: str, place: Place, at_least: int, truth: Any) -> None:
-        accept = ("at least", at_least)
-        self._access("look_at", where, place, accept=accept, truth=truth)
-
-    def look_until(self, where: str, place: Place, value: int) -> None:
-        """Waits (`look_at`) until a word of the header has a value."""
-        self._access("look_at", where, place, accept=("is", value))
-
-    def look_once(self, where: str, place: Place, value: int) -> None:
-        """Takes what is there (`look_at`), which must be a value whenever it looks."""
-        self._access("look_at", where, place, accept=("anything",), value=value)
-
-    def leave_word(self, where: str, place: Place, value: Any, truth: Any) -> None:
-        self._access("leave_word", where, place, value=value, truth=truth)
+    def block_load_acquire(self, where: str, place: Place, at_least: int) -> None:
+        self._access("block_load_acquire", where, place, accept=("at least", at_least))
 
     def drain_stores(self, where: str) -> None:
         self._access("drain_stores", where, ())
@@ -586,7 +435,7 @@ class Agent:
         truth: Any,
         then: list[tuple[Place, Any]],
     ) -> None:
-        """Looks at words a few times (`peek`), and stores only if all are there."""
+        """Polls words a few times, and stores only if all are there."""
         steps = [
             Step("write", "store", where, place, Order.PLAIN, value)
             for place, value in then
@@ -594,10 +443,10 @@ class Agent:
         self.emit(
             Step(
                 "look",
-                "peek",
+                "load_acquire",
                 where,
                 places[0],
-                CALLS["peek"][1],
+                Order.ACQUIRE,
                 truth=truth,
                 accept=accept,
                 places=places,
@@ -610,46 +459,13 @@ class Agent:
         """Notes a failure; neither this agent nor any launch behind it goes on."""
         self.emit(Step("refuse", "refuse", where))
 
-    def arrive(
-        self,
-        where: str,
-        n: int,
-        then: Callable[[Agent], None],
-        word: str = "blocks_done",
-        is_put_back: bool = True,
-    ) -> None:
-        """Counts a block in a word; the last of `n` puts it back, and does `then`."""
-        place = (word, self.launch.rank)
-        put_back = Step("write", "store", where, place, Order.PLAIN, 0)
-        self._arrive("arrive", where, place, n, put_back if is_put_back else None, then)
-
-    def arrive_in_half(
-        self, where: str, n: int, is_wait: bool, then: Callable[[Agent], None]
-    ) -> None:
-        """Does as `arrive`, in one half of the word.
-
-        The halves are two places: one word would order more, as who adds to it also
-        acquires what was released with the other half. No addition carries over.
-        """
-        place = ("blocks_done", self.launch.rank, int(is_wait))
-        order = PUT_BACK["arrive_in_half"]
-        put_back = Step("write", "put_back", where, place, order, 0)
-        self._arrive("arrive_in_half", where, place, n, put_back, then)
-
-    def _arrive(
-        self,
-        call: str,
-        where: str,
-        place: Place,
-        n: int,
-        put_back: Step | None,
-        then: Callable[[Agent], None],
-    ) -> None:
+    def arrive(self, where: str, n: int, then: Callable[[Agent], None]) -> None:
+        """Counts a block; the last of `n` puts the word back, and does `then`."""
+        place = ("blocks_done", self.launch.rank)
         behind = Agent(self.launch, [])
-        if put_back is not None:
-            behind.emit(put_back)
+        behind.emit(Step("write", "store", where, place, Order.PLAIN, 0))
         then(behind)
         before = len(self.steps)
-        self._access(call, where, place, value=n, skip=len(behind.steps))
+        self._access("arrive", where, place, value=n, skip=len(behind.steps))
         if len(self.steps) > before:
             self.steps.extend(behind.steps)

@@ -29,11 +29,11 @@ from typing import Any
 from .memory import (
     ALL_HAPPENED,
     BOTH,
-    EMPTY,
     HAPPENED,
     OVERWRITTEN,
     RAN_PAST,
     SEEN,
+    SENTINEL,
     UNPUBLISHED,
     WRONG_GENERATION,
     Cell,
@@ -92,7 +92,7 @@ class Steps:
         if how == "equals":
             return value[0] == accept[1]
         if how == "filled":
-            return value != EMPTY
+            return value != SENTINEL
         if how == "is":
             return value == accept[1]
         if how == "at least":

@@ -12,7 +12,7 @@ from typing import Any
 Place = tuple[Any, ...]
 """Kind of the word, rank whose memory it is in, and its indices."""
 
-EMPTY = "EMPTY"
+SENTINEL = "SENTINEL"
 """What a place holds whose data is its own flag, when there is none."""
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from .launches import RANK_WORDS, Launch
-from .memory import EMPTY, Order, Step
+from .memory import SENTINEL, Order, Step
 
 Change = Callable[[Step, Launch], list[Step]]
 
@@ -36,9 +35,7 @@ class Site:
 
     @staticmethod
     def of(step: Step) -> Site:
-        # A warp reads all words of the header at once.
-        is_header = step.where.endswith(": header_word_beside")
-        return Site(step.where, step.call, "header" if is_header else kind_of(step))
+        return Site(step.where, step.call, kind_of(step))
 
     def __str__(self) -> str:
         return f"{self.call}({self.kind}) in {self.where}"
@@ -56,8 +53,6 @@ class Mutation:
     """Protocols that have nothing to be mutated so."""
     site: Site | None = None
     """The only steps that it changes; `None`: any."""
-    of_halves: bool = False
-    """Whether it changes nothing but where halves overlap."""
 
 
 # ------------------------------------------------------------------- made of steps
@@ -69,7 +64,7 @@ WEAKER = {
 }
 
 
-COUNTED_IN = ("blocks_done", "tokens_sent_on_gpu")
+COUNTED_IN = ("blocks_done",)
 """Words that blocks count in, and that somebody puts back."""
 
 
@@ -95,7 +90,7 @@ def made_of(steps: Iterable[Step]) -> list[Mutation]:
             made.append(_left_out(site))
         if step.kind == "await" and "done" in site.kind:
             made += [_left_out(site, reader) for reader in (0, 1)]
-        if step.kind == "write" and is_shared and step.value != EMPTY:
+        if step.kind == "write" and is_shared and step.value != SENTINEL:
             if isinstance(step.value[0], int):
                 made.append(_constant(site))
     return made
@@ -147,7 +142,11 @@ def _without_generation(step: Step, launch: Launch) -> list[Step]:
         return [step]
     if step.accept[:1] == ("equals",):
         return [replace(step, accept=("not zero", 0))]
-    if step.kind == "write" and step.value != EMPTY and isinstance(step.value[0], int):
+    if (
+        step.kind == "write"
+        and step.value != SENTINEL
+        and isinstance(step.value[0], int)
+    ):
         return [replace(step, value=(1, *step.value[1:]))]
     return [step]
 
@@ -177,20 +176,6 @@ def _all_weakened(order: Order, calls: tuple[str, ...]) -> Change:
     return change
 
 
-def _in_one_half(step: Step, launch: Launch) -> list[Step]:
-    """Both halves count their blocks in the same half of the word."""
-    if step.call in ("arrive_in_half", "put_back"):
-        return [replace(step, place=(*step.place[:2], 0))]
-    return [step]
-
-
-def _puts_back(step: Step) -> bool:
-    return kind_of(step) == "tokens_sent_on_gpu" and step.call == "store"
-
-
-ALL_BUT_RANK_SLOTS = ("rank_slots un-reduced", "expert_slots", "CPU ranks")
-_OF_HALVES: dict[str, Any] = {"not_in": ALL_BUT_RANK_SLOTS, "of_halves": True}
-
 NAMED = [
     Mutation(
         "every release weakened",
@@ -198,7 +183,7 @@ NAMED = [
     ),
     Mutation(
         "every acquire weakened",
-        _all_weakened(Order.RELAXED, ("peek", "block_peek")),
+        _all_weakened(Order.RELAXED, ("load_acquire", "block_load_acquire")),
     ),
     Mutation("generation tag removed", _without_generation),
     # A launch clears, as it begins, what it is going to wait for.
@@ -213,38 +198,6 @@ NAMED = [
             "dispatch and combine sharing a buffer",
             "parity kept per handle",
         )
-    ),
-    *(
-        Mutation(name, switches=frozenset([name]), not_in=ALL_BUT_RANK_SLOTS)
-        for name in (
-            "generations moved before the wait for send_tokens",
-            "send_tokens tells what it reads late",
-        )
-    ),
-    Mutation(
-        "dispatch does not wait for send_tokens",
-        lambda step, launch: [] if "_await_send_tokens" in step.where else [step],
-        not_in=ALL_BUT_RANK_SLOTS,
-    ),
-    Mutation(
-        "nobody puts tokens_sent_on_gpu back",
-        lambda step, launch: [] if _puts_back(step) else [step],
-        not_in=ALL_BUT_RANK_SLOTS,
-    ),
-    *(
-        Mutation(name, switches=frozenset([name]), **_OF_HALVES)
-        for name in (
-            "the waiting half goes by combine_of",
-            "the waiting half takes its own number from the header",
-            "the waiting half does not await the sending half's end",
-            "a launch begins before the sending half has ended",
-        )
-    ),
-    Mutation("both halves count in one half of a word", _in_one_half, **_OF_HALVES),
-    Mutation(
-        "what was received moves before the sending half has read it",
-        lambda step, launch: [] if "await_sending_half" in step.where else [step],
-        **_OF_HALVES,
     ),
 ]
 
@@ -269,7 +222,7 @@ _TAGGED_FOR_GPUS = "CPU ranks find it behind the counts, and do not look at it"
 HARMLESS = {
     "relaxed instead of more: publish(dispatch_n_tokens) in"
     " cpu/dispatch.mojo: _publish_counts": _COVERED,
-    "relaxed instead of more: peek(dispatch_n_tokens) in"
+    "relaxed instead of more: load_acquire(dispatch_n_tokens) in"
     " cpu/dispatch.mojo: _place_tokens": _COVERED,
     "generation 1 for ever: publish(dispatch_n_tokens) in"
     " cpu/dispatch.mojo: _publish_counts": _COVERED,
@@ -277,9 +230,9 @@ HARMLESS = {
     " cpu/rank.mojo: write_source_info": _ONLY_CHOICE,
     "generation 1 for ever: store(carried_choice) in"
     " cpu/dispatch.mojo: _write_entry": _TAGGED_FOR_GPUS,
-    "relaxed instead of more: block_peek(INDEXED) in"
-    " rank_slots/dispatch_send.mojo: _send_early_tokens": _ENTRIES_FIRST,
-    "left out: block_peek(INDEXED) in"
-    " rank_slots/dispatch_send.mojo: _send_early_tokens": _ENTRIES_FIRST,
+    "relaxed instead of more: block_load_acquire(INDEXED) in"
+    " dispatch by rank: _send_inline_flag_tokens": _ENTRIES_FIRST,
+    "left out: block_load_acquire(INDEXED) in"
+    " dispatch by rank: _send_inline_flag_tokens": _ENTRIES_FIRST,
 }
 """Mutations that change nothing that matters, and why."""

@@ -46,94 +46,13 @@ def replays(body: tuple[str, ...], n: int, first: tuple[str, ...] = ()) -> dict:
 OVERLAP = replays(
     ("dispatch_async", "combine_wait", "dispatch_wait", "combine_async"), 2, SPLIT[:3]
 )
-GATHER_EARLY = replays(("dispatch", "send_tokens", "combine"), 2, ("send_tokens",))
-
-
 # Generations of 3 bits: 6, 7, and then 2.
 WRAPS = {**replays(FUSED, 4), "generation_bits": 3, "first_generation": 5}
 
 
-BESIDE: dict = {"protocol": "rank_slots", "halves_overlap": True}
-
-
-def halves() -> list[World]:
-    """Halves of an exchange that overlap, of `rank_slots` and `gather`."""
-    reduced = {**BESIDE, "is_reduced": True}
-    return [
-        World(
-            "halves, 2 blocks",
-            routing=TWO_RANKS,
-            n_blocks=2,
-            **replays(SPLIT, 2),
-            **reduced,
-        ),
-        World(
-            "halves, shared expert, 2 index warps",
-            routing=TWO_TOKENS,
-            has_shared_expert=True,
-            n_index_warps=2,
-            n_early_tokens=1,
-            **replays(SPLIT, 2),
-            **reduced,
-        ),
-        World(
-            "halves, nothing exchanged",
-            routing=NOTHING_EXCHANGED,
-            **replays(SPLIT, 3),
-            **reduced,
-        ),
-        World(
-            "halves, one combine after another",
-            routing=BOTH_WAYS,
-            **replays(SPLIT[2:], 3, SPLIT[:2]),
-            **reduced,
-        ),
-        # Generations of 3 bits: 7, and then 2.
-        World(
-            "halves, generations wrap",
-            routing=TWO_RANKS,
-            **{**WRAPS, **replays(SPLIT, 2), "first_generation": 6},
-            **reduced,
-        ),
-        # Some waits come directly behind their async ops, and some do not.
-        World("halves, overlap", routing=TWO_RANKS, **OVERLAP, **reduced),
-        World(
-            "halves, un-reduced dispatch only, 2 blocks",
-            routing=TWO_RANKS,
-            n_blocks=2,
-            has_shared_expert=True,
-            **replays(SPLIT[:2], 3),
-            **BESIDE,
-        ),
-        World(
-            "halves, gather, tokens beside dispatch",
-            routing=TWO_RANKS,
-            is_reduced=True,
-            **replays(("send_tokens", *SPLIT), 2),
-            **{**BESIDE, "protocol": "gather"},
-        ),
-    ]
-
-
-def halves_unreduced() -> list[World]:
-    """The same before un-reduced combine, whose halves do not overlap.
-
-    Not mutated: reduced dispatch needs what makes no difference here.
-    """
-    return [
-        World("halves, rows", routing=TWO_TOKENS, **replays(SPLIT, 2), **BESIDE),
-        World(
-            "halves, rows, generations wrap",
-            routing=TWO_RANKS,
-            **{**WRAPS, **replays(SPLIT, 3)},
-            **BESIDE,
-        ),
-    ]
-
-
-def rank_slots() -> list[World]:
-    """`rank_slots` and `gather` of GPU ranks."""
-    reduced = {"protocol": "rank_slots", "is_reduced": True}
+def by_rank() -> list[World]:
+    """The by-rank protocol on GPUs, with sums, and the all-gather."""
+    reduced = {"protocol": "by_rank", "is_reduced": True}
     return [
         World(
             "fused, 2 blocks",
@@ -174,9 +93,7 @@ def rank_slots() -> list[World]:
             **replays(FUSED, 2),
             **reduced,
         ),
-        World(
-            "dispatch only", "rank_slots", routing=TWO_RANKS, **replays(FUSED[:1], 3)
-        ),
+        World("dispatch only", "by_rank", routing=TWO_RANKS, **replays(FUSED[:1], 3)),
         World("fused", routing=TWO_RANKS, **replays(FUSED, 3), **reduced),
         World("3 ranks", routing=THREE_RANKS, **replays(FUSED[:1], 2), **reduced),
         World(
@@ -201,22 +118,8 @@ def rank_slots() -> list[World]:
             **reduced,
         ),
         World(
-            "gather, tokens first",
-            "gather",
-            routing=TWO_RANKS,
-            is_reduced=True,
-            **GATHER_EARLY,
-        ),
-        World(
-            "gather, tokens beside dispatch",
-            "gather",
-            routing=TWO_RANKS,
-            n_blocks=2,
-            **replays(("send_tokens", "dispatch"), 2),
-        ),
-        World(
             "all-gather",
-            "gather",
+            "all_gather",
             routing=EVERYBODY,
             is_reduced=True,
             carries_choices=True,
@@ -224,15 +127,6 @@ def rank_slots() -> list[World]:
             n_index_warps=2,
             **replays(FUSED, 2),
         ),
-        World(
-            "gather, chunks",
-            "gather",
-            routing=TWO_TOKENS,
-            is_reduced=True,
-            n_early_tokens=1,
-            **replays(("send_tokens", *SPLIT), 2),
-        ),
-        *halves(),
     ]
 
 
@@ -267,19 +161,6 @@ def random_program(chance: random.Random, is_reduced: bool, n_ops: int) -> tuple
     return tuple(program)
 
 
-def _with_tokens_first(chance: random.Random, program: tuple) -> tuple:
-    """Puts a `send_tokens` somewhere between each dispatch and the one before."""
-    mixed: list[str] = []
-    first = 0
-    for op in program:
-        if op in ("dispatch", "dispatch_async"):
-            mixed.insert(chance.randint(first, len(mixed)), "send_tokens")
-        mixed.append(op)
-        if op in ("dispatch", "dispatch_wait"):
-            first = len(mixed)
-    return tuple(mixed)
-
-
 def random_world(seed: int) -> World:
     """A larger world, for random walks."""
     chance = random.Random(seed)
@@ -296,11 +177,9 @@ def random_world(seed: int) -> World:
         )
         for _ in range(3)
     )
-    protocol = chance.choice(("expert_slots", "rank_slots", "gather"))
-    is_reduced = protocol != "expert_slots" and chance.random() < 0.7
+    protocol = chance.choice(("by_expert", "by_rank", "all_gather"))
+    is_reduced = protocol != "by_expert" and chance.random() < 0.7
     program = random_program(chance, is_reduced, 8)
-    if protocol == "gather" and chance.random() < 0.7:
-        program = _with_tokens_first(chance, program)
     return World(
         f"random {seed}",
         protocol,
@@ -309,22 +188,23 @@ def random_world(seed: int) -> World:
         is_reduced=is_reduced,
         n_experts=n_experts,
         n_blocks=chance.randint(1, 2),
-        n_index_warps=1 if protocol == "expert_slots" else chance.randint(1, 2),
+        n_index_warps=1 if protocol == "by_expert" else chance.randint(1, 2),
         n_parts=chance.randint(1, 2),
         n_parts_at_once=chance.randint(1, 2),
         most_counting_warps=chance.randint(1, 2),
         indexes_by_blocks=chance.random() < 0.5,
         indexes_in_lanes=chance.random() < 0.5,
-        carries_choices=protocol == "gather" and is_reduced and chance.random() < 0.3,
+        carries_choices=protocol == "all_gather"
+        and is_reduced
+        and chance.random() < 0.3,
         n_early_tokens=chance.randint(0, 3),
-        halves_overlap=protocol != "expert_slots" and chance.random() < 0.7,
-        has_shared_expert=protocol != "expert_slots" and chance.random() < 0.3,
+        has_shared_expert=protocol != "by_expert" and chance.random() < 0.3,
     )
 
 
-def expert_slots() -> list[World]:
-    """`expert_slots` of GPU ranks, and un-reduced combine of `rank_slots`."""
-    slots = {"protocol": "expert_slots"}
+def by_expert() -> list[World]:
+    """The by-expert protocol on GPUs."""
+    slots = {"protocol": "by_expert"}
     return [
         World("slots, fused", routing=TWO_RANKS, **replays(FUSED, 3), **slots),
         World(
@@ -378,9 +258,9 @@ def expert_slots() -> list[World]:
     ]
 
 
-def rank_slots_unreduced() -> list[World]:
+def by_rank_rows() -> list[World]:
     """The same combine behind the other dispatch."""
-    slots = {"protocol": "rank_slots"}
+    slots = {"protocol": "by_rank"}
     return [
         World("rows, fused", routing=TWO_RANKS, **replays(FUSED, 3), **slots),
         World("rows, split", routing=TWO_TOKENS, **replays(SPLIT, 2), **slots),
@@ -402,18 +282,18 @@ def cpu() -> list[World]:
     """All protocols of CPU ranks."""
     worlds = []
     kinds = (
-        ("expert_slots", False),
-        ("rank_slots", False),
-        ("rank_slots", True),
+        ("by_expert", False),
+        ("by_rank", False),
+        ("by_rank", True),
     )
     for protocol, is_reduced in kinds:
-        name = f"CPU, {protocol}{' reduced' if is_reduced else ''}"
+        name = f"CPU, {protocol}{' sums' if is_reduced else ''}"
         common = {
             "protocol": protocol,
             "is_reduced": is_reduced,
             "target": "cpu",
             "streams": True,
-            "has_shared_expert": protocol == "expert_slots",
+            "has_shared_expert": protocol == "by_expert",
         }
         worlds += [
             World(name, routing=TWO_TOKENS, **replays(SPLIT, 2), **common),
@@ -454,7 +334,7 @@ def cpu() -> list[World]:
     worlds.append(
         World(
             "CPU, all-gather",
-            "gather",
+            "all_gather",
             routing=EVERYBODY,
             is_reduced=True,
             carries_choices=True,
@@ -469,27 +349,24 @@ def cpu() -> list[World]:
 def by_protocol() -> dict[str, list[World]]:
     """All worlds, by whose code they are a model of."""
     return {
-        "rank_slots": rank_slots(),
-        "rank_slots un-reduced": rank_slots_unreduced(),
-        "expert_slots": expert_slots(),
+        "by rank, sums": by_rank(),
+        "by rank, rows": by_rank_rows(),
+        "by expert": by_expert(),
         "CPU ranks": cpu(),
     }
 
 
 def all_worlds() -> list[World]:
-    of_protocols = [world for some in by_protocol().values() for world in some]
-    return of_protocols + halves_unreduced()
+    return [world for some in by_protocol().values() for world in some]
 
 
 def tiny() -> list[World]:
     """Worlds so small that all steps can be interleaved in every order."""
     one_token = ((((1,),), ((0,),)), (((1,),), ()))
     one_way = ((((1,),), ()),)
-    small = {"protocol": "rank_slots", "is_one_agent": True}
-    slots = {"protocol": "expert_slots", "is_one_agent": True}
+    small = {"protocol": "by_rank", "is_one_agent": True}
+    slots = {"protocol": "by_expert", "is_one_agent": True}
     cpu = {**slots, "target": "cpu", "streams": True}
-    # One rank has two agents already, so it has none to exchange with.
-    alone = {**small, "routing": ((((0,),),),), "halves_overlap": True}
     return [
         World(
             "tiny, fused",
@@ -512,20 +389,12 @@ def tiny() -> list[World]:
             **replays(SPLIT[:2], 3),
             **cpu,
         ),
-        World(
-            "tiny, halves",
-            is_reduced=True,
-            has_shared_expert=True,
-            **replays(SPLIT, 2),
-            **alone,
-        ),
-        World("tiny, halves, un-reduced", **replays(SPLIT[:2], 6), **alone),
     ]
 
 
 def large() -> list[World]:
     """Worlds that take minutes: `python -m tests.model --deep`."""
-    reduced = {"protocol": "rank_slots", "is_reduced": True}
+    reduced = {"protocol": "by_rank", "is_reduced": True}
     return [
         World("3 ranks, fused", routing=THREE_RANKS, **replays(FUSED, 2), **reduced),
         World("3 ranks, overlap", routing=THREE_RANKS, **OVERLAP, **reduced),
@@ -555,13 +424,13 @@ def stopped() -> list[World]:
             n_blocks=n_blocks,
             **reduced,
         )
-        for protocol, n_blocks in (("rank_slots", 1), ("rank_slots", 2), ("gather", 1))
+        for protocol, n_blocks in (("by_rank", 1), ("by_rank", 2), ("all_gather", 1))
     ]
 
 
 def refused() -> list[World]:
     """Programs that must not be run: that the model says why is a test of it."""
-    reduced = {"protocol": "rank_slots", "is_reduced": True, "routing": TWO_RANKS}
+    reduced = {"protocol": "by_rank", "is_reduced": True, "routing": TWO_RANKS}
     send, wait, combine, combine_wait = SPLIT
     return [
         # Fused forms wait for what a rank sends that has not begun.

@@ -1,36 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduced combine of `rank_slots` and `gather` of GPU ranks.
-
-Functions have the names of those in `mojo/max_ep/rank_slots/`.
-"""
+"""Combine that returns sums, on GPUs."""
 
 from __future__ import annotations
 
 from .launches import Agent, Launch
-from .memory import EMPTY
-from .rank_steps import (
+from .memory import SENTINEL
+from .steps import (
     await_readers,
-    begin_block,
     header_word,
     is_last_to_start,
     moving,
-    moving_received,
-    note_readers,
+    publish_at_end,
     publish_earlier_reads,
-    tell_at_end,
+    record_readers,
 )
 
-_COMBINE = "rank_slots/combine.mojo: "
-_SEND = "rank_slots/combine_send.mojo: "
-_RECEIVE = "rank_slots/combine_receive.mojo: "
-_CHECKS = "rank_slots/combine_checks.mojo: "
-_SUMS = "rank_slots/partial_sums.mojo: "
+_COMBINE = "combine to sums: "
 
 
 def send_partials(launch: Launch, a: Agent, block: int) -> None:
     world, rank = launch.world, launch.rank
     n, m = launch.dispatch_read, launch.combined + 1
-    where = _SEND + "send_partials"
+    where = _COMBINE + "send_partials"
     a.load(_COMBINE + "_send", ("most_received", rank), ("most", n))
     most = max(len(world.tokens(n, src)) for src in world.ranks)
     others = [(rank + 1 + i) % world.n_ranks for i in range(world.n_ranks - 1)]
@@ -49,8 +40,8 @@ def send_partials(launch: Launch, a: Agent, block: int) -> None:
             is_waiting = False
         for part in range(world.n_parts):
             truth = ("partial", m, rank, src, t, part)
-            a.put_16(
-                _SUMS + "put_partial",
+            a.store_relaxed(
+                _COMBINE + "put_partial",
                 _partial(launch, src, rank, t, part),
                 truth,
                 truth,
@@ -69,7 +60,7 @@ def is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
     What is noted of the own rows is of the last dispatch that was received; the
     number of tokens is kept for two. It is compared first, but not used before.
     """
-    where = _CHECKS + "is_bad_answer"
+    where = _COMBINE + "is_bad_answer"
     is_bad = launch.before["dispatch_received"] != of
     if launch.world.has("combine of an earlier dispatch is not refused"):
         is_bad = False
@@ -89,7 +80,7 @@ def _receive(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> N
 def add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int) -> None:
     """Adds up tokens of the `m`-th combine, which answers the `n`-th dispatch."""
     world, rank = launch.world, launch.rank
-    where = _RECEIVE + "add_tokens"
+    where = _COMBINE + "add_tokens"
     for t in range(len(world.tokens(n, rank))):
         if t % world.n_blocks != block:
             continue
@@ -103,8 +94,8 @@ def add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int) -> None:
             for part in range(world.n_parts if owner != rank else 0):
                 place = _partial(launch, rank, owner, t, part)
                 meant = ("partial", m, owner, rank, t, part)
-                a.peek_16(_RECEIVE + "_await_16", place, ("filled",), meant)
-                a.store(_RECEIVE + "_await_16", place, EMPTY)
+                a.load_relaxed(_COMBINE + "_await_16", place, ("filled",), meant)
+                a.store(_COMBINE + "_await_16", place, SENTINEL)
 
 
 def combine_async(launch: Launch) -> None:
@@ -130,28 +121,24 @@ def combine_async(launch: Launch) -> None:
 
 def combine_wait(launch: Launch) -> None:
     world = launch.world
-    tells_at_end = world.tells_at_combine_end
+    publishes_at_end = world.publishes_at_combine_end
     generation = launch.next("combine_received")
     m = launch.combine_read + 1
-    # The sending half may not have noted yet which dispatch it answers: the last.
-    answered = "combine_of" if launch.sending is None else "dispatch_received"
-    if world.has("the waiting half goes by combine_of"):
-        answered = "combine_of"
-    words = ["combine_received", "dispatch_received", "dispatch_sent"]
-    if answered not in words:
-        words.append(answered)
+    words = ["combine_received", "dispatch_received", "dispatch_sent", "combine_of"]
     for block in range(world.n_blocks):
         first = len(launch.agents)
-        a = begin_block(launch, block, *words)
-        if not tells_at_end:
-            move = moving_received(launch, "combine_received", generation)
-            is_last_to_start(launch, a, move)
+        a = launch.agent(f"block {block}, counting warp")
+        header_word(launch, a, *words)
+        if not publishes_at_end:
+            is_last_to_start(
+                launch, a, moving(launch, {"combine_received": generation})
+            )
             if block == 0:
-                note_readers(launch, launch.agent("noting warp"), False)
+                record_readers(launch, launch.agent("recording warp"), False)
         a = launch.agent(f"block {block}, receiver")
-        _receive(launch, a, block, m, launch.answers[m], launch.before[answered])
-        if tells_at_end:
-            tell_at_end(launch, block, first, "combine_received", generation)
+        _receive(launch, a, block, m, launch.answers[m], launch.before["combine_of"])
+        if publishes_at_end:
+            publish_at_end(launch, block, first, "combine_received", generation)
 
 
 def combine(launch: Launch) -> None:
@@ -175,7 +162,7 @@ def combine(launch: Launch) -> None:
         }
         is_last_to_start(launch, a, moving(launch, words))
     publish_earlier_reads(launch)
-    note_readers(launch, launch.agent("noting warp"), False)
+    record_readers(launch, launch.agent("recording warp"), False)
     for block in range(world.n_blocks):
         send_partials(launch, launch.agent(f"block {block}, sender"), block)
         a = launch.agent(f"block {block}, receiver")

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`expert_slots` of GPU ranks; its combine is also the un-reduced one of `rank_slots`.
+"""The by-expert protocol on GPUs; its combine also returns rows to dispatch by rank.
 
-Functions have the names of those in `mojo/max_ep/expert_slots/`. Ranks of several
-hosts, which SHMEM reaches, are not modelled.
+Ranks of several hosts, which SHMEM reaches, are not modelled.
 """
 
 from __future__ import annotations
 
 from .launches import Agent, Launch
 
-_STEPS = "expert_slots/device_steps.mojo: "
-_DISPATCH = "expert_slots/dispatch.mojo: "
-_COMBINE = "expert_slots/combine.mojo: "
+_STEPS = "steps: "
+_DISPATCH = "dispatch by expert: "
+_COMBINE = "combine to rows: "
 
 
 def await_done_words(launch: Launch, a: Agent, direction: str) -> None:
@@ -20,7 +19,7 @@ def await_done_words(launch: Launch, a: Agent, direction: str) -> None:
     where = (_DISPATCH if direction == "dispatch" else _COMBINE) + "_start"
     a.load(where, (f"{direction}_sent", launch.rank), is_=generation)
     for rank in launch.world.ranks:
-        a.peek(
+        a.load_acquire(
             _STEPS + "await_done_words",
             (f"{direction}_done", launch.rank, rank),
             ("reached", 0, generation),
@@ -31,7 +30,7 @@ def await_done_words(launch: Launch, a: Agent, direction: str) -> None:
 def await_message(
     launch: Launch, a: Agent, flag: tuple, generation: int, meant: tuple
 ) -> None:
-    a.peek(_STEPS + "await_message", flag, ("equals", generation), meant)
+    a.load_acquire(_STEPS + "await_message", flag, ("equals", generation), meant)
 
 
 def publish_done(
@@ -47,12 +46,12 @@ def publish_done(
 
 
 def _finish(launch: Launch, block: int, first: int, is_sending: bool) -> None:
-    """A block has ended; the last one notes the generation and tells the peers."""
+    """A block has ended; the last one moves the generation and publishes it."""
     direction = "dispatch" if launch.op.startswith("dispatch") else "combine"
     is_receiving = not launch.op.endswith("_async")
     where = (_DISPATCH if direction == "dispatch" else _COMBINE) + "_finish"
 
-    def tell(last: Agent) -> None:
+    def publish(last: Agent) -> None:
         if is_sending and direction == "dispatch":
             sent = launch.next("dispatch_sent")
             n = launch.dispatched + 1
@@ -72,7 +71,7 @@ def _finish(launch: Launch, block: int, first: int, is_sending: bool) -> None:
             publish_done(launch, last, direction, received, n + 1)
 
     a = launch.agent(f"block {block}, end", range(first, len(launch.agents)))
-    a.arrive(_STEPS + "is_last_block", launch.world.n_blocks, tell)
+    a.arrive(_STEPS + "is_last_block", launch.world.n_blocks, publish)
 
 
 # --------------------------------------------------------------------------- dispatch
@@ -106,7 +105,7 @@ def _index_choices(launch: Launch, block: int) -> None:
         a.block_publish(where, ("INDEXED", rank, block), i + 1)
     await_done_words(launch, a, "dispatch")
     for expert in list(world.experts)[block :: world.n_blocks]:
-        a.publish_number(
+        a.store_relaxed(
             where,
             ("dispatch_count", world.rank_of(expert), expert, rank),
             (generation, world.count(n, rank, expert)),
@@ -114,17 +113,17 @@ def _index_choices(launch: Launch, block: int) -> None:
         )
 
 
-def _send_half(launch: Launch, block: int) -> None:
+def _send_messages(launch: Launch, block: int) -> None:
     world, rank = launch.world, launch.rank
     n = launch.dispatched + 1
     generation = launch.next("dispatch_sent")
-    where = _DISPATCH + "_send_half"
+    where = _DISPATCH + "_send_messages"
     a = launch.agent(f"block {block}, sender")
     parity = launch.parity(generation, n)
     await_done_words(launch, a, "dispatch")
     tokens = world.tokens(n, rank)
     for i, t in enumerate(range(block, len(tokens), world.n_blocks)):
-        a.block_peek(where, ("INDEXED", rank, block), i + 1)
+        a.block_load_acquire(where, ("INDEXED", rank, block), i + 1)
         for k in range(len(tokens[t])):
             truth = ("choice", n, t, k)
             a.load(where, ("choices", rank, parity, t, k), truth)
@@ -161,7 +160,7 @@ def _read_counts(launch: Launch, block: int) -> None:
     a.load(_DISPATCH + "_start", ("dispatch_received", rank), is_=received)
     for expert in world.experts_of(rank):
         for src in world.ranks:
-            a.peek_number(
+            a.load_relaxed(
                 where,
                 ("dispatch_count", rank, expert, src),
                 ("equals", generation),
@@ -171,16 +170,16 @@ def _read_counts(launch: Launch, block: int) -> None:
     if block == 0:
         for counter in range(world.n_index_warps):
             a.store(where, ("pair_rows", rank, counter), 1, ("pair rows", n))
-    a.block_publish(_DISPATCH + "_receive_half", ("PAIRS_READY", rank, block), 1)
+    a.block_publish(_DISPATCH + "_receive_messages", ("PAIRS_READY", rank, block), 1)
 
 
-def _receive_half(launch: Launch, block: int) -> None:
+def _receive_messages(launch: Launch, block: int) -> None:
     world, rank = launch.world, launch.rank
     n = launch.dispatch_read + 1
     generation = launch.next("dispatch_received")
-    where = _DISPATCH + "_receive_half"
+    where = _DISPATCH + "_receive_messages"
     a = launch.agent(f"block {block}, receiver")
-    a.block_peek(where, ("PAIRS_READY", rank, block), 1)
+    a.block_load_acquire(where, ("PAIRS_READY", rank, block), 1)
     a.load(where, ("block_pair_rows", rank, block, 0), is_=1)
     items = [
         (src, *message)
@@ -215,12 +214,12 @@ def _returns_early(launch: Launch) -> bool:
 
 def _send(launch: Launch, block: int) -> None:
     _index_choices(launch, block)
-    _send_half(launch, block)
+    _send_messages(launch, block)
 
 
 def _receive(launch: Launch, block: int) -> None:
     _read_counts(launch, block)
-    _receive_half(launch, block)
+    _receive_messages(launch, block)
 
 
 def dispatch(launch: Launch) -> None:
@@ -283,7 +282,7 @@ def _send_rows(launch: Launch, block: int) -> None:
 def _combine_message(launch: Launch, to: int, t: int, k: int, part: int) -> tuple:
     if launch.world.has("dispatch and combine sharing a buffer"):
         # The recv buffers begin at the same byte.
-        if launch.world.protocol != "expert_slots":
+        if launch.world.protocol != "by_expert":
             return ("early_token", to, k, t, part)
         return ("dispatch_message", to, t, k, 0, part)
     return ("combine_message", to, t, k, part)
