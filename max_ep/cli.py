@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+
+_STATUS_OF_BROKEN_PIPE = 141
+"""What a shell reports of a program that SIGPIPE ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +21,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader is gone, as with `| head`. Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _STATUS_OF_BROKEN_PIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="max-ep", description="Expert parallelism for MAX graphs."
     )
@@ -25,27 +41,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = commands.add_parser(
         "plan", help="show which protocol is taken, and what each buffer takes"
     )
-    plan.add_argument("--ranks", type=int, required=True, help="ranks of the group")
-    plan.add_argument("--experts", type=int, required=True, help="experts of the group")
-    plan.add_argument("--top-k", type=int, required=True, help="experts of a token")
-    plan.add_argument("--hidden", type=int, required=True, help="elements of a token")
-    plan.add_argument(
-        "--tokens", type=int, required=True, help="most tokens a rank sends at a time"
-    )
+    # Each `dest` is a field of EPConfig.
+    for option, field, text in (
+        ("--ranks", "n_gpus_per_node", "ranks of the group"),
+        ("--experts", "n_experts", "experts of the group"),
+        ("--top-k", "top_k", "experts of a token"),
+        ("--hidden", "hidden_size", "elements of a token"),
+        ("--tokens", "max_tokens_per_rank", "most tokens a rank sends at a time"),
+    ):
+        plan.add_argument(
+            option,
+            dest=field,
+            metavar=option.lstrip("-").upper(),
+            type=int,
+            required=True,
+            help=text,
+        )
     plan.add_argument(
         "--dispatch",
+        dest="dispatch_dtype",
         choices=("bfloat16", "float32", "fp8"),
         default="bfloat16",
         help="format on the way to the experts (default: %(default)s)",
     )
     plan.add_argument(
         "--combine",
+        dest="combine_dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
         help="format on the way back (default: %(default)s)",
     )
     plan.add_argument(
         "--layout",
+        dest="output_layout",
         choices=("packed", "padded"),
         default="packed",
         help="how dispatched rows stand (default: %(default)s)",
@@ -64,11 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     plan.add_argument(
         "--partial",
+        dest="partial_dtype",
         choices=("bfloat16", "float32"),
         help="format of a partial sum (default: that of --combine)",
     )
     plan.add_argument(
         "--shared-expert",
+        dest="fused_shared_expert",
         action="store_true",
         help="with a fused shared expert (EPConfig.fused_shared_expert)",
     )
@@ -88,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "plan":
         from .plan import run_plan
 
-        return run_plan(options)
+        names = {action.dest: action.option_strings[-1] for action in plan._actions}
+        return run_plan(options, names)
     if options.command == "stats":
         from .stats import run_stats
 

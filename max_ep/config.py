@@ -429,8 +429,8 @@ def _check_dtypes(config: EPConfig) -> None:
         if not config.combines_sums:
             raise ValueError(
                 f"partial_dtype={config.partial_dtype} with combine_mode="
-                f"{config.combine_mode!r}, which sends no partial sums; pass None, or "
-                "combine_mode='sums'"
+                f"{config.combine_mode!r}, which sends no partial sums; leave it out, "
+                "or pass combine_mode='sums'"
             )
         if config.partial_dtype not in PLAIN_DTYPES:
             raise ValueError(

@@ -7,7 +7,9 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +47,17 @@ def _check_shared_memory() -> tuple[bool, str]:
     return free >= _WANTED_SHARED_MEMORY, text
 
 
+def _wrapped(text: str, indent: int = 0) -> str:
+    """Fits a text into the terminal's lines (80 characters if there is none)."""
+    return textwrap.fill(
+        text,
+        shutil.get_terminal_size().columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def _missing_for_serving() -> list[str]:
     """Returns the packages that ``max[serve]`` asks for and that are not here."""
     asked = [
@@ -72,7 +85,7 @@ def run_doctor() -> int:
         nonlocal can_run
         mark = "ok  " if is_good else ("FAIL" if is_needed else "note")
         can_run = can_run and (is_good or not is_needed)
-        print(f"{mark} {what:<16} {text}")
+        print(_wrapped(f"{mark} {what:<16} {text}", indent=22))
 
     python = sys.version_info
     say(
@@ -158,10 +171,13 @@ def run_doctor() -> int:
     print()
     if can_run:
         target = "gpu" if n_gpus else "cpu"
+        print(f"target='auto' would use: {target}.")
         print(
-            f"target='auto' would use: {target}; `max-ep plan` says which protocol "
-            "'auto' takes on GPUs, on CPU it is by_rank where that works."
+            _wrapped(
+                "protocol='auto' is by_rank where that works, otherwise by_expert; "
+                "`max-ep plan` shows it for GPUs."
+            )
         )
     else:
-        print("Graphs cannot run; mend what is marked FAIL.")
+        print("Graphs cannot run; fix what is marked FAIL.")
     return 0 if can_run else 1

@@ -67,13 +67,14 @@ def launch(
     Args:
         function: What each process does.
         n_nodes: How many processes.
-        args: Further arguments.
+        args: Further arguments, a sequence.
         timeout_s: After this long the processes are killed.
 
     Returns:
         The results, in the order of ``node_id``.
 
     Raises:
+        TypeError: If ``args`` is not a sequence of arguments.
         ValueError: If ``function`` or ``args`` cannot be handed to other processes,
             or there is no process to run.
         LaunchError: If a process raised, was killed, or took too long. The
@@ -82,6 +83,10 @@ def launch(
     """
     if n_nodes < 1:
         raise ValueError(f"launch n_nodes={n_nodes!r}: pass how many processes, >= 1")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise TypeError(
+            f"launch args={args!r} must be a sequence of arguments, as args=({args!r},)"
+        )
     try:
         pickle.dumps((function, args))
     except Exception as error:

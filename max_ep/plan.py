@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Mapping
 
 from max.nn.comm.ep.ep_config import NUM_GROUPS
 from max.nn.comm.ep.ep_config import (
     estimate_ep_memory_usage as max_estimate_ep_memory_usage,
 )
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -27,37 +30,42 @@ def human(n_bytes: int) -> str:
     return f"{n_bytes} B" if unit == "B" else f"{amount:.2f} {unit}"
 
 
-def run_plan(options: argparse.Namespace) -> int:
+def _in_options(error: str, names: Mapping[str, str]) -> str:
+    """Writes an error of ``EPConfig`` with options in place of its fields."""
+    product = r"n_gpus_per_node \* n_nodes = (\d+) ranks"
+    error = re.sub(product, r"n_gpus_per_node=\1", error)
+    error = re.sub(r"=True\b", "", error.replace("DType.", ""))
+    for field, option in names.items():
+        error = re.sub(rf"\b{field}='?(\w+)'?", rf"{option} \1", error)
+        if "_" in field:  # others are words of plain English, too
+            error = re.sub(rf"\b{field}\b", option, error)
+    return error
+
+
+def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
     """Prints which protocol is taken and why, and the bytes of every buffer of a rank.
+
+    Args:
+        options: Fields of ``EPConfig``, dtypes by their short names.
+        names: What the command line calls those fields.
 
     Returns:
         0, or 2 for a configuration that cannot be.
     """
-    token_format = BY_SHORT_NAME[options.dispatch]
-    dispatch, make_quant_config = token_format.dtype, token_format.make_quant_config
-    partial = options.partial
-    combine = BY_SHORT_NAME[options.combine].dtype
+    fields = {name: value for name, value in vars(options).items() if name != "command"}
+    make_quant_config = BY_SHORT_NAME[options.dispatch_dtype].make_quant_config
+    for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
+        fields[name] = fields[name] and BY_SHORT_NAME[fields[name]].dtype
     try:
         config = EPConfig(
-            dispatch_dtype=dispatch,
-            combine_dtype=combine,
-            hidden_size=options.hidden,
-            top_k=options.top_k,
-            n_experts=options.experts,
-            max_tokens_per_rank=options.tokens,
-            n_gpus_per_node=options.ranks,
+            **fields,
             n_nodes=1,
             # Memory is the same on CPU; the choice of a protocol is that on GPUs.
             target="gpu",
-            output_layout=options.layout,
-            protocol=options.protocol,
-            combine_mode=options.combine_mode,
-            partial_dtype=partial and BY_SHORT_NAME[partial].dtype,
-            fused_shared_expert=options.shared_expert,
             dispatch_quant_config=make_quant_config() if make_quant_config else None,
         )
     except ValueError as error:
-        print(f"max-ep plan: {error}", file=sys.stderr)
+        print(f"max-ep plan: {_in_options(str(error), names)}", file=sys.stderr)
         return 2
     sizes = config.sizes()
     console = Console()
@@ -65,46 +73,44 @@ def run_plan(options: argparse.Namespace) -> int:
         title=f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, "
         f"combine {config.combine_mode}",
         title_justify="left",
+        box=box.HORIZONTALS,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
+    # A cell has its own line breaks: rich would divide a shape anywhere.
     for column, side in (("buffer", "left"), ("shape", "left"), ("bytes", "right")):
-        table.add_column(column, justify=side)
-    table.add_column("", justify="right")
-    n_local, tokens = sizes.n_local_experts, config.max_tokens_per_rank
-    message, back = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
-    send, recv = f"{tokens} x", f"{n_local} x {config.n_ranks} x {tokens} x"
-    more = ""
-    combine_recv = f"{tokens} x {config.top_k} x"
-    if config.combines_sums:
-        combine_recv = f"{config.n_ranks} x {tokens} x"
-    if config.is_by_rank:
-        entry = f"{16 if config.combines_sums else 8} B"
-        send, recv = "0 x", f"{config.n_ranks} x {tokens} x {config.top_k} x {entry}, "
-        recv += f"{config.n_ranks} x {tokens} x"
-        more = ", early, flags"
-    rows = (
-        ("dispatch send", f"{send} {message} B", sizes.dispatch_send_bytes),
-        ("dispatch recv", f"{recv} {message} B{more}", sizes.dispatch_recv_bytes),
-        ("dispatch counts, done", "UInt64", sizes.dispatch_counts_bytes),
-        ("combine recv", f"{combine_recv} {back} B", sizes.combine_recv_bytes),
-        ("combine counts, done", "UInt64", sizes.combine_counts_bytes),
-    )
-    for name, shape, n_bytes in rows:
+        table.add_column(column, justify=side, no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+
+    def row(name: str, shape: str, n_bytes: int) -> None:
         table.add_row(name, shape, f"{n_bytes:,}", human(n_bytes))
+
+    n_ranks, n_local = config.n_ranks, sizes.n_local_experts
+    tokens, top_k = config.max_tokens_per_rank, config.top_k
+    message, back = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
+    send, recv = f"{tokens} x {message} B", f"{n_local} x {n_ranks} x {tokens} x"
+    recv += f" {message} B"
+    if config.is_by_rank:
+        entry = 16 if config.combines_sums else 8
+        send, recv = "none", f"{n_ranks} x {tokens} x {top_k} x {entry} B,\n"
+        recv += f"{n_ranks} x {tokens} x {message} B,\ninline tokens, flags"
+    row("dispatch send", send, sizes.dispatch_send_bytes)
+    row("dispatch recv", recv, sizes.dispatch_recv_bytes)
+    row("dispatch counts, done", "UInt64", sizes.dispatch_counts_bytes)
+    of_token = (
+        f"{n_ranks} x {tokens}" if config.combines_sums else f"{tokens} x {top_k}"
+    )
+    row("combine recv", f"{of_token} x {back} B", sizes.combine_recv_bytes)
+    row("combine counts, done", "UInt64", sizes.combine_counts_bytes)
     table.add_section()
-    region = sizes.region_bytes
-    table.add_row("symmetric region", "aligned", f"{region:,}", human(region))
-    counters = 4 * sizes.counters_words
-    table.add_row("local counters", "Int32", f"{counters:,}", human(counters))
+    row("symmetric region", "aligned", sizes.region_bytes)
+    row("local counters", "Int32", 4 * sizes.counters_words)
     n_rows = config.n_output_rows
-    output = n_rows * config.hidden_size * config.output_dtype.size_in_bytes
-    shape = f"{n_rows}"
-    if config.is_padded:
-        shape = f"{n_local} x {config.expert_capacity}"
-    table.add_row(
-        f"dispatch output (graph), {config.output_layout}",
-        f"{shape} x {config.hidden_size}",
-        f"{output:,}",
-        human(output),
+    rows = f"{n_local} x {config.expert_capacity}" if config.is_padded else f"{n_rows}"
+    row(
+        f"dispatch output\n(graph), {config.output_layout}",
+        f"{rows} x {config.hidden_size}",
+        n_rows * config.hidden_size * config.output_dtype.size_in_bytes,
     )
     console.print(table)
     if config.n_ranks == 1:
@@ -112,8 +118,8 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     theirs = NUM_GROUPS * max_estimate_ep_memory_usage(
         hidden_size=config.hidden_size,
-        dispatch_dtype=dispatch,
-        combine_dtype=combine,
+        dispatch_dtype=config.dispatch_dtype,
+        combine_dtype=config.combine_dtype,
         max_tokens_per_rank=tokens,
         n_experts=config.n_experts,
         n_nodes=1,

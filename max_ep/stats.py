@@ -15,6 +15,9 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+_LINE = 80
+"""Characters of a line."""
+
 _BAR = 40
 """Characters of the longest bar."""
 
@@ -28,7 +31,7 @@ class Statistics:
 
     dispatch_ns: np.ndarray
     """int64 ``[n_runs, n_ranks, n_ranks]``: how long rank ``[:, i, :]`` waited for what
-    rank ``[:, :, j]`` dispatched, from the begin of its own watch; -1: in vain."""
+    rank ``[:, :, j]`` dispatched, from the begin of its own watch; -1: it timed out."""
     combine_ns: np.ndarray
     """Likewise, for rows or sums that come back."""
     received: np.ndarray
@@ -119,20 +122,26 @@ class Statistics:
 
 
 def _median_us(ns: np.ndarray) -> np.ndarray:
-    """Returns medians over runs in microseconds; NaN if each wait was in vain."""
+    """Returns medians over runs in microseconds; NaN if each wait timed out."""
     medians = np.ma.median(np.ma.masked_less(ns, 0), axis=0) / 1e3
     return np.ma.filled(medians, np.nan)
 
 
 def _table(name: str, ns: np.ndarray) -> list[str]:
-    n_ranks = ns.shape[1]
+    """Writes the medians, with as many ranks side by side as a line can have."""
     lines = [f"{name}: median wait in us of a rank (line) for a rank (column)"]
-    lines.append("        " + "".join(f"{rank:>10}" for rank in range(n_ranks)))
-    for rank, waits in enumerate(_median_us(ns)):
-        lines.append(f"{rank:>8}" + "".join(f"{us:>10.1f}" for us in waits))
-    n_in_vain = int((ns < 0).sum())
-    if n_in_vain:
-        lines.append(f"{n_in_vain} waits were in vain and are not counted")
+    cells = [[f"{us:.1f}" for us in waits] for waits in _median_us(ns)]
+    width = 2 + max(len(cell) for waits in cells for cell in waits)
+    n_columns = (_LINE - 8) // width
+    for first in range(0, len(cells), n_columns):
+        shown = range(len(cells))[first : first + n_columns]
+        lines.append(" " * 8 + "".join(f"{rank:>{width}}" for rank in shown))
+        for rank, waits in enumerate(cells):
+            of_rank = "".join(f"{waits[src]:>{width}}" for src in shown)
+            lines.append(f"{rank:>8}{of_rank}")
+    n_timed_out = int((ns < 0).sum())
+    if n_timed_out:
+        lines.append(f"{n_timed_out} waits timed out and are not counted")
     return lines
 
 
@@ -160,9 +169,18 @@ def run_stats(options: argparse.Namespace) -> int:
         statistics = Statistics.load(options.file)
         print(statistics.text())
         if options.plot:
-            statistics.plot(options.plot)
-            print(f"\n{options.plot}")
+            _plot(statistics, options.plot)
     except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
         print(f"max-ep stats: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _plot(statistics: Statistics, path: str) -> None:
+    try:
+        statistics.plot(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plot {path}: {error}") from error
+    print(f"\n{path}")

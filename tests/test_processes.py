@@ -232,6 +232,9 @@ def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
         launch(processes.multiply, 0, (10,))
     with pytest.raises(ValueError, match="lambda.*args that can be pickled"):
         launch(processes.multiply, 2, (lambda: 10,))
+    for args in ("abc", 10):
+        with pytest.raises(TypeError, match=f"args={args!r} must be a sequence of arg"):
+            launch(processes.multiply, 2, args=args)
     script = tmp_path / "script.py"
     script.write_text("import max_ep\n\nmax_ep.launch(print, 2)\n")
     # MAX has changed the environment behind Python's back: not as it is inherited.

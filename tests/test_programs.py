@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from max_ep.cli import main
+from max_ep.stats import Statistics
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
@@ -127,17 +129,69 @@ def test_sums_combine_is_as_exact_as_decided() -> None:
         assert 1 - m["partials"] / m["rows"] > saved
 
 
-def test_plan_explains_what_cannot_be() -> None:
+def test_plan_fits_a_line(monkeypatch, capsys) -> None:
+    """Large numbers are neither cut nor divided."""
+    monkeypatch.setenv("COLUMNS", "80")
+    command = "plan --ranks 128 --experts 256 --top-k 8 --hidden 7168 --tokens 65535"
+    for options, shape in (
+        ("--combine-mode sums", "128 x 65535 x 8 x 16 B,"),
+        ("--protocol by_expert --layout padded", "2 x 128 x 65535 x 14352 B"),
+    ):
+        assert main([*command.split(), *options.split()]) == 0
+        printed = capsys.readouterr().out
+        assert "…" not in printed and f" {shape} " in printed
+        assert max(map(len, printed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ("--dispatch fp8 --hidden 100", "--hidden 100 must be a multiple of 128"),
+        ("--ranks 0", "--ranks 0 must be an integer >= 1"),
+        ("--ranks 400", "--ranks 400, at most 128"),
+        ("--tokens 0", "--tokens 0 must be"),
+        ("--top-k 9", "--top-k 9 is above --experts 8"),
+        ("--hidden 7", "--hidden 7 of bfloat16 (--dispatch) is 14 bytes"),
+        ("--partial float32", "--partial float32 with --combine-mode rows"),
+        ("--shared-expert --layout padded", "--shared-expert needs --layout packed"),
+        ("--tokens 70000 --protocol by_rank", "--protocol by_rank with --tokens 7"),
+    ],
+)
+def test_plan_names_the_option_that_cannot_be(capsys, options: str, says: str) -> None:
+    given = "--ranks 4 --experts 8 --top-k 2 --hidden 128 --tokens 1"
+    assert main(["plan", *given.split(), *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("max-ep plan: ") and says in error
+    assert "=" not in error.replace(">=", "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "doctor",
+        "plan --ranks 4 --experts 8 --top-k 2 --hidden 64 --tokens 1",
+        "stats waits.npz",
+    ],
+)
+def test_output_that_nobody_reads_ends_quietly(tmp_path, command: str) -> None:
+    """As in `max-ep doctor | head -1`; the demo prints as `plan` does."""
+    zeros = np.zeros((1, 2, 2), np.int64)
+    Statistics(zeros, zeros, zeros.astype(np.int32), 4).save(tmp_path / "waits.npz")
+    reader, writer = os.pipe()
+    os.close(reader)
     program = Path(sys.executable).with_name("max-ep")
     done = subprocess.run(
-        [str(program), *"plan --ranks 4 --experts 8".split()]
-        + "--top-k 2 --hidden 100 --tokens 1 --dispatch fp8".split(),
-        capture_output=True,
+        [str(program), *command.split()],
+        cwd=tmp_path,
+        stdout=writer,
+        stderr=subprocess.PIPE,
         text=True,
-        env=dict(os.environ),
+        # Buffered: the last words are written when Python ends.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
     )
-    assert done.returncode == 2
-    assert "hidden_size=100 must be a multiple of 128" in done.stderr
+    os.close(writer)
+    assert done.returncode != 0 and not done.stderr
 
 
 def test_doctor_finds_a_machine_that_can_run() -> None:
@@ -145,18 +199,23 @@ def test_doctor_finds_a_machine_that_can_run() -> None:
     assert "FAIL" not in printed
     for what in ("max", "mojo", "shared memory", "compile cache", "serving", "cpu"):
         assert what in printed
-    assert "by_rank" in printed.splitlines()[-1]
+    assert "by_rank" in printed
 
 
 def test_doctor_names_what_serving_lacks(monkeypatch, capsys) -> None:
+    """Also: its lines fit 80 columns, but for words that are longer."""
     from max_ep import doctor
 
+    monkeypatch.setenv("COLUMNS", "80")
     version = doctor._version
     monkeypatch.setattr(
         doctor, "_version", lambda name: "" if name == "uvicorn" else version(name)
     )
     assert doctor.run_doctor() == 0
-    assert "`max serve` cannot run; lacks uvicorn (uv pip" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "`max serve` cannot run; lacks uvicorn (uv pip" in printed
+    lines = printed.splitlines()
+    assert all(len(line) <= 80 or len(line[22:].split()) == 1 for line in lines)
 
 
 class FakeGpu:

@@ -289,15 +289,15 @@ def test_text() -> None:
     assert some_statistics().text() == "\n".join(
         [
             "dispatch: median wait in us of a rank (line) for a rank (column)",
-            "                 0         1",
-            "       0       0.0       2.0",
-            "       1       nan       0.2",
-            "2 waits were in vain and are not counted",
+            "            0    1",
+            "       0  0.0  2.0",
+            "       1  nan  0.2",
+            "2 waits timed out and are not counted",
             "",
             "combine: median wait in us of a rank (line) for a rank (column)",
-            "                 0         1",
-            "       0       0.0       4.0",
-            "       1       0.0       0.5",
+            "            0    1",
+            "       0  0.0  4.0",
+            "       1  0.0  0.5",
             "",
             "received: 28 rows, 4 experts, the fullest has 1.4 times the mean",
             "       0         4 ################",
@@ -312,6 +312,16 @@ def test_many_experts_share_a_bar() -> None:
     lines = some_statistics(64).text().splitlines()
     assert lines[-32].startswith("     0-3")
     assert lines[-1].split()[:2] == ["124-127", str(127 + 255)]
+
+
+def test_many_ranks_stand_one_below_another() -> None:
+    """24 ranks need 24 columns of 9 characters; a line has room for eight."""
+    ns = np.full((1, 24, 24), 12_345_600)
+    lines = Statistics(ns, ns, np.ones((1, 24, 2), np.int32), 48).text().splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line.split() for line in lines[1 : 3 * 25 : 25]]
+    assert sum(heads, []) == [str(rank) for rank in range(24)]
+    assert lines[26 + 3].split() == ["2", *["12345.6"] * 8]
 
 
 def test_what_does_not_fit_together() -> None:
@@ -363,6 +373,10 @@ def test_command_says_what_is_wrong(
     assert main(["stats", str(tmp_path / "nowhere.npz")]) == 1
     assert "No such file" in capsys.readouterr().err
     some_statistics().save(tmp_path / "good.npz")
+    for picture in ("nowhere/x.png", "x.doc"):
+        path = str(tmp_path / picture)
+        assert main(["stats", str(tmp_path / "good.npz"), "--plot", path]) == 1
+        assert f"max-ep stats: --plot {path}: " in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["stats", str(tmp_path / "good.npz"), "--plot", "x.png"]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
