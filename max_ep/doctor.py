@@ -76,7 +76,8 @@ def run_doctor() -> int:
     """
     from max.driver import Accelerator, accelerator_count
 
-    from .extension import cache_dir, mojo_dir, run_mojo
+    from .cache import cache_dir
+    from .extension import mojo_dir, run_mojo
     from .memory.gpu import out_of_reach
 
     can_run = True

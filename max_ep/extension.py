@@ -2,24 +2,22 @@
 """Finds the Mojo sources, precompiles them once, and runs Mojo programs.
 
 A checkout holds the sources in ``mojo/``; the wheel carries the same folder as
-``max_ep/_mojo``. Precompiled packages are kept in a cache folder under the
-hash of the sources and the compiler's version, so that MAX's own compile
-cache, which goes by path, hits as well.
+``max_ep/_mojo``. Precompiled packages are kept under the hash of the sources and the
+compiler's version, so that MAX's own compile cache, which goes by path, hits as well.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import subprocess
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
 from max.graph import Graph
 from mojo.run import subprocess_run_mojo
 
+from .cache import cache_dir, kept
 from .memory.shmem_parts import bitcode_path, bitcode_version, check_installed
 
 _COMPILE_TIMEOUT_S = 300
@@ -35,36 +33,6 @@ def mojo_dir() -> Path:
     raise FileNotFoundError(
         f"max_ep: no Mojo sources beside {here}; reinstall the package"
     )
-
-
-def cache_dir() -> Path:
-    """Returns where precompiled packages are kept.
-
-    ``MAX_EP_CACHE_DIR`` if set, else ``max_ep`` in the user's cache folder.
-    """
-    if "MAX_EP_CACHE_DIR" in os.environ:
-        return Path(os.environ["MAX_EP_CACHE_DIR"])
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "max_ep"
-
-
-def make_cache_folder(folder: Path) -> None:
-    """Makes a folder below :func:`cache_dir`, if there is none.
-
-    Raises:
-        RuntimeError: If that cannot be, or nobody may write there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        may_write = os.access(folder, os.W_OK)
-        reason = "no permission to write"
-    except OSError as error:
-        may_write, reason = False, error.strerror
-    if not may_write:
-        raise RuntimeError(
-            f"max_ep: nothing can be kept in {folder}: {reason}. Set MAX_EP_CACHE_DIR "
-            "to a folder that you may write to"
-        )
 
 
 @functools.cache
@@ -115,7 +83,8 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
 
     Returns:
         Path of a ``.mojoc`` file. The first call on a machine compiles it,
-        which takes seconds, and so does one that finds it deleted.
+        which takes seconds, and so does one that finds it deleted; other
+        processes wait for it.
 
     Raises:
         RuntimeError: If it cannot be kept, or not be compiled.
@@ -126,17 +95,11 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
             check_installed()
         folder = folder / f"shmem-{bitcode_version()}"
         options = ["--bitcode-libs", str(bitcode_path())]
+    # -I: one package may import another. A relative input keeps machine paths out of
+    # the bytes.
+    command = ("precompile", package, "-I", ".", *options, "-o")
     target = folder / f"{package}.mojoc"
-    if not target.is_file():
-        make_cache_folder(target.parent)
-        # A file of another name cannot be loaded, so the folder is temporary.
-        with tempfile.TemporaryDirectory(dir=target.parent) as build:
-            built = Path(build) / target.name
-            # -I: one package may import another. A relative input keeps
-            # machine paths out of the bytes.
-            run_mojo("precompile", package, "-I", ".", *options, "-o", str(built))
-            os.replace(built, target)
-    return target
+    return kept(target, lambda path: run_mojo(*command, str(path)))
 
 
 def load_ops(graph: Graph, package: str = "max_ep", with_shmem: bool = False) -> None:

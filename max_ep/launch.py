@@ -13,7 +13,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .memory.initializer import GROUP_VARIABLE, NODE_VARIABLE
+from .cache import compile_once
+from .limits import GROUP_VARIABLE, NODE_VARIABLE
 from .memory.symmetric_memory import unlink_group
 
 _GRACE_S = 5.0
@@ -42,6 +43,7 @@ def _child(
 ) -> None:
     os.environ[GROUP_VARIABLE] = group
     os.environ[NODE_VARIABLE] = str(node_id)
+    compile_once()
     try:
         answer = pickle.dumps((True, function(node_id, *args)))
     except BaseException:
@@ -59,10 +61,11 @@ def launch(
 ) -> list[Any]:
     """Runs ``function(node_id, *args)`` in ``n_nodes`` processes.
 
-    The processes form a group: an ``EPCommInitializer`` in each finds its
-    peers by itself. They are spawned (a fork of a process that has used MAX
-    hangs), so ``function`` must be importable and ``args`` picklable, and a script
-    must call this under ``if __name__ == "__main__":``, for each process imports it.
+    The processes form a group: an ``EPCommInitializer`` in each finds its peers by
+    itself. One process compiles a graph, the others wait for it. They are spawned (a
+    fork of a process that has used MAX hangs), so ``function`` must be importable and
+    ``args`` picklable, and a script must call this under
+    ``if __name__ == "__main__":``, for each process imports it.
 
     Args:
         function: What each process does.

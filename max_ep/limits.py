@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an ``EPConfig`` may hold: largest sizes, and the choices there are."""
+"""What an ``EPConfig`` may hold, and the names of environment variables."""
 
 NUM_GROUPS = 2
 """Buffer groups of the graph inputs: 0 is dispatch, 1 is combine."""
@@ -33,3 +33,9 @@ the 48 KiB of shared memory that every block has."""
 
 MAX_TIMEOUT_S = 24 * 3600
 """Longest ``timeout_s``: a day."""
+
+GROUP_VARIABLE = "MAX_EP_GROUP"
+"""Environment variable that names the group (set by :func:`max_ep.launch`)."""
+
+NODE_VARIABLE = "MAX_EP_NODE_ID"
+"""Environment variable that gives ``node_id`` (set by :func:`max_ep.launch`)."""

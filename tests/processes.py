@@ -47,7 +47,7 @@ from max_ep import (
     extension_path,
     reference,
 )
-from max_ep.memory.initializer import GROUP_VARIABLE, NODE_VARIABLE
+from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
 from max_ep.memory.symmetric_memory import SharedMemory
 
 N_RANKS = 4
@@ -1055,11 +1055,12 @@ def work(node_id: int, graphs: str) -> str:
 # ---------------------------------------------------------- children without ranks
 
 
-def multiply(node_id: int, factor: int) -> tuple[int, str, str]:
+def multiply(node_id: int, factor: int) -> tuple[int, str, str, bool]:
     return (
         node_id * factor,
         os.environ[NODE_VARIABLE],
         os.environ[GROUP_VARIABLE],
+        hasattr(InferenceSession.compile, "__wrapped__"),  # by compile_once
     )
 
 

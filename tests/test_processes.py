@@ -220,6 +220,7 @@ def test_results_are_in_order() -> None:
     results = launch(processes.multiply, 3, (10,), timeout_s=60)
     assert [r[0] for r in results] == [0, 10, 20]
     assert [r[1] for r in results] == ["0", "1", "2"]
+    assert all(r[3] for r in results), "graphs are compiled by each"
     groups = {r[2] for r in results}
     assert len(groups) == 1 and len(groups.pop()) >= 16
 

@@ -11,19 +11,14 @@ from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 
+from ..cache import compile_once
 from ..config import EPConfig
 from ..extension import run_mojo
-from ..limits import NUM_GROUPS
+from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from .gpu import GpuMemory
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
-
-GROUP_VARIABLE = "MAX_EP_GROUP"
-"""Environment variable that names the group (set by :func:`max_ep.launch`)."""
-
-NODE_VARIABLE = "MAX_EP_NODE_ID"
-"""Environment variable that gives ``node_id`` (set by :func:`max_ep.launch`)."""
 
 _SEND, _RECV, _COUNTS = range(3)
 
@@ -49,6 +44,8 @@ class EPCommInitializer:
             group: Name of the group, if ``n_nodes > 1``; None: taken from the
                 environment.
         """
+        if config.n_nodes > 1:
+            compile_once()
         self.config = config
         self._group = group
         self._memory: LocalMemory | SharedMemory | GpuMemory | ShmemMemory | None = None

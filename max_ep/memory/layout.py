@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import tempfile
 from dataclasses import dataclass, fields
+from pathlib import Path
 
-from ..extension import cache_dir, make_cache_folder, run_mojo, sources_hash
+from ..cache import cache_dir, kept
+from ..extension import run_mojo, sources_hash
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,12 @@ def region_sizes(*question: str | int) -> RegionSizes:
         question: What ``layout_query.mojo`` is asked; see ``EPConfig.sizes``.
     """
     words = [str(word) for word in question]
-    folder = cache_dir() / sources_hash()
-    answer = folder / ("layout-" + "-".join(words) + ".json")
-    if answer.is_file():
-        sizes = json.loads(answer.read_text())
-    else:
+
+    def ask(path: Path) -> None:
         printed = run_mojo("run", "-I", ".", "layout_query.mojo", *words)
         lines = (line.split() for line in printed.splitlines())
-        sizes = {name: int(value) for name, value in lines}
-        make_cache_folder(folder)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as written:
-            json.dump(sizes, written)
-        os.replace(written.name, answer)
+        path.write_text(json.dumps({name: int(value) for name, value in lines}))
+
+    answer = kept(cache_dir() / sources_hash() / f"layout-{'-'.join(words)}.json", ask)
+    sizes = json.loads(answer.read_text())
     return RegionSizes(**{f.name: sizes[f.name] for f in fields(RegionSizes)})

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept between runs; of several processes one makes it, the others wait.
+
+MAX keeps compiled graphs in a cache of its own. Processes that start together find
+nothing there and would all compile: :func:`compile_once` makes them wait for the first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from max.engine import InferenceSession
+from max.graph import Graph
+
+from .limits import NODE_VARIABLE
+
+_POLL_S = 0.05
+_FIRST_REPORT_S = 2.0
+_REPORT_EVERY_S = 10.0
+_PATIENCE_S = 900.0
+_DONE = b"done"
+
+
+def cache_dir() -> Path:
+    """Returns where precompiled packages are kept.
+
+    ``MAX_EP_CACHE_DIR`` if set, else ``max_ep`` in the user's cache folder.
+    """
+    if "MAX_EP_CACHE_DIR" in os.environ:
+        return Path(os.environ["MAX_EP_CACHE_DIR"])
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "max_ep"
+
+
+def kept(target: Path, make: Callable[[Path], None]) -> Path:
+    """Returns a file below :func:`cache_dir`; one process makes it if there is none.
+
+    Args:
+        target: The file.
+        make: Writes it, to a path of the same name in another folder.
+
+    Raises:
+        RuntimeError: If nobody may write there.
+    """
+    if target.is_file():
+        return target
+    _make_folder(target.parent)
+    with one_at_a_time(target.parent / f"{target.name}.lock", target.name):
+        if not target.is_file():
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                made = Path(folder) / target.name
+                make(made)
+                os.replace(made, target)
+    return target
+
+
+def compile_once() -> None:
+    """Lets processes of this host compile a graph once, from now on in this one.
+
+    The first that calls ``InferenceSession.load`` or ``compile`` for a graph compiles
+    it, the others wait, say so on stderr, and find it in MAX's cache.
+    :func:`max_ep.launch` calls this in its processes, and so does an
+    ``EPCommInitializer`` of a group of several.
+    """
+    compile_alone = InferenceSession.compile
+    if hasattr(compile_alone, "__wrapped__"):
+        return
+
+    @functools.wraps(compile_alone)
+    def compile(session: InferenceSession, model: Any, **options: Any) -> Any:
+        if not isinstance(model, Graph):
+            return compile_alone(session, model, **options)
+        text = str(model.module.mlir_module)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        lock = cache_dir() / "graphs" / f"{digest}.lock"
+        with one_at_a_time(lock, f"graph {model.name!r}"):
+            return compile_alone(session, model, **options)
+
+    InferenceSession.compile = compile  # type: ignore[method-assign]
+
+
+@contextmanager
+def one_at_a_time(lock: Path, what: str) -> Iterator[None]:
+    """Lets one process run the block; those that waited for it go on together.
+
+    The lock is the kernel's (``flock``): the end of its holder, in whatever way, frees
+    it. If there can be no lock, nobody waits.
+
+    Args:
+        lock: Its file. Holds the process that works, or ``done``.
+        what: What the block makes, for who waits.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        is_first = _take(fd, what)
+        yield
+        if is_first:
+            _write(fd, _DONE)
+    finally:
+        os.close(fd)
+
+
+def _take(fd: int, what: str) -> bool:
+    """Waits for the lock; returns whether this process is the one that works."""
+    begin = time.monotonic()
+    report_at = begin + _FIRST_REPORT_S
+    while True:
+        if _lock(fd, fcntl.LOCK_EX):
+            _write(fd, _name().encode())
+            return True
+        # Shared among those that use what is done. Not done: its maker has failed.
+        if _lock(fd, fcntl.LOCK_SH):
+            if os.pread(fd, 64, 0) == _DONE:
+                return False
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        now = time.monotonic()
+        if now > report_at:
+            report_at = now + _REPORT_EVERY_S
+            maker = os.pread(fd, 64, 0).decode()
+            _report(f"{maker} to compile {what} ({now - begin:.0f} s)")
+        if now - begin > _PATIENCE_S:
+            _report(f"{what} no longer, and compiles it, too")
+            return False
+        time.sleep(_POLL_S)
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # A file system without locks: nobody waits.
+    return True
+
+
+def _write(fd: int, text: bytes) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, text, 0)
+
+
+def _report(text: str) -> None:
+    print(f"max_ep: {_name()} waits for {text}", file=sys.stderr, flush=True)
+
+
+def _name() -> str:
+    node = os.environ.get(NODE_VARIABLE)
+    return f"process {os.getpid()}" + (f" (node {node})" if node else "")
+
+
+def _make_folder(folder: Path) -> None:
+    """Raises if nothing can be written to a folder, which is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        may_write = os.access(folder, os.W_OK)
+        reason = "no permission to write"
+    except OSError as error:
+        may_write, reason = False, error.strerror
+    if not may_write:
+        raise RuntimeError(
+            f"max_ep: nothing can be kept in {folder}: {reason}. Set MAX_EP_CACHE_DIR "
+            "to a folder that you may write to"
+        )
