@@ -7,8 +7,13 @@ cases, with open token counts, and run for every routing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from cases import BF16, Case, Expected, Inputs
@@ -22,6 +27,20 @@ from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.reference import DispatchResult, PaddedResult
 
 CPU = DeviceRef.CPU()
+
+
+def run_in_child(code: str, *arguments: str) -> str:
+    """Runs Python code that may crash in a process of its own; returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"died of {done.returncode}: {done.stderr[-1000:]}"
+    return done.stdout
 
 
 def to_buffer(array: np.ndarray, device: Device | None = None) -> Buffer:
@@ -83,17 +102,24 @@ class ReceivedPadded:
 
 
 def input_types(
-    case: Case, prefix: str = "", config: EPConfig | None = None
+    case: Case,
+    prefix: str = "",
+    config: EPConfig | None = None,
+    numbers_differ: bool = False,
 ) -> list[TensorType]:
-    """Declares the inputs of all ranks of a case, in the order of `flatten`."""
+    """Declares the inputs of all ranks of a case, in the order of `flatten`.
+
+    With `numbers_differ`, tokens, ids and weights may have different numbers of rows.
+    """
     types = []
     for rank in range(case.n_ranks):
         n = f"{prefix}{case.name}_t{rank}"
         place = CPU if config is None else config.device(rank)
+        rows = [f"{n}_{what}" if numbers_differ else n for what in range(3)]
         types += [
-            TensorType(case.tokens, [n, case.hidden_size], place),
-            TensorType(DType.int32, [n, case.top_k], place),
-            TensorType(DType.float32, [n, case.top_k], place),
+            TensorType(case.tokens, [rows[0], case.hidden_size], place),
+            TensorType(DType.int32, [rows[1], case.top_k], place),
+            TensorType(DType.float32, [rows[2], case.top_k], place),
         ]
         if case.scales is not None:
             n_scales = 1 if case.scales == "one" else case.n_experts
@@ -186,11 +212,7 @@ def take_outputs(
 
     kind = ReceivedPadded if case.is_padded else Received
     return [
-        kind(
-            take(),
-            take() if case.is_fp8 else None,
-            *(take() for _ in range(5)),
-        )
+        kind(take(), take() if case.is_fp8 else None, *(take() for _ in range(5)))
         for _ in range(case.n_ranks)
     ]
 
@@ -220,6 +242,24 @@ def fused_round_trip(
     ]
 
 
+@contextlib.contextmanager
+def building(
+    name: str,
+    case: Case,
+    config: EPConfig | None = None,
+    module: Module | None = None,
+    numbers_differ: bool = False,
+) -> Iterator[tuple[EPBatchManager, list[RankInputs], Graph]]:
+    """Begins a graph of one case: a manager that has its buffers, and all inputs."""
+    config = config or case.config()
+    manager = EPBatchManager(config)
+    types = input_types(case, "", config, numbers_differ)
+    declared = [*types, *manager.input_types()]
+    with Graph(name, input_types=declared, module=module) as graph:
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        yield manager, take_inputs(case, iter(graph.inputs)), graph
+
+
 class Groups:
     """The groups of several cases in one compiled graph."""
 
@@ -232,6 +272,7 @@ class Groups:
         config: Callable[[Case], EPConfig] = Case.config,
         build: Callable = round_trip,
         module: Module | None = None,
+        numbers_differ: bool = False,
     ) -> None:
         """Builds and compiles the graph and sets up each case's memory.
 
@@ -242,8 +283,9 @@ class Groups:
         managers = {n: EPBatchManager(config(c)) for n, c in cases.items()}
         types = []
         for case_name, case in cases.items():
-            types += input_types(case, config=managers[case_name].config)
-            types += managers[case_name].input_types()
+            manager = managers[case_name]
+            types += input_types(case, "", manager.config, numbers_differ)
+            types += manager.input_types()
         with Graph(name, input_types=types, module=module) as graph:
             values = iter(graph.inputs)
             outputs = []

@@ -169,7 +169,6 @@ LONG_FILES = {
     "tests/assembly.py",
     "tests/processes.py",
     "tests/test_codegen_rank_slots.py",
-    "tests/test_errors.py",
     "tests/test_reference.py",
     "tests/test_round_trip.py",
     "tests/test_symmetric_memory.py",
