@@ -311,7 +311,6 @@ def test_router_weights_are_given_once() -> None:
             manager.ep_dispatch_all(*all_ranks, [x.weights] * 2)
         with raises(ValueError, "router_weights; 1 tensors; 2 local ranks"):
             manager.ep_dispatch_all(*all_ranks, router_weights=[x.weights])
-        # Those of a bfloat16 router are widened.
         manager.ep_dispatch_all(*all_ranks, router_weights=[x.narrow] * 2)
         words = "combine; combine_mode='sums'; takes no router weights"
         with raises(ValueError, f"{words}; dispatch takes them"):
@@ -355,7 +354,6 @@ def test_combine_wait_needs_the_shared_rows() -> None:
 
 
 def test_not_graph_values() -> None:
-    """Arrays, as one would pass to `execute`, are no graph values."""
     with building() as (manager, x):
         with raises(TypeError, "input_tokens; ndarray; graph value"):
             manager.ep_dispatch_async(np.zeros((4, 80)), x.ids, 0)

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,13 +34,14 @@ from harness import (
     Groups,
     RankInputs,
     Received,
-    assert_combined,
     assert_dispatched,
     assert_round_trip,
     assert_same_bits,
     flatten,
+    fused_round_trip,
     input_types,
     round_trip,
+    run_in_child,
     take_inputs,
     take_outputs,
     to_buffer,
@@ -114,33 +111,15 @@ def run_small(small: Groups) -> Callable:
     return run
 
 
-case_names = pytest.mark.parametrize("name", SMALL_CASES)
-packed_case_names = pytest.mark.parametrize(
-    "name", [n for n, c in SMALL_CASES.items() if not c.is_padded]
-)
-routings = pytest.mark.parametrize("routing", ROUTINGS)
-
-
-@routings
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("data", ["telling", "random"])
-@case_names
-def test_dispatch_is_the_oracles(
-    run_small: Callable, name: str, data: str, routing: str
-) -> None:
-    run = run_small(routing, data)
-    want = expected_dispatch(SMALL_CASES[name], run.given[name])
-    assert_dispatched(f"{name}, {routing}, {data}", run.got[name], want)
-
-
-@routings
-@pytest.mark.parametrize("data", ["telling", "random"])
-@case_names
-def test_combine_is_the_oracles(
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_round_trip_is_the_oracles(
     run_small: Callable, name: str, data: str, routing: str
 ) -> None:
     run = run_small(routing, data)
     want = expected(SMALL_CASES[name], run.given[name])
-    assert_combined(f"{name}, {routing}, {data}", run.got[name], want.combine)
+    assert_round_trip(f"{name}, {routing}, {data}", run.got[name], want)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +132,15 @@ def test_dispatch_copies_any_bits(run_small: Callable, name: str) -> None:
     assert_dispatched(f"{name}, any bits", run.got[name], want)
 
 
-@packed_case_names
-def test_stats_are_upper_bounds(run_small: Callable, name: str) -> None:
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_bounds_are_kept_and_reached(run_small: Callable, name: str) -> None:
+    """Stats are upper bounds; `full` routing fills rank 0, or its fullest expert."""
+    case = SMALL_CASES[name]
+    first = run_small("full", "random").got[name][0]
+    if case.is_padded:
+        assert first.recv_counts.max() == case.capacity == first.rows.shape[1]
+        return
+    assert [first.row_offsets[-1]] == case.rows_shape == [len(first.rows)]
     for routing in ("full", "uniform", "all_silent"):
         for rank, got in enumerate(run_small(routing, "random").got[name]):
             where = f"{name}, {routing}, rank {rank}: stats {got.stats}"
@@ -164,22 +150,6 @@ def test_stats_are_upper_bounds(run_small: Callable, name: str) -> None:
             assert np.count_nonzero(rows_of) <= got.stats[1], where
 
 
-@packed_case_names
-def test_full_routing_fills_rank_0(run_small: Callable, name: str) -> None:
-    """The largest output there can be is reached, so the bound is tested."""
-    got = run_small("full", "random").got[name][0]
-    assert [got.row_offsets[-1]] == SMALL_CASES[name].rows_shape == [len(got.rows)]
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, c in SMALL_CASES.items() if n in LAYOUT_CASES and c.is_padded]
-)
-def test_full_routing_fills_padded_experts(run_small: Callable, name: str) -> None:
-    """An expert that all tokens of all ranks choose has no room left."""
-    got = run_small("full", "random").got[name][0]
-    assert got.recv_counts.max() == LAYOUT_CASES[name].capacity == got.rows.shape[1]
-
-
 @pytest.fixture(scope="module")
 def large(compiled: SimpleNamespace) -> Groups:
     return compiled.large
@@ -187,7 +157,7 @@ def large(compiled: SimpleNamespace) -> Groups:
 
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
 def test_large_launches(large: Groups, routing: str) -> None:
-    """Launches dealt over worker threads and writing past the caches."""
+    """Launches spread over worker threads and writing past the caches."""
     given = {}
     for name, case in LARGE_CASES.items():
         counts = [case.max_tokens_per_rank, case.max_tokens_per_rank - 3]
@@ -225,19 +195,8 @@ print("same bits")
 
 
 def test_expert_rows_at_any_address(one_module: SimpleNamespace) -> None:
-    """Rows that a caller's array puts off a 16-byte boundary.
-
-    In a process of its own, for it may crash.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", _UNALIGNED, str(one_module.path)],
-        cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert "same bits" in done.stdout, f"{done.returncode}: {done.stderr[-1000:]}"
+    """Rows that a caller's array puts off a 16-byte boundary."""
+    assert "same bits" in run_in_child(_UNALIGNED, str(one_module.path))
 
 
 # ------------------------------------------------------------ number of ranks
@@ -266,18 +225,15 @@ def test_combine_does_not_depend_on_the_number_of_ranks(small: Groups, i: int) -
         )
     got = small.run(given)
     want = expected(CASES["one_rank"], whole).combine[0]
-    for name in SPLITS:
+    for name, splits in SPLITS.items():
         result = np.concatenate([rank.result for rank in got[name]])
-        assert_same_bits(f"{name}, {splits_text(name, i)}", result, want)
-
-
-def splits_text(name: str, i: int) -> str:
-    return f"tokens of the ranks {SPLITS[name][i]}"
+        assert_same_bits(f"{name}, tokens of the ranks {splits[i]}", result, want)
 
 
 # -------------------------------------------------- forms, layers, generations
 
 TWO = CASES["two_ranks"]
+PADDED_SUMS = dict(output_layout="padded", protocol="by_rank", combine_mode="sums")
 ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
 ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
 FORM_CASES = {
@@ -287,18 +243,7 @@ FORM_CASES = {
     # Groups of several ranks are those of small cases, whose ops are compiled anyway.
     "by_rank": BY_RANK_CASES["top_32_by_rank"],
     "sums": SUMS_CASES["uneven_7_on_3_sums"],
-    "reduced_padded": Case(
-        "reduced_padded",
-        1,
-        6,
-        2,
-        128,
-        7,
-        "fp8",
-        output_layout="padded",
-        protocol="by_rank",
-        combine_mode="sums",
-    ),
+    "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
     "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
@@ -310,93 +255,49 @@ def call_ep_round_trip(
     manager: EPBatchManager, case: Case, ranks: list[RankInputs], how: str
 ) -> list[list]:
     """Builds what `harness.round_trip` builds from the `call_ep_*` functions."""
-    config = manager.config
-    counters = manager.atomic_counters[0]
-    pointers = [
-        (
-            manager.send_buf_ptrs[group],
-            manager.recv_buf_ptrs[group],
-            manager.recv_count_ptrs[group],
-        )
-        for group in range(2)
-    ]
-    n_tokens = [given.tokens.shape[0] for given in ranks]
-    sent, weights = zip(*(weights_of(config, given) for given in ranks))
-    if how == "halves":
-        for given, counter, w in zip(ranks, counters, sent):
-            call_ep_dispatch_async(
-                given.tokens,
-                given.ids,
-                counter,
-                *pointers[0],
-                config,
-                given.input_scales,
-                w,
-            )
-        dispatched = [
-            call_ep_dispatch_wait(counter, *pointers[0][1:], config)
-            for counter in counters
-        ]
+    config, counters = manager.config, manager.atomic_counters[0]
+    to, back = manager._pointers(0), manager._pointers(1)
+    tokens, ids = [x.tokens for x in ranks], [x.ids for x in ranks]
+    scales = [x.input_scales for x in ranks]
+    sent, weights = zip(*(weights_of(config, x) for x in ranks))
+    each = list(zip(tokens, ids, counters, scales, sent))
+    if how == "split":
+        for x, chosen, counter, scale, w in each:
+            call_ep_dispatch_async(x, chosen, counter, *to, config, scale, w)
+        dispatched = [call_ep_dispatch_wait(c, *to[1:], config) for c in counters]
     elif how == "fused":
         dispatched = [
-            call_ep_dispatch(
-                given.tokens,
-                given.ids,
-                counter,
-                *pointers[0],
-                config,
-                given.input_scales,
-                w,
-            )
-            for given, counter, w in zip(ranks, counters, sent)
+            call_ep_dispatch(x, chosen, counter, *to, config, scale, w)
+            for x, chosen, counter, scale, w in each
         ]
     else:
-        scales = [given.input_scales for given in ranks]
-        dispatched = call_distributed_ep_dispatch(
-            [given.tokens for given in ranks],
-            [given.ids for given in ranks],
-            counters,
-            *pointers[0],
-            config,
-            scales if case.scales else None,
-            list(sent) if case.combines_sums else None,
-        )
+        more = scales if case.scales else None, list(sent) if sent[0] else None
+        given = tokens, ids, counters, *to, config
+        dispatched = call_distributed_ep_dispatch(*given, *more)
+
     rows = [
         d[0] if given.expert_rows is None else given.expert_rows
         for d, given in zip(dispatched, ranks)
     ]
-    src_info = [d[-2] if case.is_padded else d[-1] for d in dispatched]
-    if how == "halves":
-        for x, info, counter in zip(rows, src_info, counters):
-            call_ep_combine_async(x, info, counter, *pointers[1], config)
+    infos = [d[-2] if case.is_padded else d[-1] for d in dispatched]
+    n_tokens = [x.shape[0] for x in tokens]
+    if how == "split":
+        for x, info, counter in zip(rows, infos, counters):
+            call_ep_combine_async(x, info, counter, *back, config)
+        unsent = rows if config.adds_unsent_rows else [None] * len(rows)
         results = [
-            call_ep_combine_wait(
-                counter,
-                *pointers[1][1:],
-                config,
-                n,
-                w,
-                x if config.adds_unsent_rows else None,
-            )
-            for counter, n, w, x in zip(counters, n_tokens, weights, rows)
+            call_ep_combine_wait(counter, *back[1:], config, n, w, x)
+            for counter, n, w, x in zip(counters, n_tokens, weights, unsent)
         ]
     elif how == "fused":
         results = [
-            call_ep_combine(x, info, counter, *pointers[1], config, n, w)
-            for x, info, counter, n, w in zip(
-                rows, src_info, counters, n_tokens, weights
-            )
+            call_ep_combine(x, info, counter, *back, config, n, w)
+            for x, info, counter, n, w in zip(rows, infos, counters, n_tokens, weights)
         ]
     else:
-        results = call_distributed_ep_combine(
-            rows,
-            src_info,
-            counters,
-            *pointers[1],
-            config,
-            n_tokens,
-            None if case.combines_sums else list(weights),
-        )
+        given = rows, infos, counters, *back, config, n_tokens
+        weighed = list(weights) if weights[0] else None
+        results = call_distributed_ep_combine(*given, weighed)
     if case.is_padded:
         return [[*d, d[-2], result] for d, result in zip(dispatched, results)]
     # The manager gives stats, these functions do not: keep the order of
@@ -412,18 +313,20 @@ def all_round_trip(
     The ranks are named in reverse, which must not matter.
     """
     order = list(reversed(range(len(ranks))))
-    scales = [ranks[i].input_scales for i in order]
-    weights = [ranks[i].weights for i in order]
+    given = [ranks[i] for i in order]
+    weights = [x.weights for x in given]
     dispatched = manager.ep_dispatch_all(
-        [ranks[i].tokens for i in order],
-        [ranks[i].ids for i in order],
+        [x.tokens for x in given],
+        [x.ids for x in given],
         order,
-        scales if case.scales else None,
+        [x.input_scales for x in given] if case.scales else None,
         weights if case.combines_sums else None,
     )
-    given_rows = [ranks[i].expert_rows for i in order]
     results = manager.ep_combine_all(
-        [d[0] if g is None else g for d, g in zip(dispatched, given_rows)],
+        [
+            d[0] if x.expert_rows is None else x.expert_rows
+            for d, x in zip(dispatched, given)
+        ],
         None if case.combines_sums else weights,
         order,
     )
@@ -434,29 +337,17 @@ def all_round_trip(
     return built[::-1]
 
 
-def fused_round_trip(
-    manager: EPBatchManager, case: Case, ranks: list[RankInputs]
-) -> list[list]:
-    """Builds what `harness.round_trip` builds, one launch a direction."""
-    (given,) = ranks
-    sent, weights = weights_of(manager.config, given)
-    d = manager.ep_dispatch(given.tokens, given.ids, 0, given.input_scales, sent)
-    rows = d[0] if given.expert_rows is None else given.expert_rows
-    result = manager.ep_combine(rows, weights, 0)
-    return [[*d, manager._src_info[0], result]]
-
-
 FORMS = {
-    "two_ranks": ["async_wait", "all", "call_halves", "call_distributed"],
-    "one": ["fused", "call_halves", "call_fused", "call_distributed"],
+    "two_ranks": ["async_wait", "all", "call_split", "call_distributed"],
+    "one": ["fused", "call_split", "call_fused", "call_distributed"],
     "one_fp8": ["fused", "all", "call_fused"],
     "by_rank": ["all"],
-    "sums": ["all", "call_halves"],
-    "reduced_padded": ["fused", "call_fused"],
+    "sums": ["all", "call_split"],
+    "sums_padded": ["fused", "call_fused"],
     "padded": ["fused", "call_fused"],
-    "padded_three": ["all", "call_halves", "call_distributed"],
+    "padded_three": ["all", "call_split", "call_distributed"],
     "shared": ["fused", "call_fused"],
-    "shared_three": ["all", "call_halves", "call_distributed"],
+    "shared_three": ["all", "call_split", "call_distributed"],
 }
 """`async_wait`, the form of the small cases, only where layers follow each other."""
 
@@ -469,7 +360,7 @@ def build_form(
     if form == "all":
         return all_round_trip(manager, case, ranks)
     if form == "fused":
-        return fused_round_trip(manager, case, ranks)
+        return fused_round_trip(manager, ranks)
     return call_ep_round_trip(manager, case, ranks, form.removeprefix("call_"))
 
 
@@ -538,27 +429,22 @@ class Forms:
         self.buffers = {n: c.model_inputs() for n, c in self.comms.items()}
 
     def _interleave(self, a: list[RankInputs], b: list[RankInputs]) -> list:
-        """Builds two round trips, step for step in turn."""
+        """Builds two round trips whose steps alternate."""
         sides = [(self.managers["two_ranks"], a), (self.managers["other"], b)]
         each = range(TWO.n_ranks)
         for rank in each:
             for manager, given in sides:
                 manager.ep_dispatch_async(given[rank].tokens, given[rank].ids, rank)
-        got = [[m.ep_dispatch_wait(rank) for m, _ in sides] for rank in each]
+        built = [
+            [[*m.ep_dispatch_wait(r), m._src_info[r]] for m, _ in sides] for r in each
+        ]
         for rank in reversed(each):
-            for (manager, _), d in zip(sides, got[rank]):
+            for (manager, _), d in zip(sides, built[rank]):
                 manager.ep_combine_async(d[0], rank)
-        results = [
-            [m.ep_combine_wait(given[rank].weights, rank) for m, given in sides]
-            for rank in each
-        ]
-        return [
-            [
-                [*got[rank][side], manager._src_info[rank], results[rank][side]]
-                for rank in each
-            ]
-            for side, (manager, _) in enumerate(sides)
-        ]
+        for rank in each:
+            for (manager, given), d in zip(sides, built[rank]):
+                d.append(manager.ep_combine_wait(given[rank].weights, rank))
+        return list(zip(*built))
 
     def run(self, given: dict[str, Inputs], second: Inputs) -> dict:
         """Runs the graph once; returns a list of `Received` a label."""
