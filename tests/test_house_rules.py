@@ -163,8 +163,6 @@ LONG_FILES = {
     "mojo/max_ep/layout.mojo",
     "mojo/max_ep/ops.mojo",
     "mojo/max_ep/rank_slots/dispatch.mojo",
-    "mojo/max_ep/rank_slots/dispatch_receive.mojo",
-    "mojo/max_ep/rank_slots/dispatch_send.mojo",
     "mojo/max_ep/rank_slots/index.mojo",
     "tests/assembly.py",
     "tests/processes.py",
