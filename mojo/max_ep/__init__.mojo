@@ -18,7 +18,7 @@ from .api import (
 )
 from .counters import EPLocalSyncCounters
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from .formats.with_choices import WithChoicesTokenFormat
+from .formats.with_metadata import WithMetadataTokenFormat
 from .ops import *
 from .routing_ops import *
 from .token_format import (

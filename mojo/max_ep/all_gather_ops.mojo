@@ -12,13 +12,8 @@ from .api import (
     ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
-from .formats.with_choices import RowsWithChoices, WithChoicesTokenFormat
-from .ops import (
-    PointersTensor,
-    WordsTensor,
-    bytes_of,
-    router_weights_of,
-)
+from .formats.with_metadata import RowsWithChoices, WithMetadataTokenFormat
+from .ops import bytes_of, PointersTensor, router_weights_of, WordsTensor
 
 
 @always_inline
@@ -44,7 +39,7 @@ struct DispatchAsyncWithChoices:
     def execute[
         target: StaticString,
         dispatch_dtype: DType,
-        n_carried: Int,
+        router_top_k: Int,
         hidden_size: Int,
         top_k: Int,
         n_experts: Int,
@@ -69,8 +64,8 @@ struct DispatchAsyncWithChoices:
     ) raises:
         """Runs the op on one rank; see the launcher of its name."""
         ep_dispatch_async_kernel_api[
-            WithChoicesTokenFormat[
-                dispatch_dtype, hidden_size, top_k, n_carried
+            WithMetadataTokenFormat[
+                dispatch_dtype, hidden_size, top_k, router_top_k
             ],
             n_experts,
             max_tokens_per_rank,
@@ -100,7 +95,7 @@ struct DispatchWaitWithChoices:
     def execute[
         target: StaticString,
         dispatch_dtype: DType,
-        n_carried: Int,
+        router_top_k: Int,
         hidden_size: Int,
         top_k: Int,
         n_experts: Int,
@@ -128,8 +123,8 @@ struct DispatchWaitWithChoices:
     ) raises:
         """Runs the op on one rank; see the launcher of its name."""
         ep_dispatch_wait_kernel_api[
-            WithChoicesTokenFormat[
-                dispatch_dtype, hidden_size, top_k, n_carried
+            WithMetadataTokenFormat[
+                dispatch_dtype, hidden_size, top_k, router_top_k
             ],
             n_experts,
             max_tokens_per_rank,
@@ -161,7 +156,7 @@ struct DispatchWithChoices:
     def execute[
         target: StaticString,
         dispatch_dtype: DType,
-        n_carried: Int,
+        router_top_k: Int,
         hidden_size: Int,
         top_k: Int,
         n_experts: Int,
@@ -194,8 +189,8 @@ struct DispatchWithChoices:
     ) raises:
         """Runs the op on one rank; see the launcher of its name."""
         ep_dispatch_kernel_api[
-            WithChoicesTokenFormat[
-                dispatch_dtype, hidden_size, top_k, n_carried
+            WithMetadataTokenFormat[
+                dispatch_dtype, hidden_size, top_k, router_top_k
             ],
             n_experts,
             max_tokens_per_rank,

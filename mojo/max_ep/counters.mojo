@@ -21,7 +21,7 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
                           in the last dispatch_wait, and of each of their
                           choices the row here, or that there is none, and the
                           router weight. Sources are counted from this rank on
-                          (`source_from`)
+                          (`relative_rank`)
 """
 import max.gpu.primitives.warp as warp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
@@ -55,7 +55,7 @@ def rank_elsewhere(row: Int32) -> Int:
 
 
 @always_inline
-def source_from(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
+def relative_rank(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
     """Counts the sources from a rank on: itself is 0, the one after it 1.
 
     So a launch finds what it has noted of the first ones before it has read which
@@ -66,7 +66,7 @@ def source_from(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
 
 
 @always_inline
-def source_rank(my_rank: Int, source: Int, n_ranks: Int) -> Int:
+def rank_of_relative(my_rank: Int, source: Int, n_ranks: Int) -> Int:
     """Finds the rank of a source that is counted so."""
     var rank = my_rank + source
     return rank - n_ranks if rank >= n_ranks else rank
@@ -101,8 +101,8 @@ warps rely on it; with `rank_slots` whoever gives up does, and one warp reads it
 for its block (`start_launch`)."""
 
 comptime _BLOCKS_DONE = 28  # GPU ranks
-comptime _DISPATCH_CLEAR = 29
-comptime _COMBINE_CLEAR = 30
+comptime _DISPATCH_DRAINED = 29
+comptime _COMBINE_DRAINED = 30
 comptime _MOST_RECEIVED = 31
 
 comptime FAILURE_WORD = 20
@@ -182,9 +182,9 @@ struct LaunchHeader(TrivialRegisterPassable):
     """The last generation that combine received."""
     var combine_of: UInt32
     """Which dispatch the last `combine_async` answered."""
-    var dispatch_clear: UInt32
+    var dispatch_drained: UInt32
     """The last generation of dispatch that all ranks are known to have read."""
-    var combine_clear: UInt32
+    var combine_drained: UInt32
     """The last generation of combine that all ranks are known to have read."""
     var most_received: Int
     """Tokens of the source that had most in the last dispatch."""
@@ -219,8 +219,8 @@ struct LaunchHeader(TrivialRegisterPassable):
             get(_COMBINE_SENT).cast[DType.uint32](),
             get(_COMBINE_RECEIVED).cast[DType.uint32](),
             get(_COMBINE_OF).cast[DType.uint32](),
-            get(_DISPATCH_CLEAR).cast[DType.uint32](),
-            get(_COMBINE_CLEAR).cast[DType.uint32](),
+            get(_DISPATCH_DRAINED).cast[DType.uint32](),
+            get(_COMBINE_DRAINED).cast[DType.uint32](),
             Int(get(_MOST_RECEIVED)),
             Int(get(_N_TOKENS)),
             Int(get(_N_TOKENS + 1)),
@@ -300,7 +300,7 @@ struct EPLocalSyncCounters[n_experts: Int](
                 return Int32(fields[field])
         return 0
 
-    def is_cut_as(self, group: Group) -> Bool:
+    def matches_layout(self, group: Group) -> Bool:
         """Tells whether the regions are cut as a launch expects."""
         for i in range(_LAYOUT, _LAYOUT + _N_FIELDS):
             var found = self.words[unsafe_offset=i]
@@ -451,16 +451,16 @@ struct EPLocalSyncCounters[n_experts: Int](
         self.words[unsafe_offset=_MOST_RECEIVED] = Int32(n_tokens)
 
     @always_inline
-    def set_dispatch_clear(self, generation: UInt32):
+    def set_dispatch_drained(self, generation: UInt32):
         """Notes that all ranks have read a generation of dispatch."""
-        self.words[unsafe_offset=_DISPATCH_CLEAR] = generation.cast[
+        self.words[unsafe_offset=_DISPATCH_DRAINED] = generation.cast[
             DType.int32
         ]()
 
     @always_inline
-    def set_combine_clear(self, generation: UInt32):
+    def set_combine_drained(self, generation: UInt32):
         """Notes that all ranks have read a generation of combine."""
-        self.words[unsafe_offset=_COMBINE_CLEAR] = generation.cast[
+        self.words[unsafe_offset=_COMBINE_DRAINED] = generation.cast[
             DType.int32
         ]()
 

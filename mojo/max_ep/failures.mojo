@@ -10,7 +10,7 @@ with NaN). `EPCommInitializer.check` raises what `raise_failure` makes of it.
     4, 5    generation wanted, found    6, 7  two numbers, by the code
 """
 from .counters import N_FAILURE_WORDS, name_of_word
-from .flags import Waiter, generation_of, raise_missing, raise_to
+from .flags import generation_of, raise_missing, fetch_max, Waiter
 
 comptime DROPPED = Int32(1)
 """Some ids were dropped; everything else went on. Numbers: token, `k`."""
@@ -58,7 +58,7 @@ def is_fatal(code: Int32) -> Bool:
 
 
 @always_inline
-def note_failure(
+def record_failure(
     record: Pointer[Int32, MutUntrackedOrigin],
     code: Int32,
     phase: Int,
@@ -70,7 +70,7 @@ def note_failure(
     b: Int = 0,
 ):
     """Notes a failure, unless one as bad is noted."""
-    if not raise_to(record, code):
+    if not fetch_max(record, code):
         return
     record[unsafe_offset=1] = Int32(phase)
     record[unsafe_offset=2] = Int32(missing_rank)

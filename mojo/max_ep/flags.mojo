@@ -10,7 +10,7 @@ A reader accepts a flag only if its generation *equals* the one it waits for,
 so an old flag can never be taken for a new one, and the generation may wrap.
 Done words of GPU ranks may run ahead, and are accepted then (`has_reached`).
 """
-from std.atomic import Atomic, Ordering, fence
+from std.atomic import Atomic, fence, Ordering
 from std.sys import (
     _RegisterPackType,
     inlined_assembly,
@@ -29,15 +29,15 @@ comptime SharedWord = Pointer[
 ]
 """A word in the shared memory of a GPU block."""
 
-comptime SPINS_BETWEEN_LOOKS = 64
+comptime POLLS_PER_CLOCK_READ = 64
 """Loads of a flag by a GPU thread between two looks at the clock, which cost
 as much as some loads."""
 
-comptime SPINS_BEFORE_YIELD = 2048
+comptime POLLS_BEFORE_SLEEP = 2048
 """Loads of a flag before the waiter gives its core to others: about the time
 a peer on another core needs to publish a small message."""
 
-comptime YIELD_SECONDS = 50e-6
+comptime SLEEP_SECONDS = 50e-6
 """How long a waiter sleeps between two looks once it yields, so that more
 ranks than cores make progress."""
 
@@ -124,7 +124,7 @@ def drain_stores():
 
 
 @always_inline
-def peek(flag: FlagPointer) -> UInt64:
+def load_acquire_sys(flag: FlagPointer) -> UInt64:
     """Reads a flag once."""
     # ORDER: ACQUIRE, system scope. Pairs with the RELEASE in `publish`. Makes
     # visible: everything the publisher wrote before it published. Weaker would
@@ -163,17 +163,17 @@ def await_generation(
     """Waits until a flag carries a generation, or raises naming the culprit."""
     var spins = 0
     while True:
-        var word = peek(flag)
+        var word = load_acquire_sys(flag)
         if generation_of(word) == generation:
             return count_of(word)
         spins += 1
-        if spins < SPINS_BEFORE_YIELD and deadline.timeout_ms > 0:
+        if spins < POLLS_BEFORE_SLEEP and deadline.timeout_ms > 0:
             continue
         if deadline.has_passed():
             raise_missing(
                 generation_of(word), generation, deadline.timeout_ms, who
             )
-        sleep(YIELD_SECONDS)
+        sleep(SLEEP_SECONDS)
 
 
 def raise_missing(
@@ -237,9 +237,9 @@ def _block_scope() -> StaticString:
 
 
 @always_inline
-def publish_number(flag: FlagPointer, generation: UInt32, count: Int):
+def store_relaxed_sys(flag: FlagPointer, generation: UInt32, count: Int):
     """Publishes a count, and nothing but it."""
-    # ORDER: RELAXED, system scope. Pairs with the RELAXED in `peek_number`.
+    # ORDER: RELAXED, system scope. Pairs with the RELAXED in `load_relaxed_sys`.
     # Makes visible: itself. Generation and count are one word, and each
     # message that is counted announces itself, so nothing this rank wrote
     # needs to be before. Its caller has seen, with ACQUIRE, that the count of
@@ -250,20 +250,20 @@ def publish_number(flag: FlagPointer, generation: UInt32, count: Int):
 
 
 @always_inline
-def peek_number(flag: FlagPointer) -> UInt64:
+def load_relaxed_sys(flag: FlagPointer) -> UInt64:
     """Reads a flag once, for its own count only."""
-    # ORDER: RELAXED, system scope. Pairs with the RELAXED in `publish_number`.
+    # ORDER: RELAXED, system scope. Pairs with the RELAXED in `store_relaxed_sys`.
     # Makes visible: itself. What is read by means of the count is awaited by
     # its own flag.
     return Atomic[UInt64].load[ordering=Ordering.RELAXED](flag)
 
 
 @always_inline
-def peek_two_numbers(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
+def load_relaxed_sys_2(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
     """Reads two neighbouring flags at once, each for its own count only."""
     comptime assert is_nvidia_gpu(), "two accesses in one instruction, in PTX"
     # ORDER: RELAXED, system scope, as two accesses of 64 bits, in any order. Each
-    # pairs with the RELAXED in `publish_number`. Makes visible: itself.
+    # pairs with the RELAXED in `store_relaxed_sys`. Makes visible: itself.
     var words = inlined_assembly[
         "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];",
         _RegisterPackType[UInt64, UInt64],
@@ -311,7 +311,7 @@ struct DeviceDeadline(TrivialRegisterPassable):
 
 
 @always_inline
-def block_add(counter: SharedWord, n: UInt32) -> UInt32:
+def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
     """Adds to a counter of the block."""
     # ORDER: RELAXED, block scope. Pairs with none: it deals out numbers, counts
     # what is read behind a barrier, or counts warps that nobody reads from.
@@ -321,9 +321,9 @@ def block_add(counter: SharedWord, n: UInt32) -> UInt32:
 
 
 @always_inline
-def block_arrive(counter: SharedWord):
+def arrive_in_block(counter: SharedWord):
     """Tells the block that one more warp has put in place what it wrote."""
-    # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `block_peek`.
+    # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `load_acquire_block`.
     # Makes visible: what this warp wrote before; those that arrive later add to
     # the same word, so a reader of their number has that of all of them.
     # Weaker would show the number before the work.
@@ -333,9 +333,9 @@ def block_arrive(counter: SharedWord):
 
 
 @always_inline
-def block_publish(word: SharedWord, value: UInt32):
+def store_release_block(word: SharedWord, value: UInt32):
     """Tells the block that everything this warp wrote before is in place."""
-    # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `block_peek`.
+    # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `load_acquire_block`.
     # Makes visible: what this warp wrote before, to shared memory and to this
     # rank's own words. Weaker would show the progress before the work.
     Atomic[UInt32, scope=_block_scope()].store[ordering=Ordering.RELEASE](
@@ -344,9 +344,9 @@ def block_publish(word: SharedWord, value: UInt32):
 
 
 @always_inline
-def block_peek(word: SharedWord) -> UInt32:
+def load_acquire_block(word: SharedWord) -> UInt32:
     """Reads a word that another warp of the block publishes."""
-    # ORDER: ACQUIRE, block scope. Pairs with the RELEASE in `block_publish`.
+    # ORDER: ACQUIRE, block scope. Pairs with the RELEASE in `store_release_block`.
     # Makes visible: what that warp wrote before. Weaker would let the reads of
     # its results overtake this one.
     return Atomic[UInt32, scope=_block_scope()].load[ordering=Ordering.ACQUIRE](
@@ -355,7 +355,7 @@ def block_peek(word: SharedWord) -> UInt32:
 
 
 @always_inline
-def arrive(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
+def arrive_on_gpu(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
     """Counts a block that has ended."""
     # ORDER: ACQUIRE_RELEASE, device scope. Pairs with itself in the other
     # blocks of the launch. Makes visible to the last one: that all blocks have
@@ -369,7 +369,7 @@ def arrive(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
 
 
 @always_inline
-def raise_to(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
+def fetch_max(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
     """Raises a word of this rank to a value."""
     comptime Word = Atomic[Int32, scope=_device_scope()]
     # ORDER: RELAXED, device scope. Pairs with none: the host and later launches
@@ -403,14 +403,16 @@ def order_before_put():
 
 
 @always_inline
-def put_16(p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]):
+def store_relaxed_sys_16(
+    p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]
+):
     """Stores 16 bytes that a reader sees all at once."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     var low = (UInt64(bytes[1]) << 32) | UInt64(bytes[0])
     var high = (UInt64(bytes[3]) << 32) | UInt64(bytes[2])
     # ORDER: RELAXED, system scope, one access of 128 bits (PTX: `.b128` is a
     # scalar type, so it is never torn; a vector of four words may be). Pairs
-    # with the RELAXED in `peek_16`. Makes visible: itself, and a part of the
+    # with the RELAXED in `load_relaxed_sys_16`. Makes visible: itself, and a part of the
     # bytes says that all are there. Its caller has seen, with ACQUIRE, that
     # what stood there was read.
     inlined_assembly[
@@ -425,11 +427,13 @@ def put_16(p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]):
 
 
 @always_inline
-def peek_16(p: Pointer[UInt8, MutUntrackedOrigin]) -> SIMD[DType.uint32, 4]:
+def load_relaxed_sys_16(
+    p: Pointer[UInt8, MutUntrackedOrigin]
+) -> SIMD[DType.uint32, 4]:
     """Reads, all at once, 16 bytes that a peer may be writing."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     # ORDER: RELAXED, system scope, one access of 128 bits. Pairs with the
-    # RELAXED in `put_16`. Makes visible: itself.
+    # RELAXED in `store_relaxed_sys_16`. Makes visible: itself.
     var halves = inlined_assembly[
         (
             "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [$2];"

@@ -4,41 +4,37 @@
 The launchers in `api/` have checked what they were given. Nothing here
 waits for the device.
 """
-from layout import Coord, TileTensor, row_major
+from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
-from max.gpu.primitives.grid_controls import PDLLevel, pdl_launch_attributes
+from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 
-from .counters import EPLocalSyncCounters
-from .expert_slots.combine import (
+from .combine_rows.phase import (
     combine_async_kernel,
     combine_kernel,
     combine_wait_kernel,
 )
-from .expert_slots.dispatch import (
-    dispatch_async_kernel,
-    dispatch_kernel,
-    dispatch_group_of,
-    dispatch_wait_kernel,
-)
-from .launch_checks import imm, mut_, p2p_buffers
-from .layout import EXPERT_SLOTS, is_reduced_protocol
-from .rank_slots.combine import (
+from .combine_sums.phase import (
     combine_async_kernel as rank_slots_combine_async_kernel,
     combine_kernel as rank_slots_combine_kernel,
     combine_wait_kernel as rank_slots_combine_wait_kernel,
 )
-from .rank_slots.dispatch import (
+from .counters import EPLocalSyncCounters
+from .dispatch_by_expert.phase import (
+    dispatch_async_kernel,
+    dispatch_group_of,
+    dispatch_kernel,
+    dispatch_wait_kernel,
+)
+from .dispatch_by_rank.phase import (
     dispatch_async_kernel as rank_slots_dispatch_async_kernel,
     dispatch_kernel as rank_slots_dispatch_kernel,
     dispatch_wait_kernel as rank_slots_dispatch_wait_kernel,
 )
+from .launch_checks import imm, mut_, p2p_buffers
+from .layout import EXPERT_SLOTS, is_reduced_protocol
 from .row_tables import RowTables
 from .shmem_modules import register_module
-from .token_format import (
-    RouterWeights,
-    SharedRows,
-    TokenFormat,
-)
+from .token_format import RouterWeights, SharedRows, TokenFormat
 from .transport import PeerBuffers
 
 comptime NUM_THREADS = 512

@@ -4,9 +4,9 @@ from max.gpu import block_dim, global_idx, grid_dim
 from max.gpu.host import DeviceContext
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
-from .layout import Group, FLAG_BYTES
+from .device.block import SENTINEL
 from .flags import flag_at, message_flag
-from .rank_slots.device_steps import EMPTY
+from .layout import FLAG_BYTES, Group
 from .token_format import BytePointer
 
 
@@ -104,11 +104,11 @@ def clear_kernel(
             0,
         )
         # Data that is its own flag: all of it says that it has not come.
-        var early = group.early_token_offset(0, 0)
+        var early = group.inline_token_offset(0, 0)
         _fill(
             recv.unsafe_offset(early),
-            group.early_token_offset(group.n_ranks, 0) - early,
-            EMPTY,
+            group.inline_token_offset(group.n_ranks, 0) - early,
+            SENTINEL,
         )
     else:
         var messages = region.unsafe_offset(group.dispatch_send_offset())
@@ -123,7 +123,7 @@ def clear_kernel(
             message_flag(message, group.dispatch_msg_bytes)[] = 0
     recv = region.unsafe_offset(group.combine_recv_offset())
     if group.is_reduced():
-        _fill(recv, group.combine_recv_bytes(), EMPTY)
+        _fill(recv, group.combine_recv_bytes(), SENTINEL)
     else:
         for i in range(first, group.n_choices(), n_threads):
             var message = recv.unsafe_offset(i * group.combine_msg_bytes)

@@ -68,18 +68,20 @@ def counters_of[
     On GPU the words are out of reach here, and the kernels look at them.
     """
     var counters = EPLocalSyncCounters[n_experts](mut_(atomic_counters))
-    var has_room = Int(atomic_counters.dim[0]()) >= counters.total_size(group)
+    var has_capacity = Int(atomic_counters.dim[0]()) >= counters.total_size(
+        group
+    )
     comptime if is_gpu[target]():
-        if has_room:
+        if has_capacity:
             return counters
-    if not has_room or not counters.is_initialized():
+    if not has_capacity or not counters.is_initialized():
         raise Error(
             "max_ep: ",
             op,
             ": these atomic_counters are not initialized; pass the",
             " model_inputs() of an EPCommInitializer after its ep_init().",
         )
-    if not counters.is_cut_as(group):
+    if not counters.matches_layout(group):
         raise Error(
             "max_ep: ",
             op,

@@ -23,7 +23,7 @@ owner's own recv buffer), and cuts dispatch recv and counts so:
     | dispatch recv    entries [n_ranks][max_tokens_per_rank][top_k]       |
     |                  tokens  [n_ranks][max_tokens_per_rank]              |
     |                                                     of dispatch msg  |
-    |                  early tokens [n_ranks][n_early_tokens], GPUs only   |
+    |                  early tokens [n_ranks][n_inline_tokens], GPUs only   |
     |                  chunk flags [n_ranks][max_tokens_per_rank][N_CHUNKS]|
     |                                                     UInt64, GPUs only|
     | dispatch counts  as above, then tokens [n_ranks] UInt64              |
@@ -63,13 +63,13 @@ comptime FLAG_BYTES = 8
 comptime ENTRY_BYTES = 8
 """Bytes of a word of an entry of `rank_slots` (see `rank_slots/entries.mojo`)."""
 
-comptime CARRIED_BYTES = 2 * ENTRY_BYTES
+comptime METADATA_BYTES = 2 * ENTRY_BYTES
 """Bytes of a choice that a token of an all-gather carries: two words, as an entry's."""
 
 comptime N_CHUNKS = 4
 """Flags of a token that GPU ranks of `rank_slots` send: one for each part."""
 
-comptime MAX_EARLY_TOKENS = 256
+comptime MAX_INLINE_TOKENS = 256
 """Tokens of a rank up to which GPU ranks of `rank_slots` send data that is its
 own flag, into a place of its own."""
 
@@ -191,17 +191,17 @@ def blockwise_fp8_token_bytes(hidden_size: Int, block_size: Int) -> Int:
 
 
 @always_inline
-def message_bytes(token_bytes: Int, n_carried: Int = 0) -> Int:
+def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
     """Counts the bytes of a message.
 
     Args:
         token_bytes: Bytes of the encoded token.
-        n_carried: Choices that it carries.
+        router_top_k: Choices that it carries.
 
     Returns:
         Bytes of token, choices and source info.
     """
-    return token_bytes + n_carried * CARRIED_BYTES + SOURCE_INFO_BYTES
+    return token_bytes + router_top_k * METADATA_BYTES + SOURCE_INFO_BYTES
 
 
 @always_inline
@@ -350,8 +350,8 @@ struct Group(TrivialRegisterPassable):
         )
 
     @always_inline
-    def carried_choice_offset(
-        self, src_rank: Int, token_idx: Int, k: Int, n_carried: Int
+    def metadata_offset(
+        self, src_rank: Int, token_idx: Int, k: Int, router_top_k: Int
     ) -> Int:
         """Locates a choice that a token of an all-gather carries.
 
@@ -360,8 +360,8 @@ struct Group(TrivialRegisterPassable):
         Args:
             src_rank: Rank of the token.
             token_idx: In `[0, max_tokens_per_rank)`.
-            k: In `[0, n_carried)`.
-            n_carried: Choices of a token.
+            k: In `[0, router_top_k)`.
+            router_top_k: Choices of a token.
 
         Returns:
             Bytes from the start of the dispatch recv buffer.
@@ -369,32 +369,32 @@ struct Group(TrivialRegisterPassable):
         return (
             self.token_offset(src_rank, token_idx + 1)
             - SOURCE_INFO_BYTES
-            - (n_carried - k) * CARRIED_BYTES
+            - (router_top_k - k) * METADATA_BYTES
         )
 
     @always_inline
-    def n_early_tokens(self) -> Int:
+    def n_inline_tokens(self) -> Int:
         """Counts the early tokens that a source has room for.
 
         Returns:
-            At most `MAX_EARLY_TOKENS`.
+            At most `MAX_INLINE_TOKENS`.
         """
-        return min(self.max_tokens_per_rank, MAX_EARLY_TOKENS)
+        return min(self.max_tokens_per_rank, MAX_INLINE_TOKENS)
 
     @always_inline
-    def early_token_offset(self, src_rank: Int, token_idx: Int) -> Int:
+    def inline_token_offset(self, src_rank: Int, token_idx: Int) -> Int:
         """Locates a token of `rank_slots` whose data is its own flag.
 
         Args:
             src_rank: Rank of the token.
-            token_idx: In `[0, n_early_tokens)`.
+            token_idx: In `[0, n_inline_tokens)`.
 
         Returns:
             Bytes from the start of the dispatch recv buffer.
         """
         return (
             round_up(self.token_offset(self.n_ranks, 0), BUFFER_ALIGN)
-            + (src_rank * self.n_early_tokens() + token_idx)
+            + (src_rank * self.n_inline_tokens() + token_idx)
             * self.dispatch_msg_bytes
         )
 
@@ -413,7 +413,7 @@ struct Group(TrivialRegisterPassable):
             Bytes from the start of the dispatch recv buffer.
         """
         return (
-            round_up(self.early_token_offset(self.n_ranks, 0), BUFFER_ALIGN)
+            round_up(self.inline_token_offset(self.n_ranks, 0), BUFFER_ALIGN)
             + (
                 (src_rank * self.max_tokens_per_rank + token_idx) * N_CHUNKS
                 + chunk

@@ -5,8 +5,11 @@ Every op takes `order`, a mutable tensor it never touches: MAX runs ops that
 share a mutable tensor in graph order, and ops that do not concurrently.
 """
 import extensibility
-from extensibility import InputTensor, OutputTensor
-from extensibility import _MutableInputTensor as MutableInputTensor
+from extensibility import (
+    _MutableInputTensor as MutableInputTensor,
+    InputTensor,
+    OutputTensor,
+)
 from max.gpu.host import DeviceContext
 
 from .api import (

@@ -4,7 +4,7 @@
 What dispatch takes comes out: ids as int32 and weights as float32.
 """
 from max.algorithm import sync_parallelize
-from max.gpu import WARP_SIZE, block_idx, thread_idx
+from max.gpu import block_idx, thread_idx, WARP_SIZE
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp

@@ -58,7 +58,7 @@ trait TokenFormat:
     """Elements whose values fill 16 bytes."""
     comptime has_scales: Bool
     """Whether float32 scales follow the values, one for eight lanes."""
-    comptime n_carried: Int = 0
+    comptime router_top_k: Int = 0
     """Choices of the router that a token carries to every rank, in an all-gather;
     0: its choices say where it goes."""
     comptime Rows: DevicePassable & TrivialRegisterPassable
@@ -174,7 +174,7 @@ trait TokenFormat:
 
     @staticmethod
     @always_inline
-    def place_choice(
+    def place_metadata(
         rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
     ):
         """Puts a choice that a token carries into the output.
@@ -182,7 +182,7 @@ trait TokenFormat:
         Args:
             rows: The output tensors.
             row: The row that the token takes there.
-            k: Which of its choices, in `[0, n_carried)`.
+            k: Which of its choices, in `[0, router_top_k)`.
             expert_id: What the router chose; -1: nothing.
             prob: With which probability.
         """
@@ -190,7 +190,7 @@ trait TokenFormat:
 
     @staticmethod
     @always_inline
-    def end_choices(
+    def end_metadata(
         rows: Self.Rows,
         n_rows: Int,
         n_rows_max: Int,

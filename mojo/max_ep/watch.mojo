@@ -22,27 +22,28 @@ from max.gpu.host.info import is_gpu
 from std.sys import size_of
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
+from .combine_rows.phase import combine_group_of
 from .counters import (
     BROKEN_WORD,
     EPLocalSyncCounters,
-    NO_EXPERT,
     N_HEADER_WORDS,
+    NO_EXPERT,
     wanted_word,
 )
-from .expert_slots.combine import combine_group_of
-from .expert_slots.device_steps import bytes_at, own_of, shared_words
+from .device.block import SENTINEL, own_of, shared_words
+from .device.warp import bytes_at
 from .flags import (
-    SPINS_BEFORE_YIELD,
-    SPINS_BETWEEN_LOOKS,
-    YIELD_SECONDS,
     Deadline,
     DeviceDeadline,
     flag_at,
     generation_of,
     message_flag,
     next_generation,
-    peek,
-    peek_16,
+    load_acquire_sys,
+    load_relaxed_sys_16,
+    POLLS_BEFORE_SLEEP,
+    POLLS_PER_CLOCK_READ,
+    SLEEP_SECONDS,
 )
 from .launch_checks import (
     check_config,
@@ -52,8 +53,7 @@ from .launch_checks import (
     p2p_buffers,
     peer_buffers,
 )
-from .layout import MESSAGE_ALIGN, Group, n_experts_on_rank
-from .rank_slots.device_steps import EMPTY
+from .layout import Group, MESSAGE_ALIGN, n_experts_on_rank
 from .token_format import BytePointer
 
 comptime NEVER = Int64(-1)
@@ -114,7 +114,7 @@ def watch_cpu[
     var n_missing = n_ranks
     for peer_rank in range(n_ranks):
         waits_ns[unsafe_offset=peer_rank] = NEVER
-    var looks = 0
+    var prefetched_vectors = 0
     while True:
         for peer_rank in range(n_ranks):
             if waits_ns[unsafe_offset=peer_rank] != NEVER:
@@ -124,7 +124,7 @@ def watch_cpu[
                 var offset = _count_offset[group, is_combine](
                     peer_rank, first[peer_rank]
                 )
-                var word = peek(flag_at(my_counts, offset))
+                var word = load_acquire_sys(flag_at(my_counts, offset))
                 if generation_of(word) != generation:
                     break
                 first[peer_rank] += 1
@@ -136,12 +136,15 @@ def watch_cpu[
                 n_missing -= 1
         if n_missing == 0:
             return
-        looks += 1
-        if looks * n_ranks < SPINS_BEFORE_YIELD and deadline.timeout_ms > 0:
+        prefetched_vectors += 1
+        if (
+            prefetched_vectors * n_ranks < POLLS_BEFORE_SLEEP
+            and deadline.timeout_ms > 0
+        ):
             continue
         if deadline.has_passed():
             return
-        sleep(YIELD_SECONDS)
+        sleep(SLEEP_SECONDS)
 
 
 # ------------------------------------------------------------------ GPU ranks
@@ -163,14 +166,17 @@ def _is_there[
     comptime n_local_experts = group.n_local_experts()
     comptime if not is_combine:
         var offset = _count_offset[group, False](peer_rank, item)
-        return generation_of(peek(flag_at(my_counts, offset))) == generation
+        return (
+            generation_of(load_acquire_sys(flag_at(my_counts, offset)))
+            == generation
+        )
     elif not group.is_reduced():
         var expert = choices[unsafe_offset=item]
         if expert == NO_EXPERT or Int(expert) // n_local_experts != peer_rank:
             return True
         var row = recv_buf.unsafe_offset(group.combine_message_offset(0, item))
         var flag = message_flag(row, group.combine_msg_bytes)
-        return generation_of(peek(flag)) == generation
+        return generation_of(load_acquire_sys(flag)) == generation
     else:
         # A rank does not send to itself.
         var is_sent = False
@@ -181,7 +187,9 @@ def _is_there[
         if not is_sent or peer_rank == my_rank:
             return True
         var offset = group.partial_offset(peer_rank, item)
-        return peek_16(recv_buf.unsafe_offset(offset))[3] != EMPTY
+        return (
+            load_relaxed_sys_16(recv_buf.unsafe_offset(offset))[3] != SENTINEL
+        )
 
 
 def watch_kernel[
@@ -243,12 +251,15 @@ def watch_kernel[
             n_items = counters.n_tokens(dispatched) * group.top_k
     var generation = _awaited_generation[is_combine](counters)
     for item in range(Int(thread_idx.x), n_items, num_threads):
-        var looks = 0
+        var prefetched_vectors = 0
         while not _is_there[group, is_combine](
             item, peer_rank, my_rank, recv_buf, my_counts, choices, generation
         ):
-            looks += 1
-            if looks % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+            prefetched_vectors += 1
+            if (
+                prefetched_vectors % POLLS_PER_CLOCK_READ == 0
+                and deadline.has_passed()
+            ):
                 is_in_vain[unsafe_offset=0] = 1
                 break
     barrier()

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MAX custom op that watches."""
 import extensibility
-from extensibility import InputTensor, OutputTensor
-from extensibility import _MutableInputTensor as MutableInputTensor
+from extensibility import (
+    _MutableInputTensor as MutableInputTensor,
+    InputTensor,
+    OutputTensor,
+)
 from max.gpu.host import DeviceContext
 
 from .watch import ep_watch_kernel_api

@@ -6,24 +6,24 @@ what NVIDIA's assembler makes of it to `.cubin`. Prints what the assembly shows 
 the sources' constants. Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd
-from max_ep.counters import (
-    FAILURE_WORD,
-    _COMBINE_RECEIVED,
-    _COMBINE_SENT,
-    _DISPATCH_RECEIVED,
-    _DISPATCH_SENT,
-)
-from max_ep.expert_slots.combine import (
+from max_ep.combine_rows.phase import (
     combine_async_kernel,
     combine_kernel,
     combine_wait_kernel,
 )
-from max_ep.expert_slots.device_steps import ACCESSES_IN_FLIGHT
-from max_ep.expert_slots.dispatch import (
-    ENCODED_IN_FLIGHT,
+from max_ep.counters import (
+    _COMBINE_RECEIVED,
+    _COMBINE_SENT,
+    _DISPATCH_RECEIVED,
+    _DISPATCH_SENT,
+    FAILURE_WORD,
+)
+from max_ep.device.warp import ACCESSES_IN_FLIGHT
+from max_ep.dispatch_by_expert.phase import (
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
+    ENCODED_IN_FLIGHT,
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.gpu_launch import InputScales, MatrixLayout, NUM_THREADS

@@ -6,45 +6,45 @@ what the assembler makes of it to `.cubin`. Prints what the assembly shows of th
 sources' constants. Run by tests/test_codegen_rank_slots.py.
 """
 from emitting import emit
-from max_ep.counters import (
-    FAILURE_WORD,
-    _BLOCKS_DONE,
-    _COMBINE_CLEAR,
-    _COMBINE_OF,
-    _COMBINE_RECEIVED,
-    _COMBINE_SENT,
-    _DISPATCH_CLEAR,
-    _DISPATCH_RECEIVED,
-    _DISPATCH_SENT,
-    _N_TOKENS,
-)
-from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from max_ep.formats.with_choices import WithChoicesTokenFormat
-from max_ep.gpu_launch import NUM_THREADS
-from max_ep.layout import (
-    GATHER_REDUCED,
-    N_CHUNKS,
-    RANK_SLOTS,
-    RANK_SLOTS_REDUCED,
-    Group,
-)
-from max_ep.rank_slots.combine import (
+from max_ep.combine_sums.phase import (
     combine_async_kernel,
     combine_kernel,
     combine_wait_kernel,
 )
-from max_ep.rank_slots.deal import (
-    EarlyCut,
-    Turns,
-    n_async_send_warps,
-    parts_at_once_shift,
+from max_ep.counters import (
+    _BLOCKS_DONE,
+    _COMBINE_DRAINED,
+    _COMBINE_OF,
+    _COMBINE_RECEIVED,
+    _COMBINE_SENT,
+    _DISPATCH_DRAINED,
+    _DISPATCH_RECEIVED,
+    _DISPATCH_SENT,
+    _N_TOKENS,
+    FAILURE_WORD,
 )
-from max_ep.rank_slots.dispatch import (
+from max_ep.device.schedule import (
+    InlineSplit,
+    n_async_send_warps,
+    chunks_at_once_shift,
+    Schedule,
+)
+from max_ep.dispatch_by_rank.phase import (
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.rank_slots.dispatch_roles import N_INDEX_WARPS, N_WARPS_MIN
+from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
+from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.with_metadata import WithMetadataTokenFormat
+from max_ep.gpu_launch import NUM_THREADS
+from max_ep.layout import (
+    GATHER_REDUCED,
+    Group,
+    N_CHUNKS,
+    RANK_SLOTS,
+    RANK_SLOTS_REDUCED,
+)
 from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.testing import assert_equal, assert_true
 
@@ -62,7 +62,7 @@ comptime MANY_TOKENS = 4096
 
 comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
 comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
-comptime CARRIED = WithChoicesTokenFormat[
+comptime CARRIED = WithMetadataTokenFormat[
     DType.bfloat16, HIDDEN, N_RANKS, TOP_K
 ]
 """Of an all-gather, in which each rank is an expert."""
@@ -89,7 +89,7 @@ comptime dispatch_wait[
     max_tokens: Int = FEW_TOKENS,
     padded: Bool = False,
     shared: Bool = False,
-    turns: Bool = False,
+    schedule: Bool = False,
 ] = dispatch_wait_kernel[
     NUM_THREADS,
     N_EXPERTS,
@@ -99,7 +99,7 @@ comptime dispatch_wait[
     protocol,
     padded,
     shared,
-    turns,
+    schedule,
 ]
 
 comptime dispatch[
@@ -139,7 +139,7 @@ comptime combine_wait[
     partial_dtype: DType,
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
-    turns: Bool = False,
+    schedule: Bool = False,
 ] = combine_wait_kernel[
     DType.bfloat16,
     partial_dtype,
@@ -151,7 +151,7 @@ comptime combine_wait[
     max_tokens,
     RANK_SLOTS_REDUCED,
     shared,
-    turns,
+    schedule,
 ]
 
 comptime combine[
@@ -175,13 +175,13 @@ def check_parts_at_once() raises:
     """
     comptime group = Group(2, 2, 1, 1, 0, 0, RANK_SLOTS)
     comptime for n_steps in [1, 2, 3, N_CHUNKS, 28]:
-        comptime n_parts = min(N_CHUNKS, n_steps)
+        comptime n_chunks = min(N_CHUNKS, n_steps)
         for n_senders in range(1, NUM_THREADS // 32 + 1):
             for n_tokens in [257, MANY_TOKENS]:
-                var shift = parts_at_once_shift[group, n_steps](
+                var shift = chunks_at_once_shift[group, n_steps](
                     n_tokens, n_senders
                 )
-                assert_equal(n_parts >> shift << shift, n_parts)
+                assert_equal(n_chunks >> shift << shift, n_chunks)
 
 
 def check_turns() raises:
@@ -195,18 +195,18 @@ def check_turns() raises:
             )
             var n_added = List[Int](length=3 * n_warps * n_blocks, fill=0)
             for warp in range(n_warps):
-                var received = Turns.of_receivers(warp, n_warps)
-                assert_equal(received.n_dealt(n_blocks), len(n_received))
-                var added = Turns.of_adders(warp, n_warps)
+                var received = Schedule.of_dispatch_receivers(warp, n_warps)
+                assert_equal(received.n_scheduled(n_blocks), len(n_received))
+                var added = Schedule.of_combine_receivers(warp, n_warps)
                 for block in range(n_blocks):
-                    var item = Turns.item(received.first, block, n_blocks)
+                    var item = Schedule.item(received.first, block, n_blocks)
                     if warp < n_warps - N_INDEX_WARPS:
                         n_received[item] += 1
                     else:
                         assert_true(item >= len(n_received))
                     for i in range(3):
-                        var turn = added.first + i * added.n_turns
-                        n_added[Turns.item(turn, block, n_blocks)] += 1
+                        var round = added.first + i * added.stride
+                        n_added[Schedule.item(round, block, n_blocks)] += 1
             for n in n_received:
                 assert_equal(n, 1)
             for n in n_added:
@@ -216,15 +216,15 @@ def check_turns() raises:
 def check_cut[n_steps: Int]() raises:
     """The parts of a token are all of its steps, in order."""
     for are_more in [True, False]:
-        var cut = EarlyCut[n_steps](are_more)
+        var cut = InlineSplit[n_steps](are_more)
         var step = 0
-        for number in range(5 * cut.n_parts()):
-            var piece = cut.piece(number)
-            assert_equal(piece.whole * n_steps + piece.begin, step)
-            assert_true(piece.begin < piece.end)
-            assert_true(piece.end - piece.begin <= cut.most_steps)
-            assert_equal(piece.whole * cut.n_parts() + piece.part, number)
-            step += piece.end - piece.begin
+        for number in range(5 * cut.n_chunks()):
+            var chunk = cut.chunk(number)
+            assert_equal(chunk.whole * n_steps + chunk.begin, step)
+            assert_true(chunk.begin < chunk.end)
+            assert_true(chunk.end - chunk.begin <= cut.most_steps)
+            assert_equal(chunk.whole * cut.n_chunks() + chunk.part, number)
+            step += chunk.end - chunk.begin
         assert_equal(step, 5 * n_steps)
 
 
@@ -235,12 +235,12 @@ def check_what_was_measured() raises:
     comptime assert two.n_ranks == 2 and four.n_ranks == 4
     # Hidden 7168 in bfloat16, and in FP8.
     comptime LONG, SHORT = 28, 14
-    assert_equal(parts_at_once_shift[two, LONG](1024, 3), 1)
-    assert_equal(parts_at_once_shift[two, LONG](1025, 3), 2)
-    assert_equal(parts_at_once_shift[two, SHORT](1024, 3), 2)
-    assert_equal(parts_at_once_shift[two, LONG](4096, 8), 1)
-    assert_equal(parts_at_once_shift[two, LONG](4096, 16), 0)
-    assert_equal(parts_at_once_shift[four, LONG](4096, 3), 0)
+    assert_equal(chunks_at_once_shift[two, LONG](1024, 3), 1)
+    assert_equal(chunks_at_once_shift[two, LONG](1025, 3), 2)
+    assert_equal(chunks_at_once_shift[two, SHORT](1024, 3), 2)
+    assert_equal(chunks_at_once_shift[two, LONG](4096, 8), 1)
+    assert_equal(chunks_at_once_shift[two, LONG](4096, 16), 0)
+    assert_equal(chunks_at_once_shift[four, LONG](4096, 3), 0)
     assert_equal(n_async_send_warps[two](False, 16), 8)
     assert_equal(n_async_send_warps[two](True, 16), 15)
     assert_equal(n_async_send_warps[four](False, 16), 15)
@@ -254,13 +254,13 @@ def main() raises:
     emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, shared=True]](
         "dispatch_async.bf16_reduced_shared_parts"
     )
-    emit[dispatch_wait[BF16, padded=True, turns=True]](
+    emit[dispatch_wait[BF16, padded=True, schedule=True]](
         "dispatch_wait.bf16_padded_turns"
     )
     emit[dispatch_wait[FP8, REDUCED]]("dispatch_wait.fp8_reduced")
-    emit[dispatch_wait[FP8, max_tokens=MANY_TOKENS, shared=True, turns=True]](
-        "dispatch_wait.fp8_shared_parts_turns"
-    )
+    emit[
+        dispatch_wait[FP8, max_tokens=MANY_TOKENS, shared=True, schedule=True]
+    ]("dispatch_wait.fp8_shared_parts_turns")
     emit[dispatch[BF16]]("dispatch.bf16")
     emit[dispatch[FP8, REDUCED, padded=True]]("dispatch.fp8_reduced_padded")
     emit[dispatch[BF16, REDUCED, MANY_TOKENS]]("dispatch.bf16_reduced_parts")
@@ -276,7 +276,7 @@ def main() raises:
     emit[combine_async[DType.bfloat16]]("combine_async.bf16")
     emit[combine_async[DType.float32, MANY_TOKENS]]("combine_async.f32")
     emit[combine_wait[DType.bfloat16, shared=True]]("combine_wait.bf16_shared")
-    emit[combine_wait[DType.float32, MANY_TOKENS, turns=True]](
+    emit[combine_wait[DType.float32, MANY_TOKENS, schedule=True]](
         "combine_wait.f32_turns"
     )
     emit[combine[DType.bfloat16]]("combine.bf16")
@@ -284,8 +284,8 @@ def main() raises:
     emit[combine[DType.float32, MANY_TOKENS]]("combine.f32")
     print(NUM_THREADS)
     # Where generations are in the header, and those that all have read.
-    print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_CLEAR)
-    print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_CLEAR)
+    print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_DRAINED)
+    print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_DRAINED)
     # What else the two halves of an exchange share there.
     print(_N_TOKENS, _N_TOKENS + 1, _COMBINE_OF, _BLOCKS_DONE, FAILURE_WORD)
     check_parts_at_once()

@@ -4,39 +4,31 @@
 Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
 from emitting import emit
-from max_ep.expert_slots.combine import (
+from max_ep.combine_rows.phase import (
     combine_async_kernel as expert_combine_async,
     combine_kernel as expert_combine,
     combine_wait_kernel as expert_combine_wait,
 )
-from max_ep.expert_slots.dispatch import (
-    dispatch_async_kernel as expert_dispatch_async,
-    dispatch_kernel as expert_dispatch,
-    dispatch_wait_kernel as expert_dispatch_wait,
-)
-from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from max_ep.formats.with_choices import WithChoicesTokenFormat
-from max_ep.gpu_launch import MatrixLayout, NUM_THREADS
-from max_ep.layout import (
-    GATHER_REDUCED,
-    RANK_SLOTS,
-    RANK_SLOTS_REDUCED,
-)
-from max_ep.rank_slots.combine import (
+from max_ep.combine_sums.phase import (
     combine_async_kernel as rank_combine_async,
     combine_kernel as rank_combine,
     combine_wait_kernel as rank_combine_wait,
 )
-from max_ep.rank_slots.dispatch import (
+from max_ep.dispatch_by_expert.phase import (
+    dispatch_async_kernel as expert_dispatch_async,
+    dispatch_kernel as expert_dispatch,
+    dispatch_wait_kernel as expert_dispatch_wait,
+)
+from max_ep.dispatch_by_rank.phase import (
     dispatch_async_kernel as rank_dispatch_async,
     dispatch_kernel as rank_dispatch,
     dispatch_wait_kernel as rank_dispatch_wait,
 )
-from max_ep.token_format import (
-    BF16TokenFormat,
-    Float32TokenFormat,
-    TokenFormat,
-)
+from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.with_metadata import WithMetadataTokenFormat
+from max_ep.gpu_launch import MatrixLayout, NUM_THREADS
+from max_ep.layout import GATHER_REDUCED, RANK_SLOTS, RANK_SLOTS_REDUCED
+from max_ep.token_format import BF16TokenFormat, Float32TokenFormat, TokenFormat
 
 comptime HIDDEN = 7168
 comptime TOP_K = 8
@@ -99,7 +91,7 @@ def by_rank[
 
 
 def sums[
-    n_ranks: Int, max_tokens: Int, partial: DType, shared: Bool, turns: Bool
+    n_ranks: Int, max_tokens: Int, partial: DType, shared: Bool, schedule: Bool
 ](name: String) raises:
     """Compiles all kernels that combine to sums."""
     emit[
@@ -127,7 +119,7 @@ def sums[
             max_tokens,
             RANK_SLOTS_REDUCED,
             shared,
-            turns,
+            schedule,
         ]
     ]("combine_wait." + name)
     emit[
@@ -267,7 +259,7 @@ def all_gather[max_tokens: Int](name: String) raises:
             n_ranks,
             n_ranks,
             max_tokens,
-            WithChoicesTokenFormat[DType.bfloat16, HIDDEN, n_ranks, TOP_K],
+            WithMetadataTokenFormat[DType.bfloat16, HIDDEN, n_ranks, TOP_K],
             GATHER_REDUCED,
         ]
     ]("all_gather." + name)

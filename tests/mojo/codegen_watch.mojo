@@ -4,7 +4,7 @@
 Run by tests/test_stats.py.
 """
 from emitting import emit
-from max_ep.expert_slots.combine import combine_group_of
+from max_ep.combine_rows.phase import combine_group_of
 from max_ep.layout import EXPERT_SLOTS, RANK_SLOTS_REDUCED
 from max_ep.watch import watch_kernel
 

@@ -3,23 +3,18 @@
 
 Prints OK, or raises. Run by tests/test_mojo.py.
 """
-from layout import Coord, TileTensor, row_major
+from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceContext
 from max_ep import (
-    EPLocalSyncCounters,
-    Float32TokenFormat,
     ep_combine_async_kernel_api,
     ep_combine_wait_kernel_api,
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
+    EPLocalSyncCounters,
+    Float32TokenFormat,
 )
-from max_ep.setup import N_SETUP_WORDS, init
-from max_ep.layout import (
-    EXPERT_SLOTS,
-    Group,
-    message_bytes,
-    plain_token_bytes,
-)
+from max_ep.layout import EXPERT_SLOTS, Group, message_bytes, plain_token_bytes
+from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import PlainRows
 from std.memory.alloc import unsafe_alloc
 from std.testing import assert_equal, assert_raises

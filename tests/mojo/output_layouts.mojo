@@ -5,28 +5,27 @@ Two ranks, one expert, so rank 1 holds none. Checks what a graph cannot show:
 that rows behind the counts stay as they were, errors of calls that
 `EPBatchManager` would not build, and what the digest of `src_info` tells apart. Prints OK, or raises.
 """
-from layout import Coord, TileTensor, row_major
+from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceContext
 from max_ep import (
     BlockwiseFP8TokenFormat,
-    EPLocalSyncCounters,
-    Float32TokenFormat,
     ep_combine_async_kernel_api,
     ep_combine_wait_kernel_api,
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
+    EPLocalSyncCounters,
+    Float32TokenFormat,
 )
 from max_ep.cpu.plan import hash_src_info
 from max_ep.flags import next_generation
 from max_ep.formats.blockwise_fp8 import ScaledRows
-from max_ep.setup import N_SETUP_WORDS, init
 from max_ep.layout import (
     EXPERT_SLOTS,
-    RANK_SLOTS,
-    Group,
     message_bytes,
     plain_token_bytes,
+    RANK_SLOTS,
 )
+from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import PlainRows, SharedRows
 from std.memory.alloc import unsafe_alloc
 from std.testing import assert_equal, assert_true

@@ -9,13 +9,7 @@ from max.gpu.host.info import is_gpu
 
 from ..counters import EPLocalSyncCounters
 from ..launch_checks import check_n_tokens, check_size, mut_
-from ..layout import (
-    EXPERT_SLOTS,
-    GATHER,
-    GATHER_REDUCED,
-    Group,
-    is_reduced_protocol,
-)
+from ..layout import EXPERT_SLOTS, GATHER_REDUCED, Group, is_reduced_protocol
 from ..row_tables import RowTables
 from ..token_format import RouterWeights, TokenFormat
 
@@ -38,7 +32,7 @@ def n_mapped_ranks[
     return n_gpus_per_node if is_gpu[target]() and use_shmem else n_ranks
 
 
-def check_carried[
+def check_metadata[
     token_fmt_type: TokenFormat, n_experts: Int, n_ranks: Int, protocol: Int
 ]():
     """Refuses an all-gather that is none, when an op is compiled.
@@ -49,7 +43,7 @@ def check_carried[
         n_ranks: Ranks of the group.
         protocol: The wire protocol.
     """
-    comptime assert token_fmt_type.n_carried == 0 or (
+    comptime assert token_fmt_type.router_top_k == 0 or (
         protocol == GATHER_REDUCED
         and n_experts == n_ranks
         and token_fmt_type.top_k == n_ranks
@@ -68,8 +62,8 @@ def n_given_choices[token_fmt_type: TokenFormat]() -> Int:
     Returns:
         Columns of `topk_ids`.
     """
-    comptime n_carried = token_fmt_type.n_carried
-    return n_carried if n_carried > 0 else token_fmt_type.top_k
+    comptime router_top_k = token_fmt_type.router_top_k
+    return router_top_k if router_top_k > 0 else token_fmt_type.top_k
 
 
 def check_protocol[

@@ -5,9 +5,9 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
 
+from ..combine_rows.phase import combine_group_of
 from ..cpu.combine import cpu_combine_async, cpu_combine_wait
 from ..cpu.rank import CpuRank
-from ..expert_slots.combine import combine_group_of
 from ..gpu_launch import (
     launch_combine,
     launch_combine_async,

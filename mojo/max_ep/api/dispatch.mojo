@@ -4,28 +4,20 @@ from layout import TileTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
-from ..cpu.dispatch import GivenTokens, cpu_dispatch_async, cpu_dispatch_wait
+from ..cpu.dispatch import cpu_dispatch_async, cpu_dispatch_wait, GivenTokens
 from ..cpu.rank import CpuRank
-from ..expert_slots.dispatch import dispatch_group_of
+from ..dispatch_by_expert.phase import dispatch_group_of
 from ..gpu_launch import (
     InputScales,
     launch_dispatch,
     launch_dispatch_async,
     launch_dispatch_wait,
 )
-from ..launch_checks import (
-    check_config,
-    check_n_tokens,
-    check_size,
-    counters_of,
-    imm,
-    mut_,
-    peer_buffers,
-)
+from ..launch_checks import check_config, counters_of, imm, mut_, peer_buffers
 from ..layout import EXPERT_SLOTS
 from ..token_format import RouterWeights, TokenFormat
 from .checks import (
-    check_carried,
+    check_metadata,
     check_dispatch_weights,
     check_protocol,
     check_tokens,
@@ -82,7 +74,7 @@ def ep_dispatch_async_kernel_api[
         atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
         input_tokens: Tokens, `[n_tokens, hidden_size]`.
         topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`. With a format whose
-            tokens carry choices, `[n_tokens, n_carried]`, anything.
+            tokens carry choices, `[n_tokens, router_top_k]`, anything.
         send_ptrs: Addresses of all ranks' send buffers, `[n_ranks]`.
         recv_ptrs: Addresses of all ranks' recv buffers, `[n_ranks]`.
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
@@ -112,7 +104,7 @@ def ep_dispatch_async_kernel_api[
         fused_shared_expert and Bool(input_scales_wrapper)
     ), "max_ep: fused_shared_expert takes no input scales"
     check_protocol[protocol, target, Bool(input_scales_wrapper)]()
-    check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
+    check_metadata[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "dispatch_async"
     comptime dispatch_group = dispatch_group_of[
         token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol
@@ -247,7 +239,7 @@ def ep_dispatch_wait_kernel_api[
         target,
     ]()
     check_protocol[protocol, target, False]()
-    check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
+    check_metadata[token_fmt_type, n_experts, n_ranks, protocol]()
     comptime op = "dispatch_wait"
     var counters = counters_of[n_experts, target](
         op, atomic_counters, dispatch_group
@@ -371,7 +363,7 @@ def ep_dispatch_kernel_api[
             target,
         ]()
         check_protocol[protocol, target, Bool(input_scales_wrapper)]()
-        check_carried[token_fmt_type, n_experts, n_ranks, protocol]()
+        check_metadata[token_fmt_type, n_experts, n_ranks, protocol]()
         comptime op = "dispatch"
         comptime dispatch_group = dispatch_group_of[
             token_fmt_type, n_experts, n_ranks, max_token_per_rank, protocol

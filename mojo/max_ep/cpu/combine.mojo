@@ -21,7 +21,7 @@ it sent.
 from std.math import fma
 from std.sys import size_of
 
-from ..counters import NO_ROW, source_rank
+from ..counters import NO_ROW, rank_of_relative
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..flags import (
     await_generation,
@@ -30,9 +30,9 @@ from ..flags import (
     message_flag,
     publish,
 )
-from ..layout import MESSAGE_ALIGN, Group
+from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
-from .plan import RowCursor, hash_src_info, n_rows_of_pairs
+from .plan import hash_src_info, n_rows_of_pairs, RowCursor
 from .rank import CpuRank, write_source_info
 
 # ----------------------------------------------------------------- rows and sums
@@ -277,7 +277,7 @@ def _send_sums[
             if source == 0 or terms.n == 0:
                 continue
             # I4: only this rank writes the sums of its number.
-            var src_rank = source_rank(rank.my_rank, source, group.n_ranks)
+            var src_rank = rank_of_relative(rank.my_rank, source, group.n_ranks)
             var message = rank.recv_bufs[src_rank].unsafe_offset(
                 group.partial_offset(rank.my_rank, i - first)
             )

@@ -16,18 +16,9 @@ After `dispatch_async`: every peer has this generation's tokens, and counts that
 announce them. After `dispatch_wait`: the rows stand in the order of `plan.mojo`,
 the same bits in both protocols, and every source may overwrite its tokens.
 """
-from ..counters import NO_ROW, source_from
+from ..counters import NO_ROW, relative_rank
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
-from ..flags import (
-    count_of,
-    flag_at,
-    generation_of,
-    message_flag,
-    peek,
-    publish,
-)
-from ..layout import ENTRY_BYTES, Group
-from ..rank_slots.entries import (
+from ..dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
     id_of_word,
@@ -36,9 +27,18 @@ from ..rank_slots.entries import (
     weight_of_word,
     weight_word,
 )
+from ..flags import (
+    count_of,
+    flag_at,
+    generation_of,
+    message_flag,
+    load_acquire_sys,
+    publish,
+)
+from ..layout import Group
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
-from .plan import RowCursor, SendPlan, hash_src_info, lay_out_rows
+from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank, write_source_info
 
 # ---------------------------------------------------------------------- sending
@@ -55,7 +55,7 @@ struct GivenTokens[input_type: DType](TrivialRegisterPassable):
     var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
     """`[n_tokens][hidden_size]`."""
     var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`; in an all-gather `[n_tokens][n_carried]`."""
+    """`[n_tokens][top_k]`; in an all-gather `[n_tokens][router_top_k]`."""
     var router_weights: Pointer[Float32, ImmUntrackedOrigin]
     """Of the shape of `topk_ids`; read if combine returns sums."""
     var n_tokens: Int
@@ -93,7 +93,7 @@ def cpu_dispatch_async[
 
     var ids = given.topk_ids
     var all_ranks = List[Int32]()
-    comptime if token_fmt_type.n_carried > 0:
+    comptime if token_fmt_type.router_top_k > 0:
         for _ in range(given.n_tokens):
             for dst_rank in range(group.n_ranks):
                 all_ranks.append(Int32(dst_rank))
@@ -175,7 +175,7 @@ def _write_entry[
     rank: CpuRank[group],
 ):
     """Writes the entry of a choice, and what its token carries."""
-    comptime n_carried = token_fmt_type.n_carried
+    comptime router_top_k = token_fmt_type.router_top_k
     var recv_buf = rank.recv_bufs[plan.rank_of(choice)]
     # I1: only this rank writes the entries of its number.
     var entry = flag_at(recv_buf, group.entry_offset(rank.my_rank, choice))
@@ -186,16 +186,16 @@ def _write_entry[
     )
     comptime if group.is_reduced():
         var weight: Float32 = 1
-        comptime if n_carried == 0:
+        comptime if router_top_k == 0:
             weight = given.router_weights[unsafe_offset=choice]
         entry[unsafe_offset=1] = weight_word(rank.generation, weight)
     var token_idx = choice // group.top_k
-    for j in range(n_carried):
+    for j in range(router_top_k):
         var carried = flag_at(
             recv_buf,
-            group.carried_choice_offset(rank.my_rank, token_idx, j, n_carried),
+            group.metadata_offset(rank.my_rank, token_idx, j, router_top_k),
         )
-        var i = token_idx * n_carried + j
+        var i = token_idx * router_top_k + j
         carried[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
         carried[unsafe_offset=1] = weight_word(
             rank.generation, given.router_weights[unsafe_offset=i]
@@ -268,7 +268,7 @@ def cpu_dispatch_wait[
         _place_tokens(outputs, rank)
     else:
         _place_messages(outputs, arrived.n_rows - arrived.n_shared, rank)
-    token_fmt_type.end_choices(rows, arrived.n_rows, n_rows_max, 0, 1)
+    token_fmt_type.end_metadata(rows, arrived.n_rows, n_rows_max, 0, 1)
 
     def place_own_tokens(begin: Int, end: Int) {imm}:
         for i in range(begin, end):
@@ -314,10 +314,12 @@ def _place_tokens[
     if rank.n_experts() > 0:
         for src_rank in range(group.n_ranks):
             var offset = group.dispatch_n_tokens_offset(src_rank)
-            n_tokens_of[src_rank] = count_of(peek(rank.my_flag(offset)))
+            n_tokens_of[src_rank] = count_of(
+                load_acquire_sys(rank.my_flag(offset))
+            )
     comptime if group.is_reduced():
         for src_rank in range(group.n_ranks):
-            var source = source_from(rank.my_rank, src_rank, group.n_ranks)
+            var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
             rank.counters.received_tokens(group)[unsafe_offset=source] = Int32(
                 n_tokens_of[src_rank]
             )
@@ -346,7 +348,7 @@ def _place_choice[
     rank: CpuRank[group],
 ):
     """Puts a token into the row of one of its choices, if that is here."""
-    comptime n_carried = token_fmt_type.n_carried
+    comptime router_top_k = token_fmt_type.router_top_k
     var recv_buf = rank.recv_buf()
     var choice = group.choice(token_idx, k)
     var entry = flag_at(recv_buf, group.entry_offset(src_rank, choice))
@@ -358,7 +360,7 @@ def _place_choice[
         var pair = group.pair(local_expert, src_rank)
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
     comptime if group.is_reduced():
-        var source = source_from(rank.my_rank, src_rank, group.n_ranks)
+        var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
         rank.counters.received_rows(group, source)[
             unsafe_offset=choice
         ] = Int32(row)
@@ -370,12 +372,12 @@ def _place_choice[
         return
     var token = recv_buf.unsafe_offset(group.token_offset(src_rank, token_idx))
     outputs.place(token, row, token_idx, k)
-    for j in range(n_carried):
+    for j in range(router_top_k):
         var carried = flag_at(
             recv_buf,
-            group.carried_choice_offset(src_rank, token_idx, j, n_carried),
+            group.metadata_offset(src_rank, token_idx, j, router_top_k),
         )
-        token_fmt_type.place_choice(
+        token_fmt_type.place_metadata(
             outputs.rows,
             row,
             j,

@@ -2,16 +2,16 @@
 """CpuRank: what a launch of a CPU rank knows, and its wait before it writes."""
 from ..counters import EPLocalSyncCounters
 from ..flags import (
-    Deadline,
-    FlagPointer,
-    Waiter,
     await_generation,
+    Deadline,
     flag_at,
     flag_word,
+    FlagPointer,
     generation_of,
     message_flag,
     next_generation,
-    peek,
+    load_acquire_sys,
+    Waiter,
 )
 from ..layout import FLAG_BYTES, Group, n_experts_on_rank
 from ..token_format import BytePointer
@@ -124,7 +124,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             var done = self.my_flag(done_offset + reader_rank * FLAG_BYTES)
             if (
                 reader_rank == self.my_rank
-                and generation_of(peek(done)) != self.last
+                and generation_of(load_acquire_sys(done)) != self.last
                 and self.deadline.timeout_ms > 0
             ):
                 raise self.error(

@@ -157,14 +157,14 @@ struct BlockwiseFP8TokenFormat[
         input_scale: Float32,
     ):
         """Quantizes a token; see the module's docstring."""
-        comptime n_parts = FP8_BLOCK // _WIDTH
+        comptime n_chunks = FP8_BLOCK // _WIDTH
         var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
             Float32
         ]()
         for block in range(Self.n_blocks):
-            var parts = Array[SIMD[DType.float32, _WIDTH], n_parts](fill=0)
+            var parts = Array[SIMD[DType.float32, _WIDTH], n_chunks](fill=0)
             var largest = SIMD[DType.float32, _WIDTH](FP8_MIN_AMAX)
-            comptime for part in range(n_parts):
+            comptime for part in range(n_chunks):
                 var x = token.unsafe_load[width=_WIDTH](
                     block * FP8_BLOCK + part * _WIDTH
                 ).cast[DType.float32]()
@@ -174,7 +174,7 @@ struct BlockwiseFP8TokenFormat[
                 largest = max(largest, abs(x))
             var amax = largest.reduce_max()
             var scale, factor = Self._scale_and_factor(amax)
-            comptime for part in range(n_parts):
+            comptime for part in range(n_chunks):
                 message.unsafe_store(
                     block * FP8_BLOCK + part * _WIDTH,
                     encode_e4m3fn(parts[part] * factor),

@@ -30,7 +30,7 @@ comptime FIRST_SENDER = 1
 comptime COUNTING_WARP = 6
 """Which counts the blocks that have begun."""
 
-comptime TELLING_WARP = 7
+comptime DONE_WARP = 7
 """Which tells of earlier reads."""
 
 comptime TOKENS_READY = 0
@@ -48,14 +48,14 @@ comptime COUNTED = 2
 comptime FAILED = 3
 """Control word: whether a count is missing or the rows do not fit."""
 
-comptime NEXT_ITEM = 4
+comptime NEXT_RECEIVE = 4
 """Control word: next item to receive."""
 
 comptime GAVE_UP = 5
 """Control word: 1 if an index warp may not write."""
 
-comptime NEXT_TURN = 6
+comptime NEXT_SEND = 6
 """Control word: units that sending warps have taken after their first."""
 
-comptime N_CONTROL = NEXT_TURN + 1
+comptime N_CONTROL = NEXT_SEND + 1
 """Control words of a block."""

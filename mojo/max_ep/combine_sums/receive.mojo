@@ -2,54 +2,45 @@
 """How a warp of reduced combine adds up tokens from own rows and partial sums.
 
 In a fixed order, whichever comes first (`combine.mojo`): a sum is awaited where its
-turn is. Each 16 bytes are looked at until they are there, and `EMPTY` is put back.
+turn is. Each 16 bytes are looked at until they are there, and `SENTINEL` is put back.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE, block_idx, grid_dim
+from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.memory import bitcast
 from std.utils.numerics import nan
 
 from ..counters import EPLocalSyncCounters, NO_ROW, rank_elsewhere
-from ..expert_slots.device_steps import (
-    SharedAddresses,
-    any_lane,
-    bytes_at,
-    load16,
-    store16,
-    take_turn,
-)
-from ..failures import NO_MESSAGE, note_failure
-from ..flags import SPINS_BETWEEN_LOOKS, next_generation, peek_16
+from ..device.block import SENTINEL, Launch, SharedAddresses, next_work
+from ..device.schedule import Schedule
+from ..device.warp import any_lane, any_of_lanes, bytes_at, load16, store16
+from ..failures import NO_MESSAGE, record_failure
+from ..flags import next_generation, load_relaxed_sys_16, POLLS_PER_CLOCK_READ
 from ..layout import Group
 from ..token_format import BytePointer, LaneBytes
-from .combine_roles import NEXT_PART, RECEIVE
-from .deal import Turns
-from .device_steps import EMPTY, Launch
-from .lanes import any_of_lanes
-from .noted_rows import NotedRows
-from .partial_sums import PartialFormat, add_rows, n_rows_at_once, sum_cut
+from .roles import NEXT_SUM, RECEIVE
+from .saved_routes import SavedRoutes
+from .sums import add_rows, n_rows_at_once, PartialFormat, sum_split
 
-
-comptime MAX_LOOKS = 8
+comptime MAX_PREFETCHED = 8
 """Looks at partial sums that a lane has under way while it adds rows."""
 
 
 @always_inline
 def _await_16(
     p: BytePointer,
-    first_look: LaneBytes,
+    first_loaded: LaneBytes,
     owner_rank: Int,
     generation: UInt32,
     launch: Launch,
     counters: EPLocalSyncCounters,
 ) -> Tuple[LaneBytes, Bool]:
-    """Waits for 16 bytes of a partial sum, and puts `EMPTY` back."""
-    var bytes = first_look
+    """Waits for 16 bytes of a partial sum, and puts `SENTINEL` back."""
+    var bytes = first_loaded
     var spins = 0
-    while bytes[3] == EMPTY:
+    while bytes[3] == SENTINEL:
         spins += 1
-        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
-            note_failure(
+        if spins % POLLS_PER_CLOCK_READ == 0 and launch.deadline.has_passed():
+            record_failure(
                 counters.failure(),
                 NO_MESSAGE,
                 RECEIVE,
@@ -59,25 +50,29 @@ def _await_16(
                 0,
             )
             return (bytes, False)
-        bytes = peek_16(p)
+        bytes = load_relaxed_sys_16(p)
     # I3: whoever writes here next has seen a later done word.
-    store16(p, LaneBytes(EMPTY))
+    store16(p, LaneBytes(SENTINEL))
     return (bytes, True)
 
 
 @always_inline
-def _look_at_partial[
+def _load_partial[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_looks: Int,
-    first_look: Int,
-](mut looks: Array[LaneBytes, n_looks], partial_sum: BytePointer, share: Int):
+    n_prefetched: Int,
+    first_loaded: Int,
+](
+    mut prefetched_vectors: Array[LaneBytes, n_prefetched],
+    partial_sum: BytePointer,
+    share: Int,
+):
     """Reads a lane's share of a partial sum, whether it has come or not."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     if share < Format.n_shares:
         comptime for i in range(Format.n_partial_vectors):
-            looks[first_look + i] = peek_16(
+            prefetched_vectors[first_loaded + i] = load_relaxed_sys_16(
                 Format.partial_vector(partial_sum, share, i)
             )
 
@@ -87,11 +82,11 @@ def _add_partial[
     combine_dtype: DType,
     partial_dtype: DType,
     hidden_size: Int,
-    n_looks: Int,
-    first_look: Int,
+    n_prefetched: Int,
+    first_loaded: Int,
 ](
     mut sum: PartialFormat[combine_dtype, partial_dtype, hidden_size].Sum,
-    looks: Array[LaneBytes, n_looks],
+    prefetched_vectors: Array[LaneBytes, n_prefetched],
     partial_sum: BytePointer,
     share: Int,
     owner_rank: Int,
@@ -107,7 +102,7 @@ def _add_partial[
         comptime for i in range(Format.n_partial_vectors):
             var bytes, is_there = _await_16(
                 Format.partial_vector(partial_sum, share, i),
-                looks[first_look + i],
+                prefetched_vectors[first_loaded + i],
                 owner_rank,
                 generation,
                 launch,
@@ -134,9 +129,9 @@ def add_tokens[
     expert_rows: BytePointer,
     recv_bufs: SharedAddresses,
     is_bad: Bool,
-    turns: Turns,
-    ahead: NotedRows,
-    is_ahead: Bool,
+    schedule: Schedule,
+    prefetched: SavedRoutes,
+    is_prefetched: Bool,
     launch: Launch,
     counters: EPLocalSyncCounters,
 ):
@@ -144,55 +139,57 @@ def add_tokens[
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
     comptime row_bytes = hidden_size * Format.row_element
     comptime n_vectors = Format.n_partial_vectors
-    comptime n_looks = group.n_ranks * n_vectors
-    comptime looks_first = n_looks <= MAX_LOOKS
-    comptime max_looks = n_looks if looks_first else n_vectors
+    comptime n_prefetched = group.n_ranks * n_vectors
+    comptime prefetches = n_prefetched <= MAX_PREFETCHED
+    comptime max_prefetched = n_prefetched if prefetches else n_vectors
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.combine_received)
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
-    var cut = sum_cut[Format.n_steps, are_few](n_tokens)
+    var cut = sum_split[Format.n_steps, are_few](n_tokens)
     var is_broken = is_bad
-    var turn = turns.first
-    var is_known = is_ahead
+    var round = schedule.first
+    var is_known = is_prefetched
     while True:
         comptime if not are_few:
-            turn = take_turn(launch.control.unsafe_offset(NEXT_PART), lane)
-        var item = Turns.item(turn, Int(block_idx.x), Int(grid_dim.x))
-        if item >= n_tokens * cut.n_parts():
+            round = next_work(launch.control.unsafe_offset(NEXT_SUM), lane)
+        var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
+        if item >= n_tokens * cut.n_chunks():
             return
-        turn += turns.n_turns
-        var piece = cut.piece(item)
-        var token_idx = piece.whole
-        var noted = ahead
+        round += schedule.stride
+        var chunk = cut.chunk(item)
+        var token_idx = chunk.whole
+        var saved = prefetched
         if not are_few or not is_known:
-            noted = NotedRows.of[group](counters, 0, token_idx, lane)
+            saved = SavedRoutes.of[group](counters, 0, token_idx, lane)
         is_known = False
-        var row = noted.row
+        var row = saved.row
         if is_broken:
             row = NO_ROW
         var owner = rank_elsewhere(row)
         var owners: UInt32 = 0
-        comptime if looks_first:
+        comptime if prefetches:
             owners = any_of_lanes(
                 UInt32(1) << UInt32(owner) if owner >= 0 else 0
             )
         var result = output_tokens.unsafe_offset(token_idx * row_bytes)
-        for step in range(piece.begin, piece.end):
+        for step in range(chunk.begin, chunk.end):
             var share = step * WARP_SIZE + lane
             # A first look at the partial sums, under way while rows are added.
-            var looks = Array[LaneBytes, max_looks](fill=LaneBytes(EMPTY))
-            comptime if looks_first:
+            var prefetched_vectors = Array[LaneBytes, max_prefetched](
+                fill=LaneBytes(SENTINEL)
+            )
+            comptime if prefetches:
                 comptime for rank in range(group.n_ranks):
                     if (owners >> UInt32(rank)) & 1 != 0:
-                        _look_at_partial[
+                        _load_partial[
                             combine_dtype,
                             partial_dtype,
                             hidden_size,
-                            max_looks,
+                            max_prefetched,
                             rank * n_vectors,
                         ](
-                            looks,
+                            prefetched_vectors,
                             recv_buf.unsafe_offset(
                                 group.partial_offset(rank, token_idx)
                             ),
@@ -203,21 +200,21 @@ def add_tokens[
                 combine_dtype,
                 partial_dtype,
                 hidden_size,
-                n_rows_at_once[are_few, max_looks](),
-            ](sum, expert_rows, share, row, noted.weight)
+                n_rows_at_once[are_few, max_prefetched](),
+            ](sum, expert_rows, share, row, saved.weight)
             var is_there = True
-            comptime if looks_first:
+            comptime if prefetches:
                 comptime for rank in range(group.n_ranks):
                     if (owners >> UInt32(rank)) & 1 != 0:
                         var came = _add_partial[
                             combine_dtype,
                             partial_dtype,
                             hidden_size,
-                            max_looks,
+                            max_prefetched,
                             rank * n_vectors,
                         ](
                             sum,
-                            looks,
+                            prefetched_vectors,
                             recv_buf.unsafe_offset(
                                 group.partial_offset(rank, token_idx)
                             ),
@@ -242,18 +239,22 @@ def add_tokens[
                     var partial_sum = recv_buf.unsafe_offset(
                         group.partial_offset(last_owner, token_idx)
                     )
-                    _look_at_partial[
-                        combine_dtype, partial_dtype, hidden_size, max_looks, 0
-                    ](looks, partial_sum, share)
+                    _load_partial[
+                        combine_dtype,
+                        partial_dtype,
+                        hidden_size,
+                        max_prefetched,
+                        0,
+                    ](prefetched_vectors, partial_sum, share)
                     var came = _add_partial[
                         combine_dtype,
                         partial_dtype,
                         hidden_size,
-                        max_looks,
+                        max_prefetched,
                         0,
                     ](
                         sum,
-                        looks,
+                        prefetched_vectors,
                         partial_sum,
                         share,
                         last_owner,

@@ -12,7 +12,7 @@ the token's rank, which adds at most `n_ranks` of them:
         expert then + shared[token], and rounded again
 
 Weights and rows of a token are those that dispatch has noted. Every 16 bytes of
-a partial sum are their own flag; the reader puts `EMPTY` back.
+a partial sum are their own flag; the reader puts `SENTINEL` back.
 
 Rows are added by `partial_sums.mojo`; sums are sent by `combine_send.mojo` and
 received by `combine_receive.mojo`; what a launch refuses is in `combine_checks.mojo`.
@@ -24,48 +24,45 @@ partial sums were read. A launch that fails fills what it cannot compute with
 NaN.
 """
 from max.gpu import (
-    MAX_THREADS_PER_BLOCK_METADATA,
-    WARP_SIZE,
     block_idx,
     grid_dim,
     lane_id,
+    MAX_THREADS_PER_BLOCK_METADATA,
     warp_id,
+    WARP_SIZE,
 )
 from std.utils import StaticTuple
 
+from ..combine_rows.phase import combine_group_of, fill_with_nan
 from ..counters import EPLocalSyncCounters
-from ..expert_slots.combine import combine_group_of, fill_with_nan
-from ..expert_slots.device_steps import (
-    SharedAddresses,
+from ..device.block import (
+    await_launch_before,
+    header_word,
     is_last_block,
+    is_last_to_start,
+    Launch,
+    prefetch_done_words,
+    publish_earlier_reads,
+    publish_reads,
     share_addresses,
+    SharedAddresses,
+    start_launch,
 )
+from ..device.schedule import Schedule
 from ..flags import FlagPointer, next_generation
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
-from .combine_checks import (
+from .checks import (
     has_too_few_rows,
     is_bad_answer,
     is_nothing_dispatched,
     rows_delivered,
 )
-from .combine_receive import add_tokens
-from .combine_roles import N_CONTROL, N_WARPS_MIN, RECEIVE, SEND
-from .combine_send import send_partials, sum_to_send
-from .deal import Turns
-from .device_steps import (
-    Launch,
-    await_launch_before,
-    header_word,
-    is_last_to_start,
-    note_readers,
-    publish_earlier_reads,
-    publish_reads,
-    start_launch,
-)
-from .noted_rows import NotedRows
-from .partial_sums import FEW_TOKENS, PartialFormat, SumCut, are_few_tokens
-
+from .receive import add_tokens
+from .roles import N_CONTROL, N_WARPS_MIN, RECEIVE, SEND
+from .saved_routes import SavedRoutes
+from .send import send_partials, sum_to_send
+from .sums import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
 
 # ------------------------------------------------------------ the sending half
 
@@ -83,7 +80,7 @@ def _send[
     launch: Launch,
     counters: EPLocalSyncCounters,
     n_senders: Int,
-    ahead: NotedRows,
+    prefetched: SavedRoutes,
 ):
     """Has a warp of a block take its part in the sending half."""
     if launch.warp_idx >= n_senders:
@@ -100,7 +97,7 @@ def _send[
             ](
                 expert_rows,
                 most,
-                ahead,
+                prefetched,
                 recv_bufs,
                 dispatch_counts,
                 launch,
@@ -129,8 +126,8 @@ def _receive[
     launch: Launch,
     counters: EPLocalSyncCounters,
     n_warps: Int,
-    ahead: NotedRows,
-    is_ahead: Bool,
+    prefetched: SavedRoutes,
+    is_prefetched: Bool,
 ):
     """Has a warp of a block take its part in the receiving half."""
     var is_bad = is_bad_answer(n_tokens, dispatch_generation, launch, counters)
@@ -149,9 +146,9 @@ def _receive[
                 expert_rows,
                 recv_bufs,
                 is_bad,
-                Turns.of_adders(launch.warp_idx, n_warps),
-                ahead,
-                is_ahead,
+                Schedule.of_combine_receivers(launch.warp_idx, n_warps),
+                prefetched,
+                is_prefetched,
                 launch,
                 counters,
             )
@@ -177,7 +174,7 @@ struct _First(TrivialRegisterPassable):
     """
 
     var source: Int
-    """The source, from `source_from`."""
+    """The source, from `relative_rank`."""
     var token_idx: Int
     """The token there."""
 
@@ -186,25 +183,27 @@ struct _First(TrivialRegisterPassable):
     def of[group: Group, n_steps: Int](n_senders: Int, n_warps: Int) -> Self:
         """Finds it: of a warp that sends its first unit, else its first turn.
         """
-        var cut = SumCut[n_steps, True](True)
+        var cut = SumSplit[n_steps, True](True)
         var warp_idx = Int(warp_id())
-        var item = Turns.item(
-            Turns.of_adders(warp_idx, n_warps).first,
+        var item = Schedule.item(
+            Schedule.of_combine_receivers(warp_idx, n_warps).first,
             n_blocks=Int(grid_dim.x),
             block=Int(block_idx.x),
         )
-        var first = Self(0, cut.piece(item).whole)
+        var first = Self(0, cut.chunk(item).whole)
         if warp_idx < n_senders:
             var unit = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
             first.source, first.token_idx = sum_to_send[group](
-                cut.piece(unit).whole
+                cut.chunk(unit).whole
             )
         return first
 
     @always_inline
-    def notes[group: Group](self, counters: EPLocalSyncCounters) -> NotedRows:
+    def saved_routes[
+        group: Group
+    ](self, counters: EPLocalSyncCounters) -> SavedRoutes:
         """Begins to read them."""
-        return NotedRows.of[group](
+        return SavedRoutes.of[group](
             counters, self.source, self.token_idx, Int(lane_id())
         )
 
@@ -274,7 +273,7 @@ def combine_async_kernel[
     await_launch_before()
     var word = header_word(ep_counters)
     var n_rows = rows_delivered[group](ep_counters)
-    var ahead = first.notes[group](ep_counters)
+    var prefetched = first.saved_routes[group](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
@@ -296,7 +295,7 @@ def combine_async_kernel[
         launch,
         ep_counters,
         n_senders,
-        ahead,
+        prefetched,
     )
     # AFTER: this generation's partial sums are on their way.
 
@@ -371,7 +370,7 @@ def combine_wait_kernel[
     await_launch_before()
     var word = header_word(ep_counters)
     var n_rows = rows_delivered[group](ep_counters)
-    var ahead = first.notes[group](ep_counters)
+    var prefetched = first.saved_routes[group](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
@@ -387,7 +386,9 @@ def combine_wait_kernel[
         if is_last_to_start(launch, ep_counters, n_warps - 2):
             ep_counters.set_combine_received(generation)
         if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
-            note_readers[group, False](launch, dispatch_counts, ep_counters)
+            prefetch_done_words[group, False](
+                launch, dispatch_counts, ep_counters
+            )
     _receive[
         combine_dtype,
         partial_dtype,
@@ -403,7 +404,7 @@ def combine_wait_kernel[
         launch,
         ep_counters,
         n_warps,
-        ahead,
+        prefetched,
         True,
     )
     comptime if shares_gpu:
@@ -488,7 +489,7 @@ def combine_kernel[
     await_launch_before()
     var word = header_word(ep_counters)
     var n_rows = rows_delivered[group](ep_counters)
-    var ahead = first.notes[group](ep_counters)
+    var prefetched = first.saved_routes[group](ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
@@ -518,10 +519,10 @@ def combine_kernel[
         launch,
         ep_counters,
         n_senders,
-        ahead,
+        prefetched,
     )
     if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
-        note_readers[group, False](launch, dispatch_counts, ep_counters)
+        prefetch_done_words[group, False](launch, dispatch_counts, ep_counters)
     _receive[
         combine_dtype,
         partial_dtype,
@@ -537,7 +538,7 @@ def combine_kernel[
         launch,
         ep_counters,
         n_warps,
-        ahead,
+        prefetched,
         launch.warp_idx >= n_senders,
     )
     # AFTER: the result is complete; the next launch of this rank says so.

@@ -16,15 +16,15 @@ been read. A launch that fails fills what it cannot compute with NaN.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import (
-    MAX_THREADS_PER_BLOCK_METADATA,
-    WARP_SIZE,
     barrier,
     block_idx,
     grid_dim,
     lane_id,
+    MAX_THREADS_PER_BLOCK_METADATA,
     syncwarp,
     thread_idx,
     warp_id,
+    WARP_SIZE,
 )
 from std.math import ceildiv, fma
 from std.memory import bitcast
@@ -33,56 +33,51 @@ from std.utils import StaticTuple
 from std.utils.numerics import nan
 
 from ..counters import EPLocalSyncCounters, NO_EXPERT
-from ..failures import (
-    BAD_N_TOKENS,
-    BAD_SOURCE,
-    NOTHING_DISPATCHED,
-    OVERTAKEN,
-    TOO_MANY_ROWS,
-    WRONG_EXPERT,
-    is_fatal,
-    note_failure,
-)
-from ..flags import (
-    DeviceDeadline,
-    FlagPointer,
-    SharedWord,
-    count_of,
-    generation_of,
-    message_flag,
-    next_generation,
-    publish,
-)
-from ..layout import (
-    Group,
-    MESSAGE_ALIGN,
-    is_reduced_protocol,
-    message_bytes,
-    n_experts_on_rank,
-    plain_token_bytes,
-)
-from ..token_format import BytePointer, LaneBytes, SharedRows
-from ..transport import put_message_warp
-from .device_steps import (
-    SharedAddresses,
-    SharedInts,
-    any_lane,
+from ..device.block import (
     await_done_words,
     await_message,
-    bytes_at,
     can_start,
-    copy_warp,
     is_last_block,
-    load16,
     own_of,
     publish_done,
     rank_of,
     share_addresses,
     shared_ints,
     shared_words,
-    store16,
-    take_turn,
+    SharedAddresses,
+    SharedInts,
+    next_work,
 )
+from ..device.warp import any_lane, bytes_at, copy_warp, load16, store16
+from ..failures import (
+    BAD_N_TOKENS,
+    BAD_SOURCE,
+    is_fatal,
+    record_failure,
+    NOTHING_DISPATCHED,
+    OVERTAKEN,
+    TOO_MANY_ROWS,
+    WRONG_EXPERT,
+)
+from ..flags import (
+    count_of,
+    DeviceDeadline,
+    FlagPointer,
+    generation_of,
+    message_flag,
+    next_generation,
+    publish,
+    SharedWord,
+)
+from ..layout import (
+    Group,
+    is_reduced_protocol,
+    MESSAGE_ALIGN,
+    message_bytes,
+    plain_token_bytes,
+)
+from ..token_format import BytePointer, LaneBytes, SharedRows
+from ..transport import put_message_warp
 
 comptime _SEND = 2
 comptime _RECEIVE = 3
@@ -222,8 +217,8 @@ def _send_rows[
     # tokens are complete about in their order.
     var n_items = counters.pair_count(n_pairs) * n_pairs
     while True:
-        var turn = take_turn(launch.control.unsafe_offset(_NEXT_ROW), lane)
-        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
+        var round = next_work(launch.control.unsafe_offset(_NEXT_ROW), lane)
+        var item = round * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
         var slot, pair = divmod(item, n_pairs)
@@ -231,7 +226,7 @@ def _send_rows[
             continue
         var row = Int(pair_rows[unsafe_offset=pair]) + slot
         if row >= n_rows_max:
-            note_failure(
+            record_failure(
                 counters.failure(),
                 TOO_MANY_ROWS,
                 _SEND,
@@ -251,7 +246,7 @@ def _send_rows[
             or k < 0
             or k >= group.top_k
         ):
-            note_failure(
+            record_failure(
                 counters.failure(),
                 BAD_SOURCE,
                 _SEND,
@@ -310,7 +305,7 @@ def _send_rows[
 
 
 @always_inline
-def _reduce_part[
+def _reduce_chunk[
     combine_dtype: DType,
     hidden_size: Int,
     group: Group,
@@ -402,15 +397,15 @@ def _reduce_tokens[
     var recv_buf = bytes_at(launch.recv_bufs[unsafe_offset=launch.my_rank])
     var choices = counters.choices(generation, group)
     # Few tokens are cut into parts, so that every warp has work.
-    var n_parts = 1
-    while n_parts < n_steps and n_tokens * n_parts < 2 * n_warps * Int(
+    var n_chunks = 1
+    while n_chunks < n_steps and n_tokens * n_chunks < 2 * n_warps * Int(
         grid_dim.x
     ):
-        n_parts *= 2
-    n_parts = min(n_parts, n_steps)
+        n_chunks *= 2
+    n_chunks = min(n_chunks, n_steps)
     var n_sent = counters.n_tokens(generation)
     if n_sent != n_tokens:
-        note_failure(
+        record_failure(
             counters.failure(),
             BAD_N_TOKENS,
             _RECEIVE,
@@ -426,7 +421,7 @@ def _reduce_tokens[
     if dispatch_sent != generation and dispatch_sent != next_generation(
         generation
     ):
-        note_failure(
+        record_failure(
             counters.failure(),
             OVERTAKEN,
             _RECEIVE,
@@ -437,11 +432,11 @@ def _reduce_tokens[
         )
     var is_broken = is_fatal(counters.failure()[])
     while True:
-        var turn = take_turn(launch.control.unsafe_offset(_NEXT_PART), lane)
-        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
-        if item >= n_tokens * n_parts:
+        var round = next_work(launch.control.unsafe_offset(_NEXT_PART), lane)
+        var item = round * Int(grid_dim.x) + Int(block_idx.x)
+        if item >= n_tokens * n_chunks:
             return
-        var token_idx, part = divmod(item, n_parts)
+        var token_idx, part = divmod(item, n_chunks)
         var rows = recv_buf.unsafe_offset(
             group.combine_message_offset(token_idx, 0)
         )
@@ -466,7 +461,7 @@ def _reduce_tokens[
             )
             is_broken = generation_of(word) != launch.received
             if not is_broken and count_of(word) != Int(expert):
-                note_failure(
+                record_failure(
                     counters.failure(),
                     WRONG_EXPERT,
                     _RECEIVE,
@@ -480,7 +475,7 @@ def _reduce_tokens[
                 is_broken = True
         is_broken = any_lane(is_broken)
         syncwarp()
-        _reduce_part[combine_dtype, hidden_size, group, fused_shared_expert](
+        _reduce_chunk[combine_dtype, hidden_size, group, fused_shared_expert](
             output_tokens.unsafe_offset(token_idx * hidden_size).unsafe_bitcast[
                 UInt8
             ](),
@@ -489,8 +484,8 @@ def _reduce_tokens[
             weight,
             has_row,
             is_broken,
-            part * n_steps // n_parts * WARP_SIZE,
-            min((part + 1) * n_steps // n_parts * WARP_SIZE, n_vectors),
+            part * n_steps // n_chunks * WARP_SIZE,
+            min((part + 1) * n_steps // n_chunks * WARP_SIZE, n_vectors),
             lane,
         )
 
@@ -618,7 +613,7 @@ def combine_async_kernel[
         own_of(put_buf_ptrs, rank),
     )
     if ep_counters.dispatch_received() == 0:
-        note_failure(
+        record_failure(
             ep_counters.failure(),
             NOTHING_DISPATCHED,
             _SEND,
@@ -815,7 +810,7 @@ def combine_kernel[
         own_of(put_buf_ptrs, rank),
     )
     if ep_counters.dispatch_received() == 0:
-        note_failure(
+        record_failure(
             ep_counters.failure(),
             NOTHING_DISPATCHED,
             _SEND,

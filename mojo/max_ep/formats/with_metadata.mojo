@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WithChoicesTokenFormat: a token, and what the router chose for it.
+"""WithMetadataTokenFormat: a token, and what the router chose for it.
 
 For an all-gather: each token goes to every rank, so its choices do not say where.
-They travel behind it (`Group.carried_choice_offset`), and come out beside
+They travel behind it (`Group.metadata_offset`), and come out beside
 it as a routing map and probabilities.
 """
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
@@ -25,9 +25,9 @@ struct RowsWithChoices(DevicePassable, TrivialRegisterPassable):
     var tokens: BytePointer
     """Rows, `[n_rows_max][hidden_size]` in the wire's element type."""
     var expert_ids: Pointer[Int32, MutUntrackedOrigin]
-    """The routing map, `[n_rows_max][n_carried]`; behind the last row, -1."""
+    """The routing map, `[n_rows_max][router_top_k]`; behind the last row, -1."""
     var probs: Pointer[Float32, MutUntrackedOrigin]
-    """Probabilities, `[n_rows_max][n_carried]`; behind the last row, 0."""
+    """Probabilities, `[n_rows_max][router_top_k]`; behind the last row, 0."""
     var n_gathered: Pointer[Int32, MutUntrackedOrigin]
     """`[1]`: rows that there are."""
 
@@ -45,7 +45,7 @@ struct RowsWithChoices(DevicePassable, TrivialRegisterPassable):
         return "RowsWithChoices"
 
 
-struct WithChoicesTokenFormat[
+struct WithMetadataTokenFormat[
     wire_type: DType, hidden_size_: Int, n_ranks: Int, n_carried_: Int
 ](TokenFormat):
     """Sends elements as they are to every rank, with the router's choices.
@@ -79,7 +79,7 @@ struct WithChoicesTokenFormat[
     """Elements of 16 bytes."""
     comptime has_scales = False
     """There are none."""
-    comptime n_carried = Self.n_carried_
+    comptime router_top_k = Self.n_carried_
     """Choices of the router for a token."""
     comptime Rows = RowsWithChoices
     """Tokens, routing map, probabilities, and how many."""
@@ -150,17 +150,17 @@ struct WithChoicesTokenFormat[
 
     @staticmethod
     @always_inline
-    def place_choice(
+    def place_metadata(
         rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
     ):
         """Puts a choice into routing map and probabilities."""
-        var place = row * Self.n_carried + k
+        var place = row * Self.router_top_k + k
         rows.expert_ids[unsafe_offset=place] = expert_id
         rows.probs[unsafe_offset=place] = prob
 
     @staticmethod
     @always_inline
-    def end_choices(
+    def end_metadata(
         rows: Self.Rows,
         n_rows: Int,
         n_rows_max: Int,
@@ -171,8 +171,8 @@ struct WithChoicesTokenFormat[
         if worker == 0:
             rows.n_gathered[] = Int32(n_rows)
         for place in range(
-            n_rows * Self.n_carried + worker,
-            n_rows_max * Self.n_carried,
+            n_rows * Self.router_top_k + worker,
+            n_rows_max * Self.router_top_k,
             n_workers,
         ):
             rows.expert_ids[unsafe_offset=place] = -1

@@ -16,64 +16,24 @@ source rank, token, choice, and every source knows that they have been read.
 import max.gpu.primitives.warp as warp
 from layout import TensorLayout, TileTensor
 from max.gpu import (
-    MAX_THREADS_PER_BLOCK_METADATA,
-    WARP_SIZE,
     barrier,
     block_idx,
     grid_dim,
     lane_id,
+    MAX_THREADS_PER_BLOCK_METADATA,
     syncwarp,
     thread_idx,
     warp_id,
+    WARP_SIZE,
 )
 from std.memory import bitcast
 from std.utils import StaticTuple
 
 from ..counters import EPLocalSyncCounters, NO_EXPERT
-from ..failures import (
-    DROPPED,
-    NO_COUNT,
-    NOT_SENT,
-    TOO_MANY_ROWS,
-    note_failure,
-)
-from ..flags import (
-    DeviceDeadline,
-    FlagPointer,
-    SPINS_BETWEEN_LOOKS,
-    SharedWord,
-    block_add,
-    block_peek,
-    block_publish,
-    count_of,
-    flag_at,
-    generation_of,
-    message_flag,
-    next_generation,
-    peek_number,
-    publish,
-    publish_number,
-)
-from ..launch_checks import imm
-from ..layout import (
-    EXPERT_SLOTS,
-    MESSAGE_ALIGN,
-    Group,
-    n_experts_on_rank,
-)
-from ..row_tables import RowTables
-from ..token_format import BytePointer, LaneBytes, TokenFormat
-from ..transport import put_flag, put_message_warp
-from .device_steps import (
-    ACCESSES_IN_FLIGHT,
-    SharedAddresses,
-    SharedInts,
-    any_lane,
+from ..device.block import (
     await_done_words,
     await_message,
-    bytes_at,
     can_start,
-    copy_warp,
     is_last_block,
     own_of,
     publish_done,
@@ -81,10 +41,47 @@ from .device_steps import (
     share_addresses,
     shared_ints,
     shared_words,
+    SharedAddresses,
+    SharedInts,
+    next_work,
+)
+from ..device.warp import (
+    ACCESSES_IN_FLIGHT,
+    any_lane,
+    bytes_at,
+    copy_warp,
     shuffle_address,
     store16,
-    take_turn,
 )
+from ..failures import (
+    DROPPED,
+    NO_COUNT,
+    NOT_SENT,
+    record_failure,
+    TOO_MANY_ROWS,
+)
+from ..flags import (
+    fetch_add_block,
+    load_acquire_block,
+    store_release_block,
+    count_of,
+    DeviceDeadline,
+    flag_at,
+    FlagPointer,
+    generation_of,
+    message_flag,
+    next_generation,
+    load_relaxed_sys,
+    publish,
+    store_relaxed_sys,
+    SharedWord,
+    POLLS_PER_CLOCK_READ,
+)
+from ..launch_checks import imm
+from ..layout import EXPERT_SLOTS, Group, MESSAGE_ALIGN, n_experts_on_rank
+from ..row_tables import RowTables
+from ..token_format import BytePointer, LaneBytes, TokenFormat
+from ..transport import put_flag, put_message_warp
 
 comptime _SEND = 0
 comptime _RECEIVE = 1
@@ -113,28 +110,28 @@ struct DispatchUnits(TrivialRegisterPassable):
 
     var n_units: Int
     """Units of all blocks."""
-    var n_parts: Int
+    var n_chunks: Int
     """Units of one token."""
 
     @staticmethod
     @always_inline
     def of(n_tokens: Int, top_k: Int, n_blocks: Int) -> Self:
         """Cuts few tokens into parts, so that every block has work."""
-        var n_parts = 1
-        while n_parts < top_k and n_tokens * n_parts < 2 * n_blocks:
-            n_parts *= 2
-        n_parts = min(n_parts, top_k)
-        return Self(n_tokens * n_parts, n_parts)
+        var n_chunks = 1
+        while n_chunks < top_k and n_tokens * n_chunks < 2 * n_blocks:
+            n_chunks *= 2
+        n_chunks = min(n_chunks, top_k)
+        return Self(n_tokens * n_chunks, n_chunks)
 
     @always_inline
     def token(self, unit: Int) -> Int:
         """Names the token of a unit."""
-        return unit // self.n_parts
+        return unit // self.n_chunks
 
     @always_inline
     def first_k(self, unit: Int, top_k: Int, next: Int = 0) -> Int:
         """Names the first choice of a unit."""
-        return (unit % self.n_parts + next) * top_k // self.n_parts
+        return (unit % self.n_chunks + next) * top_k // self.n_chunks
 
 
 # ------------------------------------------------------------ the sending half
@@ -160,7 +157,7 @@ def _count_choices[
                 ids[i] = topk_ids[unsafe_offset=choice]
         comptime for i in range(in_flight):
             if ids[i] >= 0 and ids[i] < Int32(n_experts):
-                _ = block_add(histogram.unsafe_offset(Int(ids[i])), 1)
+                _ = fetch_add_block(histogram.unsafe_offset(Int(ids[i])), 1)
 
 
 @always_inline
@@ -215,7 +212,7 @@ def _index_choices[
         if first_k <= lane and lane < end_k:
             var has_slot = is_expert and slot < group.max_tokens_per_rank
             if not has_slot and expert != NO_EXPERT:
-                note_failure(
+                record_failure(
                     counters.failure(),
                     DROPPED,
                     _SEND,
@@ -232,7 +229,7 @@ def _index_choices[
         syncwarp()
         n_indexed += 1
         if lane == 0:
-            block_publish(control.unsafe_offset(_INDEXED), n_indexed)
+            store_release_block(control.unsafe_offset(_INDEXED), n_indexed)
     _count_choices[group.n_experts](
         histogram, topk_ids, n_counted, n_tokens * top_k, lane
     )
@@ -269,7 +266,7 @@ def _index_choices[
                     dst_rank,
                 )
                 continue
-        publish_number(flag_at(bytes_at(to), offset), generation, count)
+        store_relaxed_sys(flag_at(bytes_at(to), offset), generation, count)
 
 
 @always_inline
@@ -401,7 +398,7 @@ def _staged[group: Group](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
 
 
 @always_inline
-def _send_half[
+def _send[
     input_type: DType,
     group: Group,
     token_fmt_type: TokenFormat,
@@ -444,7 +441,7 @@ def _send_half[
     var first_unit = Int(block_idx.x) + sender * n_blocks
     var position = UInt32(sender)
     for unit in range(first_unit, units.n_units, n_senders * n_blocks):
-        while block_peek(control.unsafe_offset(_INDEXED)) <= position:
+        while load_acquire_block(control.unsafe_offset(_INDEXED)) <= position:
             pass
         position += UInt32(n_senders)
         var token_idx = units.token(unit)
@@ -571,7 +568,7 @@ def read_counts[
                 if pair < n_held * n_ranks and (
                     generation_of(words[i]) != generation
                 ):
-                    words[i] = peek_number(
+                    words[i] = load_relaxed_sys(
                         flag_at(my_counts, group.dispatch_count_offset(pair))
                     )
             missing = -1
@@ -582,17 +579,17 @@ def read_counts[
                 ):
                     missing = pair
             spins += 1
-            if spins % SPINS_BETWEEN_LOOKS == 0 and deadline.has_passed():
+            if spins % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
                 is_late = missing >= 0
         if is_late:
-            note_failure(
+            record_failure(
                 counters.failure(),
                 NO_COUNT,
                 _RECEIVE,
                 missing % n_ranks,
                 my_rank * n_local_experts + missing // n_ranks,
                 generation,
-                peek_number(
+                load_relaxed_sys(
                     flag_at(my_counts, group.dispatch_count_offset(missing))
                 ),
             )
@@ -647,7 +644,7 @@ def read_counts[
             syncwarp()
             write_no_rows(tables, lane, WARP_SIZE)
         if lane == 0:
-            note_failure(
+            record_failure(
                 counters.failure(),
                 TOO_MANY_ROWS,
                 _RECEIVE,
@@ -663,7 +660,7 @@ def read_counts[
 
 
 @always_inline
-def _receive_half[
+def _receive[
     group: Group,
     token_fmt_type: TokenFormat,
 ](
@@ -684,7 +681,7 @@ def _receive_half[
     is_counter: Bool,
     lane: Int,
 ):
-    """Turns messages into rows as they arrive, with one warp."""
+    """Schedule messages into rows as they arrive, with one warp."""
     comptime n_ranks = group.n_ranks
     comptime n_local_experts = group.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
@@ -705,20 +702,20 @@ def _receive_half[
         syncwarp()
         if lane == 0:
             pair_rows[unsafe_offset=n_pairs] = Int32(largest)
-            block_publish(
+            store_release_block(
                 control.unsafe_offset(_PAIRS_READY),
                 1 if largest >= 0 else FAILED_PAIRS,
             )
-    while block_peek(control.unsafe_offset(_PAIRS_READY)) == 0:
+    while load_acquire_block(control.unsafe_offset(_PAIRS_READY)) == 0:
         pass
-    if block_peek(control.unsafe_offset(_PAIRS_READY)) == FAILED_PAIRS:
+    if load_acquire_block(control.unsafe_offset(_PAIRS_READY)) == FAILED_PAIRS:
         return
     # Slot by slot over all pairs: about the order in which messages arrive.
     var n_items = Int(pair_rows[unsafe_offset=n_pairs]) * n_pairs
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     while True:
-        var turn = take_turn(control.unsafe_offset(_NEXT_ITEM), lane)
-        var item = turn * Int(grid_dim.x) + Int(block_idx.x)
+        var round = next_work(control.unsafe_offset(_NEXT_ITEM), lane)
+        var item = round * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
         var slot, pair = divmod(item, n_pairs)
@@ -867,7 +864,7 @@ def _send[
             launch.lane,
         )
     elif launch.warp_idx <= n_senders:
-        _send_half[
+        _send[
             input_type,
             group,
             token_fmt_type,
@@ -907,7 +904,7 @@ def _receive[
 ):
     """Has a warp of a block take its part in the receiving half."""
     comptime n_pairs = group.n_local_experts() * group.n_ranks
-    _receive_half[group, token_fmt_type](
+    _receive[group, token_fmt_type](
         rows,
         n_rows_max,
         tables,
@@ -943,7 +940,7 @@ def _place_own_tokens[
     var recv_buf = bytes_at(launch.recv_bufs[unsafe_offset=launch.my_rank])
     for token_idx in range(launch.warp_idx, n_tokens, n_warps):
         # The block that sends the first part of a token puts it aside.
-        if token_idx * units.n_parts % n_blocks != Int(block_idx.x):
+        if token_idx * units.n_chunks % n_blocks != Int(block_idx.x):
             continue
         var staged = _staged[group](recv_buf, token_idx)
         copy_warp[token_fmt_type.value_bytes](
@@ -1120,7 +1117,7 @@ def dispatch_wait_kernel[
     ep_counters: EPLocalSyncCounters[n_experts],
     my_rank: Int32,
 ):
-    """Turns the messages into rows sorted by expert, as they arrive.
+    """Schedule the messages into rows sorted by expert, as they arrive.
 
     Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
 
@@ -1157,7 +1154,7 @@ def dispatch_wait_kernel[
     comptime if fused_shared_expert:
         var received = next_generation(ep_counters.dispatch_received())
         if ep_counters.dispatch_sent() != received:
-            note_failure(
+            record_failure(
                 ep_counters.failure(), NOT_SENT, _RECEIVE, rank, -1, received, 0
             )
             ep_counters.set_broken()

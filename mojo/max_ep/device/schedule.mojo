@@ -7,12 +7,11 @@ Nothing here touches memory: these are numbers of a launch, by its tokens and wa
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
 
-from ..layout import MESSAGE_ALIGN, N_CHUNKS, Group
+from ..combine_sums.roles import N_WARPS_MIN
+from ..dispatch_by_rank.roles import COUNTING_WARP, FIRST_SENDER, N_INDEX_WARPS
+from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
 from ..token_format import TokenFormat
-from .combine_roles import N_WARPS_MIN
-from .device_steps import divmod_32
-from .dispatch_roles import COUNTING_WARP, FIRST_SENDER, N_INDEX_WARPS
-
+from .block import divmod_32
 
 comptime _TWO_AT_ONCE = 1024
 """Tokens up to which a warp sends two parts at once where it could send four: of few
@@ -37,14 +36,14 @@ def vector_of_lane[
     In 32 bits, which is quicker.
     """
     var vector = UInt32(step) * UInt32(WARP_SIZE) + UInt32(lane)
-    var is_in_part = UInt32(step) < UInt32(end)
+    var is_in_chunk = UInt32(step) < UInt32(end)
     comptime if n_vectors % WARP_SIZE != 0:
-        is_in_part = is_in_part and vector < UInt32(n_vectors)
-    return (Int(vector), is_in_part)
+        is_in_chunk = is_in_chunk and vector < UInt32(n_vectors)
+    return (Int(vector), is_in_chunk)
 
 
 @fieldwise_init
-struct Piece(TrivialRegisterPassable):
+struct Chunk(TrivialRegisterPassable):
     """A part of something that is cut into parts."""
 
     var whole: Int
@@ -58,7 +57,7 @@ struct Piece(TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct Cut[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
+struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     """Into how many parts warps take a token or a sum: one of two constants.
 
     One divides by constants quickly: of few tokens a warp takes one part in all, and
@@ -80,12 +79,12 @@ struct Cut[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     """Whether it is the first of the two."""
 
     @always_inline
-    def n_parts(self) -> Int:
+    def n_chunks(self) -> Int:
         """Counts the parts."""
         return Self._MORE if self.are_more else Self._FEWER
 
     @always_inline
-    def piece(self, number: Int) -> Piece:
+    def chunk(self, number: Int) -> Chunk:
         """Finds one of all parts."""
         var found = Self._piece[Self._MORE](number)
         comptime if Self._FEWER != Self._MORE:
@@ -95,26 +94,26 @@ struct Cut[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def _piece[n_parts: Int](number: Int) -> Piece:
-        var whole, part = divmod_32(number, n_parts)
-        comptime if n_parts == Self.n_steps:
-            return Piece(whole, part, part, part + 1)
-        return Piece(
+    def _piece[n_chunks: Int](number: Int) -> Chunk:
+        var whole, part = divmod_32(number, n_chunks)
+        comptime if n_chunks == Self.n_steps:
+            return Chunk(whole, part, part, part + 1)
+        return Chunk(
             whole,
             part,
-            divmod_32(part * Self.n_steps, n_parts)[0],
-            divmod_32((part + 1) * Self.n_steps, n_parts)[0],
+            divmod_32(part * Self.n_steps, n_chunks)[0],
+            divmod_32((part + 1) * Self.n_steps, n_chunks)[0],
         )
 
 
-comptime EarlyCut[n_steps: Int] = Cut[n_steps, 14, 7]
+comptime InlineSplit[n_steps: Int] = Split[n_steps, 14, 7]
 """How early tokens are cut. Who sends and who receives need not cut them alike.
 
 Parameters:
     n_steps: Steps of a token, of 16 bytes a lane each.
 """
 
-comptime ChunkCut[n_steps: Int] = Cut[n_steps, N_CHUNKS, N_CHUNKS]
+comptime FlaggedSplit[n_steps: Int] = Split[n_steps, N_CHUNKS, N_CHUNKS]
 """How tokens are cut whose parts have flags.
 
 Parameters:
@@ -123,30 +122,30 @@ Parameters:
 
 
 @always_inline
-def early_cut[n_steps: Int](n_tokens: Int) -> EarlyCut[n_steps]:
+def inline_split[n_steps: Int](n_tokens: Int) -> InlineSplit[n_steps]:
     """Chooses into how many parts warps take an early token."""
-    return EarlyCut[n_steps](n_tokens <= 64)
+    return InlineSplit[n_steps](n_tokens <= 64)
 
 
 @always_inline
-def n_send_warps(is_early: Bool, n_warps: Int) -> Int:
+def n_send_warps(is_inline: Bool, n_warps: Int) -> Int:
     """Chooses how many warps of a block send while the others receive."""
-    return min(6 if is_early else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
+    return min(6 if is_inline else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
 
 
 @always_inline
-def n_async_send_warps[group: Group](is_early: Bool, n_warps: Int) -> Int:
+def n_async_send_warps[group: Group](is_inline: Bool, n_warps: Int) -> Int:
     """Chooses how many warps of a block send if none receives."""
     var most = n_warps - FIRST_SENDER
     comptime if group.n_ranks == 2:
-        # Each sends more at once (`parts_at_once_shift`). The last of them, of 16
+        # Each sends more at once (`chunks_at_once_shift`). The last of them, of 16
         # warps, is an index warp, which begins later.
-        return most if is_early else min(8, most)
+        return most if is_inline else min(8, most)
     return most
 
 
 @always_inline
-def parts_at_once_shift[
+def chunks_at_once_shift[
     group: Group, n_steps: Int
 ](n_tokens: Int, n_senders: Int) -> Int:
     """Chooses how many parts of a token a warp sends before it publishes them.
@@ -156,21 +155,21 @@ def parts_at_once_shift[
     most 16 parts of a block are under way. With more ranks a part goes to more of
     them: that is much already.
     """
-    comptime n_parts = min(N_CHUNKS, n_steps)
-    comptime are_short = n_steps <= _SHORT_PART * n_parts
+    comptime n_chunks = min(N_CHUNKS, n_steps)
+    comptime are_short = n_steps <= _SHORT_PART * n_chunks
     comptime if group.n_ranks > 2:
         return 0
-    comptime if n_parts % 4 == 0:
+    comptime if n_chunks % 4 == 0:
         if n_senders <= 4 and (are_short or n_tokens > _TWO_AT_ONCE):
             return 2
-    comptime if n_parts % 2 == 0:
+    comptime if n_chunks % 2 == 0:
         if n_senders <= 8:
             return 1
     return 0
 
 
 @fieldwise_init
-struct Turns(TrivialRegisterPassable):
+struct Schedule(TrivialRegisterPassable):
     """Which turns of a block are a warp's, where few items are dealt beforehand.
 
     The first blocks and the first warps send most, so they come last: to receive, or
@@ -179,39 +178,39 @@ struct Turns(TrivialRegisterPassable):
 
     var first: Int
     """Its first one; of a warp that has none, behind all that are dealt."""
-    var n_turns: Int
+    var stride: Int
     """From one to the next: warps of a block that have turns."""
 
     @staticmethod
     @always_inline
-    def of_receivers(warp_idx: Int, n_warps: Int) -> Self:
+    def of_dispatch_receivers(warp_idx: Int, n_warps: Int) -> Self:
         """Deals them in dispatch, from the last sender down.
 
         But for those that have more to do. Index warps have none: some of them count.
         """
         var n = n_warps - N_INDEX_WARPS
-        var turn = min(COUNTING_WARP, n) - 1 - warp_idx
-        if turn < 0:
-            turn += n
-        return Self(turn if warp_idx < n else n, n)
+        var round = min(COUNTING_WARP, n) - 1 - warp_idx
+        if round < 0:
+            round += n
+        return Self(round if warp_idx < n else n, n)
 
     @staticmethod
     @always_inline
-    def of_adders(warp_idx: Int, n_warps: Int) -> Self:
+    def of_combine_receivers(warp_idx: Int, n_warps: Int) -> Self:
         """Deals them in combine, from the last warp down.
 
         But for those that have more to do.
         """
-        var turn = n_warps - N_WARPS_MIN - warp_idx
-        return Self(turn + n_warps if turn < 0 else turn, n_warps)
+        var round = n_warps - N_WARPS_MIN - warp_idx
+        return Self(round + n_warps if round < 0 else round, n_warps)
 
     @always_inline
-    def n_dealt(self, n_blocks: Int) -> Int:
+    def n_scheduled(self, n_blocks: Int) -> Int:
         """Counts the items that are few: one for each of those warps."""
-        return self.n_turns * n_blocks
+        return self.stride * n_blocks
 
     @staticmethod
     @always_inline
-    def item(turn: Int, block: Int, n_blocks: Int) -> Int:
+    def item(round: Int, block: Int, n_blocks: Int) -> Int:
         """Finds what is done in a turn of a block."""
-        return turn * n_blocks + n_blocks - 1 - block
+        return round * n_blocks + n_blocks - 1 - block

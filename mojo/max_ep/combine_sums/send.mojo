@@ -4,21 +4,16 @@
 A token of which this rank has no row is left out. Own tokens are never sent: what
 this rank adds to them is added by the receiving half.
 """
-from max.gpu import WARP_SIZE, block_idx, grid_dim
+from max.gpu import block_idx, grid_dim, WARP_SIZE
 
-from ..counters import EPLocalSyncCounters, source_rank
-from ..expert_slots.device_steps import (
-    SharedAddresses,
-    any_lane,
-    bytes_at,
-    take_turn,
-)
+from ..counters import EPLocalSyncCounters, rank_of_relative
+from ..device.block import await_readers, Launch, SharedAddresses, next_work
+from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
-from .combine_roles import NEXT_TURN, SEND
-from .device_steps import Launch, await_readers
-from .noted_rows import NotedRows
-from .partial_sums import PartialFormat, add_rows, n_rows_at_once, sum_cut
+from .roles import NEXT_SEND, SEND
+from .saved_routes import SavedRoutes
+from .sums import add_rows, n_rows_at_once, PartialFormat, sum_split
 
 
 @always_inline
@@ -40,7 +35,7 @@ def send_partials[
 ](
     expert_rows: BytePointer,
     most: Int,
-    ahead: NotedRows,
+    prefetched: SavedRoutes,
     recv_bufs: SharedAddresses,
     dispatch_counts: SharedAddresses,
     launch: Launch,
@@ -57,36 +52,36 @@ def send_partials[
         var lane = launch.lane
         var my_rank = launch.my_rank
         var n_blocks = Int(grid_dim.x)
-        var cut = sum_cut[Format.n_steps, are_few](most)
+        var cut = sum_split[Format.n_steps, are_few](most)
         var is_waiting = True
-        var is_ahead = True
-        var turn = sender
+        var is_prefetched = True
+        var round = sender
         while True:
-            var unit = Int(block_idx.x) + turn * n_blocks
-            if unit >= most * n_others * cut.n_parts():
+            var unit = Int(block_idx.x) + round * n_blocks
+            if unit >= most * n_others * cut.n_chunks():
                 return
             comptime if not are_few:
-                turn = n_senders + take_turn(
-                    launch.control.unsafe_offset(NEXT_TURN), lane
+                round = n_senders + next_work(
+                    launch.control.unsafe_offset(NEXT_SEND), lane
                 )
             else:
                 # A turn is one more trip to shared memory.
-                turn += n_senders
-            var piece = cut.piece(unit)
-            var source, token_idx = sum_to_send[group](piece.whole)
-            var noted = ahead
-            if not are_few or not is_ahead:
-                noted = NotedRows.of[group](counters, source, token_idx, lane)
-            is_ahead = False
-            if token_idx >= Int(noted.n_tokens) or not any_lane(noted.row >= 0):
+                round += n_senders
+            var chunk = cut.chunk(unit)
+            var source, token_idx = sum_to_send[group](chunk.whole)
+            var saved = prefetched
+            if not are_few or not is_prefetched:
+                saved = SavedRoutes.of[group](counters, source, token_idx, lane)
+            is_prefetched = False
+            if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue
-            var src_rank = source_rank(my_rank, source, n_ranks)
+            var src_rank = rank_of_relative(my_rank, source, n_ranks)
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(
                 recv_bufs[unsafe_offset=src_rank]
                 + UInt64(group.partial_offset(my_rank, token_idx))
             )
-            for step in range(piece.begin, piece.end):
+            for step in range(chunk.begin, chunk.end):
                 var share = step * WARP_SIZE + lane
                 var sum = Format.Sum(0)
                 add_rows[
@@ -94,7 +89,7 @@ def send_partials[
                     partial_dtype,
                     hidden_size,
                     n_rows_at_once[are_few](),
-                ](sum, expert_rows, share, noted.row, noted.weight)
+                ](sum, expert_rows, share, saved.row, saved.weight)
                 if is_waiting:
                     # I3, for partial sums.
                     if not await_readers[group, True](

@@ -11,12 +11,12 @@ from std.math import ceildiv, fma
 from std.memory import bitcast
 from std.sys import size_of
 
-from ..expert_slots.device_steps import load16_if, store16
-from ..flags import put_16
+from ..device.block import avoid_sentinel
+from ..device.schedule import Split
+from ..device.warp import load16_if, store16
+from ..flags import store_relaxed_sys_16
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
-from .deal import Cut
-from .device_steps import without_empty
 
 
 struct PartialFormat[
@@ -98,9 +98,9 @@ struct PartialFormat[
         comptime n = Self.width // Self.n_partial_vectors
         var rounded = sum.cast[Self.partial_dtype]()
         comptime for i in range(Self.n_partial_vectors):
-            put_16(
+            store_relaxed_sys_16(
                 Self.partial_vector(partial_sum, share, i),
-                without_empty(
+                avoid_sentinel(
                     bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
                 ),
             )
@@ -118,16 +118,16 @@ def are_few_tokens(n_tokens: Int) -> Bool:
 
 
 @always_inline
-def n_rows_at_once[are_few: Bool, n_looks: Int = 0]() -> Int:
+def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
     """Chooses how many rows of a token a lane loads before it adds them.
 
     Of few tokens all, mostly. Of many, other warps have loads under way, too, and
     room for a row that is not there costs some time.
     """
-    return 8 if are_few and n_looks <= 4 else 4
+    return 8 if are_few and n_prefetched <= 4 else 4
 
 
-comptime SumCut[n_steps: Int, are_few: Bool] = Cut[
+comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
     n_steps, n_steps if are_few else 14, n_steps if are_few else 7
 ]
 """How sums are cut: of few tokens each step is a part.
@@ -139,11 +139,11 @@ Parameters:
 
 
 @always_inline
-def sum_cut[
+def sum_split[
     n_steps: Int, are_few: Bool
-](n_tokens: Int) -> SumCut[n_steps, are_few]:
+](n_tokens: Int) -> SumSplit[n_steps, are_few]:
     """Chooses into how many parts warps take a sum."""
-    return SumCut[n_steps, are_few](n_tokens <= 256)
+    return SumSplit[n_steps, are_few](n_tokens <= 256)
 
 
 @always_inline

@@ -15,52 +15,49 @@ The last counts all choices, and tells the counts. A block costs a walk over the
 choices before its own.
 """
 from max.gpu import (
-    WARP_SIZE,
     block_dim,
     block_idx,
     grid_dim,
     lane_id,
     named_barrier,
     thread_idx,
+    WARP_SIZE,
 )
 from std.math import ceildiv
 from std.memory import bitcast
 
 from ..counters import EPLocalSyncCounters, NO_EXPERT
-from ..expert_slots.device_steps import (
+from ..device.block import (
+    await_readers,
+    divmod_32,
+    Launch,
+    shared_ints,
     SharedAddresses,
     SharedInts,
-    bytes_at,
-    shared_ints,
 )
-from ..failures import DROPPED, note_failure
+from ..device.warp import bytes_at, sum_of_lanes
+from ..failures import DROPPED, record_failure
 from ..flags import (
-    SharedWord,
-    block_add,
-    block_peek,
-    block_publish,
+    fetch_add_block,
+    load_acquire_block,
+    store_release_block,
     count_of,
     flag_at,
     next_generation,
-    publish_number,
-    put_16,
+    store_relaxed_sys,
+    store_relaxed_sys_16,
+    SharedWord,
 )
-from ..layout import MESSAGE_ALIGN, Group
+from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import LaneBytes
-from .device_steps import Launch, await_readers, divmod_32
-from .dispatch_roles import (
-    GAVE_UP,
-    N_INDEX_WARPS,
-    SEND,
-)
 from .entries import (
-    NO_ENTRY_EXPERT,
-    NO_POSITION,
     entry_word,
     id_word,
+    NO_ENTRY_EXPERT,
+    NO_POSITION,
     weight_word,
 )
-from .lanes import sum_of_lanes
+from .roles import GAVE_UP, N_INDEX_WARPS, SEND
 
 comptime N_LANE_CHOICES = 256
 """Choices up to which the lanes of a warp hold all ids."""
@@ -170,11 +167,11 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
         return self.id(group.choice(token_idx, lane))
 
     @always_inline
-    def counted_of_block(self, turn: Int, lane: Int) -> Int:
+    def counted_of_block(self, round: Int, lane: Int) -> Int:
         """Adds up what the warps have counted, with one warp."""
         var n: Int32 = 0
         if lane < Int(block_dim.x) // WARP_SIZE:
-            n = self.counted[unsafe_offset=turn * WARP_SIZE + lane]
+            n = self.counted[unsafe_offset=round * WARP_SIZE + lane]
         return Int(sum_of_lanes(UInt32(n)))
 
     @always_inline
@@ -305,13 +302,13 @@ def _write_entry[
         var to = bytes_at(recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.
         comptime if group.is_reduced():
-            put_16(to, bytes)
+            store_relaxed_sys_16(to, bytes)
         else:
-            publish_number(flag_at(to, 0), generation, count_of(word))
+            store_relaxed_sys(flag_at(to, 0), generation, count_of(word))
 
 
 @always_inline
-def tell_n_tokens[
+def publish_n_tokens[
     group: Group
 ](
     n_tokens: Int,
@@ -324,7 +321,7 @@ def tell_n_tokens[
     if not await_readers[group, False](launch, counts, counters, SEND):
         return
     for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
-        publish_number(
+        store_relaxed_sys(
             flag_at(
                 bytes_at(counts[unsafe_offset=rank]),
                 group.dispatch_n_tokens_offset(launch.my_rank),
@@ -388,8 +385,8 @@ def index_choices[
 
 
 @always_inline
-def send_carried[
-    group: Group, n_carried: Int
+def send_metadata[
+    group: Group, router_top_k: Int
 ](
     choices: Choices[...],
     n_tokens: Int,
@@ -407,10 +404,10 @@ def send_carried[
     for place in range(
         (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE
         + launch.lane,
-        n_tokens * n_carried,
+        n_tokens * router_top_k,
         N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
     ):
-        var token_idx, k = divmod_32(place, n_carried)
+        var token_idx, k = divmod_32(place, router_top_k)
         var words = bitcast[DType.uint32, 4](
             SIMD[DType.uint64, 2](
                 id_word(generation, choices.ids[unsafe_offset=place]),
@@ -418,14 +415,16 @@ def send_carried[
             )
         )
         var offset = UInt64(
-            group.carried_choice_offset(launch.my_rank, token_idx, k, n_carried)
+            group.metadata_offset(launch.my_rank, token_idx, k, router_top_k)
         )
         for i in range(group.n_ranks):
             # Not all sources begin with the same rank.
             var rank = launch.my_rank + 1 + i
             rank -= group.n_ranks if rank >= group.n_ranks else 0
             # I1: only this rank writes what its tokens carry.
-            put_16(bytes_at(recv_bufs[unsafe_offset=rank] + offset), words)
+            store_relaxed_sys_16(
+                bytes_at(recv_bufs[unsafe_offset=rank] + offset), words
+            )
 
 
 # ----------------------------------------------------- many choices: by blocks
@@ -456,9 +455,9 @@ def _index_by_blocks[
     for expert in range(me, group.n_experts, n_threads):
         n_before[unsafe_offset=expert] = 0
     if not can_write and launch.lane == 0:
-        block_publish(launch.control.unsafe_offset(GAVE_UP), 1)
+        store_release_block(launch.control.unsafe_offset(GAVE_UP), 1)
     index_barrier()
-    if block_peek(launch.control.unsafe_offset(GAVE_UP)) != 0:
+    if load_acquire_block(launch.control.unsafe_offset(GAVE_UP)) != 0:
         return
     var generation = next_generation(launch.before.dispatch_sent)
     var n_choices = choices.n_choices
@@ -513,7 +512,7 @@ def _index_by_blocks[
     if is_last:
         index_barrier()
         for expert in range(me, group.n_experts, n_threads):
-            _tell_count[group](
+            _publish_count[group](
                 expert,
                 Int(n_before[unsafe_offset=expert]),
                 generation,
@@ -528,7 +527,7 @@ def _count_id[n_experts: Int](n_of: SharedWord, id: Int32, lane: Int):
     var is_expert = id >= 0 and id < Int32(n_experts)
     # Not a constant 1: the assembler would take that for an increment of few
     # different words, at which the multiprocessor is slow if they are many.
-    _ = block_add(
+    _ = fetch_add_block(
         n_of.unsafe_offset(Int(id) if is_expert else n_experts + lane),
         UInt32(1) if is_expert else UInt32(0),
     )
@@ -541,7 +540,7 @@ def index_barrier():
 
 
 @always_inline
-def _tell_count[
+def _publish_count[
     group: Group
 ](
     expert: Int,
@@ -552,7 +551,7 @@ def _tell_count[
 ):
     """Tells an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
-    publish_number(
+    store_relaxed_sys(
         flag_at(
             bytes_at(counts[unsafe_offset=dst_rank]),
             group.dispatch_count_offset(
@@ -637,14 +636,14 @@ def _index_lanes[
     """
     var item = first_item
     while item.number < group.n_experts + choices.n_choices:
-        _tell_item[group](item, recv_bufs, counts, launch, counters)
+        _publish_item[group](item, recv_bufs, counts, launch, counters)
         item = Item.of[group](
             lane_ids, choices, item.number + N_INDEX_WARPS * Int(grid_dim.x)
         )
 
 
 @always_inline
-def _tell_item[
+def _publish_item[
     group: Group
 ](
     item: Item,
@@ -670,7 +669,7 @@ def _tell_item[
             WARP_SIZE,
         )
     elif launch.lane == 0:
-        _tell_count[group](
+        _publish_count[group](
             item.number, item.n_equal, generation, counts, launch
         )
 
@@ -695,12 +694,12 @@ def _index_one_by_one[
     # Counts first: a receiver needs all of them before it places a row.
     comptime n_counted = _n_counted[group]()
     comptime assert n_counted <= N_INDEX_WARPS, "a counted expert has no warp"
-    comptime for turn in range(n_counted):
-        var expert = Int(block_idx.x) + turn * Int(grid_dim.x)
-        if indexer == N_INDEX_WARPS - 1 - turn and expert < group.n_experts:
-            var n = choices.counted_of_block(turn, lane)
+    comptime for round in range(n_counted):
+        var expert = Int(block_idx.x) + round * Int(grid_dim.x)
+        if indexer == N_INDEX_WARPS - 1 - round and expert < group.n_experts:
+            var n = choices.counted_of_block(round, lane)
             if lane == 0:
-                _tell_count[group](
+                _publish_count[group](
                     expert,
                     n,
                     next_generation(launch.before.dispatch_sent),
@@ -723,7 +722,7 @@ def _index_one_by_one[
             weight = choices.weight[group](choice)
             end = choice
         var n_equal = _count_equal(choices.shared_ids, id, end, lane)
-        _tell_item[group](
+        _publish_item[group](
             Item(item, id, weight, n_equal), recv_bufs, counts, launch, counters
         )
 
@@ -799,7 +798,7 @@ def _enter_choice[
     )
     if not has_place:
         if id != NO_EXPERT and lane == 0:
-            note_failure(
+            record_failure(
                 counters.failure(),
                 DROPPED,
                 SEND,

@@ -14,10 +14,10 @@ comptime RECEIVE = 3
 comptime N_WARPS_MIN = 4
 """Warps of a block at least: the last three also notice, count and tell."""
 
-comptime NEXT_PART = 0
+comptime NEXT_SUM = 0
 """Control word: next part of a token to add up."""
 
-comptime NEXT_TURN = 1
+comptime NEXT_SEND = 1
 """Control word: units that sending warps have taken after their first."""
 
 comptime N_CONTROL = 2

@@ -5,34 +5,28 @@ All of them are self-tagged words: a wait for several looks at all that are
 missing at once, since one after another costs a trip to the memory each.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE, block_idx, syncwarp
+from max.gpu import block_idx, syncwarp, WARP_SIZE
 from std.math import ceildiv
 
-from ..counters import EPLocalSyncCounters, source_from
-from ..expert_slots.device_steps import (
-    SharedAddresses,
-    SharedInts,
-    any_lane,
-    bytes_at,
-)
-from ..expert_slots.dispatch import write_no_rows
-from ..failures import NO_COUNT, TOO_MANY_ROWS, note_failure
+from ..counters import EPLocalSyncCounters, relative_rank
+from ..device.block import Launch, SharedAddresses, SharedInts
+from ..device.warp import any_lane, bytes_at, max_of_lanes
+from ..dispatch_by_expert.phase import write_no_rows
+from ..failures import NO_COUNT, record_failure, TOO_MANY_ROWS
 from ..flags import (
-    SPINS_BETWEEN_LOOKS,
-    block_arrive,
-    block_peek,
-    block_publish,
+    arrive_in_block,
+    load_acquire_block,
+    store_release_block,
     count_of,
     flag_at,
     generation_of,
-    peek_number,
-    peek_two_numbers,
+    load_relaxed_sys,
+    load_relaxed_sys_2,
+    POLLS_PER_CLOCK_READ,
 )
-from ..layout import MESSAGE_ALIGN, Group, n_experts_on_rank
+from ..layout import Group, MESSAGE_ALIGN, n_experts_on_rank
 from ..row_tables import RowTables
-from .device_steps import Launch
-from .dispatch_roles import COUNTED, FAILED, N_INDEX_WARPS, RECEIVE, SUMMED
-from .lanes import max_of_lanes
+from .roles import COUNTED, FAILED, N_INDEX_WARPS, RECEIVE, SUMMED
 
 
 @always_inline
@@ -51,15 +45,15 @@ def read_numbers[
     var most: Int32 = 0
     for src_rank in range(launch.lane, group.n_ranks, WARP_SIZE):
         var flag = flag_at(my_counts, group.dispatch_n_tokens_offset(src_rank))
-        var word = peek_number(flag)
+        var word = load_relaxed_sys(flag)
         var spins = 0
         while generation_of(word) != generation:
             spins += 1
             if (
-                spins % SPINS_BETWEEN_LOOKS == 0
+                spins % POLLS_PER_CLOCK_READ == 0
                 and launch.deadline.has_passed()
             ):
-                note_failure(
+                record_failure(
                     counters.failure(),
                     NO_COUNT,
                     RECEIVE,
@@ -70,14 +64,14 @@ def read_numbers[
                 )
                 is_late = True
                 break
-            word = peek_number(flag)
+            word = load_relaxed_sys(flag)
         var n = 0 if is_late else count_of(word)
         n_tokens_of[unsafe_offset=src_rank] = Int32(n)
         most = max(most, Int32(n))
         comptime if group.is_reduced():
             if block_idx.x == 0:
                 counters.received_tokens(group)[
-                    unsafe_offset=source_from(
+                    unsafe_offset=relative_rank(
                         launch.my_rank, src_rank, group.n_ranks
                     )
                 ] = Int32(n)
@@ -89,9 +83,9 @@ def read_numbers[
     return not any_lane(is_late)
 
 
-comptime _LOOKS_OF_LANE = 4
+comptime _LOADS_OF_LANE = 4
 
-comptime _PAIRS_OF_LANE = 2 * _LOOKS_OF_LANE
+comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
 """Pairs of a lane: a look is at two neighbouring words."""
 
 comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
@@ -110,14 +104,14 @@ def n_counting_warps[group: Group]() -> Int:
 def _pairs_of_warp[group: Group]() -> Int:
     """Says how many pairs each of them counts."""
     comptime n_pairs = group.n_local_experts() * group.n_ranks
-    comptime n_turns = ceildiv(
+    comptime stride = ceildiv(
         n_pairs, n_counting_warps[group]() * _PAIRS_AT_ONCE
     )
-    return n_turns * _PAIRS_AT_ONCE
+    return stride * _PAIRS_AT_ONCE
 
 
 @always_inline
-def n_room_for_pairs[group: Group]() -> Int:
+def n_pair_rows[group: Group]() -> Int:
     """Says how much room a block needs for the rows before its pairs."""
     return n_counting_warps[group]() * _pairs_of_warp[group]() + 1
 
@@ -161,7 +155,7 @@ def _read_counts[
         while True:
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
                 if is_missing[i] or is_missing[i + 1]:
-                    words[i], words[i + 1] = peek_two_numbers(
+                    words[i], words[i + 1] = load_relaxed_sys_2(
                         flag_at(
                             my_counts,
                             group.dispatch_count_offset(
@@ -180,18 +174,18 @@ def _read_counts[
                 break
             spins += 1
             if (
-                spins % SPINS_BETWEEN_LOOKS == 0
+                spins % POLLS_PER_CLOCK_READ == 0
                 and launch.deadline.has_passed()
             ):
                 var pair = _pair_of_lane(first, missing, launch.lane)
-                note_failure(
+                record_failure(
                     counters.failure(),
                     NO_COUNT,
                     RECEIVE,
                     pair % n_ranks,
                     launch.my_rank * n_local_experts + pair // n_ranks,
                     generation,
-                    peek_number(
+                    load_relaxed_sys(
                         flag_at(my_counts, group.dispatch_count_offset(pair))
                     ),
                 )
@@ -266,7 +260,7 @@ def _count_rows[
         counters.set_broken()
         if launch.lane == 0:
             sums[unsafe_offset=counter] = 0
-            block_publish(control.unsafe_offset(FAILED), 1)
+            store_release_block(control.unsafe_offset(FAILED), 1)
     var n_rows: Int32
     comptime if n_counting == 1:
         syncwarp()
@@ -275,8 +269,10 @@ def _count_rows[
         # Also if it has failed: the others wait for it without end.
         syncwarp()
         if launch.lane == 0:
-            block_arrive(control.unsafe_offset(SUMMED))
-        while block_peek(control.unsafe_offset(SUMMED)) < UInt32(n_counting):
+            arrive_in_block(control.unsafe_offset(SUMMED))
+        while load_acquire_block(control.unsafe_offset(SUMMED)) < UInt32(
+            n_counting
+        ):
             pass
         var sum: Int32 = 0
         if launch.lane < n_counting:
@@ -294,7 +290,7 @@ def _count_rows[
     if n_rows_needed > n_rows_max:
         counters.set_broken()
         if launch.lane == 0:
-            note_failure(
+            record_failure(
                 counters.failure(),
                 TOO_MANY_ROWS,
                 RECEIVE,
@@ -305,11 +301,11 @@ def _count_rows[
                 n_rows_needed,
                 n_rows_max,
             )
-            block_publish(control.unsafe_offset(FAILED), 1)
+            store_release_block(control.unsafe_offset(FAILED), 1)
     # Also if it has failed: the block waits for all that count without end.
     syncwarp()
     if launch.lane == 0:
-        block_arrive(control.unsafe_offset(COUNTED))
+        arrive_in_block(control.unsafe_offset(COUNTED))
     # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
 
 
@@ -354,9 +350,11 @@ def lay_out_rows[
     if block_idx.x != 0:
         return
     # The first block tells of the rows: in the outputs, and for combine.
-    while block_peek(control.unsafe_offset(COUNTED)) < UInt32(n_counting):
+    while load_acquire_block(control.unsafe_offset(COUNTED)) < UInt32(
+        n_counting
+    ):
         pass
-    if block_peek(control.unsafe_offset(FAILED)) != 0:
+    if load_acquire_block(control.unsafe_offset(FAILED)) != 0:
         if indexer == 0:
             write_no_rows(tables, launch.lane, WARP_SIZE)
         return

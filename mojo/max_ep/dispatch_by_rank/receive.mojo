@@ -3,72 +3,71 @@
 
 Of a token it awaits the entries, which say where on this rank it goes, and each of
 its parts; the rows of pairs (`row_counts.mojo`) only when something is there to be
-put into a row. `EMPTY` is put back where the data was its own flag.
+put into a row. `SENTINEL` is put back where the data was its own flag.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE, block_idx, grid_dim
+from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
-from ..counters import (
-    EPLocalSyncCounters,
-    NO_ROW,
-    row_elsewhere,
-    source_from,
-)
-from ..expert_slots.device_steps import (
-    ACCESSES_IN_FLIGHT,
+from ..counters import EPLocalSyncCounters, NO_ROW, row_elsewhere, relative_rank
+from ..device.block import (
+    await_message,
+    divmod_32,
+    SENTINEL,
+    Launch,
     SharedAddresses,
     SharedInts,
+    next_work,
+)
+from ..device.schedule import (
+    FlaggedSplit,
+    inline_split,
+    InlineSplit,
+    n_steps_of,
+    Chunk,
+    Schedule,
+    vector_of_lane,
+)
+from ..device.warp import (
+    ACCESSES_IN_FLIGHT,
     any_lane,
-    await_message,
     bytes_at,
     load16,
     store16,
-    take_turn,
 )
-from ..failures import NO_MESSAGE, note_failure
+from ..failures import NO_MESSAGE, record_failure
 from ..flags import (
-    SPINS_BETWEEN_LOOKS,
-    SharedWord,
-    block_peek,
+    load_acquire_block,
     flag_at,
     flag_word,
     generation_of,
-    peek_16,
-    peek_number,
+    load_relaxed_sys_16,
+    load_relaxed_sys,
+    SharedWord,
+    POLLS_PER_CLOCK_READ,
 )
-from ..layout import MESSAGE_ALIGN, Group
+from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat
-from .deal import (
-    ChunkCut,
-    EarlyCut,
-    Piece,
-    Turns,
-    early_cut,
-    n_steps_of,
-    vector_of_lane,
-)
-from .device_steps import EMPTY, Launch, divmod_32
-from .dispatch_roles import COUNTED, FAILED, NEXT_ITEM, RECEIVE
+from .counts import n_counting_warps, row_of_pair
 from .entries import (
-    NO_POSITION,
     expert_of_entry,
     id_of_word,
+    NO_POSITION,
     position_of_entry,
     weight_of_word,
 )
-from .row_counts import n_counting_warps, row_of_pair
+from .roles import COUNTED, FAILED, NEXT_RECEIVE, RECEIVE
 
 
 @always_inline
-def _look_at_words[are_two: Bool](words: BytePointer) -> LaneBytes:
+def _load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
     """Reads an entry, or a choice that a token carries, whether it is there or not.
     """
     comptime if are_two:
-        return peek_16(words)
-    var word = peek_number(flag_at(words, 0))
+        return load_relaxed_sys_16(words)
+    var word = load_relaxed_sys(flag_at(words, 0))
     return bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](word, 0))
 
 
@@ -90,8 +89,8 @@ def _await_words[
         if bytes[1] == generation:
             return bytes
         spins += 1
-        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
-            note_failure(
+        if spins % POLLS_PER_CLOCK_READ == 0 and launch.deadline.has_passed():
+            record_failure(
                 counters.failure(),
                 NO_MESSAGE,
                 RECEIVE,
@@ -101,11 +100,11 @@ def _await_words[
                 flag_word(bytes[1], 0),
             )
             return bytes
-        bytes = _look_at_words[are_two](words)
+        bytes = _load_words[are_two](words)
 
 
 @always_inline
-def _place_carried[
+def _place_metadata[
     group: Group, token_fmt_type: TokenFormat
 ](
     rows: token_fmt_type.Rows,
@@ -118,14 +117,14 @@ def _place_carried[
     counters: EPLocalSyncCounters,
 ) -> Bool:
     """Puts the choices that a token carries beside its row, with one warp."""
-    comptime n_carried = token_fmt_type.n_carried
+    comptime router_top_k = token_fmt_type.router_top_k
     var is_late = False
-    for k in range(launch.lane, n_carried, WARP_SIZE):
+    for k in range(launch.lane, router_top_k, WARP_SIZE):
         var words_of = recv_buf.unsafe_offset(
-            group.carried_choice_offset(src_rank, token_idx, k, n_carried)
+            group.metadata_offset(src_rank, token_idx, k, router_top_k)
         )
         var carried = _await_words[True](
-            _look_at_words[True](words_of),
+            _load_words[True](words_of),
             words_of,
             src_rank,
             generation,
@@ -134,19 +133,19 @@ def _place_carried[
         )
         is_late = is_late or carried[1] != generation
         var words = bitcast[DType.uint64, 2](carried)
-        token_fmt_type.place_choice(
+        token_fmt_type.place_metadata(
             rows, row, k, id_of_word(words[0]), weight_of_word(words[1])
         )
     return not any_lane(is_late)
 
 
 @always_inline
-def _look_at_steps[
-    in_flight: Int, //, n_vectors: Int, are_all_early: Bool
+def _load_steps[
+    in_flight: Int, //, n_vectors: Int, are_all_inline: Bool
 ](
     mut parts: Array[LaneBytes, in_flight],
     from_: BytePointer,
-    is_early: Bool,
+    is_inline: Bool,
     first: Int,
     end: Int,
     stride: Int,
@@ -158,8 +157,8 @@ def _look_at_steps[
         var vector = UInt32(first + i * stride)
         if vector < behind:
             var p = from_.unsafe_offset(Int(vector) * MESSAGE_ALIGN)
-            if are_all_early or is_early:
-                parts[i] = peek_16(p)
+            if are_all_inline or is_inline:
+                parts[i] = load_relaxed_sys_16(p)
             else:
                 parts[i] = load16(p)
 
@@ -178,7 +177,7 @@ def _await_steps[
     launch: Launch,
     counters: EPLocalSyncCounters,
 ) -> Bool:
-    """Waits for some 16 bytes a lane of an early token, and puts `EMPTY` back.
+    """Waits for some 16 bytes a lane of an early token, and puts `SENTINEL` back.
     """
     var behind = UInt32(min(end, n_vectors))
     # All that are missing are looked at again at once.
@@ -187,13 +186,13 @@ def _await_steps[
         var is_missing = False
         comptime for i in range(in_flight):
             var vector = UInt32(first + i * stride)
-            if vector < behind and parts[i][3] == EMPTY:
+            if vector < behind and parts[i][3] == SENTINEL:
                 is_missing = True
         if not is_missing:
             break
         spins += 1
-        if spins % SPINS_BETWEEN_LOOKS == 0 and launch.deadline.has_passed():
-            note_failure(
+        if spins % POLLS_PER_CLOCK_READ == 0 and launch.deadline.has_passed():
+            record_failure(
                 counters.failure(),
                 NO_MESSAGE,
                 RECEIVE,
@@ -205,8 +204,8 @@ def _await_steps[
             return False
         comptime for i in range(in_flight):
             var vector = UInt32(first + i * stride)
-            if vector < behind and parts[i][3] == EMPTY:
-                parts[i] = peek_16(
+            if vector < behind and parts[i][3] == SENTINEL:
+                parts[i] = load_relaxed_sys_16(
                     from_.unsafe_offset(Int(vector) * MESSAGE_ALIGN)
                 )
     comptime for i in range(in_flight):
@@ -215,7 +214,7 @@ def _await_steps[
             # I3: whoever writes here next has seen a later done word.
             store16(
                 from_.unsafe_offset(Int(vector) * MESSAGE_ALIGN),
-                LaneBytes(EMPTY),
+                LaneBytes(SENTINEL),
             )
     return True
 
@@ -224,23 +223,25 @@ def _await_steps[
 def _are_counted[group: Group](control: SharedWord) -> Bool:
     """Waits for the rows of all pairs."""
     comptime n_counting = n_counting_warps[group]()
-    while block_peek(control.unsafe_offset(COUNTED)) < UInt32(n_counting):
+    while load_acquire_block(control.unsafe_offset(COUNTED)) < UInt32(
+        n_counting
+    ):
         pass
-    return block_peek(control.unsafe_offset(FAILED)) == 0
+    return load_acquire_block(control.unsafe_offset(FAILED)) == 0
 
 
 @always_inline
-def n_in_flight[token_fmt_type: TokenFormat, are_all_early: Bool]() -> Int:
+def n_in_flight[token_fmt_type: TokenFormat, are_all_inline: Bool]() -> Int:
     """Counts the steps of a token that a lane has under way."""
     comptime n_steps = n_steps_of[token_fmt_type]()
     return min(
-        EarlyCut[n_steps].most_steps if are_all_early else n_steps,
+        InlineSplit[n_steps].most_steps if are_all_inline else n_steps,
         ACCESSES_IN_FLIGHT,
     )
 
 
 @always_inline
-def _early_token[
+def _inline_token[
     group: Group, token_fmt_type: TokenFormat, has_input: Bool
 ](
     recv_buf: BytePointer,
@@ -256,7 +257,9 @@ def _early_token[
                 own_tokens
                 + UInt64(token_idx) * UInt64(token_fmt_type.value_bytes)
             )
-    return recv_buf.unsafe_offset(group.early_token_offset(src_rank, token_idx))
+    return recv_buf.unsafe_offset(
+        group.inline_token_offset(src_rank, token_idx)
+    )
 
 
 @always_inline
@@ -266,7 +269,7 @@ def receive_tokens[
     token_fmt_type: TokenFormat,
     fused_shared_expert: Bool,
     has_input: Bool,
-    are_all_early: Bool,
+    are_all_inline: Bool,
 ](
     rows: token_fmt_type.Rows,
     tables: RowTables[group, ...],
@@ -279,13 +282,13 @@ def receive_tokens[
     counters: EPLocalSyncCounters,
     generation: UInt32,
 ):
-    """Turns tokens into rows as they arrive, with one warp."""
+    """Schedule tokens into rows as they arrive, with one warp."""
     comptime n_ranks = group.n_ranks
     comptime top_k = group.top_k
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime n_steps = n_steps_of[token_fmt_type]()
-    comptime chunks = ChunkCut[n_steps](True)
-    comptime in_flight = n_in_flight[token_fmt_type, are_all_early]()
+    comptime chunks = FlaggedSplit[n_steps](True)
+    comptime in_flight = n_in_flight[token_fmt_type, are_all_inline]()
     var parts = Array[LaneBytes, in_flight](fill=0)
     var scales = Array[LaneBytes, 1](fill=0)
     var lane = launch.lane
@@ -293,68 +296,72 @@ def receive_tokens[
     var first_expert = my_rank * group.n_local_experts()
     var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
     var most = Int(n_tokens_of[unsafe_offset=n_ranks])
-    var cut = early_cut[n_steps](most)
+    var cut = inline_split[n_steps](most)
     var n_items = (
-        most * n_ranks * (cut.n_parts() if are_all_early else chunks.n_parts())
+        most
+        * n_ranks
+        * (cut.n_chunks() if are_all_inline else chunks.n_chunks())
     )
-    var turns = Turns.of_receivers(launch.warp_idx, n_warps)
+    var schedule = Schedule.of_dispatch_receivers(launch.warp_idx, n_warps)
     # A turn is a trip to shared memory: few items are dealt beforehand, one a warp.
-    var are_dealt = are_all_early and n_items <= turns.n_dealt(Int(grid_dim.x))
-    var turn = turns.first
+    var are_scheduled = are_all_inline and n_items <= schedule.n_scheduled(
+        Int(grid_dim.x)
+    )
+    var round = schedule.first
     var is_waiting = True
     while True:
         var item: Int
-        if are_dealt:
-            item = Turns.item(turn, Int(block_idx.x), Int(grid_dim.x))
-            turn += turns.n_turns
+        if are_scheduled:
+            item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
+            round += schedule.stride
         else:
-            item = take_turn(
-                launch.control.unsafe_offset(NEXT_ITEM), lane
+            item = next_work(
+                launch.control.unsafe_offset(NEXT_RECEIVE), lane
             ) * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
-        var piece: Piece
-        comptime if are_all_early:
-            piece = cut.piece(item)
+        var chunk: Chunk
+        comptime if are_all_inline:
+            chunk = cut.chunk(item)
         else:
-            piece = chunks.piece(item)
-        var part = piece.part
-        var token_idx, src_rank = divmod_32(piece.whole, n_ranks)
+            chunk = chunks.chunk(item)
+        var part = chunk.part
+        var token_idx, src_rank = divmod_32(chunk.whole, n_ranks)
         var n_tokens = Int(n_tokens_of[unsafe_offset=src_rank])
         if token_idx >= n_tokens:
             continue
-        var is_early = are_all_early or n_tokens <= group.n_early_tokens()
-        var token = _early_token[group, token_fmt_type, has_input](
+        var is_inline = are_all_inline or n_tokens <= group.n_inline_tokens()
+        var token = _inline_token[group, token_fmt_type, has_input](
             recv_buf, own_tokens, my_rank, src_rank, token_idx
         )
         var is_input = has_input and src_rank == my_rank
         if is_input:
-            is_early = False
-        elif not is_early:
+            is_inline = False
+        elif not is_inline:
             token = recv_buf.unsafe_offset(
                 group.token_offset(src_rank, token_idx)
             )
         # On its way, or looked at, while its entries are looked at: mostly it is
         # for this rank.
-        var is_looked_at = is_early or is_input
+        var is_loaded = is_inline or is_input
         # Lane `i` has the scales of step `i`.
         var its_scales = token.unsafe_offset(token_fmt_type.value_bytes)
-        if is_looked_at:
-            _look_at_steps[n_vectors, are_all_early](
+        if is_loaded:
+            _load_steps[n_vectors, are_all_inline](
                 parts,
                 token,
-                is_early,
-                piece.begin * WARP_SIZE + lane,
-                piece.end * WARP_SIZE,
+                is_inline,
+                chunk.begin * WARP_SIZE + lane,
+                chunk.end * WARP_SIZE,
                 WARP_SIZE,
             )
             comptime if token_fmt_type.has_scales:
-                _look_at_steps[n_steps, are_all_early](
+                _load_steps[n_steps, are_all_inline](
                     scales,
                     its_scales,
-                    is_early,
-                    piece.begin + lane,
-                    min(piece.end, piece.begin + in_flight),
+                    is_inline,
+                    chunk.begin + lane,
+                    min(chunk.end, chunk.begin + in_flight),
                     1,
                 )
         var row = NO_ROW
@@ -370,7 +377,7 @@ def receive_tokens[
                 group.entry_offset(src_rank, choice)
             )
             var entry = _await_words[group.is_reduced()](
-                _look_at_words[group.is_reduced()](its_entry),
+                _load_words[group.is_reduced()](its_entry),
                 its_entry,
                 src_rank,
                 generation,
@@ -406,10 +413,10 @@ def receive_tokens[
         var is_shared = fused_shared_expert and src_rank == my_rank
         var is_here = is_shared or any_lane(is_sent_here)
         comptime if group.sends_to_all():
-            # It came, even if no row is made of it: `EMPTY` is put back.
-            if is_early and my_rank < group.n_ranks_with_experts():
+            # It came, even if no row is made of it: `SENTINEL` is put back.
+            if is_inline and my_rank < group.n_ranks_with_experts():
                 is_here = True
-        var source = source_from(my_rank, src_rank, n_ranks)
+        var source = relative_rank(my_rank, src_rank, n_ranks)
         if not is_here:
             comptime if group.is_reduced():
                 if part == 0 and lane < top_k:
@@ -417,7 +424,7 @@ def receive_tokens[
                         unsafe_offset=group.choice(token_idx, lane)
                     ] = row
             continue
-        if not are_all_early and not is_looked_at:
+        if not are_all_inline and not is_loaded:
             var word = await_message(
                 flag_at(
                     recv_buf,
@@ -434,25 +441,25 @@ def receive_tokens[
                 counters.set_broken()
                 return
 
-        var begin = piece.begin
-        var end = piece.end
+        var begin = chunk.begin
+        var end = chunk.end
         for first in range(begin, end, in_flight):
             var end_here = min(end, first + in_flight)
-            if first != begin or (not are_all_early and not is_looked_at):
-                _look_at_steps[n_vectors, are_all_early](
+            if first != begin or (not are_all_inline and not is_loaded):
+                _load_steps[n_vectors, are_all_inline](
                     parts,
                     token,
-                    is_early,
+                    is_inline,
                     first * WARP_SIZE + lane,
                     end * WARP_SIZE,
                     WARP_SIZE,
                 )
                 comptime if token_fmt_type.has_scales:
-                    _look_at_steps[n_steps, are_all_early](
-                        scales, its_scales, is_early, first + lane, end_here, 1
+                    _load_steps[n_steps, are_all_inline](
+                        scales, its_scales, is_inline, first + lane, end_here, 1
                     )
             var is_there = True
-            if is_early:
+            if is_inline:
                 is_there = _await_steps[n_vectors](
                     parts,
                     token,
@@ -503,11 +510,11 @@ def receive_tokens[
                             counters.received_weights(group, source)[
                                 unsafe_offset=choice
                             ] = weight
-                    comptime if token_fmt_type.n_carried > 0:
+                    comptime if token_fmt_type.router_top_k > 0:
                         # Of its choices, which are ranks, this rank's alone has
                         # a row here.
                         var k = count_trailing_zeros(wanted)
-                        if wanted != 0 and not _place_carried[
+                        if wanted != 0 and not _place_metadata[
                             group, token_fmt_type
                         ](
                             rows,
@@ -539,10 +546,10 @@ def receive_tokens[
                     is_shared_left = False
                 var to = token_fmt_type.row_values(rows, to_row)
                 comptime for i in range(in_flight):
-                    var vector, is_in_part = vector_of_lane[n_vectors](
+                    var vector, is_in_chunk = vector_of_lane[n_vectors](
                         first + i, end, lane
                     )
-                    if is_in_part:
+                    if is_in_chunk:
                         store16(
                             to.unsafe_offset(vector * MESSAGE_ALIGN), parts[i]
                         )

@@ -9,7 +9,7 @@ from ..layout import Group
 
 
 @fieldwise_init
-struct NotedRows(TrivialRegisterPassable):
+struct SavedRoutes(TrivialRegisterPassable):
     """The notes of a token; lane `k` has those of choice `k`."""
 
     var n_tokens: Int32
@@ -27,15 +27,15 @@ struct NotedRows(TrivialRegisterPassable):
         counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int
     ) -> Self:
         """Reads the notes of a token, all at once."""
-        var noted = Self(
+        var saved = Self(
             counters.received_tokens(group)[unsafe_offset=source], NO_ROW, 0
         )
         if lane < group.top_k and token_idx < group.max_tokens_per_rank:
             var choice = group.choice(token_idx, lane)
-            noted.row = counters.received_rows(group, source)[
+            saved.row = counters.received_rows(group, source)[
                 unsafe_offset=choice
             ]
-            noted.weight = counters.received_weights(group, source)[
+            saved.weight = counters.received_weights(group, source)[
                 unsafe_offset=choice
             ]
-        return noted
+        return saved

@@ -4,18 +4,18 @@
 They go by what earlier launches have left in the counters; nobody waits here.
 """
 from ..counters import EPLocalSyncCounters
+from ..device.block import Launch
 from ..failures import (
     BAD_N_TOKENS,
+    record_failure,
     NOTHING_DISPATCHED,
     OTHER_ROWS,
     OVERTAKEN,
     TOO_MANY_ROWS,
-    note_failure,
 )
 from ..flags import next_generation
 from ..layout import Group
-from .combine_roles import RECEIVE, SEND
-from .device_steps import Launch
+from .roles import RECEIVE, SEND
 
 
 @always_inline
@@ -29,7 +29,7 @@ def is_bad_answer(
     var generation = next_generation(launch.before.combine_received)
     var n_sent = launch.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        note_failure(
+        record_failure(
             counters.failure(),
             BAD_N_TOKENS,
             RECEIVE,
@@ -44,7 +44,7 @@ def is_bad_answer(
         return True
     # Where the own rows are, and their weights, is known of the last dispatch.
     if launch.before.dispatch_received != dispatch_generation:
-        note_failure(
+        record_failure(
             counters.failure(),
             OTHER_ROWS,
             RECEIVE,
@@ -62,7 +62,7 @@ def is_bad_answer(
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)
     ):
-        note_failure(
+        record_failure(
             counters.failure(),
             OVERTAKEN,
             RECEIVE,
@@ -83,7 +83,7 @@ def is_nothing_dispatched(
     """Tells whether there is no dispatch to answer; notes it."""
     if launch.before.dispatch_received != 0:
         return False
-    note_failure(
+    record_failure(
         counters.failure(),
         NOTHING_DISPATCHED,
         SEND,
@@ -120,7 +120,7 @@ def has_too_few_rows(
     var last = launch.before.combine_sent
     if phase == RECEIVE:
         last = launch.before.combine_received
-    note_failure(
+    record_failure(
         counters.failure(),
         TOO_MANY_ROWS,
         phase,

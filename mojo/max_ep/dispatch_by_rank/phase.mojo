@@ -8,8 +8,8 @@ tables are those of `expert_slots`, bit for bit.
 
 How a token announces itself depends on how many its source sends:
 
-* *early* (at most `MAX_EARLY_TOKENS`): every 16 bytes are their own flag. The
-  receiver puts `EMPTY` back.
+* *early* (at most `MAX_INLINE_TOKENS`): every 16 bytes are their own flag. The
+  receiver puts `SENTINEL` back.
 * more: each of `N_CHUNKS` parts has a flag, published after it.
 
 Who does what in a block is in `dispatch_roles.mojo`; entries and counts are
@@ -22,107 +22,97 @@ the next launch (`publish_earlier_reads`), or from the end of this one if ranks
 share a GPU.
 """
 from max.gpu import (
-    MAX_THREADS_PER_BLOCK_METADATA,
-    WARP_SIZE,
     block_idx,
     grid_dim,
+    MAX_THREADS_PER_BLOCK_METADATA,
     syncwarp,
     thread_idx,
     warp_id,
+    WARP_SIZE,
 )
 from std.utils import StaticTuple
 
 from ..counters import EPLocalSyncCounters, NO_EXPERT
-from ..expert_slots.device_steps import (
-    SharedAddresses,
-    any_lane,
-    bytes_at,
-    is_last_block,
-    share_addresses,
-    shared_ints,
-)
-from ..expert_slots.dispatch import dispatch_group_of, write_no_rows
-from ..flags import (
-    FlagPointer,
-    block_peek,
-    block_publish,
-    next_generation,
-)
-from ..layout import MESSAGE_ALIGN, Group
-from ..row_tables import RowTables
-from ..token_format import BytePointer, LaneBytes, TokenFormat
-from .deal import n_async_send_warps, n_send_warps
-from .device_steps import (
-    Launch,
+from ..device.block import (
     await_launch_before,
     header_word,
+    is_last_block,
     is_last_to_start,
-    note_readers,
+    Launch,
+    prefetch_done_words,
     publish_earlier_reads,
     publish_reads,
+    share_addresses,
+    shared_ints,
+    SharedAddresses,
     start_launch,
 )
-from .dispatch_receive import receive_tokens
-from .dispatch_roles import (
+from ..device.schedule import n_async_send_warps, n_send_warps
+from ..dispatch_by_expert.phase import dispatch_group_of, write_no_rows
+from ..flags import (
+    load_acquire_block,
+    store_release_block,
+    FlagPointer,
+    next_generation,
+)
+from ..layout import Group, MESSAGE_ALIGN
+from ..row_tables import RowTables
+from ..token_format import BytePointer, TokenFormat
+from .counts import lay_out_rows, n_pair_rows, read_numbers
+from .index import (
+    Choices,
+    index_choices,
+    Item,
+    LaneIds,
+    load_ids,
+    send_metadata,
+    share_choices,
+    publish_n_tokens,
+)
+from .receive import receive_tokens
+from .roles import (
     COUNTING_WARP,
     FIRST_SENDER,
-    NO_NUMBERS,
-    NUMBERS_WARP,
     N_CONTROL,
     N_INDEX_WARPS,
     N_WARPS_MIN,
+    NO_NUMBERS,
+    NUMBERS_WARP,
     RECEIVE,
     SEND,
-    TELLING_WARP,
+    DONE_WARP,
     TOKENS_READY,
 )
-from .dispatch_send import (
-    EarlyElements,
-    FirstPart,
-    Receivers,
-    send_by_number,
-)
-from .index import (
-    Choices,
-    Item,
-    LaneIds,
-    index_choices,
-    load_ids,
-    send_carried,
-    share_choices,
-    tell_n_tokens,
-)
-from .row_counts import lay_out_rows, n_room_for_pairs, read_numbers
-
+from .send import InlineElements, FirstChunk, Receivers, send_by_number
 
 # ------------------------------------------------------------ the sending half
 
 
 @fieldwise_init
-struct _Ahead(TrivialRegisterPassable):
+struct _Prefetched(TrivialRegisterPassable):
     """What a warp has begun with before the launch has read its header."""
 
-    var part: FirstPart
+    var part: FirstChunk
     """A sender's first part."""
     var id: Int32
-    """From `FirstPart.load`."""
+    """From `FirstChunk.load`."""
     var item: Item
     """The first item of an index warp, if lanes hold the ids."""
 
 
 @always_inline
-def _look_ahead[
+def _prefetch[
     input_type: DType,
     group: Group,
     token_fmt_type: TokenFormat,
     n_warps: Int,
 ](
-    mut elements: EarlyElements[input_type, token_fmt_type],
+    mut elements: InlineElements[input_type, token_fmt_type],
     mut lane_ids: LaneIds,
-    part: FirstPart,
+    part: FirstChunk,
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
-) -> _Ahead:
+) -> _Prefetched:
     """Begins with what depends on the arguments alone, if tokens are few."""
     var id = part.load[group, token_fmt_type](elements, tokens, choices)
     var item = Item.none()
@@ -134,7 +124,7 @@ def _look_ahead[
             choices,
             Int(block_idx.x) + indexer * Int(grid_dim.x),
         )
-    return _Ahead(part, id, item)
+    return _Prefetched(part, id, item)
 
 
 @always_inline
@@ -146,8 +136,8 @@ def _send[
     has_input: Bool,
     n_warps: Int,
 ](
-    mut elements: EarlyElements[input_type, token_fmt_type],
-    ahead: _Ahead,
+    mut elements: InlineElements[input_type, token_fmt_type],
+    prefetched: _Prefetched,
     receivers: Receivers,
     lane_ids: LaneIds,
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
@@ -170,15 +160,15 @@ def _send[
             counters,
             indexer,
             lane_ids,
-            ahead.item,
+            prefetched.item,
         )
-        comptime if token_fmt_type.n_carried > 0:
-            send_carried[group, token_fmt_type.n_carried](
+        comptime if token_fmt_type.router_top_k > 0:
+            send_metadata[group, token_fmt_type.router_top_k](
                 choices, n_tokens, recv_bufs, counts, launch, counters, indexer
             )
     elif launch.warp_idx == NUMBERS_WARP:
         if block_idx.x == 0:
-            tell_n_tokens[group](n_tokens, counts, launch, counters)
+            publish_n_tokens[group](n_tokens, counts, launch, counters)
         return
     var sender = launch.warp_idx - FIRST_SENDER
     if sender >= n_senders:
@@ -190,7 +180,7 @@ def _send[
         has_input,
     ](
         elements,
-        ahead.part,
+        prefetched.part,
         receivers,
         tokens,
         choices,
@@ -228,7 +218,7 @@ def _receive[
     """Has a warp of a block take its part in the receiving half."""
     comptime n_warps = num_threads // WARP_SIZE
     comptime fused_shared_expert = tables.fused_shared_expert
-    var pair_rows = shared_ints[n_room_for_pairs[group](), MESSAGE_ALIGN]()
+    var pair_rows = shared_ints[n_pair_rows[group](), MESSAGE_ALIGN]()
     var sums = shared_ints[N_INDEX_WARPS]()
     var largest_of = shared_ints[N_INDEX_WARPS]()
     var n_tokens_of = shared_ints[group.n_ranks + 1]()
@@ -258,31 +248,33 @@ def _receive[
             counters.set_broken()
         syncwarp()
         if launch.lane == 0:
-            block_publish(
+            store_release_block(
                 control.unsafe_offset(TOKENS_READY),
                 1 if are_there else NO_NUMBERS,
             )
-        comptime if token_fmt_type.n_carried > 0:
+        comptime if token_fmt_type.router_top_k > 0:
             # Each rank gets every token.
             var n_rows = 0
             if are_there:
                 for src_rank in range(group.n_ranks):
                     n_rows += Int(n_tokens_of[unsafe_offset=src_rank])
-            token_fmt_type.end_choices(
+            token_fmt_type.end_metadata(
                 rows,
                 n_rows,
                 n_rows_max,
                 Int(block_idx.x) * WARP_SIZE + launch.lane,
                 Int(grid_dim.x) * WARP_SIZE,
             )
-    while block_peek(control.unsafe_offset(TOKENS_READY)) == 0:
+    while load_acquire_block(control.unsafe_offset(TOKENS_READY)) == 0:
         pass
     syncwarp()
-    if block_peek(control.unsafe_offset(TOKENS_READY)) == NO_NUMBERS:
+    if load_acquire_block(control.unsafe_offset(TOKENS_READY)) == NO_NUMBERS:
         return
-    comptime n_early = group.n_early_tokens()
-    var are_all_early = Int(n_tokens_of[unsafe_offset=group.n_ranks]) <= n_early
-    if are_all_early:
+    comptime n_inline = group.n_inline_tokens()
+    var are_all_inline = (
+        Int(n_tokens_of[unsafe_offset=group.n_ranks]) <= n_inline
+    )
+    if are_all_inline:
         receive_tokens[
             n_warps,
             group,
@@ -303,7 +295,7 @@ def _receive[
             generation,
         )
         return
-    comptime if group.max_tokens_per_rank > n_early:
+    comptime if group.max_tokens_per_rank > n_inline:
         receive_tokens[
             n_warps,
             group,
@@ -384,26 +376,26 @@ def dispatch_async_kernel[
     comptime n_warps = num_threads // WARP_SIZE
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     var n_senders = n_async_send_warps[group](
-        Int(n_tokens) <= group.n_early_tokens(), n_warps
+        Int(n_tokens) <= group.n_inline_tokens(), n_warps
     )
-    var first_part = FirstPart.of[group, token_fmt_type](
+    var first_chunk = FirstChunk.of[group, token_fmt_type](
         Int(n_tokens), Int(warp_id()) - FIRST_SENDER, n_senders
     )
     await_launch_before()
     var word = header_word(ep_counters)
-    var choices = Choices[n_ranks if token_fmt_type.n_carried > 0 else 0].of[
+    var choices = Choices[n_ranks if token_fmt_type.router_top_k > 0 else 0].of[
         group
     ](topk_ids, router_weights, Int(n_tokens))
-    var elements = EarlyElements[input_type, token_fmt_type](fill=0)
+    var elements = InlineElements[input_type, token_fmt_type](fill=0)
     var lane_ids = LaneIds(fill=NO_EXPERT)
-    var ahead = _look_ahead[input_type, group, token_fmt_type, n_warps](
-        elements, lane_ids, first_part, input_tokens, choices
+    var prefetched = _prefetch[input_type, group, token_fmt_type, n_warps](
+        elements, lane_ids, first_chunk, input_tokens, choices
     )
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     share_choices[num_threads, group](choices)
-    var receivers = first_part.receivers[group, fused_shared_expert, False](
-        ahead.id, word
+    var receivers = first_chunk.receivers[group, fused_shared_expert, False](
+        prefetched.id, word
     )
     var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
@@ -412,7 +404,7 @@ def dispatch_async_kernel[
         var generation = next_generation(launch.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-    publish_earlier_reads[group](launch, counts, TELLING_WARP)
+    publish_earlier_reads[group](launch, counts, DONE_WARP)
     _send[
         input_type,
         group,
@@ -422,7 +414,7 @@ def dispatch_async_kernel[
         n_warps,
     ](
         elements,
-        ahead,
+        prefetched,
         receivers,
         lane_ids,
         input_tokens,
@@ -467,7 +459,7 @@ def dispatch_wait_kernel[
     recv_count_ptrs: Array[FlagPointer, n_ranks],
     ep_counters: EPLocalSyncCounters[n_experts],
 ):
-    """Turns the tokens into rows sorted by expert, as they arrive.
+    """Schedule the tokens into rows sorted by expert, as they arrive.
 
     Launch: any grid, `block_dim = num_threads`.
 
@@ -506,18 +498,18 @@ def dispatch_wait_kernel[
     if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
-            token_fmt_type.end_choices(
+            token_fmt_type.end_metadata(
                 rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
             )
         return
     # Un-reduced, the next launch is a combine that tells nobody.
-    comptime tells_at_end = shares_gpu or not group.is_reduced()
+    comptime publishes_at_end = shares_gpu or not group.is_reduced()
     var generation = next_generation(launch.before.dispatch_received)
-    comptime if not tells_at_end:
+    comptime if not publishes_at_end:
         if is_last_to_start(launch, ep_counters, COUNTING_WARP):
             ep_counters.set_dispatch_received(generation)
-        if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
-            note_readers[group, True](launch, counts, ep_counters)
+        if block_idx.x == 0 and launch.warp_idx == DONE_WARP:
+            prefetch_done_words[group, True](launch, counts, ep_counters)
     _receive[
         num_threads,
         group,
@@ -535,7 +527,7 @@ def dispatch_wait_kernel[
         launch,
         ep_counters,
     )
-    comptime if tells_at_end:
+    comptime if publishes_at_end:
         if not is_last_block(ep_counters):
             return
         if launch.lane == 0:
@@ -617,32 +609,32 @@ def dispatch_kernel[
     comptime has_input = token_fmt_type.is_identity[input_type]()
     comptime assert num_threads >= N_WARPS_MIN * WARP_SIZE, "a role has no warp"
     var n_senders = n_send_warps(
-        Int(n_tokens) <= group.n_early_tokens(), n_warps
+        Int(n_tokens) <= group.n_inline_tokens(), n_warps
     )
-    var first_part = FirstPart.of[group, token_fmt_type](
+    var first_chunk = FirstChunk.of[group, token_fmt_type](
         Int(n_tokens), Int(warp_id()) - FIRST_SENDER, n_senders
     )
     await_launch_before()
     var word = header_word(ep_counters)
-    var choices = Choices[n_ranks if token_fmt_type.n_carried > 0 else 0].of[
+    var choices = Choices[n_ranks if token_fmt_type.router_top_k > 0 else 0].of[
         group
     ](topk_ids, router_weights, Int(n_tokens))
-    var elements = EarlyElements[input_type, token_fmt_type](fill=0)
+    var elements = InlineElements[input_type, token_fmt_type](fill=0)
     var lane_ids = LaneIds(fill=NO_EXPERT)
-    var ahead = _look_ahead[input_type, group, token_fmt_type, n_warps](
-        elements, lane_ids, first_part, input_tokens, choices
+    var prefetched = _prefetch[input_type, group, token_fmt_type, n_warps](
+        elements, lane_ids, first_chunk, input_tokens, choices
     )
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
     share_choices[num_threads, group](choices)
-    var receivers = first_part.receivers[group, fused_shared_expert, has_input](
-        ahead.id, word
-    )
+    var receivers = first_chunk.receivers[
+        group, fused_shared_expert, has_input
+    ](prefetched.id, word)
     var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
     if not launch.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
-            token_fmt_type.end_choices(
+            token_fmt_type.end_metadata(
                 rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
             )
         return
@@ -653,7 +645,7 @@ def dispatch_kernel[
         ep_counters.set_dispatch_received(
             next_generation(launch.before.dispatch_received)
         )
-    publish_earlier_reads[group](launch, counts, TELLING_WARP)
+    publish_earlier_reads[group](launch, counts, DONE_WARP)
     _send[
         input_type,
         group,
@@ -663,7 +655,7 @@ def dispatch_kernel[
         n_warps,
     ](
         elements,
-        ahead,
+        prefetched,
         receivers,
         lane_ids,
         input_tokens,
@@ -676,8 +668,8 @@ def dispatch_kernel[
         n_senders,
     )
     comptime if group.is_reduced():
-        if block_idx.x == 0 and launch.warp_idx == TELLING_WARP:
-            note_readers[group, True](launch, counts, ep_counters)
+        if block_idx.x == 0 and launch.warp_idx == DONE_WARP:
+            prefetch_done_words[group, True](launch, counts, ep_counters)
     _receive[num_threads, group, token_fmt_type, has_input](
         rows,
         Int(n_rows_max),

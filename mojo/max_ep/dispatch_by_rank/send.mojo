@@ -6,46 +6,53 @@ one's turn comes (`deal.mojo`). Who gets it is read off the choices; entries, co
 and the number of tokens are written by other warps (`index.mojo`).
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE, block_idx, grid_dim, lane_id, syncwarp
+from max.gpu import block_idx, grid_dim, lane_id, syncwarp, WARP_SIZE
 from std.bit import count_trailing_zeros, pop_count
 
 from ..counters import EPLocalSyncCounters, LaunchHeader, NO_EXPERT
-from ..expert_slots.device_steps import (
+from ..device.block import (
+    await_readers,
+    divmod_32,
+    Launch,
     SharedAddresses,
-    any_lane,
-    bytes_at,
-    shuffle_address,
-    store16,
-    take_turn,
+    next_work,
+    avoid_sentinel,
 )
-from ..expert_slots.dispatch import encode_steps, steps_in_flight
-from ..flags import flag_at, next_generation, publish, put_16
-from ..layout import MESSAGE_ALIGN, N_CHUNKS, Group
-from ..token_format import LaneBytes, TokenFormat
-from .deal import (
-    EarlyCut,
-    Piece,
-    early_cut,
+from ..device.schedule import (
+    inline_split,
+    InlineSplit,
     n_steps_of,
-    parts_at_once_shift,
+    chunks_at_once_shift,
+    Chunk,
     vector_of_lane,
 )
-from .device_steps import Launch, await_readers, divmod_32, without_empty
-from .dispatch_roles import NEXT_TURN, SEND
+from ..device.warp import (
+    any_lane,
+    bytes_at,
+    lanes_like,
+    shuffle_address,
+    store16,
+)
+from ..dispatch_by_expert.phase import encode_steps, steps_in_flight
+from ..flags import flag_at, next_generation, publish, store_relaxed_sys_16
+from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
+from ..token_format import LaneBytes, TokenFormat
 from .index import Choices
-from .lanes import lanes_like
+from .roles import NEXT_SEND, SEND
 
 
 @always_inline
-def _early_in_flight[token_fmt_type: TokenFormat]() -> Int:
+def _inline_in_flight[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of an early token that a lane has under way."""
     comptime n_steps = n_steps_of[token_fmt_type]()
-    return min(EarlyCut[n_steps].most_steps, steps_in_flight[token_fmt_type]())
+    return min(
+        InlineSplit[n_steps].most_steps, steps_in_flight[token_fmt_type]()
+    )
 
 
-comptime EarlyElements[input_type: DType, token_fmt_type: TokenFormat] = Array[
+comptime InlineElements[input_type: DType, token_fmt_type: TokenFormat] = Array[
     SIMD[input_type, token_fmt_type.lane_elements],
-    _early_in_flight[token_fmt_type](),
+    _inline_in_flight[token_fmt_type](),
 ]
 """What a lane has of some steps of an early token, as it is given.
 
@@ -57,7 +64,7 @@ Parameters:
 
 @always_inline
 def _store_steps[
-    in_flight: Int, //, token_fmt_type: TokenFormat, is_early: Bool
+    in_flight: Int, //, token_fmt_type: TokenFormat, is_inline: Bool
 ](
     to: UInt64,
     first: Int,
@@ -70,11 +77,11 @@ def _store_steps[
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime for i in range(in_flight):
         var step = first + i
-        var vector, is_in_part = vector_of_lane[n_vectors](step, end, lane)
-        if is_in_part:
+        var vector, is_in_chunk = vector_of_lane[n_vectors](step, end, lane)
+        if is_in_chunk:
             var p = bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN)
-            comptime if is_early:
-                put_16(p, without_empty(values[i]))
+            comptime if is_inline:
+                store_relaxed_sys_16(p, avoid_sentinel(values[i]))
             else:
                 store16(p, values[i])
             comptime if token_fmt_type.has_scales:
@@ -82,8 +89,8 @@ def _store_steps[
                     p = bytes_at(to).unsafe_offset(
                         token_fmt_type.value_bytes + step * MESSAGE_ALIGN
                     )
-                    comptime if is_early:
-                        put_16(p, without_empty(scales[i]))
+                    comptime if is_inline:
+                        store_relaxed_sys_16(p, avoid_sentinel(scales[i]))
                     else:
                         store16(p, scales[i])
 
@@ -153,8 +160,10 @@ def _load_elements[
     comptime n_vectors = token_fmt_type.value_bytes // MESSAGE_ALIGN
     comptime n_elements = token_fmt_type.lane_elements
     comptime for i in range(in_flight):
-        var vector, is_in_part = vector_of_lane[n_vectors](first + i, end, lane)
-        if is_in_part:
+        var vector, is_in_chunk = vector_of_lane[n_vectors](
+            first + i, end, lane
+        )
+        if is_in_chunk:
             # Not as constants: when this block began, the kernel that wrote the
             # tokens may not have ended (PDL).
             elements[i] = tokens.unsafe_load[
@@ -163,7 +172,7 @@ def _load_elements[
 
 
 @fieldwise_init
-struct FirstPart(TrivialRegisterPassable):
+struct FirstChunk(TrivialRegisterPassable):
     """The first part of an early token that a warp sends.
 
     Which part it is depends on the arguments alone, so it is found before the launch
@@ -173,7 +182,7 @@ struct FirstPart(TrivialRegisterPassable):
 
     var number: Int
     """Which of all parts; there may be none for this warp."""
-    var piece: Piece
+    var chunk: Chunk
     """The part."""
     var is_sent: Bool
     """Whether this warp sends it."""
@@ -185,14 +194,14 @@ struct FirstPart(TrivialRegisterPassable):
     ](n_tokens: Int, sender: Int, n_senders: Int) -> Self:
         """Finds it; this reads nothing."""
         var number = Int(block_idx.x) + sender * Int(grid_dim.x)
-        var cut = early_cut[n_steps_of[token_fmt_type]()](n_tokens)
+        var cut = inline_split[n_steps_of[token_fmt_type]()](n_tokens)
         return Self(
             number,
-            cut.piece(number),
+            cut.chunk(number),
             0 <= sender
             and sender < n_senders
-            and n_tokens <= group.n_early_tokens()
-            and number < n_tokens * cut.n_parts(),
+            and n_tokens <= group.n_inline_tokens()
+            and number < n_tokens * cut.n_chunks(),
         )
 
     @always_inline
@@ -200,7 +209,7 @@ struct FirstPart(TrivialRegisterPassable):
         input_type: DType, //, group: Group, token_fmt_type: TokenFormat
     ](
         self,
-        mut elements: EarlyElements[input_type, token_fmt_type],
+        mut elements: InlineElements[input_type, token_fmt_type],
         tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
         choices: Choices[...],
     ) -> Int32:
@@ -211,15 +220,15 @@ struct FirstPart(TrivialRegisterPassable):
             _load_elements[token_fmt_type](
                 elements,
                 tokens,
-                self.piece.whole,
-                self.piece.begin,
-                self.piece.end,
+                self.chunk.whole,
+                self.chunk.begin,
+                self.chunk.end,
                 lane,
             )
             comptime if not group.sends_to_all():
                 if lane < group.top_k:
                     id = choices.id_in_memory(
-                        group.choice(self.piece.whole, lane)
+                        group.choice(self.chunk.whole, lane)
                     )
         return id
 
@@ -243,7 +252,7 @@ def _store_loaded[
     in_flight: Int,
     //,
     token_fmt_type: TokenFormat,
-    is_early: Bool,
+    is_inline: Bool,
 ](
     elements: Array[SIMD[input_type, token_fmt_type.lane_elements], in_flight],
     first: Int,
@@ -265,11 +274,11 @@ def _store_loaded[
     while rest != 0:
         var k = Int(count_trailing_zeros(rest))
         rest &= rest - 1
-        _store_steps[token_fmt_type, is_early](
+        _store_steps[token_fmt_type, is_inline](
             shuffle_address(address, k), first, end, values, scales, lane
         )
     if receivers.is_own:
-        _store_steps[token_fmt_type, is_early](
+        _store_steps[token_fmt_type, is_inline](
             recv_bufs[unsafe_offset=my_rank] + UInt64(offset),
             first,
             end,
@@ -280,19 +289,19 @@ def _store_loaded[
 
 
 @always_inline
-def _store_piece[
+def _store_chunk[
     input_type: DType,
     in_flight: Int,
     //,
     token_fmt_type: TokenFormat,
-    is_early: Bool,
+    is_inline: Bool,
 ](
     mut elements: Array[
         SIMD[input_type, token_fmt_type.lane_elements], in_flight
     ],
     is_loaded: Bool,
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-    piece: Piece,
+    chunk: Chunk,
     receivers: Receivers,
     offset: Int,
     recv_bufs: SharedAddresses,
@@ -306,16 +315,16 @@ def _store_piece[
             offset
         )
     comptime n_steps = n_steps_of[token_fmt_type]()
-    comptime if is_early and EarlyCut[n_steps].most_steps <= in_flight:
+    comptime if is_inline and InlineSplit[n_steps].most_steps <= in_flight:
         # Less code than a loop.
         if not is_loaded:
             _load_elements[token_fmt_type](
-                elements, tokens, piece.whole, piece.begin, piece.end, lane
+                elements, tokens, chunk.whole, chunk.begin, chunk.end, lane
             )
         _store_loaded[token_fmt_type, True](
             elements,
-            piece.begin,
-            piece.end,
+            chunk.begin,
+            chunk.end,
             receivers,
             address,
             offset,
@@ -324,15 +333,15 @@ def _store_piece[
             lane,
         )
     else:
-        for first in range(piece.begin, piece.end, in_flight):
-            if first != piece.begin or not is_loaded:
+        for first in range(chunk.begin, chunk.end, in_flight):
+            if first != chunk.begin or not is_loaded:
                 _load_elements[token_fmt_type](
-                    elements, tokens, piece.whole, first, piece.end, lane
+                    elements, tokens, chunk.whole, first, chunk.end, lane
                 )
-            _store_loaded[token_fmt_type, is_early](
+            _store_loaded[token_fmt_type, is_inline](
                 elements,
                 first,
-                piece.end,
+                chunk.end,
                 receivers,
                 address,
                 offset,
@@ -343,7 +352,7 @@ def _store_piece[
 
 
 @always_inline
-def _send_early_tokens[
+def _send_inline_tokens[
     input_type: DType,
     //,
     group: Group,
@@ -351,8 +360,8 @@ def _send_early_tokens[
     fused_shared_expert: Bool,
     has_input: Bool,
 ](
-    mut elements: EarlyElements[input_type, token_fmt_type],
-    first_part: FirstPart,
+    mut elements: InlineElements[input_type, token_fmt_type],
+    first_chunk: FirstChunk,
     first_receivers: Receivers,
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
@@ -366,12 +375,12 @@ def _send_early_tokens[
     """Sends this block's share of early tokens with one of its sending warps.
     """
     var my_rank = launch.my_rank
-    var cut = early_cut[n_steps_of[token_fmt_type]()](n_tokens)
-    var n_all = n_tokens * cut.n_parts()
-    if not first_part.is_sent:
+    var cut = inline_split[n_steps_of[token_fmt_type]()](n_tokens)
+    var n_all = n_tokens * cut.n_chunks()
+    if not first_chunk.is_sent:
         return
-    var number = first_part.number
-    var piece = first_part.piece
+    var number = first_chunk.number
+    var chunk = first_chunk.chunk
     # I3, for tokens.
     if not await_readers[group, False](launch, counts, counters, SEND):
         return
@@ -380,13 +389,13 @@ def _send_early_tokens[
     while True:
         if receivers.are_any():
             # I1: only this rank writes the tokens of its number.
-            _store_piece[token_fmt_type, True](
+            _store_chunk[token_fmt_type, True](
                 elements,
                 is_loaded,
                 tokens,
-                piece,
+                chunk,
                 receivers,
-                group.early_token_offset(my_rank, piece.whole),
+                group.inline_token_offset(my_rank, chunk.whole),
                 recv_bufs,
                 my_rank,
                 launch.lane,
@@ -396,9 +405,9 @@ def _send_early_tokens[
         if number >= n_all:
             return
         is_loaded = False
-        piece = cut.piece(number)
+        chunk = cut.chunk(number)
         receivers = Receivers.of[group, fused_shared_expert, has_input](
-            choices.id_of_lane[group](piece.whole, launch.lane),
+            choices.id_of_lane[group](chunk.whole, launch.lane),
             my_rank,
             launch.lane,
         )
@@ -426,7 +435,7 @@ def _send_tokens_in_chunks[
     """Sends this block's share of tokens whose parts have flags, with one warp.
     """
     comptime n_steps = n_steps_of[token_fmt_type]()
-    comptime n_parts = min(N_CHUNKS, n_steps)
+    comptime n_chunks = min(N_CHUNKS, n_steps)
     var elements = Array[
         SIMD[input_type, token_fmt_type.lane_elements],
         steps_in_flight[token_fmt_type](),
@@ -434,8 +443,8 @@ def _send_tokens_in_chunks[
     var lane = launch.lane
     var my_rank = launch.my_rank
     var generation = next_generation(launch.before.dispatch_sent)
-    var shift = parts_at_once_shift[group, n_steps](n_tokens, n_senders)
-    var n_units = n_parts >> shift
+    var shift = chunks_at_once_shift[group, n_steps](n_tokens, n_senders)
+    var n_units = n_chunks >> shift
     var number = sender * Int(grid_dim.x) + Int(block_idx.x)
     if number >= n_tokens * n_units:
         return
@@ -444,7 +453,7 @@ def _send_tokens_in_chunks[
         return
     while True:
         var token_idx, unit = divmod_32(number, n_units)
-        var piece = Piece(
+        var chunk = Chunk(
             token_idx,
             unit,
             divmod_32(unit * n_steps, n_units)[0],
@@ -455,11 +464,11 @@ def _send_tokens_in_chunks[
         )
         if receivers.are_any():
             # I1: only this rank writes the tokens of its number.
-            _store_piece[token_fmt_type, False](
+            _store_chunk[token_fmt_type, False](
                 elements,
                 False,
                 tokens,
-                piece,
+                chunk,
                 receivers,
                 group.token_offset(my_rank, token_idx),
                 recv_bufs,
@@ -496,8 +505,8 @@ def _send_tokens_in_chunks[
                     generation,
                     0,
                 )
-        var turn = take_turn(launch.control.unsafe_offset(NEXT_TURN), lane)
-        number = (n_senders + turn) * Int(grid_dim.x) + Int(block_idx.x)
+        var round = next_work(launch.control.unsafe_offset(NEXT_SEND), lane)
+        number = (n_senders + round) * Int(grid_dim.x) + Int(block_idx.x)
         if number >= n_tokens * n_units:
             return
 
@@ -511,8 +520,8 @@ def send_by_number[
     fused_shared_expert: Bool,
     has_input: Bool,
 ](
-    mut elements: EarlyElements[input_type, token_fmt_type],
-    first_part: FirstPart,
+    mut elements: InlineElements[input_type, token_fmt_type],
+    first_chunk: FirstChunk,
     first_receivers: Receivers,
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
@@ -525,15 +534,15 @@ def send_by_number[
     n_senders: Int,
 ):
     """Sends tokens as their number says, early or with flags, with one warp."""
-    if n_tokens <= group.n_early_tokens():
-        _send_early_tokens[
+    if n_tokens <= group.n_inline_tokens():
+        _send_inline_tokens[
             group,
             token_fmt_type,
             fused_shared_expert,
             has_input,
         ](
             elements,
-            first_part,
+            first_chunk,
             first_receivers,
             tokens,
             choices,
@@ -545,7 +554,7 @@ def send_by_number[
             n_senders,
         )
         return
-    comptime if group.max_tokens_per_rank > group.n_early_tokens():
+    comptime if group.max_tokens_per_rank > group.n_inline_tokens():
         _send_tokens_in_chunks[
             group,
             token_fmt_type,

@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that dispatch and reduced combine of GPU ranks share in `rank_slots`.
+
+A launch that sends notes its generations at its begin, as soon as every block
+has read the old ones, and leaves to the next launch of its rank what it could
+only tell at its end: that it has read its messages. By then it has ended, so
+that nothing has to be counted or waited for (`publish_earlier_reads`).
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import (
+    barrier,
+    block_dim,
+    block_idx,
+    grid_dim,
+    lane_id,
+    syncwarp,
+    thread_idx,
+    warp_id,
+    WARP_SIZE,
+)
+from std.memory import unsafe_stack_allocation
+from std.sys import align_of, inlined_assembly
+
+from ..counters import (
+    BROKEN_WORD,
+    EPLocalSyncCounters,
+    LaunchHeader,
+    N_HEADER_WORDS,
+    wanted_word,
+)
+from ..failures import (
+    is_fatal,
+    NO_MESSAGE,
+    NOT_READ,
+    record_failure,
+    WRONG_COUNTERS,
+)
+from ..flags import (
+    arrive_on_gpu,
+    fetch_add_block,
+    count_of,
+    DeviceDeadline,
+    flag_at,
+    flag_word,
+    FlagPointer,
+    generation_of,
+    has_reached,
+    is_not_before,
+    load_acquire_sys,
+    publish,
+    SharedWord,
+    POLLS_PER_CLOCK_READ,
+)
+from ..layout import FLAG_BYTES, Group
+from ..token_format import BytePointer, LaneBytes
+from ..transport import mapped_address, put_flag
+from .warp import any_lane, bytes_at
+
+comptime SENTINEL = UInt32(0xFFFF_FFFF)
+"""Last word of 16 bytes that have not come yet, where data is its own flag.
+
+The reader puts it back. Data that has it there by itself is sent with
+`_SENTINEL_STAND_IN` instead.
+"""
+
+comptime _SENTINEL_STAND_IN = UInt32(0x7FFF_FFFF)
+"""In bfloat16, float32 and float8_e4m3fn NaN, as only `SENTINEL` itself is."""
+
+
+@always_inline
+def avoid_sentinel(bytes: LaneBytes) -> LaneBytes:
+    """Makes 16 bytes that do not look as if they had not come."""
+    var sent = bytes
+    if sent[3] == SENTINEL:
+        sent[3] = _SENTINEL_STAND_IN
+    return sent
+
+
+@always_inline
+def await_launch_before():
+    """Waits until the kernel before this one has ended, and lets the next begin.
+
+    Launched so that they overlap (`gpu_launch.mojo`), a kernel's blocks may begin
+    before that: nothing may be read before this. Otherwise it waits for nothing.
+    """
+    let_next_begin()
+    await_kernels_before()
+
+
+@always_inline
+def let_next_begin():
+    """Lets the next kernel begin, once a thread of each block has called this.
+    """
+    inlined_assembly[
+        "griddepcontrol.launch_dependents;",
+        NoneType,
+        constraints="~{memory}",
+        has_side_effect=True,
+    ]()
+
+
+@always_inline
+def await_kernels_before():
+    """Waits until the kernels before this one have ended."""
+    inlined_assembly[
+        "griddepcontrol.wait;",
+        NoneType,
+        constraints="~{memory}",
+        has_side_effect=True,
+    ]()
+
+
+@always_inline
+def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
+    """Divides numbers that fit into 32 bits, which is quicker."""
+    var quotient = UInt32(a) // UInt32(b)
+    return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
+
+
+@fieldwise_init
+struct Launch(TrivialRegisterPassable):
+    """What the warps of a block know from the start of a launch."""
+
+    var lane: Int
+    """This lane."""
+    var warp_idx: Int
+    """This warp of the block."""
+    var can_go: Bool
+    """Whether the launch may do anything; the same in the whole block."""
+    var my_rank: Int
+    """This rank."""
+    var deadline: DeviceDeadline
+    """When to give up."""
+    var before: LaunchHeader
+    """The header of the counters before this launch."""
+    var control: SharedWord
+    """The block's control words, all 0 at first."""
+
+
+@always_inline
+def header_word(counters: EPLocalSyncCounters) -> Int32:
+    """Begins to read the counters' header, which `start_launch` needs.
+
+    What a kernel does between the two does not wait for it.
+    """
+    comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
+    # Here, and not where it is used: that is behind all that is under way with it.
+    return inlined_assembly[
+        "ld.global.b32 $0, [$1];",
+        Int32,
+        constraints="=r,l,~{memory}",
+        has_side_effect=True,
+    ](counters.words.unsafe_offset(Int(lane_id())))
+
+
+@always_inline
+def start_launch[
+    group: Group, n_control: Int
+](word: Int32, counters: EPLocalSyncCounters, phase: Int) -> Launch:
+    """Sets a block up; all its threads call it.
+
+    Addresses that were shared before are there afterwards.
+    """
+    comptime assert WARP_SIZE == 32, "rank_slots has kernels for NVIDIA GPUs"
+    var control = shared_words[n_control + 1]()
+    var lane = Int(lane_id())
+    var warp_idx = Int(warp_id())
+    var header = LaunchHeader.of(word)
+    if warp_idx == 0:
+        # One warp decides for its block: a failure that is noted meanwhile
+        # must not make some warps leave and others wait for them.
+        var can_go = is_in_order[group](word, counters, phase)
+        if lane == 0:
+            control[unsafe_offset=n_control] = 1 if can_go else 0
+    elif warp_idx == 1:
+        for i in range(lane, n_control, WARP_SIZE):
+            control[unsafe_offset=i] = 0
+    barrier()
+    return Launch(
+        lane,
+        warp_idx,
+        control[unsafe_offset=n_control] != 0,
+        header.my_rank,
+        DeviceDeadline.after(header.timeout_ms),
+        header,
+        control,
+    )
+
+
+@always_inline
+def is_last_to_start(
+    launch: Launch, counters: EPLocalSyncCounters, warp_idx: Int
+) -> Bool:
+    """Tells one thread of the grid that all blocks have read the header.
+
+    Every thread of every block calls it, once.
+    """
+    if launch.warp_idx != warp_idx or launch.lane != 0:
+        return False
+    if arrive_on_gpu(counters.blocks_done()) != Int(grid_dim.x) - 1:
+        return False
+    counters.blocks_done()[] = 0
+    return True
+
+
+@always_inline
+def publish_reads[
+    group: Group
+](
+    launch: Launch,
+    dispatch_counts: SharedAddresses,
+    dispatch_received: UInt32,
+    combine_received: UInt32,
+):
+    """Tells every rank which generations this one has read, with one warp.
+
+    A word says both: dispatch in its upper half, combine in its lower one.
+    """
+    # Behind `is_last_block` one lane has acquired what all blocks did.
+    syncwarp()
+    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
+        publish(
+            flag_at(
+                bytes_at(dispatch_counts[unsafe_offset=rank]),
+                group.dispatch_done_offset(launch.my_rank),
+            ),
+            dispatch_received,
+            Int(combine_received),
+        )
+
+
+@always_inline
+def publish_earlier_reads[
+    group: Group
+](launch: Launch, dispatch_counts: SharedAddresses, warp_idx: Int):
+    """Tells every rank what the launches before this one have read.
+
+    One warp of the first block does. What it tells was true when this launch
+    began: a kernel that calls this begins when those before it have ended.
+    """
+    if block_idx.x == 0 and launch.warp_idx == warp_idx:
+        publish_reads[group](
+            launch,
+            dispatch_counts,
+            launch.before.dispatch_received,
+            launch.before.combine_received,
+        )
+
+
+@always_inline
+def _read_of[is_combine: Bool](word: UInt64) -> UInt32:
+    comptime if is_combine:
+        return UInt32(count_of(word))
+    return generation_of(word)
+
+
+@always_inline
+def await_readers[
+    group: Group, is_combine: Bool
+](
+    launch: Launch,
+    dispatch_counts: SharedAddresses,
+    counters: EPLocalSyncCounters,
+    phase: Int,
+) -> Bool:
+    """Waits until all ranks have read what this one sent last, with one warp.
+    """
+    var generation = launch.before.dispatch_sent
+    var clear = launch.before.dispatch_drained
+    comptime if is_combine:
+        generation = launch.before.combine_sent
+        clear = launch.before.combine_drained
+    if clear == generation:
+        return True
+    var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
+    var is_met = True
+    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
+        var flag = flag_at(my_counts, group.dispatch_done_offset(rank))
+        var word = load_acquire_sys(flag)
+        var spins = 0
+        while not is_not_before(_read_of[is_combine](word), generation):
+            spins += 1
+            if (
+                spins % POLLS_PER_CLOCK_READ == 0
+                and launch.deadline.has_passed()
+            ):
+                record_failure(
+                    counters.failure(),
+                    NOT_READ,
+                    phase,
+                    rank,
+                    -1,
+                    generation,
+                    flag_word(_read_of[is_combine](word), 0),
+                )
+                is_met = False
+                break
+            word = load_acquire_sys(flag)
+    # What each lane has seen of its ranks, all lanes may build on.
+    syncwarp()
+    if any_lane(not is_met):
+        counters.set_broken()
+        return False
+    return True
+
+
+# Peers' words come some microseconds after their launch began; a look is a trip to
+# the memory.
+comptime _DONE_POLLS = 16
+
+
+@always_inline
+def prefetch_done_words[
+    group: Group, is_combine: Bool
+](
+    launch: Launch,
+    dispatch_counts: SharedAddresses,
+    counters: EPLocalSyncCounters,
+):
+    """Spares the next launch that sends a wait, if all have read already.
+
+    One warp calls it, for which nobody waits. It looks `_DONE_POLLS` times, and does not
+    insist.
+    """
+    var generation = launch.before.dispatch_sent
+    comptime if is_combine:
+        generation = launch.before.combine_sent
+    var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
+    for _ in range(_DONE_POLLS):
+        var is_met = True
+        for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
+            var word = load_acquire_sys(
+                flag_at(my_counts, group.dispatch_done_offset(rank))
+            )
+            if not is_not_before(_read_of[is_combine](word), generation):
+                is_met = False
+        syncwarp()
+        if not any_lane(not is_met):
+            if launch.lane == 0:
+                comptime if is_combine:
+                    counters.set_combine_drained(generation)
+                else:
+                    counters.set_dispatch_drained(generation)
+            return
+
+
+comptime SharedInts = Pointer[
+    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Numbers in the shared memory of a block."""
+
+
+comptime SharedAddresses = Pointer[
+    UInt64, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Addresses of all ranks' buffers, in the shared memory of a block: a kernel
+argument that is indexed at run time would be copied to local memory."""
+
+
+@always_inline
+def shared_words[n: Int]() -> SharedWord:
+    """Allocates words in shared memory; they are not initialized."""
+    return unsafe_stack_allocation[
+        n, UInt32, address_space=AddressSpace.SHARED
+    ]()
+
+
+@always_inline
+def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
+    """Allocates numbers in shared memory; they are not initialized."""
+    return unsafe_stack_allocation[
+        n, Int32, alignment=alignment, address_space=AddressSpace.SHARED
+    ]()
+
+
+@always_inline
+def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
+    """Finds out which rank a launch is for."""
+    return Int(my_rank) if my_rank >= 0 else counters.my_rank()
+
+
+@always_inline
+def own_of[
+    T: AnyType, p2p_world_size: Int, //
+](
+    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
+) -> UInt64:
+    """Finds this rank's buffer among those of its host."""
+    var own: UInt64 = 0
+    comptime for i in range(p2p_world_size):
+        if my_rank % p2p_world_size == i:
+            own = UInt64(Int(buffers[i]))
+    return own
+
+
+@always_inline
+def share_addresses[
+    T: AnyType, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
+](
+    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size],
+    my_rank: Int,
+    offset: Int = 0,
+) -> SharedAddresses:
+    """Copies kernel arguments to shared memory; a block barrier must follow."""
+    var table = unsafe_stack_allocation[
+        n_ranks, UInt64, address_space=AddressSpace.SHARED
+    ]()
+    comptime if use_shmem:
+        var own = own_of(buffers, my_rank)
+        for rank in range(Int(thread_idx.x), n_ranks, Int(block_dim.x)):
+            var address: UInt64 = 0
+            if rank == my_rank:
+                address = own
+            elif rank // p2p_world_size == my_rank // p2p_world_size:
+                address = mapped_address(own, rank)
+            table[unsafe_offset=rank] = address
+    else:
+        comptime assert p2p_world_size == n_ranks, "no pointers to other hosts"
+        comptime for i in range(n_ranks):
+            if thread_idx.x == i:
+                table[unsafe_offset=i] = UInt64(Int(buffers[i]) + offset)
+    return table
+
+
+@always_inline
+def next_work(next: SharedWord, lane: Int) -> Int:
+    """Takes the next of what a block's warps share out; all lanes call it."""
+    var round: UInt32 = 0
+    if lane == 0:
+        round = fetch_add_block(next, 1)
+    return Int(warp.shuffle_idx(round, UInt32(0)))
+
+
+@always_inline
+def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
+    """Tells whether a launch may touch anything but its counters and results.
+
+    The launcher has made sure that the counters are as many as the launch
+    needs, so their header may be read, and the failure noted there, whoever
+    they belong to. No word that is looked at changes during a launch, unless
+    all its warps leave early: so none waits for one that has left.
+    """
+    var found: Int32 = 0
+    if lane_id() < N_HEADER_WORDS:
+        found = counters.words[unsafe_offset=lane_id()]
+    return is_in_order[group](found, counters, phase)
+
+
+@always_inline
+def is_in_order[
+    group: Group
+](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
+    """Tells whether the header of counters allows a launch; see `can_start`."""
+    comptime assert (
+        N_HEADER_WORDS <= WARP_SIZE
+    ), "a lane prefetched_vectors at one word"
+    var lane = Int(lane_id())
+    var wanted: Int32 = 0
+    if lane < N_HEADER_WORDS:
+        wanted = wanted_word(lane, found, group)
+    if any_lane(found != wanted):
+        if found != wanted:
+            record_failure(
+                counters.failure(),
+                WRONG_COUNTERS,
+                phase,
+                -1,
+                lane,
+                0,
+                0,
+                Int(found),
+                Int(wanted),
+            )
+        return False
+    return not any_lane(lane == BROKEN_WORD and found != 0)
+
+
+@always_inline
+def await_done_words[
+    group: Group
+](
+    my_counts: BytePointer,
+    done_offset: Int,
+    generation: UInt32,
+    phase: Int,
+    deadline: DeviceDeadline,
+    counters: EPLocalSyncCounters,
+    lane: Int,
+) -> Bool:
+    """Waits until every peer has read what this rank sent it last."""
+    var is_met = True
+    for rank in range(lane, group.n_ranks, WARP_SIZE):
+        # I3: no slot is written before its last reader is done with it.
+        var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
+        var word = load_acquire_sys(flag)
+        var spins = 0
+        while not has_reached(word, generation):
+            spins += 1
+            if spins % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
+                record_failure(
+                    counters.failure(),
+                    NOT_READ,
+                    phase,
+                    rank,
+                    -1,
+                    generation,
+                    word,
+                )
+                is_met = False
+                break
+            word = load_acquire_sys(flag)
+    # What each lane has seen of its ranks, all lanes may build on.
+    syncwarp()
+    return not any_lane(not is_met)
+
+
+@always_inline
+def await_message(
+    flag: FlagPointer,
+    generation: UInt32,
+    phase: Int,
+    missing_rank: Int,
+    expert_id: Int,
+    deadline: DeviceDeadline,
+    counters: EPLocalSyncCounters,
+) -> UInt64:
+    """Waits until a message has arrived."""
+    var word = load_acquire_sys(flag)
+    var spins = 0
+    while generation_of(word) != generation:
+        spins += 1
+        if spins % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
+            record_failure(
+                counters.failure(),
+                NO_MESSAGE,
+                phase,
+                missing_rank,
+                expert_id,
+                generation,
+                word,
+            )
+            break
+        word = load_acquire_sys(flag)
+    return word
+
+
+@always_inline
+def is_last_block(counters: EPLocalSyncCounters) -> Bool:
+    """Tells one warp of the grid that all blocks have done their work.
+
+    Every thread of every block calls it, once, at the end of a launch. If one
+    has failed, no warp is told, and later launches do nothing.
+    """
+    barrier()
+    if warp_id() != 0:
+        return False
+    var all_done: UInt32 = 0
+    if lane_id() == 0:
+        if arrive_on_gpu(counters.blocks_done()) == Int(grid_dim.x) - 1:
+            counters.blocks_done()[] = 0
+            if is_fatal(counters.failure()[]):
+                counters.set_broken()
+            else:
+                all_done = 1
+    return warp.shuffle_idx(all_done, UInt32(0)) != 0
+
+
+@always_inline
+def publish_done[
+    n_ranks: Int, use_shmem: Bool
+](
+    counts: SharedAddresses,
+    my_rank: Int,
+    offset: Int,
+    generation: UInt32,
+    lane: Int,
+):
+    """Tells every rank that its messages have been read."""
+    syncwarp()
+    for rank in range(lane, n_ranks, WARP_SIZE):
+        var to = counts[unsafe_offset=rank]
+        comptime if use_shmem:
+            if to == 0:
+                put_flag(
+                    counts[unsafe_offset=my_rank] + UInt64(offset),
+                    generation,
+                    0,
+                    rank,
+                )
+                continue
+        publish(flag_at(bytes_at(to), offset), generation, 0)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the lanes of a warp find out together, in one instruction each.
+
+Intrinsics, since those are convergent: all lanes come to the same one.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import WARP_SIZE
+from std.sys import (
+    _RegisterPackType,
+    inlined_assembly,
+    is_nvidia_gpu,
+    llvm_intrinsic,
+)
+
+from ..layout import MESSAGE_ALIGN
+from ..token_format import BytePointer, LaneBytes
+
+
+@always_inline
+def sum_of_lanes(n: UInt32) -> UInt32:
+    """Adds up the numbers of all lanes; all lanes call it."""
+    return UInt32(
+        llvm_intrinsic["llvm.nvvm.redux.sync.add", Int32](Int32(n), Int32(-1))
+    )
+
+
+@always_inline
+def max_of_lanes(n: Int32) -> Int32:
+    """Finds the largest number of all lanes; all lanes call it."""
+    return llvm_intrinsic["llvm.nvvm.redux.sync.max", Int32](n, Int32(-1))
+
+
+@always_inline
+def any_of_lanes(bits: UInt32) -> UInt32:
+    """Finds the bits that are set in any lane; all lanes call it."""
+    return UInt32(
+        llvm_intrinsic["llvm.nvvm.redux.sync.or", Int32](Int32(bits), Int32(-1))
+    )
+
+
+@always_inline
+def lanes_like(n: Int32) -> UInt32:
+    """Finds the lanes that have the same number; all lanes call it."""
+    return UInt32(
+        llvm_intrinsic["llvm.nvvm.match.any.sync.i32", Int32](Int32(-1), n)
+    )
+
+
+comptime ACCESSES_IN_FLIGHT = 7
+"""16-byte loads a lane has under way: 28 registers, and it divides the 28
+steps of the 7168 bfloat16 of a large model's token."""
+
+
+@always_inline
+def load16(p: Pointer[mut=_, UInt8, _]) -> LaneBytes:
+    """Loads 16 bytes."""
+    return p.unsafe_bitcast[UInt32]().unsafe_load[
+        width=4, alignment=MESSAGE_ALIGN, invariant=False
+    ]()
+
+
+@always_inline
+def load16_if(p: Pointer[mut=_, UInt8, _], is_there: Bool) -> LaneBytes:
+    """Loads 16 bytes, or none, without a branch; NVIDIA only.
+
+    Of memory that this launch does not write: nothing orders it with stores.
+    """
+    comptime assert is_nvidia_gpu(), "this is PTX"
+    var words = inlined_assembly[
+        (
+            "{ .reg .pred p; setp.ne.u32 p, $5, 0;"
+            " @p ld.global.v4.u32 {$0, $1, $2, $3}, [$4]; }"
+        ),
+        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
+        constraints="=r,=r,=r,=r,l,r",
+        has_side_effect=True,
+    ](p, UInt32(1) if is_there else UInt32(0))
+    return {words[0], words[1], words[2], words[3]}
+
+
+@always_inline
+def store16(p: BytePointer, bytes: LaneBytes):
+    """Stores 16 bytes."""
+    p.unsafe_bitcast[UInt32]().unsafe_store[alignment=MESSAGE_ALIGN](0, bytes)
+
+
+@always_inline
+def shuffle_address(address: UInt64, src_lane: Int) -> UInt64:
+    """Hands one lane's address to the whole warp."""
+    var low = warp.shuffle_idx(UInt32(address & 0xFFFF_FFFF), UInt32(src_lane))
+    var high = warp.shuffle_idx(UInt32(address >> 32), UInt32(src_lane))
+    return (UInt64(high) << 32) | UInt64(low)
+
+
+@always_inline
+def bytes_at(address: UInt64) -> BytePointer:
+    """Makes a pointer of an address."""
+    return BytePointer(unsafe_from_address=Int(address))
+
+
+@always_inline
+def copy_warp[
+    n_bytes: Int
+](dest: BytePointer, src: Pointer[UInt8, _], lane: Int):
+    """Copies bytes with all lanes of a warp."""
+    comptime n_vectors = n_bytes // MESSAGE_ALIGN
+    comptime in_flight = ACCESSES_IN_FLIGHT
+    for first in range(0, n_vectors, WARP_SIZE * in_flight):
+        var parts = Array[LaneBytes, in_flight](fill=0)
+        comptime for i in range(in_flight):
+            var vector = first + i * WARP_SIZE + lane
+            if vector < n_vectors:
+                parts[i] = load16(src.unsafe_offset(vector * MESSAGE_ALIGN))
+        comptime for i in range(in_flight):
+            var vector = first + i * WARP_SIZE + lane
+            if vector < n_vectors:
+                store16(dest.unsafe_offset(vector * MESSAGE_ALIGN), parts[i])
+
+
+@always_inline
+def any_lane(condition: Bool) -> Bool:
+    """Tells whether a condition holds in any lane of the warp."""
+    comptime if WARP_SIZE == 32:
+        return warp.vote[DType.uint32](condition) != 0
+    else:
+        return warp.vote[DType.uint64](condition) != 0
