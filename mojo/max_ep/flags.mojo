@@ -310,6 +310,30 @@ struct DeviceDeadline(TrivialRegisterPassable):
         return global_perf_counter_ns() > self.end_ns
 
 
+struct Wait(TrivialRegisterPassable):
+    """One wait of a GPU thread: reads the clock after every few polls."""
+
+    var deadline: DeviceDeadline
+    """The deadline of the launch."""
+    var n_polls: Int
+    """Polls that found nothing yet."""
+
+    @always_inline
+    def __init__(out self, deadline: DeviceDeadline):
+        """Begins a wait."""
+        self.deadline = deadline
+        self.n_polls = 0
+
+    @always_inline
+    def has_expired(mut self) -> Bool:
+        """Counts a poll that found nothing; returns whether to give up."""
+        self.n_polls += 1
+        return (
+            self.n_polls % POLLS_PER_CLOCK_READ == 0
+            and self.deadline.has_passed()
+        )
+
+
 @always_inline
 def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
     """Adds to a counter of the block."""

@@ -4,10 +4,9 @@
 They go by what earlier launches have left in the counters; nobody waits here.
 """
 from ..counters import EPLocalSyncCounters
-from ..device.block import Launch
+from ..device.block import Block
 from ..failures import (
     BAD_N_TOKENS,
-    record_failure,
     NOTHING_DISPATCHED,
     OTHER_ROWS,
     OVERTAKEN,
@@ -22,77 +21,70 @@ from .roles import RECEIVE, SEND
 def is_bad_answer(
     n_tokens: Int,
     dispatch_generation: UInt32,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[...],
 ) -> Bool:
     """Tells whether the result cannot be that of the dispatch; notes why."""
-    var generation = next_generation(launch.before.combine_received)
-    var n_sent = launch.before.n_tokens(dispatch_generation)
+    var generation = next_generation(block.before.combine_received)
+    var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        record_failure(
-            counters.failure(),
+        block.fail(
             BAD_N_TOKENS,
             RECEIVE,
-            launch.my_rank,
+            block.my_rank,
             -1,
             generation,
             0,
             n_tokens,
             n_sent,
         )
-        counters.set_broken()
+        block.counters.set_broken()
         return True
     # Where the own rows are, and their weights, is known of the last dispatch.
-    if launch.before.dispatch_received != dispatch_generation:
-        record_failure(
-            counters.failure(),
+    if block.before.dispatch_received != dispatch_generation:
+        block.fail(
             OTHER_ROWS,
             RECEIVE,
-            launch.my_rank,
+            block.my_rank,
             -1,
             generation,
             0,
             Int(dispatch_generation),
-            Int(launch.before.dispatch_received),
+            Int(block.before.dispatch_received),
         )
-        counters.set_broken()
+        block.counters.set_broken()
         return True
     # The number of tokens is kept for two dispatches.
-    var dispatch_sent = launch.before.dispatch_sent
+    var dispatch_sent = block.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)
     ):
-        record_failure(
-            counters.failure(),
+        block.fail(
             OVERTAKEN,
             RECEIVE,
-            launch.my_rank,
+            block.my_rank,
             -1,
             generation,
             0,
         )
-        counters.set_broken()
+        block.counters.set_broken()
         return True
     return False
 
 
 @always_inline
-def is_nothing_dispatched(
-    launch: Launch, counters: EPLocalSyncCounters
-) -> Bool:
+def is_nothing_dispatched(block: Block[...]) -> Bool:
     """Tells whether there is no dispatch to answer; notes it."""
-    if launch.before.dispatch_received != 0:
+    if block.before.dispatch_received != 0:
         return False
-    record_failure(
-        counters.failure(),
+    block.fail(
         NOTHING_DISPATCHED,
         SEND,
-        launch.my_rank,
+        block.my_rank,
         -1,
-        next_generation(launch.before.combine_sent),
+        next_generation(block.before.combine_sent),
         0,
     )
-    counters.set_broken()
+    block.counters.set_broken()
     return True
 
 
@@ -111,25 +103,23 @@ def has_too_few_rows(
     n_rows: Int32,
     n_rows_max: Int32,
     phase: Int,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[...],
 ) -> Bool:
     """Tells whether the rows are fewer than dispatch delivered; notes it."""
     if n_rows <= n_rows_max:
         return False
-    var last = launch.before.combine_sent
+    var last = block.before.combine_sent
     if phase == RECEIVE:
-        last = launch.before.combine_received
-    record_failure(
-        counters.failure(),
+        last = block.before.combine_received
+    block.fail(
         TOO_MANY_ROWS,
         phase,
-        launch.my_rank,
+        block.my_rank,
         0,
         next_generation(last),
         0,
         Int(n_rows),
         Int(n_rows_max),
     )
-    counters.set_broken()
+    block.counters.set_broken()
     return True

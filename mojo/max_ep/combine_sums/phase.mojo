@@ -37,16 +37,10 @@ from ..combine_rows.phase import combine_group_of, fill_with_nan
 from ..counters import EPLocalSyncCounters
 from ..device.block import (
     await_launch_before,
+    Block,
     header_word,
     is_last_block,
-    is_last_to_start,
-    Launch,
-    prefetch_done_words,
-    publish_earlier_reads,
-    publish_reads,
     share_addresses,
-    SharedAddresses,
-    start_launch,
 )
 from ..device.schedule import Schedule
 from ..flags import FlagPointer, next_generation
@@ -75,17 +69,14 @@ def _send[
     group: Group,
 ](
     expert_rows: BytePointer,
-    recv_bufs: SharedAddresses,
-    dispatch_counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     n_senders: Int,
     prefetched: SavedRoutes,
 ):
     """Has a warp of a block take its part in the sending half."""
-    if launch.warp_idx >= n_senders:
+    if block.warp_idx >= n_senders:
         return
-    var most = launch.before.most_received
+    var most = block.before.most_received
     comptime for are_few in [True, False]:
         if are_few_tokens(most) == are_few:
             send_partials[
@@ -98,11 +89,8 @@ def _send[
                 expert_rows,
                 most,
                 prefetched,
-                recv_bufs,
-                dispatch_counts,
-                launch,
-                counters,
-                launch.warp_idx,
+                block,
+                block.warp_idx,
                 n_senders,
             )
 
@@ -121,16 +109,14 @@ def _receive[
     output_tokens: BytePointer,
     n_tokens: Int,
     expert_rows: BytePointer,
-    recv_bufs: SharedAddresses,
     dispatch_generation: UInt32,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     n_warps: Int,
     prefetched: SavedRoutes,
     is_prefetched: Bool,
 ):
     """Has a warp of a block take its part in the receiving half."""
-    var is_bad = is_bad_answer(n_tokens, dispatch_generation, launch, counters)
+    var is_bad = is_bad_answer(n_tokens, dispatch_generation, block)
     comptime for are_few in [True, False]:
         if are_few_tokens(n_tokens) == are_few:
             add_tokens[
@@ -144,13 +130,11 @@ def _receive[
                 output_tokens,
                 n_tokens,
                 expert_rows,
-                recv_bufs,
                 is_bad,
-                Schedule.of_combine_receivers(launch.warp_idx, n_warps),
+                Schedule.of_combine_receivers(block.warp_idx, n_warps),
                 prefetched,
                 is_prefetched,
-                launch,
-                counters,
+                block,
             )
 
 
@@ -278,22 +262,21 @@ def combine_async_kernel[
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go or is_nothing_dispatched(launch, ep_counters):
+    var block = Block[group].begin[N_CONTROL](
+        word, {ep_counters.words}, recv_bufs, dispatch_counts, SEND
+    )
+    if not block.can_go or is_nothing_dispatched(block):
         return
-    if is_last_to_start(launch, ep_counters, n_warps - 2):
-        ep_counters.set_combine_of(launch.before.dispatch_received)
-        var generation = next_generation(launch.before.combine_sent)
+    if block.is_last_to_start(n_warps - 2):
+        ep_counters.set_combine_of(block.before.dispatch_received)
+        var generation = next_generation(block.before.combine_sent)
         ep_counters.set_combine_sent(generation)
-    publish_earlier_reads[group](launch, dispatch_counts, n_warps - 3)
-    if has_too_few_rows(n_rows, n_rows_max, SEND, launch, ep_counters):
+    block.publish_earlier_reads(n_warps - 3)
+    if has_too_few_rows(n_rows, n_rows_max, SEND, block):
         return
     _send[combine_dtype, partial_dtype, hidden_size, group](
         BytePointer(unsafe_from_address=Int(expert_rows)),
-        recv_bufs,
-        dispatch_counts,
-        launch,
-        ep_counters,
+        block,
         n_senders,
         prefetched,
     )
@@ -375,20 +358,20 @@ def combine_wait_kernel[
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[group, N_CONTROL](word, ep_counters, RECEIVE)
-    if not launch.can_go or has_too_few_rows(
-        n_rows, Int32(expert_rows.n_rows), RECEIVE, launch, ep_counters
+    var block = Block[group].begin[N_CONTROL](
+        word, {ep_counters.words}, recv_bufs, dispatch_counts, RECEIVE
+    )
+    if not block.can_go or has_too_few_rows(
+        n_rows, Int32(expert_rows.n_rows), RECEIVE, block
     ):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
-    var generation = next_generation(launch.before.combine_received)
+    var generation = next_generation(block.before.combine_received)
     comptime if not shares_gpu:
-        if is_last_to_start(launch, ep_counters, n_warps - 2):
+        if block.is_last_to_start(n_warps - 2):
             ep_counters.set_combine_received(generation)
-        if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
-            prefetch_done_words[group, False](
-                launch, dispatch_counts, ep_counters
-            )
+        if block_idx.x == 0 and block.warp_idx == n_warps - 1:
+            block.prefetch_done_words[is_combine=False]()
     _receive[
         combine_dtype,
         partial_dtype,
@@ -399,10 +382,8 @@ def combine_wait_kernel[
         BytePointer(unsafe_from_address=Int(output_tokens)),
         Int(n_tokens),
         expert_rows.rows,
-        recv_bufs,
-        launch.before.combine_of,
-        launch,
-        ep_counters,
+        block.before.combine_of,
+        block,
         n_warps,
         prefetched,
         True,
@@ -410,11 +391,9 @@ def combine_wait_kernel[
     comptime if shares_gpu:
         if not is_last_block(ep_counters):
             return
-        if launch.lane == 0:
+        if block.lane == 0:
             ep_counters.set_combine_received(generation)
-        publish_reads[group](
-            launch, dispatch_counts, launch.before.dispatch_received, generation
-        )
+        block.publish_reads(block.before.dispatch_received, generation)
     # AFTER: the result is complete; every owner may send again, once it is told.
 
 
@@ -494,35 +473,32 @@ def combine_kernel[
     var dispatch_counts = share_addresses[n_ranks, False](
         recv_count_ptrs, 0, group.dispatch_counts_from_combine_counts()
     )
-    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
+    var block = Block[group].begin[N_CONTROL](
+        word, {ep_counters.words}, recv_bufs, dispatch_counts, SEND
+    )
     if (
-        not launch.can_go
-        or is_nothing_dispatched(launch, ep_counters)
-        or has_too_few_rows(n_rows, n_rows_max, SEND, launch, ep_counters)
+        not block.can_go
+        or is_nothing_dispatched(block)
+        or has_too_few_rows(n_rows, n_rows_max, SEND, block)
     ):
         fill_with_nan[num_threads](output_tokens, Int(n_tokens) * hidden_size)
         return
-    if is_last_to_start(launch, ep_counters, n_warps - 2):
-        ep_counters.set_combine_sent(
-            next_generation(launch.before.combine_sent)
-        )
+    if block.is_last_to_start(n_warps - 2):
+        ep_counters.set_combine_sent(next_generation(block.before.combine_sent))
         ep_counters.set_combine_received(
-            next_generation(launch.before.combine_received)
+            next_generation(block.before.combine_received)
         )
-        ep_counters.set_combine_of(launch.before.dispatch_received)
-    publish_earlier_reads[group](launch, dispatch_counts, n_warps - 3)
+        ep_counters.set_combine_of(block.before.dispatch_received)
+    block.publish_earlier_reads(n_warps - 3)
     var rows = BytePointer(unsafe_from_address=Int(expert_rows))
     _send[combine_dtype, partial_dtype, hidden_size, group](
         rows,
-        recv_bufs,
-        dispatch_counts,
-        launch,
-        ep_counters,
+        block,
         n_senders,
         prefetched,
     )
-    if block_idx.x == 0 and launch.warp_idx == n_warps - 1:
-        prefetch_done_words[group, False](launch, dispatch_counts, ep_counters)
+    if block_idx.x == 0 and block.warp_idx == n_warps - 1:
+        block.prefetch_done_words[is_combine=False]()
     _receive[
         combine_dtype,
         partial_dtype,
@@ -533,12 +509,10 @@ def combine_kernel[
         BytePointer(unsafe_from_address=Int(output_tokens)),
         Int(n_tokens),
         rows,
-        recv_bufs,
-        launch.before.dispatch_received,
-        launch,
-        ep_counters,
+        block.before.dispatch_received,
+        block,
         n_warps,
         prefetched,
-        launch.warp_idx >= n_senders,
+        block.warp_idx >= n_senders,
     )
     # AFTER: the result is complete; the next launch of this rank says so.

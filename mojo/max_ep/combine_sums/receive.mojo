@@ -9,12 +9,12 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from ..counters import EPLocalSyncCounters, NO_ROW, rank_elsewhere
-from ..device.block import SENTINEL, Launch, SharedAddresses, next_work
+from ..counters import NO_ROW, rank_elsewhere
+from ..device.block import Block, next_work, SENTINEL
 from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, bytes_at, load16, store16
-from ..failures import NO_MESSAGE, record_failure
-from ..flags import next_generation, load_relaxed_sys_16, POLLS_PER_CLOCK_READ
+from ..failures import NO_MESSAGE
+from ..flags import load_relaxed_sys_16, next_generation, Wait
 from ..layout import Group
 from ..token_format import BytePointer, LaneBytes
 from .roles import NEXT_SUM, RECEIVE
@@ -31,17 +31,14 @@ def _await_16(
     first_loaded: LaneBytes,
     owner_rank: Int,
     generation: UInt32,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[...],
 ) -> Tuple[LaneBytes, Bool]:
     """Waits for 16 bytes of a partial sum, and puts `SENTINEL` back."""
     var bytes = first_loaded
-    var spins = 0
+    var wait = Wait(block.deadline)
     while bytes[3] == SENTINEL:
-        spins += 1
-        if spins % POLLS_PER_CLOCK_READ == 0 and launch.deadline.has_passed():
-            record_failure(
-                counters.failure(),
+        if wait.has_expired():
+            block.fail(
                 NO_MESSAGE,
                 RECEIVE,
                 owner_rank,
@@ -91,8 +88,7 @@ def _add_partial[
     share: Int,
     owner_rank: Int,
     generation: UInt32,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[...],
 ) -> Bool:
     """Adds a lane's share of a partial sum as it comes."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
@@ -105,8 +101,7 @@ def _add_partial[
                 prefetched_vectors[first_loaded + i],
                 owner_rank,
                 generation,
-                launch,
-                counters,
+                block,
             )
             are_there = are_there and is_there
             var part = bitcast[partial_dtype, n](bytes).cast[DType.float32]()
@@ -127,13 +122,11 @@ def add_tokens[
     output_tokens: BytePointer,
     n_tokens: Int,
     expert_rows: BytePointer,
-    recv_bufs: SharedAddresses,
     is_bad: Bool,
     schedule: Schedule,
     prefetched: SavedRoutes,
     is_prefetched: Bool,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
 ):
     """Adds up this block's share of the tokens, with one warp of several."""
     comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
@@ -142,17 +135,17 @@ def add_tokens[
     comptime n_prefetched = group.n_ranks * n_vectors
     comptime prefetches = n_prefetched <= MAX_PREFETCHED
     comptime max_prefetched = n_prefetched if prefetches else n_vectors
-    var lane = launch.lane
-    var my_rank = launch.my_rank
-    var generation = next_generation(launch.before.combine_received)
-    var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
+    var lane = block.lane
+    var my_rank = block.my_rank
+    var generation = next_generation(block.before.combine_received)
+    var recv_buf = bytes_at(block.recv_bufs[unsafe_offset=my_rank])
     var cut = sum_split[Format.n_steps, are_few](n_tokens)
     var is_broken = is_bad
     var round = schedule.first
     var is_known = is_prefetched
     while True:
         comptime if not are_few:
-            round = next_work(launch.control.unsafe_offset(NEXT_SUM), lane)
+            round = next_work(block.control.unsafe_offset(NEXT_SUM), lane)
         var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
         if item >= n_tokens * cut.n_chunks():
             return
@@ -161,7 +154,7 @@ def add_tokens[
         var token_idx = chunk.whole
         var saved = prefetched
         if not are_few or not is_known:
-            saved = SavedRoutes.of[group](counters, 0, token_idx, lane)
+            saved = SavedRoutes.of[group](block.counters, 0, token_idx, lane)
         is_known = False
         var row = saved.row
         if is_broken:
@@ -221,8 +214,7 @@ def add_tokens[
                             share,
                             rank,
                             generation,
-                            launch,
-                            counters,
+                            block,
                         )
                         is_there = is_there and came
             else:
@@ -259,12 +251,11 @@ def add_tokens[
                         share,
                         last_owner,
                         generation,
-                        launch,
-                        counters,
+                        block,
                     )
                     is_there = is_there and came
             if any_lane(not is_there):
-                counters.set_broken()
+                block.counters.set_broken()
                 is_broken = True
                 owner = -1
                 owners = 0

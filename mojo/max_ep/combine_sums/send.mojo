@@ -6,8 +6,8 @@ this rank adds to them is added by the receiving half.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
-from ..counters import EPLocalSyncCounters, rank_of_relative
-from ..device.block import await_readers, Launch, SharedAddresses, next_work
+from ..counters import rank_of_relative
+from ..device.block import Block, next_work
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
@@ -36,10 +36,7 @@ def send_partials[
     expert_rows: BytePointer,
     most: Int,
     prefetched: SavedRoutes,
-    recv_bufs: SharedAddresses,
-    dispatch_counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     sender: Int,
     n_senders: Int,
 ):
@@ -49,8 +46,8 @@ def send_partials[
     comptime n_ranks = group.n_ranks
     comptime n_others = n_ranks - 1
     comptime if n_others > 0:
-        var lane = launch.lane
-        var my_rank = launch.my_rank
+        var lane = block.lane
+        var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
         var cut = sum_split[Format.n_steps, are_few](most)
         var is_waiting = True
@@ -62,7 +59,7 @@ def send_partials[
                 return
             comptime if not are_few:
                 round = n_senders + next_work(
-                    launch.control.unsafe_offset(NEXT_SEND), lane
+                    block.control.unsafe_offset(NEXT_SEND), lane
                 )
             else:
                 # A turn is one more trip to shared memory.
@@ -71,14 +68,16 @@ def send_partials[
             var source, token_idx = sum_to_send[group](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:
-                saved = SavedRoutes.of[group](counters, source, token_idx, lane)
+                saved = SavedRoutes.of[group](
+                    block.counters, source, token_idx, lane
+                )
             is_prefetched = False
             if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue
             var src_rank = rank_of_relative(my_rank, source, n_ranks)
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(
-                recv_bufs[unsafe_offset=src_rank]
+                block.recv_bufs[unsafe_offset=src_rank]
                 + UInt64(group.partial_offset(my_rank, token_idx))
             )
             for step in range(chunk.begin, chunk.end):
@@ -92,9 +91,7 @@ def send_partials[
                 ](sum, expert_rows, share, saved.row, saved.weight)
                 if is_waiting:
                     # I3, for partial sums.
-                    if not await_readers[group, True](
-                        launch, dispatch_counts, counters, SEND
-                    ):
+                    if not block.await_readers[is_combine=True](SEND):
                         return
                     is_waiting = False
                 if share < Format.n_shares:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that dispatch and reduced combine of GPU ranks share in `rank_slots`.
+"""A block of a GPU launch: how it begins, waits, fails, publishes and ends.
 
-A launch that sends notes its generations at its begin, as soon as every block
-has read the old ones, and leaves to the next launch of its rank what it could
-only tell at its end: that it has read its messages. By then it has ended, so
-that nothing has to be counted or waited for (`publish_earlier_reads`).
+A launch is a grid of blocks that are all resident at once: in the fused forms some
+wait for what others send. A launch of by-rank ranks moves its generations at its
+begin, as soon as every block has read the old ones. That it has read its messages
+is published by the next launch of its rank (`publish_earlier_reads`): by then all
+its blocks have ended, so none has to be counted.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import (
@@ -37,9 +38,9 @@ from ..failures import (
 )
 from ..flags import (
     arrive_on_gpu,
-    fetch_add_block,
     count_of,
     DeviceDeadline,
+    fetch_add_block,
     flag_at,
     flag_word,
     FlagPointer,
@@ -49,7 +50,7 @@ from ..flags import (
     load_acquire_sys,
     publish,
     SharedWord,
-    POLLS_PER_CLOCK_READ,
+    Wait,
 )
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer, LaneBytes
@@ -117,29 +118,9 @@ def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
     return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
 
 
-@fieldwise_init
-struct Launch(TrivialRegisterPassable):
-    """What the warps of a block know from the start of a launch."""
-
-    var lane: Int
-    """This lane."""
-    var warp_idx: Int
-    """This warp of the block."""
-    var can_go: Bool
-    """Whether the launch may do anything; the same in the whole block."""
-    var my_rank: Int
-    """This rank."""
-    var deadline: DeviceDeadline
-    """When to give up."""
-    var before: LaunchHeader
-    """The header of the counters before this launch."""
-    var control: SharedWord
-    """The block's control words, all 0 at first."""
-
-
 @always_inline
 def header_word(counters: EPLocalSyncCounters) -> Int32:
-    """Begins to read the counters' header, which `start_launch` needs.
+    """Begins to read the counters' header, which `Block.begin` needs.
 
     What a kernel does between the two does not wait for it.
     """
@@ -153,98 +134,216 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
     ](counters.words.unsafe_offset(Int(lane_id())))
 
 
-@always_inline
-def start_launch[
-    group: Group, n_control: Int
-](word: Int32, counters: EPLocalSyncCounters, phase: Int) -> Launch:
-    """Sets a block up; all its threads call it.
+@fieldwise_init
+struct Block[group: Group](TrivialRegisterPassable):
+    """What each warp of a block needs from the begin of a launch to its end.
 
-    Addresses that were shared before are there afterwards.
+    Parameters:
+        group: Sizes of the group.
     """
-    comptime assert WARP_SIZE == 32, "rank_slots has kernels for NVIDIA GPUs"
-    var control = shared_words[n_control + 1]()
-    var lane = Int(lane_id())
-    var warp_idx = Int(warp_id())
-    var header = LaunchHeader.of(word)
-    if warp_idx == 0:
-        # One warp decides for its block: a failure that is noted meanwhile
-        # must not make some warps leave and others wait for them.
-        var can_go = is_in_order[group](word, counters, phase)
-        if lane == 0:
-            control[unsafe_offset=n_control] = 1 if can_go else 0
-    elif warp_idx == 1:
-        for i in range(lane, n_control, WARP_SIZE):
-            control[unsafe_offset=i] = 0
-    barrier()
-    return Launch(
-        lane,
-        warp_idx,
-        control[unsafe_offset=n_control] != 0,
-        header.my_rank,
-        DeviceDeadline.after(header.timeout_ms),
-        header,
-        control,
-    )
 
+    var lane: Int
+    """This lane."""
+    var warp_idx: Int
+    """This warp of the block."""
+    var can_go: Bool
+    """Whether the launch may do anything; the same in the whole block."""
+    var my_rank: Int
+    """This rank."""
+    var deadline: DeviceDeadline
+    """The time by which all waits must be met."""
+    var before: LaunchHeader
+    """The header of the counters before this launch."""
+    var control: SharedWord
+    """The block's control words, all 0 at first."""
+    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    """This rank's words."""
+    var recv_bufs: SharedAddresses
+    """Receive buffers of all ranks, of dispatch or of combine."""
+    var counts: SharedAddresses
+    """Counts buffers of all ranks: those of dispatch."""
 
-@always_inline
-def is_last_to_start(
-    launch: Launch, counters: EPLocalSyncCounters, warp_idx: Int
-) -> Bool:
-    """Tells one thread of the grid that all blocks have read the header.
+    @staticmethod
+    @always_inline
+    def begin[
+        n_control: Int
+    ](
+        word: Int32,
+        counters: EPLocalSyncCounters[Self.group.n_experts],
+        recv_bufs: SharedAddresses,
+        counts: SharedAddresses,
+        phase: Int,
+    ) -> Self:
+        """Sets a block up; all its threads call it, with their `header_word`.
 
-    Every thread of every block calls it, once.
-    """
-    if launch.warp_idx != warp_idx or launch.lane != 0:
-        return False
-    if arrive_on_gpu(counters.blocks_done()) != Int(grid_dim.x) - 1:
-        return False
-    counters.blocks_done()[] = 0
-    return True
-
-
-@always_inline
-def publish_reads[
-    group: Group
-](
-    launch: Launch,
-    dispatch_counts: SharedAddresses,
-    dispatch_received: UInt32,
-    combine_received: UInt32,
-):
-    """Tells every rank which generations this one has read, with one warp.
-
-    A word says both: dispatch in its upper half, combine in its lower one.
-    """
-    # Behind `is_last_block` one lane has acquired what all blocks did.
-    syncwarp()
-    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
-        publish(
-            flag_at(
-                bytes_at(dispatch_counts[unsafe_offset=rank]),
-                group.dispatch_done_offset(launch.my_rank),
-            ),
-            dispatch_received,
-            Int(combine_received),
+        Addresses that were shared before are visible afterwards.
+        """
+        comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
+        var control = shared_words[n_control + 1]()
+        var lane = Int(lane_id())
+        var warp_idx = Int(warp_id())
+        var header = LaunchHeader.of(word)
+        if warp_idx == 0:
+            # One warp decides for its block: a failure that is recorded meanwhile
+            # must not make some warps leave and others wait for them.
+            var can_go = is_in_order[Self.group](word, counters, phase)
+            if lane == 0:
+                control[unsafe_offset=n_control] = 1 if can_go else 0
+        elif warp_idx == 1:
+            for i in range(lane, n_control, WARP_SIZE):
+                control[unsafe_offset=i] = 0
+        barrier()
+        return Self(
+            lane,
+            warp_idx,
+            control[unsafe_offset=n_control] != 0,
+            header.my_rank,
+            DeviceDeadline.after(header.timeout_ms),
+            header,
+            control,
+            counters,
+            recv_bufs,
+            counts,
         )
 
-
-@always_inline
-def publish_earlier_reads[
-    group: Group
-](launch: Launch, dispatch_counts: SharedAddresses, warp_idx: Int):
-    """Tells every rank what the launches before this one have read.
-
-    One warp of the first block does. What it tells was true when this launch
-    began: a kernel that calls this begins when those before it have ended.
-    """
-    if block_idx.x == 0 and launch.warp_idx == warp_idx:
-        publish_reads[group](
-            launch,
-            dispatch_counts,
-            launch.before.dispatch_received,
-            launch.before.combine_received,
+    @always_inline
+    def fail(
+        self,
+        code: Int32,
+        phase: Int,
+        missing_rank: Int,
+        expert_or_row: Int,
+        wanted: UInt32,
+        found: UInt64,
+        a: Int = 0,
+        b: Int = 0,
+    ):
+        """Records a failure; the arguments are those of `record_failure`."""
+        record_failure(
+            self.counters.failure(),
+            code,
+            phase,
+            missing_rank,
+            expert_or_row,
+            wanted,
+            found,
+            a,
+            b,
         )
+
+    @always_inline
+    def is_last_to_start(self, warp_idx: Int) -> Bool:
+        """Selects one thread of the grid, once all blocks have read the header.
+
+        Every thread of every block calls it, once.
+        """
+        if self.warp_idx != warp_idx or self.lane != 0:
+            return False
+        if arrive_on_gpu(self.counters.blocks_done()) != Int(grid_dim.x) - 1:
+            return False
+        self.counters.blocks_done()[] = 0
+        return True
+
+    @always_inline
+    def publish_reads(
+        self, dispatch_received: UInt32, combine_received: UInt32
+    ):
+        """Publishes to every rank which generations this one has read.
+
+        One warp calls it. A word holds both: dispatch in its upper half, combine
+        in its lower one.
+        """
+        # After `is_last_block` one lane has acquired what all blocks did.
+        syncwarp()
+        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
+            publish(
+                flag_at(
+                    bytes_at(self.counts[unsafe_offset=rank]),
+                    Self.group.dispatch_done_offset(self.my_rank),
+                ),
+                dispatch_received,
+                Int(combine_received),
+            )
+
+    @always_inline
+    def publish_earlier_reads(self, warp_idx: Int):
+        """Publishes to every rank what the launches before this one have read.
+
+        One warp of the first block does. What it publishes was true when this
+        launch began: a kernel that calls this begins when those before it have
+        ended.
+        """
+        if block_idx.x == 0 and self.warp_idx == warp_idx:
+            self.publish_reads(
+                self.before.dispatch_received, self.before.combine_received
+            )
+
+    @always_inline
+    def _sent[is_combine: Bool](self) -> UInt32:
+        comptime if is_combine:
+            return self.before.combine_sent
+        return self.before.dispatch_sent
+
+    @always_inline
+    def await_readers[is_combine: Bool](self, phase: Int) -> Bool:
+        """Waits until all ranks have read what this one sent last, with one warp.
+        """
+        var generation = self._sent[is_combine]()
+        var drained = self.before.dispatch_drained
+        comptime if is_combine:
+            drained = self.before.combine_drained
+        if drained == generation:
+            return True
+        var my_counts = bytes_at(self.counts[unsafe_offset=self.my_rank])
+        var are_all_met = True
+        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
+            var flag = flag_at(my_counts, Self.group.dispatch_done_offset(rank))
+            var word = load_acquire_sys(flag)
+            var wait = Wait(self.deadline)
+            while not is_not_before(_read_of[is_combine](word), generation):
+                if wait.has_expired():
+                    self.fail(
+                        NOT_READ,
+                        phase,
+                        rank,
+                        -1,
+                        generation,
+                        flag_word(_read_of[is_combine](word), 0),
+                    )
+                    are_all_met = False
+                    break
+                word = load_acquire_sys(flag)
+        # What each lane has seen of its ranks, all lanes may build on.
+        syncwarp()
+        if any_lane(not are_all_met):
+            self.counters.set_broken()
+            return False
+        return True
+
+    @always_inline
+    def prefetch_done_words[is_combine: Bool](self):
+        """Spares the next launch that sends a wait, if all have read already.
+
+        One warp calls it, for which nobody waits. It polls `_DONE_POLLS` times.
+        """
+        var generation = self._sent[is_combine]()
+        var my_counts = bytes_at(self.counts[unsafe_offset=self.my_rank])
+        for _ in range(_DONE_POLLS):
+            var is_met = True
+            for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
+                var word = load_acquire_sys(
+                    flag_at(my_counts, Self.group.dispatch_done_offset(rank))
+                )
+                if not is_not_before(_read_of[is_combine](word), generation):
+                    is_met = False
+            syncwarp()
+            if not any_lane(not is_met):
+                if self.lane == 0:
+                    comptime if is_combine:
+                        self.counters.set_combine_drained(generation)
+                    else:
+                        self.counters.set_dispatch_drained(generation)
+                return
 
 
 @always_inline
@@ -254,94 +353,8 @@ def _read_of[is_combine: Bool](word: UInt64) -> UInt32:
     return generation_of(word)
 
 
-@always_inline
-def await_readers[
-    group: Group, is_combine: Bool
-](
-    launch: Launch,
-    dispatch_counts: SharedAddresses,
-    counters: EPLocalSyncCounters,
-    phase: Int,
-) -> Bool:
-    """Waits until all ranks have read what this one sent last, with one warp.
-    """
-    var generation = launch.before.dispatch_sent
-    var clear = launch.before.dispatch_drained
-    comptime if is_combine:
-        generation = launch.before.combine_sent
-        clear = launch.before.combine_drained
-    if clear == generation:
-        return True
-    var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
-    var is_met = True
-    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
-        var flag = flag_at(my_counts, group.dispatch_done_offset(rank))
-        var word = load_acquire_sys(flag)
-        var spins = 0
-        while not is_not_before(_read_of[is_combine](word), generation):
-            spins += 1
-            if (
-                spins % POLLS_PER_CLOCK_READ == 0
-                and launch.deadline.has_passed()
-            ):
-                record_failure(
-                    counters.failure(),
-                    NOT_READ,
-                    phase,
-                    rank,
-                    -1,
-                    generation,
-                    flag_word(_read_of[is_combine](word), 0),
-                )
-                is_met = False
-                break
-            word = load_acquire_sys(flag)
-    # What each lane has seen of its ranks, all lanes may build on.
-    syncwarp()
-    if any_lane(not is_met):
-        counters.set_broken()
-        return False
-    return True
-
-
-# Peers' words come some microseconds after their launch began; a look is a trip to
-# the memory.
+# Peers publish some microseconds after their launch began; a poll takes about one.
 comptime _DONE_POLLS = 16
-
-
-@always_inline
-def prefetch_done_words[
-    group: Group, is_combine: Bool
-](
-    launch: Launch,
-    dispatch_counts: SharedAddresses,
-    counters: EPLocalSyncCounters,
-):
-    """Spares the next launch that sends a wait, if all have read already.
-
-    One warp calls it, for which nobody waits. It looks `_DONE_POLLS` times, and does not
-    insist.
-    """
-    var generation = launch.before.dispatch_sent
-    comptime if is_combine:
-        generation = launch.before.combine_sent
-    var my_counts = bytes_at(dispatch_counts[unsafe_offset=launch.my_rank])
-    for _ in range(_DONE_POLLS):
-        var is_met = True
-        for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
-            var word = load_acquire_sys(
-                flag_at(my_counts, group.dispatch_done_offset(rank))
-            )
-            if not is_not_before(_read_of[is_combine](word), generation):
-                is_met = False
-        syncwarp()
-        if not any_lane(not is_met):
-            if launch.lane == 0:
-                comptime if is_combine:
-                    counters.set_combine_drained(generation)
-                else:
-                    counters.set_dispatch_drained(generation)
-            return
 
 
 comptime SharedInts = Pointer[
@@ -493,10 +506,9 @@ def await_done_words[
         # I3: no slot is written before its last reader is done with it.
         var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
         var word = load_acquire_sys(flag)
-        var spins = 0
+        var wait = Wait(deadline)
         while not has_reached(word, generation):
-            spins += 1
-            if spins % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
+            if wait.has_expired():
                 record_failure(
                     counters.failure(),
                     NOT_READ,
@@ -526,10 +538,9 @@ def await_message(
 ) -> UInt64:
     """Waits until a message has arrived."""
     var word = load_acquire_sys(flag)
-    var spins = 0
+    var wait = Wait(deadline)
     while generation_of(word) != generation:
-        spins += 1
-        if spins % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
+        if wait.has_expired():
             record_failure(
                 counters.failure(),
                 NO_MESSAGE,

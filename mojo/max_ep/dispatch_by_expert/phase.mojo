@@ -35,6 +35,7 @@ from ..device.block import (
     await_message,
     can_start,
     is_last_block,
+    next_work,
     own_of,
     publish_done,
     rank_of,
@@ -43,7 +44,6 @@ from ..device.block import (
     shared_words,
     SharedAddresses,
     SharedInts,
-    next_work,
 )
 from ..device.warp import (
     ACCESSES_IN_FLIGHT,
@@ -61,21 +61,21 @@ from ..failures import (
     TOO_MANY_ROWS,
 )
 from ..flags import (
-    fetch_add_block,
-    load_acquire_block,
-    store_release_block,
     count_of,
     DeviceDeadline,
+    fetch_add_block,
     flag_at,
     FlagPointer,
     generation_of,
+    load_acquire_block,
+    load_relaxed_sys,
     message_flag,
     next_generation,
-    load_relaxed_sys,
     publish,
-    store_relaxed_sys,
     SharedWord,
-    POLLS_PER_CLOCK_READ,
+    store_relaxed_sys,
+    store_release_block,
+    Wait,
 )
 from ..launch_checks import imm
 from ..layout import EXPERT_SLOTS, Group, MESSAGE_ALIGN, n_experts_on_rank
@@ -559,7 +559,7 @@ def read_counts[
         var words = Array[UInt64, in_flight](fill=0)
         var counts = Array[Int32, in_flight](fill=0)
         var before = Array[Int32, in_flight](fill=0)
-        var spins = 0
+        var wait = Wait(deadline)
         var missing = 0
         # All words that are missing are looked at again at once.
         while missing >= 0 and not is_late:
@@ -578,8 +578,7 @@ def read_counts[
                     generation_of(words[i]) != generation
                 ):
                     missing = pair
-            spins += 1
-            if spins % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
+            if wait.has_expired():
                 is_late = missing >= 0
         if is_late:
             record_failure(

@@ -8,21 +8,21 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, syncwarp, WARP_SIZE
 from std.math import ceildiv
 
-from ..counters import EPLocalSyncCounters, relative_rank
-from ..device.block import Launch, SharedAddresses, SharedInts
+from ..counters import relative_rank
+from ..device.block import Block, SharedInts
 from ..device.warp import any_lane, bytes_at, max_of_lanes
 from ..dispatch_by_expert.phase import write_no_rows
-from ..failures import NO_COUNT, record_failure, TOO_MANY_ROWS
+from ..failures import NO_COUNT, TOO_MANY_ROWS
 from ..flags import (
     arrive_in_block,
-    load_acquire_block,
-    store_release_block,
     count_of,
     flag_at,
     generation_of,
+    load_acquire_block,
     load_relaxed_sys,
     load_relaxed_sys_2,
-    POLLS_PER_CLOCK_READ,
+    store_release_block,
+    Wait,
 )
 from ..layout import Group, MESSAGE_ALIGN, n_experts_on_rank
 from ..row_tables import RowTables
@@ -32,29 +32,18 @@ from .roles import COUNTED, FAILED, N_INDEX_WARPS, RECEIVE, SUMMED
 @always_inline
 def read_numbers[
     group: Group
-](
-    n_tokens_of: SharedInts,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
-    generation: UInt32,
-) -> Bool:
+](n_tokens_of: SharedInts, block: Block[group], generation: UInt32,) -> Bool:
     """Waits for the numbers of tokens of all sources, with one warp."""
-    var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
+    var my_counts = bytes_at(block.counts[unsafe_offset=block.my_rank])
     var is_late = False
     var most: Int32 = 0
-    for src_rank in range(launch.lane, group.n_ranks, WARP_SIZE):
+    for src_rank in range(block.lane, group.n_ranks, WARP_SIZE):
         var flag = flag_at(my_counts, group.dispatch_n_tokens_offset(src_rank))
         var word = load_relaxed_sys(flag)
-        var spins = 0
+        var wait = Wait(block.deadline)
         while generation_of(word) != generation:
-            spins += 1
-            if (
-                spins % POLLS_PER_CLOCK_READ == 0
-                and launch.deadline.has_passed()
-            ):
-                record_failure(
-                    counters.failure(),
+            if wait.has_expired():
+                block.fail(
                     NO_COUNT,
                     RECEIVE,
                     src_rank,
@@ -70,16 +59,16 @@ def read_numbers[
         most = max(most, Int32(n))
         comptime if group.is_reduced():
             if block_idx.x == 0:
-                counters.received_tokens(group)[
+                block.counters.received_tokens(group)[
                     unsafe_offset=relative_rank(
-                        launch.my_rank, src_rank, group.n_ranks
+                        block.my_rank, src_rank, group.n_ranks
                     )
                 ] = Int32(n)
     most = warp.max(most)
-    if launch.lane == 0:
+    if block.lane == 0:
         n_tokens_of[unsafe_offset=group.n_ranks] = most
         if block_idx.x == 0:
-            counters.set_most_received(Int(most))
+            block.counters.set_most_received(Int(most))
     return not any_lane(is_late)
 
 
@@ -130,17 +119,15 @@ def _read_counts[
     sums: SharedInts,
     largest_of: SharedInts,
     n_before_all: Int32,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     generation: UInt32,
     counter: Int,
 ) -> Bool:
     """Waits for the counts of some pairs and adds them up, with one warp."""
     comptime n_ranks = group.n_ranks
     comptime n_local_experts = group.n_local_experts()
-    var my_counts = bytes_at(counts[unsafe_offset=launch.my_rank])
-    var n_held = n_experts_on_rank(group.n_experts, n_ranks, launch.my_rank)
+    var my_counts = bytes_at(block.counts[unsafe_offset=block.my_rank])
+    var n_held = n_experts_on_rank(group.n_experts, n_ranks, block.my_rank)
     var begin = counter * _pairs_of_warp[group]()
     var end = min(begin + _pairs_of_warp[group](), n_local_experts * n_ranks)
     var n_before = n_before_all
@@ -150,8 +137,8 @@ def _read_counts[
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
         var n_pairs = min(end, n_held * n_ranks)
         comptime for i in range(_PAIRS_OF_LANE):
-            is_missing[i] = _pair_of_lane(first, i, launch.lane) < n_pairs
-        var spins = 0
+            is_missing[i] = _pair_of_lane(first, i, block.lane) < n_pairs
+        var wait = Wait(block.deadline)
         while True:
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
                 if is_missing[i] or is_missing[i + 1]:
@@ -159,7 +146,7 @@ def _read_counts[
                         flag_at(
                             my_counts,
                             group.dispatch_count_offset(
-                                _pair_of_lane(first, i, launch.lane)
+                                _pair_of_lane(first, i, block.lane)
                             ),
                         )
                     )
@@ -172,18 +159,13 @@ def _read_counts[
                     missing = i
             if missing < 0:
                 break
-            spins += 1
-            if (
-                spins % POLLS_PER_CLOCK_READ == 0
-                and launch.deadline.has_passed()
-            ):
-                var pair = _pair_of_lane(first, missing, launch.lane)
-                record_failure(
-                    counters.failure(),
+            if wait.has_expired():
+                var pair = _pair_of_lane(first, missing, block.lane)
+                block.fail(
                     NO_COUNT,
                     RECEIVE,
                     pair % n_ranks,
-                    launch.my_rank * n_local_experts + pair // n_ranks,
+                    block.my_rank * n_local_experts + pair // n_ranks,
                     generation,
                     load_relaxed_sys(
                         flag_at(my_counts, group.dispatch_count_offset(pair))
@@ -198,7 +180,7 @@ def _read_counts[
         # Neighbouring lanes have read neighbouring words. Now a lane has
         # neighbouring pairs, so that lanes are added up once.
         comptime for i in range(0, _PAIRS_OF_LANE, 2):
-            var pair = _pair_of_lane(first, i, launch.lane)
+            var pair = _pair_of_lane(first, i, block.lane)
             var two = SIMD[DType.int32, 2](0)
             if pair < n_pairs:
                 two[0] = Int32(count_of(words[i]))
@@ -207,7 +189,7 @@ def _read_counts[
             before.unsafe_store[alignment=8](pair, two)
             largest = max(largest, two.reduce_max())
         syncwarp()
-        var mine = before.unsafe_offset(first + launch.lane * _PAIRS_OF_LANE)
+        var mine = before.unsafe_offset(first + block.lane * _PAIRS_OF_LANE)
         comptime assert _PAIRS_OF_LANE == 8, "a lane adds up two loads of four"
         var low = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](0)
         var high = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4)
@@ -218,7 +200,7 @@ def _read_counts[
             n += low[i] if i < 4 else high[i - 4]
         n_before = warp.shuffle_idx(n, UInt32(WARP_SIZE - 1))
     largest = max_of_lanes(largest)
-    if launch.lane == 0:
+    if block.lane == 0:
         sums[unsafe_offset=counter] = n_before
         largest_of[unsafe_offset=counter] = largest
     return True
@@ -234,9 +216,7 @@ def _count_rows[
     tables: RowTables[group, ...],
     n_shared: Int,
     n_rows_max: Int,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     generation: UInt32,
     counter: Int,
 ):
@@ -244,21 +224,19 @@ def _count_rows[
     """
     comptime n_pairs = group.n_local_experts() * group.n_ranks
     comptime n_counting = n_counting_warps[group]()
-    var control = launch.control
+    var control = block.control
     var is_there = _read_counts[group](
         pair_rows,
         sums,
         largest_of,
         Int32(n_shared) if n_counting == 1 else 0,
-        counts,
-        launch,
-        counters,
+        block,
         generation,
         counter,
     )
     if not is_there:
-        counters.set_broken()
-        if launch.lane == 0:
+        block.counters.set_broken()
+        if block.lane == 0:
             sums[unsafe_offset=counter] = 0
             store_release_block(control.unsafe_offset(FAILED), 1)
     var n_rows: Int32
@@ -268,33 +246,32 @@ def _count_rows[
     else:
         # Also if it has failed: the others wait for it without end.
         syncwarp()
-        if launch.lane == 0:
+        if block.lane == 0:
             arrive_in_block(control.unsafe_offset(SUMMED))
         while load_acquire_block(control.unsafe_offset(SUMMED)) < UInt32(
             n_counting
         ):
             pass
         var sum: Int32 = 0
-        if launch.lane < n_counting:
-            sum = sums[unsafe_offset=launch.lane]
+        if block.lane < n_counting:
+            sum = sums[unsafe_offset=block.lane]
         var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
         n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
         var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
         var begin = counter * _pairs_of_warp[group]()
         var end = min(begin + _pairs_of_warp[group](), n_pairs)
-        for pair in range(begin + launch.lane, end, WARP_SIZE):
+        for pair in range(begin + block.lane, end, WARP_SIZE):
             pair_rows[unsafe_offset=pair] += rows_before
-    if counter == 0 and launch.lane == 0:
+    if counter == 0 and block.lane == 0:
         pair_rows[unsafe_offset=n_pairs] = n_rows
     var n_rows_needed = tables.n_rows_needed(Int(n_rows))
     if n_rows_needed > n_rows_max:
-        counters.set_broken()
-        if launch.lane == 0:
-            record_failure(
-                counters.failure(),
+        block.counters.set_broken()
+        if block.lane == 0:
+            block.fail(
                 TOO_MANY_ROWS,
                 RECEIVE,
-                launch.my_rank,
+                block.my_rank,
                 0,
                 generation,
                 0,
@@ -304,7 +281,7 @@ def _count_rows[
             store_release_block(control.unsafe_offset(FAILED), 1)
     # Also if it has failed: the block waits for all that count without end.
     syncwarp()
-    if launch.lane == 0:
+    if block.lane == 0:
         arrive_in_block(control.unsafe_offset(COUNTED))
     # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
 
@@ -319,9 +296,7 @@ def lay_out_rows[
     tables: RowTables[group, ...],
     n_shared: Int,
     n_rows_max: Int,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     generation: UInt32,
     indexer: Int,
 ):
@@ -331,7 +306,7 @@ def lay_out_rows[
     comptime n_local_experts = group.n_local_experts()
     comptime n_pairs = n_local_experts * n_ranks
     comptime n_counting = n_counting_warps[group]()
-    var control = launch.control
+    var control = block.control
     var counter = indexer - (N_INDEX_WARPS - n_counting)
     if counter >= 0:
         _count_rows[group](
@@ -341,9 +316,7 @@ def lay_out_rows[
             tables,
             n_shared,
             n_rows_max,
-            counts,
-            launch,
-            counters,
+            block,
             generation,
             counter,
         )
@@ -356,16 +329,16 @@ def lay_out_rows[
         pass
     if load_acquire_block(control.unsafe_offset(FAILED)) != 0:
         if indexer == 0:
-            write_no_rows(tables, launch.lane, WARP_SIZE)
+            write_no_rows(tables, block.lane, WARP_SIZE)
         return
     for pair in range(
-        indexer * WARP_SIZE + launch.lane, n_pairs, N_INDEX_WARPS * WARP_SIZE
+        indexer * WARP_SIZE + block.lane, n_pairs, N_INDEX_WARPS * WARP_SIZE
     ):
         var row = Int(pair_rows[unsafe_offset=pair])
         var count = Int(pair_rows[unsafe_offset=pair + 1]) - row
         var local_expert, src_rank = divmod(pair, n_ranks)
         var first_pair = group.pair(local_expert, 0)
-        counters.set_pair_rows(
+        block.counters.set_pair_rows(
             pair, Int(row_of_pair(tables, pair_rows, pair)), count
         )
         tables.write_pair(
@@ -380,13 +353,13 @@ def lay_out_rows[
     if indexer != 0:
         return
     var largest: Int32 = 0
-    if launch.lane < n_counting:
-        largest = largest_of[unsafe_offset=launch.lane]
+    if block.lane < n_counting:
+        largest = largest_of[unsafe_offset=block.lane]
     largest = max_of_lanes(largest)
-    if launch.lane == 0:
+    if block.lane == 0:
         var n_rows = Int(pair_rows[unsafe_offset=n_pairs])
         tables.write_ends(n_rows)
-        counters.set_pair_rows(
+        block.counters.set_pair_rows(
             n_pairs, tables.n_rows_needed(n_rows), Int(largest)
         )
 

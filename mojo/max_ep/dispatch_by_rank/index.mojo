@@ -26,27 +26,20 @@ from max.gpu import (
 from std.math import ceildiv
 from std.memory import bitcast
 
-from ..counters import EPLocalSyncCounters, NO_EXPERT
-from ..device.block import (
-    await_readers,
-    divmod_32,
-    Launch,
-    shared_ints,
-    SharedAddresses,
-    SharedInts,
-)
+from ..counters import NO_EXPERT
+from ..device.block import Block, divmod_32, shared_ints, SharedInts
 from ..device.warp import bytes_at, sum_of_lanes
-from ..failures import DROPPED, record_failure
+from ..failures import DROPPED
 from ..flags import (
-    fetch_add_block,
-    load_acquire_block,
-    store_release_block,
     count_of,
+    fetch_add_block,
     flag_at,
+    load_acquire_block,
     next_generation,
+    SharedWord,
     store_relaxed_sys,
     store_relaxed_sys_16,
-    SharedWord,
+    store_release_block,
 )
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import LaneBytes
@@ -277,8 +270,7 @@ def _count_own[n: Int, //](mut n_of_expert: Array[UInt32, n], id: Int32):
 def _write_entry[
     group: Group
 ](
-    recv_bufs: SharedAddresses,
-    my_rank: Int,
+    block: Block[group],
     choice: Int,
     generation: UInt32,
     expert_id: Int,
@@ -289,7 +281,7 @@ def _write_entry[
 ):
     """Writes the entry of a choice to every rank, with one lane of some."""
     var word = entry_word(generation, expert_id, position)
-    var offset = UInt64(group.entry_offset(my_rank, choice))
+    var offset = UInt64(group.entry_offset(block.my_rank, choice))
     var bytes = LaneBytes(0)
     comptime if group.is_reduced():
         bytes = bitcast[DType.uint32, 4](
@@ -297,9 +289,9 @@ def _write_entry[
         )
     for i in range(lane, group.n_ranks, n_lanes):
         # Not all sources begin with the same rank.
-        var rank = my_rank + 1 + i
+        var rank = block.my_rank + 1 + i
         rank -= group.n_ranks if rank >= group.n_ranks else 0
-        var to = bytes_at(recv_bufs[unsafe_offset=rank] + offset)
+        var to = bytes_at(block.recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.
         comptime if group.is_reduced():
             store_relaxed_sys_16(to, bytes)
@@ -310,23 +302,18 @@ def _write_entry[
 @always_inline
 def publish_n_tokens[
     group: Group
-](
-    n_tokens: Int,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
-):
+](n_tokens: Int, block: Block[group],):
     """Tells every rank how many tokens this one sends, with one warp."""
     # I3, for numbers of tokens.
-    if not await_readers[group, False](launch, counts, counters, SEND):
+    if not block.await_readers[is_combine=False](SEND):
         return
-    for rank in range(launch.lane, group.n_ranks, WARP_SIZE):
+    for rank in range(block.lane, group.n_ranks, WARP_SIZE):
         store_relaxed_sys(
             flag_at(
-                bytes_at(counts[unsafe_offset=rank]),
-                group.dispatch_n_tokens_offset(launch.my_rank),
+                bytes_at(block.counts[unsafe_offset=rank]),
+                group.dispatch_n_tokens_offset(block.my_rank),
             ),
-            next_generation(launch.before.dispatch_sent),
+            next_generation(block.before.dispatch_sent),
             n_tokens,
         )
 
@@ -336,29 +323,23 @@ def index_choices[
     group: Group
 ](
     choices: Choices[...],
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     indexer: Int,
     lane_ids: LaneIds,
     first_item: Item,
 ):
-    """Writes this block's share of entries and counts, with one of the index warps.
+    """Writes this block's share of entries and  with one of the index warps.
 
     The position of a choice counts the earlier choices of the same expert.
     Receivers wait for the entries of choices without an expert, too.
     """
-    # I3, for entries and counts.
-    var can_write = await_readers[group, False](launch, counts, counters, SEND)
+    # I3, for entries and block.counts.
+    var can_write = block.await_readers[is_combine=False](SEND)
     if choices.are_in_lanes():
         if can_write:
             _index_lanes[group](
                 choices,
-                recv_bufs,
-                counts,
-                launch,
-                counters,
+                block,
                 lane_ids,
                 first_item,
             )
@@ -367,18 +348,13 @@ def index_choices[
         if not choices.are_shared():
             _index_by_blocks[group](
                 choices,
-                recv_bufs,
-                counts,
-                launch,
-                counters,
+                block,
                 indexer,
                 can_write,
             )
             return
     if can_write:
-        _index_one_by_one[group](
-            choices, recv_bufs, counts, launch, counters, indexer
-        )
+        _index_one_by_one[group](choices, block, indexer)
 
 
 # ------------------------------------------- of an all-gather: what tokens carry
@@ -387,23 +363,14 @@ def index_choices[
 @always_inline
 def send_metadata[
     group: Group, router_top_k: Int
-](
-    choices: Choices[...],
-    n_tokens: Int,
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
-    indexer: Int,
-):
+](choices: Choices[...], n_tokens: Int, block: Block[group], indexer: Int,):
     """Sends the router's choices to every rank, with one of the index warps."""
     # I3, for carried choices.
-    if not await_readers[group, False](launch, counts, counters, SEND):
+    if not block.await_readers[is_combine=False](SEND):
         return
-    var generation = next_generation(launch.before.dispatch_sent)
+    var generation = next_generation(block.before.dispatch_sent)
     for place in range(
-        (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE
-        + launch.lane,
+        (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
         n_tokens * router_top_k,
         N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
     ):
@@ -415,15 +382,15 @@ def send_metadata[
             )
         )
         var offset = UInt64(
-            group.metadata_offset(launch.my_rank, token_idx, k, router_top_k)
+            group.metadata_offset(block.my_rank, token_idx, k, router_top_k)
         )
         for i in range(group.n_ranks):
             # Not all sources begin with the same rank.
-            var rank = launch.my_rank + 1 + i
+            var rank = block.my_rank + 1 + i
             rank -= group.n_ranks if rank >= group.n_ranks else 0
             # I1: only this rank writes what its tokens carry.
             store_relaxed_sys_16(
-                bytes_at(recv_bufs[unsafe_offset=rank] + offset), words
+                bytes_at(block.recv_bufs[unsafe_offset=rank] + offset), words
             )
 
 
@@ -433,16 +400,8 @@ def send_metadata[
 @always_inline
 def _index_by_blocks[
     group: Group
-](
-    choices: Choices[...],
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
-    indexer: Int,
-    can_write: Bool,
-):
-    """Writes the entries of a block's choices, or, the last block, all counts.
+](choices: Choices[...], block: Block[group], indexer: Int, can_write: Bool,):
+    """Writes the entries of a block's choices, or, the last block, all block.counts.
     """
     comptime n_threads = N_INDEX_WARPS * WARP_SIZE
     # In the room for few choices, since these are many.
@@ -451,15 +410,15 @@ def _index_by_blocks[
     ), "a round and the counts fit"
     var experts = choices.shared_ids
     var n_before = experts.unsafe_bitcast[UInt32]().unsafe_offset(n_threads)
-    var me = indexer * WARP_SIZE + launch.lane
+    var me = indexer * WARP_SIZE + block.lane
     for expert in range(me, group.n_experts, n_threads):
         n_before[unsafe_offset=expert] = 0
-    if not can_write and launch.lane == 0:
-        store_release_block(launch.control.unsafe_offset(GAVE_UP), 1)
+    if not can_write and block.lane == 0:
+        store_release_block(block.control.unsafe_offset(GAVE_UP), 1)
     index_barrier()
-    if load_acquire_block(launch.control.unsafe_offset(GAVE_UP)) != 0:
+    if load_acquire_block(block.control.unsafe_offset(GAVE_UP)) != 0:
         return
-    var generation = next_generation(launch.before.dispatch_sent)
+    var generation = next_generation(block.before.dispatch_sent)
     var n_choices = choices.n_choices
     # The last block has no choices, unless it is the only one.
     var is_last = block_idx.x == grid_dim.x - 1
@@ -475,7 +434,7 @@ def _index_by_blocks[
                 if first + i * n_threads < begin:
                     ids[i] = choices.id_in_memory(first + i * n_threads)
             comptime for i in range(_MANY_IDS):
-                _count_id[group.n_experts](n_before, ids[i], launch.lane)
+                _count_id[group.n_experts](n_before, ids[i], block.lane)
     for first in range(begin, end, n_threads):
         var choice = first + me
         var is_expert = id >= 0 and id < Int32(group.n_experts)
@@ -500,14 +459,12 @@ def _index_by_blocks[
                 weight,
                 Int(position),
                 generation,
-                recv_bufs,
-                launch,
-                counters,
+                block,
                 0,
                 1,
             )
         index_barrier()
-        _count_id[group.n_experts](n_before, id, launch.lane)
+        _count_id[group.n_experts](n_before, id, block.lane)
         id, weight = _read_choice[group](choices, choice + n_threads, end)
     if is_last:
         index_barrier()
@@ -516,8 +473,7 @@ def _index_by_blocks[
                 expert,
                 Int(n_before[unsafe_offset=expert]),
                 generation,
-                counts,
-                launch,
+                block,
             )
 
 
@@ -542,20 +498,14 @@ def index_barrier():
 @always_inline
 def _publish_count[
     group: Group
-](
-    expert: Int,
-    n_listed: Int,
-    generation: UInt32,
-    counts: SharedAddresses,
-    launch: Launch,
-):
+](expert: Int, n_listed: Int, generation: UInt32, block: Block[group],):
     """Tells an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
     store_relaxed_sys(
         flag_at(
-            bytes_at(counts[unsafe_offset=dst_rank]),
+            bytes_at(block.counts[unsafe_offset=dst_rank]),
             group.dispatch_count_offset(
-                group.pair(local_expert, launch.my_rank)
+                group.pair(local_expert, block.my_rank)
             ),
         ),
         generation,
@@ -625,10 +575,7 @@ def _index_lanes[
     group: Group
 ](
     choices: Choices[...],
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     lane_ids: LaneIds,
     first_item: Item,
 ):
@@ -636,7 +583,7 @@ def _index_lanes[
     """
     var item = first_item
     while item.number < group.n_experts + choices.n_choices:
-        _publish_item[group](item, recv_bufs, counts, launch, counters)
+        _publish_item[group](item, block)
         item = Item.of[group](
             lane_ids, choices, item.number + N_INDEX_WARPS * Int(grid_dim.x)
         )
@@ -645,15 +592,9 @@ def _index_lanes[
 @always_inline
 def _publish_item[
     group: Group
-](
-    item: Item,
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
-):
+](item: Item, block: Block[group],):
     """Writes a count or an entry, with one warp."""
-    var generation = next_generation(launch.before.dispatch_sent)
+    var generation = next_generation(block.before.dispatch_sent)
     var choice = item.number - group.n_experts
     if choice >= 0:
         _enter_choice[group](
@@ -662,16 +603,12 @@ def _publish_item[
             item.weight,
             item.n_equal,
             generation,
-            recv_bufs,
-            launch,
-            counters,
-            launch.lane,
+            block,
+            block.lane,
             WARP_SIZE,
         )
-    elif launch.lane == 0:
-        _publish_count[group](
-            item.number, item.n_equal, generation, counts, launch
-        )
+    elif block.lane == 0:
+        _publish_count[group](item.number, item.n_equal, generation, block)
 
 
 # ------------------------------------------------- few choices: one by one
@@ -680,17 +617,10 @@ def _publish_item[
 @always_inline
 def _index_one_by_one[
     group: Group
-](
-    choices: Choices[...],
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
-    indexer: Int,
-):
-    """Writes some counts and entries. What is not counted yet, a warp counts.
+](choices: Choices[...], block: Block[group], indexer: Int,):
+    """Writes some counts and entries. What is not counted yet, a warp block.counts.
     """
-    var lane = launch.lane
+    var lane = block.lane
     # Counts first: a receiver needs all of them before it places a row.
     comptime n_counted = _n_counted[group]()
     comptime assert n_counted <= N_INDEX_WARPS, "a counted expert has no warp"
@@ -702,9 +632,8 @@ def _index_one_by_one[
                 _publish_count[group](
                     expert,
                     n,
-                    next_generation(launch.before.dispatch_sent),
-                    counts,
-                    launch,
+                    next_generation(block.before.dispatch_sent),
+                    block,
                 )
     for item in range(
         min(n_counted * Int(grid_dim.x), group.n_experts)
@@ -722,9 +651,7 @@ def _index_one_by_one[
             weight = choices.weight[group](choice)
             end = choice
         var n_equal = _count_equal(choices.shared_ids, id, end, lane)
-        _publish_item[group](
-            Item(item, id, weight, n_equal), recv_bufs, counts, launch, counters
-        )
+        _publish_item[group](Item(item, id, weight, n_equal), block)
 
 
 @always_inline
@@ -770,9 +697,7 @@ def _enter_choice[
     weight: Float32,
     position: Int,
     generation: UInt32,
-    recv_bufs: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     lane: Int,
     n_lanes: Int,
 ):
@@ -781,11 +706,10 @@ def _enter_choice[
     var is_expert = id >= 0 and id < Int32(group.n_experts)
     var has_place = is_expert and position < group.max_tokens_per_rank
     if lane == 0:
-        var sent = counters.choices(generation, group)
+        var sent = block.counters.choices(generation, group)
         sent[unsafe_offset=choice] = id if has_place else NO_EXPERT
     _write_entry[group](
-        recv_bufs,
-        launch.my_rank,
+        block,
         choice,
         generation,
         # The token of a choice without a place is sent like any other, so its
@@ -798,11 +722,10 @@ def _enter_choice[
     )
     if not has_place:
         if id != NO_EXPERT and lane == 0:
-            record_failure(
-                counters.failure(),
+            block.fail(
                 DROPPED,
                 SEND,
-                launch.my_rank,
+                block.my_rank,
                 Int(id),
                 generation,
                 0,

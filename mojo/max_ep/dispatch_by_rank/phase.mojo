@@ -35,25 +35,19 @@ from std.utils import StaticTuple
 from ..counters import EPLocalSyncCounters, NO_EXPERT
 from ..device.block import (
     await_launch_before,
+    Block,
     header_word,
     is_last_block,
-    is_last_to_start,
-    Launch,
-    prefetch_done_words,
-    publish_earlier_reads,
-    publish_reads,
     share_addresses,
     shared_ints,
-    SharedAddresses,
-    start_launch,
 )
 from ..device.schedule import n_async_send_warps, n_send_warps
 from ..dispatch_by_expert.phase import dispatch_group_of, write_no_rows
 from ..flags import (
-    load_acquire_block,
-    store_release_block,
     FlagPointer,
+    load_acquire_block,
     next_generation,
+    store_release_block,
 )
 from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
@@ -65,13 +59,14 @@ from .index import (
     Item,
     LaneIds,
     load_ids,
+    publish_n_tokens,
     send_metadata,
     share_choices,
-    publish_n_tokens,
 )
 from .receive import receive_tokens
 from .roles import (
     COUNTING_WARP,
+    DONE_WARP,
     FIRST_SENDER,
     N_CONTROL,
     N_INDEX_WARPS,
@@ -80,10 +75,9 @@ from .roles import (
     NUMBERS_WARP,
     RECEIVE,
     SEND,
-    DONE_WARP,
     TOKENS_READY,
 )
-from .send import InlineElements, FirstChunk, Receivers, send_by_number
+from .send import FirstChunk, InlineElements, Receivers, send_by_number
 
 # ------------------------------------------------------------ the sending half
 
@@ -143,34 +137,28 @@ def _send[
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
     n_tokens: Int,
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     n_senders: Int,
 ):
     """Deals the sending half to the warps of a block."""
-    var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
+    var indexer = block.warp_idx - (n_warps - N_INDEX_WARPS)
     if indexer >= 0:
         index_choices[group](
             choices,
-            recv_bufs,
-            counts,
-            launch,
-            counters,
+            block,
             indexer,
             lane_ids,
             prefetched.item,
         )
         comptime if token_fmt_type.router_top_k > 0:
             send_metadata[group, token_fmt_type.router_top_k](
-                choices, n_tokens, recv_bufs, counts, launch, counters, indexer
+                choices, n_tokens, block, indexer
             )
-    elif launch.warp_idx == NUMBERS_WARP:
+    elif block.warp_idx == NUMBERS_WARP:
         if block_idx.x == 0:
-            publish_n_tokens[group](n_tokens, counts, launch, counters)
+            publish_n_tokens[group](n_tokens, block)
         return
-    var sender = launch.warp_idx - FIRST_SENDER
+    var sender = block.warp_idx - FIRST_SENDER
     if sender >= n_senders:
         return
     send_by_number[
@@ -185,10 +173,7 @@ def _send[
         tokens,
         choices,
         n_tokens,
-        recv_bufs,
-        counts,
-        launch,
-        counters,
+        block,
         sender,
         n_senders,
     )
@@ -210,10 +195,7 @@ def _receive[
     src_info: Pointer[Int32, MutUntrackedOrigin],
     own_tokens: UInt64,
     n_own_tokens: Int,
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
 ):
     """Has a warp of a block take its part in the receiving half."""
     comptime n_warps = num_threads // WARP_SIZE
@@ -222,9 +204,9 @@ def _receive[
     var sums = shared_ints[N_INDEX_WARPS]()
     var largest_of = shared_ints[N_INDEX_WARPS]()
     var n_tokens_of = shared_ints[group.n_ranks + 1]()
-    var control = launch.control
-    var generation = next_generation(launch.before.dispatch_received)
-    var indexer = launch.warp_idx - (n_warps - N_INDEX_WARPS)
+    var control = block.control
+    var generation = next_generation(block.before.dispatch_received)
+    var indexer = block.warp_idx - (n_warps - N_INDEX_WARPS)
     if indexer >= 0:
         var n_shared = n_own_tokens if fused_shared_expert else 0
         lay_out_rows[group](
@@ -234,20 +216,16 @@ def _receive[
             tables,
             n_shared,
             n_rows_max,
-            counts,
-            launch,
-            counters,
+            block,
             generation,
             indexer,
         )
-    elif launch.warp_idx == NUMBERS_WARP:
-        var are_there = read_numbers[group](
-            n_tokens_of, counts, launch, counters, generation
-        )
+    elif block.warp_idx == NUMBERS_WARP:
+        var are_there = read_numbers[group](n_tokens_of, block, generation)
         if not are_there:
-            counters.set_broken()
+            block.counters.set_broken()
         syncwarp()
-        if launch.lane == 0:
+        if block.lane == 0:
             store_release_block(
                 control.unsafe_offset(TOKENS_READY),
                 1 if are_there else NO_NUMBERS,
@@ -262,7 +240,7 @@ def _receive[
                 rows,
                 n_rows,
                 n_rows_max,
-                Int(block_idx.x) * WARP_SIZE + launch.lane,
+                Int(block_idx.x) * WARP_SIZE + block.lane,
                 Int(grid_dim.x) * WARP_SIZE,
             )
     while load_acquire_block(control.unsafe_offset(TOKENS_READY)) == 0:
@@ -289,9 +267,7 @@ def _receive[
             own_tokens,
             pair_rows,
             n_tokens_of,
-            recv_bufs,
-            launch,
-            counters,
+            block,
             generation,
         )
         return
@@ -310,9 +286,7 @@ def _receive[
             own_tokens,
             pair_rows,
             n_tokens_of,
-            recv_bufs,
-            launch,
-            counters,
+            block,
             generation,
         )
 
@@ -397,14 +371,16 @@ def dispatch_async_kernel[
     var receivers = first_chunk.receivers[group, fused_shared_expert, False](
         prefetched.id, word
     )
-    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go:
+    var block = Block[group].begin[N_CONTROL](
+        word, {ep_counters.words}, recv_bufs, counts, SEND
+    )
+    if not block.can_go:
         return
-    if is_last_to_start(launch, ep_counters, COUNTING_WARP):
-        var generation = next_generation(launch.before.dispatch_sent)
+    if block.is_last_to_start(COUNTING_WARP):
+        var generation = next_generation(block.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
-    publish_earlier_reads[group](launch, counts, DONE_WARP)
+    block.publish_earlier_reads(DONE_WARP)
     _send[
         input_type,
         group,
@@ -420,10 +396,7 @@ def dispatch_async_kernel[
         input_tokens,
         choices,
         Int(n_tokens),
-        recv_bufs,
-        counts,
-        launch,
-        ep_counters,
+        block,
         n_senders,
     )
     # AFTER: this generation's entries, counts and tokens are on their way.
@@ -494,8 +467,10 @@ def dispatch_wait_kernel[
     var word = header_word(ep_counters)
     var recv_bufs = share_addresses[n_ranks, False](recv_buf_ptrs, 0)
     var counts = share_addresses[n_ranks, False](recv_count_ptrs, 0)
-    var launch = start_launch[group, N_CONTROL](word, ep_counters, RECEIVE)
-    if not launch.can_go:
+    var block = Block[group].begin[N_CONTROL](
+        word, {ep_counters.words}, recv_bufs, counts, RECEIVE
+    )
+    if not block.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
             token_fmt_type.end_metadata(
@@ -504,12 +479,12 @@ def dispatch_wait_kernel[
         return
     # Un-reduced, the next launch is a combine that tells nobody.
     comptime publishes_at_end = shares_gpu or not group.is_reduced()
-    var generation = next_generation(launch.before.dispatch_received)
+    var generation = next_generation(block.before.dispatch_received)
     comptime if not publishes_at_end:
-        if is_last_to_start(launch, ep_counters, COUNTING_WARP):
+        if block.is_last_to_start(COUNTING_WARP):
             ep_counters.set_dispatch_received(generation)
-        if block_idx.x == 0 and launch.warp_idx == DONE_WARP:
-            prefetch_done_words[group, True](launch, counts, ep_counters)
+        if block_idx.x == 0 and block.warp_idx == DONE_WARP:
+            block.prefetch_done_words[is_combine=True]()
     _receive[
         num_threads,
         group,
@@ -521,20 +496,15 @@ def dispatch_wait_kernel[
         tables,
         src_info,
         0,
-        launch.before.n_tokens(generation),
-        recv_bufs,
-        counts,
-        launch,
-        ep_counters,
+        block.before.n_tokens(generation),
+        block,
     )
     comptime if publishes_at_end:
         if not is_last_block(ep_counters):
             return
-        if launch.lane == 0:
+        if block.lane == 0:
             ep_counters.set_dispatch_received(generation)
-        publish_reads[group](
-            launch, counts, generation, launch.before.combine_received
-        )
+        block.publish_reads(generation, block.before.combine_received)
     # AFTER: rows are complete; every source may overwrite its tokens here, once
     # it is told.
 
@@ -630,22 +600,24 @@ def dispatch_kernel[
     var receivers = first_chunk.receivers[
         group, fused_shared_expert, has_input
     ](prefetched.id, word)
-    var launch = start_launch[group, N_CONTROL](word, ep_counters, SEND)
-    if not launch.can_go:
+    var block = Block[group].begin[N_CONTROL](
+        word, {ep_counters.words}, recv_bufs, counts, SEND
+    )
+    if not block.can_go:
         if block_idx.x == 0:
             write_no_rows(tables, Int(thread_idx.x), num_threads)
             token_fmt_type.end_metadata(
                 rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
             )
         return
-    if is_last_to_start(launch, ep_counters, COUNTING_WARP):
-        var generation = next_generation(launch.before.dispatch_sent)
+    if block.is_last_to_start(COUNTING_WARP):
+        var generation = next_generation(block.before.dispatch_sent)
         ep_counters.set_n_tokens(generation, Int(n_tokens))
         ep_counters.set_dispatch_sent(generation)
         ep_counters.set_dispatch_received(
-            next_generation(launch.before.dispatch_received)
+            next_generation(block.before.dispatch_received)
         )
-    publish_earlier_reads[group](launch, counts, DONE_WARP)
+    block.publish_earlier_reads(DONE_WARP)
     _send[
         input_type,
         group,
@@ -661,15 +633,12 @@ def dispatch_kernel[
         input_tokens,
         choices,
         Int(n_tokens),
-        recv_bufs,
-        counts,
-        launch,
-        ep_counters,
+        block,
         n_senders,
     )
     comptime if group.is_reduced():
-        if block_idx.x == 0 and launch.warp_idx == DONE_WARP:
-            prefetch_done_words[group, True](launch, counts, ep_counters)
+        if block_idx.x == 0 and block.warp_idx == DONE_WARP:
+            block.prefetch_done_words[is_combine=True]()
     _receive[num_threads, group, token_fmt_type, has_input](
         rows,
         Int(n_rows_max),
@@ -677,9 +646,6 @@ def dispatch_kernel[
         src_info,
         UInt64(Int(input_tokens)),
         Int(n_tokens),
-        recv_bufs,
-        counts,
-        launch,
-        ep_counters,
+        block,
     )
     # AFTER: rows are complete; the next launch of this rank says so.

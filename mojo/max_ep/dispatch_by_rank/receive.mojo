@@ -10,22 +10,21 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
-from ..counters import EPLocalSyncCounters, NO_ROW, row_elsewhere, relative_rank
+from ..counters import NO_ROW, relative_rank, row_elsewhere
 from ..device.block import (
     await_message,
+    Block,
     divmod_32,
-    SENTINEL,
-    Launch,
-    SharedAddresses,
-    SharedInts,
     next_work,
+    SENTINEL,
+    SharedInts,
 )
 from ..device.schedule import (
+    Chunk,
     FlaggedSplit,
     inline_split,
     InlineSplit,
     n_steps_of,
-    Chunk,
     Schedule,
     vector_of_lane,
 )
@@ -36,16 +35,16 @@ from ..device.warp import (
     load16,
     store16,
 )
-from ..failures import NO_MESSAGE, record_failure
+from ..failures import NO_MESSAGE
 from ..flags import (
-    load_acquire_block,
     flag_at,
     flag_word,
     generation_of,
-    load_relaxed_sys_16,
+    load_acquire_block,
     load_relaxed_sys,
+    load_relaxed_sys_16,
     SharedWord,
-    POLLS_PER_CLOCK_READ,
+    Wait,
 )
 from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
@@ -79,19 +78,16 @@ def _await_words[
     words: BytePointer,
     src_rank: Int,
     generation: UInt32,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[...],
 ) -> LaneBytes:
     """Waits for an entry, or a choice that a token carries, with one lane."""
     var bytes = seen
-    var spins = 0
+    var wait = Wait(block.deadline)
     while True:
         if bytes[1] == generation:
             return bytes
-        spins += 1
-        if spins % POLLS_PER_CLOCK_READ == 0 and launch.deadline.has_passed():
-            record_failure(
-                counters.failure(),
+        if wait.has_expired():
+            block.fail(
                 NO_MESSAGE,
                 RECEIVE,
                 src_rank,
@@ -113,13 +109,12 @@ def _place_metadata[
     src_rank: Int,
     token_idx: Int,
     generation: UInt32,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
 ) -> Bool:
     """Puts the choices that a token carries beside its row, with one warp."""
     comptime router_top_k = token_fmt_type.router_top_k
     var is_late = False
-    for k in range(launch.lane, router_top_k, WARP_SIZE):
+    for k in range(block.lane, router_top_k, WARP_SIZE):
         var words_of = recv_buf.unsafe_offset(
             group.metadata_offset(src_rank, token_idx, k, router_top_k)
         )
@@ -128,8 +123,7 @@ def _place_metadata[
             words_of,
             src_rank,
             generation,
-            launch,
-            counters,
+            block,
         )
         is_late = is_late or carried[1] != generation
         var words = bitcast[DType.uint64, 2](carried)
@@ -174,14 +168,13 @@ def _await_steps[
     stride: Int,
     src_rank: Int,
     generation: UInt32,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[...],
 ) -> Bool:
     """Waits for some 16 bytes a lane of an early token, and puts `SENTINEL` back.
     """
     var behind = UInt32(min(end, n_vectors))
     # All that are missing are looked at again at once.
-    var spins = 0
+    var wait = Wait(block.deadline)
     while True:
         var is_missing = False
         comptime for i in range(in_flight):
@@ -190,10 +183,8 @@ def _await_steps[
                 is_missing = True
         if not is_missing:
             break
-        spins += 1
-        if spins % POLLS_PER_CLOCK_READ == 0 and launch.deadline.has_passed():
-            record_failure(
-                counters.failure(),
+        if wait.has_expired():
+            block.fail(
                 NO_MESSAGE,
                 RECEIVE,
                 src_rank,
@@ -277,9 +268,7 @@ def receive_tokens[
     own_tokens: UInt64,
     pair_rows: SharedInts,
     n_tokens_of: SharedInts,
-    recv_bufs: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     generation: UInt32,
 ):
     """Schedule tokens into rows as they arrive, with one warp."""
@@ -291,10 +280,10 @@ def receive_tokens[
     comptime in_flight = n_in_flight[token_fmt_type, are_all_inline]()
     var parts = Array[LaneBytes, in_flight](fill=0)
     var scales = Array[LaneBytes, 1](fill=0)
-    var lane = launch.lane
-    var my_rank = launch.my_rank
+    var lane = block.lane
+    var my_rank = block.my_rank
     var first_expert = my_rank * group.n_local_experts()
-    var recv_buf = bytes_at(recv_bufs[unsafe_offset=my_rank])
+    var recv_buf = bytes_at(block.recv_bufs[unsafe_offset=my_rank])
     var most = Int(n_tokens_of[unsafe_offset=n_ranks])
     var cut = inline_split[n_steps](most)
     var n_items = (
@@ -302,7 +291,7 @@ def receive_tokens[
         * n_ranks
         * (cut.n_chunks() if are_all_inline else chunks.n_chunks())
     )
-    var schedule = Schedule.of_dispatch_receivers(launch.warp_idx, n_warps)
+    var schedule = Schedule.of_dispatch_receivers(block.warp_idx, n_warps)
     # A turn is a trip to shared memory: few items are dealt beforehand, one a warp.
     var are_scheduled = are_all_inline and n_items <= schedule.n_scheduled(
         Int(grid_dim.x)
@@ -316,7 +305,7 @@ def receive_tokens[
             round += schedule.stride
         else:
             item = next_work(
-                launch.control.unsafe_offset(NEXT_RECEIVE), lane
+                block.control.unsafe_offset(NEXT_RECEIVE), lane
             ) * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
@@ -381,8 +370,7 @@ def receive_tokens[
                 its_entry,
                 src_rank,
                 generation,
-                launch,
-                counters,
+                block,
             )
             is_late = entry[1] != generation
             var words = bitcast[DType.uint64, 2](entry)
@@ -407,7 +395,7 @@ def receive_tokens[
                 ):
                     row = row_elsewhere(expert // group.n_local_experts())
         if any_lane(is_late):
-            counters.set_broken()
+            block.counters.set_broken()
             return
         var wanted = warp.vote[DType.uint32](has_row)
         var is_shared = fused_shared_expert and src_rank == my_rank
@@ -420,7 +408,7 @@ def receive_tokens[
         if not is_here:
             comptime if group.is_reduced():
                 if part == 0 and lane < top_k:
-                    counters.received_rows(group, source)[
+                    block.counters.received_rows(group, source)[
                         unsafe_offset=group.choice(token_idx, lane)
                     ] = row
             continue
@@ -434,11 +422,11 @@ def receive_tokens[
                 RECEIVE,
                 src_rank,
                 -1,
-                launch.deadline,
-                counters,
+                block.deadline,
+                block.counters,
             )
             if any_lane(generation_of(word) != generation):
-                counters.set_broken()
+                block.counters.set_broken()
                 return
 
         var begin = chunk.begin
@@ -468,8 +456,7 @@ def receive_tokens[
                     WARP_SIZE,
                     src_rank,
                     generation,
-                    launch,
-                    counters,
+                    block,
                 )
                 comptime if token_fmt_type.has_scales:
                     is_there = (
@@ -481,17 +468,16 @@ def receive_tokens[
                             1,
                             src_rank,
                             generation,
-                            launch,
-                            counters,
+                            block,
                         )
                         and is_there
                     )
             if any_lane(not is_there):
-                counters.set_broken()
+                block.counters.set_broken()
                 return
-            # Only now: what has come by then does not wait for the counts.
+            # Only now: what has come by then does not wait for the block.counts.
             if is_waiting:
-                if not _are_counted[group](launch.control):
+                if not _are_counted[group](block.control):
                     return
                 is_waiting = False
             if first == begin:
@@ -504,10 +490,10 @@ def receive_tokens[
                     comptime if group.is_reduced():
                         if lane < top_k:
                             var choice = group.choice(token_idx, lane)
-                            counters.received_rows(group, source)[
+                            block.counters.received_rows(group, source)[
                                 unsafe_offset=choice
                             ] = row
-                            counters.received_weights(group, source)[
+                            block.counters.received_weights(group, source)[
                                 unsafe_offset=choice
                             ] = weight
                     comptime if token_fmt_type.router_top_k > 0:
@@ -523,10 +509,9 @@ def receive_tokens[
                             src_rank,
                             token_idx,
                             generation,
-                            launch,
-                            counters,
+                            block,
                         ):
-                            counters.set_broken()
+                            block.counters.set_broken()
                             return
                     comptime if fused_shared_expert:
                         if is_shared and lane == 0:

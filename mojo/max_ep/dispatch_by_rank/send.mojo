@@ -9,21 +9,14 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, lane_id, syncwarp, WARP_SIZE
 from std.bit import count_trailing_zeros, pop_count
 
-from ..counters import EPLocalSyncCounters, LaunchHeader, NO_EXPERT
-from ..device.block import (
-    await_readers,
-    divmod_32,
-    Launch,
-    SharedAddresses,
-    next_work,
-    avoid_sentinel,
-)
+from ..counters import LaunchHeader, NO_EXPERT
+from ..device.block import avoid_sentinel, Block, divmod_32, next_work
 from ..device.schedule import (
+    Chunk,
+    chunks_at_once_shift,
     inline_split,
     InlineSplit,
     n_steps_of,
-    chunks_at_once_shift,
-    Chunk,
     vector_of_lane,
 )
 from ..device.warp import (
@@ -260,31 +253,29 @@ def _store_loaded[
     receivers: Receivers,
     address: UInt64,
     offset: Int,
-    recv_bufs: SharedAddresses,
-    my_rank: Int,
-    lane: Int,
+    block: Block[...],
 ):
     """Encodes some steps of a token once, and writes them to all who get it."""
     var values = Array[LaneBytes, in_flight](fill=0)
     var scales = Array[LaneBytes, in_flight](fill=0)
     encode_steps[input_type, token_fmt_type, False](
-        elements, values, scales, 1, lane
+        elements, values, scales, 1, block.lane
     )
     var rest = receivers.targets
     while rest != 0:
         var k = Int(count_trailing_zeros(rest))
         rest &= rest - 1
         _store_steps[token_fmt_type, is_inline](
-            shuffle_address(address, k), first, end, values, scales, lane
+            shuffle_address(address, k), first, end, values, scales, block.lane
         )
     if receivers.is_own:
         _store_steps[token_fmt_type, is_inline](
-            recv_bufs[unsafe_offset=my_rank] + UInt64(offset),
+            block.recv_bufs[unsafe_offset=block.my_rank] + UInt64(offset),
             first,
             end,
             values,
             scales,
-            lane,
+            block.lane,
         )
 
 
@@ -304,22 +295,25 @@ def _store_chunk[
     chunk: Chunk,
     receivers: Receivers,
     offset: Int,
-    recv_bufs: SharedAddresses,
-    my_rank: Int,
-    lane: Int,
+    block: Block[...],
 ):
     """Encodes a part of a token once, and writes it to all who get it."""
     var address: UInt64 = 0
     if receivers.is_target:
-        address = recv_bufs[unsafe_offset=Int(receivers.dst_rank)] + UInt64(
-            offset
-        )
+        address = block.recv_bufs[
+            unsafe_offset=Int(receivers.dst_rank)
+        ] + UInt64(offset)
     comptime n_steps = n_steps_of[token_fmt_type]()
     comptime if is_inline and InlineSplit[n_steps].most_steps <= in_flight:
         # Less code than a loop.
         if not is_loaded:
             _load_elements[token_fmt_type](
-                elements, tokens, chunk.whole, chunk.begin, chunk.end, lane
+                elements,
+                tokens,
+                chunk.whole,
+                chunk.begin,
+                chunk.end,
+                block.lane,
             )
         _store_loaded[token_fmt_type, True](
             elements,
@@ -328,15 +322,13 @@ def _store_chunk[
             receivers,
             address,
             offset,
-            recv_bufs,
-            my_rank,
-            lane,
+            block,
         )
     else:
         for first in range(chunk.begin, chunk.end, in_flight):
             if first != chunk.begin or not is_loaded:
                 _load_elements[token_fmt_type](
-                    elements, tokens, chunk.whole, first, chunk.end, lane
+                    elements, tokens, chunk.whole, first, chunk.end, block.lane
                 )
             _store_loaded[token_fmt_type, is_inline](
                 elements,
@@ -345,9 +337,7 @@ def _store_chunk[
                 receivers,
                 address,
                 offset,
-                recv_bufs,
-                my_rank,
-                lane,
+                block,
             )
 
 
@@ -366,15 +356,12 @@ def _send_inline_tokens[
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
     n_tokens: Int,
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     n_senders: Int,
 ):
     """Sends this block's share of early tokens with one of its sending warps.
     """
-    var my_rank = launch.my_rank
+    var my_rank = block.my_rank
     var cut = inline_split[n_steps_of[token_fmt_type]()](n_tokens)
     var n_all = n_tokens * cut.n_chunks()
     if not first_chunk.is_sent:
@@ -382,7 +369,7 @@ def _send_inline_tokens[
     var number = first_chunk.number
     var chunk = first_chunk.chunk
     # I3, for tokens.
-    if not await_readers[group, False](launch, counts, counters, SEND):
+    if not block.await_readers[is_combine=False](SEND):
         return
     var receivers = first_receivers
     var is_loaded = True
@@ -396,9 +383,7 @@ def _send_inline_tokens[
                 chunk,
                 receivers,
                 group.inline_token_offset(my_rank, chunk.whole),
-                recv_bufs,
-                my_rank,
-                launch.lane,
+                block,
             )
         # Shares, not turns: a turn is one more trip to shared memory.
         number += n_senders * Int(grid_dim.x)
@@ -407,9 +392,9 @@ def _send_inline_tokens[
         is_loaded = False
         chunk = cut.chunk(number)
         receivers = Receivers.of[group, fused_shared_expert, has_input](
-            choices.id_of_lane[group](chunk.whole, launch.lane),
+            choices.id_of_lane[group](chunk.whole, block.lane),
             my_rank,
-            launch.lane,
+            block.lane,
         )
 
 
@@ -425,10 +410,7 @@ def _send_tokens_in_chunks[
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
     n_tokens: Int,
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     sender: Int,
     n_senders: Int,
 ):
@@ -440,16 +422,16 @@ def _send_tokens_in_chunks[
         SIMD[input_type, token_fmt_type.lane_elements],
         steps_in_flight[token_fmt_type](),
     ](fill=0)
-    var lane = launch.lane
-    var my_rank = launch.my_rank
-    var generation = next_generation(launch.before.dispatch_sent)
+    var lane = block.lane
+    var my_rank = block.my_rank
+    var generation = next_generation(block.before.dispatch_sent)
     var shift = chunks_at_once_shift[group, n_steps](n_tokens, n_senders)
     var n_units = n_chunks >> shift
     var number = sender * Int(grid_dim.x) + Int(block_idx.x)
     if number >= n_tokens * n_units:
         return
     # I3, for tokens.
-    if not await_readers[group, False](launch, counts, counters, SEND):
+    if not block.await_readers[is_combine=False](SEND):
         return
     while True:
         var token_idx, unit = divmod_32(number, n_units)
@@ -471,9 +453,7 @@ def _send_tokens_in_chunks[
                 chunk,
                 receivers,
                 group.token_offset(my_rank, token_idx),
-                recv_bufs,
-                my_rank,
-                lane,
+                block,
             )
         syncwarp()
         # I2: a part's flag is published after all of the part. A lane for
@@ -499,13 +479,13 @@ def _send_tokens_in_chunks[
                 var part = (unit << shift) + (lane & ((1 << shift) - 1))
                 publish(
                     flag_at(
-                        bytes_at(recv_bufs[unsafe_offset=dst_rank]),
+                        bytes_at(block.recv_bufs[unsafe_offset=dst_rank]),
                         group.chunk_flag_offset(my_rank, token_idx, part),
                     ),
                     generation,
                     0,
                 )
-        var round = next_work(launch.control.unsafe_offset(NEXT_SEND), lane)
+        var round = next_work(block.control.unsafe_offset(NEXT_SEND), lane)
         number = (n_senders + round) * Int(grid_dim.x) + Int(block_idx.x)
         if number >= n_tokens * n_units:
             return
@@ -526,10 +506,7 @@ def send_by_number[
     tokens: Pointer[Scalar[input_type], ImmUntrackedOrigin],
     choices: Choices[...],
     n_tokens: Int,
-    recv_bufs: SharedAddresses,
-    counts: SharedAddresses,
-    launch: Launch,
-    counters: EPLocalSyncCounters,
+    block: Block[group],
     sender: Int,
     n_senders: Int,
 ):
@@ -547,10 +524,7 @@ def send_by_number[
             tokens,
             choices,
             n_tokens,
-            recv_bufs,
-            counts,
-            launch,
-            counters,
+            block,
             n_senders,
         )
         return
@@ -564,10 +538,7 @@ def send_by_number[
             tokens,
             choices,
             n_tokens,
-            recv_bufs,
-            counts,
-            launch,
-            counters,
+            block,
             sender,
             n_senders,
         )
