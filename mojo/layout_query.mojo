@@ -5,22 +5,21 @@ Arguments: format (bfloat16, float32, blockwise_fp8), bytes of a combine
 element, hidden_size, n_experts, n_ranks, max_tokens_per_rank, top_k, protocol,
 choices that a token carries. Prints a line `name value` for each size.
 """
-from std.sys import argv
-
 from max_ep.counters import (
     FAILURE_WORD,
-    N_FAILURE_WORDS,
     local_sync_counters_words,
+    N_FAILURE_WORDS,
 )
 from max_ep.formats.blockwise_fp8 import FP8_BLOCK
-from max_ep.setup import N_SETUP_WORDS
 from max_ep.layout import (
-    Group,
     blockwise_fp8_token_bytes,
+    Group,
     message_bytes,
     plain_token_bytes,
     protocol_of,
 )
+from max_ep.setup import N_SETUP_WORDS
+from std.sys import argv
 
 
 def _token_bytes(format: String, hidden_size: Int) raises -> Int:
@@ -38,7 +37,7 @@ def main() raises:
     var args = argv()
     var hidden_size = Int(args[3])
     var n_experts = Int(args[4])
-    var group = Group(
+    var group = Group.of(
         n_experts,
         Int(args[5]),
         Int(args[6]),
@@ -54,7 +53,7 @@ def main() raises:
     print("failure_word", FAILURE_WORD)
     print("n_failure_words", N_FAILURE_WORDS)
     print("setup_words", N_SETUP_WORDS)
-    print("protocol", group.protocol)
+    print("protocol", group.protocol())
     print("n_local_experts", group.n_local_experts())
     print("dispatch_msg_bytes", group.dispatch_msg_bytes)
     print("combine_msg_bytes", group.combine_msg_bytes)

@@ -70,7 +70,7 @@ def test_python_and_mojo_agree(value: float, name: str, path: str) -> None:
 
 
 def test_entries_hold_what_the_config_lets_through() -> None:
-    bits = mojo_constant("ENTRY_FIELD_BITS", "max_ep/rank_slots/entries.mojo")
+    bits = mojo_constant("ENTRY_FIELD_BITS", "max_ep/dispatch_by_rank/entries.mojo")
     assert limits.MAX_OF_ENTRY == 2**bits - 1
 
 

@@ -125,7 +125,7 @@ def _received_word(group: Group) -> Int:
 def local_sync_counters_words(group: Group) -> Int:
     """Counts the words of `EPLocalSyncCounters`."""
     var n_words = _received_word(group)
-    if group.is_reduced():
+    if group.has_sums():
         n_words += group.n_ranks * (1 + 2 * group.n_choices())
     return n_words
 
@@ -139,7 +139,7 @@ def _fields(group: Group) -> Array[Int, _N_FIELDS]:
         group.top_k,
         group.dispatch_msg_bytes,
         group.combine_msg_bytes,
-        group.protocol,
+        group.protocol(),
     ]
 
 

@@ -10,7 +10,7 @@ with NaN). `EPCommInitializer.check` raises what `raise_failure` makes of it.
     4, 5    generation wanted, found    6, 7  two numbers, by the code
 """
 from .counters import N_FAILURE_WORDS, name_of_word
-from .flags import generation_of, raise_missing, fetch_max, Waiter
+from .flags import fetch_max, generation_of, raise_missing, Waiter
 
 comptime DROPPED = Int32(1)
 """Some ids were dropped; everything else went on. Numbers: token, `k`."""

@@ -4,7 +4,7 @@ from max.gpu import block_dim, global_idx, grid_dim
 from max.gpu.host import DeviceContext
 
 from .counters import EPLocalSyncCounters, local_sync_counters_words
-from .device.block import SENTINEL
+from .device.warp import SENTINEL
 from .flags import flag_at, message_flag
 from .layout import FLAG_BYTES, Group
 from .token_format import BytePointer
@@ -52,7 +52,7 @@ def clear_kernel(
         combine_msg_bytes: Likewise.
         protocol: Likewise.
     """
-    var group = Group(
+    var group = Group.of(
         Int(n_experts),
         Int(n_ranks),
         Int(max_tokens_per_rank),
@@ -85,7 +85,7 @@ def clear_kernel(
         flag_at(counts, i * FLAG_BYTES)[] = 0
 
     var recv = region.unsafe_offset(group.dispatch_recv_offset())
-    if group.has_rank_slots():
+    if group.is_by_rank():
         # An entry is of the generation that it says, however old it is.
         _fill(recv, group.entry_offset(group.n_ranks, 0), 0)
         if group.sends_to_all():
@@ -122,7 +122,7 @@ def clear_kernel(
             var message = recv.unsafe_offset(i * group.dispatch_msg_bytes)
             message_flag(message, group.dispatch_msg_bytes)[] = 0
     recv = region.unsafe_offset(group.combine_recv_offset())
-    if group.is_reduced():
+    if group.has_sums():
         _fill(recv, group.combine_recv_bytes(), SENTINEL)
     else:
         for i in range(first, group.n_choices(), n_threads):
@@ -152,7 +152,7 @@ def clear_gpu(
         Int32(group.top_k),
         Int32(group.dispatch_msg_bytes),
         Int32(group.combine_msg_bytes),
-        Int32(group.protocol),
+        Int32(group.protocol()),
         grid_dim=128,
         block_dim=256,
     )

@@ -43,7 +43,7 @@ def _clear_cpu(region: Int, group: Group, was_used: Bool):
     )
     if was_used:
         _clear_combine_generations(region, group)
-        if group.has_rank_slots():
+        if group.is_by_rank():
             # An entry is of the generation that it says, however old it is.
             unsafe_memset_zero(
                 BytePointer(
@@ -75,7 +75,7 @@ def init[
     var rank = Int(words[unsafe_offset=1])
     var timeout_ms = Int(words[unsafe_offset=2])
     var was_used = words[unsafe_offset=3] != 0
-    var group = Group(
+    var group = Group.of(
         Int(words[unsafe_offset=4]),
         Int(words[unsafe_offset=5]),
         Int(words[unsafe_offset=6]),

@@ -30,17 +30,17 @@ from .counters import (
     NO_EXPERT,
     wanted_word,
 )
-from .device.block import SENTINEL, own_of, shared_words
-from .device.warp import bytes_at
+from .device.shared import own_of, shared_words
+from .device.warp import bytes_at, SENTINEL
 from .flags import (
     Deadline,
     DeviceDeadline,
     flag_at,
     generation_of,
-    message_flag,
-    next_generation,
     load_acquire_sys,
     load_relaxed_sys_16,
+    message_flag,
+    next_generation,
     POLLS_BEFORE_SLEEP,
     POLLS_PER_CLOCK_READ,
     SLEEP_SECONDS,
@@ -170,7 +170,7 @@ def _is_there[
             generation_of(load_acquire_sys(flag_at(my_counts, offset)))
             == generation
         )
-    elif not group.is_reduced():
+    elif not group.has_sums():
         var expert = choices[unsafe_offset=item]
         if expert == NO_EXPERT or Int(expert) // n_local_experts != peer_rank:
             return True
@@ -245,7 +245,7 @@ def watch_kernel[
     if is_in_vain[unsafe_offset=0] == 0:
         comptime if not is_combine:
             n_items = _n_counts[group, False](my_rank, peer_rank)
-        elif group.is_reduced():
+        elif group.has_sums():
             n_items = counters.n_tokens(dispatched)
         else:
             n_items = counters.n_tokens(dispatched) * group.top_k

@@ -23,12 +23,7 @@ from max_ep.counters import (
     _N_TOKENS,
     FAILURE_WORD,
 )
-from max_ep.device.schedule import (
-    InlineSplit,
-    n_async_send_warps,
-    chunks_at_once_shift,
-    Schedule,
-)
+from max_ep.device.schedule import InlineSplit, Schedule
 from max_ep.dispatch_by_rank.phase import (
     dispatch_async_kernel,
     dispatch_kernel,
@@ -49,6 +44,13 @@ from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.testing import assert_equal, assert_true
 
 # A large model on eight H200.
+from max_ep.combine_sums.roles import receive_schedule as combine_schedule
+from max_ep.dispatch_by_rank.roles import (
+    chunks_at_once_shift,
+    n_async_send_warps,
+    receive_schedule,
+)
+
 comptime HIDDEN = 7168
 comptime TOP_K = 8
 comptime N_EXPERTS = 256
@@ -173,7 +175,7 @@ comptime combine[
 def check_parts_at_once() raises:
     """Those that are sent at once are whole units, also of a token of 3 parts.
     """
-    comptime group = Group(2, 2, 1, 1, 0, 0, RANK_SLOTS)
+    comptime group = Group.of(2, 2, 1, 1, 0, 0, RANK_SLOTS)
     comptime for n_steps in [1, 2, 3, N_CHUNKS, 28]:
         comptime n_chunks = min(N_CHUNKS, n_steps)
         for n_senders in range(1, NUM_THREADS // 32 + 1):
@@ -195,9 +197,9 @@ def check_turns() raises:
             )
             var n_added = List[Int](length=3 * n_warps * n_blocks, fill=0)
             for warp in range(n_warps):
-                var received = Schedule.of_dispatch_receivers(warp, n_warps)
+                var received = receive_schedule(warp, n_warps)
                 assert_equal(received.n_scheduled(n_blocks), len(n_received))
-                var added = Schedule.of_combine_receivers(warp, n_warps)
+                var added = combine_schedule(warp, n_warps)
                 for block in range(n_blocks):
                     var item = Schedule.item(received.first, block, n_blocks)
                     if warp < n_warps - N_INDEX_WARPS:
@@ -230,8 +232,8 @@ def check_cut[n_steps: Int]() raises:
 
 def check_what_was_measured() raises:
     """How much is sent at once, as it was fastest on two H200s."""
-    comptime two = Group(2, 2, 1, 1, 0, 0, RANK_SLOTS)
-    comptime four = Group(4, 4, 1, 1, 0, 0, RANK_SLOTS)
+    comptime two = Group.of(2, 2, 1, 1, 0, 0, RANK_SLOTS)
+    comptime four = Group.of(4, 4, 1, 1, 0, 0, RANK_SLOTS)
     comptime assert two.n_ranks == 2 and four.n_ranks == 4
     # Hidden 7168 in bfloat16, and in FP8.
     comptime LONG, SHORT = 28, 14

@@ -55,7 +55,7 @@ def main() raises:
     var ctx = DeviceContext(api="cpu")
     var msg_bytes = message_bytes(plain_token_bytes(HIDDEN, 4))
     assert_equal(msg_bytes, Format.msg_bytes)
-    comptime group = Group(
+    comptime group = Group.of(
         N_EXPERTS,
         N_RANKS,
         MAX_TOKENS,

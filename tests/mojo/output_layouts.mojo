@@ -21,6 +21,7 @@ from max_ep.flags import next_generation
 from max_ep.formats.blockwise_fp8 import ScaledRows
 from max_ep.layout import (
     EXPERT_SLOTS,
+    Group,
     message_bytes,
     plain_token_bytes,
     RANK_SLOTS,
@@ -34,9 +35,8 @@ comptime HIDDEN = 128
 comptime MAX_TOKENS = 3
 comptime N_RANKS = 2
 comptime CAPACITY = N_RANKS * MAX_TOKENS
-comptime N_WORDS = EPLocalSyncCounters[1].total_size(
-    Group(1, N_RANKS, MAX_TOKENS, 1, 0, 0, EXPERT_SLOTS)
-)
+comptime SIZES = Group.of(1, N_RANKS, MAX_TOKENS, 1, 0, 0, EXPERT_SLOTS)
+comptime N_WORDS = EPLocalSyncCounters[1].total_size(SIZES)
 comptime UNTOUCHED = 77
 
 
@@ -62,7 +62,7 @@ def vector[
     return {p, row_major(Coord(Int64(n)))}
 
 
-struct Group:
+struct Ranks:
     """Counters and addresses of both ranks."""
 
     comptime Words = type_of(vector[DType.int32](1))
@@ -78,7 +78,7 @@ struct Group:
         combine_msg: Int,
         protocol: Int = EXPERT_SLOTS,
     ) raises:
-        var group = Group(
+        var group = Group.of(
             1, N_RANKS, MAX_TOKENS, 1, dispatch_msg, combine_msg, protocol
         )
         self.counters = []
@@ -124,7 +124,7 @@ def check_padded_rows_behind_the_counts() raises:
     var ctx = DeviceContext(api="cpu")
     comptime Format = BlockwiseFP8TokenFormat[HIDDEN, 1]
     var combine_msg = message_bytes(plain_token_bytes(HIDDEN, 4))
-    var group = Group(Format.msg_bytes, combine_msg)
+    var group = Ranks(Format.msg_bytes, combine_msg)
     for rank in range(N_RANKS):
         var n = 2 - rank
         var tokens = tensor[DType.float32](n, HIDDEN)
@@ -192,7 +192,7 @@ def check_padded_rows_behind_the_counts() raises:
 comptime Shared = Float32TokenFormat[HIDDEN, 1]
 
 
-def send[protocol: Int = EXPERT_SLOTS](group: Group, rank: Int, n: Int) raises:
+def send[protocol: Int = EXPERT_SLOTS](group: Ranks, rank: Int, n: Int) raises:
     var ids = tensor[DType.int32](n, 1)
     for i in range(n):
         ids.ptr[unsafe_offset=i] = 0
@@ -219,7 +219,7 @@ def send[protocol: Int = EXPERT_SLOTS](group: Group, rank: Int, n: Int) raises:
 def receive[
     protocol: Int = EXPERT_SLOTS
 ](
-    group: Group,
+    group: Ranks,
     rank: Int,
     src_info: type_of(tensor[DType.int32](1, 1)),
 ) raises:
@@ -249,7 +249,7 @@ def receive[
 
 
 def send_back(
-    group: Group,
+    group: Ranks,
     rank: Int,
     src_info: type_of(tensor[DType.int32](1, 1)),
 ) raises:
@@ -269,7 +269,7 @@ def send_back(
 def check_shared_expert() raises:
     """The rank without experts still has to read its own send buffer."""
     var msg = message_bytes(plain_token_bytes(HIDDEN, 4))
-    var group = Group(msg, msg)
+    var group = Ranks(msg, msg)
     var src_info = [
         tensor[DType.int32](CAPACITY + MAX_TOKENS, 2),
         tensor[DType.int32](CAPACITY + MAX_TOKENS, 2),
@@ -348,7 +348,7 @@ def check_shared_expert() raises:
 def check_shared_expert_by_rank() raises:
     """As above; the own tokens stand in the recv buffer."""
     var msg = message_bytes(plain_token_bytes(HIDDEN, 4))
-    var group = Group(msg, msg, RANK_SLOTS)
+    var group = Ranks(msg, msg, RANK_SLOTS)
     var src_info = tensor[DType.int32](CAPACITY + MAX_TOKENS, 2)
     send[RANK_SLOTS](group, 1, 2)
     send[RANK_SLOTS](group, 0, 1)
@@ -391,15 +391,15 @@ def check_two_dispatches_are_kept() raises:
         counters.set_n_tokens(first, 1)
         counters.set_n_tokens(second, 2)
         for choice in range(MAX_TOKENS):
-            counters.choices(first, MAX_TOKENS)[unsafe_offset=choice] = 1
-            counters.slots(MAX_TOKENS)[unsafe_offset=choice] = 3
-            counters.choices(second, MAX_TOKENS)[unsafe_offset=choice] = 2
+            counters.choices(first, SIZES)[unsafe_offset=choice] = 1
+            counters.slots(SIZES)[unsafe_offset=choice] = 3
+            counters.choices(second, SIZES)[unsafe_offset=choice] = 2
         assert_equal(counters.n_tokens(first), 1)
         assert_equal(counters.n_tokens(second), 2)
         for choice in range(MAX_TOKENS):
-            var kept = counters.choices(first, MAX_TOKENS)
+            var kept = counters.choices(first, SIZES)
             assert_equal(kept[unsafe_offset=choice], 1)
-            kept = counters.choices(second, MAX_TOKENS)
+            kept = counters.choices(second, SIZES)
             assert_equal(kept[unsafe_offset=choice], 2)
 
 

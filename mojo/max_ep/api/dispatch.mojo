@@ -17,8 +17,8 @@ from ..launch_checks import check_config, counters_of, imm, mut_, peer_buffers
 from ..layout import EXPERT_SLOTS
 from ..token_format import RouterWeights, TokenFormat
 from .checks import (
-    check_metadata,
     check_dispatch_weights,
+    check_metadata,
     check_protocol,
     check_tokens,
     n_given_choices,

@@ -38,24 +38,26 @@ from ..device.block import (
     await_message,
     can_start,
     is_last_block,
-    own_of,
+    next_work,
     publish_done,
     rank_of,
+)
+from ..device.shared import (
+    own_of,
     share_addresses,
     shared_ints,
     shared_words,
     SharedAddresses,
     SharedInts,
-    next_work,
 )
 from ..device.warp import any_lane, bytes_at, copy_warp, load16, store16
 from ..failures import (
     BAD_N_TOKENS,
     BAD_SOURCE,
     is_fatal,
-    record_failure,
     NOTHING_DISPATCHED,
     OVERTAKEN,
+    record_failure,
     TOO_MANY_ROWS,
     WRONG_EXPERT,
 )
@@ -121,7 +123,7 @@ def combine_group_of[
     """Lays out the buffers as far as combine needs them."""
     comptime is_reduced = is_reduced_protocol(protocol)
     comptime sent_dtype = partial_dtype if is_reduced else combine_dtype
-    return Group(
+    return Group.of(
         n_experts,
         n_ranks,
         max_tokens,

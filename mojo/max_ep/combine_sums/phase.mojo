@@ -40,9 +40,9 @@ from ..device.block import (
     Block,
     header_word,
     is_last_block,
-    share_addresses,
 )
 from ..device.schedule import Schedule
+from ..device.shared import share_addresses
 from ..flags import FlagPointer, next_generation
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
@@ -53,7 +53,7 @@ from .checks import (
     rows_delivered,
 )
 from .receive import add_tokens
-from .roles import N_CONTROL, N_WARPS_MIN, RECEIVE, SEND
+from .roles import N_CONTROL, N_WARPS_MIN, RECEIVE, receive_schedule, SEND
 from .saved_routes import SavedRoutes
 from .send import send_partials, sum_to_send
 from .sums import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
@@ -131,7 +131,7 @@ def _receive[
                 n_tokens,
                 expert_rows,
                 is_bad,
-                Schedule.of_combine_receivers(block.warp_idx, n_warps),
+                receive_schedule(block.warp_idx, n_warps),
                 prefetched,
                 is_prefetched,
                 block,
@@ -170,7 +170,7 @@ struct _First(TrivialRegisterPassable):
         var cut = SumSplit[n_steps, True](True)
         var warp_idx = Int(warp_id())
         var item = Schedule.item(
-            Schedule.of_combine_receivers(warp_idx, n_warps).first,
+            receive_schedule(warp_idx, n_warps).first,
             n_blocks=Int(grid_dim.x),
             block=Int(block_idx.x),
         )

@@ -10,9 +10,16 @@ from std.memory import bitcast
 from std.utils.numerics import nan
 
 from ..counters import NO_ROW, rank_elsewhere
-from ..device.block import Block, next_work, SENTINEL
+from ..device.block import Block, next_work
 from ..device.schedule import Schedule
-from ..device.warp import any_lane, any_of_lanes, bytes_at, load16, store16
+from ..device.warp import (
+    any_lane,
+    any_of_lanes,
+    bytes_at,
+    load16,
+    SENTINEL,
+    store16,
+)
 from ..failures import NO_MESSAGE
 from ..flags import load_relaxed_sys_16, next_generation, Wait
 from ..layout import Group

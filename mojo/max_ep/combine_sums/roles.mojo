@@ -4,6 +4,7 @@
 Each warp may send, and then takes part in adding up; the last three also do what a
 launch does once (`combine.mojo`).
 """
+from ..device.schedule import Schedule
 
 comptime SEND = 2
 """The phase of the sending half, a position in `failures.PHASES`."""
@@ -22,3 +23,10 @@ comptime NEXT_SEND = 1
 
 comptime N_CONTROL = 2
 """Control words of a block."""
+
+
+@always_inline
+def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
+    """Schedules all warps, from the last down, without those that do more first.
+    """
+    return Schedule.of_receivers(warp_idx, n_warps, n_warps - N_WARPS_MIN + 1)

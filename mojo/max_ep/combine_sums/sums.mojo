@@ -11,9 +11,8 @@ from std.math import ceildiv, fma
 from std.memory import bitcast
 from std.sys import size_of
 
-from ..device.block import avoid_sentinel
 from ..device.schedule import Split
-from ..device.warp import load16_if, store16
+from ..device.warp import avoid_sentinel, load16_if, store16
 from ..flags import store_relaxed_sys_16
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes

@@ -151,7 +151,7 @@ def cpu_combine_async[
     # it; it writes nothing.
     if rank.n_experts() > 0:
         rank.await_readers(group.combine_done_offset(0), only_owners=False)
-    comptime if group.is_reduced():
+    comptime if group.has_sums():
         _send_sums[combine_dtype, partial_dtype, hidden_size](expert_rows, rank)
     else:
         _send_rows[combine_dtype, hidden_size](expert_rows, src_info, rank)
@@ -317,7 +317,7 @@ def cpu_combine_wait[
     rank: CpuRank[group],
 ) raises:
     """Waits for all rows or sums and adds those of each token."""
-    comptime is_reduced = group.is_reduced()
+    comptime is_reduced = group.has_sums()
     comptime sent_dtype = partial_dtype if is_reduced else dtype
     comptime n_places = group.n_ranks if is_reduced else group.top_k
     comptime bytes_per_token = (

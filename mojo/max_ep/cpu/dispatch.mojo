@@ -31,8 +31,8 @@ from ..flags import (
     count_of,
     flag_at,
     generation_of,
-    message_flag,
     load_acquire_sys,
+    message_flag,
     publish,
 )
 from ..layout import Group
@@ -73,7 +73,7 @@ def cpu_dispatch_async[
     fused_shared_expert: Bool = False,
 ](given: GivenTokens[input_type], rank: CpuRank[group]) raises:
     """Sends each token to its experts or ranks, and publishes the counts."""
-    comptime is_by_rank = group.has_rank_slots()
+    comptime is_by_rank = group.is_by_rank()
     comptime n_copies = min(
         group.top_k, group.n_ranks if is_by_rank else group.top_k
     )
@@ -184,7 +184,7 @@ def _write_entry[
         Int(plan.ids[unsafe_offset=choice]),
         Int(plan.positions[choice]),
     )
-    comptime if group.is_reduced():
+    comptime if group.has_sums():
         var weight: Float32 = 1
         comptime if router_top_k == 0:
             weight = given.router_weights[unsafe_offset=choice]
@@ -208,7 +208,7 @@ def _publish_counts[
     """Announces this generation to every rank."""
     # I2: numbers and counts are published after all they announce. A rank
     # without tokens publishes zeros: its peers wait for every pair.
-    comptime if group.has_rank_slots():
+    comptime if group.is_by_rank():
         var offset = group.dispatch_n_tokens_offset(rank.my_rank)
         for dst_rank in range(group.n_ranks):
             publish(rank.flag(dst_rank, offset), rank.generation, n_tokens)
@@ -264,7 +264,7 @@ def cpu_dispatch_wait[
     var outputs = _Outputs[token_fmt_type](
         rows, src_info, should_stream(arrived.n_rows, msg_bytes)
     )
-    comptime if group.has_rank_slots():
+    comptime if group.is_by_rank():
         _place_tokens(outputs, rank)
     else:
         _place_messages(outputs, arrived.n_rows - arrived.n_shared, rank)
@@ -317,7 +317,7 @@ def _place_tokens[
             n_tokens_of[src_rank] = count_of(
                 load_acquire_sys(rank.my_flag(offset))
             )
-    comptime if group.is_reduced():
+    comptime if group.has_sums():
         for src_rank in range(group.n_ranks):
             var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
             rank.counters.received_tokens(group)[unsafe_offset=source] = Int32(
@@ -359,7 +359,7 @@ def _place_choice[
         var local_expert = expert_of_entry(entry[]) - rank.expert_id(0)
         var pair = group.pair(local_expert, src_rank)
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
-    comptime if group.is_reduced():
+    comptime if group.has_sums():
         var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
         rank.counters.received_rows(group, source)[
             unsafe_offset=choice

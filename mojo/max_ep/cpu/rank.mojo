@@ -8,9 +8,9 @@ from ..flags import (
     flag_word,
     FlagPointer,
     generation_of,
+    load_acquire_sys,
     message_flag,
     next_generation,
-    load_acquire_sys,
     Waiter,
 )
 from ..layout import FLAG_BYTES, Group, n_experts_on_rank

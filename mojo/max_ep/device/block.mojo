@@ -10,17 +10,14 @@ its blocks have ended, so none has to be counted.
 import max.gpu.primitives.warp as warp
 from max.gpu import (
     barrier,
-    block_dim,
     block_idx,
     grid_dim,
     lane_id,
     syncwarp,
-    thread_idx,
     warp_id,
     WARP_SIZE,
 )
-from std.memory import unsafe_stack_allocation
-from std.sys import align_of, inlined_assembly
+from std.sys import inlined_assembly
 
 from ..counters import (
     BROKEN_WORD,
@@ -53,28 +50,10 @@ from ..flags import (
     Wait,
 )
 from ..layout import FLAG_BYTES, Group
-from ..token_format import BytePointer, LaneBytes
-from ..transport import mapped_address, put_flag
+from ..token_format import BytePointer
+from ..transport import put_flag
+from .shared import shared_words, SharedAddresses
 from .warp import any_lane, bytes_at
-
-comptime SENTINEL = UInt32(0xFFFF_FFFF)
-"""Last word of 16 bytes that have not come yet, where data is its own flag.
-
-The reader puts it back. Data that has it there by itself is sent with
-`_SENTINEL_STAND_IN` instead.
-"""
-
-comptime _SENTINEL_STAND_IN = UInt32(0x7FFF_FFFF)
-"""In bfloat16, float32 and float8_e4m3fn NaN, as only `SENTINEL` itself is."""
-
-
-@always_inline
-def avoid_sentinel(bytes: LaneBytes) -> LaneBytes:
-    """Makes 16 bytes that do not look as if they had not come."""
-    var sent = bytes
-    if sent[3] == SENTINEL:
-        sent[3] = _SENTINEL_STAND_IN
-    return sent
 
 
 @always_inline
@@ -109,13 +88,6 @@ def await_kernels_before():
         constraints="~{memory}",
         has_side_effect=True,
     ]()
-
-
-@always_inline
-def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
-    """Divides numbers that fit into 32 bits, which is quicker."""
-    var quotient = UInt32(a) // UInt32(b)
-    return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
 
 
 @always_inline
@@ -357,82 +329,10 @@ def _read_of[is_combine: Bool](word: UInt64) -> UInt32:
 comptime _DONE_POLLS = 16
 
 
-comptime SharedInts = Pointer[
-    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Numbers in the shared memory of a block."""
-
-
-comptime SharedAddresses = Pointer[
-    UInt64, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Addresses of all ranks' buffers, in the shared memory of a block: a kernel
-argument that is indexed at run time would be copied to local memory."""
-
-
-@always_inline
-def shared_words[n: Int]() -> SharedWord:
-    """Allocates words in shared memory; they are not initialized."""
-    return unsafe_stack_allocation[
-        n, UInt32, address_space=AddressSpace.SHARED
-    ]()
-
-
-@always_inline
-def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
-    """Allocates numbers in shared memory; they are not initialized."""
-    return unsafe_stack_allocation[
-        n, Int32, alignment=alignment, address_space=AddressSpace.SHARED
-    ]()
-
-
 @always_inline
 def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
     """Finds out which rank a launch is for."""
     return Int(my_rank) if my_rank >= 0 else counters.my_rank()
-
-
-@always_inline
-def own_of[
-    T: AnyType, p2p_world_size: Int, //
-](
-    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
-) -> UInt64:
-    """Finds this rank's buffer among those of its host."""
-    var own: UInt64 = 0
-    comptime for i in range(p2p_world_size):
-        if my_rank % p2p_world_size == i:
-            own = UInt64(Int(buffers[i]))
-    return own
-
-
-@always_inline
-def share_addresses[
-    T: AnyType, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
-](
-    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size],
-    my_rank: Int,
-    offset: Int = 0,
-) -> SharedAddresses:
-    """Copies kernel arguments to shared memory; a block barrier must follow."""
-    var table = unsafe_stack_allocation[
-        n_ranks, UInt64, address_space=AddressSpace.SHARED
-    ]()
-    comptime if use_shmem:
-        var own = own_of(buffers, my_rank)
-        for rank in range(Int(thread_idx.x), n_ranks, Int(block_dim.x)):
-            var address: UInt64 = 0
-            if rank == my_rank:
-                address = own
-            elif rank // p2p_world_size == my_rank // p2p_world_size:
-                address = mapped_address(own, rank)
-            table[unsafe_offset=rank] = address
-    else:
-        comptime assert p2p_world_size == n_ranks, "no pointers to other hosts"
-        comptime for i in range(n_ranks):
-            if thread_idx.x == i:
-                table[unsafe_offset=i] = UInt64(Int(buffers[i]) + offset)
-    return table
 
 
 @always_inline

@@ -7,18 +7,9 @@ Nothing here touches memory: these are numbers of a launch, by its tokens and wa
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
 
-from ..combine_sums.roles import N_WARPS_MIN
-from ..dispatch_by_rank.roles import COUNTING_WARP, FIRST_SENDER, N_INDEX_WARPS
-from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
+from ..layout import MESSAGE_ALIGN, N_CHUNKS
 from ..token_format import TokenFormat
-from .block import divmod_32
-
-comptime _TWO_AT_ONCE = 1024
-"""Tokens up to which a warp sends two parts at once where it could send four: of few
-parts fewer go round in fours, and more are left for single ones."""
-
-comptime _SHORT_PART = 4
-"""Steps of a part that is short: four of them are sent at once for few tokens, too."""
+from .warp import divmod_32
 
 
 @always_inline
@@ -127,47 +118,6 @@ def inline_split[n_steps: Int](n_tokens: Int) -> InlineSplit[n_steps]:
     return InlineSplit[n_steps](n_tokens <= 64)
 
 
-@always_inline
-def n_send_warps(is_inline: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send while the others receive."""
-    return min(6 if is_inline else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
-
-
-@always_inline
-def n_async_send_warps[group: Group](is_inline: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send if none receives."""
-    var most = n_warps - FIRST_SENDER
-    comptime if group.n_ranks == 2:
-        # Each sends more at once (`chunks_at_once_shift`). The last of them, of 16
-        # warps, is an index warp, which begins later.
-        return most if is_inline else min(8, most)
-    return most
-
-
-@always_inline
-def chunks_at_once_shift[
-    group: Group, n_steps: Int
-](n_tokens: Int, n_senders: Int) -> Int:
-    """Chooses how many parts of a token a warp sends before it publishes them.
-
-    A publish waits until what was sent has arrived. Few warps that send much for
-    each keep the link as busy as many, and delay the others of the block less: at
-    most 16 parts of a block are under way. With more ranks a part goes to more of
-    them: that is much already.
-    """
-    comptime n_chunks = min(N_CHUNKS, n_steps)
-    comptime are_short = n_steps <= _SHORT_PART * n_chunks
-    comptime if group.n_ranks > 2:
-        return 0
-    comptime if n_chunks % 4 == 0:
-        if n_senders <= 4 and (are_short or n_tokens > _TWO_AT_ONCE):
-            return 2
-    comptime if n_chunks % 2 == 0:
-        if n_senders <= 8:
-            return 1
-    return 0
-
-
 @fieldwise_init
 struct Schedule(TrivialRegisterPassable):
     """Which turns of a block are a warp's, where few items are dealt beforehand.
@@ -183,26 +133,16 @@ struct Schedule(TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def of_dispatch_receivers(warp_idx: Int, n_warps: Int) -> Self:
-        """Deals them in dispatch, from the last sender down.
-
-        But for those that have more to do. Index warps have none: some of them count.
+    def of_receivers(warp_idx: Int, n_receivers: Int, n_first: Int) -> Self:
+        """Schedules the receivers of a block: the first `n_first` warps begin, from
+        the last of them down. Warps behind `n_receivers` have no round.
         """
-        var n = n_warps - N_INDEX_WARPS
-        var round = min(COUNTING_WARP, n) - 1 - warp_idx
+        var round = min(n_first, n_receivers) - 1 - warp_idx
         if round < 0:
-            round += n
-        return Self(round if warp_idx < n else n, n)
-
-    @staticmethod
-    @always_inline
-    def of_combine_receivers(warp_idx: Int, n_warps: Int) -> Self:
-        """Deals them in combine, from the last warp down.
-
-        But for those that have more to do.
-        """
-        var round = n_warps - N_WARPS_MIN - warp_idx
-        return Self(round + n_warps if round < 0 else round, n_warps)
+            round += n_receivers
+        return Self(
+            round if warp_idx < n_receivers else n_receivers, n_receivers
+        )
 
     @always_inline
     def n_scheduled(self, n_blocks: Int) -> Int:

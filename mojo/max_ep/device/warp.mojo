@@ -124,3 +124,31 @@ def any_lane(condition: Bool) -> Bool:
         return warp.vote[DType.uint32](condition) != 0
     else:
         return warp.vote[DType.uint64](condition) != 0
+
+
+comptime SENTINEL = UInt32(0xFFFF_FFFF)
+"""Last word of 16 bytes that have not come yet, where data is its own flag.
+
+The reader puts it back. Data that has it there by itself is sent with
+`_SENTINEL_STAND_IN` instead.
+"""
+
+
+comptime _SENTINEL_STAND_IN = UInt32(0x7FFF_FFFF)
+"""In bfloat16, float32 and float8_e4m3fn NaN, as only `SENTINEL` itself is."""
+
+
+@always_inline
+def avoid_sentinel(bytes: LaneBytes) -> LaneBytes:
+    """Makes 16 bytes that do not look as if they had not come."""
+    var sent = bytes
+    if sent[3] == SENTINEL:
+        sent[3] = _SENTINEL_STAND_IN
+    return sent
+
+
+@always_inline
+def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
+    """Divides numbers that fit into 32 bits, which is quicker."""
+    var quotient = UInt32(a) // UInt32(b)
+    return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))

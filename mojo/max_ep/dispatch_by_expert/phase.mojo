@@ -36,9 +36,11 @@ from ..device.block import (
     can_start,
     is_last_block,
     next_work,
-    own_of,
     publish_done,
     rank_of,
+)
+from ..device.shared import (
+    own_of,
     share_addresses,
     shared_ints,
     shared_words,
@@ -757,7 +759,7 @@ def dispatch_group_of[
     protocol: Int = EXPERT_SLOTS,
 ]() -> Group:
     """Lays out the buffers as far as dispatch needs them."""
-    return Group(
+    return Group.of(
         n_experts,
         n_ranks,
         max_tokens,

@@ -9,7 +9,8 @@ from max.gpu import block_idx, syncwarp, WARP_SIZE
 from std.math import ceildiv
 
 from ..counters import relative_rank
-from ..device.block import Block, SharedInts
+from ..device.block import Block
+from ..device.shared import SharedInts
 from ..device.warp import any_lane, bytes_at, max_of_lanes
 from ..dispatch_by_expert.phase import write_no_rows
 from ..failures import NO_COUNT, TOO_MANY_ROWS
@@ -57,7 +58,7 @@ def read_numbers[
         var n = 0 if is_late else count_of(word)
         n_tokens_of[unsafe_offset=src_rank] = Int32(n)
         most = max(most, Int32(n))
-        comptime if group.is_reduced():
+        comptime if group.has_sums():
             if block_idx.x == 0:
                 block.counters.received_tokens(group)[
                     unsafe_offset=relative_rank(

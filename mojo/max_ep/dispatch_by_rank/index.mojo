@@ -27,8 +27,9 @@ from std.math import ceildiv
 from std.memory import bitcast
 
 from ..counters import NO_EXPERT
-from ..device.block import Block, divmod_32, shared_ints, SharedInts
-from ..device.warp import bytes_at, sum_of_lanes
+from ..device.block import Block
+from ..device.shared import shared_ints, SharedInts
+from ..device.warp import bytes_at, divmod_32, sum_of_lanes
 from ..failures import DROPPED
 from ..flags import (
     count_of,
@@ -122,7 +123,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
             router_weights,
             n_tokens * group.top_k,
             shared_ints[_n_shared_ids[group](), MESSAGE_ALIGN](),
-            shared_ints[n_weights if group.is_reduced() else 1](),
+            shared_ints[n_weights if group.has_sums() else 1](),
             shared_ints[max(_n_counted[group]() * WARP_SIZE, 1)](),
         )
 
@@ -170,7 +171,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     @always_inline
     def weight[group: Group](self, choice: Int) -> Float32:
         """Reads a router weight."""
-        comptime if group.is_reduced() and Self.n_ranks_all == 0:
+        comptime if group.has_sums() and Self.n_ranks_all == 0:
             if self.are_shared() and self.n_choices <= _N_SHARED_WEIGHTS:
                 return bitcast[DType.float32](
                     self.shared_weights[unsafe_offset=choice]
@@ -180,7 +181,7 @@ struct Choices[n_ranks_all: Int = 0](TrivialRegisterPassable):
     @always_inline
     def weight_in_memory[group: Group](self, choice: Int) -> Float32:
         """Reads a router weight from where it was given."""
-        comptime if not group.is_reduced():
+        comptime if not group.has_sums():
             return 0
         comptime if Self.n_ranks_all > 0:
             return 1
@@ -223,7 +224,7 @@ def share_choices[
         _SHARED_AT_ONCE, ceildiv(group.n_choices(), num_threads)
     )
     comptime n_weights = min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
-    comptime has_weights = group.is_reduced() and n_ranks_all == 0
+    comptime has_weights = group.has_sums() and n_ranks_all == 0
     var n_of_expert = Array[UInt32, _n_counted[group]()](fill=0)
     for first in range(me, choices.n_choices, n_at_once * num_threads):
         # All of them on their way at once; behind the last there is nothing to read.
@@ -283,7 +284,7 @@ def _write_entry[
     var word = entry_word(generation, expert_id, position)
     var offset = UInt64(group.entry_offset(block.my_rank, choice))
     var bytes = LaneBytes(0)
-    comptime if group.is_reduced():
+    comptime if group.has_sums():
         bytes = bitcast[DType.uint32, 4](
             SIMD[DType.uint64, 2](word, weight_word(generation, weight))
         )
@@ -293,7 +294,7 @@ def _write_entry[
         rank -= group.n_ranks if rank >= group.n_ranks else 0
         var to = bytes_at(block.recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.
-        comptime if group.is_reduced():
+        comptime if group.has_sums():
             store_relaxed_sys_16(to, bytes)
         else:
             store_relaxed_sys(flag_at(to, 0), generation, count_of(word))

@@ -38,10 +38,8 @@ from ..device.block import (
     Block,
     header_word,
     is_last_block,
-    share_addresses,
-    shared_ints,
 )
-from ..device.schedule import n_async_send_warps, n_send_warps
+from ..device.shared import share_addresses, shared_ints
 from ..dispatch_by_expert.phase import dispatch_group_of, write_no_rows
 from ..flags import (
     FlagPointer,
@@ -68,8 +66,10 @@ from .roles import (
     COUNTING_WARP,
     DONE_WARP,
     FIRST_SENDER,
+    n_async_send_warps,
     N_CONTROL,
     N_INDEX_WARPS,
+    n_send_warps,
     N_WARPS_MIN,
     NO_NUMBERS,
     NUMBERS_WARP,
@@ -478,7 +478,7 @@ def dispatch_wait_kernel[
             )
         return
     # Un-reduced, the next launch is a combine that tells nobody.
-    comptime publishes_at_end = shares_gpu or not group.is_reduced()
+    comptime publishes_at_end = shares_gpu or not group.has_sums()
     var generation = next_generation(block.before.dispatch_received)
     comptime if not publishes_at_end:
         if block.is_last_to_start(COUNTING_WARP):
@@ -636,7 +636,7 @@ def dispatch_kernel[
         block,
         n_senders,
     )
-    comptime if group.is_reduced():
+    comptime if group.has_sums():
         if block_idx.x == 0 and block.warp_idx == DONE_WARP:
             block.prefetch_done_words[is_combine=True]()
     _receive[num_threads, group, token_fmt_type, has_input](

@@ -11,14 +11,7 @@ from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
 from ..counters import NO_ROW, relative_rank, row_elsewhere
-from ..device.block import (
-    await_message,
-    Block,
-    divmod_32,
-    next_work,
-    SENTINEL,
-    SharedInts,
-)
+from ..device.block import await_message, Block, next_work
 from ..device.schedule import (
     Chunk,
     FlaggedSplit,
@@ -28,11 +21,14 @@ from ..device.schedule import (
     Schedule,
     vector_of_lane,
 )
+from ..device.shared import SharedInts
 from ..device.warp import (
     ACCESSES_IN_FLIGHT,
     any_lane,
     bytes_at,
+    divmod_32,
     load16,
+    SENTINEL,
     store16,
 )
 from ..failures import NO_MESSAGE
@@ -57,7 +53,7 @@ from .entries import (
     position_of_entry,
     weight_of_word,
 )
-from .roles import COUNTED, FAILED, NEXT_RECEIVE, RECEIVE
+from .roles import COUNTED, FAILED, NEXT_RECEIVE, RECEIVE, receive_schedule
 
 
 @always_inline
@@ -291,7 +287,7 @@ def receive_tokens[
         * n_ranks
         * (cut.n_chunks() if are_all_inline else chunks.n_chunks())
     )
-    var schedule = Schedule.of_dispatch_receivers(block.warp_idx, n_warps)
+    var schedule = receive_schedule(block.warp_idx, n_warps)
     # A turn is a trip to shared memory: few items are dealt beforehand, one a warp.
     var are_scheduled = are_all_inline and n_items <= schedule.n_scheduled(
         Int(grid_dim.x)
@@ -365,8 +361,8 @@ def receive_tokens[
             var its_entry = recv_buf.unsafe_offset(
                 group.entry_offset(src_rank, choice)
             )
-            var entry = _await_words[group.is_reduced()](
-                _load_words[group.is_reduced()](its_entry),
+            var entry = _await_words[group.has_sums()](
+                _load_words[group.has_sums()](its_entry),
                 its_entry,
                 src_rank,
                 generation,
@@ -386,7 +382,7 @@ def receive_tokens[
             place_in_pair = Int32(position)
             pair = group.pair(local_expert, src_rank)
             weight = weight_of_word(words[1])
-            comptime if group.is_reduced():
+            comptime if group.has_sums():
                 if (
                     src_rank == my_rank
                     and not is_sent_here
@@ -406,7 +402,7 @@ def receive_tokens[
                 is_here = True
         var source = relative_rank(my_rank, src_rank, n_ranks)
         if not is_here:
-            comptime if group.is_reduced():
+            comptime if group.has_sums():
                 if part == 0 and lane < top_k:
                     block.counters.received_rows(group, source)[
                         unsafe_offset=group.choice(token_idx, lane)
@@ -487,7 +483,7 @@ def receive_tokens[
                     if has_row:
                         src_info[unsafe_offset=2 * Int(row)] = Int32(token_idx)
                         src_info[unsafe_offset=2 * Int(row) + 1] = Int32(lane)
-                    comptime if group.is_reduced():
+                    comptime if group.has_sums():
                         if lane < top_k:
                             var choice = group.choice(token_idx, lane)
                             block.counters.received_rows(group, source)[

@@ -6,6 +6,8 @@ The first warp tells and learns how many tokens ranks send. The last
 read the counts of all ranks. Those between send. All but the index warps have turns at
 receiving; these take one where parts are not dealt beforehand.
 """
+from ..device.schedule import Schedule
+from ..layout import Group, N_CHUNKS
 
 comptime SEND = 0
 """The phase of the sending half, a position in `failures.PHASES`."""
@@ -59,3 +61,62 @@ comptime NEXT_SEND = 6
 
 comptime N_CONTROL = NEXT_SEND + 1
 """Control words of a block."""
+
+comptime _TWO_AT_ONCE = 1024
+"""Tokens up to which a warp sends two parts at once where it could send four: of few
+parts fewer go round in fours, and more are left for single ones."""
+
+comptime _SHORT_PART = 4
+"""Steps of a part that is short: four of them are sent at once for few tokens, too."""
+
+
+@always_inline
+def n_send_warps(is_inline: Bool, n_warps: Int) -> Int:
+    """Chooses how many warps of a block send while the others receive."""
+    return min(6 if is_inline else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
+
+
+@always_inline
+def n_async_send_warps[group: Group](is_inline: Bool, n_warps: Int) -> Int:
+    """Chooses how many warps of a block send if none receives."""
+    var most = n_warps - FIRST_SENDER
+    comptime if group.n_ranks == 2:
+        # Each sends more at once (`chunks_at_once_shift`). The last of them, of 16
+        # warps, is an index warp, which begins later.
+        return most if is_inline else min(8, most)
+    return most
+
+
+@always_inline
+def chunks_at_once_shift[
+    group: Group, n_steps: Int
+](n_tokens: Int, n_senders: Int) -> Int:
+    """Chooses how many parts of a token a warp sends before it publishes them.
+
+    A publish waits until what was sent has arrived. Few warps that send much for
+    each keep the link as busy as many, and delay the others of the block less: at
+    most 16 parts of a block are under way. With more ranks a part goes to more of
+    them: that is much already.
+    """
+    comptime n_chunks = min(N_CHUNKS, n_steps)
+    comptime are_short = n_steps <= _SHORT_PART * n_chunks
+    comptime if group.n_ranks > 2:
+        return 0
+    comptime if n_chunks % 4 == 0:
+        if n_senders <= 4 and (are_short or n_tokens > _TWO_AT_ONCE):
+            return 2
+    comptime if n_chunks % 2 == 0:
+        if n_senders <= 8:
+            return 1
+    return 0
+
+
+@always_inline
+def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
+    """Schedules the receiving warps: senders first, without those that do more.
+
+    Index warps have no round: some of them count.
+    """
+    return Schedule.of_receivers(
+        warp_idx, n_warps - N_INDEX_WARPS, COUNTING_WARP
+    )

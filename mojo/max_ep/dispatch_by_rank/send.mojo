@@ -10,10 +10,9 @@ from max.gpu import block_idx, grid_dim, lane_id, syncwarp, WARP_SIZE
 from std.bit import count_trailing_zeros, pop_count
 
 from ..counters import LaunchHeader, NO_EXPERT
-from ..device.block import avoid_sentinel, Block, divmod_32, next_work
+from ..device.block import Block, next_work
 from ..device.schedule import (
     Chunk,
-    chunks_at_once_shift,
     inline_split,
     InlineSplit,
     n_steps_of,
@@ -21,7 +20,9 @@ from ..device.schedule import (
 )
 from ..device.warp import (
     any_lane,
+    avoid_sentinel,
     bytes_at,
+    divmod_32,
     lanes_like,
     shuffle_address,
     store16,
@@ -31,7 +32,7 @@ from ..flags import flag_at, next_generation, publish, store_relaxed_sys_16
 from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
 from ..token_format import LaneBytes, TokenFormat
 from .index import Choices
-from .roles import NEXT_SEND, SEND
+from .roles import chunks_at_once_shift, NEXT_SEND, SEND
 
 
 @always_inline

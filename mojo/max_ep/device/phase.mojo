@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phases: what a kernel of dispatch or combine does, and how it is launched.
+
+A phase is a struct. Its fields are the arguments of its kernel. The same struct
+serves three launches: one that only sends (async), one that only receives (wait),
+and one that does both (fused).
+
+There are four: `DispatchByRank`, `DispatchByExpert`, `CombineRows`, `CombineSums`.
+"""
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
+from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
+from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
+from std.builtin.device_passable import DevicePassable
+from std.utils import StaticTuple
+
+from ..layout import Group
+from ..shmem_modules import register_module
+
+
+trait Phase(Copyable, DevicePassable):
+    """A kernel's arguments, and what it does with them."""
+
+    comptime group: Group
+    """Sizes of the group."""
+    comptime overlaps_previous: Bool
+    """Whether its blocks may begin before the kernel before it has ended: it then
+    waits for that end by itself (`await_launch_before`)."""
+
+    def run[sends: Bool, receives: Bool](self):
+        """Does this block's part; all threads of the grid call it.
+
+        Parameters:
+            sends: Whether the launch sends.
+            receives: Whether the launch receives. At least one of both.
+        """
+        ...
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
+        Int32(P.group.num_threads)
+    ),
+    # A multiprocessor has one block: all registers may be used.
+    `nvvm.minctasm`=SIMDLength(1),
+)
+def phase_kernel[P: Phase, sends: Bool, receives: Bool](phase: P):
+    """The kernel of every phase.
+
+    Launch: `block_dim = P.group.num_threads`. If it sends and receives, all blocks
+    of the grid must be resident at once, and all ranks must run at the same time.
+    """
+    phase.run[sends, receives]()
+
+
+@always_inline
+def n_sms_of_device() -> Int:
+    """Counts the multiprocessors of the kind of device that is compiled for.
+
+    A launch has at most one block on each, so that all are resident at once.
+    """
+    return materialize[DeviceContext.default_device_info.sm_count]()
+
+
+@always_inline
+def n_blocks[group: Group](context: DeviceContext) raises -> Int:
+    """Decides the grid: a block for each multiprocessor, at most `n_sms`.
+
+    A device may have fewer multiprocessors than its kind: another product, or a
+    part of one.
+    """
+    var n = min(
+        n_sms_of_device(),
+        context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
+    )
+    comptime if group.n_sms > 0:
+        n = min(n, group.n_sms)
+    return n
+
+
+def enqueue[
+    P: Phase, //, sends: Bool, receives: Bool
+](phase: P, context: DeviceContext) raises:
+    """Launches a phase; waits for nothing."""
+    comptime kernel = phase_kernel[P, sends, receives]
+    var function = context.compile_function[kernel]()
+    comptime if P.group.use_shmem:
+        register_module(function, context)
+    var attributes = List[LaunchAttribute]()
+    comptime if P.overlaps_previous:
+        attributes = pdl_launch_attributes(PDLLevel.ON)
+    context.enqueue_function(
+        function,
+        phase,
+        grid_dim=n_blocks[P.group](context),
+        block_dim=P.group.num_threads,
+        attributes=attributes^,
+    )

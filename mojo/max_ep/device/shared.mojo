@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory of a block: numbers, words, and the addresses of all ranks' buffers."""
+from max.gpu import barrier, block_dim, thread_idx
+from std.memory import unsafe_stack_allocation
+from std.sys import align_of
+
+from ..flags import SharedWord
+from ..transport import mapped_address
+
+comptime SharedInts = Pointer[
+    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Numbers in the shared memory of a block."""
+
+
+comptime SharedAddresses = Pointer[
+    UInt64, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Addresses of all ranks' buffers, in the shared memory of a block: a kernel
+argument that is indexed at run time would be copied to local memory."""
+
+
+@always_inline
+def shared_words[n: Int]() -> SharedWord:
+    """Allocates words in shared memory; they are not initialized."""
+    return unsafe_stack_allocation[
+        n, UInt32, address_space=AddressSpace.SHARED
+    ]()
+
+
+@always_inline
+def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
+    """Allocates numbers in shared memory; they are not initialized."""
+    return unsafe_stack_allocation[
+        n, Int32, alignment=alignment, address_space=AddressSpace.SHARED
+    ]()
+
+
+@always_inline
+def own_of[
+    T: AnyType, p2p_world_size: Int, //
+](
+    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
+) -> UInt64:
+    """Finds this rank's buffer among those of its host."""
+    var own: UInt64 = 0
+    comptime for i in range(p2p_world_size):
+        if my_rank % p2p_world_size == i:
+            own = UInt64(Int(buffers[i]))
+    return own
+
+
+@always_inline
+def share_addresses[
+    T: AnyType, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
+](
+    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size],
+    my_rank: Int,
+    offset: Int = 0,
+) -> SharedAddresses:
+    """Copies kernel arguments to shared memory; a block barrier must follow."""
+    var table = unsafe_stack_allocation[
+        n_ranks, UInt64, address_space=AddressSpace.SHARED
+    ]()
+    comptime if use_shmem:
+        var own = own_of(buffers, my_rank)
+        for rank in range(Int(thread_idx.x), n_ranks, Int(block_dim.x)):
+            var address: UInt64 = 0
+            if rank == my_rank:
+                address = own
+            elif rank // p2p_world_size == my_rank // p2p_world_size:
+                address = mapped_address(own, rank)
+            table[unsafe_offset=rank] = address
+    else:
+        comptime assert p2p_world_size == n_ranks, "no pointers to other hosts"
+        comptime for i in range(n_ranks):
+            if thread_idx.x == i:
+                table[unsafe_offset=i] = UInt64(Int(buffers[i]) + offset)
+    return table
