@@ -211,6 +211,23 @@ struct LaunchHeader(TrivialRegisterPassable):
         def get(i: Int) -> Int32:
             return warp.shuffle_idx(word, UInt32(i))
 
+        return Self._of[get]()
+
+    @staticmethod
+    @always_inline
+    def read(counters: EPLocalSyncCounters) -> Self:
+        """Reads the header with each lane; what nobody uses is not loaded."""
+
+        @always_inline
+        @__parameter
+        def get(i: Int) -> Int32:
+            return counters.words[unsafe_offset=i]
+
+        return Self._of[get]()
+
+    @staticmethod
+    @always_inline
+    def _of[get: def(Int) capturing[_] -> Int32]() -> Self:
         return Self(
             Int(get(_MY_RANK)),
             Int(get(_TIMEOUT_MS)),

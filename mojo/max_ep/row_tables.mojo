@@ -92,6 +92,17 @@ struct RowTables[group: Group, is_padded: Bool, fused_shared_expert: Bool](
             self.row_offsets[unsafe_offset=Self.n_groups] = UInt32(n_rows)
 
     @always_inline
+    def write_no_rows(self, first: Int, step: Int):
+        """Says that there are no rows; `first` and `step` share the experts out.
+        """
+        for local_expert in range(first, Self.group.n_local_experts(), step):
+            for src_rank in range(Self.group.n_ranks):
+                self.write_pair(Self.group.pair(local_expert, src_rank), 0, 0)
+            self.write_expert(local_expert, 0, 0)
+        if first == 0:
+            self.write_ends(0)
+
+    @always_inline
     def _write_group(self, idx: Int, first_row: Int):
         self.row_offsets[unsafe_offset=idx] = UInt32(first_row)
         self.expert_ids[unsafe_offset=idx] = Int32(idx)

@@ -18,12 +18,12 @@ from max_ep.counters import (
     _DISPATCH_SENT,
     FAILURE_WORD,
 )
+from max_ep.device.encode import ENCODED_IN_FLIGHT
 from max_ep.device.warp import ACCESSES_IN_FLIGHT
 from max_ep.dispatch_by_expert.phase import (
     dispatch_async_kernel,
     dispatch_kernel,
     dispatch_wait_kernel,
-    ENCODED_IN_FLIGHT,
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.gpu_launch import InputScales, MatrixLayout, NUM_THREADS

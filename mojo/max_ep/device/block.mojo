@@ -14,6 +14,7 @@ from max.gpu import (
     grid_dim,
     lane_id,
     syncwarp,
+    thread_idx,
     warp_id,
     WARP_SIZE,
 )
@@ -52,7 +53,7 @@ from ..flags import (
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
-from .shared import shared_words, SharedAddresses
+from .shared import share_addresses, shared_words, SharedAddresses
 from .warp import any_lane, bytes_at
 
 
@@ -178,6 +179,41 @@ struct Block[group: Group](TrivialRegisterPassable):
             counts,
         )
 
+    @staticmethod
+    @always_inline
+    def set_up[
+        n_control: Int
+    ](
+        counters: EPLocalSyncCounters[Self.group.n_experts],
+        my_rank: Int32,
+        recv_bufs: Array[BytePointer, Self.group.n_ranks_per_node],
+        counts: Array[FlagPointer, Self.group.n_ranks_per_node],
+    ) -> Self:
+        """Sets a block of a portable phase up; a block barrier must follow.
+
+        Every warp calls it, once it knows that the launch `can_start`. `my_rank` -1:
+        as the counters say.
+        """
+        var control = shared_words[n_control]()
+        if thread_idx.x < n_control:
+            control[unsafe_offset=thread_idx.x] = 0
+        var rank = rank_of(counters, my_rank)
+        var header = LaunchHeader.read(counters)
+        comptime n_ranks = Self.group.n_ranks
+        comptime use_shmem = Self.group.use_shmem
+        return Self(
+            Int(lane_id()),
+            Int(warp_id()),
+            True,
+            rank,
+            DeviceDeadline.after(header.timeout_ms),
+            header,
+            control,
+            counters,
+            share_addresses[n_ranks, use_shmem](recv_bufs, rank),
+            share_addresses[n_ranks, use_shmem](counts, rank),
+        )
+
     @always_inline
     def fail(
         self,
@@ -201,6 +237,48 @@ struct Block[group: Group](TrivialRegisterPassable):
             found,
             a,
             b,
+        )
+
+    @always_inline
+    def await_done_words(
+        self, done_offset: Int, generation: UInt32, phase: Int
+    ) -> Bool:
+        """Waits until every peer has read what this rank sent it last."""
+        return await_done_words[Self.group](
+            bytes_at(self.counts[unsafe_offset=self.my_rank]),
+            done_offset,
+            generation,
+            phase,
+            self.deadline,
+            self.counters,
+            self.lane,
+        )
+
+    @always_inline
+    def await_message(
+        self,
+        flag: FlagPointer,
+        generation: UInt32,
+        phase: Int,
+        missing_rank: Int,
+        expert_id: Int,
+    ) -> UInt64:
+        """Waits until a message has arrived."""
+        return await_message(
+            flag,
+            generation,
+            phase,
+            missing_rank,
+            expert_id,
+            self.deadline,
+            self.counters,
+        )
+
+    @always_inline
+    def publish_done(self, offset: Int, generation: UInt32):
+        """Publishes to every rank that its messages have been read."""
+        publish_done[Self.group.n_ranks, Self.group.use_shmem](
+            self.counts, self.my_rank, offset, generation, self.lane
         )
 
     @always_inline

@@ -26,7 +26,6 @@ from max.gpu import (
     warp_id,
     WARP_SIZE,
 )
-from std.memory import bitcast
 from std.utils import StaticTuple
 
 from ..counters import EPLocalSyncCounters, NO_EXPERT
@@ -39,6 +38,7 @@ from ..device.block import (
     publish_done,
     rank_of,
 )
+from ..device.encode import encode_steps, steps_in_flight
 from ..device.shared import (
     own_of,
     share_addresses,
@@ -48,7 +48,6 @@ from ..device.shared import (
     SharedInts,
 )
 from ..device.warp import (
-    ACCESSES_IN_FLIGHT,
     any_lane,
     bytes_at,
     copy_warp,
@@ -97,10 +96,6 @@ comptime _N_CONTROL = 3
 
 comptime FAILED_PAIRS = UInt32(2)
 """Value of the word `_PAIRS_READY` when the counts did not come."""
-
-
-comptime ENCODED_IN_FLIGHT = 3
-"""Steps that fit into the registers with scales (tests/test_codegen.py)."""
 
 
 @fieldwise_init
@@ -272,17 +267,6 @@ def _index_choices[
 
 
 @always_inline
-def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
-    """Counts the steps of a token that a lane encodes at once.
-
-    What is encoded needs registers for elements, values and scales.
-    """
-    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else (
-        ACCESSES_IN_FLIGHT
-    )
-
-
-@always_inline
 def _send_unit[
     input_type: DType,
     token_fmt_type: TokenFormat,
@@ -361,34 +345,6 @@ def _store_encoded[
                         ),
                         scales[i],
                     )
-
-
-@always_inline
-def encode_steps[
-    in_flight: Int,
-    //,
-    input_type: DType,
-    token_fmt_type: TokenFormat,
-    is_scaled: Bool,
-](
-    elements: Array[SIMD[input_type, token_fmt_type.lane_elements], in_flight],
-    mut values: Array[LaneBytes, in_flight],
-    mut scales: Array[LaneBytes, in_flight],
-    input_scale: Float32,
-    lane: Int,
-):
-    """Encodes some steps of a token."""
-    comptime for i in range(in_flight):
-        var wire = token_fmt_type.encode_lane[input_type, is_scaled](
-            elements[i], input_scale
-        )
-        values[i] = wire.values
-        comptime if token_fmt_type.has_scales:
-            comptime for block in range(4):
-                var from_lane = UInt32(lane // 32 * 32 + 8 * block)
-                scales[i][block] = bitcast[DType.uint32](
-                    warp.shuffle_idx(wire.scale, from_lane)
-                )
 
 
 @always_inline
@@ -519,18 +475,6 @@ def _send[
 
 
 @always_inline
-def write_no_rows(tables: RowTables, first: Int, step: Int):
-    """Has the tables say that there are no rows."""
-    comptime group = tables.group
-    for local_expert in range(first, group.n_local_experts(), step):
-        for src_rank in range(group.n_ranks):
-            tables.write_pair(group.pair(local_expert, src_rank), 0, 0)
-        tables.write_expert(local_expert, 0, 0)
-    if first == 0:
-        tables.write_ends(0)
-
-
-@always_inline
 def read_counts[
     group: Group
 ](
@@ -638,12 +582,12 @@ def read_counts[
     if any_lane(is_late):
         if is_first_block:
             syncwarp()
-            write_no_rows(tables, lane, WARP_SIZE)
+            tables.write_no_rows(lane, WARP_SIZE)
         return -1
     if n_rows_needed > n_rows_max:
         if is_first_block:
             syncwarp()
-            write_no_rows(tables, lane, WARP_SIZE)
+            tables.write_no_rows(lane, WARP_SIZE)
         if lane == 0:
             record_failure(
                 counters.failure(),
@@ -989,7 +933,7 @@ def _finish[
 def _deliver_nothing[num_threads: Int](tables: RowTables):
     """Leaves outputs without rows, after a failure of this rank."""
     if block_idx.x == 0:
-        write_no_rows(tables, Int(thread_idx.x), num_threads)
+        tables.write_no_rows(Int(thread_idx.x), num_threads)
 
 
 @__llvm_metadata(

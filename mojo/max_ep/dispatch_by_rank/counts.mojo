@@ -12,7 +12,6 @@ from ..counters import relative_rank
 from ..device.block import Block
 from ..device.shared import SharedInts
 from ..device.warp import any_lane, bytes_at, max_of_lanes
-from ..dispatch_by_expert.phase import write_no_rows
 from ..failures import NO_COUNT, TOO_MANY_ROWS
 from ..flags import (
     arrive_in_block,
@@ -330,7 +329,7 @@ def lay_out_rows[
         pass
     if load_acquire_block(control.unsafe_offset(FAILED)) != 0:
         if indexer == 0:
-            write_no_rows(tables, block.lane, WARP_SIZE)
+            tables.write_no_rows(block.lane, WARP_SIZE)
         return
     for pair in range(
         indexer * WARP_SIZE + block.lane, n_pairs, N_INDEX_WARPS * WARP_SIZE

@@ -40,7 +40,7 @@ from ..device.block import (
     is_last_block,
 )
 from ..device.shared import share_addresses, shared_ints
-from ..dispatch_by_expert.phase import dispatch_group_of, write_no_rows
+from ..dispatch_by_expert.phase import dispatch_group_of
 from ..flags import (
     FlagPointer,
     load_acquire_block,
@@ -472,7 +472,7 @@ def dispatch_wait_kernel[
     )
     if not block.can_go:
         if block_idx.x == 0:
-            write_no_rows(tables, Int(thread_idx.x), num_threads)
+            tables.write_no_rows(Int(thread_idx.x), num_threads)
             token_fmt_type.end_metadata(
                 rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
             )
@@ -605,7 +605,7 @@ def dispatch_kernel[
     )
     if not block.can_go:
         if block_idx.x == 0:
-            write_no_rows(tables, Int(thread_idx.x), num_threads)
+            tables.write_no_rows(Int(thread_idx.x), num_threads)
             token_fmt_type.end_metadata(
                 rows, 0, Int(n_rows_max), Int(thread_idx.x), num_threads
             )

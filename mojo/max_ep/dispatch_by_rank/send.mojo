@@ -11,6 +11,7 @@ from std.bit import count_trailing_zeros, pop_count
 
 from ..counters import LaunchHeader, NO_EXPERT
 from ..device.block import Block, next_work
+from ..device.encode import encode_steps, steps_in_flight
 from ..device.schedule import (
     Chunk,
     inline_split,
@@ -27,7 +28,6 @@ from ..device.warp import (
     shuffle_address,
     store16,
 )
-from ..dispatch_by_expert.phase import encode_steps, steps_in_flight
 from ..flags import flag_at, next_generation, publish, store_relaxed_sys_16
 from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
 from ..token_format import LaneBytes, TokenFormat

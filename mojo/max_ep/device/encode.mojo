@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoding a token with a warp: some steps at once, each 16 bytes a lane."""
+import max.gpu.primitives.warp as warp
+from std.memory import bitcast
+
+from ..token_format import LaneBytes, TokenFormat
+from .warp import ACCESSES_IN_FLIGHT
+
+comptime ENCODED_IN_FLIGHT = 3
+"""Steps that fit into the registers with scales (tests/test_codegen.py)."""
+
+
+@always_inline
+def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
+    """Counts the steps of a token that a lane encodes at once.
+
+    What is encoded needs registers for elements, values and scales.
+    """
+    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else (
+        ACCESSES_IN_FLIGHT
+    )
+
+
+@always_inline
+def encode_steps[
+    in_flight: Int,
+    //,
+    input_type: DType,
+    token_fmt_type: TokenFormat,
+    is_scaled: Bool,
+](
+    elements: Array[SIMD[input_type, token_fmt_type.lane_elements], in_flight],
+    mut values: Array[LaneBytes, in_flight],
+    mut scales: Array[LaneBytes, in_flight],
+    input_scale: Float32,
+    lane: Int,
+):
+    """Encodes some steps of a token."""
+    comptime for i in range(in_flight):
+        var wire = token_fmt_type.encode_lane[input_type, is_scaled](
+            elements[i], input_scale
+        )
+        values[i] = wire.values
+        comptime if token_fmt_type.has_scales:
+            comptime for block in range(4):
+                var from_lane = UInt32(lane // 32 * 32 + 8 * block)
+                scales[i][block] = bitcast[DType.uint32](
+                    warp.shuffle_idx(wire.scale, from_lane)
+                )
