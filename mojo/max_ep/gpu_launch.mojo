@@ -7,18 +7,16 @@ waits for the device.
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
+from std.sys import size_of
 
 from .combine_rows.phase import (
     combine_async_kernel,
     combine_kernel,
     combine_wait_kernel,
 )
-from .combine_sums.phase import (
-    combine_async_kernel as rank_slots_combine_async_kernel,
-    combine_kernel as rank_slots_combine_kernel,
-    combine_wait_kernel as rank_slots_combine_wait_kernel,
-)
+from .combine_sums.phase import CombineSums
 from .counters import EPLocalSyncCounters
+from .device.phase import enqueue
 from .dispatch_by_expert.phase import (
     dispatch_async_kernel,
     dispatch_group_of,
@@ -31,7 +29,16 @@ from .dispatch_by_rank.phase import (
     dispatch_wait_kernel as rank_slots_dispatch_wait_kernel,
 )
 from .launch_checks import imm, mut_, p2p_buffers
-from .layout import EXPERT_SLOTS, is_reduced_protocol
+from .layout import (
+    addressing_of,
+    EXPERT_SLOTS,
+    Group,
+    is_reduced_protocol,
+    MESSAGE_ALIGN,
+    message_bytes,
+    plain_token_bytes,
+    returns_of,
+)
 from .row_tables import RowTables
 from .shmem_modules import register_module
 from .token_format import RouterWeights, SharedRows, TokenFormat
@@ -362,6 +369,38 @@ def launch_dispatch[
         )
 
 
+def sums_group[
+    combine_dtype: DType,
+    hidden_size: Int,
+    top_k: Int,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    protocol: Int,
+    partial_dtype: DType,
+    n_sms: Int,
+    fused_shared_expert: Bool = False,
+    shares_gpu: Bool = True,
+]() -> Group:
+    """Describes the group of a `CombineSums`."""
+    return Group(
+        n_experts=n_experts,
+        n_ranks=n_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        combine_msg_bytes=message_bytes(
+            plain_token_bytes(hidden_size, size_of[Scalar[partial_dtype]]())
+        ),
+        addressing=addressing_of(protocol),
+        returns=returns_of(protocol),
+        fused_shared_expert=fused_shared_expert,
+        shares_gpu=shares_gpu,
+        num_threads=NUM_THREADS,
+        n_sms=n_sms,
+    )
+
+
 def launch_combine_async[
     combine_dtype: DType,
     hidden_size: Int,
@@ -385,28 +424,34 @@ def launch_combine_async[
 ) raises:
     """Starts the `combine_async_kernel` of a protocol."""
     comptime if is_reduced_protocol(protocol):
-        comptime by_rank = rank_slots_combine_async_kernel[
+        comptime group = sums_group[
             combine_dtype,
-            partial_dtype,
-            NUM_THREADS,
             hidden_size,
             top_k,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
             protocol,
-        ]
-        var function = context.compile_function[by_rank]()
-        context.enqueue_function(
-            function,
-            imm(input_tokens),
-            Int32(Int(input_tokens.dim[0]())),
-            p2p_buffers[UInt8, n_ranks](recv_bufs),
-            p2p_buffers[UInt64, n_ranks](recv_counts),
-            counters,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
-            attributes=_overlapping(),
+            partial_dtype,
+            n_sms,
+        ]()
+        enqueue[True, False](
+            CombineSums[
+                group,
+                combine_dtype,
+                partial_dtype,
+            ](
+                mut_(input_tokens).unsafe_bitcast[UInt8](),
+                Int32(Int(input_tokens.dim[0]())),
+                Pointer[Scalar[combine_dtype], MutUntrackedOrigin](
+                    unsafe_from_address=MESSAGE_ALIGN
+                ),
+                Int32(0),
+                p2p_buffers[UInt8, group.n_ranks](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks](recv_counts),
+                {counters.words},
+            ),
+            context,
         )
     else:
         comptime kernel = combine_async_kernel[
@@ -464,32 +509,34 @@ def launch_combine_wait[
 ) raises:
     """Starts the `combine_wait_kernel` of a protocol."""
     comptime if is_reduced_protocol(protocol):
-        comptime by_rank = rank_slots_combine_wait_kernel[
+        comptime group = sums_group[
             combine_dtype,
-            partial_dtype,
-            NUM_THREADS,
             hidden_size,
             top_k,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
             protocol,
+            partial_dtype,
+            n_sms,
             fused_shared_expert,
             shares_gpu,
-        ]
-        var n_blocks = _n_blocks[n_sms](context)
-        var function = context.compile_function[by_rank]()
-        context.enqueue_function(
-            function,
-            shared_rows,
-            mut_(output_tokens),
-            Int32(Int(output_tokens.dim[0]())),
-            p2p_buffers[UInt8, n_ranks](recv_bufs),
-            p2p_buffers[UInt64, n_ranks](recv_counts),
-            counters,
-            grid_dim=n_blocks,
-            block_dim=NUM_THREADS,
-            attributes=_overlapping(),
+        ]()
+        enqueue[False, True](
+            CombineSums[
+                group,
+                combine_dtype,
+                partial_dtype,
+            ](
+                shared_rows.rows,
+                Int32(shared_rows.n_rows),
+                mut_(output_tokens),
+                Int32(Int(output_tokens.dim[0]())),
+                p2p_buffers[UInt8, group.n_ranks](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks](recv_counts),
+                {counters.words},
+            ),
+            context,
         )
     else:
         comptime kernel = combine_wait_kernel[
@@ -549,31 +596,33 @@ def launch_combine[
 ) raises:
     """Starts the `combine_kernel` of a protocol."""
     comptime if is_reduced_protocol(protocol):
-        comptime by_rank = rank_slots_combine_kernel[
+        comptime group = sums_group[
             combine_dtype,
-            partial_dtype,
-            NUM_THREADS,
             hidden_size,
             top_k,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
             protocol,
+            partial_dtype,
+            n_sms,
             fused_shared_expert,
-        ]
-        var function = context.compile_function[by_rank]()
-        context.enqueue_function(
-            function,
-            imm(input_tokens),
-            Int32(Int(input_tokens.dim[0]())),
-            mut_(output_tokens),
-            Int32(Int(output_tokens.dim[0]())),
-            p2p_buffers[UInt8, n_ranks](recv_bufs),
-            p2p_buffers[UInt64, n_ranks](recv_counts),
-            counters,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
-            attributes=_overlapping(),
+        ]()
+        enqueue[True, True](
+            CombineSums[
+                group,
+                combine_dtype,
+                partial_dtype,
+            ](
+                mut_(input_tokens).unsafe_bitcast[UInt8](),
+                Int32(Int(input_tokens.dim[0]())),
+                mut_(output_tokens),
+                Int32(Int(output_tokens.dim[0]())),
+                p2p_buffers[UInt8, group.n_ranks](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks](recv_counts),
+                {counters.words},
+            ),
+            context,
         )
     else:
         comptime kernel = combine_kernel[

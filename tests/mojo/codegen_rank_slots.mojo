@@ -6,11 +6,7 @@ what the assembler makes of it to `.cubin`. Prints what the assembly shows of th
 sources' constants. Run by tests/test_codegen_rank_slots.py.
 """
 from emitting import emit
-from max_ep.combine_sums.phase import (
-    combine_async_kernel,
-    combine_kernel,
-    combine_wait_kernel,
-)
+from max_ep.combine_sums.phase import CombineSums
 from max_ep.counters import (
     _BLOCKS_DONE,
     _COMBINE_DRAINED,
@@ -23,6 +19,7 @@ from max_ep.counters import (
     _N_TOKENS,
     FAILURE_WORD,
 )
+from max_ep.device.phase import phase_kernel
 from max_ep.device.schedule import InlineSplit, Schedule
 from max_ep.dispatch_by_rank.phase import (
     dispatch_async_kernel,
@@ -32,7 +29,7 @@ from max_ep.dispatch_by_rank.phase import (
 from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import NUM_THREADS
+from max_ep.gpu_launch import NUM_THREADS, sums_group
 from max_ep.layout import (
     GATHER_REDUCED,
     Group,
@@ -123,53 +120,45 @@ comptime dispatch[
     shared,
 ]
 
-comptime combine_async[
-    partial_dtype: DType, max_tokens: Int = FEW_TOKENS
-] = combine_async_kernel[
+comptime CombineOf[
+    partial_dtype: DType,
+    max_tokens: Int,
+    shared: Bool = False,
+    schedule: Bool = False,
+] = CombineSums[
+    sums_group[
+        DType.bfloat16,
+        HIDDEN,
+        TOP_K,
+        N_EXPERTS,
+        N_RANKS,
+        max_tokens,
+        RANK_SLOTS_REDUCED,
+        partial_dtype,
+        0,
+        shared,
+        schedule,
+    ](),
     DType.bfloat16,
     partial_dtype,
-    NUM_THREADS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    max_tokens,
-    RANK_SLOTS_REDUCED,
 ]
+
+comptime combine_async[
+    partial_dtype: DType, max_tokens: Int = FEW_TOKENS
+] = phase_kernel[CombineOf[partial_dtype, max_tokens], True, False]
 
 comptime combine_wait[
     partial_dtype: DType,
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
     schedule: Bool = False,
-] = combine_wait_kernel[
-    DType.bfloat16,
-    partial_dtype,
-    NUM_THREADS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    max_tokens,
-    RANK_SLOTS_REDUCED,
-    shared,
-    schedule,
+] = phase_kernel[
+    CombineOf[partial_dtype, max_tokens, shared, schedule], False, True
 ]
 
 comptime combine[
     partial_dtype: DType, max_tokens: Int = FEW_TOKENS, shared: Bool = False
-] = combine_kernel[
-    DType.bfloat16,
-    partial_dtype,
-    NUM_THREADS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    max_tokens,
-    RANK_SLOTS_REDUCED,
-    shared,
-]
+] = phase_kernel[CombineOf[partial_dtype, max_tokens, shared], True, True]
 
 
 def check_parts_at_once() raises:

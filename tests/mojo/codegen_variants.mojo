@@ -9,11 +9,8 @@ from max_ep.combine_rows.phase import (
     combine_kernel as expert_combine,
     combine_wait_kernel as expert_combine_wait,
 )
-from max_ep.combine_sums.phase import (
-    combine_async_kernel as rank_combine_async,
-    combine_kernel as rank_combine,
-    combine_wait_kernel as rank_combine_wait,
-)
+from max_ep.combine_sums.phase import CombineSums
+from max_ep.device.phase import phase_kernel
 from max_ep.dispatch_by_expert.phase import (
     dispatch_async_kernel as expert_dispatch_async,
     dispatch_kernel as expert_dispatch,
@@ -26,7 +23,7 @@ from max_ep.dispatch_by_rank.phase import (
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import MatrixLayout, NUM_THREADS
+from max_ep.gpu_launch import MatrixLayout, NUM_THREADS, sums_group
 from max_ep.layout import GATHER_REDUCED, RANK_SLOTS, RANK_SLOTS_REDUCED
 from max_ep.token_format import BF16TokenFormat, Float32TokenFormat, TokenFormat
 
@@ -94,48 +91,26 @@ def sums[
     n_ranks: Int, max_tokens: Int, partial: DType, shared: Bool, schedule: Bool
 ](name: String) raises:
     """Compiles all kernels that combine to sums."""
-    emit[
-        rank_combine_async[
+    comptime P = CombineSums[
+        sums_group[
             DType.bfloat16,
-            partial,
-            NUM_THREADS,
             HIDDEN,
             TOP_K,
             N_EXPERTS,
             n_ranks,
             max_tokens,
             RANK_SLOTS_REDUCED,
-        ]
-    ]("combine_async." + name)
-    emit[
-        rank_combine_wait[
-            DType.bfloat16,
             partial,
-            NUM_THREADS,
-            HIDDEN,
-            TOP_K,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            RANK_SLOTS_REDUCED,
+            0,
             shared,
             schedule,
-        ]
-    ]("combine_wait." + name)
-    emit[
-        rank_combine[
-            DType.bfloat16,
-            partial,
-            NUM_THREADS,
-            HIDDEN,
-            TOP_K,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            RANK_SLOTS_REDUCED,
-            shared,
-        ]
-    ]("combine." + name)
+        ](),
+        DType.bfloat16,
+        partial,
+    ]
+    emit[phase_kernel[P, True, False]]("combine_async." + name)
+    emit[phase_kernel[P, False, True]]("combine_wait." + name)
+    emit[phase_kernel[P, True, True]]("combine." + name)
 
 
 def by_expert[

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reduced combine refuses: each check notes why, and breaks its rank.
+"""What a combine of sums refuses: each check records why, and breaks its rank.
 
 They go by what earlier launches have left in the counters; nobody waits here.
 """
@@ -18,74 +18,61 @@ from .roles import RECEIVE, SEND
 
 
 @always_inline
-def is_bad_answer(
-    n_tokens: Int,
-    dispatch_generation: UInt32,
+def _refuse(
     block: Block[...],
+    code: Int32,
+    phase: Int,
+    a: Int = 0,
+    b: Int = 0,
+    expert_or_row: Int = -1,
 ) -> Bool:
-    """Tells whether the result cannot be that of the dispatch; notes why."""
-    var generation = next_generation(block.before.combine_received)
+    """Records why a launch cannot go on, and breaks its rank."""
+    var last = block.before.combine_sent
+    if phase == RECEIVE:
+        last = block.before.combine_received
+    block.fail(
+        code,
+        phase,
+        block.my_rank,
+        expert_or_row,
+        next_generation(last),
+        0,
+        a,
+        b,
+    )
+    block.counters.set_broken()
+    return True
+
+
+@always_inline
+def is_bad_answer(
+    n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
+) -> Bool:
+    """Tells whether the result cannot be that of the dispatch; records why."""
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        block.fail(
-            BAD_N_TOKENS,
-            RECEIVE,
-            block.my_rank,
-            -1,
-            generation,
-            0,
-            n_tokens,
-            n_sent,
-        )
-        block.counters.set_broken()
-        return True
+        return _refuse(block, BAD_N_TOKENS, RECEIVE, n_tokens, n_sent)
     # Where the own rows are, and their weights, is known of the last dispatch.
-    if block.before.dispatch_received != dispatch_generation:
-        block.fail(
-            OTHER_ROWS,
-            RECEIVE,
-            block.my_rank,
-            -1,
-            generation,
-            0,
-            Int(dispatch_generation),
-            Int(block.before.dispatch_received),
+    var last = block.before.dispatch_received
+    if last != dispatch_generation:
+        return _refuse(
+            block, OTHER_ROWS, RECEIVE, Int(dispatch_generation), Int(last)
         )
-        block.counters.set_broken()
-        return True
     # The number of tokens is kept for two dispatches.
     var dispatch_sent = block.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)
     ):
-        block.fail(
-            OVERTAKEN,
-            RECEIVE,
-            block.my_rank,
-            -1,
-            generation,
-            0,
-        )
-        block.counters.set_broken()
-        return True
+        return _refuse(block, OVERTAKEN, RECEIVE)
     return False
 
 
 @always_inline
 def is_nothing_dispatched(block: Block[...]) -> Bool:
-    """Tells whether there is no dispatch to answer; notes it."""
+    """Tells whether there is no dispatch to answer; records it."""
     if block.before.dispatch_received != 0:
         return False
-    block.fail(
-        NOTHING_DISPATCHED,
-        SEND,
-        block.my_rank,
-        -1,
-        next_generation(block.before.combine_sent),
-        0,
-    )
-    block.counters.set_broken()
-    return True
+    return _refuse(block, NOTHING_DISPATCHED, SEND)
 
 
 @always_inline
@@ -94,32 +81,14 @@ def rows_delivered[group: Group](counters: EPLocalSyncCounters) -> Int32:
 
     Of its own accord, so that it is under way with the header.
     """
-    comptime n_pairs = group.n_local_experts() * group.n_ranks
-    return Int32(counters.pair_row(n_pairs))
+    return Int32(counters.pair_row(group.n_pairs()))
 
 
 @always_inline
 def has_too_few_rows(
-    n_rows: Int32,
-    n_rows_max: Int32,
-    phase: Int,
-    block: Block[...],
+    n_rows: Int32, n_rows_max: Int32, phase: Int, block: Block[...]
 ) -> Bool:
-    """Tells whether the rows are fewer than dispatch delivered; notes it."""
+    """Tells whether the rows are fewer than dispatch delivered; records it."""
     if n_rows <= n_rows_max:
         return False
-    var last = block.before.combine_sent
-    if phase == RECEIVE:
-        last = block.before.combine_received
-    block.fail(
-        TOO_MANY_ROWS,
-        phase,
-        block.my_rank,
-        0,
-        next_generation(last),
-        0,
-        Int(n_rows),
-        Int(n_rows_max),
-    )
-    block.counters.set_broken()
-    return True
+    return _refuse(block, TOO_MANY_ROWS, phase, Int(n_rows), Int(n_rows_max), 0)

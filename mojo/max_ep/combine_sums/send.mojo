@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp of reduced combine sends partial sums to the ranks of the tokens.
+"""How a warp sends partial sums to the ranks of the tokens.
 
 A token of which this rank has no row is left out. Own tokens are never sent: what
-this rank adds to them is added by the receiving half.
+this rank adds to them is added by the receive phase.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
@@ -11,9 +11,9 @@ from ..device.block import Block, next_work
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
+from .partials import n_rows_at_once, PartialFormat, sum_split
 from .roles import NEXT_SEND, SEND
 from .saved_routes import SavedRoutes
-from .sums import add_rows, n_rows_at_once, PartialFormat, sum_split
 
 
 @always_inline
@@ -27,35 +27,29 @@ def sum_to_send[group: Group](number: Int) -> Tuple[Int, Int]:
 
 @always_inline
 def send_partials[
-    combine_dtype: DType,
-    partial_dtype: DType,
-    hidden_size: Int,
-    group: Group,
-    are_few: Bool,
+    group: Group, //, dtype: DType, partial_dtype: DType, are_few: Bool
 ](
     expert_rows: BytePointer,
-    most: Int,
+    n_senders: Int,
     prefetched: SavedRoutes,
     block: Block[group],
-    sender: Int,
-    n_senders: Int,
 ):
     """Sends this block's share of the partial sums, with one warp of several.
     """
-    comptime Format = PartialFormat[combine_dtype, partial_dtype, hidden_size]
-    comptime n_ranks = group.n_ranks
-    comptime n_others = n_ranks - 1
+    comptime Format = PartialFormat[dtype, partial_dtype, group.hidden_size]
+    comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
         var lane = block.lane
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
-        var cut = sum_split[Format.n_steps, are_few](most)
+        var most = block.before.most_received
+        var split = sum_split[Format.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
-        var round = sender
+        var round = block.warp_idx
         while True:
             var unit = Int(block_idx.x) + round * n_blocks
-            if unit >= most * n_others * cut.n_chunks():
+            if unit >= most * n_others * split.n_chunks():
                 return
             comptime if not are_few:
                 round = n_senders + next_work(
@@ -64,7 +58,7 @@ def send_partials[
             else:
                 # A turn is one more trip to shared memory.
                 round += n_senders
-            var chunk = cut.chunk(unit)
+            var chunk = split.chunk(unit)
             var source, token_idx = sum_to_send[group](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:
@@ -74,7 +68,7 @@ def send_partials[
             is_prefetched = False
             if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue
-            var src_rank = rank_of_relative(my_rank, source, n_ranks)
+            var src_rank = rank_of_relative(my_rank, source, group.n_ranks)
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(
                 block.recv_bufs[unsafe_offset=src_rank]
@@ -83,12 +77,9 @@ def send_partials[
             for step in range(chunk.begin, chunk.end):
                 var share = step * WARP_SIZE + lane
                 var sum = Format.Sum(0)
-                add_rows[
-                    combine_dtype,
-                    partial_dtype,
-                    hidden_size,
-                    n_rows_at_once[are_few](),
-                ](sum, expert_rows, share, saved.row, saved.weight)
+                Format.add_rows[n_rows_at_once[are_few]()](
+                    sum, expert_rows, share, saved.row, saved.weight
+                )
                 if is_waiting:
                     # I3, for partial sums.
                     if not block.await_readers[is_combine=True](SEND):

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partial sums: how rows and they are laid out over lanes, and how they are added.
+
+The send phase adds this rank's rows of a token to send their sum. The receive phase
+adds them as its own part of the result, and then the partial sums of other ranks.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import WARP_SIZE
+from std.bit import count_trailing_zeros
+from std.math import ceildiv, fma
+from std.memory import bitcast
+from std.sys import size_of
+
+from ..device.block import Block
+from ..device.schedule import Split
+from ..device.warp import avoid_sentinel, load16, load16_if, SENTINEL, store16
+from ..failures import NO_MESSAGE
+from ..flags import (
+    load_relaxed_sys_16,
+    next_generation,
+    store_relaxed_sys_16,
+    Wait,
+)
+from ..layout import MESSAGE_ALIGN
+from ..token_format import BytePointer, LaneBytes
+from .roles import RECEIVE
+
+
+struct PartialFormat[
+    combine_dtype: DType, partial_dtype: DType, hidden_size: Int
+]:
+    """How a lane's share of a row and of a partial sum are laid out and added.
+
+    Parameters:
+        combine_dtype: Element type of rows and results.
+        partial_dtype: Element type of partial sums.
+        hidden_size: Elements of a row.
+    """
+
+    comptime row_element = size_of[Scalar[Self.combine_dtype]]()
+    """Bytes of an element of a row."""
+    comptime partial_element = size_of[Scalar[Self.partial_dtype]]()
+    """Bytes of an element of a partial sum."""
+    comptime width = MESSAGE_ALIGN // min(
+        Self.row_element, Self.partial_element
+    )
+    """Elements of a lane in one step."""
+    comptime n_row_vectors = Self.width * Self.row_element // MESSAGE_ALIGN
+    """16 bytes of a row that they fill."""
+    comptime n_partial_vectors = (
+        Self.width * Self.partial_element // MESSAGE_ALIGN
+    )
+    """16 bytes of a partial sum that they fill."""
+    comptime row_bytes = Self.hidden_size * Self.row_element
+    """Bytes of a row."""
+    comptime n_shares = Self.hidden_size // Self.width
+    """Shares of a row."""
+    comptime n_steps = ceildiv(Self.n_shares, WARP_SIZE)
+    """Steps of a warp over a row."""
+    comptime Sum = SIMD[DType.float32, Self.width]
+    """A lane's share, as it is added."""
+
+    @staticmethod
+    @always_inline
+    def row_vector(row: BytePointer, share: Int, i: Int) -> BytePointer:
+        """Locates 16 bytes of a row."""
+        return row.unsafe_offset(
+            (share * Self.n_row_vectors + i) * MESSAGE_ALIGN
+        )
+
+    @staticmethod
+    @always_inline
+    def widen(
+        bytes: LaneBytes,
+    ) -> SIMD[DType.float32, Self.width // Self.n_row_vectors]:
+        """Reads 16 bytes of a row as numbers."""
+        return bitcast[Self.combine_dtype, Self.width // Self.n_row_vectors](
+            bytes
+        ).cast[DType.float32]()
+
+    @staticmethod
+    @always_inline
+    def store_row(row: BytePointer, share: Int, sum: Self.Sum):
+        """Rounds a share once, and stores it."""
+        comptime n = Self.width // Self.n_row_vectors
+        var rounded = sum.cast[Self.combine_dtype]()
+        comptime for i in range(Self.n_row_vectors):
+            store16(
+                Self.row_vector(row, share, i),
+                bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]()),
+            )
+
+    @staticmethod
+    @always_inline
+    def partial_vector(
+        partial_sum: BytePointer, share: Int, i: Int
+    ) -> BytePointer:
+        """Locates 16 bytes of a partial sum."""
+        return partial_sum.unsafe_offset(
+            (share * Self.n_partial_vectors + i) * MESSAGE_ALIGN
+        )
+
+    @staticmethod
+    @always_inline
+    def put_partial(partial_sum: BytePointer, share: Int, sum: Self.Sum):
+        """Rounds a share once, and sends it."""
+        comptime n = Self.width // Self.n_partial_vectors
+        var rounded = sum.cast[Self.partial_dtype]()
+        comptime for i in range(Self.n_partial_vectors):
+            store_relaxed_sys_16(
+                Self.partial_vector(partial_sum, share, i),
+                avoid_sentinel(
+                    bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
+                ),
+            )
+
+    @staticmethod
+    @always_inline
+    def add_rows[
+        n_at_once: Int
+    ](
+        mut sum: Self.Sum,
+        expert_rows: BytePointer,
+        share: Int,
+        row: Int32,
+        weight: Float32,
+    ):
+        """Adds a share of this rank's weighted rows of a token, with a warp."""
+        comptime n_vectors = Self.n_row_vectors
+        comptime n_rows = max(1, n_at_once // n_vectors)
+        comptime n = Self.width // n_vectors
+        var rest = warp.vote[DType.uint32](row >= 0)
+        while rest != 0:
+            var parts = Array[LaneBytes, n_rows * n_vectors](fill=0)
+            var choices = Array[UInt32, n_rows](fill=0)
+            var has = Array[Bool, n_rows](fill=False)
+            comptime for i in range(n_rows):
+                has[i] = rest != 0
+                choices[i] = count_trailing_zeros(rest)
+                rest &= rest - 1
+                var from_ = expert_rows.unsafe_offset(
+                    Int(warp.shuffle_idx(row, choices[i])) * Self.row_bytes
+                )
+                var is_there = has[i]
+                comptime if Self.n_shares % WARP_SIZE != 0:
+                    is_there = is_there and share < Self.n_shares
+                comptime for j in range(n_vectors):
+                    parts[i * n_vectors + j] = load16_if(
+                        Self.row_vector(from_, share, j), is_there
+                    )
+            var weights = Array[Float32, n_rows](fill=0)
+            comptime for i in range(n_rows):
+                weights[i] = warp.shuffle_idx(weight, choices[i])
+            comptime for i in range(n_rows):
+                if has[i]:
+                    comptime for j in range(n_vectors):
+                        var numbers = Self.widen(parts[i * n_vectors + j])
+                        comptime for k in range(n):
+                            sum[j * n + k] = fma(
+                                weights[i], numbers[k], sum[j * n + k]
+                            )
+
+    @staticmethod
+    @always_inline
+    def load_partial[
+        n_loaded: Int, //, first: Int
+    ](
+        mut loaded: Array[LaneBytes, n_loaded],
+        partial_sum: BytePointer,
+        share: Int,
+    ):
+        """Loads a share of a partial sum, whether it has come or not."""
+        if share < Self.n_shares:
+            comptime for i in range(Self.n_partial_vectors):
+                loaded[first + i] = load_relaxed_sys_16(
+                    Self.partial_vector(partial_sum, share, i)
+                )
+
+    @staticmethod
+    @always_inline
+    def add_partial[
+        n_loaded: Int, //, first: Int
+    ](
+        mut sum: Self.Sum,
+        loaded: Array[LaneBytes, n_loaded],
+        partial_sum: BytePointer,
+        share: Int,
+        owner_rank: Int,
+        block: Block[...],
+    ) -> Bool:
+        """Adds a share of a partial sum, as soon as it has come."""
+        comptime n = Self.width // Self.n_partial_vectors
+        var are_there = True
+        if share < Self.n_shares:
+            comptime for i in range(Self.n_partial_vectors):
+                var bytes, is_there = _await_16(
+                    Self.partial_vector(partial_sum, share, i),
+                    loaded[first + i],
+                    owner_rank,
+                    block,
+                )
+                are_there = are_there and is_there
+                var part = bitcast[Self.partial_dtype, n](bytes).cast[
+                    DType.float32
+                ]()
+                comptime for j in range(n):
+                    sum[i * n + j] += part[j]
+        return are_there
+
+    @staticmethod
+    @always_inline
+    def add_shared(mut sum: Self.Sum, row: BytePointer, share: Int):
+        """Rounds a sum, and adds a share of the shared expert's row."""
+        comptime n = Self.width // Self.n_row_vectors
+        sum = sum.cast[Self.combine_dtype]().cast[DType.float32]()
+        comptime for i in range(Self.n_row_vectors):
+            var numbers = Self.widen(load16(Self.row_vector(row, share, i)))
+            comptime for j in range(n):
+                sum[i * n + j] += numbers[j]
+
+
+@always_inline
+def _await_16(
+    p: BytePointer, first_loaded: LaneBytes, owner_rank: Int, block: Block[...]
+) -> Tuple[LaneBytes, Bool]:
+    """Waits for 16 bytes of a partial sum, and puts `SENTINEL` back."""
+    var bytes = first_loaded
+    var wait = Wait(block.deadline)
+    while bytes[3] == SENTINEL:
+        if wait.has_expired():
+            block.fail(
+                NO_MESSAGE,
+                RECEIVE,
+                owner_rank,
+                -1,
+                next_generation(block.before.combine_received),
+                0,
+            )
+            return (bytes, False)
+        bytes = load_relaxed_sys_16(p)
+    # I3: whoever writes here next has seen a later done word.
+    store16(p, LaneBytes(SENTINEL))
+    return (bytes, True)
+
+
+comptime FEW_TOKENS = 64
+"""Up to so many a combine has more parts, and more rows under way, than with more."""
+
+
+@always_inline
+def are_few_tokens(n_tokens: Int) -> Bool:
+    """Chooses whether what counts is when the first rows have come, or how many come.
+    """
+    return n_tokens <= FEW_TOKENS
+
+
+@always_inline
+def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
+    """Chooses how many rows of a token a lane loads before it adds them.
+
+    Of few tokens all, mostly. Of many, other warps have loads under way, too, and
+    room for a row that is not there costs some time.
+    """
+    return 8 if are_few and n_prefetched <= 4 else 4
+
+
+comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
+    n_steps, n_steps if are_few else 14, n_steps if are_few else 7
+]
+"""How sums are cut: of few tokens each step is a part.
+
+Parameters:
+    n_steps: Steps of a row.
+    are_few: Whether `are_few_tokens`.
+"""
+
+
+@always_inline
+def sum_split[
+    n_steps: Int, are_few: Bool
+](n_tokens: Int) -> SumSplit[n_steps, are_few]:
+    """Chooses into how many parts warps take a sum."""
+    return SumSplit[n_steps, are_few](n_tokens <= 256)
