@@ -15,12 +15,12 @@ NAME = "all_gather"
 """Of the graph."""
 
 
-def dispatcher_of(shape: Any, n_ranks: int, node_id: int) -> AllGatherTokenDispatcher:
-    """Makes a process's dispatcher, of the sizes of a `processes.Shape`."""
+def dispatcher_of(case: Any, n_ranks: int, node_id: int) -> AllGatherTokenDispatcher:
+    """Makes a process's dispatcher, of the sizes of a case."""
     return AllGatherTokenDispatcher(
-        shape.hidden_size,
-        shape.top_k,
-        shape.max_tokens_per_rank,
+        case.hidden_size,
+        case.top_k,
+        case.max_tokens_per_rank,
         n_gpus_per_node=1,
         n_nodes=n_ranks,
         node_id=node_id,
@@ -29,14 +29,14 @@ def dispatcher_of(shape: Any, n_ranks: int, node_id: int) -> AllGatherTokenDispa
     )
 
 
-def add_all_gather(module: Module, shape: Any, n_ranks: int) -> None:
+def add_all_gather(module: Module, case: Any, n_ranks: int) -> None:
     """Adds a graph that gathers, multiplies rows by a factor, and scatters sums."""
-    dispatcher = dispatcher_of(shape, n_ranks, 0)
+    dispatcher = dispatcher_of(case, n_ranks, 0)
     cpu = DeviceRef.CPU()
     types = [
-        TensorType(DType.bfloat16, ["n_tokens", shape.hidden_size], cpu),
-        TensorType(DType.int32, ["n_tokens", shape.top_k], cpu),
-        TensorType(DType.float32, ["n_tokens", shape.top_k], cpu),
+        TensorType(DType.bfloat16, ["n_tokens", case.hidden_size], cpu),
+        TensorType(DType.int32, ["n_tokens", case.top_k], cpu),
+        TensorType(DType.float32, ["n_tokens", case.top_k], cpu),
         TensorType(DType.float32, [1], cpu),
     ]
     with Graph(

@@ -159,6 +159,23 @@ _LAYOUT_CASES = [
 LAYOUT_CASES = {case.name: case for case in _LAYOUT_CASES}
 """Padded rows, and a fused shared expert."""
 
+PROTOCOLS = {
+    "": {},
+    "_by_rank": {"protocol": "by_rank"},
+    "_sums": {"protocol": "by_rank", "combine_mode": "sums"},
+}
+"""What names of cases end with, and what those cases change."""
+
+
+def in_protocols(cases: list[Case]) -> dict[str, Case]:
+    """Names the cases, in every protocol."""
+    return {
+        f"{c.name}{suffix}": replace(c, name=f"{c.name}{suffix}", **changes)
+        for c in cases
+        for suffix, changes in PROTOCOLS.items()
+    }
+
+
 BY_RANK_CASES = {
     f"{name}_by_rank": replace(case, name=f"{name}_by_rank", protocol="by_rank")
     for name, case in (CASES | LAYOUT_CASES).items()

@@ -42,7 +42,7 @@ def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
 
 
 LONGEST = (
-    "test_round_trip test_programs test_processes test_soak test_gpu_changed_import "
+    "test_round_trip test_programs test_processes test_gpu_changed_import "
     "test_serve test_codegen_rank_slots test_codegen test_model"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end.
@@ -51,15 +51,11 @@ LONGEST = (
 finds.
 """
 
-TOGETHER = {
-    "one_module": (
-        "test_round_trip test_errors test_gather test_stats test_fuzz test_subgraph "
-        "test_hopper test_router test_fp8 test_halves"
-    ).split(),
-    "processes": ["test_processes", "test_soak"],
-}
-"""Files that one process runs, for they share what is compiled."""
-_GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
+ONE_MODULE = (
+    "test_round_trip test_errors test_gather test_stats test_fuzz test_subgraph "
+    "test_hopper test_router test_fp8"
+).split()
+"""Files that one process runs, for their graphs are compiled together."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return _GROUPS.get(Path(file).stem, file)
+            return "one_module" if Path(file).stem in ONE_MODULE else file
 
     return ByGroup(config, log)
 

@@ -21,12 +21,14 @@ from cases import (
     CASES,
     F32,
     LAYOUT_CASES,
+    PROTOCOLS,
     ROUTINGS,
     SUMS_CASES,
     Case,
     Inputs,
     expected,
     expected_dispatch,
+    in_protocols,
     make_inputs,
 )
 from harness import (
@@ -43,23 +45,6 @@ from max.graph import BufferType, Graph, ops
 
 from max_ep import EPBatchManager, EPConfig
 from max_ep.graph.ops import order_buffer
-
-PROTOCOLS = {
-    "": {},
-    "_by_rank": {"protocol": "by_rank"},
-    "_sums": {"protocol": "by_rank", "combine_mode": "sums"},
-}
-"""What the names of cases and places end with, and what those cases change."""
-
-
-def in_protocols(cases: list[Case]) -> dict[str, Case]:
-    """Names the cases, in every protocol."""
-    return {
-        f"{c.name}{suffix}": replace(c, name=f"{c.name}{suffix}", **changes)
-        for c in cases
-        for suffix, changes in PROTOCOLS.items()
-    }
-
 
 LARGE = in_protocols(
     [

@@ -12,11 +12,13 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import processes
 import pytest
-from processes import KILLED_AT, KILLED_RANK, N_RANKS, SCENARIOS, names_of
+import scenarios
+from processes import N_RANKS, names_of
+from scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
 
 from max_ep import LaunchError, launch
 
@@ -28,21 +30,24 @@ SLACK_S = 3.0
 than cores."""
 
 
+Outcomes = list[dict[str, Outcome]]
+"""Of each process, by name."""
+
+
+def launched(function: Callable, *arguments: object, timeout_s: float = 60) -> list:
+    """Runs a function in `N_RANKS` processes."""
+    return launch(function, N_RANKS, arguments, timeout_s=timeout_s)
+
+
 @pytest.fixture(scope="module")
-def four(
-    graphs: str, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, processes.Outcome]]:
-    """What every scenario did, `[rank][name]`."""
-    notes = tmp_path_factory.mktemp("four")
-    return launch(
-        processes.run_scenarios,
-        N_RANKS,
-        (graphs, list(SCENARIOS), str(notes)),
-        timeout_s=300,
-    )
+def four(graphs: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What every scenario did."""
+    notes = str(tmp_path_factory.mktemp("four"))
+    run = scenarios.run_scenarios
+    return launched(run, graphs, list(SCENARIOS), notes, timeout_s=300)
 
 
-def assert_well(outcomes: list[processes.Outcome]) -> None:
+def assert_well(outcomes: list[Outcome]) -> None:
     errors = [f"process {i}: {o.error}" for i, o in enumerate(outcomes) if o.error]
     assert not errors, "\n".join(errors)
 
@@ -51,138 +56,117 @@ def assert_well(outcomes: list[processes.Outcome]) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario(four: list[dict[str, processes.Outcome]], name: str) -> None:
+def test_scenario(four: Outcomes, name: str) -> None:
     """Every row and every sum is the oracle's, bit for bit."""
     assert_well([outcomes[name] for outcomes in four])
 
 
 @pytest.mark.parametrize("name", ["dispatch_only", "combine_only"])
-def test_fast_rank_waits_for_slow_reader(
-    four: list[dict[str, processes.Outcome]], name: str
-) -> None:
+def test_fast_rank_waits_for_slow_reader(four: Outcomes, name: str) -> None:
     """Nobody has sent a generation before the slow rank looked at the last."""
     assert_well([outcomes[name] for outcomes in four])
-    looked = four[processes.SLOW_RANK][name].value["looked"]
+    looked = four[scenarios.SLOW_RANK][name].value["looked"]
     for rank in range(N_RANKS):
         sent = four[rank][name].value["sent"]
         early = [g for g in range(1, len(sent)) if sent[g] < looked[g - 1]]
         assert not early, f"rank {rank} overwrote unread rows in {early}"
 
 
-def test_stopped_process_stopped(
-    four: list[dict[str, processes.Outcome]],
-) -> None:
+def test_stopped_process_stopped(four: Outcomes) -> None:
     """The scenario is not empty: three times, everybody waited for the rank."""
     assert_well([outcomes["stopped"] for outcomes in four])
     for rank in range(N_RANKS):
         seconds = four[rank]["stopped"].value
-        n_waits = sum(s > processes.STOPPED_S / 2 for s in seconds)
+        n_waits = sum(s > scenarios.STOPPED_S / 2 for s in seconds)
         assert n_waits >= 3, f"rank {rank}: {seconds}"
 
 
 def test_two_processes_of_two_ranks(graphs: str) -> None:
-    assert_well(launch(processes.run_two_by_two, 2, (graphs,), timeout_s=120))
+    assert_well(launch(scenarios.run_two_by_two, 2, (graphs,), timeout_s=120))
+
+
+def test_thousands_of_generations(graphs: str, tmp_path: Path) -> None:
+    """Counts change, ranks are late. `MAX_EP_SOAK=10000`: so many of every protocol."""
+    n_right = launched(scenarios.soak, graphs, str(tmp_path), timeout_s=600)
+    assert n_right == [scenarios.N_GENERATIONS] * N_RANKS
+
+
+def test_two_groups_at_once(graphs: str, tmp_path: Path) -> None:
+    n_right = launched(scenarios.two_groups, graphs, str(tmp_path), timeout_s=120)
+    assert n_right == [scenarios.N_OF_TWO_GROUPS] * N_RANKS
 
 
 # --------------------------------------------------------------- set-up that fails
 
 
 @pytest.fixture(scope="module")
-def set_up(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> list[dict[str, processes.SetUp]]:
-    """What three processes said, `[node_id][case]`."""
+def set_up(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What three processes said."""
     notes = tmp_path_factory.mktemp("set_up")
     for node_id in range(3):  # so that no process has to ask Mojo
-        for config in processes.set_up_configs(node_id, TIMEOUT_S).values():
+        for config in scenarios.set_up_configs(node_id, TIMEOUT_S).values():
             config.sizes()
-    answers = launch(processes.set_up, 3, (TIMEOUT_S, str(notes)), timeout_s=120)
+    answers = launch(scenarios.set_up, 3, (TIMEOUT_S, str(notes)), timeout_s=120)
     # launch() would remove the names of its own group, not those of these.
     assert names_of((notes / "group").read_text()) == []
     return answers
 
 
-def test_set_up_of_healthy_group(set_up: list[dict[str, processes.SetUp]]) -> None:
-    assert [answers["healthy"].error for answers in set_up] == [None] * 3
+@pytest.mark.parametrize("name", ["healthy", "again"])
+def test_set_up_of_healthy_group(set_up: Outcomes, name: str) -> None:
+    """Also again and again: a fast process must not take a slow one's old memory."""
+    assert_well([answers[name] for answers in set_up])
 
 
-def test_process_that_never_starts_is_named(
-    set_up: list[dict[str, processes.SetUp]],
-) -> None:
+def test_process_that_never_starts_is_named(set_up: Outcomes) -> None:
     for node_id, answers in enumerate(set_up):
         error = answers["missing"].error
-        assert error.startswith(
-            f"TimeoutError: max_ep: node {node_id} waited {TIMEOUT_S} s for node 3 "
-        ), error
+        waited = f"node {node_id} waited {TIMEOUT_S} s for node 3 "
+        assert error.startswith(f"TimeoutError: max_ep: {waited}"), error
         assert "no segment of that name" in error
         assert "Start all 4 processes" in error
         seconds = answers["missing"].seconds
         assert TIMEOUT_S - 0.1 < seconds < TIMEOUT_S + SLACK_S
 
 
-def test_different_configuration_is_an_error_everywhere(
-    set_up: list[dict[str, processes.SetUp]],
-) -> None:
+def test_different_configuration_is_an_error_everywhere(set_up: Outcomes) -> None:
+    """Those who wait for the odd one hear why it does not come."""
     for node_id, answers in enumerate(set_up):
-        assert answers["different"].error is not None, f"node {node_id} joined"
+        error = answers["different"].error
+        assert error and "another configuration" in error, f"node {node_id}: {error}"
     odd = set_up[2]["different"]
     assert odd.error.startswith("ValueError: max_ep: node 0 of group "), odd.error
-    assert "another configuration" in odd.error
     assert "hidden_size=256" in odd.error and "hidden_size=512" in odd.error
     assert odd.seconds < TIMEOUT_S
 
 
-def test_different_configuration_is_told_to_all(
-    set_up: list[dict[str, processes.SetUp]],
-) -> None:
-    """Those who wait for the odd one hear why it does not come."""
-    for node_id in (0, 1):
-        error = set_up[node_id]["different"].error
-        assert "another configuration" in error, f"node {node_id}: {error}"
-
-
-def test_node_id_outside_of_group_is_refused(
-    set_up: list[dict[str, processes.SetUp]],
-) -> None:
+def test_node_id_outside_of_group_is_refused(set_up: Outcomes) -> None:
     """Its rank would be behind the end of every table of addresses."""
     error = set_up[2]["outside"].error
     assert error is not None and error.startswith("ValueError"), error
     assert "MAX_EP_NODE_ID" in error
-    for node_id in (0, 1):  # they are two, as configured
-        assert set_up[node_id]["outside"].error is None
-
-
-def test_close_and_init_again(set_up: list[dict[str, processes.SetUp]]) -> None:
-    """A fast process must not take a slow one's old memory for its new."""
-    for node_id, answers in enumerate(set_up):
-        error = answers["again"].error
-        assert error is None, f"node {node_id}: {error}"
+    assert_well([answers["outside"] for answers in set_up[:2]])  # two, as configured
 
 
 # ------------------------------------------------------------------ dead processes
 
 
 @pytest.mark.parametrize(
-    "where, missed, generation",
+    "where, missed",
     [
-        # (killed in front of, what the others then say they wait for, when)
-        ("dispatch_async", "dispatch_wait|count", KILLED_AT),
-        ("combine_async", "combine_wait|rows", KILLED_AT),
+        # (killed in front of, what the others then say they wait for)
+        ("dispatch_async", "dispatch_wait|count"),
+        ("combine_async", "combine_wait|rows"),
         # In a program that only dispatches the killed rank has sent; what is
         # missing is its word that it has read.
-        ("dispatch_wait", "dispatch_async|word that it has read", KILLED_AT),
+        ("dispatch_wait", "dispatch_async|word that it has read"),
     ],
 )
 def test_killed_rank_is_named(
-    graphs: str, tmp_path: Path, where: str, missed: str, generation: int
+    graphs: str, tmp_path: Path, where: str, missed: str
 ) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(
-            processes.die,
-            N_RANKS,
-            (graphs, where, TIMEOUT_S, str(tmp_path)),
-            timeout_s=60,
-        )
+        launched(scenarios.die, graphs, where, TIMEOUT_S, str(tmp_path))
     # Since the last of them was there; to start takes as long as others let it.
     loaded = [(tmp_path / f"loaded-{i}").stat().st_mtime for i in range(N_RANKS)]
     assert time.time() - max(loaded) < 15
@@ -197,8 +181,8 @@ def test_killed_rank_is_named(
         text = failures[rank]
         assert re.search(
             rf"max_ep: {phase} on rank {rank}: timed out after 2000 ms waiting for"
-            rf" {what}( for expert \d+)? of generation {generation} from rank"
-            rf" {KILLED_RANK} \(last seen: generation {generation - 1}\)",
+            rf" {what}( for expert \d+)? of generation {KILLED_AT} from rank"
+            rf" {KILLED_RANK} \(last seen: generation {KILLED_AT - 1}\)",
             text,
         ), text
         seconds = float(re.search(r"after ([\d.]+) s in generation", text)[1])
@@ -208,7 +192,7 @@ def test_killed_rank_is_named(
 
 def test_next_group_works(graphs: str) -> None:
     """Runs after groups that died, and leaves nothing either."""
-    groups = launch(processes.work, N_RANKS, (graphs,), timeout_s=60)
+    groups = launched(scenarios.work, graphs)
     assert len(set(groups)) == 1
     assert names_of(groups[0]) == []
 
@@ -217,7 +201,7 @@ def test_next_group_works(graphs: str) -> None:
 
 
 def test_results_are_in_order() -> None:
-    results = launch(processes.multiply, 3, (10,), timeout_s=60)
+    results = launch(scenarios.multiply, 3, (10,), timeout_s=60)
     assert [r[0] for r in results] == [0, 10, 20]
     assert [r[1] for r in results] == ["0", "1", "2"]
     assert all(r[3] for r in results), "graphs are compiled by each"
@@ -225,17 +209,17 @@ def test_results_are_in_order() -> None:
     assert len(groups) == 1 and len(groups.pop()) >= 16
 
 
-def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_launched_is_said(tmp_path: Path) -> None:
     """A function that is not importable, and a script that starts itself again."""
     with pytest.raises(ValueError, match="lambda.*top of a module"):
         launch(lambda node_id: node_id, 2)
     with pytest.raises(ValueError, match="n_nodes=0: pass how many"):
-        launch(processes.multiply, 0, (10,))
+        launch(scenarios.multiply, 0, (10,))
     with pytest.raises(ValueError, match="lambda.*args that can be pickled"):
-        launch(processes.multiply, 2, (lambda: 10,))
+        launch(scenarios.multiply, 2, (lambda: 10,))
     for args in ("abc", 10):
         with pytest.raises(TypeError, match=f"args={args!r} must be a sequence of arg"):
-            launch(processes.multiply, 2, args=args)
+            launch(scenarios.multiply, 2, args=args)
     script = tmp_path / "script.py"
     script.write_text("import max_ep\n\nmax_ep.launch(print, 2)\n")
     # MAX has changed the environment behind Python's back: not as it is inherited.
@@ -246,9 +230,9 @@ def test_what_cannot_be_launched_is_told(tmp_path: Path) -> None:
     assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
-def test_every_failure_is_told(tmp_path: Path) -> None:
+def test_every_failure_is_reported(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(processes.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=60)
+        launch(scenarios.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=60)
     failures = caught.value.failures
     assert list(failures) == [0, 1, 2, 3]
     assert failures[0].startswith("Traceback")
@@ -267,7 +251,7 @@ def test_time_limit_kills(tmp_path: Path) -> None:
     limit_s = 6.0
     begin = time.monotonic()
     with pytest.raises(LaunchError) as caught:
-        launch(processes.sleep_for_long, 3, (str(tmp_path),), timeout_s=limit_s)
+        launch(scenarios.sleep_for_long, 3, (str(tmp_path),), timeout_s=limit_s)
     assert limit_s <= time.monotonic() - begin < limit_s + SLACK_S
     assert list(caught.value.failures) == [1, 2]
     for text in caught.value.failures.values():

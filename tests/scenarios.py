@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of `test_processes.py` do.
+
+* scenarios: runs of a healthy group; each has a group of its own, so that one
+  which fails does not take the next along;
+* set-ups that fail, and processes that die.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from all_gather import NAME as ALL_GATHER
+from all_gather import check_all_gather, dispatcher_of, factor_of
+from cases import Case
+from harness import assert_same_bits, to_buffer, to_numpy
+from max.engine import InferenceSession
+from processes import (
+    GROUPS,
+    N_RANKS,
+    SMALL,
+    Engine,
+    Member,
+    check_dispatched,
+    config_of,
+    names_of,
+)
+
+from max_ep import EPConfig
+from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
+from max_ep.memory.symmetric_memory import SharedMemory
+
+# -------------------------------------------------------------------- scenarios
+
+
+def _in_one_graph(member: Member, graph: str) -> None:
+    for generation in range(1, 15):
+        member.round_trip(graph, generation)
+
+
+def _two_hundred_generations(member: Member, _: str) -> None:
+    """Ranks choose their form by themselves: on the wire there is one."""
+    for generation in range(1, 201):
+        is_fused = (generation + member.rank) % 3 == 0
+        member.round_trip("fused" if is_fused else "async_wait", generation)
+
+
+def _sleep_at_random(rng: np.random.Generator) -> None:
+    """Sleeps: often not at all, now and then for many generations' time."""
+    time.sleep(rng.choice([0, 0, 0.002, 0.005, 0.03]))
+
+
+def _delays_between_executes(member: Member, name: str) -> None:
+    rng = np.random.default_rng(100 + member.rank)
+    graph = "two_by_two" if name == "two_by_two" else "async_wait"
+    for generation in range(1, 31):
+        _sleep_at_random(rng)
+        member.round_trip(graph, generation)
+
+
+def _delays_between_phases(member: Member, _: str) -> None:
+    """Each rank is late by other times before each phase, of any protocol."""
+    rng = np.random.default_rng(200 + member.rank)
+    for generation in range(1, 31):
+        member.phases(generation, lambda _: _sleep_at_random(rng))
+
+
+def _silent_rank(member: Member, _: str) -> None:
+    """Nobody exchanges anything with rank 2, which is now ahead, now behind."""
+    member.silent_rank = 2
+    rng = np.random.default_rng(300)
+    for generation in range(1, 31):
+        is_slow = member.rank in rng.permutation(N_RANKS)[:2]
+        seconds = 0.008 if is_slow else 0
+        member.phases(generation, lambda _, s=seconds: time.sleep(s))
+
+
+def _back_to_back(member: Member, graph: str) -> None:
+    """Launches that are long, and close on each other's heels.
+
+    A fast rank must not overwrite what a slow one is copying, nor unread partial sums.
+    """
+    rank = member.rank
+    for generation in (2, 3, 9, 10, 23, 6):
+        wants = [member.oracle(generation + i) for i in range(2)]
+        dispatched = [want.dispatched()[rank] for want in wants]
+        batches = [want.batches[rank] for want in wants]
+        inputs = [x for b in batches for x in (to_buffer(b.tokens), b.ids, b.weights)]
+        for i in range(2):
+            inputs.append(member.factors(rank, generation + i, dispatched[1]))
+        got = member.run(graph, *inputs)
+        for i in range(2):
+            where = f"rank {rank}, generation {generation} ({i} of {graph})"
+            check_dispatched(where, got[4 * i : 4 * i + 4], dispatched[i])
+            want = wants[1].sums(rank, generation + i)
+            assert_same_bits(f"{where}: sums", to_numpy(got[8 + i]), want)
+
+
+def _few_experts(member: Member, graph: str) -> None:
+    """Ranks that hold experts are slow, the one that holds none is not.
+
+    With a shared expert every rank has rows; its own may stand where they come from.
+    """
+    rng = np.random.default_rng(350 + member.rank)
+    for generation in range(1, 31):
+        if member.rank < 3:
+            _sleep_at_random(rng)
+        member.round_trip(graph, generation)
+
+
+def _all_gather(member: Member, graph: str) -> None:
+    """Everything goes to everybody, also from ranks that are late, or have nothing."""
+    rng = np.random.default_rng(360 + member.rank)
+    factor = np.array([factor_of(member.rank)])
+    for generation in range(1, 31):
+        _sleep_at_random(rng)
+        batches = member.oracle(generation).batches
+        own = batches[member.rank]
+        outputs = member.run(graph, to_buffer(own.tokens), own.ids, own.weights, factor)
+        where = f"rank {member.rank}, generation {generation} (all-gather)"
+        got = [to_numpy(output) for output in outputs]
+        check_all_gather(where, got, batches, member.rank)
+
+
+SLOW_RANK = 1
+SLOW_S = 0.04
+
+
+def _one_phase_only(member: Member, name: str) -> dict[str, list[float]]:
+    """Only dispatches, or combines one dispatch again and again, each time other rows.
+
+    Nothing but the done words keeps a fast rank back.
+
+    Returns:
+        When async ended and wait began, by generation.
+    """
+    times: dict[str, list[float]] = {"sent": [], "looked": []}
+    is_combine = name == "combine_only"
+    if is_combine:
+        member.dispatch_async(2)
+        rows, src_info = member.dispatch_wait(2)
+        bounds = member.oracle(2).dispatched()[member.rank]
+    for generation in range(1, 13):
+        if is_combine:
+            member.send_rows(generation, bounds, rows, src_info)
+        else:
+            member.dispatch_async(generation)
+        times["sent"].append(time.monotonic())
+        time.sleep(SLOW_S if member.rank == SLOW_RANK else 0)
+        times["looked"].append(time.monotonic())
+        if is_combine:
+            member.combine_wait(2, generation)
+        else:
+            member.dispatch_wait(generation)
+    return times
+
+
+STOPPED_S = 0.5
+
+
+def _stopped(member: Member, _: str) -> list[float]:
+    """Rank 2 is stopped three times, wherever it is then.
+
+    Returns:
+        The seconds that each generation took.
+    """
+    stoppers, seconds = [], []
+    for generation in range(1, 61):
+        begin = time.monotonic()
+        if member.rank == 2 and generation in (10, 25, 40):
+            pid = os.getpid()
+            command = f"sleep {generation / 10_000}; kill -STOP {pid};"
+            command += f" sleep {STOPPED_S}; kill -CONT {pid}"
+            stoppers.append(subprocess.Popen(command, shell=True))
+        time.sleep(0.002)
+        member.phases(generation, lambda _: None)
+        seconds.append(time.monotonic() - begin)
+    for stopper in stoppers:
+        stopper.wait()
+    return seconds
+
+
+def _generations_wrap(member: Member, _: str) -> None:
+    """Starts so late that the 32 bits of the generation wrap on the way.
+
+    Choices that no generation had before must not pass for rows of one: the
+    memory that they would be in is still as it was made.
+
+    No peer can have read or written the words set here: it first needs what
+    this rank sends.
+    """
+    first = 2**32 - 4
+    n_local = member.config.n_local_experts
+    counts = member.comm._pointers[:, 2, member.rank]
+    # layout.mojo: the done words stand behind the counts.
+    for start, n_counts in zip(counts, (n_local * N_RANKS, member.case.n_experts)):
+        done = (ctypes.c_uint64 * N_RANKS).from_address(int(start) + 8 * n_counts)
+        done[:] = [(first - 1) << 32] * N_RANKS
+    # counters.mojo: dispatch sent, received; combine sent, received.
+    words = member.comm.model_inputs()[0].to_numpy()[3:7].view(np.uint32)
+    assert list(words) == [0] * 4
+    words[:] = first - 1
+    rng = np.random.default_rng(400 + member.rank)
+    n_generations = 10
+    for generation in range(1, n_generations + 1):
+        member.phases(generation, lambda _: _sleep_at_random(rng))
+    # 0 is left out: it is what memory shows that nobody has written; and 1, so
+    # that even and odd alternate.
+    late = first + n_generations - 2**32 + 1
+    assert list(words) == [late] * 4, "the counters do not stand there any more"
+
+
+SCENARIOS: dict[str, tuple[Callable[[Member, str], Any], Case]] = {
+    "async_wait": (_in_one_graph, SMALL),
+    "fused": (_in_one_graph, SMALL),
+    "two_hundred_generations": (_two_hundred_generations, SMALL),
+    "delays_between_executes": (_delays_between_executes, SMALL),
+    **{
+        f"delays_between_phases{name.removeprefix('small')}": (
+            _delays_between_phases,
+            GROUPS[name],
+        )
+        for name in ("small", "small_by_rank", "small_sums")
+    },
+    "silent_rank": (_silent_rank, SMALL),
+    **{
+        name: (_back_to_back if name.startswith("large") else _few_experts, case)
+        for name, case in GROUPS.items()
+        if not name.startswith("small")
+    },
+    ALL_GATHER: (_all_gather, SMALL),
+    "dispatch_only": (_one_phase_only, SMALL),
+    "combine_only": (_one_phase_only, SMALL),
+    "stopped": (_stopped, SMALL),
+    "generations_wrap": (_generations_wrap, SMALL),
+}
+
+
+@dataclass
+class Outcome:
+    """How a scenario or a set-up went on one process."""
+
+    error: str | None
+    value: Any = None
+    seconds: float = 0.0
+
+
+def run_scenarios(
+    node_id: int, graphs: str, names: list[str], notes: str
+) -> dict[str, Outcome]:
+    """Runs scenarios of four processes, each in a group of its own."""
+    engine = Engine(graphs)
+    engine.join(config_of(SMALL, node_id))
+    outcomes = {}
+    for name in names:
+        # Where one failed, some processes come from there later than others.
+        meet(notes, name, node_id, N_RANKS)
+        scenario, case = SCENARIOS[name]
+        config = config_of(case, node_id)
+        if name == ALL_GATHER:
+            config = dispatcher_of(case, N_RANKS, node_id).config
+        outcomes[name] = _run_scenario(engine, config, case, name, scenario)
+    return outcomes
+
+
+def run_two_by_two(node_id: int, graphs: str) -> Outcome:
+    """Runs two processes of two ranks each."""
+    config = config_of(SMALL, node_id, n_nodes=2, n_gpus_per_node=2)
+    how = "two_by_two", _delays_between_executes
+    return _run_scenario(Engine(graphs), config, SMALL, *how)
+
+
+def _run_scenario(
+    engine: Engine, config: EPConfig, case: Case, name: str, scenario: Callable
+) -> Outcome:
+    group = f"{os.environ[GROUP_VARIABLE]}-{name}"
+    begin = time.monotonic()
+    error = value = member = None
+    try:
+        member = Member(engine, config, case, group)
+        # launch() removes the names of the group that it made, not of this one.
+        assert f"max_ep-{group}-{config.node_id}" not in names_of(group)
+        value = scenario(member, name)
+    except Exception:
+        error = traceback.format_exc()
+    finally:
+        if member is not None:
+            member.comm.close()
+    return Outcome(error, value, time.monotonic() - begin)
+
+
+# ------------------------------------------- very many generations, two groups
+
+_CYCLE = 28
+"""Generations whose inputs are made beforehand; the next `_CYCLE` have them again."""
+
+# The protocol that "auto" takes on CPU has most.
+_MOST = 4000 if "MAX_EP_ALL_CASES" in os.environ else 1000
+N_GENERATIONS = {"async_wait": 300, "shared_by_rank": _MOST, "shared_sums": 300}
+if "MAX_EP_SOAK" in os.environ:
+    N_GENERATIONS = dict.fromkeys(N_GENERATIONS, int(os.environ["MAX_EP_SOAK"]))
+
+N_OF_TWO_GROUPS = 60
+"""Generations of each of two groups."""
+
+
+def soak(node_id: int, graphs: str, notes: str) -> dict[str, int]:
+    """Runs all of `N_GENERATIONS`, and compares each with the oracle.
+
+    Token counts change from one to the next (`make_batch`), and every rank is late
+    now and then, by itself.
+
+    Returns:
+        How many were right, by graph.
+    """
+    engine = Engine(graphs)
+    engine.join(config_of(SMALL, node_id))
+    n_right = {}
+    for graph, n_generations in N_GENERATIONS.items():
+        case = GROUPS.get(graph, SMALL)
+        meet(notes, graph, node_id, N_RANKS)
+        group = f"{os.environ[GROUP_VARIABLE]}-{graph}"
+        member = Member(engine, config_of(case, node_id), case, group)
+        prepared = [member.prepare(generation) for generation in range(1, _CYCLE + 1)]
+        rng = np.random.default_rng(node_id)
+        try:
+            for i in range(n_generations):
+                if rng.random() < 0.005:
+                    time.sleep(rng.random() * 0.01)
+                member.round_trip(graph, i + 1, prepared[i % _CYCLE])
+        finally:
+            member.comm.close()
+        n_right[graph] = n_generations
+    return n_right
+
+
+def two_groups(node_id: int, graphs: str, notes: str) -> int:
+    """Runs two groups at once, whose phases each rank mixes in an order of its own.
+
+    Returns:
+        How many generations each of them had.
+    """
+    engine, config = Engine(graphs), config_of(SMALL, node_id)
+    engine.join(config)
+    meet(notes, "two_groups", node_id, N_RANKS)
+    name = os.environ[GROUP_VARIABLE]
+    members = [Member(engine, config, SMALL, f"{name}-{i}") for i in range(2)]
+    rng = np.random.default_rng(node_id)
+    try:
+        for generation in range(1, N_OF_TWO_GROUPS + 1):
+            data = [generation, generation + 1000]  # of each group other tokens
+            for i in rng.permutation(2):
+                members[i].dispatch_async(data[i])
+            received = {}
+            for i in rng.permutation(2):
+                received[i] = members[i].dispatch_wait(data[i])
+            for i in rng.permutation(2):
+                members[i].combine_async(data[i], *received[i])
+            for i in rng.permutation(2):
+                members[i].combine_wait(data[i], data[i])
+    finally:
+        for member in members:
+            member.comm.close()
+    return N_OF_TWO_GROUPS
+
+
+# ------------------------------------------------------------- set-up that fails
+
+
+def set_up_configs(node_id: int, timeout_s: float) -> dict[str, EPConfig]:
+    """Lists what a process of `set_up` believes of each group."""
+    other = replace(SMALL, hidden_size=512) if node_id == 2 else SMALL
+    three = dict(n_nodes=3, timeout_s=timeout_s)
+    return {
+        "healthy": config_of(SMALL, node_id, **three),
+        "missing": config_of(SMALL, node_id, timeout_s=timeout_s),
+        "different": config_of(other, node_id, **three),
+        # As if launch() had started more processes than the group has nodes.
+        "outside": config_of(SMALL, -1, n_nodes=2, timeout_s=timeout_s),
+        "again": config_of(SMALL, node_id, **three),
+    }
+
+
+def set_up(node_id: int, timeout_s: float, notes: str) -> dict[str, Outcome]:
+    """Joins several groups in which something is wrong; three processes."""
+    Path(notes, "group").write_text(os.environ[GROUP_VARIABLE])
+    engine = Engine()
+    answers = {}
+
+    def attempt(case: str, config: EPConfig, times: int = 1) -> None:
+        comm = engine.join(config, f"{os.environ[GROUP_VARIABLE]}-{case}")
+        meet(notes, case, node_id, 3)
+        # The odd one of "different" comes last, to peers that wait for it.
+        time.sleep(0.3 if node_id == 2 and times == 1 else 0)
+        error = None
+        begin = time.monotonic()
+        try:
+            for _ in range(times):
+                comm.ep_init(engine.session)
+                comm.close()
+        except Exception as e:
+            error = f"{type(e).__name__}: {e}"
+        answers[case] = Outcome(error, seconds=time.monotonic() - begin)
+
+    assert os.environ[NODE_VARIABLE] == str(node_id)
+    for case, config in set_up_configs(node_id, timeout_s).items():
+        attempt(case, config, times=30 if case == "again" else 1)
+    return answers
+
+
+def meet(notes: str, what: str, node_id: int, n_nodes: int) -> None:
+    """Waits until all processes are here: nobody is late for what follows."""
+    Path(notes, f"{what}-{node_id}").touch()
+    while not all(Path(notes, f"{what}-{i}").exists() for i in range(n_nodes)):
+        time.sleep(0.002)
+
+
+# --------------------------------------------------------------- children that die
+
+KILLED_RANK = 3
+KILLED_AT = 4
+"""The generation."""
+
+
+def die(node_id: int, graphs: str, where: str, timeout_s: float, notes: str) -> None:
+    """Runs a group in which one rank is killed in front of a phase.
+
+    The others raise what they saw, with the time it took them.
+    """
+    Path(notes, "group").write_text(os.environ[GROUP_VARIABLE])
+    config = config_of(SMALL, node_id, timeout_s=timeout_s)
+    engine = Engine(graphs)
+    engine.join(config)
+    # The time-out is for those that wait for the dead, not for slow starters.
+    meet(notes, "loaded", node_id, N_RANKS)
+    member = Member(engine, config)
+    begin = time.monotonic()
+
+    def pause(phase: str) -> None:
+        nonlocal begin
+        begin = time.monotonic()
+        if node_id == KILLED_RANK and generation == KILLED_AT and phase == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        for generation in range(1, KILLED_AT + 2):
+            if where == "dispatch_wait":  # a program that only dispatches
+                pause("dispatch_async")
+                member.dispatch_async(generation)
+                pause("dispatch_wait")
+                member.dispatch_wait(generation)
+            else:
+                member.phases(generation, pause)
+    except ValueError as error:
+        seconds = time.monotonic() - begin
+        raise RuntimeError(
+            f"after {seconds:.2f} s in generation {generation}"
+        ) from error
+    finally:
+        member.comm.close()
+
+
+def work(node_id: int, graphs: str) -> str:
+    """Runs a healthy group once.
+
+    Returns:
+        The name of the group.
+    """
+    member = Member(Engine(graphs), config_of(SMALL, node_id))
+    member.round_trip("fused", 1)
+    return os.environ[GROUP_VARIABLE]
+
+
+# ---------------------------------------------------------- children without ranks
+
+
+def multiply(node_id: int, factor: int) -> tuple[int, str, str, bool]:
+    return (
+        node_id * factor,
+        os.environ[NODE_VARIABLE],
+        os.environ[GROUP_VARIABLE],
+        hasattr(InferenceSession.compile, "__wrapped__"),  # by compile_once
+    )
+
+
+def fail_in_various_ways(node_id: int, notes: str) -> Any:
+    """0 raises, 1 is killed, 2 exits, 3 cannot be answered, 4 is well.
+
+    1 is killed when its memory has a name, 2 has left one.
+    """
+    group = os.environ[GROUP_VARIABLE]
+    memory = SharedMemory(group, node_id, 5, 1, 4096, "")
+    Path(notes, "group").write_text(group)
+    if node_id == 0:
+        _raise_deep_inside()
+    if node_id == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if node_id == 2:
+        os._exit(7)
+    memory.close()
+    if node_id == 3:
+        return threading.Lock()  # cannot be pickled
+    return "well"
+
+
+def _raise_deep_inside() -> None:
+    raise LookupError("the reason")
+
+
+def sleep_for_long(node_id: int, notes: str) -> int:
+    """Node 0 returns at once; the others write down their pid and hang."""
+    if node_id == 0:
+        return 0
+    SharedMemory(os.environ[GROUP_VARIABLE], node_id, 3, 1, 4096, "")
+    note = Path(notes, f"{node_id}.tmp")
+    note.write_text(f"{os.getpid()} {os.environ[GROUP_VARIABLE]}")
+    note.rename(Path(notes, f"{node_id}"))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+    return node_id
