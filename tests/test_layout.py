@@ -11,18 +11,12 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import (
-    BF16,
-    BY_RANK_CASES,
-    CASES,
-    F32,
-    LARGE_CASES,
-    SUMS_CASES,
-    Case,
-)
+from cases import BY_RANK_CASES, CASES, F32, LARGE_CASES, SUMS_CASES, Case
+from max.dtype import DType
 
 from max_ep import (
     AllGatherTokenDispatcher,
@@ -102,31 +96,36 @@ def picture(
     n_ranks: int,
     max_tokens: int,
     top_k: int,
-    protocol: str = "expert_slots",
+    kind: str = "by_expert",
 ) -> dict[str, int]:
-    """Draws the picture of `layout.mojo` with numbers."""
+    """Draws the picture of `layout.mojo` with numbers.
+
+    A kind is `by_expert`, or how combine of tokens by rank returns: `rows` or `sums`.
+    """
     n_local = up(n_experts, n_ranks) // n_ranks
-    entry = 16 if protocol == "rank_slots_reduced" else 8
-    by_rank = {
-        "dispatch_send": 0,
-        "dispatch_recv": up(n_ranks * max_tokens * top_k * entry, 256)
-        + up(n_ranks * max_tokens * dispatch_msg, 256)
-        + up(n_ranks * min(max_tokens, 256) * dispatch_msg, 256)
-        + n_ranks * max_tokens * 4 * 8,
-        "dispatch_counts": (n_local * n_ranks + 2 * n_ranks) * 8,
-    }
+    n_pairs, n_slots = n_local * n_ranks, n_ranks * max_tokens
+    n_inline = n_ranks * min(max_tokens, 256)
+    entries = n_slots * top_k * (16 if kind == "sums" else 8)
+    tokens = up(entries, 256)
+    inline_tokens = tokens + up(n_slots * dispatch_msg, 256)
+    chunk_flags = inline_tokens + up(n_inline * dispatch_msg, 256)
+    if kind == "by_expert":
+        send, recv = max_tokens * dispatch_msg, n_pairs * max_tokens * dispatch_msg
+        n_counts = n_pairs + n_ranks
+    else:
+        send, recv = 0, chunk_flags + n_slots * 4 * 8
+        n_counts = n_pairs + 2 * n_ranks
+    n_messages = n_slots if kind == "sums" else max_tokens * top_k
     buffers = {
-        "dispatch_send": max_tokens * dispatch_msg,
-        "dispatch_recv": n_local * n_ranks * max_tokens * dispatch_msg,
-        "dispatch_counts": (n_local * n_ranks + n_ranks) * 8,
-        "combine_recv": max_tokens * top_k * combine_msg,
+        "dispatch_send": send,
+        "dispatch_recv": recv,
+        "dispatch_counts": n_counts * 8,
+        "combine_recv": n_messages * combine_msg,
         "combine_counts": (n_experts + n_ranks) * 8,
     }
-    if protocol != "expert_slots":
-        buffers |= by_rank
-    if protocol == "rank_slots_reduced":
-        buffers["combine_recv"] = n_ranks * max_tokens * combine_msg
-    answer = {"n_local_experts": n_local}
+    answer = dict(n_local_experts=n_local, n_pairs=n_pairs, n_slots=n_slots)
+    answer |= dict(entries=entries, tokens=tokens, n_inline=n_inline)
+    answer |= dict(inline_tokens=inline_tokens, chunk_flags=chunk_flags)
     offset = 0
     for name, n_bytes in buffers.items():
         answer[f"{name}_bytes"] = n_bytes
@@ -134,13 +133,8 @@ def picture(
         offset += up(n_bytes, 256)
     put_bytes = up(max_tokens * top_k * dispatch_msg, 256)
     answer |= {"region_bytes": offset, "dispatch_put_bytes": put_bytes}
-    put_bytes += up(n_ranks * max_tokens * top_k * combine_msg, 256)
+    put_bytes += up(n_slots * top_k * combine_msg, 256)
     return answer | {"put_bytes": put_bytes}
-
-
-def wire_protocol(case: Case) -> str:
-    """What the layout goes by: reduced combine counts as a protocol there."""
-    return case.config().mojo_protocol
 
 
 def picture_of(case: Case) -> dict[str, int]:
@@ -156,7 +150,7 @@ def picture_of(case: Case) -> dict[str, int]:
         case.n_ranks,
         case.max_tokens_per_rank,
         case.top_k,
-        wire_protocol(case),
+        case.combine_mode if case.protocol == "by_rank" else "by_expert",
     )
 
 
@@ -176,7 +170,6 @@ def test_sizes_are_those_of_the_picture(name: str) -> None:
     }
     rest = set(vars(sizes)) - set(want)
     assert rest == {"counters_words", "protocol", *constants}
-    assert sizes.protocol == mojo_constant(wire_protocol(case).upper())
     for field, (constant, path) in constants.items():
         assert getattr(sizes, field) == mojo_constant(constant, path)
 
@@ -189,37 +182,41 @@ def test_config_answers_from_the_sizes(name: str) -> None:
     assert cfg.get_max_recv_tokens() == case.max_rows
     want = picture_of(case)["region_bytes"]
     assert cfg.estimate_memory_usage() == want
-    estimate = estimate_ep_memory_usage(
+    # MAX's function of this name has no protocol, so ours answers for "auto".
+    auto = case.config(protocol="auto", combine_mode="rows", partial_dtype=None)
+    assert estimate(case) == auto.estimate_memory_usage()
+    if case.protocol == "by_rank" and not case.combines_sums:
+        assert estimate(case) == want
+
+
+def estimate(case: Case, **changes: object) -> int:
+    config = case.config()
+    given = dict(
         hidden_size=case.hidden_size,
-        dispatch_dtype=cfg.dispatch_dtype,
-        combine_dtype=cfg.combine_dtype,
+        dispatch_dtype=config.dispatch_dtype,
+        combine_dtype=config.combine_dtype,
         max_tokens_per_rank=case.max_tokens_per_rank,
         n_experts=case.n_experts,
         n_nodes=1,
         n_gpus_per_node=case.n_ranks,
         top_k=case.top_k,
     )
-    # MAX's function of this name has no protocol, so ours answers for "auto".
-    auto = case.config(protocol="auto", combine_mode="rows", partial_dtype=None)
-    assert estimate == auto.estimate_memory_usage()
-    if case.protocol == "by_rank" and not case.combines_sums:
-        assert estimate == want
+    return estimate_ep_memory_usage(**(given | changes))
 
 
 def test_several_hosts_are_estimated_as_gpus() -> None:
     """`"auto"` differs there: SHMEM has `by_expert` only."""
     case = CASES["last_rank_empty"]
-    estimate = estimate_ep_memory_usage(
-        hidden_size=case.hidden_size,
-        dispatch_dtype=BF16,
-        combine_dtype=BF16,
-        max_tokens_per_rank=case.max_tokens_per_rank,
-        n_experts=case.n_experts,
-        n_nodes=2,
-        n_gpus_per_node=2,
-        top_k=case.top_k,
-    )
-    assert estimate == picture_of(case)["region_bytes"]
+    want = picture_of(case)["region_bytes"]
+    assert estimate(case, n_nodes=2, n_gpus_per_node=2) == want
+
+
+def test_memory_estimate_refuses_what_config_does() -> None:
+    with pytest.raises(ValueError, match="use_allreduce"):
+        estimate(CASES["two_ranks"], use_allreduce=True)
+    with pytest.raises(ValueError, match="dispatch_element_dtype.*float4_e2m1fn"):
+        dtype = DType.float4_e2m1fn
+        estimate(CASES["two_ranks"], dispatch_element_dtype=dtype)
 
 
 def test_processes_and_local_ranks_are_ranks_alike() -> None:
@@ -257,16 +254,16 @@ def test_counters_hold_every_pair(n_ranks: int) -> None:
     header = mojo_constant("N_HEADER_WORDS", "max_ep/counters.mojo")
     max_ranks = mojo_constant("MAX_RANKS")
     words_of = {n: header + 2 * (n + max_ranks + 1) for n in range(1, 300)}
-    # The formula is the one that Mojo has; two halves of experts and one of
-    # slots, for each choice, follow.
+    # The formula is the one that Mojo has; experts of two dispatches and slots of
+    # one, for each choice, follow.
     case = CASES["two_ranks"]
     n_choices = case.max_tokens_per_rank * case.top_k
     assert case.config().sizes().counters_words == (
         words_of[case.n_experts] + 3 * n_choices
     )
-    # Reduced combine: of each rank its tokens, and a row and a weight a choice.
-    reduced = case.config(combine_mode="sums", protocol="auto").sizes()
-    assert reduced.counters_words == case.config().sizes().counters_words + (
+    # Sums: of each rank its tokens, and a row and a weight a choice.
+    sums = case.config(combine_mode="sums", protocol="auto").sizes()
+    assert sums.counters_words == case.config().sizes().counters_words + (
         case.n_ranks * (1 + 2 * n_choices)
     )
     for n_experts, n_words in words_of.items():
@@ -276,90 +273,127 @@ def test_counters_hold_every_pair(n_ranks: int) -> None:
 
 # ------------------------------------------------------- offsets, asked in Mojo
 
-_SWEEP = {
-    "n_experts": [1, 5, 64],
-    "n_ranks": [1, 2, 3, 8],
-    "max_tokens": [1, 7, 128],
-    "top_k": [1, 3],
-    "dispatch_msg": [32, 176, 1104],
+SWEEP = dict(
+    n_experts=[1, 5, 64],
+    n_ranks=[1, 2, 3, 8],
+    max_tokens=[1, 7, 128],
+    top_k=[1, 3],
+    msg=[32, 176, 1104],
+)
+
+# What Mojo computes of a group `g`, its last expert `e`, rank `r`, token `t` and
+# choice `k`, and of the picture `p`, in which messages of combine have `2 * msg` bytes.
+_OF_EVERY_KIND = {
+    "g.dispatch_recv_offset()": "p.dispatch_recv_offset",
+    "g.dispatch_counts_offset()": "p.dispatch_counts_offset",
+    "g.combine_recv_offset()": "p.combine_recv_offset",
+    "g.combine_counts_offset()": "p.combine_counts_offset",
+    "g.region_bytes()": "p.region_bytes",
+    "g.choice(t, k)": "max_tokens * top_k - 1",
+    "g.dispatch_done_offset(0)": "p.n_pairs * 8",
+    "g.combine_count_offset(e)": "(n_experts - 1) * 8",
+    "g.combine_done_offset(0)": "n_experts * 8",
+    "g.combine_done_offset(r)": "p.combine_counts_bytes - 8",
+    "g.dispatch_put_offset(g.n_choices() - 1)": "(max_tokens * top_k - 1) * msg",
+    "g.combine_put_offset(r, 1)": "((n_ranks - 1) * max_tokens * top_k + 1) * 2 * msg",
+}
+_OF_ROWS = {
+    # [max_tokens_per_rank][top_k]: choice is fastest.
+    "g.combine_message_offset(0, k)": "(top_k - 1) * 2 * msg",
+    "g.combine_message_offset(t, k)": "p.combine_recv_bytes - 2 * msg",
+}
+_OF_SUMS = {
+    # [n_ranks][max_tokens_per_rank]: token is fastest.
+    "g.partial_offset(0, t)": "(max_tokens - 1) * 2 * msg",
+    "g.partial_offset(r, t)": "p.combine_recv_bytes - 2 * msg",
+}
+_BY_RANK = {
+    "g.entry_offset(0, g.n_choices())": "p.entries // n_ranks",
+    "g.entry_offset(r, g.n_choices())": "p.entries",
+    "g.token_offset(0, 0)": "p.tokens",
+    "g.token_offset(r, t)": "p.tokens + (p.n_slots - 1) * msg",
+    "g.staged_from_recv(r)": "p.tokens + (n_ranks - 1) * max_tokens * msg",
+    # Routing metadata: 16 bytes a choice, in front of 16 more.
+    "g.metadata_offset(0, 0, 0, 1)": "p.tokens + msg - 32",
+    "g.metadata_offset(r, t, k, g.top_k)": "p.tokens + p.n_slots * msg - 32",
+    "g.inline_token_offset(0, 0)": "p.inline_tokens",
+    "g.inline_token_offset(r, g.n_inline_tokens() - 1)": (
+        "p.inline_tokens + (p.n_inline - 1) * msg"
+    ),
+    "g.chunk_flag_offset(0, 0, 0)": "p.chunk_flags",
+    "g.chunk_flag_offset(r, 0, 1)": "p.chunk_flags + (p.n_slots - max_tokens) * 32 + 8",
+    "g.chunk_flag_offset(r, t, N_CHUNKS - 1)": "p.dispatch_recv_bytes - 8",
+    "g.dispatch_n_tokens_offset(0)": "(p.n_pairs + n_ranks) * 8",
+    "g.dispatch_n_tokens_offset(r)": "p.dispatch_counts_bytes - 8",
+}
+_BY_EXPERT = {
+    "g.dispatch_send_offset()": "p.dispatch_send_offset",
+    "g.dispatch_staged_offset(t)": "(max_tokens - 1) * msg",
+    "g.staged_from_recv(r)": "-p.dispatch_recv_offset",
+    "g.pair(g.n_local_experts() - 1, 0)": "p.n_pairs - n_ranks",
+    "g.pair(g.n_local_experts() - 1, r)": "p.n_pairs - 1",
+    # [n_local_experts][n_ranks][max_tokens_per_rank]: slot is fastest.
+    "g.dispatch_message_offset(0, t)": "(max_tokens - 1) * msg",
+    "g.dispatch_message_offset(g.n_pairs() - 1, t)": "p.dispatch_recv_bytes - msg",
+    "g.dispatch_count_offset(g.n_pairs() - 1)": "(p.n_pairs - 1) * 8",
+    "g.dispatch_done_offset(r)": "p.dispatch_counts_bytes - 8",
+}
+OFFSETS = {
+    "by_expert": _OF_EVERY_KIND | _OF_ROWS | _BY_EXPERT,
+    "rows": _OF_EVERY_KIND | _OF_ROWS | _BY_RANK,
+    "sums": _OF_EVERY_KIND | _OF_SUMS | _BY_RANK,
+}
+_AXES = {
+    "by_expert": "Addressing.BY_EXPERT, Returns.ROWS",
+    "rows": "Addressing.BY_RANK, Returns.ROWS",
+    "sums": "Addressing.BY_RANK, Returns.SUMS",
 }
 
 _PROGRAM = """
-from max_ep.layout import EXPERT_SLOTS, N_CHUNKS, RANK_SLOTS
-from max_ep.layout import RANK_SLOTS_REDUCED, RegionLayout
-from max_ep.layout import n_experts_on_rank
+from max_ep.layout import Addressing, N_CHUNKS, Group, Returns, n_experts_on_rank
+from max_ep import (
+    BF16TokenFormat, BlockwiseFP8TokenFormat, Float32TokenFormat,
+    PlainTokenFormat, WithMetadataTokenFormat,
+)
 
-def main() raises:
-    for n_experts in [1, 5, 64]:
-        for n_ranks in [1, 2, 3, 8]:
-            for max_tokens in [1, 7, 128]:
-                for top_k in [1, 3]:
-                    for dispatch_msg in [32, 176, 1104]:
-                        var l = RegionLayout(
-                            n_experts, n_ranks, max_tokens, top_k,
-                            dispatch_msg, 2 * dispatch_msg, EXPERT_SLOTS,
-                        )
-                        for protocol in [RANK_SLOTS, RANK_SLOTS_REDUCED]:
-                            var b = RegionLayout(
-                                n_experts, n_ranks, max_tokens, top_k,
-                                dispatch_msg, 2 * dispatch_msg, protocol,
-                            )
-                            var name = String("rank_slots")
-                            if protocol == RANK_SLOTS_REDUCED:
-                                name += "_reduced"
-                            print(
-                                name,
-                                b.dispatch_recv_offset(),
-                                b.entry_offset(n_ranks - 1, b.n_choices() - 1),
-                                b.token_offset(0, 0),
-                                b.token_offset(n_ranks - 1, max_tokens - 1),
-                                b.carried_choice_offset(0, 0, 0, 1),
-                                b.carried_choice_offset(
-                                    n_ranks - 1, max_tokens - 1, top_k - 1, top_k
-                                ),
-                                b.early_token_offset(0, 0),
-                                b.early_token_offset(
-                                    n_ranks - 1, b.n_early_tokens() - 1
-                                ),
-                                b.chunk_flag_offset(0, 0, 0),
-                                b.chunk_flag_offset(
-                                    n_ranks - 1, max_tokens - 1, N_CHUNKS - 1
-                                ),
-                                b.dispatch_counts_offset(),
-                                b.dispatch_n_tokens_offset(0),
-                                b.dispatch_n_tokens_offset(n_ranks - 1),
-                                b.combine_recv_offset(),
-                                b.combine_counts_offset(),
-                                b.region_bytes(),
-                            )
-                        var last_expert = l.n_local_experts() - 1
-                        var last_pair = l.pair(last_expert, n_ranks - 1)
-                        print(
-                            "layout", n_experts, n_ranks, max_tokens, top_k,
-                            dispatch_msg,
-                            l.dispatch_send_offset(), l.dispatch_recv_offset(),
-                            l.dispatch_counts_offset(),
-                            l.combine_recv_offset(), l.combine_counts_offset(),
-                            l.region_bytes(),
-                            l.pair(last_expert, 0), last_pair,
-                            l.dispatch_message_offset(0, max_tokens - 1),
-                            l.dispatch_message_offset(last_pair, max_tokens - 1),
-                            l.dispatch_count_offset(last_pair),
-                            l.dispatch_done_offset(0),
-                            l.dispatch_done_offset(n_ranks - 1),
-                            l.combine_message_offset(0, top_k - 1),
-                            l.combine_message_offset(max_tokens - 1, top_k - 1),
-                            l.combine_count_offset(n_experts - 1),
-                            l.combine_done_offset(0),
-                            l.combine_done_offset(n_ranks - 1),
-                        )
+def group(
+    n_experts: Int, n_ranks: Int, max_tokens: Int, top_k: Int, msg: Int,
+    addressing: Addressing, returns: Returns,
+) -> Group:
+    return Group(
+        n_experts=n_experts, n_ranks=n_ranks, max_tokens_per_rank=max_tokens,
+        top_k=top_k, dispatch_msg_bytes=msg, combine_msg_bytes=2 * msg,
+        addressing=addressing, returns=returns,
+    )
+
+def main():
     for n_experts in [1, 2, 5, 7, 64]:
         for n_ranks in [1, 2, 3, 4, 8]:
             for rank in range(n_ranks):
                 print("held", n_experts, n_ranks, rank,
                       n_experts_on_rank(n_experts, n_ranks, rank))
-    formats()
 """
+
+
+def mojo_program() -> str:
+    """A Mojo program that answers all questions of this file."""
+    lines, indent = [_PROGRAM], "    "
+    for (wire, hidden_size), name in _FORMAT_SIZES.items():
+        values = [f"{name}.{x}" for x in ("token_bytes", "msg_bytes", "hidden_size")]
+        values = ", ".join([*values, f"{name}.top_k"])
+        lines.append(f'{indent}print("format", "{wire}", {hidden_size}, {values})')
+    for name, values in SWEEP.items():
+        lines.append(f"{indent}for {name} in {values}:")
+        indent += "    "
+    lines.append(f"{indent}var e, r = n_experts - 1, n_ranks - 1")
+    lines.append(f"{indent}var t, k = max_tokens - 1, top_k - 1")
+    for kind, offsets in OFFSETS.items():
+        made = f"group({', '.join(SWEEP)}, {_AXES[kind]})"
+        lines.append(f"{indent}var {kind} = {made}")
+        asked = [x.replace("g.", f"{kind}.") for x in offsets]
+        lines.append(f'{indent}print("{kind}", {", ".join(asked)})')
+    return "\n".join(lines) + "\n"
+
 
 _FORMAT_SIZES = {
     ("bfloat16", 8): "PlainTokenFormat[DType.bfloat16, 8, 3]",
@@ -371,138 +405,43 @@ _FORMAT_SIZES = {
     ("fp8", 384): "BlockwiseFP8TokenFormat[384, 2, False]",
     ("fp8_pow2", 640): "BlockwiseFP8TokenFormat[640, 32, True]",
     ("fp8", 7168): "BlockwiseFP8TokenFormat[7168, 8]",
-    ("bfloat16+5", 80): "WithChoicesTokenFormat[DType.bfloat16, 80, 3, 5]",
-    ("float32+40", 4): "WithChoicesTokenFormat[DType.float32, 4, 32, 40]",
+    ("bfloat16+5", 80): "WithMetadataTokenFormat[DType.bfloat16, 80, 3, 5]",
+    ("float32+40", 4): "WithMetadataTokenFormat[DType.float32, 4, 32, 40]",
 }
 
 
 @pytest.fixture(scope="module")
-def mojo_says(tmp_path_factory) -> dict[str, list[list[str]]]:
-    """Runs one Mojo program that answers all questions of this file."""
-    lines = [
-        "from max_ep import BF16TokenFormat, BlockwiseFP8TokenFormat",
-        "from max_ep import Float32TokenFormat, PlainTokenFormat",
-        "from max_ep import WithChoicesTokenFormat",
-        "def formats():",
-    ]
-    for (wire, hidden_size), name in _FORMAT_SIZES.items():
-        lines.append(
-            f'    print("format", "{wire}", {hidden_size}, {name}.token_bytes, '
-            f"{name}.msg_bytes, {name}.hidden_size, {name}.top_k)"
-        )
+def mojo_says(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """What the program has printed: lists of words, by the first word of a line."""
     path: Path = tmp_path_factory.mktemp("layout") / "ask.mojo"
-    path.write_text(_PROGRAM + "\n" + "\n".join(lines) + "\n")
-    printed = run_mojo("run", "-I", ".", str(path))
+    path.write_text(mojo_program())
     answers: dict[str, list[list[str]]] = {}
-    for line in printed.splitlines():
+    for line in run_mojo("run", "-I", ".", str(path)).splitlines():
         what, *words = line.split()
         answers.setdefault(what, []).append(words)
     return answers
 
 
-def test_offsets_are_those_of_the_picture(mojo_says) -> None:
-    sweep = list(itertools.product(*_SWEEP.values()))
-    assert len(mojo_says["layout"]) == len(sweep)
-    for key, words in zip(sweep, mojo_says["layout"]):
-        n_experts, n_ranks, max_tokens, top_k, msg = key
-        got = [int(word) for word in words]
-        assert tuple(got[:5]) == key
-        p = picture(msg, 2 * msg, n_experts, n_ranks, max_tokens, top_k)
-        n_pairs = p["n_local_experts"] * n_ranks
-        want = [
-            p["dispatch_send_offset"],
-            p["dispatch_recv_offset"],
-            p["dispatch_counts_offset"],
-            p["combine_recv_offset"],
-            p["combine_counts_offset"],
-            p["region_bytes"],
-            n_pairs - n_ranks,
-            n_pairs - 1,
-            # [n_local_experts][n_ranks][max_tokens_per_rank]: slot is fastest.
-            (max_tokens - 1) * msg,
-            p["dispatch_recv_bytes"] - msg,
-            (n_pairs - 1) * 8,
-            n_pairs * 8,
-            p["dispatch_counts_bytes"] - 8,
-            # [max_tokens_per_rank][top_k]: choice is fastest.
-            (top_k - 1) * 2 * msg,
-            p["combine_recv_bytes"] - 2 * msg,
-            (n_experts - 1) * 8,
-            n_experts * 8,
-            p["combine_counts_bytes"] - 8,
-        ]
-        assert got[5:] == want, f"{dict(zip(_SWEEP, key))}"
+@pytest.mark.parametrize("kind", OFFSETS)
+def test_offsets_are_those_of_the_picture(mojo_says, kind: str) -> None:
+    sweep = [dict(zip(SWEEP, sizes)) for sizes in itertools.product(*SWEEP.values())]
+    for sizes, words in zip(sweep, mojo_says[kind], strict=True):
+        n_experts, n_ranks, max_tokens, top_k, msg = sizes.values()
+        p = picture(msg, 2 * msg, n_experts, n_ranks, max_tokens, top_k, kind)
+        known = sizes | {"p": SimpleNamespace(**p)}
+        wanted = {x: eval(python, known) for x, python in OFFSETS[kind].items()}
+        got = dict(zip(wanted, map(int, words), strict=True))
+        assert got == wanted, sizes
 
 
-@pytest.mark.parametrize("protocol", ["rank_slots", "rank_slots_reduced"])
-def test_offsets_by_rank_are_those_of_the_picture(mojo_says, protocol: str) -> None:
-    """`rank_slots`: entries, then tokens; the numbers of tokens come last."""
-    sweep = list(itertools.product(*_SWEEP.values()))
-    entry = 16 if protocol == "rank_slots_reduced" else 8
-    assert len(mojo_says[protocol]) == len(sweep)
-    for key, words in zip(sweep, mojo_says[protocol]):
-        n_experts, n_ranks, max_tokens, top_k, msg = key
-        p = picture(msg, 2 * msg, n_experts, n_ranks, max_tokens, top_k, protocol)
-        n_entry_bytes = n_ranks * max_tokens * top_k * entry
-        tokens = up(n_entry_bytes, 256)
-        n_early = min(max_tokens, 256)
-        early = tokens + up(n_ranks * max_tokens * msg, 256)
-        flags = early + up(n_ranks * n_early * msg, 256)
-        want = [
-            p["dispatch_recv_offset"],
-            n_entry_bytes - entry,
-            tokens,
-            tokens + (n_ranks * max_tokens - 1) * msg,
-            # Choices that a token carries: 16 bytes each, in front of 16 more.
-            tokens + msg - 32,
-            tokens + n_ranks * max_tokens * msg - 32,
-            early,
-            early + (n_ranks * n_early - 1) * msg,
-            flags,
-            p["dispatch_recv_bytes"] - 8,
-            p["dispatch_counts_offset"],
-            (p["n_local_experts"] + 1) * n_ranks * 8,
-            p["dispatch_counts_bytes"] - 8,
-            p["combine_recv_offset"],
-            p["combine_counts_offset"],
-            p["region_bytes"],
-        ]
-        assert [int(w) for w in words] == want, f"{dict(zip(_SWEEP, key))}"
-
-
-def test_choices_that_are_carried_have_room() -> None:
+def test_routing_metadata_stands_in_tokens() -> None:
     """In an all-gather, beside each token: in messages of dispatch alone."""
     config = AllGatherTokenDispatcher(80, 5, 7, n_gpus_per_node=3, target="cpu").config
     sizes = vars(config.sizes())
     messages = dict(dispatch_msg_bytes=160 + 5 * 16 + 16, combine_msg_bytes=160 + 16)
-    want = messages | picture(*messages.values(), 3, 3, 7, 3, "rank_slots_reduced")
-    assert {name: sizes[name] for name in want if name in sizes} == {
-        name: n_bytes for name, n_bytes in want.items() if name in sizes
-    }
-
-
-def test_a_token_a_rank_takes_far_less_memory() -> None:
-    """4096 tokens on 4 ranks: 0.24 GB of dispatch recv instead of 15 GB."""
-    case = Case("many", 4, 256, 8, 7168, 4096)
-    by_expert = case.config().sizes().dispatch_recv_bytes
-    by_rank = case.config(protocol="by_rank").sizes().dispatch_recv_bytes
-    assert by_expert == 256 * 4096 * (14336 + 16)
-    early = 4 * 256 * (14336 + 16)
-    flags = 4 * 4096 * 4 * 8
-    assert by_rank == 4 * 4096 * (14336 + 16) + 4 * 4096 * 8 * 8 + early + flags
-
-
-def test_a_partial_a_rank_takes_less_memory_than_a_row_a_choice() -> None:
-    """4096 tokens, top-8, on 4 ranks: half of combine recv; and what is sent is.
-
-    With float32 partials of bfloat16 rows it is the same again.
-    """
-    case = Case("many", 4, 256, 8, 7168, 4096, protocol="by_rank")
-    rows = case.config().sizes().combine_recv_bytes
-    partials = case.config(combine_mode="sums").sizes().combine_recv_bytes
-    assert rows == 8 * 4096 * (14336 + 16) and partials == rows / 2
-    wide = case.config(combine_mode="sums", partial_dtype=F32).sizes()
-    assert wide.combine_recv_bytes == 4 * 4096 * (28672 + 16)
+    want = messages | picture(*messages.values(), 3, 3, 7, 3, "sums")
+    for name, n_bytes in sizes.items():
+        assert n_bytes == want.get(name, n_bytes), name
 
 
 def test_experts_on_a_rank(mojo_says) -> None:
@@ -523,22 +462,23 @@ def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says) -> None:
         got[wire, hidden_size] = (n_token, n_msg)
     want = {}
     for key in _FORMAT_SIZES:
-        wire, _, n_carried = key[0].partition("+")
+        wire, _, router_top_k = key[0].partition("+")
         n_token = token_bytes(wire, key[1])
-        want[key] = (n_token, n_token + 16 * int(n_carried or 0) + 16)
+        want[key] = (n_token, n_token + 16 * int(router_top_k or 0) + 16)
     assert got == want
     # And so says `layout_query.mojo`, which has formulas for run time.
-    for wire, hidden_size in [("bfloat16", 80), ("float32", 36), ("fp8_pow2", 640)]:
-        tokens = F32 if wire == "float32" else BF16
-        case = Case("asked", 2, 5, 3, hidden_size, 7, wire, tokens)
-        if wire == "float32":
-            case = Case("asked", 3, 7, 2, hidden_size, 5, wire, F32, F32)
-        sizes = case.config().sizes()
-        assert sizes.dispatch_msg_bytes == got[wire, hidden_size][1]
+    for case in (
+        Case("asked", 2, 5, 3, 80, 7),
+        Case("asked", 3, 7, 2, 36, 5, "float32", F32, F32),
+        Case("asked", 2, 5, 3, 640, 7, "fp8_pow2"),
+    ):
+        n_bytes = case.config().sizes().dispatch_msg_bytes
+        assert n_bytes == got[case.wire, case.hidden_size][1]
 
 
 def test_unknown_format_is_named() -> None:
-    words = ["float16", "2", "80", "5", "2", "7", "3", "expert_slots", "0"]
+    protocol = CASES["two_ranks"].config().mojo_protocol
+    words = ["float16", "2", "80", "5", "2", "7", "3", protocol, "0"]
     with pytest.raises(RuntimeError, match="unknown format float16"):
         run_mojo("run", "-I", ".", "layout_query.mojo", *words)
 
