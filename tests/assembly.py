@@ -9,6 +9,7 @@ the hardware makes of that, no test without a GPU can tell.
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 from collections import defaultdict
@@ -53,6 +54,22 @@ class Op:
             and not self.order
         )
 
+    @property
+    def result(self) -> str:
+        """PTX: what it sets: a register, or several; empty if nothing."""
+        found = re.match(r"\S+\s+(%\w+(?:\|%\w+)?|\{[^}]*\}),", self.text)
+        return found[1] if found else ""
+
+    @property
+    def operands(self) -> set[str]:
+        """PTX: the registers that it uses."""
+        return registers(self.text.replace(self.result, "", 1))
+
+    @property
+    def address(self) -> str:
+        """What it has as its address: a register, maybe an offset."""
+        return self.text[self.text.index("[") + 1 : self.text.index("]")]
+
     def moves_16(self, what: str) -> bool:
         """Tells whether it is an ordinary access of 16 bytes.
 
@@ -60,6 +77,11 @@ class Op:
             what: load or store.
         """
         return self.is_plain and self.what == what and self.n_bytes == 16
+
+
+def registers(text: str) -> set[str]:
+    """PTX: returns the registers that a text names."""
+    return set(re.findall(r"%(?:r|rd|p)\d+", text))
 
 
 class Kernel:
@@ -236,10 +258,21 @@ class Kernel:
         # Set elsewhere: what is followed may have changed since.
         return self._value_set(self._set_at[predicate][0], {}, known)
 
+    def made_of(self, some: set[str]) -> set[str]:
+        """PTX: returns some registers, and those that are ever computed from them."""
+        made: set[str] = set()
+        more = set(some)
+        while more - made:
+            made |= more
+            for op in self.ops:
+                if op.operands & made:
+                    more |= registers(op.result)
+        return made
+
     def value(self, operand: str, known: dict[str, int]) -> int | None:
         """Computes what an operand of PTX holds, from what registers hold.
 
-        Only by what adds, shifts and chooses: so flags are made of generations.
+        Only by what adds, shifts, compares and chooses: so generations are used.
 
         Args:
             operand: A number, or a register that is set in one place.
@@ -255,14 +288,52 @@ class Kernel:
         places = self._written_at[operand]
         if len(places) != 1 or self.ops[places[0]].predicate:
             return None
-        name, rest = self.ops[places[0]].text.split(maxsplit=1)
+        return self._computed(self.ops[places[0]], operand, known)
+
+    def _computed(self, op: Op, register: str, known: dict[str, int]) -> int | None:
+        """Computes what an operation sets a register to."""
+        name, rest = op.text.split(maxsplit=1)
         how, *kinds = name.split(".")
+        if rest.startswith("{"):  # the halves of a word
+            halves, _, source = rest.partition("}, ")
+            word = self.value(source, known) if how == "mov" else None
+            shift = 32 * halves.strip("{ ").split(", ").index(register)
+            return None if word is None else word >> shift & 0xFFFF_FFFF
         of = [self.value(x.strip(), known) for x in rest.split(",")[1:]]
-        how = f"{how}.{kinds[0]}" if how == "setp" else how
+        if how == "setp" and None not in of and kinds[0] in _PTX_COMPARE:
+            half = 1 << int(kinds[1][1:]) - 1
+            if kinds[1][0] == "s":
+                of = [(x + half) % (2 * half) - half for x in of]
+            return int(_PTX_COMPARE[kinds[0]](*of))
         if how not in _PTX_ARITHMETIC or None in of:
             return None
         mask = (1 << (64 if "64" in kinds[0] else 32)) - 1
         return _PTX_ARITHMETIC[how](*of) & mask
+
+    def run(self, place: int, known: dict[str, int]) -> dict[str, int]:
+        """Runs what follows an operation of PTX, up to the next branch.
+
+        Args:
+            place: The operation.
+            known: Registers and their values behind it.
+
+        Returns:
+            The registers that are set and can be computed, with their values.
+        """
+        found: dict[str, int] = {}
+        while len(self.ops[place].successors) == 1:
+            (place,) = self.ops[place].successors
+            op = self.ops[place]
+            for register in re.findall(r"%\w+", op.result):
+                value = (
+                    None
+                    if op.predicate
+                    else self._computed(op, register, known | found)
+                )
+                found.pop(register, None)
+                if value is not None:
+                    found[register] = value
+        return found
 
     def smallest_loops(
         self, around: Collection[int], within: Collection[int] | None = None
@@ -341,24 +412,15 @@ class Loop:
         """Returns the places of the operations of some kinds."""
         return self.find(lambda op: op.kind in kinds)
 
-    def reach_in_turn(self, starts: Iterable[int]) -> set[int]:
-        """Finds what may run after some operations in the same turn of the loop."""
+    def reach_in_round(self, starts: Iterable[int]) -> set[int]:
+        """Finds what may run after some operations in the same round of the loop."""
         return self.kernel.reach(starts, {self.entry}, self.body)
 
     def reach_from_entry(self, without: Collection[int]) -> set[int]:
-        """Finds what may run in a turn although some operations have not."""
+        """Finds what may run in a round although some operations have not."""
         if self.entry in without:
             return set()
         return self.kernel.reach([self.entry], {self.entry, *without}, self.body)
-
-    def copying(self) -> Iterator[Loop]:
-        """Finds the smallest loops in it around its accesses of 16 bytes."""
-        inner = self.kernel.loops(self.body - {self.entry})
-        own = self.body.difference(*(loop.body for loop in inner))
-        if any(self.kernel.ops[i].moves_16(self.kernel.ops[i].what) for i in own):
-            yield self
-        for loop in inner:
-            yield from loop.copying()
 
 
 _SCOPES = {"sys": "system", "gpu": "device", "cta": "block", "cluster": "cluster"}
@@ -389,8 +451,9 @@ _PTX_ARITHMETIC: dict[str, Callable[..., int]] = {
     "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b,
     "selp": lambda a, b, choice: a if choice else b,
-    "setp.eq": lambda a, b: a == b,
-    "setp.ne": lambda a, b: a != b,
+}
+_PTX_COMPARE = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _PTX_UNKNOWN = "cp ldu multimem mbarrier suld sust sured ldmatrix stmatrix".split()
 _PTX_ENDS = ("bra", "brx", "ret", "exit", "trap")

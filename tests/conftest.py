@@ -43,7 +43,7 @@ def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
 
 LONGEST = (
     "test_round_trip test_programs test_processes test_gpu_changed_import "
-    "test_serve test_codegen_rank_slots test_codegen test_model"
+    "test_serve test_codegen test_model"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end.
 
@@ -57,6 +57,9 @@ ONE_MODULE = (
 ).split()
 """Files that one process runs, for their graphs are compiled together."""
 
+CODEGEN = ["test_codegen", "test_codegen_by_rank"]
+"""Likewise, for they look at the same kernels."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -66,7 +69,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "one_module" if Path(file).stem in ONE_MODULE else file
+            for group in (ONE_MODULE, CODEGEN):
+                if Path(file).stem in group:
+                    return group[0]
+            return file
 
     return ByGroup(config, log)
 
@@ -197,3 +203,27 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
     path = tmp_path_factory.mktemp("graphs") / "processes.mef"
     processes.compile_graphs(path, session)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def by_expert(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The compiled GPU kernels by expert, by `target.name`."""
+    from kernels import compile_kernels
+
+    return compile_kernels("codegen.mojo", tmp_path_factory.mktemp("expert"), False)
+
+
+@pytest.fixture(scope="session")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The compiled GPU kernels by rank."""
+    from kernels import compile_kernels
+
+    folder = tmp_path_factory.mktemp("rank")
+    return compile_kernels("codegen_rank_slots.mojo", folder, True)
+
+
+@pytest.fixture
+def it(request: pytest.FixtureRequest) -> Any:
+    """One of the compiled kernels: `protocol target.name`."""
+    protocol, name = request.param.split()
+    return request.getfixturevalue(protocol)[name]

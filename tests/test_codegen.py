@@ -4,354 +4,237 @@
 A test on GPUs finds a missing memory order once in many runs, or never. The
 assembly shows it each time: so here stands, for every kernel, what the `# ORDER:`
 comments and invariants (docs/protocol.md) promise, as far as one can see it there.
-Where both halves of a phase are in one kernel, both are looked at.
+Where both phases of an exchange are in one kernel, both are looked at. What only
+kernels by rank promise is in `test_codegen_by_rank.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from assembly import (
-    Kernel,
-    Loop,
-    amd_resources,
-    nvidia_resources,
-    parse_amdgcn,
-    parse_ptx,
+from assembly import Kernel, amd_resources, nvidia_resources, parse_amdgcn, parse_ptx
+from kernels import (
+    AMD,
+    BY_EXPERT,
+    BY_RANK,
+    NVIDIA,
+    Compiled,
+    generation,
+    kernels,
+    mojo_constant,
 )
 
-from max_ep.extension import run_mojo
 from max_ep.limits import MAX_GPU_PAIRS, MAX_RANKS
-
-PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen.mojo"
-
-NVIDIA, AMD = "sm_90a", "gfx942"
-
-# Those that tests/mojo/codegen.mojo compiles, by kernel and variant.
-NAMES = """
-dispatch_async.bf16 dispatch_async.bf16_shared
-dispatch_async.fp8 dispatch_async.fp8_scaled
-dispatch_wait.bf16 dispatch_wait.bf16_padded dispatch_wait.bf16_shared
-dispatch_wait.fp8 dispatch_wait.fp8_padded
-dispatch.bf16 dispatch.bf16_shared dispatch.fp8_padded
-combine_async.bf16
-combine_wait.bf16 combine_wait.bf16_shared combine_wait.f32
-combine.bf16 combine.bf16_shared combine.bf16_many
-clear.any
-""".split()
 
 # Registers of a multiprocessor's threads, and of the threads of an MI300X unit that
 # share a SIMD: a block of 512 puts two waves on each of the four.
 NVIDIA_REGISTERS = 65536
 AMD_REGISTERS_OF_TWO_WAVES = 256
 
-# Local memory that a thread uses since its registers do not suffice, in bytes. It
-# should be none, and is for all others.
+# Local memory that a thread uses since its registers do not suffice, in bytes, at
+# most. It should be none, and is for all others.
 SPILLED = {
     (NVIDIA, "dispatch_async.fp8_scaled"): 72,
+    (NVIDIA, "dispatch.fp8_shared_parts"): 8,
 }
 
 
-@dataclass
-class Compiled:
-    """A kernel for a target, and what to expect of it."""
-
-    target: str
-    name: str
-    text: str
-    kernel: Kernel
-    cubin: bytes
-    num_threads: int
-    in_flight: int
-    encoded_in_flight: int
-    top_k: int
-    header: dict[str, int]
-    """Words of the counters' header."""
-
-    @property
-    def spilled(self) -> int:
-        """Bytes of local memory that are known."""
-        return SPILLED.get((self.target, self.name), 0)
-
-    def has(self, word: str) -> bool:
-        """Tells whether the variant is of a kind."""
-        return word in self.name.partition(".")[2].split("_")
-
-    @property
-    def is_dispatch(self) -> bool:
-        """Whether it is one of the dispatch kernels."""
-        return self.name.startswith("dispatch")
-
-    @property
-    def sends(self) -> bool:
-        """Whether it has the sending half."""
-        kernels = ("dispatch_async", "dispatch", "combine_async", "combine")
-        return self.name.partition(".")[0] in kernels
-
-    @property
-    def receives(self) -> bool:
-        """Whether it has the receiving half."""
-        kernels = ("dispatch_wait", "dispatch", "combine_wait", "combine")
-        return self.name.partition(".")[0] in kernels
-
-    def loads_16(self) -> set[int]:
-        """Returns where tokens or rows are loaded."""
-        return self.kernel.find(lambda op: op.moves_16("load"))
-
-    def stores_16(self) -> set[int]:
-        """Returns where tokens or rows are stored."""
-        return self.kernel.find(lambda op: op.moves_16("store"))
-
-    def header_words(self) -> dict[str, int]:
-        """PTX: returns the registers that a word of the header is loaded into."""
-        load = r"ld\.global\.b32\s+(%r\d+), \[%rd\d+\+(\d+)\]"
-        found = (re.fullmatch(load, op.text) for op in self.kernel.ops)
-        return {loaded[1]: int(loaded[2]) // 4 for loaded in found if loaded}
-
-    def send_loops(self) -> list[Loop]:
-        """Returns the loops that write messages: they publish something, too."""
-        return [
-            loop
-            for loop in self.kernel.loops()
-            if loop.find_kind("store release system") and loop.body & self.stores_16()
-        ]
-
-    def receive_loops(self) -> list[Loop]:
-        """Returns the loops that read messages: they await something, too."""
-        return [
-            loop
-            for loop in self.kernel.loops()
-            if loop.find_kind("load acquire system") and loop.body & self.loads_16()
-        ]
+def test_all_variants_are_compiled(by_expert, by_rank) -> None:
+    """And all of each is looked at: what is never reached would pass any test."""
+    wanted = {f"{target}.{n}" for target in (NVIDIA, AMD) for n in BY_EXPERT}
+    assert set(by_expert) == wanted
+    assert set(by_rank) == {f"{NVIDIA}.{n}" for n in BY_RANK}
+    for x in (*by_expert.values(), *by_rank.values()):
+        assert len(x.kernel.reach_from_start([])) == len(x.kernel.ops), x.name
 
 
-@pytest.fixture(scope="module")
-def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
-    folder = tmp_path_factory.mktemp("assembly")
-    printed = run_mojo("run", "-I", ".", str(PROGRAM), str(folder))
-    *numbers, record, sent, received, combine_sent, combine_received = map(
-        int, printed.split()
-    )
-    num_threads, in_flight, encoded_in_flight, top_k, max_top_k = numbers
-    header = dict(
-        dispatch_sent=sent,
-        dispatch_received=received,
-        combine_sent=combine_sent,
-        combine_received=combine_received,
-    )
-    compiled = {}
-    for path in sorted(folder.glob("*.s")):
-        target, _, name = path.stem.partition(".")
-        text = path.read_text()
-        compiled[path.stem] = Compiled(
-            target,
-            name,
-            text,
-            parse_ptx(text) if target == NVIDIA else parse_amdgcn(text, record),
-            path.with_suffix(".cubin").read_bytes() if target == NVIDIA else b"",
-            num_threads,
-            in_flight,
-            encoded_in_flight,
-            max_top_k if name.endswith("_many") else top_k,
-            header,
-        )
-    return compiled
+# ------------------------------------------------------------------ orders and scopes
 
 
-@pytest.fixture(params=[f"{target}.{n}" for target in (NVIDIA, AMD) for n in NAMES])
-def it(request: pytest.FixtureRequest, assembly: dict[str, Compiled]) -> Compiled:
-    return assembly[request.param]
-
-
-def only(targets: list[str], names: list[str]) -> pytest.MarkDecorator:
-    """Looks at some of the kernels."""
-    ids = [f"{target}.{name}" for target in targets for name in names]
-    return pytest.mark.parametrize("it", ids, indirect=True)
-
-
-def shown(it: Compiled, places: set[int]) -> list[str]:
-    return [it.kernel.ops[i].text for i in sorted(places)]
-
-
-def test_all_are_looked_at(assembly: dict[str, Compiled]) -> None:
-    assert set(assembly) == {f"{target}.{n}" for target in (NVIDIA, AMD) for n in NAMES}
-    for it in assembly.values():
-        # What is never reached would pass any test of what comes before what.
-        assert len(it.kernel.reach_from_start([])) == len(it.kernel.ops), it.name
-
-
+@kernels()
 def test_system_scope(it: Compiled) -> None:
-    """Everything between ranks: flags by release and acquire, counts relaxed.
+    """Which accesses there are between ranks, and of which sizes.
 
-    Each wait is two loads, one before its loop and one in it.
-
-    Fails if `publish` or `peek` is relaxed or of device scope, if a wait goes by
-    `peek_number` or is left out, and if `publish_number` is stronger than it says.
+    Fails if `publish` or a wait for a flag is relaxed or of device scope, if what is
+    relaxed gets stronger, and if 16 bytes become two accesses or four.
     """
-    counts = it.is_dispatch
-    n_waits = it.sends * (2 if counts else 1) + it.receives
-    found = Counter(op.kind for op in it.kernel.ops if op.scope == "system")
-    assert bool(found.pop("load relaxed system", 0)) == (it.receives and counts)
-    assert found == +Counter(
-        {
-            # A message's flag; the done word.
-            "store release system": it.sends + it.receives,
-            "store relaxed system": it.sends and counts,
-            "load acquire system": 2 * n_waits,
-        }
-    )
+    expected = {
+        # Flags of messages and chunks; done words.
+        ("store release system", 8): it.sends or it.publishes_at_end,
+        ("load acquire system", 8): it.sends
+        or it.receives_chunks
+        # By rank who receives may look for who sends next.
+        or it.records_readers,
+        # Counts and numbers of tokens.
+        ("store relaxed system", 8): it.sends and it.is_dispatch,
+        ("load relaxed system", 8): it.receives and it.is_dispatch,
+        # Entries, inline-flag tokens and partial sums.
+        ("store relaxed system", 16): it.sends and it.is_by_rank,
+        ("load relaxed system", 16): it.receives and it.is_by_rank,
+    }
+    kinds = {(op.kind, op.n_bytes) for op in it.kernel.ops if op.scope == "system"}
+    assert kinds == {kind for kind, is_there in expected.items() if is_there}
     assert not it.kernel.find(
         lambda op: op.what == "fence" or op.order in ("volatile", "sc")
     )
-    flags = it.kernel.find(lambda op: op.scope == "system" and op.n_bytes != 8)
-    assert not shown(it, flags)
 
 
+@kernels()
 def test_device_scope(it: Compiled) -> None:
-    """Blocks meet in `arrive`; what else they share is the failure record.
+    """Blocks meet in one `arrive`; what else they share is the failure record.
 
-    Fails if `arrive` is relaxed.
+    Fails if `arrive` is relaxed, and if a kernel counts its blocks twice.
     """
-    found = Counter(op.kind for op in it.kernel.ops if op.scope == "device")
+    ordered = [op.kind for op in it.kernel.ops if op.scope == "device"]
+    if not it.sends and not it.receives:
+        assert not ordered
+        return
+    assert ordered.count("atomic acq_rel device") == 1
     relaxed = {"load relaxed device", "atomic relaxed device"}
-    if it.sends or it.receives:
-        assert found.pop("atomic acq_rel device") == 1
-        assert set(found) == relaxed
-    else:
-        assert not found
+    assert set(ordered) == relaxed | {"atomic acq_rel device"}
 
 
-@only([NVIDIA], NAMES)
+@kernels("sm_90a")
 def test_block_scope(it: Compiled) -> None:
     """Warps hand work on in shared memory, by release and acquire.
 
-    Only PTX tells: an AMD block's accesses to shared memory stay in order anyway.
-    Fails if `block_publish` is relaxed.
+    Only PTX shows it: an AMD block's accesses to shared memory stay in order anyway.
+    Fails if what publishes a word of a block, or awaits one, is relaxed.
     """
-    found = Counter(op.kind for op in it.kernel.ops if op.scope == "block")
-    found.pop("atomic relaxed block", 0)
-    # The slots of choices; that the pairs are there, which is asked twice.
-    slots, pairs = it.is_dispatch * it.sends, it.is_dispatch * it.receives
-    assert found == +Counter(
-        {
-            "store release block": slots + pairs,
-            "load acquire block": slots + 2 * pairs,
-        }
-    )
+    kinds = {op.kind for op in it.kernel.ops if op.scope == "block"}
+    # By rank few choices are indexed by lanes, which need not be awaited.
+    hands_on = it.receives or it.sends_chunks
+    expected = {"store release block", "load acquire block"} if hands_on else set()
+    if it.is_by_rank and it.receives:
+        expected.add("atomic release block")  # Rows are counted by several warps.
+    assert kinds - {"atomic relaxed block"} == (expected if it.is_dispatch else set())
 
 
-@only([NVIDIA], NAMES)
+@kernels("sm_90a")
 def test_every_wait_looks_at_the_clock(it: Compiled) -> None:
     """Who waits for a rank that has died finds out, whatever it waits for.
 
-    Fails if a loop that waits for a peer does without its deadline.
+    Fails if a loop that waits for a peer does without its deadline. Only what records
+    readers polls a few times and needs none.
     """
-    looks = it.kernel.find_kind("load acquire system", "load relaxed system")
+    polls = it.kernel.find_kind("load acquire system", "load relaxed system")
     clock = it.kernel.find(lambda op: "%globaltimer" in op.text)
-    for loop in it.kernel.smallest_loops(looks):
-        assert loop.body & clock, shown(it, loop.body & looks)
+    loops = it.kernel.smallest_loops(polls)
+    timeless = [loop for loop in loops if not loop.body & clock]
+    assert len(timeless) == it.records_readers
+    for loop in timeless:
+        assert loop.body & polls == loop.find_kind("load acquire system")
 
 
-@only([NVIDIA], NAMES)
-def test_readers_have_reached_what_was_sent(it: Compiled) -> None:
-    """I3: done words are compared with the generation that was sent last.
+def asked_generations(it: Compiled, place: int) -> set[tuple[str, str]]:
+    """Finds what a word that a rank loads is compared with.
 
-    Messages' flags must be equal to theirs. Fails if a half is content with the done
-    word of a generation before, or with a message of a later one.
+    Runs what follows the load with words of generations around each of the header's.
+
+    Returns:
+        `reached` or `equals`, and the generation: a word of the header, with `+ 1` for
+        the next one. By rank the lower half of a done word is of combine.
     """
-    phase = "dispatch" if it.is_dispatch else "combine"
-    how = Counter[str]()
-    for place in it.kernel.find_kind("load acquire system"):
-        _, compared, sign = (op.text for op in it.kernel.ops[place + 1 : place + 4])
-        if found := re.fullmatch(r"setp\.(eq|ne)\.b32\s.*", compared):
-            how[found[1]] += 1
-            continue
-        found = re.fullmatch(r"sub\.s32\s+(%r\d+), %r\d+, (%r\d+)", compared)
-        assert found, compared
-        assert it.header_words()[found[2]] == it.header[f"{phase}_sent"]
-        reached = rf"setp\.(gt|lt)\.s32\s+%p\d+, {found[1]}, (-1|0)"
-        said = re.fullmatch(reached, sign)
-        assert said and said.groups() in [("gt", "-1"), ("lt", "0")], sign
-        how[said[1]] += 1
-    # Of each wait, the first look and the next ones.
-    n_waits = it.sends * (2 if it.is_dispatch else 1)
-    assert how == +Counter(gt=n_waits, lt=n_waits, eq=it.receives, ne=it.receives)
+    known, found = it.generations(), set()
+    loaded = re.findall(r"%\w+", it.kernel.ops[place].result)
+    for name in (f"{x}_{y}" for x in ("dispatch", "combine") for y in WORDS):
+        number = generation(name)
+        shift = 0 if it.is_by_rank and name == "combine_sent" else 32
+        runs = []
+        for other in (5, 999_999):  # Whatever the other half is.
+            for n in range(number - 1, number + 3):
+                word = n << shift | other << 32 - shift
+                now = known | dict.fromkeys(loaded, 0) | {loaded[0]: word}
+                runs.append(it.kernel.run(place, now))
+        for register in (r for r in runs[0] if r.startswith("%p")):
+            values = [run.get(register) for run in runs]
+            if values[0] != 0:
+                values = [1 - value if value is not None else None for value in values]
+            if values == [0, 1, 1, 1] * 2:
+                found.add(("reached", name))
+            if values == [0, 0, 1, 0] * 2:
+                found.add(("equals", f"{name} + 1"))
+    return found
 
 
-@only([NVIDIA], [n for n in NAMES if "_async." not in n and n != "clear.any"])
-def test_done_words_are_of_what_was_read(it: Compiled) -> None:
-    """The generation that follows the one that was received before, as a number.
+WORDS = ("sent", "received")
 
-    Fails if it is the one before, or the one that was sent.
+
+@kernels("sm_90a")
+def test_waits_are_for_the_right_generation(it: Compiled) -> None:
+    """I3: done words must have reached what was sent last; flags equal the next one.
+
+    Fails if a launch is content with a generation before, or takes a flag of a later
+    one, or, by rank, goes by the half of a done word that is of the other direction.
     """
-    phase = "dispatch" if it.is_dispatch else "combine"
-    number = {word: 100 + word for word in it.header.values()}
-    known = {r: number[w] for r, w in it.header_words().items() if w in number}
-    read = number[it.header[f"{phase}_received"]] + 1
-    sending = set().union(*(loop.body for loop in it.send_loops()))
-    done = it.kernel.find_kind("store release system") - sending
-    registers = [text.rpartition(", ")[2] for text in shown(it, done)]
-    assert [it.kernel.value(r, known) for r in registers] == [read << 32]
+    other = "combine" if it.is_dispatch else "dispatch"
+    expected = set()
+    if it.sends:
+        expected.add(("reached", f"{it.phase}_sent"))
+    if it.records_readers:
+        expected.add(("reached", f"{other}_sent"))
+    if it.receives_chunks:
+        expected.add(("equals", f"{it.phase}_received + 1"))
+    polls = it.kernel.find_kind("load acquire system")
+    asked = [asked_generations(it, place) for place in polls]
+    assert all(len(of_one) == 1 for of_one in asked)
+    assert set().union(*asked) == expected
 
 
-@only([NVIDIA], [n for n in NAMES if n.startswith("dispatch")])
-def test_warps_hand_on_what_is_there(it: Compiled) -> None:
-    """The slots of a unit are noted before they are handed on, and read after it.
+@kernels("by_rank sm_90a.dispatch(_wait)?\\.")
+def test_counts_are_of_the_next_generation(it: Compiled) -> None:
+    """What is compared at once; of several words one may be compared later."""
+    polls = it.kernel.find(
+        lambda op: op.kind == "load relaxed system" and ".b128" not in op.text
+    )
+    asked = set().union(*(asked_generations(it, place) for place in polls))
+    assert asked == {("equals", "dispatch_received + 1")}
 
-    Likewise the rows of all pairs are, before a message is looked at.
-    Fails without the `syncwarp` or the `block_peek` between.
+
+@kernels("sm_90a")
+def test_generations_that_are_published(it: Compiled) -> None:
+    """A done word is of what was read, a flag of what is sent, as numbers.
+
+    By rank a done word has both directions, and is of launches before, unless it is
+    published at the end. Fails if it is the generation before, or one that was sent.
     """
-    awaited = it.kernel.find_kind("load acquire block")
-    for loop in it.send_loops():
-        slots = loop.find(lambda op: op.is_plain and op.n_bytes != 16)
-        assert slots and not shown(it, slots & loop.reach_from_entry(awaited))
-    for loop in it.receive_loops():
-        assert loop.entry not in it.kernel.reach_from_start(awaited)
-
-    loops = [x for x in it.kernel.loops() if x.find_kind("store release block")]
-    assert len(loops) == it.sends
-    for loop in loops:
-        noted = loop.find(lambda op: op.is_plain and op.what == "store")
-        released = loop.find_kind("store release block")
-        assert noted and released <= loop.reach_in_turn(noted)
-        assert not shown(it, noted & loop.reach_in_turn(released))
-        assert not released & it.kernel.reach(noted, loop.find_kind("warp_barrier"))
-
-    in_loops = set().union(*(loop.body for loop in loops))
-    for ready in it.kernel.find_kind("store release block") - in_loops:
-        met = it.kernel.find_kind("warp_barrier", "barrier")
-        noted = it.kernel.find(lambda op: op.kind == "store" and op.space == "shared")
-        unmet = [i for i in noted if ready in it.kernel.reach([i], met)]
-        # The lane that publishes also writes the largest count.
-        assert len(unmet) == 1 < len(noted)
+    read = [generation(f"{phase}_received") for phase in ("dispatch", "combine")]
+    read[not it.is_dispatch] += it.publishes_at_end
+    done = read[0] << 32 | read[1] if it.is_by_rank else read[not it.is_dispatch] << 32
+    places = it.done_words()
+    assert len(places) == (it.publishes_at_end or it.is_by_rank and it.sends)
+    for place in places:
+        register = it.kernel.ops[place].text.rpartition(", ")[2]
+        assert it.kernel.value(register, it.generations()) == done
 
 
-def test_message_is_written_before_its_flag(it: Compiled) -> None:
-    """I2, in a turn of the sending loop: no byte of a message behind its release.
+# ------------------------------------------------------------- what comes before what
+
+
+@kernels()
+def test_payload_is_written_before_its_flag(it: Compiled) -> None:
+    """I2, in a round of the send loop: no byte of a payload behind its release.
 
     Fails if it is published first, and without the `syncwarp` between.
     """
     loops = it.send_loops()
-    assert len(loops) == it.sends
+    assert len(loops) == it.sends_chunks
     for loop in loops:
         written = loop.body & it.stores_16()
         released = loop.find_kind("store release system")
-        assert len(released) == 1
-        assert released <= loop.reach_in_turn(written)
-        assert not shown(it, loop.reach_in_turn(released) & written)
+        assert released <= loop.reach_in_round(written)
+        assert not it.shown(loop.reach_in_round(released) & written)
         if it.target == NVIDIA:
-            # The lanes that wrote it meet the one that publishes it. In an AMD wave
-            # all go in step, and a release waits for what all have stored.
+            # The lanes that wrote it meet those that publish it. In an AMD wave all
+            # go in step, and a release waits for what all have stored.
             met = it.kernel.find_kind("warp_barrier")
             assert not released & it.kernel.reach(written, met)
 
 
+@kernels("by_expert")
 def test_message_is_read_after_its_flag(it: Compiled) -> None:
-    """I2, in a turn of the receiving loop: no byte of a message before its acquire.
+    """I2, in a round of the receive loop: no byte of a message before its acquire.
 
     Combine's lanes await a message each and read all of them, so they meet between.
     Fails if a message is copied first, and without combine's `syncwarp`.
@@ -361,196 +244,265 @@ def test_message_is_read_after_its_flag(it: Compiled) -> None:
     for loop in loops:
         read = loop.body & it.loads_16()
         awaited = loop.find_kind("load acquire system")
-        assert read <= loop.reach_in_turn(awaited)
-        assert not shown(it, awaited & loop.reach_in_turn(read))
+        assert read <= loop.reach_in_round(awaited)
+        assert not it.shown(awaited & loop.reach_in_round(read))
         if it.is_dispatch:
-            assert not shown(it, read & loop.reach_from_entry(awaited))
+            assert not it.shown(read & loop.reach_from_entry(awaited))
         elif it.target == NVIDIA:
             met = loop.find_kind("warp_barrier")
-            assert not shown(it, read & loop.reach_from_entry(met))
+            assert not it.shown(read & loop.reach_from_entry(met))
 
 
-@only([NVIDIA], NAMES)
-def test_slots_are_written_after_their_readers_are_done(it: Compiled) -> None:
+def unclear(it: Compiled) -> dict[str, bool]:
+    """Returns the predicates that are so if done words must be polled.
+
+    By rank the header may say that all were there before: it compares a generation
+    that was sent with the one that all ranks were seen to have read.
+    """
+    word_of = it.header_words()
+    drained = [
+        {int(generation(f"{x}_{y}")) // 1000 for y in ("sent", "drained")}
+        for x in ("dispatch", "combine")
+    ]
+    values: dict[str, bool] = {}
+    for op in it.kernel.ops:
+        compare = r"setp\.(eq|ne)\.\w+\s+(%p\d+), (%r\d+), (%r\d+)"
+        if found := re.fullmatch(compare, op.text):
+            if {word_of.get(found[3]), word_of.get(found[4])} in drained:
+                values[found[2]] = found[1] == "ne"
+    return values
+
+
+@kernels("sm_90a.*(dispatch|combine)(_async)?\\.")
+def test_peers_are_written_after_their_readers_are_done(it) -> None:
     """I3: a warp votes that all done words are there before it writes to a peer.
 
     Only PTX shows a vote; an AMD wave counts bits. Each lane awaits some of the words,
-    so a warp barrier must carry what it has acquired to the others.
-    Fails if `_send_half` does not await the done words.
+    so a warp barrier must carry what it has acquired to the others. Fails if a kernel
+    sends without that wait, or that is without its `syncwarp`, or goes by the wrong
+    words of the header.
     """
-    written = it.kernel.find_kind("store relaxed system")
+    kernel = it.kernel
+    written = kernel.find_kind("store relaxed system")
     for loop in it.send_loops():
         written |= loop.body & it.stores_16()
-    awaited = it.kernel.find_kind("load acquire system")
-    votes = it.kernel.find_kind("vote")
-    voted = {v for v in votes if {v} & it.kernel.reach(awaited, votes - {v})}
-    assert not shown(it, written & it.kernel.reach_from_start(voted))
-    awaited = awaited.difference(*(loop.body for loop in it.receive_loops()))
-    met = it.kernel.find_kind("warp_barrier")
-    assert not shown(it, written & it.kernel.reach(awaited, met))
+    awaited = it.done_polls()
+    votes = kernel.find_kind("vote")
+    voted = {v for v in votes if {v} & kernel.reach(awaited, votes - {v})}
+    if it.is_by_rank:
+        assert voted and unclear(it)
+        too_soon = kernel.reach_knowing(unclear(it), voted)
+    else:
+        too_soon = kernel.reach_from_start(voted)
+    assert written and not it.shown(written & too_soon)
+    met = kernel.find_kind("warp_barrier")
+    assert not it.shown(written & kernel.reach(awaited, met))
 
 
+@kernels("by_expert", but="clear")
+def test_blocks_have_read_before_they_arrive(it: Compiled) -> None:
+    """I3: a block's warps meet before one of them says that it has ended."""
+    arrived = it.kernel.find_kind("atomic acq_rel device")
+    met = it.kernel.find_kind("barrier")
+    assert not arrived & it.kernel.reach(it.loads_16() | it.stores_16(), met)
+
+
+@kernels("by_expert.*(wait|dispatch\\.|combine\\.)|_turns|dispatch_wait.bf16")
 def test_done_words_come_last(it: Compiled) -> None:
-    """I3: all blocks have read and written what they must when peers are told so.
+    """I3: all blocks have read and written what they must when peers hear of it.
 
-    Fails without the block barrier before `arrive`, or the `syncwarp` behind it.
+    Fails without the block barrier before `arrive`, or the `syncwarp` behind it: one
+    lane learns that all blocks have arrived; the others go by it.
     """
     kernel = it.kernel
     arrived = kernel.find_kind("atomic acq_rel device")
-    met = kernel.find_kind("barrier")
-    moved = it.loads_16() | it.stores_16()
-    assert not arrived & kernel.reach(moved, met)
-
-    copying = [loop.body for loop in kernel.loops() if loop.body & moved]
-    done = kernel.find_kind("store release system").difference(*copying)
-    assert len(done) == it.receives
-    assert done <= kernel.reach(arrived)
-    assert not done & kernel.reach_from_start(met)
-    assert not shown(it, (moved | arrived) & kernel.reach(done))
+    barriers = kernel.find_kind("barrier")
+    assert not arrived & kernel.reach(it.moved(), barriers)
+    done = it.done_words()
+    assert done and done <= kernel.reach(arrived)
+    # By rank the first one is that of the launch's start.
+    met = {i for i in barriers if not it.is_by_rank or i in kernel.reach(barriers)}
+    assert met and not done & kernel.reach_from_start(met)
+    assert not it.shown((it.moved() | arrived) & kernel.reach(done))
     if it.target == NVIDIA:
-        # One lane learns that all blocks have arrived; the others go by it.
         behind = kernel.reach(arrived, kernel.find_kind("warp_barrier"))
-        assert not shown(it, done & behind)
+        assert not it.shown(done & behind)
 
 
-@only([NVIDIA, AMD], ["dispatch.bf16_shared"])
+@kernels("by_expert sm_90a.dispatch")
+def test_warps_hand_on_what_is_there(it: Compiled) -> None:
+    """Slots are stored before they are handed on, and read after it.
+
+    Likewise the rows of all pairs are, before a message is read.
+    Fails without the `syncwarp` or the wait between.
+    """
+    awaited = it.kernel.find_kind("load acquire block")
+    for loop in it.send_loops():
+        slots = loop.find(lambda op: op.is_plain and op.n_bytes != 16)
+        assert slots and not it.shown(slots & loop.reach_from_entry(awaited))
+    for loop in it.receive_loops():
+        assert loop.entry not in it.kernel.reach_from_start(awaited)
+
+    loops = [x for x in it.kernel.loops() if x.find_kind("store release block")]
+    assert len(loops) == it.sends
+    for loop in loops:
+        stored = loop.find(lambda op: op.is_plain and op.what == "store")
+        released = loop.find_kind("store release block")
+        assert stored and released <= loop.reach_in_round(stored)
+        assert not it.shown(stored & loop.reach_in_round(released))
+        assert not released & it.kernel.reach(stored, loop.find_kind("warp_barrier"))
+
+    in_loops = set().union(*(loop.body for loop in loops))
+    for ready in it.kernel.find_kind("store release block") - in_loops:
+        met = it.kernel.find_kind("warp_barrier", "barrier")
+        stored = it.kernel.find(lambda op: op.kind == "store" and op.space == "shared")
+        unmet = [i for i in stored if ready in it.kernel.reach([i], met)]
+        # The lane that publishes also writes the largest count.
+        assert len(unmet) == 1 < len(stored)
+
+
+@kernels("by_expert.*dispatch.bf16_shared")
 def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
-    """I4: what the sending warps put aside is there when others fetch it.
+    """I4: what the sending warps have staged is there when others copy it.
 
     Fails without the block barrier between.
     """
-    fetched = it.loads_16().difference(
-        *(loop.body for loop in it.send_loops() + it.receive_loops())
-    )
-    assert len(fetched) == it.in_flight
+    in_loops = (loop.body for loop in it.send_loops() + it.receive_loops())
+    copied = it.loads_16().difference(*in_loops)
     (sending,) = it.send_loops()
-    put_aside = sending.body & it.stores_16()
-    assert fetched <= it.kernel.reach(put_aside)
+    staged = sending.body & it.stores_16()
+    assert copied and copied <= it.kernel.reach(staged)
     met = it.kernel.find_kind("barrier")
-    assert not shown(it, fetched & it.kernel.reach(put_aside, met))
+    assert not it.shown(copied & it.kernel.reach(staged, met))
 
 
+# -------------------------------------------------------------------------- resources
+
+
+@kernels()
 def test_payload_moves_by_16_bytes(it: Compiled) -> None:
-    """As many accesses of 16 bytes as the code means, and no narrower ones.
+    """Nothing narrower in a peer's memory but words that are published.
 
-    Fails if `load16` or `store16` has a smaller alignment: then it is four accesses
-    in PTX (an AMD GPU has unaligned ones of 16 bytes).
+    Addresses of regions come out of a table, so nobody knows their space; of FP8
+    messages by expert the scales are read one by one. Fails if `load16` or `store16`
+    has a smaller alignment (an AMD GPU has unaligned ones of 16 bytes).
     """
-    per_step, shared = it.in_flight, it.has("shared")
-    n_loads = n_stores = 0
-    if it.is_dispatch and it.sends:
-        # FP8 reads 32 bytes for 16 that it sends, and sends scales behind them.
-        sent = it.encoded_in_flight if it.has("fp8") else per_step
-        n_loads += sent * (1 + it.has("fp8"))
-        n_stores += sent * (1 + it.has("fp8")) * (1 + shared)
-    if it.is_dispatch and it.receives:
-        n_loads += per_step * (1 + shared)
-        n_stores += per_step * (1 + shared)
-    if not it.is_dispatch and it.sends:
-        n_loads += per_step
-        n_stores += per_step
-    if not it.is_dispatch and it.receives:
-        n_loads += it.top_k + shared
-        n_stores += 1
-    if it.target == NVIDIA:
-        assert (len(it.loads_16()), len(it.stores_16())) == (n_loads, n_stores)
-        for loop in it.kernel.loops():
-            for copying in loop.copying():
-                narrow = copying.find(lambda op: op.is_plain and op.n_bytes != 16)
-                assert not shown(it, narrow)
-    else:
-        # With 64 lanes a token takes a step or two, and no loop need be left.
-        assert len(it.loads_16()) >= n_loads
-        assert len(it.stores_16()) >= n_stores
-
-    # Addresses of regions come out of a table, so nobody knows their space.
+    if it.sends or it.receives:
+        assert it.moved()
     narrow = it.kernel.find(
         lambda op: op.is_plain and op.space == "generic" and op.n_bytes != 16
     )
-    has_scales = it.is_dispatch and it.receives and it.has("fp8")
-    assert len(shown(it, narrow)) == has_scales
-    assert all(it.kernel.ops[i].kind == "load" for i in narrow)
+    reads_scales = not it.is_by_rank and it.is_dispatch and it.receives
+    reads_scales = reads_scales and it.has("fp8")
+    kinds = {it.kernel.ops[i].kind for i in narrow}
+    assert kinds == ({"load"} if reads_scales else set()), it.shown(narrow)
 
 
-@only([NVIDIA], NAMES)
+@kernels("sm_90a")
 def test_only_tokens_are_read_as_constants(it: Compiled) -> None:
     """Nothing that a peer or another warp writes: that cache does not hear of it.
 
-    Only PTX has such loads. Fails if `load16` says that what it reads is invariant.
+    By rank, whose launches overlap, not even tokens. Only PTX has such loads. Fails if
+    `load16` says that what it reads is invariant.
     """
     tokens: set[int] = set()
-    if it.is_dispatch and it.sends:
+    if it.is_dispatch and it.sends and not it.is_by_rank:
         (sending,) = it.send_loops()
         tokens = sending.body & it.loads_16()
     assert it.kernel.find(lambda op: op.is_read_only) == tokens
 
 
-@only([NVIDIA], ["dispatch.bf16", "combine.bf16"])
-def test_shared_memory_is_what_the_config_counts_with(it: Compiled) -> None:
-    """So much for each pair and each rank: `MAX_GPU_PAIRS` of them fit."""
+N_PAIRS, N_RANKS = 256, 8
+"""Those of the programs that compile the kernels."""
+IDS_BYTES = 16 * 1024
+"""Ids of few choices, in shared memory, by rank."""
+
+
+@kernels("sm_90a", but="many|clear")
+def test_shared_memory_suffices(it: Compiled) -> None:
+    """So much for each pair and each rank that `MAX_GPU_PAIRS` of them fit.
+
+    Fails if a block keeps more for each pair, or too much besides.
+    """
     sizes = re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", it.text)
-    n_bytes = sum(int(size) for size in sizes)
-    # 256 pairs and 8 ranks, as tests/mojo/codegen.mojo has them.
-    assert 0 < n_bytes <= 12 * 256 + 16 * 8 + 64
-    assert 12 * MAX_GPU_PAIRS + 16 * MAX_RANKS + 64 <= 48 * 1024
+    n_bytes, n_extra = sum(map(int, sizes)), 0
+    if it.is_by_rank:
+        n_of_pair, n_of_rank = 4 * (it.is_dispatch and it.receives), 16
+        besides = 21 * 1024 if it.is_dispatch and it.sends else 256
+        if it.is_dispatch and it.sends and it.has("parts"):
+            # Many choices are counted, 4 bytes for each expert, where few have ids.
+            n_extra = max(0, 4 * (MAX_GPU_PAIRS + 288) - IDS_BYTES)
+    else:
+        n_of_pair, n_of_rank, besides = 12, 16, 64
+    besides = min(besides, max(0, n_bytes - n_of_pair * N_PAIRS - n_of_rank * N_RANKS))
+    assert n_bytes <= n_of_pair * N_PAIRS + n_of_rank * N_RANKS + besides
+    most = n_of_pair * MAX_GPU_PAIRS + 20 * MAX_RANKS + besides + n_extra
+    assert most <= 48 * 1024
 
 
+@kernels()
 def test_no_local_memory(it: Compiled) -> None:
     """No array that is indexed at run time, and no spilled registers but known ones.
 
     Fails if a `comptime for` over an array becomes a plain one.
     """
     local = it.kernel.find(lambda op: op.space == "local")
+    known = SPILLED.get((it.target, it.name), 0)
     if it.target == NVIDIA:
-        assert not shown(it, local)
-        assert ".local" not in it.text
+        assert not it.shown(local) and ".local" not in it.text
         resources = nvidia_resources(it.cubin)
         # The assembler may spill a little to get by with half of the registers.
-        is_choice = resources.n_registers * it.num_threads <= NVIDIA_REGISTERS // 2
-        spilled = resources.stack_bytes
-        assert spilled == it.spilled or (is_choice and spilled <= 16)
+        n_registers = resources.n_registers * n_threads()
+        is_choice = not it.is_by_rank and n_registers <= NVIDIA_REGISTERS // 2
+        assert resources.stack_bytes <= max(known, 16 if is_choice else 0)
     else:
         resources = amd_resources(it.text)
-        assert bool(local) == bool(resources["vgpr_spill_count"]) == bool(it.spilled)
-        assert resources["private_segment_fixed_size"] == it.spilled
+        assert not local and not resources["vgpr_spill_count"]
+        assert resources["private_segment_fixed_size"] == known
 
 
+def n_threads() -> int:
+    return int(mojo_constant("NUM_THREADS", "max_ep/gpu_launch.mojo"))
+
+
+@kernels()
 def test_block_is_resident(it: Compiled) -> None:
     """The registers of a multiprocessor suffice for a block of `NUM_THREADS`.
 
     Fails if a kernel's `MAX_THREADS_PER_BLOCK_METADATA` says otherwise.
     """
-    has_bound = it.name != "clear.any"
+    has_bound = it.sends or it.receives
     if it.target == NVIDIA:
-        assert (f"\n.maxntid {it.num_threads}\n" in it.text) == has_bound
+        assert (f"\n.maxntid {n_threads()}\n" in it.text) == has_bound
         n_registers = nvidia_resources(it.cubin).n_registers
-        assert n_registers * it.num_threads <= NVIDIA_REGISTERS
+        assert n_registers * n_threads() <= NVIDIA_REGISTERS
     else:
         resources = amd_resources(it.text)
         assert resources["wavefront_size"] == 64
         if has_bound:
-            assert resources["max_flat_workgroup_size"] == it.num_threads
+            assert resources["max_flat_workgroup_size"] == n_threads()
         assert resources["vgpr_count"] <= AMD_REGISTERS_OF_TWO_WAVES
+
+
+# ------------------------------------------------------------- the reader of assembly
+
+
+def amd(*lines: str) -> Kernel:
+    return parse_amdgcn("\n".join(f"\t{line}" for line in (*lines, "s_endpgm")), 0)
+
+
+def ordered(kernel: Kernel) -> list[str]:
+    return [op.kind for op in kernel.ops if op.order]
 
 
 def test_the_reader_of_assembly_sees_orders() -> None:
     """What it says about single instructions; else all of the above says nothing."""
-
-    def kinds(kernel: Kernel) -> list[str]:
-        return [op.kind for op in kernel.ops if op.order]
-
-    def amd(*lines: str) -> Kernel:
-        return parse_amdgcn("\n".join(f"\t{line}" for line in (*lines, "s_endpgm")), 0)
-
     ptx = (
         "\n{\n@%p1 st.release.sys.b64 [%rd1], %rd2;\n$L: ld.volatile.b64 %rd1, [%rd2];"
+        "\n@!%p1 bra $L;\nst.relaxed.gpu.global.b64 [%rd1], %rd2;\nret;\n}\n"
     )
-    ptx += "\n@!%p1 bra $L;\nst.relaxed.gpu.global.b64 [%rd1], %rd2;\nret;\n}\n"
-    assert kinds(parse_ptx(ptx)) == [
-        "store release system",
-        "load volatile",
-        "store relaxed device",
-    ]
+    kinds = ["store release system", "load volatile", "store relaxed device"]
+    assert ordered(parse_ptx(ptx)) == kinds
     (loop,) = parse_ptx(ptx).loops()
     assert (loop.entry, loop.body) == (1, {1, 2})
 
@@ -558,11 +510,60 @@ def test_the_reader_of_assembly_sees_orders() -> None:
     load = "flat_load_dwordx2 v[0:1], v[2:3] sc0 sc1"
     wait, back, inv = "s_waitcnt vmcnt(0)", "buffer_wbl2 sc0 sc1", "buffer_inv sc0 sc1"
     other = "global_store_dword v[0:1], v2, off"
-    assert kinds(amd(back, wait, store)) == ["store release system"]
-    assert kinds(amd(load, wait, inv)) == ["load acquire system"]
+    assert ordered(amd(back, wait, store)) == ["store release system"]
+    assert ordered(amd(load, wait, inv)) == ["load acquire system"]
     for weak in ([wait, back, store], [back, store], [back, wait, other, store]):
-        assert kinds(amd(*weak)) == ["store relaxed system"]
+        assert ordered(amd(*weak)) == ["store relaxed system"]
     for weak in ([load, inv], [load, other, wait, inv], [load, wait, "buffer_inv sc1"]):
-        assert kinds(amd(*weak)) == ["load relaxed system"]
+        assert ordered(amd(*weak)) == ["load relaxed system"]
     jumped = parse_amdgcn(f"\t{back}\n\t{wait}\n.LBB0_1:\n\t{store}\n\ts_endpgm", 0)
-    assert kinds(jumped) == ["store relaxed system"]
+    assert ordered(jumped) == ["store relaxed system"]
+
+
+def test_the_reader_of_assembly_sees_inline_assembly() -> None:
+    """128 bits in braces, and the wait for the kernel before."""
+    put = "{ .reg .b128 word; mov.b128 word, {%rd1, %rd2};"
+    put += " st.relaxed.sys.global.b128 [%rd3], word; }"
+    load = "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [%rd1];"
+    load += " mov.b128 {%rd2, %rd3}, word; }"
+    kernel = parse_ptx(
+        f"\n{{\ngriddepcontrol.wait;\n{load}\n$L: {put}\n@%p1 bra $L;\nret;\n}}\n"
+    )
+    assert [(op.kind, op.n_bytes) for op in kernel.ops if op.what] == [
+        ("launch_wait", 0),
+        ("load relaxed system", 16),
+        ("store relaxed system", 16),
+    ]
+    (loop,) = kernel.loops()
+    assert loop.find_kind("store relaxed system")
+    # It is the first instruction, and nothing comes before it.
+    assert not kernel.reach_from_start(kernel.find_kind("launch_wait"))
+
+
+@pytest.mark.parametrize("first", ["mov.pred %p1, -1", "setp.eq.b32 %p1, %r1, 0"])
+def test_the_reader_of_assembly_follows_predicates(first: str) -> None:
+    """`while True: if is_waiting: load; is_waiting = False; store`: no store before."""
+    kernel = parse_ptx(
+        f"\n{{\n{first};\n$L: not.pred %p2, %p1;\n@%p2 bra $S;\n"
+        "ld.acquire.sys.b64 %rd1, [%rd2];\nmov.pred %p1, 0;\n"
+        "$S: st.global.b64 [%rd3], %rd4;\nbra $L;\n}\n"
+    )
+    loaded, stored = kernel.find_kind("load acquire system"), kernel.find_kind("store")
+    assert stored <= kernel.reach_from_start(loaded)
+    is_sure = first.startswith("mov")
+    assert (stored <= kernel.reach_knowing({}, loaded)) != is_sure
+    assert not stored & kernel.reach_knowing({} if is_sure else {"%p1": True}, loaded)
+    assert stored <= kernel.reach_knowing({}, ())
+
+
+def test_the_reader_of_assembly_computes() -> None:
+    """Halves of words, signed differences, choices; not behind a branch."""
+    kernel = parse_ptx(
+        "\n{\nld.acquire.sys.b64 %rd1, [%rd2];\nmov.b64 {_, %r1}, %rd1;\n"
+        "sub.s32 %r2, %r1, %r9;\nsetp.gt.s32 %p1, %r2, -1;\n"
+        "selp.b32 %r3, 7, 8, %p1;\n@%p1 bra $L;\nadd.s32 %r4, %r3, 1;\n$L: ret;\n}\n"
+    )
+    for upper, r3 in ((4, 8), (5, 7), (6, 7)):
+        found = kernel.run(0, {"%rd1": upper << 32 | 99, "%r9": 5})
+        assert found["%r1"] == upper and found["%r3"] == r3 and "%r4" not in found
+    assert kernel.value("%r4", {"%r3": 8}) == 9 and kernel.value("%r1", {}) is None

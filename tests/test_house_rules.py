@@ -165,7 +165,6 @@ LONG_FILES = {
     "mojo/max_ep/dispatch_by_rank/phase.mojo",
     "mojo/max_ep/dispatch_by_rank/index.mojo",
     "tests/assembly.py",
-    "tests/test_codegen_rank_slots.py",
     "tests/test_reference.py",
     "tests/test_round_trip.py",
 }

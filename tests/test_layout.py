@@ -9,13 +9,13 @@ Mojo both have are compared.
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cases import BY_RANK_CASES, CASES, F32, LARGE_CASES, SUMS_CASES, Case
+from kernels import mojo_constant
 from max.dtype import DType
 
 from max_ep import (
@@ -28,20 +28,12 @@ from max_ep import (
     limits,
     reference,
 )
-from max_ep.extension import mojo_dir, run_mojo
+from max_ep.extension import run_mojo
 
 ALL_CASES = CASES | LARGE_CASES | BY_RANK_CASES | SUMS_CASES
 case_names = pytest.mark.parametrize("name", ALL_CASES)
 
 # ------------------------------------------------------------------- constants
-
-
-def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
-    """Reads `comptime NAME = value` from a Mojo source."""
-    text = (mojo_dir() / path).read_text()
-    values = re.findall(rf"^comptime {name} = (.*)$", text, re.MULTILINE)
-    assert len(values) == 1, f"{path}: `comptime {name}` stands {len(values)} times"
-    return float(re.sub(r"^Float32\((.*)\)$", r"\1", values[0]))
 
 
 FP8_SOURCE = "max_ep/formats/blockwise_fp8.mojo"

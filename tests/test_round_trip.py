@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -47,6 +46,7 @@ from harness import (
     to_buffer,
     weights_of,
 )
+from kernels import counter_word
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType
@@ -63,7 +63,6 @@ from max_ep import (
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
 )
-from max_ep.extension import mojo_dir
 
 CPU = DeviceRef.CPU()
 
@@ -574,12 +573,6 @@ def test_reset_forgets_what_was_sent_before(forms: Forms) -> None:
 
 
 # ----------------------------------------------------------- generations wrap
-
-
-def counter_word(name: str) -> int:
-    """Finds a word of `EPLocalSyncCounters` by its name in `counters.mojo`."""
-    text = (mojo_dir() / "max_ep" / "counters.mojo").read_text()
-    return int(re.search(rf"^comptime {name} = (\d+)$", text, re.M).group(1))
 
 
 def set_generation(comm: EPCommInitializer, generation: int) -> None:

@@ -3,7 +3,7 @@
 
 Takes a folder, and writes assembly to `sm_90a.<kernel>.<variant>.s` in it, and
 what the assembler makes of it to `.cubin`. Prints what the assembly shows of the
-sources' constants. Run by tests/test_codegen_rank_slots.py.
+sources' constants. Run by tests/test_codegen.py.
 """
 from emitting import emit
 from max_ep.combine_sums.phase import CombineSums

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled GPU kernels that `test_codegen*.py` look at: what each one is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from assembly import Kernel, Loop, parse_amdgcn, parse_ptx
+
+from max_ep.extension import mojo_dir, run_mojo
+
+NVIDIA, AMD = "sm_90a", "gfx942"
+
+BY_EXPERT = """
+dispatch_async.bf16 dispatch_async.bf16_shared
+dispatch_async.fp8 dispatch_async.fp8_scaled
+dispatch_wait.bf16 dispatch_wait.bf16_padded dispatch_wait.bf16_shared
+dispatch_wait.fp8 dispatch_wait.fp8_padded
+dispatch.bf16 dispatch.bf16_shared dispatch.fp8_padded
+combine_async.bf16
+combine_wait.bf16 combine_wait.bf16_shared combine_wait.f32
+combine.bf16 combine.bf16_shared combine.bf16_many
+clear.any
+""".split()
+"""What `mojo/codegen.mojo` compiles for both targets, by kernel and variant."""
+
+# With `parts` a rank may send so many tokens that they go in chunks; with `turns` ranks
+# share a GPU; with `carried` tokens have routing metadata; `reduced` is combine to
+# sums, whose type is that on the wire.
+BY_RANK = """
+dispatch_async.bf16 dispatch_async.fp8_reduced
+dispatch_async.bf16_reduced_shared_parts
+dispatch_wait.bf16_padded_turns dispatch_wait.fp8_reduced
+dispatch_wait.fp8_shared_parts_turns
+dispatch.bf16 dispatch.fp8_reduced_padded dispatch.bf16_reduced_parts
+dispatch.fp8_shared_parts dispatch.bf16_reduced_carried_parts
+dispatch.bf16_reduced_many
+combine_async.bf16 combine_async.f32
+combine_wait.bf16_shared combine_wait.f32_turns
+combine.bf16 combine.bf16_shared combine.f32
+""".split()
+"""What `mojo/codegen_rank_slots.mojo` compiles for NVIDIA."""
+
+
+def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
+    """Reads `comptime NAME = value` from a Mojo source."""
+    text = (mojo_dir() / path).read_text()
+    values = re.findall(rf"^comptime {name} = (.*)$", text, re.MULTILINE)
+    assert len(values) == 1, f"{path}: `comptime {name}` stands {len(values)} times"
+    return float(re.sub(r"^Float32\((.*)\)$", r"\1", values[0]))
+
+
+def counter_word(name: str) -> int:
+    """Finds a word of the counters' header by its name in `counters.mojo`."""
+    return int(mojo_constant(name, "max_ep/counters.mojo"))
+
+
+@dataclass
+class Compiled:
+    """A kernel for a target, and what to expect of it."""
+
+    target: str
+    name: str
+    is_by_rank: bool
+    text: str
+    kernel: Kernel
+    cubin: bytes
+
+    def has(self, word: str) -> bool:
+        """Tells whether the variant is of a kind."""
+        return word in self.name.partition(".")[2].split("_")
+
+    @property
+    def is_dispatch(self) -> bool:
+        return self.name.startswith("dispatch")
+
+    @property
+    def sends(self) -> bool:
+        """Whether it has the send phase."""
+        return "_wait." not in self.name and not self.name.startswith("clear")
+
+    @property
+    def receives(self) -> bool:
+        """Whether it has the receive phase."""
+        return "_async." not in self.name and not self.name.startswith("clear")
+
+    @property
+    def phase(self) -> str:
+        return "dispatch" if self.is_dispatch else "combine"
+
+    @property
+    def publishes_at_end(self) -> bool:
+        """Whether it publishes at its end what it has read.
+
+        By rank only waits of ranks that share a GPU, and those of dispatch that a
+        combine of rows follows: it would not publish for them.
+        """
+        if not self.is_by_rank:
+            return self.receives
+        is_last = self.name.startswith("dispatch_wait") and not self.has("reduced")
+        return self.has("turns") or is_last
+
+    @property
+    def records_readers(self) -> bool:
+        """Whether it polls, a few times only, for the launch that sends next."""
+        is_one = not self.is_dispatch or self.has("reduced")
+        return (
+            self.is_by_rank and self.receives and not self.publishes_at_end and is_one
+        )
+
+    @property
+    def sends_chunks(self) -> bool:
+        """Whether what it sends has flags of its own."""
+        return self.sends and (not self.is_by_rank or self.has("parts"))
+
+    @property
+    def receives_chunks(self) -> bool:
+        """Whether what it receives may have flags of its own."""
+        if not self.is_by_rank:
+            return self.receives
+        return self.receives and self.is_dispatch and self.has("parts")
+
+    # ------------------------------------------------------------ where it does what
+
+    def shown(self, places: set[int]) -> list[str]:
+        return [self.kernel.ops[i].text for i in sorted(places)]
+
+    def inline_stores(self) -> set[int]:
+        """Returns where 16 bytes are stored that are their own flag."""
+        return self.kernel.find(
+            lambda op: op.kind == "store relaxed system" and op.n_bytes == 16
+        )
+
+    def inline_polls(self) -> set[int]:
+        """Returns where such 16 bytes are loaded."""
+        return self.kernel.find(
+            lambda op: op.kind == "load relaxed system" and ".b128" in op.text
+        )
+
+    def sentinel_stores(self) -> set[int]:
+        """Returns where `SENTINEL` is put back."""
+        return self.kernel.find(
+            lambda op: op.what == "store" and op.text.endswith("{-1, -1, -1, -1}")
+        )
+
+    def loads_16(self) -> set[int]:
+        """Returns the ordinary loads of 16 bytes."""
+        return self.kernel.find(lambda op: op.moves_16("load"))
+
+    def stores_16(self) -> set[int]:
+        """Returns the ordinary stores of 16 bytes, but for those of `SENTINEL`."""
+        stores = self.kernel.find(lambda op: op.moves_16("store"))
+        return stores - self.sentinel_stores()
+
+    def moved(self) -> set[int]:
+        """Returns all accesses of 16 bytes."""
+        return self.kernel.find(lambda op: op.n_bytes == 16)
+
+    def send_loops(self) -> list[Loop]:
+        """Returns the loops that write chunks or messages and publish their flags."""
+        return [
+            loop
+            for loop in self.kernel.loops()
+            if loop.find_kind("store release system") and loop.body & self.stores_16()
+        ]
+
+    def receive_loops(self) -> list[Loop]:
+        """Returns the loops that await what was sent, and use it."""
+        if self.is_by_rank:
+            used = self.sentinel_stores()
+            return [loop for loop in self.kernel.loops() if loop.body & used]
+        return [
+            loop
+            for loop in self.kernel.loops()
+            if loop.find_kind("load acquire system") and loop.body & self.loads_16()
+        ]
+
+    def done_words(self) -> set[int]:
+        """Returns where done words are published."""
+        published = self.kernel.find_kind("store release system")
+        return published.difference(*(loop.body for loop in self.send_loops()))
+
+    def done_polls(self) -> set[int]:
+        """Returns where done words are loaded."""
+        loaded = self.kernel.find_kind("load acquire system")
+        return loaded.difference(*(loop.body for loop in self.receive_loops()))
+
+    def header_words(self) -> dict[str, int]:
+        """PTX: returns the registers that hold a word of the counters' header.
+
+        By rank the lanes of a warp have a word each, and hand them out.
+        """
+        shuffle = r"shfl\.sync\.idx\.b32\s+(%r\d+), %r\d+, (\d+), 31, -1"
+        load = r"ld\.global\.b32\s+(%r\d+), \[%rd\d+\+(\d+)\]"
+        words = {}
+        for op in self.kernel.ops:
+            if found := re.fullmatch(shuffle if self.is_by_rank else load, op.text):
+                words[found[1]] = int(found[2]) // (1 if self.is_by_rank else 4)
+        return words
+
+    def generations(self) -> dict[str, int]:
+        """Gives each register with a word of the header a number of its own."""
+        return {r: 1000 * word for r, word in self.header_words().items()}
+
+
+def generation(word: str) -> int:
+    """The number that `Compiled.generations` gives to a word."""
+    return 1000 * counter_word(f"_{word.upper()}")
+
+
+def compile_kernels(
+    program: str, folder: Path, is_by_rank: bool
+) -> dict[str, Compiled]:
+    """Runs a program that compiles kernels; returns them by `target.name`."""
+    source = Path(__file__).resolve().parent / "mojo" / program
+    run_mojo("run", "-I", ".", str(source), str(folder))
+    # Words that the compiler stores 16 bytes at once, though one by one in the source.
+    record = 4 * (counter_word("FAILURE_WORD") + 1)
+    kernels = {}
+    for path in sorted(folder.glob("*.s")):
+        target, _, name = path.stem.partition(".")
+        text, is_ptx = path.read_text(), target == NVIDIA
+        kernel = parse_ptx(text) if is_ptx else parse_amdgcn(text, record)
+        cubin = path.with_suffix(".cubin").read_bytes() if is_ptx else b""
+        kernels[path.stem] = Compiled(target, name, is_by_rank, text, kernel, cubin)
+    return kernels
+
+
+EVERY = [
+    *(f"by_expert {target}.{name}" for target in (NVIDIA, AMD) for name in BY_EXPERT),
+    *(f"by_rank {NVIDIA}.{name}" for name in BY_RANK),
+]
+
+
+def kernels(pattern: str = "", but: str = "$^") -> pytest.MarkDecorator:
+    """Runs a test with the kernels whose name matches a pattern, but for others."""
+    names = [n for n in EVERY if re.search(pattern, n) and not re.search(but, n)]
+    assert names
+    return pytest.mark.parametrize("it", names, indirect=True)

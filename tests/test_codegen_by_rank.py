@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU kernels by rank become for NVIDIA's H200; no GPU needed.
+
+Beside what `test_codegen.py` says of all kernels: launches that overlap, data that is
+its own flag, chunks of tokens, and done words that the next launch publishes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kernels import Compiled, counter_word, kernels
+
+
+def ends(it: Compiled) -> set[int]:
+    """Returns where a thread leaves the kernel."""
+    return it.kernel.find(lambda op: bool(re.match(r"(ret|exit)\b", op.text)))
+
+
+@kernels("by_rank")
+def test_nothing_is_read_before_the_launch_before_has_ended(it) -> None:
+    """Blocks may begin earlier: till then only the parameters are there.
+
+    Every thread lets the next launch begin, once, before that, and waits once. Fails if
+    anything is loaded or shared before the wait, or one of the two is left out.
+    """
+    awaited = it.kernel.find_kind("launch_wait")
+    lets_next = it.kernel.find_kind("launch_next")
+    assert len(awaited) == len(lets_next) == 1
+    for places in (awaited, lets_next):
+        before = it.kernel.reach_from_start(places)
+        early = {i for i in before if it.kernel.ops[i].space not in ("", "param")}
+        assert not it.shown(early)
+        assert not before & it.kernel.find(lambda op: bool(op.order))
+        assert not ends(it) & before
+    assert not awaited & it.kernel.reach_from_start(lets_next)
+
+
+@kernels(
+    "by_rank.*(dispatch_async|combine|dispatch_wait.fp8_reduced|dispatch\\.)", "turn"
+)
+def test_done_words_say_what_earlier_launches_have_read(it) -> None:
+    """A launch publishes at its begin, if it sends, and counts its blocks there.
+
+    By then the kernel before has ended, which nothing of this one may delay.
+    Fails if the words are published, or blocks counted, after anything was sent or
+    received, and without the barrier between reading the header and `arrive`. A
+    token's first vectors are loaded before, from where it was given.
+    """
+    kernel = it.kernel
+    assert len(it.done_words()) == it.sends
+    moved = it.inline_stores() | it.inline_polls() | it.stores_16()
+    moved |= it.sentinel_stores()
+    assert not it.done_words() & kernel.reach(moved)
+    arrived = kernel.find_kind("atomic acq_rel device")
+    assert not arrived & kernel.reach(moved)
+    assert not arrived & kernel.reach_from_start(kernel.find_kind("barrier"))
+
+
+@kernels("by_rank")
+def test_readers_are_recorded_when_all_have_read(it: Compiled) -> None:
+    """What the next launch that sends goes by: each lane polls some words only.
+
+    Fails if it goes by those of one lane, or records another generation than the one
+    that was sent, or the other direction's.
+    """
+    phase = "combine" if it.is_dispatch else "dispatch"
+    word = counter_word(f"_{phase.upper()}_DRAINED")
+    recorded = it.kernel.find(
+        lambda op: op.kind == "store" and op.n_bytes == 4 and f"+{4 * word}]" in op.text
+    )
+    assert len(recorded) == it.records_readers
+    seen = it.kernel.find_kind("load acquire system")
+    assert not recorded & it.kernel.reach(seen, it.kernel.find_kind("vote"))
+    for text in it.shown(recorded):
+        register = text.rpartition(", ")[2]
+        assert it.header_words()[register] == counter_word(f"_{phase.upper()}_SENT")
+
+
+@kernels("by_rank.*dispatch(_wait)?\\.")
+def test_rows_are_used_after_they_are_counted(it: Compiled) -> None:
+    """Counting warps hand the rows on; no warp fills a row before it has seen that.
+
+    Fails without the wait for them, if the counter of warps is relaxed on either side,
+    and without the `syncwarp` before a warp arrives.
+    """
+    for loop in it.receive_loops():
+        counted = loop.find_kind("load acquire block")
+        filled = loop.body & it.stores_16()
+        assert filled
+        assert not it.shown(filled & it.kernel.reach_knowing({}, counted))
+
+    # When it has its rows; where several warps count, first when it has its sum.
+    arrived = it.kernel.find_kind("atomic release block")
+    last = {i for i in arrived if not arrived & it.kernel.reach([i])}
+    assert last
+    assert (last < arrived) == it.has("many")
+    stored = it.kernel.find(lambda op: op.kind == "store" and op.space == "shared")
+    met = it.kernel.find_kind("warp_barrier", "barrier")
+    for arrivals in filter(None, (arrived - last, last)):
+        before = stored - it.kernel.reach(arrivals)
+        assert before and not arrivals & it.kernel.reach(before, met)
+
+
+@kernels("by_rank.*dispatch(_wait)?\\.")
+def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
+    """They are there before the block hears of it, and are read behind that.
+
+    Fails without the `syncwarp` before they are published, if that is relaxed, and
+    without the wait for it.
+    """
+    arrived = it.kernel.find_kind("atomic release block")
+    published = it.kernel.find_kind("store release block")
+    # The others are published by warps that arrive later.
+    (ready,) = (i for i in published if not arrived & it.kernel.reach([i]))
+    stored = it.kernel.find(lambda op: op.kind == "store" and op.space == "shared")
+    met = it.kernel.find_kind("warp_barrier", "barrier")
+    assert ready in it.kernel.reach(stored)
+    assert ready not in it.kernel.reach(stored, met)
+
+    # Whatever way a warp comes, it receives nothing before.
+    loops = it.receive_loops()
+    assert len(loops) == 1 + it.receives_chunks
+    awaited = it.kernel.find_kind("load acquire block")
+    awaited = awaited.difference(*(loop.body for loop in loops))
+    waits = {i for i in awaited if not arrived & it.kernel.reach([i])}
+    for loop in loops:
+        assert loop.entry not in it.kernel.reach_from_start(waits)
+
+
+@kernels("by_rank.*dispatch(_async)?\\..*_parts")
+def test_many_choices_are_counted_before_they_are_entered(it) -> None:
+    """Index warps meet between counting, reading what was counted, and counting on.
+
+    Fails without one of the barriers of indexing by blocks but the first and the last,
+    which start the count and end it.
+    """
+    met = it.kernel.find_kind("some_barrier")
+    assert met
+    (rounds,) = (loop for loop in it.kernel.loops() if loop.body & met)
+    # What is added is a register: 0 or 1.
+    adds = it.kernel.find(
+        lambda op: op.kind == "atomic relaxed block" and ", %r" in op.text
+    )
+    counts_on = adds & rounds.body
+    assert counts_on and adds - rounds.body
+    shared = it.kernel.find(lambda op: op.space == "shared")
+    written = rounds.body & shared & it.kernel.find_kind("store")
+    read = rounds.body & shared & it.kernel.find_kind("load")
+    assert written and read
+    assert not read & it.kernel.reach(adds | written, met)
+    assert not (counts_on | written) & it.kernel.reach(read, met, rounds.body)
+
+
+@kernels("by_rank.*(dispatch|combine)(_async)?\\.")
+def test_inline_data_is_its_own_flag(it: Compiled) -> None:
+    """Nothing else is stored in a peer's memory, and nothing is published after it.
+
+    Data that looks like `SENTINEL` is replaced, or a receiver would wait for what has
+    come. Fails if an inline token or a partial sum goes by `store16`, and without
+    `avoid_sentinel`.
+    """
+    for loop in it.kernel.loops():
+        if loop.body & it.inline_stores():
+            assert not loop.find_kind("store release system")
+            assert not it.shown(loop.body & it.stores_16())
+    plain = it.kernel.find(
+        lambda op: op.is_plain and op.what == "store" and op.space == "generic"
+    )
+    in_chunks = set().union(*(loop.body for loop in it.send_loops()))
+    assert not it.shown(plain - it.sentinel_stores() - in_chunks)
+    stand_in = re.compile(r"selp\.b32\s+%r\d+, 2147483647, ")
+    assert it.kernel.find(lambda op: bool(stand_in.match(op.text)))
+
+
+@kernels("by_rank")
+def test_sentinel_is_put_back_after_data_was_read(it: Compiled) -> None:
+    """Ordinary stores, each behind the loads of the same 16 bytes, for all of them.
+
+    Fails if `SENTINEL` is stored before the bytes are loaded, or not at all. And if one
+    of several loads is left out: the next use of that place would take the old bytes
+    for new. Entries and routing metadata say their generation, and stay.
+    """
+    places = it.sentinel_stores()
+    assert bool(places) == it.receives
+    polls = it.inline_polls()
+    for place in places:
+        op = it.kernel.ops[place]
+        assert op.moves_16("store"), op.text
+        of_these = {i for i in polls if it.kernel.ops[i].address == op.address}
+        assert of_these, op.text
+        # An address is a register that is set anew where the next one is made.
+        setting = re.compile(rf"\S+\s+{op.address.partition('+')[0]},")
+        made = it.kernel.find(lambda op, made=setting: bool(made.match(op.text)))
+        assert made and place not in it.kernel.reach_from_start(made)
+        assert place in it.kernel.reach(of_these, made)
+        assert not of_these & it.kernel.reach([place], made), op.text
+
+    clock = it.kernel.find(lambda op: "%globaltimer" in op.text)
+    waits = (
+        loop.body
+        for loop in it.kernel.smallest_loops(polls)
+        if loop.body & clock and not loop.body & places
+    )
+    awaited = polls & set().union(*waits)
+    has_entries = it.is_dispatch and it.receives and it.has("reduced")
+    stay = len(it.receive_loops()) * (has_entries + it.has("carried"))
+    assert len(awaited) == len(places) + stay, it.shown(awaited)
+
+
+@kernels("by_rank.*dispatch(_wait)?\\..*_parts")
+def test_chunk_is_read_after_its_flag(it: Compiled) -> None:
+    """I2, in a round of the receive loop: no byte of a chunk before its acquire.
+
+    Fails if a chunk is loaded first, and if the flag is not awaited.
+    """
+    (loop,) = (x for x in it.receive_loops() if x.find_kind("load acquire system"))
+    read = loop.find(lambda op: op.moves_16("load"))
+    awaited = loop.find_kind("load acquire system")
+    assert awaited and read
+    behind = read & loop.reach_in_round(awaited)
+    assert behind
+    assert not it.shown(awaited & loop.reach_in_round(behind))
+    # Own tokens, which stand where they were given, may be under way before.
+    assert bool(read - behind) == it.name.startswith("dispatch.bf16")
