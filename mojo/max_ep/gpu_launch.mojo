@@ -9,11 +9,7 @@ from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.sys import size_of
 
-from .combine_rows.phase import (
-    combine_async_kernel,
-    combine_kernel,
-    combine_wait_kernel,
-)
+from .combine_rows.phase import CombineRows
 from .combine_sums.phase import CombineSums
 from .counters import EPLocalSyncCounters
 from .device.phase import enqueue
@@ -369,20 +365,25 @@ def launch_dispatch[
         )
 
 
-def sums_group[
+def combine_group[
     combine_dtype: DType,
     hidden_size: Int,
     top_k: Int,
     n_experts: Int,
     n_ranks: Int,
     max_tokens_per_rank: Int,
+    n_gpus_per_node: Int,
+    use_shmem: Bool,
     protocol: Int,
     partial_dtype: DType,
     n_sms: Int,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
 ]() -> Group:
-    """Describes the group of a `CombineSums`."""
+    """Describes the group of a combine. Rows go back alike for each addressing.
+    """
+    comptime has_sums = is_reduced_protocol(protocol)
+    comptime sent_dtype = partial_dtype if has_sums else combine_dtype
     return Group(
         n_experts=n_experts,
         n_ranks=n_ranks,
@@ -390,12 +391,14 @@ def sums_group[
         top_k=top_k,
         hidden_size=hidden_size,
         combine_msg_bytes=message_bytes(
-            plain_token_bytes(hidden_size, size_of[Scalar[partial_dtype]]())
+            plain_token_bytes(hidden_size, size_of[Scalar[sent_dtype]]())
         ),
-        addressing=addressing_of(protocol),
-        returns=returns_of(protocol),
+        addressing=addressing_of(protocol if has_sums else 0),
+        returns=returns_of(protocol if has_sums else 0),
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
+        n_ranks_per_node=n_gpus_per_node,
+        use_shmem=use_shmem,
         num_threads=NUM_THREADS,
         n_sms=n_sms,
     )
@@ -423,18 +426,20 @@ def launch_combine_async[
     context: DeviceContext,
 ) raises:
     """Starts the `combine_async_kernel` of a protocol."""
+    comptime group = combine_group[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        use_shmem,
+        protocol,
+        partial_dtype,
+        n_sms,
+    ]()
     comptime if is_reduced_protocol(protocol):
-        comptime group = sums_group[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_tokens_per_rank,
-            protocol,
-            partial_dtype,
-            n_sms,
-        ]()
         enqueue[True, False](
             CombineSums[
                 group,
@@ -454,33 +459,25 @@ def launch_combine_async[
             context,
         )
     else:
-        comptime kernel = combine_async_kernel[
-            combine_dtype,
-            NUM_THREADS,
-            n_sms_of_device(),
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            use_shmem,
-        ]
-        var function = context.compile_function[kernel]()
-        comptime if use_shmem:
-            register_module(function, context)
-        context.enqueue_function(
-            function,
-            imm(input_tokens),
-            Int32(Int(input_tokens.dim[0]())),
-            imm(src_info),
-            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-            counters,
-            RANK_OF_COUNTERS,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
+        enqueue[True, False](
+            CombineRows[group, combine_dtype](
+                mut_(input_tokens).unsafe_bitcast[UInt8](),
+                Int32(Int(input_tokens.dim[0]())),
+                imm(src_info),
+                Pointer[Scalar[combine_dtype], MutUntrackedOrigin](
+                    unsafe_from_address=MESSAGE_ALIGN
+                ),
+                Pointer[Float32, ImmUntrackedOrigin](
+                    unsafe_from_address=MESSAGE_ALIGN
+                ),
+                Int32(0),
+                p2p_buffers[UInt8, group.n_ranks_per_node](send_bufs),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks_per_node](recv_counts),
+                {counters.words},
+                RANK_OF_COUNTERS,
+            ),
+            context,
         )
 
 
@@ -508,20 +505,22 @@ def launch_combine_wait[
     context: DeviceContext,
 ) raises:
     """Starts the `combine_wait_kernel` of a protocol."""
+    comptime group = combine_group[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        use_shmem,
+        protocol,
+        partial_dtype,
+        n_sms,
+        fused_shared_expert,
+        shares_gpu,
+    ]()
     comptime if is_reduced_protocol(protocol):
-        comptime group = sums_group[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_tokens_per_rank,
-            protocol,
-            partial_dtype,
-            n_sms,
-            fused_shared_expert,
-            shares_gpu,
-        ]()
         enqueue[False, True](
             CombineSums[
                 group,
@@ -539,34 +538,23 @@ def launch_combine_wait[
             context,
         )
     else:
-        comptime kernel = combine_wait_kernel[
-            combine_dtype,
-            NUM_THREADS,
-            n_sms_of_device(),
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            use_shmem,
-            fused_shared_expert,
-        ]
-        var function = context.compile_function[kernel]()
-        comptime if use_shmem:
-            register_module(function, context)
-        context.enqueue_function(
-            function,
-            mut_(output_tokens),
-            imm(router_weights),
-            Int32(Int(output_tokens.dim[0]())),
-            shared_rows,
-            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-            counters,
-            RANK_OF_COUNTERS,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
+        enqueue[False, True](
+            CombineRows[group, combine_dtype](
+                shared_rows.rows,
+                Int32(shared_rows.n_rows),
+                Pointer[Int32, ImmUntrackedOrigin](
+                    unsafe_from_address=MESSAGE_ALIGN
+                ),
+                mut_(output_tokens),
+                imm(router_weights),
+                Int32(Int(output_tokens.dim[0]())),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks_per_node](recv_counts),
+                {counters.words},
+                RANK_OF_COUNTERS,
+            ),
+            context,
         )
 
 
@@ -595,19 +583,21 @@ def launch_combine[
     context: DeviceContext,
 ) raises:
     """Starts the `combine_kernel` of a protocol."""
+    comptime group = combine_group[
+        combine_dtype,
+        hidden_size,
+        top_k,
+        n_experts,
+        n_ranks,
+        max_tokens_per_rank,
+        n_gpus_per_node,
+        use_shmem,
+        protocol,
+        partial_dtype,
+        n_sms,
+        fused_shared_expert,
+    ]()
     comptime if is_reduced_protocol(protocol):
-        comptime group = sums_group[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_tokens_per_rank,
-            protocol,
-            partial_dtype,
-            n_sms,
-            fused_shared_expert,
-        ]()
         enqueue[True, True](
             CombineSums[
                 group,
@@ -625,35 +615,19 @@ def launch_combine[
             context,
         )
     else:
-        comptime kernel = combine_kernel[
-            combine_dtype,
-            NUM_THREADS,
-            n_sms_of_device(),
-            hidden_size,
-            top_k,
-            n_experts,
-            n_ranks,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            use_shmem,
-            fused_shared_expert,
-        ]
-        var function = context.compile_function[kernel]()
-        comptime if use_shmem:
-            register_module(function, context)
-        context.enqueue_function(
-            function,
-            imm(input_tokens),
-            Int32(Int(input_tokens.dim[0]())),
-            imm(src_info),
-            mut_(output_tokens),
-            imm(router_weights),
-            Int32(Int(output_tokens.dim[0]())),
-            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-            counters,
-            RANK_OF_COUNTERS,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
+        enqueue[True, True](
+            CombineRows[group, combine_dtype](
+                mut_(input_tokens).unsafe_bitcast[UInt8](),
+                Int32(Int(input_tokens.dim[0]())),
+                imm(src_info),
+                mut_(output_tokens),
+                imm(router_weights),
+                Int32(Int(output_tokens.dim[0]())),
+                p2p_buffers[UInt8, group.n_ranks_per_node](send_bufs),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks_per_node](recv_counts),
+                {counters.words},
+                RANK_OF_COUNTERS,
+            ),
+            context,
         )

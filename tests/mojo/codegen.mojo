@@ -6,11 +6,7 @@ what NVIDIA's assembler makes of it to `.cubin`. Prints what the assembly shows 
 the sources' constants. Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd
-from max_ep.combine_rows.phase import (
-    combine_async_kernel,
-    combine_kernel,
-    combine_wait_kernel,
-)
+from max_ep.combine_rows.phase import CombineRows
 from max_ep.counters import (
     _COMBINE_RECEIVED,
     _COMBINE_SENT,
@@ -19,6 +15,7 @@ from max_ep.counters import (
     FAILURE_WORD,
 )
 from max_ep.device.encode import ENCODED_IN_FLIGHT
+from max_ep.device.phase import phase_kernel
 from max_ep.device.warp import ACCESSES_IN_FLIGHT
 from max_ep.dispatch_by_expert.phase import (
     dispatch_async_kernel,
@@ -26,9 +23,14 @@ from max_ep.dispatch_by_expert.phase import (
     dispatch_wait_kernel,
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from max_ep.gpu_launch import InputScales, MatrixLayout, NUM_THREADS
+from max_ep.gpu_launch import (
+    combine_group,
+    InputScales,
+    MatrixLayout,
+    NUM_THREADS,
+)
 from max_ep.gpu_setup import clear_kernel
-from max_ep.layout import MAX_TOP_K
+from max_ep.layout import EXPERT_SLOTS, MAX_TOP_K
 from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.sys import size_of
 
@@ -103,48 +105,35 @@ comptime dispatch[
     shared,
 ]
 
-comptime combine_async[dtype: DType] = combine_async_kernel[
+comptime Combine[
+    dtype: DType, shared: Bool = False, top_k: Int = TOP_K
+] = CombineRows[
+    combine_group[
+        dtype,
+        HIDDEN,
+        top_k,
+        N_EXPERTS,
+        N_RANKS,
+        MAX_TOKENS,
+        N_RANKS,
+        False,
+        EXPERT_SLOTS,
+        dtype,
+        0,
+        shared,
+    ](),
     dtype,
-    NUM_THREADS,
-    N_SMS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    False,
 ]
 
-comptime combine_wait[dtype: DType, shared: Bool = False] = combine_wait_kernel[
-    dtype,
-    NUM_THREADS,
-    N_SMS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    False,
-    shared,
+comptime combine_async[dtype: DType] = phase_kernel[Combine[dtype], True, False]
+
+comptime combine_wait[dtype: DType, shared: Bool = False] = phase_kernel[
+    Combine[dtype, shared], False, True
 ]
 
 comptime combine[
     dtype: DType, shared: Bool = False, top_k: Int = TOP_K
-] = combine_kernel[
-    dtype,
-    NUM_THREADS,
-    N_SMS,
-    HIDDEN,
-    top_k,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    False,
-    shared,
-]
+] = phase_kernel[Combine[dtype, shared, top_k], True, True]
 
 
 def emit_both[

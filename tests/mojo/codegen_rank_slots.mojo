@@ -29,7 +29,7 @@ from max_ep.dispatch_by_rank.phase import (
 from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import NUM_THREADS, sums_group
+from max_ep.gpu_launch import combine_group, NUM_THREADS
 from max_ep.layout import (
     GATHER_REDUCED,
     Group,
@@ -126,13 +126,15 @@ comptime CombineOf[
     shared: Bool = False,
     schedule: Bool = False,
 ] = CombineSums[
-    sums_group[
+    combine_group[
         DType.bfloat16,
         HIDDEN,
         TOP_K,
         N_EXPERTS,
         N_RANKS,
         max_tokens,
+        N_RANKS,
+        False,
         RANK_SLOTS_REDUCED,
         partial_dtype,
         0,

@@ -4,11 +4,7 @@
 Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
 from emitting import emit
-from max_ep.combine_rows.phase import (
-    combine_async_kernel as expert_combine_async,
-    combine_kernel as expert_combine,
-    combine_wait_kernel as expert_combine_wait,
-)
+from max_ep.combine_rows.phase import CombineRows
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.device.phase import phase_kernel
 from max_ep.dispatch_by_expert.phase import (
@@ -23,8 +19,13 @@ from max_ep.dispatch_by_rank.phase import (
 )
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import MatrixLayout, NUM_THREADS, sums_group
-from max_ep.layout import GATHER_REDUCED, RANK_SLOTS, RANK_SLOTS_REDUCED
+from max_ep.gpu_launch import combine_group, MatrixLayout, NUM_THREADS
+from max_ep.layout import (
+    EXPERT_SLOTS,
+    GATHER_REDUCED,
+    RANK_SLOTS,
+    RANK_SLOTS_REDUCED,
+)
 from max_ep.token_format import BF16TokenFormat, Float32TokenFormat, TokenFormat
 
 comptime HIDDEN = 7168
@@ -92,13 +93,15 @@ def sums[
 ](name: String) raises:
     """Compiles all kernels that combine to sums."""
     comptime P = CombineSums[
-        sums_group[
+        combine_group[
             DType.bfloat16,
             HIDDEN,
             TOP_K,
             N_EXPERTS,
             n_ranks,
             max_tokens,
+            n_ranks,
+            False,
             RANK_SLOTS_REDUCED,
             partial,
             0,
@@ -175,11 +178,9 @@ def by_expert[
         ],
         links=not shmem,
     ]("dispatch." + name)
-    emit[
-        expert_combine_async[
+    comptime P = CombineRows[
+        combine_group[
             DType.bfloat16,
-            NUM_THREADS,
-            N_SMS,
             HIDDEN,
             TOP_K,
             N_EXPERTS,
@@ -187,41 +188,16 @@ def by_expert[
             max_tokens,
             n_gpus,
             shmem,
-        ],
-        links=not shmem,
-    ]("combine_async." + name)
-    emit[
-        expert_combine_wait[
+            EXPERT_SLOTS,
             DType.bfloat16,
-            NUM_THREADS,
-            N_SMS,
-            HIDDEN,
-            TOP_K,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            n_gpus,
-            shmem,
+            0,
             shared,
-        ],
-        links=not shmem,
-    ]("combine_wait." + name)
-    emit[
-        expert_combine[
-            DType.bfloat16,
-            NUM_THREADS,
-            N_SMS,
-            HIDDEN,
-            TOP_K,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            n_gpus,
-            shmem,
-            shared,
-        ],
-        links=not shmem,
-    ]("combine." + name)
+        ](),
+        DType.bfloat16,
+    ]
+    emit[phase_kernel[P, True, False], links=not shmem]("combine_async." + name)
+    emit[phase_kernel[P, False, True], links=not shmem]("combine_wait." + name)
+    emit[phase_kernel[P, True, True], links=not shmem]("combine." + name)
 
 
 def all_gather[max_tokens: Int](name: String) raises:

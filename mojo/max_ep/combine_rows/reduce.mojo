@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a warp adds up the rows of a token, as they arrive."""
+import max.gpu.primitives.warp as warp
+from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
+from std.math import ceildiv, fma
+from std.memory import bitcast
+from std.sys import size_of
+from std.utils.numerics import nan
+
+from ..counters import NO_EXPERT
+from ..device.block import Block, next_work
+from ..device.warp import any_lane, bytes_at, load16, store16
+from ..failures import BAD_N_TOKENS, is_fatal, OVERTAKEN, WRONG_EXPERT
+from ..flags import count_of, generation_of, message_flag, next_generation
+from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
+from ..token_format import BytePointer, LaneBytes
+from .roles import NEXT_CHUNK, RECEIVE
+
+comptime ROWS_IN_FLIGHT = 8
+"""Rows of a token whose loads a lane has under way at once."""
+
+
+@fieldwise_init
+struct TokenRows[group: Group, dtype: DType](TrivialRegisterPassable):
+    """The rows of a token that a warp adds up; lane `k` knows that of choice `k`.
+
+    Parameters:
+        group: Sizes of the group.
+        dtype: Element type of rows and result.
+    """
+
+    comptime width = MESSAGE_ALIGN // size_of[Scalar[Self.dtype]]()
+    """Elements of 16 bytes."""
+
+    var received: BytePointer
+    """Where rows arrive for this token."""
+    var weight: Float32
+    """Router weight of the lane's choice."""
+    var has_row: Bool
+    """Whether there is a row for it."""
+
+    @always_inline
+    def reduce(
+        self,
+        result: BytePointer,
+        shared_row: BytePointer,
+        is_broken: Bool,
+        begin: Int,
+        end: Int,
+        lane: Int,
+    ):
+        """Adds the weighted rows in choice order, from one vector to another.
+        """
+        comptime top_k = Self.group.top_k
+        comptime Sum = SIMD[DType.float32, Self.width]
+        var weights = Array[Float32, top_k](fill=0)
+        var has = Array[Bool, top_k](fill=False)
+        comptime for k in range(top_k):
+            weights[k] = warp.shuffle_idx(self.weight, UInt32(k))
+            has[k] = (
+                warp.shuffle_idx(
+                    Int32(1) if self.has_row else Int32(0), UInt32(k)
+                )
+                != 0
+            )
+        for vector in range(begin + lane, end, WARP_SIZE):
+            var sum = Sum(0)
+            var shared = LaneBytes(0)
+            comptime if Self.group.fused_shared_expert:
+                shared = load16(
+                    shared_row.unsafe_offset(vector * MESSAGE_ALIGN)
+                )
+            comptime for batch in range(ceildiv(top_k, ROWS_IN_FLIGHT)):
+                comptime first = batch * ROWS_IN_FLIGHT
+                comptime n = min(ROWS_IN_FLIGHT, top_k - first)
+                var parts = Array[LaneBytes, n](fill=0)
+                comptime for i in range(n):
+                    if has[first + i]:
+                        parts[i] = load16(
+                            self.received.unsafe_offset(
+                                Self.group.combine_message_offset(0, first + i)
+                                + vector * MESSAGE_ALIGN
+                            )
+                        )
+                comptime for i in range(n):
+                    if has[first + i]:
+                        sum = fma(
+                            Sum(weights[first + i]), Self._wide(parts[i]), sum
+                        )
+            comptime if Self.group.fused_shared_expert:
+                sum = sum.cast[Self.dtype]().cast[DType.float32]()
+                sum += Self._wide(shared)
+            if is_broken:
+                sum = nan[DType.float32]()
+            store16(
+                result.unsafe_offset(vector * MESSAGE_ALIGN),
+                bitcast[DType.uint32, 4](sum.cast[Self.dtype]()),
+            )
+
+    @staticmethod
+    @always_inline
+    def _wide(bytes: LaneBytes) -> SIMD[DType.float32, Self.width]:
+        return bitcast[Self.dtype, Self.width](bytes).cast[DType.float32]()
+
+
+@always_inline
+def _is_bad_answer(
+    n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
+) -> Bool:
+    """Tells whether the result cannot be that of the dispatch; records why."""
+    var received = next_generation(block.before.combine_received)
+    var n_sent = block.before.n_tokens(dispatch_generation)
+    if n_sent != n_tokens:
+        block.fail(
+            BAD_N_TOKENS,
+            RECEIVE,
+            block.my_rank,
+            -1,
+            received,
+            0,
+            n_tokens,
+            n_sent,
+        )
+    # Choices are kept for two dispatches.
+    var dispatch_sent = block.before.dispatch_sent
+    if dispatch_sent != dispatch_generation and dispatch_sent != (
+        next_generation(dispatch_generation)
+    ):
+        block.fail(OVERTAKEN, RECEIVE, block.my_rank, -1, received, 0)
+    # Or something has failed before.
+    return is_fatal(block.counters.failure()[])
+
+
+@always_inline
+def reduce_tokens[
+    group: Group, //, dtype: DType
+](
+    output_tokens: BytePointer,
+    n_tokens: Int,
+    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    expert_rows: BytePointer,
+    dispatch_generation: UInt32,
+    block: Block[group],
+):
+    """Reduces this block's share of the tokens, with one warp of several."""
+    comptime top_k = group.top_k
+    comptime row_bytes = plain_token_bytes(
+        group.hidden_size, size_of[Scalar[dtype]]()
+    )
+    comptime n_vectors = row_bytes // MESSAGE_ALIGN
+    comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
+    comptime n_warps = group.num_threads // WARP_SIZE
+    var lane = block.lane
+    var received = next_generation(block.before.combine_received)
+    var recv_buf = bytes_at(block.recv_bufs[unsafe_offset=block.my_rank])
+    var choices = block.counters.choices(dispatch_generation, group)
+    # Few tokens are split into chunks, so that every warp has work.
+    var n_chunks = 1
+    while n_chunks < n_steps and n_tokens * n_chunks < 2 * n_warps * Int(
+        grid_dim.x
+    ):
+        n_chunks *= 2
+    n_chunks = min(n_chunks, n_steps)
+    var is_broken = _is_bad_answer(n_tokens, dispatch_generation, block)
+    while True:
+        var round = next_work(block.control.unsafe_offset(NEXT_CHUNK), lane)
+        var item = round * Int(grid_dim.x) + Int(block_idx.x)
+        if item >= n_tokens * n_chunks:
+            return
+        var token_idx, chunk = divmod(item, n_chunks)
+        var rows = recv_buf.unsafe_offset(
+            group.combine_message_offset(token_idx, 0)
+        )
+        var expert = NO_EXPERT
+        var weight: Float32 = 0
+        if lane < top_k:
+            expert = choices[unsafe_offset=token_idx * top_k + lane]
+            weight = router_weights[unsafe_offset=token_idx * top_k + lane]
+        var has_row = expert != NO_EXPERT
+        if has_row and not is_broken:
+            var owner_rank = Int(expert) // group.n_local_experts()
+            var word = block.await_message(
+                message_flag(
+                    rows.unsafe_offset(group.combine_message_offset(0, lane)),
+                    group.combine_msg_bytes,
+                ),
+                received,
+                RECEIVE,
+                owner_rank,
+                Int(expert),
+            )
+            is_broken = generation_of(word) != received
+            if not is_broken and count_of(word) != Int(expert):
+                block.fail(
+                    WRONG_EXPERT,
+                    RECEIVE,
+                    owner_rank,
+                    Int(expert),
+                    received,
+                    word,
+                    token_idx,
+                    lane,
+                )
+                is_broken = True
+        is_broken = any_lane(is_broken)
+        syncwarp()
+        TokenRows[group, dtype](rows, weight, has_row).reduce(
+            output_tokens.unsafe_offset(token_idx * row_bytes),
+            expert_rows.unsafe_offset(token_idx * row_bytes),
+            is_broken,
+            chunk * n_steps // n_chunks * WARP_SIZE,
+            min((chunk + 1) * n_steps // n_chunks * WARP_SIZE, n_vectors),
+            lane,
+        )

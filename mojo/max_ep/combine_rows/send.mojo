@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a warp sends expert rows back to the places of their choices."""
+from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx
+from std.sys import size_of
+
+from ..counters import EPLocalSyncCounters
+from ..device.block import Block, next_work
+from ..device.shared import shared_ints, SharedInts
+from ..device.warp import bytes_at, copy_warp
+from ..failures import BAD_SOURCE, TOO_MANY_ROWS
+from ..flags import message_flag, next_generation, publish
+from ..layout import Group, plain_token_bytes
+from ..token_format import BytePointer
+from ..transport import put_message_warp
+from .roles import NEXT_ROW, SEND
+
+
+@fieldwise_init
+struct SharedPairs[group: Group](TrivialRegisterPassable):
+    """Where each pair's rows stand, in the shared memory of a block.
+
+    Parameters:
+        group: Sizes of the group.
+    """
+
+    var rows: SharedInts
+    """First row of each pair."""
+    var counts: SharedInts
+    """Rows of each pair."""
+
+    @staticmethod
+    @always_inline
+    def copied_from(counters: EPLocalSyncCounters) -> Self:
+        """Copies what dispatch has recorded, and syncs the block."""
+        comptime n_pairs = Self.group.n_pairs()
+        var pairs = Self(shared_ints[n_pairs](), shared_ints[n_pairs]())
+        for pair in range(Int(thread_idx.x), n_pairs, Self.group.num_threads):
+            pairs.rows[unsafe_offset=pair] = Int32(counters.pair_row(pair))
+            pairs.counts[unsafe_offset=pair] = Int32(counters.pair_count(pair))
+        barrier()
+        return pairs
+
+
+@always_inline
+def send_rows[
+    group: Group, //, dtype: DType
+](
+    expert_rows: BytePointer,
+    n_rows: Int,
+    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    pairs: SharedPairs[group],
+    put_buf: UInt64,
+    block: Block[group],
+):
+    """Sends this block's share of the rows, with one warp of several."""
+    comptime n_pairs = group.n_pairs()
+    comptime row_bytes = plain_token_bytes(
+        group.hidden_size, size_of[Scalar[dtype]]()
+    )
+    var sent = next_generation(block.before.combine_sent)
+    if not block.await_done_words(
+        group.combine_done_offset(0), block.before.combine_sent, SEND
+    ):
+        return
+    # Slot by slot over all pairs: all sources get rows all the time, and
+    # tokens are complete about in their order.
+    var n_items = block.counters.pair_count(n_pairs) * n_pairs
+    while True:
+        var round = next_work(block.control.unsafe_offset(NEXT_ROW), block.lane)
+        var item = round * Int(grid_dim.x) + Int(block_idx.x)
+        if item >= n_items:
+            return
+        var slot, pair = divmod(item, n_pairs)
+        if slot >= Int(pairs.counts[unsafe_offset=pair]):
+            continue
+        var row = Int(pairs.rows[unsafe_offset=pair]) + slot
+        if row >= n_rows:
+            block.fail(
+                TOO_MANY_ROWS,
+                SEND,
+                block.my_rank,
+                row,
+                sent,
+                0,
+                row + 1,
+                n_rows,
+            )
+            return
+        var token_idx = Int(src_info[unsafe_offset=2 * row])
+        var k = Int(src_info[unsafe_offset=2 * row + 1])
+        if (
+            token_idx < 0
+            or token_idx >= group.max_tokens_per_rank
+            or k < 0
+            or k >= group.top_k
+        ):
+            block.fail(
+                BAD_SOURCE, SEND, block.my_rank, row, sent, 0, token_idx, k
+            )
+            return
+        # I4: a choice has one expert, so one writer.
+        var local_expert, src_rank = divmod(pair, group.n_ranks)
+        var expert_id = block.my_rank * group.n_local_experts() + local_expert
+        var offset = UInt64(group.combine_message_offset(token_idx, k))
+        var message = block.recv_bufs[unsafe_offset=src_rank] + offset
+        var put_to: UInt64 = 0
+        comptime if group.use_shmem:
+            if message == offset:
+                message = put_buf + UInt64(
+                    group.combine_put_offset(
+                        src_rank, group.choice(token_idx, k)
+                    )
+                )
+                put_to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
+        copy_warp[row_bytes](
+            bytes_at(message),
+            expert_rows.unsafe_offset(row * row_bytes),
+            block.lane,
+        )
+        syncwarp()
+        # I2: a message's flag is published after all of the message.
+        comptime if group.use_shmem:
+            if put_to != 0:
+                # I3: as in dispatch, a done word ends the use of the put buffer.
+                put_message_warp(
+                    put_to,
+                    message,
+                    row_bytes,
+                    put_to + UInt64(row_bytes),
+                    sent,
+                    expert_id,
+                    src_rank,
+                )
+                continue
+        if block.lane == 0:
+            publish(
+                message_flag(bytes_at(message), group.combine_msg_bytes),
+                sent,
+                expert_id,
+            )
