@@ -124,6 +124,14 @@ class Case:
         )
         return EPConfig(**(fields | changes))
 
+    def on_one_gpu(self) -> EPConfig:
+        """All ranks on one GPU, one after another."""
+        return self.config(target="gpu", ranks_per_gpu=self.n_ranks)
+
+    def on_gpus(self) -> EPConfig:
+        """A GPU for each rank."""
+        return self.config(target="gpu", timeout_s=5)
+
 
 _CASES = [
     # name, ranks, experts, top_k, hidden, tokens. These three share all but
@@ -254,16 +262,7 @@ def features(case: Case) -> set[tuple]:
 _LARGE = [
     Case("large", 2, 12, 8, 2048, 320),
     Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),
-    Case(
-        "large_sums",
-        2,
-        12,
-        8,
-        2048,
-        520,
-        protocol="by_rank",
-        combine_mode="sums",
-    ),
+    Case("large_sums", 2, 12, 8, 2048, 520, protocol="by_rank", combine_mode="sums"),
 ]
 LARGE_CASES = {case.name: case for case in _LARGE}
 
@@ -370,10 +369,7 @@ def random_tokens(case: Case, rank: int, n: int) -> np.ndarray:
 
 
 def make_inputs(
-    case: Case,
-    routing: str,
-    data: str = "random",
-    counts: list[int] | None = None,
+    case: Case, routing: str, data: str = "random", counts: list[int] | None = None
 ) -> Inputs:
     """Makes what the ranks are given.
 

@@ -7,11 +7,13 @@ with random delays between them, eager and as captured graphs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,15 +37,29 @@ from harness import (
     Groups,
     assert_dispatched,
     assert_round_trip,
+    building,
+    flatten,
     fused_round_trip,
+    input_types,
     round_trip,
+    take_inputs,
     take_outputs,
+    to_numpy,
+    weights_of,
 )
-from max.driver import CPU, Accelerator, Buffer
+from max.driver import Accelerator, Buffer
 from max.dtype import DType
 from max.graph import BufferType, Graph, ops
 
-from max_ep import EPBatchManager, EPConfig
+from max_ep import (
+    EPBatchManager,
+    EPCommInitializer,
+    EPConfig,
+    call_ep_combine_async,
+    call_ep_combine_wait,
+    call_ep_dispatch_async,
+    call_ep_dispatch_wait,
+)
 from max_ep.graph.ops import order_buffer
 
 LARGE = in_protocols(
@@ -71,29 +87,19 @@ _FEW_RANKS = [
 ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | in_protocols(_FEW_RANKS)
 
 
-def on_one_gpu(case: Case) -> EPConfig:
-    """All ranks on one GPU, one after another."""
-    return case.config(target="gpu", ranks_per_gpu=case.n_ranks)
-
-
-def on_gpus(case: Case) -> EPConfig:
-    """A GPU for each rank."""
-    return case.config(target="gpu", timeout_s=5)
-
-
 def two_on_each(case: Case) -> EPConfig:
     """Two ranks on each GPU."""
     return case.config(target="gpu", ranks_per_gpu=2, timeout_s=5)
 
 
 _PLACES = {
-    "one_gpu": (1, on_one_gpu, round_trip, range(1, 6)),
-    "one_rank_fused": (1, on_gpus, fused_round_trip, [1]),
-    "two_gpus": (2, on_gpus, round_trip, [2]),
-    "two_gpus_fused": (2, on_gpus, fused_round_trip, [2]),
+    "one_gpu": (1, Case.on_one_gpu, round_trip, range(1, 6)),
+    "one_rank_fused": (1, Case.on_gpus, fused_round_trip, [1]),
+    "two_gpus": (2, Case.on_gpus, round_trip, [2]),
+    "two_gpus_fused": (2, Case.on_gpus, fused_round_trip, [2]),
     "two_gpus_two_on_each": (2, two_on_each, round_trip, [4]),
-    "four_gpus": (4, on_gpus, round_trip, [3, 4]),
-    "four_gpus_fused": (4, on_gpus, fused_round_trip, [3, 4]),
+    "four_gpus": (4, Case.on_gpus, round_trip, [3, 4]),
+    "four_gpus_fused": (4, Case.on_gpus, fused_round_trip, [3, 4]),
 }
 # A graph for each protocol at a place.
 PLACES = {
@@ -194,12 +200,12 @@ _BY_RANK = {
 
 
 @pytest.mark.parametrize("place, name", marked(_BY_RANK))
-def test_data_that_looks_empty_arrives(
+def test_data_that_looks_like_the_sentinel_arrives(
     groups_at: Callable, place: str, name: str
 ) -> None:
     """Tokens of which every 16 bytes look as if they had not come.
 
-    They are NaN, and stay that; their sign may change (`without_empty`). Run twice:
+    They are NaN, and stay that; their sign may change (`avoid_sentinel`). Run twice:
     what was put back must be there.
     """
     groups = groups_at(place)
@@ -231,13 +237,13 @@ _LARGE_OF_TWO = [
 LARGE_PLACES = {
     f"{place}{suffix}": (n_gpus, config, build, [f"{name}{suffix}" for name in names])
     for place, n_gpus, config, build, names in [
-        ("one_gpu", 1, on_one_gpu, round_trip, _LARGE_OF_TWO),
-        ("two_gpus_fused", 2, on_gpus, fused_round_trip, _LARGE_OF_TWO),
+        ("one_gpu", 1, Case.on_one_gpu, round_trip, _LARGE_OF_TWO),
+        ("two_gpus_fused", 2, Case.on_gpus, fused_round_trip, _LARGE_OF_TWO),
         ("two_gpus_few_sms", 2, with_few_sms, fused_round_trip, _LARGE_OF_TWO),
         (
             "four_gpus_fused",
             4,
-            on_gpus,
+            Case.on_gpus,
             fused_round_trip,
             ["large_four", "large_four_fp8"],
         ),
@@ -285,49 +291,40 @@ def async_then_wait(manager: EPBatchManager, ranks: list) -> list:
     return round_trip(manager, ranks)
 
 
-def delayed(build: Callable, delays: list) -> Callable:
-    """Puts a delay before every phase of every rank, or before those that send."""
+# Each phase: which delay it has, and which of its arguments is the rank.
+PHASES = {
+    "ep_dispatch_async": (0, 2),
+    "ep_dispatch": (0, 2),
+    "ep_dispatch_wait": (1, 0),
+    "ep_combine_async": (2, 1),
+    "ep_combine": (2, 2),
+    "ep_combine_wait": (3, 1),
+}
 
-    def hold_up(rank: int, which: int) -> None:
-        device = delays[rank].device
-        ops.inplace_custom(
-            "max_ep_tests.delay",
-            device=device,
-            values=[delays[rank], order_buffer(device)],
-            parameters={"which": which},
-        )
 
-    class Delayed:
-        """An `EPBatchManager` whose ops come late."""
+class Delayed:
+    """An `EPBatchManager` whose phases come late, or only those that send."""
 
-        def __init__(self, manager: EPBatchManager) -> None:
-            self._manager = manager
+    def __init__(self, manager: EPBatchManager, delays: list, only_sends: bool) -> None:
+        self._manager, self._delays, self._only_sends = manager, delays, only_sends
 
-        def __getattr__(self, name: str):
-            method = getattr(self._manager, name)
-            which = {
-                "ep_dispatch_async": 0,
-                "ep_dispatch": 0,
-                "ep_dispatch_wait": 1,
-                "ep_combine_async": 2,
-                "ep_combine": 2,
-                "ep_combine_wait": 3,
-            }.get(name)
-            if which is None or (build is async_then_wait and which in (1, 3)):
-                return method
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._manager, name)
+        if name not in PHASES or (self._only_sends and name.endswith("_wait")):
+            return method
+        which, place = PHASES[name]
 
-            def call(*args):
-                rank = (
-                    args[0]
-                    if name == "ep_dispatch_wait"
-                    else args[2 - (which in (2, 3) and name != "ep_combine")]
-                )
-                hold_up(rank, which)
-                return method(*args)
+        def call(*args: Any) -> Any:
+            delay = self._delays[args[place]]
+            ops.inplace_custom(
+                "max_ep_tests.delay",
+                device=delay.device,
+                values=[delay, order_buffer(delay.device)],
+                parameters={"which": which},
+            )
+            return method(*args)
 
-            return call
-
-    return lambda manager, ranks: build(Delayed(manager), ranks)
+        return call
 
 
 @pytest.mark.parametrize(
@@ -345,10 +342,6 @@ def delayed(build: Callable, delays: list) -> Callable:
 )
 def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> None:
     """A captured graph, replayed with other tokens, routings and delays."""
-    from harness import flatten, input_types, take_inputs
-
-    from max_ep import EPCommInitializer
-
     config = case.config(target="gpu", timeout_s=5)
     manager = EPBatchManager(config)
     ranks = range(case.n_ranks)
@@ -371,7 +364,8 @@ def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> N
         delays = [v.buffer for v in values[n_given : n_given + case.n_ranks]]
         manager.fetch_buffers(values[n_given + case.n_ranks :])
         given_values = take_inputs(case, iter(values[:n_given]))
-        built = delayed(build, delays)(manager, given_values)
+        late = Delayed(manager, delays, build is async_then_wait)
+        built = build(late, given_values)
         graph.output(*[v for rank in built for v in rank])
     model = gpu_session.load(graph)
     rng = np.random.default_rng(5)
@@ -414,48 +408,41 @@ def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> N
 # -------------------------------------------------------------------- failures
 
 
+def assert_nan(bits: np.ndarray) -> None:
+    assert ((bits & 0x7FFF) > 0x7F80).all(), "what is missing must be NaN"
+
+
+@contextlib.contextmanager
+def fails(comm: EPCommInitializer, *words: str) -> Iterator[None]:
+    """Expects that the launches of a block fail with an error that has all words."""
+    yield
+    with pytest.raises(RuntimeError) as caught:
+        comm.check()
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"the error does not say {missing}: {caught.value}"
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("suffix", PROTOCOLS)
 def test_a_missing_peer_is_named(gpu_session, suffix: str) -> None:
     """Rank 1 does not send: rank 0 ends its wait, and says who is missing."""
-    name = f"missing{suffix}"
-    case = in_protocols([Case("missing", 2, 5, 3, 512, 7)])[name]
-    from harness import flatten, input_types, take_inputs, weights_of
-
-    from max_ep import EPCommInitializer
-
+    case = in_protocols([Case("missing", 2, 5, 3, 512, 7)])[f"missing{suffix}"]
     config = case.config(target="gpu", timeout_s=0.5)
-    manager = EPBatchManager(config)
-    types = [*input_types(case, config=config), *manager.input_types()]
-    with Graph(name, input_types=types) as graph:
-        n_given = 3 * case.n_ranks
-        manager.fetch_buffers(graph.inputs[n_given:])
-        given = take_inputs(case, iter(graph.inputs[:n_given]))[0]
+    with building(case.name, case, config) as (manager, ranks, graph):
+        given = ranks[0]
         with_tokens, with_rows = weights_of(config, given)
         d = manager.ep_dispatch(given.tokens, given.ids, 0, router_weight=with_tokens)
         graph.output(manager.ep_combine(d[0], with_rows, 0))
     model = gpu_session.load(graph)
-    comm = EPCommInitializer(config)
-    comm.ep_init(gpu_session)
-    try:
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
         inputs = flatten(make_inputs(case, "full"), config) + comm.model_inputs()
-        (result,) = model.execute(*inputs)
-        with pytest.raises(RuntimeError) as caught:
-            comm.check()
-        for words in (
-            "dispatch_wait on rank 0",
-            "timed out after 500 ms",
-            "waiting for count",
-            "generation 1",
-            "from rank 1",
-        ):
-            assert words in str(caught.value)
-        bits = result.to(CPU()).view(DType.uint16, tuple(result.shape)).to_numpy()
-        assert ((bits & 0x7FFF) > 0x7F80).all(), "what is missing must be NaN"
+        waited = "timed out after 500 ms", "waiting for count", "generation 1"
+        with fails(comm, "dispatch_wait on rank 0", *waited, "from rank 1"):
+            (result,) = model.execute(*inputs)
+        assert_nan(to_numpy(result))
         comm.reset()
         comm.check()
-    finally:
-        comm.close()
 
 
 @pytest.mark.gpu(1)
@@ -463,7 +450,7 @@ def test_a_missing_peer_is_named(gpu_session, suffix: str) -> None:
 def test_bad_ids_are_dropped_and_reported(gpu_session, suffix: str) -> None:
     name = f"bad_ids{suffix}"
     case = in_protocols([Case("bad_ids", 1, 5, 3, 512, 7)])[name]
-    groups = Groups(gpu_session, name, {case.name: case}, config=on_gpus)
+    groups = Groups(gpu_session, name, {case.name: case}, config=Case.on_gpus)
     try:
         given = make_inputs(case, "full")
         good = [ids.copy() for ids in given.ids]
@@ -481,54 +468,30 @@ def test_bad_ids_are_dropped_and_reported(gpu_session, suffix: str) -> None:
 @pytest.mark.gpu(1)
 def test_a_dispatch_between_async_and_wait_of_sums(gpu_session) -> None:
     """Which the manager refuses: the own rows of the first are known no more."""
-    from harness import flatten, input_types, take_inputs
-
-    from max_ep import (
-        EPCommInitializer,
-        call_ep_combine_async,
-        call_ep_combine_wait,
-        call_ep_dispatch_async,
-        call_ep_dispatch_wait,
-    )
-
-    case = Case("halves", 1, 5, 3, 80, 7, **PROTOCOLS["_sums"])
-    config = on_gpus(case)
-    manager = EPBatchManager(config)
-    types = [*input_types(case, config=config), *manager.input_types()]
-    with Graph("halves", input_types=types) as graph:
-        manager.fetch_buffers(graph.inputs[3:])
-        (given,) = take_inputs(case, iter(graph.inputs[:3]))
+    case = Case("phases", 1, 5, 3, 80, 7, **PROTOCOLS["_sums"])
+    config = case.on_gpus()
+    with building("phases", case, config) as (manager, (given,), graph):
         counter = manager.atomic_counters[0][0]
-        dispatch, combine = manager._pointers(0), manager._pointers(1)
+        to, back = manager._pointers(0), manager._pointers(1)
 
         def receive():
-            call_ep_dispatch_async(
-                given.tokens,
-                given.ids,
-                counter,
-                *dispatch,
-                config,
-                router_weights=given.weights,
-            )
-            return call_ep_dispatch_wait(counter, *dispatch[1:], config)
+            sent = given.tokens, given.ids, counter, *to, config
+            call_ep_dispatch_async(*sent, router_weights=given.weights)
+            return call_ep_dispatch_wait(counter, *to[1:], config)
 
         first = receive()
-        call_ep_combine_async(first[0], first[-1], counter, *combine, config)
+        call_ep_combine_async(first[0], first[-1], counter, *back, config)
         receive()
         n_tokens = given.tokens.shape[0]
-        result = call_ep_combine_wait(
-            counter, *combine[1:], config, n_tokens, None, first[0]
-        )
-        graph.output(result)
+        of_sums = n_tokens, None, first[0]
+        graph.output(call_ep_combine_wait(counter, *back[1:], config, *of_sums))
     model = gpu_session.load(graph)
     with EPCommInitializer(config) as comm:
         comm.ep_init(gpu_session)
         inputs = flatten(make_inputs(case, "uniform"), config) + comm.model_inputs()
-        (result,) = model.execute(*inputs)
-        with pytest.raises(RuntimeError, match="dispatch 1, the last.*was of 2"):
-            comm.check()
-        bits = result.to(CPU()).view(DType.uint16, list(result.shape)).to_numpy()
-        assert ((bits & 0x7FFF) > 0x7F80).all(), "must be NaN"
+        with fails(comm, "dispatch 1, the last", "was of 2"):
+            (result,) = model.execute(*inputs)
+        assert_nan(to_numpy(result))
         comm.reset()
 
 
@@ -536,39 +499,25 @@ def test_a_dispatch_between_async_and_wait_of_sums(gpu_session) -> None:
 @pytest.mark.parametrize("suffix", PROTOCOLS)
 def test_memory_of_another_config_is_not_touched(gpu_session, suffix: str) -> None:
     """The launcher cannot see whose counters it is given: the kernels look."""
-    from harness import flatten
-
-    from max_ep import EPCommInitializer
-
     case = Case("other_config", 1, 5, 3, 512, 7)
     # Half as large a region, but as many counters, so MAX takes them.
     half = replace(case, name="other_config_half", hidden_size=256)
     cases = in_protocols([case, half])
     case, half = cases[f"other_config{suffix}"], cases[f"other_config_half{suffix}"]
-    for name, build in (("halves", round_trip), ("fused", fused_round_trip)):
-        groups = Groups(
-            gpu_session,
-            f"other_config_{name}{suffix}",
-            {case.name: case},
-            config=on_gpus,
-            build=build,
-        )
-        comm = EPCommInitializer(on_gpus(half))
+    said = "bytes of a dispatch message: 528 there, 1040 in the graph"
+    for build in (round_trip, fused_round_trip):
+        name = f"other_config_{build.__name__}{suffix}"
+        how = dict(config=Case.on_gpus, build=build)
+        groups = Groups(gpu_session, name, {case.name: case}, **how)
+        comm = EPCommInitializer(half.on_gpus())
         comm.ep_init(gpu_session)
         try:
-            inputs = flatten(make_inputs(case, "full"), on_gpus(case))
-            outputs = groups.model.execute(*inputs, *comm.model_inputs())
-            with pytest.raises(RuntimeError) as caught:
-                comm.check()
-            for words in (
-                "dispatch_async on rank 0",
-                "another EPConfig",
-                "bytes of a dispatch message: 528 there, 1040 in the graph",
-            ):
-                assert words in str(caught.value)
+            inputs = flatten(make_inputs(case, "full"), case.on_gpus())
+            with fails(comm, "dispatch_async on rank 0", "another EPConfig", said):
+                outputs = groups.model.execute(*inputs, *comm.model_inputs())
             (got,) = take_outputs(case, iter(outputs))
             assert not got.row_offsets.any()
-            assert ((got.result & 0x7FFF) > 0x7F80).all(), "must be NaN"
+            assert_nan(got.result)
         finally:
             comm.close()
             groups.close()

@@ -18,10 +18,9 @@ from harness import (
     Groups,
     RankInputs,
     assert_round_trip,
+    building,
     flatten,
-    input_types,
     round_trip,
-    take_inputs,
     take_outputs,
     to_numpy,
 )
@@ -79,17 +78,7 @@ def watched_round_trip(
     return [[*r, *s] for r, s in zip(results, watched.statistics, strict=True)]
 
 
-def in_turn(case: Case):
-    """All ranks on one GPU, one after another."""
-    return case.config(target="gpu", ranks_per_gpu=case.n_ranks)
-
-
-def on_gpus(case: Case):
-    """A GPU for each rank."""
-    return case.config(target="gpu", timeout_s=5)
-
-
-CONFIGS = {"cpu": Case.config, "one_gpu": in_turn, "two_gpus": on_gpus}
+CONFIGS = {"cpu": Case.config, "one_gpu": Case.on_one_gpu, "two_gpus": Case.on_gpus}
 PLACES = [
     pytest.param("cpu", id="cpu"),
     pytest.param("one_gpu", marks=pytest.mark.gpu(1), id="one_gpu"),
@@ -102,20 +91,14 @@ EARLY = Case("early", N_RANKS, 5, 3, 80, 7)
 
 def add_early(place: str, module: Module | None = None) -> Graph:
     """Builds a round trip whose rank 0 looks before rank 1 has sent, and after."""
-    config = CONFIGS[place](EARLY)
-    manager = EPBatchManager(config)
-    types = input_types(EARLY, config=config)
     seen = []
+    with building(f"early_{place}", EARLY, CONFIGS[place](EARLY), module) as started:
+        manager, ranks, graph = started
 
-    def look(phase: str, group: int) -> None:
-        pointers = manager._pointers(group)[1:]
-        counter = manager.atomic_counters[0][0]
-        seen.append(call_ep_watch(phase, counter, *pointers, config))
+        def look(phase: str, group: int) -> None:
+            given = manager.atomic_counters[0][0], *manager._pointers(group)[1:]
+            seen.append(call_ep_watch(phase, *given, manager.config))
 
-    declared = [*types, *manager.input_types()]
-    with Graph(f"early_{place}", input_types=declared, module=module) as graph:
-        ranks = take_inputs(EARLY, iter(graph.inputs[: len(types)]))
-        manager.fetch_buffers(graph.inputs[len(types) :])
         for rank, given in enumerate(ranks):
             manager.ep_dispatch_async(given.tokens, given.ids, rank)
             look("dispatch", 0)
@@ -208,23 +191,13 @@ def rows_of(case: Case, dispatched) -> list[int]:
     return rows[int(case.fused_shared_expert) :]
 
 
-def ops_of(graph: Graph) -> list[str]:
-    """Lists a graph's EP ops, each with what it is compiled for."""
-    return re.findall(r'symbol = "max_ep\.([^]]*)', str(graph))
-
-
 def test_others_are_compiled_alike() -> None:
     """With and without watching: the same ops, parameters and all, but for its own."""
     ops = []
     for build in (round_trip, watched_round_trip):
-        case = CASES["by_expert"]
-        manager = EPBatchManager(case.config())
-        types = input_types(case)
-        with Graph("alike", input_types=[*types, *manager.input_types()]) as graph:
-            ranks = take_inputs(case, iter(graph.inputs[: len(types)]))
-            manager.fetch_buffers(graph.inputs[len(types) :])
+        with building("alike", CASES["by_expert"]) as (manager, ranks, graph):
             graph.output(*[v for r in build(manager, ranks) for v in r])
-        ops.append(ops_of(graph))
+        ops.append(re.findall(r'symbol = "max_ep\.([^]]*)', str(graph)))
     without, watched = ops
     assert len(without) == 4 * N_RANKS
     assert [op for op in watched if not op.startswith('watch"')] == without
@@ -251,25 +224,15 @@ def test_assembly_writes_nothing_but_times(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------ refusals
 
 
-def test_a_watch_needs_its_async_op() -> None:
-    manager = EPBatchManager(CASES["sums"].config())
-    with Graph("refused", input_types=manager.input_types()) as graph:
-        manager.fetch_buffers(graph.inputs)
+def test_a_watch_needs_the_async_ops_before_it() -> None:
+    with building("refused", CASES["sums"]) as (manager, ranks, _):
         says = "device 0 without ep_dispatch_async before it"
         with pytest.raises(ValueError, match=says):
             manager.ep_watch("dispatch", 0)
         with pytest.raises(ValueError, match="'dispatch' and 'combine'"):
             manager.ep_watch("gossip", 0)
-
-
-def test_a_watch_before_the_sends_is_refused() -> None:
-    """Of ranks that run one after another, as the wait is: it would last for ever."""
-    case = CASES["sums"]
-    manager = EPBatchManager(case.config())
-    types = input_types(case)
-    with Graph("early", input_types=[*types, *manager.input_types()]) as graph:
-        given = take_inputs(case, iter(graph.inputs[: len(types)]))[0]
-        manager.fetch_buffers(graph.inputs[len(types) :])
+        # Of ranks that run one after another, as the wait is: it would last for ever.
+        given = ranks[0]
         manager.ep_dispatch_async(given.tokens, given.ids, 0, None, given.weights)
         with pytest.raises(ValueError, match=r"ep_dispatch_async on devices \[1\]"):
             manager.ep_watch("dispatch", 0)
