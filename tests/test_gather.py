@@ -20,7 +20,7 @@ from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
 
 # No other size is `TOP_K`, nor a number of ranks: one is not taken for another.
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 7, 5, 40, 6
-CPU = DeviceRef.CPU()
+CPU, BF16 = DeviceRef.CPU(), DType.bfloat16
 
 PLACES = {
     "cpu": dict(n_gpus_per_node=N_RANKS, target="cpu"),
@@ -48,7 +48,7 @@ def local_experts(rank: int, n_ranks: int, tokens, probs, ids):
     weights = ops.where(is_here, probs * factor, number(0, DType.float32))
     total = ops.sum(weights, axis=1)
     rows = ops.cast(tokens, DType.float32) * total
-    return ops.cast(rows, DType.bfloat16)
+    return ops.cast(rows, BF16)
 
 
 def add_layer(
@@ -62,41 +62,39 @@ def add_layer(
     for rank in range(n_ranks):
         device = config.device(rank)
         types += [
-            TensorType(DType.bfloat16, [f"t{rank}", HIDDEN], device),
+            TensorType(BF16, [f"t{rank}", HIDDEN], device),
             TensorType(DType.float32, [f"t{rank}", TOP_K], device),
             TensorType(DType.int32, [f"t{rank}", TOP_K], device),
         ]
-    n_given = len(types)
-    types += dispatcher.input_types()
-    name = f"gather_{place}"
-    with Graph(name, input_types=types, module=module) as graph:
-        dispatcher.fetch_buffers(graph.inputs[n_given:])
-        values = [v.tensor for v in graph.inputs[:n_given]]
-        hidden, probs, ids = values[0::3], values[1::3], values[2::3]
-        tokens, all_probs = dispatcher.token_dispatch(hidden, probs, ids)
+    declared = [*types, *dispatcher.input_types()]
+    with Graph(f"gather_{place}", input_types=declared, module=module) as graph:
+        dispatcher.fetch_buffers(graph.inputs[len(types) :])
+        values = [v.tensor for v in graph.inputs[: len(types)]]
+        tokens, all_probs = dispatcher.token_dispatch(
+            values[0::3], values[1::3], values[2::3]
+        )
         x, per_expert, p = dispatcher.dispatch_postprocess(tokens, all_probs)
         assert per_expert is None
+        chosen = dispatcher.routing_map
         rows = [
-            local_experts(r, n_ranks, x[r], p[r], dispatcher.routing_map[r])
-            for r in range(n_ranks)
+            local_experts(r, n_ranks, x[r], p[r], chosen[r]) for r in range(n_ranks)
         ]
         results = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
-        graph.output(
-            *tokens,
-            *all_probs,
-            *dispatcher.routing_map,
-            *results,
-            *dispatcher.n_gathered,
-        )
+        gathered = *tokens, *all_probs, *chosen
+        graph.output(*gathered, *results, *dispatcher.n_gathered)
     return dispatcher, graph
+
+
+def of_cpu(n_ranks: int, **changes: object) -> AllGatherTokenDispatcher:
+    sizes = dict(top_k=TOP_K, max_tokens_per_rank=TOKENS) | changes
+    where = dict(n_gpus_per_node=n_ranks, target="cpu")
+    return AllGatherTokenDispatcher(HIDDEN, **(sizes | where))
 
 
 def add_scatter(module: Module) -> AllGatherTokenDispatcher:
     """Adds a graph that sums, over ranks r, 2 to the r times the tokens."""
-    dispatcher = AllGatherTokenDispatcher(
-        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=N_RANKS, target="cpu"
-    )
-    types = [TensorType(DType.bfloat16, [TOKENS, HIDDEN], CPU)]
+    dispatcher = of_cpu(N_RANKS)
+    types = [TensorType(BF16, [TOKENS, HIDDEN], CPU)]
     types += dispatcher.input_types()
     with Graph("scatter", input_types=types, module=module) as graph:
         dispatcher.fetch_buffers(graph.inputs[1:])
@@ -106,14 +104,9 @@ def add_scatter(module: Module) -> AllGatherTokenDispatcher:
         tokens, _ = dispatcher.token_dispatch(
             hidden, [zeros] * N_RANKS, [ids] * N_RANKS
         )
-        rows = [
-            t
-            * ops.cast(
-                ops.constant(np.full(1, 2.0**rank, np.float32), device=CPU),
-                DType.bfloat16,
-            )
-            for rank, t in enumerate(tokens)
-        ]
+        factors = [np.full(1, 2.0**rank, np.float32) for rank in range(N_RANKS)]
+        factors = [ops.cast(ops.constant(f, device=CPU), BF16) for f in factors]
+        rows = [t * factor for t, factor in zip(tokens, factors)]
         graph.output(*dispatcher.token_combine(rows))
     return dispatcher
 
@@ -194,12 +187,7 @@ def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace
     )
 
 
-COUNTS = [
-    [TOKENS] * 4,
-    [2, 5, 1, 4],
-    [0, TOKENS, 3, 0],
-    [0, 0, 0, 0],
-]
+COUNTS = [[TOKENS] * 4, [2, 5, 1, 4], [0, TOKENS, 3, 0], [0, 0, 0, 0]]
 """Tokens of each rank, of as many as there are."""
 
 
@@ -255,10 +243,8 @@ def test_reduce_scatter_rounds_once(session, on_cpu: SimpleNamespace) -> None:
 
 
 def test_each_local_rank_has_a_value() -> None:
-    dispatcher = AllGatherTokenDispatcher(
-        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=2, target="cpu"
-    )
-    types = [TensorType(DType.bfloat16, ["t", HIDDEN], CPU)]
+    dispatcher = of_cpu(2)
+    types = [TensorType(BF16, ["t", HIDDEN], CPU)]
     types += dispatcher.input_types()
     with Graph("never_compiled", input_types=types) as graph:
         dispatcher.fetch_buffers(graph.inputs[1:])
@@ -282,18 +268,19 @@ def test_each_local_rank_has_a_value() -> None:
 
 def test_values_that_do_not_fit() -> None:
     """They are refused while the graph is built: kernels would read beyond them."""
-    dispatcher = AllGatherTokenDispatcher(
-        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=1, target="cpu"
-    )
+    dispatcher = of_cpu(1)
     n_rows = dispatcher.global_tokens
     types = [
-        TensorType(DType.bfloat16, ["t", HIDDEN], CPU),
-        TensorType(DType.float32, ["t", TOP_K], CPU),
-        TensorType(DType.int32, ["t", TOP_K], CPU),
-        TensorType(DType.int32, [n_rows - 1, TOP_K], CPU),
-        TensorType(DType.int32, ["t", TOP_K - 1], CPU),
-        TensorType(DType.bfloat16, [n_rows, HIDDEN], CPU),
-        TensorType(DType.bfloat16, [n_rows - 1, HIDDEN], CPU),
+        TensorType(dtype, shape, CPU)
+        for dtype, shape in (
+            (BF16, ["t", HIDDEN]),
+            (DType.float32, ["t", TOP_K]),
+            (DType.int32, ["t", TOP_K]),
+            (DType.int32, [n_rows - 1, TOP_K]),
+            (DType.int32, ["t", TOP_K - 1]),
+            (BF16, [n_rows, HIDDEN]),
+            (BF16, [n_rows - 1, HIDDEN]),
+        )
     ]
     n_given = len(types)
     types += dispatcher.input_types()
@@ -314,56 +301,45 @@ def test_values_that_do_not_fit() -> None:
         dispatcher.token_combine([rows])
         # What was gathered is of the buffers before.
         dispatcher.fetch_buffers(graph.inputs[n_given:])
-        with pytest.raises(ValueError, match="before token_dispatch; call that"):
-            _ = dispatcher.routing_map
-        with pytest.raises(ValueError, match="before token_dispatch; call that"):
-            _ = dispatcher.n_gathered
+        for name in ("routing_map", "n_gathered"):
+            with pytest.raises(ValueError, match="before token_dispatch; call that"):
+                getattr(dispatcher, name)
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
         (dict(top_k=0), "top_k=0"),
-        (dict(n_gpus_per_node=40), "40 ranks.*32"),
+        (dict(n_ranks=40), "40 ranks.*32"),
         (dict(dtype=DType.int8), "dtype"),
     ],
-    ids=lambda value: str(value)[:20],
 )
 def test_bad_sizes(changes: dict, words: str) -> None:
-    sizes = dict(top_k=TOP_K, n_gpus_per_node=2) | changes
     with pytest.raises(ValueError, match=words):
-        AllGatherTokenDispatcher(
-            HIDDEN, max_tokens_per_rank=TOKENS, target="cpu", **sizes
-        )
+        of_cpu(**(dict(n_ranks=2) | changes))
+
+
+AS_FP8 = dict(
+    dispatch_dtype=DType.float8_e4m3fn,
+    dispatch_quant_config=blockwise_fp8_quant_config(),
+    hidden_size=128,
+)
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (
-            dict(protocol="by_expert", combine_mode="rows"),
-            "'by_expert'.*pass 'by_rank', 'sums'",
-        ),
+        (dict(protocol="by_expert", combine_mode="rows"), "pass 'by_rank', 'sums'"),
         (dict(combine_mode="rows"), "'rows'.*'sums'"),
         (dict(n_experts=4), "n_experts=4.*pass 2"),
         (dict(top_k=1), "top_k=1.*pass 2"),
         (dict(router_top_k=0), "router_top_k=0.*1 or more"),
         (dict(fused_shared_expert=True), "fused_shared_expert=True.*False"),
         (dict(output_layout="padded"), "'padded'.*'packed'"),
-        (
-            dict(
-                dispatch_dtype=DType.float8_e4m3fn,
-                dispatch_quant_config=blockwise_fp8_quant_config(),
-                hidden_size=128,
-            ),
-            "float8_e4m3fn.*'by_rank', 'sums', and bfloat16 or float32",
-        ),
+        (AS_FP8, "float8_e4m3fn.*'by_rank', 'sums', and bfloat16 or float32"),
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_configs_that_are_no_all_gather(changes: dict, words: str) -> None:
-    dispatcher = AllGatherTokenDispatcher(
-        HIDDEN, TOP_K, TOKENS, n_gpus_per_node=2, target="cpu"
-    )
+    dispatcher = of_cpu(2)
     with pytest.raises(ValueError, match=words):
         replace(dispatcher.config, **changes)
