@@ -89,7 +89,7 @@ def dispatch_op(config: EPConfig, name: str) -> str:
 
 def dispatch_parameters(config: EPConfig) -> Parameters:
     """Returns what all dispatch ops take."""
-    routing = {"n_carried": config.router_top_k} if config.router_top_k else {}
+    routing = {"router_top_k": config.router_top_k} if config.router_top_k else {}
     return {
         "protocol": config.sizes().protocol,
         **config.token_format.op_parameters(config.fp8_power_of_two_scales),
