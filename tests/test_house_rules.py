@@ -161,8 +161,6 @@ LONG_FILES = {
     "mojo/max_ep/gpu_launch.mojo",
     "mojo/max_ep/layout.mojo",
     "mojo/max_ep/ops.mojo",
-    "mojo/max_ep/dispatch_by_rank/phase.mojo",
-    "mojo/max_ep/dispatch_by_rank/index.mojo",
     "tests/assembly.py",
     "tests/test_reference.py",
     "tests/test_round_trip.py",
@@ -173,9 +171,6 @@ WIDE_FUNCTIONS = {
     "mojo/max_ep/dispatch_by_expert/phase.mojo",
     "mojo/max_ep/gpu_launch.mojo",
     "mojo/max_ep/gpu_setup.mojo",
-    "mojo/max_ep/dispatch_by_rank/phase.mojo",
-    "mojo/max_ep/dispatch_by_rank/receive.mojo",
-    "mojo/max_ep/dispatch_by_rank/send.mojo",
     "mojo/max_ep/watch.mojo",
 }
 """Files with a function above `MOST_ARGUMENTS`. The set may only shrink. Launchers and

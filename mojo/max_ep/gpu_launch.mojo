@@ -5,25 +5,20 @@ The launchers in `api/` have checked what they were given. Nothing here
 waits for the device.
 """
 from layout import Coord, row_major, TileTensor
-from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
-from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
+from max.gpu.host import DeviceAttribute, DeviceContext
 from std.sys import size_of
 
 from .combine_rows.phase import CombineRows
 from .combine_sums.phase import CombineSums
 from .counters import EPLocalSyncCounters
-from .device.phase import enqueue
+from .device.phase import enqueue, unused
 from .dispatch_by_expert.phase import (
     dispatch_async_kernel,
     dispatch_group_of,
     dispatch_kernel,
     dispatch_wait_kernel,
 )
-from .dispatch_by_rank.phase import (
-    dispatch_async_kernel as rank_slots_dispatch_async_kernel,
-    dispatch_kernel as rank_slots_dispatch_kernel,
-    dispatch_wait_kernel as rank_slots_dispatch_wait_kernel,
-)
+from .dispatch_by_rank.phase import DispatchByRank
 from .launch_checks import imm, mut_, p2p_buffers
 from .layout import (
     addressing_of,
@@ -69,15 +64,6 @@ def _n_blocks[n_sms: Int](context: DeviceContext) raises -> Int:
     return n
 
 
-def _overlapping() -> List[LaunchAttribute]:
-    """Lets a kernel's blocks begin while the last of the kernel before it end.
-
-    The kernels of `rank_slots` wait for that one's end by themselves
-    (`await_launch_before`).
-    """
-    return pdl_launch_attributes(PDLLevel.ON)
-
-
 comptime RANK_OF_COUNTERS = Int32(-1)
 """The rank stands in the counters, in device memory."""
 
@@ -104,6 +90,35 @@ def _matrix[
     }
 
 
+def by_rank_group[
+    Format: TokenFormat,
+    n_experts: Int,
+    n_ranks: Int,
+    max_tokens_per_rank: Int,
+    protocol: Int,
+    n_sms: Int = 0,
+    is_padded: Bool = False,
+    fused_shared_expert: Bool = False,
+    shares_gpu: Bool = True,
+]() -> Group:
+    """Describes the group of a `DispatchByRank`."""
+    return Group(
+        n_experts=n_experts,
+        n_ranks=n_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        top_k=Format.top_k,
+        hidden_size=Format.hidden_size,
+        dispatch_msg_bytes=Format.msg_bytes,
+        addressing=addressing_of(protocol),
+        returns=returns_of(protocol),
+        is_padded=is_padded,
+        fused_shared_expert=fused_shared_expert,
+        shares_gpu=shares_gpu,
+        num_threads=NUM_THREADS,
+        n_sms=n_sms,
+    )
+
+
 def launch_dispatch_async[
     token_fmt_type: TokenFormat,
     n_experts: Int,
@@ -128,29 +143,34 @@ def launch_dispatch_async[
     """Starts the `dispatch_async_kernel` of a protocol."""
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
-        comptime by_rank = rank_slots_dispatch_async_kernel[
-            input_tokens.dtype,
-            NUM_THREADS,
+        comptime group = by_rank_group[
+            token_fmt_type,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
-            token_fmt_type,
             protocol,
+            n_sms,
+            False,
             fused_shared_expert,
-        ]
-        var function = context.compile_function[by_rank]()
-        context.enqueue_function(
-            function,
-            imm(input_tokens),
-            imm(topk_ids),
-            router_weights.weights,
-            Int32(Int(input_tokens.dim[0]())),
-            p2p_buffers[UInt8, n_ranks](recv_bufs),
-            p2p_buffers[UInt64, n_ranks](recv_counts),
-            counters,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
-            attributes=_overlapping(),
+        ]()
+        enqueue[True, False](
+            DispatchByRank[group, token_fmt_type, input_tokens.dtype](
+                imm(input_tokens),
+                imm(topk_ids),
+                router_weights.weights,
+                Int32(Int(input_tokens.dim[0]())),
+                unused[token_fmt_type.Rows](),
+                0,
+                {
+                    unused[Pointer[UInt32, MutUntrackedOrigin]](),
+                    unused[Pointer[Int32, MutUntrackedOrigin]](),
+                },
+                unused[Pointer[Int32, MutUntrackedOrigin]](),
+                p2p_buffers[UInt8, group.n_ranks](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks](recv_counts),
+                {counters.words},
+            ),
+            context,
         )
     else:
         comptime kernel = dispatch_async_kernel[
@@ -211,30 +231,32 @@ def launch_dispatch_wait[
 ) raises:
     """Starts the `dispatch_wait_kernel` of a protocol."""
     comptime if protocol != EXPERT_SLOTS:
-        comptime by_rank = rank_slots_dispatch_wait_kernel[
-            NUM_THREADS,
+        comptime group = by_rank_group[
+            token_fmt_type,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
-            token_fmt_type,
             protocol,
+            n_sms,
             tables.is_padded,
             tables.fused_shared_expert,
             shares_gpu,
-        ]
-        var function = context.compile_function[by_rank]()
-        context.enqueue_function(
-            function,
-            rows,
-            Int32(Int(src_info.dim[0]())),
-            tables,
-            mut_(src_info),
-            p2p_buffers[UInt8, n_ranks](recv_bufs),
-            p2p_buffers[UInt64, n_ranks](recv_counts),
-            counters,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
-            attributes=_overlapping(),
+        ]()
+        enqueue[False, True](
+            DispatchByRank[group, token_fmt_type, DType.bfloat16](
+                unused[Pointer[BFloat16, ImmUntrackedOrigin]](),
+                unused[Pointer[Int32, ImmUntrackedOrigin]](),
+                unused[Pointer[Float32, ImmUntrackedOrigin]](),
+                0,
+                rows,
+                Int32(Int(src_info.dim[0]())),
+                {tables.row_offsets, tables.expert_ids},
+                mut_(src_info),
+                p2p_buffers[UInt8, group.n_ranks](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks](recv_counts),
+                {counters.words},
+            ),
+            context,
         )
     else:
         comptime kernel = dispatch_wait_kernel[
@@ -298,34 +320,31 @@ def launch_dispatch[
     """Starts the `dispatch_kernel` of a protocol."""
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
-        comptime by_rank = rank_slots_dispatch_kernel[
-            input_tokens.dtype,
-            NUM_THREADS,
+        comptime group = by_rank_group[
+            token_fmt_type,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
-            token_fmt_type,
             protocol,
+            n_sms,
             tables.is_padded,
             tables.fused_shared_expert,
-        ]
-        var function = context.compile_function[by_rank]()
-        context.enqueue_function(
-            function,
-            imm(input_tokens),
-            imm(topk_ids),
-            router_weights.weights,
-            Int32(Int(input_tokens.dim[0]())),
-            rows,
-            Int32(Int(src_info.dim[0]())),
-            tables,
-            mut_(src_info),
-            p2p_buffers[UInt8, n_ranks](recv_bufs),
-            p2p_buffers[UInt64, n_ranks](recv_counts),
-            counters,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
-            attributes=_overlapping(),
+        ]()
+        enqueue[True, True](
+            DispatchByRank[group, token_fmt_type, input_tokens.dtype](
+                imm(input_tokens),
+                imm(topk_ids),
+                router_weights.weights,
+                Int32(Int(input_tokens.dim[0]())),
+                rows,
+                Int32(Int(src_info.dim[0]())),
+                {tables.row_offsets, tables.expert_ids},
+                mut_(src_info),
+                p2p_buffers[UInt8, group.n_ranks](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks](recv_counts),
+                {counters.words},
+            ),
+            context,
         )
     else:
         comptime kernel = dispatch_kernel[

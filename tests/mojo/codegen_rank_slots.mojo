@@ -21,15 +21,11 @@ from max_ep.counters import (
 )
 from max_ep.device.phase import phase_kernel
 from max_ep.device.schedule import InlineSplit, Schedule
-from max_ep.dispatch_by_rank.phase import (
-    dispatch_async_kernel,
-    dispatch_kernel,
-    dispatch_wait_kernel,
-)
+from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import combine_group, NUM_THREADS
+from max_ep.gpu_launch import by_rank_group, combine_group, NUM_THREADS
 from max_ep.layout import (
     GATHER_REDUCED,
     Group,
@@ -44,7 +40,7 @@ from std.testing import assert_equal, assert_true
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
-    n_async_send_warps,
+    n_send_warps,
     receive_schedule,
 )
 
@@ -66,20 +62,37 @@ comptime CARRIED = WithMetadataTokenFormat[
 ]
 """Of an all-gather, in which each rank is an expert."""
 
+comptime by_rank[
+    Format: TokenFormat,
+    protocol: Int,
+    max_tokens: Int,
+    padded: Bool = False,
+    shared: Bool = False,
+    schedule: Bool = False,
+    n_experts: Int = N_EXPERTS,
+] = DispatchByRank[
+    by_rank_group[
+        Format,
+        n_experts,
+        N_RANKS,
+        max_tokens,
+        protocol,
+        0,
+        padded,
+        shared,
+        schedule,
+    ](),
+    Format,
+    DType.bfloat16,
+]
+
 comptime dispatch_async[
     Format: TokenFormat,
     protocol: Int = RANK_SLOTS,
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
-] = dispatch_async_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    N_EXPERTS,
-    N_RANKS,
-    max_tokens,
-    Format,
-    protocol,
-    shared,
+] = phase_kernel[
+    by_rank[Format, protocol, max_tokens, shared=shared], True, False
 ]
 
 comptime dispatch_wait[
@@ -89,16 +102,8 @@ comptime dispatch_wait[
     padded: Bool = False,
     shared: Bool = False,
     schedule: Bool = False,
-] = dispatch_wait_kernel[
-    NUM_THREADS,
-    N_EXPERTS,
-    N_RANKS,
-    max_tokens,
-    Format,
-    protocol,
-    padded,
-    shared,
-    schedule,
+] = phase_kernel[
+    by_rank[Format, protocol, max_tokens, padded, shared, schedule], False, True
 ]
 
 comptime dispatch[
@@ -108,16 +113,10 @@ comptime dispatch[
     padded: Bool = False,
     shared: Bool = False,
     n_experts: Int = N_EXPERTS,
-] = dispatch_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    n_experts,
-    N_RANKS,
-    max_tokens,
-    Format,
-    protocol,
-    padded,
-    shared,
+] = phase_kernel[
+    by_rank[Format, protocol, max_tokens, padded, shared, n_experts=n_experts],
+    True,
+    True,
 ]
 
 comptime CombineOf[
@@ -234,9 +233,9 @@ def check_what_was_measured() raises:
     assert_equal(chunks_at_once_shift[two, LONG](4096, 8), 1)
     assert_equal(chunks_at_once_shift[two, LONG](4096, 16), 0)
     assert_equal(chunks_at_once_shift[four, LONG](4096, 3), 0)
-    assert_equal(n_async_send_warps[two](False, 16), 8)
-    assert_equal(n_async_send_warps[two](True, 16), 15)
-    assert_equal(n_async_send_warps[four](False, 16), 15)
+    assert_equal(n_send_warps[two, False](False, 16), 8)
+    assert_equal(n_send_warps[two, False](True, 16), 15)
+    assert_equal(n_send_warps[four, False](False, 16), 15)
 
 
 def main() raises:

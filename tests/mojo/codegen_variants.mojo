@@ -12,14 +12,15 @@ from max_ep.dispatch_by_expert.phase import (
     dispatch_kernel as expert_dispatch,
     dispatch_wait_kernel as expert_dispatch_wait,
 )
-from max_ep.dispatch_by_rank.phase import (
-    dispatch_async_kernel as rank_dispatch_async,
-    dispatch_kernel as rank_dispatch,
-    dispatch_wait_kernel as rank_dispatch_wait,
-)
+from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import combine_group, MatrixLayout, NUM_THREADS
+from max_ep.gpu_launch import (
+    by_rank_group,
+    combine_group,
+    MatrixLayout,
+    NUM_THREADS,
+)
 from max_ep.layout import (
     EXPERT_SLOTS,
     GATHER_REDUCED,
@@ -48,44 +49,23 @@ def by_rank[
     sums: Bool,
 ](name: String) raises:
     """Compiles all kernels by rank for one set of options."""
-    comptime protocol = RANK_SLOTS_REDUCED if sums else RANK_SLOTS
-    emit[
-        rank_dispatch_async[
-            DType.bfloat16,
-            NUM_THREADS,
+    comptime P = DispatchByRank[
+        by_rank_group[
+            Format,
             N_EXPERTS,
             n_ranks,
             max_tokens,
-            Format,
-            protocol,
-            shared,
-        ]
-    ]("dispatch_async." + name)
-    emit[
-        rank_dispatch_wait[
-            NUM_THREADS,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            Format,
-            protocol,
+            RANK_SLOTS_REDUCED if sums else RANK_SLOTS,
+            0,
             padded,
             shared,
-        ]
-    ]("dispatch_wait." + name)
-    emit[
-        rank_dispatch[
-            DType.bfloat16,
-            NUM_THREADS,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            Format,
-            protocol,
-            padded,
-            shared,
-        ]
-    ]("dispatch." + name)
+        ](),
+        Format,
+        DType.bfloat16,
+    ]
+    emit[phase_kernel[P, True, False]]("dispatch_async." + name)
+    emit[phase_kernel[P, False, True]]("dispatch_wait." + name)
+    emit[phase_kernel[P, True, True]]("dispatch." + name)
 
 
 def sums[
@@ -203,17 +183,15 @@ def by_expert[
 def all_gather[max_tokens: Int](name: String) raises:
     """Compiles the dispatch that gives every rank all tokens and choices."""
     comptime n_ranks = 4
-    emit[
-        rank_dispatch[
-            DType.bfloat16,
-            NUM_THREADS,
-            n_ranks,
-            n_ranks,
-            max_tokens,
-            WithMetadataTokenFormat[DType.bfloat16, HIDDEN, n_ranks, TOP_K],
-            GATHER_REDUCED,
-        ]
-    ]("all_gather." + name)
+    comptime Format = WithMetadataTokenFormat[
+        DType.bfloat16, HIDDEN, n_ranks, TOP_K
+    ]
+    comptime P = DispatchByRank[
+        by_rank_group[Format, n_ranks, n_ranks, max_tokens, GATHER_REDUCED](),
+        Format,
+        DType.bfloat16,
+    ]
+    emit[phase_kernel[P, True, True]]("all_gather." + name)
 
 
 def main() raises:

@@ -11,6 +11,8 @@ from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
 from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.builtin.device_passable import DevicePassable
+from std.memory import unsafe_stack_allocation
+from std.sys import size_of
 from std.utils import StaticTuple
 
 from ..layout import Group
@@ -75,6 +77,15 @@ def n_blocks[group: Group](context: DeviceContext) raises -> Int:
     comptime if group.n_sms > 0:
         n = min(n, group.n_sms)
     return n
+
+
+@always_inline
+def unused[T: TrivialRegisterPassable]() -> T:
+    """Makes a field that a launch does not touch: all its bytes are 0."""
+    var field = unsafe_stack_allocation[1, T]()
+    for i in range(size_of[T]()):
+        field.unsafe_bitcast[UInt8]()[unsafe_offset=i] = 0
+    return field[]
 
 
 def enqueue[

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where received tokens go: numbers and counts of all ranks, and rows from them.
 
-All of them are self-tagged words: a wait for several looks at all that are
-missing at once, since one after another costs a trip to the memory each.
+All of them are self-tagged words: a wait for several polls all that are missing at
+once, since one after another costs a trip to the memory each.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, syncwarp, WARP_SIZE
@@ -10,7 +10,7 @@ from std.math import ceildiv
 
 from ..counters import relative_rank
 from ..device.block import Block
-from ..device.shared import SharedInts
+from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, bytes_at, max_of_lanes
 from ..failures import NO_COUNT, TOO_MANY_ROWS
 from ..flags import (
@@ -21,19 +21,116 @@ from ..flags import (
     load_acquire_block,
     load_relaxed_sys,
     load_relaxed_sys_2,
+    next_generation,
     store_release_block,
     Wait,
 )
 from ..layout import Group, MESSAGE_ALIGN, n_experts_on_rank
 from ..row_tables import RowTables
-from .roles import COUNTED, FAILED, N_INDEX_WARPS, RECEIVE, SUMMED
+from .roles import (
+    COUNTED,
+    FAILED,
+    N_INDEX_WARPS,
+    NO_NUMBERS,
+    RECEIVE,
+    SUMMED,
+    TOKENS_READY,
+)
+
+comptime _LOADS_OF_LANE = 4
+
+comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
+"""Pairs of a lane: a load has two neighbouring words."""
+
+comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
+"""Pairs that a warp counts at once: so many have one warp, more have several."""
+
+
+@always_inline
+def n_counting_warps[group: Group]() -> Int:
+    """Counts the index warps that count: the last ones, which index least."""
+    return min(N_INDEX_WARPS, ceildiv(group.n_pairs(), _PAIRS_AT_ONCE))
+
+
+@always_inline
+def _pairs_of_warp[group: Group]() -> Int:
+    """Counts the pairs that each of them counts."""
+    comptime stride = ceildiv(
+        group.n_pairs(), n_counting_warps[group]() * _PAIRS_AT_ONCE
+    )
+    return stride * _PAIRS_AT_ONCE
+
+
+@always_inline
+def _pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
+    """Numbers the pairs that a lane reads: two of each load, which are neighbours.
+    """
+    return first + (i // 2 * WARP_SIZE + lane) * 2 + i % 2
+
+
+struct SharedCounts[group: Group](TrivialRegisterPassable):
+    """What a receiving block knows of all sources, in shared memory.
+
+    Parameters:
+        group: Sizes of the group.
+    """
+
+    var pair_rows: SharedInts
+    """The rows before each pair, packed, and before the end."""
+    var sums: SharedInts
+    """Of each counting warp: the rows of its pairs."""
+    var largest_of: SharedInts
+    """Of each counting warp: the rows of its largest pair."""
+    var n_tokens_of: SharedInts
+    """The tokens of each source, and the most."""
+
+    @always_inline
+    def __init__(out self):
+        """Allocates it; nothing is initialized."""
+        comptime n_counting = n_counting_warps[Self.group]()
+        self.pair_rows = shared_ints[
+            n_counting * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
+        ]()
+        self.sums = shared_ints[N_INDEX_WARPS]()
+        self.largest_of = shared_ints[N_INDEX_WARPS]()
+        self.n_tokens_of = shared_ints[Self.group.n_ranks + 1]()
+
+    @always_inline
+    def n_tokens(self, src_rank: Int) -> Int:
+        """Reads how many tokens a source has sent."""
+        return Int(self.n_tokens_of[unsafe_offset=src_rank])
+
+    @always_inline
+    def most_tokens(self) -> Int:
+        """Reads how many tokens the source has sent that has sent most."""
+        return self.n_tokens(Self.group.n_ranks)
+
+    @always_inline
+    def rows_before(self, pair: Int) -> Int:
+        """Reads how many rows are before a pair."""
+        return Int(self.pair_rows[unsafe_offset=pair])
+
+    @always_inline
+    def row_of_pair(
+        self, tables: RowTables[Self.group, ...], pair: Int
+    ) -> Int32:
+        """Finds the first row of a pair."""
+        var row = self.pair_rows[unsafe_offset=pair]
+        comptime if tables.is_padded:
+            var local_expert = pair // Self.group.n_ranks
+            row += (
+                Int32(tables.first_row(local_expert, 0))
+                - self.pair_rows[unsafe_offset=Self.group.pair(local_expert, 0)]
+            )
+        return row
 
 
 @always_inline
 def read_numbers[
     group: Group
-](n_tokens_of: SharedInts, block: Block[group], generation: UInt32,) -> Bool:
+](shared: SharedCounts[group], block: Block[group]) -> Bool:
     """Waits for the numbers of tokens of all sources, with one warp."""
+    var generation = next_generation(block.before.dispatch_received)
     var my_counts = bytes_at(block.counts[unsafe_offset=block.my_rank])
     var is_late = False
     var most: Int32 = 0
@@ -55,7 +152,7 @@ def read_numbers[
                 break
             word = load_relaxed_sys(flag)
         var n = 0 if is_late else count_of(word)
-        n_tokens_of[unsafe_offset=src_rank] = Int32(n)
+        shared.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
         most = max(most, Int32(n))
         comptime if group.has_sums():
             if block_idx.x == 0:
@@ -66,116 +163,124 @@ def read_numbers[
                 ] = Int32(n)
     most = warp.max(most)
     if block.lane == 0:
-        n_tokens_of[unsafe_offset=group.n_ranks] = most
+        shared.n_tokens_of[unsafe_offset=group.n_ranks] = most
         if block_idx.x == 0:
             block.counters.set_most_received(Int(most))
     return not any_lane(is_late)
 
 
-comptime _LOADS_OF_LANE = 4
-
-comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
-"""Pairs of a lane: a look is at two neighbouring words."""
-
-comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
-"""Pairs that a warp counts at once: so many have one warp, more have several."""
-
-
 @always_inline
-def n_counting_warps[group: Group]() -> Int:
-    """Says how many of the index warps count: the last ones, which index least.
+def share_numbers[
+    group: Group
+](shared: SharedCounts[group], block: Block[group]) -> Bool:
+    """Waits for the numbers of tokens and hands them to the block, with one warp.
     """
-    comptime n_pairs = group.n_local_experts() * group.n_ranks
-    return min(N_INDEX_WARPS, ceildiv(n_pairs, _PAIRS_AT_ONCE))
+    var are_there = read_numbers(shared, block)
+    if not are_there:
+        block.counters.set_broken()
+    syncwarp()
+    if block.lane == 0:
+        store_release_block(
+            block.control.unsafe_offset(TOKENS_READY),
+            1 if are_there else NO_NUMBERS,
+        )
+    return are_there
 
 
 @always_inline
-def _pairs_of_warp[group: Group]() -> Int:
-    """Says how many pairs each of them counts."""
-    comptime n_pairs = group.n_local_experts() * group.n_ranks
-    comptime stride = ceildiv(
-        n_pairs, n_counting_warps[group]() * _PAIRS_AT_ONCE
-    )
-    return stride * _PAIRS_AT_ONCE
+def await_numbers(block: Block[...]) -> Bool:
+    """Waits for the warp that calls `share_numbers`."""
+    var ready = block.control.unsafe_offset(TOKENS_READY)
+    while load_acquire_block(ready) == 0:
+        pass
+    syncwarp()
+    return load_acquire_block(ready) != NO_NUMBERS
 
 
 @always_inline
-def n_pair_rows[group: Group]() -> Int:
-    """Says how much room a block needs for the rows before its pairs."""
-    return n_counting_warps[group]() * _pairs_of_warp[group]() + 1
+def await_pair_rows[group: Group](block: Block[group]) -> Bool:
+    """Waits for the rows of all pairs."""
+    comptime n_counting = n_counting_warps[group]()
+    var control = block.control
+    while load_acquire_block(control.unsafe_offset(COUNTED)) < UInt32(
+        n_counting
+    ):
+        pass
+    return load_acquire_block(control.unsafe_offset(FAILED)) == 0
 
 
 @always_inline
-def _pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
-    """Says which pairs a lane reads: two of each look, which are neighbours."""
-    return first + (i // 2 * WARP_SIZE + lane) * 2 + i % 2
+def _await_counts[
+    group: Group
+](
+    mut words: Array[UInt64, _PAIRS_OF_LANE],
+    first: Int,
+    n_pairs: Int,
+    block: Block[group],
+) -> Bool:
+    """Waits for the count words of a lane's pairs; all lanes call it."""
+    var generation = next_generation(block.before.dispatch_received)
+    var my_counts = bytes_at(block.counts[unsafe_offset=block.my_rank])
+    var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
+    comptime for i in range(_PAIRS_OF_LANE):
+        is_missing[i] = _pair_of_lane(first, i, block.lane) < n_pairs
+    var wait = Wait(block.deadline)
+    while True:
+        comptime for i in range(0, _PAIRS_OF_LANE, 2):
+            if is_missing[i] or is_missing[i + 1]:
+                var pair = _pair_of_lane(first, i, block.lane)
+                words[i], words[i + 1] = load_relaxed_sys_2(
+                    flag_at(my_counts, group.dispatch_count_offset(pair))
+                )
+        var missing = -1
+        comptime for i in range(_PAIRS_OF_LANE):
+            is_missing[i] = (
+                is_missing[i] and generation_of(words[i]) != generation
+            )
+            if is_missing[i]:
+                missing = i
+        if missing < 0:
+            break
+        if wait.has_expired():
+            var pair = _pair_of_lane(first, missing, block.lane)
+            block.fail(
+                NO_COUNT,
+                RECEIVE,
+                pair % group.n_ranks,
+                block.my_rank * group.n_local_experts() + pair // group.n_ranks,
+                generation,
+                load_relaxed_sys(
+                    flag_at(my_counts, group.dispatch_count_offset(pair))
+                ),
+            )
+            break
+    var is_late = False
+    comptime for i in range(_PAIRS_OF_LANE):
+        is_late = is_late or is_missing[i]
+    return not any_lane(is_late)
 
 
 @always_inline
 def _read_counts[
     group: Group
 ](
-    before: SharedInts,
-    sums: SharedInts,
-    largest_of: SharedInts,
+    shared: SharedCounts[group],
     n_before_all: Int32,
     block: Block[group],
-    generation: UInt32,
     counter: Int,
 ) -> Bool:
     """Waits for the counts of some pairs and adds them up, with one warp."""
-    comptime n_ranks = group.n_ranks
-    comptime n_local_experts = group.n_local_experts()
-    var my_counts = bytes_at(block.counts[unsafe_offset=block.my_rank])
-    var n_held = n_experts_on_rank(group.n_experts, n_ranks, block.my_rank)
+    var n_held = n_experts_on_rank(
+        group.n_experts, group.n_ranks, block.my_rank
+    )
     var begin = counter * _pairs_of_warp[group]()
-    var end = min(begin + _pairs_of_warp[group](), n_local_experts * n_ranks)
+    var end = min(begin + _pairs_of_warp[group](), group.n_pairs())
     var n_before = n_before_all
     var largest: Int32 = 0
     for first in range(begin, end, _PAIRS_AT_ONCE):
+        var n_pairs = min(end, n_held * group.n_ranks)
         var words = Array[UInt64, _PAIRS_OF_LANE](fill=0)
-        var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
-        var n_pairs = min(end, n_held * n_ranks)
-        comptime for i in range(_PAIRS_OF_LANE):
-            is_missing[i] = _pair_of_lane(first, i, block.lane) < n_pairs
-        var wait = Wait(block.deadline)
-        while True:
-            comptime for i in range(0, _PAIRS_OF_LANE, 2):
-                if is_missing[i] or is_missing[i + 1]:
-                    words[i], words[i + 1] = load_relaxed_sys_2(
-                        flag_at(
-                            my_counts,
-                            group.dispatch_count_offset(
-                                _pair_of_lane(first, i, block.lane)
-                            ),
-                        )
-                    )
-            var missing = -1
-            comptime for i in range(_PAIRS_OF_LANE):
-                is_missing[i] = (
-                    is_missing[i] and generation_of(words[i]) != generation
-                )
-                if is_missing[i]:
-                    missing = i
-            if missing < 0:
-                break
-            if wait.has_expired():
-                var pair = _pair_of_lane(first, missing, block.lane)
-                block.fail(
-                    NO_COUNT,
-                    RECEIVE,
-                    pair % n_ranks,
-                    block.my_rank * n_local_experts + pair // n_ranks,
-                    generation,
-                    load_relaxed_sys(
-                        flag_at(my_counts, group.dispatch_count_offset(pair))
-                    ),
-                )
-                break
-        var is_late = False
-        comptime for i in range(_PAIRS_OF_LANE):
-            is_late = is_late or is_missing[i]
-        if any_lane(is_late):
+        if not _await_counts(words, first, n_pairs, block):
             return False
         # Neighbouring lanes have read neighbouring words. Now a lane has
         # neighbouring pairs, so that lanes are added up once.
@@ -186,10 +291,12 @@ def _read_counts[
                 two[0] = Int32(count_of(words[i]))
             if pair + 1 < n_pairs:
                 two[1] = Int32(count_of(words[i + 1]))
-            before.unsafe_store[alignment=8](pair, two)
+            shared.pair_rows.unsafe_store[alignment=8](pair, two)
             largest = max(largest, two.reduce_max())
         syncwarp()
-        var mine = before.unsafe_offset(first + block.lane * _PAIRS_OF_LANE)
+        var mine = shared.pair_rows.unsafe_offset(
+            first + block.lane * _PAIRS_OF_LANE
+        )
         comptime assert _PAIRS_OF_LANE == 8, "a lane adds up two loads of four"
         var low = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](0)
         var high = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4)
@@ -201,69 +308,74 @@ def _read_counts[
         n_before = warp.shuffle_idx(n, UInt32(WARP_SIZE - 1))
     largest = max_of_lanes(largest)
     if block.lane == 0:
-        sums[unsafe_offset=counter] = n_before
-        largest_of[unsafe_offset=counter] = largest
+        shared.sums[unsafe_offset=counter] = n_before
+        shared.largest_of[unsafe_offset=counter] = largest
     return True
+
+
+@always_inline
+def _add_sums_before[
+    group: Group
+](
+    shared: SharedCounts[group],
+    n_shared: Int,
+    block: Block[group],
+    counter: Int,
+) -> Int32:
+    """Adds the sums of the warps before to this warp's pairs; returns all rows.
+    """
+    comptime n_counting = n_counting_warps[group]()
+    var summed = block.control.unsafe_offset(SUMMED)
+    # Also if it has failed: the others wait for it without end.
+    syncwarp()
+    if block.lane == 0:
+        arrive_in_block(summed)
+    while load_acquire_block(summed) < UInt32(n_counting):
+        pass
+    var sum: Int32 = 0
+    if block.lane < n_counting:
+        sum = shared.sums[unsafe_offset=block.lane]
+    var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
+    var n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
+    var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
+    var begin = counter * _pairs_of_warp[group]()
+    var end = min(begin + _pairs_of_warp[group](), group.n_pairs())
+    for pair in range(begin + block.lane, end, WARP_SIZE):
+        shared.pair_rows[unsafe_offset=pair] += rows_before
+    return n_rows
 
 
 @always_inline
 def _count_rows[
     group: Group
 ](
-    pair_rows: SharedInts,
-    sums: SharedInts,
-    largest_of: SharedInts,
+    shared: SharedCounts[group],
     tables: RowTables[group, ...],
     n_shared: Int,
     n_rows_max: Int,
     block: Block[group],
-    generation: UInt32,
     counter: Int,
 ):
     """Waits for the counts and finds the rows before each pair, with one warp.
     """
-    comptime n_pairs = group.n_local_experts() * group.n_ranks
     comptime n_counting = n_counting_warps[group]()
-    var control = block.control
-    var is_there = _read_counts[group](
-        pair_rows,
-        sums,
-        largest_of,
-        Int32(n_shared) if n_counting == 1 else 0,
-        block,
-        generation,
-        counter,
+    var failed = block.control.unsafe_offset(FAILED)
+    var is_there = _read_counts(
+        shared, Int32(n_shared) if n_counting == 1 else 0, block, counter
     )
     if not is_there:
         block.counters.set_broken()
         if block.lane == 0:
-            sums[unsafe_offset=counter] = 0
-            store_release_block(control.unsafe_offset(FAILED), 1)
+            shared.sums[unsafe_offset=counter] = 0
+            store_release_block(failed, 1)
     var n_rows: Int32
     comptime if n_counting == 1:
         syncwarp()
-        n_rows = sums[unsafe_offset=0]
+        n_rows = shared.sums[unsafe_offset=0]
     else:
-        # Also if it has failed: the others wait for it without end.
-        syncwarp()
-        if block.lane == 0:
-            arrive_in_block(control.unsafe_offset(SUMMED))
-        while load_acquire_block(control.unsafe_offset(SUMMED)) < UInt32(
-            n_counting
-        ):
-            pass
-        var sum: Int32 = 0
-        if block.lane < n_counting:
-            sum = sums[unsafe_offset=block.lane]
-        var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
-        n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
-        var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
-        var begin = counter * _pairs_of_warp[group]()
-        var end = min(begin + _pairs_of_warp[group](), n_pairs)
-        for pair in range(begin + block.lane, end, WARP_SIZE):
-            pair_rows[unsafe_offset=pair] += rows_before
+        n_rows = _add_sums_before(shared, n_shared, block, counter)
     if counter == 0 and block.lane == 0:
-        pair_rows[unsafe_offset=n_pairs] = n_rows
+        shared.pair_rows[unsafe_offset=group.n_pairs()] = n_rows
     var n_rows_needed = tables.n_rows_needed(Int(n_rows))
     if n_rows_needed > n_rows_max:
         block.counters.set_broken()
@@ -273,16 +385,16 @@ def _count_rows[
                 RECEIVE,
                 block.my_rank,
                 0,
-                generation,
+                next_generation(block.before.dispatch_received),
                 0,
                 n_rows_needed,
                 n_rows_max,
             )
-            store_release_block(control.unsafe_offset(FAILED), 1)
+            store_release_block(failed, 1)
     # Also if it has failed: the block waits for all that count without end.
     syncwarp()
     if block.lane == 0:
-        arrive_in_block(control.unsafe_offset(COUNTED))
+        arrive_in_block(block.control.unsafe_offset(COUNTED))
     # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
 
 
@@ -290,89 +402,54 @@ def _count_rows[
 def lay_out_rows[
     group: Group
 ](
-    pair_rows: SharedInts,
-    sums: SharedInts,
-    largest_of: SharedInts,
+    shared: SharedCounts[group],
     tables: RowTables[group, ...],
     n_shared: Int,
     n_rows_max: Int,
     block: Block[group],
-    generation: UInt32,
     indexer: Int,
 ):
     """Waits for the counts and lays out the rows, with one of the index warps.
     """
-    comptime n_ranks = group.n_ranks
-    comptime n_local_experts = group.n_local_experts()
-    comptime n_pairs = n_local_experts * n_ranks
     comptime n_counting = n_counting_warps[group]()
-    var control = block.control
     var counter = indexer - (N_INDEX_WARPS - n_counting)
     if counter >= 0:
-        _count_rows[group](
-            pair_rows,
-            sums,
-            largest_of,
-            tables,
-            n_shared,
-            n_rows_max,
-            block,
-            generation,
-            counter,
-        )
+        _count_rows(shared, tables, n_shared, n_rows_max, block, counter)
     if block_idx.x != 0:
         return
-    # The first block tells of the rows: in the outputs, and for combine.
-    while load_acquire_block(control.unsafe_offset(COUNTED)) < UInt32(
-        n_counting
-    ):
-        pass
-    if load_acquire_block(control.unsafe_offset(FAILED)) != 0:
+    # The first block says where rows are: in the outputs, and for combine.
+    if not await_pair_rows(block):
         if indexer == 0:
             tables.write_no_rows(block.lane, WARP_SIZE)
         return
     for pair in range(
-        indexer * WARP_SIZE + block.lane, n_pairs, N_INDEX_WARPS * WARP_SIZE
+        indexer * WARP_SIZE + block.lane,
+        group.n_pairs(),
+        N_INDEX_WARPS * WARP_SIZE,
     ):
-        var row = Int(pair_rows[unsafe_offset=pair])
-        var count = Int(pair_rows[unsafe_offset=pair + 1]) - row
-        var local_expert, src_rank = divmod(pair, n_ranks)
-        var first_pair = group.pair(local_expert, 0)
-        block.counters.set_pair_rows(
-            pair, Int(row_of_pair(tables, pair_rows, pair)), count
-        )
+        var row = shared.rows_before(pair)
+        var count = shared.rows_before(pair + 1) - row
+        var local_expert, src_rank = divmod(pair, group.n_ranks)
+        var first_row = Int(shared.row_of_pair(tables, pair))
+        block.counters.set_pair_rows(pair, first_row, count)
         tables.write_pair(
-            pair, row - Int(pair_rows[unsafe_offset=first_pair]), count
+            pair, row - shared.rows_before(group.pair(local_expert, 0)), count
         )
         if src_rank == 0:
             tables.write_expert(
                 local_expert,
-                Int(row_of_pair(tables, pair_rows, pair)),
-                Int(pair_rows[unsafe_offset=pair + n_ranks]) - row,
+                first_row,
+                shared.rows_before(pair + group.n_ranks) - row,
             )
     if indexer != 0:
         return
     var largest: Int32 = 0
     if block.lane < n_counting:
-        largest = largest_of[unsafe_offset=block.lane]
+        largest = shared.largest_of[unsafe_offset=block.lane]
     largest = max_of_lanes(largest)
     if block.lane == 0:
-        var n_rows = Int(pair_rows[unsafe_offset=n_pairs])
+        var n_rows = shared.rows_before(group.n_pairs())
         tables.write_ends(n_rows)
         block.counters.set_pair_rows(
-            n_pairs, tables.n_rows_needed(n_rows), Int(largest)
+            group.n_pairs(), tables.n_rows_needed(n_rows), Int(largest)
         )
-
-
-@always_inline
-def row_of_pair(tables: RowTables, pair_rows: SharedInts, pair: Int) -> Int32:
-    """Finds the first row of a pair."""
-    comptime group = tables.group
-    var row = pair_rows[unsafe_offset=pair]
-    comptime if tables.is_padded:
-        var local_expert = pair // group.n_ranks
-        row += (
-            Int32(tables.first_row(local_expert, 0))
-            - pair_rows[unsafe_offset=group.pair(local_expert, 0)]
-        )
-    return row

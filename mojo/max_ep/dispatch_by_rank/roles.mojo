@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who does what in a block of dispatch, and the words by which its warps agree.
 
-The first warp tells and learns how many tokens ranks send. The last
-`N_INDEX_WARPS` write entries and counts; the last of these (`n_counting_warps`) then
-read the counts of all ranks. Those between send. All but the index warps have turns at
-receiving; these take one where parts are not dealt beforehand.
+The first warp publishes how many tokens this rank sends, and reads the numbers of
+the others. The last `N_INDEX_WARPS` write entries and counts; the last
+`n_counting_warps` of these then read the counts of all ranks. Those between send.
+All but the index warps receive; these do, too, where work is taken from a counter.
 """
 from ..device.schedule import Schedule
 from ..layout import Group, N_CHUNKS
 
 comptime SEND = 0
-"""The phase of the sending half, a position in `failures.PHASES`."""
+"""The send phase, a position in `failures.PHASES`."""
 
 comptime RECEIVE = 1
-"""The phase of the receiving half."""
+"""The receive phase."""
 
 comptime N_INDEX_WARPS = 8
 """Warps of a block that write entries and counts; some then read counts."""
@@ -22,18 +22,17 @@ comptime N_WARPS_MIN = N_INDEX_WARPS + 2
 """Warps of a block at least: one sends."""
 
 comptime NUMBERS_WARP = 0
-"""Which tells how many tokens this rank sends, and learns it of the others."""
+"""Which publishes how many tokens this rank sends, and reads the others' numbers."""
 
 comptime FIRST_SENDER = 1
 """The first of those that send."""
 
-# Warps that also count the blocks that have begun, and tell of earlier reads, or look
-# for those of others: if they send at all, they do not begin at once.
+# Warps with another duty at the begin: if they send at all, they begin later.
 comptime COUNTING_WARP = 6
 """Which counts the blocks that have begun."""
 
 comptime DONE_WARP = 7
-"""Which tells of earlier reads."""
+"""Which publishes earlier reads, or polls done words."""
 
 comptime TOKENS_READY = 0
 """Control word: 1 if the numbers of tokens are there, or `NO_NUMBERS`."""
@@ -57,28 +56,28 @@ comptime GAVE_UP = 5
 """Control word: 1 if an index warp may not write."""
 
 comptime NEXT_SEND = 6
-"""Control word: units that sending warps have taken after their first."""
+"""Control word: work that sending warps have taken after their first."""
 
 comptime N_CONTROL = NEXT_SEND + 1
 """Control words of a block."""
 
 comptime _TWO_AT_ONCE = 1024
-"""Tokens up to which a warp sends two parts at once where it could send four: of few
-parts fewer go round in fours, and more are left for single ones."""
+"""Tokens up to which a warp sends two chunks at once where it could send four: fours
+are too few to keep all warps busy to the end."""
 
-comptime _SHORT_PART = 4
-"""Steps of a part that is short: four of them are sent at once for few tokens, too."""
-
-
-@always_inline
-def n_send_warps(is_inline: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send while the others receive."""
-    return min(6 if is_inline else 3, n_warps - FIRST_SENDER - N_INDEX_WARPS)
+comptime _SHORT_CHUNK = 4
+"""Steps of a short chunk: four of them are sent at once for few tokens, too."""
 
 
 @always_inline
-def n_async_send_warps[group: Group](is_inline: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send if none receives."""
+def n_send_warps[
+    group: Group, receives: Bool
+](is_inline: Bool, n_warps: Int) -> Int:
+    """Chooses how many warps of a block send, where the others receive or not.
+    """
+    comptime if receives:
+        var most = n_warps - FIRST_SENDER - N_INDEX_WARPS
+        return min(6 if is_inline else 3, most)
     var most = n_warps - FIRST_SENDER
     comptime if group.n_ranks == 2:
         # Each sends more at once (`chunks_at_once_shift`). The last of them, of 16
@@ -91,15 +90,15 @@ def n_async_send_warps[group: Group](is_inline: Bool, n_warps: Int) -> Int:
 def chunks_at_once_shift[
     group: Group, n_steps: Int
 ](n_tokens: Int, n_senders: Int) -> Int:
-    """Chooses how many parts of a token a warp sends before it publishes them.
+    """Chooses how many chunks of a token a warp sends before it publishes them.
 
-    A publish waits until what was sent has arrived. Few warps that send much for
+    A publish waits until what was sent has arrived. Few warps that send much before
     each keep the link as busy as many, and delay the others of the block less: at
-    most 16 parts of a block are under way. With more ranks a part goes to more of
+    most 16 chunks of a block are under way. With more ranks a chunk goes to more of
     them: that is much already.
     """
     comptime n_chunks = min(N_CHUNKS, n_steps)
-    comptime are_short = n_steps <= _SHORT_PART * n_chunks
+    comptime are_short = n_steps <= _SHORT_CHUNK * n_chunks
     comptime if group.n_ranks > 2:
         return 0
     comptime if n_chunks % 4 == 0:

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choices of this rank's tokens: where their ids and weights are read.
+
+The lanes of each index warp hold the ids of up to `N_LANE_CHOICES` choices. The
+shared memory of each block holds those of up to `N_SHARED_CHOICES`. More are read
+from global memory.
+"""
+from max.gpu import (
+    block_dim,
+    block_idx,
+    grid_dim,
+    lane_id,
+    thread_idx,
+    WARP_SIZE,
+)
+from std.math import ceildiv
+from std.memory import bitcast
+
+from ..counters import NO_EXPERT
+from ..device.shared import shared_ints, SharedInts
+from ..device.warp import sum_of_lanes
+from ..layout import Group, MESSAGE_ALIGN
+from .roles import N_INDEX_WARPS
+
+comptime N_LANE_CHOICES = 256
+"""Choices up to which the lanes of a warp hold all ids."""
+
+comptime N_SHARED_CHOICES = 4096
+"""Choices up to which a block keeps ids in its shared memory, if they are more."""
+
+comptime _N_SHARED_WEIGHTS = 1024
+"""Choices up to which it keeps their weights there, too."""
+
+# Ids that a thread has under way to shared memory.
+comptime _SHARED_AT_ONCE = 8
+
+# Blocks of a grid that is the whole GPU; and experts that a block counts at most: of a
+# smaller grid, index warps count the others.
+comptime _FULL_GRID = 128
+comptime _MOST_COUNTED = 4
+
+
+@always_inline
+def n_shared_ids[group: Group]() -> Int:
+    """Counts the words of shared memory that ids need, or the index of many choices.
+    """
+    comptime n_choices = group.n_choices()
+    comptime if n_choices <= N_SHARED_CHOICES:
+        return n_choices
+    return max(
+        N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + group.n_experts
+    )
+
+
+@always_inline
+def n_counted[group: Group]() -> Int:
+    """Counts the experts of a block that it counts while it shares the ids."""
+    if group.n_choices() <= N_LANE_CHOICES:
+        return 0
+    return min(ceildiv(group.n_experts, _FULL_GRID), _MOST_COUNTED)
+
+
+@always_inline
+def nth_expert_of_block(n: Int) -> Int:
+    """Numbers the experts that this block counts, if there are so many."""
+    return Int(block_idx.x) + n * Int(grid_dim.x)
+
+
+@fieldwise_init
+struct Choice(TrivialRegisterPassable):
+    """A choice of a token."""
+
+    var id: Int32
+    """The expert, as the router gave it."""
+    var weight: Float32
+    """Its router weight; 0 if combine returns rows."""
+
+    comptime NONE = Self(NO_EXPERT, 0)
+    """No choice."""
+
+    @always_inline
+    def is_expert[group: Group](self) -> Bool:
+        """Tells whether the id is that of an expert."""
+        return self.id >= 0 and self.id < Int32(group.n_experts)
+
+
+struct Choices[group: Group](TrivialRegisterPassable):
+    """Ids and router weights of this rank's choices.
+
+    In an all-gather each token chooses every rank, with a weight of 1.
+
+    Parameters:
+        group: Sizes of the group.
+    """
+
+    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    """`[n_choices]`; in an all-gather `[n_tokens][router_top_k]`."""
+    var weights: Pointer[Float32, ImmUntrackedOrigin]
+    """Likewise; read if combine returns sums."""
+    var n_choices: Int
+    """How many."""
+    var shared_ids: SharedInts
+    """The ids, if `are_shared`."""
+    var shared_weights: SharedInts
+    """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`, too."""
+    var counted: SharedInts
+    """`[n_counted][WARP_SIZE]`: how many ids of some experts of this block each of
+    its warps has shared."""
+
+    comptime _loads_weights = Self.group.has_sums() and not (
+        Self.group.sends_to_all()
+    )
+
+    @always_inline
+    def __init__(
+        out self,
+        topk_ids: Pointer[Int32, ImmUntrackedOrigin],
+        router_weights: Pointer[Float32, ImmUntrackedOrigin],
+        n_tokens: Int,
+    ):
+        """Makes those of a launch; none is shared yet."""
+        comptime n_weights = min(_N_SHARED_WEIGHTS, Self.group.n_choices())
+        comptime has_sums = Self.group.has_sums()
+        self.ids = topk_ids
+        self.weights = router_weights
+        self.n_choices = n_tokens * Self.group.top_k
+        self.shared_ids = shared_ints[
+            n_shared_ids[Self.group](), MESSAGE_ALIGN
+        ]()
+        self.shared_weights = shared_ints[n_weights if has_sums else 1]()
+        self.counted = shared_ints[
+            max(n_counted[Self.group]() * WARP_SIZE, 1)
+        ]()
+
+    @always_inline
+    def are_in_lanes(self) -> Bool:
+        """Tells whether the lanes of each index warp hold all ids."""
+        return self.n_choices <= N_LANE_CHOICES
+
+    @always_inline
+    def are_shared(self) -> Bool:
+        """Tells whether the ids are in shared memory."""
+        return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
+
+    @always_inline
+    def id(self, choice: Int) -> Int32:
+        """Reads an id."""
+        if self.are_shared():
+            return self.shared_ids[unsafe_offset=choice]
+        return self.load_id(choice)
+
+    @always_inline
+    def load_id(self, choice: Int) -> Int32:
+        """Loads an id from global memory."""
+        comptime if Self.group.sends_to_all():
+            return Int32(UInt32(choice) % UInt32(Self.group.n_ranks))
+        return self.ids[unsafe_offset=choice]
+
+    @always_inline
+    def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
+        """Reads the id of a lane's choice of a token."""
+        comptime if Self.group.sends_to_all():
+            return NO_EXPERT
+        if lane >= Self.group.top_k:
+            return NO_EXPERT
+        return self.id(Self.group.choice(token_idx, lane))
+
+    @always_inline
+    def load_weight(self, choice: Int) -> Float32:
+        """Loads a router weight from global memory."""
+        comptime if not Self.group.has_sums():
+            return 0
+        comptime if Self.group.sends_to_all():
+            return 1
+        return self.weights[unsafe_offset=choice]
+
+    @always_inline
+    def load(self, choice: Int, end: Int) -> Choice:
+        """Loads a choice from global memory, if it is before an end."""
+        if choice >= end:
+            return Choice.NONE
+        return Choice(self.load_id(choice), self.load_weight(choice))
+
+    @always_inline
+    def shared(self, choice: Int) -> Choice:
+        """Reads a choice whose id is in shared memory."""
+        var id = self.shared_ids[unsafe_offset=choice]
+        comptime if Self._loads_weights:
+            if self.n_choices <= _N_SHARED_WEIGHTS:
+                var bits = self.shared_weights[unsafe_offset=choice]
+                return Choice(id, bitcast[DType.float32](bits))
+        return Choice(id, self.load_weight(choice))
+
+    @always_inline
+    def n_counted_of(self, n: Int, lane: Int) -> Int:
+        """Adds up what the warps have counted of an expert, with one warp."""
+        var count: Int32 = 0
+        if lane < Int(block_dim.x) // WARP_SIZE:
+            count = self.counted[unsafe_offset=n * WARP_SIZE + lane]
+        return Int(sum_of_lanes(UInt32(count)))
+
+    @always_inline
+    def share(self):
+        """Copies ids to shared memory if they fit; a block barrier must follow.
+
+        On the way the block counts the choices of its own experts.
+        """
+        if not self.are_shared():
+            return
+        comptime num_threads = Self.group.num_threads
+        comptime n_own = n_counted[Self.group]()
+        var me = Int(thread_idx.x)
+        var last = self.n_choices - 1
+        comptime n_at_once = min(
+            _SHARED_AT_ONCE, ceildiv(Self.group.n_choices(), num_threads)
+        )
+        comptime n_weights = min(
+            n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads)
+        )
+        var n_of_own = Array[UInt32, n_own](fill=0)
+        for first in range(me, self.n_choices, n_at_once * num_threads):
+            # All loads at once; there is nothing behind the last choice.
+            var ids = Array[Int32, n_at_once](fill=0)
+            var weights = Array[Float32, n_weights](fill=0)
+            comptime for i in range(n_at_once):
+                ids[i] = self.load_id(min(first + i * num_threads, last))
+            comptime if Self._loads_weights:
+                if last < _N_SHARED_WEIGHTS:
+                    comptime for i in range(n_weights):
+                        weights[i] = self.weights[
+                            unsafe_offset=min(first + i * num_threads, last)
+                        ]
+            comptime for i in range(n_at_once):
+                var choice = first + i * num_threads
+                if choice <= last:
+                    self.shared_ids[unsafe_offset=choice] = ids[i]
+                    comptime for n in range(n_own):
+                        if ids[i] == Int32(nth_expert_of_block(n)):
+                            n_of_own[n] += 1
+            comptime if Self._loads_weights:
+                if last < _N_SHARED_WEIGHTS:
+                    comptime for i in range(n_weights):
+                        var choice = first + i * num_threads
+                        if choice <= last:
+                            self.shared_weights[unsafe_offset=choice] = bitcast[
+                                DType.int32
+                            ](weights[i])
+        comptime for n in range(n_own):
+            var count = sum_of_lanes(n_of_own[n])
+            if lane_id() == 0:
+                self.counted[
+                    unsafe_offset=n * WARP_SIZE + me // WARP_SIZE
+                ] = Int32(count)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes in: entries, metadata, and the steps of tokens.
+
+An entry says its generation. So does a chunk's flag. Inline data is its own flag:
+`SENTINEL` in the last word of 16 bytes says that they have not come.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import WARP_SIZE
+from std.memory import bitcast
+
+from ..device.block import Block
+from ..device.schedule import InlineSplit, n_steps_of, vector_of_lane
+from ..device.warp import ACCESSES_IN_FLIGHT, load16, SENTINEL, store16
+from ..failures import NO_MESSAGE
+from ..flags import (
+    flag_at,
+    flag_word,
+    load_relaxed_sys,
+    load_relaxed_sys_16,
+    next_generation,
+    Wait,
+)
+from ..layout import MESSAGE_ALIGN
+from ..token_format import BytePointer, LaneBytes, TokenFormat
+from .roles import RECEIVE
+
+
+@always_inline
+def generation_received(block: Block[...]) -> UInt32:
+    """Says which generation is received."""
+    return next_generation(block.before.dispatch_received)
+
+
+@always_inline
+def _load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
+    """Loads an entry, or routing metadata, whether it is there or not."""
+    comptime if are_two:
+        return load_relaxed_sys_16(words)
+    var word = load_relaxed_sys(flag_at(words, 0))
+    return bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](word, 0))
+
+
+@always_inline
+def await_words[
+    are_two: Bool
+](words: BytePointer, src_rank: Int, block: Block[...]) -> LaneBytes:
+    """Waits for an entry, or routing metadata, with one lane."""
+    var generation = generation_received(block)
+    var bytes = _load_words[are_two](words)
+    var wait = Wait(block.deadline)
+    while True:
+        if bytes[1] == generation:
+            return bytes
+        if wait.has_expired():
+            block.fail(
+                NO_MESSAGE,
+                RECEIVE,
+                src_rank,
+                -1,
+                generation,
+                flag_word(bytes[1], 0),
+            )
+            return bytes
+        bytes = _load_words[are_two](words)
+
+
+@fieldwise_init
+struct _LaneVectors(TrivialRegisterPassable):
+    """Some vectors of a token that a lane moves."""
+
+    var bytes: BytePointer
+    """The vectors of the token."""
+    var first: Int
+    """Which is this lane's first."""
+    var end: UInt32
+    """That behind the last which may be one of them."""
+    var stride: Int
+    """From one to the next."""
+
+    @always_inline
+    def has(self, i: Int) -> Bool:
+        """Tells whether there is one."""
+        return UInt32(self.first + i * self.stride) < self.end
+
+    @always_inline
+    def at(self, i: Int) -> BytePointer:
+        """Points to one."""
+        return self.bytes.unsafe_offset(
+            Int(UInt32(self.first + i * self.stride)) * MESSAGE_ALIGN
+        )
+
+    @always_inline
+    def load[
+        n: Int, //, are_all_inline: Bool
+    ](self, mut loaded: Array[LaneBytes, n], is_inline: Bool):
+        """Loads them; inline ones whether they are there or not."""
+        comptime for i in range(n):
+            if self.has(i):
+                if are_all_inline or is_inline:
+                    loaded[i] = load_relaxed_sys_16(self.at(i))
+                else:
+                    loaded[i] = load16(self.at(i))
+
+    @always_inline
+    def await_all[
+        n: Int, //
+    ](
+        self,
+        mut loaded: Array[LaneBytes, n],
+        src_rank: Int,
+        block: Block[...],
+    ) -> Bool:
+        """Waits until inline ones are there, and puts `SENTINEL` back."""
+        # All that are missing are polled again at once.
+        var wait = Wait(block.deadline)
+        while True:
+            var is_missing = False
+            comptime for i in range(n):
+                if self.has(i) and loaded[i][3] == SENTINEL:
+                    is_missing = True
+            if not is_missing:
+                break
+            if wait.has_expired():
+                block.fail(
+                    NO_MESSAGE,
+                    RECEIVE,
+                    src_rank,
+                    -1,
+                    generation_received(block),
+                    0,
+                )
+                return False
+            comptime for i in range(n):
+                if self.has(i) and loaded[i][3] == SENTINEL:
+                    loaded[i] = load_relaxed_sys_16(self.at(i))
+        comptime for i in range(n):
+            if self.has(i):
+                # I3: whoever writes here next has seen a later done word.
+                store16(self.at(i), LaneBytes(SENTINEL))
+        return True
+
+
+@fieldwise_init
+struct Token(TrivialRegisterPassable):
+    """Where a token is read."""
+
+    var bytes: BytePointer
+    """The encoded token."""
+    var src_rank: Int
+    """Its source."""
+    var idx: Int
+    """Which of the source's tokens it is."""
+    var is_inline: Bool
+    """Whether its data is its own flag."""
+    var is_loaded: Bool
+    """Whether it is loaded before its entries are read: it has no flags."""
+
+
+@always_inline
+def _n_in_flight[Format: TokenFormat, are_all_inline: Bool]() -> Int:
+    """Counts the steps of a token that a lane has under way."""
+    comptime n_steps = n_steps_of[Format]()
+    return min(
+        InlineSplit[n_steps].most_steps if are_all_inline else n_steps,
+        ACCESSES_IN_FLIGHT,
+    )
+
+
+struct Steps[Format: TokenFormat, are_all_inline: Bool]:
+    """Some steps of a token, as a lane of a warp holds them."""
+
+    comptime in_flight = _n_in_flight[Self.Format, Self.are_all_inline]()
+    """How many."""
+
+    var values: Array[LaneBytes, Self.in_flight]
+    """A vector of each step."""
+    var scales: Array[LaneBytes, 1]
+    """The scales of step `lane`, if there are any."""
+
+    @always_inline
+    def __init__(out self):
+        """Makes one that holds nothing."""
+        self.values = Array[LaneBytes, Self.in_flight](fill=0)
+        self.scales = Array[LaneBytes, 1](fill=0)
+
+    @staticmethod
+    @always_inline
+    def _values(token: Token, first: Int, end: Int, lane: Int) -> _LaneVectors:
+        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
+        return _LaneVectors(
+            token.bytes,
+            first * WARP_SIZE + lane,
+            UInt32(min(end * WARP_SIZE, n_vectors)),
+            WARP_SIZE,
+        )
+
+    @staticmethod
+    @always_inline
+    def _scales(token: Token, first: Int, end: Int, lane: Int) -> _LaneVectors:
+        comptime n_steps = n_steps_of[Self.Format]()
+        var end_here = min(end, first + Self.in_flight)
+        return _LaneVectors(
+            token.bytes.unsafe_offset(Self.Format.value_bytes),
+            first + lane,
+            UInt32(min(end_here, n_steps)),
+            1,
+        )
+
+    @always_inline
+    def load(mut self, token: Token, first: Int, end: Int, lane: Int):
+        """Loads some steps; those of an inline token whether they are there or not.
+        """
+        Self._values(token, first, end, lane).load[Self.are_all_inline](
+            self.values, token.is_inline
+        )
+        comptime if Self.Format.has_scales:
+            Self._scales(token, first, end, lane).load[Self.are_all_inline](
+                self.scales, token.is_inline
+            )
+
+    @always_inline
+    def await_inline(
+        mut self, token: Token, first: Int, end: Int, block: Block[...]
+    ) -> Bool:
+        """Waits for the loaded steps of an inline token."""
+        var are_there = Self._values(token, first, end, block.lane).await_all(
+            self.values, token.src_rank, block
+        )
+        comptime if Self.Format.has_scales:
+            are_there = (
+                Self._scales(token, first, end, block.lane).await_all(
+                    self.scales, token.src_rank, block
+                )
+                and are_there
+            )
+        return are_there
+
+    @always_inline
+    def place(
+        self, rows: Self.Format.Rows, row: Int, first: Int, end: Int, lane: Int
+    ):
+        """Places them in a row."""
+        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
+        var to = Self.Format.row_values(rows, row)
+        comptime for i in range(Self.in_flight):
+            var vector, is_in_chunk = vector_of_lane[n_vectors](
+                first + i, end, lane
+            )
+            if is_in_chunk:
+                store16(
+                    to.unsafe_offset(vector * MESSAGE_ALIGN), self.values[i]
+                )
+        comptime if Self.Format.has_scales:
+            if lane < Self.in_flight and first + lane < end:
+                Self.Format.place_scales(
+                    rows, row, first + lane, self.scales[0]
+                )

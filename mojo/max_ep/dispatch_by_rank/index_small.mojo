@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of few choices: entries and counts, one by one.
+
+A warp counts the choices before a choice that are of the same expert, and publishes
+its entry; or all of an expert, and publishes its count.
+
+Up to `N_LANE_CHOICES` ids the lanes of each index warp hold; it counts before the
+launch has read its header. More are in shared memory. While it stages them there,
+each block counts the choices of up to four experts it owns, and publishes those
+counts before any token; queued behind tokens they would arrive late. An entry, or
+the count of another expert, costs a walk over ids, 128 of them at a time.
+"""
+from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
+
+from ..counters import NO_EXPERT
+from ..device.block import Block
+from ..device.shared import SharedInts
+from ..device.warp import sum_of_lanes
+from ..layout import Group, MESSAGE_ALIGN
+from .choices import (
+    Choice,
+    Choices,
+    n_counted,
+    N_LANE_CHOICES,
+    nth_expert_of_block,
+)
+from .publish import publish_count, publish_entry
+from .roles import N_INDEX_WARPS
+
+comptime _N_LANE_IDS = N_LANE_CHOICES // WARP_SIZE
+"""Ids of a lane, if lanes hold them."""
+
+# Ids that a lane loads at once from shared memory.
+comptime _IDS_AT_ONCE = 4
+
+
+@fieldwise_init
+struct Item(TrivialRegisterPassable):
+    """What a warp publishes at once: an expert's count, or a choice's entry."""
+
+    var number: Int
+    """Experts come first: a receiver needs all counts before it places a row."""
+    var choice: Choice
+    """The choice; of a count, the expert."""
+    var n_equal: Int
+    """Choices of the expert, or those of them before the choice."""
+
+    @always_inline
+    def publish[group: Group](self, block: Block[group]):
+        """Publishes it, with one warp."""
+        var number = self.number - group.n_experts
+        if number >= 0:
+            publish_entry(
+                number, self.choice, self.n_equal, block, block.lane, WARP_SIZE
+            )
+        elif block.lane == 0:
+            publish_count(self.number, self.n_equal, block)
+
+
+struct LaneIndex[group: Group]:
+    """The ids of all choices in the lanes of a warp, and the next item.
+
+    Parameters:
+        group: Sizes of the group.
+    """
+
+    var choices: Choices[Self.group]
+    """The choices."""
+    var ids: Array[Int32, _N_LANE_IDS]
+    """Of lane `l`: ids of the choices `l`, `WARP_SIZE + l`, and so on."""
+    var next: Item
+    """What this warp publishes next."""
+
+    @always_inline
+    def __init__(out self, choices: Choices[Self.group]):
+        """Makes one that holds nothing."""
+        self.choices = choices
+        self.ids = Array[Int32, _N_LANE_IDS](fill=NO_EXPERT)
+        self.next = Item(Int.MAX, Choice.NONE, 0)
+
+    @always_inline
+    def prefetch(mut self, indexer: Int):
+        """Loads all ids and counts the first item, with one of the index warps.
+        """
+        comptime for i in range(_N_LANE_IDS):
+            var number = i * WARP_SIZE + Int(lane_id())
+            if number < self.choices.n_choices:
+                self.ids[i] = self.choices.load_id(number)
+        self._count(Int(block_idx.x) + indexer * Int(grid_dim.x))
+
+    @always_inline
+    def _count(mut self, number: Int):
+        """Counts an item, with one warp."""
+        var choice_idx = number - Self.group.n_experts
+        var choice = Choice(Int32(number), 0)
+        var end = self.choices.n_choices
+        if choice_idx >= 0:
+            end = min(end, choice_idx)
+            if choice_idx < self.choices.n_choices:
+                choice = self.choices.load(choice_idx, Int.MAX)
+        var n_equal: UInt32 = 0
+        comptime for i in range(_N_LANE_IDS):
+            if (
+                i * WARP_SIZE + Int(lane_id()) < end
+                and self.ids[i] == choice.id
+            ):
+                n_equal += 1
+        self.next = Item(number, choice, Int(sum_of_lanes(n_equal)))
+
+    @always_inline
+    def publish(mut self, block: Block[Self.group]):
+        """Publishes this warp's items."""
+        while self.next.number < Self.group.n_experts + self.choices.n_choices:
+            self.next.publish(block)
+            self._count(self.next.number + N_INDEX_WARPS * Int(grid_dim.x))
+
+
+@always_inline
+def index_one_by_one[
+    group: Group
+](choices: Choices[group], block: Block[group], indexer: Int):
+    """Publishes some counts and entries of shared choices, with an index warp.
+    """
+    # Counts first: a receiver needs all of them before it places a row.
+    comptime n_own = n_counted[group]()
+    comptime assert n_own <= N_INDEX_WARPS, "a counted expert has no warp"
+    comptime for n in range(n_own):
+        var expert = nth_expert_of_block(n)
+        if indexer == N_INDEX_WARPS - 1 - n and expert < group.n_experts:
+            var count = choices.n_counted_of(n, block.lane)
+            if block.lane == 0:
+                publish_count(expert, count, block)
+    for number in range(
+        min(n_own * Int(grid_dim.x), group.n_experts)
+        + Int(block_idx.x)
+        + indexer * Int(grid_dim.x),
+        group.n_experts + choices.n_choices,
+        N_INDEX_WARPS * Int(grid_dim.x),
+    ):
+        var choice = Choice(Int32(number), 0)
+        var end = choices.n_choices
+        if number >= group.n_experts:
+            end = number - group.n_experts
+            choice = choices.shared(end)
+        var n_equal = _count_equal(
+            choices.shared_ids, choice.id, end, block.lane
+        )
+        Item(number, choice, n_equal).publish(block)
+
+
+@always_inline
+def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
+    """Counts the ids that are equal to one, with one warp."""
+    var n_equal: UInt32 = 0
+    var whole = end // _IDS_AT_ONCE * _IDS_AT_ONCE
+    for first in range(lane * _IDS_AT_ONCE, whole, WARP_SIZE * _IDS_AT_ONCE):
+        var some = ids.unsafe_load[width=_IDS_AT_ONCE, alignment=MESSAGE_ALIGN](
+            first
+        )
+        comptime for i in range(_IDS_AT_ONCE):
+            if some[i] == id:
+                n_equal += 1
+    # Fewer than a vector has.
+    if whole + lane < end and ids[unsafe_offset=whole + lane] == id:
+        n_equal += 1
+    return Int(sum_of_lanes(n_equal))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dispatch writes beside tokens: entries, counts, numbers of tokens, metadata.
+
+Each word says its generation. None is ordered with another.
+"""
+from max.gpu import block_idx, grid_dim, WARP_SIZE
+from std.memory import bitcast
+
+from ..counters import NO_EXPERT
+from ..device.block import Block
+from ..device.warp import bytes_at, divmod_32
+from ..failures import DROPPED
+from ..flags import (
+    count_of,
+    flag_at,
+    next_generation,
+    store_relaxed_sys,
+    store_relaxed_sys_16,
+)
+from ..layout import Group
+from ..token_format import LaneBytes
+from .choices import Choice, Choices
+from .entries import (
+    entry_word,
+    id_word,
+    NO_ENTRY_EXPERT,
+    NO_POSITION,
+    weight_word,
+)
+from .roles import N_INDEX_WARPS, SEND
+
+
+@always_inline
+def nth_peer(my_rank: Int, n: Int, n_ranks: Int) -> Int:
+    """Numbers all ranks from the next one on, so that sources begin with different
+    ones; this rank is the last.
+    """
+    var rank = my_rank + 1 + n
+    return rank - (n_ranks if rank >= n_ranks else 0)
+
+
+@always_inline
+def two_words(first: UInt64, second: UInt64) -> LaneBytes:
+    """Joins two words to what one access writes."""
+    return bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](first, second))
+
+
+@always_inline
+def publish_n_tokens[group: Group](n_tokens: Int, block: Block[group]):
+    """Publishes to every rank how many tokens this one sends, with one warp."""
+    # I3, for numbers of tokens.
+    if not block.await_readers[is_combine=False](SEND):
+        return
+    for rank in range(block.lane, group.n_ranks, WARP_SIZE):
+        store_relaxed_sys(
+            flag_at(
+                bytes_at(block.counts[unsafe_offset=rank]),
+                group.dispatch_n_tokens_offset(block.my_rank),
+            ),
+            next_generation(block.before.dispatch_sent),
+            n_tokens,
+        )
+
+
+@always_inline
+def publish_count[
+    group: Group
+](expert: Int, n_choices: Int, block: Block[group]):
+    """Publishes to an expert's rank how many choices it gets, with one lane."""
+    var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
+    store_relaxed_sys(
+        flag_at(
+            bytes_at(block.counts[unsafe_offset=dst_rank]),
+            group.dispatch_count_offset(
+                group.pair(local_expert, block.my_rank)
+            ),
+        ),
+        next_generation(block.before.dispatch_sent),
+        min(n_choices, group.max_tokens_per_rank),
+    )
+
+
+@always_inline
+def publish_entry[
+    group: Group
+](
+    number: Int,
+    choice: Choice,
+    position: Int,
+    block: Block[group],
+    lane: Int,
+    n_lanes: Int,
+):
+    """Publishes the entry of a choice to every rank, with one lane of some."""
+    var generation = next_generation(block.before.dispatch_sent)
+    var is_expert = choice.is_expert[group]()
+    var has_place = is_expert and position < group.max_tokens_per_rank
+    if lane == 0:
+        block.counters.choices(generation, group)[
+            unsafe_offset=number
+        ] = choice.id if has_place else NO_EXPERT
+    # The token of a choice without a place is sent like any other, so its entry
+    # names the expert.
+    var word = entry_word(
+        generation,
+        Int(choice.id) if is_expert else NO_ENTRY_EXPERT,
+        position if has_place else NO_POSITION,
+    )
+    var offset = UInt64(group.entry_offset(block.my_rank, number))
+    for i in range(lane, group.n_ranks, n_lanes):
+        var rank = nth_peer(block.my_rank, i, group.n_ranks)
+        var to = bytes_at(block.recv_bufs[unsafe_offset=rank] + offset)
+        # I1: only this rank writes entries of its choices.
+        comptime if group.has_sums():
+            store_relaxed_sys_16(
+                to, two_words(word, weight_word(generation, choice.weight))
+            )
+        else:
+            store_relaxed_sys(flag_at(to, 0), generation, count_of(word))
+    if not has_place:
+        if choice.id != NO_EXPERT and lane == 0:
+            block.fail(
+                DROPPED,
+                SEND,
+                block.my_rank,
+                Int(choice.id),
+                generation,
+                0,
+                number // group.top_k,
+                number % group.top_k,
+            )
+
+
+@always_inline
+def send_metadata[
+    group: Group, //, router_top_k: Int
+](choices: Choices[group], n_tokens: Int, block: Block[group], indexer: Int):
+    """Sends routing metadata to every rank, with one of the index warps."""
+    # I3, for routing metadata.
+    if not block.await_readers[is_combine=False](SEND):
+        return
+    var generation = next_generation(block.before.dispatch_sent)
+    for place in range(
+        (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
+        n_tokens * router_top_k,
+        N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
+    ):
+        var token_idx, k = divmod_32(place, router_top_k)
+        var words = two_words(
+            id_word(generation, choices.ids[unsafe_offset=place]),
+            weight_word(generation, choices.weights[unsafe_offset=place]),
+        )
+        var offset = UInt64(
+            group.metadata_offset(block.my_rank, token_idx, k, router_top_k)
+        )
+        for i in range(group.n_ranks):
+            var rank = nth_peer(block.my_rank, i, group.n_ranks)
+            # I1: only this rank writes the metadata of its tokens.
+            store_relaxed_sys_16(
+                bytes_at(block.recv_bufs[unsafe_offset=rank] + offset), words
+            )
