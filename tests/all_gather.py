@@ -60,14 +60,7 @@ def factor_of(rank: int) -> np.float32:
 def check_all_gather(
     where: str, got: list[np.ndarray], batches: list[Any], rank: int
 ) -> None:
-    """Compares what came out of the graph on a rank, to the bit.
-
-    Args:
-        where: Who and when, for errors.
-        got: Outputs of the graph; bfloat16 as bits.
-        batches: What each rank gave, a `processes.Batch` of each.
-        rank: Whose outputs they are.
-    """
+    """Compares what came out of the graph on a rank, to the bit."""
     rows, probs, ids, n_gathered, sums = got
     n = sum(len(batch.tokens) for batch in batches)
     assert n_gathered.tolist() == [n], where

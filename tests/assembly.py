@@ -71,11 +71,7 @@ class Op:
         return self.text[self.text.index("[") + 1 : self.text.index("]")]
 
     def moves_16(self, what: str) -> bool:
-        """Tells whether it is an ordinary access of 16 bytes.
-
-        Args:
-            what: load or store.
-        """
+        """Tells whether it is an ordinary access of 16 bytes."""
         return self.is_plain and self.what == what and self.n_bytes == 16
 
 
@@ -119,13 +115,7 @@ class Kernel:
     ) -> set[int]:
         """Finds what may run after some operations.
 
-        Args:
-            starts: The operations.
-            without: Operations that no way may cross.
-            within: Operations that no way may leave.
-
-        Returns:
-            The places of what one step or more lead to.
+        No way may cross `without`, or leave `within`.
         """
         reached: set[int] = set()
         todo = [after for start in starts for after in self.ops[start].successors]
@@ -150,13 +140,6 @@ class Kernel:
         it did not, is none. So predicates that are set to constants are followed,
         each with those it is made of, and those that are made of it and kept: what
         runs, runs whichever are followed.
-
-        Args:
-            known: Predicates that have one value throughout.
-            without: Operations that no way may cross.
-
-        Returns:
-            The places.
         """
         constant = {
             register
@@ -236,14 +219,7 @@ class Kernel:
     def _holds(
         self, predicate: str, at: int, values: dict[str, bool], known: dict[str, bool]
     ) -> bool | None:
-        """Finds a predicate's value; None if it may be either.
-
-        Args:
-            predicate: Its register.
-            at: Where it is used.
-            values: Those of predicates that are followed, there.
-            known: Those of predicates that have one value throughout.
-        """
+        """Finds a predicate's value; None if it may be either."""
         if predicate in known or predicate in values:
             return known.get(predicate, values.get(predicate))
         place = at - 1
@@ -272,14 +248,8 @@ class Kernel:
     def value(self, operand: str, known: dict[str, int]) -> int | None:
         """Computes what an operand of PTX holds, from what registers hold.
 
-        Only by what adds, shifts, compares and chooses: so generations are used.
-
-        Args:
-            operand: A number, or a register that is set in one place.
-            known: Registers and their values.
-
-        Returns:
-            The value, without a sign; None if it is made of something else.
+        Only by what adds, shifts, compares and chooses: so generations are used. None
+        if it is made of something else, or set in several places.
         """
         if operand in known:
             return known[operand]
@@ -311,15 +281,7 @@ class Kernel:
         return _PTX_ARITHMETIC[how](*of) & mask
 
     def run(self, place: int, known: dict[str, int]) -> dict[str, int]:
-        """Runs what follows an operation of PTX, up to the next branch.
-
-        Args:
-            place: The operation.
-            known: Registers and their values behind it.
-
-        Returns:
-            The registers that are set and can be computed, with their values.
-        """
+        """Runs what follows an operation, up to a branch; returns what is set."""
         found: dict[str, int] = {}
         while len(self.ops[place].successors) == 1:
             (place,) = self.ops[place].successors
@@ -338,12 +300,7 @@ class Kernel:
     def smallest_loops(
         self, around: Collection[int], within: Collection[int] | None = None
     ) -> Iterator[Loop]:
-        """Finds the smallest loops around some operations.
-
-        Args:
-            around: The operations; those in no loop are left out.
-            within: Where to look; everywhere if None.
-        """
+        """Finds the smallest loops around some operations."""
         for loop in self.loops(within):
             inside = loop.body - {loop.entry}
             smaller = [inner.body for inner in self.loops(inside)]
@@ -352,11 +309,7 @@ class Kernel:
             yield from self.smallest_loops(around, inside)
 
     def loops(self, within: Collection[int] | None = None) -> list[Loop]:
-        """Finds the loops that are in no other loop.
-
-        Args:
-            within: Where to look; everywhere if None.
-        """
+        """Finds the loops that are in no other loop."""
         places = set(range(len(self.ops))) if within is None else set(within)
         loops, done = [], set()
         # What a search leaves last, it can reach the most from; whatever of that
@@ -596,11 +549,8 @@ def _strengthen(ops: list[Op], starts: Collection[int]) -> None:
 def parse_amdgcn(text: str, record_offset: int) -> Kernel:
     """Reads the assembly of one kernel for an AMD GPU.
 
-    Args:
-        text: The assembly.
-        record_offset: Bytes from the start of the counters to words that the
-            compiler stores 16 bytes at once, though they are stored one by one. They
-            are taken for what they are.
+    At `record_offset` words are stored 16 bytes at once, though one by one in the
+    source: they are taken for what they are.
     """
     ops: list[Op] = []
     labels: dict[str, int] = {}

@@ -371,14 +371,7 @@ def random_tokens(case: Case, rank: int, n: int) -> np.ndarray:
 def make_inputs(
     case: Case, routing: str, data: str = "random", counts: list[int] | None = None
 ) -> Inputs:
-    """Makes what the ranks are given.
-
-    Args:
-        case: The case.
-        routing: One of `ROUTINGS`.
-        data: `telling`, `random`, or `any_bits`: NaN and infinity as well.
-        counts: Tokens of each rank; None: what the routing says.
-    """
+    """Makes what the ranks are given; `data`: `telling`, `random` or `any_bits`."""
     counts = token_counts(case, routing) if counts is None else counts
     rng = _rng(case, routing, data)
     make = telling_tokens if data == "telling" else random_tokens

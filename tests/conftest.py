@@ -31,10 +31,6 @@ def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
 
     MAX starts a worker thread a core, and those that have nothing to do spin: with
     two processes on two cores a compilation took twice its CPU time.
-
-    Args:
-        workerid: Of pytest-xdist: ``gw`` and the process's number.
-        workercount: Processes there are.
     """
     cores = sorted(ALL_CORES)
     mine = cores[int(workerid.removeprefix("gw")) % len(cores) :: workercount]

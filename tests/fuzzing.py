@@ -29,15 +29,7 @@ MOST_RANKS = 6
 
 
 def drawn_cases(seed: int, n: int) -> dict[str, Case]:
-    """Draws groups that a configuration accepts.
-
-    Args:
-        seed: Another seed, other groups.
-        n: How many.
-
-    Returns:
-        Cases by name; a case's name has its seed and number.
-    """
+    """Draws groups that a configuration accepts."""
     rng = np.random.default_rng(seed)
     cases: dict[str, Case] = {}
     while len(cases) < n:
@@ -104,12 +96,7 @@ LOADS = st.builds(
 
 
 def inputs_of(case: Case, load: Load) -> Inputs:
-    """Makes what the ranks of a group are given.
-
-    Args:
-        case: The group.
-        load: How much, and the seed.
-    """
+    """Makes what the ranks of a group are given."""
     rng = np.random.default_rng([load.seed, case.n_ranks, case.hidden_size])
     counts = [
         -(-case.max_tokens_per_rank * percent // 100)

@@ -177,11 +177,7 @@ def weights_of(
 def round_trip(
     manager: EPBatchManager, ranks: Sequence[RankInputs]
 ) -> list[list[TensorValue]]:
-    """Builds dispatch and combine of all ranks, in async and wait forms.
-
-    Returns:
-        What `take_outputs` takes, a list a rank.
-    """
+    """Builds dispatch and combine of all ranks, in async and wait forms."""
     weights = [weights_of(manager.config, given) for given in ranks]
     for rank, given in enumerate(ranks):
         manager.ep_dispatch_async(

@@ -141,9 +141,6 @@ def _one_phase_only(member: Member, name: str) -> dict[str, list[float]]:
     """Only dispatches, or combines one dispatch again and again, each time other rows.
 
     Nothing but the done words keeps a fast rank back.
-
-    Returns:
-        When async ended and wait began, by generation.
     """
     times: dict[str, list[float]] = {"sent": [], "looked": []}
     is_combine = name == "combine_only"
@@ -170,11 +167,7 @@ STOPPED_S = 0.5
 
 
 def _stopped(member: Member, _: str) -> list[float]:
-    """Rank 2 is stopped three times, wherever it is then.
-
-    Returns:
-        The seconds that each generation took.
-    """
+    """Rank 2 is stopped three times, wherever it is then."""
     stoppers, seconds = [], []
     for generation in range(1, 61):
         begin = time.monotonic()
@@ -320,9 +313,6 @@ def soak(node_id: int, graphs: str, notes: str) -> dict[str, int]:
 
     Token counts change from one to the next (`make_batch`), and every rank is late
     now and then, by itself.
-
-    Returns:
-        How many were right, by graph.
     """
     engine = Engine(graphs)
     engine.join(config_of(SMALL, node_id))
@@ -346,11 +336,7 @@ def soak(node_id: int, graphs: str, notes: str) -> dict[str, int]:
 
 
 def two_groups(node_id: int, graphs: str, notes: str) -> int:
-    """Runs two groups at once, whose phases each rank mixes in an order of its own.
-
-    Returns:
-        How many generations each of them had.
-    """
+    """Runs two groups at once, whose phases each rank mixes in an order of its own."""
     engine, config = Engine(graphs), config_of(SMALL, node_id)
     engine.join(config)
     meet(notes, "two_groups", node_id, N_RANKS)
@@ -472,11 +458,7 @@ def die(node_id: int, graphs: str, where: str, timeout_s: float, notes: str) -> 
 
 
 def work(node_id: int, graphs: str) -> str:
-    """Runs a healthy group once.
-
-    Returns:
-        The name of the group.
-    """
+    """Runs a healthy group once."""
     member = Member(Engine(graphs), config_of(SMALL, node_id))
     member.round_trip("fused", 1)
     return os.environ[GROUP_VARIABLE]

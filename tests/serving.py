@@ -73,14 +73,7 @@ class Reference:
         counts_ties: bool = True,
         noises: Sequence[float] = (),
     ) -> None:
-        """Loads the model, on a GPU where there is one and it has room.
-
-        Args:
-            model: The checkpoint.
-            in_bfloat16: Whether what was served is.
-            counts_ties: Whether to count those of transformers in bfloat16, then.
-            noises: A tie is also what is one with so much noise, of each draw.
-        """
+        """Loads the model, on a GPU where there is one and it has room."""
         n_models = 1 + (in_bfloat16 and counts_ties)
         self._device = "cpu"
         if torch.cuda.is_available():
@@ -103,14 +96,7 @@ class Reference:
         self.tally = Tally()
 
     def logits(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """Runs the float32 model, and the one in bfloat16 if there is one.
-
-        Args:
-            ids: One sequence, ``[1, n_tokens]``.
-
-        Returns:
-            The logits of each, ``[n_tokens, n_words]``, float64.
-        """
+        """Runs the float32 model, and the one in bfloat16 if there is one."""
         with torch.no_grad():
             all_logits = [model(ids.to(self._device)).logits for model in self._models]
         return [logits[0].double().cpu() for logits in all_logits]
@@ -125,14 +111,6 @@ class Reference:
         """Compares an answer, token by token.
 
         The model is given what was served, so that a tie does not end the comparison.
-
-        Args:
-            asked: Token ids of the prompt.
-            served: Token ids of the answer.
-            tolerance: Most that a served token's logit may be below the best one,
-                here or with noise (0.06 right behind the prompt), and its
-                log-probability off.
-            logprobs: Log-probabilities that the server told, of each served token.
         """
         tally = self.tally
         ids = torch.tensor([asked + served[:-1]])
@@ -169,16 +147,7 @@ class Reference:
     def logits_with_noise(
         self, ids: torch.Tensor, noise: float, seed: int
     ) -> torch.Tensor:
-        """Runs the float32 model, whose modules all return something a little off.
-
-        Args:
-            ids: One sequence, ``[1, n_tokens]``.
-            noise: Most that a value is off, of its size.
-            seed: Of what is drawn.
-
-        Returns:
-            Its logits, ``[n_tokens, n_words]``, float64.
-        """
+        """Runs the float32 model, whose modules all return something a little off."""
         draw = torch.Generator(self._device).manual_seed(seed)
 
         def disturb(_module: object, _inputs: object, result: object) -> object:
@@ -218,16 +187,7 @@ def ask_greedily(
     n_tokens: int,
     with_logprobs: bool = False,
 ) -> list[Answer]:
-    """Asks for greedy completions.
-
-    Args:
-        server: Serves the model.
-        model: Its checkpoint.
-        n_prompts: Prompts.
-        n_tokens: Tokens to be generated for each.
-        with_logprobs: Whether the server can tell log-probabilities, which MAX's
-            cannot on GPUs.
-    """
+    """Asks for greedy completions."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     more = {"logprobs": 1} if with_logprobs else {}
     answers = []

@@ -54,11 +54,7 @@ def test_all_variants_are_compiled(by_expert, by_rank) -> None:
 
 @kernels()
 def test_system_scope(it: Compiled) -> None:
-    """Which accesses there are between ranks, and of which sizes.
-
-    Fails if `publish` or a wait for a flag is relaxed or of device scope, if what is
-    relaxed gets stronger, and if 16 bytes become two accesses or four.
-    """
+    """Which accesses there are between ranks, how they are ordered, and how large."""
     expected = {
         # Flags of messages and chunks; done words.
         ("store release system", 8): it.sends or it.publishes_at_end,
@@ -82,10 +78,7 @@ def test_system_scope(it: Compiled) -> None:
 
 @kernels()
 def test_device_scope(it: Compiled) -> None:
-    """Blocks meet in one `arrive`; what else they share is the failure record.
-
-    Fails if `arrive` is relaxed, and if a kernel counts its blocks twice.
-    """
+    """Blocks meet in one `arrive`; what else they share is the failure record."""
     ordered = [op.kind for op in it.kernel.ops if op.scope == "device"]
     if not it.sends and not it.receives:
         assert not ordered
@@ -97,11 +90,7 @@ def test_device_scope(it: Compiled) -> None:
 
 @kernels("sm_90a")
 def test_block_scope(it: Compiled) -> None:
-    """Warps hand work on in shared memory, by release and acquire.
-
-    Only PTX shows it: an AMD block's accesses to shared memory stay in order anyway.
-    Fails if what publishes a word of a block, or awaits one, is relaxed.
-    """
+    """Warps hand work on in shared memory by release and acquire, as PTX shows."""
     kinds = {op.kind for op in it.kernel.ops if op.scope == "block"}
     # By rank few choices are indexed by lanes, which need not be awaited.
     hands_on = it.receives or it.sends_chunks
@@ -113,11 +102,7 @@ def test_block_scope(it: Compiled) -> None:
 
 @kernels("sm_90a")
 def test_every_wait_looks_at_the_clock(it: Compiled) -> None:
-    """Who waits for a rank that has died finds out, whatever it waits for.
-
-    Fails if a loop that waits for a peer does without its deadline. Only what records
-    readers polls a few times and needs none.
-    """
+    """A loop that waits for a peer has a deadline; what records readers polls less."""
     polls = it.kernel.find_kind("load acquire system", "load relaxed system")
     clock = it.kernel.find(lambda op: "%globaltimer" in op.text)
     loops = it.kernel.smallest_loops(polls)
@@ -131,10 +116,6 @@ def asked_generations(it: Compiled, place: int) -> set[tuple[str, str]]:
     """Finds what a word that a rank loads is compared with.
 
     Runs what follows the load with words of generations around each of the header's.
-
-    Returns:
-        `reached` or `equals`, and the generation: a word of the header, with `+ 1` for
-        the next one. By rank the lower half of a done word is of combine.
     """
     known, found = it.generations(), set()
     loaded = re.findall(r"%\w+", it.kernel.ops[place].result)
@@ -163,11 +144,7 @@ WORDS = ("sent", "received")
 
 @kernels("sm_90a")
 def test_waits_are_for_the_right_generation(it: Compiled) -> None:
-    """I3: done words must have reached what was sent last; flags equal the next one.
-
-    Fails if a launch is content with a generation before, or takes a flag of a later
-    one, or, by rank, goes by the half of a done word that is of the other direction.
-    """
+    """I3: done words must have reached what was sent last; flags equal the next."""
     other = "combine" if it.is_dispatch else "dispatch"
     expected = set()
     if it.sends:
@@ -194,11 +171,7 @@ def test_counts_are_of_the_next_generation(it: Compiled) -> None:
 
 @kernels("sm_90a")
 def test_generations_that_are_published(it: Compiled) -> None:
-    """A done word is of what was read, a flag of what is sent, as numbers.
-
-    By rank a done word has both directions, and is of launches before, unless it is
-    published at the end. Fails if it is the generation before, or one that was sent.
-    """
+    """A done word is of what was read; by rank, of both directions and before."""
     read = [generation(f"{phase}_received") for phase in ("dispatch", "combine")]
     read[not it.is_dispatch] += it.publishes_at_end
     done = read[0] << 32 | read[1] if it.is_by_rank else read[not it.is_dispatch] << 32
@@ -214,10 +187,7 @@ def test_generations_that_are_published(it: Compiled) -> None:
 
 @kernels()
 def test_payload_is_written_before_its_flag(it: Compiled) -> None:
-    """I2, in a round of the send loop: no byte of a payload behind its release.
-
-    Fails if it is published first, and without the `syncwarp` between.
-    """
+    """I2, in a round of the send loop: no byte behind its release; a `syncwarp`."""
     loops = it.send_loops()
     assert len(loops) == it.sends_chunks
     for loop in loops:
@@ -236,8 +206,7 @@ def test_payload_is_written_before_its_flag(it: Compiled) -> None:
 def test_message_is_read_after_its_flag(it: Compiled) -> None:
     """I2, in a round of the receive loop: no byte of a message before its acquire.
 
-    Combine's lanes await a message each and read all of them, so they meet between.
-    Fails if a message is copied first, and without combine's `syncwarp`.
+    Combine's lanes await a message each and read all of them: a `syncwarp` is between.
     """
     loops = it.receive_loops()
     assert len(loops) == it.receives
@@ -277,10 +246,8 @@ def unclear(it: Compiled) -> dict[str, bool]:
 def test_peers_are_written_after_their_readers_are_done(it) -> None:
     """I3: a warp votes that all done words are there before it writes to a peer.
 
-    Only PTX shows a vote; an AMD wave counts bits. Each lane awaits some of the words,
-    so a warp barrier must carry what it has acquired to the others. Fails if a kernel
-    sends without that wait, or that is without its `syncwarp`, or goes by the wrong
-    words of the header.
+    Only PTX shows a vote. Each lane awaits some of the words, so a warp barrier must
+    carry what it has acquired to the others.
     """
     kernel = it.kernel
     written = kernel.find_kind("store relaxed system")
@@ -311,8 +278,7 @@ def test_blocks_have_read_before_they_arrive(it: Compiled) -> None:
 def test_done_words_come_last(it: Compiled) -> None:
     """I3: all blocks have read and written what they must when peers hear of it.
 
-    Fails without the block barrier before `arrive`, or the `syncwarp` behind it: one
-    lane learns that all blocks have arrived; the others go by it.
+    One lane learns that all blocks have arrived: a `syncwarp` carries it to the others.
     """
     kernel = it.kernel
     arrived = kernel.find_kind("atomic acq_rel device")
@@ -331,11 +297,7 @@ def test_done_words_come_last(it: Compiled) -> None:
 
 @kernels("by_expert sm_90a.dispatch")
 def test_warps_hand_on_what_is_there(it: Compiled) -> None:
-    """Slots are stored before they are handed on, and read after it.
-
-    Likewise the rows of all pairs are, before a message is read.
-    Fails without the `syncwarp` or the wait between.
-    """
+    """Slots, and the rows of all pairs, are stored before they are handed on."""
     awaited = it.kernel.find_kind("load acquire block")
     for loop in it.send_loops():
         slots = loop.find(lambda op: op.is_plain and op.n_bytes != 16)
@@ -363,10 +325,7 @@ def test_warps_hand_on_what_is_there(it: Compiled) -> None:
 
 @kernels("by_expert.*dispatch.bf16_shared")
 def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
-    """I4: what the sending warps have staged is there when others copy it.
-
-    Fails without the block barrier between.
-    """
+    """I4: what the sending warps have staged is there when others copy it."""
     in_loops = (loop.body for loop in it.send_loops() + it.receive_loops())
     copied = it.loads_16().difference(*in_loops)
     (sending,) = it.send_loops()
@@ -383,9 +342,8 @@ def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
 def test_payload_moves_by_16_bytes(it: Compiled) -> None:
     """Nothing narrower in a peer's memory but words that are published.
 
-    Addresses of regions come out of a table, so nobody knows their space; of FP8
-    messages by expert the scales are read one by one. Fails if `load16` or `store16`
-    has a smaller alignment (an AMD GPU has unaligned ones of 16 bytes).
+    Its address comes out of a table: the space is generic. Of FP8 messages by expert
+    the scales are read one by one.
     """
     if it.sends or it.receives:
         assert it.moved()
@@ -400,11 +358,7 @@ def test_payload_moves_by_16_bytes(it: Compiled) -> None:
 
 @kernels("sm_90a")
 def test_only_tokens_are_read_as_constants(it: Compiled) -> None:
-    """Nothing that a peer or another warp writes: that cache does not hear of it.
-
-    By rank, whose launches overlap, not even tokens. Only PTX has such loads. Fails if
-    `load16` says that what it reads is invariant.
-    """
+    """That cache hears of no other writer. By rank, where launches overlap: none."""
     tokens: set[int] = set()
     if it.is_dispatch and it.sends and not it.is_by_rank:
         (sending,) = it.send_loops()
@@ -420,10 +374,7 @@ IDS_BYTES = 16 * 1024
 
 @kernels("sm_90a", but="many|clear")
 def test_shared_memory_suffices(it: Compiled) -> None:
-    """So much for each pair and each rank that `MAX_GPU_PAIRS` of them fit.
-
-    Fails if a block keeps more for each pair, or too much besides.
-    """
+    """So much for each pair and each rank that `MAX_GPU_PAIRS` of them fit."""
     sizes = re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", it.text)
     n_bytes, n_extra = sum(map(int, sizes)), 0
     if it.is_by_rank:
@@ -442,10 +393,7 @@ def test_shared_memory_suffices(it: Compiled) -> None:
 
 @kernels()
 def test_no_local_memory(it: Compiled) -> None:
-    """No array that is indexed at run time, and no spilled registers but known ones.
-
-    Fails if a `comptime for` over an array becomes a plain one.
-    """
+    """No array that is indexed at run time, and no spilled registers but known ones."""
     local = it.kernel.find(lambda op: op.space == "local")
     known = SPILLED.get((it.target, it.name), 0)
     if it.target == NVIDIA:
@@ -467,10 +415,7 @@ def n_threads() -> int:
 
 @kernels()
 def test_block_is_resident(it: Compiled) -> None:
-    """The registers of a multiprocessor suffice for a block of `NUM_THREADS`.
-
-    Fails if a kernel's `MAX_THREADS_PER_BLOCK_METADATA` says otherwise.
-    """
+    """The registers of a multiprocessor suffice for a block of `NUM_THREADS`."""
     has_bound = it.sends or it.receives
     if it.target == NVIDIA:
         assert (f"\n.maxntid {n_threads()}\n" in it.text) == has_bound

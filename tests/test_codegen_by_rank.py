@@ -19,11 +19,7 @@ def ends(it: Compiled) -> set[int]:
 
 @kernels("by_rank")
 def test_nothing_is_read_before_the_launch_before_has_ended(it) -> None:
-    """Blocks may begin earlier: till then only the parameters are there.
-
-    Every thread lets the next launch begin, once, before that, and waits once. Fails if
-    anything is loaded or shared before the wait, or one of the two is left out.
-    """
+    """Till then only parameters are there. Each thread lets the next one begin."""
     awaited = it.kernel.find_kind("launch_wait")
     lets_next = it.kernel.find_kind("launch_next")
     assert len(awaited) == len(lets_next) == 1
@@ -42,10 +38,8 @@ def test_nothing_is_read_before_the_launch_before_has_ended(it) -> None:
 def test_done_words_say_what_earlier_launches_have_read(it) -> None:
     """A launch publishes at its begin, if it sends, and counts its blocks there.
 
-    By then the kernel before has ended, which nothing of this one may delay.
-    Fails if the words are published, or blocks counted, after anything was sent or
-    received, and without the barrier between reading the header and `arrive`. A
-    token's first vectors are loaded before, from where it was given.
+    By then the kernel before has ended, which nothing of this one may delay. A token's
+    first vectors are loaded before, from where it was given.
     """
     kernel = it.kernel
     assert len(it.done_words()) == it.sends
@@ -59,11 +53,7 @@ def test_done_words_say_what_earlier_launches_have_read(it) -> None:
 
 @kernels("by_rank")
 def test_readers_are_recorded_when_all_have_read(it: Compiled) -> None:
-    """What the next launch that sends goes by: each lane polls some words only.
-
-    Fails if it goes by those of one lane, or records another generation than the one
-    that was sent, or the other direction's.
-    """
+    """The next launch that sends goes by it: all words, of the other direction."""
     phase = "combine" if it.is_dispatch else "dispatch"
     word = counter_word(f"_{phase.upper()}_DRAINED")
     recorded = it.kernel.find(
@@ -79,11 +69,7 @@ def test_readers_are_recorded_when_all_have_read(it: Compiled) -> None:
 
 @kernels("by_rank.*dispatch(_wait)?\\.")
 def test_rows_are_used_after_they_are_counted(it: Compiled) -> None:
-    """Counting warps hand the rows on; no warp fills a row before it has seen that.
-
-    Fails without the wait for them, if the counter of warps is relaxed on either side,
-    and without the `syncwarp` before a warp arrives.
-    """
+    """Counting warps hand the rows on behind a `syncwarp`; none is filled before."""
     for loop in it.receive_loops():
         counted = loop.find_kind("load acquire block")
         filled = loop.body & it.stores_16()
@@ -104,11 +90,7 @@ def test_rows_are_used_after_they_are_counted(it: Compiled) -> None:
 
 @kernels("by_rank.*dispatch(_wait)?\\.")
 def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
-    """They are there before the block hears of it, and are read behind that.
-
-    Fails without the `syncwarp` before they are published, if that is relaxed, and
-    without the wait for it.
-    """
+    """They are published behind a `syncwarp`, and read before all else."""
     arrived = it.kernel.find_kind("atomic release block")
     published = it.kernel.find_kind("store release block")
     # The others are published by warps that arrive later.
@@ -130,11 +112,7 @@ def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
 
 @kernels("by_rank.*dispatch(_async)?\\..*_parts")
 def test_many_choices_are_counted_before_they_are_entered(it) -> None:
-    """Index warps meet between counting, reading what was counted, and counting on.
-
-    Fails without one of the barriers of indexing by blocks but the first and the last,
-    which start the count and end it.
-    """
+    """Index warps meet between counting, reading what was counted, and counting on."""
     met = it.kernel.find_kind("some_barrier")
     assert met
     (rounds,) = (loop for loop in it.kernel.loops() if loop.body & met)
@@ -156,9 +134,7 @@ def test_many_choices_are_counted_before_they_are_entered(it) -> None:
 def test_inline_data_is_its_own_flag(it: Compiled) -> None:
     """Nothing else is stored in a peer's memory, and nothing is published after it.
 
-    Data that looks like `SENTINEL` is replaced, or a receiver would wait for what has
-    come. Fails if an inline token or a partial sum goes by `store16`, and without
-    `avoid_sentinel`.
+    Data that looks like `SENTINEL` is replaced: a receiver would wait for it.
     """
     for loop in it.kernel.loops():
         if loop.body & it.inline_stores():
@@ -175,11 +151,9 @@ def test_inline_data_is_its_own_flag(it: Compiled) -> None:
 
 @kernels("by_rank")
 def test_sentinel_is_put_back_after_data_was_read(it: Compiled) -> None:
-    """Ordinary stores, each behind the loads of the same 16 bytes, for all of them.
+    """By ordinary stores, each behind the loads of the same 16 bytes, for all of them.
 
-    Fails if `SENTINEL` is stored before the bytes are loaded, or not at all. And if one
-    of several loads is left out: the next use of that place would take the old bytes
-    for new. Entries and routing metadata say their generation, and stay.
+    Entries and routing metadata say their generation, and stay.
     """
     places = it.sentinel_stores()
     assert bool(places) == it.receives
@@ -210,10 +184,7 @@ def test_sentinel_is_put_back_after_data_was_read(it: Compiled) -> None:
 
 @kernels("by_rank.*dispatch(_wait)?\\..*_parts")
 def test_chunk_is_read_after_its_flag(it: Compiled) -> None:
-    """I2, in a round of the receive loop: no byte of a chunk before its acquire.
-
-    Fails if a chunk is loaded first, and if the flag is not awaited.
-    """
+    """I2, in a round of the receive loop: no byte of a chunk before its acquire."""
     (loop,) = (x for x in it.receive_loops() if x.find_kind("load acquire system"))
     read = loop.find(lambda op: op.moves_16("load"))
     awaited = loop.find_kind("load acquire system")

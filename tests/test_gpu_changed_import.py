@@ -148,16 +148,7 @@ def dequantize(dispatched: list[np.ndarray]) -> np.ndarray:
 def rows_by_token(
     dispatched: list[np.ndarray], tokens: np.ndarray, n_rows: np.ndarray
 ) -> dict[tuple[int, int], int]:
-    """Finds each token's row for each expert by the signs of its elements.
-
-    Args:
-        dispatched: What a dispatch gave a rank.
-        tokens: Float32 ``[n, hidden]`` of the whole group.
-        n_rows: How many rows its experts have.
-
-    Returns:
-        (expert, token) to row; no pair comes twice.
-    """
+    """Finds each token's row for each expert by the signs of its elements."""
     rows, *_, row_offsets, expert_ids = dispatched
     sign_bit = 1 << (8 * rows.itemsize - 1)
     packed = np.packbits(rows & sign_bit != 0, axis=1)

@@ -34,9 +34,6 @@ def add_graphs(module: Module) -> list:
     """Adds a matmul of whole tiles, by a product that is quickly compiled.
 
     MAX's matmul on CPU takes two minutes.
-
-    Returns:
-        The shape of what the graph returns.
     """
     cpu = DeviceRef.CPU()
     types = [

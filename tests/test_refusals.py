@@ -98,7 +98,7 @@ protocol="by_rank", target="gpu", n_nodes=2 | target='gpu'; n_nodes=2; by_expert
 combine_mode="tokens" | 'tokens'; 'rows'; 'sums'
 combine_mode="sums" | combine_mode='sums'; protocol='by_expert'; 'by_rank'
 **AS_SUMS, partial_dtype=F16 | partial_dtype; float16; bfloat16 or float32
-partial_dtype=F32 | partial_dtype=DType.float32; combine_mode='rows'; pass None
+partial_dtype=F32 | partial_dtype=DType.float32; combine_mode='rows'; leave it out
 **PARTIALS_OF_84 | hidden_size=84; partial_dtype; 168 bytes; multiple of 8
 n_sms=-1 | n_sms=-1; >= 0
 combine_dtype=F16 | combine_dtype; float16; bfloat16 or float32

@@ -136,8 +136,8 @@ def _send_messages(launch: Launch, block: int) -> None:
         mine = [m for m in _messages(launch, n, rank) if m[0] == t]
         for _, k, expert, slot in mine:
             truth = ("message", n, rank, t, k)
-            for part in range(world.n_parts):
-                place = (world.rank_of(expert), expert, rank, slot, part)
+            for chunk in range(world.n_chunks):
+                place = (world.rank_of(expert), expert, rank, slot, chunk)
                 a.store(
                     _DISPATCH + "_send_unit", ("dispatch_message", *place), truth, truth
                 )
@@ -191,8 +191,8 @@ def _receive_messages(launch: Launch, block: int) -> None:
         meant = ("message", n, src, t, k)
         flag = ("dispatch_message_flag", rank, expert, src, slot)
         await_message(launch, a, flag, generation, meant)
-        for part in range(world.n_parts):
-            a.load(where, ("dispatch_message", rank, expert, src, slot, part), meant)
+        for chunk in range(world.n_chunks):
+            a.load(where, ("dispatch_message", rank, expert, src, slot, chunk), meant)
 
 
 def _place_own_tokens(launch: Launch, block: int, after: list[int], n: int) -> None:
@@ -273,19 +273,19 @@ def _send_rows(launch: Launch, block: int) -> None:
     ]
     for src, t, k, expert, _ in items[block :: world.n_blocks]:
         truth = ("row", m, src, t, k)
-        for part in range(world.n_parts):
-            a.store(where, _combine_message(launch, src, t, k, part), truth, truth)
+        for chunk in range(world.n_chunks):
+            a.store(where, _combine_message(launch, src, t, k, chunk), truth, truth)
         flag = ("combine_message_flag", src, t, k)
         a.publish(where, flag, (generation, expert), truth)
 
 
-def _combine_message(launch: Launch, to: int, t: int, k: int, part: int) -> tuple:
+def _combine_message(launch: Launch, to: int, t: int, k: int, chunk: int) -> tuple:
     if launch.world.has("dispatch and combine sharing a buffer"):
         # The recv buffers begin at the same byte.
         if launch.world.protocol != "by_expert":
-            return ("early_token", to, k, t, part)
-        return ("dispatch_message", to, t, k, 0, part)
-    return ("combine_message", to, t, k, part)
+            return ("inline_token", to, k, t, chunk)
+        return ("dispatch_message", to, t, k, 0, chunk)
+    return ("combine_message", to, t, k, chunk)
 
 
 def _reduce_tokens(launch: Launch, block: int, n: int, of: int) -> None:
@@ -308,9 +308,9 @@ def _reduce_tokens(launch: Launch, block: int, n: int, of: int) -> None:
             meant = ("row", m, rank, t, k)
             flag = ("combine_message_flag", rank, t, k)
             await_message(launch, a, flag, generation, meant)
-            for part in range(world.n_parts):
-                place = _combine_message(launch, rank, t, k, part)
-                a.load(_COMBINE + "_reduce_part", place, meant)
+            for chunk in range(world.n_chunks):
+                place = _combine_message(launch, rank, t, k, chunk)
+                a.load(_COMBINE + "_reduce_chunk", place, meant)
 
 
 def combine(launch: Launch) -> None:

@@ -19,7 +19,7 @@ from .sums import combine, combine_async, combine_wait
 _DISPATCH = "dispatch by rank: "
 
 
-# ------------------------------------------------------------------- the sending half
+# ------------------------------------------------------------------- the send phase
 
 
 def publish_n_tokens(launch: Launch, a: Agent) -> None:
@@ -122,7 +122,7 @@ def _stride(launch: Launch) -> int:
     return launch.world.n_index_warps * launch.world.n_blocks
 
 
-def send_carried(launch: Launch, a: Agent, block: int, indexer: int) -> None:
+def send_metadata(launch: Launch, a: Agent, block: int, indexer: int) -> None:
     """Sends what was chosen for some tokens; one choice stands for all of a token."""
     world, rank = launch.world, launch.rank
     n = launch.dispatched + 1
@@ -132,10 +132,10 @@ def send_carried(launch: Launch, a: Agent, block: int, indexer: int) -> None:
         for i in range(world.n_ranks):
             to = (rank + 1 + i) % world.n_ranks
             a.store_relaxed(
-                _DISPATCH + "send_carried",
-                ("carried_choice", to, rank, t),
+                _DISPATCH + "send_metadata",
+                ("metadata", to, rank, t),
                 (launch.next("dispatch_sent"), 0),
-                ("carried", n, rank, t),
+                ("metadata", n, rank, t),
             )
 
 
@@ -158,7 +158,7 @@ def send_by_number(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
     mine = [t for t in range(len(tokens)) if t % world.n_blocks == block]
     if not mine:
         return
-    if len(tokens) <= world.n_early_tokens:
+    if len(tokens) <= world.n_inline_tokens:
         _send_inline_flag_tokens(launch, a, block, mine, has_input)
     else:
         _send_tokens_in_chunks(launch, a, mine, has_input)
@@ -176,10 +176,10 @@ def _send_inline_flag_tokens(
             world.n_index_warps,
         )
     for t in mine:
-        for part in range(world.n_parts):
+        for chunk in range(world.n_chunks):
             for to in _receivers(launch, t, has_input):
-                truth = ("token", launch.dispatched + 1, rank, t, part)
-                place = ("early_token", to, rank, t, part)
+                truth = ("token", launch.dispatched + 1, rank, t, chunk)
+                place = ("inline_token", to, rank, t, chunk)
                 a.store_relaxed(_DISPATCH + "_store_steps", place, truth, truth)
 
 
@@ -192,20 +192,20 @@ def _send_tokens_in_chunks(
     await_readers(launch, a, False)
     for t in mine:
         receivers = _receivers(launch, t, has_input)
-        for first in range(0, world.n_parts, world.n_parts_at_once):
-            parts = range(first, min(first + world.n_parts_at_once, world.n_parts))
-            for part in parts:
+        for first in range(0, world.n_chunks, world.n_chunks_at_once):
+            chunks = range(first, min(first + world.n_chunks_at_once, world.n_chunks))
+            for chunk in chunks:
                 for to in receivers:
-                    truth = ("token", n, rank, t, part)
-                    place = ("token", to, rank, t, part)
+                    truth = ("token", n, rank, t, chunk)
+                    place = ("token", to, rank, t, chunk)
                     a.store(_DISPATCH + "_store_steps", place, truth, truth)
-            for part in parts:
+            for chunk in chunks:
                 for to in receivers:
                     a.publish(
                         _DISPATCH + "_send_tokens_in_chunks",
-                        ("chunk_flag", to, rank, t, part),
+                        ("chunk_flag", to, rank, t, chunk),
                         (generation, 0),
-                        ("token", n, rank, t, part),
+                        ("token", n, rank, t, chunk),
                     )
 
 
@@ -231,14 +231,14 @@ def _send(launch: Launch, block: int, has_input: bool) -> tuple[Agent, list[Agen
         a = launch.agent(f"block {block}, index warp {indexer}")
         index_choices(launch, a, block, indexer)
         a.block_add(_DISPATCH + "_send", ("INDEXED", rank, block))
-        if world.carries_choices:
-            send_carried(launch, a, block, indexer)
+        if world.has_metadata:
+            send_metadata(launch, a, block, indexer)
         indexers.append(a)
     send_by_number(launch, launch.agent(f"block {block}, sender"), block, has_input)
     return numbers, indexers
 
 
-# ----------------------------------------------------------------- the receiving half
+# ----------------------------------------------------------------- the receive phase
 
 
 def read_numbers(launch: Launch, a: Agent, block: int) -> None:
@@ -255,7 +255,7 @@ def read_numbers(launch: Launch, a: Agent, block: int) -> None:
         n_tokens = len(world.tokens(n, src))
         place = ("n_tokens_of", rank, block, src)
         a.store(_DISPATCH + "read_numbers", place, n_tokens)
-        if world.is_reduced and block == 0:
+        if world.has_sums and block == 0:
             place = ("received_tokens", rank, src)
             truth = ("received", n, src)
             a.store(_DISPATCH + "read_numbers", place, n_tokens, truth)
@@ -325,37 +325,37 @@ def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
         tokens = world.tokens(n, src)
         if t >= len(tokens):
             continue
-        is_early = len(tokens) <= world.n_early_tokens
+        is_inline = len(tokens) <= world.n_inline_tokens
         _await_entries(launch, a, generation, t, src)
         is_input = has_input and src == rank
-        notes = ("received_rows", rank, src, t)
+        saved = ("received_rows", rank, src, t)
         truth = ("row", n, src, t)
         if not _is_here(launch, t, src, is_input):
-            if world.is_reduced:
-                a.store(where, notes, None, truth)
+            if world.has_sums:
+                a.store(where, saved, None, truth)
             continue
-        for part in range(0 if is_input else world.n_parts):
-            meant = ("token", n, src, t, part)
-            if is_early:
-                place = ("early_token", rank, src, t, part)
+        for chunk in range(0 if is_input else world.n_chunks):
+            meant = ("token", n, src, t, chunk)
+            if is_inline:
+                place = ("inline_token", rank, src, t, chunk)
                 a.load_relaxed(_DISPATCH + "_await_steps", place, ("filled",), meant)
                 a.store(_DISPATCH + "_await_steps", place, SENTINEL)
             else:
                 a.load_acquire(
                     "steps: await_message",
-                    ("chunk_flag", rank, src, t, part),
+                    ("chunk_flag", rank, src, t, chunk),
                     ("equals", generation),
                     meant,
                 )
-                place = ("token", rank, src, t, part)
+                place = ("token", rank, src, t, chunk)
                 a.load(_DISPATCH + "_load_steps", place, meant)
         if is_waiting:
             _are_counted(launch, a, block)
             is_waiting = False
-        if world.carries_choices and rank in world.owners(n, src, t):
-            _place_carried(launch, a, n, generation, src, t)
-        if world.is_reduced:
-            a.store(where, notes, True, truth)
+        if world.has_metadata and rank in world.owners(n, src, t):
+            _place_metadata(launch, a, n, generation, src, t)
+        if world.has_sums:
+            a.store(where, saved, True, truth)
             a.store(where, ("received_weights", rank, src, t), True, truth)
 
 
@@ -364,8 +364,8 @@ def _is_here(launch: Launch, t: int, src: int, is_input: bool) -> bool:
     n = launch.dispatch_read + 1
     is_here = rank in world.owners(n, src, t)
     is_here = is_here or (world.has_shared_expert and src == rank)
-    is_early = len(world.tokens(n, src)) <= world.n_early_tokens
-    if world.protocol == "all_gather" and is_early and world.experts_of(rank):
+    is_inline = len(world.tokens(n, src)) <= world.n_inline_tokens
+    if world.protocol == "all_gather" and is_inline and world.experts_of(rank):
         # It came, even if no row is made of it.
         is_here = is_here or not is_input
     return is_here
@@ -384,11 +384,11 @@ def _await_words(
     a.load_relaxed(_DISPATCH + "_await_words", place, ("equals", generation), meant)
 
 
-def _place_carried(
+def _place_metadata(
     launch: Launch, a: Agent, n: int, generation: int, src: int, t: int
 ) -> None:
-    place = ("carried_choice", launch.rank, src, t)
-    _await_words(launch, a, generation, place, ("carried", n, src, t))
+    place = ("metadata", launch.rank, src, t)
+    _await_words(launch, a, generation, place, ("metadata", n, src, t))
 
 
 def _are_counted(launch: Launch, a: Agent, block: int) -> None:
@@ -420,7 +420,7 @@ def _count_in_dispatch(launch: Launch, block: int, is_fused: bool) -> None:
         "dispatch_sent",
         "dispatch_received",
         "combine_received",
-        "dispatch_clear",
+        "dispatch_drained",
     )
     n = launch.dispatched + 1
     n_tokens = len(launch.world.tokens(n, launch.rank))
@@ -461,7 +461,7 @@ def dispatch_wait(launch: Launch) -> None:
             is_last_to_start(
                 launch, a, moving(launch, {"dispatch_received": generation})
             )
-            if world.is_reduced and block == 0:
+            if world.has_sums and block == 0:
                 record_readers(launch, launch.agent("publishing warp"), True)
         a = launch.agent(f"block {block}, numbers warp")
         read_numbers(launch, a, block)
@@ -489,7 +489,7 @@ def dispatch(launch: Launch) -> None:
     publish_earlier_reads(launch)
     for block in range(world.n_blocks):
         numbers, indexers = _send(launch, block, True)
-        if world.is_reduced and block == 0:
+        if world.has_sums and block == 0:
             record_readers(launch, numbers, True)
         read_numbers(launch, numbers, block)
         for indexer, a in enumerate(indexers):

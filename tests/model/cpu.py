@@ -115,9 +115,9 @@ def _write_entry(
     where, to, (t, k) = _DISPATCH + "_write_entry", world.rank_of(expert), choice
     truth = ("entry", n, rank, t, k)
     a.store(where, ("entry", to, rank, t, k), (generation, expert), truth)
-    if world.carries_choices:
-        truth = ("carried", n, rank, t)
-        a.store(where, ("carried_choice", to, rank, t), (generation, 0), truth)
+    if world.has_metadata:
+        truth = ("metadata", n, rank, t)
+        a.store(where, ("metadata", to, rank, t), (generation, 0), truth)
 
 
 def _publish_counts(launch: Launch, a: Agent) -> None:
@@ -184,7 +184,7 @@ def _lay_out_rows(launch: Launch) -> None:
                 ("anything",),
                 ("number", n, src),
             )
-        if world.is_reduced:
+        if world.has_sums:
             place = ("received_tokens", rank, src)
             truth = ("received", n, src)
             a.store(_DISPATCH + "_place_tokens", place, 1, truth)
@@ -220,12 +220,12 @@ def dispatch_wait(launch: Launch) -> None:
             if expert >= 0 and world.rank_of(expert) == rank:
                 a.load_of(where, place, generation, ("entry", n, src, t, k))
                 a.load(where, ("token", rank, src, t), ("token", n, src, t))
-                if world.carries_choices:
-                    place = ("carried_choice", rank, src, t)
-                    a.load(where, place, ("carried", n, src, t))
+                if world.has_metadata:
+                    place = ("metadata", rank, src, t)
+                    a.load(where, place, ("metadata", n, src, t))
             else:
                 a.load_of_another_generation(where, place, generation)
-        if world.is_reduced:
+        if world.has_sums:
             truth = ("row", n, src, t)
             a.store(where, ("received_rows", rank, src, t), 1, truth)
 
@@ -282,11 +282,11 @@ def combine_async(launch: Launch) -> None:
             truth,
         )
 
-    if world.is_reduced:
+    if world.has_sums:
         of = launch.before["dispatch_received"]
         a.store(_COMBINE + "_send_sums", ("combine_of", rank), of)
     items = [(src, t) for src in world.ranks for t, _ in _chunks(launch, n, src)]
-    send = send_sums if world.is_reduced else send_rows
+    send = send_sums if world.has_sums else send_rows
     a = for_each_chunk(launch, items if world.experts_of(rank) else [], send)
     for expert in world.experts_of(rank):
         for src in world.ranks:
@@ -319,7 +319,7 @@ def combine_wait(launch: Launch) -> None:
     n = launch.answers[m]
     generation = launch.next("combine_received")
     a = launch.agent("caller")
-    if world.is_reduced:
+    if world.has_sums:
         place = ("n_tokens", rank, launch.parity(launch.before["combine_of"], n))
         a.load(_COMBINE + "_check_unsent_rows", place, ("n_tokens", n))
     for expert in world.experts:
@@ -357,7 +357,7 @@ def combine_wait(launch: Launch) -> None:
             a.load_of(where, flag, generation, meant)
             a.load(where, _partial(launch, rank, owner, t), meant)
 
-    reduce = add_sums if world.is_reduced else reduce_token
+    reduce = add_sums if world.has_sums else reduce_token
     a = for_each_chunk(launch, _chunks(launch, n, rank), reduce)
     where = _COMBINE + "cpu_combine_wait"
     a.store(where, ("combine_received", rank), generation)

@@ -27,9 +27,9 @@ class Result:
     def __str__(self) -> str:
         if self.failure is None:
             return f"holds: {self.n_states} states, {self.n_steps} steps"
-        return self.told(self.trace)
+        return self.with_lines(self.trace)
 
-    def told(self, lines: list[str]) -> str:
+    def with_lines(self, lines: list[str]) -> str:
         """Puts the property, some lines of the trace and what is wrong together."""
         return "\n".join(
             [f"violated: {self.failure.prop}", *lines, f"  => {self.failure}"]
@@ -47,7 +47,7 @@ class Result:
             for i, line in enumerate(self.trace)
             if " begins " in line or f" {place} " in line or i >= len(self.trace) - 3
         ]
-        return self.told(lines)
+        return self.with_lines(lines)
 
 
 class Machine(Steps):
@@ -88,7 +88,7 @@ class Machine(Steps):
         return Violation(ENDS, "all wait:\n     " + "\n     ".join(lines))
 
     def _is_choice(self, step: Step) -> bool:
-        return step.kind == "look" or step.kind == "arrive" and (step.value or 0) > 1
+        return step.kind == "poll" or step.kind == "arrive" and (step.value or 0) > 1
 
     def _run_ahead(self, state: State) -> None:
         """Does all steps whose outcome does not depend on when they are done.
@@ -117,12 +117,12 @@ class Machine(Steps):
     def _branches(self, state: State) -> list[tuple[int, int, int]]:
         """Lists the choices that make a difference once all else has run ahead.
 
-        What a look finds, or which block is the last to arrive, does not depend on
-        the other choices but in one way: a look may be in vain only because others
-        have not gone on. So choices are made one after another, and looks in vain
-        last of all.
+        What a poll finds, or which block is the last to arrive, does not depend on
+        the other choices but in one way: a poll may find nothing only because others
+        have not gone on. So choices are made one after another, and polls that find
+        nothing last of all.
         """
-        in_vain = []
+        idle = []
         arriving: dict[Place, list[tuple[int, int, int]]] = {}
         for rank, agent in self.waiting(state):
             r = state.ranks[rank]
@@ -139,8 +139,8 @@ class Machine(Steps):
             elif len(options) > 1:
                 return [(rank, agent, i) for i in range(len(options))]
             else:
-                in_vain.append((rank, agent, 0))
-        return in_vain or [one for group in arriving.values() for one in group]
+                idle.append((rank, agent, 0))
+        return idle or [one for group in arriving.values() for one in group]
 
     def _every_option(self, state: State) -> list[tuple[int, int, int]]:
         return [
@@ -150,19 +150,9 @@ class Machine(Steps):
         ]
 
     def explore(
-        self,
-        every_order: bool = False,
-        max_states: int = 10**7,
-        gives_up: bool = False,
+        self, every_order: bool = False, max_states: int = 10**7, gives_up: bool = False
     ) -> Result:
-        """Explores all that can happen, depth first.
-
-        Args:
-            every_order: Whether all steps are interleaved in every order; if not,
-                only those whose outcome depends on it.
-            max_states: How many at most; more are an error, unless it `gives_up`.
-            gives_up: Whether to be content with so many.
-        """
+        """Explores all that can happen, depth first."""
         start = self.start()
         if every_order:
             self.settle(start)

@@ -33,16 +33,16 @@ OLDER = -1
 RANK_WORDS = {
     # dispatch
     "dispatch_staged": "own token that waits, encoded",
-    "dispatch_message": "message of expert_slots, and its source info",
+    "dispatch_message": "message by expert, and its source info",
     "dispatch_message_flag": "the flag in that source info, on GPUs",
     "dispatch_count": "messages of a pair",
-    "dispatch_done": "what a reader has read; on GPUs with rank_slots of both",
+    "dispatch_done": "what a reader has read; on GPUs by rank of both",
     "dispatch_n_tokens": "tokens of a source",
     "entry": "where a choice goes",
-    "carried_choice": "what the router chose for a token of an all-gather",
-    "token": "token of rank_slots",
-    "early_token": "the same, its own flag",
-    "chunk_flag": "a part of a token has come",
+    "metadata": "what the router chose for a token of an all-gather",
+    "token": "token by rank",
+    "inline_token": "the same, its own flag",
+    "chunk_flag": "a chunk of a token has come",
     # combine
     "combine_message": "expert row that goes back",
     "combine_message_flag": "the flag in its source info, on GPUs",
@@ -59,8 +59,8 @@ LOCAL_WORDS = {
     "combine_sent": "header",
     "combine_received": "header",
     "combine_of": "header",
-    "dispatch_clear": "header",
-    "combine_clear": "header",
+    "dispatch_drained": "header",
+    "combine_drained": "header",
     "n_tokens": "header, by the parity of the generation",
     "most_received": "header",
     "choices": "by the parity of the generation",
@@ -104,7 +104,7 @@ class World(Program):
     """`[dispatch][rank][token][k]`: experts; dispatch `n` takes row `n` modulo their
     number."""
     target: str = "gpu"
-    is_reduced: bool = False
+    has_sums: bool = False
     n_experts: int = 0
     """0: one a rank."""
     n_local_experts: int = 1
@@ -112,17 +112,17 @@ class World(Program):
     n_index_warps: int = 1
     most_counting_warps: int = 2
     """How many of them read counts, the last ones; if there are so many."""
-    n_parts: int = 1
+    n_chunks: int = 1
     """Parts of a token that announce themselves each by itself."""
-    n_parts_at_once: int = 1
+    n_chunks_at_once: int = 1
     """Parts that are sent before any of them is announced."""
     indexes_by_blocks: bool = False
     """Whether blocks write the entries of a run of choices each."""
     indexes_in_lanes: bool = False
     """Whether tokens do not wait for the entries, which are written as soon."""
-    carries_choices: bool = False
+    has_metadata: bool = False
     """Whether a token takes what the router chose for it along, in an all-gather."""
-    n_early_tokens: int = 2
+    n_inline_tokens: int = 2
     """Tokens of a rank up to which they are their own flags."""
     shares_gpu: bool | None = None
     """Whether ranks share a GPU; `None`: if launches run one after another."""
@@ -189,7 +189,7 @@ class World(Program):
 
     @property
     def publishes_at_dispatch_end(self) -> bool:
-        return self.publishes_at_combine_end or not self.is_reduced
+        return self.publishes_at_combine_end or not self.has_sums
 
     @property
     def publishes_at_combine_end(self) -> bool:
@@ -200,12 +200,12 @@ class World(Program):
     def initial(self, place: Place) -> tuple[Any, Any]:
         kind = place[0]
         g = self.first_generation
-        if kind in ("early_token", "partial") and self.target == "gpu":
+        if kind in ("inline_token", "partial") and self.target == "gpu":
             return SENTINEL, None
         if kind.startswith(("dispatch_done", "combine_done")):
             return ((g, g) if self._one_done_word else (g, 0)), (0, 0)
         if kind in LOCAL_WORDS:
-            is_generation = kind.endswith(("_sent", "_received", "_clear"))
+            is_generation = kind.endswith(("_sent", "_received", "_drained"))
             if kind in HEADER and is_generation and not kind.startswith("most"):
                 return g, None
             return 0, None
@@ -231,7 +231,7 @@ class World(Program):
 
         written = Launch(self, rank, launch, dict(snapshot))
         op = written.op
-        returns_rows = op.startswith("combine") and not self.is_reduced
+        returns_rows = op.startswith("combine") and not self.has_sums
         if self.target == "cpu":
             cpu.OPS[op](written)
         elif self.protocol == "by_expert" or returns_rows:
@@ -263,9 +263,9 @@ class World(Program):
 
     def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:
         kind, rank = place[:2]
-        if kind.endswith("_clear"):
+        if kind.endswith("_drained"):
             # It is only asked whether it is that of the last that was sent.
-            is_last = value == read((kind.replace("clear", "sent"), rank))
+            is_last = value == read((kind.replace("drained", "sent"), rank))
             return value if is_last else OLDER
         return value
 
@@ -276,9 +276,7 @@ class World(Program):
         return place[0] in BLOCK_WORDS
 
 
-def _as_one_agent(
-    agents: list[tuple[str, list[Step]]],
-) -> list[tuple[str, list[Step]]]:
+def _as_one_agent(agents: list[tuple[str, list[Step]]]) -> list[tuple[str, list[Step]]]:
     """Has one agent do what all of them do, one after another."""
     steps = [step for _, of in agents for step in of if step.kind != "join"]
     return [("all", steps)]
@@ -427,7 +425,7 @@ class Agent:
     def drain_stores(self, where: str) -> None:
         self._access("drain_stores", where, ())
 
-    def look(
+    def poll(
         self,
         where: str,
         places: tuple[Place, ...],
@@ -442,7 +440,7 @@ class Agent:
         ]
         self.emit(
             Step(
-                "look",
+                "poll",
                 "load_acquire",
                 where,
                 places[0],

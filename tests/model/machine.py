@@ -109,11 +109,7 @@ class Steps:
     def _candidates(
         self, state: State, place: Place, view: int, accept: Any
     ) -> tuple[list[Message], bool]:
-        """Finds the messages that a wait may end with, oldest first.
-
-        Returns:
-            The messages, and whether the newest is none of them.
-        """
+        """Finds the messages that a wait may end with, oldest first."""
         messages = self._cell(state, place).messages
         first = 0
         for i, message in enumerate(messages):
@@ -177,8 +173,7 @@ class Steps:
                 )
         if not self.program.runs_ahead(step.place) and cell.reads & ~view:
             raise Violation(
-                OVERWRITTEN,
-                f"somebody may still be reading {cell.messages[-1]}",
+                OVERWRITTEN, f"somebody may still be reading {cell.messages[-1]}"
             )
         number = 2 * self._number(rank, state, agent)
         happened, seen = HAPPENED << number, SEEN << number
@@ -198,7 +193,7 @@ class Steps:
                 raise Violation(
                     UNPUBLISHED,
                     f"{m} is not ordered before this read: it may"
-                    " see that, what was there before, or a part of each",
+                    " see that, what was there before, or a chunk of each",
                 )
         if (
             not is_true(step.truth, newest.truth)
@@ -248,7 +243,7 @@ class Steps:
                 state, step.place, r.views[agent], step.accept
             )
             return ["missed"] if may_miss else fitting
-        if step.kind == "look":
+        if step.kind == "poll":
             seen = [
                 self._candidates(state, place, r.views[agent], step.accept)[0]
                 for place in step.places
@@ -273,13 +268,13 @@ class Steps:
             if option == "missed":
                 raise Violation(
                     RAN_PAST,
-                    "the word was there and has changed since: whoever looks only"
+                    "the word was there and has changed since: whoever polls only"
                     " now waits without end",
                 )
             if step.value is not None:
                 self._see_nothing_else(state, rank, agent, step)
             self._take(state, rank, agent, step.place, step, option)
-        elif step.kind == "look":
+        elif step.kind == "poll":
             if option is None:
                 skip = step.skip
             else:

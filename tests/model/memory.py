@@ -40,26 +40,26 @@ class Step:
     """One step of an agent, and the line of code that it stands for."""
 
     kind: str
-    """`write`, `read`, `await`, `look`, `arrive`, `drain`, `join`, or `refuse`:
+    """`write`, `read`, `await`, `poll`, `arrive`, `drain`, `join`, or `refuse`:
     a launch that does not go on."""
     call: str
     """The function of `flags.mojo`, or `store` or `load`."""
     where: str
     """File and function of the call."""
     place: Place = ()
-    """What is accessed; of a `look` the first of `places`."""
+    """What is accessed; of a `poll` the first of `places`."""
     order: Order = Order.PLAIN
     value: Any = None
     """What is written, or must be read; of a wait, what alone it may see."""
     truth: Any = None
-    """What the value says, told by the round of the program and not by any
+    """what the value says, said by the round of the program and not by any
     generation: of a write, what it is of; of a read, what it must be of."""
     accept: tuple[Any, ...] = ()
     """Which value ends a wait."""
     places: tuple[Place, ...] = ()
-    """All words of a `look`."""
+    """All words of a `poll`."""
     skip: int = 0
-    """Steps left out: after a `look` that was in vain, or by all that `arrive`
+    """Steps left out: after a `poll` that found nothing, or by all that `arrive`
     but the last of `value`."""
     agents: tuple[int, ...] = ()
     """Whom a `join` waits for."""
@@ -118,8 +118,8 @@ class Message:
     """Its bit among what was seen."""
 
     def __post_init__(self) -> None:
-        parts = (self.value, self.truth, self.view, self.happened)
-        object.__setattr__(self, "_hash", hash(parts))
+        chunks = (self.value, self.truth, self.view, self.happened)
+        object.__setattr__(self, "_hash", hash(chunks))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -255,13 +255,7 @@ def both(bits: int) -> int:
 
 
 def is_true(meant: Any, found: Any) -> bool:
-    """Tells whether a message is of what it was taken for.
-
-    Args:
-        meant: `None`: anything; `("at least", i, n)`: part `i` must be `n` or
-            later; else what it must be.
-        found: The truth of the message.
-    """
+    """Tells whether a message is of what it was taken for."""
     if meant is None:
         return True
     if isinstance(meant, tuple) and meant[:1] == ("at least",):

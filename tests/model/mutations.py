@@ -114,7 +114,7 @@ def _left_out(site: Site, reader: int | None = None) -> Mutation:
 
 
 def _not_waited_for(site: Site) -> Mutation:
-    """What is there at the first look is taken."""
+    """What is there when it is first polled is taken."""
 
     def change(step: Step, launch: Launch) -> list[Step]:
         if Site.of(step) == site:
@@ -217,7 +217,7 @@ _COVERED = (
 )
 _ONLY_CHOICE = "Of a dispatch message CPU ranks read the choice, not the generation."
 
-_TAGGED_FOR_GPUS = "CPU ranks find it behind the counts, and do not look at it"
+_TAGGED_FOR_GPUS = "CPU ranks find it behind the counts, and do not read it"
 
 HARMLESS = {
     "relaxed instead of more: publish(dispatch_n_tokens) in"
@@ -228,7 +228,7 @@ HARMLESS = {
     " cpu/dispatch.mojo: _publish_counts": _COVERED,
     "generation 1 for ever: store(dispatch_message_flag) in"
     " cpu/rank.mojo: write_source_info": _ONLY_CHOICE,
-    "generation 1 for ever: store(carried_choice) in"
+    "generation 1 for ever: store(metadata) in"
     " cpu/dispatch.mojo: _write_entry": _TAGGED_FOR_GPUS,
     "relaxed instead of more: block_load_acquire(INDEXED) in"
     " dispatch by rank: _send_inline_flag_tokens": _ENTRIES_FIRST,

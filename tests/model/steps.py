@@ -38,10 +38,7 @@ def publish_reads(
 ) -> None:
     for rank in launch.world.ranks:
         a.publish(
-            _STEPS + "publish_reads",
-            ("dispatch_done", rank, launch.rank),
-            word,
-            truth,
+            _STEPS + "publish_reads", ("dispatch_done", rank, launch.rank), word, truth
         )
 
 
@@ -59,7 +56,7 @@ def publish_earlier_reads(launch: Launch) -> None:
 def await_readers(launch: Launch, a: Agent, is_combine: bool) -> None:
     direction = "combine" if is_combine else "dispatch"
     generation = launch.before[f"{direction}_sent"]
-    if launch.before[f"{direction}_clear"] == generation:
+    if launch.before[f"{direction}_drained"] == generation:
         return
     n_sent = launch.combined if is_combine else launch.dispatched
     for rank in launch.world.ranks:
@@ -75,12 +72,12 @@ def record_readers(launch: Launch, a: Agent, is_combine: bool) -> None:
     direction = "combine" if is_combine else "dispatch"
     generation = launch.before[f"{direction}_sent"]
     n_sent = launch.combined if is_combine else launch.dispatched
-    a.look(
+    a.poll(
         _STEPS + "record_readers",
         tuple(("dispatch_done", launch.rank, r) for r in launch.world.ranks),
         ("reached", int(is_combine), generation),
         ("at least", int(is_combine), n_sent),
-        [((f"{direction}_clear", launch.rank), generation)],
+        [((f"{direction}_drained", launch.rank), generation)],
     )
 
 
@@ -94,12 +91,12 @@ def publish_at_end(
         where = f"{_STEPS}{launch.op}_kernel"
         last.store(where, (word, launch.rank), generation)
         if is_combine:
-            told = (launch.before["dispatch_received"], generation)
+            published = (launch.before["dispatch_received"], generation)
             truth = (launch.dispatch_read, launch.combine_read + 1)
         else:
-            told = (generation, launch.before["combine_received"])
+            published = (generation, launch.before["combine_received"])
             truth = (launch.dispatch_read + 1, launch.combine_read)
-        publish_reads(launch, last, told, truth)
+        publish_reads(launch, last, published, truth)
 
     behind = range(first, len(launch.agents))
     a = launch.agent(f"block {block}, end", behind)

@@ -38,26 +38,26 @@ def send_partials(launch: Launch, a: Agent, block: int) -> None:
         if is_waiting:
             await_readers(launch, a, True)
             is_waiting = False
-        for part in range(world.n_parts):
-            truth = ("partial", m, rank, src, t, part)
+        for chunk in range(world.n_chunks):
+            truth = ("partial", m, rank, src, t, chunk)
             a.store_relaxed(
-                _COMBINE + "put_partial",
-                _partial(launch, src, rank, t, part),
+                _COMBINE + "store_partial",
+                _partial(launch, src, rank, t, chunk),
                 truth,
                 truth,
             )
 
 
-def _partial(launch: Launch, to: int, owner: int, t: int, part: int) -> tuple:
+def _partial(launch: Launch, to: int, owner: int, t: int, chunk: int) -> tuple:
     if launch.world.has("dispatch and combine sharing a buffer"):
-        return ("early_token", to, owner, t, part)
-    return ("partial", to, owner, t, part)
+        return ("inline_token", to, owner, t, chunk)
+    return ("partial", to, owner, t, chunk)
 
 
 def is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
     """Refuses a result that cannot be that of the dispatch.
 
-    What is noted of the own rows is of the last dispatch that was received; the
+    What is saved of the own rows is of the last dispatch that was received; the
     number of tokens is kept for two. It is compared first, but not used before.
     """
     where = _COMBINE + "is_bad_answer"
@@ -91,9 +91,9 @@ def add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int) -> None:
         if rank in owners:
             a.load(where, ("received_weights", rank, rank, t), truth)
         for owner in owners:
-            for part in range(world.n_parts if owner != rank else 0):
-                place = _partial(launch, rank, owner, t, part)
-                meant = ("partial", m, owner, rank, t, part)
+            for chunk in range(world.n_chunks if owner != rank else 0):
+                place = _partial(launch, rank, owner, t, chunk)
+                meant = ("partial", m, owner, rank, t, chunk)
                 a.load_relaxed(_COMBINE + "_await_16", place, ("filled",), meant)
                 a.store(_COMBINE + "_await_16", place, SENTINEL)
 
@@ -107,7 +107,7 @@ def combine_async(launch: Launch) -> None:
             "combine_sent",
             "dispatch_received",
             "combine_received",
-            "combine_clear",
+            "combine_drained",
         )
         words = {
             "combine_of": launch.before["dispatch_received"],
@@ -153,7 +153,7 @@ def combine(launch: Launch) -> None:
             "combine_received",
             "dispatch_received",
             "dispatch_sent",
-            "combine_clear",
+            "combine_drained",
         )
         words = {
             "combine_sent": launch.next("combine_sent"),
