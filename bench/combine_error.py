@@ -37,7 +37,7 @@ def measure(n_ranks: int) -> dict[str, float]:
         n_ranks: Its ranks.
 
     Returns:
-        Relative errors of ``unreduced`` and of reduced with ``bfloat16`` and
+        Relative errors of ``of_rows`` and of reduced with ``bfloat16`` and
         ``float32`` partials, all with bfloat16 results; and, of a token's ``rows``
         and ``partials``, how many cross between ranks.
     """
@@ -75,7 +75,7 @@ def measure(n_ranks: int) -> dict[str, float]:
     is_away = [x != rank for rank, x in enumerate(owners)]
     is_first = [np.diff(x, axis=1, prepend=-1) > 0 for x in owners]
     return {
-        "unreduced": error(combine(rows, results, weights)),
+        "of_rows": error(combine(rows, results, weights)),
         "bfloat16": reduced(to_bfloat16),
         "float32": reduced(lambda x: x),
         "rows": np.mean([x.sum(1) for x in is_away]),
@@ -92,7 +92,7 @@ def main() -> None:
     for n_ranks in (2, 4, 8, 16):
         m = measure(n_ranks)
         print(
-            f"| {n_ranks} | {m['unreduced']:.2e} | {m['bfloat16']:.2e} "
+            f"| {n_ranks} | {m['of_rows']:.2e} | {m['bfloat16']:.2e} "
             f"| {m['float32']:.2e} | {m['rows']:.2f}, {m['partials']:.2f} |"
         )
 

@@ -4,7 +4,7 @@
 PTX (NVIDIA) and what LLVM's AMDGPU back end prints become the same thing, a list
 of operations with their successors, in the same words. So what a test says about
 the protocol, it says once. It is checked against what the compiler promises; what
-the hardware makes of that, no test without a GPU can tell.
+the hardware makes of that, only a test on a GPU can show.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Op:
         return self.text[self.text.index("[") + 1 : self.text.index("]")]
 
     def moves_16(self, what: str) -> bool:
-        """Tells whether it is an ordinary access of 16 bytes."""
+        """Says whether it is an ordinary access of 16 bytes."""
         return self.is_plain and self.what == what and self.n_bytes == 16
 
 
@@ -514,7 +514,7 @@ def _amd_op(text: str) -> Op:
 
 
 def _comes_next(ops: Iterable[Op], instruction: str) -> bool:
-    """Tells whether a wait for memory comes, then an instruction, before accesses."""
+    """Says whether a wait for memory comes, then an instruction, before accesses."""
     has_waited = False
     for op in ops:
         if op.what or "branch" in op.text:
@@ -526,7 +526,7 @@ def _comes_next(ops: Iterable[Op], instruction: str) -> bool:
 
 
 def _strengthen(ops: list[Op], starts: Collection[int]) -> None:
-    """Tells release and acquire from relaxed, by the instructions around them.
+    """Finds release and acquire among relaxed accesses, by what is around them.
 
     Release: caches are written back, and that is waited for, before the store.
     Acquire: the load is waited for, then caches are emptied. In either, no other

@@ -158,7 +158,7 @@ _PADDED = dict(output_layout="padded")
 _SHARED = dict(fused_shared_expert=True)
 _LAYOUT_CASES = [
     Case("padded_last_rank_empty", 3, 4, 3, 80, 7, **_PADDED),  # 2, 2 and 0
-    # Large enough that a launch is dealt over workers.
+    # Large enough that a launch is spread over workers.
     Case("padded_fp8", 2, 5, 3, 1024, 96, "fp8", scales="one", **_PADDED),
     Case("padded_fp8_each", 3, 7, 3, 1024, 96, "fp8", scales="each", **_PADDED),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
@@ -258,7 +258,7 @@ def features(case: Case) -> set[tuple]:
     }
 
 
-# Large enough that a launch is dealt over workers and writes past the caches.
+# Large enough that a launch is spread over workers and writes past the caches.
 _LARGE = [
     Case("large", 2, 12, 8, 2048, 320),
     Case("large_fp8", 2, 12, 8, 2048, 320, "fp8"),

@@ -46,14 +46,14 @@ def _drawn_case(rng: np.random.Generator, name: str) -> Case:
     wire = str(rng.choice(["bfloat16", "bfloat16", "float32", "fp8", "fp8_pow2"]))
     tokens = F32 if wire == "float32" or rng.random() < 0.2 else BF16
     wire = "float32" if wire == "bfloat16" and tokens == F32 else wire
-    unit = 128 if wire.startswith("fp8") else 16 // tokens.size_in_bytes
+    step = 128 if wire.startswith("fp8") else 16 // tokens.size_in_bytes
     n_experts = int(rng.integers(1, 41))
     case = Case(
         name,
         n_ranks=int(rng.integers(1, MOST_RANKS + 1)),
         n_experts=n_experts,
         top_k=int(rng.integers(1, min(n_experts, 12) + 1)),
-        hidden_size=unit * int(rng.integers(1, 1 + 640 // unit)),
+        hidden_size=step * int(rng.integers(1, 1 + 640 // step)),
         max_tokens_per_rank=int(rng.integers(1, 41)),
         wire=wire,
         tokens=tokens,
@@ -159,7 +159,7 @@ _CHANGES: dict[str, list] = dict(
     fp8_power_of_two_scales=[False, True],
     output_layout=["packed", "padded", "loose"],
     fused_shared_expert=[False, True],
-    protocol=[*PROTOCOLS, "auto", "rank_slots"],
+    protocol=[*PROTOCOLS, "auto", "by_node"],
     combine_mode=["rows", "sums", "none"],
     partial_dtype=[None, *_DTYPES],
     ranks_per_gpu=[-1, 0, 1, 2, 4],

@@ -70,7 +70,7 @@ class Compiled:
     cubin: bytes
 
     def has(self, word: str) -> bool:
-        """Tells whether the variant is of a kind."""
+        """Says whether the variant is of a kind."""
         return word in self.name.partition(".")[2].split("_")
 
     @property

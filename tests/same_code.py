@@ -219,7 +219,7 @@ def show(base: str, new: str, n_lines: int) -> str:
     diff = list(difflib.unified_diff(lines(base), lines(new), lineterm="", n=1))[2:]
     changed = sum(line[0] in "+-" for line in diff)
     if not diff:
-        # Only which register or label stands where: then the numbers tell.
+        # Only which register or label stands where: then the numbers show it.
         pair = (canonical(text).splitlines() for text in (base, new))
         unequal = (two for two in zip(*pair, strict=False) if two[0] != two[1])
         first = next(unequal, ("", ""))

@@ -48,14 +48,14 @@ def count_ops(graph: Graph) -> NoReturn:
 if __name__ == "__main__":
     where, model, folder = sys.argv[1:]
 
-    def look_at(_session: InferenceSession, model: Any, **_options: Any) -> Any:
+    def take_graph(_session: InferenceSession, model: Any, **_options: Any) -> Any:
         """Takes the decoder; samplers, which come before it, need not be there."""
         text = str(model) if isinstance(model, Graph) else ""
         if "max_ep." in text:
             count_ops(model)
         return MagicMock()
 
-    InferenceSession.compile = InferenceSession.load = look_at
+    InferenceSession.compile = InferenceSession.load = take_graph
     EPCommInitializer.ep_init = lambda *_: None
     sys.argv = ["max", "warm-cache", "--model-path", model, *FLAGS[where].split()]
     sys.argv += LIMITS.split()

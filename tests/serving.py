@@ -195,6 +195,6 @@ def ask_greedily(
         asked = tokenizer(prompt).input_ids
         answer = server.complete(asked, n_tokens, return_token_ids=True, **more)
         assert len(answer["token_ids"]) == n_tokens, answer
-        told = answer["logprobs"]["token_logprobs"] if with_logprobs else None
-        answers.append(Answer(asked, answer["token_ids"], told))
+        logprobs = answer["logprobs"]["token_logprobs"] if with_logprobs else None
+        answers.append(Answer(asked, answer["token_ids"], logprobs))
     return answers

@@ -27,7 +27,7 @@ from kernels import (
 
 from max_ep.limits import MAX_GPU_PAIRS, MAX_RANKS
 
-# Registers of a multiprocessor's threads, and of the threads of an MI300X unit that
+# Registers of a multiprocessor's threads, and of the threads of an MI300X core that
 # share a SIMD: a block of 512 puts two waves on each of the four.
 NVIDIA_REGISTERS = 65536
 AMD_REGISTERS_OF_TWO_WAVES = 256

@@ -110,7 +110,7 @@ PLACES = {
 
 
 def is_of(case: Case, protocol: dict) -> bool:
-    """Tells whether a case is of a protocol of `PROTOCOLS`."""
+    """Says whether a case is of a protocol of `PROTOCOLS`."""
     default = {"protocol": "by_expert", "combine_mode": "rows"}
     wanted = {k: v for k, v in (default | protocol).items() if k in default}
     return all(getattr(case, k) == v for k, v in wanted.items())

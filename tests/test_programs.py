@@ -97,7 +97,7 @@ def test_plan_of_a_token_a_rank(plan: Callable[[str], str]) -> None:
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
     printed = plan(f"{sizes} --protocol by_rank")
     # Entries of 8 bytes, and tokens: once a source, not once an expert; then, for
-    # GPU ranks, 256 early tokens and 4 flags a token.
+    # GPU ranks, 256 inline-flag tokens and 4 flags a token.
     n_bytes = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * (7168 * 2 + 16) + 4 * 4096 * 4 * 8
     line = next(x for x in printed.splitlines() if "dispatch recv" in x)
     assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
@@ -124,8 +124,8 @@ def test_sums_combine_is_as_exact_as_decided() -> None:
 
     for n_ranks, most, saved in ((2, 1.25, 0.74), (8, 1.4, 0.33)):
         m = measure(n_ranks)
-        assert 1 < m["bfloat16"] / m["unreduced"] < most
-        assert abs(m["float32"] / m["unreduced"] - 1) < 0.01
+        assert 1 < m["bfloat16"] / m["of_rows"] < most
+        assert abs(m["float32"] / m["of_rows"] - 1) < 0.01
         assert 1 - m["partials"] / m["rows"] > saved
 
 

@@ -256,7 +256,7 @@ ULP = 2.0**-23
 @pytest.mark.parametrize(
     "a, b, c, want",
     [
-        # Each sum is next to a tie, nearer than float64 can tell, and the tie
+        # Each sum is next to a tie, nearer than float64 can hold, and the tie
         # goes the other way: 1 + 1.5 ulp less 2**-70, 1 + 0.5 ulp and 2**-70,
         ((1 + ULP) * 2**-12, (1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
         ((1 + ULP) * 2**-12, -(1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
@@ -282,7 +282,7 @@ def fma_samples(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         # Addends near the product, up to 2**60 times larger or smaller.
         apart = 2.0 ** rng.integers(-60, 61, n) * rng.choice([-1, 1], n)
         return a, b, (-a * b * apart).astype(np.float32)
-    if name in ("beside a tie", "nearer than float64 tells"):
+    if name in ("beside a tie", "nearer than float64"):
         c = rng.uniform(1, 2, n).astype(np.float32)
         tie = rng.choice([-1, 1], n) * 2.0**-24
         if name == "beside a tie":
@@ -309,7 +309,7 @@ def fma_samples(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(
     "name",
-    ["random", "cancelling", "beside a tie", "nearer than float64 tells", "any bits"]
+    ["random", "cancelling", "beside a tie", "nearer than float64", "any bits"]
     + ["subnormal", "largest"],
 )
 def test_fma_is_exact(name: str):
@@ -376,7 +376,7 @@ def make_ids(rng, n_tokens: int, n_experts: int, top_k: int, routing: str):
 
 
 def make_tokens(n_tokens: list[int], hidden: int = HIDDEN) -> list[np.ndarray]:
-    """Makes tokens that tell where they are from: rank, token, column."""
+    """Makes tokens that show where they are from: rank, token, column."""
     columns = np.arange(hidden) / 1024
     return [
         (1000 * rank + np.arange(n)[:, None] + columns).astype(np.float32)

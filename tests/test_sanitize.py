@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tests/sanitize.sh`` fails unless a checker ran and found nothing.
 
-The checker here is a stand-in that runs its target and says what it is told.
+The checker here is a stand-in that runs its target and says what it is given.
 """
 
 import os

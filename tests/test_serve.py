@@ -443,7 +443,7 @@ def test_what_makes_batches_large_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty is unset; what they cannot be is told with their names."""
+    """Empty is unset; what they cannot be is said with their names."""
 
     def config() -> Any:
         shape = MoeShape.of(HUGGINGFACE)

@@ -2,7 +2,7 @@
 """GPU ranks of two processes that reach each other through SHMEM.
 
 One host stands in for two. Needs the extra `max_ep[shmem]`. Without a GPU: what
-users are told when a part is missing.
+users read when a part is missing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_round_trips_of_two_processes(gpus_per_process: int) -> None:
 
 
 def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is launched, and with the command that mends it."""
+    """Before anything is launched, and with the command that fixes it."""
     monkeypatch.setattr(shmem_parts, "bitcode_path", lambda: None)
     monkeypatch.setenv(shmem_parts.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
     config = CASES["two_ranks"].config(target="gpu", n_nodes=2, n_gpus_per_node=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics on request: what is measured, that it changes nothing, how it is told."""
+"""Statistics on request: what is measured, that it changes nothing, how it is shown."""
 
 from __future__ import annotations
 
@@ -300,8 +300,8 @@ def test_what_does_not_fit_together() -> None:
 def test_experts_that_there_are_not() -> None:
     """Three on two ranks: the second has room for two, and one."""
     good = some_statistics()
-    told = Statistics(good.dispatch_ns, good.combine_ns, good.received, 3).text()
-    assert "received: 18 rows, 3 experts, the fullest has 1.3 times the mean" in told
+    said = Statistics(good.dispatch_ns, good.combine_ns, good.received, 3).text()
+    assert "received: 18 rows, 3 experts, the fullest has 1.3 times the mean" in said
 
 
 def test_plot(tmp_path: Path) -> None:
@@ -320,8 +320,8 @@ def test_a_late_rank_is_seen(tmp_path: Path) -> None:
     longest = np.unravel_index(waits.argmax(), waits.shape)
     assert longest[1] == 2 and waits.max() > 1e6, waits
     as_in_the_readme = "max-ep stats waits.npz"
-    told = run(as_in_the_readme.replace("waits.npz", str(path)))
-    assert "received: 10240 rows, 32 experts" in told
+    said = run(as_in_the_readme.replace("waits.npz", str(path)))
+    assert "received: 10240 rows, 32 experts" in said
 
 
 def test_command_says_what_is_wrong(

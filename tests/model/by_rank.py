@@ -67,7 +67,7 @@ def _index_lanes(launch: Launch, a: Agent, block: int, indexer: int) -> None:
 
 
 def _index_one_by_one(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    """Tells what the block has counted, of one expert; then what is left."""
+    """Publishes what the block has counted, of one expert; then what is left."""
     world = launch.world
     n_counted = min(world.n_blocks, len(world.experts))
     if indexer == world.n_index_warps - 1 and block < n_counted:
@@ -161,7 +161,7 @@ def send_by_number(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
     if len(tokens) <= world.n_inline_tokens:
         _send_inline_flag_tokens(launch, a, block, mine, has_input)
     else:
-        _send_tokens_in_chunks(launch, a, mine, has_input)
+        _send_chunks(launch, a, mine, has_input)
 
 
 def _send_inline_flag_tokens(
@@ -183,9 +183,7 @@ def _send_inline_flag_tokens(
                 a.store_relaxed(_DISPATCH + "_store_steps", place, truth, truth)
 
 
-def _send_tokens_in_chunks(
-    launch: Launch, a: Agent, mine: list[int], has_input: bool
-) -> None:
+def _send_chunks(launch: Launch, a: Agent, mine: list[int], has_input: bool) -> None:
     world, rank = launch.world, launch.rank
     n = launch.dispatched + 1
     generation = launch.next("dispatch_sent")
@@ -202,7 +200,7 @@ def _send_tokens_in_chunks(
             for chunk in chunks:
                 for to in receivers:
                     a.publish(
-                        _DISPATCH + "_send_tokens_in_chunks",
+                        _DISPATCH + "_send_chunks",
                         ("chunk_flag", to, rank, t, chunk),
                         (generation, 0),
                         ("token", n, rank, t, chunk),

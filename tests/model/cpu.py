@@ -35,7 +35,7 @@ def await_readers(launch: Launch, a: Agent, direction: str, only_owners: bool) -
 def for_each_chunk(
     launch: Launch, items: list, work: Callable[[Agent, object], None]
 ) -> Agent:
-    """Deals items to workers; returns the caller behind them."""
+    """Gives items to workers; returns the caller behind them."""
     before = len(launch.agents) - 1
     n_workers = min(_N_WORKERS, len(items))
     for worker in range(n_workers):

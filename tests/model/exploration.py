@@ -36,7 +36,7 @@ class Result:
         )
 
     def short(self) -> str:
-        """Tells the begins of launches, what happened to the place, and the end."""
+        """Says where launches begin, what happened to the place, and the end."""
         if self.failure is None:
             return str(self)
         # The last step names it behind its function: `publish count[0] on rank 1`.
@@ -66,7 +66,7 @@ class Machine(Steps):
         return all(r.launch == self.program.n_launches for r in state.ranks)
 
     def is_refused(self, state: State) -> bool:
-        """Tells whether a launch was refused that may be; then nobody need end."""
+        """Says whether a launch was refused that may be; then nobody need end."""
         return self.program.may_be_refused and any(
             state.ranks[rank].agents[agent][state.ranks[rank].pcs[agent]].kind
             == "refuse"

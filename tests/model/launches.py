@@ -180,7 +180,7 @@ class World(Program):
         return sorted({self.rank_of(e) for e in experts if e >= 0})
 
     def has(self, mutation: str) -> bool:
-        """Tells whether a mutation of that name is on."""
+        """Says whether a mutation of that name is on."""
         return self.mutation is not None and mutation in self.mutation.switches
 
     @property

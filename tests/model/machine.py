@@ -83,7 +83,7 @@ class Steps:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def accepts(self, accept: tuple[Any, ...], value: Any) -> bool:
-        """Tells whether a value ends a wait."""
+        """Says whether a value ends a wait."""
         how = accept[0]
         if how == "anything":
             return True
@@ -210,7 +210,7 @@ class Steps:
         state.put(step.place, Cell(cell.messages, cell.reads | bit))
 
     def _arrive(self, state: State, rank: int, agent: int, step: Step) -> bool:
-        """Adds one to a counter; tells whether this was the last."""
+        """Adds one to a counter; returns whether this was the last."""
         r = state.ranks[rank]
         cell = self._cell(state, step.place)
         newest = cell.messages[-1]
@@ -315,7 +315,7 @@ class Steps:
                 goes_on = True
 
     def _has_turn(self, state: State, rank: int) -> bool:
-        """Tells whether all launches before the next one of a rank have ended."""
+        """Says whether all launches before the next one of a rank have ended."""
         mine = (state.ranks[rank].launch + 1, rank)
         for other, r in enumerate(state.ranks):
             is_done = all(pc >= len(s) for pc, s in zip(r.pcs, r.agents))

@@ -189,7 +189,7 @@ class State:
             self._mark ^= _mark_of(place, cell)
 
     def key(self) -> Any:
-        """Tells states apart: 128 random bits for each cell, all taken together."""
+        """What differs between states: 128 random bits a cell, all taken together."""
         return (self._mark, *(rank.key() for rank in self.ranks))
 
 
@@ -233,11 +233,11 @@ class Program:
         raise NotImplementedError
 
     def runs_ahead(self, place: Place) -> bool:
-        """Tells whether a word may change before all that wait have read it."""
+        """Says whether a word may change before all that wait have read it."""
         raise NotImplementedError
 
     def lives_for_a_launch(self, place: Place) -> bool:
-        """Tells whether a place is in a block's shared memory."""
+        """Says whether a place is in a block's shared memory."""
         raise NotImplementedError
 
     def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:
@@ -245,7 +245,7 @@ class Program:
         return value
 
     def is_local(self, place: Place) -> bool:
-        """Tells whether only the rank in whose memory it is accesses a place."""
+        """Says whether only the rank in whose memory it is accesses a place."""
         raise NotImplementedError
 
 
@@ -255,7 +255,7 @@ def both(bits: int) -> int:
 
 
 def is_true(meant: Any, found: Any) -> bool:
-    """Tells whether a message is of what it was taken for."""
+    """Says whether a message is of what it was taken for."""
     if meant is None:
         return True
     if isinstance(meant, tuple) and meant[:1] == ("at least",):
