@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .memory import SENTINEL, Order, Place, Program, Step
+from .memory import SENTINEL, Order, Place, Step
 
 CALLS: dict[str, tuple[str, Order]] = {
     "publish": ("write", Order.RELEASE),
@@ -92,7 +92,7 @@ Token = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class World(Program):
+class World:
     """Ranks, what they send, and what they run."""
 
     name: str
@@ -145,11 +145,11 @@ class World(Program):
     # ------------------------------------------------------------ sizes, places
 
     @property
-    def n_ranks(self) -> int:  # type: ignore[override]
+    def n_ranks(self) -> int:
         return len(self.routing[0])
 
     @property
-    def n_launches(self) -> int:  # type: ignore[override]
+    def n_launches(self) -> int:
         return len(self.program)
 
     @property

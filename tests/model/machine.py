@@ -24,7 +24,7 @@ the same agent has returned, but as far as the rule for writes finds it.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .memory import (
     ALL_HAPPENED,
@@ -40,7 +40,6 @@ from .memory import (
     Message,
     Order,
     Place,
-    Program,
     RankState,
     State,
     Step,
@@ -50,13 +49,15 @@ from .memory import (
     show_value,
 )
 
+if TYPE_CHECKING:
+    from .launches import World
+
 
 class Steps:
     """Does the steps of a program, and begins its launches."""
 
-    def __init__(self, program: Program, weak_stores_are_coherent: bool = True) -> None:
+    def __init__(self, program: World) -> None:
         self.program = program
-        self.weak_stores_are_coherent = weak_stores_are_coherent
         self._numbers: dict[Any, int] = {}
         self._names: dict[Any, tuple[str, ...]] = {}
         self._builds: dict[Any, Any] = {}
@@ -161,8 +162,6 @@ class Steps:
         is_weak = step.order in (Order.PLAIN, Order.STREAMED)
         for m in cell.messages:
             is_known = m.seen & view
-            if is_weak and not self.weak_stores_are_coherent:
-                is_known = m.happened & view
             # Two that say the same may stay in either order.
             is_same = (m.value, m.truth) == (step.value, step.truth) and not is_weak
             if m.seen and not is_known and not is_same:

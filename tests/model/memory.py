@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -202,51 +201,6 @@ def _mark_of(place: Place, cell: Cell) -> int:
     if mark is None:
         mark = _MARKS[(place, cell)] = _CHANCE.getrandbits(128)
     return mark
-
-
-class Program:
-    """What a world runs: the machine asks it for launches. See `worlds.py`."""
-
-    n_ranks: int
-    n_launches: int
-    generation_bits: int = 32
-    in_turn: bool = False
-    """Whether launches run one after another: of all ranks the first, then of all
-    ranks the second, as on one GPU that all ranks share."""
-    may_be_refused: bool = False
-    """Whether a launch may refuse to go on."""
-
-    def initial(self, place: Place) -> tuple[Any, Any]:
-        """Says what a place holds at first: value and truth."""
-        raise NotImplementedError
-
-    def snapshot(self, rank: int, read: Callable[[Place], Any]) -> Any:
-        """Reads what a launch of a rank depends on when it begins."""
-        raise NotImplementedError
-
-    def build(self, rank: int, launch: int, snapshot: Any) -> Any:
-        """Writes a launch: `[(name of agent, steps)]`."""
-        raise NotImplementedError
-
-    def op(self, launch: int) -> str:
-        """Names a launch."""
-        raise NotImplementedError
-
-    def runs_ahead(self, place: Place) -> bool:
-        """Says whether a word may change before all that wait have read it."""
-        raise NotImplementedError
-
-    def lives_for_a_launch(self, place: Place) -> bool:
-        """Says whether a place is in a block's shared memory."""
-        raise NotImplementedError
-
-    def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:
-        """Puts one value for all that mean the same."""
-        return value
-
-    def is_local(self, place: Place) -> bool:
-        """Says whether only the rank in whose memory it is accesses a place."""
-        raise NotImplementedError
 
 
 def both(bits: int) -> int:
