@@ -19,12 +19,9 @@ def run(name: str) -> str:
     return run_mojo("run", "-I", ".", str(PROGRAMS / name)).strip()
 
 
-def test_launchers_with_input_scales() -> None:
-    assert run("launchers.mojo") == "OK"
-
-
-def test_output_layouts_at_their_edges() -> None:
-    assert run("output_layouts.mojo") == "OK"
+@pytest.mark.parametrize("name", ["launchers", "output_layouts", "pure_functions"])
+def test_program(name: str) -> None:
+    assert run(f"{name}.mojo") == "OK"
 
 
 def test_fp8_rounding_agrees_with_mojo() -> None:
