@@ -24,6 +24,27 @@ def test_program(name: str) -> None:
     assert run(f"{name}.mojo") == "OK"
 
 
+def test_kernels_with_the_lists_of_max(tmp_path: Path) -> None:
+    """Each compiles with MAX's parameters and arguments alone, in MAX's order.
+
+    `launchers.mojo` runs the launchers so.
+    """
+    run_mojo("run", "-I", ".", str(PROGRAMS / "seeds.mojo"), str(tmp_path))
+    names = "by_name defaults scales"
+    wanted = {f"dispatch_async.{name}" for name in names.split()}
+    wanted |= {
+        f"{kernel}.one_node"
+        for kernel in ("dispatch_wait", "combine_async", "combine_wait")
+    }
+    found = {path.stem.removeprefix("sm_90a.") for path in tmp_path.glob("*.s")}
+    assert found == wanted
+
+
+@pytest.mark.gpu(1)
+def test_kernels_of_two_ranks_on_one_gpu() -> None:
+    assert run("seeds_gpu.mojo") == "OK"
+
+
 def test_fp8_rounding_agrees_with_mojo() -> None:
     assert int(run("fp8_rounding.mojo")) > 40_000_000
 

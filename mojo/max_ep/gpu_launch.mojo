@@ -4,20 +4,15 @@
 The launchers in `api/` have checked what they were given. Nothing here
 waits for the device.
 """
-from layout import Coord, row_major, TileTensor
-from max.gpu.host import DeviceAttribute, DeviceContext
+from layout import TileTensor
+from max.gpu.host import DeviceContext
 from std.sys import size_of
 
 from .combine_rows.phase import CombineRows
 from .combine_sums.phase import CombineSums
 from .counters import EPLocalSyncCounters
-from .device.phase import enqueue, unused
-from .dispatch_by_expert.phase import (
-    dispatch_async_kernel,
-    dispatch_group_of,
-    dispatch_kernel,
-    dispatch_wait_kernel,
-)
+from .device.phase import enqueue, InputScales, unused
+from .dispatch_by_expert.phase import dispatch_group_of, DispatchByExpert
 from .dispatch_by_rank.phase import DispatchByRank
 from .launch_checks import imm, mut_, p2p_buffers
 from .layout import (
@@ -31,7 +26,6 @@ from .layout import (
     returns_of,
 )
 from .row_tables import RowTables
-from .shmem_modules import register_module
 from .token_format import RouterWeights, SharedRows, TokenFormat
 from .transport import PeerBuffers
 
@@ -39,58 +33,11 @@ comptime NUM_THREADS = 512
 """Threads of a block: 16 warps, with up to 128 registers a thread."""
 
 
-@always_inline
-def n_sms_of_device() -> Int:
-    """Counts the multiprocessors of the kind of device that is compiled for.
-
-    A launch has at most one block on each, so that all are resident at once.
-    """
-    return materialize[DeviceContext.default_device_info.sm_count]()
-
-
-@always_inline
-def _n_blocks[n_sms: Int](context: DeviceContext) raises -> Int:
-    """Counts the blocks of a launch: one a multiprocessor, at most `n_sms`.
-
-    A device may have fewer multiprocessors than its kind: another product, or a
-    part of one.
-    """
-    var n = min(
-        n_sms_of_device(),
-        context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
-    )
-    comptime if n_sms > 0:
-        n = min(n, n_sms)
-    return n
-
-
 comptime RANK_OF_COUNTERS = Int32(-1)
 """The rank stands in the counters, in device memory."""
 
-comptime InputScales = Optional[
-    def[dtype: DType](Int) capturing -> Scalar[dtype]
-]
-"""Gives the factor of a token for an expert id, or None."""
 
-comptime MatrixLayout = type_of(row_major(Coord(Int64(0), Int64(0))))
-"""Layout of tokens and ids as the kernels get them."""
-
-
-@always_inline
-def _matrix[
-    dtype: DType
-](tensor: TileTensor[dtype, ...]) -> TileTensor[
-    dtype, MatrixLayout, ImmUntrackedOrigin
-]:
-    return {
-        imm(tensor),
-        row_major(
-            Coord(Int64(Int(tensor.dim[0]())), Int64(Int(tensor.dim[1]())))
-        ),
-    }
-
-
-def by_rank_group[
+def dispatch_group[
     Format: TokenFormat,
     n_experts: Int,
     n_ranks: Int,
@@ -100,8 +47,10 @@ def by_rank_group[
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
+    n_gpus_per_node: Int = n_ranks,
+    use_shmem: Bool = False,
 ]() -> Group:
-    """Describes the group of a `DispatchByRank`."""
+    """Describes the group of a dispatch."""
     return Group(
         n_experts=n_experts,
         n_ranks=n_ranks,
@@ -114,6 +63,8 @@ def by_rank_group[
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
+        n_ranks_per_node=n_gpus_per_node,
+        use_shmem=use_shmem,
         num_threads=NUM_THREADS,
         n_sms=n_sms,
     )
@@ -143,7 +94,7 @@ def launch_dispatch_async[
     """Starts the `dispatch_async_kernel` of a protocol."""
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
-        comptime group = by_rank_group[
+        comptime group = dispatch_group[
             token_fmt_type,
             n_experts,
             n_ranks,
@@ -173,35 +124,38 @@ def launch_dispatch_async[
             context,
         )
     else:
-        comptime kernel = dispatch_async_kernel[
-            input_tokens.dtype,
-            NUM_THREADS,
-            MatrixLayout,
-            MatrixLayout,
-            n_sms_of_device(),
+        comptime group = dispatch_group[
+            token_fmt_type,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
-            n_gpus_per_node,
-            token_fmt_type,
-            input_scales_wrapper,
-            use_shmem,
+            protocol,
+            n_sms,
+            False,
             fused_shared_expert,
-        ]
-        var function = context.compile_function[kernel]()
-        comptime if use_shmem:
-            register_module(function, context)
-        context.enqueue_function(
-            function,
-            _matrix(input_tokens),
-            _matrix(topk_ids),
-            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-            counters,
-            RANK_OF_COUNTERS,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
+            True,
+            n_gpus_per_node,
+            use_shmem,
+        ]()
+        enqueue[True, False, input_scales_wrapper](
+            DispatchByExpert[group, token_fmt_type, input_tokens.dtype](
+                imm(input_tokens),
+                imm(topk_ids),
+                Int32(Int(input_tokens.dim[0]())),
+                unused[token_fmt_type.Rows](),
+                0,
+                {
+                    unused[Pointer[UInt32, MutUntrackedOrigin]](),
+                    unused[Pointer[Int32, MutUntrackedOrigin]](),
+                },
+                unused[Pointer[Int32, MutUntrackedOrigin]](),
+                p2p_buffers[UInt8, group.n_ranks_per_node](send_bufs),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks_per_node](recv_counts),
+                {counters.words},
+                RANK_OF_COUNTERS,
+            ),
+            context,
         )
 
 
@@ -231,7 +185,7 @@ def launch_dispatch_wait[
 ) raises:
     """Starts the `dispatch_wait_kernel` of a protocol."""
     comptime if protocol != EXPERT_SLOTS:
-        comptime group = by_rank_group[
+        comptime group = dispatch_group[
             token_fmt_type,
             n_experts,
             n_ranks,
@@ -259,33 +213,35 @@ def launch_dispatch_wait[
             context,
         )
     else:
-        comptime kernel = dispatch_wait_kernel[
-            NUM_THREADS,
-            n_sms_of_device(),
+        comptime group = dispatch_group[
+            token_fmt_type,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
-            n_gpus_per_node,
-            token_fmt_type,
-            use_shmem,
+            protocol,
+            n_sms,
             tables.is_padded,
             tables.fused_shared_expert,
-        ]
-        var function = context.compile_function[kernel]()
-        comptime if use_shmem:
-            register_module(function, context)
-        context.enqueue_function(
-            function,
-            rows,
-            Int32(Int(src_info.dim[0]())),
-            tables,
-            mut_(src_info),
-            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-            counters,
-            RANK_OF_COUNTERS,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
+            True,
+            n_gpus_per_node,
+            use_shmem,
+        ]()
+        enqueue[False, True](
+            DispatchByExpert[group, token_fmt_type, DType.bfloat16](
+                unused[Pointer[BFloat16, ImmUntrackedOrigin]](),
+                unused[Pointer[Int32, ImmUntrackedOrigin]](),
+                0,
+                rows,
+                Int32(Int(src_info.dim[0]())),
+                {tables.row_offsets, tables.expert_ids},
+                mut_(src_info),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks_per_node](recv_counts),
+                {counters.words},
+                RANK_OF_COUNTERS,
+            ),
+            context,
         )
 
 
@@ -320,7 +276,7 @@ def launch_dispatch[
     """Starts the `dispatch_kernel` of a protocol."""
     comptime if protocol != EXPERT_SLOTS:
         comptime assert not use_shmem, "max_ep: rank_slots is for one host"
-        comptime group = by_rank_group[
+        comptime group = dispatch_group[
             token_fmt_type,
             n_experts,
             n_ranks,
@@ -347,40 +303,35 @@ def launch_dispatch[
             context,
         )
     else:
-        comptime kernel = dispatch_kernel[
-            input_tokens.dtype,
-            NUM_THREADS,
-            MatrixLayout,
-            MatrixLayout,
-            n_sms_of_device(),
+        comptime group = dispatch_group[
+            token_fmt_type,
             n_experts,
             n_ranks,
             max_tokens_per_rank,
-            n_gpus_per_node,
-            token_fmt_type,
-            input_scales_wrapper,
-            use_shmem,
+            protocol,
+            n_sms,
             tables.is_padded,
             tables.fused_shared_expert,
-        ]
-        var function = context.compile_function[kernel]()
-        comptime if use_shmem:
-            register_module(function, context)
-        context.enqueue_function(
-            function,
-            _matrix(input_tokens),
-            _matrix(topk_ids),
-            rows,
-            Int32(Int(src_info.dim[0]())),
-            tables,
-            mut_(src_info),
-            p2p_buffers[UInt8, n_gpus_per_node](send_bufs),
-            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-            p2p_buffers[UInt64, n_gpus_per_node](recv_counts),
-            counters,
-            RANK_OF_COUNTERS,
-            grid_dim=_n_blocks[n_sms](context),
-            block_dim=NUM_THREADS,
+            True,
+            n_gpus_per_node,
+            use_shmem,
+        ]()
+        enqueue[True, True, input_scales_wrapper](
+            DispatchByExpert[group, token_fmt_type, input_tokens.dtype](
+                imm(input_tokens),
+                imm(topk_ids),
+                Int32(Int(input_tokens.dim[0]())),
+                rows,
+                Int32(Int(src_info.dim[0]())),
+                {tables.row_offsets, tables.expert_ids},
+                mut_(src_info),
+                p2p_buffers[UInt8, group.n_ranks_per_node](send_bufs),
+                p2p_buffers[UInt8, group.n_ranks_per_node](recv_bufs),
+                p2p_buffers[UInt64, group.n_ranks_per_node](recv_counts),
+                {counters.words},
+                RANK_OF_COUNTERS,
+            ),
+            context,
         )
 
 

@@ -25,7 +25,7 @@ from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import by_rank_group, combine_group, NUM_THREADS
+from max_ep.gpu_launch import combine_group, dispatch_group, NUM_THREADS
 from max_ep.layout import (
     GATHER_REDUCED,
     Group,
@@ -71,7 +71,7 @@ comptime by_rank[
     schedule: Bool = False,
     n_experts: Int = N_EXPERTS,
 ] = DispatchByRank[
-    by_rank_group[
+    dispatch_group[
         Format,
         n_experts,
         N_RANKS,

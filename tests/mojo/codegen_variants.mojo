@@ -7,20 +7,11 @@ from emitting import emit
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.device.phase import phase_kernel
-from max_ep.dispatch_by_expert.phase import (
-    dispatch_async_kernel as expert_dispatch_async,
-    dispatch_kernel as expert_dispatch,
-    dispatch_wait_kernel as expert_dispatch_wait,
-)
+from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import (
-    by_rank_group,
-    combine_group,
-    MatrixLayout,
-    NUM_THREADS,
-)
+from max_ep.gpu_launch import combine_group, dispatch_group
 from max_ep.layout import (
     EXPERT_SLOTS,
     GATHER_REDUCED,
@@ -50,7 +41,7 @@ def by_rank[
 ](name: String) raises:
     """Compiles all kernels by rank for one set of options."""
     comptime P = DispatchByRank[
-        by_rank_group[
+        dispatch_group[
             Format,
             N_EXPERTS,
             n_ranks,
@@ -106,58 +97,32 @@ def by_expert[
 ](name: String) raises:
     """Compiles all kernels by expert; with SHMEM two hosts share the ranks."""
     comptime n_gpus = n_ranks // 2 if shmem else n_ranks
-    emit[
-        expert_dispatch_async[
-            DType.bfloat16,
-            NUM_THREADS,
-            MatrixLayout,
-            MatrixLayout,
-            N_SMS,
+    comptime Dispatch = DispatchByExpert[
+        dispatch_group[
+            Format,
             N_EXPERTS,
             n_ranks,
             max_tokens,
-            n_gpus,
-            Format,
-            None,
-            shmem,
-            shared,
-        ],
-        links=not shmem,
-    ]("dispatch_async." + name)
-    emit[
-        expert_dispatch_wait[
-            NUM_THREADS,
-            N_SMS,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            n_gpus,
-            Format,
-            shmem,
+            EXPERT_SLOTS,
+            0,
             padded,
             shared,
-        ],
-        links=not shmem,
-    ]("dispatch_wait." + name)
-    emit[
-        expert_dispatch[
-            DType.bfloat16,
-            NUM_THREADS,
-            MatrixLayout,
-            MatrixLayout,
-            N_SMS,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
+            True,
             n_gpus,
-            Format,
-            None,
             shmem,
-            padded,
-            shared,
-        ],
-        links=not shmem,
-    ]("dispatch." + name)
+        ](),
+        Format,
+        DType.bfloat16,
+    ]
+    emit[phase_kernel[Dispatch, True, False], links=not shmem](
+        "dispatch_async." + name
+    )
+    emit[phase_kernel[Dispatch, False, True], links=not shmem](
+        "dispatch_wait." + name
+    )
+    emit[phase_kernel[Dispatch, True, True], links=not shmem](
+        "dispatch." + name
+    )
     comptime P = CombineRows[
         combine_group[
             DType.bfloat16,
@@ -187,7 +152,7 @@ def all_gather[max_tokens: Int](name: String) raises:
         DType.bfloat16, HIDDEN, n_ranks, TOP_K
     ]
     comptime P = DispatchByRank[
-        by_rank_group[Format, n_ranks, n_ranks, max_tokens, GATHER_REDUCED](),
+        dispatch_group[Format, n_ranks, n_ranks, max_tokens, GATHER_REDUCED](),
         Format,
         DType.bfloat16,
     ]

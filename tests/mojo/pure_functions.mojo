@@ -5,6 +5,7 @@ Prints OK, or raises. Run by tests/test_mojo.py.
 """
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
 from max_ep.device.schedule import InlineSplit, Schedule
+from max_ep.dispatch_by_expert.send import SendSchedule
 from max_ep.dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
@@ -83,6 +84,20 @@ def check_schedules() raises:
                 assert_equal(n, 1)
 
 
+def check_choices_by_expert() raises:
+    """The items of a token are all of its choices, in order."""
+    for top_k in [1, 3, 8]:
+        for n_tokens in [0, 1, 5, 300]:
+            var schedule = SendSchedule.of(n_tokens, top_k, n_blocks=132)
+            var choice = 0
+            for item in range(schedule.n_items):
+                var token_idx = schedule.token(item)
+                var first_k = schedule.first_k(item, top_k)
+                assert_equal(token_idx * top_k + first_k, choice)
+                choice += schedule.first_k(item, top_k, 1) - first_k
+            assert_equal(choice, n_tokens * top_k)
+
+
 def check_split[n_steps: Int]() raises:
     """The chunks of a token are all of its steps, in order."""
     for are_more in [True, False]:
@@ -159,6 +174,7 @@ def main() raises:
     check_generations()
     check_chunks_at_once()
     check_schedules()
+    check_choices_by_expert()
     check_split[28]()
     check_split[15]()
     check_split[5]()

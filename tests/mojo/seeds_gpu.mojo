@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the kernels of `kernels.mojo` on a GPU that two ranks share.
+
+All ranks send, then all receive, in one stream, so nobody waits. One generation is
+sent by the kernels, one by the launchers, both with MAX's lists alone; the factors of
+tokens are read from memory that a closure captures. Prints OK, or raises. Run by tests/test_kernels.py.
+"""
+from layout import Coord, row_major, TileTensor
+from max.gpu.host import DeviceBuffer, DeviceContext
+from max_ep import (
+    ep_combine_async_kernel_api,
+    ep_dispatch_async_kernel_api,
+    EPLocalSyncCounters,
+    Float32TokenFormat,
+)
+from max_ep.device.phase import InputScales
+from max_ep.flags import FlagPointer
+from max_ep.kernels import (
+    combine_async_kernel,
+    combine_wait_kernel,
+    dispatch_async_kernel,
+    dispatch_wait_kernel,
+)
+from max_ep.layout import EXPERT_SLOTS, Group
+from max_ep.setup import init, N_SETUP_WORDS
+from max_ep.token_format import BytePointer, PlainRows, SharedRows
+from std.memory.alloc import unsafe_alloc
+from std.testing import assert_equal
+
+comptime HIDDEN = 512
+comptime TOP_K = 2
+comptime N_EXPERTS = 3
+comptime N_RANKS = 2
+comptime MAX_TOKENS = 5
+comptime MAX_ROWS = N_RANKS * MAX_TOKENS * TOP_K
+comptime N_BLOCKS = 4
+comptime NUM_THREADS = 512
+comptime Format = Float32TokenFormat[HIDDEN, TOP_K]
+comptime group = Group.of(
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    TOP_K,
+    Format.msg_bytes,
+    Format.msg_bytes,
+    EXPERT_SLOTS,
+)
+comptime N_WORDS = EPLocalSyncCounters[N_EXPERTS].total_size(group)
+comptime MatrixLayout = type_of(row_major(Coord(Int64(0), Int64(0))))
+
+
+comptime dispatch_async[scales: InputScales] = dispatch_async_kernel[
+    DType.float32,
+    NUM_THREADS,
+    MatrixLayout,
+    MatrixLayout,
+    N_BLOCKS,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    Format,
+    scales,
+    False,
+]
+
+comptime dispatch_wait = dispatch_wait_kernel[
+    NUM_THREADS,
+    N_BLOCKS,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    Format,
+    False,
+]
+
+comptime combine_async = combine_async_kernel[
+    DType.float32,
+    NUM_THREADS,
+    N_BLOCKS,
+    HIDDEN,
+    TOP_K,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    False,
+]
+
+comptime combine_wait = combine_wait_kernel[
+    DType.float32,
+    NUM_THREADS,
+    N_BLOCKS,
+    HIDDEN,
+    TOP_K,
+    N_EXPERTS,
+    N_RANKS,
+    MAX_TOKENS,
+    N_RANKS,
+    False,
+]
+
+
+def vector[
+    dtype: DType
+](n: Int) -> TileTensor[
+    dtype, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
+]:
+    var p = unsafe_alloc[Scalar[dtype]](n, alignment=64)
+    for i in range(n):
+        p[unsafe_offset=i] = 0
+    return {p, row_major(Coord(Int64(n)))}
+
+
+def words(
+    buffer: DeviceBuffer[DType.int32],
+) -> TileTensor[
+    DType.int32, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
+]:
+    return {at[DType.int32](buffer), row_major(Coord(Int64(N_WORDS)))}
+
+
+def at[
+    dtype: DType
+](buffer: DeviceBuffer[dtype]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
+    return {unsafe_from_address = Int(buffer.unsafe_ptr())}
+
+
+def matrix[
+    dtype: DType
+](buffer: DeviceBuffer[dtype], n: Int, m: Int) -> TileTensor[
+    dtype, MatrixLayout, ImmUntrackedOrigin
+]:
+    return {
+        Pointer[Scalar[dtype], ImmUntrackedOrigin](
+            unsafe_from_address=Int(buffer.unsafe_ptr())
+        ),
+        row_major(Coord(Int64(n), Int64(m))),
+    }
+
+
+struct Rank:
+    """The memory of one rank, and what it sends."""
+
+    var n_tokens: Int
+    var region: DeviceBuffer[DType.uint8]
+    var counters: DeviceBuffer[DType.int32]
+    var spare_counters: DeviceBuffer[DType.int32]
+    var tokens: DeviceBuffer[DType.float32]
+    var ids: DeviceBuffer[DType.int32]
+    var weights: DeviceBuffer[DType.float32]
+    var rows: DeviceBuffer[DType.float32]
+    var row_offsets: DeviceBuffer[DType.uint32]
+    var expert_ids: DeviceBuffer[DType.int32]
+    var src_info: DeviceBuffer[DType.int32]
+    var result: DeviceBuffer[DType.float32]
+    var ptrs: List[UInt64]
+
+    def __init__(out self, rank: Int, ctx: DeviceContext) raises:
+        self.n_tokens = MAX_TOKENS - 2 * rank
+        self.region = ctx.enqueue_create_buffer[DType.uint8](
+            group.region_bytes()
+        )
+        self.counters = ctx.enqueue_create_buffer[DType.int32](N_WORDS)
+        self.spare_counters = ctx.enqueue_create_buffer[DType.int32](N_WORDS)
+        self.tokens = ctx.enqueue_create_buffer[DType.float32](
+            MAX_TOKENS * HIDDEN
+        )
+        self.ids = ctx.enqueue_create_buffer[DType.int32](MAX_TOKENS * TOP_K)
+        self.weights = ctx.enqueue_create_buffer[DType.float32](
+            MAX_TOKENS * TOP_K
+        )
+        self.rows = ctx.enqueue_create_buffer[DType.float32](MAX_ROWS * HIDDEN)
+        self.row_offsets = ctx.enqueue_create_buffer[DType.uint32](N_EXPERTS)
+        self.expert_ids = ctx.enqueue_create_buffer[DType.int32](N_EXPERTS)
+        self.src_info = ctx.enqueue_create_buffer[DType.int32](2 * MAX_ROWS)
+        self.result = ctx.enqueue_create_buffer[DType.float32](
+            MAX_TOKENS * HIDDEN
+        )
+        self.ptrs = List[UInt64]()
+        var setup = vector[DType.int64](N_SETUP_WORDS)
+        var values = [
+            Int(self.region.unsafe_ptr()),
+            rank,
+            0,
+            0,
+            N_EXPERTS,
+            N_RANKS,
+            MAX_TOKENS,
+            TOP_K,
+            Format.msg_bytes,
+            Format.msg_bytes,
+            EXPERT_SLOTS,
+        ]
+        for i in range(N_SETUP_WORDS):
+            setup.ptr[unsafe_offset=i] = Int64(values[i])
+        var device_ptrs = vector[DType.uint64](6)
+        init["gpu"](
+            device_ptrs,
+            vector[DType.int32](1),
+            words(self.counters),
+            words(self.spare_counters),
+            setup,
+            ctx,
+        )
+        for i in range(6):
+            self.ptrs.append(device_ptrs.ptr[unsafe_offset=i])
+        with self.tokens.map_to_host() as tokens:
+            for t in range(MAX_TOKENS):
+                for i in range(HIDDEN):
+                    tokens[t * HIDDEN + i] = token(rank, t, i)
+        with self.ids.map_to_host() as ids:
+            for choice in range(MAX_TOKENS * TOP_K):
+                var t, k = divmod(choice, TOP_K)
+                ids[choice] = Int32((t + k) % N_EXPERTS)
+        with self.weights.map_to_host() as weights:
+            for choice in range(MAX_TOKENS * TOP_K):
+                weights[choice] = 1
+
+    def counters_view(self) -> EPLocalSyncCounters[N_EXPERTS]:
+        """Looks at its local words."""
+        return {at[DType.int32](self.counters)}
+
+
+def token(rank: Int, t: Int, i: Int) -> Float32:
+    """Says what an element is."""
+    return Float32(100 * rank + 10 * t + i % 7)
+
+
+def addresses(
+    ranks: List[Rank], which: Int
+) -> TileTensor[
+    DType.uint64, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
+]:
+    """Says where the same buffer of all ranks is."""
+    var result = vector[DType.uint64](N_RANKS)
+    for i in range(N_RANKS):
+        result.ptr[unsafe_offset=i] = ranks[i].ptrs[which]
+    return result
+
+
+def buffers[
+    T: AnyType
+](ranks: List[Rank], which: Int) -> Array[
+    Pointer[T, MutUntrackedOrigin], N_RANKS
+]:
+    """Finds the same buffer of all ranks."""
+    return [
+        Pointer[T, MutUntrackedOrigin](
+            unsafe_from_address=Int(ranks[0].ptrs[which])
+        ),
+        Pointer[T, MutUntrackedOrigin](
+            unsafe_from_address=Int(ranks[1].ptrs[which])
+        ),
+    ]
+
+
+def send_tokens(
+    ranks: List[Rank],
+    scales: Pointer[Float32, MutUntrackedOrigin],
+    by_launcher: Bool,
+    ctx: DeviceContext,
+) raises:
+    """Sends the tokens of all ranks."""
+
+    @__parameter
+    @always_inline
+    def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
+        return scales[unsafe_offset=expert_id].cast[dtype]()
+
+    for i in range(N_RANKS):
+        ref rank = ranks[i]
+        if by_launcher:
+            ep_dispatch_async_kernel_api[
+                Format, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu", scale_of
+            ](
+                words(rank.counters),
+                matrix(rank.tokens, rank.n_tokens, HIDDEN),
+                matrix(rank.ids, rank.n_tokens, TOP_K),
+                addresses(ranks, 0),
+                addresses(ranks, 1),
+                addresses(ranks, 2),
+                ctx,
+            )
+            continue
+        ctx.enqueue_function[dispatch_async[scale_of]](
+            matrix(rank.tokens, rank.n_tokens, HIDDEN),
+            matrix(rank.ids, rank.n_tokens, TOP_K),
+            buffers[UInt8](ranks, 0)[i],
+            buffers[UInt8](ranks, 1),
+            buffers[UInt64](ranks, 2),
+            rank.counters_view(),
+            Int32(i),
+            grid_dim=N_BLOCKS,
+            block_dim=NUM_THREADS,
+        )
+
+
+def send_rows(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
+    """Sends the rows of all ranks back; the experts return what they get."""
+    for i in range(N_RANKS):
+        ref rank = ranks[i]
+        if by_launcher:
+            ep_combine_async_kernel_api[
+                DType.float32,
+                HIDDEN,
+                TOP_K,
+                N_EXPERTS,
+                MAX_TOKENS,
+                N_RANKS,
+                1,
+                "gpu",
+            ](
+                words(rank.counters),
+                matrix(rank.rows, MAX_ROWS, HIDDEN),
+                matrix(rank.src_info, MAX_ROWS, 2),
+                addresses(ranks, 3),
+                addresses(ranks, 4),
+                addresses(ranks, 5),
+                ctx,
+            )
+            continue
+        ctx.enqueue_function[combine_async](
+            at[DType.float32](rank.rows),
+            Int32(MAX_ROWS),
+            at[DType.int32](rank.src_info),
+            buffers[UInt8](ranks, 3)[i],
+            buffers[UInt8](ranks, 4),
+            buffers[UInt64](ranks, 5),
+            rank.counters_view(),
+            Int32(i),
+            grid_dim=N_BLOCKS,
+            block_dim=NUM_THREADS,
+        )
+
+
+def receive_tokens(ranks: List[Rank], ctx: DeviceContext) raises:
+    """Receives the tokens of all ranks."""
+    for i in range(N_RANKS):
+        ref rank = ranks[i]
+        ctx.enqueue_function[dispatch_wait](
+            PlainRows(at[DType.float32](rank.rows).unsafe_bitcast[UInt8]()),
+            Int32(MAX_ROWS),
+            at[DType.uint32](rank.row_offsets),
+            at[DType.int32](rank.expert_ids),
+            at[DType.int32](rank.src_info),
+            buffers[UInt8](ranks, 1),
+            buffers[UInt64](ranks, 2),
+            rank.counters_view(),
+            Int32(i),
+            grid_dim=N_BLOCKS,
+            block_dim=NUM_THREADS,
+        )
+
+
+def receive_rows(ranks: List[Rank], ctx: DeviceContext) raises:
+    """Adds up the rows of all ranks."""
+    for i in range(N_RANKS):
+        ref rank = ranks[i]
+        ctx.enqueue_function[combine_wait](
+            at[DType.float32](rank.result),
+            at[DType.float32](rank.weights),
+            Int32(rank.n_tokens),
+            buffers[UInt8](ranks, 4),
+            buffers[UInt64](ranks, 5),
+            rank.counters_view(),
+            Int32(i),
+            SharedRows.none(),
+            grid_dim=N_BLOCKS,
+            block_dim=NUM_THREADS,
+        )
+
+
+def main() raises:
+    """Compares two generations with what they must give."""
+    var ctx = DeviceContext()
+    var ranks = List[Rank]()
+    for i in range(N_RANKS):
+        ranks.append(Rank(i, ctx))
+    var scales = ctx.enqueue_create_buffer[DType.float32](N_EXPERTS)
+    with scales.map_to_host() as factors:
+        for expert_id in range(N_EXPERTS):
+            factors[expert_id] = Float32(1 << expert_id)
+    for by_launcher in [False, True]:
+        for i in range(N_RANKS):
+            ranks[i].result.enqueue_fill(-1)
+        send_tokens(ranks, at[DType.float32](scales), by_launcher, ctx)
+        receive_tokens(ranks, ctx)
+        send_rows(ranks, by_launcher, ctx)
+        receive_rows(ranks, ctx)
+        ctx.synchronize()
+        for i in range(N_RANKS):
+            with ranks[i].result.map_to_host() as result:
+                for t in range(ranks[i].n_tokens):
+                    # Scale 2**e for expert e, summed over the two experts.
+                    var factor = Float32(
+                        (1 << (t % N_EXPERTS)) + (1 << ((t + 1) % N_EXPERTS))
+                    )
+                    for e in range(HIDDEN):
+                        assert_equal(
+                            result[t * HIDDEN + e], factor * token(i, t, e)
+                        )
+    _ = scales^
+    print("OK")
