@@ -75,6 +75,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         group: Sizes of the group.
     """
 
+    var block: Block[Self.group]
+    """The block."""
+    var tables: RowTables[
+        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
+    ]
+    """The output tensors that say which row is whose."""
     var pair_rows: SharedInts
     """The rows before each pair, packed, and before the end."""
     var sums: SharedInts
@@ -85,8 +91,16 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     """The tokens of each source, and the most."""
 
     @always_inline
-    def __init__(out self):
+    def __init__(
+        out self,
+        block: Block[Self.group],
+        tables: RowTables[
+            Self.group, Self.group.is_padded, Self.group.fused_shared_expert
+        ],
+    ):
         """Allocates it; nothing is initialized."""
+        self.block = block
+        self.tables = tables
         comptime n_counting = n_counting_warps[Self.group]()
         self.pair_rows = shared_ints[
             n_counting * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
@@ -111,345 +125,310 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         return Int(self.pair_rows[unsafe_offset=pair])
 
     @always_inline
-    def row_of_pair(
-        self, tables: RowTables[Self.group, ...], pair: Int
-    ) -> Int32:
+    def row_of_pair(self, pair: Int) -> Int32:
         """Finds the first row of a pair."""
         var row = self.pair_rows[unsafe_offset=pair]
-        comptime if tables.is_padded:
+        comptime if Self.group.is_padded:
             var local_expert = pair // Self.group.n_ranks
             row += (
-                Int32(tables.first_row(local_expert, 0))
+                Int32(self.tables.first_row(local_expert, 0))
                 - self.pair_rows[unsafe_offset=Self.group.pair(local_expert, 0)]
             )
         return row
 
+    @always_inline
+    def _read_numbers(self) -> Bool:
+        """Waits for the numbers of tokens of all sources, with one warp."""
+        var generation = next_generation(self.block.before.dispatch_received)
+        var my_counts = bytes_at(
+            self.block.counts[unsafe_offset=self.block.my_rank]
+        )
+        var is_late = False
+        var most: Int32 = 0
+        for src_rank in range(self.block.lane, Self.group.n_ranks, WARP_SIZE):
+            var flag = flag_at(
+                my_counts, Self.group.dispatch_n_tokens_offset(src_rank)
+            )
+            var word = load_relaxed_sys(flag)
+            var wait = Wait(self.block.deadline)
+            while generation_of(word) != generation:
+                if wait.has_expired():
+                    self.block.fail(
+                        NO_COUNT, RECEIVE, src_rank, -1, generation, word
+                    )
+                    is_late = True
+                    break
+                word = load_relaxed_sys(flag)
+            var n = 0 if is_late else count_of(word)
+            self.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
+            most = max(most, Int32(n))
+            comptime if Self.group.has_sums():
+                if block_idx.x == 0:
+                    self.block.counters.received_tokens(Self.group)[
+                        unsafe_offset=relative_rank(
+                            self.block.my_rank, src_rank, Self.group.n_ranks
+                        )
+                    ] = Int32(n)
+        most = warp.max(most)
+        if self.block.lane == 0:
+            self.n_tokens_of[unsafe_offset=Self.group.n_ranks] = most
+            if block_idx.x == 0:
+                self.block.counters.set_most_received(Int(most))
+        return not any_lane(is_late)
 
-@always_inline
-def read_numbers[
-    group: Group
-](shared: SharedCounts[group], block: Block[group]) -> Bool:
-    """Waits for the numbers of tokens of all sources, with one warp."""
-    var generation = next_generation(block.before.dispatch_received)
-    var my_counts = bytes_at(block.counts[unsafe_offset=block.my_rank])
-    var is_late = False
-    var most: Int32 = 0
-    for src_rank in range(block.lane, group.n_ranks, WARP_SIZE):
-        var flag = flag_at(my_counts, group.dispatch_n_tokens_offset(src_rank))
-        var word = load_relaxed_sys(flag)
-        var wait = Wait(block.deadline)
-        while generation_of(word) != generation:
+    @always_inline
+    def share_numbers(self) -> Bool:
+        """Waits for the numbers of tokens and hands them to the block, with one warp.
+        """
+        var are_there = self._read_numbers()
+        if not are_there:
+            self.block.counters.set_broken()
+        syncwarp()
+        if self.block.lane == 0:
+            store_release_block(
+                self.block.control.unsafe_offset(TOKENS_READY),
+                1 if are_there else NO_NUMBERS,
+            )
+        return are_there
+
+    @always_inline
+    def await_numbers(self) -> Bool:
+        """Waits for the warp that calls `share_numbers`."""
+        var ready = self.block.control.unsafe_offset(TOKENS_READY)
+        while load_acquire_block(ready) == 0:
+            pass
+        syncwarp()
+        return load_acquire_block(ready) != NO_NUMBERS
+
+    @always_inline
+    def await_pair_rows(self) -> Bool:
+        """Waits for the rows of all pairs."""
+        comptime n_counting = n_counting_warps[Self.group]()
+        var control = self.block.control
+        while load_acquire_block(control.unsafe_offset(COUNTED)) < UInt32(
+            n_counting
+        ):
+            pass
+        return load_acquire_block(control.unsafe_offset(FAILED)) == 0
+
+    @always_inline
+    def _await_counts(
+        self, mut words: Array[UInt64, _PAIRS_OF_LANE], first: Int, n_pairs: Int
+    ) -> Bool:
+        """Waits for the count words of a lane's pairs; all lanes call it."""
+        var generation = next_generation(self.block.before.dispatch_received)
+        var my_counts = bytes_at(
+            self.block.counts[unsafe_offset=self.block.my_rank]
+        )
+        var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
+        comptime for i in range(_PAIRS_OF_LANE):
+            is_missing[i] = _pair_of_lane(first, i, self.block.lane) < n_pairs
+        var wait = Wait(self.block.deadline)
+        while True:
+            comptime for i in range(0, _PAIRS_OF_LANE, 2):
+                if is_missing[i] or is_missing[i + 1]:
+                    var pair = _pair_of_lane(first, i, self.block.lane)
+                    words[i], words[i + 1] = load_relaxed_sys_2(
+                        flag_at(
+                            my_counts, Self.group.dispatch_count_offset(pair)
+                        )
+                    )
+            var missing = -1
+            comptime for i in range(_PAIRS_OF_LANE):
+                is_missing[i] = (
+                    is_missing[i] and generation_of(words[i]) != generation
+                )
+                if is_missing[i]:
+                    missing = i
+            if missing < 0:
+                break
             if wait.has_expired():
-                block.fail(
+                var pair = _pair_of_lane(first, missing, self.block.lane)
+                self.block.fail(
                     NO_COUNT,
                     RECEIVE,
-                    src_rank,
-                    -1,
+                    pair % Self.group.n_ranks,
+                    self.block.my_rank * Self.group.n_local_experts()
+                    + pair // Self.group.n_ranks,
                     generation,
-                    word,
+                    load_relaxed_sys(
+                        flag_at(
+                            my_counts, Self.group.dispatch_count_offset(pair)
+                        )
+                    ),
                 )
-                is_late = True
                 break
-            word = load_relaxed_sys(flag)
-        var n = 0 if is_late else count_of(word)
-        shared.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
-        most = max(most, Int32(n))
-        comptime if group.has_sums():
-            if block_idx.x == 0:
-                block.counters.received_tokens(group)[
-                    unsafe_offset=relative_rank(
-                        block.my_rank, src_rank, group.n_ranks
-                    )
-                ] = Int32(n)
-    most = warp.max(most)
-    if block.lane == 0:
-        shared.n_tokens_of[unsafe_offset=group.n_ranks] = most
-        if block_idx.x == 0:
-            block.counters.set_most_received(Int(most))
-    return not any_lane(is_late)
+        var is_late = False
+        comptime for i in range(_PAIRS_OF_LANE):
+            is_late = is_late or is_missing[i]
+        return not any_lane(is_late)
 
-
-@always_inline
-def share_numbers[
-    group: Group
-](shared: SharedCounts[group], block: Block[group]) -> Bool:
-    """Waits for the numbers of tokens and hands them to the block, with one warp.
-    """
-    var are_there = read_numbers(shared, block)
-    if not are_there:
-        block.counters.set_broken()
-    syncwarp()
-    if block.lane == 0:
-        store_release_block(
-            block.control.unsafe_offset(TOKENS_READY),
-            1 if are_there else NO_NUMBERS,
+    @always_inline
+    def _read_counts(self, n_before_all: Int32, counter: Int) -> Bool:
+        """Waits for the counts of some pairs and adds them up, with one warp.
+        """
+        var n_held = n_experts_on_rank(
+            Self.group.n_experts, Self.group.n_ranks, self.block.my_rank
         )
-    return are_there
+        var begin = counter * _pairs_of_warp[Self.group]()
+        var end = min(
+            begin + _pairs_of_warp[Self.group](), Self.group.n_pairs()
+        )
+        var n_before = n_before_all
+        var largest: Int32 = 0
+        for first in range(begin, end, _PAIRS_AT_ONCE):
+            var n_pairs = min(end, n_held * Self.group.n_ranks)
+            var words = Array[UInt64, _PAIRS_OF_LANE](fill=0)
+            if not self._await_counts(words, first, n_pairs):
+                return False
+            # Neighbouring lanes have read neighbouring words. Now a lane has
+            # neighbouring pairs, so that lanes are added up once.
+            comptime for i in range(0, _PAIRS_OF_LANE, 2):
+                var pair = _pair_of_lane(first, i, self.block.lane)
+                var two = SIMD[DType.int32, 2](0)
+                if pair < n_pairs:
+                    two[0] = Int32(count_of(words[i]))
+                if pair + 1 < n_pairs:
+                    two[1] = Int32(count_of(words[i + 1]))
+                self.pair_rows.unsafe_store[alignment=8](pair, two)
+                largest = max(largest, two.reduce_max())
+            syncwarp()
+            var mine = self.pair_rows.unsafe_offset(
+                first + self.block.lane * _PAIRS_OF_LANE
+            )
+            comptime assert (
+                _PAIRS_OF_LANE == 8
+            ), "a lane adds up two loads of four"
+            var low = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](0)
+            var high = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4)
+            var n_mine = low.reduce_add() + high.reduce_add()
+            var n = n_before + warp.prefix_sum[exclusive=True](n_mine)
+            comptime for i in range(_PAIRS_OF_LANE):
+                mine[unsafe_offset=i] = n
+                n += low[i] if i < 4 else high[i - 4]
+            n_before = warp.shuffle_idx(n, UInt32(WARP_SIZE - 1))
+        largest = max_of_lanes(largest)
+        if self.block.lane == 0:
+            self.sums[unsafe_offset=counter] = n_before
+            self.largest_of[unsafe_offset=counter] = largest
+        return True
 
+    @always_inline
+    def _add_sums_before(self, n_shared: Int, counter: Int) -> Int32:
+        """Adds the sums of the warps before to this warp's pairs; returns all rows.
+        """
+        comptime n_counting = n_counting_warps[Self.group]()
+        var summed = self.block.control.unsafe_offset(SUMMED)
+        # Also if it has failed: the others wait for it without end.
+        syncwarp()
+        if self.block.lane == 0:
+            arrive_in_block(summed)
+        while load_acquire_block(summed) < UInt32(n_counting):
+            pass
+        var sum: Int32 = 0
+        if self.block.lane < n_counting:
+            sum = self.sums[unsafe_offset=self.block.lane]
+        var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
+        var n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
+        var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
+        var begin = counter * _pairs_of_warp[Self.group]()
+        var end = min(
+            begin + _pairs_of_warp[Self.group](), Self.group.n_pairs()
+        )
+        for pair in range(begin + self.block.lane, end, WARP_SIZE):
+            self.pair_rows[unsafe_offset=pair] += rows_before
+        return n_rows
 
-@always_inline
-def await_numbers(block: Block[...]) -> Bool:
-    """Waits for the warp that calls `share_numbers`."""
-    var ready = block.control.unsafe_offset(TOKENS_READY)
-    while load_acquire_block(ready) == 0:
-        pass
-    syncwarp()
-    return load_acquire_block(ready) != NO_NUMBERS
-
-
-@always_inline
-def await_pair_rows[group: Group](block: Block[group]) -> Bool:
-    """Waits for the rows of all pairs."""
-    comptime n_counting = n_counting_warps[group]()
-    var control = block.control
-    while load_acquire_block(control.unsafe_offset(COUNTED)) < UInt32(
-        n_counting
-    ):
-        pass
-    return load_acquire_block(control.unsafe_offset(FAILED)) == 0
-
-
-@always_inline
-def _await_counts[
-    group: Group
-](
-    mut words: Array[UInt64, _PAIRS_OF_LANE],
-    first: Int,
-    n_pairs: Int,
-    block: Block[group],
-) -> Bool:
-    """Waits for the count words of a lane's pairs; all lanes call it."""
-    var generation = next_generation(block.before.dispatch_received)
-    var my_counts = bytes_at(block.counts[unsafe_offset=block.my_rank])
-    var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
-    comptime for i in range(_PAIRS_OF_LANE):
-        is_missing[i] = _pair_of_lane(first, i, block.lane) < n_pairs
-    var wait = Wait(block.deadline)
-    while True:
-        comptime for i in range(0, _PAIRS_OF_LANE, 2):
-            if is_missing[i] or is_missing[i + 1]:
-                var pair = _pair_of_lane(first, i, block.lane)
-                words[i], words[i + 1] = load_relaxed_sys_2(
-                    flag_at(my_counts, group.dispatch_count_offset(pair))
+    @always_inline
+    def _count_rows(self, n_shared: Int, n_rows_max: Int, counter: Int):
+        """Waits for the counts and finds the rows before each pair, with one warp.
+        """
+        comptime n_counting = n_counting_warps[Self.group]()
+        var failed = self.block.control.unsafe_offset(FAILED)
+        var is_there = self._read_counts(
+            Int32(n_shared) if n_counting == 1 else 0, counter
+        )
+        if not is_there:
+            self.block.counters.set_broken()
+            if self.block.lane == 0:
+                self.sums[unsafe_offset=counter] = 0
+                store_release_block(failed, 1)
+        var n_rows: Int32
+        comptime if n_counting == 1:
+            syncwarp()
+            n_rows = self.sums[unsafe_offset=0]
+        else:
+            n_rows = self._add_sums_before(n_shared, counter)
+        if counter == 0 and self.block.lane == 0:
+            self.pair_rows[unsafe_offset=Self.group.n_pairs()] = n_rows
+        var n_rows_needed = self.tables.n_rows_needed(Int(n_rows))
+        if n_rows_needed > n_rows_max:
+            self.block.counters.set_broken()
+            if self.block.lane == 0:
+                self.block.fail(
+                    TOO_MANY_ROWS,
+                    RECEIVE,
+                    self.block.my_rank,
+                    0,
+                    next_generation(self.block.before.dispatch_received),
+                    0,
+                    n_rows_needed,
+                    n_rows_max,
                 )
-        var missing = -1
-        comptime for i in range(_PAIRS_OF_LANE):
-            is_missing[i] = (
-                is_missing[i] and generation_of(words[i]) != generation
-            )
-            if is_missing[i]:
-                missing = i
-        if missing < 0:
-            break
-        if wait.has_expired():
-            var pair = _pair_of_lane(first, missing, block.lane)
-            block.fail(
-                NO_COUNT,
-                RECEIVE,
-                pair % group.n_ranks,
-                block.my_rank * group.n_local_experts() + pair // group.n_ranks,
-                generation,
-                load_relaxed_sys(
-                    flag_at(my_counts, group.dispatch_count_offset(pair))
-                ),
-            )
-            break
-    var is_late = False
-    comptime for i in range(_PAIRS_OF_LANE):
-        is_late = is_late or is_missing[i]
-    return not any_lane(is_late)
-
-
-@always_inline
-def _read_counts[
-    group: Group
-](
-    shared: SharedCounts[group],
-    n_before_all: Int32,
-    block: Block[group],
-    counter: Int,
-) -> Bool:
-    """Waits for the counts of some pairs and adds them up, with one warp."""
-    var n_held = n_experts_on_rank(
-        group.n_experts, group.n_ranks, block.my_rank
-    )
-    var begin = counter * _pairs_of_warp[group]()
-    var end = min(begin + _pairs_of_warp[group](), group.n_pairs())
-    var n_before = n_before_all
-    var largest: Int32 = 0
-    for first in range(begin, end, _PAIRS_AT_ONCE):
-        var n_pairs = min(end, n_held * group.n_ranks)
-        var words = Array[UInt64, _PAIRS_OF_LANE](fill=0)
-        if not _await_counts(words, first, n_pairs, block):
-            return False
-        # Neighbouring lanes have read neighbouring words. Now a lane has
-        # neighbouring pairs, so that lanes are added up once.
-        comptime for i in range(0, _PAIRS_OF_LANE, 2):
-            var pair = _pair_of_lane(first, i, block.lane)
-            var two = SIMD[DType.int32, 2](0)
-            if pair < n_pairs:
-                two[0] = Int32(count_of(words[i]))
-            if pair + 1 < n_pairs:
-                two[1] = Int32(count_of(words[i + 1]))
-            shared.pair_rows.unsafe_store[alignment=8](pair, two)
-            largest = max(largest, two.reduce_max())
+                store_release_block(failed, 1)
+        # Also if it has failed: the block waits for all that count without end.
         syncwarp()
-        var mine = shared.pair_rows.unsafe_offset(
-            first + block.lane * _PAIRS_OF_LANE
-        )
-        comptime assert _PAIRS_OF_LANE == 8, "a lane adds up two loads of four"
-        var low = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](0)
-        var high = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4)
-        var n_mine = low.reduce_add() + high.reduce_add()
-        var n = n_before + warp.prefix_sum[exclusive=True](n_mine)
-        comptime for i in range(_PAIRS_OF_LANE):
-            mine[unsafe_offset=i] = n
-            n += low[i] if i < 4 else high[i - 4]
-        n_before = warp.shuffle_idx(n, UInt32(WARP_SIZE - 1))
-    largest = max_of_lanes(largest)
-    if block.lane == 0:
-        shared.sums[unsafe_offset=counter] = n_before
-        shared.largest_of[unsafe_offset=counter] = largest
-    return True
+        if self.block.lane == 0:
+            arrive_in_block(self.block.control.unsafe_offset(COUNTED))
+        # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
 
-
-@always_inline
-def _add_sums_before[
-    group: Group
-](
-    shared: SharedCounts[group],
-    n_shared: Int,
-    block: Block[group],
-    counter: Int,
-) -> Int32:
-    """Adds the sums of the warps before to this warp's pairs; returns all rows.
-    """
-    comptime n_counting = n_counting_warps[group]()
-    var summed = block.control.unsafe_offset(SUMMED)
-    # Also if it has failed: the others wait for it without end.
-    syncwarp()
-    if block.lane == 0:
-        arrive_in_block(summed)
-    while load_acquire_block(summed) < UInt32(n_counting):
-        pass
-    var sum: Int32 = 0
-    if block.lane < n_counting:
-        sum = shared.sums[unsafe_offset=block.lane]
-    var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
-    var n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
-    var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
-    var begin = counter * _pairs_of_warp[group]()
-    var end = min(begin + _pairs_of_warp[group](), group.n_pairs())
-    for pair in range(begin + block.lane, end, WARP_SIZE):
-        shared.pair_rows[unsafe_offset=pair] += rows_before
-    return n_rows
-
-
-@always_inline
-def _count_rows[
-    group: Group
-](
-    shared: SharedCounts[group],
-    tables: RowTables[group, ...],
-    n_shared: Int,
-    n_rows_max: Int,
-    block: Block[group],
-    counter: Int,
-):
-    """Waits for the counts and finds the rows before each pair, with one warp.
-    """
-    comptime n_counting = n_counting_warps[group]()
-    var failed = block.control.unsafe_offset(FAILED)
-    var is_there = _read_counts(
-        shared, Int32(n_shared) if n_counting == 1 else 0, block, counter
-    )
-    if not is_there:
-        block.counters.set_broken()
-        if block.lane == 0:
-            shared.sums[unsafe_offset=counter] = 0
-            store_release_block(failed, 1)
-    var n_rows: Int32
-    comptime if n_counting == 1:
-        syncwarp()
-        n_rows = shared.sums[unsafe_offset=0]
-    else:
-        n_rows = _add_sums_before(shared, n_shared, block, counter)
-    if counter == 0 and block.lane == 0:
-        shared.pair_rows[unsafe_offset=group.n_pairs()] = n_rows
-    var n_rows_needed = tables.n_rows_needed(Int(n_rows))
-    if n_rows_needed > n_rows_max:
-        block.counters.set_broken()
-        if block.lane == 0:
-            block.fail(
-                TOO_MANY_ROWS,
-                RECEIVE,
-                block.my_rank,
-                0,
-                next_generation(block.before.dispatch_received),
-                0,
-                n_rows_needed,
-                n_rows_max,
+    @always_inline
+    def lay_out_rows(self, n_shared: Int, n_rows_max: Int, indexer: Int):
+        """Waits for the counts and lays out the rows, with one of the index warps.
+        """
+        comptime n_counting = n_counting_warps[Self.group]()
+        var counter = indexer - (N_INDEX_WARPS - n_counting)
+        if counter >= 0:
+            self._count_rows(n_shared, n_rows_max, counter)
+        if block_idx.x != 0:
+            return
+        # The first block says where rows are: in the outputs, and for combine.
+        if not self.await_pair_rows():
+            if indexer == 0:
+                self.tables.write_no_rows(self.block.lane, WARP_SIZE)
+            return
+        for pair in range(
+            indexer * WARP_SIZE + self.block.lane,
+            Self.group.n_pairs(),
+            N_INDEX_WARPS * WARP_SIZE,
+        ):
+            var row = self.rows_before(pair)
+            var count = self.rows_before(pair + 1) - row
+            var local_expert, src_rank = divmod(pair, Self.group.n_ranks)
+            var first_row = Int(self.row_of_pair(pair))
+            self.block.counters.set_pair_rows(pair, first_row, count)
+            self.tables.write_pair(
+                pair,
+                row - self.rows_before(Self.group.pair(local_expert, 0)),
+                count,
             )
-            store_release_block(failed, 1)
-    # Also if it has failed: the block waits for all that count without end.
-    syncwarp()
-    if block.lane == 0:
-        arrive_in_block(block.control.unsafe_offset(COUNTED))
-    # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
-
-
-@always_inline
-def lay_out_rows[
-    group: Group
-](
-    shared: SharedCounts[group],
-    tables: RowTables[group, ...],
-    n_shared: Int,
-    n_rows_max: Int,
-    block: Block[group],
-    indexer: Int,
-):
-    """Waits for the counts and lays out the rows, with one of the index warps.
-    """
-    comptime n_counting = n_counting_warps[group]()
-    var counter = indexer - (N_INDEX_WARPS - n_counting)
-    if counter >= 0:
-        _count_rows(shared, tables, n_shared, n_rows_max, block, counter)
-    if block_idx.x != 0:
-        return
-    # The first block says where rows are: in the outputs, and for combine.
-    if not await_pair_rows(block):
-        if indexer == 0:
-            tables.write_no_rows(block.lane, WARP_SIZE)
-        return
-    for pair in range(
-        indexer * WARP_SIZE + block.lane,
-        group.n_pairs(),
-        N_INDEX_WARPS * WARP_SIZE,
-    ):
-        var row = shared.rows_before(pair)
-        var count = shared.rows_before(pair + 1) - row
-        var local_expert, src_rank = divmod(pair, group.n_ranks)
-        var first_row = Int(shared.row_of_pair(tables, pair))
-        block.counters.set_pair_rows(pair, first_row, count)
-        tables.write_pair(
-            pair, row - shared.rows_before(group.pair(local_expert, 0)), count
-        )
-        if src_rank == 0:
-            tables.write_expert(
-                local_expert,
-                first_row,
-                shared.rows_before(pair + group.n_ranks) - row,
+            if src_rank == 0:
+                self.tables.write_expert(
+                    local_expert,
+                    first_row,
+                    self.rows_before(pair + Self.group.n_ranks) - row,
+                )
+        if indexer != 0:
+            return
+        var largest: Int32 = 0
+        if self.block.lane < n_counting:
+            largest = self.largest_of[unsafe_offset=self.block.lane]
+        largest = max_of_lanes(largest)
+        if self.block.lane == 0:
+            var n_rows = self.rows_before(Self.group.n_pairs())
+            self.tables.write_ends(n_rows)
+            self.block.counters.set_pair_rows(
+                Self.group.n_pairs(),
+                self.tables.n_rows_needed(n_rows),
+                Int(largest),
             )
-    if indexer != 0:
-        return
-    var largest: Int32 = 0
-    if block.lane < n_counting:
-        largest = shared.largest_of[unsafe_offset=block.lane]
-    largest = max_of_lanes(largest)
-    if block.lane == 0:
-        var n_rows = shared.rows_before(group.n_pairs())
-        tables.write_ends(n_rows)
-        block.counters.set_pair_rows(
-            group.n_pairs(), tables.n_rows_needed(n_rows), Int(largest)
-        )

@@ -39,7 +39,7 @@ from ..layout import Group
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from .choices import Choices, N_SHARED_CHOICES
-from .counts import await_numbers, lay_out_rows, share_numbers, SharedCounts
+from .counts import SharedCounts
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex
 from .publish import publish_n_tokens, send_metadata
@@ -268,18 +268,15 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
         """Reads numbers and counts and makes rows, with one warp; `n_own`: how many
         tokens this rank has sent.
         """
-        var shared = SharedCounts[Self.group]()
+        var shared = SharedCounts[Self.group](block, self.tables)
         if indexer >= 0:
-            lay_out_rows(
-                shared,
-                self.tables,
+            shared.lay_out_rows(
                 n_own if Self.group.fused_shared_expert else 0,
                 Int(self.n_rows_max),
-                block,
                 indexer,
             )
         elif block.warp_idx == NUMBERS_WARP:
-            var are_there = share_numbers(shared, block)
+            var are_there = shared.share_numbers()
             comptime if Self.Format.router_top_k > 0:
                 # Each rank gets every token.
                 var n_rows = 0
@@ -293,11 +290,10 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
                     Int(block_idx.x) * WARP_SIZE + block.lane,
                     Int(grid_dim.x) * WARP_SIZE,
                 )
-        if not await_numbers(block):
+        if not shared.await_numbers():
             return
         var receiver = Receiver[Self.group, Self.Format, has_input](
             self.rows,
-            self.tables,
             self.src_info,
             UInt64(Int(self.input_tokens)),
             bytes_at(block.recv_bufs[unsafe_offset=block.my_rank]),

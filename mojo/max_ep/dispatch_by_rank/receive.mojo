@@ -19,12 +19,11 @@ from ..device.schedule import (
     n_steps_of,
     Schedule,
 )
-from ..device.warp import any_lane, bytes_at, divmod_32, SENTINEL
+from ..device.warp import any_lane, bytes_at, divmod_32
 from ..flags import flag_at, generation_of
 from ..layout import Group
-from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
-from .counts import await_pair_rows, SharedCounts
+from .counts import SharedCounts
 from .entries import (
     expert_of_entry,
     id_of_word,
@@ -73,10 +72,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     var rows: Self.Format.Rows
     """The output tensors."""
-    var tables: RowTables[
-        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
-    ]
-    """The output tensors that say which row is whose."""
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     """The source of each row."""
     var own_tokens: UInt64
@@ -230,13 +225,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             and token.src_rank == self.block.my_rank
         )
         var is_here = is_shared or any_lane(to.is_here)
-        comptime if Self.group.sends_to_all():
-            # It came, even if no row is made of it: `SENTINEL` is put back.
-            if (
-                token.is_inline
-                and self.block.my_rank < Self.group.n_ranks_with_experts()
-            ):
-                is_here = True
         if not is_here:
             if chunk.part == 0:
                 self._record_row(token, to.row)
@@ -274,15 +262,12 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 return False
             # Only now: what has come by then does not wait for the counts.
             if not has_pair_rows:
-                if not await_pair_rows(self.block):
+                if not self.shared.await_pair_rows():
                     return False
                 has_pair_rows = True
             if first == chunk.begin:
                 if to.has_row:
-                    to.row = (
-                        self.shared.row_of_pair(self.tables, to.pair)
-                        + to.position
-                    )
+                    to.row = self.shared.row_of_pair(to.pair) + to.position
                 if chunk.part == 0 and not self._record(
                     token, to, wanted, is_shared
                 ):

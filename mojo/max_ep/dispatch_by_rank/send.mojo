@@ -57,7 +57,7 @@ struct Receivers(TrivialRegisterPassable):
         var dst_rank: Int32 = -1
         comptime if group.sends_to_all():
             # Not all sources begin with the same rank.
-            comptime n = group.n_ranks_with_experts()
+            comptime n = group.n_ranks
             comptime assert n <= WARP_SIZE, "a lane stands for a rank"
             if lane < n:
                 dst_rank = Int32(UInt32(my_rank + 1 + lane) % UInt32(n))
