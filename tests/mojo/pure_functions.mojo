@@ -15,6 +15,9 @@ from max_ep.dispatch_by_rank.entries import (
     weight_of_word,
     weight_word,
 )
+from max_ep.dispatch_by_rank.counts import pair_of_lane
+from max_ep.dispatch_by_rank.index_large import run_of_block
+from max_ep.dispatch_by_rank.publish import nth_peer
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     N_INDEX_WARPS,
@@ -22,6 +25,7 @@ from max_ep.dispatch_by_rank.roles import (
     n_send_warps,
     receive_schedule,
 )
+from max_ep.dispatch_by_rank.send import unit_of_chunks
 from max_ep.flags import (
     count_of,
     flag_word,
@@ -32,6 +36,7 @@ from max_ep.flags import (
 )
 from max_ep.gpu_launch import NUM_THREADS
 from max_ep.layout import Addressing, Group, N_CHUNKS
+from max.gpu import WARP_SIZE
 from std.testing import assert_equal, assert_true
 
 comptime GROUP_OF[n_ranks: Int] = Group(
@@ -113,6 +118,46 @@ def check_split[n_steps: Int]() raises:
         assert_equal(step, 5 * n_steps)
 
 
+def check_units[n_steps: Int]() raises:
+    """The units of chunks that a warp sends at once are all steps, in order."""
+    for n_units in [1, 2, N_CHUNKS]:
+        var step = 0
+        for unit in range(n_units):
+            var chunk = unit_of_chunks[n_steps](7, unit, n_units)
+            assert_equal(chunk.whole, 7)
+            assert_equal(chunk.begin, step)
+            step = chunk.end
+        assert_equal(step, n_steps)
+
+
+def check_runs_of_blocks() raises:
+    """Runs are all choices, in order; the last of several blocks has none."""
+    for n_blocks in [1, 2, 7, 132]:
+        for n_choices in [0, 1, 131, 132, 4097]:
+            var choice = 0
+            for block in range(n_blocks):
+                var begin, end = run_of_block(n_choices, block, n_blocks)
+                assert_equal(begin, choice)
+                assert_true(end == begin or block < max(n_blocks - 1, 1))
+                choice = end
+            assert_equal(choice, n_choices)
+
+
+def check_peers_and_pairs() raises:
+    """Each rank comes once, the own one last; each pair has one place in a warp.
+    """
+    for my_rank in range(5):
+        for n in range(5):
+            assert_equal(nth_peer(my_rank, n, 5), (my_rank + 1 + n) % 5)
+    var n_of = List[Int](length=8 * WARP_SIZE, fill=0)
+    for lane in range(WARP_SIZE):
+        for i in range(8):
+            n_of[pair_of_lane(512, i, lane) - 512] += 1
+            assert_equal(pair_of_lane(0, i, lane) % 2, i % 2)
+    for n in n_of:
+        assert_equal(n, 1)
+
+
 def check_what_was_measured() raises:
     """How much is sent at once, as it was fastest on two H200s."""
     comptime two = GROUP_OF[2]
@@ -170,6 +215,10 @@ def check_generations() raises:
 
 def main() raises:
     """Runs all."""
+    check_units[28]()
+    check_units[5]()
+    check_runs_of_blocks()
+    check_peers_and_pairs()
     check_words()
     check_generations()
     check_chunks_at_once()

@@ -43,10 +43,12 @@ def check_metadata[
         n_ranks: Ranks of the group.
         protocol: The wire protocol.
     """
-    comptime assert token_fmt_type.router_top_k == 0 or (
-        protocol == GATHER_REDUCED
-        and n_experts == n_ranks
-        and token_fmt_type.top_k == n_ranks
+    comptime has_metadata = token_fmt_type.router_top_k > 0
+    comptime is_each_rank_an_expert = (
+        n_experts == n_ranks and token_fmt_type.top_k == n_ranks
+    )
+    comptime assert has_metadata == (protocol == GATHER_REDUCED) and (
+        is_each_rank_an_expert or not has_metadata
     ), (
         "max_ep: tokens carry choices where each goes to every rank: with"
         " gather_reduced, and each rank as an expert"

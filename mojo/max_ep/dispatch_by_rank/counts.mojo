@@ -62,7 +62,7 @@ def _pairs_of_warp[group: Group]() -> Int:
 
 
 @always_inline
-def _pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
+def pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
     """Numbers the pairs that a lane reads: two of each load, which are neighbours.
     """
     return first + (i // 2 * WARP_SIZE + lane) * 2 + i % 2
@@ -222,12 +222,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         )
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
         comptime for i in range(_PAIRS_OF_LANE):
-            is_missing[i] = _pair_of_lane(first, i, self.block.lane) < n_pairs
+            is_missing[i] = pair_of_lane(first, i, self.block.lane) < n_pairs
         var wait = Wait(self.block.deadline)
         while True:
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
                 if is_missing[i] or is_missing[i + 1]:
-                    var pair = _pair_of_lane(first, i, self.block.lane)
+                    var pair = pair_of_lane(first, i, self.block.lane)
                     words[i], words[i + 1] = load_relaxed_sys_2(
                         flag_at(
                             my_counts, Self.group.dispatch_count_offset(pair)
@@ -243,7 +243,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if missing < 0:
                 break
             if wait.has_expired():
-                var pair = _pair_of_lane(first, missing, self.block.lane)
+                var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
                     NO_COUNT,
                     RECEIVE,
@@ -284,7 +284,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             # Neighbouring lanes have read neighbouring words. Now a lane has
             # neighbouring pairs, so that lanes are added up once.
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
-                var pair = _pair_of_lane(first, i, self.block.lane)
+                var pair = pair_of_lane(first, i, self.block.lane)
                 var two = SIMD[DType.int32, 2](0)
                 if pair < n_pairs:
                     two[0] = Int32(count_of(words[i]))

@@ -5,14 +5,14 @@
     | generation | expert id | position |
 
 It has the form of a flag (`flags.mojo`), so one access reads or writes it whole,
-and it tells by itself of which generation it is. Expert and position have
+and it says which generation it is of. Expert and position have
 `ENTRY_FIELD_BITS` each; `EPConfig` refuses what does not fit. With reduced
 combine a second word follows, of the same form:
 
     63         32 31                  0
     | generation | router weight      |
 
-A choice that a token carries to every rank, in an all-gather, is two such words:
+The routing metadata of a choice, in an all-gather, is two such words:
 expert id, which may be any 32 bits, and probability.
 """
 from std.memory import bitcast
@@ -62,11 +62,11 @@ def weight_of_word(word: UInt64) -> Float32:
 
 @always_inline
 def id_word(generation: UInt32, expert_id: Int32) -> UInt64:
-    """Makes the first word of a choice that a token carries."""
+    """Makes the first word of routing metadata."""
     return flag_word(generation, Int(bitcast[DType.uint32](expert_id)))
 
 
 @always_inline
 def id_of_word(word: UInt64) -> Int32:
-    """Reads the expert id of a choice that a token carries."""
+    """Reads the expert id of routing metadata."""
     return bitcast[DType.int32](UInt32(word & 0xFFFF_FFFF))

@@ -79,7 +79,7 @@ struct _LaneVectors(TrivialRegisterPassable):
 
     @always_inline
     def has(self, i: Int) -> Bool:
-        """Tells whether there is one."""
+        """Says whether there is one."""
         return UInt32(self.first + i * self.stride) < self.end
 
     @always_inline

@@ -134,6 +134,9 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
         comptime assert (
             has_metadata == Self.group.sends_to_all()
         ), "an all-gather takes routing metadata along"
+        comptime assert (
+            not has_metadata or Self.group.n_experts == Self.group.n_ranks
+        ), "each rank of an all-gather is an expert"
         # Then this rank reads its own tokens where they are given.
         comptime has_input = (
             sends and receives and Self.Format.is_identity[Self.input_type]()

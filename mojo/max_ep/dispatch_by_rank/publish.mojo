@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dispatch writes beside tokens: entries, counts, numbers of tokens, metadata.
+"""What dispatch publishes apart from tokens: entries, counts, numbers of tokens, metadata.
 
 Each word says its generation. None is ordered with another.
 """

@@ -331,7 +331,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def _place_metadata(self, token: Token, row: Int) -> Bool:
-        """Places the routing metadata of a token beside its row, with one warp.
+        """Places the routing metadata of a token into its row, with one warp.
         """
         comptime router_top_k = Self.Format.router_top_k
         var is_late = False

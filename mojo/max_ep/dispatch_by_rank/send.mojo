@@ -79,7 +79,7 @@ struct Receivers(TrivialRegisterPassable):
 
     @always_inline
     def are_any(self) -> Bool:
-        """Tells whether the token is sent at all."""
+        """Says whether the token is sent at all."""
         return self.targets != 0 or self.is_own
 
     @always_inline
