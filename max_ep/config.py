@@ -216,11 +216,6 @@ class EPConfig:
         return self.combine_dtype if self.partial_dtype is None else self.partial_dtype
 
     @property
-    def adds_unsent_rows(self) -> bool:
-        """Whether ``combine_wait`` takes the expert rows, which are not all sent."""
-        return self.fused_shared_expert or self.combines_sums
-
-    @property
     def n_given_choices(self) -> int:
         """Columns of the ``topk_ids`` and weights that dispatch is given."""
         return self.router_top_k or self.top_k

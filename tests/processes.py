@@ -271,8 +271,7 @@ def _add_phases(module: Module, case: Case) -> None:
 
     def combine_wait(ep, counter, weights, rows):  # noqa: ANN001, ANN202
         given = counter, *ep._pointers(1)[1:], config, weights.shape[0]
-        own = rows if config.adds_unsent_rows else None
-        return (call_ep_combine_wait(*given, None if is_sums else weights, own),)
+        return (call_ep_combine_wait(*given, None if is_sums else weights, rows),)
 
     for build, types in (
         (dispatch_async, [tokens, ids, weights]),

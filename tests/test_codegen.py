@@ -36,7 +36,7 @@ AMD_REGISTERS_OF_TWO_WAVES = 256
 # most. It should be none, and is for all others.
 SPILLED = {
     (NVIDIA, "dispatch_async.fp8_scaled"): 104,
-    (NVIDIA, "dispatch.fp8_shared_parts"): 8,
+    (NVIDIA, "dispatch_wait.fp8_shared_parts_turns"): 8,
 }
 
 

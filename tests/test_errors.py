@@ -167,9 +167,10 @@ def loose_round_trip(
         manager.ep_combine_async(got[rank][0], rank)
     weights = ranks[1].weights
     of_rank_1 = manager.atomic_counters[0][1], *manager._pointers(1)[1:]
+    given = manager.config, weights.shape[0], weights, got[1][0]
     results = [
         manager.ep_combine_wait(ranks[0].weights, 0),
-        call_ep_combine_wait(*of_rank_1, manager.config, weights.shape[0], weights),
+        call_ep_combine_wait(*of_rank_1, *given),
     ]
     return [[*got[r], manager._src_info[r], results[r]] for r in range(2)]
 

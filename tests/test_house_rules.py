@@ -30,8 +30,8 @@ MARKDOWN_FILES = sorted(
 LAYERS = (
     "layout flags cpu_copy counters failures row_tables token_format formats "
     "transport shmem_modules launch_checks device dispatch_by_expert dispatch_by_rank "
-    "combine_rows combine_sums kernels cpu gpu_setup setup gpu_launch watch api watch_ops ops "
-    "all_gather_ops routing routing_ops"
+    "combine_rows combine_sums kernels cpu gpu_setup setup gpu_launch watch api "
+    "watch_ops ops all_gather_ops routing routing_ops"
 ).split()
 
 

@@ -333,24 +333,19 @@ def test_sums_combine_wait_needs_the_expert_rows() -> None:
             pointers = manager._pointers(1)[1:]
             given = (manager.atomic_counters[0][0], *pointers)
             given += config, x.tokens.shape[0], None
-            with raises(ValueError, "combine_mode='sums'; needs input_tokens"):
-                call_ep_combine_wait(*given)
+            with raises(TypeError, "input_tokens; NoneType; graph value"):
+                call_ep_combine_wait(*given, None)
             with raises(ValueError, f"input_tokens; [3, 4, 80]; {wanted}"):
                 call_ep_combine_wait(*given, x.short)
 
 
-def test_combine_wait_needs_the_shared_rows() -> None:
-    """Whose rows are added must be said, and only where they are."""
-    for is_fused, word in ((True, "needs"), (False, "takes no")):
-        config = TWO.config(fused_shared_expert=is_fused)
-        with building(config, short=tensor(F32, "t", 80)) as (manager, x):
-            given = (manager.atomic_counters[0][0], *manager._pointers(1)[1:])
-            given += config, x.tokens.shape[0], x.weights
-            with raises(ValueError, f"fused_shared_expert={is_fused}; {word}"):
-                call_ep_combine_wait(*given, None if is_fused else x.rows)
-            if is_fused:
-                with raises(TypeError, "input_tokens; float32; bfloat16"):
-                    call_ep_combine_wait(*given, x.short)
+def test_combine_wait_needs_rows_of_the_combine_dtype() -> None:
+    config = TWO.config(fused_shared_expert=True)
+    with building(config, short=tensor(F32, "t", 80)) as (manager, x):
+        given = (manager.atomic_counters[0][0], *manager._pointers(1)[1:])
+        given += config, x.tokens.shape[0], x.weights
+        with raises(TypeError, "input_tokens; float32; bfloat16"):
+            call_ep_combine_wait(*given, x.short)
 
 
 def test_not_graph_values() -> None:
@@ -596,4 +591,4 @@ def test_low_level_forms_check_their_buffers() -> None:
             more = [n] * 2, [x.weights] * 2
             call_distributed_ep_combine(*rows, *wrong, config, *more)
         with raises(TypeError, "router_weights; int32; float32"):
-            call_ep_combine_wait(counter, recv, counts, config, n, x.ids)
+            call_ep_combine_wait(counter, recv, counts, config, n, x.ids, x.rows)

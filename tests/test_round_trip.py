@@ -283,10 +283,9 @@ def call_ep_round_trip(
     if how == "split":
         for x, info, counter in zip(rows, infos, counters):
             call_ep_combine_async(x, info, counter, *back, config)
-        unsent = rows if config.adds_unsent_rows else [None] * len(rows)
         results = [
             call_ep_combine_wait(counter, *back[1:], config, n, w, x)
-            for counter, n, w, x in zip(counters, n_tokens, weights, unsent)
+            for counter, n, w, x in zip(counters, n_tokens, weights, rows)
         ]
     elif how == "fused":
         results = [

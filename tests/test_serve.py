@@ -240,7 +240,7 @@ SPLIT_ON_TWO_RANKS = {
         "dispatch_async",
         "dispatch_wait",
         "combine_async",
-        "combine_wait.rows",
+        "combine_wait",
     )
 }
 

@@ -299,8 +299,9 @@ def call_ep_combine_async(
     Args:
         input_tokens: Expert rows, of the shape of ``output_tokens`` (see
             :func:`call_ep_dispatch_wait`) and of ``config.combine_dtype``, where
-            this rank's last dispatch put them. Those of a fused shared expert
-            are not sent: :func:`call_ep_combine_wait` adds them.
+            this rank's last dispatch put them. Those of a fused shared expert, and
+            on GPUs those of this rank's own tokens, are not sent:
+            :func:`call_ep_combine_wait` reads them where they are.
         src_info: ``src_info`` from that dispatch.
     """
     pointers = check_buffers(
@@ -328,7 +329,7 @@ def call_ep_combine_wait(
     config: EPConfig,
     num_tokens: Dim,
     router_weights: TensorValue | None,
-    input_tokens: TensorValue | None = None,
+    input_tokens: TensorValue,
 ) -> TensorValue:
     """Adds "complete combine" to the current graph.
 
@@ -337,10 +338,9 @@ def call_ep_combine_wait(
         router_weights: ``[num_tokens, top_k]`` float32, or bfloat16, which is
             widened. With ``combine_mode="sums"`` None:
             :func:`call_ep_dispatch_async` takes them.
-        input_tokens: With ``fused_shared_expert`` or ``combine_mode="sums"``, the
-            expert rows that :func:`call_ep_combine_async` took. This op adds the
-            shared expert's, row ``t`` for token ``t``, and with sums those of this
-            rank's own tokens. Otherwise None.
+        input_tokens: The expert rows that :func:`call_ep_combine_async` took. This op
+            reads those that are not sent: a fused shared expert's, row ``t`` for
+            token ``t``, and those that this rank's experts made of its own tokens.
 
     Returns:
         ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: for each token the
@@ -360,14 +360,16 @@ def call_ep_combine_wait(
     device = atomic_counter.device
     weights = weights_for_op(config, router_weights, num_tokens, device, "combine")
     check_unsent_rows(config, input_tokens, device)
-    name, values = "combine_wait", [weights, *pointers]
-    parameters = ops.combine_parameters(config) | ops.wait_parameters(config)
-    if input_tokens is not None:
-        name += ".rows"
-        values.insert(0, ops.flat_rows(config, input_tokens))
-        parameters |= ops.shared_expert_parameters(config)
-    types = [ops.combine_type(config, num_tokens, device)]
-    return ops.call_op(name, config, atomic_counter, values, parameters, types)[0]
+    return ops.call_op(
+        "combine_wait",
+        config,
+        atomic_counter,
+        [ops.flat_rows(config, input_tokens), weights, *pointers],
+        ops.combine_parameters(config)
+        | ops.wait_parameters(config)
+        | ops.shared_expert_parameters(config),
+        [ops.combine_type(config, num_tokens, device)],
+    )[0]
 
 
 def call_ep_combine(
@@ -451,7 +453,7 @@ def call_distributed_ep_combine(
             *pointers[1:],
             config,
             *rest[i],
-            input_tokens[i] if config.adds_unsent_rows else None,
+            input_tokens[i],
         )
         for i in local_ranks
     ]

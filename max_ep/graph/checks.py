@@ -237,21 +237,12 @@ def scales_for_op(
 
 
 def check_unsent_rows(
-    config: EPConfig, input_tokens: TensorValue | None, device: DeviceRef
+    config: EPConfig, input_tokens: TensorValue, device: DeviceRef
 ) -> None:
-    """Checks the expert rows that combine_wait adds where they stand, if any."""
-    if config.adds_unsent_rows != (input_tokens is not None):
-        needs = "needs" if config.adds_unsent_rows else "takes no"
-        raise ValueError(
-            f"combine_wait with fused_shared_expert={config.fused_shared_expert}, "
-            f"combine_mode={config.combine_mode!r} {needs} input_tokens: the expert "
-            "rows that combine_async took. It adds the rows of a fused shared expert, "
-            "and with sums those of this rank's own tokens"
-        )
-    if input_tokens is not None:
-        rows = [config.n_local_experts, config.expert_capacity]
-        shape = [*(rows if config.is_padded else [None]), config.hidden_size]
-        check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
+    """Checks the expert rows that combine_wait reads where they are."""
+    rows = [config.n_local_experts, config.expert_capacity]
+    shape = [*(rows if config.is_padded else [None]), config.hidden_size]
+    check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
 
 
 def check_all_ranks(

@@ -394,7 +394,7 @@ class EPBatchManager:
             self._num_tokens[device_id],
             router_weight,
             # Rows that were not sent stand there.
-            self._expert_rows[device_id] if self.config.adds_unsent_rows else None,
+            self._expert_rows[device_id],
         )
 
     def ep_combine(

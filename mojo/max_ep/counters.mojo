@@ -12,7 +12,9 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
     choices [2][max_tokens_per_rank * top_k]
                           GPU only: expert of each choice of the last two
                           dispatches, `NO_EXPERT` if it was not sent; halves
-                          alternate by generation
+                          alternate by generation. If combine sends rows,
+                          `dispatch_wait` records `own_row` in its place where
+                          this rank has the expert
     slots [max_tokens_per_rank * top_k]
                           GPU only: slot of each choice of this dispatch
     received tokens [n_ranks], rows [n_ranks][max_tokens_per_rank * top_k],
@@ -36,6 +38,19 @@ comptime N_HEADER_WORDS = 32
 
 comptime NO_EXPERT = Int32(-1)
 """Expert of a choice that is not sent."""
+
+
+@always_inline
+def own_row(row: Int) -> Int32:
+    """Names the row of a choice whose expert is on the choice's own rank."""
+    return NO_EXPERT - 1 - Int32(row)
+
+
+@always_inline
+def row_of_own(choice: Int32) -> Int:
+    """Reads the row; negative if the choice has none on its own rank."""
+    return Int(NO_EXPERT - 1 - choice)
+
 
 comptime NO_ROW = Int32(-1)
 """Row of a choice whose expert is on another rank, or that has none. GPU ranks

@@ -397,7 +397,8 @@ def combine_wait_kernel[
         recv_count_ptrs: Counts buffers of the p2p world.
         ep_counters: This rank's local words.
         my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
-        shared_rows: The shared expert's rows; read if it is fused.
+        shared_rows: The expert rows that `combine_async_kernel` took. Read are
+            those of this rank's own tokens, and a fused shared expert's.
     """
     comptime group = _combine_group[
         combine_dtype,

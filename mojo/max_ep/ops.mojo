@@ -548,57 +548,6 @@ struct CombineWait:
         n_nodes: Int,
         n_sms: Int,
         shares_gpu: Bool,
-        protocol: Int,
-        partial_dtype: DType,
-    ](
-        output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_combine_wait_kernel_api[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            protocol=protocol,
-            partial_dtype=partial_dtype,
-            n_sms=n_sms,
-            shares_gpu=shares_gpu,
-        ](
-            output_tokens.to_tile_tensor(),
-            atomic_counters.to_tile_tensor(),
-            router_weights.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-        )
-
-
-@extensibility.register("max_ep.combine_wait.rows")
-struct CombineWaitRows:
-    """Completes combine, adding rows that were not sent where they stand."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        combine_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        shares_gpu: Bool,
         fused_shared_expert: Bool,
         protocol: Int,
         partial_dtype: DType,

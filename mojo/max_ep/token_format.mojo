@@ -238,8 +238,8 @@ struct PlainRows(DevicePassable, TrivialRegisterPassable):
 struct SharedRows(DevicePassable, TrivialRegisterPassable):
     """Expert rows of this rank that combine adds where they stand.
 
-    Those of a fused shared expert, and with a reduced protocol those that this
-    rank's own experts made of its own tokens: neither is sent.
+    Those of a fused shared expert, and on GPUs or with a reduced protocol those
+    that this rank's own experts made of its own tokens: neither is sent.
     """
 
     var rows: BytePointer

@@ -171,8 +171,9 @@ def _is_there[
             == generation
         )
     elif not group.has_sums():
+        # Negative if there is no row, and if it is on this rank.
         var expert = choices[unsafe_offset=item]
-        if expert == NO_EXPERT or Int(expert) // n_local_experts != peer_rank:
+        if expert < 0 or Int(expert) // n_local_experts != peer_rank:
             return True
         var row = recv_buf.unsafe_offset(group.combine_message_offset(0, item))
         var flag = message_flag(row, group.combine_msg_bytes)

@@ -193,6 +193,16 @@ def _receive_messages(launch: Launch, block: int) -> None:
         await_message(launch, a, flag, generation, meant)
         for chunk in range(world.n_chunks):
             a.load(where, ("dispatch_message", rank, expert, src, slot, chunk), meant)
+        if src == rank:
+            record_own_row(launch, a, where, n, generation, t, k)
+
+
+def record_own_row(
+    launch: Launch, a: Agent, where: str, n: int, generation: int, t: int, k: int
+) -> None:
+    """Says in place of a choice's expert where its row is on the same rank."""
+    place = ("choices", launch.rank, launch.parity(generation, n), t, k)
+    a.store(where, place, "row", ("own row", n, t, k))
 
 
 def _place_own_tokens(launch: Launch, block: int, after: list[int], n: int) -> None:
@@ -269,7 +279,7 @@ def _send_rows(launch: Launch, block: int) -> None:
         (src, *message)
         for src in world.ranks
         for message in _messages(launch, n, src)
-        if world.rank_of(message[2]) == rank
+        if world.rank_of(message[2]) == rank and src != rank
     ]
     for src, t, k, expert, _ in items[block :: world.n_blocks]:
         truth = ("row", m, src, t, k)
@@ -302,6 +312,10 @@ def _reduce_tokens(launch: Launch, block: int, n: int, of: int) -> None:
     for t in range(block, len(tokens), world.n_blocks):
         for k, expert in enumerate(tokens[t]):
             place = ("choices", rank, parity, t, k)
+            if expert >= 0 and world.rank_of(expert) == rank:
+                # The row is read where it is.
+                a.load(where, place, ("own row", n, t, k))
+                continue
             a.load(where, place, ("choice", n, t, k))
             if expert < 0:
                 continue

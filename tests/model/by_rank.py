@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from .by_expert import record_own_row
 from .launches import Agent, Launch
 from .memory import SENTINEL
 from .steps import (
@@ -109,13 +110,19 @@ def _enter_choice(launch: Launch, a: Agent, t: int, k: int) -> None:
     n = launch.dispatched + 1
     generation = launch.next("dispatch_sent")
     expert = launch.world.tokens(n, launch.rank)[t][k]
-    a.store(
-        _DISPATCH + "_enter_choice",
-        ("choices", launch.rank, launch.parity(generation, n), t, k),
-        expert,
-        ("choice", n, t, k),
-    )
+    if launch.world.has_sums or not _has_own_row(launch, expert):
+        a.store(
+            _DISPATCH + "_enter_choice",
+            ("choices", launch.rank, launch.parity(generation, n), t, k),
+            expert,
+            ("choice", n, t, k),
+        )
     _write_entry(launch, a, n, generation, t, k, expert)
+
+
+def _has_own_row(launch: Launch, expert: int) -> bool:
+    """Whether a choice's row is made on the choice's own rank."""
+    return expert >= 0 and launch.world.rank_of(expert) == launch.rank
 
 
 def _stride(launch: Launch) -> int:
@@ -352,6 +359,10 @@ def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> Non
             is_waiting = False
         if world.has_metadata and rank in world.owners(n, src, t):
             _place_metadata(launch, a, n, generation, src, t)
+        if not world.has_sums and src == rank:
+            for k, expert in enumerate(tokens[t]):
+                if _has_own_row(launch, expert):
+                    record_own_row(launch, a, where, n, generation, t, k)
         if world.has_sums:
             a.store(where, saved, True, truth)
             a.store(where, ("received_weights", rank, src, t), True, truth)

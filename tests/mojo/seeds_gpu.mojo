@@ -366,7 +366,9 @@ def receive_rows(ranks: List[Rank], ctx: DeviceContext) raises:
             buffers[UInt64](ranks, 5),
             rank.counters_view(),
             Int32(i),
-            SharedRows.none(),
+            SharedRows(
+                at[DType.float32](rank.rows).unsafe_bitcast[UInt8](), MAX_ROWS
+            ),
             grid_dim=N_BLOCKS,
             block_dim=NUM_THREADS,
         )

@@ -195,8 +195,8 @@ def ep_combine_wait_kernel_api[
         recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
         context: The device.
         shared_rows: The expert rows that `combine_async` took. Read are the
-            shared expert's, which come first, if it is fused, and with
-            a reduced protocol those of this rank's own tokens.
+            shared expert's, which come first, if it is fused, and those of
+            this rank's own tokens, on GPUs and with a reduced protocol.
 
     Raises:
         If an argument does not fit, or a peer is late.

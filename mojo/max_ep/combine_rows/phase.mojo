@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine of rows, for GPU ranks.
 
-Every row goes back to the place of its choice, `[token][k]`, on its source
-rank, and announces itself there by the flag in its source info. The source
-knows from its own dispatch which choices come back, waits for these, and adds
-the rows of a token as `cpu/combine.mojo` does:
+Every row of another rank's token goes back to the place of its choice,
+`[token][k]`, on its source rank, and announces itself there by the flag in its
+source info. The source knows from its own dispatch which choices come back, and
+where the rows of its own experts are. It waits for the former, reads the latter
+where they are, and adds the rows of a token as `cpu/combine.mojo` does:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
     result = acc, rounded to the combine dtype
@@ -31,7 +32,7 @@ from ..layout import (
     message_bytes,
     plain_token_bytes,
 )
-from ..token_format import BytePointer
+from ..token_format import BytePointer, SharedRows
 from .reduce import reduce_tokens
 from .roles import N_CONTROL, n_send_warps, RECEIVE, SEND
 from .send import send_rows, SharedPairs
@@ -84,7 +85,8 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
 
     var expert_rows: BytePointer
     """`[n_rows][hidden_size]`, in the order of the last dispatch, aligned to 16
-    bytes. The receive phase reads those of a fused shared expert."""
+    bytes. The receive phase reads those of a fused shared expert, and those that
+    this rank's experts made of its own tokens."""
     var n_rows: Int32
     """Rows of `expert_rows` and `src_info`."""
     var src_info: Pointer[Int32, ImmUntrackedOrigin]
@@ -139,6 +141,7 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
                 self._refuse[receives]()
                 self.counters.set_broken()
                 return
+        comptime if sends and group.n_ranks > 1:
             var n_senders = group.num_threads // WARP_SIZE
             comptime if receives:
                 n_senders = n_send_warps(Int(self.n_tokens), n_senders)
@@ -162,7 +165,7 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
                 BytePointer(unsafe_from_address=Int(self.output_tokens)),
                 Int(self.n_tokens),
                 self.router_weights,
-                self.expert_rows,
+                SharedRows(self.expert_rows, Int(self.n_rows)),
                 dispatch_generation,
                 block,
             )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp adds up the rows of a token, as they arrive."""
+"""How a warp adds up the rows of a token: own ones where they are, others as they
+arrive.
+"""
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 from std.math import ceildiv, fma
@@ -7,17 +9,26 @@ from std.memory import bitcast
 from std.sys import size_of
 from std.utils.numerics import nan
 
-from ..counters import NO_EXPERT
+from ..counters import NO_EXPERT, row_of_own
 from ..device.block import Block, next_work
 from ..device.warp import any_lane, bytes_at, load16, store16
-from ..failures import BAD_N_TOKENS, is_fatal, OVERTAKEN, WRONG_EXPERT
+from ..failures import (
+    BAD_N_TOKENS,
+    is_fatal,
+    OVERTAKEN,
+    TOO_MANY_ROWS,
+    WRONG_EXPERT,
+)
 from ..flags import count_of, generation_of, message_flag, next_generation
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
-from ..token_format import BytePointer, LaneBytes
+from ..token_format import BytePointer, LaneBytes, SharedRows
 from .roles import NEXT_CHUNK, RECEIVE
 
 comptime ROWS_IN_FLIGHT = 8
 """Rows of a token whose loads a lane has under way at once."""
+
+comptime _Choices = SIMD[DType.int32, ROWS_IN_FLIGHT]
+comptime _Weights = SIMD[DType.float32, ROWS_IN_FLIGHT]
 
 
 @fieldwise_init
@@ -32,12 +43,24 @@ struct TokenRows[group: Group, dtype: DType](TrivialRegisterPassable):
     comptime width = MESSAGE_ALIGN // size_of[Scalar[Self.dtype]]()
     """Elements of 16 bytes."""
 
+    comptime Sum = SIMD[DType.float32, Self.width]
+    """What 16 bytes of rows add up to."""
+
+    comptime row_bytes = plain_token_bytes(
+        Self.group.hidden_size, size_of[Scalar[Self.dtype]]()
+    )
+    """Bytes of a row."""
+    comptime n_vectors = Self.row_bytes // MESSAGE_ALIGN
+    """Vectors of 16 bytes of a row."""
+
     var received: BytePointer
     """Where rows arrive for this token."""
+    var expert_rows: BytePointer
+    """Rows of this rank's experts."""
+    var choice: Int32
+    """What `EPLocalSyncCounters.choices` says of the lane's choice."""
     var weight: Float32
-    """Router weight of the lane's choice."""
-    var has_row: Bool
-    """Whether there is a row for it."""
+    """Its router weight."""
 
     @always_inline
     def reduce(
@@ -52,54 +75,88 @@ struct TokenRows[group: Group, dtype: DType](TrivialRegisterPassable):
         """Adds the weighted rows in choice order, from one vector to another.
         """
         comptime top_k = Self.group.top_k
-        comptime Sum = SIMD[DType.float32, Self.width]
-        var weights = Array[Float32, top_k](fill=0)
-        var has = Array[Bool, top_k](fill=False)
-        comptime for k in range(top_k):
-            weights[k] = warp.shuffle_idx(self.weight, UInt32(k))
-            has[k] = (
-                warp.shuffle_idx(
-                    Int32(1) if self.has_row else Int32(0), UInt32(k)
-                )
-                != 0
-            )
-        for vector in range(begin + lane, end, WARP_SIZE):
-            var sum = Sum(0)
+        var choices, weights = self._batch(0)
+        # All lanes take each step, since they hand choices to each other.
+        for first_vector in range(begin, end, WARP_SIZE):
+            var vector = first_vector + lane
+            var is_there = True
+            comptime if Self.n_vectors % WARP_SIZE != 0:
+                is_there = vector < end
+            var sum = Self.Sum(0)
             var shared = LaneBytes(0)
             comptime if Self.group.fused_shared_expert:
-                shared = load16(
-                    shared_row.unsafe_offset(vector * MESSAGE_ALIGN)
-                )
-            comptime for batch in range(ceildiv(top_k, ROWS_IN_FLIGHT)):
-                comptime first = batch * ROWS_IN_FLIGHT
-                comptime n = min(ROWS_IN_FLIGHT, top_k - first)
-                var parts = Array[LaneBytes, n](fill=0)
-                comptime for i in range(n):
-                    if has[first + i]:
-                        parts[i] = load16(
-                            self.received.unsafe_offset(
-                                Self.group.combine_message_offset(0, first + i)
-                                + vector * MESSAGE_ALIGN
-                            )
-                        )
-                comptime for i in range(n):
-                    if has[first + i]:
-                        sum = fma(
-                            Sum(weights[first + i]), Self._wide(parts[i]), sum
-                        )
+                if is_there:
+                    shared = load16(
+                        shared_row.unsafe_offset(vector * MESSAGE_ALIGN)
+                    )
+            comptime if top_k <= ROWS_IN_FLIGHT:
+                self._add(sum, 0, choices, weights, vector, is_there)
+            else:
+                for first in range(0, top_k, ROWS_IN_FLIGHT):
+                    choices, weights = self._batch(first)
+                    self._add(sum, first, choices, weights, vector, is_there)
             comptime if Self.group.fused_shared_expert:
                 sum = sum.cast[Self.dtype]().cast[DType.float32]()
                 sum += Self._wide(shared)
             if is_broken:
                 sum = nan[DType.float32]()
-            store16(
-                result.unsafe_offset(vector * MESSAGE_ALIGN),
-                bitcast[DType.uint32, 4](sum.cast[Self.dtype]()),
-            )
+            if is_there:
+                store16(
+                    result.unsafe_offset(vector * MESSAGE_ALIGN),
+                    bitcast[DType.uint32, 4](sum.cast[Self.dtype]()),
+                )
+
+    @always_inline
+    def _add(
+        self,
+        mut sum: Self.Sum,
+        first: Int,
+        choices: _Choices,
+        weights: _Weights,
+        vector: Int,
+        is_there: Bool,
+    ):
+        """Adds a vector of the rows of some choices, if there is one."""
+        comptime n = min(ROWS_IN_FLIGHT, Self.group.top_k)
+        var parts = Array[LaneBytes, n](fill=0)
+        comptime for i in range(n):
+            if is_there and choices[i] != NO_EXPERT:
+                parts[i] = load16(
+                    self._row(first + i, choices[i]).unsafe_offset(
+                        vector * MESSAGE_ALIGN
+                    )
+                )
+        comptime for i in range(n):
+            if choices[i] != NO_EXPERT:
+                sum = fma(Self.Sum(weights[i]), Self._wide(parts[i]), sum)
+
+    @always_inline
+    def _batch(self, first: Int) -> Tuple[_Choices, _Weights]:
+        """Hands some choices and their weights to all lanes.
+
+        Lanes behind the last choice have none.
+        """
+        comptime assert WARP_SIZE % ROWS_IN_FLIGHT == 0, "no lane to ask"
+        var choices = _Choices(NO_EXPERT)
+        var weights = _Weights(0)
+        comptime for i in range(min(ROWS_IN_FLIGHT, Self.group.top_k)):
+            choices[i] = warp.shuffle_idx(self.choice, UInt32(first + i))
+            weights[i] = warp.shuffle_idx(self.weight, UInt32(first + i))
+        return (choices, weights)
+
+    @always_inline
+    def _row(self, k: Int, choice: Int32) -> BytePointer:
+        """Finds the row of a choice that has one."""
+        var row = row_of_own(choice)
+        if row >= 0:
+            return self.expert_rows.unsafe_offset(row * Self.row_bytes)
+        return self.received.unsafe_offset(
+            Self.group.combine_message_offset(0, k)
+        )
 
     @staticmethod
     @always_inline
-    def _wide(bytes: LaneBytes) -> SIMD[DType.float32, Self.width]:
+    def _wide(bytes: LaneBytes) -> Self.Sum:
         return bitcast[Self.dtype, Self.width](bytes).cast[DType.float32]()
 
 
@@ -138,16 +195,14 @@ def reduce_tokens[
     output_tokens: BytePointer,
     n_tokens: Int,
     router_weights: Pointer[Float32, ImmUntrackedOrigin],
-    expert_rows: BytePointer,
+    expert_rows: SharedRows,
     dispatch_generation: UInt32,
     block: Block[group],
 ):
     """Reduces this block's share of the tokens, with one warp of several."""
     comptime top_k = group.top_k
-    comptime row_bytes = plain_token_bytes(
-        group.hidden_size, size_of[Scalar[dtype]]()
-    )
-    comptime n_vectors = row_bytes // MESSAGE_ALIGN
+    comptime row_bytes = TokenRows[group, dtype].row_bytes
+    comptime n_vectors = TokenRows[group, dtype].n_vectors
     comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
     comptime n_warps = group.num_threads // WARP_SIZE
     var lane = block.lane
@@ -171,14 +226,28 @@ def reduce_tokens[
         var rows = recv_buf.unsafe_offset(
             group.combine_message_offset(token_idx, 0)
         )
-        var expert = NO_EXPERT
+        var choice = NO_EXPERT
         var weight: Float32 = 0
         if lane < top_k:
-            expert = choices[unsafe_offset=token_idx * top_k + lane]
+            choice = choices[unsafe_offset=token_idx * top_k + lane]
             weight = router_weights[unsafe_offset=token_idx * top_k + lane]
-        var has_row = expert != NO_EXPERT
-        if has_row and not is_broken:
-            var owner_rank = Int(expert) // group.n_local_experts()
+        var own = row_of_own(choice)
+        if own >= expert_rows.n_rows:
+            block.fail(
+                TOO_MANY_ROWS,
+                RECEIVE,
+                block.my_rank,
+                own,
+                received,
+                0,
+                own + 1,
+                expert_rows.n_rows,
+            )
+            is_broken = True
+            choice = NO_EXPERT
+        if choice >= 0 and not is_broken:
+            var expert = Int(choice)
+            var owner_rank = expert // group.n_local_experts()
             var word = block.await_message(
                 message_flag(
                     rows.unsafe_offset(group.combine_message_offset(0, lane)),
@@ -187,15 +256,15 @@ def reduce_tokens[
                 received,
                 RECEIVE,
                 owner_rank,
-                Int(expert),
+                expert,
             )
             is_broken = generation_of(word) != received
-            if not is_broken and count_of(word) != Int(expert):
+            if not is_broken and count_of(word) != expert:
                 block.fail(
                     WRONG_EXPERT,
                     RECEIVE,
                     owner_rank,
-                    Int(expert),
+                    expert,
                     received,
                     word,
                     token_idx,
@@ -204,9 +273,9 @@ def reduce_tokens[
                 is_broken = True
         is_broken = any_lane(is_broken)
         syncwarp()
-        TokenRows[group, dtype](rows, weight, has_row).reduce(
+        TokenRows[group, dtype](rows, expert_rows.rows, choice, weight).reduce(
             output_tokens.unsafe_offset(token_idx * row_bytes),
-            expert_rows.unsafe_offset(token_idx * row_bytes),
+            expert_rows.rows.unsafe_offset(token_idx * row_bytes),
             is_broken,
             chunk * n_steps // n_chunks * WARP_SIZE,
             min((chunk + 1) * n_steps // n_chunks * WARP_SIZE, n_vectors),

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp sends expert rows back to the places of their choices."""
+"""How a warp sends expert rows back to the places of their choices.
+
+Rows of own tokens are not sent: the receive phase reads them where they are.
+"""
 from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx
 from std.sys import size_of
 
-from ..counters import EPLocalSyncCounters
+from ..counters import EPLocalSyncCounters, rank_of_relative
 from ..device.block import Block, next_work
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import bytes_at, copy_warp
@@ -53,7 +56,6 @@ def send_rows[
     block: Block[group],
 ):
     """Sends this block's share of the rows, with one warp of several."""
-    comptime n_pairs = group.n_pairs()
     comptime row_bytes = plain_token_bytes(
         group.hidden_size, size_of[Scalar[dtype]]()
     )
@@ -64,13 +66,18 @@ def send_rows[
         return
     # Slot by slot over all pairs: all sources get rows all the time, and
     # tokens are complete about in their order.
-    var n_items = block.counters.pair_count(n_pairs) * n_pairs
+    comptime n_others = group.n_ranks - 1
+    comptime n_sent_pairs = group.n_local_experts() * n_others
+    var n_items = block.counters.pair_count(group.n_pairs()) * n_sent_pairs
     while True:
         var round = next_work(block.control.unsafe_offset(NEXT_ROW), block.lane)
         var item = round * Int(grid_dim.x) + Int(block_idx.x)
         if item >= n_items:
             return
-        var slot, pair = divmod(item, n_pairs)
+        var slot, sent_pair = divmod(item, n_sent_pairs)
+        var local_expert, other = divmod(sent_pair, n_others)
+        var src_rank = rank_of_relative(block.my_rank, 1 + other, group.n_ranks)
+        var pair = group.pair(local_expert, src_rank)
         if slot >= Int(pairs.counts[unsafe_offset=pair]):
             continue
         var row = Int(pairs.rows[unsafe_offset=pair]) + slot
@@ -99,7 +106,6 @@ def send_rows[
             )
             return
         # I4: a choice has one expert, so one writer.
-        var local_expert, src_rank = divmod(pair, group.n_ranks)
         var expert_id = block.my_rank * group.n_local_experts() + local_expert
         var offset = UInt64(group.combine_message_offset(token_idx, k))
         var message = block.recv_bufs[unsafe_offset=src_rank] + offset

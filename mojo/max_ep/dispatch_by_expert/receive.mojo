@@ -7,6 +7,7 @@ stands. All warps then copy messages into rows, slot by slot over all pairs.
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 
+from ..counters import own_row
 from ..device.block import Block, next_work
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, bytes_at, copy_warp
@@ -121,14 +122,20 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         )
         if any_lane(generation_of(word) != self.generation):
             return False
-        copy_warp[Self.Format.value_bytes](
-            Self.Format.row_values(self.rows, row), message, lane
-        )
-        Self.Format.decode_scales_lane(message, self.rows, row, lane, WARP_SIZE)
         if lane == 0:
             var token_idx, k = divmod(count_of(word), group.top_k)
             self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
             self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+            if pair % group.n_ranks == self.block.my_rank:
+                # Combine reads the row where it is. The sender has read the
+                # expert that stood here before it published the message.
+                self.block.counters.choices(self.generation, group)[
+                    unsafe_offset=count_of(word)
+                ] = own_row(row)
+        copy_warp[Self.Format.value_bytes](
+            Self.Format.row_values(self.rows, row), message, lane
+        )
+        Self.Format.decode_scales_lane(message, self.rows, row, lane, WARP_SIZE)
         return True
 
     # ------------------------------------------------------------------ counts

@@ -95,7 +95,12 @@ def publish_entry[
     var generation = next_generation(block.before.dispatch_sent)
     var is_expert = choice.is_expert[group]()
     var has_place = is_expert and position < group.max_tokens_per_rank
-    if lane == 0:
+    # A choice that gets a row on this rank is recorded by who makes the row.
+    var owner_rank = Int(choice.id) // group.n_local_experts()
+    var is_recorded = (
+        group.has_sums() or not has_place or owner_rank != block.my_rank
+    )
+    if lane == 0 and is_recorded:
         block.counters.choices(generation, group)[
             unsafe_offset=number
         ] = choice.id if has_place else NO_EXPERT

@@ -10,7 +10,7 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
-from ..counters import NO_ROW, relative_rank, row_elsewhere
+from ..counters import NO_ROW, own_row, relative_rank, row_elsewhere
 from ..device.block import Block, next_work
 from ..device.schedule import (
     Chunk,
@@ -307,6 +307,16 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         if to.has_row:
             self.src_info[unsafe_offset=2 * Int(to.row)] = Int32(token.idx)
             self.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(lane)
+            comptime if not Self.group.has_sums():
+                # `publish_entry` leaves these choices out.
+                if token.src_rank == self.block.my_rank:
+                    self.block.counters.choices(
+                        generation_received(self.block), Self.group
+                    )[
+                        unsafe_offset=Self.group.choice(token.idx, lane)
+                    ] = own_row(
+                        Int(to.row)
+                    )
         self._record_row(token, to.row)
         comptime if Self.group.has_sums():
             if lane < Self.group.top_k:
