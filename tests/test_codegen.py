@@ -323,6 +323,23 @@ def test_warps_hand_on_what_is_there(it: Compiled) -> None:
         assert len(unmet) == 1 < len(stored)
 
 
+# In the others a lane also reads what it has written itself.
+MEETING = r"parts$|reduced_many|by_expert.*dispatch(_wait)?\."
+
+
+@kernels("sm_90a", but=MEETING + "|clear")
+def test_shared_words_are_read_behind_a_meeting(it: Compiled) -> None:
+    """What one lane has written another reads behind a barrier, a vote, an exchange."""
+    kernel = it.kernel
+    shared = kernel.find(lambda op: op.space == "shared")
+    written = shared & kernel.find_kind("store", "atomic relaxed block")
+    met = kernel.find_kind("barrier", "warp_barrier", "some_barrier", "vote")
+    met |= kernel.find_kind("load acquire block")
+    met |= kernel.find(lambda op: op.text.startswith(("shfl", "vote", "redux")))
+    read = shared & kernel.find_kind("load")
+    assert written and not it.shown(read & kernel.reach(written, met))
+
+
 @kernels("by_expert.*dispatch.bf16_shared")
 def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
     """I4: what the sending warps have staged is there when others copy it."""

@@ -12,19 +12,9 @@ from types import SimpleNamespace
 import conftest
 import pytest
 from mojo.run import subprocess_run_mojo
+from test_docs import MOJO_FILES, PAGES, PYTHON_FILES, ROOT, name_of
 
 from max_ep.extension import mojo_dir
-
-ROOT = Path(__file__).resolve().parent.parent
-MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
-PYTHON_FILES = sorted(
-    path
-    for folder in ("max_ep", "graphs", "bench", "tests")
-    for path in (ROOT / folder).rglob("*.py")
-)
-MARKDOWN_FILES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("graphs/*.md")]
-)
 
 # Each module of the Mojo package may import only from those to its left.
 LAYERS = (
@@ -33,10 +23,6 @@ LAYERS = (
     "combine_rows combine_sums kernels cpu gpu_setup setup gpu_launch watch api "
     "watch_ops ops all_gather_ops routing routing_ops"
 ).split()
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES], ids=name_of)
@@ -131,9 +117,7 @@ def test_serving_and_matmuls_stand_apart() -> None:
         assert not [name for name in imported if "max_ep" in name], name_of(path)
 
 
-@pytest.mark.parametrize(
-    "path", [*MOJO_FILES, *PYTHON_FILES, *MARKDOWN_FILES], ids=name_of
-)
+@pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES, *PAGES], ids=name_of)
 def test_no_machine_is_named(path: Path) -> None:
     found = re.findall(r"(?<![\w.])/(?:work|root|home)/\w+", path.read_text())
     assert not found
@@ -298,9 +282,7 @@ NOT_YET_CLEAN: tuple[str, ...] = (
 )
 """Paths that still have retired words. The tuple may only shrink."""
 
-WORDED_FILES = [
-    p for p in [*SIZED_FILES, *MARKDOWN_FILES] if p != Path(__file__).resolve()
-]
+WORDED_FILES = [p for p in [*SIZED_FILES, *PAGES] if p != Path(__file__).resolve()]
 
 
 def retired_words(path: Path) -> list[str]:
