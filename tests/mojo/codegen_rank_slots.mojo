@@ -162,82 +162,6 @@ comptime combine[
 ] = phase_kernel[CombineOf[partial_dtype, max_tokens, shared], True, True]
 
 
-def check_parts_at_once() raises:
-    """Those that are sent at once are whole units, also of a token of 3 parts.
-    """
-    comptime group = Group.of(2, 2, 1, 1, 0, 0, RANK_SLOTS)
-    comptime for n_steps in [1, 2, 3, N_CHUNKS, 28]:
-        comptime n_chunks = min(N_CHUNKS, n_steps)
-        for n_senders in range(1, NUM_THREADS // 32 + 1):
-            for n_tokens in [257, MANY_TOKENS]:
-                var shift = chunks_at_once_shift[group, n_steps](
-                    n_tokens, n_senders
-                )
-                assert_equal(n_chunks >> shift << shift, n_chunks)
-
-
-def check_turns() raises:
-    """Each of few items is one warp's, and index warps have none; so in combine, where
-    each warp goes round.
-    """
-    for n_warps in [N_WARPS_MIN, NUM_THREADS // 32]:
-        for n_blocks in [1, 7, 132]:
-            var n_received = List[Int](
-                length=(n_warps - N_INDEX_WARPS) * n_blocks, fill=0
-            )
-            var n_added = List[Int](length=3 * n_warps * n_blocks, fill=0)
-            for warp in range(n_warps):
-                var received = receive_schedule(warp, n_warps)
-                assert_equal(received.n_scheduled(n_blocks), len(n_received))
-                var added = combine_schedule(warp, n_warps)
-                for block in range(n_blocks):
-                    var item = Schedule.item(received.first, block, n_blocks)
-                    if warp < n_warps - N_INDEX_WARPS:
-                        n_received[item] += 1
-                    else:
-                        assert_true(item >= len(n_received))
-                    for i in range(3):
-                        var round = added.first + i * added.stride
-                        n_added[Schedule.item(round, block, n_blocks)] += 1
-            for n in n_received:
-                assert_equal(n, 1)
-            for n in n_added:
-                assert_equal(n, 1)
-
-
-def check_cut[n_steps: Int]() raises:
-    """The parts of a token are all of its steps, in order."""
-    for are_more in [True, False]:
-        var cut = InlineSplit[n_steps](are_more)
-        var step = 0
-        for number in range(5 * cut.n_chunks()):
-            var chunk = cut.chunk(number)
-            assert_equal(chunk.whole * n_steps + chunk.begin, step)
-            assert_true(chunk.begin < chunk.end)
-            assert_true(chunk.end - chunk.begin <= cut.most_steps)
-            assert_equal(chunk.whole * cut.n_chunks() + chunk.part, number)
-            step += chunk.end - chunk.begin
-        assert_equal(step, 5 * n_steps)
-
-
-def check_what_was_measured() raises:
-    """How much is sent at once, as it was fastest on two H200s."""
-    comptime two = Group.of(2, 2, 1, 1, 0, 0, RANK_SLOTS)
-    comptime four = Group.of(4, 4, 1, 1, 0, 0, RANK_SLOTS)
-    comptime assert two.n_ranks == 2 and four.n_ranks == 4
-    # Hidden 7168 in bfloat16, and in FP8.
-    comptime LONG, SHORT = 28, 14
-    assert_equal(chunks_at_once_shift[two, LONG](1024, 3), 1)
-    assert_equal(chunks_at_once_shift[two, LONG](1025, 3), 2)
-    assert_equal(chunks_at_once_shift[two, SHORT](1024, 3), 2)
-    assert_equal(chunks_at_once_shift[two, LONG](4096, 8), 1)
-    assert_equal(chunks_at_once_shift[two, LONG](4096, 16), 0)
-    assert_equal(chunks_at_once_shift[four, LONG](4096, 3), 0)
-    assert_equal(n_send_warps[two, False](False, 16), 8)
-    assert_equal(n_send_warps[two, False](True, 16), 15)
-    assert_equal(n_send_warps[four, False](False, 16), 15)
-
-
 def main() raises:
     """Compiles what the test names."""
     comptime REDUCED = RANK_SLOTS_REDUCED
@@ -280,9 +204,3 @@ def main() raises:
     print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_DRAINED)
     # What else the two halves of an exchange share there.
     print(_N_TOKENS, _N_TOKENS + 1, _COMBINE_OF, _BLOCKS_DONE, FAILURE_WORD)
-    check_parts_at_once()
-    check_turns()
-    check_cut[28]()
-    check_cut[15]()
-    check_cut[5]()
-    check_what_was_measured()
