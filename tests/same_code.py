@@ -162,10 +162,7 @@ def sources(what: str, into: Path) -> Path:
     """Returns a folder with the tree: the folder itself, or a revision unpacked."""
     if Path(what).is_dir():
         return Path(what).resolve()
-    archive = subprocess.run(
-        ["git", "archive", what, *FOLDERS],
-        capture_output=True,
-    )
+    archive = subprocess.run(["git", "archive", what, *FOLDERS], capture_output=True)
     if archive.returncode:
         fail(f"{what} is neither a folder nor a revision: {archive.stderr.decode()}")
     subprocess.run(["tar", "-x", "-C", str(into)], input=archive.stdout, check=True)

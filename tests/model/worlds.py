@@ -319,11 +319,7 @@ def refused() -> list[World]:
             at_begin,
         ),
         # The choices are kept for two dispatches, by parity.
-        (
-            "combine awaited after two more dispatches",
-            after_two,
-            dict(has_sums=False),
-        ),
+        ("combine awaited after two more dispatches", after_two, dict(has_sums=False)),
         # No place is left, and nobody reads: the rank waits for itself.
         ("sent twice, received never", twice, {}),
     ]
