@@ -2,10 +2,10 @@
 """Expert-parallel dispatch and combine: formats, launchers, MAX ops.
 
 Layers, each knowing only those before it:
-group, flags, counters, failures, row_tables, token_format (and formats/),
-transport, launch_checks, expert_slots/, rank_slots/, cpu/, gpu_setup, setup, shmem_modules,
-gpu_launch, watch, api, ops, all_gather_ops; and routing and
-routing_ops, which know `layout` alone.
+layout, flags, counters, failures, row_tables, token_format (and formats/), transport,
+launch_checks, device/, dispatch_by_expert/, dispatch_by_rank/, combine_rows/,
+combine_sums/, kernels, cpu/, gpu_setup, setup, shmem_modules, gpu_launch, watch, api,
+ops, all_gather_ops; and routing and routing_ops, which know `layout` alone.
 """
 from .all_gather_ops import *
 from .api import (
