@@ -108,12 +108,11 @@ def call_ep_dispatch_async(
         config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
     )
     ops.call_op(
-        ops.dispatch_op(config, "dispatch_async"),
+        "dispatch_async",
         config,
         atomic_counter,
         given + pointers,
-        ops.dispatch_parameters(config)
-        | ops.send_parameters(config, input_scales is not None),
+        ops.dispatch_parameters(config) | {"has_input_scales": input_scales is not None},
     )
 
 
@@ -164,13 +163,11 @@ def call_ep_dispatch_wait(
         recv_count_ptrs=recv_count_ptrs,
     )
     results = ops.call_op(
-        ops.dispatch_op(config, "dispatch_wait"),
+        "dispatch_wait",
         config,
         atomic_counter,
         pointers,
-        ops.dispatch_parameters(config)
-        | ops.receive_parameters(config)
-        | ops.wait_parameters(config),
+        ops.dispatch_parameters(config),
         ops.dispatch_types(config, atomic_counter.device),
     )
     return ops.dispatch_results(config, results)
@@ -208,13 +205,11 @@ def call_ep_dispatch(
         config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
     )
     results = ops.call_op(
-        ops.dispatch_op(config, "dispatch"),
+        "dispatch",
         config,
         atomic_counter,
         given + pointers,
-        ops.dispatch_parameters(config)
-        | ops.send_parameters(config, input_scales is not None)
-        | ops.receive_parameters(config),
+        ops.dispatch_parameters(config) | {"has_input_scales": input_scales is not None},
         ops.dispatch_types(config, atomic_counter.device),
     )
     return ops.dispatch_results(config, results)
@@ -365,9 +360,7 @@ def call_ep_combine_wait(
         config,
         atomic_counter,
         [ops.flat_rows(config, input_tokens), weights, *pointers],
-        ops.combine_parameters(config)
-        | ops.wait_parameters(config)
-        | ops.shared_expert_parameters(config),
+        ops.combine_parameters(config),
         [ops.combine_type(config, num_tokens, device)],
     )[0]
 
@@ -411,7 +404,7 @@ def call_ep_combine(
         config,
         atomic_counter,
         [*rows, weights, *pointers],
-        ops.combine_parameters(config) | ops.shared_expert_parameters(config),
+        ops.combine_parameters(config),
         [ops.combine_type(config, num_tokens, device)],
     )[0]
 
