@@ -112,7 +112,8 @@ def call_ep_dispatch_async(
         config,
         atomic_counter,
         given + pointers,
-        ops.dispatch_parameters(config) | {"has_input_scales": input_scales is not None},
+        ops.dispatch_parameters(config)
+        | {"has_input_scales": input_scales is not None},
     )
 
 
@@ -209,7 +210,8 @@ def call_ep_dispatch(
         config,
         atomic_counter,
         given + pointers,
-        ops.dispatch_parameters(config) | {"has_input_scales": input_scales is not None},
+        ops.dispatch_parameters(config)
+        | {"has_input_scales": input_scales is not None},
         ops.dispatch_types(config, atomic_counter.device),
     )
     return ops.dispatch_results(config, results)

@@ -212,11 +212,9 @@ struct Call[group: Group](TrivialRegisterPassable):
         comptime most = Self.group.max_tokens_per_rank
         if n_tokens > most:
             raise Error(
-                (
-                    t"max_ep: {self.place[target]()}: {n_tokens} tokens given,"
-                    t" EPConfig.max_tokens_per_rank is {most}. Send fewer at a"
-                    t" time, or raise it."
-                ),
+                t"max_ep: {self.place[target]()}: {n_tokens}",
+                t" tokens given, EPConfig.max_tokens_per_rank is {most}. Send",
+                t" fewer at a time, or raise it.",
                 _NEXT,
             )
 

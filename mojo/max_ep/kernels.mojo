@@ -15,7 +15,7 @@ from .counters import EPLocalSyncCounters
 from .device.phase import unused
 from .dispatch_by_expert.phase import DispatchByExpert
 from .flags import FlagPointer
-from .launch_checks import imm
+from .arguments import imm
 from .layout import Addressing, Group, message_bytes, plain_token_bytes, Returns
 from .token_format import BytePointer, SharedRows, TokenFormat
 

@@ -50,6 +50,7 @@ comptime NEVER = Int64(-1)
 """Time of a peer that did not come."""
 
 comptime WATCH_THREADS = 256
+"""Threads of a block that watches."""
 
 
 @always_inline

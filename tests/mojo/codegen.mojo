@@ -6,6 +6,7 @@ what NVIDIA's assembler makes of it to `.cubin`. Prints what the assembly shows 
 the sources' constants. Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd
+from groups import combine_group, dispatch_group, EXPERT_SLOTS, NUM_THREADS
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.counters import (
     _COMBINE_RECEIVED,
@@ -19,10 +20,10 @@ from max_ep.device.phase import InputScales, phase_kernel
 from max_ep.device.warp import ACCESSES_IN_FLIGHT
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from max_ep.gpu_launch import combine_group, dispatch_group, NUM_THREADS
+from max_ep.formats.plain import BF16TokenFormat
 from max_ep.gpu_setup import clear_kernel
-from max_ep.layout import EXPERT_SLOTS, MAX_TOP_K
-from max_ep.token_format import BF16TokenFormat, TokenFormat
+from max_ep.layout import MAX_TOP_K
+from max_ep.token_format import TokenFormat
 from std.sys import size_of
 
 # A large model on eight H200.

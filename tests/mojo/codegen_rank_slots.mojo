@@ -6,6 +6,14 @@ what the assembler makes of it to `.cubin`. Prints what the assembly shows of th
 sources' constants. Run by tests/test_codegen.py.
 """
 from emitting import emit
+from groups import (
+    combine_group,
+    dispatch_group,
+    GATHER_REDUCED,
+    NUM_THREADS,
+    RANK_SLOTS,
+    RANK_SLOTS_REDUCED,
+)
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.counters import (
     _BLOCKS_DONE,
@@ -20,25 +28,16 @@ from max_ep.counters import (
     FAILURE_WORD,
 )
 from max_ep.device.phase import phase_kernel
-from max_ep.device.schedule import InlineSplit, Schedule
 from max_ep.dispatch_by_rank.phase import DispatchByRank
-from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import combine_group, dispatch_group, NUM_THREADS
-from max_ep.layout import (
-    GATHER_REDUCED,
-    Group,
-    N_CHUNKS,
-    RANK_SLOTS,
-    RANK_SLOTS_REDUCED,
-)
 from max_ep.token_format import TokenFormat
-from std.testing import assert_equal, assert_true
 
 # A large model on eight H200.
-from max_ep.combine_sums.roles import receive_schedule as combine_schedule
+from max_ep.combine_sums.roles import (
+    receive_schedule as combine_schedule,
+)
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     n_send_warps,

@@ -4,21 +4,23 @@
 Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
 from emitting import emit
+from groups import (
+    combine_group,
+    dispatch_group,
+    EXPERT_SLOTS,
+    GATHER_REDUCED,
+    RANK_SLOTS,
+    RANK_SLOTS_REDUCED,
+)
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.device.phase import phase_kernel
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import combine_group, dispatch_group
-from max_ep.layout import (
-    EXPERT_SLOTS,
-    GATHER_REDUCED,
-    RANK_SLOTS,
-    RANK_SLOTS_REDUCED,
-)
-from max_ep.token_format import BF16TokenFormat, Float32TokenFormat, TokenFormat
+from max_ep.token_format import TokenFormat
 
 comptime HIDDEN = 7168
 comptime TOP_K = 8

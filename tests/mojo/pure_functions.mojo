@@ -3,9 +3,12 @@
 
 Prints OK, or raises. Run by tests/test_mojo.py.
 """
+from groups import NUM_THREADS
+from max.gpu import WARP_SIZE
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
 from max_ep.device.schedule import InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
+from max_ep.dispatch_by_rank.counts import pair_of_lane
 from max_ep.dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
@@ -15,14 +18,13 @@ from max_ep.dispatch_by_rank.entries import (
     weight_of_word,
     weight_word,
 )
-from max_ep.dispatch_by_rank.counts import pair_of_lane
 from max_ep.dispatch_by_rank.index_large import run_of_block
 from max_ep.dispatch_by_rank.publish import nth_peer
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     N_INDEX_WARPS,
-    N_WARPS_MIN,
     n_send_warps,
+    N_WARPS_MIN,
     receive_schedule,
 )
 from max_ep.dispatch_by_rank.send import unit_of_chunks
@@ -34,9 +36,7 @@ from max_ep.flags import (
     is_not_before,
     next_generation,
 )
-from max_ep.gpu_launch import NUM_THREADS
 from max_ep.layout import Addressing, Group, N_CHUNKS
-from max.gpu import WARP_SIZE
 from std.testing import assert_equal, assert_true
 
 comptime GROUP_OF[n_ranks: Int] = Group(

@@ -15,7 +15,7 @@ from max_ep.kernels import (
     dispatch_async_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.token_format import BytePointer, SharedRows
+from max_ep.token_format import BytePointer
 
 comptime HIDDEN = 7168
 comptime TOP_K = 8

@@ -5,6 +5,7 @@ All ranks send, then all receive, in one stream, so nobody waits. One generation
 sent by the kernels, one by the launchers, both with MAX's lists alone; the factors of
 tokens are read from memory that a closure captures. Prints OK, or raises. Run by tests/test_kernels.py.
 """
+from groups import EXPERT_SLOTS
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max_ep import (
@@ -14,16 +15,16 @@ from max_ep import (
     Float32TokenFormat,
 )
 from max_ep.device.phase import InputScales
-from max_ep.flags import FlagPointer
+from max_ep.formats.plain import PlainRows
 from max_ep.kernels import (
     combine_async_kernel,
     combine_wait_kernel,
     dispatch_async_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.layout import EXPERT_SLOTS, Group
+from max_ep.layout import Group
 from max_ep.setup import init, N_SETUP_WORDS
-from max_ep.token_format import BytePointer, PlainRows, SharedRows
+from max_ep.token_format import SharedRows
 from std.memory.alloc import unsafe_alloc
 from std.testing import assert_equal
 
