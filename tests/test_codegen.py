@@ -22,9 +22,9 @@ from kernels import (
     Compiled,
     generation,
     kernels,
-    mojo_constant,
 )
 
+from max_ep.extension import mojo_dir
 from max_ep.limits import MAX_GPU_PAIRS, MAX_RANKS
 
 # Registers of a multiprocessor's threads, and of the threads of an MI300X core that
@@ -427,7 +427,8 @@ def test_no_local_memory(it: Compiled) -> None:
 
 
 def n_threads() -> int:
-    return int(mojo_constant("NUM_THREADS", "max_ep/gpu_launch.mojo"))
+    layout = (mojo_dir() / "max_ep/layout.mojo").read_text()
+    return int(re.search(r"num_threads: Int = (\d+)", layout)[1])
 
 
 @kernels()

@@ -469,8 +469,8 @@ def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says) -> None:
 
 
 def test_unknown_format_is_named() -> None:
-    protocol = CASES["two_ranks"].config().mojo_protocol
-    words = ["float16", "2", "80", "5", "2", "7", "3", protocol, "0"]
+    axes = CASES["two_ranks"].config().axes
+    words = ["float16", "2", "80", "5", "2", "7", "3", *axes, "0"]
     with pytest.raises(RuntimeError, match="unknown format float16"):
         run_mojo("run", "-I", ".", "layout_query.mojo", *words)
 
