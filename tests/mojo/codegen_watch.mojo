@@ -4,14 +4,11 @@
 Run by tests/test_stats.py.
 """
 from emitting import emit
-from groups import combine_group
-from max_ep.layout import Addressing, Returns
+from groups import combine_group, EXPERT_SLOTS, RANK_SLOTS_REDUCED
 from max_ep.watch import watch_kernel
 
 
-def show[
-    addressing: Addressing, returns: Returns, is_combine: Bool
-](name: StaticString) raises:
+def show[protocol: Int, is_combine: Bool](name: StaticString) raises:
     """Compiles the kernel for one direction."""
     comptime group = combine_group[
         DType.bfloat16,
@@ -20,14 +17,17 @@ def show[
         256,
         4,
         128,
-        addressing=addressing,
-        returns=returns,
+        4,
+        False,
+        protocol,
+        DType.bfloat16,
+        0,
     ]()
     emit[watch_kernel[group, is_combine]](name)
 
 
 def main() raises:
     """Compiles all of them."""
-    show[Addressing.BY_EXPERT, Returns.ROWS, False]("dispatch")
-    show[Addressing.BY_EXPERT, Returns.ROWS, True]("combine")
-    show[Addressing.BY_RANK, Returns.SUMS, True]("combine_reduced")
+    show[EXPERT_SLOTS, False]("dispatch")
+    show[EXPERT_SLOTS, True]("combine")
+    show[RANK_SLOTS_REDUCED, True]("combine_reduced")
