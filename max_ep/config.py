@@ -202,13 +202,10 @@ class EPConfig:
         return self.protocol == "by_rank"
 
     @property
-    def mojo_protocol(self) -> str:
-        """Protocol and combine mode as ``protocol_of`` (``layout.mojo``) names them."""
-        if self.router_top_k:
-            return "gather_reduced"
-        if not self.is_by_rank:
-            return "expert_slots"
-        return "rank_slots_reduced" if self.combines_sums else "rank_slots"
+    def axes(self) -> tuple[str, str]:
+        """How dispatch addresses a token and what combine returns, as Mojo names it."""
+        addressing = "to_all" if self.router_top_k else self.protocol
+        return addressing, self.combine_mode
 
     @property
     def combine_wire_dtype(self) -> DType:
@@ -288,7 +285,7 @@ class EPConfig:
             self.n_ranks,
             self.max_tokens_per_rank,
             self.top_k,
-            self.mojo_protocol,
+            *self.axes,
             self.router_top_k,
         )
 

@@ -63,8 +63,6 @@ class TokenFormat:
     """``EPConfig.dispatch_dtype``: of the elements on the wire."""
     token_dtypes: tuple[DType, ...]
     """Dtypes that a token may have before it is sent."""
-    op_suffix: str = ""
-    """What the names of its dispatch ops end with."""
     scale_block: int = 0
     """Elements that share a float32 scale; 0: there are no scales."""
     cpu_rows_dtype: DType | None = None
@@ -91,11 +89,10 @@ class TokenFormat:
             return self.cpu_rows_dtype
         return self.dtype
 
-    def op_parameters(self, power_of_two_scales: bool) -> dict[str, bool | DType]:
-        """Returns the parameters of its dispatch ops that others have not."""
-        if self.is_quantized:
-            return {"power_of_two_scales": power_of_two_scales}
-        return {"dispatch_dtype": self.dtype}
+    def op_name(self, power_of_two_scales: bool) -> str:
+        """Returns the name by which ops take the format (``formats/table.mojo``)."""
+        is_rounded = self.is_quantized and power_of_two_scales
+        return self.name + ("_power_of_two" if is_rounded else "")
 
     def check_quant_config(self, given: QuantConfig | None) -> None:
         """Raises a ``ValueError`` unless a quantization config fits the format."""
@@ -133,7 +130,6 @@ FORMATS = (
         "fp8",
         DType.float8_e4m3fn,
         PLAIN_DTYPES,
-        op_suffix=".fp8",
         scale_block=FP8_BLOCK,
         cpu_rows_dtype=DType.uint8,
         make_quant_config=blockwise_fp8_quant_config,

@@ -2,8 +2,8 @@
 """Answers Python's questions about sizes: `layout.py` runs this program.
 
 Arguments: format (bfloat16, float32, blockwise_fp8), bytes of a combine
-element, hidden_size, n_experts, n_ranks, max_tokens_per_rank, top_k, protocol,
-choices that a token carries. Prints a line `name value` for each size.
+element, hidden_size, n_experts, n_ranks, max_tokens_per_rank, top_k, addressing
+(by_expert, by_rank, to_all), returns (rows, sums), router_top_k. Prints a line `name value` for each size.
 """
 from max_ep.counters import (
     FAILURE_WORD,
@@ -12,11 +12,12 @@ from max_ep.counters import (
 )
 from max_ep.formats.blockwise_fp8 import FP8_BLOCK
 from max_ep.layout import (
+    Addressing,
     blockwise_fp8_token_bytes,
     Group,
     message_bytes,
     plain_token_bytes,
-    protocol_of,
+    Returns,
 )
 from max_ep.setup import N_SETUP_WORDS
 from std.sys import argv
@@ -37,14 +38,24 @@ def main() raises:
     var args = argv()
     var hidden_size = Int(args[3])
     var n_experts = Int(args[4])
-    var group = Group.of(
-        n_experts,
-        Int(args[5]),
-        Int(args[6]),
-        Int(args[7]),
-        message_bytes(_token_bytes(String(args[1]), hidden_size), Int(args[9])),
-        message_bytes(plain_token_bytes(hidden_size, Int(args[2]))),
-        protocol_of(String(args[8])),
+    var addressing = Addressing.BY_EXPERT
+    if args[8] == "by_rank":
+        addressing = Addressing.BY_RANK
+    elif args[8] == "to_all":
+        addressing = Addressing.TO_ALL
+    var group = Group(
+        n_experts=n_experts,
+        n_ranks=Int(args[5]),
+        max_tokens_per_rank=Int(args[6]),
+        top_k=Int(args[7]),
+        dispatch_msg_bytes=message_bytes(
+            _token_bytes(String(args[1]), hidden_size), Int(args[10])
+        ),
+        combine_msg_bytes=message_bytes(
+            plain_token_bytes(hidden_size, Int(args[2]))
+        ),
+        addressing=addressing,
+        returns=Returns.SUMS if args[9] == "sums" else Returns.ROWS,
     )
     print(
         "counters_words",

@@ -108,12 +108,12 @@ def call_ep_dispatch_async(
         config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
     )
     ops.call_op(
-        ops.dispatch_op(config, "dispatch_async"),
+        "dispatch_async",
         config,
         atomic_counter,
         given + pointers,
         ops.dispatch_parameters(config)
-        | ops.send_parameters(config, input_scales is not None),
+        | {"has_input_scales": input_scales is not None},
     )
 
 
@@ -164,13 +164,11 @@ def call_ep_dispatch_wait(
         recv_count_ptrs=recv_count_ptrs,
     )
     results = ops.call_op(
-        ops.dispatch_op(config, "dispatch_wait"),
+        "dispatch_wait",
         config,
         atomic_counter,
         pointers,
-        ops.dispatch_parameters(config)
-        | ops.receive_parameters(config)
-        | ops.wait_parameters(config),
+        ops.dispatch_parameters(config),
         ops.dispatch_types(config, atomic_counter.device),
     )
     return ops.dispatch_results(config, results)
@@ -208,13 +206,12 @@ def call_ep_dispatch(
         config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
     )
     results = ops.call_op(
-        ops.dispatch_op(config, "dispatch"),
+        "dispatch",
         config,
         atomic_counter,
         given + pointers,
         ops.dispatch_parameters(config)
-        | ops.send_parameters(config, input_scales is not None)
-        | ops.receive_parameters(config),
+        | {"has_input_scales": input_scales is not None},
         ops.dispatch_types(config, atomic_counter.device),
     )
     return ops.dispatch_results(config, results)
@@ -360,14 +357,15 @@ def call_ep_combine_wait(
     device = atomic_counter.device
     weights = weights_for_op(config, router_weights, num_tokens, device, "combine")
     check_unsent_rows(config, input_tokens, device)
-    name, values = "combine_wait", [weights, *pointers]
-    parameters = ops.combine_parameters(config) | ops.wait_parameters(config)
-    if input_tokens is not None:
-        name += ".rows"
-        values.insert(0, ops.flat_rows(config, input_tokens))
-        parameters |= ops.shared_expert_parameters(config)
-    types = [ops.combine_type(config, num_tokens, device)]
-    return ops.call_op(name, config, atomic_counter, values, parameters, types)[0]
+    rows = ops.no_rows(config, device) if input_tokens is None else input_tokens
+    return ops.call_op(
+        "combine_wait",
+        config,
+        atomic_counter,
+        [ops.flat_rows(config, rows), weights, *pointers],
+        ops.combine_parameters(config),
+        [ops.combine_type(config, num_tokens, device)],
+    )[0]
 
 
 def call_ep_combine(
@@ -409,7 +407,7 @@ def call_ep_combine(
         config,
         atomic_counter,
         [*rows, weights, *pointers],
-        ops.combine_parameters(config) | ops.shared_expert_parameters(config),
+        ops.combine_parameters(config),
         [ops.combine_type(config, num_tokens, device)],
     )[0]
 

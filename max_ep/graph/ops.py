@@ -62,69 +62,47 @@ def call_op(
         out_types=out_types or [],
         parameters={
             **parameters,
-            "hidden_size": config.hidden_size,
-            "top_k": config.top_k,
-            "n_experts": config.n_experts,
-            "max_tokens_per_rank": config.max_tokens_per_rank,
-            "n_gpus_per_node": config.n_gpus_per_node,
-            "n_nodes": config.n_nodes,
-            "n_sms": config.n_sms,
+            "group": _group(config),
         },
     )
     return [result.tensor for result in results]
 
 
-# ------------------------------------------------------------------------- names
-
-
-def dispatch_op(config: EPConfig, name: str) -> str:
-    """Returns the name of a dispatch op of a token format."""
-    return name + (
-        ".with_choices" if config.router_top_k else config.token_format.op_suffix
-    )
-
-
 # -------------------------------------------------------------------- parameters
+
+
+def _group(config: EPConfig) -> str:
+    """Describes the group to an op, in the words that ``ops.mojo`` reads."""
+    numbers = {
+        "n_experts": config.n_experts,
+        "n_ranks": config.n_ranks,
+        "n_ranks_per_node": config.n_gpus_per_node,
+        "max_tokens_per_rank": config.max_tokens_per_rank,
+        "top_k": config.top_k,
+        "hidden_size": config.hidden_size,
+        "router_top_k": config.router_top_k,
+        "n_sms": config.n_sms,
+    }
+    flags = {
+        "padded": config.is_padded,
+        "fused_shared_expert": config.fused_shared_expert,
+        "shares_gpu": config.ranks_per_gpu > 1,
+    }
+    words = [*config.axes, *(f"{name}={number}" for name, number in numbers.items())]
+    return " ".join([*words, *(name for name, is_set in flags.items() if is_set)])
 
 
 def dispatch_parameters(config: EPConfig) -> Parameters:
     """Returns what all dispatch ops take."""
-    routing = {"router_top_k": config.router_top_k} if config.router_top_k else {}
-    return {
-        "protocol": config.sizes().protocol,
-        **config.token_format.op_parameters(config.fp8_power_of_two_scales),
-        **routing,
-    }
-
-
-def send_parameters(config: EPConfig, has_input_scales: bool) -> Parameters:
-    """Returns what dispatch ops that send take besides."""
-    given = {"has_input_scales": has_input_scales}
-    return given | shared_expert_parameters(config)
-
-
-def receive_parameters(config: EPConfig) -> Parameters:
-    """Returns what dispatch ops that receive take besides."""
-    return {"output_layout": config.output_layout} | shared_expert_parameters(config)
+    return {"format": config.token_format.op_name(config.fp8_power_of_two_scales)}
 
 
 def combine_parameters(config: EPConfig) -> Parameters:
     """Returns what all combine ops take."""
     return {
         "combine_dtype": config.combine_dtype,
-        "protocol": config.sizes().protocol,
         "partial_dtype": config.combine_wire_dtype,
     }
-
-
-def shared_expert_parameters(config: EPConfig) -> Parameters:
-    """Returns what ops take that handle the rows of a shared expert."""
-    return {"fused_shared_expert": config.fused_shared_expert}
-
-
-def wait_parameters(config: EPConfig) -> Parameters:
-    """Returns what wait ops take besides."""
-    return {"shares_gpu": config.ranks_per_gpu > 1}
 
 
 # ------------------------------------------------------------------------ values
@@ -140,6 +118,13 @@ def no_weights(device: DeviceRef) -> TensorValue:
     return ops.constant(np.zeros((1, 1), np.float32), DType.float32, device)
 
 
+def no_rows(config: EPConfig, device: DeviceRef) -> TensorValue:
+    """Returns the tensor that stands for expert rows that a wait does not add."""
+    zeros = np.zeros((1, config.hidden_size), np.float32)
+    rows = ops.constant(zeros, DType.float32, DeviceRef.CPU())
+    return rows.cast(config.combine_dtype).to(device)
+
+
 def flat_rows(config: EPConfig, value: TensorValue) -> TensorValue:
     """Returns rows as the combine ops take them: in two dimensions."""
     return value.reshape([-1, value.shape[-1]]) if config.is_padded else value
@@ -149,51 +134,47 @@ def flat_rows(config: EPConfig, value: TensorValue) -> TensorValue:
 
 
 def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
-    """Returns the types of what the dispatch ops deliver.
+    """Returns the types of the eight results of the ops that receive a dispatch.
 
-    The ops see padded rows as rows with gaps between, so in two dimensions.
+    The ops see padded rows as rows with gaps between, so in two dimensions. Results
+    that the format or the layout has not are empty.
     """
     n_rows, n_local = config.n_output_rows, config.n_local_experts
-    types = [TensorType(config.output_dtype, [n_rows, config.hidden_size], device)]
-    if config.is_quantized:
-        n_scales = config.token_format.n_scales(config.hidden_size)
-        shape = [n_scales, n_rows]
-        if config.is_padded:
-            shape = [n_local * n_scales, config.expert_capacity]
-        types.append(TensorType(DType.float32, shape, device))
-    if config.router_top_k:
-        routing = [n_rows, config.router_top_k]
-        types += [
-            TensorType(DType.int32, routing, device),
-            TensorType(DType.float32, routing, device),
-            TensorType(DType.int32, [1], device),
-        ]
+    n_scales = config.token_format.n_scales(config.hidden_size)
+    n_groups = n_local + int(config.fused_shared_expert)
+    router_top_k = config.router_top_k
+    scales, offsets, ids = [n_scales, n_rows], [n_groups + 1], [n_groups]
     if config.is_padded:
-        types += [
-            TensorType(DType.int32, [n_local], device),
-            TensorType(DType.int32, [n_local * config.n_ranks, 2], device),
-        ]
-    else:
-        n_groups = n_local + int(config.fused_shared_expert)
-        types += [
-            TensorType(DType.uint32, [n_groups + 1], device),
-            TensorType(DType.int32, [n_groups], device),
-        ]
-    return [*types, TensorType(DType.int32, [n_rows, 2], device)]
+        scales = [n_local * n_scales, config.expert_capacity]
+        offsets, ids = [n_local], [n_local * config.n_ranks, 2]
+    offsets_dtype = DType.int32 if config.is_padded else DType.uint32
+    routing = [n_rows if router_top_k else 0, router_top_k]
+    return [
+        TensorType(config.output_dtype, [n_rows, config.hidden_size], device),
+        TensorType(DType.float32, scales if n_scales else [0, 0], device),
+        TensorType(offsets_dtype, offsets, device),
+        TensorType(DType.int32, ids, device),
+        TensorType(DType.int32, [n_rows, 2], device),
+        TensorType(DType.int32, routing, device),
+        TensorType(DType.float32, routing, device),
+        TensorType(DType.int32, [1 if router_top_k else 0], device),
+    ]
 
 
 def dispatch_results(
     config: EPConfig, results: list[TensorValue]
 ) -> tuple[TensorValue, ...]:
     """Gives what the dispatch ops deliver its shapes and order."""
+    tokens, scales, offsets, ids, src_info, *gathered = results
+    rows = [tokens, scales] if config.is_quantized else [tokens]
     if not config.is_padded:
-        return tuple(results)
-    n_local = config.n_local_experts
-    *rows_and_scales, recv_counts, recv_ranges, src_info = (
-        value.reshape([n_local, -1, value.shape[-1]]) if value.rank == 2 else value
-        for value in results
+        rest = gathered if config.router_top_k else []
+        return (*rows, *rest, offsets, ids, src_info)
+    *rows, ids, src_info = (
+        value.reshape([config.n_local_experts, -1, value.shape[-1]])
+        for value in (*rows, ids, src_info)
     )
-    return (*rows_and_scales, recv_counts, src_info, recv_ranges)
+    return (*rows, offsets, src_info, ids)
 
 
 def combine_type(config: EPConfig, num_tokens: Dim, device: DeviceRef) -> TensorType:

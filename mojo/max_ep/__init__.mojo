@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert-parallel dispatch and combine: formats, launchers, MAX ops.
 
-Layers, each knowing only those before it:
-group, flags, counters, failures, row_tables, token_format (and formats/),
-transport, launch_checks, expert_slots/, rank_slots/, cpu/, gpu_setup, setup, shmem_modules,
-gpu_launch, watch, api, ops, all_gather_ops; and routing and
-routing_ops, which know `layout` alone.
+`layout` describes a group and the memory of a rank. `device/` has what GPU phases
+share; the four phases have a folder each. `launch` runs one on a GPU or on the CPU,
+for `ops` (MAX graphs) and `api` (Mojo programs).
 """
-from .all_gather_ops import *
 from .api import (
     ep_combine_async_kernel_api,
     ep_combine_kernel_api,
@@ -21,11 +18,5 @@ from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from .formats.with_metadata import WithMetadataTokenFormat
 from .ops import *
 from .routing_ops import *
-from .token_format import (
-    BF16TokenFormat,
-    Float32TokenFormat,
-    PlainTokenFormat,
-    TokenFormat,
-)
-from .watch import ep_watch_kernel_api
-from .watch_ops import *
+from .formats.plain import BF16TokenFormat, Float32TokenFormat, PlainTokenFormat
+from .token_format import TokenFormat

@@ -41,6 +41,7 @@ routing metadata stands between them: for each choice two words, generation and
 expert id, generation and probability. This file knows offsets and sizes: no
 pointers, no atomics. Who may write what is in `docs/protocol.md`.
 """
+from std.sys import size_of
 
 comptime MESSAGE_ALIGN = 16
 """Messages start and end on this many bytes: one 128-bit access."""
@@ -134,6 +135,14 @@ def blockwise_fp8_token_bytes(hidden_size: Int, block_size: Int) -> Int:
 def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
     """Counts the bytes of a message: token, routing metadata, source info."""
     return token_bytes + router_top_k * METADATA_BYTES + SOURCE_INFO_BYTES
+
+
+@always_inline
+def combine_msg_bytes[dtype: DType](hidden_size: Int) -> Int:
+    """Counts the bytes of a combine message with elements of a type."""
+    return message_bytes(
+        plain_token_bytes(hidden_size, size_of[Scalar[dtype]]())
+    )
 
 
 @always_inline
@@ -571,51 +580,35 @@ struct Group(TrivialRegisterPassable):
         )
 
 
-# Until every launcher knows the two axes.
-comptime EXPERT_SLOTS = 1
-"""By expert."""
-comptime RANK_SLOTS = 2
-"""By rank, rows."""
-comptime RANK_SLOTS_REDUCED = 3
-"""By rank, sums."""
-comptime GATHER_REDUCED = 5
-"""To all, sums."""
-
-
-@always_inline
-def is_reduced_protocol(protocol: Int) -> Bool:
-    """Tells whether combine sends partial sums."""
-    return protocol == RANK_SLOTS_REDUCED or protocol == GATHER_REDUCED
-
-
 @always_inline
 def addressing_of(protocol: Int) -> Addressing:
-    """Finds the first axis."""
+    """Reads the first axis of a protocol's number; see `Group.protocol`."""
     if protocol == 0:
         return Addressing.ANY
-    if protocol == EXPERT_SLOTS:
+    if protocol == 1:
         return Addressing.BY_EXPERT
-    return (
-        Addressing.TO_ALL if protocol == GATHER_REDUCED else Addressing.BY_RANK
-    )
+    return Addressing.TO_ALL if protocol == 5 else Addressing.BY_RANK
 
 
 @always_inline
 def returns_of(protocol: Int) -> Returns:
-    """Finds the second axis."""
+    """Reads the second axis of a protocol's number."""
     if protocol == 0:
         return Returns.ANY
-    return Returns.SUMS if is_reduced_protocol(protocol) else Returns.ROWS
+    return Returns.SUMS if protocol == 3 or protocol == 5 else Returns.ROWS
 
 
-def protocol_of(name: StringSlice) raises -> Int:
-    """Finds a protocol by its name in `EPConfig`."""
-    if name == "expert_slots":
-        return EXPERT_SLOTS
-    if name == "rank_slots":
-        return RANK_SLOTS
-    if name == "rank_slots_reduced":
-        return RANK_SLOTS_REDUCED
-    if name == "gather_reduced":
-        return GATHER_REDUCED
-    raise Error("max_ep: no protocol is called ", name, ".")
+comptime EXPERT_SLOTS = 1
+"""Old."""
+comptime RANK_SLOTS = 2
+"""Old."""
+comptime RANK_SLOTS_REDUCED = 3
+"""Old."""
+comptime GATHER_REDUCED = 5
+"""Old."""
+
+
+@always_inline
+def is_reduced_protocol(protocol: Int) -> Bool:
+    """Old."""
+    return protocol == RANK_SLOTS_REDUCED or protocol == GATHER_REDUCED

@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MAX custom ops: tensors in, launcher call out, no logic.
+"""The MAX custom ops: tensors in, launch out, no logic.
+
+What an op knows of its group stands in one parameter, `group`, written by
+`max_ep/graph/ops.py`: words such as `n_experts=256`, `by_rank`, `sums`, `padded`.
 
 Every op takes `order`, a mutable tensor it never touches: MAX runs ops that
 share a mutable tensor in graph order, and ops that do not concurrently.
+
+The ops that receive a dispatch have eight results, whatever the format: rows,
+scales, `row_offsets`, `expert_ids`, `src_info`, and of an all-gather routing map,
+probabilities and number of rows. Those that a format or layout has not are empty.
 """
 import extensibility
 from extensibility import (
@@ -11,25 +18,27 @@ from extensibility import (
     OutputTensor,
 )
 from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
 
-from .api import (
-    ep_combine_async_kernel_api,
-    ep_combine_kernel_api,
-    ep_combine_wait_kernel_api,
-    ep_dispatch_async_kernel_api,
-    ep_dispatch_kernel_api,
-    ep_dispatch_wait_kernel_api,
-    InputScales,
-)
-from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat, ScaledRows
-from .setup import init
-from .token_format import (
-    BytePointer,
-    PlainRows,
-    PlainTokenFormat,
+from .arguments import (
+    Call,
+    combined_tokens,
+    CombinedTokens,
+    dispatched_rows,
+    DispatchedRows,
+    Form,
+    given_rows,
+    given_tokens,
+    GivenRows,
+    GivenTokens,
     RouterWeights,
-    SharedRows,
 )
+from .formats.table import FormatOf, has_format
+from .launch import InputScales, launch_combine, launch_dispatch
+from .layout import Addressing, combine_msg_bytes, Group, Returns
+from .setup import init
+from .token_format import BytePointer, OutputTensors, SharedRows, TokenFormat
+from .watch import launch_watch
 
 comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
 """Words that an op changes: counters, or the order of the ops."""
@@ -37,30 +46,27 @@ comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
 comptime PointersTensor = InputTensor[dtype=DType.uint64, rank=1, ...]
 """One address a rank."""
 
+comptime Int32Matrix = InputTensor[dtype=DType.int32, rank=2, ...]
+"""Ids of choices, or `src_info`."""
+
+comptime Float32Matrix = InputTensor[dtype=DType.float32, rank=2, ...]
+"""Router weights."""
+
 
 @always_inline
-def bytes_of(tensor: MutableInputTensor) -> BytePointer:
+def _bytes_of(tensor: InputTensor) -> BytePointer:
     """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
 @always_inline
-def bytes_of(tensor: OutputTensor) -> BytePointer:
+def _bytes_of(tensor: OutputTensor) -> BytePointer:
     """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
 @always_inline
-def _scaled_rows(
-    tokens: BytePointer, scales: BytePointer, row_stride: Int
-) -> ScaledRows:
-    return ScaledRows(tokens, scales.unsafe_bitcast[Float32](), row_stride)
-
-
-@always_inline
-def router_weights_of(
-    tensor: InputTensor[dtype=DType.float32, rank=2, ...],
-) -> RouterWeights:
+def _weights_of(tensor: Float32Matrix) -> RouterWeights:
     """Takes router weights as the launchers do."""
     return RouterWeights(
         Pointer[Float32, ImmUntrackedOrigin](
@@ -69,6 +75,85 @@ def router_weights_of(
         tensor.dim_size(0),
         tensor.dim_size(1),
     )
+
+
+def has_word(words: StaticString, word: StaticString) -> Bool:
+    """Returns whether a word is among words that are separated by spaces."""
+    return String(" ", word, " ") in String(" ", words, " ")
+
+
+def number_in(words: StaticString, name: StaticString) -> Int:
+    """Reads the number behind `name=` in words separated by spaces; -1: no such.
+    """
+    var all = String(" ", words, " ")
+    var begin = all.find(String(" ", name, "="))
+    if begin < 0:
+        return -1
+    var bytes = all.as_bytes()
+    var n = 0
+    for i in range(begin + name.byte_length() + 2, len(bytes)):
+        if bytes[i] == UInt8(ord(" ")):
+            break
+        n = n * 10 + Int(bytes[i]) - ord("0")
+    return n
+
+
+def group_of(
+    words: StaticString,
+    on_gpu: Bool,
+    dispatch_msg_bytes: Int = 0,
+    combine_msg_bytes: Int = 0,
+) -> Group:
+    """Reads the group out of an op's parameter `group`, when the op is compiled.
+    """
+    var n_ranks = number_in(words, "n_ranks")
+    var per_node = number_in(words, "n_ranks_per_node")
+    return Group(
+        n_experts=number_in(words, "n_experts"),
+        n_ranks=n_ranks,
+        max_tokens_per_rank=number_in(words, "max_tokens_per_rank"),
+        top_k=number_in(words, "top_k"),
+        hidden_size=number_in(words, "hidden_size"),
+        dispatch_msg_bytes=dispatch_msg_bytes,
+        combine_msg_bytes=combine_msg_bytes,
+        addressing=Addressing.TO_ALL if has_word(words, "to_all") else (
+            Addressing.BY_RANK if has_word(
+                words, "by_rank"
+            ) else Addressing.BY_EXPERT
+        ),
+        returns=Returns.SUMS if has_word(words, "sums") else Returns.ROWS,
+        is_padded=has_word(words, "padded"),
+        fused_shared_expert=has_word(words, "fused_shared_expert"),
+        shares_gpu=has_word(words, "shares_gpu"),
+        n_ranks_per_node=per_node,
+        use_shmem=on_gpu and per_node < n_ranks,
+        n_sms=number_in(words, "n_sms"),
+    )
+
+
+comptime _FormatOf[format: StaticString, group: StaticString] = FormatOf[
+    format,
+    number_in(group, "hidden_size"),
+    number_in(group, "top_k"),
+    number_in(group, "router_top_k"),
+]
+
+comptime _DispatchGroup[
+    target: StaticString, Format: TokenFormat, words: StaticString
+] = group_of(words, is_gpu[target](), dispatch_msg_bytes=Format.msg_bytes)
+
+comptime _CombineGroup[
+    target: StaticString,
+    dtype: DType,
+    partial_dtype: DType,
+    words: StaticString,
+] = group_of(
+    words,
+    is_gpu[target](),
+    combine_msg_bytes=combine_msg_bytes[
+        partial_dtype if has_word(words, "sums") else dtype
+    ](number_in(words, "hidden_size")),
+)
 
 
 @extensibility.register("max_ep.init")
@@ -86,7 +171,7 @@ struct Init:
         setup: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
+        """Runs the op on one rank."""
         init[target](
             device_ptrs.to_tile_tensor(),
             my_rank.to_tile_tensor(),
@@ -104,30 +189,22 @@ struct DispatchAsync:
     @staticmethod
     def execute[
         target: StaticString,
-        dispatch_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
+        group: StaticString,
+        format: StaticString,
         has_input_scales: Bool,
-        fused_shared_expert: Bool,
-        protocol: Int,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
         input_tokens: InputTensor[rank=2, ...],
-        topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
+        topk_ids: Int32Matrix,
         input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        router_weights: Float32Matrix,
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
+        """Runs the op on one rank."""
 
         @__parameter
         @always_inline
@@ -135,26 +212,31 @@ struct DispatchAsync:
             var idx = expert_id if input_scales.dim_size(0) > 1 else 0
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
-        ep_dispatch_async_kernel_api[
-            PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            InputScales(scale_of) if has_input_scales else None,
-            fused_shared_expert=fused_shared_expert,
-            protocol=protocol,
-            n_sms=n_sms,
-        ](
+        comptime assert has_format(format), "max_ep: no format has this name"
+        comptime Format = _FormatOf[format, group]
+        comptime members = _DispatchGroup[target, Format, group]
+        var call = Call[members].of[target](
+            "dispatch_async",
             atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            topk_ids.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
+        )
+        launch_dispatch[
+            Format,
+            target,
+            Form.ASYNC,
+            InputScales(scale_of) if has_input_scales else None,
+        ](
+            call,
+            given_tokens[Format, target](
+                call,
+                input_tokens.to_tile_tensor(),
+                topk_ids.to_tile_tensor(),
+                _weights_of(router_weights),
+            ),
+            DispatchedRows[members, Format].none(),
             ctx,
-            router_weights_of(router_weights),
         )
 
 
@@ -165,50 +247,56 @@ struct DispatchWait:
     @staticmethod
     def execute[
         target: StaticString,
-        dispatch_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        shares_gpu: Bool,
-        fused_shared_expert: Bool,
-        output_layout: StaticString,
-        protocol: Int,
+        group: StaticString,
+        format: StaticString,
     ](
         output_tokens: OutputTensor[rank=2, ...],
+        output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
         expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
+        routing_map: OutputTensor[dtype=DType.int32, rank=2, ...],
+        probs: OutputTensor[dtype=DType.float32, rank=2, ...],
+        n_gathered: OutputTensor[dtype=DType.int32, rank=1, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_dispatch_wait_kernel_api[
-            PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            fused_shared_expert=fused_shared_expert,
-            output_layout=output_layout,
-            protocol=protocol,
-            n_sms=n_sms,
-            shares_gpu=shares_gpu,
-        ](
-            PlainRows(bytes_of(output_tokens)),
-            row_offsets.to_tile_tensor(),
-            expert_ids.to_tile_tensor(),
-            src_info.to_tile_tensor(),
+        """Runs the op on one rank."""
+        comptime assert has_format(format), "max_ep: no format has this name"
+        comptime Format = _FormatOf[format, group]
+        comptime members = _DispatchGroup[target, Format, group]
+        var call = Call[members].of_wait[target](
+            "dispatch_wait",
             atomic_counters.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
+        )
+        launch_dispatch[
+            Format,
+            target,
+            Form.WAIT,
+        ](
+            call,
+            GivenTokens[DType.bfloat16].none(),
+            dispatched_rows[Format](
+                call,
+                Format.rows_of(
+                    OutputTensors(
+                        _bytes_of(output_tokens),
+                        _bytes_of(output_scales).unsafe_bitcast[Float32](),
+                        output_scales.dim_size(1),
+                        _bytes_of(routing_map).unsafe_bitcast[Int32](),
+                        _bytes_of(probs).unsafe_bitcast[Float32](),
+                        _bytes_of(n_gathered).unsafe_bitcast[Int32](),
+                    )
+                ),
+                row_offsets.to_tile_tensor(),
+                expert_ids.to_tile_tensor(),
+                src_info.to_tile_tensor(),
+            ),
             ctx,
         )
 
@@ -220,228 +308,30 @@ struct Dispatch:
     @staticmethod
     def execute[
         target: StaticString,
-        dispatch_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
+        group: StaticString,
+        format: StaticString,
         has_input_scales: Bool,
-        fused_shared_expert: Bool,
-        output_layout: StaticString,
-        protocol: Int,
-    ](
-        output_tokens: OutputTensor[rank=2, ...],
-        row_offsets: OutputTensor[rank=1, ...],
-        expert_ids: OutputTensor[dtype=DType.int32, ...],
-        src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[rank=2, ...],
-        topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
-        input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
-        send_ptrs: PointersTensor,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-
-        @__parameter
-        @always_inline
-        def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
-            var idx = expert_id if input_scales.dim_size(0) > 1 else 0
-            return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
-
-        ep_dispatch_kernel_api[
-            PlainTokenFormat[dispatch_dtype, hidden_size, top_k],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            InputScales(scale_of) if has_input_scales else None,
-            fused_shared_expert=fused_shared_expert,
-            output_layout=output_layout,
-            protocol=protocol,
-            n_sms=n_sms,
-        ](
-            PlainRows(bytes_of(output_tokens)),
-            row_offsets.to_tile_tensor(),
-            expert_ids.to_tile_tensor(),
-            src_info.to_tile_tensor(),
-            atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            topk_ids.to_tile_tensor(),
-            send_ptrs.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-            router_weights_of(router_weights),
-        )
-
-
-@extensibility.register("max_ep.dispatch_async.fp8")
-struct DispatchAsyncFP8:
-    """Sends tokens to their experts, in blockwise FP8."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        power_of_two_scales: Bool,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        has_input_scales: Bool,
-        fused_shared_expert: Bool,
-        protocol: Int,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[rank=2, ...],
-        topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
-        input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
-        send_ptrs: PointersTensor,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-
-        @__parameter
-        @always_inline
-        def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
-            var idx = expert_id if input_scales.dim_size(0) > 1 else 0
-            return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
-
-        ep_dispatch_async_kernel_api[
-            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            InputScales(scale_of) if has_input_scales else None,
-            fused_shared_expert=fused_shared_expert,
-            protocol=protocol,
-            n_sms=n_sms,
-        ](
-            atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            topk_ids.to_tile_tensor(),
-            send_ptrs.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-            router_weights_of(router_weights),
-        )
-
-
-@extensibility.register("max_ep.dispatch_wait.fp8")
-struct DispatchWaitFP8:
-    """Completes receiving: rows by expert, in blockwise FP8."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        power_of_two_scales: Bool,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        shares_gpu: Bool,
-        fused_shared_expert: Bool,
-        output_layout: StaticString,
-        protocol: Int,
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
         expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_dispatch_wait_kernel_api[
-            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            fused_shared_expert=fused_shared_expert,
-            output_layout=output_layout,
-            protocol=protocol,
-            n_sms=n_sms,
-            shares_gpu=shares_gpu,
-        ](
-            _scaled_rows(
-                bytes_of(output_tokens),
-                bytes_of(output_scales),
-                output_scales.dim_size(1),
-            ),
-            row_offsets.to_tile_tensor(),
-            expert_ids.to_tile_tensor(),
-            src_info.to_tile_tensor(),
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-        )
-
-
-@extensibility.register("max_ep.dispatch.fp8")
-struct DispatchFP8:
-    """Sends and receives in one launch, in blockwise FP8."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        power_of_two_scales: Bool,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        has_input_scales: Bool,
-        fused_shared_expert: Bool,
-        output_layout: StaticString,
-        protocol: Int,
-    ](
-        output_tokens: OutputTensor[rank=2, ...],
-        output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
-        row_offsets: OutputTensor[rank=1, ...],
-        expert_ids: OutputTensor[dtype=DType.int32, ...],
-        src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
+        routing_map: OutputTensor[dtype=DType.int32, rank=2, ...],
+        probs: OutputTensor[dtype=DType.float32, rank=2, ...],
+        n_gathered: OutputTensor[dtype=DType.int32, rank=1, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
         input_tokens: InputTensor[rank=2, ...],
-        topk_ids: InputTensor[dtype=DType.int32, rank=2, ...],
+        topk_ids: Int32Matrix,
         input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        router_weights: Float32Matrix,
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
+        """Runs the op on one rank."""
 
         @__parameter
         @always_inline
@@ -449,35 +339,46 @@ struct DispatchFP8:
             var idx = expert_id if input_scales.dim_size(0) > 1 else 0
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
-        ep_dispatch_kernel_api[
-            BlockwiseFP8TokenFormat[hidden_size, top_k, power_of_two_scales],
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            InputScales(scale_of) if has_input_scales else None,
-            fused_shared_expert=fused_shared_expert,
-            output_layout=output_layout,
-            protocol=protocol,
-            n_sms=n_sms,
-        ](
-            _scaled_rows(
-                bytes_of(output_tokens),
-                bytes_of(output_scales),
-                output_scales.dim_size(1),
-            ),
-            row_offsets.to_tile_tensor(),
-            expert_ids.to_tile_tensor(),
-            src_info.to_tile_tensor(),
+        comptime assert has_format(format), "max_ep: no format has this name"
+        comptime Format = _FormatOf[format, group]
+        comptime members = _DispatchGroup[target, Format, group]
+        var call = Call[members].of[target](
+            "dispatch",
             atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            topk_ids.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
+        )
+        launch_dispatch[
+            Format,
+            target,
+            Form.FUSED,
+            InputScales(scale_of) if has_input_scales else None,
+        ](
+            call,
+            given_tokens[Format, target](
+                call,
+                input_tokens.to_tile_tensor(),
+                topk_ids.to_tile_tensor(),
+                _weights_of(router_weights),
+            ),
+            dispatched_rows[Format](
+                call,
+                Format.rows_of(
+                    OutputTensors(
+                        _bytes_of(output_tokens),
+                        _bytes_of(output_scales).unsafe_bitcast[Float32](),
+                        output_scales.dim_size(1),
+                        _bytes_of(routing_map).unsafe_bitcast[Int32](),
+                        _bytes_of(probs).unsafe_bitcast[Float32](),
+                        _bytes_of(n_gathered).unsafe_bitcast[Int32](),
+                    )
+                ),
+                row_offsets.to_tile_tensor(),
+                expert_ids.to_tile_tensor(),
+                src_info.to_tile_tensor(),
+            ),
             ctx,
-            router_weights_of(router_weights),
         )
 
 
@@ -488,46 +389,37 @@ struct CombineAsync:
     @staticmethod
     def execute[
         target: StaticString,
+        group: StaticString,
         combine_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        protocol: Int,
         partial_dtype: DType,
     ](
         atomic_counters: WordsTensor,
         order: WordsTensor,
         input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
-        src_info: InputTensor[dtype=DType.int32, rank=2, ...],
+        src_info: Int32Matrix,
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_combine_async_kernel_api[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            protocol=protocol,
-            partial_dtype=partial_dtype,
-            n_sms=n_sms,
-        ](
+        """Runs the op on one rank."""
+        comptime members = _CombineGroup[
+            target, combine_dtype, partial_dtype, group
+        ]
+        var call = Call[members].of[target](
+            "combine_async",
             atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            src_info.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
+        )
+        var rows = given_rows(
+            call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
+        )
+        launch_combine[partial_dtype, target, Form.ASYNC](
+            call,
+            rows,
+            CombinedTokens[combine_dtype].none(),
             ctx,
         )
 
@@ -539,105 +431,42 @@ struct CombineWait:
     @staticmethod
     def execute[
         target: StaticString,
+        group: StaticString,
         combine_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        shares_gpu: Bool,
-        protocol: Int,
-        partial_dtype: DType,
-    ](
-        output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_combine_wait_kernel_api[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            protocol=protocol,
-            partial_dtype=partial_dtype,
-            n_sms=n_sms,
-            shares_gpu=shares_gpu,
-        ](
-            output_tokens.to_tile_tensor(),
-            atomic_counters.to_tile_tensor(),
-            router_weights.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-            ctx,
-        )
-
-
-@extensibility.register("max_ep.combine_wait.rows")
-struct CombineWaitRows:
-    """Completes combine, adding rows that were not sent where they stand."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        combine_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        shares_gpu: Bool,
-        fused_shared_expert: Bool,
-        protocol: Int,
         partial_dtype: DType,
     ](
         output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
         input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        router_weights: Float32Matrix,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_combine_wait_kernel_api[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            fused_shared_expert=fused_shared_expert,
-            protocol=protocol,
-            partial_dtype=partial_dtype,
-            n_sms=n_sms,
-            shares_gpu=shares_gpu,
-        ](
-            output_tokens.to_tile_tensor(),
+        """Runs the op on one rank."""
+        comptime members = _CombineGroup[
+            target, combine_dtype, partial_dtype, group
+        ]
+        var call = Call[members].of_wait[target](
+            "combine_wait",
             atomic_counters.to_tile_tensor(),
-            router_weights.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
-            ctx,
-            SharedRows(
-                BytePointer(unsafe_from_address=Int(input_tokens.unsafe_ptr())),
-                input_tokens.dim_size(0),
+        )
+        var rows = GivenRows.unsent(
+            SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0))
+        )
+        launch_combine[partial_dtype, target, Form.WAIT](
+            call,
+            rows,
+            combined_tokens[target](
+                call,
+                output_tokens.to_tile_tensor(),
+                router_weights.to_tile_tensor(),
+                rows,
             ),
+            ctx,
         )
 
 
@@ -648,51 +477,75 @@ struct Combine:
     @staticmethod
     def execute[
         target: StaticString,
+        group: StaticString,
         combine_dtype: DType,
-        hidden_size: Int,
-        top_k: Int,
-        n_experts: Int,
-        max_tokens_per_rank: Int,
-        n_gpus_per_node: Int,
-        n_nodes: Int,
-        n_sms: Int,
-        fused_shared_expert: Bool,
-        protocol: Int,
         partial_dtype: DType,
     ](
         output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
         input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
-        src_info: InputTensor[dtype=DType.int32, rank=2, ...],
-        router_weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        src_info: Int32Matrix,
+        router_weights: Float32Matrix,
         send_ptrs: PointersTensor,
         recv_ptrs: PointersTensor,
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank; see the launcher of its name."""
-        ep_combine_kernel_api[
-            combine_dtype,
-            hidden_size,
-            top_k,
-            n_experts,
-            max_tokens_per_rank,
-            n_gpus_per_node,
-            n_nodes,
-            target,
-            fused_shared_expert=fused_shared_expert,
-            protocol=protocol,
-            partial_dtype=partial_dtype,
-            n_sms=n_sms,
-        ](
-            output_tokens.to_tile_tensor(),
+        """Runs the op on one rank."""
+        comptime members = _CombineGroup[
+            target, combine_dtype, partial_dtype, group
+        ]
+        var call = Call[members].of[target](
+            "combine",
             atomic_counters.to_tile_tensor(),
-            input_tokens.to_tile_tensor(),
-            src_info.to_tile_tensor(),
-            router_weights.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
+        )
+        var rows = given_rows(
+            call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
+        )
+        launch_combine[partial_dtype, target, Form.FUSED](
+            call,
+            rows,
+            combined_tokens[target](
+                call,
+                output_tokens.to_tile_tensor(),
+                router_weights.to_tile_tensor(),
+                rows,
+            ),
             ctx,
         )
+
+
+@extensibility.register("max_ep.watch")
+struct Watch:
+    """Measures how long a rank waits for each peer; changes nothing."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        group: StaticString,
+        combine_dtype: DType,
+        partial_dtype: DType,
+        is_combine: Bool,
+    ](
+        waits_ns: OutputTensor[dtype=DType.int64, rank=1, ...],
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank."""
+        comptime members = _CombineGroup[
+            target, combine_dtype, partial_dtype, group
+        ]
+        var call = Call[members].of_wait[target](
+            "watch",
+            atomic_counters.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+        )
+        launch_watch[target, is_combine](call, waits_ns.to_tile_tensor(), ctx)

@@ -5,10 +5,10 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from std.memory import unsafe_memset_zero
 
+from .arguments import mut_
 from .counters import EPLocalSyncCounters, local_sync_counters_words
 from .cpu.rank import write_source_info
 from .gpu_setup import clear_gpu
-from .launch_checks import mut_
 from .layout import Group
 from .token_format import BytePointer
 

@@ -6,15 +6,11 @@ A message is `token_bytes` of encoded token and a source info behind it:
     | encoded token (values, then scales if any) | source info |
     0                                      token_bytes   msg_bytes
 
-This file holds the trait and the format that sends elements as they are; each
-further format has a file in `formats/`. A format knows nothing of ranks.
+Each format has a file in `formats/`. A format knows nothing of ranks.
 """
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
-from std.memory import bitcast
-from std.sys import size_of
 
-from .cpu_copy import copy_bytes
-from .layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
+from .layout import MESSAGE_ALIGN, message_bytes
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
 """Bytes of a region or of a tensor."""
@@ -32,6 +28,41 @@ struct LaneWire(TrivialRegisterPassable):
     """16 bytes of values."""
     var scale: Float32
     """Scale of the block that the lane's elements are in, if there is one."""
+
+
+@fieldwise_init
+struct OutputTensors(TrivialRegisterPassable):
+    """The tensors that a dispatch op delivers rows into, whatever the format.
+    """
+
+    var tokens: BytePointer
+    """Rows, `[n_rows][hidden_size]` in the format's element type."""
+    var scales: Pointer[Float32, MutUntrackedOrigin]
+    """Scales, in the format's layout; read if it has some."""
+    var rows_per_group: Int
+    """Rows whose scales stand together."""
+    var routing_map: Pointer[Int32, MutUntrackedOrigin]
+    """All-gather: `[n_rows][router_top_k]`."""
+    var probs: Pointer[Float32, MutUntrackedOrigin]
+    """All-gather: `[n_rows][router_top_k]`."""
+    var n_gathered: Pointer[Int32, MutUntrackedOrigin]
+    """All-gather: `[1]`, rows that there are."""
+
+    @staticmethod
+    def none() -> Self:
+        """Makes what stands for no tensors.
+
+        Returns:
+            Pointers that nobody follows: a Pointer is never null.
+        """
+        return Self(
+            {unsafe_from_address = MESSAGE_ALIGN},
+            {unsafe_from_address = MESSAGE_ALIGN},
+            1,
+            {unsafe_from_address = MESSAGE_ALIGN},
+            {unsafe_from_address = MESSAGE_ALIGN},
+            {unsafe_from_address = MESSAGE_ALIGN},
+        )
 
 
 trait TokenFormat:
@@ -63,6 +94,18 @@ trait TokenFormat:
     0: its choices say where it goes."""
     comptime Rows: DevicePassable & TrivialRegisterPassable
     """Where decoded tokens go: the pointers of the output tensors."""
+
+    @staticmethod
+    def rows_of(outputs: OutputTensors) -> Self.Rows:
+        """Takes those of the output tensors that the format writes.
+
+        Args:
+            outputs: All of them.
+
+        Returns:
+            Its own.
+        """
+        ...
 
     @staticmethod
     def encode[
@@ -155,7 +198,7 @@ trait TokenFormat:
             step: Which 16 bytes of the message's scales.
             scales: The bytes.
         """
-        ...
+        pass
 
     @staticmethod
     def decode_scales_lane(
@@ -170,7 +213,7 @@ trait TokenFormat:
             lane: This lane.
             n_lanes: Lanes that share the work.
         """
-        ...
+        pass
 
     @staticmethod
     @always_inline
@@ -207,31 +250,6 @@ trait TokenFormat:
             n_workers: How many they are.
         """
         pass
-
-
-@fieldwise_init
-struct PlainRows(DevicePassable, TrivialRegisterPassable):
-    """Output tensor of a format without scales."""
-
-    var tokens: BytePointer
-    """Rows, `[max_recv_tokens][hidden_size]` in the wire's element type."""
-
-    comptime device_type: AnyType = Self
-    """A kernel gets the pointers as they are."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
-        return "PlainRows"
 
 
 @fieldwise_init
@@ -274,246 +292,3 @@ struct SharedRows(DevicePassable, TrivialRegisterPassable):
         """
         # A Pointer is never null; nobody reads behind this one.
         return Self(BytePointer(unsafe_from_address=MESSAGE_ALIGN), 0)
-
-
-@fieldwise_init
-struct RouterWeights(DevicePassable, TrivialRegisterPassable):
-    """Router weights that go with the tokens of a dispatch."""
-
-    var weights: Pointer[Float32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`."""
-    var n_tokens: Int
-    """Tokens whose weights may be read."""
-    var top_k: Int
-    """Weights of a token."""
-
-    comptime device_type: AnyType = Self
-    """A kernel gets this as it is."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
-        return "RouterWeights"
-
-    @staticmethod
-    def none() -> Self:
-        """Makes what stands for "combine gets the weights".
-
-        Returns:
-            No weights.
-        """
-        # A Pointer is never null; nobody reads behind this one.
-        return Self(
-            Pointer[Float32, ImmUntrackedOrigin](
-                unsafe_from_address=MESSAGE_ALIGN
-            ),
-            0,
-            0,
-        )
-
-
-struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
-    TokenFormat
-):
-    """Sends elements as they are, or cast once to the wire's type.
-
-    Parameters:
-        wire_type: Element type on the wire and of the output rows.
-        hidden_size_: Elements of a token, a multiple of 16 bytes.
-        top_k_: Experts of a token.
-    """
-
-    comptime hidden_size = Self.hidden_size_
-    """Elements of a token."""
-    comptime top_k = Self.top_k_
-    """Experts of a token."""
-    comptime hidden_multiple = MESSAGE_ALIGN // size_of[
-        Scalar[Self.wire_type]
-    ]()
-    """Elements of 16 bytes."""
-    comptime token_bytes = plain_token_bytes(
-        Self.hidden_size, size_of[Scalar[Self.wire_type]]()
-    )
-    """Bytes of the elements."""
-    comptime value_bytes = Self.token_bytes
-    """All of them are values."""
-    comptime lane_elements = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
-    """Elements of 16 bytes."""
-    comptime has_scales = False
-    """There are none."""
-    comptime Rows = PlainRows
-    """One output tensor."""
-
-    @staticmethod
-    @always_inline
-    def encode[
-        input_type: DType, is_scaled: Bool
-    ](
-        message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
-        input_scale: Float32,
-    ):
-        """Writes a token in wire format; see `TokenFormat.encode`.
-
-        Parameters:
-            input_type: Element type of the token.
-            is_scaled: Whether to multiply by `input_scale` (in float32) first.
-
-        Args:
-            message: `[token_bytes]`.
-            token: `[hidden_size]` elements.
-            input_scale: Factor of every element; read if `is_scaled`.
-        """
-        comptime if Self.wire_type == input_type and not is_scaled:
-            # Read again right away, so never streamed.
-            copy_bytes(
-                dest=message,
-                src=token.unsafe_bitcast[UInt8](),
-                count=Self.token_bytes,
-                is_streaming=False,
-            )
-        else:
-            # 4 divides every hidden size that is a multiple of 16 bytes.
-            comptime width = 4
-            var wire = message.unsafe_bitcast[Scalar[Self.wire_type]]()
-            for i in range(0, Self.hidden_size, width):
-                var x = token.unsafe_load[width=width](i).cast[DType.float32]()
-                comptime if is_scaled:
-                    x *= input_scale
-                wire.unsafe_store(i, x.cast[Self.wire_type]())
-
-    @staticmethod
-    @always_inline
-    def decode(
-        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
-    ):
-        """Copies the token of a message; see `TokenFormat.decode`.
-
-        Args:
-            message: `[msg_bytes]`.
-            rows: The output tensor.
-            row: The row that the token takes there.
-            is_streaming: Whether to write past the caches.
-        """
-        copy_bytes(
-            dest=rows.tokens.unsafe_offset(row * Self.token_bytes),
-            src=message,
-            count=Self.token_bytes,
-            is_streaming=is_streaming,
-        )
-
-    @staticmethod
-    @always_inline
-    def encode_lane[
-        input_type: DType, is_scaled: Bool
-    ](
-        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
-    ) -> LaneWire:
-        """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`.
-
-        Parameters:
-            input_type: Element type of the token.
-            is_scaled: Whether to multiply by `input_scale` (in float32) first.
-
-        Args:
-            elements: The lane's elements.
-            input_scale: Factor of every element; read if `is_scaled`.
-
-        Returns:
-            The elements in the wire's type.
-        """
-        comptime if Self.wire_type == input_type and not is_scaled:
-            return LaneWire(bitcast[DType.uint32, 4](elements), 0)
-        else:
-            var x = elements.cast[DType.float32]()
-            comptime if is_scaled:
-                x *= input_scale
-            return LaneWire(
-                bitcast[DType.uint32, 4](x.cast[Self.wire_type]()), 0
-            )
-
-    @staticmethod
-    @always_inline
-    def is_identity[input_type: DType]() -> Bool:
-        """Tells whether tokens travel as they are given.
-
-        Parameters:
-            input_type: Element type of the token.
-
-        Returns:
-            Whether that is the wire's type.
-        """
-        return Self.wire_type == input_type
-
-    @staticmethod
-    @always_inline
-    def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
-        """Does nothing: there are no scales.
-
-        Args:
-            rows: The output tensor.
-            row: The row that the token takes there.
-            step: Which 16 bytes.
-            scales: The bytes.
-        """
-        pass
-
-    @staticmethod
-    @always_inline
-    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        """Points to where a row goes.
-
-        Args:
-            rows: The output tensor.
-            row: The row.
-
-        Returns:
-            `[value_bytes]`.
-        """
-        return rows.tokens.unsafe_offset(row * Self.value_bytes)
-
-    @staticmethod
-    @always_inline
-    def decode_scales_lane(
-        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
-    ):
-        """Does nothing: there are no scales.
-
-        Args:
-            message: `[msg_bytes]`.
-            rows: The output tensor.
-            row: The row that the token takes there.
-            lane: This lane.
-            n_lanes: Lanes that share the work.
-        """
-        pass
-
-
-comptime BF16TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[
-    DType.bfloat16, hidden_size, top_k
-]
-"""Sends bfloat16 elements as they are.
-
-Parameters:
-    hidden_size: Elements of a token, a multiple of 8.
-    top_k: Experts of a token.
-"""
-
-comptime Float32TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[
-    DType.float32, hidden_size, top_k
-]
-"""Sends float32 elements as they are.
-
-Parameters:
-    hidden_size: Elements of a token, a multiple of 4.
-    top_k: Experts of a token.
-"""

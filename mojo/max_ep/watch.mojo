@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a rank waits for each peer: an op of its own, and its launcher.
+"""How long a rank waits for each peer: an op of its own, and its launch.
 
-One file for CPU and GPU ranks, because nothing else uses any of it. The op runs between the async and the wait of a direction, looks at words that the
-wait will look at, and writes nothing but times. So dispatch and combine are
-compiled alike with and without it, and cost nothing where nobody asks. What is
-looked at of a peer:
+The op runs between the async and the wait of a direction, polls words that the
+wait will poll, and writes nothing but times. So dispatch and combine are the same
+code with and without it. What is polled of a peer:
 
     dispatch        the count of each pair of it
     combine on CPU  the count of each of its experts
-    combine on GPU  the flag of each row that it sends back; reduced: the first
-                    16 bytes of each of its partial sums
+    combine on GPU  the flag of each row that it sends back; with sums the
+                    first 16 bytes of each of its partial sums
 
 The time of a peer runs from the begin of the watch until the last of these was
 there, and is `NEVER` if time was up first, or if the counters do not allow a
@@ -19,10 +18,9 @@ from layout import TileTensor
 from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
-from std.sys import size_of
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
-from .combine_rows.phase import combine_group_of
+from .arguments import Call, check_size, mut_, p2p_buffers
 from .counters import (
     BROKEN_WORD,
     EPLocalSyncCounters,
@@ -42,24 +40,16 @@ from .flags import (
     message_flag,
     next_generation,
     POLLS_BEFORE_SLEEP,
-    POLLS_PER_CLOCK_READ,
     SLEEP_SECONDS,
+    Wait,
 )
-from .launch_checks import (
-    check_config,
-    check_size,
-    counters_of,
-    mut_,
-    p2p_buffers,
-    peer_buffers,
-)
-from .layout import Group, MESSAGE_ALIGN, n_experts_on_rank
+from .layout import Group, n_experts_on_rank
 from .token_format import BytePointer
 
 comptime NEVER = Int64(-1)
 """Time of a peer that did not come."""
 
-comptime _NUM_THREADS = 256
+comptime WATCH_THREADS = 256
 
 
 @always_inline
@@ -98,13 +88,13 @@ def _count_offset[
 
 
 def watch_cpu[
-    n_experts: Int, group: Group, is_combine: Bool
+    group: Group, is_combine: Bool
 ](
     waits_ns: Pointer[Int64, MutUntrackedOrigin],
     my_counts: BytePointer,
-    counters: EPLocalSyncCounters[n_experts],
+    counters: EPLocalSyncCounters[group.n_experts],
 ):
-    """Looks until every peer's counts are there, or time is up."""
+    """Polls until every peer's counts are there, or time is up."""
     comptime n_ranks = group.n_ranks
     var my_rank = counters.my_rank()
     var generation = _awaited_generation[is_combine](counters)
@@ -114,7 +104,7 @@ def watch_cpu[
     var n_missing = n_ranks
     for peer_rank in range(n_ranks):
         waits_ns[unsafe_offset=peer_rank] = NEVER
-    var prefetched_vectors = 0
+    var n_polls = 0
     while True:
         for peer_rank in range(n_ranks):
             if waits_ns[unsafe_offset=peer_rank] != NEVER:
@@ -136,11 +126,8 @@ def watch_cpu[
                 n_missing -= 1
         if n_missing == 0:
             return
-        prefetched_vectors += 1
-        if (
-            prefetched_vectors * n_ranks < POLLS_BEFORE_SLEEP
-            and deadline.timeout_ms > 0
-        ):
+        n_polls += 1
+        if n_polls * n_ranks < POLLS_BEFORE_SLEEP and deadline.timeout_ms > 0:
             continue
         if deadline.has_passed():
             return
@@ -193,43 +180,27 @@ def _is_there[
 
 
 def watch_kernel[
-    num_threads: Int,
-    n_experts: Int,
-    group: Group,
-    p2p_world_size: Int,
-    is_combine: Bool,
+    group: Group, is_combine: Bool
 ](
     waits_ns: Pointer[Int64, MutUntrackedOrigin],
-    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
-    recv_count_ptrs: Array[BytePointer, p2p_world_size],
-    counters: EPLocalSyncCounters[n_experts],
+    recv_buf_ptrs: Array[BytePointer, group.n_ranks_per_node],
+    recv_count_ptrs: Array[BytePointer, group.n_ranks_per_node],
+    counters: EPLocalSyncCounters[group.n_experts],
 ):
     """Watches one peer with each block.
 
-    Launch: `grid_dim = n_ranks`, `block_dim = num_threads`.
-
-    Parameters:
-        num_threads: Threads of a block.
-        n_experts: Experts of the group.
-        group: Offsets of the buffers.
-        p2p_world_size: Ranks of this host.
-        is_combine: Which direction.
-
-    Args:
-        waits_ns: Result: nanoseconds of each peer, `[n_ranks]`.
-        recv_buf_ptrs: Recv buffers of that direction, of this host's ranks.
-        recv_count_ptrs: Counts buffers, likewise.
-        counters: This rank's local words.
+    Launch: `grid_dim = n_ranks`, `block_dim = WATCH_THREADS`. The buffers are those
+    of the direction.
     """
     var start_ns = global_perf_counter_ns()
-    var is_in_vain = shared_words[1]()
+    var has_expired = shared_words[1]()
     var peer_rank = Int(block_idx.x)
     var my_rank = counters.my_rank()
     var deadline = DeviceDeadline.after(counters.timeout_ms())
     var recv_buf = bytes_at(own_of(recv_buf_ptrs, my_rank))
     var my_counts = bytes_at(own_of(recv_count_ptrs, my_rank))
     if thread_idx.x == 0:
-        is_in_vain[unsafe_offset=0] = 0
+        has_expired[unsafe_offset=0] = 0
     barrier()
     # What the async op has refused, it has noted; nothing is looked at then.
     var word = Int(thread_idx.x)
@@ -237,12 +208,12 @@ def watch_kernel[
         var found = counters.words[unsafe_offset=word]
         var is_broken = word == BROKEN_WORD and found != 0
         if is_broken or found != wanted_word(word, found, group):
-            is_in_vain[unsafe_offset=0] = 1
+            has_expired[unsafe_offset=0] = 1
     barrier()
     var dispatched = counters.combine_of()
     var choices = counters.choices(dispatched, group)
     var n_items = 0
-    if is_in_vain[unsafe_offset=0] == 0:
+    if has_expired[unsafe_offset=0] == 0:
         comptime if not is_combine:
             n_items = _n_counts[group, False](my_rank, peer_rank)
         elif group.has_sums():
@@ -250,91 +221,50 @@ def watch_kernel[
         else:
             n_items = counters.n_tokens(dispatched) * group.top_k
     var generation = _awaited_generation[is_combine](counters)
-    for item in range(Int(thread_idx.x), n_items, num_threads):
-        var prefetched_vectors = 0
+    for item in range(Int(thread_idx.x), n_items, WATCH_THREADS):
+        var wait = Wait(deadline)
         while not _is_there[group, is_combine](
             item, peer_rank, my_rank, recv_buf, my_counts, choices, generation
         ):
-            prefetched_vectors += 1
-            if (
-                prefetched_vectors % POLLS_PER_CLOCK_READ == 0
-                and deadline.has_passed()
-            ):
-                is_in_vain[unsafe_offset=0] = 1
+            if wait.has_expired():
+                has_expired[unsafe_offset=0] = 1
                 break
     barrier()
     if thread_idx.x == 0:
         var elapsed = Int64(global_perf_counter_ns() - start_ns)
         waits_ns[unsafe_offset=peer_rank] = (
-            elapsed if is_in_vain[unsafe_offset=0] == 0 else NEVER
+            elapsed if has_expired[unsafe_offset=0] == 0 else NEVER
         )
 
 
 # ------------------------------------------------------------------- launcher
 
 
-def ep_watch_kernel_api[
-    combine_dtype: DType,
-    hidden_size: Int,
-    top_k: Int,
-    n_experts: Int,
-    max_token_per_rank: Int,
-    n_gpus_per_node: Int,
-    n_nodes: Int,
-    target: StaticString,
-    protocol: Int,
-    partial_dtype: DType,
-    is_combine: Bool,
+def launch_watch[
+    group: Group, //, target: StaticString, is_combine: Bool
 ](
+    call: Call[group],
     waits_ns: TileTensor[DType.int64, ...],
-    atomic_counters: TileTensor[DType.int32, ...],
-    recv_ptrs: TileTensor[DType.uint64, ...],
-    recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
 ) raises:
     """Measures how long a rank waits for each peer."""
-    comptime n_ranks = n_gpus_per_node * n_nodes
-    comptime n_mapped = n_gpus_per_node if is_gpu[target]() else n_ranks
-    check_config[
-        n_experts,
-        n_ranks,
-        hidden_size,
-        MESSAGE_ALIGN // size_of[Scalar[combine_dtype]](),
-        top_k,
-        target,
-    ]()
-    comptime op = "watch"
-    comptime group = combine_group_of[
-        combine_dtype,
-        hidden_size,
-        top_k,
-        n_experts,
-        n_ranks,
-        max_token_per_rank,
-        protocol,
-        partial_dtype,
-    ]()
-    var counters = counters_of[n_experts, target](op, atomic_counters, group)
-    check_size(op, "waits_ns", Int(waits_ns.dim[0]()), n_ranks)
-    var recv_bufs = peer_buffers[n_ranks, n_mapped](op, "recv_ptrs", recv_ptrs)
-    var counts = peer_buffers[n_ranks, n_mapped](
-        op, "recv_count_ptrs", recv_count_ptrs
-    )
+    check_size(call.op, "waits_ns", Int(waits_ns.dim[0]()), group.n_ranks)
     comptime if is_gpu[target]():
-        comptime kernel = watch_kernel[
-            _NUM_THREADS, n_experts, group, n_gpus_per_node, is_combine
-        ]
+        comptime kernel = watch_kernel[group, is_combine]
+        comptime n = group.n_ranks_per_node
         var function = context.compile_function[kernel]()
         context.enqueue_function(
             function,
             mut_(waits_ns),
-            p2p_buffers[UInt8, n_gpus_per_node](recv_bufs),
-            p2p_buffers[UInt8, n_gpus_per_node](counts),
-            counters,
-            grid_dim=n_ranks,
-            block_dim=_NUM_THREADS,
+            p2p_buffers[UInt8, n](call.recv_bufs),
+            p2p_buffers[UInt8, n](call.counts),
+            call.counters,
+            grid_dim=group.n_ranks,
+            block_dim=WATCH_THREADS,
         )
     else:
-        watch_cpu[n_experts, group, is_combine](
-            mut_(waits_ns), counts[counters.my_rank()], counters
+        watch_cpu[group, is_combine](
+            mut_(waits_ns),
+            call.counts[call.counters.my_rank()],
+            call.counters,
         )

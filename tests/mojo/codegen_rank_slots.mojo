@@ -24,6 +24,7 @@ from max_ep.device.schedule import InlineSplit, Schedule
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
 from max_ep.gpu_launch import by_rank_group, combine_group, NUM_THREADS
 from max_ep.layout import (
@@ -33,7 +34,7 @@ from max_ep.layout import (
     RANK_SLOTS,
     RANK_SLOTS_REDUCED,
 )
-from max_ep.token_format import BF16TokenFormat, TokenFormat
+from max_ep.token_format import TokenFormat
 from std.testing import assert_equal, assert_true
 
 # A large model on eight H200.

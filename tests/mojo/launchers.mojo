@@ -13,9 +13,15 @@ from max_ep import (
     EPLocalSyncCounters,
     Float32TokenFormat,
 )
-from max_ep.layout import EXPERT_SLOTS, Group, message_bytes, plain_token_bytes
+from max_ep.formats.plain import PlainRows
+from max_ep.layout import (
+    Addressing,
+    Group,
+    message_bytes,
+    plain_token_bytes,
+    Returns,
+)
 from max_ep.setup import init, N_SETUP_WORDS
-from max_ep.token_format import PlainRows
 from std.memory.alloc import unsafe_alloc
 from std.testing import assert_equal, assert_raises
 
@@ -55,14 +61,15 @@ def main() raises:
     var ctx = DeviceContext(api="cpu")
     var msg_bytes = message_bytes(plain_token_bytes(HIDDEN, 4))
     assert_equal(msg_bytes, Format.msg_bytes)
-    comptime group = Group.of(
-        N_EXPERTS,
-        N_RANKS,
-        MAX_TOKENS,
-        TOP_K,
-        Format.msg_bytes,
-        Format.msg_bytes,
-        EXPERT_SLOTS,
+    comptime group = Group(
+        n_experts=N_EXPERTS,
+        n_ranks=N_RANKS,
+        max_tokens_per_rank=MAX_TOKENS,
+        top_k=TOP_K,
+        dispatch_msg_bytes=Format.msg_bytes,
+        combine_msg_bytes=Format.msg_bytes,
+        addressing=Addressing.BY_EXPERT,
+        returns=Returns.ROWS,
     )
     var n_local = group.n_local_experts()
     comptime n_words = EPLocalSyncCounters[N_EXPERTS].total_size(group)
@@ -90,7 +97,7 @@ def main() raises:
             TOP_K,
             msg_bytes,
             msg_bytes,
-            EXPERT_SLOTS,
+            group.protocol(),
         ]
         for i in range(N_SETUP_WORDS):
             setup.ptr[unsafe_offset=i] = Int64(words[i])

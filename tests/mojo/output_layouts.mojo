@@ -19,15 +19,16 @@ from max_ep import (
 from max_ep.cpu.plan import hash_src_info
 from max_ep.flags import next_generation
 from max_ep.formats.blockwise_fp8 import ScaledRows
+from max_ep.formats.plain import PlainRows
 from max_ep.layout import (
-    EXPERT_SLOTS,
+    Addressing,
     Group,
     message_bytes,
     plain_token_bytes,
-    RANK_SLOTS,
+    Returns,
 )
 from max_ep.setup import init, N_SETUP_WORDS
-from max_ep.token_format import PlainRows, SharedRows
+from max_ep.token_format import SharedRows
 from std.memory.alloc import unsafe_alloc
 from std.testing import assert_equal, assert_true
 
@@ -35,7 +36,12 @@ comptime HIDDEN = 128
 comptime MAX_TOKENS = 3
 comptime N_RANKS = 2
 comptime CAPACITY = N_RANKS * MAX_TOKENS
-comptime SIZES = Group.of(1, N_RANKS, MAX_TOKENS, 1, 0, 0, EXPERT_SLOTS)
+comptime SIZES = Group(
+    n_experts=1,
+    n_ranks=N_RANKS,
+    max_tokens_per_rank=MAX_TOKENS,
+    top_k=1,
+)
 comptime N_WORDS = EPLocalSyncCounters[1].total_size(SIZES)
 comptime UNTOUCHED = 77
 
@@ -76,10 +82,17 @@ struct Ranks:
         out self,
         dispatch_msg: Int,
         combine_msg: Int,
-        protocol: Int = EXPERT_SLOTS,
+        addressing: Addressing = Addressing.BY_EXPERT,
     ) raises:
-        var group = Group.of(
-            1, N_RANKS, MAX_TOKENS, 1, dispatch_msg, combine_msg, protocol
+        var group = Group(
+            n_experts=1,
+            n_ranks=N_RANKS,
+            max_tokens_per_rank=MAX_TOKENS,
+            top_k=1,
+            dispatch_msg_bytes=dispatch_msg,
+            combine_msg_bytes=combine_msg,
+            addressing=addressing,
+            returns=Returns.ROWS,
         )
         self.counters = []
         self.ptrs = []
@@ -100,7 +113,7 @@ struct Ranks:
                 1,
                 dispatch_msg,
                 combine_msg,
-                protocol,
+                group.protocol(),
             ]
             for i in range(N_SETUP_WORDS):
                 setup.ptr[unsafe_offset=i] = Int64(words[i])
@@ -192,7 +205,9 @@ def check_padded_rows_behind_the_counts() raises:
 comptime Shared = Float32TokenFormat[HIDDEN, 1]
 
 
-def send[protocol: Int = EXPERT_SLOTS](group: Ranks, rank: Int, n: Int) raises:
+def send[
+    addressing: Addressing = Addressing.BY_EXPERT
+](group: Ranks, rank: Int, n: Int) raises:
     var ids = tensor[DType.int32](n, 1)
     for i in range(n):
         ids.ptr[unsafe_offset=i] = 0
@@ -204,7 +219,7 @@ def send[protocol: Int = EXPERT_SLOTS](group: Ranks, rank: Int, n: Int) raises:
         1,
         "cpu",
         fused_shared_expert=True,
-        protocol=protocol,
+        addressing=addressing,
     ](
         group.counters[rank],
         tensor[DType.float32](n, HIDDEN),
@@ -217,7 +232,7 @@ def send[protocol: Int = EXPERT_SLOTS](group: Ranks, rank: Int, n: Int) raises:
 
 
 def receive[
-    protocol: Int = EXPERT_SLOTS
+    addressing: Addressing = Addressing.BY_EXPERT
 ](
     group: Ranks,
     rank: Int,
@@ -231,7 +246,7 @@ def receive[
         1,
         "cpu",
         fused_shared_expert=True,
-        protocol=protocol,
+        addressing=addressing,
     ](
         PlainRows(
             tensor[DType.float32](
@@ -348,14 +363,14 @@ def check_shared_expert() raises:
 def check_shared_expert_by_rank() raises:
     """As above; the own tokens stand in the recv buffer."""
     var msg = message_bytes(plain_token_bytes(HIDDEN, 4))
-    var group = Ranks(msg, msg, RANK_SLOTS)
+    var group = Ranks(msg, msg, Addressing.BY_RANK)
     var src_info = tensor[DType.int32](CAPACITY + MAX_TOKENS, 2)
-    send[RANK_SLOTS](group, 1, 2)
-    send[RANK_SLOTS](group, 0, 1)
-    receive[RANK_SLOTS](group, 0, src_info)
+    send[Addressing.BY_RANK](group, 1, 2)
+    send[Addressing.BY_RANK](group, 0, 1)
+    receive[Addressing.BY_RANK](group, 0, src_info)
     var said = String()
     try:
-        send[RANK_SLOTS](group, 1, 2)
+        send[Addressing.BY_RANK](group, 1, 2)
     except error:
         said = String(error)
     assert_true("before its dispatch_wait" in said, said)

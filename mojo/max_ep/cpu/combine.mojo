@@ -21,6 +21,7 @@ it sent.
 from std.math import fma
 from std.sys import size_of
 
+from ..arguments import CombinedTokens, GivenRows
 from ..counters import NO_ROW, rank_of_relative
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..flags import (
@@ -89,7 +90,7 @@ def _columns[
 
 @always_inline
 def _own_terms[
-    group: Group, //, dtype: DType, hidden_size: Int
+    group: Group, //, dtype: DType
 ](
     expert_rows: SharedRows, source: Int, token_idx: Int, rank: CpuRank[group]
 ) -> _Terms[dtype, group.top_k]:
@@ -105,7 +106,7 @@ def _own_terms[
         var row = rows[unsafe_offset=choice]
         if row != NO_ROW:
             terms.append(
-                _row[dtype, hidden_size](expert_rows, Int(row)),
+                _row[group, dtype](expert_rows, Int(row)),
                 weights[unsafe_offset=choice],
             )
     return terms^
@@ -113,11 +114,11 @@ def _own_terms[
 
 @always_inline
 def _row[
-    dtype: DType, hidden_size: Int
+    group: Group, dtype: DType
 ](expert_rows: SharedRows, row: Int) -> BytePointer:
     """Points to an expert row."""
     return expert_rows.rows.unsafe_offset(
-        row * hidden_size * size_of[Scalar[dtype]]()
+        row * group.hidden_size * size_of[Scalar[dtype]]()
     )
 
 
@@ -135,26 +136,18 @@ def _for_columns[hidden_size: Int, F: def[width: Int](Int) -> None](work: F):
 
 
 def cpu_combine_async[
-    group: Group,
-    //,
-    combine_dtype: DType,
-    partial_dtype: DType,
-    hidden_size: Int,
-](
-    expert_rows: SharedRows,
-    src_info: Pointer[Int32, ImmUntrackedOrigin],
-    rank: CpuRank[group],
-) raises:
+    group: Group, //, dtype: DType, partial_dtype: DType
+](given: GivenRows, rank: CpuRank[group]) raises:
     """Sends expert rows, or sums of them, to where their tokens came from."""
-    _check_rows(expert_rows.n_rows, src_info, rank)
+    _check_rows(given.rows.n_rows, given.src_info, rank)
     # Nobody waits for a rank without experts, so their done words run ahead of
     # it; it writes nothing.
     if rank.n_experts() > 0:
         rank.await_readers(group.combine_done_offset(0), only_owners=False)
     comptime if group.has_sums():
-        _send_sums[combine_dtype, partial_dtype, hidden_size](expert_rows, rank)
+        _send_sums[dtype, partial_dtype](given.rows, rank)
     else:
-        _send_rows[combine_dtype, hidden_size](expert_rows, src_info, rank)
+        _send_rows[dtype](given.rows, given.src_info, rank)
     # I2: counts after rows; zeros too, every source waits for every expert.
     for local_expert in range(rank.n_experts()):
         var offset = group.combine_count_offset(rank.expert_id(local_expert))
@@ -212,7 +205,7 @@ def _check_rows[
 
 
 def _send_rows[
-    group: Group, //, dtype: DType, hidden_size: Int
+    group: Group, //, dtype: DType
 ](
     expert_rows: SharedRows,
     src_info: Pointer[Int32, ImmUntrackedOrigin],
@@ -236,8 +229,8 @@ def _send_rows[
             )
             copy_bytes(
                 dest=message,
-                src=_row[dtype, hidden_size](expert_rows, at.row),
-                count=hidden_size * size_of[Scalar[dtype]](),
+                src=_row[group, dtype](expert_rows, at.row),
+                count=group.hidden_size * size_of[Scalar[dtype]](),
                 is_streaming=is_streaming,
             )
             write_source_info(
@@ -248,11 +241,7 @@ def _send_rows[
 
 
 def _send_sums[
-    group: Group,
-    //,
-    dtype: DType,
-    partial_dtype: DType,
-    hidden_size: Int,
+    group: Group, //, dtype: DType, partial_dtype: DType
 ](expert_rows: SharedRows, rank: CpuRank[group]):
     """Sends one sum for each token of a peer that has rows here."""
     comptime msg_bytes = group.combine_msg_bytes
@@ -270,9 +259,7 @@ def _send_sums[
             while first + Int(n_tokens_of[unsafe_offset=source]) <= i:
                 first += Int(n_tokens_of[unsafe_offset=source])
                 source += 1
-            var terms = _own_terms[dtype, hidden_size](
-                expert_rows, source, i - first, rank
-            )
+            var terms = _own_terms[dtype](expert_rows, source, i - first, rank)
             # Source 0 is this rank: it sends itself nothing.
             if source == 0 or terms.n == 0:
                 continue
@@ -293,7 +280,7 @@ def _send_sums[
                 else:
                     sums.unsafe_store(column, sum)
 
-            _for_columns[hidden_size](store_sum)
+            _for_columns[group.hidden_size](store_sum)
             write_source_info(message, msg_bytes, terms.n, rank.generation)
 
     for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
@@ -303,27 +290,21 @@ def _send_sums[
 
 
 def cpu_combine_wait[
-    dtype: DType,
-    group: Group,
-    //,
-    partial_dtype: DType,
-    hidden_size: Int,
-    fused_shared_expert: Bool = False,
+    dtype: DType, group: Group, //, partial_dtype: DType
 ](
-    output_tokens: Pointer[Scalar[dtype], MutUntrackedOrigin],
-    n_tokens: Int,
-    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    combined: CombinedTokens[dtype],
     expert_rows: SharedRows,
     rank: CpuRank[group],
 ) raises:
     """Waits for all rows or sums and adds those of each token."""
-    comptime is_reduced = group.has_sums()
-    comptime sent_dtype = partial_dtype if is_reduced else dtype
-    comptime n_places = group.n_ranks if is_reduced else group.top_k
+    var n_tokens = combined.n_tokens
+    comptime has_sums = group.has_sums()
+    comptime sent_dtype = partial_dtype if has_sums else dtype
+    comptime n_places = group.n_ranks if has_sums else group.top_k
     comptime bytes_per_token = (
         min(group.top_k, n_places) * group.combine_msg_bytes
     )
-    comptime if is_reduced:
+    comptime if has_sums:
         _check_unsent_rows(n_tokens, expert_rows.n_rows, rank)
     var n_rows = _await_rows(rank)
     # AFTER: everything of this generation is visible here and to the workers.
@@ -335,28 +316,26 @@ def cpu_combine_wait[
     def reduce_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
             var own = _Terms[dtype, group.top_k]()
-            comptime if is_reduced:
-                own = _own_terms[dtype, hidden_size](
-                    expert_rows, 0, token_idx, rank
-                )
+            comptime if has_sums:
+                own = _own_terms[dtype](expert_rows, 0, token_idx, rank)
             var received = _Terms[sent_dtype, n_places]()
             var n_found = own.n
             for i in range(n_places):
                 var offset = group.combine_message_offset(token_idx, i)
-                comptime if is_reduced:
+                comptime if has_sums:
                     offset = group.partial_offset(i, token_idx)
                 var message = rank.recv_buf().unsafe_offset(offset)
                 var flag = message_flag(message, group.combine_msg_bytes)[]
                 # I8: what an older generation left is skipped.
                 if generation_of(flag) != rank.generation:
                     continue
-                comptime if is_reduced:
+                comptime if has_sums:
                     received.append(message, 1)
                     n_found += count_of(flag)
                 else:
                     var choice = group.choice(token_idx, i)
                     received.append(
-                        message, router_weights[unsafe_offset=choice]
+                        message, combined.router_weights[unsafe_offset=choice]
                     )
                     n_found += 1
             n_found_of[unsafe_offset=token_idx] = n_found
@@ -365,24 +344,22 @@ def cpu_combine_wait[
             def store_result[width: Int](column: Int) {imm}:
                 var acc = own.add_to[width](0, column)
                 acc = received.add_to[width](acc, column)
-                comptime if fused_shared_expert:
-                    var shared = _row[dtype, hidden_size](
-                        expert_rows, token_idx
-                    )
+                comptime if group.fused_shared_expert:
+                    var shared = _row[group, dtype](expert_rows, token_idx)
                     acc = acc.cast[dtype]().cast[DType.float32]()
                     acc += _columns[dtype, width](shared, column)
-                output_tokens.unsafe_store(
-                    token_idx * hidden_size + column, acc.cast[dtype]()
+                combined.tokens.unsafe_store(
+                    token_idx * group.hidden_size + column, acc.cast[dtype]()
                 )
 
-            _for_columns[hidden_size](store_result)
+            _for_columns[group.hidden_size](store_result)
 
     for_each_chunk(n_tokens, bytes_per_token, reduce_tokens)
     var n_found = 0
     for n in found:
         n_found += n
     if n_found != n_rows:
-        comptime if is_reduced:
+        comptime if has_sums:
             raise rank.error(
                 t": its tokens have {n_rows} rows, but those that came are sums"
                 t" of {n_found}; something else has written to its memory. Call"
@@ -425,8 +402,8 @@ def _check_unsent_rows[
     if answered != last:
         raise rank.error(
             t": combine_async answered dispatch {answered}, the last"
-            t" dispatch_wait was of {last}. Reduced combine finds the rows of"
-            t" its own tokens by the last dispatch_wait: call combine_async,"
+            t" dispatch_wait was of {last}. With sums, combine finds the rows"
+            t" of its own tokens by the last dispatch_wait: call combine_async,"
             t" then combine_wait, before the next one."
         )
     var n_sent = rank.counters.n_tokens(answered)

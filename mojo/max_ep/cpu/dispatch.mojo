@@ -16,6 +16,7 @@ After `dispatch_async`: every peer has this generation's tokens, and counts that
 announce them. After `dispatch_wait`: the rows stand in the order of `plan.mojo`,
 the same bits in both protocols, and every source may overwrite its tokens.
 """
+from ..arguments import DispatchedRows, GivenTokens
 from ..counters import NO_ROW, relative_rank
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..dispatch_by_rank.entries import (
@@ -36,30 +37,11 @@ from ..flags import (
     publish,
 )
 from ..layout import Group
-from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank, write_source_info
 
 # ---------------------------------------------------------------------- sending
-
-
-@fieldwise_init
-struct GivenTokens[input_type: DType](TrivialRegisterPassable):
-    """What a dispatch is to send.
-
-    Parameters:
-        input_type: Element type of the tokens.
-    """
-
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
-    """`[n_tokens][hidden_size]`."""
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`; in an all-gather `[n_tokens][router_top_k]`."""
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
-    """Of the shape of `topk_ids`; read if combine returns sums."""
-    var n_tokens: Int
-    """Tokens."""
 
 
 def cpu_dispatch_async[
@@ -70,7 +52,6 @@ def cpu_dispatch_async[
     input_scales_wrapper: Optional[
         def[dtype: DType](Int) capturing -> Scalar[dtype]
     ] = None,
-    fused_shared_expert: Bool = False,
 ](given: GivenTokens[input_type], rank: CpuRank[group]) raises:
     """Sends each token to its experts or ranks, and publishes the counts."""
     comptime is_by_rank = group.is_by_rank()
@@ -81,7 +62,7 @@ def cpu_dispatch_async[
     rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
     # A rank without experts is not among those readers, but its dispatch_wait
     # may still read its own tokens where they were encoded.
-    comptime if is_by_rank or fused_shared_expert:
+    comptime if is_by_rank or group.fused_shared_expert:
         if rank.counters.dispatch_received() != rank.last:
             raise rank.error(
                 " again, before its dispatch_wait, which still has to read its"
@@ -243,32 +224,24 @@ struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
 
 
 def cpu_dispatch_wait[
-    group: Group,
-    is_padded: Bool,
-    fused_shared_expert: Bool,
-    //,
-    token_fmt_type: TokenFormat,
-](
-    rows: token_fmt_type.Rows,
-    n_rows_max: Int,
-    tables: RowTables[group, is_padded, fused_shared_expert],
-    src_info: Pointer[Int32, MutUntrackedOrigin],
-    rank: CpuRank[group],
-) raises:
+    group: Group, Format: TokenFormat, //
+](given: DispatchedRows[group, Format], rank: CpuRank[group]) raises:
     """Waits for all tokens and puts each into the rows of its choices."""
-    comptime msg_bytes = token_fmt_type.msg_bytes
-    var arrived = lay_out_rows(tables, n_rows_max, rank)
+    comptime msg_bytes = Format.msg_bytes
+    var n_rows_max = given.n_rows_max
+    var src_info = given.src_info
+    var arrived = lay_out_rows(given.tables, n_rows_max, rank)
     # AFTER: every token of this generation is visible to this thread and to
-    # the workers it starts; `pair_row` tells where each pair's rows go, with
+    # the workers it starts; `pair_row` says where each pair's rows go, with
     # the shared expert's, if any, before the first.
-    var outputs = _Outputs[token_fmt_type](
-        rows, src_info, should_stream(arrived.n_rows, msg_bytes)
+    var outputs = _Outputs[Format](
+        given.rows, src_info, should_stream(arrived.n_rows, msg_bytes)
     )
     comptime if group.is_by_rank():
         _place_tokens(outputs, rank)
     else:
         _place_messages(outputs, arrived.n_rows - arrived.n_shared, rank)
-    token_fmt_type.end_metadata(rows, arrived.n_rows, n_rows_max, 0, 1)
+    Format.end_metadata(given.rows, arrived.n_rows, n_rows_max, 0, 1)
 
     def place_own_tokens(begin: Int, end: Int) {imm}:
         for i in range(begin, end):

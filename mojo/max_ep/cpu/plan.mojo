@@ -104,16 +104,16 @@ struct Arrived(TrivialRegisterPassable):
 
 
 def lay_out_rows[
-    group: Group, is_padded: Bool, fused_shared_expert: Bool, //
+    group: Group, //
 ](
-    tables: RowTables[group, is_padded, fused_shared_expert],
+    tables: RowTables[group, group.is_padded, group.fused_shared_expert],
     n_rows_max: Int,
     rank: CpuRank[group],
 ) raises -> Arrived:
     """Waits for the counts of all pairs, and says where their rows go."""
     var counters = rank.counters
     var n_shared = 0
-    comptime if fused_shared_expert:
+    comptime if group.fused_shared_expert:
         if counters.dispatch_sent() != rank.generation:
             raise rank.error(
                 " before its dispatch_async: the shared expert's tokens are not"

@@ -28,6 +28,7 @@ from max.gpu import (
 )
 from std.utils import StaticTuple
 
+from ..arguments import imm
 from ..counters import EPLocalSyncCounters, NO_EXPERT
 from ..device.block import (
     await_done_words,
@@ -78,7 +79,6 @@ from ..flags import (
     store_release_block,
     Wait,
 )
-from ..launch_checks import imm
 from ..layout import EXPERT_SLOTS, Group, MESSAGE_ALIGN, n_experts_on_rank
 from ..row_tables import RowTables
 from ..token_format import BytePointer, LaneBytes, TokenFormat

@@ -19,7 +19,13 @@ from std.sys import is_nvidia_gpu
 
 from ..cpu_copy import copy_bytes
 from ..layout import blockwise_fp8_token_bytes
-from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
+from ..token_format import (
+    BytePointer,
+    LaneBytes,
+    LaneWire,
+    OutputTensors,
+    TokenFormat,
+)
 
 comptime FP8_BLOCK = 128
 """Channels that share one scale."""
@@ -146,6 +152,12 @@ struct BlockwiseFP8TokenFormat[
     """Output tensors of values and scales."""
     comptime n_blocks = Self.hidden_size_ // FP8_BLOCK
     """Scales of one token."""
+
+    @staticmethod
+    @always_inline
+    def rows_of(outputs: OutputTensors) -> Self.Rows:
+        """Takes values and scales; see `TokenFormat.rows_of`."""
+        return {outputs.tokens, outputs.scales, outputs.rows_per_group}
 
     @staticmethod
     @always_inline

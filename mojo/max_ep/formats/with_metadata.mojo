@@ -8,18 +8,12 @@ it as a routing map and probabilities.
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
 from ..layout import message_bytes
-from ..token_format import (
-    BytePointer,
-    LaneBytes,
-    LaneWire,
-    PlainRows,
-    PlainTokenFormat,
-    TokenFormat,
-)
+from ..token_format import BytePointer, LaneWire, OutputTensors, TokenFormat
+from .plain import PlainRows, PlainTokenFormat
 
 
 @fieldwise_init
-struct RowsWithChoices(DevicePassable, TrivialRegisterPassable):
+struct RowsWithMetadata(DevicePassable, TrivialRegisterPassable):
     """Output tensors of an all-gather."""
 
     var tokens: BytePointer
@@ -42,7 +36,7 @@ struct RowsWithChoices(DevicePassable, TrivialRegisterPassable):
     @staticmethod
     def get_type_name() -> String:
         """Names the type in error messages about kernel arguments."""
-        return "RowsWithChoices"
+        return "RowsWithMetadata"
 
 
 struct WithMetadataTokenFormat[
@@ -81,8 +75,19 @@ struct WithMetadataTokenFormat[
     """There are none."""
     comptime router_top_k = Self.n_carried_
     """Choices of the router for a token."""
-    comptime Rows = RowsWithChoices
+    comptime Rows = RowsWithMetadata
     """Tokens, routing map, probabilities, and how many."""
+
+    @staticmethod
+    @always_inline
+    def rows_of(outputs: OutputTensors) -> Self.Rows:
+        """Takes tokens and routing metadata; see `TokenFormat.rows_of`."""
+        return {
+            outputs.tokens,
+            outputs.routing_map,
+            outputs.probs,
+            outputs.n_gathered,
+        }
 
     @staticmethod
     @always_inline
@@ -133,20 +138,6 @@ struct WithMetadataTokenFormat[
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
         """Points to where a row goes."""
         return Self._Plain.row_values(Self._tokens(rows), row)
-
-    @staticmethod
-    @always_inline
-    def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
-        """Does nothing: there are no scales."""
-        pass
-
-    @staticmethod
-    @always_inline
-    def decode_scales_lane(
-        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
-    ):
-        """Does nothing: there are no scales."""
-        pass
 
     @staticmethod
     @always_inline

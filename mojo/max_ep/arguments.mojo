@@ -1,0 +1,533 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher is given: tensors, checked and turned into pointers.
+
+Nothing is sent before all of it is checked.
+"""
+from layout import TileTensor
+from max.gpu.host.info import is_cpu, is_gpu
+
+from .counters import EPLocalSyncCounters
+from .layout import Group, MAX_RANKS, MAX_TOP_K, MESSAGE_ALIGN
+from .row_tables import RowTables
+from .token_format import OutputTensors, SharedRows, TokenFormat
+from .transport import PeerBuffers
+
+comptime _NEXT = (
+    " Before the next run call EPCommInitializer.reset() (or restart the group,"
+    " where each rank is a process of its own)."
+)
+
+
+@fieldwise_init
+struct Form(TrivialRegisterPassable):
+    """Which part of a phase a launch does: one of three."""
+
+    var sends: Bool
+    """Whether it sends."""
+    var receives: Bool
+    """Whether it receives."""
+
+    comptime ASYNC = Self(True, False)
+    """Starts sending."""
+    comptime WAIT = Self(False, True)
+    """Completes receiving."""
+    comptime FUSED = Self(True, True)
+    """Both in one launch; all ranks must run at the same time."""
+
+
+# ------------------------------------------------------------------------ pointers
+
+
+@always_inline
+def imm[
+    dtype: DType
+](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
+    """Takes a tensor's address for reading."""
+    return Pointer[Scalar[dtype], ImmUntrackedOrigin](
+        unsafe_from_address=Int(tensor.ptr)
+    )
+
+
+@always_inline
+def mut_[
+    dtype: DType
+](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
+    """Takes a tensor's address for writing."""
+    return Pointer[Scalar[dtype], MutUntrackedOrigin](
+        unsafe_from_address=Int(tensor.ptr)
+    )
+
+
+@always_inline
+def p2p_buffers[
+    n_ranks: Int, //, T: AnyType, p2p_world_size: Int
+](buffers: PeerBuffers[n_ranks]) -> Array[
+    Pointer[T, MutUntrackedOrigin], p2p_world_size
+]:
+    """Makes kernel arguments of the buffers that pointers reach."""
+    var first_rank = buffers.first_mapped()
+    var result = Array[Pointer[T, MutUntrackedOrigin], p2p_world_size](
+        fill=buffers[first_rank].unsafe_bitcast[T]()
+    )
+    for i in range(p2p_world_size):
+        result[i] = buffers[first_rank + i].unsafe_bitcast[T]()
+    return result^
+
+
+# -------------------------------------------------------------------------- checks
+
+
+def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
+    """Refuses, when an op is compiled, what the phases cannot do."""
+    comptime assert (
+        is_cpu[target]() or is_gpu[target]()
+    ), "max_ep: there are kernels for targets 'cpu' and 'gpu'"
+    comptime assert (
+        1 <= group.n_ranks and group.n_ranks <= MAX_RANKS
+    ), "max_ep: n_ranks must be in [1, MAX_RANKS]"
+    comptime assert (
+        1 <= group.top_k
+        and group.top_k <= MAX_TOP_K
+        and group.top_k <= group.n_experts
+    ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
+    comptime assert (
+        group.hidden_size % hidden_multiple == 0
+    ), "max_ep: hidden_size must be a multiple of 16 bytes, of 128 for FP8"
+    comptime assert not (
+        group.is_by_rank() and group.use_shmem
+    ), "max_ep: by rank is for one host"
+    comptime assert (
+        group.is_by_rank() or not group.has_sums()
+    ), "max_ep: sums need by rank"
+
+
+def check_dispatch[
+    group: Group,
+    Format: TokenFormat,
+    target: StaticString,
+    has_input_scales: Bool,
+]():
+    """Refuses, when an op is compiled, what dispatch cannot do."""
+    check_group[group, target, Format.hidden_multiple]()
+    comptime assert (
+        not group.is_by_rank() or not has_input_scales
+    ), "max_ep: only by expert a token is encoded for each expert, with scales"
+    comptime assert not (
+        group.fused_shared_expert and has_input_scales
+    ), "max_ep: fused_shared_expert takes no input scales"
+    comptime assert not (
+        group.is_padded and group.fused_shared_expert
+    ), "max_ep: fused_shared_expert needs packed rows"
+    comptime assert Format.router_top_k == 0 or (
+        group.sends_to_all()
+        and group.has_sums()
+        and group.n_experts == group.n_ranks
+        and group.top_k == group.n_ranks
+    ), "max_ep: routing metadata is for an all-gather: each rank is an expert"
+
+
+def check_size(
+    op: StaticString, what: StaticString, size: Int, wanted: Int
+) raises:
+    """Compares a size of a tensor with what it must be."""
+    if size != wanted:
+        raise Error(t"max_ep: {op}: {what} are {size}, not {wanted}.", _NEXT)
+
+
+# ------------------------------------------------------------------------ the call
+
+
+@fieldwise_init
+struct Call[group: Group](TrivialRegisterPassable):
+    """An op on one rank: its name, its counters, and the buffers of all ranks.
+
+    Parameters:
+        group: Sizes of the group.
+    """
+
+    var op: StaticString
+    """The op, as errors name it."""
+    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    """This rank's local words."""
+    var send_bufs: PeerBuffers[Self.group.n_ranks]
+    """Every rank's send buffer; an op that only receives does not use them."""
+    var recv_bufs: PeerBuffers[Self.group.n_ranks]
+    """Every rank's receive buffer."""
+    var counts: PeerBuffers[Self.group.n_ranks]
+    """Every rank's counts and done words."""
+
+    @staticmethod
+    def of[
+        target: StaticString
+    ](
+        op: StaticString,
+        atomic_counters: TileTensor[DType.int32, ...],
+        send_ptrs: TileTensor[DType.uint64, ...],
+        recv_ptrs: TileTensor[DType.uint64, ...],
+        recv_count_ptrs: TileTensor[DType.uint64, ...],
+    ) raises -> Self:
+        """Checks counters and buffers; raises if they are not those of the group.
+        """
+        return Self(
+            op,
+            _counters_of[Self.group, target](op, atomic_counters),
+            _peer_buffers[Self.group, target](op, "send_ptrs", send_ptrs),
+            _peer_buffers[Self.group, target](op, "recv_ptrs", recv_ptrs),
+            _peer_buffers[Self.group, target](
+                op, "recv_count_ptrs", recv_count_ptrs
+            ),
+        )
+
+    @staticmethod
+    def of_wait[
+        target: StaticString
+    ](
+        op: StaticString,
+        atomic_counters: TileTensor[DType.int32, ...],
+        recv_ptrs: TileTensor[DType.uint64, ...],
+        recv_count_ptrs: TileTensor[DType.uint64, ...],
+    ) raises -> Self:
+        """The same for an op that only receives, and has no send buffers."""
+        var recv_bufs = _peer_buffers[Self.group, target](
+            op, "recv_ptrs", recv_ptrs
+        )
+        return Self(
+            op,
+            _counters_of[Self.group, target](op, atomic_counters),
+            recv_bufs,
+            recv_bufs,
+            _peer_buffers[Self.group, target](
+                op, "recv_count_ptrs", recv_count_ptrs
+            ),
+        )
+
+    def place[target: StaticString](self) -> String:
+        """Names the op, and on CPU the rank: on a GPU it is out of reach."""
+        comptime if is_cpu[target]():
+            return String(self.op, " on rank ", self.counters.my_rank())
+        return String(self.op)
+
+    def check_n_tokens[target: StaticString](self, n_tokens: Int) raises:
+        """Refuses more tokens than the buffers hold."""
+        comptime most = Self.group.max_tokens_per_rank
+        if n_tokens > most:
+            raise Error(
+                (
+                    t"max_ep: {self.place[target]()}: {n_tokens} tokens given,"
+                    t" EPConfig.max_tokens_per_rank is {most}. Send fewer at a"
+                    t" time, or raise it."
+                ),
+                _NEXT,
+            )
+
+
+def _counters_of[
+    group: Group, target: StaticString
+](
+    op: StaticString, atomic_counters: TileTensor[DType.int32, ...]
+) raises -> EPLocalSyncCounters[group.n_experts]:
+    """Finds this rank's local words. On a GPU the kernels check what they hold.
+    """
+    var counters = EPLocalSyncCounters[group.n_experts](mut_(atomic_counters))
+    var is_large = Int(atomic_counters.dim[0]()) >= counters.total_size(group)
+    comptime if is_gpu[target]():
+        if is_large:
+            return counters
+    if not is_large or not counters.is_initialized():
+        raise Error(
+            t"max_ep: {op}: these atomic_counters are not initialized; pass the"
+            t" model_inputs() of an EPCommInitializer after its ep_init()."
+        )
+    if not counters.matches_layout(group):
+        raise Error(
+            t"max_ep: {op} on rank {counters.my_rank()}: the symmetric memory"
+            t" belongs to another EPConfig than the graph; pass the"
+            t" model_inputs() of an EPCommInitializer with the same."
+        )
+    return counters
+
+
+def _peer_buffers[
+    group: Group, target: StaticString
+](
+    op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
+) raises -> PeerBuffers[group.n_ranks]:
+    """Finds the same buffer on every rank whose memory is mapped."""
+    comptime n_ranks = group.n_ranks
+    var n = Int(ptrs.dim[0]())
+    if n != n_ranks:
+        raise Error(
+            t"max_ep: {op}: {what} holds {n} addresses for {n_ranks} ranks."
+        )
+    var buffers = PeerBuffers[n_ranks](mut_(ptrs))
+    comptime only_node = is_gpu[target]() and group.use_shmem
+    var first_rank = buffers.first_mapped() if only_node else 0
+    comptime n_mapped = group.n_ranks_per_node if only_node else n_ranks
+    if not buffers.are_mapped(first_rank, n_mapped):
+        raise Error(
+            t"max_ep: {op}: the symmetric memory of these inputs was freed"
+            t" (EPCommInitializer.close); run before close(), or with the"
+            t" model_inputs() of a new ep_init()."
+        )
+    return buffers
+
+
+# ------------------------------------------------------------- tensors of dispatch
+
+
+@fieldwise_init
+struct RouterWeights(TrivialRegisterPassable):
+    """Router weights that go with the tokens of a dispatch."""
+
+    var weights: Pointer[Float32, ImmUntrackedOrigin]
+    """`[n_tokens][top_k]`."""
+    var n_tokens: Int
+    """Tokens whose weights may be read."""
+    var top_k: Int
+    """Weights of a token."""
+
+    @staticmethod
+    def none() -> Self:
+        """Makes what stands for "combine gets the weights"."""
+        # A Pointer is never null; nobody reads behind this one.
+        return Self(
+            Pointer[Float32, ImmUntrackedOrigin](
+                unsafe_from_address=MESSAGE_ALIGN
+            ),
+            0,
+            0,
+        )
+
+
+@fieldwise_init
+struct GivenTokens[input_type: DType](TrivialRegisterPassable):
+    """What a dispatch sends.
+
+    Parameters:
+        input_type: Element type of the tokens.
+    """
+
+    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    """`[n_tokens][hidden_size]`."""
+    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
+    """`[n_tokens][top_k]`; in an all-gather `[n_tokens][router_top_k]`."""
+    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    """Of the shape of `topk_ids`; read if combine returns sums."""
+    var n_tokens: Int
+    """Tokens."""
+
+    @staticmethod
+    def none() -> Self:
+        """Makes what stands for no tokens; nobody reads behind the pointers."""
+        return Self(
+            {unsafe_from_address = MESSAGE_ALIGN},
+            {unsafe_from_address = MESSAGE_ALIGN},
+            {unsafe_from_address = MESSAGE_ALIGN},
+            0,
+        )
+
+
+def given_tokens[
+    group: Group, //, Format: TokenFormat, target: StaticString
+](
+    call: Call[group],
+    tokens: TileTensor,
+    topk_ids: TileTensor[DType.int32, ...],
+    router_weights: RouterWeights,
+) raises -> GivenTokens[tokens.dtype]:
+    """Checks what dispatch sends; raises if a size does not fit."""
+    comptime n_choices = (
+        Format.router_top_k if Format.router_top_k > 0 else Format.top_k
+    )
+    var op = call.op
+    var n_tokens = Int(tokens.dim[0]())
+    call.check_n_tokens[target](n_tokens)
+    check_size(op, "rows of topk_ids", Int(topk_ids.dim[0]()), n_tokens)
+    check_size(op, "columns of topk_ids", Int(topk_ids.dim[1]()), n_choices)
+    check_size(
+        op,
+        "columns of input_tokens",
+        Int(tokens.dim[1]()),
+        Format.hidden_size,
+    )
+    comptime if group.has_sums():
+        check_size(
+            op, "rows of router_weights", router_weights.n_tokens, n_tokens
+        )
+        check_size(
+            op, "columns of router_weights", router_weights.top_k, n_choices
+        )
+    return {imm(tokens), imm(topk_ids), router_weights.weights, n_tokens}
+
+
+@fieldwise_init
+struct DispatchedRows[group: Group, Format: TokenFormat](
+    TrivialRegisterPassable
+):
+    """What a dispatch delivers.
+
+    Parameters:
+        group: Sizes of the group.
+        Format: Wire format of a token.
+    """
+
+    var rows: Self.Format.Rows
+    """The tensors of rows."""
+    var n_rows_max: Int
+    """Rows that they hold."""
+    var tables: RowTables[
+        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
+    ]
+    """The tensors that say which row is whose."""
+    var src_info: Pointer[Int32, MutUntrackedOrigin]
+    """`[n_rows_max][2]`: token on its source rank, and k."""
+
+    @staticmethod
+    def none() -> Self:
+        """Makes what stands for no rows; nobody writes behind the pointers."""
+        return Self(
+            Self.Format.rows_of(OutputTensors.none()),
+            0,
+            {
+                {unsafe_from_address = MESSAGE_ALIGN},
+                {unsafe_from_address = MESSAGE_ALIGN},
+            },
+            {unsafe_from_address = MESSAGE_ALIGN},
+        )
+
+
+def dispatched_rows[
+    group: Group, //, Format: TokenFormat
+](
+    call: Call[group],
+    rows: Format.Rows,
+    row_offsets: TileTensor,
+    expert_ids: TileTensor[DType.int32, ...],
+    src_info: TileTensor[DType.int32, ...],
+) raises -> DispatchedRows[group, Format]:
+    """Checks what dispatch delivers into; raises if a size does not fit."""
+    var op = call.op
+    comptime if group.is_padded:
+        comptime assert row_offsets.dtype == DType.int32, "recv_counts: int32"
+        check_size(
+            op,
+            "recv_counts",
+            Int(row_offsets.dim[0]()),
+            group.n_local_experts(),
+        )
+        check_size(op, "recv_ranges", Int(expert_ids.dim[0]()), group.n_pairs())
+    else:
+        comptime assert row_offsets.dtype == DType.uint32, "row_offsets: uint32"
+        comptime n_groups = RowTables[
+            group, group.is_padded, group.fused_shared_expert
+        ].n_groups
+        check_size(op, "row_offsets", Int(row_offsets.dim[0]()), n_groups + 1)
+        check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_groups)
+    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+    return {
+        rows,
+        Int(src_info.dim[0]()),
+        {mut_(row_offsets).unsafe_bitcast[UInt32](), mut_(expert_ids)},
+        mut_(src_info),
+    }
+
+
+# -------------------------------------------------------------- tensors of combine
+
+
+@fieldwise_init
+struct GivenRows(TrivialRegisterPassable):
+    """The expert rows of a combine."""
+
+    var rows: SharedRows
+    """Where they are, and how many."""
+    var src_info: Pointer[Int32, ImmUntrackedOrigin]
+    """`[n_rows][2]`: token on its source rank, and k; a wait does not read it."""
+
+    @staticmethod
+    def unsent(rows: SharedRows) -> Self:
+        """Takes the expert rows of a wait, which adds those that were not sent.
+        """
+        return Self(rows, {unsafe_from_address = MESSAGE_ALIGN})
+
+
+def given_rows[
+    group: Group, //
+](
+    call: Call[group],
+    rows: TileTensor,
+    src_info: TileTensor[DType.int32, ...],
+) raises -> GivenRows:
+    """Checks what combine sends; raises if a size does not fit."""
+    var op = call.op
+    var n_rows = Int(rows.dim[0]())
+    check_size(op, "rows of src_info", Int(src_info.dim[0]()), n_rows)
+    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
+    check_size(
+        op, "columns of input_tokens", Int(rows.dim[1]()), group.hidden_size
+    )
+    return {
+        SharedRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows),
+        imm(src_info),
+    }
+
+
+@fieldwise_init
+struct CombinedTokens[dtype: DType](TrivialRegisterPassable):
+    """What a combine delivers.
+
+    Parameters:
+        dtype: Element type of the results.
+    """
+
+    var tokens: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[n_tokens][hidden_size]`."""
+    var n_tokens: Int
+    """Tokens that this rank dispatched."""
+    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    """`[n_tokens][top_k]`; with sums they came with dispatch."""
+
+    @staticmethod
+    def none() -> Self:
+        """Makes what stands for no results; nobody writes behind the pointers.
+        """
+        return Self(
+            {unsafe_from_address = MESSAGE_ALIGN},
+            0,
+            {unsafe_from_address = MESSAGE_ALIGN},
+        )
+
+
+def combined_tokens[
+    dtype: DType, group: Group, //, target: StaticString
+](
+    call: Call[group],
+    tokens: TileTensor[dtype, ...],
+    router_weights: TileTensor[DType.float32, ...],
+    given: GivenRows,
+) raises -> CombinedTokens[dtype]:
+    """Checks what combine delivers into; raises if a size does not fit."""
+    var op = call.op
+    var n_tokens = Int(tokens.dim[0]())
+    call.check_n_tokens[target](n_tokens)
+    comptime if not group.has_sums():
+        check_size(
+            op,
+            "columns of router_weights",
+            Int(router_weights.dim[1]()),
+            group.top_k,
+        )
+        check_size(
+            op, "rows of router_weights", Int(router_weights.dim[0]()), n_tokens
+        )
+    check_size(
+        op, "columns of output_tokens", Int(tokens.dim[1]()), group.hidden_size
+    )
+    comptime if group.fused_shared_expert:
+        if given.rows.n_rows < n_tokens:
+            raise Error(
+                t"max_ep: {call.place[target]()}: {n_tokens} tokens, but"
+                t" input_tokens holds {given.rows.n_rows} rows; the shared"
+                t" expert's come first there."
+            )
+    return {mut_(tokens), n_tokens, imm(router_weights)}
