@@ -22,7 +22,8 @@ from .arguments import (
     GivenTokens,
     RouterWeights,
 )
-from .launch import InputScales, launch_combine, launch_dispatch
+from .device.phase import InputScales
+from .launch import launch_combine, launch_dispatch
 from .layout import Addressing, combine_msg_bytes, Group, Returns
 from .token_format import SharedRows, TokenFormat
 

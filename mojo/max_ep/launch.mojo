@@ -16,17 +16,21 @@ from .arguments import (
     Form,
     GivenRows,
     GivenTokens,
+    p2p_buffers,
 )
+from .combine_rows.phase import CombineRows
+from .combine_sums.phase import CombineSums
 from .cpu.combine import cpu_combine_async, cpu_combine_wait
 from .cpu.dispatch import cpu_dispatch_async, cpu_dispatch_wait
 from .cpu.rank import CpuRank
+from .device.phase import enqueue, InputScales
+from .dispatch_by_expert.phase import DispatchByExpert
+from .dispatch_by_rank.phase import DispatchByRank
 from .layout import Group, MESSAGE_ALIGN
 from .token_format import TokenFormat
 
-comptime InputScales = Optional[
-    def[dtype: DType](Int) capturing -> Scalar[dtype]
-]
-"""Gives the factor of a token for an expert id, or None."""
+comptime RANK_OF_COUNTERS = Int32(-1)
+"""A launch finds its rank in the counters, in device memory."""
 
 
 def launch_dispatch[
@@ -68,8 +72,42 @@ def launch_dispatch[
                     call.counts,
                 ),
             )
+    elif group.is_by_rank():
+        enqueue[form.sends, form.receives](
+            DispatchByRank[group, Format, input_type](
+                input_tokens=given.tokens,
+                topk_ids=given.topk_ids,
+                router_weights=given.router_weights,
+                n_tokens=Int32(given.n_tokens),
+                rows=dispatched.rows,
+                n_rows_max=Int32(dispatched.n_rows_max),
+                tables=dispatched.tables,
+                src_info=dispatched.src_info,
+                recv_bufs=p2p_buffers[UInt8, group.n_ranks](call.recv_bufs),
+                counts=p2p_buffers[UInt64, group.n_ranks](call.counts),
+                counters=call.counters,
+            ),
+            context,
+        )
     else:
-        raise Error("not yet")
+        comptime n = group.n_ranks_per_node
+        enqueue[form.sends, form.receives, input_scales](
+            DispatchByExpert[group, Format, input_type](
+                tokens=given.tokens,
+                topk_ids=given.topk_ids,
+                n_tokens=Int32(given.n_tokens),
+                rows=dispatched.rows,
+                n_rows_max=Int32(dispatched.n_rows_max),
+                tables=dispatched.tables,
+                src_info=dispatched.src_info,
+                put_bufs=p2p_buffers[UInt8, n](call.send_bufs),
+                recv_bufs=p2p_buffers[UInt8, n](call.recv_bufs),
+                counts=p2p_buffers[UInt64, n](call.counts),
+                counters=call.counters,
+                my_rank=RANK_OF_COUNTERS,
+            ),
+            context,
+        )
 
 
 def launch_combine[
@@ -111,5 +149,34 @@ def launch_combine[
                     call.counts,
                 ),
             )
+    elif group.has_sums():
+        enqueue[form.sends, form.receives](
+            CombineSums[group, dtype, partial_dtype](
+                expert_rows=given.rows.rows,
+                n_rows=Int32(given.rows.n_rows),
+                output_tokens=combined.tokens,
+                n_tokens=Int32(combined.n_tokens),
+                recv_bufs=p2p_buffers[UInt8, group.n_ranks](call.recv_bufs),
+                counts=p2p_buffers[UInt64, group.n_ranks](call.counts),
+                counters=call.counters,
+            ),
+            context,
+        )
     else:
-        raise Error("not yet")
+        comptime n = group.n_ranks_per_node
+        enqueue[form.sends, form.receives](
+            CombineRows[group, dtype](
+                expert_rows=given.rows.rows,
+                n_rows=Int32(given.rows.n_rows),
+                src_info=given.src_info,
+                output_tokens=combined.tokens,
+                n_tokens=Int32(combined.n_tokens),
+                router_weights=combined.router_weights,
+                put_bufs=p2p_buffers[UInt8, n](call.send_bufs),
+                recv_bufs=p2p_buffers[UInt8, n](call.recv_bufs),
+                counts=p2p_buffers[UInt64, n](call.counts),
+                counters=call.counters,
+                my_rank=RANK_OF_COUNTERS,
+            ),
+            context,
+        )

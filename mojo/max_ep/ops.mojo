@@ -34,7 +34,8 @@ from .arguments import (
     RouterWeights,
 )
 from .formats.table import FormatOf, has_format
-from .launch import InputScales, launch_combine, launch_dispatch
+from .device.phase import InputScales
+from .launch import launch_combine, launch_dispatch
 from .layout import Addressing, combine_msg_bytes, Group, Returns
 from .setup import init
 from .token_format import BytePointer, OutputTensors, SharedRows, TokenFormat

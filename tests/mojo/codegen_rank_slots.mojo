@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the GPU kernels of `rank_slots`, which NVIDIA's alone have.
+"""Compiles the phases by rank, which only NVIDIA GPUs have.
 
 Takes a folder, and writes assembly to `sm_90a.<kernel>.<variant>.s` in it, and
 what the assembler makes of it to `.cubin`. Prints what the assembly shows of the
 sources' constants. Run by tests/test_codegen.py.
 """
 from emitting import emit
+from groups import combine_group, dispatch_group
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.counters import (
     _BLOCKS_DONE,
@@ -26,14 +27,7 @@ from max_ep.dispatch_by_rank.roles import N_INDEX_WARPS, N_WARPS_MIN
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import by_rank_group, combine_group, NUM_THREADS
-from max_ep.layout import (
-    GATHER_REDUCED,
-    Group,
-    N_CHUNKS,
-    RANK_SLOTS,
-    RANK_SLOTS_REDUCED,
-)
+from max_ep.layout import Addressing, Group, N_CHUNKS, Returns
 from max_ep.token_format import TokenFormat
 from std.testing import assert_equal, assert_true
 
@@ -65,23 +59,23 @@ comptime CARRIED = WithMetadataTokenFormat[
 
 comptime by_rank[
     Format: TokenFormat,
-    protocol: Int,
+    returns: Returns,
     max_tokens: Int,
     padded: Bool = False,
     shared: Bool = False,
-    schedule: Bool = False,
+    shares_gpu: Bool = False,
     n_experts: Int = N_EXPERTS,
 ] = DispatchByRank[
-    by_rank_group[
+    dispatch_group[
         Format,
         n_experts,
         N_RANKS,
         max_tokens,
-        protocol,
-        0,
-        padded,
-        shared,
-        schedule,
+        Addressing.TO_ALL if Format.router_top_k > 0 else Addressing.BY_RANK,
+        returns,
+        padded=padded,
+        shared=shared,
+        shares_gpu=shares_gpu,
     ](),
     Format,
     DType.bfloat16,
@@ -89,33 +83,35 @@ comptime by_rank[
 
 comptime dispatch_async[
     Format: TokenFormat,
-    protocol: Int = RANK_SLOTS,
+    returns: Returns = Returns.ROWS,
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
 ] = phase_kernel[
-    by_rank[Format, protocol, max_tokens, shared=shared], True, False
+    by_rank[Format, returns, max_tokens, shared=shared], True, False
 ]
 
 comptime dispatch_wait[
     Format: TokenFormat,
-    protocol: Int = RANK_SLOTS,
+    returns: Returns = Returns.ROWS,
     max_tokens: Int = FEW_TOKENS,
     padded: Bool = False,
     shared: Bool = False,
-    schedule: Bool = False,
+    shares_gpu: Bool = False,
 ] = phase_kernel[
-    by_rank[Format, protocol, max_tokens, padded, shared, schedule], False, True
+    by_rank[Format, returns, max_tokens, padded, shared, shares_gpu],
+    False,
+    True,
 ]
 
 comptime dispatch[
     Format: TokenFormat,
-    protocol: Int = RANK_SLOTS,
+    returns: Returns = Returns.ROWS,
     max_tokens: Int = FEW_TOKENS,
     padded: Bool = False,
     shared: Bool = False,
     n_experts: Int = N_EXPERTS,
 ] = phase_kernel[
-    by_rank[Format, protocol, max_tokens, padded, shared, n_experts=n_experts],
+    by_rank[Format, returns, max_tokens, padded, shared, n_experts=n_experts],
     True,
     True,
 ]
@@ -124,22 +120,19 @@ comptime CombineOf[
     partial_dtype: DType,
     max_tokens: Int,
     shared: Bool = False,
-    schedule: Bool = False,
+    shares_gpu: Bool = False,
 ] = CombineSums[
     combine_group[
-        DType.bfloat16,
+        partial_dtype,
         HIDDEN,
         TOP_K,
         N_EXPERTS,
         N_RANKS,
         max_tokens,
-        N_RANKS,
-        False,
-        RANK_SLOTS_REDUCED,
-        partial_dtype,
-        0,
-        shared,
-        schedule,
+        addressing=Addressing.BY_RANK,
+        returns=Returns.SUMS,
+        shared=shared,
+        shares_gpu=shares_gpu,
     ](),
     DType.bfloat16,
     partial_dtype,
@@ -153,9 +146,9 @@ comptime combine_wait[
     partial_dtype: DType,
     max_tokens: Int = FEW_TOKENS,
     shared: Bool = False,
-    schedule: Bool = False,
+    shares_gpu: Bool = False,
 ] = phase_kernel[
-    CombineOf[partial_dtype, max_tokens, shared, schedule], False, True
+    CombineOf[partial_dtype, max_tokens, shared, shares_gpu], False, True
 ]
 
 comptime combine[
@@ -166,10 +159,12 @@ comptime combine[
 def check_parts_at_once() raises:
     """Those that are sent at once are whole units, also of a token of 3 parts.
     """
-    comptime group = Group.of(2, 2, 1, 1, 0, 0, RANK_SLOTS)
+    comptime group = Group(
+        n_experts=2, n_ranks=2, max_tokens_per_rank=1, top_k=1
+    )
     comptime for n_steps in [1, 2, 3, N_CHUNKS, 28]:
         comptime n_chunks = min(N_CHUNKS, n_steps)
-        for n_senders in range(1, NUM_THREADS // 32 + 1):
+        for n_senders in range(1, 512 // 32 + 1):
             for n_tokens in [257, MANY_TOKENS]:
                 var shift = chunks_at_once_shift[group, n_steps](
                     n_tokens, n_senders
@@ -181,7 +176,7 @@ def check_turns() raises:
     """Each of few items is one warp's, and index warps have none; so in combine, where
     each warp goes round.
     """
-    for n_warps in [N_WARPS_MIN, NUM_THREADS // 32]:
+    for n_warps in [N_WARPS_MIN, 512 // 32]:
         for n_blocks in [1, 7, 132]:
             var n_received = List[Int](
                 length=(n_warps - N_INDEX_WARPS) * n_blocks, fill=0
@@ -223,8 +218,10 @@ def check_cut[n_steps: Int]() raises:
 
 def check_what_was_measured() raises:
     """How much is sent at once, as it was fastest on two H200s."""
-    comptime two = Group.of(2, 2, 1, 1, 0, 0, RANK_SLOTS)
-    comptime four = Group.of(4, 4, 1, 1, 0, 0, RANK_SLOTS)
+    comptime two = Group(n_experts=2, n_ranks=2, max_tokens_per_rank=1, top_k=1)
+    comptime four = Group(
+        n_experts=4, n_ranks=4, max_tokens_per_rank=1, top_k=1
+    )
     comptime assert two.n_ranks == 2 and four.n_ranks == 4
     # Hidden 7168 in bfloat16, and in FP8.
     comptime LONG, SHORT = 28, 14
@@ -241,18 +238,18 @@ def check_what_was_measured() raises:
 
 def main() raises:
     """Compiles what the test names."""
-    comptime REDUCED = RANK_SLOTS_REDUCED
+    comptime REDUCED = Returns.SUMS
     emit[dispatch_async[BF16]]("dispatch_async.bf16")
     emit[dispatch_async[FP8, REDUCED]]("dispatch_async.fp8_reduced")
     emit[dispatch_async[BF16, REDUCED, MANY_TOKENS, shared=True]](
         "dispatch_async.bf16_reduced_shared_parts"
     )
-    emit[dispatch_wait[BF16, padded=True, schedule=True]](
+    emit[dispatch_wait[BF16, padded=True, shares_gpu=True]](
         "dispatch_wait.bf16_padded_turns"
     )
     emit[dispatch_wait[FP8, REDUCED]]("dispatch_wait.fp8_reduced")
     emit[
-        dispatch_wait[FP8, max_tokens=MANY_TOKENS, shared=True, schedule=True]
+        dispatch_wait[FP8, max_tokens=MANY_TOKENS, shared=True, shares_gpu=True]
     ]("dispatch_wait.fp8_shared_parts_turns")
     emit[dispatch[BF16]]("dispatch.bf16")
     emit[dispatch[FP8, REDUCED, padded=True]]("dispatch.fp8_reduced_padded")
@@ -260,7 +257,7 @@ def main() raises:
     emit[dispatch[FP8, max_tokens=MANY_TOKENS, shared=True]](
         "dispatch.fp8_shared_parts"
     )
-    emit[dispatch[CARRIED, GATHER_REDUCED, MANY_TOKENS, n_experts=N_RANKS]](
+    emit[dispatch[CARRIED, Returns.SUMS, MANY_TOKENS, n_experts=N_RANKS]](
         "dispatch.bf16_reduced_carried_parts"
     )
     emit[dispatch[BF16, REDUCED, n_experts=2 * N_EXPERTS]](
@@ -269,13 +266,13 @@ def main() raises:
     emit[combine_async[DType.bfloat16]]("combine_async.bf16")
     emit[combine_async[DType.float32, MANY_TOKENS]]("combine_async.f32")
     emit[combine_wait[DType.bfloat16, shared=True]]("combine_wait.bf16_shared")
-    emit[combine_wait[DType.float32, MANY_TOKENS, schedule=True]](
+    emit[combine_wait[DType.float32, MANY_TOKENS, shares_gpu=True]](
         "combine_wait.f32_turns"
     )
     emit[combine[DType.bfloat16]]("combine.bf16")
     emit[combine[DType.bfloat16, shared=True]]("combine.bf16_shared")
     emit[combine[DType.float32, MANY_TOKENS]]("combine.f32")
-    print(NUM_THREADS)
+    print(512)
     # Where generations are in the header, and those that all have read.
     print(_DISPATCH_SENT, _DISPATCH_RECEIVED, _DISPATCH_DRAINED)
     print(_COMBINE_SENT, _COMBINE_RECEIVED, _COMBINE_DRAINED)

@@ -4,6 +4,7 @@
 Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
 from emitting import emit
+from groups import combine_group, dispatch_group
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.device.phase import phase_kernel
@@ -15,18 +16,7 @@ from max_ep.dispatch_by_expert.phase import (
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.gpu_launch import (
-    by_rank_group,
-    combine_group,
-    MatrixLayout,
-    NUM_THREADS,
-)
-from max_ep.layout import (
-    EXPERT_SLOTS,
-    GATHER_REDUCED,
-    RANK_SLOTS,
-    RANK_SLOTS_REDUCED,
-)
+from max_ep.layout import Addressing, Returns
 from max_ep.token_format import BF16TokenFormat, Float32TokenFormat, TokenFormat
 
 comptime HIDDEN = 7168
@@ -50,15 +40,15 @@ def by_rank[
 ](name: String) raises:
     """Compiles all kernels by rank for one set of options."""
     comptime P = DispatchByRank[
-        by_rank_group[
+        dispatch_group[
             Format,
             N_EXPERTS,
             n_ranks,
             max_tokens,
-            RANK_SLOTS_REDUCED if sums else RANK_SLOTS,
-            0,
-            padded,
-            shared,
+            Addressing.BY_RANK,
+            Returns.SUMS if sums else Returns.ROWS,
+            padded=padded,
+            shared=shared,
         ](),
         Format,
         DType.bfloat16,
@@ -69,24 +59,25 @@ def by_rank[
 
 
 def sums[
-    n_ranks: Int, max_tokens: Int, partial: DType, shared: Bool, schedule: Bool
+    n_ranks: Int,
+    max_tokens: Int,
+    partial: DType,
+    shared: Bool,
+    shares_gpu: Bool,
 ](name: String) raises:
     """Compiles all kernels that combine to sums."""
     comptime P = CombineSums[
         combine_group[
-            DType.bfloat16,
+            partial,
             HIDDEN,
             TOP_K,
             N_EXPERTS,
             n_ranks,
             max_tokens,
-            n_ranks,
-            False,
-            RANK_SLOTS_REDUCED,
-            partial,
-            0,
-            shared,
-            schedule,
+            addressing=Addressing.BY_RANK,
+            returns=Returns.SUMS,
+            shared=shared,
+            shares_gpu=shares_gpu,
         ](),
         DType.bfloat16,
         partial,
@@ -166,12 +157,8 @@ def by_expert[
             N_EXPERTS,
             n_ranks,
             max_tokens,
-            n_gpus,
-            shmem,
-            EXPERT_SLOTS,
-            DType.bfloat16,
-            0,
-            shared,
+            shared=shared,
+            n_ranks_per_node=n_gpus,
         ](),
         DType.bfloat16,
     ]
@@ -187,7 +174,14 @@ def all_gather[max_tokens: Int](name: String) raises:
         DType.bfloat16, HIDDEN, n_ranks, TOP_K
     ]
     comptime P = DispatchByRank[
-        by_rank_group[Format, n_ranks, n_ranks, max_tokens, GATHER_REDUCED](),
+        dispatch_group[
+            Format,
+            n_ranks,
+            n_ranks,
+            max_tokens,
+            Addressing.TO_ALL,
+            Returns.SUMS,
+        ](),
         Format,
         DType.bfloat16,
     ]

@@ -4,20 +4,30 @@
 Run by tests/test_stats.py.
 """
 from emitting import emit
-from max_ep.combine_rows.phase import combine_group_of
-from max_ep.layout import EXPERT_SLOTS, RANK_SLOTS_REDUCED
+from groups import combine_group
+from max_ep.layout import Addressing, Returns
 from max_ep.watch import watch_kernel
 
 
-def show[protocol: Int, is_combine: Bool](name: StaticString) raises:
-    comptime group = combine_group_of[
-        DType.bfloat16, 7168, 8, 256, 4, 128, protocol
+def show[
+    addressing: Addressing, returns: Returns, is_combine: Bool
+](name: StaticString) raises:
+    """Compiles the kernel for one direction."""
+    comptime group = combine_group[
+        DType.bfloat16,
+        7168,
+        8,
+        256,
+        4,
+        128,
+        addressing=addressing,
+        returns=returns,
     ]()
-    emit[watch_kernel[256, 256, group, 4, is_combine]](name)
+    emit[watch_kernel[group, is_combine]](name)
 
 
 def main() raises:
-    """Runs the command line."""
-    show[EXPERT_SLOTS, False]("dispatch")
-    show[EXPERT_SLOTS, True]("combine")
-    show[RANK_SLOTS_REDUCED, True]("combine_reduced")
+    """Compiles all of them."""
+    show[Addressing.BY_EXPERT, Returns.ROWS, False]("dispatch")
+    show[Addressing.BY_EXPERT, Returns.ROWS, True]("combine")
+    show[Addressing.BY_RANK, Returns.SUMS, True]("combine_reduced")
