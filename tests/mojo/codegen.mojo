@@ -6,6 +6,7 @@ what NVIDIA's assembler makes of it to `.cubin`. Prints what the assembly shows 
 the sources' constants. Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd
+from groups import combine_group, dispatch_group
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.counters import (
     _COMBINE_RECEIVED,
@@ -15,22 +16,12 @@ from max_ep.counters import (
     FAILURE_WORD,
 )
 from max_ep.device.encode import ENCODED_IN_FLIGHT
-from max_ep.device.phase import phase_kernel
+from max_ep.device.phase import InputScales, phase_kernel
 from max_ep.device.warp import ACCESSES_IN_FLIGHT
-from max_ep.dispatch_by_expert.phase import (
-    dispatch_async_kernel,
-    dispatch_kernel,
-    dispatch_wait_kernel,
-)
+from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from max_ep.gpu_launch import (
-    combine_group,
-    InputScales,
-    MatrixLayout,
-    NUM_THREADS,
-)
 from max_ep.gpu_setup import clear_kernel
-from max_ep.layout import EXPERT_SLOTS, MAX_TOP_K
+from max_ep.layout import Addressing, MAX_TOP_K
 from max_ep.token_format import BF16TokenFormat, TokenFormat
 from std.sys import size_of
 
@@ -53,57 +44,33 @@ def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
 
 comptime SCALES = InputScales(scale_of)
 
+comptime Dispatch[Format: TokenFormat, padded: Bool, shared: Bool] = (
+    DispatchByExpert[
+        dispatch_group[
+            Format,
+            N_EXPERTS,
+            N_RANKS,
+            MAX_TOKENS,
+            Addressing.BY_EXPERT,
+            padded=padded,
+            shared=shared,
+        ](),
+        Format,
+        DType.bfloat16,
+    ]
+)
+
 comptime dispatch_async[
     Format: TokenFormat, shared: Bool = False, scales: InputScales = None
-] = dispatch_async_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    MatrixLayout,
-    MatrixLayout,
-    N_SMS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
-    scales,
-    False,
-    shared,
-]
+] = phase_kernel[Dispatch[Format, False, shared], True, False, scales]
 
 comptime dispatch_wait[
     Format: TokenFormat, padded: Bool = False, shared: Bool = False
-] = dispatch_wait_kernel[
-    NUM_THREADS,
-    N_SMS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
-    False,
-    padded,
-    shared,
-]
+] = phase_kernel[Dispatch[Format, padded, shared], False, True]
 
 comptime dispatch[
     Format: TokenFormat, padded: Bool = False, shared: Bool = False
-] = dispatch_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    MatrixLayout,
-    MatrixLayout,
-    N_SMS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
-    None,
-    False,
-    padded,
-    shared,
-]
+] = phase_kernel[Dispatch[Format, padded, shared], True, True]
 
 comptime Combine[
     dtype: DType, shared: Bool = False, top_k: Int = TOP_K
@@ -115,12 +82,7 @@ comptime Combine[
         N_EXPERTS,
         N_RANKS,
         MAX_TOKENS,
-        N_RANKS,
-        False,
-        EXPERT_SLOTS,
-        dtype,
-        0,
-        shared,
+        shared=shared,
     ](),
     dtype,
 ]

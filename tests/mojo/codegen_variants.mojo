@@ -8,11 +8,7 @@ from groups import combine_group, dispatch_group
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.device.phase import phase_kernel
-from max_ep.dispatch_by_expert.phase import (
-    dispatch_async_kernel as expert_dispatch_async,
-    dispatch_kernel as expert_dispatch,
-    dispatch_wait_kernel as expert_dispatch_wait,
-)
+from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
@@ -97,58 +93,29 @@ def by_expert[
 ](name: String) raises:
     """Compiles all kernels by expert; with SHMEM two hosts share the ranks."""
     comptime n_gpus = n_ranks // 2 if shmem else n_ranks
-    emit[
-        expert_dispatch_async[
-            DType.bfloat16,
-            NUM_THREADS,
-            MatrixLayout,
-            MatrixLayout,
-            N_SMS,
+    comptime Dispatch = DispatchByExpert[
+        dispatch_group[
+            Format,
             N_EXPERTS,
             n_ranks,
             max_tokens,
-            n_gpus,
-            Format,
-            None,
-            shmem,
-            shared,
-        ],
-        links=not shmem,
-    ]("dispatch_async." + name)
-    emit[
-        expert_dispatch_wait[
-            NUM_THREADS,
-            N_SMS,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            n_gpus,
-            Format,
-            shmem,
-            padded,
-            shared,
-        ],
-        links=not shmem,
-    ]("dispatch_wait." + name)
-    emit[
-        expert_dispatch[
-            DType.bfloat16,
-            NUM_THREADS,
-            MatrixLayout,
-            MatrixLayout,
-            N_SMS,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            n_gpus,
-            Format,
-            None,
-            shmem,
-            padded,
-            shared,
-        ],
-        links=not shmem,
-    ]("dispatch." + name)
+            Addressing.BY_EXPERT,
+            padded=padded,
+            shared=shared,
+            n_ranks_per_node=n_gpus,
+        ](),
+        Format,
+        DType.bfloat16,
+    ]
+    emit[phase_kernel[Dispatch, True, False], links=not shmem](
+        "dispatch_async." + name
+    )
+    emit[phase_kernel[Dispatch, False, True], links=not shmem](
+        "dispatch_wait." + name
+    )
+    emit[phase_kernel[Dispatch, True, True], links=not shmem](
+        "dispatch." + name
+    )
     comptime P = CombineRows[
         combine_group[
             DType.bfloat16,

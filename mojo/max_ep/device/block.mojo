@@ -194,10 +194,10 @@ struct Block[group: Group](TrivialRegisterPassable):
         Every warp calls it, once it knows that the launch `can_start`. `my_rank` -1:
         as the counters say.
         """
+        var rank = rank_of(counters, my_rank)
         var control = shared_words[n_control]()
         if thread_idx.x < n_control:
             control[unsafe_offset=thread_idx.x] = 0
-        var rank = rank_of(counters, my_rank)
         var header = LaunchHeader.read(counters)
         comptime n_ranks = Self.group.n_ranks
         comptime use_shmem = Self.group.use_shmem
@@ -244,15 +244,22 @@ struct Block[group: Group](TrivialRegisterPassable):
         self, done_offset: Int, generation: UInt32, phase: Int
     ) -> Bool:
         """Waits until every peer has read what this rank sent it last."""
-        return await_done_words[Self.group](
-            bytes_at(self.counts[unsafe_offset=self.my_rank]),
-            done_offset,
-            generation,
-            phase,
-            self.deadline,
-            self.counters,
-            self.lane,
-        )
+        var my_counts = bytes_at(self.counts[unsafe_offset=self.my_rank])
+        var is_met = True
+        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
+            # I3: no slot is written before its last reader is done with it.
+            var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
+            var word = load_acquire_sys(flag)
+            var wait = Wait(self.deadline)
+            while not has_reached(word, generation):
+                if wait.has_expired():
+                    self.fail(NOT_READ, phase, rank, -1, generation, word)
+                    is_met = False
+                    break
+                word = load_acquire_sys(flag)
+        # What each lane has seen of its ranks, all lanes may build on.
+        syncwarp()
+        return not any_lane(not is_met)
 
     @always_inline
     def await_message(
@@ -264,22 +271,39 @@ struct Block[group: Group](TrivialRegisterPassable):
         expert_id: Int,
     ) -> UInt64:
         """Waits until a message has arrived."""
-        return await_message(
-            flag,
-            generation,
-            phase,
-            missing_rank,
-            expert_id,
-            self.deadline,
-            self.counters,
-        )
+        var word = load_acquire_sys(flag)
+        var wait = Wait(self.deadline)
+        while generation_of(word) != generation:
+            if wait.has_expired():
+                self.fail(
+                    NO_MESSAGE,
+                    phase,
+                    missing_rank,
+                    expert_id,
+                    generation,
+                    word,
+                )
+                break
+            word = load_acquire_sys(flag)
+        return word
 
     @always_inline
     def publish_done(self, offset: Int, generation: UInt32):
         """Publishes to every rank that its messages have been read."""
-        publish_done[Self.group.n_ranks, Self.group.use_shmem](
-            self.counts, self.my_rank, offset, generation, self.lane
-        )
+        syncwarp()
+        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
+            var to = self.counts[unsafe_offset=rank]
+            comptime if Self.group.use_shmem:
+                if to == 0:
+                    put_flag(
+                        self.counts[unsafe_offset=self.my_rank]
+                        + UInt64(offset),
+                        generation,
+                        0,
+                        rank,
+                    )
+                    continue
+            publish(flag_at(bytes_at(to), offset), generation, 0)
 
     @always_inline
     def is_last_to_start(self, warp_idx: Int) -> Bool:
@@ -467,73 +491,6 @@ def is_in_order[
 
 
 @always_inline
-def await_done_words[
-    group: Group
-](
-    my_counts: BytePointer,
-    done_offset: Int,
-    generation: UInt32,
-    phase: Int,
-    deadline: DeviceDeadline,
-    counters: EPLocalSyncCounters,
-    lane: Int,
-) -> Bool:
-    """Waits until every peer has read what this rank sent it last."""
-    var is_met = True
-    for rank in range(lane, group.n_ranks, WARP_SIZE):
-        # I3: no slot is written before its last reader is done with it.
-        var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
-        var word = load_acquire_sys(flag)
-        var wait = Wait(deadline)
-        while not has_reached(word, generation):
-            if wait.has_expired():
-                record_failure(
-                    counters.failure(),
-                    NOT_READ,
-                    phase,
-                    rank,
-                    -1,
-                    generation,
-                    word,
-                )
-                is_met = False
-                break
-            word = load_acquire_sys(flag)
-    # What each lane has seen of its ranks, all lanes may build on.
-    syncwarp()
-    return not any_lane(not is_met)
-
-
-@always_inline
-def await_message(
-    flag: FlagPointer,
-    generation: UInt32,
-    phase: Int,
-    missing_rank: Int,
-    expert_id: Int,
-    deadline: DeviceDeadline,
-    counters: EPLocalSyncCounters,
-) -> UInt64:
-    """Waits until a message has arrived."""
-    var word = load_acquire_sys(flag)
-    var wait = Wait(deadline)
-    while generation_of(word) != generation:
-        if wait.has_expired():
-            record_failure(
-                counters.failure(),
-                NO_MESSAGE,
-                phase,
-                missing_rank,
-                expert_id,
-                generation,
-                word,
-            )
-            break
-        word = load_acquire_sys(flag)
-    return word
-
-
-@always_inline
 def is_last_block(counters: EPLocalSyncCounters) -> Bool:
     """Tells one warp of the grid that all blocks have done their work.
 
@@ -552,29 +509,3 @@ def is_last_block(counters: EPLocalSyncCounters) -> Bool:
             else:
                 all_done = 1
     return warp.shuffle_idx(all_done, UInt32(0)) != 0
-
-
-@always_inline
-def publish_done[
-    n_ranks: Int, use_shmem: Bool
-](
-    counts: SharedAddresses,
-    my_rank: Int,
-    offset: Int,
-    generation: UInt32,
-    lane: Int,
-):
-    """Tells every rank that its messages have been read."""
-    syncwarp()
-    for rank in range(lane, n_ranks, WARP_SIZE):
-        var to = counts[unsafe_offset=rank]
-        comptime if use_shmem:
-            if to == 0:
-                put_flag(
-                    counts[unsafe_offset=my_rank] + UInt64(offset),
-                    generation,
-                    0,
-                    rank,
-                )
-                continue
-        publish(flag_at(bytes_at(to), offset), generation, 0)

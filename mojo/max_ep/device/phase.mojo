@@ -18,6 +18,11 @@ from std.utils import StaticTuple
 from ..layout import Group
 from ..shmem_modules import register_module
 
+comptime InputScales = Optional[
+    def[dtype: DType](Int) capturing -> Scalar[dtype]
+]
+"""Gives the factor of a token for an expert id, or None."""
+
 
 trait Phase(Copyable, DevicePassable):
     """A kernel's arguments, and what it does with them."""
@@ -37,6 +42,21 @@ trait Phase(Copyable, DevicePassable):
         """
         ...
 
+    def run_scaled[
+        input_scales: InputScales, sends: Bool, receives: Bool
+    ](self):
+        """As `run`, with input scales: only dispatch by expert takes them.
+
+        A method of its own, since a phase that has a closure as its parameter is none:
+        all its methods would be `capturing`.
+
+        Parameters:
+            input_scales: Gives the factor of a token for an expert id.
+            sends: Whether the launch sends.
+            receives: Whether the launch receives.
+        """
+        comptime assert False, "this phase takes no input scales"
+
 
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
@@ -45,13 +65,18 @@ trait Phase(Copyable, DevicePassable):
     # A multiprocessor has one block: all registers may be used.
     `nvvm.minctasm`=SIMDLength(1),
 )
-def phase_kernel[P: Phase, sends: Bool, receives: Bool](phase: P):
+def phase_kernel[
+    P: Phase, sends: Bool, receives: Bool, input_scales: InputScales = None
+](phase: P):
     """The kernel of every phase.
 
     Launch: `block_dim = P.group.num_threads`. If it sends and receives, all blocks
     of the grid must be resident at once, and all ranks must run at the same time.
     """
-    phase.run[sends, receives]()
+    comptime if input_scales:
+        phase.run_scaled[input_scales, sends, receives]()
+    else:
+        phase.run[sends, receives]()
 
 
 @always_inline
@@ -89,10 +114,14 @@ def unused[T: TrivialRegisterPassable]() -> T:
 
 
 def enqueue[
-    P: Phase, //, sends: Bool, receives: Bool
+    P: Phase,
+    //,
+    sends: Bool,
+    receives: Bool,
+    input_scales: InputScales = None,
 ](phase: P, context: DeviceContext) raises:
     """Launches a phase; waits for nothing."""
-    comptime kernel = phase_kernel[P, sends, receives]
+    comptime kernel = phase_kernel[P, sends, receives, input_scales]
     var function = context.compile_function[kernel]()
     comptime if P.group.use_shmem:
         register_module(function, context)

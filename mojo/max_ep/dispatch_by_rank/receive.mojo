@@ -11,7 +11,7 @@ from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
 from ..counters import NO_ROW, relative_rank, row_elsewhere
-from ..device.block import await_message, Block, next_work
+from ..device.block import Block, next_work
 from ..device.schedule import (
     Chunk,
     FlaggedSplit,
@@ -248,14 +248,12 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     token.src_rank, token.idx, chunk.part
                 ),
             )
-            var word = await_message(
+            var word = self.block.await_message(
                 flag,
                 generation_received(self.block),
                 RECEIVE,
                 token.src_rank,
                 -1,
-                self.block.deadline,
-                self.block.counters,
             )
             if any_lane(generation_of(word) != generation_received(self.block)):
                 self.block.counters.set_broken()

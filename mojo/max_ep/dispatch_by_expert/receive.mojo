@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receive phase of dispatch by expert: counts, then messages as they arrive.
+
+The last warp of a block waits for the counts of all pairs, which say where every row
+stands. All warps then copy messages into rows, slot by slot over all pairs.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
+
+from ..device.block import Block, next_work
+from ..device.shared import shared_ints, SharedInts
+from ..device.warp import any_lane, bytes_at, copy_warp
+from ..failures import NO_COUNT, TOO_MANY_ROWS
+from ..flags import (
+    count_of,
+    flag_at,
+    generation_of,
+    load_acquire_block,
+    load_relaxed_sys,
+    message_flag,
+    store_release_block,
+    Wait,
+)
+from ..layout import Group, n_experts_on_rank
+from ..row_tables import RowTables
+from ..token_format import TokenFormat
+from .send import NEXT_ITEM, PAIRS_READY, SendSchedule, staged
+
+comptime RECEIVE = 1
+"""Number of the phase in failure records."""
+
+comptime _FAILED = UInt32(2)
+"""Value of the word `PAIRS_READY` when the counts did not come."""
+
+comptime _IN_FLIGHT = 8
+"""Pairs whose counts a lane has under way at once."""
+
+
+@fieldwise_init
+struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
+    """What the warps of a block need to receive.
+
+    Parameters:
+        group_: Sizes of the group.
+        Format: Wire format of a token.
+    """
+
+    comptime group = Self.group_
+    """Sizes of the group."""
+    comptime n_pairs = Self.group.n_pairs()
+    """Pairs whose messages come here."""
+
+    var block: Block[Self.group]
+    """The block."""
+    var rows: Self.Format.Rows
+    """The output tensors of rows."""
+    var n_rows_max: Int
+    """Rows that they hold."""
+    var tables: RowTables[
+        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
+    ]
+    """The output tensors that say which row is whose."""
+    var src_info: Pointer[Int32, MutUntrackedOrigin]
+    """`[n_rows_max][2]`: token on its source rank, k."""
+    var generation: UInt32
+    """The generation that is received."""
+    var n_shared: Int
+    """Rows of the shared expert, in front of all others."""
+
+    @always_inline
+    def run(self):
+        """Has a warp of a block take its part in receiving."""
+        comptime group = Self.group
+        comptime n_pairs = Self.n_pairs
+        var control = self.block.control
+        var lane = self.block.lane
+        var pair_rows = shared_ints[n_pairs + 1]()
+        var pair_counts = shared_ints[n_pairs]()
+        if self.block.warp_idx == group.num_threads // WARP_SIZE - 1:
+            var largest = self._read_counts(pair_rows, pair_counts)
+            syncwarp()
+            if lane == 0:
+                pair_rows[unsafe_offset=n_pairs] = Int32(largest)
+                store_release_block(
+                    control.unsafe_offset(PAIRS_READY),
+                    1 if largest >= 0 else _FAILED,
+                )
+        while load_acquire_block(control.unsafe_offset(PAIRS_READY)) == 0:
+            pass
+        if load_acquire_block(control.unsafe_offset(PAIRS_READY)) == _FAILED:
+            return
+        # Slot by slot over all pairs: about the order in which messages arrive.
+        var n_items = Int(pair_rows[unsafe_offset=n_pairs]) * n_pairs
+        while True:
+            var round = next_work(control.unsafe_offset(NEXT_ITEM), lane)
+            var item = round * Int(grid_dim.x) + Int(block_idx.x)
+            if item >= n_items:
+                return
+            var slot, pair = divmod(item, n_pairs)
+            if slot >= Int(pair_counts[unsafe_offset=pair]):
+                continue
+            var row = Int(pair_rows[unsafe_offset=pair]) + slot
+            if not self._receive_message(pair, slot, row):
+                return
+
+    @always_inline
+    def _receive_message(self, pair: Int, slot: Int, row: Int) -> Bool:
+        """Waits for a message and copies it to its row, with one warp."""
+        comptime group = Self.group
+        var lane = self.block.lane
+        var message = bytes_at(
+            self.block.recv_bufs[unsafe_offset=self.block.my_rank]
+        ).unsafe_offset(group.dispatch_message_offset(pair, slot))
+        var word = self.block.await_message(
+            message_flag(message, Self.Format.msg_bytes),
+            self.generation,
+            RECEIVE,
+            pair % group.n_ranks,
+            self.block.my_rank * group.n_local_experts()
+            + pair // group.n_ranks,
+        )
+        if any_lane(generation_of(word) != self.generation):
+            return False
+        copy_warp[Self.Format.value_bytes](
+            Self.Format.row_values(self.rows, row), message, lane
+        )
+        Self.Format.decode_scales_lane(message, self.rows, row, lane, WARP_SIZE)
+        if lane == 0:
+            var token_idx, k = divmod(count_of(word), group.top_k)
+            self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
+            self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+        return True
+
+    # ------------------------------------------------------------------ counts
+
+    @always_inline
+    def _read_counts(
+        self, pair_rows: SharedInts, pair_counts: SharedInts
+    ) -> Int:
+        """Waits for the counts of all pairs and lays out the rows, with one warp.
+
+        Returns the largest count, or -1 if the launch cannot go on.
+        """
+        comptime in_flight = _IN_FLIGHT
+        var lane = self.block.lane
+        var is_first_block = block_idx.x == 0
+        var n_rows = self.n_shared
+        var largest = 0
+        var is_late = False
+        for first in range(0, Self.n_pairs, WARP_SIZE * in_flight):
+            var counts = Array[Int32, in_flight](fill=0)
+            var before = Array[Int32, in_flight](fill=0)
+            self._await_counts(first, counts, is_late)
+            comptime for i in range(in_flight):
+                largest = max(largest, Int(counts[i]))
+            # All scans are under way at once; only then they are put together.
+            comptime for i in range(in_flight):
+                before[i] = warp.prefix_sum[exclusive=True](counts[i])
+            comptime for i in range(in_flight):
+                var pair = first + i * WARP_SIZE + lane
+                if pair < Self.n_pairs:
+                    pair_rows[unsafe_offset=pair] = Int32(n_rows) + before[i]
+                    pair_counts[unsafe_offset=pair] = counts[i]
+                n_rows += Int(
+                    warp.shuffle_idx(
+                        before[i] + counts[i], UInt32(WARP_SIZE - 1)
+                    )
+                )
+        largest = Int(warp.max(Int32(largest)))
+        syncwarp()
+        self._lay_out_rows(pair_rows, pair_counts)
+        var n_rows_needed = self.tables.n_rows_needed(n_rows)
+        if is_first_block and lane == 0:
+            self.tables.write_ends(n_rows)
+            self.block.counters.set_pair_rows(
+                Self.n_pairs, n_rows_needed, largest
+            )
+        if any_lane(is_late):
+            if is_first_block:
+                syncwarp()
+                self.tables.write_no_rows(lane, WARP_SIZE)
+            return -1
+        if n_rows_needed > self.n_rows_max:
+            if is_first_block:
+                syncwarp()
+                self.tables.write_no_rows(lane, WARP_SIZE)
+            if lane == 0:
+                self.block.fail(
+                    TOO_MANY_ROWS,
+                    RECEIVE,
+                    self.block.my_rank,
+                    0,
+                    self.generation,
+                    0,
+                    n_rows_needed,
+                    self.n_rows_max,
+                )
+            return -1
+        return largest
+
+    @always_inline
+    def _await_counts(
+        self,
+        first: Int,
+        mut counts: Array[Int32, _IN_FLIGHT],
+        mut is_late: Bool,
+    ):
+        """Waits for the counts of some pairs; those that do not come are 0."""
+        comptime group = Self.group
+        comptime in_flight = _IN_FLIGHT
+        var lane = self.block.lane
+        var my_rank = self.block.my_rank
+        var my_counts = bytes_at(self.block.counts[unsafe_offset=my_rank])
+        var end = (
+            n_experts_on_rank(group.n_experts, group.n_ranks, my_rank)
+            * group.n_ranks
+        )
+        var words = Array[UInt64, in_flight](fill=0)
+        var wait = Wait(self.block.deadline)
+        var missing = 0
+        # All words that are missing are polled again at once.
+        while missing >= 0 and not is_late:
+            comptime for i in range(in_flight):
+                var pair = first + i * WARP_SIZE + lane
+                if pair < end and generation_of(words[i]) != self.generation:
+                    words[i] = load_relaxed_sys(
+                        flag_at(my_counts, group.dispatch_count_offset(pair))
+                    )
+            missing = -1
+            comptime for i in range(in_flight):
+                var pair = first + i * WARP_SIZE + lane
+                if pair < end and generation_of(words[i]) != self.generation:
+                    missing = pair
+            if wait.has_expired():
+                is_late = missing >= 0
+        if is_late:
+            self.block.fail(
+                NO_COUNT,
+                RECEIVE,
+                missing % group.n_ranks,
+                my_rank * group.n_local_experts() + missing // group.n_ranks,
+                self.generation,
+                load_relaxed_sys(
+                    flag_at(my_counts, group.dispatch_count_offset(missing))
+                ),
+            )
+        comptime for i in range(in_flight):
+            var pair = first + i * WARP_SIZE + lane
+            if pair < end and not is_late:
+                counts[i] = Int32(count_of(words[i]))
+
+    @always_inline
+    def _lay_out_rows(self, pair_rows: SharedInts, pair_counts: SharedInts):
+        """Says where the rows of each pair stand, with one warp.
+
+        Packed rows already stand there; the first block also records them.
+        """
+        comptime group = Self.group
+        var is_first_block = block_idx.x == 0
+        var first_of_lane = self.block.lane
+        comptime if not group.is_padded:
+            if not is_first_block:
+                first_of_lane = group.n_local_experts()
+        for local_expert in range(
+            first_of_lane, group.n_local_experts(), WARP_SIZE
+        ):
+            var first = group.pair(local_expert, 0)
+            var n_before = Int(pair_rows[unsafe_offset=first])
+            var first_row = self.tables.first_row(local_expert, n_before)
+            var n_expert_rows = 0
+            for pair in range(first, first + group.n_ranks):
+                var count = Int(pair_counts[unsafe_offset=pair])
+                var row = first_row + n_expert_rows
+                pair_rows[unsafe_offset=pair] = Int32(row)
+                if is_first_block:
+                    self.block.counters.set_pair_rows(pair, row, count)
+                    self.tables.write_pair(pair, n_expert_rows, count)
+                n_expert_rows += count
+            if is_first_block:
+                self.tables.write_expert(local_expert, first_row, n_expert_rows)
+
+    # ------------------------------------------------------ the shared expert
+
+    @always_inline
+    def place_own_tokens(self):
+        """Copies what this block has staged to the shared expert's rows."""
+        comptime group = Self.group
+        comptime n_warps = group.num_threads // WARP_SIZE
+        var lane = self.block.lane
+        var n_blocks = Int(grid_dim.x)
+        var n_tokens = min(self.n_shared, self.n_rows_max)
+        var schedule = SendSchedule.of(n_tokens, group.top_k, n_blocks)
+        var recv_buf = bytes_at(
+            self.block.recv_bufs[unsafe_offset=self.block.my_rank]
+        )
+        for token_idx in range(self.block.warp_idx, n_tokens, n_warps):
+            # The block that sends the first item of a token stages it.
+            if token_idx * schedule.n_per_token % n_blocks != Int(block_idx.x):
+                continue
+            var token = staged[group](recv_buf, token_idx)
+            copy_warp[Self.Format.value_bytes](
+                Self.Format.row_values(self.rows, token_idx), token, lane
+            )
+            Self.Format.decode_scales_lane(
+                token, self.rows, token_idx, lane, WARP_SIZE
+            )
+            if lane == 0:
+                self.src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
+                self.src_info[unsafe_offset=2 * token_idx + 1] = -1

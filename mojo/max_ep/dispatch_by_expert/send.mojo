@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The send phase of dispatch by expert.
+
+The first warp of a block finds the slots of the block's choices, and publishes
+counts; the next warps send. The count of a pair says how many of its messages come;
+each message then announces itself by the flag in its source info.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import (
+    barrier,
+    block_idx,
+    grid_dim,
+    syncwarp,
+    thread_idx,
+    WARP_SIZE,
+)
+
+from ..counters import NO_EXPERT
+from ..device.block import Block
+from ..device.encode import encode_steps, steps_in_flight
+from ..device.phase import InputScales
+from ..device.shared import shared_words
+from ..device.warp import bytes_at, shuffle_address, store16
+from ..failures import DROPPED
+from ..flags import (
+    fetch_add_block,
+    flag_at,
+    load_acquire_block,
+    message_flag,
+    publish,
+    SharedWord,
+    store_relaxed_sys,
+    store_release_block,
+)
+from ..layout import Group, MESSAGE_ALIGN
+from ..token_format import BytePointer, LaneBytes, TokenFormat
+from ..transport import put_flag, put_message_warp
+
+comptime SEND = 0
+"""Number of the phase in failure records."""
+
+# Words of a block's control.
+comptime INDEXED = 0
+"""Items of the block whose slots are found."""
+comptime PAIRS_READY = 1
+"""Whether the counts of all pairs have come."""
+comptime NEXT_ITEM = 2
+"""The next message to receive."""
+comptime N_CONTROL = 3
+"""Control words."""
+
+
+@fieldwise_init
+struct SendSchedule(TrivialRegisterPassable):
+    """How the choices are scheduled over blocks: an item is some choices of a token.
+
+    Item `i` belongs to block `i % n_blocks`, so tokens leave in their order.
+    """
+
+    var n_items: Int
+    """Items of all blocks."""
+    var n_per_token: Int
+    """Items of one token."""
+
+    @staticmethod
+    @always_inline
+    def of(n_tokens: Int, top_k: Int, n_blocks: Int) -> Self:
+        """Splits the choices of few tokens, so that every block has work."""
+        var n = 1
+        while n < top_k and n_tokens * n < 2 * n_blocks:
+            n *= 2
+        n = min(n, top_k)
+        return Self(n_tokens * n, n)
+
+    @always_inline
+    def token(self, item: Int) -> Int:
+        """Names the token of an item."""
+        return item // self.n_per_token
+
+    @always_inline
+    def first_k(self, item: Int, top_k: Int, next: Int = 0) -> Int:
+        """Names the first choice of an item."""
+        return (item % self.n_per_token + next) * top_k // self.n_per_token
+
+
+@always_inline
+def staged[group: Group](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
+    """Locates where a token waits for its place among this rank's rows."""
+    return recv_buf.unsafe_offset(
+        group.staged_from_recv(0) + group.dispatch_staged_offset(token_idx)
+    )
+
+
+@fieldwise_init
+struct _Place(TrivialRegisterPassable):
+    """Where the choice of a lane goes."""
+
+    var expert: Int32
+    """Its expert; `NO_EXPERT`: it is not sent."""
+    var message: UInt64
+    """Where its message is written; 0: nowhere."""
+    var put_to: UInt64
+    """Where SHMEM then puts the message; 0: nowhere."""
+
+
+@fieldwise_init
+struct Sender[
+    group_: Group,
+    Format_: TokenFormat,
+    input_type: DType,
+    input_scales: InputScales,
+](TrivialRegisterPassable):
+    """What the warps of a block need to send.
+
+    Parameters:
+        group_: Sizes of the group.
+        Format_: Wire format of a token.
+        input_type: Element type of the tokens.
+        input_scales: Gives the factor of a token for an expert id.
+    """
+
+    comptime group = Self.group_
+    """Sizes of the group."""
+    comptime Format = Self.Format_
+    """Wire format of a token."""
+
+    var block: Block[Self.group]
+    """The block."""
+    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    """`[n_tokens][hidden_size]`."""
+    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
+    """`[n_tokens][top_k]`."""
+    var n_tokens: Int
+    """Tokens of this rank."""
+    var put_buf: UInt64
+    """This rank's put buffer; used with SHMEM."""
+    var generation: UInt32
+    """The generation that is sent."""
+    var schedule: SendSchedule
+    """Which choices are whose."""
+
+    @always_inline
+    def run(self, n_senders: Int):
+        """Gives the warps of a block their roles; all its threads call it."""
+        comptime group = Self.group
+        var histogram = shared_words[group.n_experts]()
+        for i in range(Int(thread_idx.x), group.n_experts, group.num_threads):
+            histogram[unsafe_offset=i] = 0
+        barrier()
+        if self.block.warp_idx == 0:
+            self._index_choices(histogram)
+        elif self.block.warp_idx <= n_senders:
+            self._send(self.block.warp_idx - 1, n_senders)
+
+    @always_inline
+    def _await_readers(self) -> Bool:
+        """I3: waits until all that this rank sent before has been read."""
+        return self.block.await_done_words(
+            Self.group.dispatch_done_offset(0),
+            self.block.counters.dispatch_sent(),
+            SEND,
+        )
+
+    # -------------------------------------------------------- slots and counts
+
+    @always_inline
+    def _count_choices(self, histogram: SharedWord, begin: Int, end: Int):
+        """Adds a range of choices to the block's histogram, with one warp."""
+        comptime in_flight = 8
+        for first in range(begin, end, WARP_SIZE * in_flight):
+            var ids = Array[Int32, in_flight](fill=NO_EXPERT)
+            comptime for i in range(in_flight):
+                var choice = first + i * WARP_SIZE + self.block.lane
+                if choice < end:
+                    ids[i] = self.topk_ids[unsafe_offset=choice]
+            comptime for i in range(in_flight):
+                if ids[i] >= 0 and ids[i] < Int32(Self.group.n_experts):
+                    _ = fetch_add_block(histogram.unsafe_offset(Int(ids[i])), 1)
+
+    @always_inline
+    def _index_choices(self, histogram: SharedWord):
+        """Finds the slot of each choice of this block, then publishes counts.
+
+        The slot of a choice is the number of earlier choices of its expert, as on
+        CPU. Every block counts for itself, so no block waits for another.
+        """
+        comptime group = Self.group
+        comptime top_k = group.top_k
+        var lane = self.block.lane
+        var choices = self.block.counters.choices(self.generation, group)
+        var slots = self.block.counters.slots(group)
+        var n_counted = 0
+        var n_indexed: UInt32 = 0
+        for item in range(
+            Int(block_idx.x), self.schedule.n_items, Int(grid_dim.x)
+        ):
+            var token_idx = self.schedule.token(item)
+            self._count_choices(histogram, n_counted, token_idx * top_k)
+            n_counted = token_idx * top_k
+            syncwarp()
+            var expert = NO_EXPERT
+            if lane < top_k:
+                expert = self.topk_ids[unsafe_offset=token_idx * top_k + lane]
+            var is_expert = expert >= 0 and expert < Int32(group.n_experts)
+            var slot = 0
+            if is_expert:
+                slot = Int(histogram[unsafe_offset=Int(expert)])
+            # The same expert twice in a token: the later choice stands behind.
+            comptime for k in range(top_k):
+                var other = warp.shuffle_idx(expert, UInt32(k))
+                if k < lane and other == expert:
+                    slot += 1
+            var first_k = self.schedule.first_k(item, top_k)
+            var end_k = self.schedule.first_k(item, top_k, 1)
+            if first_k <= lane and lane < end_k:
+                var has_slot = is_expert and slot < group.max_tokens_per_rank
+                if not has_slot and expert != NO_EXPERT:
+                    self.block.fail(
+                        DROPPED,
+                        SEND,
+                        self.block.my_rank,
+                        Int(expert),
+                        self.generation,
+                        0,
+                        token_idx,
+                        lane,
+                    )
+                var choice = group.choice(token_idx, lane)
+                choices[
+                    unsafe_offset=choice
+                ] = expert if has_slot else NO_EXPERT
+                slots[unsafe_offset=choice] = Int32(slot)
+            syncwarp()
+            n_indexed += 1
+            if lane == 0:
+                store_release_block(
+                    self.block.control.unsafe_offset(INDEXED), n_indexed
+                )
+        self._count_choices(histogram, n_counted, self.n_tokens * top_k)
+        syncwarp()
+        self._publish_counts(histogram)
+
+    @always_inline
+    def _publish_counts(self, histogram: SharedWord):
+        """Publishes the counts of the block's experts, with one warp."""
+        comptime group = Self.group
+        var my_rank = self.block.my_rank
+        var counts = self.block.counts
+        # A count is one word, so it too must have been read before it changes.
+        if not self._await_readers():
+            return
+        # A rank without tokens publishes zeros: its peers wait for every pair.
+        var n_blocks = Int(grid_dim.x)
+        for expert_id in range(
+            Int(block_idx.x) + n_blocks * self.block.lane,
+            group.n_experts,
+            n_blocks * WARP_SIZE,
+        ):
+            var dst_rank, local_expert = divmod(
+                expert_id, group.n_local_experts()
+            )
+            var offset = group.dispatch_count_offset(
+                group.pair(local_expert, my_rank)
+            )
+            var count = min(
+                Int(histogram[unsafe_offset=expert_id]),
+                group.max_tokens_per_rank,
+            )
+            var to = counts[unsafe_offset=dst_rank]
+            comptime if group.use_shmem:
+                if to == 0:
+                    put_flag(
+                        counts[unsafe_offset=my_rank] + UInt64(offset),
+                        self.generation,
+                        count,
+                        dst_rank,
+                    )
+                    continue
+            store_relaxed_sys(
+                flag_at(bytes_at(to), offset), self.generation, count
+            )
+
+    # ---------------------------------------------------------------- messages
+
+    @always_inline
+    def _send(self, sender: Int, n_senders: Int):
+        """Sends this block's items with some of its warps."""
+        comptime group = Self.group
+        comptime top_k = group.top_k
+        if not self._await_readers():
+            return
+        var recv_buf = bytes_at(
+            self.block.recv_bufs[unsafe_offset=self.block.my_rank]
+        )
+        var n_blocks = Int(grid_dim.x)
+        var position = UInt32(sender)
+        for item in range(
+            Int(block_idx.x) + sender * n_blocks,
+            self.schedule.n_items,
+            n_senders * n_blocks,
+        ):
+            while (
+                load_acquire_block(self.block.control.unsafe_offset(INDEXED))
+                <= position
+            ):
+                pass
+            position += UInt32(n_senders)
+            var token_idx = self.schedule.token(item)
+            var first_k = self.schedule.first_k(item, top_k)
+            var end_k = self.schedule.first_k(item, top_k, 1)
+            var choice = group.choice(token_idx, self.block.lane)
+            var place = _Place(NO_EXPERT, 0, 0)
+            if first_k <= self.block.lane and self.block.lane < end_k:
+                place = self._place_of(choice)
+            var staged_at: UInt64 = 0
+            comptime if group.fused_shared_expert:
+                if first_k == 0:
+                    # I3: this rank's own done word, too, was awaited above.
+                    staged_at = UInt64(Int(staged[group](recv_buf, token_idx)))
+            self._write_messages(token_idx, place, first_k, end_k, staged_at)
+            syncwarp()
+            # I2: a message's flag is published after all of the message.
+            comptime if group.use_shmem:
+                self._put_messages(token_idx, place, first_k, end_k)
+            if place.message != 0 and place.put_to == 0:
+                publish(
+                    message_flag(
+                        bytes_at(place.message), Self.Format.msg_bytes
+                    ),
+                    self.generation,
+                    choice,
+                )
+
+    @always_inline
+    def _place_of(self, choice: Int) -> _Place:
+        """Finds where a choice of this block goes."""
+        comptime group = Self.group
+        var my_rank = self.block.my_rank
+        var recv_bufs = self.block.recv_bufs
+        var choices = self.block.counters.choices(self.generation, group)
+        var slots = self.block.counters.slots(group)
+        var place = _Place(choices[unsafe_offset=choice], 0, 0)
+        if place.expert != NO_EXPERT:
+            var dst_rank, local_expert = divmod(
+                Int(place.expert), group.n_local_experts()
+            )
+            # I1: only this rank writes the slots of pair (_, my_rank).
+            var offset = UInt64(
+                group.dispatch_message_offset(
+                    group.pair(local_expert, my_rank),
+                    Int(slots[unsafe_offset=choice]),
+                )
+            )
+            place.message = recv_bufs[unsafe_offset=dst_rank] + offset
+            comptime if group.use_shmem:
+                if place.message == offset:
+                    place.message = self.put_buf + UInt64(
+                        group.dispatch_put_offset(choice)
+                    )
+                    place.put_to = recv_bufs[unsafe_offset=my_rank] + offset
+        return place
+
+    @always_inline
+    def _write_messages(
+        self,
+        token_idx: Int,
+        place: _Place,
+        first_k: Int,
+        end_k: Int,
+        staged_at: UInt64,
+    ):
+        """Encodes a token and writes it to the messages of an item, with one warp.
+        """
+        comptime n_elements = Self.Format.lane_elements
+        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
+        comptime in_flight = steps_in_flight[Self.Format]()
+        comptime Elements = SIMD[Self.input_type, n_elements]
+        comptime is_scaled = Bool(Self.input_scales)
+        var lane = self.block.lane
+        var token = self.tokens.unsafe_offset(
+            token_idx * Self.Format.hidden_size
+        )
+        for first in range(0, n_vectors, WARP_SIZE * in_flight):
+            var elements = Array[Elements, in_flight](fill=0)
+            comptime for i in range(in_flight):
+                var vector = first + i * WARP_SIZE + lane
+                if vector < n_vectors:
+                    elements[i] = token.unsafe_load[
+                        width=n_elements, alignment=MESSAGE_ALIGN
+                    ](vector * n_elements)
+            var values = Array[LaneBytes, in_flight](fill=0)
+            var scales = Array[LaneBytes, in_flight](fill=0)
+            comptime if not is_scaled:
+                encode_steps[Self.input_type, Self.Format, False](
+                    elements, values, scales, 1, lane
+                )
+            for k in range(first_k, end_k):
+                var to = shuffle_address(place.message, k)
+                if to == 0:
+                    continue
+                comptime if is_scaled:
+                    comptime scale_of = Self.input_scales.value()
+                    var id = Int(warp.shuffle_idx(place.expert, UInt32(k)))
+                    encode_steps[Self.input_type, Self.Format, True](
+                        elements,
+                        values,
+                        scales,
+                        scale_of[DType.float32](id),
+                        lane,
+                    )
+                _store_encoded[Self.Format](to, first, values, scales, lane)
+            if staged_at != 0:
+                _store_encoded[Self.Format](
+                    staged_at, first, values, scales, lane
+                )
+
+    @always_inline
+    def _put_messages(
+        self, token_idx: Int, place: _Place, first_k: Int, end_k: Int
+    ):
+        """Has SHMEM put the messages of an item to other nodes, with one warp.
+        """
+        comptime token_bytes = Self.Format.token_bytes
+        for k in range(first_k, end_k):
+            var to = shuffle_address(place.put_to, k)
+            var from_ = shuffle_address(place.message, k)
+            var id = Int(warp.shuffle_idx(place.expert, UInt32(k)))
+            if to != 0:
+                # I3: the receiver's done word says that all was read, so
+                # nothing is put from here any more when it is reused.
+                put_message_warp(
+                    to,
+                    from_,
+                    token_bytes,
+                    to + UInt64(token_bytes),
+                    self.generation,
+                    Self.group.choice(token_idx, k),
+                    id // Self.group.n_local_experts(),
+                )
+
+
+@always_inline
+def _store_encoded[
+    Format: TokenFormat
+](
+    to: UInt64,
+    first: Int,
+    values: Array[LaneBytes, steps_in_flight[Format]()],
+    scales: Array[LaneBytes, steps_in_flight[Format]()],
+    lane: Int,
+):
+    """Writes some steps of an encoded token, with one warp."""
+    comptime n_vectors = Format.value_bytes // MESSAGE_ALIGN
+    comptime for i in range(steps_in_flight[Format]()):
+        var vector = first + i * WARP_SIZE + lane
+        if vector < n_vectors:
+            store16(
+                bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN), values[i]
+            )
+            comptime if Format.has_scales:
+                # Eight lanes share a scale: 32 have 16 bytes of them.
+                if lane % 32 == 0:
+                    store16(
+                        bytes_at(to).unsafe_offset(
+                            Format.value_bytes + vector // 2
+                        ),
+                        scales[i],
+                    )
