@@ -6,7 +6,7 @@ The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
 
 from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
 
-from .config import EPConfig
+from .config import EPConfig, estimate_ep_memory_usage
 from .extension import extension_path
 from .formats import blockwise_fp8_quant_config
 from .graph.all_gather import AllGatherConfig, AllGatherTokenDispatcher
@@ -27,7 +27,6 @@ from .graph.fp8 import dequantize_blockwise_fp8
 from .graph.manager import EPBatchManager
 from .graph.routing import softmax_top_k
 from .launch import LaunchError, launch
-from .memory.estimate import estimate_ep_memory_usage
 from .memory.initializer import EPCommInitializer
 
 __all__ = [
