@@ -54,7 +54,7 @@ ONE_MODULE = (
 """Files that one process runs, for their graphs are compiled together."""
 
 CODEGEN = ["test_codegen", "test_codegen_by_rank"]
-"""Likewise, for they look at the same kernels."""
+"""Files that one process runs, for they read the same kernels."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -141,7 +141,6 @@ MOST_LINES = 600
 MOST_ARGUMENTS = 10
 
 LONG_FILES = {
-    "mojo/max_ep/layout.mojo",
     "tests/assembly.py",
     "tests/test_reference.py",
     "tests/test_round_trip.py",

@@ -118,12 +118,16 @@ def check_dispatch[
     comptime assert not (
         group.is_padded and group.fused_shared_expert
     ), "max_ep: fused_shared_expert needs packed rows"
-    comptime assert Format.router_top_k == 0 or (
-        group.sends_to_all()
-        and group.has_sums()
-        and group.n_experts == group.n_ranks
-        and group.top_k == group.n_ranks
-    ), "max_ep: routing metadata is for an all-gather: each rank is an expert"
+    comptime has_metadata = Format.router_top_k > 0
+    comptime is_each_rank_an_expert = (
+        group.n_experts == group.n_ranks and group.top_k == group.n_ranks
+    )
+    comptime assert has_metadata == group.sends_to_all() and (
+        not has_metadata or (group.has_sums() and is_each_rank_an_expert)
+    ), (
+        "max_ep: an all-gather takes routing metadata along and returns sums;"
+        " each rank is an expert"
+    )
 
 
 def check_size(

@@ -19,7 +19,7 @@ They live in this rank's own memory; no peer sees them. Words, all Int32:
                           GPU only: slot of each choice of this dispatch
     received tokens [n_ranks], rows [n_ranks][max_tokens_per_rank * top_k],
     weights [n_ranks][max_tokens_per_rank * top_k] (float32)
-                          `rank_slots` reduced only: tokens of each source rank
+                          by rank with sums only: tokens of each source rank
                           in the last dispatch_wait, and of each of their
                           choices the row here, or that there is none, and the
                           router weight. Sources are counted from this rank on
@@ -110,10 +110,10 @@ comptime _LAYOUT_NAMES: Array[StaticString, _N_FIELDS] = [
 comptime _N_TOKENS = 16  # two words, by the parity of the generation
 comptime _COMBINE_OF = 18
 comptime BROKEN_WORD = 19
-"""Not 0 once a launch on a GPU has failed: later ones do nothing. With
-`expert_slots` the launch's last block sets it, and it does not change while
-warps rely on it; with `rank_slots` whoever gives up does, and one warp reads it
-for its block (`start_launch`)."""
+"""Not 0 once a launch on a GPU has failed: later ones do nothing.
+By expert the last block of the launch sets it, and it does not change while
+warps rely on it; by rank whoever gives up does, and one warp reads it
+for its block (`Block.begin`)."""
 
 comptime _BLOCKS_DONE = 28  # GPU ranks
 comptime _DISPATCH_DRAINED = 29
@@ -260,7 +260,7 @@ struct LaunchHeader(TrivialRegisterPassable):
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:
-        """Tells how many tokens a dispatch sent."""
+        """Returns how many tokens a dispatch sent."""
         if generation & UInt32(1) == 0:
             return self.n_tokens_even
         return self.n_tokens_odd
@@ -333,7 +333,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         return 0
 
     def matches_layout(self, group: Group) -> Bool:
-        """Tells whether the regions are cut as a launch expects."""
+        """Returns whether the regions are cut as a launch expects."""
         for i in range(_LAYOUT, _LAYOUT + _N_FIELDS):
             var found = self.words[unsafe_offset=i]
             if found != wanted_word(i, found, group):
@@ -342,7 +342,7 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def is_initialized(self) -> Bool:
-        """Tells whether `max_ep.init` has run on these words."""
+        """Returns whether `max_ep.init` has run on these words."""
         return self.words[unsafe_offset=_MAGIC] == COUNTERS_MAGIC
 
     @always_inline
@@ -352,7 +352,7 @@ struct EPLocalSyncCounters[n_experts: Int](
 
     @always_inline
     def timeout_ms(self) -> Int:
-        """Tells how long a launch may wait."""
+        """Returns how long a launch may wait."""
         return Int(self.words[unsafe_offset=_TIMEOUT_MS])
 
     @always_inline

@@ -53,7 +53,7 @@ comptime PHASES: Array[StaticString, 4] = [
 
 @always_inline
 def is_fatal(code: Int32) -> Bool:
-    """Tells whether launches of this rank can no longer go on."""
+    """Returns whether launches of this rank can no longer go on."""
     return code > DROPPED
 
 

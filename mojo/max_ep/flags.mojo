@@ -275,7 +275,7 @@ def load_relaxed_sys_2(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
 
 @always_inline
 def has_reached(word: UInt64, generation: UInt32) -> Bool:
-    """Tells whether a done word shows a generation or a later one.
+    """Returns whether a done word shows a generation or a later one.
 
     A GPU rank that gets nothing from a peer does not wait for it: in dispatch
     one that holds no expert, in combine one whose tokens went elsewhere. So its
@@ -287,7 +287,7 @@ def has_reached(word: UInt64, generation: UInt32) -> Bool:
 
 @always_inline
 def is_not_before(found: UInt32, generation: UInt32) -> Bool:
-    """Tells whether a generation is another one or a later one."""
+    """Returns whether a generation is another one or a later one."""
     return (found - generation).cast[DType.int32]() >= 0
 
 

@@ -197,7 +197,7 @@ def dispatch_wait_kernel[
 
     Args:
         rows: The output tensors, `n_rows_max` rows.
-        n_rows_max: Rows there is room for.
+        n_rows_max: Rows that the output tensors hold.
         row_offsets: First row of each group and the end, `[n_groups + 1]`. Padded:
             rows of each local expert, `[n_local_experts]`.
         expert_ids: Number of each group, `[n_groups]`. Padded: first row and rows

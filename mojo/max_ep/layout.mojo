@@ -287,7 +287,7 @@ struct Group(TrivialRegisterPassable):
 
     @always_inline
     def is_by_rank(self) -> Bool:
-        """Tells whether a token goes to a rank once, to a place of its number.
+        """Returns whether a token goes to a rank once, to a place of its number.
         """
         return (
             self.addressing == Addressing.BY_RANK
@@ -296,13 +296,13 @@ struct Group(TrivialRegisterPassable):
 
     @always_inline
     def sends_to_all(self) -> Bool:
-        """Tells whether a token also goes to ranks that have no expert of it.
+        """Returns whether a token also goes to ranks that have no expert of it.
         """
         return self.addressing == Addressing.TO_ALL
 
     @always_inline
     def has_sums(self) -> Bool:
-        """Tells whether combine sends partial sums."""
+        """Returns whether combine sends partial sums."""
         return self.returns == Returns.SUMS
 
     @always_inline
@@ -596,19 +596,3 @@ def returns_of(protocol: Int) -> Returns:
     if protocol == 0:
         return Returns.ANY
     return Returns.SUMS if protocol == 3 or protocol == 5 else Returns.ROWS
-
-
-comptime EXPERT_SLOTS = 1
-"""Old."""
-comptime RANK_SLOTS = 2
-"""Old."""
-comptime RANK_SLOTS_REDUCED = 3
-"""Old."""
-comptime GATHER_REDUCED = 5
-"""Old."""
-
-
-@always_inline
-def is_reduced_protocol(protocol: Int) -> Bool:
-    """Old."""
-    return protocol == RANK_SLOTS_REDUCED or protocol == GATHER_REDUCED

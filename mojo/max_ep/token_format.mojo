@@ -165,7 +165,7 @@ trait TokenFormat:
 
     @staticmethod
     def is_identity[input_type: DType]() -> Bool:
-        """Tells whether tokens travel as they are given.
+        """Returns whether tokens travel as they are given.
 
         Parameters:
             input_type: Element type of the token.
@@ -245,7 +245,7 @@ trait TokenFormat:
         Args:
             rows: The output tensors.
             n_rows: Rows that there are.
-            n_rows_max: Rows there is room for.
+            n_rows_max: Rows that the output tensors hold.
             worker: Which of those that share the work.
             n_workers: How many they are.
         """

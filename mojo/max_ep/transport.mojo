@@ -101,7 +101,7 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
         return Self.n_ranks
 
     def are_mapped(self, first_rank: Int, n: Int) -> Bool:
-        """Tells whether some ranks' buffers are there."""
+        """Returns whether some ranks' buffers are there."""
         if first_rank + n > Self.n_ranks:
             return False
         for rank in range(first_rank, first_rank + n):

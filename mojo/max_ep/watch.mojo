@@ -150,7 +150,8 @@ def _is_there[
     choices: Pointer[Int32, MutUntrackedOrigin],
     generation: UInt32,
 ) -> Bool:
-    """Tells whether one of the things to be watched has come, or never will."""
+    """Returns whether one of the things to be watched has come, or never will.
+    """
     comptime n_local_experts = group.n_local_experts()
     comptime if not is_combine:
         var offset = _count_offset[group, False](peer_rank, item)

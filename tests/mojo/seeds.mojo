@@ -2,8 +2,8 @@
 """Compiles the kernels of `kernels.mojo` with the lists of MAX's `ep_comm` alone.
 
 Takes a folder, see `emitting.mojo`. Parameters and arguments stand in MAX's order and
-nothing of ours follows; one is called by name, too. Run by
-tests/test_kernels.py, which runs `launchers.mojo` for the launchers likewise.
+nothing of ours follows; one is called by name, too. Run by tests/test_mojo.py, which
+runs `launchers.mojo` for the launchers.
 """
 from emitting import emit
 from layout import Coord, row_major, TileTensor

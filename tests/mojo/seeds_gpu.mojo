@@ -3,7 +3,8 @@
 
 All ranks send, then all receive, in one stream, so nobody waits. One generation is
 sent by the kernels, one by the launchers, both with MAX's lists alone; the factors of
-tokens are read from memory that a closure captures. Prints OK, or raises. Run by tests/test_kernels.py.
+tokens are read from memory that a closure captures. Prints OK, or
+raises. Run by tests/test_mojo.py.
 """
 from groups import EXPERT_SLOTS
 from layout import Coord, row_major, TileTensor

@@ -17,7 +17,6 @@ launch that fails fills what it cannot compute with NaN.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from std.builtin.device_passable import DeviceTypeEncoder
-from std.sys import size_of
 from std.utils.numerics import nan
 
 from ..counters import EPLocalSyncCounters
@@ -26,43 +25,11 @@ from ..device.phase import Phase
 from ..device.shared import own_of
 from ..failures import NOTHING_DISPATCHED
 from ..flags import FlagPointer, next_generation
-from ..layout import (
-    Group,
-    is_reduced_protocol,
-    message_bytes,
-    plain_token_bytes,
-)
+from ..layout import Group
 from ..token_format import BytePointer, SharedRows
 from .reduce import reduce_tokens
 from .roles import N_CONTROL, n_send_warps, RECEIVE, SEND
 from .send import send_rows, SharedPairs
-
-
-@always_inline
-def combine_group_of[
-    combine_dtype: DType,
-    hidden_size: Int,
-    top_k: Int,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens: Int,
-    protocol: Int = 0,
-    partial_dtype: DType = combine_dtype,
-]() -> Group:
-    """Lays out the buffers as far as combine needs them."""
-    comptime is_reduced = is_reduced_protocol(protocol)
-    comptime sent_dtype = partial_dtype if is_reduced else combine_dtype
-    return Group.of(
-        n_experts,
-        n_ranks,
-        max_tokens,
-        top_k,
-        0,
-        message_bytes(
-            plain_token_bytes(hidden_size, size_of[Scalar[sent_dtype]]())
-        ),
-        protocol,
-    )
 
 
 @fieldwise_init
@@ -197,8 +164,7 @@ def fill_with_nan[
 
 @always_inline
 def _finish[group: Group, //, sends: Bool, receives: Bool](block: Block[group]):
-    """Ends a launch: its last block moves the generation and tells the peers.
-    """
+    """Ends a launch: its last block moves the generation and publishes it."""
     if not is_last_block(block.counters):
         return
     comptime if sends:

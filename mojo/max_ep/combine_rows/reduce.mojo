@@ -164,7 +164,8 @@ struct TokenRows[group: Group, dtype: DType](TrivialRegisterPassable):
 def _is_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
-    """Tells whether the result cannot be that of the dispatch; records why."""
+    """Returns whether the result cannot be that of the dispatch; records why.
+    """
     var received = next_generation(block.before.combine_received)
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:

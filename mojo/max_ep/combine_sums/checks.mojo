@@ -48,7 +48,8 @@ def _refuse(
 def is_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
-    """Tells whether the result cannot be that of the dispatch; records why."""
+    """Returns whether the result cannot be that of the dispatch; records why.
+    """
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
         return _refuse(block, BAD_N_TOKENS, RECEIVE, n_tokens, n_sent)
@@ -69,7 +70,7 @@ def is_bad_answer(
 
 @always_inline
 def is_nothing_dispatched(block: Block[...]) -> Bool:
-    """Tells whether there is no dispatch to answer; records it."""
+    """Returns whether there is no dispatch to answer; records it."""
     if block.before.dispatch_received != 0:
         return False
     return _refuse(block, NOTHING_DISPATCHED, SEND)
@@ -88,7 +89,8 @@ def rows_delivered[group: Group](counters: EPLocalSyncCounters) -> Int32:
 def has_too_few_rows(
     n_rows: Int32, n_rows_max: Int32, phase: Int, block: Block[...]
 ) -> Bool:
-    """Tells whether the rows are fewer than dispatch delivered; records it."""
+    """Returns whether the rows are fewer than dispatch delivered; records it.
+    """
     if n_rows <= n_rows_max:
         return False
     return _refuse(block, TOO_MANY_ROWS, phase, Int(n_rows), Int(n_rows_max), 0)

@@ -69,7 +69,8 @@ struct SendPlan[group: Group](Movable):
 
     @always_inline
     def is_first_to_rank(self, token_idx: Int, k: Int) -> Bool:
-        """Tells whether no earlier choice of a token goes to the same rank."""
+        """Returns whether no earlier choice of a token goes to the same rank.
+        """
         var rank = self.rank_of(Self.group.choice(token_idx, k))
         for earlier in range(k):
             if self.rank_of(Self.group.choice(token_idx, earlier)) == rank:

@@ -61,7 +61,7 @@ from .warp import any_lane, bytes_at
 def await_launch_before():
     """Waits until the kernel before this one has ended, and lets the next begin.
 
-    Launched so that they overlap (`gpu_launch.mojo`), a kernel's blocks may begin
+    Launched so that they overlap (`Phase.overlaps_previous`), a kernel's blocks may begin
     before that: nothing may be read before this. Otherwise it waits for nothing.
     """
     let_next_begin()
@@ -448,11 +448,11 @@ def next_work(next: SharedWord, lane: Int) -> Int:
 
 @always_inline
 def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
-    """Tells whether a launch may touch anything but its counters and results.
+    """Returns whether a launch may touch anything but its counters and results.
 
     The launcher has made sure that the counters are as many as the launch
-    needs, so their header may be read, and the failure noted there, whoever
-    they belong to. No word that is looked at changes during a launch, unless
+    needs, so their header may be read, and the failure recorded there, whoever
+    they belong to. No word that is read changes during a launch, unless
     all its warps leave early: so none waits for one that has left.
     """
     var found: Int32 = 0
@@ -465,10 +465,9 @@ def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
 def is_in_order[
     group: Group
 ](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
-    """Tells whether the header of counters allows a launch; see `can_start`."""
-    comptime assert (
-        N_HEADER_WORDS <= WARP_SIZE
-    ), "a lane prefetched_vectors at one word"
+    """Returns whether the header of counters allows a launch; see `can_start`.
+    """
+    comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane checks one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0
     if lane < N_HEADER_WORDS:
@@ -492,10 +491,10 @@ def is_in_order[
 
 @always_inline
 def is_last_block(counters: EPLocalSyncCounters) -> Bool:
-    """Tells one warp of the grid that all blocks have done their work.
+    """Selects one warp of the grid once all blocks have done their work.
 
     Every thread of every block calls it, once, at the end of a launch. If one
-    has failed, no warp is told, and later launches do nothing.
+    has failed, no warp is selected, and later launches do nothing.
     """
     barrier()
     if warp_id() != 0:

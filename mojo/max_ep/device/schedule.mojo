@@ -49,22 +49,22 @@ struct Chunk(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
-    """Into how many parts warps take a token or a sum: one of two constants.
+    """Into how many chunks a token or a sum is split: one of two constants.
 
-    One divides by constants quickly: of few tokens a warp takes one part in all, and
-    waits for what it is.
+    Division by a constant is quick. If tokens are few, a warp takes one chunk in all,
+    and waits for the result of this division.
 
     Parameters:
         n_steps: Steps of a token, of 16 bytes a lane each.
-        more: More parts; if the token has so many steps.
-        fewer: Fewer parts; likewise.
+        more: The larger number, if the token has so many steps.
+        fewer: The smaller number, if the token has so many steps.
     """
 
     comptime _MORE = min(Self.more, Self.n_steps)
     comptime _FEWER = min(Self.fewer, Self.n_steps)
 
     comptime most_steps = ceildiv(Self.n_steps, Self._FEWER)
-    """Steps of the largest part."""
+    """Steps of the largest chunk."""
 
     var are_more: Bool
     """Whether it is the first of the two."""
@@ -98,14 +98,14 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
 
 
 comptime InlineSplit[n_steps: Int] = Split[n_steps, 14, 7]
-"""How early tokens are cut. Who sends and who receives need not cut them alike.
+"""How inline tokens are split. Sender and receiver may split them differently.
 
 Parameters:
     n_steps: Steps of a token, of 16 bytes a lane each.
 """
 
 comptime FlaggedSplit[n_steps: Int] = Split[n_steps, N_CHUNKS, N_CHUNKS]
-"""How tokens are cut whose parts have flags.
+"""How tokens are split whose chunks have flags.
 
 Parameters:
     n_steps: Steps of a token, of 16 bytes a lane each.
@@ -114,22 +114,22 @@ Parameters:
 
 @always_inline
 def inline_split[n_steps: Int](n_tokens: Int) -> InlineSplit[n_steps]:
-    """Chooses into how many parts warps take an early token."""
+    """Chooses into how many chunks an inline token is split."""
     return InlineSplit[n_steps](n_tokens <= 64)
 
 
 @fieldwise_init
 struct Schedule(TrivialRegisterPassable):
-    """Which turns of a block are a warp's, where few items are dealt beforehand.
+    """Which rounds of a block are a warp's, if few items are scheduled statically.
 
     The first blocks and the first warps send most, so they come last: to receive, or
     to add up.
     """
 
     var first: Int
-    """Its first one; of a warp that has none, behind all that are dealt."""
+    """Its first round; of a warp that has none, a round behind all items."""
     var stride: Int
-    """From one to the next: warps of a block that have turns."""
+    """Rounds from one to the next: warps of a block that have a round."""
 
     @staticmethod
     @always_inline

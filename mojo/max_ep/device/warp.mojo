@@ -119,7 +119,7 @@ def copy_warp[
 
 @always_inline
 def any_lane(condition: Bool) -> Bool:
-    """Tells whether a condition holds in any lane of the warp."""
+    """Returns whether a condition holds in any lane of the warp."""
     comptime if WARP_SIZE == 32:
         return warp.vote[DType.uint32](condition) != 0
     else:

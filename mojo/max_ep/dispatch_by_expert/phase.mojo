@@ -23,7 +23,7 @@ from ..device.phase import InputScales, Phase
 from ..device.shared import own_of
 from ..failures import NOT_SENT, record_failure
 from ..flags import FlagPointer, next_generation
-from ..layout import EXPERT_SLOTS, Group
+from ..layout import Group
 from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from .receive import RECEIVE, Receiver
@@ -175,7 +175,7 @@ struct DispatchByExpert[
 
     @always_inline
     def _has_sent(self) -> Bool:
-        """Tells whether this rank's own tokens are staged for the shared expert.
+        """Returns whether this rank's own tokens are staged for the shared expert.
         """
         var counters = self.counters
         var received = next_generation(counters.dispatch_received())
@@ -208,23 +208,3 @@ def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
     few warps send when there is much to send (docs/performance.md).
     """
     return min(3 if n_tokens > 256 else 6, n_warps - 2)
-
-
-@always_inline
-def dispatch_group_of[
-    token_fmt_type: TokenFormat,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens: Int,
-    protocol: Int = EXPERT_SLOTS,
-]() -> Group:
-    """Lays out the buffers as far as dispatch needs them."""
-    return Group.of(
-        n_experts,
-        n_ranks,
-        max_tokens,
-        token_fmt_type.top_k,
-        token_fmt_type.msg_bytes,
-        0,
-        protocol,
-    )

@@ -96,7 +96,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     var ids: Pointer[Int32, ImmUntrackedOrigin]
     """`[n_choices]`; in an all-gather `[n_tokens][router_top_k]`."""
     var weights: Pointer[Float32, ImmUntrackedOrigin]
-    """Likewise; read if combine returns sums."""
+    """`[n_choices]`; read if combine returns sums."""
     var n_choices: Int
     """How many."""
     var shared_ids: SharedInts

@@ -250,7 +250,7 @@ struct BlockwiseFP8TokenFormat[
     @staticmethod
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
-        """Tells whether tokens travel as they are given."""
+        """Returns whether tokens travel as they are given."""
         return False
 
     @staticmethod

@@ -124,7 +124,7 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
     @staticmethod
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
-        """Tells whether tokens travel as they are given."""
+        """Returns whether tokens travel as they are given."""
         return Self.wire_type == input_type
 
     @staticmethod

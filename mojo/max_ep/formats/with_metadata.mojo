@@ -130,7 +130,7 @@ struct WithMetadataTokenFormat[
     @staticmethod
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
-        """Tells whether tokens travel as they are given."""
+        """Returns whether tokens travel as they are given."""
         return Self._Plain.is_identity[input_type]()
 
     @staticmethod
