@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -101,7 +102,9 @@ def test_planted_changes(
 ) -> None:
     trees = tree(tmp_path / "base"), tree(tmp_path / "new", **changes)
     command = [sys.executable, TESTS / "same_code.py", *trees, "--cache", cache]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    # Importing MAX sets variables that would give the child another Python.
+    env = dict(os.environ)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, env=env)
     assert done.returncode == bool(found), done.stderr
     verdicts = re.findall(r"^(\S+) +codegen_planted/sm_90a\.(\w+)$", done.stdout, re.M)
     assert {name: verdict for verdict, name in verdicts} == found
