@@ -377,9 +377,7 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
     """The tensors of rows."""
     var n_rows_max: Int
     """Rows that they hold."""
-    var tables: RowTables[
-        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
-    ]
+    var tables: RowTables[Self.group]
     """The tensors that say which row is whose."""
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     """`[n_rows_max][2]`: token on its source rank, and k."""
@@ -420,9 +418,7 @@ def dispatched_rows[
         check_size(op, "recv_ranges", Int(expert_ids.dim[0]()), group.n_pairs())
     else:
         comptime assert row_offsets.dtype == DType.uint32, "row_offsets: uint32"
-        comptime n_groups = RowTables[
-            group, group.is_padded, group.fused_shared_expert
-        ].n_groups
+        comptime n_groups = RowTables[group].n_groups
         check_size(op, "row_offsets", Int(row_offsets.dim[0]()), n_groups + 1)
         check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_groups)
     check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)

@@ -16,15 +16,11 @@ from .layout import Group
 
 
 @fieldwise_init
-struct RowTables[group: Group, is_padded: Bool, fused_shared_expert: Bool](
-    DevicePassable, TrivialRegisterPassable
-):
+struct RowTables[group: Group](DevicePassable, TrivialRegisterPassable):
     """The output tensors of `dispatch_wait` that say which row is whose.
 
     Parameters:
         group: Sizes of the group.
-        is_padded: Whether the order is the padded one.
-        fused_shared_expert: Whether this rank's tokens come first.
     """
 
     var row_offsets: Pointer[UInt32, MutUntrackedOrigin]
@@ -35,7 +31,7 @@ struct RowTables[group: Group, is_padded: Bool, fused_shared_expert: Bool](
     row within the expert's, and rows, of each pair, `[n_pairs][2]`."""
 
     comptime n_groups = Self.group.n_local_experts() + Int(
-        Self.fused_shared_expert
+        Self.group.fused_shared_expert
     )
     """Groups of rows: local experts, and the shared one if there is one."""
 
@@ -55,39 +51,39 @@ struct RowTables[group: Group, is_padded: Bool, fused_shared_expert: Bool](
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
         """Says where the rows of an expert begin."""
-        comptime if Self.is_padded:
+        comptime if Self.group.is_padded:
             return local_expert * Self.group.expert_capacity()
         return n_rows
 
     @always_inline
     def n_rows_needed(self, n_rows: Int) -> Int:
         """Says how many rows the tensors must hold."""
-        comptime if Self.is_padded:
+        comptime if Self.group.is_padded:
             return self.first_row(Self.group.n_local_experts(), 0)
         return n_rows
 
     @always_inline
     def write_pair(self, pair: Int, begin: Int, count: Int):
         """Notes the rows of a pair, if the tables tell."""
-        comptime if Self.is_padded:
+        comptime if Self.group.is_padded:
             self.expert_ids[unsafe_offset=2 * pair] = Int32(begin)
             self.expert_ids[unsafe_offset=2 * pair + 1] = Int32(count)
 
     @always_inline
     def write_expert(self, local_expert: Int, first_row: Int, count: Int):
         """Notes the rows of an expert."""
-        comptime if Self.is_padded:
+        comptime if Self.group.is_padded:
             self.row_offsets[unsafe_offset=local_expert] = UInt32(count)
         else:
             self._write_group(
-                local_expert + Int(Self.fused_shared_expert), first_row
+                local_expert + Int(Self.group.fused_shared_expert), first_row
             )
 
     @always_inline
     def write_ends(self, n_rows: Int):
         """Notes the shared expert's group, if there is one, and the end."""
-        comptime if not Self.is_padded:
-            comptime if Self.fused_shared_expert:
+        comptime if not Self.group.is_padded:
+            comptime if Self.group.fused_shared_expert:
                 self._write_group(0, 0)
             self.row_offsets[unsafe_offset=Self.n_groups] = UInt32(n_rows)
 

@@ -107,7 +107,7 @@ struct Arrived(TrivialRegisterPassable):
 def lay_out_rows[
     group: Group, //
 ](
-    tables: RowTables[group, group.is_padded, group.fused_shared_expert],
+    tables: RowTables[group],
     n_rows_max: Int,
     rank: CpuRank[group],
 ) raises -> Arrived:

@@ -64,9 +64,7 @@ struct DispatchByExpert[
     """The output tensors of rows; used if it receives, as the next three are."""
     var n_rows_max: Int32
     """Rows that they hold."""
-    var tables: RowTables[
-        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
-    ]
+    var tables: RowTables[Self.group]
     """The output tensors that say which row is whose."""
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     """`[n_rows_max][2]`: token on its source rank, k; of the shared expert, -1."""

@@ -57,9 +57,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
     """The output tensors of rows."""
     var n_rows_max: Int
     """Rows that they hold."""
-    var tables: RowTables[
-        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
-    ]
+    var tables: RowTables[Self.group]
     """The output tensors that say which row is whose."""
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     """`[n_rows_max][2]`: token on its source rank, k."""

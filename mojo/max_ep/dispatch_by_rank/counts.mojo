@@ -77,9 +77,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     var block: Block[Self.group]
     """The block."""
-    var tables: RowTables[
-        Self.group, Self.group.is_padded, Self.group.fused_shared_expert
-    ]
+    var tables: RowTables[Self.group]
     """The output tensors that say which row is whose."""
     var pair_rows: SharedInts
     """The rows before each pair, packed, and before the end."""
@@ -94,9 +92,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def __init__(
         out self,
         block: Block[Self.group],
-        tables: RowTables[
-            Self.group, Self.group.is_padded, Self.group.fused_shared_expert
-        ],
+        tables: RowTables[Self.group],
     ):
         """Allocates it; nothing is initialized."""
         self.block = block

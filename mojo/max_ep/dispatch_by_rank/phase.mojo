@@ -93,9 +93,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
     """The output tensors, `n_rows_max` rows."""
     var n_rows_max: Int32
     """Rows that the output tensors hold."""
-    var tables: RowTables[
-        Self.group_, Self.group_.is_padded, Self.group_.fused_shared_expert
-    ]
+    var tables: RowTables[Self.group_]
     """The output tensors that say which row is whose."""
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     """`[n_rows_max][2]`: token on its source rank, k; for the shared expert token,
