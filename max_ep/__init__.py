@@ -4,56 +4,50 @@
 The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
 """
 
-from max.nn.comm.ep import calculate_ep_max_tokens_per_rank
+import importlib
+from typing import Any
 
-from .config import EPConfig
-from .extension import extension_path
-from .formats import blockwise_fp8_quant_config
-from .graph.all_gather import AllGatherConfig, AllGatherTokenDispatcher
-from .graph.buffers import EPCommBuffers
-from .graph.builders import (
-    call_distributed_ep_combine,
-    call_distributed_ep_dispatch,
-    call_ep_combine,
-    call_ep_combine_async,
-    call_ep_combine_wait,
-    call_ep_dispatch,
-    call_ep_dispatch_async,
-    call_ep_dispatch_wait,
-    call_ep_init,
-    call_ep_watch,
-)
-from .graph.fp8 import dequantize_blockwise_fp8
-from .graph.manager import EPBatchManager
-from .graph.routing import softmax_top_k
+# A submodule of the same name: imported here, so that the function wins.
 from .launch import LaunchError, launch
-from .memory.estimate import estimate_ep_memory_usage
-from .memory.initializer import EPCommInitializer
 
-__all__ = [
-    "AllGatherConfig",
-    "AllGatherTokenDispatcher",
-    "EPBatchManager",
-    "EPCommBuffers",
-    "EPCommInitializer",
-    "EPConfig",
-    "LaunchError",
-    "blockwise_fp8_quant_config",
-    "calculate_ep_max_tokens_per_rank",
-    "call_distributed_ep_combine",
-    "call_distributed_ep_dispatch",
-    "call_ep_combine",
-    "call_ep_combine_async",
-    "call_ep_combine_wait",
-    "call_ep_dispatch",
-    "call_ep_dispatch_async",
-    "call_ep_dispatch_wait",
-    "call_ep_init",
-    "call_ep_watch",
-    "dequantize_blockwise_fp8",
-    "estimate_ep_memory_usage",
-    "extension_path",
-    "launch",
-    "softmax_top_k",
-]
+_HOMES = {
+    "max.nn.comm.ep": ["calculate_ep_max_tokens_per_rank"],
+    ".config": ["EPConfig"],
+    ".extension": ["extension_path"],
+    ".formats": ["blockwise_fp8_quant_config"],
+    ".graph.all_gather": ["AllGatherConfig", "AllGatherTokenDispatcher"],
+    ".graph.buffers": ["EPCommBuffers"],
+    ".graph.builders": [
+        "call_distributed_ep_combine",
+        "call_distributed_ep_dispatch",
+        "call_ep_combine",
+        "call_ep_combine_async",
+        "call_ep_combine_wait",
+        "call_ep_dispatch",
+        "call_ep_dispatch_async",
+        "call_ep_dispatch_wait",
+        "call_ep_init",
+        "call_ep_watch",
+    ],
+    ".graph.fp8": ["dequantize_blockwise_fp8"],
+    ".graph.manager": ["EPBatchManager"],
+    ".graph.routing": ["softmax_top_k"],
+    ".memory.estimate": ["estimate_ep_memory_usage"],
+    ".memory.initializer": ["EPCommInitializer"],
+}
+"""Where names come from. They are imported when they are asked for: ``max_ep.torch``
+and the command line load no MAX."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = ["LaunchError", "launch", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
 __version__ = "0.1.0"

@@ -19,9 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from max.engine import InferenceSession
-from max.graph import Graph
-
 from .limits import NODE_VARIABLE
 
 _POLL_S = 0.05
@@ -72,12 +69,16 @@ def compile_once() -> None:
     :func:`max_ep.launch` calls this in its processes, and so does an
     ``EPCommInitializer`` of a group of several.
     """
+    # Here, so that who only keeps files, as `max_ep.torch`, loads no MAX.
+    from max.engine import InferenceSession
+    from max.graph import Graph
+
     compile_alone = InferenceSession.compile
     if hasattr(compile_alone, "__wrapped__"):
         return
 
     @functools.wraps(compile_alone)
-    def compile(session: InferenceSession, model: Any, **options: Any) -> Any:
+    def compile(session: Any, model: Any, **options: Any) -> Any:
         if not isinstance(model, Graph):
             return compile_alone(session, model, **options)
         text = str(model.module.mlir_module)

@@ -13,12 +13,15 @@ import hashlib
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from max.graph import Graph
 from mojo.run import subprocess_run_mojo
 
 from .cache import cache_dir, kept
 from .memory.shmem_parts import bitcode_path, bitcode_version, check_installed
+
+if TYPE_CHECKING:
+    from max.graph import Graph
 
 _COMPILE_TIMEOUT_S = 300
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Buffer``: DeepEP's legacy interface, one process a rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .board import Board
+from .channel import Communicator
+from .checks import refuse
+from .events import Config, EventHandle, EventOverlap
+from .low_latency_api import LowLatency
+from .normal_api import Normal
+
+_TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
+_DEVICE_VARIABLE = "MAX_EP_TORCH_DEVICE"
+_MEMORY_VARIABLE = "MAX_EP_TORCH_MEMORY"
+_TIMEOUT_S = 30.0
+
+
+class Buffer(LowLatency, Normal):
+    """Dispatch and combine of one rank, with the names of DeepEP's ``Buffer``.
+
+    Memory is allocated, and kernels are built, by the first call with new sizes; all
+    ranks make it at the same time. All ranks make the same calls in the same order.
+
+    Example:
+        >>> buffer = Buffer(dist.group.WORLD, low_latency_mode=True)
+        >>> rows, counts, handle, *_ = buffer.low_latency_dispatch(x, ids, 128, 256)
+        >>> y, *_ = buffer.low_latency_combine(experts(rows), ids, weights, handle)
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        timeout_s: float | None = None,
+        device: torch.device | str | None = None,
+        memory: str | None = None,
+    ) -> None:
+        """Joins the other ranks. All processes of the group call it.
+
+        Args:
+            group: The ranks; it carries names and addresses, no data.
+            num_nvl_bytes: On GPUs a hint for how many tokens the normal calls hold
+                memory at first.
+            num_rdma_bytes: Kept.
+            low_latency_mode: Kept: both modes work in any case.
+            num_qps_per_rank: Ignored.
+            allow_nvlink_for_low_latency_mode: Ignored.
+            allow_mnnvl: Ignored.
+            explicitly_destroy: Whether only :meth:`destroy` frees the memory.
+            enable_shrink: Not supported.
+            comm: Of mpi4py, instead of ``group``.
+            timeout_s: How long a rank waits for another; None: ``MAX_EP_TIMEOUT_S``,
+                or 30.
+            device: Of the tensors; None: ``MAX_EP_TORCH_DEVICE``, or the current GPU,
+                or the CPU if there is none.
+            memory: ``"vmm"`` (the driver's, the default) or ``"symm"`` (torch's
+                symmetric memory), on GPUs; None: ``MAX_EP_TORCH_MEMORY``.
+
+        Raises:
+            NotImplementedError: For ranks on several hosts, or ``enable_shrink``.
+            TimeoutError: If a rank does not come; names it.
+        """
+        if enable_shrink:
+            raise NotImplementedError(
+                "max_ep: enable_shrink: a group does not go on without a rank; check() "
+                "names the one that is missing"
+            )
+        if group is None and comm is None:
+            refuse("group", "is None; pass a torch.distributed group, or comm=")
+        self.group = group
+        self.explicitly_destroy = explicitly_destroy
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        if group is not None:
+            self.rank, self.group_size = (
+                dist.get_rank(group),
+                dist.get_world_size(group),
+            )
+        else:
+            self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
+        self._mpi = comm
+        where = _device(device)
+        if timeout_s is None:
+            timeout_s = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
+        memory = memory or os.environ.get(_MEMORY_VARIABLE, "vmm")
+        if memory not in ("vmm", "symm"):
+            refuse("memory", f"={memory!r} is not 'vmm' or 'symm'")
+        mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
+        all_ = self._gather(mine)
+        if len({host for host, *_ in all_}) > 1:
+            raise NotImplementedError(
+                "max_ep: ranks on several hosts; MAX graphs reach them "
+                "(EPConfig.n_nodes, docs/several_hosts.md)"
+            )
+        for peer, theirs in enumerate(all_):
+            if theirs[2:] != mine[2:]:
+                raise ValueError(
+                    f"max_ep: rank {peer} has (device, num_nvl_bytes) {theirs[2:]}, "
+                    f"this rank ({self.rank}) {mine[2:]}"
+                )
+        board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
+        self._comm = Communicator(board, where, group, memory)
+        # Graphics memory of a process that ends by exit() is given back in order.
+        self._finish = weakref.finalize(self, Communicator.close, self._comm)
+        self._finish.atexit = not explicitly_destroy
+
+    def _gather(self, thing: Any) -> list[Any]:
+        """Collects a small object of every rank."""
+        if self.group is None:
+            return self._mpi.allgather(thing)
+        things: list[Any] = [None] * self.group_size
+        dist.all_gather_object(things, thing, group=self.group)
+        return things
+
+    def check(self) -> None:
+        """Waits for this rank's device, and raises if a launch has failed.
+
+        On CPU calls raise by themselves. On GPUs a kernel cannot: it records what went
+        wrong, results become NaN, and a later call raises, or this one.
+        """
+        self._comm.check()
+
+    def reset(self) -> None:
+        """Makes the memory usable again after an error; all ranks call it."""
+        board = self._comm.board
+        board.skip_to(max(self._gather(board.n_exchanges)))
+        self._comm.reset()
+        self._gather(None)
+
+    def destroy(self) -> None:
+        """Frees the memory. Calls after it raise."""
+        self._finish()
+        self._comm.failure = "max_ep: this Buffer was destroyed"
+
+    def is_available(self) -> bool:
+        """Returns whether the buffer can be used."""
+        return not self._comm.failure
+
+    def get_comm_stream(self) -> torch.cuda.Stream | None:
+        """Returns the stream of ``async_finish``; None on CPU."""
+        return self._comm.comm_stream
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Records an event on the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Takes a number, which must be even; kernels do not heed it."""
+        if new_num_sms % 2 != 0:
+            refuse("new_num_sms", f"={new_num_sms} is odd")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Returns True: kernels are compiled for the GPU that is there."""
+        return True
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Returns a configuration; it changes nothing."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Returns a configuration; it changes nothing."""
+        return Config(Buffer.num_sms)
+
+    def get_local_buffer_tensor(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Not there: a region holds flags that only kernels may write."""
+        raise NotImplementedError(
+            "max_ep: get_local_buffer_tensor; combine takes rows from any tensor, and "
+            "get_next_low_latency_combine_buffer returns one for zero_copy"
+        )
+
+    def low_latency_update_mask_buffer(self, *_: Any, **__: Any) -> None:
+        """Not there: a group does not go on without a rank."""
+        raise NotImplementedError(
+            "max_ep: masks of ranks; check() names a rank that is missing, and reset() "
+            "makes the others usable again"
+        )
+
+    low_latency_query_mask_buffer = low_latency_update_mask_buffer
+    low_latency_clean_mask_buffer = low_latency_update_mask_buffer
+
+
+def _device(wanted: torch.device | str | None) -> torch.device:
+    """Returns where tensors are, with its number."""
+    if wanted is None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = os.environ.get(_DEVICE_VARIABLE, default)
+    device = torch.device(wanted)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cpu", "cuda"):
+        refuse("device", f"={device} is not a CPU or an NVIDIA GPU")
+    return device

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A board in shared memory on which the processes of a group read each other's notes.
+
+What all ranks must know before a launch goes this way: which call comes next with
+which sizes, how many tokens each sends. Every wait is bounded and names who is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+import zlib
+from typing import Any
+
+from ..memory.symmetric_memory import SharedMemory
+
+_NOTE_BYTES = 64 << 10
+_HEADER = ctypes.c_uint64 * 3  # number of the exchange, bytes, checksum
+_HEADER_BYTES = 24
+_SPINS = 2000
+
+
+class Board:
+    """Two notes a rank. Who writes exchange `n` has read all notes of `n - 1`, so
+    nobody still reads those of `n - 2`, which it overwrites."""
+
+    def __init__(self, name: str, rank: int, n_ranks: int, timeout_s: float) -> None:
+        """Creates this rank's part and finds the others'.
+
+        Args:
+            name: Of the group, the same in all its processes.
+            rank: This rank.
+            n_ranks: Ranks of the group.
+            timeout_s: How long any wait may take.
+        """
+        self.name = name
+        self.rank = rank
+        self.n_ranks = n_ranks
+        self.timeout_s = timeout_s
+        self.n_exchanges = 0
+        self._memory = SharedMemory(
+            f"{name}-board", rank, n_ranks, 1, 2 * _NOTE_BYTES, f"ranks={n_ranks}"
+        )
+        self._notes = self._memory.connect(timeout_s)
+
+    def exchange(self, what: str, note: Any = None) -> list[Any]:
+        """Returns every rank's note.
+
+        Args:
+            what: The call, with all that ranks must agree on.
+            note: Anything that JSON takes.
+
+        Raises:
+            TimeoutError: If a rank does not come; names it.
+            ValueError: If a rank is in another call; names it.
+        """
+        self.n_exchanges += 1
+        body = json.dumps([what, note]).encode()
+        if len(body) > _NOTE_BYTES - _HEADER_BYTES:
+            raise ValueError(f"max_ep: {what}: {len(body)} bytes are too many")
+        place = self._notes[self.rank] + self.n_exchanges % 2 * _NOTE_BYTES
+        ctypes.memmove(place + _HEADER_BYTES, body, len(body))
+        header = _HEADER.from_address(place)
+        header[1], header[2] = len(body), zlib.crc32(body)
+        header[0] = self.n_exchanges
+        deadline = time.monotonic() + self.timeout_s
+        found = [self._read(peer, what, deadline) for peer in range(self.n_ranks)]
+        for peer, (theirs, _) in enumerate(found):
+            if theirs != what:
+                raise ValueError(
+                    f"max_ep: rank {peer} calls {theirs}; this rank ({self.rank}) "
+                    f"calls {what}. All ranks make the same calls in the same order"
+                )
+        return [theirs for _, theirs in found]
+
+    def _read(self, peer: int, what: str, deadline: float) -> tuple[str, Any]:
+        """Waits for a rank's note of this exchange."""
+        place = self._notes[peer] + self.n_exchanges % 2 * _NOTE_BYTES
+        header = _HEADER.from_address(place)
+        n_polls = 0
+        while True:
+            if header[0] == self.n_exchanges:
+                body = ctypes.string_at(place + _HEADER_BYTES, header[1])
+                # A CPU may show the header before all of the body.
+                if zlib.crc32(body) == header[2]:
+                    return tuple(json.loads(body))
+            n_polls += 1
+            if n_polls > _SPINS:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"max_ep: {what}: rank {self.rank} waited {self.timeout_s} s "
+                        f"for rank {peer}, which has died, is late, or makes other "
+                        "calls than this rank"
+                    )
+                time.sleep(0.0002)
+
+    def skip_to(self, n_exchanges: int) -> None:
+        """Makes this the last exchange: of a rank that has missed some."""
+        self.n_exchanges = n_exchanges
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._memory.close()

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric memory with the kernels of one configuration, on one rank.
+
+A channel has regions that are used in turn, so that what one has received stays valid
+while another is used. All ranks open the same channels in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..memory.symmetric_memory import SharedMemory
+from .board import Board
+from .events import EventHandle, EventOverlap
+from .gpu_memory import GpuSharedMemory, TorchSymmetricMemory
+from .library import Library, Settings, load
+
+SEND, RECEIVE, BOTH = 1, 2, 3
+"""Which part of dispatch or combine a launch does; see ``api.mojo``."""
+
+_REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS = range(4)
+_TEXT_BYTES = 4000
+_CHECK_EVERY_S = 0.1
+_IN_WORDS_OF_TORCH = (
+    (" Restart the group, or call EPCommInitializer.reset() if all its ranks are in "
+     "one process.", " Call Buffer.reset() in every process, or restart the group."),
+    ("EPCommInitializer.reset()", "Buffer.reset() in every process"),
+    (" (or restart the group, where each rank is a process of its own)", ""),
+    ("EPConfig.timeout_s", "Buffer's timeout_s"),
+    ("EPConfig.max_tokens_per_rank", "num_max_dispatch_tokens_per_rank"),
+)  # fmt: skip
+
+
+def _translated(text: str) -> str:
+    """Puts what a kernel says into the words of who calls from torch."""
+    for theirs, ours in _IN_WORDS_OF_TORCH:
+        text = text.replace(theirs, ours)
+    return text
+
+
+class Region:
+    """One region: counters, addresses of all ranks, and the calls of the library."""
+
+    def __init__(
+        self, library: Library, comm: Communicator, address: int, n_words: int
+    ) -> None:
+        """Clears this rank's part."""
+        self.library = library
+        self.comm = comm
+        device = comm.device
+        self.counters = torch.zeros(n_words, dtype=torch.int32, device=device)
+        first = library.size(_FAILURE_WORD)
+        self._record = self.counters[first : first + library.size(_N_FAILURE_WORDS)]
+        self.handle = library.open(
+            device.index or 0,
+            comm.rank,
+            max(1, int(comm.timeout_s * 1000)),
+            address,
+            self.counters.data_ptr(),
+        )
+        if not self.handle:
+            raise RuntimeError("max_ep: a region cannot be opened; see above")
+        self._next_check = 0.0
+
+    def connect(self, addresses: list[int]) -> None:
+        """Takes where every rank's part is."""
+        regions = (ctypes.c_uint64 * len(addresses))(*addresses)
+        self.library.connect(self.handle, ctypes.addressof(regions))
+
+    def dispatch(self, form: int, *arguments: int) -> None:
+        """Calls ``max_ep_dispatch`` on the current stream."""
+        self._before()
+        if self.library.dispatch(self.handle, self.comm.stream(), form, *arguments):
+            self._raise()
+
+    def combine(self, form: int, *arguments: int) -> None:
+        """Calls ``max_ep_combine`` on the current stream."""
+        self._before()
+        if self.library.combine(self.handle, self.comm.stream(), form, *arguments):
+            self._raise()
+
+    def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
+        """Adds how long each peer is waited for, in ns, to ``int64 [n_ranks]``."""
+        waits = torch.empty_like(waits_ns)
+        stream, place = self.comm.stream(), waits.data_ptr()
+        if self.library.watch(self.handle, stream, is_combine, place):
+            self._raise()
+        waits_ns += waits.clamp_(min=0)
+
+    def _before(self) -> None:
+        """Raises if the communicator has failed; looks at a GPU now and then."""
+        if self.comm.failure:
+            raise RuntimeError(self.comm.failure)
+        if self.comm.is_gpu and time.monotonic() > self._next_check:
+            if not torch.cuda.is_current_stream_capturing():
+                self.check()
+
+    def check(self) -> None:
+        """Raises if a launch on a GPU has failed; does not wait for launches."""
+        if not self.comm.is_gpu or not self.handle:
+            return
+        self._next_check = time.monotonic() + _CHECK_EVERY_S
+        with torch.cuda.stream(self.comm.side_stream):
+            record = self._record.cpu()
+        if record[0] != 0:
+            text = ctypes.create_string_buffer(_TEXT_BYTES)
+            place = ctypes.addressof(text)
+            self.library.failure(self.handle, record.data_ptr(), place, _TEXT_BYTES)
+            self.comm.fail(text.value.decode())
+
+    def _raise(self) -> None:
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        self.library.last_error(self.handle, ctypes.addressof(text), _TEXT_BYTES)
+        self.comm.fail(text.value.decode())
+
+    def clear(self) -> None:
+        """Puts this rank before the first launch; no rank may be in one."""
+        if self.library.clear(self.handle):
+            self._raise()
+
+    def close(self) -> None:
+        """Frees the handle."""
+        if self.handle:
+            self.library.close(self.handle)
+            self.handle = 0
+
+
+class Channel:
+    """The regions of one configuration."""
+
+    def __init__(self, comm: Communicator, settings: Settings, n_regions: int) -> None:
+        """Builds the library if there is none, and joins the other ranks."""
+        self.settings = settings
+        self.n_local = settings.experts // settings.ranks
+        self.capacity = settings.ranks * settings.tokens
+        self.n_local_rows = self.n_local * self.capacity
+        self.latest: Any = None  # whose rows the only region can send back
+        library = load(settings)
+        n_bytes, n_words = library.size(_REGION_BYTES), library.size(_N_WORDS)
+        self.memory = comm.allocate(n_regions * n_bytes)
+        self.regions: list[Region] = []
+        try:
+            (mine,) = self.memory.local_addresses()
+            for i in range(n_regions):
+                self.regions.append(Region(library, comm, mine + i * n_bytes, n_words))
+            bases = self.memory.connect(comm.timeout_s)
+            for i, region in enumerate(self.regions):
+                region.connect([base + i * n_bytes for base in bases])
+        except BaseException:
+            self.close()
+            raise
+        self._n_taken = 0
+
+    def next_region(self) -> Region:
+        """Returns the region whose turn it is."""
+        self._n_taken += 1
+        return self.regions[self._n_taken % len(self.regions)]
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for region in self.regions:
+            region.close()
+        self.memory.close()
+
+
+class Communicator:
+    """What a rank knows of its group, and the channels it has opened."""
+
+    def __init__(
+        self, board: Board, device: torch.device, group: Any, memory: str
+    ) -> None:
+        """Takes the board of the group, this rank's device, and the kind of memory."""
+        self.board = board
+        self.rank, self.n_ranks = board.rank, board.n_ranks
+        self.timeout_s = board.timeout_s
+        self.device = device
+        self.is_gpu = device.type == "cuda"
+        self.failure = ""
+        self.channels: dict[Any, Channel] = {}
+        self._group = group
+        self._memory = memory
+        self.side_stream = torch.cuda.Stream(device) if self.is_gpu else None
+        self.comm_stream = torch.cuda.Stream(device) if self.is_gpu else None
+        self.target, self.shares_gpu, own = "cpu", True, "cpu"
+        if self.is_gpu:
+            about = torch.cuda.get_device_properties(device)
+            own = str(getattr(about, "uuid", device.index))
+            # Kernels use what only this architecture has.
+            suffix = "a" if about.major >= 9 else ""
+            self.target = f"sm_{about.major}{about.minor}{suffix}"
+        devices = board.exchange("Buffer()", own)
+        self.shares_gpu = len(set(devices)) < self.n_ranks
+        self.n_allocated = 0
+
+    def stream(self) -> int:
+        """Returns the current stream, as kernels take it."""
+        if not self.is_gpu:
+            return -1
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def run(
+        self,
+        work: Callable[[], Any],
+        async_finish: bool,
+        previous_event: EventOverlap | None = None,
+    ) -> EventOverlap:
+        """Does work on the current stream, or on one of its own if asynchronous.
+
+        Args:
+            work: Launches; on CPU it has ended when it returns.
+            async_finish: Whether the current stream goes on without waiting.
+            previous_event: What the work waits for; None: all of the current stream.
+        """
+        if not (self.is_gpu and async_finish):
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            work()
+            return EventOverlap()
+        if previous_event is None:
+            self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.comm_stream):
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            work()
+            return EventOverlap(EventHandle())
+
+    def allocate(self, n_bytes: int) -> Any:
+        """Allocates symmetric memory."""
+        if not self.is_gpu:
+            self.n_allocated += 1
+            name = f"{self.board.name}-{self.n_allocated}"
+            return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, "")
+        if self._memory == "symm":
+            return TorchSymmetricMemory(self._group, n_bytes, self.device.index)
+        return GpuSharedMemory(self.board, n_bytes, self.device.index)
+
+    def channel(self, key: Any, n_regions: int, **fields: Any) -> Channel:
+        """Returns a channel; opens it, with all other ranks, if it is new."""
+        found = self.channels.get(key)
+        if found is None:
+            if self.is_gpu and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "max_ep: the first call with new sizes builds kernels and "
+                    "allocates memory; make it once before the capture"
+                )
+            if self.failure:
+                raise RuntimeError(self.failure)
+            settings = Settings(
+                target=self.target,
+                ranks=self.n_ranks,
+                shares_gpu=self.shares_gpu,
+                **fields,
+            )
+            about = replace(settings, target="").defines()
+            self.board.exchange("the first " + " ".join(about).replace("-D ", ""))
+            found = self.channels[key] = Channel(self, settings, n_regions)
+        return found
+
+    def fail(self, text: str) -> None:
+        """Raises an error, now and from all later calls."""
+        self.failure = _translated(text)
+        raise RuntimeError(self.failure)
+
+    def check(self) -> None:
+        """Waits for the device, and raises if a launch has failed."""
+        if self.failure:
+            raise RuntimeError(self.failure)
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+        for channel in self.channels.values():
+            for region in channel.regions:
+                region.check()
+
+    def reset(self) -> None:
+        """Puts all channels of this rank before the first launch."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+        for channel in self.channels.values():
+            for region in channel.regions:
+                region.clear()
+        self.failure = ""
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+        for channel in self.channels.values():
+            channel.close()
+        self.channels = {}
+        self.board.close()

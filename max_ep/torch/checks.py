@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of wrong arguments, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from .channel import Communicator
+
+
+def refuse(name: str, what: str) -> NoReturn:
+    """Raises the error of a wrong argument."""
+    raise ValueError(f"max_ep: {name} {what}")
+
+
+def check_tensor(
+    comm: Communicator,
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+) -> None:
+    """Raises unless a tensor is as a kernel takes it; None: any size."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"max_ep: {name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"max_ep: {name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device != comm.device:
+        refuse(name, f"is on {tensor.device}, this Buffer on {comm.device}")
+    found = tensor.shape
+    if len(found) != len(shape) or any(
+        wanted not in (None, n) for n, wanted in zip(found, shape)
+    ):
+        wanted = ", ".join("n" if n is None else str(n) for n in shape)
+        refuse(name, f"must be [{wanted}], got {list(found)}")
+    if not tensor.is_contiguous():
+        refuse(name, "is not contiguous; pass .contiguous()")

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU memory of one process that the others of the host map: the driver's own calls.
+
+Memory of ``cuMemCreate`` is handed on as a file descriptor through a unix socket. It
+lives as long as somebody maps it, so a peer that dies leaves nothing dangling, and it
+does not depend on how torch's allocator is set.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import socket
+import time
+from typing import Any
+
+import torch
+
+from .board import Board
+
+_GRANULARITY = 2 << 20
+_POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
+_U64, _SIZE = ctypes.c_uint64, ctypes.c_size_t
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Calls the driver; raises what it says."""
+    result = getattr(_driver(), name)(*arguments)
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        said = (text.value or b"?").decode()
+        if name == "cuMemCreate":
+            raise MemoryError(f"max_ep: no GPU memory for a region: {said}")
+        raise RuntimeError(
+            f"max_ep: {name}: {said}. Ranks on one host write into each other's "
+            "memory: the GPUs need peer access (`nvidia-smi topo -p2p w`)"
+        )
+
+
+class GpuSharedMemory:
+    """A block of this GPU's memory, and everybody's."""
+
+    def __init__(self, board: Board, n_bytes: int, device: int) -> None:
+        """Allocates this rank's block; its contents are undefined."""
+        self._board = board
+        self._device = device
+        self._n_bytes = -(-n_bytes // _GRANULARITY) * _GRANULARITY
+        self._mapped: list[tuple[int, int]] = []
+        torch.cuda.init()
+        handle, what = _U64(), _Properties()
+        what.type, what.handle_types = _PINNED, _POSIX_DESCRIPTOR
+        what.location = _Location(_ON_DEVICE, device)
+        size = _SIZE(self._n_bytes)
+        _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(what), _U64(0))
+        self._handle = handle
+        self._mine = self._map(handle)
+
+    def _map(self, handle: ctypes.c_uint64) -> int:
+        """Maps a block for this GPU; returns where."""
+        address, size, zero = _U64(), _SIZE(self._n_bytes), _U64(0)
+        reserve = (ctypes.byref(address), size, _SIZE(0), zero, zero)
+        _call("cuMemAddressReserve", *reserve)
+        _call("cuMemMap", address, size, _SIZE(0), handle, zero)
+        self._mapped.append((address.value, handle.value))
+        access = _Access(_Location(_ON_DEVICE, self._device), _READ_WRITE)
+        _call("cuMemSetAccess", address, size, ctypes.byref(access), _SIZE(1))
+        return address.value
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of this rank's block."""
+        return [self._mine]
+
+    def connect(self, timeout_s: float) -> list[int]:
+        """Returns the address of every rank's block, in this process."""
+        descriptor = ctypes.c_int()
+        kind = ctypes.c_int(_POSIX_DESCRIPTOR)
+        export = (ctypes.byref(descriptor), self._handle, kind, _U64(0))
+        _call("cuMemExportToShareableHandle", *export)
+        try:
+            received = self._exchange(descriptor.value, timeout_s)
+        finally:
+            socket.close(descriptor.value)
+        addresses = []
+        for peer in range(self._board.n_ranks):
+            if peer == self._board.rank:
+                addresses.append(self._mine)
+                continue
+            handle = _U64()
+            fd = ctypes.c_void_p(received[peer])
+            try:
+                take = (ctypes.byref(handle), fd, kind)
+                _call("cuMemImportFromShareableHandle", *take)
+            finally:
+                socket.close(received[peer])
+            addresses.append(self._map(handle))
+        return addresses
+
+    def _exchange(self, descriptor: int, timeout_s: float) -> dict[int, int]:
+        """Gives this rank's descriptor to the others; returns theirs, by rank."""
+        board = self._board
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+            inbox.bind(f"\0{board.name}.{board.rank}")
+            board.exchange("map GPU memory", self._n_bytes)  # all listen
+            right = array.array("i", [descriptor])
+            for peer in range(board.n_ranks):
+                if peer == board.rank:
+                    continue
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+                    out.connect(f"\0{board.name}.{peer}")
+                    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right)]
+                    out.sendmsg([bytes([board.rank])], control)
+            received: dict[int, int] = {}
+            deadline = time.monotonic() + timeout_s
+            while len(received) < board.n_ranks - 1:
+                inbox.settimeout(max(0.001, deadline - time.monotonic()))
+                try:
+                    body, extra, *_ = inbox.recvmsg(1, socket.CMSG_SPACE(4))
+                except TimeoutError:
+                    missing = set(range(board.n_ranks)) - {board.rank, *received}
+                    raise TimeoutError(
+                        f"max_ep: rank {board.rank} waited {timeout_s} s for the GPU "
+                        f"memory of ranks {sorted(missing)}"
+                    ) from None
+                received[body[0]] = array.array("i", extra[0][2][:4])[0]
+        board.exchange("have GPU memory")  # nobody binds the name again before
+        return received
+
+    def close(self) -> None:
+        """Unmaps all blocks; peers keep what they map."""
+        mapped, self._mapped = self._mapped, []
+        if mapped:
+            torch.cuda.synchronize(self._device)
+        for address, handle in mapped:
+            _call("cuMemUnmap", _U64(address), _SIZE(self._n_bytes))
+            _call("cuMemAddressFree", _U64(address), _SIZE(self._n_bytes))
+            _call("cuMemRelease", _U64(handle))
+
+
+class TorchSymmetricMemory:
+    """The same through ``torch.distributed._symmetric_memory``, where it is wished."""
+
+    def __init__(self, group: Any, n_bytes: int, device: int) -> None:
+        """Allocates this rank's block."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._group = group
+        self._symmetric = symmetric
+        self._block = symmetric.empty(
+            n_bytes, dtype=torch.uint8, device=f"cuda:{device}"
+        )
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of this rank's block."""
+        return [self._block.data_ptr()]
+
+    def connect(self, timeout_s: float) -> list[int]:
+        """Returns the address of every rank's block; torch's own time-out applies."""
+        found = self._symmetric.rendezvous(self._block, self._group.group_name)
+        self._rendezvous = found
+        return list(found.buffer_ptrs)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        torch.cuda.synchronize(self._block.device)
+        self._rendezvous = self._block = None

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of a configuration as a shared library: built once, then loaded.
+
+``mojo/max_ep_c/api.mojo`` is built with ``-D`` for each field of :class:`Settings`.
+Libraries are kept beside the precompiled packages (:func:`max_ep.cache.kept`), under
+the hash of the sources: of several processes one builds, the others wait and say so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ..cache import cache_dir, kept
+from ..extension import run_mojo, sources_hash
+
+_RUNTIME = (
+    "libMSupportGlobals.so",
+    "libAsyncRTRuntimeGlobals.so",
+    "libKGENCompilerRTShared.so",
+    "libAsyncRTMojoBindings.so",
+)
+"""What a library needs of the installed ``max-core``; each may need those before."""
+
+I32, I64 = ctypes.c_int32, ctypes.c_int64
+_FUNCTIONS = {
+    "size": (I64, [I32]),
+    "open": (I64, [I32, I32, I32, I64, I64]),
+    "connect": (None, [I64, I64]),
+    "clear": (I32, [I64]),
+    "close": (None, [I64]),
+    "last_error": (I32, [I64, I64, I32]),
+    "failure": (I32, [I64, I64, I64, I32]),
+    "dispatch": (I32, [I64, I64, I32, I64, I64, I32, I64, I64, I64, I64, I64]),
+    "combine": (I32, [I64, I64, I32, I64, I64, I64, I32, I64]),
+    "watch": (I32, [I64, I64, I32, I64]),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration, as ``api.mojo`` names its parts."""
+
+    target: str  # "cpu", or a GPU's architecture such as "sm_90a"
+    format: str
+    hidden: int
+    combine: str
+    combine_hidden: int
+    experts: int
+    ranks: int
+    top_k: int
+    tokens: int
+    shares_gpu: bool = True
+    wide_ids: bool = False
+
+    def defines(self) -> list[str]:
+        """Returns the compiler's options."""
+        options = []
+        for name, value in asdict(self).items():
+            if name == "target":
+                value = "cpu" if value == "cpu" else "gpu"
+            if value is True:
+                options += ["-D", name.upper()]
+            elif value is not False:
+                options += ["-D", f"{name.upper()}={value}"]
+        if self.target != "cpu":
+            options += ["--target-accelerator", self.target]
+        return options
+
+    def name(self) -> str:
+        """Returns what files of this configuration are called."""
+        words = [str(value) for value in asdict(self).values()]
+        return "-".join(["torch", *words, _host_name()])
+
+
+@functools.cache
+def _host_name() -> str:
+    """Returns a name for the kind of CPU: host code is compiled for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    words = ("model name", "flags", "CPU part", "Features")
+    about = sorted({line for line in lines if line.startswith(words)})
+    text = "\n".join([platform.machine(), *about])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def build(settings: Settings) -> Path:
+    """Returns the library of a configuration; compiles it if there is none.
+
+    Raises:
+        RuntimeError: If it cannot be compiled, or not be kept.
+    """
+
+    def make(path: Path) -> None:
+        command = ("build", "--emit", "shared-lib", "-I", ".", "max_ep_c/api.mojo")
+        run_mojo(*command, *settings.defines(), "-o", str(path))
+
+    return kept(cache_dir() / sources_hash() / f"{settings.name()}.so", make)
+
+
+@functools.cache
+def _load_runtime() -> None:
+    """Loads the runtime by full path: a library names the folder it was built with."""
+    folder = Path(str(metadata.distribution("max-core").locate_file("modular/lib")))
+    for name in _RUNTIME:
+        ctypes.CDLL(str(folder / name))
+
+
+class Library:
+    """The functions of a loaded library, by their names without ``max_ep_``."""
+
+    def __init__(self, path: Path) -> None:
+        """Loads it."""
+        _load_runtime()
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"max_ep_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+
+@functools.cache
+def load(settings: Settings) -> Library:
+    """Returns the loaded library of a configuration."""
+    return Library(build(settings))

@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepEP's normal calls: one row for each pair of a token and a rank.
+
+The kernels know experts only, so here each rank is one expert, and a token's choices
+are its ranks. A dispatch is two: rows, and in a channel of their own what goes with
+each row (scales, expert ids, router weights). Combine goes back through the latter.
+
+A kernel combines what it received last. If another dispatch came between, combine
+first repeats that of its handle, without rows. So any handle may be combined at any
+time, in a backward pass too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
+from .checks import check_tensor, refuse
+from .events import Config, EventOverlap
+
+_COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_MOST_TOKENS = 32768
+_DEFAULT_TOKENS = 4096
+_CPU_BYTES = 64 << 20
+_GPU_BYTES = 1 << 30
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass
+class Extras:
+    """What goes with each row, in a row of int32 words."""
+
+    n_scales: int
+    top_k: int
+
+    @property
+    def n_words(self) -> int:
+        """Words of a row: whole 16 bytes."""
+        return max(4, _up(self.n_scales + 2 * self.top_k, 4))
+
+
+class NormalHandle(tuple):
+    """What combine and a repeated dispatch need; reads as DeepEP's tuple.
+
+    Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, None, None, source
+    token of each row int32 ``[n_rows]``, ``is_token_in_rank``, None. In the matrix only
+    this rank's column is filled.
+    """
+
+    n_rows: int
+    """Rows of ``recv_x``."""
+    n_sent: int
+    """Tokens that this rank sent."""
+    cap: int
+    """Tokens of a rank that the channels hold."""
+    extras: Extras
+    mask: torch.Tensor
+    """``is_token_in_rank``."""
+    ids: torch.Tensor
+    """int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1."""
+    src_info: torch.Tensor
+    """int32 ``[rows, 2]``."""
+    ranges: torch.Tensor
+    """int32 ``[n_ranks, 2]``: first row of each source, and rows."""
+    rank: int
+
+    def _items(self) -> tuple[Any, ...]:
+        n_ranks = len(self.ranges)
+        ends = self.ranges.sum(1, dtype=torch.int32)
+        matrix = ends.new_zeros((n_ranks, n_ranks))
+        matrix[:, self.rank] = ends
+        return (matrix, None, None, self.src_info[: self.n_rows, 0], self.mask, None)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items())
+
+
+class Normal:
+    """The normal part of :class:`max_ep.torch.Buffer`."""
+
+    _comm: Communicator
+    _cap = 0
+    num_nvl_bytes: int
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts where tokens go.
+
+        Args:
+            topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``.
+            num_experts: Experts of the group, a multiple of its ranks.
+            previous_event: What to wait for.
+            async_finish: Whether to return before the current stream has the results.
+            allocate_on_comm_stream: Ignored.
+
+        Returns:
+            Tokens for each rank int32 ``[n_ranks]``, None, tokens for each expert int32
+            ``[num_experts]``, whether a token goes to a rank bool ``[n_tokens,
+            n_ranks]``, the event.
+        """
+        comm = self._comm
+        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (None, None))
+        if num_experts < 1 or num_experts % comm.n_ranks != 0:
+            refuse("num_experts", f"={num_experts} is no multiple of {comm.n_ranks}")
+        n_local = num_experts // comm.n_ranks
+        per_rank = topk_idx.new_empty(comm.n_ranks, dtype=torch.int32)
+        per_expert = topk_idx.new_empty(num_experts, dtype=torch.int32)
+        shape = (topk_idx.shape[0], comm.n_ranks)
+        in_rank = topk_idx.new_empty(shape, dtype=torch.bool)
+
+        def work() -> None:
+            # Column 0 takes the choices of no expert.
+            ranks = torch.div(topk_idx, n_local, rounding_mode="floor") + 1
+            found = in_rank.new_zeros((shape[0], comm.n_ranks + 1))
+            in_rank.copy_(found.scatter_(1, ranks, True)[:, 1:])
+            torch.sum(in_rank, 0, dtype=torch.int32, out=per_rank)
+            counts = per_expert.new_zeros(num_experts + 1)
+            ones = per_expert.new_ones(1).expand(topk_idx.numel())
+            counts.scatter_add_(0, topk_idx.flatten() + 1, ones)
+            per_expert.copy_(counts[1:])
+
+        event = comm.run(work, async_finish, previous_event)
+        event.extra_tensors = (topk_idx, per_rank, per_expert, in_rank)
+        return per_rank, None, per_expert, in_rank, event
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
+        """Sends each token once to each rank that holds an expert of it.
+
+        Args:
+            x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
+                float8_e4m3fn and scales, float32 ``[n_tokens, hidden / 128]``.
+            handle: Of an earlier dispatch, to repeat its layout with other tokens.
+            num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
+            num_tokens_per_rdma_rank: None.
+            is_token_in_rank: bool ``[n_tokens, n_ranks]``.
+            num_tokens_per_expert: int32 ``[n_experts]``.
+            topk_idx: int64 ``[n_tokens, top_k]``, to be sent with the tokens.
+            topk_weights: float32 ``[n_tokens, top_k]``, likewise.
+            expert_alignment: The counts returned are rounded up to multiples of it.
+            num_worst_tokens: Rows to return; the host then waits for nothing, and the
+                counts are empty. At least ``n_ranks`` times the most tokens of a rank.
+            config: Ignored.
+            previous_event: What to wait for.
+            async_finish: Whether to return before the current stream has the rows.
+            allocate_on_comm_stream: Ignored.
+
+        Returns:
+            Rows ``[n_rows, hidden]`` (or the pair), by source rank and token; their
+            expert ids, local or -1, int64 ``[n_rows, top_k]``; their weights, 0 where
+            the id is -1; a list of rows for each local expert; the handle; the event.
+            With ``handle`` all but the first and the last are None.
+        """
+        comm = self._comm
+        x, scales = x if isinstance(x, tuple) else (x, None)
+        if num_tokens_per_rdma_rank is not None:
+            raise NotImplementedError(
+                "max_ep: num_tokens_per_rdma_rank: ranks of several hosts; MAX graphs "
+                "reach them (EPConfig.n_nodes, docs/several_hosts.md)"
+            )
+        check_tensor(comm, "x", x, x.dtype, (None, None))
+        n_tokens, hidden = x.shape
+        n_bytes = hidden * x.element_size()
+        if n_bytes == 0 or n_bytes % 16 != 0:
+            refuse("x", f"has rows of {n_bytes} bytes, not a multiple of 16")
+        n_scales = 0
+        if scales is not None:
+            shape = (n_tokens, hidden // 128)
+            check_tensor(comm, "scales of x", scales, torch.float32, shape)
+            n_scales = shape[1]
+        is_new = handle is None
+        counts: list[int] | None = None
+        if handle is None:
+            handle, counts = self._new_handle(
+                (n_tokens, n_bytes, n_scales),
+                (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert),
+                (topk_idx, topk_weights),
+                num_worst_tokens,
+                previous_event,
+            )
+        elif topk_idx is not None or topk_weights is not None:
+            refuse("topk_idx", "is not sent again with a handle")
+        elif n_tokens != handle.n_sent:
+            refuse("x", f"has {n_tokens} rows, those of the handle are {handle.n_sent}")
+
+        n_rows = handle.n_rows
+        # Behind what is returned, all that the kernels might write.
+        n_made = comm.n_ranks * handle.cap if num_worst_tokens else n_rows
+        recv_x = x.new_empty((n_made, hidden))
+        n_words = handle.extras.n_words
+        extras = x.new_empty((n_made, n_words), dtype=torch.int32)
+        rows = self._rows_channel(n_bytes, handle.cap)
+        back = None
+        if n_scales or topk_idx is not None:
+            dtype = x.dtype if x.dtype in _COMBINES else torch.bfloat16
+            back = self._back_channel(handle, hidden, dtype)
+
+        def work() -> None:
+            if is_new:
+                ranks = torch.arange(comm.n_ranks, dtype=torch.int32, device=x.device)
+                torch.where(handle.mask, ranks, ranks.new_full((), -1), out=handle.ids)
+            moves = [(rows, x, recv_x)]
+            if back is not None:
+                sent = _pack(handle, scales, topk_idx, topk_weights)
+                extras.fill_(-1)
+                moves.append((back, sent, extras))
+            self._move(handle, moves)
+
+        event = comm.run(work, async_finish, previous_event)
+        result: Any = recv_x[:n_rows]
+        extras = extras[:n_rows]
+        if scales is not None:
+            result = (result, extras[:, :n_scales].view(torch.float32))
+        event.extra_tensors = (x, recv_x, extras, handle.ids, handle.src_info)
+        if not is_new:
+            return result, None, None, None, None, event
+        if topk_idx is None:
+            return result, None, None, counts, handle, event
+        received: list[torch.Tensor] = []
+        n_experts = num_tokens_per_expert.numel()
+        n_local = n_experts // comm.n_ranks
+
+        def unpack() -> None:
+            received.extend(_unpack(handle, extras, n_local))
+
+        # Behind the rows, on the same stream.
+        after = comm.run(unpack, async_finish)
+        if after.event is not None:
+            event.event = after.event
+        if counts is not None:
+            counts = [_up(n, expert_alignment) for n in counts]
+        return result, received[0], received[1], counts, handle, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Adds up, for each token, the rows that its ranks return.
+
+        Args:
+            x: bfloat16 (or float32) ``[n_rows, hidden]``, where dispatch put rows.
+            handle: Of the dispatch.
+            topk_weights: float32 ``[n_rows, top_k]``, to be added up as well.
+            bias: One or two tensors of the result's shape, added to it.
+            config: Ignored.
+            previous_event: What to wait for.
+            async_finish: Whether to return before the current stream has the sums.
+            allocate_on_comm_stream: Ignored.
+
+        Returns:
+            Sums ``[n_tokens, hidden]``, of the weights ``[n_tokens, top_k]`` or None,
+            the event.
+        """
+        comm = self._comm
+        if not isinstance(handle, NormalHandle):
+            refuse("handle", "is not one that dispatch returned")
+        if isinstance(x, torch.Tensor) and x.dtype not in _COMBINES:
+            raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
+        check_tensor(comm, "x", x, x.dtype, (handle.n_rows, None))
+        hidden = x.shape[1]
+        if hidden == 0 or hidden * x.element_size() % 16 != 0:
+            refuse("x", f"has rows of {hidden} elements, not of whole 16 bytes")
+        y = x.new_empty((handle.n_sent, hidden))
+        biases = (
+            bias if isinstance(bias, tuple) else (bias,) if bias is not None else ()
+        )
+        for one in biases:
+            check_tensor(comm, "bias", one, x.dtype, tuple(y.shape))
+        channel = self._back_channel(handle, hidden, x.dtype)
+        weights = padded = of_weights = None
+        if topk_weights is not None:
+            shape = (handle.n_rows, None)
+            check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
+            top_k = topk_weights.shape[1]
+            padded = topk_weights.new_zeros((handle.n_rows, _up(top_k, 4)))
+            weights = topk_weights.new_empty((handle.n_sent, padded.shape[1]))
+            of_weights = self._weights_channel(padded.shape[1], handle.cap)
+
+        def work() -> None:
+            self._bring_back(channel, handle, x, y)
+            if of_weights is not None:
+                padded[:, :top_k] = topk_weights
+                self._bring_back(of_weights, handle, padded, weights)
+            if biases:
+                total = y.float()
+                for one in biases:
+                    total += one
+                y.copy_(total)
+
+        event = comm.run(work, async_finish, previous_event)
+        event.extra_tensors = (x, y, handle.src_info, padded, weights)
+        return y, None if weights is None else weights[:, :top_k], event
+
+    # ------------------------------------------------------------------- inside
+
+    def _new_handle(
+        self,
+        sizes: tuple[int, int, int],
+        layout: tuple[torch.Tensor | None, ...],
+        choices: tuple[torch.Tensor | None, torch.Tensor | None],
+        num_worst_tokens: int,
+        previous_event: EventOverlap | None,
+    ) -> tuple[NormalHandle, list[int]]:
+        """Checks a layout and agrees on it; returns handle and rows by local expert."""
+        comm = self._comm
+        (n_tokens, n_bytes, n_scales), n_ranks = sizes, comm.n_ranks
+        per_rank, mask, per_expert = layout
+        if per_rank is None or mask is None or per_expert is None:
+            refuse(
+                "dispatch",
+                "needs a handle, or num_tokens_per_rank, is_token_in_rank and "
+                "num_tokens_per_expert",
+            )
+        check_tensor(comm, "num_tokens_per_rank", per_rank, torch.int32, (n_ranks,))
+        shape = (n_tokens, n_ranks)
+        check_tensor(comm, "is_token_in_rank", mask, torch.bool, shape)
+        check_tensor(comm, "num_tokens_per_expert", per_expert, torch.int32, (None,))
+        topk_idx, topk_weights = choices
+        top_k = 0
+        if topk_idx is not None:
+            check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
+            shape = tuple(topk_idx.shape)
+            check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
+            top_k = shape[1]
+        if n_tokens > _MOST_TOKENS:
+            refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
+        counts: list[int] = []
+        if num_worst_tokens:
+            most = _up(num_worst_tokens, n_ranks) // n_ranks
+            if n_tokens > most:
+                refuse(
+                    "num_worst_tokens",
+                    f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens",
+                )
+            n_rows = num_worst_tokens
+        else:
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            # The mask says what is sent, so rows are counted by it alone.
+            mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
+            n_experts = per_expert.numel()
+            what = (
+                f"dispatch of rows of {n_bytes} bytes, {n_scales} scales, "
+                f"top_k={top_k}, num_experts={n_experts}"
+            )
+            notes = comm.board.exchange(what, [n_tokens, *mine])
+            most = max(note[0] for note in notes)
+            n_rows = sum(note[1 + comm.rank] for note in notes)
+            n_local = n_experts // n_ranks
+            first = 1 + n_ranks + comm.rank * n_local
+            counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
+        self._cap = self._enough(most, n_bytes)
+        handle = NormalHandle((None,) * 6)
+        handle.rank, handle.n_rows, handle.n_sent = comm.rank, n_rows, n_tokens
+        handle.cap, handle.mask = self._cap, mask
+        handle.extras = Extras(n_scales, top_k)
+        n_made = n_ranks * self._cap if num_worst_tokens else n_rows
+        new = per_rank.new_empty
+        handle.ids, handle.ranges = new((n_tokens, n_ranks)), new((n_ranks, 2))
+        handle.src_info = new((max(1, n_made), 2))
+        return handle, counts
+
+    def _enough(self, n_tokens: int, n_bytes: int) -> int:
+        """Returns how many tokens of a rank channels hold; never less than before.
+
+        All ranks know the same numbers, so all find the same.
+        """
+        usual = _GPU_BYTES if self._comm.is_gpu else _CPU_BYTES
+        budget = (self._comm.is_gpu and self.num_nvl_bytes) or usual
+        fits = max(1, budget // (2 * self._comm.n_ranks * n_bytes))
+        start = min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
+        return max(self._cap, start, 1 << max(0, n_tokens - 1).bit_length())
+
+    def _rows_channel(self, n_bytes: int, cap: int) -> Channel:
+        key = ("rows", n_bytes, cap)
+        return self._normal_channel(key, "bfloat16", n_bytes // 2, "bfloat16", 8)
+
+    def _back_channel(
+        self, handle: NormalHandle, hidden: int, dtype: torch.dtype
+    ) -> Channel:
+        n_words = handle.extras.n_words
+        key = ("back", n_words, hidden, dtype, handle.cap)
+        return self._normal_channel(key, "float32", n_words, _COMBINES[dtype], hidden)
+
+    def _weights_channel(self, n_columns: int, cap: int) -> Channel:
+        key = ("weights", n_columns, cap)
+        return self._normal_channel(key, "float32", 4, "float32", n_columns)
+
+    def _normal_channel(
+        self, key: Any, format: str, hidden: int, combine: str, combine_hidden: int
+    ) -> Channel:
+        """Returns a channel of one region; the last part of its key is its cap."""
+        n_ranks = self._comm.n_ranks
+        return self._comm.channels.get(key) or self._comm.channel(
+            key,
+            1,
+            format=format,
+            hidden=hidden,
+            combine=combine,
+            combine_hidden=combine_hidden,
+            experts=n_ranks,
+            top_k=n_ranks,
+            tokens=key[-1],
+        )
+
+    def _move(
+        self,
+        handle: NormalHandle,
+        moves: list[tuple[Channel, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Dispatches tensors through channels, to where the handle says."""
+        counts = handle.ranges.new_empty(1)
+        forms = [SEND, RECEIVE] if self._comm.shares_gpu else [BOTH]
+        for form in forms:
+            for channel, sent, received in moves:
+                channel.latest = handle
+                channel.regions[0].dispatch(
+                    form,
+                    sent.data_ptr(),
+                    handle.ids.data_ptr(),
+                    handle.n_sent,
+                    received.data_ptr(),
+                    0,
+                    counts.data_ptr(),
+                    handle.ranges.data_ptr(),
+                    handle.src_info.data_ptr(),
+                )
+
+    def _bring_back(
+        self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        """Combines through a channel that may have dispatched something else since."""
+        if channel.latest is not handle:
+            n_words = channel.settings.hidden
+            new = handle.ids.new_empty
+            sent = new((handle.n_sent, n_words))
+            self._move(handle, [(channel, sent, new((len(handle.src_info), n_words)))])
+        ones = torch.ones(
+            (handle.n_sent, self._comm.n_ranks), dtype=torch.float32, device=x.device
+        )
+        forms = [SEND, RECEIVE] if self._comm.shares_gpu else [BOTH]
+        for form in forms:
+            channel.regions[0].combine(
+                form,
+                x.data_ptr(),
+                handle.src_info.data_ptr(),
+                y.data_ptr(),
+                handle.n_sent,
+                ones.data_ptr(),
+            )
+
+
+def _pack(
+    handle: NormalHandle,
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """Makes the rows that go with the tokens."""
+    extras = handle.extras
+    n, k = extras.n_scales, extras.top_k
+    sent = handle.ids.new_empty((handle.n_sent, extras.n_words))
+    if scales is not None:
+        sent[:, :n] = scales.view(torch.int32)
+    if topk_idx is not None:
+        sent[:, n : n + k] = topk_idx
+        sent[:, n + k : n + 2 * k] = topk_weights.view(torch.int32)
+    return sent
+
+
+def _unpack(
+    handle: NormalHandle, extras: torch.Tensor, n_local: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads ids, made local, and weights out of them."""
+    n, k = handle.extras.n_scales, handle.extras.top_k
+    ids = extras[:, n : n + k].long() - handle.rank * n_local
+    is_here = (ids >= 0) & (ids < n_local)
+    weights = extras[:, n + k : n + 2 * k].contiguous().view(torch.float32)
+    return torch.where(is_here, ids, -1), torch.where(is_here, weights, 0.0)

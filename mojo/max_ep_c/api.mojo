@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C ABI: one rank of a group, its tensors by address, a queue of the caller's.
+
+A library is one configuration, given by `-D` when it is built
+(`max_ep/torch/library.py`). Rows are padded, tokens are addressed by rank, and
+combine returns rows. Handles, addresses and queues are integers; 0 is success, and
+`max_ep_last_error` says what else happened.
+
+    TARGET              cpu or gpu
+    FORMAT              a name of `formats/table.mojo`: what dispatch sends
+    HIDDEN              elements of a token
+    COMBINE             bfloat16 or float32: elements of expert rows and results
+    COMBINE_HIDDEN      how many of them
+    EXPERTS, RANKS, TOP_K, TOKENS      of the group; TOKENS: the most of a rank
+    SHARES_GPU          whether ranks may share a GPU
+    WIDE_IDS            whether ids are int64
+"""
+from layout import TileTensor, Coord, row_major
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
+from std.memory.alloc import unsafe_alloc
+from std.sys import get_defined_int, get_defined_string, is_defined
+
+from max_ep.arguments import (
+    Call,
+    CombinedTokens,
+    DispatchedRows,
+    Form,
+    GivenRows,
+    GivenTokens,
+)
+from max_ep.counters import (
+    EPLocalSyncCounters,
+    FAILURE_WORD,
+    local_sync_counters_words,
+    N_FAILURE_WORDS,
+)
+from max_ep.failures import raise_failure
+from max_ep.formats.table import FormatOf
+from max_ep.launch import launch_combine, launch_dispatch
+from max_ep.layout import (
+    Addressing,
+    combine_msg_bytes,
+    Group,
+    MESSAGE_ALIGN,
+    Returns,
+)
+from max_ep.setup import init, N_SETUP_WORDS
+from max_ep.token_format import BytePointer, OutputTensors, SharedRows
+from max_ep.transport import PeerBuffers
+from max_ep.watch import launch_watch
+
+comptime TARGET = get_defined_string["TARGET"]()
+comptime N_RANKS = get_defined_int["RANKS"]()
+comptime HIDDEN = get_defined_int["HIDDEN"]()
+comptime TOP_K = get_defined_int["TOP_K"]()
+comptime WIDE_IDS = is_defined["WIDE_IDS"]()
+comptime Format = FormatOf[get_defined_string["FORMAT"](), HIDDEN, TOP_K]
+comptime COMBINE_DTYPE = (
+    DType.float32 if get_defined_string["COMBINE"]()
+    == "float32" else DType.bfloat16
+)
+
+
+def _group(
+    hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int
+) -> Group:
+    return Group(
+        n_experts=get_defined_int["EXPERTS"](),
+        n_ranks=N_RANKS,
+        max_tokens_per_rank=get_defined_int["TOKENS"](),
+        top_k=TOP_K,
+        hidden_size=hidden_size,
+        dispatch_msg_bytes=dispatch_msg_bytes,
+        combine_msg_bytes=combine_msg_bytes,
+        addressing=Addressing.BY_RANK,
+        returns=Returns.ROWS,
+        is_padded=True,
+        shares_gpu=is_defined["SHARES_GPU"](),
+    )
+
+
+comptime COMBINE_HIDDEN = get_defined_int["COMBINE_HIDDEN"]()
+comptime COMBINE_BYTES = combine_msg_bytes[COMBINE_DTYPE](COMBINE_HIDDEN)
+comptime DISPATCH = _group(HIDDEN, Format.msg_bytes, 0)
+comptime COMBINE = _group(COMBINE_HIDDEN, 0, COMBINE_BYTES)
+comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
+comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
+
+
+# ------------------------------------------------------------------------ a rank
+
+
+@always_inline
+def _at[T: AnyType](address: Int) -> Pointer[T, MutUntrackedOrigin]:
+    """Makes a pointer of an address; a pointer is never null."""
+    return {unsafe_from_address = address if address != 0 else MESSAGE_ALIGN}
+
+
+@always_inline
+def _imm[T: AnyType](address: Int) -> Pointer[T, ImmUntrackedOrigin]:
+    """Likewise, for reading."""
+    return {unsafe_from_address = Int(_at[T](address))}
+
+
+@always_inline
+def _vector[
+    dtype: DType
+](address: Int, n: Int) -> TileTensor[
+    dtype, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
+]:
+    return {_at[Scalar[dtype]](address), row_major(Coord(Int64(n)))}
+
+
+struct Rank(Movable):
+    """What a process keeps of one region."""
+
+    var context: DeviceContext
+    """The device."""
+    var my_rank: Int
+    """This rank."""
+    var timeout_ms: Int
+    """How long a launch may wait."""
+    var region: Int
+    """Address of this rank's region."""
+    var counters: EPLocalSyncCounters[REGION.n_experts]
+    """This rank's local words."""
+    var offsets: Array[UInt64, 6]
+    """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""
+    var addresses: Array[UInt64, 6 * N_RANKS]
+    """`[dispatch, combine][send, recv, counts][rank]`."""
+    var error: String
+    """What the last call that failed says."""
+
+    def __init__(
+        out self,
+        device: Int,
+        rank: Int,
+        timeout_ms: Int,
+        region: Int,
+        words: Int,
+    ) raises:
+        """Takes a rank's memory as it is."""
+        comptime if is_gpu[TARGET]():
+            self.context = DeviceContext(device_id=device)
+        else:
+            self.context = DeviceContext(api="cpu")
+        self.my_rank = rank
+        self.timeout_ms = timeout_ms
+        self.region = region
+        self.counters = {_at[Int32](words)}
+        self.offsets = Array[UInt64, 6](fill=0)
+        self.addresses = Array[UInt64, 6 * N_RANKS](fill=0)
+        self.error = String()
+
+    def clear(mut self) raises:
+        """Puts the memory in the state before generation 1, and waits for that.
+        """
+        var setup: List[Int64] = [
+            Int64(self.region),
+            Int64(self.my_rank),
+            Int64(self.timeout_ms),
+            1,
+            Int64(REGION.n_experts),
+            Int64(REGION.n_ranks),
+            Int64(REGION.max_tokens_per_rank),
+            Int64(REGION.top_k),
+            Int64(REGION.dispatch_msg_bytes),
+            Int64(REGION.combine_msg_bytes),
+            Int64(REGION.protocol()),
+        ]
+        var rank_word = Int32(0)
+        var n_words = local_sync_counters_words(REGION)
+        var words = _vector[DType.int32](Int(self.counters.words), n_words)
+        init[TARGET](
+            _vector[DType.uint64](Int(Pointer(to=self.offsets)), 6),
+            _vector[DType.int32](Int(Pointer(to=rank_word)), 1),
+            words,
+            words,
+            _vector[DType.int64](Int(setup.unsafe_ptr()), N_SETUP_WORDS),
+            self.context,
+        )
+        comptime if is_gpu[TARGET]():
+            self.context.synchronize()
+        for i in range(6):
+            self.offsets[i] -= UInt64(self.region)
+        _ = setup^
+        _ = rank_word
+
+    def buffers[group: Group](self, i: Int) -> PeerBuffers[group.n_ranks]:
+        """Finds a buffer on all ranks, by its place in `offsets`."""
+        return {_at[UInt64](Int(Pointer(to=self.addresses)) + 8 * N_RANKS * i)}
+
+    def call[
+        group: Group, direction: Int
+    ](self, op: StaticString) -> Call[group]:
+        """Makes a call of an op; direction 0: dispatch, 1: combine."""
+        return {
+            op,
+            {self.counters.words},
+            self.buffers[group](3 * direction),
+            self.buffers[group](3 * direction + 1),
+            self.buffers[group](3 * direction + 2),
+        }
+
+
+def _rank(handle: Int) -> Pointer[Rank, MutUntrackedOrigin]:
+    return {unsafe_from_address = handle}
+
+
+def _write(text: String, address: Int, size: Int) -> Int32:
+    """Copies a text to a caller; returns how many bytes it got."""
+    var bytes = text.as_bytes()
+    var n = min(len(bytes), size)
+    var to = _at[UInt8](address)
+    for i in range(n):
+        to[unsafe_offset=i] = bytes[i]
+    return Int32(n)
+
+
+@export
+def max_ep_size(what: Int32) abi("C") -> Int64:
+    """Says how large something is: 0 a region, in bytes; 1 the counters, in int32
+    words; 2 the first of these in the failure record; 3 the words of that."""
+    var sizes = [
+        REGION.region_bytes(),
+        local_sync_counters_words(REGION),
+        FAILURE_WORD,
+        N_FAILURE_WORDS,
+    ]
+    return Int64(sizes[Int(what)])
+
+
+@export
+def max_ep_open(
+    device: Int32, rank: Int32, timeout_ms: Int32, region: Int, counters: Int
+) abi("C") -> Int:
+    """Clears a rank's memory; returns its handle, 0 after an error, printed."""
+    try:
+        var opened = Rank(
+            Int(device), Int(rank), Int(timeout_ms), region, counters
+        )
+        opened.clear()
+        var handle = unsafe_alloc[Rank](1)
+        handle.unsafe_write(opened^)
+        return Int(handle)
+    except error:
+        print("max_ep_open:", error)
+        return 0
+
+
+@export
+def max_ep_connect(handle: Int, regions: Int) abi("C"):
+    """Takes the address of every rank's region, uint64 `[n_ranks]`."""
+    ref rank = _rank(handle)[]
+    var bases = _at[UInt64](regions)
+    for i in range(6):
+        for peer in range(N_RANKS):
+            rank.addresses[i * N_RANKS + peer] = (
+                bases[unsafe_offset=peer] + rank.offsets[i]
+            )
+
+
+@export
+def max_ep_clear(handle: Int) abi("C") -> Int32:
+    """Puts the rank before generation 1; no rank may be in a launch."""
+    ref rank = _rank(handle)[]
+    try:
+        rank.clear()
+        return 0
+    except error:
+        rank.error = String(error)
+        return 1
+
+
+@export
+def max_ep_close(handle: Int) abi("C"):
+    """Frees the handle, not the memory."""
+    var rank = _rank(handle)
+    rank.unsafe_deinit_pointee()
+    rank.unsafe_free()
+
+
+@export
+def max_ep_last_error(handle: Int, text: Int, size: Int32) abi("C") -> Int32:
+    """Copies what the last call that failed says; returns its bytes."""
+    return _write(_rank(handle)[].error, text, Int(size))
+
+
+@export
+def max_ep_failure(
+    handle: Int, record: Int, text: Int, size: Int32
+) abi("C") -> Int32:
+    """Puts a failure record, int32 words in host memory, into words."""
+    ref rank = _rank(handle)[]
+    var words = Array[Int32, N_FAILURE_WORDS](fill=0)
+    for i in range(N_FAILURE_WORDS):
+        words[i] = _at[Int32](record)[unsafe_offset=i]
+    try:
+        raise_failure(words, rank.my_rank, rank.timeout_ms)
+        return 0
+    except error:
+        return _write(String(error), text, Int(size))
+
+
+# ------------------------------------------------------------------------ phases
+
+
+@fieldwise_init
+struct DispatchArguments(TrivialRegisterPassable):
+    """The tensors of a dispatch, by address; 0: not there."""
+
+    var tokens: Int
+    """`[n_tokens][HIDDEN]`, bfloat16, or float32 if that is the format."""
+    var topk_ids: Int
+    """`[n_tokens][TOP_K]`, int32 or int64."""
+    var n_tokens: Int
+    """Tokens."""
+    var rows: Int
+    """`[n_local_experts][capacity][HIDDEN]`."""
+    var scales: Int
+    """Float32 `[n_local_experts][HIDDEN / 128][capacity]`."""
+    var recv_counts: Int
+    """Int32 `[n_local_experts]`."""
+    var recv_ranges: Int
+    """Int32 `[n_local_experts][n_ranks][2]`."""
+    var src_info: Int
+    """Int32 `[n_local_experts][capacity][2]`."""
+
+
+comptime INPUT_DTYPE = (
+    DType.float32 if get_defined_string["FORMAT"]()
+    == "float32" else DType.bfloat16
+)
+
+
+def _dispatch[
+    form: Form
+](rank: Rank, queue: Int, given: DispatchArguments) raises:
+    """Sends tokens, or receives rows, or both."""
+    var ids = given.topk_ids
+    var narrow = List[Int32]()
+    comptime if WIDE_IDS and form.sends and not is_gpu[TARGET]():
+        var wide = _at[Int64](given.topk_ids)
+        for i in range(given.n_tokens * TOP_K):
+            # What does not fit is out of range in any case.
+            narrow.append(
+                Int32(max(min(wide[unsafe_offset=i], Int64(Int32.MAX)), -2))
+            )
+        ids = Int(narrow.unsafe_ptr())
+    launch_dispatch[Format, TARGET, form](
+        rank.call[DISPATCH, 0]("dispatch"),
+        GivenTokens[INPUT_DTYPE](
+            _imm[Scalar[INPUT_DTYPE]](given.tokens),
+            _imm[Int32](ids),
+            _imm[Float32](0),
+            given.n_tokens,
+        ),
+        DispatchedRows[DISPATCH, Format](
+            Format.rows_of(
+                OutputTensors(
+                    _at[UInt8](given.rows),
+                    _at[Float32](given.scales),
+                    REGION.expert_capacity(),
+                    _at[Int32](0),
+                    _at[Float32](0),
+                    _at[Int32](0),
+                )
+            ),
+            N_ROWS,
+            {_at[UInt32](given.recv_counts), _at[Int32](given.recv_ranges)},
+            _at[Int32](given.src_info),
+        ),
+        rank.context,
+    )
+    _ = narrow^
+
+
+@export
+def max_ep_dispatch(
+    handle: Int,
+    queue: Int,
+    form: Int32,
+    tokens: Int,
+    topk_ids: Int,
+    n_tokens: Int32,
+    rows: Int,
+    scales: Int,
+    recv_counts: Int,
+    recv_ranges: Int,
+    src_info: Int,
+) abi("C") -> Int32:
+    """Dispatches; see `DispatchArguments`. Form 1: sends, 2: receives, 3: both.
+    """
+    ref rank = _rank(handle)[]
+    var given = DispatchArguments(
+        tokens,
+        topk_ids,
+        Int(n_tokens),
+        rows,
+        scales,
+        recv_counts,
+        recv_ranges,
+        src_info,
+    )
+    try:
+        if form == 1:
+            _dispatch[Form.ASYNC](rank, queue, given)
+        elif form == 2:
+            _dispatch[Form.WAIT](rank, queue, given)
+        else:
+            _dispatch[Form.FUSED](rank, queue, given)
+        return 0
+    except error:
+        rank.error = String(error)
+        return 1
+
+
+def _combine[
+    form: Form
+](
+    rank: Rank,
+    queue: Int,
+    given: GivenRows,
+    combined: CombinedTokens[COMBINE_DTYPE],
+) raises:
+    """Sends rows, or adds those that came, or both."""
+    launch_combine[COMBINE_DTYPE, TARGET, form](
+        rank.call[COMBINE, 1]("combine"), given, combined, rank.context
+    )
+
+
+@export
+def max_ep_combine(
+    handle: Int,
+    queue: Int,
+    form: Int32,
+    rows: Int,
+    src_info: Int,
+    combined: Int,
+    n_tokens: Int32,
+    weights: Int,
+) abi("C") -> Int32:
+    """Combines: rows `[n_local_experts][capacity][COMBINE_HIDDEN]` and `src_info`
+    of a dispatch, results `[n_tokens][COMBINE_HIDDEN]`, weights float32
+    `[n_tokens][TOP_K]`. Forms as of `max_ep_dispatch`."""
+    ref rank = _rank(handle)[]
+    var given = GivenRows(
+        SharedRows(_at[UInt8](rows), N_ROWS),
+        _imm[Int32](src_info),
+    )
+    var out = CombinedTokens[COMBINE_DTYPE](
+        _at[Scalar[COMBINE_DTYPE]](combined),
+        Int(n_tokens),
+        _imm[Float32](weights),
+    )
+    try:
+        if form == 1:
+            _combine[Form.ASYNC](rank, queue, given, out)
+        elif form == 2:
+            _combine[Form.WAIT](rank, queue, given, out)
+        else:
+            _combine[Form.FUSED](rank, queue, given, out)
+        return 0
+    except error:
+        rank.error = String(error)
+        return 1
+
+
+@export
+def max_ep_watch(
+    handle: Int, queue: Int, is_combine: Int32, waits_ns: Int
+) abi("C") -> Int32:
+    """Measures, between the halves, the wait for each peer: int64 `[n_ranks]`.
+    """
+    ref rank = _rank(handle)[]
+    var waits = _vector[DType.int64](waits_ns, N_RANKS)
+    try:
+        if is_combine == 0:
+            launch_watch[TARGET, False](
+                rank.call[DISPATCH, 0]("watch"), waits, rank.context
+            )
+        else:
+            launch_watch[TARGET, True](
+                rank.call[COMBINE, 1]("watch"), waits, rank.context
+            )
+        return 0
+    except error:
+        rank.error = String(error)
+        return 1
