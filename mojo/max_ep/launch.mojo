@@ -3,7 +3,6 @@
 
 `device/phase.mojo` decides the grid.
 """
-from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
 
@@ -23,7 +22,7 @@ from .combine_sums.phase import CombineSums
 from .cpu.combine import cpu_combine_async, cpu_combine_wait
 from .cpu.dispatch import cpu_dispatch_async, cpu_dispatch_wait
 from .cpu.rank import CpuRank
-from .device.phase import enqueue, InputScales
+from .device.phase import enqueue, InputScales, Queue
 from .dispatch_by_expert.phase import DispatchByExpert
 from .dispatch_by_rank.phase import DispatchByRank
 from .layout import Group, MESSAGE_ALIGN
@@ -45,7 +44,7 @@ def launch_dispatch[
     call: Call[group],
     given: GivenTokens[input_type],
     dispatched: DispatchedRows[group, Format],
-    context: DeviceContext,
+    queue: Queue,
 ) raises:
     """Launches dispatch, or one half of it; CPU ranks run it here."""
     check_dispatch[group, Format, target, Bool(input_scales)]()
@@ -87,7 +86,7 @@ def launch_dispatch[
                 counts=p2p_buffers[UInt64, group.n_ranks](call.counts),
                 counters=call.counters,
             ),
-            context,
+            queue,
         )
     else:
         comptime n = group.n_ranks_per_node
@@ -106,7 +105,7 @@ def launch_dispatch[
                 counters=call.counters,
                 my_rank=RANK_OF_COUNTERS,
             ),
-            context,
+            queue,
         )
 
 
@@ -121,7 +120,7 @@ def launch_combine[
     call: Call[group],
     given: GivenRows,
     combined: CombinedTokens[dtype],
-    context: DeviceContext,
+    queue: Queue,
 ) raises:
     """Launches combine, or one half of it; CPU ranks run it here."""
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()
@@ -160,7 +159,7 @@ def launch_combine[
                 counts=p2p_buffers[UInt64, group.n_ranks](call.counts),
                 counters=call.counters,
             ),
-            context,
+            queue,
         )
     else:
         comptime n = group.n_ranks_per_node
@@ -178,5 +177,5 @@ def launch_combine[
                 counters=call.counters,
                 my_rank=RANK_OF_COUNTERS,
             ),
-            context,
+            queue,
         )

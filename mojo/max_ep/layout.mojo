@@ -204,6 +204,8 @@ struct Group(TrivialRegisterPassable):
     """Ranks of one node: those whose memory is mapped, if others' is not."""
     var use_shmem: Bool
     """Whether ranks of other nodes are reached through the SHMEM library."""
+    var wide_ids: Bool
+    """Whether expert ids are int64, of which the low word is read (by rank)."""
     var num_threads: Int
     """Threads of a GPU block."""
     var n_sms: Int
@@ -227,6 +229,7 @@ struct Group(TrivialRegisterPassable):
         shares_gpu: Bool = True,
         n_ranks_per_node: Int = 0,
         use_shmem: Bool = False,
+        wide_ids: Bool = False,
         num_threads: Int = 512,
         n_sms: Int = 0,
     ):
@@ -244,10 +247,9 @@ struct Group(TrivialRegisterPassable):
         self.is_padded = is_padded
         self.fused_shared_expert = fused_shared_expert
         self.shares_gpu = shares_gpu
-        self.n_ranks_per_node = (
-            n_ranks_per_node if n_ranks_per_node > 0 else n_ranks
-        )
+        self.n_ranks_per_node = n_ranks_per_node or n_ranks
         self.use_shmem = use_shmem
+        self.wide_ids = wide_ids
         self.num_threads = num_threads
         self.n_sms = n_sms
 

@@ -16,7 +16,6 @@ launch. The wait that follows has its own time, and says who is missing.
 """
 from layout import TileTensor
 from max.gpu import barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
@@ -28,6 +27,7 @@ from .counters import (
     NO_EXPERT,
     wanted_word,
 )
+from .device.phase import Queue
 from .device.shared import own_of, shared_words
 from .device.warp import bytes_at, SENTINEL
 from .flags import (
@@ -248,15 +248,15 @@ def launch_watch[
 ](
     call: Call[group],
     waits_ns: TileTensor[DType.int64, ...],
-    context: DeviceContext,
+    queue: Queue,
 ) raises:
     """Measures how long a rank waits for each peer."""
     check_size(call.op, "waits_ns", Int(waits_ns.dim[0]()), group.n_ranks)
     comptime if is_gpu[target]():
         comptime kernel = watch_kernel[group, is_combine]
         comptime n = group.n_ranks_per_node
-        var function = context.compile_function[kernel]()
-        context.enqueue_function(
+        var function = queue.context.compile_function[kernel]()
+        queue.stream().enqueue_function(
             function,
             mut_(waits_ns),
             p2p_buffers[UInt8, n](call.recv_bufs),

@@ -35,6 +35,7 @@ from max_ep.counters import (
     local_sync_counters_words,
     N_FAILURE_WORDS,
 )
+from max_ep.device.phase import Queue
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.launch import launch_combine, launch_dispatch
@@ -77,6 +78,7 @@ def _group(
         returns=Returns.ROWS,
         is_padded=True,
         shares_gpu=is_defined["SHARES_GPU"](),
+        wide_ids=WIDE_IDS,
     )
 
 
@@ -371,7 +373,7 @@ def _dispatch[
             {_at[UInt32](given.recv_counts), _at[Int32](given.recv_ranges)},
             _at[Int32](given.src_info),
         ),
-        rank.context,
+        Queue(rank.context, queue),
     )
     _ = narrow^
 
@@ -426,7 +428,10 @@ def _combine[
 ) raises:
     """Sends rows, or adds those that came, or both."""
     launch_combine[COMBINE_DTYPE, TARGET, form](
-        rank.call[COMBINE, 1]("combine"), given, combined, rank.context
+        rank.call[COMBINE, 1]("combine"),
+        given,
+        combined,
+        Queue(rank.context, queue),
     )
 
 
@@ -478,11 +483,15 @@ def max_ep_watch(
     try:
         if is_combine == 0:
             launch_watch[TARGET, False](
-                rank.call[DISPATCH, 0]("watch"), waits, rank.context
+                rank.call[DISPATCH, 0]("watch"),
+                waits,
+                Queue(rank.context, queue),
             )
         else:
             launch_watch[TARGET, True](
-                rank.call[COMBINE, 1]("watch"), waits, rank.context
+                rank.call[COMBINE, 1]("watch"),
+                waits,
+                Queue(rank.context, queue),
             )
         return 0
     except error:

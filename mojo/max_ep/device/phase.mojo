@@ -8,7 +8,12 @@ and one that does both (fused).
 There are four: `DispatchByRank`, `DispatchByExpert`, `CombineRows`, `CombineSums`.
 """
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
-from max.gpu.host import DeviceAttribute, DeviceContext, LaunchAttribute
+from max.gpu.host import (
+    DeviceAttribute,
+    DeviceContext,
+    DeviceStream,
+    LaunchAttribute,
+)
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.builtin.device_passable import DevicePassable
 from std.memory import unsafe_stack_allocation
@@ -113,25 +118,58 @@ def unused[T: TrivialRegisterPassable]() -> T:
     return field[]
 
 
+struct Queue(Copyable):
+    """Where launches go: a device, and one of its queues (CUDA: streams)."""
+
+    var context: DeviceContext
+    """The device."""
+    var address: Optional[Int]
+    """The driver's handle of a queue of somebody else; None: the context's own."""
+
+    @implicit
+    def __init__(out self, context: DeviceContext):
+        """Takes the context's own queue."""
+        self.context = context
+        self.address = None
+
+    def __init__(out self, context: DeviceContext, address: Int):
+        """Takes a queue of somebody else; address 0 is CUDA's default stream.
+        """
+        self.context = context
+        self.address = address
+
+    def stream(self) raises -> DeviceStream:
+        """Makes it a queue of MAX."""
+        if not self.address:
+            return self.context.stream()
+        return self.context.create_external_stream(
+            Optional(
+                Pointer[NoneType, MutUntrackedOrigin](
+                    unsafe_from_address=self.address.value()
+                )
+            )
+        )
+
+
 def enqueue[
     P: Phase,
     //,
     sends: Bool,
     receives: Bool,
     input_scales: InputScales = None,
-](phase: P, context: DeviceContext) raises:
+](phase: P, queue: Queue) raises:
     """Launches a phase; waits for nothing."""
     comptime kernel = phase_kernel[P, sends, receives, input_scales]
-    var function = context.compile_function[kernel]()
+    var function = queue.context.compile_function[kernel]()
     comptime if P.group.use_shmem:
-        register_module(function, context)
+        register_module(function, queue.context)
     var attributes = List[LaunchAttribute]()
     comptime if P.overlaps_previous:
         attributes = pdl_launch_attributes(PDLLevel.ON)
-    context.enqueue_function(
+    queue.stream().enqueue_function(
         function,
         phase,
-        grid_dim=n_blocks[P.group](context),
+        grid_dim=n_blocks[P.group](queue.context),
         block_dim=P.group.num_threads,
         attributes=attributes^,
     )

@@ -154,7 +154,8 @@ struct Choices[group: Group](TrivialRegisterPassable):
         """Loads an id from global memory."""
         comptime if Self.group.sends_to_all():
             return Int32(UInt32(choice) % UInt32(Self.group.n_ranks))
-        return self.ids[unsafe_offset=choice]
+        comptime words = 2 if Self.group.wide_ids else 1
+        return self.ids[unsafe_offset=choice * words]
 
     @always_inline
     def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
