@@ -121,6 +121,7 @@ class Buffer(LowLatency, Normal):
                 )
         board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, memory)
+        self._low_latency_channels = {}
         # Graphics memory of a process that ends by exit() is given back in order.
         self._finish = weakref.finalize(self, Communicator.close, self._comm)
         self._finish.atexit = not explicitly_destroy

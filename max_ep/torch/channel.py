@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..memory.symmetric_memory import SharedMemory
 from .board import Board
 from .events import EventHandle, EventOverlap
 from .gpu_memory import GpuSharedMemory, TorchSymmetricMemory
-from .library import Library, Settings, load
+from .library import Library, Settings, build_all, load
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which part of dispatch or combine a launch does; see ``api.mojo``."""
@@ -182,12 +182,12 @@ class Communicator:
         self.device = device
         self.is_gpu = device.type == "cuda"
         self.failure = ""
-        self.channels: dict[Any, Channel] = {}
+        self.channels: dict[Settings, Channel] = {}
         self._group = group
         self._memory = memory
         self.side_stream = torch.cuda.Stream(device) if self.is_gpu else None
         self.comm_stream = torch.cuda.Stream(device) if self.is_gpu else None
-        self.target, self.shares_gpu, own = "cpu", True, "cpu"
+        self.target, own = "cpu", f"CPU {self.rank}"
         if self.is_gpu:
             about = torch.cuda.get_device_properties(device)
             own = str(getattr(about, "uuid", device.index))
@@ -240,10 +240,19 @@ class Communicator:
             return TorchSymmetricMemory(self._group, n_bytes, self.device.index)
         return GpuSharedMemory(self.board, n_bytes, self.device.index)
 
-    def channel(self, key: Any, n_regions: int, **fields: Any) -> Channel:
-        """Returns a channel; opens it, with all other ranks, if it is new."""
-        found = self.channels.get(key)
-        if found is None:
+    def settings(self, **fields: Any) -> Settings:
+        """Returns a configuration of this group."""
+        return Settings(
+            target=self.target,
+            ranks=self.n_ranks,
+            shares_gpu=self.shares_gpu,
+            **fields,
+        )
+
+    def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
+        """Returns channels; opens those that are new, with all other ranks."""
+        new = [settings for settings in wanted if settings not in self.channels]
+        if new:
             if self.is_gpu and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "max_ep: the first call with new sizes builds kernels and "
@@ -251,16 +260,12 @@ class Communicator:
                 )
             if self.failure:
                 raise RuntimeError(self.failure)
-            settings = Settings(
-                target=self.target,
-                ranks=self.n_ranks,
-                shares_gpu=self.shares_gpu,
-                **fields,
-            )
-            about = replace(settings, target="").defines()
-            self.board.exchange("the first " + " ".join(about).replace("-D ", ""))
-            found = self.channels[key] = Channel(self, settings, n_regions)
-        return found
+            about = [" ".join(replace(s, target="").defines()) for s in new]
+            self.board.exchange("the first " + "; ".join(about).replace("-D ", ""))
+            build_all(new)
+            for settings in new:
+                self.channels[settings] = Channel(self, settings, n_regions)
+        return [self.channels[settings] for settings in wanted]
 
     def fail(self, text: str) -> None:
         """Raises an error, now and from all later calls."""

@@ -12,6 +12,8 @@ import ctypes
 import functools
 import hashlib
 import platform
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -70,17 +72,20 @@ class Settings:
                 options += ["-D", f"{name.upper()}={value}"]
         if self.target != "cpu":
             options += ["--target-accelerator", self.target]
+            if platform.machine() == "x86_64":  # may run on another CPU than this
+                options += ["--target-cpu", "x86-64-v2"]
         return options
 
     def name(self) -> str:
         """Returns what files of this configuration are called."""
         words = [str(value) for value in asdict(self).values()]
-        return "-".join(["torch", *words, _host_name()])
+        host = _host_name() if self.target == "cpu" else platform.machine()
+        return "-".join(["torch", *words, host])
 
 
 @functools.cache
 def _host_name() -> str:
-    """Returns a name for the kind of CPU: host code is compiled for it."""
+    """Returns a name for the kind of CPU: code of CPU ranks is compiled for it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -103,6 +108,12 @@ def build(settings: Settings) -> Path:
         run_mojo(*command, *settings.defines(), "-o", str(path))
 
     return kept(cache_dir() / sources_hash() / f"{settings.name()}.so", make)
+
+
+def build_all(wanted: Sequence[Settings]) -> list[Path]:
+    """Builds several at a time."""
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return list(pool.map(build, wanted))
 
 
 @functools.cache

@@ -61,6 +61,7 @@ class LowLatency:
     """The low-latency part of :class:`max_ep.torch.Buffer`."""
 
     _comm: Communicator
+    _low_latency_channels: dict[tuple[int, ...], Channel]
 
     def low_latency_dispatch(
         self,
@@ -240,20 +241,21 @@ class LowLatency:
     def _low_latency_channel(
         self, hidden: int, top_k: int, cap: int, n_experts: int, kind: int
     ) -> Channel:
-        key = ("low latency", hidden, top_k, cap, n_experts, kind)
-        found = self._comm.channels.get(key)
-        return found or self._comm.channel(
-            key,
-            _N_REGIONS,
-            format=_FORMATS[kind],
-            hidden=hidden,
-            combine="bfloat16",
-            combine_hidden=hidden,
-            experts=n_experts,
-            top_k=top_k,
-            tokens=cap,
-            wide_ids=True,
-        )
+        key = (hidden, top_k, cap, n_experts, kind)
+        if key not in self._low_latency_channels:
+            settings = self._comm.settings(
+                format=_FORMATS[kind],
+                hidden=hidden,
+                combine="bfloat16",
+                combine_hidden=hidden,
+                experts=n_experts,
+                top_k=top_k,
+                tokens=cap,
+                wide_ids=True,
+            )
+            (channel,) = self._comm.open([settings], _N_REGIONS)
+            self._low_latency_channels[key] = channel
+        return self._low_latency_channels[key]
 
     def _start(
         self,

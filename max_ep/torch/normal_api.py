@@ -21,11 +21,12 @@ import torch
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
 from .checks import check_tensor, refuse
 from .events import Config, EventOverlap
+from .library import Settings
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _MOST_TOKENS = 32768
 _DEFAULT_TOKENS = 4096
-_CPU_BYTES = 64 << 20
+_CPU_BYTES = 4 << 20
 _GPU_BYTES = 1 << 30
 
 
@@ -220,21 +221,22 @@ class Normal:
         recv_x = x.new_empty((n_made, hidden))
         n_words = handle.extras.n_words
         extras = x.new_empty((n_made, n_words), dtype=torch.int32)
-        rows = self._rows_channel(n_bytes, handle.cap)
-        back = None
+        # The bytes of a row travel as they are.
+        wanted = [self._settings(handle.cap, "bfloat16", n_bytes // 2, "bfloat16", 8)]
         if n_scales or topk_idx is not None:
             dtype = x.dtype if x.dtype in _COMBINES else torch.bfloat16
-            back = self._back_channel(handle, hidden, dtype)
+            wanted.append(self._of_back(handle, hidden, dtype))
+        rows, *back = comm.open(wanted, 1)
 
         def work() -> None:
             if is_new:
                 ranks = torch.arange(comm.n_ranks, dtype=torch.int32, device=x.device)
                 torch.where(handle.mask, ranks, ranks.new_full((), -1), out=handle.ids)
             moves = [(rows, x, recv_x)]
-            if back is not None:
+            if back:
                 sent = _pack(handle, scales, topk_idx, topk_weights)
                 extras.fill_(-1)
-                moves.append((back, sent, extras))
+                moves.append((back[0], sent, extras))
             self._move(handle, moves)
 
         event = comm.run(work, async_finish, previous_event)
@@ -304,21 +306,24 @@ class Normal:
         )
         for one in biases:
             check_tensor(comm, "bias", one, x.dtype, tuple(y.shape))
-        channel = self._back_channel(handle, hidden, x.dtype)
-        weights = padded = of_weights = None
+        weights = padded = None
+        wanted = [self._of_back(handle, hidden, x.dtype)]
         if topk_weights is not None:
             shape = (handle.n_rows, None)
             check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
             top_k = topk_weights.shape[1]
             padded = topk_weights.new_zeros((handle.n_rows, _up(top_k, 4)))
             weights = topk_weights.new_empty((handle.n_sent, padded.shape[1]))
-            of_weights = self._weights_channel(padded.shape[1], handle.cap)
+            n_columns = padded.shape[1]
+            of_weights = self._settings(handle.cap, "float32", 4, "float32", n_columns)
+            wanted.append(of_weights)
+        channel, *of_weights = comm.open(wanted, 1)
 
         def work() -> None:
             self._bring_back(channel, handle, x, y)
-            if of_weights is not None:
+            if of_weights:
                 padded[:, :top_k] = topk_weights
-                self._bring_back(of_weights, handle, padded, weights)
+                self._bring_back(of_weights[0], handle, padded, weights)
             if biases:
                 total = y.float()
                 for one in biases:
@@ -409,37 +414,26 @@ class Normal:
         start = min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
         return max(self._cap, start, 1 << max(0, n_tokens - 1).bit_length())
 
-    def _rows_channel(self, n_bytes: int, cap: int) -> Channel:
-        key = ("rows", n_bytes, cap)
-        return self._normal_channel(key, "bfloat16", n_bytes // 2, "bfloat16", 8)
-
-    def _back_channel(
-        self, handle: NormalHandle, hidden: int, dtype: torch.dtype
-    ) -> Channel:
-        n_words = handle.extras.n_words
-        key = ("back", n_words, hidden, dtype, handle.cap)
-        return self._normal_channel(key, "float32", n_words, _COMBINES[dtype], hidden)
-
-    def _weights_channel(self, n_columns: int, cap: int) -> Channel:
-        key = ("weights", n_columns, cap)
-        return self._normal_channel(key, "float32", 4, "float32", n_columns)
-
-    def _normal_channel(
-        self, key: Any, format: str, hidden: int, combine: str, combine_hidden: int
-    ) -> Channel:
-        """Returns a channel of one region; the last part of its key is its cap."""
-        n_ranks = self._comm.n_ranks
-        return self._comm.channels.get(key) or self._comm.channel(
-            key,
-            1,
+    def _settings(
+        self, cap: int, format: str, hidden: int, combine: str, combine_hidden: int
+    ) -> Settings:
+        """Describes a channel in which each rank is an expert."""
+        return self._comm.settings(
             format=format,
             hidden=hidden,
             combine=combine,
             combine_hidden=combine_hidden,
-            experts=n_ranks,
-            top_k=n_ranks,
-            tokens=key[-1],
+            experts=self._comm.n_ranks,
+            top_k=self._comm.n_ranks,
+            tokens=cap,
         )
+
+    def _of_back(
+        self, handle: NormalHandle, hidden: int, dtype: torch.dtype
+    ) -> Settings:
+        """Describes the channel of extras out, and of rows back."""
+        n_words = handle.extras.n_words
+        return self._settings(handle.cap, "float32", n_words, _COMBINES[dtype], hidden)
 
     def _move(
         self,
