@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes of `test_torch.py` do, on CPU or GPU tensors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from max_ep import reference
+from max_ep.torch import Buffer
+
+E, K, H, CAP = 8, 3, 256, 32
+TIMEOUT_S = 3.0
+
+
+def tokens_of(rank: int, generation: int, hidden: int = H) -> tuple[torch.Tensor, ...]:
+    """Tokens, ids (some -1) and weights of a rank, the same on every rank."""
+    generator = torch.Generator().manual_seed(100 * generation + rank)
+    n = (CAP, 7, 0, 19)[(rank + generation) % 4]
+    x = torch.randn(n, hidden, generator=generator).bfloat16()
+    ids = torch.rand(n, E, generator=generator).topk(K, -1).indices
+    ids[torch.rand(n, K, generator=generator) < 0.2] = -1
+    return x, ids, torch.rand(n, K, generator=generator)
+
+
+def bits(x: torch.Tensor) -> np.ndarray:
+    """Shows bfloat16 to NumPy, as the oracle has it."""
+    return x.cpu().view(torch.uint16).numpy()
+
+
+def open_buffer(group: Any = None, **options: Any) -> Buffer:
+    return Buffer(group or dist.group.WORLD, timeout_s=TIMEOUT_S, **options)
+
+
+def check_low_latency(buffer: Buffer, generation: int, kind: str, hook: bool) -> Any:
+    """A dispatch and a combine, against the oracle; returns what has to be repeated."""
+    rank, n_ranks = buffer.rank, buffer.group_size
+    device = buffer._comm.device
+    all_ = [
+        tokens_of(r, generation, 512 if kind == "ue8m0" else H) for r in range(n_ranks)
+    ]
+    x, ids, weights = (t.to(device) for t in all_[rank])
+    is_pow2 = kind in ("round", "ue8m0")
+    stats = torch.zeros(E // n_ranks, dtype=torch.int32, device=device)
+    waits = torch.zeros(n_ranks, dtype=torch.int64, device=device)
+    got, counts, handle, event, receive = buffer.low_latency_dispatch(
+        x, ids, CAP, E, stats, waits if hook else None, kind != "bf16", is_pow2,
+        kind == "ue8m0", async_finish=not hook, return_recv_hook=hook,
+    )  # fmt: skip
+    receive() if hook else event.current_stream_wait()
+    given = [bits(t) for t, *_ in all_]
+    quantize = None
+    if kind != "bf16":
+        given = [t.float().numpy() for t, *_ in all_]
+        quantize = lambda t: reference.quantize_blockwise_fp8(t, is_pow2)  # noqa: E731
+    results = reference.dispatch(
+        given, [i.numpy() for _, i, _ in all_], E, quantize=quantize
+    )
+    want = reference.pad(results[rank], n_ranks, n_ranks * CAP)
+    rows, scales = got if kind != "bf16" else (got, None)
+    assert counts.tolist() == want.recv_counts.tolist() == stats.tolist()
+    src_info, ranges, cap, hidden, n_experts = handle
+    assert (cap, n_experts, len(handle)) == (CAP, E, 5)
+    begins, sizes = ranges.cpu() >> 32, ranges.cpu() & 0xFFFFFFFF
+    assert np.array_equal(torch.stack([begins, sizes], 2).numpy(), want.recv_ranges)
+    for e, n in enumerate(want.recv_counts):
+        own = rows[e, :n].cpu()
+        own = own.view(torch.uint8).numpy() if quantize else bits(own)
+        assert np.array_equal(own, want.rows[e, :n])
+        assert np.array_equal(src_info[e, :n].cpu(), want.src_info[e, :n, 0])
+        if quantize:
+            scale = want.scales[e, :, :n].T
+            if kind == "ue8m0":
+                scale = np.ascontiguousarray(scale.view(np.int32) >> 23).astype(
+                    np.uint8
+                )
+                scale = np.ascontiguousarray(scale).view(np.int32)
+            assert np.array_equal(scales[e, :n].cpu().numpy(), scale)
+    if kind != "bf16":
+        y_rows = rows.new_zeros(rows.shape, dtype=torch.bfloat16)
+    else:
+        y_rows = rows * 2
+    if generation % 2:
+        buffer.get_next_low_latency_combine_buffer(handle).copy_(y_rows)
+    out = torch.empty(len(x), hidden, dtype=torch.bfloat16, device=device)
+    for _ in range(2):  # DeepEP's own test combines twice
+        y, event, receive = buffer.low_latency_combine(
+            y_rows, ids, weights, handle, zero_copy=bool(generation % 2), out=out,
+            async_finish=not hook, return_recv_hook=hook,
+        )  # fmt: skip
+        receive() if hook else event.current_stream_wait()
+        assert y is out
+    if kind == "bf16":
+        doubled = [2 * reference.bfloat16_to_float32(r.rows) for r in results]
+        sums = reference.combine(doubled, results, [w.numpy() for *_, w in all_])
+        assert np.array_equal(bits(y), reference.float32_to_bfloat16(sums[rank]))
+    return y.cpu().clone()
+
+
+def low_latency(buffer: Buffer, kinds: list[str]) -> None:
+    for kind in kinds:
+        runs = [check_low_latency(buffer, g, kind, bool(g // 2 % 2)) for g in range(4)]
+        for g, first in enumerate(runs):
+            again = check_low_latency(buffer, g, kind, not g // 2 % 2)
+            assert torch.equal(first, again), f"generation {g} is not repeated"
+
+
+def in_flight(buffer: Buffer) -> None:
+    """Dispatch A, dispatch B, combine A, combine B."""
+    device = buffer._comm.device
+    batches = [[t.to(device) for t in tokens_of(buffer.rank, g)] for g in (0, 1)]
+    sent = [
+        buffer.low_latency_dispatch(x, i, CAP, E, use_fp8=False, return_recv_hook=True)
+        for x, i, _ in batches
+    ]
+    for *_, receive in sent:
+        receive()
+    for (x, ids, weights), (rows, _, handle, *_) in zip(batches, sent):
+        y = buffer.low_latency_combine(rows, ids, weights, handle)[0]
+        want = x.float() * weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(y.float(), want, rtol=2**-7, atol=1e-6)
+
+
+def normal(buffer: Buffer, is_fp8: bool = False) -> None:
+    """Rows, ids and weights by source, and sums, also of an older handle."""
+    rank, n_ranks = buffer.rank, buffer.group_size
+    device, n_local = buffer._comm.device, E // buffer.group_size
+    handles = []
+    for generation in range(2):
+        all_ = [tokens_of(r, generation) for r in range(n_ranks)]
+        x, ids, weights = (t.to(device) for t in all_[rank])
+        per_rank, _, per_expert, mask, event = buffer.get_dispatch_layout(ids, E)
+        goes = [((i // n_local == rank) & (i >= 0)).any(1) for _, i, _ in all_]
+        assert mask[:, rank].tolist() == goes[rank].tolist()
+        assert per_rank.tolist() == mask.sum(0).tolist()
+        assert per_expert.tolist() == [int((ids == e).sum()) for e in range(E)]
+        layout = dict(
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=mask,
+            num_tokens_per_expert=per_expert,
+        )
+        given: Any = x
+        if is_fp8:
+            values = x.float().repeat(1, 2).to(torch.float8_e4m3fn)
+            scales = torch.rand(len(x), 4, device=device)
+            given = (values, scales)
+        with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
+        rows, recv_ids, recv_weights, counts, handle, _ = buffer.dispatch(
+            given, **with_ids, expert_alignment=4, previous_event=buffer.capture()
+        )
+        want = torch.cat([t[m] for (t, *_), m in zip(all_, goes)]).to(device)
+        want_ids = (
+            torch.cat([i[m] for (_, i, _), m in zip(all_, goes)]) - rank * n_local
+        )
+        want_ids[(want_ids < 0) | (want_ids >= n_local)] = -1
+        want_weights = torch.cat([w[m] for (*_, w), m in zip(all_, goes)])
+        want_weights[want_ids < 0] = 0
+        assert torch.equal(recv_ids.cpu(), want_ids)
+        assert torch.equal(recv_weights.cpu(), want_weights)
+        n_of = [int((want_ids == e).sum()) for e in range(n_local)]
+        assert counts == [-(-n // 4) * 4 for n in n_of]
+        ends = torch.tensor([int(m.sum()) for m in goes]).cumsum(0)
+        assert handle[0][:, rank].tolist() == ends.tolist()
+        assert (
+            handle[3].tolist() == torch.cat([m.nonzero()[:, 0] for m in goes]).tolist()
+        )
+        if is_fp8:
+            assert rows[1].shape == (len(want), 4)
+            repeated = want.float().repeat(1, 2).to(torch.float8_e4m3fn)
+            assert torch.equal(rows[0].view(torch.uint8), repeated.view(torch.uint8))
+            continue
+        assert torch.equal(rows, want)
+        handles.append((handle, rows, mask, x))
+        worst = buffer.dispatch(x, **with_ids, num_worst_tokens=CAP * n_ranks)
+        assert worst[3] == [] and len(worst[0]) == CAP * n_ranks
+        assert torch.equal(worst[0][: len(want)], want)
+        assert torch.equal(worst[1][: len(want)].cpu(), want_ids)
+        assert bool((worst[1][len(want) :] == -1).all())
+        plain = buffer.dispatch(x, **layout, async_finish=True)
+        plain[5].current_stream_wait()
+        assert torch.equal(plain[0], want) and plain[1] is None and plain[3] == n_of
+        repeated = buffer.dispatch(x * 2, handle=handle)
+        assert torch.equal(repeated[0], want * 2) and repeated[1] is None
+    # The older handle last: a backward pass goes that way.
+    for handle, rows, mask, x in handles[::-1]:
+        n = mask.sum(1, keepdim=True)
+        of_rows = torch.rand(len(rows), K, device=device)
+        y, sums, _ = buffer.combine(rows, handle, topk_weights=of_rows)
+        assert torch.equal(y, (x.float() * n).bfloat16())
+        assert sums.shape == (len(x), K)
+        bias = torch.ones_like(x)
+        both = buffer.combine(rows, handle, bias=(bias, bias))[0]
+        torch.testing.assert_close(both, (y.float() + 2).bfloat16())
+
+
+def arguments(buffer: Buffer) -> None:
+    """Wrong arguments raise before anything is sent; the next call works."""
+    x, ids, _ = (t.to(buffer._comm.device) for t in tokens_of(buffer.rank, 0))
+    wide = x.repeat(2, 2)[:, ::2]
+    dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+    both = dict(async_finish=True, return_recv_hook=True)
+    for error, name, call, given, options in (
+        (TypeError, "x must be torch.bf", dispatch, (x.float(), ids, CAP, E), {}),
+        (TypeError, "topk_idx must be", dispatch, (x, ids.int(), CAP, E), {}),
+        (ValueError, "topk_idx must be", dispatch, (x, ids[:, 0], CAP, E), {}),
+        (ValueError, "x has 0 columns", dispatch, (x[:, :0], ids, CAP, E), {}),
+        (
+            ValueError,
+            "x has",
+            dispatch,
+            (wide.repeat(9, 1), ids.repeat(18, 1), 1, E),
+            {},
+        ),
+        (ValueError, "exclude each other", dispatch, (x, ids, CAP, E), both),
+        (ValueError, "handle", combine, (x, ids, ids.float(), (1, 2)), {}),
+        (NotImplementedError, "logfmt", combine, (x, ids, x, None, True), {}),
+        (NotImplementedError, "several hosts", buffer.dispatch, (x, None, x, x), {}),
+        (ValueError, "needs a handle", buffer.dispatch, (x,), {}),
+        (NotImplementedError, "shrink", open_buffer, (None,), dict(enable_shrink=True)),
+        (NotImplementedError, "masks", buffer.low_latency_query_mask_buffer, (x,), {}),
+    ):
+        if name == "x has" and len(x) == 0:
+            continue
+        try:
+            call(*given, **options)
+        except error as raised:
+            assert name in str(raised), str(raised)
+        else:
+            raise AssertionError(f"{name}: nothing was raised")
+    check_low_latency(buffer, 0, "bf16", False)
+
+
+def other_arguments(buffer: Buffer) -> str:
+    """Rank 1 calls with another size; every rank says so, and goes on."""
+    x, ids, _ = (t.to(buffer._comm.device) for t in tokens_of(buffer.rank, 0))
+    try:
+        n = CAP + 1 if buffer.rank == 1 else CAP + 2
+        buffer.low_latency_dispatch(x, ids, n, E, use_fp8=False)
+    except ValueError as error:
+        check_low_latency(buffer, 0, "bf16", False)
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def late(buffer: Buffer) -> str:
+    """Rank 1 does not come; the others raise, then and later; `reset` helps."""
+    check_low_latency(buffer, 0, "bf16", False)
+    text = ""
+    if buffer.rank != 1:
+        begin = time.monotonic()
+        for _ in range(2):
+            try:
+                check_low_latency(buffer, 0, "bf16", False)
+                buffer.check()
+                raise AssertionError("nothing was raised")
+            except (RuntimeError, AssertionError) as error:
+                # On a GPU the results are wrong before `check` is called.
+                if isinstance(error, AssertionError) and buffer._comm.is_gpu:
+                    continue
+                text = str(error)
+        assert time.monotonic() - begin < TIMEOUT_S + 5
+    buffer.reset()
+    check_low_latency(buffer, 1, "bf16", False)
+    return text
+
+
+def stopped(buffer: Buffer) -> None:
+    """A rank that is stopped for a while is waited for."""
+    check_low_latency(buffer, 0, "bf16", False)
+    if buffer.rank == 1 and os.fork() == 0:
+        time.sleep(1)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    if buffer.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    check_low_latency(buffer, 1, "bf16", True)
+
+
+SCENARIOS: dict[str, Callable[..., Any]] = {
+    "low_latency": low_latency,
+    "in_flight": in_flight,
+    "normal": normal,
+    "normal_fp8": lambda buffer: normal(buffer, True),
+    "arguments": arguments,
+    "other_arguments": other_arguments,
+    "late": late,
+    "stopped": stopped,
+}
+
+
+def member(
+    rank: int, n_ranks: int, store: str, names: list[str], kinds: list[str]
+) -> dict[str, tuple[str, Any]]:
+    """Runs scenarios; returns of each the error, "" if there is none, and a value."""
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks
+    )
+    buffer = open_buffer()
+    outcomes: dict[str, tuple[str, Any]] = {}
+    for name in names:
+        try:
+            more = [kinds] if name == "low_latency" else []
+            outcomes[name] = ("", SCENARIOS[name](buffer, *more))
+        except Exception:
+            outcomes[name] = (traceback.format_exc(), None)
+            break
+    buffer.destroy()
+    try:
+        x, ids, _ = (t.to(buffer._comm.device) for t in tokens_of(rank, 0))
+        buffer.low_latency_dispatch(x, ids, CAP, E, use_fp8=False)
+        outcomes["destroyed"] = ("nothing was raised", None)
+    except RuntimeError as error:
+        outcomes["destroyed"] = ("", str(error))
+    dist.destroy_process_group()
+    return outcomes
+
+
+def killed(rank: int, store: str) -> None:
+    """In two pairs, a rank dies: between send and receive, and before combine."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=4
+    )
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    buffer = open_buffer(pairs[rank // 2])
+    check_low_latency(buffer, 0, "bf16", False)
+    x, ids, weights = (t.to(buffer._comm.device) for t in tokens_of(rank % 2, 1))
+    got, _, handle, _, receive = buffer.low_latency_dispatch(
+        x, ids, CAP, E, use_fp8=False, return_recv_hook=True
+    )
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    receive()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.low_latency_combine(got, ids, weights, handle)
+    if buffer._comm.is_gpu or rank == 0:
+        buffer.low_latency_dispatch(x, ids, CAP, E, use_fp8=False)
+    buffer.check()
