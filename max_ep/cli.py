@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``max-ep``: demo, plan, stats, doctor."""
+"""The command ``max-ep``: demo, plan, stats, build, doctor."""
 
 from __future__ import annotations
 
@@ -107,6 +107,27 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
     stats.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
+    build = commands.add_parser(
+        "build", help="compile the kernels of max_ep.torch ahead, for any GPU"
+    )
+    build.add_argument(
+        "--torch",
+        dest="target",
+        metavar="TARGET",
+        required=True,
+        help="cpu, or an architecture such as sm_90a",
+    )
+    for option in ("--ranks", "--experts", "--top-k", "--hidden", "--tokens"):
+        build.add_argument(option, type=int, required=True)
+    build.add_argument(
+        "--dispatch",
+        choices=("bfloat16", "fp8", "fp8-round"),
+        default="bfloat16",
+        help="low_latency_dispatch's format (default: %(default)s)",
+    )
+    build.add_argument(
+        "--shares-gpu", action="store_true", help="for ranks that share GPUs"
+    )
     commands.add_parser("doctor", help="check this machine")
     options = parser.parse_args(arguments)
 
@@ -124,6 +145,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         from .stats import run_stats
 
         return run_stats(options)
+    if options.command == "build":
+        from .torch.library import run_build
+
+        return run_build(options)
     from .doctor import run_doctor
 
     return run_doctor()

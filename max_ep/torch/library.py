@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ..cache import cache_dir, kept
 from ..extension import run_mojo, sources_hash
@@ -141,3 +142,30 @@ class Library:
 def load(settings: Settings) -> Library:
     """Returns the loaded library of a configuration."""
     return Library(build(settings))
+
+
+FORMATS = {
+    "bfloat16": "bfloat16",
+    "fp8": "blockwise_fp8",
+    "fp8-round": "blockwise_fp8_power_of_two",
+}
+"""What ``low_latency_dispatch`` sends, by the command line's names."""
+
+
+def run_build(options: Any) -> int:
+    """Builds the library of the low-latency calls; prints where it is."""
+    settings = Settings(
+        target=options.target,
+        format=FORMATS[options.dispatch],
+        hidden=options.hidden,
+        combine="bfloat16",
+        combine_hidden=options.hidden,
+        experts=options.experts,
+        ranks=options.ranks,
+        top_k=options.top_k,
+        tokens=options.tokens,
+        shares_gpu=options.shares_gpu,
+        wide_ids=True,
+    )
+    print(build(settings))
+    return 0

@@ -15,8 +15,9 @@ import torch
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator, Region
 from .checks import check_tensor, refuse
 from .events import EventOverlap
+from .library import FORMATS
 
-_FORMATS = ("bfloat16", "blockwise_fp8", "blockwise_fp8_power_of_two")
+_FORMATS = tuple(FORMATS.values())
 _BLOCK = 128
 _N_REGIONS = 2
 
