@@ -148,10 +148,11 @@ def _gpu_sections(data: dict) -> list[str]:
     groups: dict[tuple, list[dict]] = {}
     for row in data["gpu"]:
         gpu = data["runs"][row["run"]]["gpu"]
-        what = row["shape"], row["dtype"], row["routing"]
-        groups.setdefault((gpu, row["ranks"], *what), []).append(row)
+        what = list(SHAPES).index(row["shape"]), row["routing"], row["dtype"]
+        groups.setdefault((row["ranks"], gpu, *what), []).append(row)
     lines, last = [], None
-    for (gpu, ranks, shape, dtype, routing), rows in groups.items():
+    for (ranks, gpu, _, routing, dtype), rows in sorted(groups.items()):
+        shape = rows[0]["shape"]
         if (gpu, ranks) != last:
             last = (gpu, ranks)
             lines += [f"## {machine(gpu, ranks)}", ""]
