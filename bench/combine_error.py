@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reduced combine costs in precision, and what it saves on the wire.
+"""What combining to sums costs in precision, and what it saves on the wire.
 
     python -m bench.combine_error
 
@@ -37,9 +37,9 @@ def measure(n_ranks: int) -> dict[str, float]:
         n_ranks: Its ranks.
 
     Returns:
-        Relative errors of ``of_rows`` and of reduced with ``bfloat16`` and
-        ``float32`` partials, all with bfloat16 results; and, of a token's ``rows``
-        and ``partials``, how many cross between ranks.
+        Relative errors of combining ``rows``, and to sums with ``bfloat16`` and
+        ``float32`` partials, all with bfloat16 results; and how many rows and
+        partials of a token cross between ranks, ``n_rows`` and ``n_partials``.
     """
     rng = np.random.default_rng(1)
     ids, weights = [], []
@@ -68,32 +68,32 @@ def measure(n_ranks: int) -> dict[str, float]:
         want = np.stack(exact)
         return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
-    def reduced(round_partial: Callable[[np.ndarray], np.ndarray]) -> float:
+    def sums_error(round_partial: Callable[[np.ndarray], np.ndarray]) -> float:
         return error(combine_sums(rows, results, weights, round_partial))
 
     owners = [np.sort(x // -(-N_EXPERTS // n_ranks), axis=1) for x in ids]
     is_away = [x != rank for rank, x in enumerate(owners)]
     is_first = [np.diff(x, axis=1, prepend=-1) > 0 for x in owners]
     return {
-        "of_rows": error(combine(rows, results, weights)),
-        "bfloat16": reduced(to_bfloat16),
-        "float32": reduced(lambda x: x),
-        "rows": np.mean([x.sum(1) for x in is_away]),
-        "partials": np.mean([(a & f).sum(1) for a, f in zip(is_away, is_first)]),
+        "rows": error(combine(rows, results, weights)),
+        "bfloat16": sums_error(to_bfloat16),
+        "float32": sums_error(lambda x: x),
+        "n_rows": np.mean([x.sum(1) for x in is_away]),
+        "n_partials": np.mean([(a & f).sum(1) for a, f in zip(is_away, is_first)]),
     }
 
 
 def main() -> None:
     """Prints the table of docs/decisions/0011-combine-sums.md."""
-    columns = ["ranks", "un-reduced", "bfloat16 partials", "float32 partials"]
+    columns = ["ranks", "rows", "bfloat16 partials", "float32 partials"]
     columns.append("rows of a token that cross, and partial sums instead")
     print(f"| {' | '.join(columns)} |")
     print("| --- | --- | --- | --- | --- |")
     for n_ranks in (2, 4, 8, 16):
         m = measure(n_ranks)
         print(
-            f"| {n_ranks} | {m['of_rows']:.2e} | {m['bfloat16']:.2e} "
-            f"| {m['float32']:.2e} | {m['rows']:.2f}, {m['partials']:.2f} |"
+            f"| {n_ranks} | {m['rows']:.2e} | {m['bfloat16']:.2e} "
+            f"| {m['float32']:.2e} | {m['n_rows']:.2f}, {m['n_partials']:.2f} |"
         )
 
 

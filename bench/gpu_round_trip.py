@@ -42,7 +42,7 @@ _BFLOAT16_ONLY = ("all_gather", "max_layer")
 
 @dataclass(frozen=True)
 class Options:
-    """What a child process is told."""
+    """What a child process gets."""
 
     samples: int
     replays: int
@@ -225,8 +225,8 @@ def _measure_all(groups: dict[Config, list[Case]], options: argparse.Namespace) 
     for config, todo in groups.items():
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
-            told = Options(options.samples, options.replays, options.mefs, results)
-            error = in_child(_measure, (todo, told), options.limit_s)
+            given = Options(options.samples, options.replays, options.mefs, results)
+            error = in_child(_measure, (todo, given), options.limit_s)
             lines = results.read_text().splitlines() if results.exists() else []
         if error:
             print(f"{config.name}: {error}", flush=True)

@@ -8,7 +8,7 @@ Two ways of moving the tokens of an MoE layer:
 - ``all_to_all``: one row for each (token, rank) that has an expert of it: a
   gather kernel packs them, ``all_to_all_single`` sends them, the same back, and
   one kernel adds each token's rows with the weights of their ranks. The sizes
-  of the messages are known in advance, which no router would tell the host.
+  of the messages are known in advance, which no router would give the host.
 
 Neither sorts rows by expert, and FP8 tokens are given already quantized: both
 do less than dispatch and combine. Chains and timing are those of

@@ -11,8 +11,8 @@ and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48). 
 peer is timed it answers some prompts greedily. When all servers have stopped, these
 tokens are compared with transformers', and only then are rows written.
 
-All servers start at once, and idle while another is timed; they take turns for some
-rounds. A row is one number of clients. Each client asks, waits for the whole answer,
+All servers start at once. In each round one after another is timed, and the others are
+idle. A row is one number of clients. Each client asks, waits for the whole answer,
 streamed, and asks again; the first request of each is not counted. Time to first token
 and time between tokens are medians over requests, of tokens that have a text;
 throughput is all generated tokens over wall time. A step is what the server's log says
@@ -60,7 +60,7 @@ _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 def peer_flags(peer: str, n_gpus: int, *, is_captured: bool) -> list[str]:
-    """Returns what ``max serve`` is told for a peer."""
+    """Returns the flags of ``max serve`` for a peer."""
     how = CUSTOM_ARCHITECTURES if peer == "max_ep" else _ON_HOPPER
     flags = [*device_flags(n_gpus, 0), *how]
     if peer == "max_tensor_parallel":
@@ -112,8 +112,8 @@ def steps_of(log: str, n_clients: int) -> list[float]:
         Milliseconds of each.
     """
     return [
-        float(time_) * _MS[unit]
-        for n, time_, unit in _STEP.findall(log)
+        float(time_) * _MS[suffix]
+        for n, time_, suffix in _STEP.findall(log)
         if int(n) > n_clients * 7 // 8
     ]
 

@@ -12,7 +12,7 @@ from .launch import LaunchError, launch
 
 _HOMES = {
     "max.nn.comm.ep": ["calculate_ep_max_tokens_per_rank"],
-    ".config": ["EPConfig"],
+    ".config": ["EPConfig", "estimate_ep_memory_usage"],
     ".extension": ["extension_path"],
     ".formats": ["blockwise_fp8_quant_config"],
     ".graph.all_gather": ["AllGatherConfig", "AllGatherTokenDispatcher"],
@@ -32,7 +32,6 @@ _HOMES = {
     ".graph.fp8": ["dequantize_blockwise_fp8"],
     ".graph.manager": ["EPBatchManager"],
     ".graph.routing": ["softmax_top_k"],
-    ".memory.estimate": ["estimate_ep_memory_usage"],
     ".memory.initializer": ["EPCommInitializer"],
 }
 """Where names come from. They are imported when they are asked for: ``max_ep.torch``

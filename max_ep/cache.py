@@ -40,14 +40,9 @@ def cache_dir() -> Path:
 
 
 def kept(target: Path, make: Callable[[Path], None]) -> Path:
-    """Returns a file below :func:`cache_dir`; one process makes it if there is none.
+    """Returns a file of the cache; one process makes it if there is none.
 
-    Args:
-        target: The file.
-        make: Writes it, to a path of the same name in another folder.
-
-    Raises:
-        RuntimeError: If nobody may write there.
+    ``make`` writes it, to a path of the same name in another folder.
     """
     if target.is_file():
         return target
@@ -71,7 +66,7 @@ def compile_once() -> None:
     """
     # Here, so that who only keeps files, as `max_ep.torch`, loads no MAX.
     from max.engine import InferenceSession
-    from max.graph import Graph
+    from max.graph import Graph, Module
 
     compile_alone = InferenceSession.compile
     if hasattr(compile_alone, "__wrapped__"):
@@ -79,12 +74,13 @@ def compile_once() -> None:
 
     @functools.wraps(compile_alone)
     def compile(session: Any, model: Any, **options: Any) -> Any:
-        if not isinstance(model, Graph):
+        module = model.module if isinstance(model, Graph) else model
+        if not isinstance(module, Module):
             return compile_alone(session, model, **options)
-        text = str(model.module.mlir_module)
+        text = str(module.mlir_module)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         lock = cache_dir() / "graphs" / f"{digest}.lock"
-        with one_at_a_time(lock, f"graph {model.name!r}"):
+        with one_at_a_time(lock, f"graph {'+'.join(module.top_level_graph_names())}"):
             return compile_alone(session, model, **options)
 
     InferenceSession.compile = compile  # type: ignore[method-assign]
@@ -95,11 +91,7 @@ def one_at_a_time(lock: Path, what: str) -> Iterator[None]:
     """Lets one process run the block; those that waited for it go on together.
 
     The lock is the kernel's (``flock``): the end of its holder, in whatever way, frees
-    it. If there can be no lock, nobody waits.
-
-    Args:
-        lock: Its file. Holds the process that works, or ``done``.
-        what: What the block makes, for who waits.
+    it. Its file says who works, or ``done``. If there can be no lock, nobody waits.
     """
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -166,14 +158,14 @@ def _name() -> str:
 
 def _make_folder(folder: Path) -> None:
     """Raises if nothing can be written to a folder, which is made."""
+    reason = "no permission to write"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        may_write = os.access(folder, os.W_OK)
-        reason = "no permission to write"
+        if os.access(folder, os.W_OK):
+            return
     except OSError as error:
-        may_write, reason = False, error.strerror
-    if not may_write:
-        raise RuntimeError(
-            f"max_ep: nothing can be kept in {folder}: {reason}. Set MAX_EP_CACHE_DIR "
-            "to a folder that you may write to"
-        )
+        reason = error.strerror
+    raise RuntimeError(
+        f"max_ep: nothing can be kept in {folder}: {reason}. Set MAX_EP_CACHE_DIR to a "
+        "folder that you may write to"
+    )

@@ -8,19 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
+
 _STATUS_OF_BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: Words behind ``max-ep``; None: those of the process.
-
-    Returns:
-        The exit status: 0 if all is well.
-    """
+    """Runs ``max-ep`` with these words, or the process's; returns the exit status."""
     try:
         try:
             return _run(arguments)
@@ -42,58 +37,33 @@ def _run(arguments: Sequence[str] | None) -> int:
         "plan", help="show which protocol is taken, and what each buffer takes"
     )
     # Each `dest` is a field of EPConfig.
-    for option, field, text in (
+    for option, dest, text in (
         ("--ranks", "n_gpus_per_node", "ranks of the group"),
         ("--experts", "n_experts", "experts of the group"),
         ("--top-k", "top_k", "experts of a token"),
         ("--hidden", "hidden_size", "elements of a token"),
         ("--tokens", "max_tokens_per_rank", "most tokens a rank sends at a time"),
     ):
+        name = option.lstrip("-").upper()
         plan.add_argument(
-            option,
-            dest=field,
-            metavar=option.lstrip("-").upper(),
-            type=int,
-            required=True,
-            help=text,
+            option, dest=dest, metavar=name, type=int, required=True, help=text
         )
-    plan.add_argument(
-        "--dispatch",
-        dest="dispatch_dtype",
-        choices=("bfloat16", "float32", "fp8"),
-        default="bfloat16",
-        help="format on the way to the experts (default: %(default)s)",
-    )
-    plan.add_argument(
-        "--combine",
-        dest="combine_dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="format on the way back (default: %(default)s)",
-    )
-    plan.add_argument(
-        "--layout",
-        dest="output_layout",
-        choices=("packed", "padded"),
-        default="packed",
-        help="how dispatched rows stand (default: %(default)s)",
-    )
-    plan.add_argument(
-        "--protocol",
-        choices=("auto", "by_rank", "by_expert"),
-        default="auto",
-        help="wire protocol (default: %(default)s)",
-    )
-    plan.add_argument(
-        "--combine-mode",
-        choices=("rows", "sums"),
-        default="rows",
-        help="whether combine sends rows or partial sums (default: %(default)s)",
-    )
+    plain = ("bfloat16", "float32")
+    for option, dest, choices, text in (
+        ("--dispatch", "dispatch_dtype", (*plain, "fp8"), "format to the experts"),
+        ("--combine", "combine_dtype", plain, "format on the way back"),
+        ("--layout", "output_layout", OUTPUT_LAYOUTS, "how dispatched rows stand"),
+        ("--protocol", "protocol", ("auto", *PROTOCOLS), "how tokens are addressed"),
+        ("--combine-mode", "combine_mode", COMBINE_MODES, "what combine sends"),
+    ):
+        text += " (default: %(default)s)"
+        plan.add_argument(
+            option, dest=dest, choices=choices, default=choices[0], help=text
+        )
     plan.add_argument(
         "--partial",
         dest="partial_dtype",
-        choices=("bfloat16", "float32"),
+        choices=plain,
         help="format of a partial sum (default: that of --combine)",
     )
     plan.add_argument(

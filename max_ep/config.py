@@ -145,10 +145,7 @@ class EPConfig:
 
     @property
     def n_local_experts(self) -> int:
-        """Places for experts on each rank: ``n_experts / n_ranks``, rounded up.
-
-        The last ranks hold fewer experts if the ranks do not divide them.
-        """
+        """Places for experts on each rank: ``n_experts / n_ranks``, rounded up."""
         return math.ceil(self.n_experts / self.n_ranks)
 
     @property
@@ -163,11 +160,7 @@ class EPConfig:
 
     @property
     def n_output_rows(self) -> int:
-        """Rows of the tensors that dispatch delivers and combine takes.
-
-        Packed: ``get_max_recv_tokens()``, and ``max_tokens_per_rank`` more with
-        a fused shared expert. Padded: ``n_local_experts * expert_capacity``.
-        """
+        """Rows of the tensors that dispatch delivers and combine takes."""
         if self.is_padded:
             return self.n_local_experts * self.expert_capacity
         n_shared = self.max_tokens_per_rank if self.fused_shared_expert else 0
@@ -185,10 +178,7 @@ class EPConfig:
 
     @property
     def output_dtype(self) -> DType:
-        """Dtype of dispatched rows: ``dispatch_dtype``, but uint8 for FP8 on CPU.
-
-        MAX has no float8 tensors there, so the rows carry the bits.
-        """
+        """Dtype of dispatched rows: ``dispatch_dtype``, but uint8 for FP8 on CPU."""
         return self.token_format.rows_dtype(self.target)
 
     @property
@@ -230,9 +220,7 @@ class EPConfig:
     @property
     def n_local_devices(self) -> int:
         """Devices of this process."""
-        if self.target == "cpu":
-            return 1
-        return self.n_gpus_per_node // self.ranks_per_gpu
+        return 1 if self.target == "cpu" else self.n_gpus_per_node // self.ranks_per_gpu
 
     @property
     def runs_ranks_in_turn(self) -> bool:
@@ -245,10 +233,9 @@ class EPConfig:
     def timeout_ms(self) -> int:
         """How long a launch may wait; 0 where no time would help.
 
-        The ranks of one device run one after another and all send before any waits.
-        Without other devices a wait is therefore met at once or never. A rank with a
-        GPU of its own may use the fused forms, in which some blocks of a launch wait
-        for others, also where it is the only rank.
+        Ranks that run one after another all send before any waits, so a wait is met at
+        once or never. On a GPU of its own a single rank may use the fused forms, in
+        which some blocks of a launch wait for others.
         """
         in_turn = self.target == "cpu" or self.runs_ranks_in_turn
         if self.n_nodes == 1 and self.n_local_devices == 1 and in_turn:
@@ -256,11 +243,7 @@ class EPConfig:
         return max(1, int(self.timeout_s * 1000))
 
     def device(self, device_id: int) -> DeviceRef:
-        """Returns where the tensors of a local rank live.
-
-        Args:
-            device_id: Local rank, ``[0, n_gpus_per_node)``.
-        """
+        """Returns where the tensors of a local rank, ``[0, n_gpus_per_node)``, are."""
         if not 0 <= device_id < self.n_gpus_per_node:
             raise ValueError(
                 f"device_id={device_id} must be in [0, n_gpus_per_node="
@@ -285,25 +268,18 @@ class EPConfig:
         )
 
     def get_max_recv_tokens(self) -> int:
-        """Returns the most rows one rank can receive.
+        """Returns the most rows one rank can receive from dispatch.
 
-        Every token of every rank, once for each local expert it can have. The
-        tensors may have more rows: ``n_output_rows``.
+        Tensors may have more: ``n_output_rows``.
         """
         per_token = min(self.top_k, self.n_local_experts)
         return self.n_ranks * self.max_tokens_per_rank * per_token
 
     def estimate_memory_usage(self) -> int:
-        """Returns the bytes of one rank's symmetric region.
-
-        MAX's method of this name answers for one of two buffer groups. This is the
-        whole, with what SHMEM puts from if it is used.
-        """
+        """Returns the bytes of one rank's symmetric region, of both buffer groups."""
         sizes = self.sizes()
         return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
 
-
-# ----------------------------------------------------------------------- checks
 
 # Fields of MAX's EPConfig that ask for something max_ep does not do.
 _REFUSED = {
@@ -351,13 +327,9 @@ def _check_sizes(config: EPConfig) -> None:
         "ranks_per_gpu",
     ):
         value = getattr(config, field)
-        if not isinstance(value, int):
-            raise ValueError(
-                f"{field}={value!r} is a {type(value).__name__}, it must be an "
-                "integer >= 1, of Python's type int"
-            )
-        if value < 1:
-            raise ValueError(f"{field}={value!r} must be an integer >= 1")
+        if not isinstance(value, int) or value < 1:
+            given = "" if isinstance(value, int) else f" ({type(value).__name__})"
+            raise ValueError(f"{field}={value!r}{given} must be an integer >= 1")
     if not isinstance(config.n_sms, int) or config.n_sms < 0:
         raise ValueError(
             f"n_sms={config.n_sms!r} must be an integer >= 0; 0 is all there are"
@@ -442,9 +414,7 @@ def _check_hidden_size(config: EPConfig) -> None:
         )
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         dtype = getattr(config, field)
-        if dtype is None:
-            continue
-        n_bytes = config.hidden_size * dtype.size_in_bytes
+        n_bytes = config.hidden_size * dtype.size_in_bytes if dtype else 0
         if n_bytes % TOKEN_ALIGN_BYTES != 0:
             raise ValueError(
                 f"hidden_size={config.hidden_size} of {dtype} ({field}) is {n_bytes} "
@@ -485,3 +455,44 @@ def _check_protocol(config: EPConfig) -> None:
             f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
             "combine_mode='rows')"
         )
+
+
+def estimate_ep_memory_usage(
+    *,
+    hidden_size: int,
+    dispatch_dtype: DType,
+    combine_dtype: DType,
+    max_tokens_per_rank: int,
+    n_experts: int,
+    n_nodes: int,
+    n_gpus_per_node: int,
+    top_k: int,
+    use_allreduce: bool = False,
+    dispatch_element_dtype: DType | None = None,
+) -> int:
+    """Returns the bytes of one rank's symmetric region, with ``protocol="auto"``.
+
+    The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
+    the last two must have their defaults. A node is a host with GPUs, as there, and
+    what SHMEM puts from is not counted. ``max-ep plan`` prints the parts.
+    """
+    if dispatch_element_dtype is not None:
+        raise ValueError(
+            f"dispatch_element_dtype={dispatch_element_dtype} is for packed "
+            "dtypes, which max_ep does not send"
+        )
+    make_quant_config = format_of(dispatch_dtype).make_quant_config
+    return EPConfig(
+        dispatch_dtype=dispatch_dtype,
+        combine_dtype=combine_dtype,
+        hidden_size=hidden_size,
+        top_k=top_k,
+        n_experts=n_experts,
+        max_tokens_per_rank=max_tokens_per_rank,
+        n_gpus_per_node=n_gpus_per_node,
+        n_nodes=n_nodes,
+        use_allreduce=use_allreduce,
+        dispatch_quant_config=make_quant_config() if make_quant_config else None,
+        target="cpu",
+        protocol="by_expert" if n_nodes > 1 else "auto",
+    ).estimate_memory_usage()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
@@ -47,17 +46,6 @@ def _check_shared_memory() -> tuple[bool, str]:
     return free >= _WANTED_SHARED_MEMORY, text
 
 
-def _wrapped(text: str, indent: int = 0) -> str:
-    """Fits a text into the terminal's lines (80 characters if there is none)."""
-    return textwrap.fill(
-        text,
-        shutil.get_terminal_size().columns,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def _missing_for_serving() -> list[str]:
     """Returns the packages that ``max[serve]`` asks for and that are not here."""
     asked = [
@@ -69,37 +57,29 @@ def _missing_for_serving() -> list[str]:
 
 
 def run_doctor() -> int:
-    """Prints a line for each thing that matters.
-
-    Returns:
-        0 if graphs on CPU ranks can run, else 1.
-    """
+    """Prints a line for each thing that matters; 0 if graphs on CPU can run, else 1."""
     from max.driver import Accelerator, accelerator_count
 
     from .cache import cache_dir
     from .extension import mojo_dir, run_mojo
     from .memory.gpu import out_of_reach
 
-    can_run = True
+    can_run, width = True, shutil.get_terminal_size().columns
 
     def say(what: str, is_good: bool, text: str, is_needed: bool = True) -> None:
         nonlocal can_run
         mark = "ok  " if is_good else ("FAIL" if is_needed else "note")
         can_run = can_run and (is_good or not is_needed)
-        print(_wrapped(f"{mark} {what:<16} {text}", indent=22))
+        lines = textwrap.wrap(
+            text, width - 22, break_long_words=False, break_on_hyphens=False
+        )
+        print(f"{mark} {what:<16}", f"\n{'':22}".join(lines))
 
-    python = sys.version_info
-    say(
-        "python",
-        (3, 10) <= python[:2] <= (3, 14),
-        f"{platform.python_version()} (3.10 to 3.14)",
-    )
+    fits = (3, 10) <= sys.version_info[:2] <= (3, 14)
+    say("python", fits, f"{platform.python_version()} (3.10 to 3.14)")
     version = _version("max")
-    say(
-        "max",
-        version.startswith(_WANTED_MAX),
-        f"{version or 'missing'} (needs {_WANTED_MAX}*: pip install 'max==26.7.*')",
-    )
+    text = f"{version or 'missing'} (needs {_WANTED_MAX}*: pip install 'max==26.7.*')"
+    say("max", version.startswith(_WANTED_MAX), text)
     try:
         say("mojo", True, run_mojo("--version").strip())
     except Exception as error:
@@ -110,75 +90,46 @@ def run_doctor() -> int:
         say("mojo sources", False, str(error))
     cache = cache_dir()
     parent = next(p for p in (cache, *cache.parents) if p.exists())
-    say(
-        "compile cache",
-        os.access(parent, os.W_OK),
-        f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)",
-    )
+    text = f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)"
+    say("compile cache", os.access(parent, os.W_OK), text)
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     say("cpu", True, f"{n_cores or os.cpu_count()} cores for MAX's workers")
     n_gpus = accelerator_count()
-    say(
-        "gpu",
-        True,
-        "none" if n_gpus == 0 else f"{n_gpus}, one rank each with target='gpu'",
-        is_needed=False,
-    )
+    say("gpu", True, f"{n_gpus}, one rank each with target='gpu'" if n_gpus else "none")
     if n_gpus > 1:
         try:
             pairs = out_of_reach([Accelerator(i) for i in range(n_gpus)])
         except Exception as error:
             pairs = [f"GPUs that cannot be asked ({error})"]
-        say(
-            "peer access",
-            not pairs,
-            "each GPU reaches the others' memory"
-            if not pairs
-            else f"ranks of one host need it; without: {'; '.join(pairs)}. Hide GPUs "
-            "with CUDA_VISIBLE_DEVICES, or use ranks_per_gpu",
-            is_needed=False,
-        )
+        text = "each GPU reaches the others' memory"
+        if pairs:
+            text = (
+                f"ranks of one host need it; without: {'; '.join(pairs)}. Hide GPUs "
+                "with CUDA_VISIBLE_DEVICES, or use ranks_per_gpu"
+            )
+        say("peer access", not pairs, text, is_needed=False)
     missing = missing_parts()
-    say(
-        "shmem",
-        not missing,
-        "GPU ranks of several hosts can join"
-        if not missing
-        else f"only GPU ranks of several hosts need it: lacks {', '.join(missing)} "
-        "(pip install 'max_ep[shmem]')",
-        is_needed=False,
-    )
+    text = "GPU ranks of several hosts can join"
+    if missing:
+        text = (
+            f"only GPU ranks of several hosts need it: lacks {', '.join(missing)} "
+            "(pip install 'max_ep[shmem]')"
+        )
+    say("shmem", not missing, text, is_needed=False)
     is_good, text = _check_shared_memory()
     say("shared memory", is_good, text, is_needed=False)
-    missing = _missing_for_serving() if can_run else []
-    say(
-        "serving",
-        can_run and not missing,
-        "`max serve` can run"
-        if can_run and not missing
-        else f"`max serve` cannot run; lacks {', '.join(missing[:3]) or 'max'}"
-        f"{', ...' * (len(missing) > 3)} (uv pip install 'max[serve]==26.7.*')",
-        is_needed=False,
-    )
-    has_torch = importlib.util.find_spec("torch") is not None
-    say(
-        "torch",
-        has_torch,
-        f"{_version('torch')}"
-        if has_torch
-        else "missing; the demo compares with NumPy instead (pip install torch)",
-        is_needed=False,
-    )
+    missing = _missing_for_serving() if can_run else ["max"]
+    text = "`max serve` can run"
+    if missing:
+        text = (
+            f"`max serve` cannot run; lacks {', '.join(missing[:3])}"
+            f"{', ...' * (len(missing) > 3)} (uv pip install 'max[serve]==26.7.*')"
+        )
+    say("serving", not missing, text, is_needed=False)
     print()
     if can_run:
-        target = "gpu" if n_gpus else "cpu"
-        print(f"target='auto' would use: {target}.")
-        print(
-            _wrapped(
-                "protocol='auto' is by_rank where that works, otherwise by_expert; "
-                "`max-ep plan` shows it for GPUs."
-            )
-        )
+        print(f"target='auto' would use: {'gpu' if n_gpus else 'cpu'}.")
+        print("'auto' is by_rank where that works; for GPUs see `max-ep plan`.")
     else:
         print("Graphs cannot run; fix what is marked FAIL.")
     return 0 if can_run else 1

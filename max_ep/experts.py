@@ -88,12 +88,7 @@ def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
 def fused_silu(rows: TensorValue, row_offsets: TensorValue) -> TensorValue:
     """Computes ``silu(gate) * up`` of rows that hold gate, then up, on the CPU.
 
-    Args:
-        rows: ``[n_rows, 2 * moe_dim]``.
-        row_offsets: ``[n_local_experts + 1]`` uint32, from dispatch.
-
-    Returns:
-        ``[n_rows, moe_dim]``; rows behind ``row_offsets[-1]`` are undefined.
+    Returns ``[n_rows, moe_dim]``; rows behind ``row_offsets[-1]`` are undefined.
     """
     return _rows_of("fused_silu", rows.shape[1] // 2, rows, row_offsets)
 
@@ -107,15 +102,9 @@ def grouped_swiglu(
 ) -> TensorValue:
     """Runs SwiGLU experts: ``(silu(x @ gate.T) * (x @ up.T)) @ down.T``.
 
-    Args:
-        rows: ``[n_rows, hidden_size]``, sorted by expert.
-        gate_up: ``[n_local_experts, 2 * moe_dim, hidden_size]``: gate, then up.
-        down: ``[n_local_experts, hidden_size, moe_dim]``.
-        row_offsets: ``[n_local_experts + 1]`` uint32.
-        expert_ids: ``[n_local_experts]`` int32.
-
-    Returns:
-        ``[n_rows, hidden_size]``.
+    The arguments are those of :func:`grouped_matmul`, with ``gate_up``
+    ``[n_local_experts, 2 * moe_dim, hidden_size]``, gate first, and ``down``
+    ``[n_local_experts, hidden_size, moe_dim]``. Returns ``[n_rows, hidden_size]``.
     """
     both = grouped_matmul(rows, gate_up, row_offsets, expert_ids)
     activated = fused_silu(both, row_offsets)

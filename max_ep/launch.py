@@ -148,7 +148,7 @@ def _collect(
     results: dict[int, Any],
     failures: dict[int, str],
 ) -> None:
-    """Takes a process's answer, or notes how it ended without one."""
+    """Takes a process's answer, or records how it ended without one."""
     try:
         succeeded, answer = pickle.loads(pipe.recv_bytes())
     except EOFError:

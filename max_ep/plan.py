@@ -8,10 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from max.nn.comm.ep.ep_config import NUM_GROUPS
-from max.nn.comm.ep.ep_config import (
-    estimate_ep_memory_usage as max_estimate_ep_memory_usage,
-)
+from max.nn.comm.ep import ep_config as max_ep_config
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,11 +20,11 @@ from .formats import BY_SHORT_NAME
 def human(n_bytes: int) -> str:
     """Writes a number of bytes for people."""
     amount = float(n_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
+    for prefix in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or prefix == "GiB":
             break
         amount /= 1024
-    return f"{n_bytes} B" if unit == "B" else f"{amount:.2f} {unit}"
+    return f"{n_bytes} B" if prefix == "B" else f"{amount:.2f} {prefix}"
 
 
 def _in_options(error: str, names: Mapping[str, str]) -> str:
@@ -43,14 +40,11 @@ def _in_options(error: str, names: Mapping[str, str]) -> str:
 
 
 def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
-    """Prints which protocol is taken and why, and the bytes of every buffer of a rank.
+    """Prints the protocol and the bytes of every buffer; 2 for what cannot be.
 
     Args:
         options: Fields of ``EPConfig``, dtypes by their short names.
         names: What the command line calls those fields.
-
-    Returns:
-        0, or 2 for a configuration that cannot be.
     """
     fields = {name: value for name, value in vars(options).items() if name != "command"}
     make_quant_config = BY_SHORT_NAME[options.dispatch_dtype].make_quant_config
@@ -116,7 +110,7 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
     if config.n_ranks == 1:
         console.print("MAX's EP needs two ranks or more.")
         return 0
-    theirs = NUM_GROUPS * max_estimate_ep_memory_usage(
+    theirs = max_ep_config.NUM_GROUPS * max_ep_config.estimate_ep_memory_usage(
         hidden_size=config.hidden_size,
         dispatch_dtype=config.dispatch_dtype,
         combine_dtype=config.combine_dtype,
@@ -128,6 +122,6 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
     )
     console.print(
         f"MAX's EP would take {theirs:,} B ({human(theirs)}) a rank: "
-        f"{NUM_GROUPS} buffer groups, by its own estimate."
+        f"{max_ep_config.NUM_GROUPS} buffer groups, by its own estimate."
     )
     return 0

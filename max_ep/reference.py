@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle: what dispatch and combine mean, in NumPy.
 
-Whatever runs them, CPU ranks or GPUs, by whichever protocol, is right if it
-does what stands here, bit for bit. All ranks are in one process and nothing is
-sent: a list with one entry a rank stands for the group.
+Whatever runs them, by whichever protocol, is right if it does what stands here, bit for
+bit. All ranks are in one process and nothing is sent: a list with one entry a rank
+stands for the group.
 
     tokens, topk_ids  --dispatch-->  rows by expert  --experts-->  expert rows
     sums, not yet rounded  <--combine, with topk_weights--  expert rows
 
-`combine_sums` is what `EPConfig.combine_mode="sums"` does instead.
-
-NumPy has no bfloat16 and no float8_e4m3fn: both are kept as bits, `uint16` and
-`uint8`, with conversions here. This file needs NumPy only, and is one file so
-that the definition can be read in one go.
+`combine_sums` is what `EPConfig.combine_mode="sums"` does instead. NumPy has no
+bfloat16 and no float8_e4m3fn: both are kept as bits, `uint16` and `uint8`. This file
+needs NumPy only, and is one file so that the definition can be read in one go.
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
 
 
 def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 to bfloat16 bits (`uint16`), to nearest, ties to even.
-
-    Too large becomes infinity. Every NaN becomes `0x7fc0`.
-    """
+    """Rounds float32 to bfloat16 bits, to nearest, ties to even; NaN is `0x7fc0`."""
     x = _typed("x", x, np.float32)
     bits = np.where(np.isnan(x), np.uint32(0x7FC0_0000), x.view(np.uint32))
     is_odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -61,8 +56,7 @@ def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
 def float8_e4m3fn_to_float32(bits: np.ndarray) -> np.ndarray:
     """Widens float8_e4m3fn bits (`uint8`, any shape) to float32; exact.
 
-    4 exponent bits with bias 7, 3 mantissa bits, subnormals, no infinity;
-    `0x7f` and `0xff` are NaN (E4M3 of the OCP 8-bit floating point format).
+    4 exponent bits, bias 7, 3 mantissa bits, no infinity; `0x7f` and `0xff` are NaN.
     """
     bits = _typed("bits", bits, np.uint8)
     exponent = (bits >> 3).astype(np.int32) & 15
@@ -75,8 +69,7 @@ def float8_e4m3fn_to_float32(bits: np.ndarray) -> np.ndarray:
 def float32_to_float8_e4m3fn(x: np.ndarray) -> np.ndarray:
     """Rounds float32 to float8_e4m3fn bits, to nearest, ties to even.
 
-    Saturates: what is beyond +-448, infinity too, becomes +-448 (`0x7e`,
-    `0xfe`). Every NaN becomes `0x7f`, whatever its sign. `-0.0` is `0x80`.
+    Beyond +-448, infinity too, is +-448 (`0x7e`, `0xfe`). Every NaN is `0x7f`.
     """
     x = _typed("x", x, np.float32)
     magnitude = np.where(np.isnan(x), 0, np.minimum(np.abs(x), FP8_MAX))
@@ -133,16 +126,9 @@ def quantize_blockwise_fp8(
 def dequantize_blockwise_fp8(
     values: np.ndarray, scales: np.ndarray, block: int = 128
 ) -> np.ndarray:
-    """Multiplies values by their scales, in float32.
+    """Multiplies float8_e4m3fn bits `[n, hidden]` by their scales, in float32.
 
-    Args:
-        values: float8_e4m3fn bits `uint8`, `[n, hidden]`.
-        scales: float32 `[n, hidden / block]`. Dispatch delivers them transposed:
-            pass `scales.T`.
-        block: Elements that share one scale.
-
-    Returns:
-        float32 `[n, hidden]`.
+    Scales are float32 `[n, hidden / block]`, the transpose of what dispatch delivers.
     """
     n, hidden = values.shape
     scales = _typed("scales", scales, np.float32)
@@ -160,10 +146,8 @@ def dequantize_blockwise_fp8(
 class DispatchResult:
     """What dispatch delivers to one rank.
 
-    The tensors of MAX's `ep_dispatch_wait` (`max.nn.comm.ep`), cut to the rows
-    that arrived: `row_offsets` and `expert_ids` go to its grouped matmul,
-    `src_info` back to combine. `src_ranks` MAX does not return; a rank knows it
-    from the peers' counts.
+    The tensors of MAX's `ep_dispatch_wait`, without the rows behind those that arrived,
+    and `src_ranks`, which a rank knows from the peers' counts.
     """
 
     rows: np.ndarray
@@ -193,9 +177,8 @@ def dispatch(
 ) -> list[DispatchResult]:
     """Brings each choice's token to the rank of its expert, as one row.
 
-    Rows of a rank are ordered by local expert, then source rank, then token
-    index, then `k`. Elements are copied as they are. With a shared expert, all
-    of the rank's own tokens stand in front of them, whatever their choices.
+    Rows of a rank are ordered by local expert, then source rank, then token index, then
+    `k`. With a shared expert, all of the rank's own tokens stand in front of them.
 
     Args:
         tokens: Each rank's tokens, `[n_tokens, hidden]`, any element type.
@@ -208,9 +191,6 @@ def dispatch(
 
     Returns:
         One result a rank.
-
-    Raises:
-        ValueError: If shapes do not fit, or an id is out of range.
     """
     n_ranks, n_tokens = len(tokens), [len(t) for t in tokens]
     n_local = n_local_experts(n_experts, n_ranks)
@@ -264,23 +244,21 @@ def dispatch(
 class PaddedResult:
     """What dispatch delivers to one rank whose experts have rows of their own.
 
-    The results of DeepEP's low-latency dispatch. Rows behind `recv_counts` are
+    As DeepEP's low-latency dispatch, `packed_recv_*`. Rows behind `recv_counts` are
     undefined; here they are zero.
     """
 
     rows: np.ndarray
-    """`[n_local_experts, capacity, ...]`, its `packed_recv_x`."""
+    """`[n_local_experts, capacity, ...]`."""
     scales: np.ndarray | None
-    """float32 `[n_local_experts, n_blocks, capacity]`, `packed_recv_x_scales`."""
+    """float32 `[n_local_experts, n_blocks, capacity]`."""
     recv_counts: np.ndarray
-    """int32 `[n_local_experts]`: rows of each, `packed_recv_count`."""
+    """int32 `[n_local_experts]`: rows of each."""
     src_info: np.ndarray
-    """int32 `[n_local_experts, capacity, 2]`: token index and `k`. The former
-    is its `packed_recv_src_info`."""
+    """int32 `[n_local_experts, capacity, 2]`: token index and `k`."""
     recv_ranges: np.ndarray
-    """int32 `[n_local_experts, n_ranks, 2]`: of the rows from each source rank
-    the first, within the expert's, and how many: its
-    `packed_recv_layout_range`, which has `first << 32 | count`."""
+    """int32 `[n_local_experts, n_ranks, 2]`: of the rows from each source rank the
+    first, within the expert's, and how many."""
 
 
 def pad(result: DispatchResult, n_ranks: int, capacity: int) -> PaddedResult:
@@ -486,11 +464,10 @@ def moe(
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Computes `a * b + c` of float32 with one rounding, to nearest even.
 
-    The product of two float32 is exact in float64; the sum is not, and rounding
-    it to float64 first may land it on a tie of the rounding to float32. So the
-    first rounding is *to odd* (truncate, and set the last bit if anything was
-    lost), which never makes a tie (Boldo and Melquiond, 2008). Subnormals are
-    kept; infinities and NaN follow IEEE 754.
+    The product is exact in float64; the sum is not, and rounded to float64 it may land
+    on a tie of the rounding to float32. So the first rounding is *to odd* (truncate,
+    and set the last bit if anything was lost), which never makes a tie (Boldo and
+    Melquiond, 2008).
     """
     a, b, c = (_typed("fma", x, np.float32) for x in (a, b, c))
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waited for whom, and which experts got how much: kept, told, drawn.
+"""Who waited for whom, and which experts got how much: saved, printed, drawn.
 
 The numbers come from ``EPBatchManager.ep_watch`` and ``ep_received``, which a graph
 puts among its outputs; ``graphs/who_waits.py`` shows how.
@@ -37,7 +37,7 @@ class Statistics:
     received: np.ndarray
     """int32 ``[n_runs, n_ranks, n_local_experts]``: rows of each expert."""
     n_experts: int
-    """Experts of the group; the last ranks may have fewer than there is room for."""
+    """Experts of the group; the last ranks may have fewer than ``n_local_experts``."""
 
     def __post_init__(self) -> None:
         shape = self.received.shape
@@ -68,12 +68,7 @@ class Statistics:
 
     @staticmethod
     def load(path: str | Path) -> Statistics:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: If the file is another one.
-            OSError: If it cannot be read.
-        """
+        """Reads what :meth:`save` wrote; a ``ValueError`` says that it is another."""
         try:
             with np.load(path) as file:
                 saved = dict(file)
@@ -85,7 +80,7 @@ class Statistics:
         return Statistics(**saved)
 
     def text(self) -> str:
-        """Tells medians of the waits, and the histogram of received rows."""
+        """Returns medians of the waits, and the histogram of received rows."""
         lines = []
         for name, ns in (("dispatch", self.dispatch_ns), ("combine", self.combine_ns)):
             lines += _table(name, ns) + [""]
@@ -95,11 +90,7 @@ class Statistics:
         return self.received.sum(axis=0).ravel()[: self.n_experts]
 
     def plot(self, path: str | Path) -> None:
-        """Draws the same.
-
-        Raises:
-            RuntimeError: If matplotlib is not installed.
-        """
+        """Draws the same, with matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:

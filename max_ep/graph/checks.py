@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from max.dtype import DType
-from max.graph import (
-    BufferValue,
-    DeviceRef,
-    Dim,
-    StaticDim,
-    TensorValue,
-    Value,
-)
+from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, Value
 from max.graph.ops import cast
 
 from ..config import EPConfig
@@ -213,19 +206,13 @@ def scales_for_op(
             "weights, pass them by name, as router_weight (of all ranks: "
             "router_weights)"
         )
-    for is_once, what in (
-        (
-            config.fused_shared_expert,
-            "fused_shared_expert=True a token is encoded once",
-        ),
-        (config.is_by_rank, "protocol='by_rank' a token is encoded once for a rank"),
-    ):
-        if is_once:
-            raise ValueError(
-                f"input_scales are factors of experts, and with {what}; scale the "
-                "tokens before dispatch, or pass protocol='by_expert' without a fused "
-                "shared expert"
-            )
+    if config.fused_shared_expert or config.is_by_rank:
+        raise ValueError(
+            "input_scales are factors of experts, and with fused_shared_expert="
+            f"{config.fused_shared_expert} and protocol={config.protocol!r} a token is "
+            "encoded once for several experts; scale the tokens before dispatch, or "
+            "pass protocol='by_expert' without a fused shared expert"
+        )
     check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]
     if not isinstance(n, StaticDim) or int(n) not in (1, config.n_experts):

@@ -75,15 +75,12 @@ class EPBatchManager:
 
     # ------------------------------------------------------------------- buffers
 
-    def input_tree(
-        self,
-    ) -> OrderedDict[str, tuple[TensorType | BufferType, ...]]:
+    def input_tree(self) -> OrderedDict[str, tuple[TensorType | BufferType, ...]]:
         """Names the EP inputs of the graph, in the order it declares them.
 
-        Returns:
-            ``atomic_counters``: ``[NUM_GROUPS][n_gpus_per_node]`` buffers, flat;
-            ``send_buf_ptrs``, ``recv_buf_ptrs``, ``recv_count_ptrs``: one host
-            tensor ``[n_ranks]`` a group.
+        ``atomic_counters``: ``[NUM_GROUPS][n_gpus_per_node]`` buffers, flat;
+        ``send_buf_ptrs``, ``recv_buf_ptrs``, ``recv_count_ptrs``: one host tensor
+        ``[n_ranks]`` a group.
         """
         return input_tree(self.config)
 
@@ -98,11 +95,7 @@ class EPBatchManager:
         return buffers
 
     def fetch_buffers(self, _input_vals: Iterable[Value[Any]]) -> None:
-        """Takes the buffers from the graph's inputs.
-
-        Args:
-            _input_vals: The inputs declared by :meth:`input_types`, in order.
-        """
+        """Takes the graph's inputs that :meth:`input_types` declares, in order."""
         self.comm_buffers(_input_vals)
 
     def bind_comm_buffers(self, comm: EPCommBuffers) -> None:
@@ -162,8 +155,7 @@ class EPBatchManager:
         """Starts sending a rank's tokens to their experts.
 
         Args:
-            input_tokens: ``[n_tokens, hidden_size]``, see
-                :func:`call_ep_dispatch_async`.
+            input_tokens: ``[n_tokens, hidden_size]`` of ``dispatch_dtype``.
             topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``.
             device_id: The local rank, ``[0, n_gpus_per_node)``.
             input_scales: ``[1]`` or ``[n_experts]`` float32 factors, or None.
@@ -202,9 +194,7 @@ class EPBatchManager:
         self._check_receive("ep_dispatch_wait", device_id)
         self._order[_DISPATCH].wait(device_id)
         results = call_ep_dispatch_wait(
-            counter,
-            *self._pointers(_DISPATCH)[1:],
-            self.config,
+            counter, *self._pointers(_DISPATCH)[1:], self.config
         )
         return self._keep_src_info(device_id, results)
 
@@ -249,18 +239,9 @@ class EPBatchManager:
         input_scales: Sequence[TensorValue] | None = None,
         router_weights: Sequence[TensorValue] | None = None,
     ) -> list[tuple[TensorValue, ...]]:
-        """Dispatches on all local ranks.
+        """Dispatches on all local ranks, which ``device_ids`` names.
 
-        Args:
-            input_tokens: Tokens of each rank.
-            topk_ids: Expert ids of each rank.
-            device_ids: The ranks, all of them.
-            input_scales: Input scales of each rank, or None.
-            router_weights: Router weights of each rank, with
-                ``combine_mode="sums"``; otherwise None.
-
-        Returns:
-            The results of :meth:`ep_dispatch_wait`, one tuple a rank.
+        Lists have the values of :meth:`ep_dispatch`, one a rank.
         """
         lists = {"input_tokens": input_tokens, "topk_ids": topk_ids}
         if input_scales is not None:
@@ -306,11 +287,8 @@ class EPBatchManager:
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         """Counts the rows that each expert of a rank got.
 
-        Args:
-            dispatched: What a dispatch of this manager returned for the rank.
-
-        Returns:
-            ``[n_local_experts]`` int32, on the rank's device.
+        ``dispatched`` is what a dispatch of this manager returned for the rank. The
+        result is ``[n_local_experts]`` int32, on the rank's device.
         """
         is_one_rank = isinstance(dispatched, (tuple, list))
         if not is_one_rank or not isinstance(dispatched[0], TensorValue):
@@ -363,11 +341,7 @@ class EPBatchManager:
         counter = self._counter(device_id)
         src_info = self._dispatched(device_id)
         call_ep_combine_async(
-            input_tokens,
-            src_info,
-            counter,
-            *self._pointers(_COMBINE),
-            self.config,
+            input_tokens, src_info, counter, *self._pointers(_COMBINE), self.config
         )
         self._order[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
@@ -434,16 +408,9 @@ class EPBatchManager:
         router_weights: Sequence[TensorValue] | None,
         device_ids: list[int],
     ) -> list[TensorValue]:
-        """Combines on all local ranks.
+        """Combines on all local ranks, which ``device_ids`` names.
 
-        Args:
-            input_tokens: Expert rows of each rank.
-            router_weights: Router weights of each rank; None with
-                ``combine_mode="sums"``.
-            device_ids: The ranks, all of them.
-
-        Returns:
-            The results of :meth:`ep_combine_wait`, one a rank.
+        Lists have the values of :meth:`ep_combine`, one a rank.
         """
         lists = {"input_tokens": input_tokens}
         if router_weights is not None:
@@ -465,8 +432,8 @@ class EPBatchManager:
     def _dispatched(self, device_id: int) -> TensorValue:
         if device_id not in self._src_info:
             raise ValueError(
-                f"combine on device {device_id} without a dispatch: it sends "
-                "back the rows of ep_dispatch_wait, ep_dispatch or "
-                "ep_dispatch_all; call one of them first"
+                f"combine on device {device_id} without a dispatch: it sends back the "
+                "rows of ep_dispatch_wait, ep_dispatch or ep_dispatch_all; call one of "
+                "them first"
             )
         return self._src_info[device_id]

@@ -34,14 +34,8 @@ def route(
 ) -> tuple[TensorValue, TensorValue]:
     """Chooses each token's experts: top-k of a softmax, weights summing to 1.
 
-    Args:
-        x: ``[n_tokens, hidden_size]`` float32.
-        router: ``[n_experts, hidden_size]`` float32.
-        top_k: Experts of a token.
-
-    Returns:
-        ``topk_ids`` ``[n_tokens, top_k]`` int32 and ``topk_weights``, likewise,
-        float32.
+    ``x`` is ``[n_tokens, hidden_size]``, ``router`` ``[n_experts, hidden_size]``, both
+    float32. Returns ids, ``[n_tokens, top_k]`` int32, and weights, likewise float32.
     """
     return softmax_top_k(linear(x, router), top_k)
 
@@ -56,7 +50,7 @@ def through_experts(
     """Dispatches, runs experts, and combines, on all ranks of this process.
 
     Args:
-        manager: Of the group.
+        manager: Holds the group's buffers.
         xs: Tokens of each rank, ``[n_tokens, hidden_size]``.
         ids: Expert ids of each rank, ``[n_tokens, top_k]``.
         weights: Router weights of each rank, of that shape.
@@ -85,18 +79,9 @@ def moe_layer(
 ) -> tuple[list[TensorValue], list[TensorValue]]:
     """Runs the layer on all ranks of this process.
 
-    Where dispatch quantizes to FP8, experts get its rows in float32 again, and
-    ``combine_dtype`` is float32.
-
-    Args:
-        manager: Holds the group's buffers.
-        x: Tokens of each rank, ``[n_tokens, hidden_size]`` float32.
-        router: ``[n_experts, hidden_size]`` float32.
-        experts: Weights of each rank's experts.
-
-    Returns:
-        The results of each rank, ``[n_tokens, hidden_size]``, and its
-        ``topk_ids``.
+    ``x`` and ``router`` are as in :func:`route`. Where dispatch quantizes to FP8,
+    experts get its rows in float32 again, and ``combine_dtype`` is float32. Returns the
+    results of each rank, ``[n_tokens, hidden_size]``, and its ``topk_ids``.
     """
     config = manager.config
     routed = [route(tokens, router, config.top_k) for tokens in x]

@@ -22,34 +22,25 @@ class OpOrder:
 
     def send(self, device_id: int) -> None:
         """Counts a rank's send; refuses one that writes what nobody waited for."""
-        unread = [
-            rank
-            for rank in self._others(device_id)
-            if self._waited[rank] < self._sent[device_id]
-        ]
-        if unread:
+        ranks, sent = self._others(device_id), self._sent[device_id]
+        if unread := [rank for rank in ranks if self._waited[rank] < sent]:
             raise ValueError(
                 f"ep_{self._phase}_async on device {device_id} again, before "
                 f"ep_{self._phase}_wait on devices {unread}: the buffers still "
                 "hold what was sent last. Wait on every device first, or use a "
                 "second EPBatchManager with buffers of its own"
             )
-
         self._sent[device_id] += 1
 
     def check_wait(self, device_id: int, op: str) -> None:
         """Refuses an op that waits for what no op before it sends."""
-        if self._sent[device_id] <= self._waited[device_id]:
+        ranks, waited = self._others(device_id), self._waited[device_id]
+        if self._sent[device_id] <= waited:
             raise ValueError(
                 f"{op} on device {device_id} without "
                 f"ep_{self._phase}_async before it; call that first"
             )
-        late = [
-            rank
-            for rank in self._others(device_id)
-            if self._sent[rank] <= self._waited[device_id]
-        ]
-        if late:
+        if late := [rank for rank in ranks if self._sent[rank] <= waited]:
             raise ValueError(
                 f"{op} on device {device_id} before "
                 f"ep_{self._phase}_async on devices {late}: the ranks of this "
@@ -70,7 +61,7 @@ class OpOrder:
             self.wait(device_id)
 
     def is_under_way(self, device_id: int) -> bool:
-        """Tells whether a rank has sent and not waited."""
+        """Returns whether a rank has sent and not waited."""
         return self._sent[device_id] > self._waited[device_id]
 
     def _others(self, device_id: int) -> Iterable[int]:

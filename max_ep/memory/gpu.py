@@ -25,20 +25,12 @@ def out_of_reach(devices: Sequence[Device]) -> list[str]:
 class GpuMemory:
     """Regions of the ranks of one process, each on its rank's GPU.
 
-    With peer access every GPU reaches every region by its address.
+    With peer access every GPU reaches every region by its address. Contents are
+    undefined.
     """
 
     def __init__(self, devices: list[Device], region_bytes: int) -> None:
-        """Allocates the regions; their contents are undefined.
-
-        Args:
-            devices: The GPU of each local rank.
-            region_bytes: Bytes of one region.
-
-        Raises:
-            MemoryError: If a GPU has no room.
-            RuntimeError: If GPUs cannot reach each other's memory.
-        """
+        """Allocates a region of ``region_bytes`` on the GPU of each local rank."""
         if len({device.id for device in devices}) > 1:
             try:
                 enable_all_peer_access()

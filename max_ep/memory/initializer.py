@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 
 _SEND, _RECV, _COUNTS = range(3)
+_Memory = LocalMemory | SharedMemory | GpuMemory | ShmemMemory
 
 
 class EPCommInitializer:
@@ -39,16 +41,14 @@ class EPCommInitializer:
         """Takes what to allocate; :meth:`ep_init` does it.
 
         Args:
-            config: The group. With ``n_nodes > 1``, ``node_id`` may be -1 and
-                is then taken from the environment.
-            group: Name of the group, if ``n_nodes > 1``; None: taken from the
-                environment.
+            config: The group; a ``node_id`` of -1 is taken from the environment.
+            group: Its name, if ``n_nodes > 1``; None: taken from the environment.
         """
         if config.n_nodes > 1:
             compile_once()
         self.config = config
         self._group = group
-        self._memory: LocalMemory | SharedMemory | GpuMemory | ShmemMemory | None = None
+        self._memory: _Memory | None = None
         self._model: Model | None = None
         self._devices: list[Device] = []
         self._regions: list[int] = []
@@ -65,11 +65,13 @@ class EPCommInitializer:
         finally:
             self.close()
 
-    def ep_init(self, session: InferenceSession) -> None:
+    def ep_init(self, session: InferenceSession, setup: Model | None = None) -> None:
         """Allocates the memory, waits for the other processes and joins them.
 
         Args:
             session: Compiles and runs the set-up graph.
+            setup: That graph's model, if it was compiled with others
+                (``memory.setup_graph.setup_graph``).
 
         Raises:
             MemoryError: If the memory is not to be had.
@@ -87,17 +89,16 @@ class EPCommInitializer:
         sizes = config.sizes()
         # First, for MAX's compiler does not say that a GPU is missing.
         self._devices = _devices(config)
-        self._model = setup_model(session, config)
+        self._model = setup or setup_model(session, config)
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
             self._regions = self._memory.local_addresses()
+            counters = functools.partial(
+                Buffer.zeros, [sizes.counters_words], DType.int32
+            )
+            ranks = range(config.n_gpus_per_node)
             self._counters = [
-                [
-                    Buffer.zeros(
-                        [sizes.counters_words], DType.int32, self._device_of(rank)
-                    )
-                    for rank in range(config.n_gpus_per_node)
-                ]
+                [counters(self._device_of(rank)) for rank in ranks]
                 for _ in range(NUM_GROUPS)
             ]
             offsets = self._prepare_ranks(was_used=False)
@@ -131,9 +132,7 @@ class EPCommInitializer:
             )
         return int(text)
 
-    def _allocate(
-        self, region_bytes: int
-    ) -> LocalMemory | SharedMemory | GpuMemory | ShmemMemory:
+    def _allocate(self, region_bytes: int) -> _Memory:
         config = self.config
         devices = [self._device_of(rank) for rank in range(config.n_gpus_per_node)]
         if config.uses_shmem:
@@ -168,32 +167,17 @@ class EPCommInitializer:
 
     def _fingerprint(self) -> str:
         """Returns what must be the same in all processes."""
-        return ", ".join(
-            f"{field}={getattr(self.config, field)}"
-            for field in (
-                "dispatch_dtype",
-                "combine_dtype",
-                "hidden_size",
-                "top_k",
-                "n_experts",
-                "max_tokens_per_rank",
-                "n_gpus_per_node",
-                "n_nodes",
-                "protocol",
-                "combine_mode",
-                "combine_wire_dtype",
-                "fp8_power_of_two_scales",
-            )
-        )
+        fields = (
+            "dispatch_dtype combine_dtype hidden_size top_k n_experts "
+            "max_tokens_per_rank n_gpus_per_node n_nodes protocol combine_mode "
+            "combine_wire_dtype fp8_power_of_two_scales"
+        ).split()
+        return ", ".join(f"{name}={getattr(self.config, name)}" for name in fields)
 
     def _prepare_ranks(self, *, was_used: bool) -> np.ndarray:
-        """Runs ``max_ep.init`` on every local rank.
+        """Runs ``max_ep.init`` on every local rank; fresh regions are zero.
 
-        Args:
-            was_used: Whether the regions may hold messages; fresh ones are zero.
-
-        Returns:
-            ``[NUM_GROUPS, 3]`` uint64: offsets of the buffers in a region.
+        Returns offsets of the buffers in a region, ``[NUM_GROUPS, 3]`` uint64.
         """
         assert self._model is not None
         config, sizes = self.config, self.config.sizes()
@@ -233,6 +217,13 @@ class EPCommInitializer:
             rank * self.config.n_local_devices // self.config.n_gpus_per_node
         ]
 
+    def _check_open(self, method: str) -> None:
+        if self._pointers is None:
+            raise RuntimeError(
+                f"EPCommInitializer.{method} before ep_init, or after close; call "
+                "ep_init(session) first"
+            )
+
     def _synchronize(self) -> None:
         for device in self._devices:
             device.synchronize()
@@ -249,11 +240,7 @@ class EPCommInitializer:
             RuntimeError: If a launch failed since the last :meth:`reset`; says
                 who waited for whom, in which phase, expert and generation.
         """
-        if self._pointers is None:
-            raise RuntimeError(
-                "EPCommInitializer.check before ep_init, or after close; call "
-                "ep_init(session) first"
-            )
+        self._check_open("check")
         if self.config.target == "cpu":
             return
         self._synchronize()
@@ -268,19 +255,13 @@ class EPCommInitializer:
             raise RuntimeError("\n".join(texts))
 
     def model_inputs(self) -> list[Buffer]:
-        """Returns the EP inputs of the graph.
-
-        Returns:
-            Buffers in the order of :meth:`EPBatchManager.input_types`.
+        """Returns the graph's EP inputs, in the order of ``input_types()``.
 
         Raises:
             RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
         """
-        if self._pointers is None:
-            raise RuntimeError(
-                "EPCommInitializer has no memory: call ep_init(session) first "
-                "(and do not close() before the last run)"
-            )
+        self._check_open("model_inputs")
+        assert self._pointers is not None
         return [buffer for group in self._counters for buffer in group] + [
             Buffer.from_numpy(self._pointers[group, kind])
             for kind in (_SEND, _RECV, _COUNTS)
@@ -303,11 +284,7 @@ class EPCommInitializer:
                 f"process; with n_nodes={self.config.n_nodes} close() and "
                 "ep_init() in every process"
             )
-        if self._pointers is None:
-            raise RuntimeError(
-                "EPCommInitializer.reset before ep_init, or after close; call "
-                "ep_init(session) first"
-            )
+        self._check_open("reset")
         # A kernel that still waits, on another GPU, could write to a rank that
         # is cleared already.
         self._synchronize()

@@ -7,11 +7,14 @@ from weakref import WeakKeyDictionary
 
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from ..config import EPConfig
 from ..graph.builders import call_ep_init
 from ..limits import NUM_GROUPS
+
+SETUP_GRAPH = "max_ep_init"
+"""Name of the graph."""
 
 _setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
     WeakKeyDictionary()
@@ -26,12 +29,17 @@ def setup_model(session: InferenceSession, config: EPConfig) -> Model:
     kind = (config.target, config.n_local_devices, config.sizes().setup_words)
     models = _setup_models.setdefault(session, {})
     if kind not in models:
-        models[kind] = session.load(_setup_graph(config))
+        models[kind] = session.load(setup_graph(config))
     return models[kind]
 
 
-def _setup_graph(config: EPConfig) -> Graph:
-    """Builds the graph that runs ``max_ep.init`` for one rank on each device."""
+def setup_graph(config: EPConfig, module: Module | None = None) -> Graph:
+    """Builds the graph that runs ``max_ep.init`` for one rank on each device.
+
+    Args:
+        config: The group.
+        module: Takes the graph; graphs of a module compile in about the time of one.
+    """
     cpu = DeviceRef.CPU()
     types: list[BufferType | TensorType] = []
     n_devices = config.n_local_devices
@@ -40,7 +48,7 @@ def _setup_graph(config: EPConfig) -> Graph:
         # The number of counters is left open: one graph serves all sizes.
         types += [BufferType(DType.int32, ["counters_words"], device)] * NUM_GROUPS
         types.append(TensorType(DType.int64, [config.sizes().setup_words], cpu))
-    with Graph("max_ep_init", input_types=types) as graph:
+    with Graph(SETUP_GRAPH, input_types=types, module=module) as graph:
         outputs = []
         for i in range(0, len(types), 3):
             group_0, group_1, words = graph.inputs[i : i + 3]

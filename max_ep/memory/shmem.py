@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVSHMEM's host side: symmetric memory of GPU ranks on several hosts.
 
-The NVSHMEM that MAX ships keeps all its host state in thread-local variables: a
-thread is a PE (SHMEM's word for a rank). Whoever allocates, frees or registers
-kernels must be the thread that joined, and joining, allocating and freeing are
-collective, so the threads of one process must be in them at the same time. MAX
-says nothing about the threads that ops run on, so each local rank gets a thread
-here that does nothing else.
+The NVSHMEM that MAX ships keeps all its host state in thread-local variables: a thread
+is a PE (SHMEM's word for a rank). Whoever allocates, frees or registers kernels must be
+the thread that joined. Joining, allocating and freeing are collective, so the threads
+of one process must be in them at the same time. MAX says nothing about the threads that
+ops run on, so each local rank gets a thread here that does nothing else.
 
-Processes find each other through MPI (Open MPI: ``mpirun`` starts them), and
-rank = ``mpi_rank * n_gpus_per_node + local rank``. Needs the extra
-``max_ep[shmem]``; decision note 0010 says why it is built so.
-One file, since all of it must run on the threads that it makes.
+Processes find each other through MPI (``mpirun`` starts them), and rank = ``mpi_rank *
+n_gpus_per_node + local rank``. Needs the extra ``max_ep[shmem]``; see decision 0010.
 """
 
 from __future__ import annotations
@@ -86,15 +83,8 @@ class _Libraries:
         """Returns whether all processes give the same bytes; collective."""
         digest = hashlib.sha256(what).digest()
         everybodys = ctypes.create_string_buffer(_DIGEST_BYTES * self.size)
-        self.mpi.MPI_Allgather(
-            digest,
-            _DIGEST_BYTES,
-            self.byte,
-            everybodys,
-            _DIGEST_BYTES,
-            self.byte,
-            self.world,
-        )
+        n_of = _DIGEST_BYTES, self.byte
+        self.mpi.MPI_Allgather(digest, *n_of, everybodys, *n_of, self.world)
         return everybodys.raw == digest * self.size
 
     def barrier(self) -> None:
@@ -153,17 +143,11 @@ class _Pe:
         # nvshmemx_init_attr_t, version 1: version, mpi_comm *, then arguments:
         # version, unique id (version, id *, local rank, local ranks).
         attributes = ctypes.create_string_buffer(144)
-        struct.pack_into(
-            "i4xQ i4x i4xQii",
-            attributes,
-            0,
-            (1 << 16) + 144,
-            ctypes.addressof(libraries.world),
-            (1 << 16) + 128,
-            (1 << 16) + 24,
-            0,
-            local,
-            n_local,
+        versions = [(1 << 16) + n_bytes for n_bytes in (144, 128, 24)]
+        world = ctypes.addressof(libraries.world)
+        layout = struct.Struct("i4xQ i4x i4xQii")
+        layout.pack_into(
+            attributes, 0, versions[0], world, *versions[1:], 0, local, n_local
         )
         shmem = libraries.shmem
         status = shmem.nvshmemx_hostlib_init_attr(_INIT_WITH_MPI_COMM, attributes)
@@ -198,19 +182,15 @@ class _Membership:
         self.libraries = libraries
         self.pes = [_Pe(i) for i in range(len(contexts))]
         n = len(contexts)
-        numbers = self.on_all(
-            60.0,
-            lambda i: self.pes[i].join(libraries, i, n, contexts[i]),
-            "joining SHMEM",
-        )
+        join = lambda i: self.pes[i].join(libraries, i, n, contexts[i])  # noqa: E731
+        numbers = self.on_all(60.0, join, "joining SHMEM")
         want = [(libraries.rank * n + i, libraries.size * n) for i in range(n)]
         if numbers != want:
             raise RuntimeError(f"max_ep: SHMEM numbers ranks {numbers}, not {want}")
         self._table = (ctypes.c_uint64 * (2 + 2 * _MAX_MODULES))()
         # Kept alive: ops call it as long as the process runs.
-        self._callback = ctypes.CFUNCTYPE(
-            ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64
-        )(self._register)
+        int64, uint64 = ctypes.c_int64, ctypes.c_uint64
+        self._callback = ctypes.CFUNCTYPE(int64, int64, uint64)(self._register)
         self._table[0] = ctypes.cast(self._callback, ctypes.c_void_p).value
         os.environ[_MODULES_VARIABLE] = str(ctypes.addressof(self._table))
         atexit.register(self._leave)
@@ -242,10 +222,9 @@ class _Membership:
             return -1
 
     def _leave(self) -> None:
+        leave = lambda i: self.pes[i].leave(self.libraries)  # noqa: E731
         try:
-            self.on_all(
-                20.0, lambda i: self.pes[i].leave(self.libraries), "leaving SHMEM"
-            )
+            self.on_all(20.0, leave, "leaving SHMEM")
             self.libraries.mpi.MPI_Finalize()
         except (TimeoutError, RuntimeError) as error:
             print(error, file=sys.stderr)
@@ -256,11 +235,7 @@ _membership: _Membership | None = None
 
 
 def mpi_rank() -> tuple[int, int]:
-    """Returns the number of this process and how many there are; starts MPI.
-
-    Raises:
-        RuntimeError: If SHMEM is not installed here.
-    """
+    """Returns the number of this process and how many there are; starts MPI."""
     global _libraries
     if _libraries is None:
         _libraries = _Libraries()
@@ -288,13 +263,6 @@ class ShmemMemory:
             region_bytes: Bytes of one region.
             fingerprint: What must be the same in all processes.
             timeout_s: How long to wait for them.
-
-        Raises:
-            ValueError: If this is another process than ``node_id``, or a
-                process has another configuration.
-            MemoryError: If a GPU has no room.
-            TimeoutError: If a process does not come.
-            RuntimeError: If SHMEM is not installed, or fails.
         """
         global _membership
         if mpi_rank() != (node_id, n_nodes):
@@ -354,11 +322,9 @@ class ShmemMemory:
         return self._addresses
 
     def connect(self, timeout_s: float) -> list[int]:
-        """Waits until all processes have cleared their regions.
+        """Waits until all processes have cleared their regions; returns addresses.
 
-        Returns:
-            The address of every rank's region; 0 for ranks of other processes,
-            which are reached by puts to the own address.
+        0 for ranks of other processes, which are reached by puts to the own address.
         """
         assert _libraries is not None
         self._on_first(_libraries.barrier, "joining the group")

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symmetric memory of CPU ranks: one region a rank, mapped by every peer.
 
-`LocalMemory` serves ranks of one process. `SharedMemory` serves one process a
-node through POSIX shared memory:
+`LocalMemory` serves ranks of one process, `SharedMemory` one process a node through
+POSIX shared memory. Each process creates a segment, named after group and node,
+prepares its regions, marks it ready, and maps its peers' segments. Once all peers have
+mapped it, it removes the segment's *name*: the memory then goes with the last mapping,
+however the processes end. A process that dies before leaves its name. The next group of
+that name replaces it, and no peer maps it.
 
-* Each process creates one segment, named after group and node, prepares its
-  regions, and marks it ready; then it maps its peers' segments.
-* Once all peers have mapped it, a process removes its segment's *name*. From
-  then on nothing is left to clean up, however the processes end: the memory
-  goes with the last mapping.
-* A process that dies before leaves its name. The next group of that name sees
-  that the owner is dead and replaces it; a peer never maps a dead owner's.
-
-One file that needs nothing but Python: tests' processes load it without MAX.
+This file needs nothing but Python: tests' processes load it without MAX.
 """
 
 from __future__ import annotations
 
 import _posixshmem  # CPython's own wrapper of shm_open, as in multiprocessing
+import contextlib
 import ctypes
 import errno
 import json
@@ -52,14 +49,9 @@ def _address(memory: mmap.mmap) -> int:
 
 
 class LocalMemory:
-    """Regions of ranks that share this process: one mapping a rank.
-
-    Pages are taken from the system when they are first written, so the size
-    is an upper bound of what is used.
-    """
+    """Zeroed regions of ranks that share this process; pages are taken when written."""
 
     def __init__(self, n_ranks: int, region_bytes: int) -> None:
-        """Maps the regions of this process's ranks, zeroed."""
         self._maps: list[mmap.mmap] = []
         try:
             for _ in range(n_ranks):
@@ -110,7 +102,7 @@ class _Owner:
 
 
 def _start_time(pid: int) -> str:
-    """Returns when a process started, "" where the system does not tell."""
+    """Returns when a process started, "" where the system does not say."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             # The command, in brackets, may hold spaces; field 22 is the start.
@@ -126,10 +118,8 @@ def _segment_name(group: str, node_id: int) -> str:
 
 
 def _unlink(name: str) -> None:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         _posixshmem.shm_unlink(name)
-    except FileNotFoundError:
-        pass
 
 
 def _exists(name: str) -> bool:
@@ -167,10 +157,6 @@ def _read_owner(memory: mmap.mmap) -> _Owner | None:
     return _Owner(**json.loads(bytes(memory[start : start + length])))
 
 
-def _is_ready(memory: mmap.mmap) -> bool:
-    return bytes(memory[: len(_READY)]) == _READY
-
-
 def _open(name: str) -> mmap.mmap | None:
     """Maps a segment, None if there is none of its full size."""
     try:
@@ -197,22 +183,15 @@ class SharedMemory:
         region_bytes: int,
         fingerprint: str,
     ) -> None:
-        """Creates this process's segment, zeroed and not yet visible as ready.
+        """Creates this process's segment, zeroed and not yet marked ready.
 
         Args:
-            group: Name of the group, the same in all its processes and in no
-                other group alive on this machine.
+            group: Name of the group; no other alive on this machine may have it.
             node_id: This process, ``[0, n_nodes)``.
             n_nodes: Processes of the group.
             n_local_ranks: Ranks a process drives.
             region_bytes: Bytes of one region.
             fingerprint: What all processes must agree on, as text.
-
-        Raises:
-            ValueError: If there are too many nodes, or no file can have the group's
-                name.
-            RuntimeError: If a living process already has this place.
-            MemoryError: If the shared-memory file system is too small.
         """
         if n_nodes > _PAGE - _MAPPED_AT:
             raise ValueError(f"n_nodes={n_nodes} is above {_PAGE - _MAPPED_AT}")
@@ -221,11 +200,8 @@ class SharedMemory:
                 f"group={group!r} names a file: pass 1 to {_GROUP_BYTES} bytes "
                 "without '/'"
             )
-        self._group = group
-        self._node_id = node_id
-        self._n_nodes = n_nodes
-        self._n_local_ranks = n_local_ranks
-        self._region_bytes = region_bytes
+        self._group, self._node_id, self._n_nodes = group, node_id, n_nodes
+        self._n_local_ranks, self._region_bytes = n_local_ranks, region_bytes
         self._owner = _Owner.myself(fingerprint)
         self._name = _segment_name(group, node_id)
         self._is_named = False
@@ -255,8 +231,7 @@ class SharedMemory:
             raise self._taken_by("a process that began at the same time") from None
         self._is_named = True
         try:
-            # Taken now: a full file system must fail here with an error, not
-            # later with a SIGBUS in a kernel.
+            # Now: a full file system must fail here, not with a SIGBUS in a kernel.
             os.posix_fallocate(handle, 0, n_bytes)
             self._mine = mmap.mmap(handle, n_bytes)
             _write_owner(self._mine, self._owner)
@@ -265,7 +240,7 @@ class SharedMemory:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise MemoryError(
-                f"max_ep: no room for {n_bytes} bytes of shared memory for node "
+                f"max_ep: no space for {n_bytes} bytes of shared memory for node "
                 f"{self._node_id} ({shared_memory_free()} bytes are free). "
                 "Enlarge it (`mount -o remount,size=...` on /dev/shm, "
                 "`docker run --shm-size=...`) or lower max_tokens_per_rank; "
@@ -291,18 +266,7 @@ class SharedMemory:
         return [base + i * self._region_bytes for i in range(self._n_local_ranks)]
 
     def connect(self, timeout_s: float) -> list[int]:
-        """Marks the regions ready and maps every peer's.
-
-        Args:
-            timeout_s: How long to wait for the peers.
-
-        Returns:
-            The address of every rank's region, in this process.
-
-        Raises:
-            TimeoutError: If a peer does not come; names it.
-            ValueError: If a peer has another configuration.
-        """
+        """Marks the regions ready, maps the peers', and returns all addresses."""
         assert self._mine is not None
         deadline = time.monotonic() + timeout_s
         self._mine[: len(_READY)] = _READY
@@ -332,7 +296,8 @@ class SharedMemory:
             if memory is None:
                 return None
             owner = _read_owner(memory)
-            if owner is None or (owner.is_alive() and not _is_ready(memory)):
+            is_ready = memory[: len(_READY)] == _READY
+            if owner is None or (owner.is_alive() and not is_ready):
                 found = "its segment is not ready"
             elif memory[_MAPPED_AT + self._node_id]:
                 # Mapped before, by an earlier group of this name in this
@@ -414,11 +379,9 @@ class SharedMemory:
 
 def _poll(ask: Callable[[], object], deadline: float):  # noqa: ANN202
     """Calls ``ask`` until it answers or the time is up; returns its answer."""
-    while True:
-        answer = ask()
-        if answer or time.monotonic() > deadline:
-            return answer
+    while not (answer := ask()) and time.monotonic() <= deadline:
         time.sleep(_POLL_S)
+    return answer
 
 
 def shared_memory_free() -> int:

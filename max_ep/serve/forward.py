@@ -22,13 +22,8 @@ from ..graph.moe import through_experts
 def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
     """Runs a router: Qwen3's in one op behind its product, others as MAX does.
 
-    Args:
-        gate: A layer's router.
-        x: ``[n_tokens, hidden_size]``.
-
-    Returns:
-        Expert ids and weights, each ``[n_tokens, top_k]``. Qwen3's weights are float32,
-        where MAX rounds them to the dtype of ``x``.
+    Returns ids and weights, ``[n_tokens, top_k]``. Qwen3's weights are float32, where
+    MAX rounds them to the dtype of ``x``.
     """
     if type(gate) is not Qwen3MoEGate:
         return gate(x)
@@ -38,15 +33,9 @@ def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
 def forward_layers(
     shards: Sequence[Any], xs: list[TensorValue], *eplb: Any
 ) -> list[TensorValue]:
-    """Replaces MAX's ``forward_moe_sharded_layers``.
+    """Replaces MAX's ``forward_moe_sharded_layers``; the result on each device.
 
-    Args:
-        shards: The layer of each device. Layers without experts are left to MAX.
-        xs: Tokens of each device.
-        eplb: MAX's load balancing of experts, which max_ep does not use: None.
-
-    Returns:
-        The layer's result on each device.
+    Layers without experts are left to MAX. ``eplb``, its load balancing, is None.
     """
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_moe_sharded_layers(shards, xs, *eplb)

@@ -39,14 +39,7 @@ class MiniMaxM2Gate(SigmoidTopKRouter):
     """MAX's router, and plain ops on the CPU, where MAX's kernel does not run."""
 
     def __call__(self, hidden_states: TensorValue) -> tuple[TensorValue, TensorValue]:
-        """Routes tokens.
-
-        Args:
-            hidden_states: ``[n_tokens, hidden_dim]``.
-
-        Returns:
-            Expert ids and weights, each ``[n_tokens, num_experts_per_token]``.
-        """
+        """Returns ids and weights, ``[n_tokens, num_experts_per_token]``."""
         if not hidden_states.device.is_cpu():
             return super().__call__(hidden_states)
         scores = ops.sigmoid(self._gate_logits(hidden_states).cast(DType.float32))

@@ -38,11 +38,7 @@ _logger = logging.getLogger("max.pipelines.max_ep")  # MAX shows only such names
 @contextmanager
 def using_max_ep(*modules: ModuleType) -> Iterator[None]:
     """Replaces names in MAX's modules: those of ``hopper.py`` everywhere, and in
-    ``modules`` the manager and the way through MoE layers.
-
-    Args:
-        modules: Modules of MAX's models.
-    """
+    ``modules``, of models, the manager and the way through MoE layers."""
     ours = [
         (module, name, value)
         for module in modules
@@ -112,13 +108,9 @@ class ExpertParallelModel:
         _logger.info("max_ep: %s", _summary(model_config.ep_config))
 
     def prepare_initial_token_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a step's inputs; see MAX's model.
+        """Makes a step's inputs, and checks the group about once a second.
 
         Every step begins here, also one that replays a captured graph.
-
-        Raises:
-            RuntimeError: If a dispatch or a combine has failed on a GPU, at most about
-                a second ago; names the rank that did not come.
         """
         now = time.monotonic()
         if self.ep_comm_initializer and now - self._checked_s > _CHECK_EVERY_S:

@@ -26,9 +26,7 @@ from max.nn.moe import MoE, MoEGate
 from max.nn.norm import RMSNorm
 from max.nn.transformer import Transformer, TransformerBlock
 from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
-from max.pipelines.lib.interfaces.batch_processor import (
-    ragged_kv_symbolic_input_tree,
-)
+from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
 from .. import EPBatchManager
 from ..experts import grouped_swiglu
@@ -40,13 +38,7 @@ class OneDeviceMoe(MoE):
     """MAX's MoE layer, with dispatch and combine between ranks of one device."""
 
     def __init__(self, manager: EPBatchManager, gate_dtype: DType, **kwargs: Any):
-        """Makes the layer.
-
-        Args:
-            manager: Of a group whose ranks are all on this device.
-            gate_dtype: Dtype of the router's weights; MAX's layer has bfloat16.
-            kwargs: Arguments of MAX's ``MoE``.
-        """
+        """Makes MAX's ``MoE`` of these ``kwargs``, with a router of ``gate_dtype``."""
         super().__init__(**kwargs)
         self._manager = manager
         self.gate = self.gate_cls(
@@ -58,14 +50,7 @@ class OneDeviceMoe(MoE):
         )
 
     def __call__(self, x: TensorValue) -> TensorValue:
-        """Runs the layer.
-
-        Args:
-            x: ``[n_tokens, hidden_dim]``.
-
-        Returns:
-            The same shape and dtype.
-        """
+        """Runs the layer on ``[n_tokens, hidden_dim]``."""
         n_ranks = self._manager.config.n_gpus_per_node
         slices = [_slices(values, n_ranks) for values in (x, *route(self.gate, x))]
         sums = through_experts(self._manager, *slices, self._experts_of)
@@ -150,9 +135,8 @@ class OneDeviceDecoder(Transformer):
 
         def mlp(layer_idx: int) -> Module:
             if layer_idx in dense_layers:
-                return MLP(
-                    dtype, None, hidden, config.intermediate_size, config.devices
-                )
+                sizes = hidden, config.intermediate_size
+                return MLP(dtype, None, *sizes, config.devices)
             return OneDeviceMoe(
                 self._manager,
                 gate_dtype=getattr(config, "gate_dtype", None) or dtype,
@@ -199,12 +183,7 @@ class OneDeviceDecoder(Transformer):
         )
 
     def graph_specs(self, model: Any, name: str) -> dict[str, GraphSpec]:
-        """Loads the weights, and returns what MAX compiles.
-
-        Args:
-            model: The pipeline model.
-            name: Of the graph.
-        """
+        """Loads a pipeline model's weights, and returns what MAX compiles."""
         self.load_state_dict(
             model.state_dict,
             override_quantization_encoding=True,
@@ -233,10 +212,7 @@ class OneDeviceDecoder(Transformer):
         custom_extensions: Iterable[Path] = (),
         is_device_graph: bool = False,
     ) -> Graph:
-        """Traces the graph; its inputs are the leaves of :meth:`input_tree`.
-
-        The arguments are those of MAX's modules.
-        """
+        """Traces the graph; its inputs are the leaves of :meth:`input_tree`."""
         n_ep = len(self._manager.input_types())
 
         def forward(

@@ -98,15 +98,9 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         pipeline_config: MAX's ``PipelineConfig``.
         shape: The sizes of the MoE layers.
         dtype: Dtype of the model, and on the wire: bfloat16 or float32.
-
-    Raises:
-        ValueError, TypeError: If the flags, the environment or the model do not fit
-            each other; says which.
     """
-    runtime, degree = (
-        pipeline_config.runtime,
-        pipeline_config.model.data_parallel_degree,
-    )
+    runtime = pipeline_config.runtime
+    degree = pipeline_config.model.data_parallel_degree
     n, on_cpu = n_devices(pipeline_config), is_on_cpu(pipeline_config)
     if not on_cpu and n > 1 and degree != n:
         raise ValueError(
@@ -149,9 +143,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         protocol=_protocol(),
         timeout_s=_timeout_s(),
     )
-    if not config.is_by_rank:
-        return config
-    return replace(config, combine_mode="sums")
+    return replace(config, combine_mode="sums") if config.is_by_rank else config
 
 
 def _protocol() -> str:
