@@ -81,7 +81,8 @@ def build_layer(config: EPConfig, manager: EPBatchManager, module: Module) -> No
     cpu, f32 = DeviceRef.CPU(), DType.float32
     n_local = config.n_local_experts
     ranks = range(N_RANKS)
-    types = [TensorType(f32, [f"n_tokens_{r}", HIDDEN_SIZE], cpu) for r in ranks]
+    # One size for all ranks: their ops are the same, and compile once.
+    types = [TensorType(f32, ["n_tokens", HIDDEN_SIZE], cpu) for _ in ranks]
     types.append(TensorType(f32, [N_EXPERTS, HIDDEN_SIZE], cpu))
     for _ in ranks:
         types.append(TensorType(f32, [n_local, 2 * MOE_DIM, HIDDEN_SIZE], cpu))
@@ -211,8 +212,7 @@ def run_demo() -> int:
         progress.update(task, advance=1, description="symmetric memory")
         comm.ep_init(session, models[SETUP_GRAPH])
         progress.update(task, advance=1)
-        # np.array_split: the last ranks have a token fewer.
-        x = np.array_split(tokens, N_RANKS)
+        x = np.split(tokens, N_RANKS)
         topk_ids: list[np.ndarray] = []
         for i, weights in enumerate(layers):
             progress.update(task, description=f"layer {i}: dispatch, experts, combine")
