@@ -97,7 +97,7 @@ class RoundTrip:
         # FP8 rows cannot be combined as they are; these stand for the experts'.
         n_rows = self.config.get_max_recv_tokens()
         self._expert_rows = rows(n_rows) if self.config.is_quantized else []
-        self.name = f"round_trip_{self.config.token_format}_{shape.name}_{protocol}"
+        self._name = f"round_trip_{wire}_{shape.name}_{protocol}"
         self._add_graph(module)
         self._comm = EPCommInitializer(self.config)
 
@@ -126,7 +126,7 @@ class RoundTrip:
             inputs += types(DType.bfloat16, rows)
         manager, ranks = EPBatchManager(config), list(range(n))
         all_types = [*inputs, *manager.input_types()]
-        with Graph(self.name, input_types=all_types, module=module) as graph:
+        with Graph(self._name, input_types=all_types, module=module) as graph:
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
             manager.fetch_buffers(graph.inputs[len(inputs) :])
             dispatched = manager.ep_dispatch_all(values[:n], values[n : 2 * n], ranks)
@@ -205,8 +205,8 @@ def measure(session: InferenceSession, shape: Shape, wire: str, n_cores: int) ->
     trips = {p: RoundTrip(module, shape, wire, p) for p in PROTOCOLS}
     try:
         models = session.load_all(module, custom_extensions=[extension_path()])
-        for trip in trips.values():
-            trip.start(session, models[trip.name])
+        for trip, model in zip(trips.values(), models.values()):
+            trip.start(session, model)
             trip.check()
         n_bytes = trips[PROTOCOLS[0]].bytes_to_move()
         times = sample(

@@ -180,13 +180,14 @@ def run_demo() -> int:
     begin = time.perf_counter()
     text = resources.files("max_ep").joinpath("data/declaration.txt").read_text()
     tokens = embed(text)
+    tokens = tokens[: len(tokens) // N_RANKS * N_RANKS]  # as many on each rank
     config = EPConfig(
         dispatch_dtype=DType.float32,
         combine_dtype=DType.float32,
         hidden_size=HIDDEN_SIZE,
         top_k=TOP_K,
         n_experts=N_EXPERTS,
-        max_tokens_per_rank=-(-len(tokens) // N_RANKS),
+        max_tokens_per_rank=len(tokens) // N_RANKS,
         n_gpus_per_node=N_RANKS,
         n_nodes=1,
         target="cpu",

@@ -126,6 +126,9 @@ def run_doctor() -> int:
             f"{', ...' * (len(missing) > 3)} (uv pip install 'max[serve]==26.7.*')"
         )
     say("serving", not missing, text, is_needed=False)
+    version = _version("torch")
+    text = version or "PyTorch programs need it: pip install 'max_ep[torch]'"
+    say("torch", bool(version), text, is_needed=False)
     print()
     if can_run:
         print(f"target='auto' would use: {'gpu' if n_gpus else 'cpu'}.")

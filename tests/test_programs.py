@@ -97,7 +97,7 @@ def test_plan_of_a_token_a_rank(plan: Callable[[str], str]) -> None:
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
     printed = plan(f"{sizes} --protocol by_rank")
     # Entries of 8 bytes, and tokens: once a source, not once an expert; then, for
-    # GPU ranks, 256 early tokens and 4 flags a token.
+    # GPU ranks, 256 inline-flag tokens and 4 flags a token.
     n_bytes = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * (7168 * 2 + 16) + 4 * 4096 * 4 * 8
     line = next(x for x in printed.splitlines() if "dispatch recv" in x)
     assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
@@ -197,7 +197,15 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path, command: str) -> None:
 def test_doctor_finds_a_machine_that_can_run() -> None:
     printed = run("max-ep doctor")
     assert "FAIL" not in printed
-    for what in ("max", "mojo", "shared memory", "compile cache", "serving", "cpu"):
+    for what in (
+        "max",
+        "mojo",
+        "shared memory",
+        "compile cache",
+        "serving",
+        "cpu",
+        "torch",
+    ):
         assert what in printed
     assert "by_rank" in printed
 
@@ -300,25 +308,42 @@ def demo() -> Iterator[ModuleType]:
     MAX does not find a graph in its cache that is built in a process again: it holds
     the paths of op packages, and the second time other ones (`_analysis_cache`).
     """
-    from max.engine import InferenceSession
-
     from max_ep import demo
 
-    load_all, models = InferenceSession.load_all, {}
+    compile_graphs, models = demo.compile_graphs, []
 
-    def load_once(session, module, **options):
+    def compile_once(session, config):
         if not models:
-            models.update(load_all(session, module, **options))
-        return models
+            models.append(compile_graphs(session, config))
+        return models[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InferenceSession, "load_all", load_once)
+        patch.setattr(demo, "compile_graphs", compile_once)
         yield demo
 
 
 def test_demo_agrees_with_a_plain_moe(demo, capsys) -> None:
     assert demo.run_demo() == 0
     assert "OK" in capsys.readouterr().out
+
+
+def test_demo_compares_with_what_torch_computes() -> None:
+    import torch
+
+    from max_ep.demo import HIDDEN_SIZE, N_EXPERTS, TOP_K, LayerWeights, plain_moe
+
+    weights = LayerWeights.random(7)
+    router, gate_up, down = map(torch.from_numpy, vars(weights).values())
+    x = torch.randn(50, HIDDEN_SIZE, generator=torch.Generator().manual_seed(8))
+    normed = torch.nn.functional.rms_norm(x, [HIDDEN_SIZE], eps=1e-6)
+    top, ids = torch.topk(torch.softmax(normed @ router.T, dim=1), TOP_K, dim=1)
+    top, result = top / top.sum(dim=1, keepdim=True), x.clone()
+    for expert in range(N_EXPERTS):
+        rows, choice = torch.nonzero(ids == expert, as_tuple=True)
+        gate, up = (normed[rows] @ gate_up[expert].T).chunk(2, dim=1)
+        y = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+        result.index_add_(0, rows, top[rows, choice, None] * y)
+    assert np.allclose(plain_moe(x.numpy(), weights), result, atol=1e-5)
 
 
 def test_demo_notices_a_wrong_result(demo, monkeypatch) -> None:
