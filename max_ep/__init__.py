@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert-parallel dispatch and combine for MAX graphs.
 
-The names up to ``estimate_ep_memory_usage`` are those of ``max.nn.comm.ep``.
+It has the names of ``max.nn.comm.ep``, and some more.
 """
 
 import importlib

@@ -248,7 +248,7 @@ RETIRED = {
     r"\brooms\b|\b\w+_room\b|\broom[:=]": "preallocated outputs",
     r"(?i)\b(sending|receiving|waiting) hal(f|ves)\b|halves_": "send or receive phase",
     r"(?i)early[ _]tokens?\b": "inline-flag tokens",
-    r"\b\w*send_tokens\w*|\btokens_are_sent\b": "nothing: it was removed",
+    r"\b(?!num_max_)\w*send_tokens\w*|\btokens_are_sent\b": "nothing: it was removed",
     r"(?i)\bunits?\b(?! tests?)": "token, chunk, vector",
     r"(?i)\bcarried choices?\b|\bn_carried\b": "routing metadata",
     r"\bnoted\b|\bnotes (what|how|which|that)\b": "record, saved",

@@ -220,7 +220,7 @@ class EPCommInitializer:
     def _check_open(self, method: str) -> None:
         if self._pointers is None:
             raise RuntimeError(
-                f"EPCommInitializer.{method} before ep_init, or after close; call "
+                f"EPCommInitializer.{method} before ep_init, or after close(); call "
                 "ep_init(session) first"
             )
 
