@@ -49,17 +49,7 @@ def sources_hash() -> str:
 
 
 def run_mojo(*args: str) -> str:
-    """Runs the bundled ``mojo`` in the sources' folder.
-
-    Args:
-        args: Its arguments; relative paths count from :func:`mojo_dir`.
-
-    Returns:
-        What it printed.
-
-    Raises:
-        RuntimeError: If it fails; carries what it said.
-    """
+    """Runs the bundled ``mojo`` in the sources' folder; returns what it printed."""
     done = subprocess_run_mojo(
         list(args),
         cwd=mojo_dir(),
@@ -106,13 +96,7 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
 
 
 def load_ops(graph: Graph, package: str = "max_ep", with_shmem: bool = False) -> None:
-    """Makes the ops of a package known to a graph, once.
-
-    Args:
-        graph: The graph under construction.
-        package: Folder below :func:`mojo_dir`.
-        with_shmem: As in :func:`extension_path`.
-    """
+    """Makes the ops of an :func:`extension_path` known to a graph, once."""
     path = extension_path(package, with_shmem)
     if path not in graph.kernel_libraries_paths:
         graph._import_kernels([path])

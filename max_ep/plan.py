@@ -42,9 +42,7 @@ def _in_options(error: str, names: Mapping[str, str]) -> str:
 def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
     """Prints the protocol and the bytes of every buffer; 2 for what cannot be.
 
-    Args:
-        options: Fields of ``EPConfig``, dtypes by their short names.
-        names: What the command line calls those fields.
+    ``options`` has fields of ``EPConfig``, ``names`` what the command line calls them.
     """
     fields = {name: value for name, value in vars(options).items() if name != "command"}
     make_quant_config = BY_SHORT_NAME[options.dispatch_dtype].make_quant_config

@@ -95,7 +95,7 @@ class Statistics:
             from matplotlib.figure import Figure
         except ImportError:
             raise RuntimeError(
-                "max-ep stats --plot needs matplotlib; pip install matplotlib"
+                "a plot needs matplotlib; pip install matplotlib"
             ) from None
         figure = Figure(figsize=(12, 3.6), layout="constrained")
         axes = figure.subplots(1, 3)
@@ -156,22 +156,17 @@ def _histogram(rows: np.ndarray) -> list[str]:
 
 def run_stats(options: argparse.Namespace) -> int:
     """Runs ``max-ep stats``; returns the exit status."""
+    about = ""
     try:
         statistics = Statistics.load(options.file)
         print(statistics.text())
         if options.plot:
-            _plot(statistics, options.plot)
+            about = f"--plot {options.plot}: "
+            statistics.plot(options.plot)
+            print(f"\n{options.plot}")
+    except BrokenPipeError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"max-ep stats: {error}", file=sys.stderr)
+        print(f"max-ep stats: {about}{error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _plot(statistics: Statistics, path: str) -> None:
-    try:
-        statistics.plot(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--plot {path}: {error}") from error
-    print(f"\n{path}")

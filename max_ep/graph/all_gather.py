@@ -157,10 +157,7 @@ class AllGatherTokenDispatcher:
         return list(range(self.config.n_gpus_per_node))
 
     def initializer(self) -> EPCommInitializer:
-        """Makes what allocates the memory.
-
-        Its ``model_inputs()`` are the graph's last inputs.
-        """
+        """Makes what allocates the memory; its ``model_inputs()`` are the EP inputs."""
         return EPCommInitializer(self.config)
 
     def input_types(self) -> list[TensorType | BufferType]:
@@ -168,14 +165,7 @@ class AllGatherTokenDispatcher:
         return self._manager.input_types()
 
     def fetch_buffers(self, input_vals: Sequence[Value]) -> None:
-        """Takes the buffers from the graph's inputs.
-
-        Args:
-            input_vals: The inputs declared by :meth:`input_types`, in order.
-
-        Raises:
-            ValueError: If there are more or fewer.
-        """
+        """Takes the graph's inputs that :meth:`input_types` declares, in order."""
         self._routing_map, self._n_gathered = [], []
         self._manager.fetch_buffers(input_vals)
 
@@ -203,20 +193,18 @@ class AllGatherTokenDispatcher:
             TypeError: If a dtype does not fit.
             ValueError: If a shape, device or number of values does not.
         """
-        check_one_a_rank(
-            len(self._ranks),
-            hidden_states=hidden_states,
-            probs=probs,
-            routing_map=routing_map,
-        )
-        self._check_hidden(hidden_states)
+        lists = dict(hidden_states=hidden_states, probs=probs, routing_map=routing_map)
+        check_one_a_rank(len(self._ranks), **lists)
+        config = self.config
         for rank, tokens in zip(self._ranks, hidden_states):
-            device = self.config.device(rank)
-            wide = [None, self.top_k]
-            check_value(probs[rank], "probs", DType.float32, wide, device)
-            check_value(routing_map[rank], "routing_map", DType.int32, wide, device)
-            for what, value in (("probs", probs), ("routing_map", routing_map)):
-                check_same_rows("hidden_states", tokens, what, value[rank])
+            device, shape = config.device(rank), [None, config.hidden_size]
+            check_value(tokens, "hidden_states", config.dispatch_dtype, shape, device)
+            for what, values, dtype in (
+                ("probs", probs, DType.float32),
+                ("routing_map", routing_map, DType.int32),
+            ):
+                check_value(values[rank], what, dtype, [None, self.top_k], device)
+                check_same_rows("hidden_states", tokens, what, values[rank])
         gathered = self._manager.ep_dispatch_all(
             hidden_states, routing_map, self._ranks, router_weights=probs
         )
@@ -228,11 +216,7 @@ class AllGatherTokenDispatcher:
     def dispatch_postprocess(
         self, hidden_states: Sequence[TensorValue], probs: Sequence[TensorValue]
     ) -> tuple[list[TensorValue], None, list[TensorValue]]:
-        """Hands everything on: no token is permuted, none counted.
-
-        Returns:
-            ``hidden_states``, None in place of tokens of each expert, ``probs``.
-        """
+        """Hands everything on: no token is permuted, none counted (None)."""
         return list(hidden_states), None, list(probs)
 
     def combine_preprocess(
@@ -260,19 +244,8 @@ class AllGatherTokenDispatcher:
         """
         check_one_a_rank(len(self._ranks), hidden_states=hidden_states)
         self._of_dispatch("token_combine", self._routing_map)
+        config, shape = self.config, [self.global_tokens, self.config.hidden_size]
         for rank, rows in zip(self._ranks, hidden_states):
-            check_value(
-                rows,
-                "hidden_states",
-                self.config.combine_dtype,
-                [self.global_tokens, self.config.hidden_size],
-                self.config.device(rank),
-            )
+            device = config.device(rank)
+            check_value(rows, "hidden_states", config.combine_dtype, shape, device)
         return self._manager.ep_combine_all(hidden_states, None, self._ranks)
-
-    def _check_hidden(self, hidden_states: Sequence[TensorValue]) -> None:
-        config = self.config
-        for rank, tokens in zip(self._ranks, hidden_states):
-            shape = [None, config.hidden_size]
-            dtype = config.dispatch_dtype
-            check_value(tokens, "hidden_states", dtype, shape, config.device(rank))

@@ -12,6 +12,8 @@ or a combination.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, Graph, TensorType, TensorValue
 from max.graph import ops as graph_ops
@@ -23,10 +25,9 @@ from . import ops
 from .checks import (
     check_buffers,
     check_phase,
-    check_rows,
     check_send,
-    check_unsent_rows,
     refuse_if_in_turn,
+    rows_for_op,
     scales_for_op,
     weights_for_op,
 )
@@ -98,23 +99,13 @@ def call_ep_dispatch_async(
             takes them.
     """
     pointers = check_buffers(
-        config,
-        atomic_counter,
-        send_buf_ptrs=send_buf_ptrs,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
+        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
     )
     given = _given_to_dispatch(
         config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
     )
-    ops.call_op(
-        "dispatch_async",
-        config,
-        atomic_counter,
-        given + pointers,
-        ops.dispatch_parameters(config)
-        | {"has_input_scales": input_scales is not None},
-    )
+    scaled = {"has_input_scales": input_scales is not None}
+    ops.call_op("dispatch_async", config, atomic_counter, given + pointers, **scaled)
 
 
 def call_ep_dispatch_wait(
@@ -157,20 +148,9 @@ def call_ep_dispatch_wait(
     """
     if num_tokens is not None:
         raise ValueError("num_tokens is for all-reduce mode, which max_ep lacks")
-    pointers = check_buffers(
-        config,
-        atomic_counter,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
-    )
-    results = ops.call_op(
-        "dispatch_wait",
-        config,
-        atomic_counter,
-        pointers,
-        ops.dispatch_parameters(config),
-        ops.dispatch_types(config, atomic_counter.device),
-    )
+    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
+    types = ops.dispatch_types(config, atomic_counter.device)
+    results = ops.call_op("dispatch_wait", config, atomic_counter, pointers, types)
     return ops.dispatch_results(config, results)
 
 
@@ -196,11 +176,7 @@ def call_ep_dispatch(
         "call_ep_dispatch_async of all ranks, then call_ep_dispatch_wait",
     )
     pointers = check_buffers(
-        config,
-        atomic_counter,
-        send_buf_ptrs=send_buf_ptrs,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
+        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
     )
     given = _given_to_dispatch(
         config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
@@ -210,9 +186,8 @@ def call_ep_dispatch(
         config,
         atomic_counter,
         given + pointers,
-        ops.dispatch_parameters(config)
-        | {"has_input_scales": input_scales is not None},
         ops.dispatch_types(config, atomic_counter.device),
+        has_input_scales=input_scales is not None,
     )
     return ops.dispatch_results(config, results)
 
@@ -235,15 +210,15 @@ def _given_to_dispatch(
 
 
 def call_distributed_ep_dispatch(
-    input_tokens: list[TensorValue],
-    topk_ids: list[TensorValue],
-    atomic_counters: list[BufferValue],
+    input_tokens: Sequence[TensorValue],
+    topk_ids: Sequence[TensorValue],
+    atomic_counters: Sequence[BufferValue],
     send_buf_ptrs: TensorValue,
     recv_buf_ptrs: TensorValue,
     recv_count_ptrs: TensorValue,
     config: EPConfig,
-    input_scales: list[TensorValue] | None = None,
-    router_weights: list[TensorValue] | None = None,
+    input_scales: Sequence[TensorValue] | None = None,
+    router_weights: Sequence[TensorValue] | None = None,
 ) -> list[tuple[TensorValue, ...]]:
     """Adds the dispatch of all local ranks, in the form that can run.
 
@@ -252,26 +227,19 @@ def call_distributed_ep_dispatch(
     Returns:
         The results of :func:`call_ep_dispatch_wait`, one tuple a rank.
     """
-    in_turn = config.runs_ranks_in_turn
-    call = call_ep_dispatch_async if in_turn else call_ep_dispatch
-    results = [
-        call(
-            input_tokens[i],
-            topk_ids[i],
-            counter,
-            send_buf_ptrs,
-            recv_buf_ptrs,
-            recv_count_ptrs,
-            config,
-            input_scales[i] if input_scales else None,
-            router_weights[i] if router_weights else None,
-        )
-        for i, counter in enumerate(atomic_counters)
-    ]
-    if not in_turn:
-        return results
+    pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
+    none = [None] * len(atomic_counters)
+    given = zip(input_tokens, topk_ids, atomic_counters)
+    more = zip(input_scales or none, router_weights or none)
+    if not config.runs_ranks_in_turn:
+        return [
+            call_ep_dispatch(*of_rank, *pointers, config, *optional)
+            for of_rank, optional in zip(given, more)
+        ]
+    for of_rank, optional in zip(given, more):
+        call_ep_dispatch_async(*of_rank, *pointers, config, *optional)
     return [
-        call_ep_dispatch_wait(counter, recv_buf_ptrs, recv_count_ptrs, config)
+        call_ep_dispatch_wait(counter, *pointers[1:], config)
         for counter in atomic_counters
     ]
 
@@ -302,21 +270,10 @@ def call_ep_combine_async(
         src_info: ``src_info`` from that dispatch.
     """
     pointers = check_buffers(
-        config,
-        atomic_counter,
-        send_buf_ptrs=send_buf_ptrs,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
+        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
     )
-    check_rows(config, input_tokens, src_info, atomic_counter.device)
-    rows = [ops.flat_rows(config, value) for value in (input_tokens, src_info)]
-    ops.call_op(
-        "combine_async",
-        config,
-        atomic_counter,
-        rows + pointers,
-        ops.combine_parameters(config),
-    )
+    rows = rows_for_op(config, input_tokens, src_info, atomic_counter.device)
+    ops.call_op("combine_async", config, atomic_counter, rows + pointers)
 
 
 def call_ep_combine_wait(
@@ -348,23 +305,12 @@ def call_ep_combine_wait(
         ``partial_dtype`` by itself; these partial sums are added to the own rank's
         in order of rank.
     """
-    pointers = check_buffers(
-        config,
-        atomic_counter,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
-    )
+    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
     device = atomic_counter.device
     weights = weights_for_op(config, router_weights, num_tokens, device, "combine")
-    check_unsent_rows(config, input_tokens, device)
-    return ops.call_op(
-        "combine_wait",
-        config,
-        atomic_counter,
-        [ops.flat_rows(config, input_tokens), weights, *pointers],
-        ops.combine_parameters(config),
-        [ops.combine_type(config, num_tokens, device)],
-    )[0]
+    values = [*rows_for_op(config, input_tokens, None, device), weights, *pointers]
+    types = [ops.combine_type(config, num_tokens, device)]
+    return ops.call_op("combine_wait", config, atomic_counter, values, types)[0]
 
 
 def call_ep_combine(
@@ -391,36 +337,26 @@ def call_ep_combine(
         "call_ep_combine_async of all ranks, then call_ep_combine_wait",
     )
     pointers = check_buffers(
-        config,
-        atomic_counter,
-        send_buf_ptrs=send_buf_ptrs,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
+        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
     )
     device = atomic_counter.device
-    check_rows(config, input_tokens, src_info, device)
+    rows = rows_for_op(config, input_tokens, src_info, device)
     weights = weights_for_op(config, router_weights, num_tokens, device, "combine")
-    rows = [ops.flat_rows(config, value) for value in (input_tokens, src_info)]
-    return ops.call_op(
-        "combine",
-        config,
-        atomic_counter,
-        [*rows, weights, *pointers],
-        ops.combine_parameters(config),
-        [ops.combine_type(config, num_tokens, device)],
-    )[0]
+    types = [ops.combine_type(config, num_tokens, device)]
+    values = [*rows, weights, *pointers]
+    return ops.call_op("combine", config, atomic_counter, values, types)[0]
 
 
 def call_distributed_ep_combine(
-    input_tokens: list[TensorValue],
-    src_info: list[TensorValue],
-    atomic_counters: list[BufferValue],
+    input_tokens: Sequence[TensorValue],
+    src_info: Sequence[TensorValue],
+    atomic_counters: Sequence[BufferValue],
     send_buf_ptrs: TensorValue,
     recv_buf_ptrs: TensorValue,
     recv_count_ptrs: TensorValue,
     config: EPConfig,
-    num_tokens_per_device: list[Dim],
-    router_weights: list[TensorValue] | None,
+    num_tokens_per_device: Sequence[Dim],
+    router_weights: Sequence[TensorValue] | None,
 ) -> list[TensorValue]:
     """Adds the combine of all local ranks, in the form that can run.
 
@@ -430,27 +366,19 @@ def call_distributed_ep_combine(
         The results of :func:`call_ep_combine_wait`, one a rank.
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
-    local_ranks = range(len(atomic_counters))
-    given = [(input_tokens[i], src_info[i], atomic_counters[i]) for i in local_ranks]
-    rest = [
-        (num_tokens_per_device[i], router_weights[i] if router_weights else None)
-        for i in local_ranks
-    ]
+    given = list(zip(input_tokens, src_info, atomic_counters))
+    weights = router_weights or [None] * len(given)
+    rest = zip(num_tokens_per_device, weights)
     if not config.runs_ranks_in_turn:
         return [
-            call_ep_combine(*given[i], *pointers, config, *rest[i]) for i in local_ranks
+            call_ep_combine(*of_rank, *pointers, config, *more)
+            for of_rank, more in zip(given, rest)
         ]
-    for i in local_ranks:
-        call_ep_combine_async(*given[i], *pointers, config)
+    for of_rank in given:
+        call_ep_combine_async(*of_rank, *pointers, config)
     return [
-        call_ep_combine_wait(
-            atomic_counters[i],
-            *pointers[1:],
-            config,
-            *rest[i],
-            input_tokens[i],
-        )
-        for i in local_ranks
+        call_ep_combine_wait(counter, *pointers[1:], config, *more, rows)
+        for (rows, _, counter), more in zip(given, rest)
     ]
 
 
@@ -479,17 +407,7 @@ def call_ep_watch(
         first bytes of each of its sums), -1 if time was up before.
     """
     check_phase(phase)
-    pointers = check_buffers(
-        config,
-        atomic_counter,
-        recv_buf_ptrs=recv_buf_ptrs,
-        recv_count_ptrs=recv_count_ptrs,
-    )
-    return ops.call_op(
-        "watch",
-        config,
-        atomic_counter,
-        pointers,
-        ops.combine_parameters(config) | {"is_combine": phase == "combine"},
-        [TensorType(DType.int64, [config.n_ranks], atomic_counter.device)],
-    )[0]
+    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
+    types = [TensorType(DType.int64, [config.n_ranks], atomic_counter.device)]
+    which = {"is_combine": phase == "combine"}
+    return ops.call_op("watch", config, atomic_counter, pointers, types, **which)[0]

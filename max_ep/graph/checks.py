@@ -55,6 +55,11 @@ def check_value(
         )
 
 
+def _differ(a: Dim, b: Dim) -> bool:
+    """Returns whether two sizes are known and differ."""
+    return isinstance(a, StaticDim) and isinstance(b, StaticDim) and a != b
+
+
 def check_n_tokens(config: EPConfig, what: str, n_tokens: Dim) -> None:
     if isinstance(n_tokens, StaticDim) and int(n_tokens) > config.max_tokens_per_rank:
         raise ValueError(
@@ -64,9 +69,9 @@ def check_n_tokens(config: EPConfig, what: str, n_tokens: Dim) -> None:
 
 
 def check_buffers(
-    config: EPConfig, counter: BufferValue, **pointers: TensorValue
+    config: EPConfig, counter: BufferValue, *pointers: TensorValue
 ) -> list[TensorValue]:
-    """Checks counters and addresses; returns the latter in the order given."""
+    """Checks counters and addresses; returns the latter: all kinds, or the last."""
     if not isinstance(counter, BufferValue):
         raise TypeError(
             f"atomic_counter is a {type(counter).__name__}; it must be a "
@@ -74,9 +79,10 @@ def check_buffers(
         )
     words = config.sizes().counters_words
     check_value(counter, "atomic_counter", DType.int32, [words], None)
-    for what, value in pointers.items():
+    kinds = ("send_buf_ptrs", "recv_buf_ptrs", "recv_count_ptrs")[-len(pointers) :]
+    for what, value in zip(kinds, pointers):
         check_value(value, what, DType.uint64, [config.n_ranks], DeviceRef.CPU())
-    return list(pointers.values())
+    return list(pointers)
 
 
 def check_send(
@@ -103,19 +109,20 @@ def check_same_rows(
     what: str, value: TensorValue, other: str, other_value: TensorValue
 ) -> None:
     a, b = value.shape[0], other_value.shape[0]
-    if isinstance(a, StaticDim) and isinstance(b, StaticDim) and a != b:
+    if _differ(a, b):
         raise ValueError(
             f"{what} has {a} rows and {other} has {b}; pass as many rows of both, "
             "one a token"
         )
 
 
-def check_rows(
+def rows_for_op(
     config: EPConfig,
     input_tokens: TensorValue,
-    src_info: TensorValue,
+    src_info: TensorValue | None,
     device: DeviceRef,
-) -> None:
+) -> list[TensorValue]:
+    """Checks expert rows, and src_info if given; returns them in two dimensions."""
     rows: list[int | None] = [None]
     if config.is_padded:
         rows = [config.n_local_experts, config.expert_capacity]
@@ -127,52 +134,20 @@ def check_rows(
             f"{config.combine_dtype}. max_ep.dequantize_blockwise_fp8(rows, scales) "
             "makes rows for experts; a cast alone leaves the scales out"
         )
-    check_value(
-        input_tokens,
-        "input_tokens",
-        config.combine_dtype,
-        [*rows, config.hidden_size],
-        device,
-    )
-    check_value(src_info, "src_info", DType.int32, [*rows, 2], device)
-    have, want = input_tokens.shape[0], src_info.shape[0]
-    if isinstance(have, StaticDim) and isinstance(want, StaticDim) and have != want:
-        raise ValueError(
-            f"input_tokens of combine has {have} rows and src_info of the dispatch "
-            f"has {want}; pass the experts' rows of what dispatch delivered, all "
-            f"{want}, each where it was"
-        )
-
-
-def check_weights_come_once(
-    config: EPConfig, router_weights: TensorValue | None, phase: str
-) -> None:
-    """Raises unless the router weights are given to the direction that uses them."""
-    used_by = "dispatch" if config.combines_sums else "combine"
-    if (router_weights is not None) == (phase == used_by):
-        return
-    needs = "needs" if phase == used_by else "takes no"
-    raise ValueError(
-        f"{phase} with combine_mode={config.combine_mode!r} {needs} router weights: "
-        f"{used_by} takes them; pass "
-        + ("those of all tokens" if phase == used_by else "None")
-        + f" to {phase}, or choose another EPConfig.combine_mode"
-    )
-
-
-def check_weights(
-    config: EPConfig, router_weights: TensorValue, num_tokens: Dim, device: DeviceRef
-) -> None:
-    shape = [None, config.n_given_choices]
-    check_value(router_weights, "router_weights", PLAIN_DTYPES, shape, device)
-    check_n_tokens(config, "router_weights", router_weights.shape[0])
-    rows = router_weights.shape[0]
-    if isinstance(rows, StaticDim) and isinstance(num_tokens, StaticDim):
-        if rows != num_tokens:
+    shape = [*rows, config.hidden_size]
+    check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
+    values = [input_tokens]
+    if src_info is not None:
+        check_value(src_info, "src_info", DType.int32, [*rows, 2], device)
+        have, want = input_tokens.shape[0], src_info.shape[0]
+        if _differ(have, want):
             raise ValueError(
-                f"router_weights has {rows} rows, num_tokens is {num_tokens}; pass "
-                "the weights of the tokens that were dispatched, a row each"
+                f"input_tokens of combine has {have} rows and src_info of the dispatch "
+                f"has {want}; pass the experts' rows of what dispatch delivered, all "
+                f"{want}, each where it was"
             )
+        values.append(src_info)
+    return [v.reshape([-1, v.shape[-1]]) if config.is_padded else v for v in values]
 
 
 def weights_for_op(
@@ -184,12 +159,29 @@ def weights_for_op(
 ) -> TensorValue:
     """Checks router weights; returns them as the ops take them, widened to float32.
 
-    Where the other direction takes them: a tensor in their place that nobody reads.
+    One direction takes them. In the other a tensor stands in their place.
     """
-    check_weights_come_once(config, router_weights, phase)
+    used_by = "dispatch" if config.combines_sums else "combine"
+    if (router_weights is not None) != (phase == used_by):
+        needs, what = ("needs", "those of all tokens")
+        if phase != used_by:
+            needs, what = ("takes no", "None")
+        raise ValueError(
+            f"{phase} with combine_mode={config.combine_mode!r} {needs} router "
+            f"weights: {used_by} takes them; pass {what} to {phase}, or choose another "
+            "EPConfig.combine_mode"
+        )
     if router_weights is None:
-        return ops.no_weights(device)
-    check_weights(config, router_weights, num_tokens, device)
+        return ops.placeholder(device, 1, 1)
+    shape = [None, config.n_given_choices]
+    check_value(router_weights, "router_weights", PLAIN_DTYPES, shape, device)
+    n_rows = router_weights.shape[0]
+    check_n_tokens(config, "router_weights", n_rows)
+    if _differ(n_rows, num_tokens):
+        raise ValueError(
+            f"router_weights has {n_rows} rows, num_tokens is {num_tokens}; pass "
+            "the weights of the tokens that were dispatched, a row each"
+        )
     return cast(router_weights, DType.float32)
 
 
@@ -198,7 +190,7 @@ def scales_for_op(
 ) -> TensorValue:
     """Checks input scales; returns them, or an empty tensor where there are none."""
     if input_scales is None:
-        return ops.no_scales(device)
+        return ops.placeholder(device, 0)
     if config.combines_sums:
         raise ValueError(
             "input_scales are factors of experts, which combine_mode='sums' does "
@@ -223,17 +215,8 @@ def scales_for_op(
     return input_scales
 
 
-def check_unsent_rows(
-    config: EPConfig, input_tokens: TensorValue, device: DeviceRef
-) -> None:
-    """Checks the expert rows that combine_wait reads where they are."""
-    rows = [config.n_local_experts, config.expert_capacity]
-    shape = [*(rows if config.is_padded else [None]), config.hidden_size]
-    check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
-
-
 def check_all_ranks(
-    config: EPConfig, device_ids: list[int], **lists: Sequence[TensorValue]
+    config: EPConfig, device_ids: list[int], **lists: Sequence[TensorValue] | None
 ) -> None:
     """Raises unless all local ranks are named, and each list has a value for each."""
     if sorted(device_ids) != list(range(config.n_gpus_per_node)):
@@ -244,7 +227,7 @@ def check_all_ranks(
     check_one_a_rank(len(device_ids), **lists)
 
 
-def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue]) -> None:
+def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue] | None) -> None:
     """Raises unless each list has a value for each local rank."""
     for what, values in lists.items():
         if isinstance(values, TensorValue):
@@ -252,7 +235,7 @@ def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue]) -> None:
                 f"{what} is one TensorValue; pass a list, with a tensor for each of "
                 f"the {n_ranks} local ranks"
             )
-        if len(values) != n_ranks:
+        if values is not None and len(values) != n_ranks:
             raise ValueError(
                 f"{what} has {len(values)} tensors for {n_ranks} local ranks; pass "
                 "one for each"

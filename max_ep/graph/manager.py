@@ -163,11 +163,10 @@ class EPBatchManager:
                 float32, or bfloat16, which is widened. Otherwise None:
                 :meth:`ep_combine_wait` takes it.
         """
-        counter = self._counter(device_id)
         call_ep_dispatch_async(
             input_tokens,
             topk_ids,
-            counter,
+            self._counter(device_id),
             *self._pointers(_DISPATCH),
             self.config,
             input_scales,
@@ -178,9 +177,6 @@ class EPBatchManager:
 
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
         """Completes receiving.
-
-        Args:
-            device_id: The local rank.
 
         Returns:
             ``output_tokens``, for FP8 ``output_scales``, ``row_offsets``,
@@ -217,11 +213,10 @@ class EPBatchManager:
             "ep_dispatch_all, or ep_dispatch_async and ep_dispatch_wait",
         )
         self._check_receive("ep_dispatch", device_id)
-        counter = self._counter(device_id)
         results = call_ep_dispatch(
             input_tokens,
             topk_ids,
-            counter,
+            self._counter(device_id),
             *self._pointers(_DISPATCH),
             self.config,
             input_scales,
@@ -243,22 +238,24 @@ class EPBatchManager:
 
         Lists have the values of :meth:`ep_dispatch`, one a rank.
         """
-        lists = {"input_tokens": input_tokens, "topk_ids": topk_ids}
-        if input_scales is not None:
-            lists["input_scales"] = input_scales
-        if router_weights is not None:
-            lists["router_weights"] = router_weights
-        check_all_ranks(self.config, device_ids, **lists)
+        check_all_ranks(
+            self.config,
+            device_ids,
+            input_tokens=input_tokens,
+            topk_ids=topk_ids,
+            input_scales=input_scales,
+            router_weights=router_weights,
+        )
         for device_id in device_ids:
             self._check_receive("ep_dispatch_all", device_id)
         results = call_distributed_ep_dispatch(
-            list(input_tokens),
-            list(topk_ids),
+            input_tokens,
+            topk_ids,
             [self._counter(i) for i in device_ids],
             *self._pointers(_DISPATCH),
             self.config,
-            list(input_scales) if input_scales is not None else None,
-            list(router_weights) if router_weights is not None else None,
+            input_scales,
+            router_weights,
         )
         self._order[_DISPATCH].send_and_wait(device_ids)
         for device_id, tokens in zip(device_ids, input_tokens):
@@ -338,10 +335,12 @@ class EPBatchManager:
                 ``combine_dtype``, where the rank's last dispatch put them.
             device_id: The local rank.
         """
-        counter = self._counter(device_id)
-        src_info = self._dispatched(device_id)
         call_ep_combine_async(
-            input_tokens, src_info, counter, *self._pointers(_COMBINE), self.config
+            input_tokens,
+            self._dispatched(device_id),
+            self._counter(device_id),
+            *self._pointers(_COMBINE),
+            self.config,
         )
         self._order[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
@@ -388,12 +387,10 @@ class EPBatchManager:
             "ep_combine",
             "ep_combine_all, or ep_combine_async and ep_combine_wait",
         )
-        counter = self._counter(device_id)
-        src_info = self._dispatched(device_id)
         result = call_ep_combine(
             input_tokens,
-            src_info,
-            counter,
+            self._dispatched(device_id),
+            self._counter(device_id),
             *self._pointers(_COMBINE),
             self.config,
             self._num_tokens[device_id],
@@ -412,24 +409,22 @@ class EPBatchManager:
 
         Lists have the values of :meth:`ep_combine`, one a rank.
         """
-        lists = {"input_tokens": input_tokens}
-        if router_weights is not None:
-            lists["router_weights"] = router_weights
+        lists = {"input_tokens": input_tokens, "router_weights": router_weights}
         check_all_ranks(self.config, device_ids, **lists)
-        src_info = [self._dispatched(i) for i in device_ids]
         results = call_distributed_ep_combine(
-            list(input_tokens),
-            src_info,
+            input_tokens,
+            [self._dispatched(i) for i in device_ids],
             [self._counter(i) for i in device_ids],
             *self._pointers(_COMBINE),
             self.config,
             [self._num_tokens[i] for i in device_ids],
-            list(router_weights) if router_weights is not None else None,
+            router_weights,
         )
         self._order[_COMBINE].send_and_wait(device_ids)
         return results
 
     def _dispatched(self, device_id: int) -> TensorValue:
+        self._counter(device_id)  # raises if there are no buffers
         if device_id not in self._src_info:
             raise ValueError(
                 f"combine on device {device_id} without a dispatch: it sends back the "

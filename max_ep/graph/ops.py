@@ -6,6 +6,7 @@ This is the only file that knows how ``mojo/max_ep/ops.mojo`` names and types th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,9 +24,6 @@ from max.graph import (
 
 from ..config import EPConfig
 from ..extension import load_ops
-
-Parameters = dict[str, bool | int | str | DType]
-
 
 _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
     WeakKeyDictionary()
@@ -50,25 +48,25 @@ def call_op(
     config: EPConfig,
     counter: BufferValue,
     values: list[TensorValue],
-    parameters: Parameters,
-    out_types: list[TensorType] | None = None,
+    out_types: Sequence[TensorType] = (),
+    **parameters: bool | str | DType,
 ) -> list[TensorValue]:
     """Adds one EP op to the current graph, behind those before it."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
+    if name.startswith("dispatch"):
+        rounded = config.fp8_power_of_two_scales
+        parameters["format"] = config.token_format.op_name(rounded)
+    else:
+        parameters["combine_dtype"] = config.combine_dtype
+        parameters["partial_dtype"] = config.combine_wire_dtype
     results = ops.inplace_custom(
         f"max_ep.{name}",
         device=counter.device,
         values=[counter, order_buffer(counter.device), *values],
-        out_types=out_types or [],
-        parameters={
-            **parameters,
-            "group": _group(config),
-        },
+        out_types=out_types,
+        parameters={**parameters, "group": _group(config)},
     )
     return [result.tensor for result in results]
-
-
-# -------------------------------------------------------------------- parameters
 
 
 def _group(config: EPConfig) -> str:
@@ -92,38 +90,9 @@ def _group(config: EPConfig) -> str:
     return " ".join([*words, *(name for name, is_set in flags.items() if is_set)])
 
 
-def dispatch_parameters(config: EPConfig) -> Parameters:
-    """Returns what all dispatch ops take."""
-    return {"format": config.token_format.op_name(config.fp8_power_of_two_scales)}
-
-
-def combine_parameters(config: EPConfig) -> Parameters:
-    """Returns what all combine ops take."""
-    return {
-        "combine_dtype": config.combine_dtype,
-        "partial_dtype": config.combine_wire_dtype,
-    }
-
-
-# ------------------------------------------------------------------------ values
-
-
-def no_scales(device: DeviceRef) -> TensorValue:
-    """Returns the tensor that stands for input scales that are not given."""
-    return ops.constant(np.zeros(0, np.float32), DType.float32, device)
-
-
-def no_weights(device: DeviceRef) -> TensorValue:
-    """Returns the tensor that stands for router weights of the other direction."""
-    return ops.constant(np.zeros((1, 1), np.float32), DType.float32, device)
-
-
-def flat_rows(config: EPConfig, value: TensorValue) -> TensorValue:
-    """Returns rows as the combine ops take them: in two dimensions."""
-    return value.reshape([-1, value.shape[-1]]) if config.is_padded else value
-
-
-# ----------------------------------------------------------------------- results
+def placeholder(device: DeviceRef, *shape: int) -> TensorValue:
+    """Returns the tensor that stands for an input that is not given."""
+    return ops.constant(np.zeros(shape, np.float32), DType.float32, device)
 
 
 def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:

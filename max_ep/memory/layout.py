@@ -40,11 +40,7 @@ class RegionSizes:
 
 @functools.cache
 def region_sizes(*question: str | int) -> RegionSizes:
-    """Returns the sizes of a configuration.
-
-    Args:
-        question: What ``layout_query.mojo`` is asked; see ``EPConfig.sizes``.
-    """
+    """Returns what ``layout_query.mojo`` answers; ``EPConfig.sizes`` asks."""
     words = [str(word) for word in question]
 
     def ask(path: Path) -> None:

@@ -36,9 +36,7 @@ def setup_model(session: InferenceSession, config: EPConfig) -> Model:
 def setup_graph(config: EPConfig, module: Module | None = None) -> Graph:
     """Builds the graph that runs ``max_ep.init`` for one rank on each device.
 
-    Args:
-        config: The group.
-        module: Takes the graph; graphs of a module compile in about the time of one.
+    With other graphs of one ``module`` it compiles in about the time of one.
     """
     cpu = DeviceRef.CPU()
     types: list[BufferType | TensorType] = []

@@ -256,13 +256,8 @@ class ShmemMemory:
     ) -> None:
         """Joins SHMEM, if this process has not yet, and allocates; collective.
 
-        Args:
-            context_addresses: Some device memory of each local rank's GPU.
-            node_id: The number of this process.
-            n_nodes: Processes of the group.
-            region_bytes: Bytes of one region.
-            fingerprint: What must be the same in all processes.
-            timeout_s: How long to wait for them.
+        ``context_addresses`` are some device memory of each local rank's GPU, and
+        ``fingerprint`` says what must be the same in all processes.
         """
         global _membership
         if mpi_rank() != (node_id, n_nodes):
