@@ -20,14 +20,15 @@ from max_ep import LaunchError, launch
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
-HEALTHY = ["low_latency", "in_flight", "normal", "arguments"]
+HEALTHY = ["low_latency", "in_flight", "compiled", "normal", "arguments"]
 RUNS = {
     1: (["low_latency", "in_flight"], ["bf16"]),
-    2: (HEALTHY, ["bf16"]),
+    2: (HEALTHY, ["bf16", "ue8m0"]),
     4: (
         [*HEALTHY, "normal_fp8", "stopped", "other_arguments", "late"],
         ["bf16", "fp8", "round"],
     ),
+    8: (["low_latency", "in_flight"], ["bf16"]),
 }
 
 
@@ -35,8 +36,10 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("max_ep-torch")}
 
 
-def run(n_ranks: int, folder: Path) -> list[dict]:
+def run(n_ranks: int, folder: Path, on_gpu: bool = False) -> list[dict]:
     names, kinds = RUNS[n_ranks]
+    if on_gpu:
+        names = [*names, "captured"]
     arguments = (n_ranks, str(folder / "store"), names, kinds)
     outcomes = launch(torch_member.member, n_ranks, arguments, timeout_s=300)
     for rank, outcome in enumerate(outcomes):
@@ -51,7 +54,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cpu")
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("n_ranks", [1, 2, 8])
 def test_cpu(on_cpu: None, n_ranks: int, tmp_path: Path) -> None:
     run(n_ranks, tmp_path)
 
@@ -74,30 +77,34 @@ def test_cpu_of_four(on_cpu: None, tmp_path: Path) -> None:
     assert segments() <= before
 
 
-def check_killed(folder: Path) -> None:
-    """Survivors end by their time-out and name the dead; the next run works."""
+def check_killed(folder: Path, phase: str) -> None:
+    """The survivor ends by its time-out and names the dead; the next run works."""
     before = segments()
     with pytest.raises(LaunchError) as caught:
-        launch(torch_member.killed, 4, (str(folder / "killed"),), timeout_s=60)
-    for rank in (0, 2):
-        text = caught.value.failures[rank]
-        assert re.search(r"timed out after 3000 ms waiting .* from rank 1", text), text
-    for rank in (1, 3):
-        assert caught.value.failures[rank] == "died without a result (exit code -9)"
+        launch(torch_member.killed, 2, (str(folder / phase), phase), timeout_s=60)
+    text = caught.value.failures[0]
+    assert re.search(r"timed out after 3000 ms waiting .* from rank 1", text), text
+    assert caught.value.failures[1] == "died without a result (exit code -9)"
     assert segments() <= before
 
 
-def test_killed(on_cpu: None, tmp_path: Path) -> None:
-    check_killed(tmp_path)
+@pytest.mark.parametrize("phase", torch_member.PHASES)
+def test_killed(on_cpu: None, phase: str, tmp_path: Path) -> None:
+    check_killed(tmp_path, phase)
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_one_gpu_or_more(n_ranks: int, tmp_path: Path) -> None:
-    outcomes = run(n_ranks, tmp_path)
+    outcomes = run(n_ranks, tmp_path, on_gpu=True)
     if n_ranks == 4:
         check_faults(outcomes)
-        check_killed(tmp_path)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("phase", torch_member.PHASES)
+def test_killed_on_gpu(phase: str, tmp_path: Path) -> None:
+    check_killed(tmp_path, phase)
 
 
 def test_no_max_is_loaded() -> None:

@@ -36,6 +36,15 @@ def bits(x: torch.Tensor) -> np.ndarray:
     return x.cpu().view(torch.uint16).numpy()
 
 
+def open_group(rank: int, n_ranks: int, store: str) -> None:
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks
+    )
+
+
 def open_buffer(group: Any = None, **options: Any) -> Buffer:
     return Buffer(group or dist.group.WORLD, timeout_s=TIMEOUT_S, **options)
 
@@ -150,8 +159,8 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
         given: Any = x
         if is_fp8:
             values = x.float().repeat(1, 2).to(torch.float8_e4m3fn)
-            scales = torch.rand(len(x), 4, device=device)
-            given = (values, scales)
+            scales = torch.arange(4.0, device=device) + x[:, :1].float()
+            given = (values, scales.T.contiguous().T)
         with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
         rows, recv_ids, recv_weights, counts, handle, _ = buffer.dispatch(
             given, **with_ids, expert_alignment=4, previous_event=buffer.capture()
@@ -173,7 +182,9 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
             handle[3].tolist() == torch.cat([m.nonzero()[:, 0] for m in goes]).tolist()
         )
         if is_fp8:
-            assert rows[1].shape == (len(want), 4)
+            assert torch.equal(
+                rows[1], torch.arange(4.0, device=device) + want[:, :1].float()
+            )
             repeated = want.float().repeat(1, 2).to(torch.float8_e4m3fn)
             assert torch.equal(rows[0].view(torch.uint8), repeated.view(torch.uint8))
             continue
@@ -184,8 +195,15 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
         assert torch.equal(worst[0][: len(want)], want)
         assert torch.equal(worst[1][: len(want)].cpu(), want_ids)
         assert bool((worst[1][len(want) :] == -1).all())
-        plain = buffer.dispatch(x, **layout, async_finish=True)
-        plain[5].current_stream_wait()
+        plain = buffer.dispatch(
+            x,
+            **layout,
+            async_finish=True,
+            previous_event=buffer.capture(),
+            allocate_on_comm_stream=True,
+        )
+        with plain[5]:
+            pass
         assert torch.equal(plain[0], want) and plain[1] is None and plain[3] == n_of
         repeated = buffer.dispatch(x * 2, handle=handle)
         assert torch.equal(repeated[0], want * 2) and repeated[1] is None
@@ -199,6 +217,79 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
         bias = torch.ones_like(x)
         both = buffer.combine(rows, handle, bias=(bias, bias))[0]
         torch.testing.assert_close(both, (y.float() + 2).bfloat16())
+
+
+def doubled(
+    buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """A layer whose experts double."""
+    rows, _, handle, event, hook = buffer.low_latency_dispatch(
+        x, ids, CAP, E, use_fp8=False, return_recv_hook=True
+    )
+    hook()
+    y, event, _ = buffer.low_latency_combine(rows * 2, ids, weights, handle)
+    event.current_stream_wait()
+    return y
+
+
+def doubled_normal(
+    buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The same by normal calls; the host waits for nothing."""
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, E)
+    rows, _, row_weights, _, handle, _ = buffer.dispatch(
+        x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=mask,
+        num_tokens_per_expert=per_expert,
+        topk_idx=ids,
+        topk_weights=weights,
+        num_worst_tokens=CAP * buffer.group_size,
+    )
+    y = rows.float() * 2 * row_weights.sum(1, keepdim=True)
+    return buffer.combine(y.bfloat16(), handle)[0]
+
+
+def want_doubled(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    return 2 * x.float() * weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
+
+
+def compiled(buffer: Buffer) -> None:
+    """`torch.compile` keeps the calls in one graph, in order."""
+    layer = torch.compile(doubled, fullgraph=True, backend="aot_eager", dynamic=True)
+    for generation in range(4):
+        given = [t.to(buffer._comm.device) for t in tokens_of(buffer.rank, generation)]
+        assert torch.equal(layer(buffer, *given), doubled(buffer, *given))
+    normal_layer = torch.compile(doubled_normal, backend="aot_eager")
+    assert torch.equal(normal_layer(buffer, *given), doubled_normal(buffer, *given))
+
+
+def captured(buffer: Buffer) -> None:
+    """A graph is replayed with other tokens, and eager calls between."""
+    device = buffer._comm.device
+    x = torch.zeros(CAP, H, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(CAP, K, dtype=torch.int64, device=device)
+    weights = torch.zeros(CAP, K, device=device)
+    for layer in (doubled, doubled_normal):
+        layer(buffer, x, ids, weights)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(buffer, x, ids, weights)
+        for generation in range(6):
+            generator = torch.Generator().manual_seed(100 * generation + buffer.rank)
+            x.copy_(torch.randn(CAP, H, generator=generator))
+            ids.copy_(torch.rand(CAP, E, generator=generator).topk(K, -1).indices)
+            ids[generation::7, 0] = -1
+            weights.copy_(torch.rand(CAP, K, generator=generator))
+            graph.replay()
+            bound = 2**-6 if layer is doubled_normal else 2**-7
+            want = want_doubled(x, ids, weights)
+            torch.testing.assert_close(y.float(), want, rtol=bound, atol=bound)
+            again = layer(buffer, x, ids, weights)
+            assert torch.equal(y, again), f"generation {generation}"
 
 
 def arguments(buffer: Buffer) -> None:
@@ -289,6 +380,8 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "in_flight": in_flight,
     "normal": normal,
     "normal_fp8": lambda buffer: normal(buffer, True),
+    "compiled": compiled,
+    "captured": captured,
     "arguments": arguments,
     "other_arguments": other_arguments,
     "late": late,
@@ -300,12 +393,7 @@ def member(
     rank: int, n_ranks: int, store: str, names: list[str], kinds: list[str]
 ) -> dict[str, tuple[str, Any]]:
     """Runs scenarios; returns of each the error, "" if there is none, and a value."""
-    torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks
-    )
+    open_group(rank, n_ranks, store)
     buffer = open_buffer()
     outcomes: dict[str, tuple[str, Any]] = {}
     for name in names:
@@ -326,25 +414,33 @@ def member(
     return outcomes
 
 
-def killed(rank: int, store: str) -> None:
-    """In two pairs, a rank dies: between send and receive, and before combine."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=4
-    )
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    buffer = open_buffer(pairs[rank // 2])
+PHASES = ("dispatch", "dispatch_wait", "combine", "combine_wait")
+
+
+def killed(rank: int, store: str, phase: str) -> None:
+    """Rank 1 dies before it makes a phase's launch; rank 0 goes on until it raises."""
+    open_group(rank, 2, store)
+    buffer = open_buffer()
     check_low_latency(buffer, 0, "bf16", False)
-    x, ids, weights = (t.to(buffer._comm.device) for t in tokens_of(rank % 2, 1))
-    got, _, handle, _, receive = buffer.low_latency_dispatch(
-        x, ids, CAP, E, use_fp8=False, return_recv_hook=True
-    )
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    receive()
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    buffer.low_latency_combine(got, ids, weights, handle)
-    if buffer._comm.is_gpu or rank == 0:
-        buffer.low_latency_dispatch(x, ids, CAP, E, use_fp8=False)
-    buffer.check()
+    x, ids, weights = (t.to(buffer._comm.device) for t in tokens_of(rank, 1))
+
+    def reach(reached: str) -> None:
+        if rank == 1 and reached == phase:
+            if buffer._comm.is_gpu:
+                torch.cuda.synchronize()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    while True:
+        reach("dispatch")
+        got, _, handle, _, receive = buffer.low_latency_dispatch(
+            x, ids, CAP, E, use_fp8=False, return_recv_hook=True
+        )
+        reach("dispatch_wait")
+        receive()
+        reach("combine")
+        *_, receive = buffer.low_latency_combine(
+            got, ids, weights, handle, return_recv_hook=True
+        )
+        reach("combine_wait")
+        receive()
+        buffer.check()

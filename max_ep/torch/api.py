@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import uuid
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from .board import Board
 from .channel import Communicator
 from .checks import refuse
+from .compiled import BUFFERS
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
 from .normal_api import Normal
@@ -23,6 +25,7 @@ _TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 _DEVICE_VARIABLE = "MAX_EP_TORCH_DEVICE"
 _MEMORY_VARIABLE = "MAX_EP_TORCH_MEMORY"
 _TIMEOUT_S = 30.0
+_KEYS = itertools.count()
 
 
 class Buffer(LowLatency, Normal):
@@ -122,6 +125,12 @@ class Buffer(LowLatency, Normal):
         board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, memory)
         self._low_latency_channels = {}
+        # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
+        # change keeps them in order.
+        self._key = str(next(_KEYS))
+        self._order = torch.zeros(1, dtype=torch.int32, device=where)
+        self._handles = {}
+        BUFFERS[self._key] = self
         # Graphics memory of a process that ends by exit() is given back in order.
         self._finish = weakref.finalize(self, Communicator.close, self._comm)
         self._finish.atexit = not explicitly_destroy

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from .board import Board
 from .events import EventHandle, EventOverlap
 from .gpu_memory import GpuSharedMemory, TorchSymmetricMemory
 from .library import Library, Settings, build_all, load
+from .tables import n_table_words
 
 SEND, RECEIVE, BOTH = 1, 2, 3
-"""Which part of dispatch or combine a launch does; see ``api.mojo``."""
+"""Which part of dispatch or combine a launch does; see ``max_ep_c/api.mojo``."""
 
 _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS = range(4)
 _TEXT_BYTES = 4000
@@ -35,13 +37,6 @@ _IN_WORDS_OF_TORCH = (
     ("EPConfig.timeout_s", "Buffer's timeout_s"),
     ("EPConfig.max_tokens_per_rank", "num_max_dispatch_tokens_per_rank"),
 )  # fmt: skip
-
-
-def _translated(text: str) -> str:
-    """Puts what a kernel says into the words of who calls from torch."""
-    for theirs, ours in _IN_WORDS_OF_TORCH:
-        text = text.replace(theirs, ours)
-    return text
 
 
 class Region:
@@ -73,16 +68,16 @@ class Region:
         regions = (ctypes.c_uint64 * len(addresses))(*addresses)
         self.library.connect(self.handle, ctypes.addressof(regions))
 
-    def dispatch(self, form: int, *arguments: int) -> None:
+    def dispatch(self, *arguments: int) -> None:
         """Calls ``max_ep_dispatch`` on the current stream."""
         self._before()
-        if self.library.dispatch(self.handle, self.comm.stream(), form, *arguments):
+        if self.library.dispatch(self.handle, self.comm.stream(), *arguments):
             self._raise()
 
-    def combine(self, form: int, *arguments: int) -> None:
+    def combine(self, *arguments: int) -> None:
         """Calls ``max_ep_combine`` on the current stream."""
         self._before()
-        if self.library.combine(self.handle, self.comm.stream(), form, *arguments):
+        if self.library.combine(self.handle, self.comm.stream(), *arguments):
             self._raise()
 
     def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
@@ -98,7 +93,7 @@ class Region:
         if self.comm.failure:
             raise RuntimeError(self.comm.failure)
         if self.comm.is_gpu and time.monotonic() > self._next_check:
-            if not torch.cuda.is_current_stream_capturing():
+            if not self.comm.is_capturing():
                 self.check()
 
     def check(self) -> None:
@@ -109,15 +104,20 @@ class Region:
         with torch.cuda.stream(self.comm.side_stream):
             record = self._record.cpu()
         if record[0] != 0:
-            text = ctypes.create_string_buffer(_TEXT_BYTES)
-            place = ctypes.addressof(text)
-            self.library.failure(self.handle, record.data_ptr(), place, _TEXT_BYTES)
-            self.comm.fail(text.value.decode())
+            self._raise_text(self.library.failure, record.data_ptr())
 
     def _raise(self) -> None:
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        self.library.last_error(self.handle, ctypes.addressof(text), _TEXT_BYTES)
-        self.comm.fail(text.value.decode())
+        self._raise_text(self.library.last_error)
+
+    def _raise_text(self, ask: Callable[..., int], *arguments: int) -> None:
+        """Raises what the library says, in the words of who calls from torch."""
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        ask(self.handle, *arguments, ctypes.addressof(buffer), _TEXT_BYTES)
+        text = buffer.value.decode()
+        for theirs, ours in _IN_WORDS_OF_TORCH:
+            text = text.replace(theirs, ours)
+        self.comm.failure = text
+        raise RuntimeError(text)
 
     def clear(self) -> None:
         """Puts this rank before the first launch; no rank may be in one."""
@@ -138,9 +138,13 @@ class Channel:
         """Builds the library if there is none, and joins the other ranks."""
         self.settings = settings
         self.n_local = settings.experts // settings.ranks
-        self.capacity = settings.ranks * settings.tokens
-        self.n_local_rows = self.n_local * self.capacity
-        self.latest: Any = None  # whose rows the only region can send back
+        capacity = settings.ranks * settings.tokens
+        self.rows_shape = (self.n_local, capacity, settings.hidden)
+        sizes = (settings.ranks, settings.tokens)
+        self.n_table_words = n_table_words(self.n_local, *sizes)
+        # Whose rows the region can send back, and whether a graph captured that.
+        self.latest: tuple[Any, bool] = (None, False)
+        self.was_captured = False
         library = load(settings)
         n_bytes, n_words = library.size(_REGION_BYTES), library.size(_N_WORDS)
         self.memory = comm.allocate(n_regions * n_bytes)
@@ -187,6 +191,7 @@ class Communicator:
         self._memory = memory
         self.side_stream = torch.cuda.Stream(device) if self.is_gpu else None
         self.comm_stream = torch.cuda.Stream(device) if self.is_gpu else None
+        self._caller: Any = None  # whose results are allocated on another stream
         self.target, own = "cpu", f"CPU {self.rank}"
         if self.is_gpu:
             about = torch.cuda.get_device_properties(device)
@@ -196,7 +201,6 @@ class Communicator:
             self.target = f"sm_{about.major}{about.minor}{suffix}"
         devices = board.exchange("Buffer()", own)
         self.shares_gpu = len(set(devices)) < self.n_ranks
-        self.n_allocated = 0
 
     def stream(self) -> int:
         """Returns the current stream, as kernels take it."""
@@ -204,9 +208,27 @@ class Communicator:
             return -1
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
+    def is_capturing(self) -> bool:
+        """Returns whether a graph captures the current stream."""
+        return self.is_gpu and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def allocating(self, on_comm_stream: bool) -> Iterator[None]:
+        """Makes the stream of asynchronous work the current one, to allocate there."""
+        if not (self.is_gpu and on_comm_stream):
+            yield
+            return
+        self._caller = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.stream(self.comm_stream):
+                yield
+        finally:
+            self._caller = None
+
     def run(
         self,
         work: Callable[[], Any],
+        tensors: Sequence[torch.Tensor | None],
         async_finish: bool,
         previous_event: EventOverlap | None = None,
     ) -> EventOverlap:
@@ -214,6 +236,7 @@ class Communicator:
 
         Args:
             work: Launches; on CPU it has ended when it returns.
+            tensors: What it uses; the allocator hears of both streams.
             async_finish: Whether the current stream goes on without waiting.
             previous_event: What the work waits for; None: all of the current stream.
         """
@@ -222,19 +245,24 @@ class Communicator:
                 previous_event.current_stream_wait()
             work()
             return EventOverlap()
+        caller = self._caller or torch.cuda.current_stream(self.device)
         if previous_event is None:
-            self.comm_stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.comm_stream.wait_stream(caller)
+        used = tuple(tensor for tensor in tensors if tensor is not None)
         with torch.cuda.stream(self.comm_stream):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             work()
-            return EventOverlap(EventHandle())
+            for tensor in used:
+                tensor.record_stream(self.comm_stream)
+                tensor.record_stream(caller)
+            return EventOverlap(EventHandle(), used)
 
     def allocate(self, n_bytes: int) -> Any:
         """Allocates symmetric memory."""
         if not self.is_gpu:
-            self.n_allocated += 1
-            name = f"{self.board.name}-{self.n_allocated}"
+            about = f"{self.board.n_exchanges}-{len(self.channels)}"
+            name = f"{self.board.name}-{about}"
             return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, "")
         if self._memory == "symm":
             return TorchSymmetricMemory(self._group, n_bytes, self.device.index)
@@ -253,7 +281,7 @@ class Communicator:
         """Returns channels; opens those that are new, with all other ranks."""
         new = [settings for settings in wanted if settings not in self.channels]
         if new:
-            if self.is_gpu and torch.cuda.is_current_stream_capturing():
+            if self.is_capturing():
                 raise RuntimeError(
                     "max_ep: the first call with new sizes builds kernels and "
                     "allocates memory; make it once before the capture"
@@ -266,11 +294,6 @@ class Communicator:
             for settings in new:
                 self.channels[settings] = Channel(self, settings, n_regions)
         return [self.channels[settings] for settings in wanted]
-
-    def fail(self, text: str) -> None:
-        """Raises an error, now and from all later calls."""
-        self.failure = _translated(text)
-        raise RuntimeError(self.failure)
 
     def check(self) -> None:
         """Waits for the device, and raises if a launch has failed."""
@@ -287,6 +310,7 @@ class Communicator:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
         for channel in self.channels.values():
+            channel.latest = (None, False)
             for region in channel.regions:
                 region.clear()
         self.failure = ""

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from .channel import Communicator
+if TYPE_CHECKING:
+    from .channel import Communicator
 
 
 def refuse(name: str, what: str) -> NoReturn:
@@ -21,6 +22,7 @@ def check_tensor(
     tensor: torch.Tensor,
     dtype: torch.dtype,
     shape: tuple[int | None, ...],
+    any_strides: bool = False,
 ) -> None:
     """Raises unless a tensor is as a kernel takes it; None: any size."""
     if not isinstance(tensor, torch.Tensor):
@@ -30,10 +32,11 @@ def check_tensor(
     if tensor.device != comm.device:
         refuse(name, f"is on {tensor.device}, this Buffer on {comm.device}")
     found = tensor.shape
-    if len(found) != len(shape) or any(
-        wanted not in (None, n) for n, wanted in zip(found, shape)
+    if found != shape and (
+        len(found) != len(shape)
+        or any(want is not None and want != n for n, want in zip(found, shape))
     ):
         wanted = ", ".join("n" if n is None else str(n) for n in shape)
         refuse(name, f"must be [{wanted}], got {list(found)}")
-    if not tensor.is_contiguous():
+    if not any_strides and not tensor.is_contiguous():
         refuse(name, "is not contiguous; pass .contiguous()")

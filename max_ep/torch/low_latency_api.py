@@ -7,62 +7,54 @@ batches may be in flight: dispatch A, dispatch B, combine A, combine B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator, Region
 from .checks import check_tensor, refuse
 from .events import EventOverlap
 from .library import FORMATS
+from .tables import LazyTuple, split_tables
 
-_FORMATS = tuple(FORMATS.values())
 _BLOCK = 128
 _N_REGIONS = 2
+_MOST_CHOICES = 32
 
 
-class Handle(tuple):
+@dataclass
+class Handle(LazyTuple):
     """What combine needs of a dispatch; reads as DeepEP's tuple: tokens of the rows
     ``int32 [n_local, n_ranks * cap]``, ranges ``int64 [n_local, n_ranks]`` (first row
     in the high word, rows in the low one), cap, hidden size, experts.
 
-    The tensors are made when they are asked for.
+    The two tensors are made when they are asked for.
     """
 
-    def __new__(
-        cls, channel: Channel, region: Region, tables: torch.Tensor, n_tokens: int
-    ) -> Handle:
-        settings = channel.settings
+    channel: Channel
+    region: Region
+    tables: torch.Tensor
+    n_tokens: int
+    combine_buffer: torch.Tensor | None = None
+
+    def items(self) -> tuple[Any, ...]:
+        """Returns what DeepEP's handle has."""
+        settings = self.channel.settings
+        sizes = (self.channel.n_local, settings.ranks)
+        src_info, ranges, _ = split_tables(self.tables, *sizes)
         numbers = (settings.tokens, settings.hidden, settings.experts)
-        self = super().__new__(cls, (None, None, *numbers))
-        self.channel = channel
-        self.region = region
-        self.tables = tables
-        self.n_tokens = n_tokens
-        self.combine_buffer: torch.Tensor | None = None
-        return self
-
-    def _items(self) -> tuple[Any, ...]:
-        n_local, n_rows = self.channel.n_local, self.channel.n_local_rows
-        n_ranges = n_local * self.channel.settings.ranks
-        src_info = self.tables[: 2 * n_rows].view(n_local, -1, 2)
-        ranges = self.tables[2 * n_rows :][: 2 * n_ranges].view(n_local, -1, 2)
-        packed = ranges.flip(2).view(torch.int64).squeeze(2)
-        return (src_info[:, :, 0], packed, *tuple.__getitem__(self, slice(2, None)))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items()[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items())
+        return src_info, ranges, *numbers
 
 
 class LowLatency:
     """The low-latency part of :class:`max_ep.torch.Buffer`."""
 
     _comm: Communicator
-    _low_latency_channels: dict[tuple[int, ...], Channel]
+    _low_latency_channels: dict[tuple[Any, ...], Channel]
 
     def low_latency_dispatch(
         self,
@@ -100,69 +92,69 @@ class LowLatency:
             them); rows of each expert, int32 ``[n_local]``; the handle; the event; the
             hook, or None.
         """
-        comm = self._comm
-        kind = (2 if round_scale else 1) if use_fp8 else 0
-        settings = (num_max_dispatch_tokens_per_rank, num_experts, kind)
-        _check_dispatch(comm, x, topk_idx, *settings)
-        if use_ue8m0 and (kind != 2 or x.shape[1] % 512 != 0):
+        if torch.compiler.is_compiling():
+            given = (x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
+            kind = (use_fp8, round_scale, use_ue8m0)
+            result = compiled.low_latency_dispatch(self, given, *kind)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(result[1])
+            return *result, compiled.nothing if return_recv_hook else None
+        format = "bfloat16"
+        if use_fp8:
+            format = "fp8-round" if round_scale else "fp8"
+        if use_ue8m0 and (format != "fp8-round" or x.shape[1] % (4 * _BLOCK) != 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
-        channel = self._low_latency_channel(x.shape[1], topk_idx.shape[1], *settings)
+        channel = self._low_latency_channel(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format
+        )
         region = channel.next_region()
-        n_local, n_ranks = channel.n_local, comm.n_ranks
-        n_rows, n_tokens = channel.n_local_rows, x.shape[0]
+        n_local, capacity, hidden = channel.rows_shape
 
         # Source of each row, ranges, counts: one allocation.
-        n_words = 2 * n_rows + n_local * (2 * n_ranks + 1)
+        n_words = channel.n_table_words
         tables = x.new_empty(n_words, dtype=torch.int32)
         counts = tables[n_words - n_local :]
-        dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
-        rows = x.new_empty((n_local, channel.capacity, x.shape[1]), dtype=dtype)
-        scales = packed = None
-        if use_fp8:
-            shape = (n_local, x.shape[1] // _BLOCK, channel.capacity)
-            scales = x.new_empty(shape, dtype=torch.float32)
-        if use_ue8m0:
-            shape = (n_local, x.shape[1] // _BLOCK // 4, channel.capacity)
-            packed = x.new_empty(shape, dtype=torch.int32)
         src_info = tables.data_ptr()
+        if use_fp8:
+            rows = x.new_empty(channel.rows_shape, dtype=torch.float8_e4m3fn)
+            shape = (n_local, hidden // _BLOCK, capacity)
+            scales = x.new_empty(shape, dtype=torch.float32)
+            packed = _pack_of(scales) if use_ue8m0 else scales
+            result: Any = (rows, packed.transpose(1, 2))
+        else:
+            result = rows = x.new_empty(channel.rows_shape)
         arguments = (
             x.data_ptr(),
             topk_idx.data_ptr(),
-            n_tokens,
+            len(x),
             rows.data_ptr(),
-            scales.data_ptr() if scales is not None else 0,
+            scales.data_ptr() if use_fp8 else 0,
             src_info + 4 * (n_words - n_local),
-            src_info + 8 * n_rows,
+            src_info + 8 * n_local * capacity,
             src_info,
         )
-        stats, waits = (
-            cumulative_local_expert_recv_stats,
+        stats = cumulative_local_expert_recv_stats
+        after = None
+        if use_ue8m0 or stats is not None:
+
+            def after() -> None:
+                if use_ue8m0:
+                    _pack_exponents(scales, packed)
+                if stats is not None:
+                    stats.add_(counts)
+
+        event, hook = self._phase(
+            (region, False, arguments),
+            (x, topk_idx, tables, rows),
             dispatch_wait_recv_cost_stats,
+            after,
+            async_finish,
+            return_recv_hook,
         )
-        in_one = not (return_recv_hook or comm.shares_gpu or waits is not None)
-
-        def send() -> None:
-            region.dispatch(BOTH if in_one else SEND, *arguments)
-
-        def receive() -> None:
-            if waits is not None:
-                region.watch(False, waits)
-            if not in_one:
-                region.dispatch(RECEIVE, *arguments)
-            if packed is not None:
-                _pack_exponents(scales, packed)
-            if stats is not None:
-                stats.add_(counts)
-
-        event = self._start(send, receive, async_finish, return_recv_hook)
-        event.extra_tensors = (x, topk_idx, tables, rows)
-        result: Any = rows
-        if use_fp8:
-            result = (rows, (scales if packed is None else packed).transpose(1, 2))
-        handle = Handle(channel, region, tables, n_tokens)
-        return result, counts, handle, event, receive if return_recv_hook else None
+        handle = Handle(channel, region, tables, len(x))
+        return result, counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -196,26 +188,33 @@ class LowLatency:
             ``[n_tokens, hidden]`` bfloat16; the event; the hook, or None.
         """
         if use_logfmt:
-            raise NotImplementedError("max_ep: use_logfmt: combine sends bfloat16")
+            raise NotImplementedError(
+                "max_ep: use_logfmt: combine sends bfloat16; pass use_logfmt=False"
+            )
+        if torch.compiler.is_compiling():
+            if zero_copy:
+                raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
+            given = (x, topk_idx, topk_weights)
+            result = compiled.low_latency_combine(self, given, handle, out)
+            return *result, compiled.nothing if return_recv_hook else None
         if not isinstance(handle, Handle):
             refuse("handle", "is not one that low_latency_dispatch returned")
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
-        channel, region, comm = handle.channel, handle.region, self._comm
-        n_tokens, hidden = handle.n_tokens, channel.settings.hidden
-        top_k = channel.settings.top_k
+        channel, n_tokens, comm = handle.channel, handle.n_tokens, self._comm
         if zero_copy:
             if handle.combine_buffer is None:
                 refuse("zero_copy", "needs get_next_low_latency_combine_buffer first")
             x = handle.combine_buffer
-        shape = (channel.n_local, channel.capacity, hidden)
-        check_tensor(comm, "x", x, torch.bfloat16, shape)
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, top_k))
-        weights = (n_tokens, top_k)
-        check_tensor(comm, "topk_weights", topk_weights, torch.float32, weights)
+        choices = (n_tokens, channel.settings.top_k)
+        check_tensor(comm, "x", x, torch.bfloat16, channel.rows_shape)
+        check_tensor(comm, "topk_idx", topk_idx, torch.int64, choices)
+        check_tensor(comm, "topk_weights", topk_weights, torch.float32, choices)
+        shape = (n_tokens, channel.settings.hidden)
         if out is None:
-            out = x.new_empty((n_tokens, hidden))
-        check_tensor(comm, "out", out, torch.bfloat16, (n_tokens, hidden))
+            out = x.new_empty(shape)
+        else:
+            check_tensor(comm, "out", out, torch.bfloat16, shape)
         arguments = (
             x.data_ptr(),
             handle.tables.data_ptr(),
@@ -223,59 +222,97 @@ class LowLatency:
             n_tokens,
             topk_weights.data_ptr(),
         )
-        waits = combine_wait_recv_cost_stats
-        in_one = not (return_recv_hook or comm.shares_gpu or waits is not None)
+        event, hook = self._phase(
+            (handle.region, True, arguments),
+            (x, topk_weights, handle.tables, out),
+            combine_wait_recv_cost_stats,
+            None,
+            async_finish,
+            return_recv_hook,
+        )
+        return out, event, hook
 
-        def send() -> None:
-            region.combine(BOTH if in_one else SEND, *arguments)
-
-        def receive() -> None:
-            if waits is not None:
-                region.watch(True, waits)
-            if not in_one:
-                region.combine(RECEIVE, *arguments)
-
-        event = self._start(send, receive, async_finish, return_recv_hook)
-        event.extra_tensors = (x, topk_weights, handle.tables, out)
-        return out, event, receive if return_recv_hook else None
-
-    def _low_latency_channel(
-        self, hidden: int, top_k: int, cap: int, n_experts: int, kind: int
-    ) -> Channel:
-        key = (hidden, top_k, cap, n_experts, kind)
-        if key not in self._low_latency_channels:
-            settings = self._comm.settings(
-                format=_FORMATS[kind],
-                hidden=hidden,
-                combine="bfloat16",
-                combine_hidden=hidden,
-                experts=n_experts,
-                top_k=top_k,
-                tokens=cap,
-                wide_ids=True,
-            )
-            (channel,) = self._comm.open([settings], _N_REGIONS)
-            self._low_latency_channels[key] = channel
-        return self._low_latency_channels[key]
-
-    def _start(
+    def _phase(
         self,
-        send: Callable[[], None],
-        receive: Callable[[], None],
+        phase: tuple[Region, bool, tuple[int, ...]],
+        tensors: tuple[torch.Tensor, ...],
+        waits_ns: torch.Tensor | None,
+        after: Callable[[], None] | None,
         async_finish: bool,
         return_recv_hook: bool,
-    ) -> EventOverlap:
-        """Runs the parts that are not left to the hook."""
+    ) -> tuple[EventOverlap, Callable[[], None] | None]:
+        """Launches a phase, in one launch where that can be; returns event and hook.
+
+        Ranks that share a GPU cannot send and receive in one launch: its blocks would
+        wait for blocks of another rank that have no place to run.
+        """
+        region, is_combine, arguments = phase
+        launch = partial(region.combine if is_combine else region.dispatch, *arguments)
+        in_one = not (return_recv_hook or self._comm.shares_gpu or waits_ns is not None)
+
+        def receive() -> None:
+            if waits_ns is not None:
+                region.watch(is_combine, waits_ns)
+            if not in_one:
+                launch(RECEIVE)
+            if after is not None:
+                after()
+
+        def send_and_receive() -> None:
+            launch(BOTH if in_one else SEND)
+            receive()
+
         if return_recv_hook:
-            send()
-            return EventOverlap()
-        return self._comm.run(lambda: (send(), receive()), async_finish)
+            launch(SEND)
+            return EventOverlap(), receive
+        return self._comm.run(send_and_receive, tensors, async_finish), None
+
+    def _low_latency_channel(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        cap: int,
+        n_experts: int,
+        format: str,
+    ) -> Channel:
+        """Checks what a dispatch is given, and finds its channel."""
+        comm = self._comm
+        check_tensor(comm, "x", x, torch.bfloat16, (None, None))
+        n_tokens, hidden = x.shape
+        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
+        if n_tokens > cap:
+            refuse("x", f"has {n_tokens} rows, num_max_dispatch_tokens_per_rank={cap}")
+        top_k = topk_idx.shape[1]
+        key = (hidden, top_k, cap, n_experts, format)
+        channel = self._low_latency_channels.get(key)
+        if channel is not None:
+            return channel
+        multiple = 8 if format == "bfloat16" else _BLOCK
+        if hidden == 0 or hidden % multiple != 0:
+            refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
+        if n_experts < 1 or n_experts % comm.n_ranks != 0:
+            refuse("num_experts", f"={n_experts} is no multiple of {comm.n_ranks}")
+        if not 1 <= top_k <= min(_MOST_CHOICES, n_experts):
+            most = min(_MOST_CHOICES, n_experts)
+            refuse("topk_idx", f"has {top_k} columns; 1 to {most} go")
+        settings = comm.settings(
+            format=FORMATS[format],
+            hidden=hidden,
+            combine="bfloat16",
+            combine_hidden=hidden,
+            experts=n_experts,
+            top_k=top_k,
+            tokens=cap,
+            wide_ids=True,
+        )
+        (channel,) = comm.open([settings], _N_REGIONS)
+        self._low_latency_channels[key] = channel
+        return channel
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
         """Returns bfloat16 ``[n_local, n_ranks * cap, hidden]`` to write rows into."""
         if handle.combine_buffer is None:
-            channel = handle.channel
-            shape = (channel.n_local, channel.capacity, channel.settings.hidden)
+            shape = handle.channel.rows_shape
             handle.combine_buffer = handle.tables.new_empty(shape, dtype=torch.bfloat16)
         return handle.combine_buffer
 
@@ -296,32 +333,14 @@ class LowLatency:
         return _N_REGIONS * tokens * (num_ranks * (row + 64) + 8 * row)
 
 
-def _check_dispatch(
-    comm: Communicator,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    cap: int,
-    n_experts: int,
-    kind: int,
-) -> None:
-    """Raises unless the arguments fit together."""
-    check_tensor(comm, "x", x, torch.bfloat16, (None, None))
-    check_tensor(comm, "topk_idx", topk_idx, torch.int64, (x.shape[0], None))
-    multiple = _BLOCK if kind else 8
-    if x.shape[1] == 0 or x.shape[1] % multiple != 0:
-        refuse("x", f"has {x.shape[1]} columns, not a multiple of {multiple}")
-    if x.shape[0] > cap:
-        refuse("x", f"has {x.shape[0]} rows, num_max_dispatch_tokens_per_rank={cap}")
-    if n_experts < 1 or n_experts % comm.n_ranks != 0:
-        refuse("num_experts", f"is {n_experts}, not a multiple of {comm.n_ranks} ranks")
-    top_k = topk_idx.shape[1]
-    if not 1 <= top_k <= min(32, n_experts):
-        refuse("topk_idx", f"has {top_k} columns; 1 to {min(32, n_experts)} go")
+def _pack_of(scales: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor for the exponents of scales ``[n_local, blocks, capacity]``."""
+    n_local, n_blocks, capacity = scales.shape
+    return scales.new_empty((n_local, n_blocks // 4, capacity), dtype=torch.int32)
 
 
 def _pack_exponents(scales: torch.Tensor, packed: torch.Tensor) -> None:
     """Puts the exponents of four powers of two into an int32, the first lowest."""
-    exponents = (scales.view(torch.int32) >> 23).unflatten(1, (-1, 4))
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-    bytes_ = exponents << shifts[None, None, :, None]
-    torch.sum(bytes_, 2, dtype=torch.int32, out=packed)
+    exponents = scales.view(torch.int32).unflatten(1, (-1, 4))
+    bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4)).transpose(2, 3)
+    torch.bitwise_right_shift(exponents, 23, out=bytes_)

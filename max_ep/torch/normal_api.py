@@ -12,8 +12,8 @@ time, in a backward pass too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
 from .checks import check_tensor, refuse
 from .events import Config, EventOverlap
 from .library import Settings
+from .tables import LazyTuple
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_SCALES = (torch.float32, torch.int32)
 _MOST_TOKENS = 32768
 _DEFAULT_TOKENS = 4096
 _CPU_BYTES = 4 << 20
@@ -34,20 +36,21 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-@dataclass
-class Extras:
-    """What goes with each row, in a row of int32 words."""
+def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Heeds ``allocate_on_comm_stream``; `torch.compile` calls the method as it is."""
 
-    n_scales: int
-    top_k: int
+    @torch.compiler.disable
+    @functools.wraps(method)
+    def call(self: Normal, *args: Any, **options: Any) -> Any:
+        # Otherwise the work waits for all of the current stream.
+        wanted = ("allocate_on_comm_stream", "async_finish", "previous_event")
+        with self._comm.allocating(all(options.get(name) for name in wanted)):
+            return method(self, *args, **options)
 
-    @property
-    def n_words(self) -> int:
-        """Words of a row: whole 16 bytes."""
-        return max(4, _up(self.n_scales + 2 * self.top_k, 4))
+    return call
 
 
-class NormalHandle(tuple):
+class NormalHandle(LazyTuple):
     """What combine and a repeated dispatch need; reads as DeepEP's tuple.
 
     Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, None, None, source
@@ -55,35 +58,37 @@ class NormalHandle(tuple):
     this rank's column is filled.
     """
 
+    rank: int
     n_rows: int
     """Rows of ``recv_x``."""
+    n_made: int
+    """Rows that kernels may write."""
     n_sent: int
     """Tokens that this rank sent."""
     cap: int
     """Tokens of a rank that the channels hold."""
-    extras: Extras
+    n_scales: int
+    """Scales of a row, as int32 words; behind them ids and weights."""
+    top_k: int
+    n_words: int
+    """All words that go with a row: whole 16 bytes."""
     mask: torch.Tensor
     """``is_token_in_rank``."""
     ids: torch.Tensor
     """int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1."""
     src_info: torch.Tensor
-    """int32 ``[rows, 2]``."""
+    """int32 ``[n_made, 2]``."""
     ranges: torch.Tensor
     """int32 ``[n_ranks, 2]``: first row of each source, and rows."""
-    rank: int
 
-    def _items(self) -> tuple[Any, ...]:
+    def items(self) -> tuple[Any, ...]:
+        """Returns what DeepEP's handle has."""
         n_ranks = len(self.ranges)
         ends = self.ranges.sum(1, dtype=torch.int32)
         matrix = ends.new_zeros((n_ranks, n_ranks))
         matrix[:, self.rank] = ends
-        return (matrix, None, None, self.src_info[: self.n_rows, 0], self.mask, None)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items()[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items())
+        sources = self.src_info[: self.n_rows, 0]
+        return matrix, None, None, sources, self.mask, None
 
 
 class Normal:
@@ -93,6 +98,7 @@ class Normal:
     _cap = 0
     num_nvl_bytes: int
 
+    @_allocates
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -108,7 +114,8 @@ class Normal:
             num_experts: Experts of the group, a multiple of its ranks.
             previous_event: What to wait for.
             async_finish: Whether to return before the current stream has the results.
-            allocate_on_comm_stream: Ignored.
+            allocate_on_comm_stream: With the two above: whether results are allocated
+                on the stream of the work.
 
         Returns:
             Tokens for each rank int32 ``[n_ranks]``, None, tokens for each expert int32
@@ -136,10 +143,11 @@ class Normal:
             counts.scatter_add_(0, topk_idx.flatten() + 1, ones)
             per_expert.copy_(counts[1:])
 
-        event = comm.run(work, async_finish, previous_event)
-        event.extra_tensors = (topk_idx, per_rank, per_expert, in_rank)
+        tensors = (topk_idx, per_rank, per_expert, in_rank)
+        event = comm.run(work, tensors, async_finish, previous_event)
         return per_rank, None, per_expert, in_rank, event
 
+    @_allocates
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -161,7 +169,8 @@ class Normal:
 
         Args:
             x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
-                float8_e4m3fn and scales, float32 ``[n_tokens, hidden / 128]``.
+                float8_e4m3fn and scales, float32 ``[n_tokens, hidden / 128]``, or
+                int32 with several in a word.
             handle: Of an earlier dispatch, to repeat its layout with other tokens.
             num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
             num_tokens_per_rdma_rank: None.
@@ -175,7 +184,8 @@ class Normal:
             config: Ignored.
             previous_event: What to wait for.
             async_finish: Whether to return before the current stream has the rows.
-            allocate_on_comm_stream: Ignored.
+            allocate_on_comm_stream: With the two above: whether results are allocated
+                on the stream of the work.
 
         Returns:
             Rows ``[n_rows, hidden]`` (or the pair), by source rank and token; their
@@ -192,19 +202,20 @@ class Normal:
             )
         check_tensor(comm, "x", x, x.dtype, (None, None))
         n_tokens, hidden = x.shape
-        n_bytes = hidden * x.element_size()
-        if n_bytes == 0 or n_bytes % 16 != 0:
-            refuse("x", f"has rows of {n_bytes} bytes, not a multiple of 16")
-        n_scales = 0
+        row_bytes = hidden * x.element_size()
+        if row_bytes == 0 or row_bytes % 16 != 0:
+            refuse("x", f"has rows of {row_bytes} bytes, not a multiple of 16")
         if scales is not None:
-            shape = (n_tokens, hidden // 128)
-            check_tensor(comm, "scales of x", scales, torch.float32, shape)
-            n_scales = shape[1]
+            if scales.dtype not in _SCALES:
+                refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
+            shape = (n_tokens, None if scales.dtype == torch.int32 else hidden // 128)
+            # Of any strides: matmuls want columns.
+            check_tensor(comm, "scales of x", scales, scales.dtype, shape, True)
         is_new = handle is None
         counts: list[int] | None = None
         if handle is None:
             handle, counts = self._new_handle(
-                (n_tokens, n_bytes, n_scales),
+                (n_tokens, row_bytes, 0 if scales is None else scales.shape[1]),
                 (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert),
                 (topk_idx, topk_weights),
                 num_worst_tokens,
@@ -215,55 +226,46 @@ class Normal:
         elif n_tokens != handle.n_sent:
             refuse("x", f"has {n_tokens} rows, those of the handle are {handle.n_sent}")
 
-        n_rows = handle.n_rows
-        # Behind what is returned, all that the kernels might write.
-        n_made = comm.n_ranks * handle.cap if num_worst_tokens else n_rows
-        recv_x = x.new_empty((n_made, hidden))
-        n_words = handle.extras.n_words
-        extras = x.new_empty((n_made, n_words), dtype=torch.int32)
+        recv_x = x.new_empty((handle.n_made, hidden))
+        extras = x.new_empty((handle.n_made, handle.n_words), dtype=torch.int32)
         # The bytes of a row travel as they are.
-        wanted = [self._settings(handle.cap, "bfloat16", n_bytes // 2, "bfloat16", 8)]
-        if n_scales or topk_idx is not None:
+        wanted = [self._settings(handle.cap, "bfloat16", row_bytes // 2, "bfloat16", 8)]
+        has_extras = scales is not None or topk_idx is not None
+        if has_extras:
             dtype = x.dtype if x.dtype in _COMBINES else torch.bfloat16
             wanted.append(self._of_back(handle, hidden, dtype))
         rows, *back = comm.open(wanted, 1)
+        received: tuple[torch.Tensor, ...] = ()
+        if topk_idx is not None:
+            shape = (handle.n_rows, handle.top_k)
+            received = (topk_idx.new_empty(shape), topk_weights.new_empty(shape))
 
         def work() -> None:
             if is_new:
                 ranks = torch.arange(comm.n_ranks, dtype=torch.int32, device=x.device)
                 torch.where(handle.mask, ranks, ranks.new_full((), -1), out=handle.ids)
             moves = [(rows, x, recv_x)]
-            if back:
+            if has_extras:
                 sent = _pack(handle, scales, topk_idx, topk_weights)
                 extras.fill_(-1)
                 moves.append((back[0], sent, extras))
             self._move(handle, moves)
+            if received:
+                n_local = num_tokens_per_expert.numel() // comm.n_ranks
+                _unpack(handle, extras[: handle.n_rows], n_local, *received)
 
-        event = comm.run(work, async_finish, previous_event)
-        result: Any = recv_x[:n_rows]
-        extras = extras[:n_rows]
+        tensors = (x, recv_x, extras, handle.ids, handle.src_info, *received)
+        event = comm.run(work, tensors, async_finish, previous_event)
+        result: Any = recv_x[: handle.n_rows]
         if scales is not None:
-            result = (result, extras[:, :n_scales].view(torch.float32))
-        event.extra_tensors = (x, recv_x, extras, handle.ids, handle.src_info)
+            sent_scales = extras[: handle.n_rows, : handle.n_scales]
+            result = (result, sent_scales.view(scales.dtype))
         if not is_new:
             return result, None, None, None, None, event
-        if topk_idx is None:
-            return result, None, None, counts, handle, event
-        received: list[torch.Tensor] = []
-        n_experts = num_tokens_per_expert.numel()
-        n_local = n_experts // comm.n_ranks
+        counts = [_up(n, expert_alignment) for n in counts or []]
+        return result, *(received or (None, None)), counts, handle, event
 
-        def unpack() -> None:
-            received.extend(_unpack(handle, extras, n_local))
-
-        # Behind the rows, on the same stream.
-        after = comm.run(unpack, async_finish)
-        if after.event is not None:
-            event.event = after.event
-        if counts is not None:
-            counts = [_up(n, expert_alignment) for n in counts]
-        return result, received[0], received[1], counts, handle, event
-
+    @_allocates
     def combine(
         self,
         x: torch.Tensor,
@@ -285,7 +287,8 @@ class Normal:
             config: Ignored.
             previous_event: What to wait for.
             async_finish: Whether to return before the current stream has the sums.
-            allocate_on_comm_stream: Ignored.
+            allocate_on_comm_stream: With the two above: whether results are allocated
+                on the stream of the work.
 
         Returns:
             Sums ``[n_tokens, hidden]``, of the weights ``[n_tokens, top_k]`` or None,
@@ -301,22 +304,20 @@ class Normal:
         if hidden == 0 or hidden * x.element_size() % 16 != 0:
             refuse("x", f"has rows of {hidden} elements, not of whole 16 bytes")
         y = x.new_empty((handle.n_sent, hidden))
-        biases = (
-            bias if isinstance(bias, tuple) else (bias,) if bias is not None else ()
-        )
+        biases = bias if isinstance(bias, tuple) else (bias,)
+        biases = tuple(one for one in biases if one is not None)
         for one in biases:
             check_tensor(comm, "bias", one, x.dtype, tuple(y.shape))
-        weights = padded = None
         wanted = [self._of_back(handle, hidden, x.dtype)]
+        weights = padded = None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
             check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
             top_k = topk_weights.shape[1]
             padded = topk_weights.new_zeros((handle.n_rows, _up(top_k, 4)))
             weights = topk_weights.new_empty((handle.n_sent, padded.shape[1]))
-            n_columns = padded.shape[1]
-            of_weights = self._settings(handle.cap, "float32", 4, "float32", n_columns)
-            wanted.append(of_weights)
+            columns = ("float32", 4, "float32", padded.shape[1])
+            wanted.append(self._settings(handle.cap, *columns))
         channel, *of_weights = comm.open(wanted, 1)
 
         def work() -> None:
@@ -325,13 +326,10 @@ class Normal:
                 padded[:, :top_k] = topk_weights
                 self._bring_back(of_weights[0], handle, padded, weights)
             if biases:
-                total = y.float()
-                for one in biases:
-                    total += one
-                y.copy_(total)
+                y.copy_(sum(biases, start=y.float()))
 
-        event = comm.run(work, async_finish, previous_event)
-        event.extra_tensors = (x, y, handle.src_info, padded, weights)
+        tensors = (x, y, handle.ids, handle.src_info, padded, weights)
+        event = comm.run(work, tensors, async_finish, previous_event)
         return y, None if weights is None else weights[:, :top_k], event
 
     # ------------------------------------------------------------------- inside
@@ -346,7 +344,7 @@ class Normal:
     ) -> tuple[NormalHandle, list[int]]:
         """Checks a layout and agrees on it; returns handle and rows by local expert."""
         comm = self._comm
-        (n_tokens, n_bytes, n_scales), n_ranks = sizes, comm.n_ranks
+        (n_tokens, row_bytes, n_scales), n_ranks = sizes, comm.n_ranks
         per_rank, mask, per_expert = layout
         if per_rank is None or mask is None or per_expert is None:
             refuse(
@@ -367,6 +365,7 @@ class Normal:
             top_k = shape[1]
         if n_tokens > _MOST_TOKENS:
             refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
+        handle = NormalHandle()
         counts: list[int] = []
         if num_worst_tokens:
             most = _up(num_worst_tokens, n_ranks) // n_ranks
@@ -375,7 +374,7 @@ class Normal:
                     "num_worst_tokens",
                     f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens",
                 )
-            n_rows = num_worst_tokens
+            handle.n_rows = num_worst_tokens
         else:
             if previous_event is not None:
                 previous_event.current_stream_wait()
@@ -383,34 +382,33 @@ class Normal:
             mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
             n_experts = per_expert.numel()
             what = (
-                f"dispatch of rows of {n_bytes} bytes, {n_scales} scales, "
+                f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
                 f"top_k={top_k}, num_experts={n_experts}"
             )
             notes = comm.board.exchange(what, [n_tokens, *mine])
             most = max(note[0] for note in notes)
-            n_rows = sum(note[1 + comm.rank] for note in notes)
+            handle.n_rows = sum(note[1 + comm.rank] for note in notes)
             n_local = n_experts // n_ranks
             first = 1 + n_ranks + comm.rank * n_local
             counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
-        self._cap = self._enough(most, n_bytes)
-        handle = NormalHandle((None,) * 6)
-        handle.rank, handle.n_rows, handle.n_sent = comm.rank, n_rows, n_tokens
-        handle.cap, handle.mask = self._cap, mask
-        handle.extras = Extras(n_scales, top_k)
-        n_made = n_ranks * self._cap if num_worst_tokens else n_rows
+        self._cap = handle.cap = self._enough(most, row_bytes)
+        handle.rank, handle.mask, handle.n_sent = comm.rank, mask, n_tokens
+        handle.n_scales, handle.top_k = n_scales, top_k
+        handle.n_words = max(4, _up(n_scales + 2 * top_k, 4))
+        handle.n_made = n_ranks * handle.cap if num_worst_tokens else handle.n_rows
         new = per_rank.new_empty
         handle.ids, handle.ranges = new((n_tokens, n_ranks)), new((n_ranks, 2))
-        handle.src_info = new((max(1, n_made), 2))
+        handle.src_info = new((max(1, handle.n_made), 2))
         return handle, counts
 
-    def _enough(self, n_tokens: int, n_bytes: int) -> int:
+    def _enough(self, n_tokens: int, row_bytes: int) -> int:
         """Returns how many tokens of a rank channels hold; never less than before.
 
         All ranks know the same numbers, so all find the same.
         """
         usual = _GPU_BYTES if self._comm.is_gpu else _CPU_BYTES
         budget = (self._comm.is_gpu and self.num_nvl_bytes) or usual
-        fits = max(1, budget // (2 * self._comm.n_ranks * n_bytes))
+        fits = max(1, budget // (2 * self._comm.n_ranks * row_bytes))
         start = min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
         return max(self._cap, start, 1 << max(0, n_tokens - 1).bit_length())
 
@@ -432,8 +430,8 @@ class Normal:
         self, handle: NormalHandle, hidden: int, dtype: torch.dtype
     ) -> Settings:
         """Describes the channel of extras out, and of rows back."""
-        n_words = handle.extras.n_words
-        return self._settings(handle.cap, "float32", n_words, _COMBINES[dtype], hidden)
+        columns = ("float32", handle.n_words, _COMBINES[dtype], hidden)
+        return self._settings(handle.cap, *columns)
 
     def _move(
         self,
@@ -442,12 +440,11 @@ class Normal:
     ) -> None:
         """Dispatches tensors through channels, to where the handle says."""
         counts = handle.ranges.new_empty(1)
-        forms = [SEND, RECEIVE] if self._comm.shares_gpu else [BOTH]
-        for form in forms:
+        for form in self._forms():
             for channel, sent, received in moves:
-                channel.latest = handle
+                channel.latest = (handle, self._comm.is_capturing())
+                channel.was_captured |= channel.latest[1]
                 channel.regions[0].dispatch(
-                    form,
                     sent.data_ptr(),
                     handle.ids.data_ptr(),
                     handle.n_sent,
@@ -456,29 +453,35 @@ class Normal:
                     counts.data_ptr(),
                     handle.ranges.data_ptr(),
                     handle.src_info.data_ptr(),
+                    form,
                 )
+
+    def _forms(self) -> list[int]:
+        return [SEND, RECEIVE] if self._comm.shares_gpu else [BOTH]
 
     def _bring_back(
         self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
     ) -> None:
         """Combines through a channel that may have dispatched something else since."""
-        if channel.latest is not handle:
-            n_words = channel.settings.hidden
+        captures = self._comm.is_capturing()
+        # Replays of a graph dispatch, too.
+        is_latest = channel.latest[0] is handle and channel.latest[1] == captures
+        if not is_latest or (channel.was_captured and not captures):
             new = handle.ids.new_empty
-            sent = new((handle.n_sent, n_words))
-            self._move(handle, [(channel, sent, new((len(handle.src_info), n_words)))])
+            sent = new((handle.n_sent, channel.settings.hidden))
+            received = new((len(handle.src_info), channel.settings.hidden))
+            self._move(handle, [(channel, sent, received)])
         ones = torch.ones(
             (handle.n_sent, self._comm.n_ranks), dtype=torch.float32, device=x.device
         )
-        forms = [SEND, RECEIVE] if self._comm.shares_gpu else [BOTH]
-        for form in forms:
+        for form in self._forms():
             channel.regions[0].combine(
-                form,
                 x.data_ptr(),
                 handle.src_info.data_ptr(),
                 y.data_ptr(),
                 handle.n_sent,
                 ones.data_ptr(),
+                form,
             )
 
 
@@ -489,11 +492,10 @@ def _pack(
     topk_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """Makes the rows that go with the tokens."""
-    extras = handle.extras
-    n, k = extras.n_scales, extras.top_k
-    sent = handle.ids.new_empty((handle.n_sent, extras.n_words))
+    n, k = handle.n_scales, handle.top_k
+    sent = handle.ids.new_empty((handle.n_sent, handle.n_words))
     if scales is not None:
-        sent[:, :n] = scales.view(torch.int32)
+        sent[:, :n] = scales.contiguous().view(torch.int32)
     if topk_idx is not None:
         sent[:, n : n + k] = topk_idx
         sent[:, n + k : n + 2 * k] = topk_weights.view(torch.int32)
@@ -501,11 +503,16 @@ def _pack(
 
 
 def _unpack(
-    handle: NormalHandle, extras: torch.Tensor, n_local: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    handle: NormalHandle,
+    extras: torch.Tensor,
+    n_local: int,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
     """Reads ids, made local, and weights out of them."""
-    n, k = handle.extras.n_scales, handle.extras.top_k
-    ids = extras[:, n : n + k].long() - handle.rank * n_local
-    is_here = (ids >= 0) & (ids < n_local)
-    weights = extras[:, n + k : n + 2 * k].contiguous().view(torch.float32)
-    return torch.where(is_here, ids, -1), torch.where(is_here, weights, 0.0)
+    n, k = handle.n_scales, handle.top_k
+    torch.sub(extras[:, n : n + k], handle.rank * n_local, out=ids)
+    is_elsewhere = (ids < 0) | (ids >= n_local)
+    ids.masked_fill_(is_elsewhere, -1)
+    weights.view(torch.int32).copy_(extras[:, n + k : n + 2 * k])
+    weights.masked_fill_(is_elsewhere, 0)

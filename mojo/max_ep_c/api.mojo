@@ -35,7 +35,9 @@ from max_ep.counters import (
     local_sync_counters_words,
     N_FAILURE_WORDS,
 )
-from max_ep.device.phase import Queue
+from max_ep.combine_rows.phase import CombineRows
+from max_ep.device.phase import Phase, phase_kernel, Queue
+from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.launch import launch_combine, launch_dispatch
@@ -49,7 +51,7 @@ from max_ep.layout import (
 from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import BytePointer, OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
-from max_ep.watch import launch_watch
+from max_ep.watch import launch_watch, watch_kernel
 
 comptime TARGET = get_defined_string["TARGET"]()
 comptime N_RANKS = get_defined_int["RANKS"]()
@@ -57,6 +59,10 @@ comptime HIDDEN = get_defined_int["HIDDEN"]()
 comptime TOP_K = get_defined_int["TOP_K"]()
 comptime WIDE_IDS = is_defined["WIDE_IDS"]()
 comptime Format = FormatOf[get_defined_string["FORMAT"](), HIDDEN, TOP_K]
+comptime INPUT_DTYPE = (
+    DType.float32 if get_defined_string["FORMAT"]()
+    == "float32" else DType.bfloat16
+)
 comptime COMBINE_DTYPE = (
     DType.float32 if get_defined_string["COMBINE"]()
     == "float32" else DType.bfloat16
@@ -114,6 +120,22 @@ def _vector[
     return {_at[Scalar[dtype]](address), row_major(Coord(Int64(n)))}
 
 
+def _load_phase[P: Phase](context: DeviceContext) raises:
+    """Loads the kernels of a phase."""
+    _ = context.compile_function[phase_kernel[P, True, False]]()
+    _ = context.compile_function[phase_kernel[P, False, True]]()
+    _ = context.compile_function[phase_kernel[P, True, True]]()
+
+
+def _load_kernels(context: DeviceContext) raises:
+    """Loads all kernels: the first launch of one may be in a capture, which forbids
+    that."""
+    _load_phase[DispatchByRank[DISPATCH, Format, INPUT_DTYPE]](context)
+    _load_phase[CombineRows[COMBINE, COMBINE_DTYPE]](context)
+    _ = context.compile_function[watch_kernel[DISPATCH, False]]()
+    _ = context.compile_function[watch_kernel[COMBINE, True]]()
+
+
 struct Rank(Movable):
     """What a process keeps of one region."""
 
@@ -145,6 +167,7 @@ struct Rank(Movable):
         """Takes a rank's memory as it is."""
         comptime if is_gpu[TARGET]():
             self.context = DeviceContext(device_id=device)
+            _load_kernels(self.context)
         else:
             self.context = DeviceContext(api="cpu")
         self.my_rank = rank
@@ -330,12 +353,6 @@ struct DispatchArguments(TrivialRegisterPassable):
     """Int32 `[n_local_experts][capacity][2]`."""
 
 
-comptime INPUT_DTYPE = (
-    DType.float32 if get_defined_string["FORMAT"]()
-    == "float32" else DType.bfloat16
-)
-
-
 def _dispatch[
     form: Form
 ](rank: Rank, queue: Int, given: DispatchArguments) raises:
@@ -382,7 +399,6 @@ def _dispatch[
 def max_ep_dispatch(
     handle: Int,
     queue: Int,
-    form: Int32,
     tokens: Int,
     topk_ids: Int,
     n_tokens: Int32,
@@ -391,6 +407,7 @@ def max_ep_dispatch(
     recv_counts: Int,
     recv_ranges: Int,
     src_info: Int,
+    form: Int32,
 ) abi("C") -> Int32:
     """Dispatches; see `DispatchArguments`. Form 1: sends, 2: receives, 3: both.
     """
@@ -439,12 +456,12 @@ def _combine[
 def max_ep_combine(
     handle: Int,
     queue: Int,
-    form: Int32,
     rows: Int,
     src_info: Int,
     combined: Int,
     n_tokens: Int32,
     weights: Int,
+    form: Int32,
 ) abi("C") -> Int32:
     """Combines: rows `[n_local_experts][capacity][COMBINE_HIDDEN]` and `src_info`
     of a dispatch, results `[n_tokens][COMBINE_HIDDEN]`, weights float32

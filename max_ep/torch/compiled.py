@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The low-latency calls as operators, for ``torch.compile``: with fakes, in order.
+
+``Buffer``'s methods come here while they are compiled. An operator takes and returns
+tensors only. So what a handle knows besides is kept by the address of its tables, which
+live until combine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .events import EventOverlap
+from .tables import n_table_words, split_tables
+
+if TYPE_CHECKING:
+    from .api import Buffer
+
+BUFFERS: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+"""By their names: numbers might be symbols."""
+
+
+@torch.library.custom_op("max_ep::low_latency_dispatch", mutates_args=("order",))
+def _dispatch(
+    order: torch.Tensor,
+    key: str,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    cap: int,
+    n_experts: int,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    buffer = BUFFERS[key]
+    result, _, handle, *_ = buffer.low_latency_dispatch(
+        x.contiguous(),
+        topk_idx.contiguous(),
+        cap,
+        n_experts,
+        use_fp8=use_fp8,
+        round_scale=round_scale,
+        use_ue8m0=use_ue8m0,
+    )
+    tables = handle.tables
+    handle.tables = None  # whoever is called owns them
+    buffer._handles[tables.data_ptr()] = handle
+    rows, scales = result if use_fp8 else (result, None)
+    return rows, x.new_empty(0) if scales is None else scales.transpose(1, 2), tables
+
+
+@_dispatch.register_fake
+def _(
+    order: torch.Tensor,
+    key: str,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    cap: int,
+    n_experts: int,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    n_ranks, hidden = BUFFERS[key].group_size, x.shape[1]
+    n_local, capacity = n_experts // n_ranks, n_ranks * cap
+    dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
+    rows = x.new_empty((n_local, capacity, hidden), dtype=dtype)
+    scales = x.new_empty(0)
+    if use_fp8:
+        shape = (n_local, hidden // (512 if use_ue8m0 else 128), capacity)
+        dtype = torch.int32 if use_ue8m0 else torch.float32
+        scales = x.new_empty(shape, dtype=dtype)
+    n_words = n_table_words(n_local, n_ranks, cap)
+    return rows, scales, x.new_empty(n_words, dtype=torch.int32)
+
+
+@torch.library.custom_op("max_ep::low_latency_combine", mutates_args=("order",))
+def _combine(
+    order: torch.Tensor,
+    key: str,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    tables: torch.Tensor,
+) -> torch.Tensor:
+    buffer = BUFFERS[key]
+    handle = buffer._handles[tables.data_ptr()]
+    handle.tables = tables
+    given = (x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous())
+    try:
+        return buffer.low_latency_combine(*given, handle)[0]
+    finally:
+        handle.tables = None
+
+
+@_combine.register_fake
+def _(
+    order: torch.Tensor,
+    key: str,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    tables: torch.Tensor,
+) -> torch.Tensor:
+    return x.new_empty((topk_idx.shape[0], x.shape[2]))
+
+
+def nothing() -> None:
+    """A hook of a call that has received already."""
+
+
+def low_latency_dispatch(
+    buffer: Buffer,
+    given: tuple[torch.Tensor, torch.Tensor, int, int],
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> tuple[Any, torch.Tensor, Any, EventOverlap]:
+    """``Buffer.low_latency_dispatch`` while it is compiled."""
+    x, _, cap, n_experts = given
+    rows, scales, tables = _dispatch(
+        buffer._order, buffer._key, *given, use_fp8, round_scale, use_ue8m0
+    )
+    n_local = n_experts // buffer.group_size
+    src_info, ranges, counts = split_tables(tables, n_local, buffer.group_size)
+    handle = (src_info, ranges, cap, x.shape[1], n_experts, tables)
+    result = (rows, scales.transpose(1, 2)) if use_fp8 else rows
+    return result, counts, handle, EventOverlap()
+
+
+def low_latency_combine(
+    buffer: Buffer,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    handle: Any,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, EventOverlap]:
+    """``Buffer.low_latency_combine`` while it is compiled."""
+    y = _combine(buffer._order, buffer._key, *given, handle[5])
+    if out is not None:
+        y = out.copy_(y)
+    return y, EventOverlap()

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles, and what comes with the rows of a low-latency dispatch: one int32 tensor.
+
+Token and choice of each row ``[n_local, n_ranks * cap, 2]``, first row and rows of each
+source ``[n_local, n_ranks, 2]``, rows of each expert ``[n_local]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class LazyTuple(Sequence[Any]):
+    """Reads as a tuple; its items are made when they are asked for.
+
+    It is none: `torch.compile` would take the items for those of the tuple.
+    """
+
+    def items(self) -> tuple[Any, ...]:
+        """Returns the tuple."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items()[index]
+
+    def __len__(self) -> int:
+        return len(self.items())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items())
+
+
+def n_table_words(n_local: int, n_ranks: int, cap: int) -> int:
+    """Returns how large it is."""
+    return n_local * (2 * n_ranks * cap + 2 * n_ranks + 1)
+
+
+def split_tables(
+    tables: torch.Tensor, n_local: int, n_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns tokens, ranges as DeepEP packs them, and counts."""
+    n_behind = n_local * (2 * n_ranks + 1)
+    src_info = tables[:-n_behind].view(n_local, -1, 2)
+    ranges = tables[-n_behind:-n_local].view(n_local, n_ranks, 2)
+    packed = ranges.flip(2).view(torch.int64).squeeze(2)
+    return src_info[:, :, 0], packed, tables[-n_local:]
