@@ -20,7 +20,12 @@ from std.builtin.device_passable import DeviceTypeEncoder
 from std.utils.numerics import nan
 
 from ..counters import EPLocalSyncCounters
-from ..device.block import Block, can_start, is_last_block
+from ..device.block import (
+    await_launch_before,
+    Block,
+    can_start,
+    is_last_block,
+)
 from ..device.phase import Phase
 from ..device.shared import own_of
 from ..failures import NOTHING_DISPATCHED
@@ -45,8 +50,8 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
 
     comptime group = Self.group_
     """Sizes of the group."""
-    comptime overlaps_previous = False
-    """It is portable, so it cannot wait for the kernel before it."""
+    comptime overlaps_previous = Self.group_.is_by_rank()
+    """By rank it runs on GPUs that have such launches; by expert it is portable."""
     comptime device_type: AnyType = Self
     """A kernel gets this as it is."""
 
@@ -89,6 +94,8 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
     def run[sends: Bool, receives: Bool](self):
         """Does this block's part, see `Phase`."""
         comptime group = Self.group
+        comptime if Self.overlaps_previous:
+            await_launch_before()
         if not can_start[group](self.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
