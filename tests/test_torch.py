@@ -13,11 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deep_ep_programs
 import pytest
 import torch_member
 
 from max_ep import LaunchError, launch
 
+ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("all_cores")
 
 HEALTHY = ["low_latency", "in_flight", "compiled", "normal", "arguments"]
@@ -105,6 +107,27 @@ def test_one_gpu_or_more(n_ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", torch_member.PHASES)
 def test_killed_on_gpu(phase: str, tmp_path: Path) -> None:
     check_killed(tmp_path, phase)
+
+
+def test_deep_ep(on_cpu: None, tmp_path: Path) -> None:
+    """Programs of vLLM, SGLang, Megatron-core and DeepEP, as far as they call it."""
+    launch(deep_ep_programs.member, 2, (2, str(tmp_path / "store")), timeout_s=200)
+
+
+def test_torch_moe(on_cpu: None) -> None:
+    """The command of the documents, with 2 ranks in place of 4."""
+    page = (ROOT / "docs/pytorch.md").read_text()
+    command = "torchrun --nproc-per-node 4 graphs/torch_moe.py"
+    assert command in page
+    words = command.replace("4", "2").split()[1:]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=ROOT,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+    )
+    assert "output and gradients are the plain layer's" in done.stdout, done.stderr
 
 
 def test_no_max_is_loaded() -> None:
