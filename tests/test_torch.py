@@ -17,7 +17,7 @@ import deep_ep_programs
 import pytest
 import torch_member
 
-from max_ep import LaunchError, launch
+from max_ep import LaunchError, cli, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("all_cores")
@@ -128,6 +128,15 @@ def test_torch_moe(on_cpu: None) -> None:
         text=True,
     )
     assert "output and gradients are the plain layer's" in done.stdout, done.stderr
+
+
+def test_build_ahead(capsys: pytest.CaptureFixture) -> None:
+    """The command of the documents, for a GPU that need not be there."""
+    page = (ROOT / "docs/pytorch.md").read_text()
+    (command,) = re.findall(r"^max-ep (build --torch .*)$", page, re.M)
+    assert cli.main(command.split()) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path.is_file() and "sm_90a" in path.name
 
 
 def test_no_max_is_loaded() -> None:

@@ -27,6 +27,7 @@ from .tables import LazyTuple
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _SCALES = (torch.float32, torch.int32)
 _MOST_TOKENS = 32768
+_MOST_RANKS = 32
 _DEFAULT_TOKENS = 4096
 _CPU_BYTES = 4 << 20
 _GPU_BYTES = 1 << 30
@@ -363,6 +364,8 @@ class Normal:
             shape = tuple(topk_idx.shape)
             check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
             top_k = shape[1]
+        if n_ranks > _MOST_RANKS:
+            refuse("dispatch", f"is for at most {_MOST_RANKS} ranks, not {n_ranks}")
         if n_tokens > _MOST_TOKENS:
             refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
         handle = NormalHandle()
