@@ -29,10 +29,7 @@ _DONE = b"done"
 
 
 def cache_dir() -> Path:
-    """Returns where precompiled packages are kept.
-
-    ``MAX_EP_CACHE_DIR`` if set, else ``max_ep`` in the user's cache folder.
-    """
+    """Returns ``MAX_EP_CACHE_DIR``, or ``max_ep`` in the user's cache folder."""
     if "MAX_EP_CACHE_DIR" in os.environ:
         return Path(os.environ["MAX_EP_CACHE_DIR"])
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -327,13 +327,10 @@ def _check_sizes(config: EPConfig) -> None:
         "ranks_per_gpu",
     ):
         value = getattr(config, field)
-        if not isinstance(value, int):
-            raise ValueError(
-                f"{field}={value!r} is a {type(value).__name__}, it must be an "
-                "integer >= 1, of Python's type int"
-            )
-        if value < 1:
-            raise ValueError(f"{field}={value!r} must be an integer >= 1")
+        if not isinstance(value, int) or value < 1:
+            kind = type(value).__name__
+            of_type = "" if kind == "int" else f" of Python's type int, not {kind}"
+            raise ValueError(f"{field}={value!r} must be an integer >= 1{of_type}")
     if not isinstance(config.n_sms, int) or config.n_sms < 0:
         raise ValueError(
             f"n_sms={config.n_sms!r} must be an integer >= 0; 0 is all there are"

@@ -143,11 +143,7 @@ BY_SHORT_NAME = {token_format.short_name: token_format for token_format in FORMA
 
 
 def format_of(dtype: DType) -> TokenFormat:
-    """Returns the format of a ``dispatch_dtype``.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Returns the format of a ``dispatch_dtype``; a ``ValueError`` if there is none."""
     for token_format in FORMATS:
         if token_format.dtype == dtype:
             return token_format

@@ -80,7 +80,7 @@ hidden_size=81 | 81; 162 bytes; multiple of 16
 hidden_size=4, dispatch_dtype=F32 | hidden_size=4; combine_dtype; multiple of 8
 hidden_size=0 | hidden_size=0; >= 1
 hidden_size=80.0 | hidden_size=80.0; integer
-max_tokens_per_rank=np.int64(7) | max_tokens_per_rank=; is a int64; Python's type int
+max_tokens_per_rank=np.int64(7) | max_tokens_per_rank=; Python's type int, not int64
 top_k=33, n_experts=64 | top_k=33; 32
 top_k=6 | top_k=6; n_experts=5
 top_k=0 | top_k=0; >= 1

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 
@@ -93,12 +92,9 @@ class EPCommInitializer:
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
             self._regions = self._memory.local_addresses()
-            counters = functools.partial(
-                Buffer.zeros, [sizes.counters_words], DType.int32
-            )
-            ranks = range(config.n_gpus_per_node)
+            shape, devices = [sizes.counters_words], self._rank_devices()
             self._counters = [
-                [counters(self._device_of(rank)) for rank in ranks]
+                [Buffer.zeros(shape, DType.int32, device) for device in devices]
                 for _ in range(NUM_GROUPS)
             ]
             offsets = self._prepare_ranks(was_used=False)
@@ -134,7 +130,7 @@ class EPCommInitializer:
 
     def _allocate(self, region_bytes: int) -> _Memory:
         config = self.config
-        devices = [self._device_of(rank) for rank in range(config.n_gpus_per_node)]
+        devices = self._rank_devices()
         if config.uses_shmem:
             here = [Buffer(DType.uint8, [1], device) for device in devices]
             return ShmemMemory(
@@ -170,7 +166,7 @@ class EPCommInitializer:
         fields = (
             "dispatch_dtype combine_dtype hidden_size top_k n_experts "
             "max_tokens_per_rank n_gpus_per_node n_nodes protocol combine_mode "
-            "combine_wire_dtype fp8_power_of_two_scales"
+            "combine_wire_dtype fp8_power_of_two_scales router_top_k"
         ).split()
         return ", ".join(f"{name}={getattr(self.config, name)}" for name in fields)
 
@@ -211,11 +207,10 @@ class EPCommInitializer:
         self._synchronize()
         return offsets
 
-    def _device_of(self, rank: int) -> Device:
-        """Returns where a local rank runs."""
-        return self._devices[
-            rank * self.config.n_local_devices // self.config.n_gpus_per_node
-        ]
+    def _rank_devices(self) -> list[Device]:
+        """Returns where each local rank runs."""
+        per_device = self.config.n_gpus_per_node // len(self._devices)
+        return [device for device in self._devices for _ in range(per_device)]
 
     def _check_open(self, method: str) -> None:
         if self._pointers is None:

@@ -317,10 +317,7 @@ class ShmemMemory:
         return self._addresses
 
     def connect(self, timeout_s: float) -> list[int]:
-        """Waits until all processes have cleared their regions; returns addresses.
-
-        0 for ranks of other processes, which are reached by puts to the own address.
-        """
+        """Waits for all processes; returns addresses, 0 for ranks reached by puts."""
         assert _libraries is not None
         self._on_first(_libraries.barrier, "joining the group")
         regions = [0] * self._n_ranks

@@ -185,13 +185,8 @@ class SharedMemory:
     ) -> None:
         """Creates this process's segment, zeroed and not yet marked ready.
 
-        Args:
-            group: Name of the group; no other alive on this machine may have it.
-            node_id: This process, ``[0, n_nodes)``.
-            n_nodes: Processes of the group.
-            n_local_ranks: Ranks a process drives.
-            region_bytes: Bytes of one region.
-            fingerprint: What all processes must agree on, as text.
+        No other group alive on this machine may have the name ``group``; all of its
+        processes must give the same ``fingerprint``.
         """
         if n_nodes > _PAGE - _MAPPED_AT:
             raise ValueError(f"n_nodes={n_nodes} is above {_PAGE - _MAPPED_AT}")

@@ -53,10 +53,7 @@ class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
     """MiniMax-M2, its experts spread by max_ep."""
 
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
-        """Returns our decoder, and casts the routers' biases to float32.
-
-        Scores are float32, and transformers adds the biases in float32, too.
-        """
+        """Returns our decoder; the routers' biases are float32, as in transformers."""
         for name, weight in self.state_dict.items():
             if name.endswith("e_score_correction_bias"):
                 self.state_dict[name] = weight.astype(DType.float32)
