@@ -103,6 +103,11 @@ class Config:
         return SHAPES[self.shape_name]
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether dispatch quantizes."""
+        return self.dtype == "fp8"
+
+    @property
     def is_sums(self) -> bool:
         """Whether the router weights go with dispatch."""
         return self.peer == "sums"
@@ -115,10 +120,8 @@ class Config:
     @property
     def name(self) -> str:
         """Names the folder of compiled graphs."""
-        return (
-            f"{self.peer}_r{self.n_ranks}_{self.shape_name}_{self.dtype}"
-            f"_t{self.max_tokens}"
-        )
+        sizes = f"r{self.n_ranks}_{self.shape_name}_{self.dtype}_t{self.max_tokens}"
+        return f"{self.peer}_{sizes}"
 
 
 @dataclass(frozen=True)
@@ -177,14 +180,15 @@ def expert_ids(
     weight = np.ones(shape.n_experts)
     if routing == "zipf":
         weight = 1 / np.arange(1, shape.n_experts + 1)
-    picked = []
-    for rank in range(n_ranks):
+
+    def of_rank(rank: int) -> np.ndarray:
         rng = _rng(shape.name, routing, n_tokens, seed, rank, "ids")
         # The top_k of `weight` with Gumbel noise: drawn without replacement.
         score = np.log(weight) + rng.gumbel(size=(n_tokens, shape.n_experts))
         order = np.argsort(-score, axis=1)[:, : shape.top_k]
-        picked.append(np.ascontiguousarray(order.astype(np.int32)))
-    return picked
+        return np.ascontiguousarray(order.astype(np.int32))
+
+    return [of_rank(rank) for rank in range(n_ranks)]
 
 
 def tokens(
@@ -195,10 +199,7 @@ def tokens(
     The signs of the first ``TAG_COLUMNS`` elements (all of magnitude 1) are the
     bits of ``rank * n_tokens + token``, so a row says whose it is even after FP8
     rounding. The others are windows of one normal sequence: quick to make, and no
-    two tokens are alike.
-
-    Returns:
-        bfloat16 bits, ``uint16 [n_tokens, hidden_size]``, one a rank.
+    two tokens are alike. Bits are ``uint16 [n_tokens, hidden_size]`` a rank.
     """
     if n_ranks * n_tokens > 1 << TAG_COLUMNS:
         raise ValueError(f"{n_ranks} x {n_tokens} tokens do not fit the tag")
@@ -223,12 +224,13 @@ def router_weights(
     shape: Shape, n_ranks: int, n_tokens: int, seed: int = 0
 ) -> list[np.ndarray]:
     """Makes random weights that sum to 1: ``float32 [n_tokens, top_k]`` a rank."""
-    made = []
-    for rank in range(n_ranks):
+
+    def of_rank(rank: int) -> np.ndarray:
         rng = _rng(shape.name, n_tokens, seed, rank, "weights")
         w = rng.random((n_tokens, shape.top_k), np.float32) + np.float32(0.1)
-        made.append(w / w.sum(axis=1, keepdims=True))
-    return made
+        return w / w.sum(axis=1, keepdims=True)
+
+    return [of_rank(rank) for rank in range(n_ranks)]
 
 
 def scaled_bits(bits: np.ndarray, factor: float) -> np.ndarray:
@@ -284,10 +286,8 @@ def chain_factor(n_layers: int) -> float:
 def expert_row(shape: Shape, rank: int) -> np.ndarray:
     """Makes the row that every expert of a rank returns in an FP8 chain.
 
-    Integers in ``[-127, 127]``: weighted sums with powers of two are exact.
-
-    Returns:
-        ``float32 [hidden_size]``.
+    ``float32 [hidden_size]``, integers in ``[-127, 127]``: weighted sums with powers
+    of two are exact.
     """
     column = np.arange(shape.hidden_size)
     return ((7 * column + 53 * rank) % 255 - 127).astype(np.float32)
@@ -320,11 +320,7 @@ def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
 
 
 def row_bytes(shape: Shape, dtype: str) -> tuple[int, int]:
-    """Returns the bytes of one row in dispatch and in combine.
-
-    Elements and scales only: source information, padding, counts and flags of a
-    protocol are not counted.
-    """
+    """Returns the bytes of a row in dispatch and in combine: elements and scales."""
     combine = 2 * shape.hidden_size
     if dtype == "bfloat16":
         return combine, combine

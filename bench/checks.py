@@ -7,7 +7,7 @@ number by number (FP8 bits, float32 sums) is compared for a sample of tokens.
 
 ``exact``: rows in the oracle's order and all numbers bit for bit. Otherwise the
 rows of an expert may stand in any order, and quantized values and sums may
-differ by rounding.
+differ by rounding. Each check raises a :class:`CheckError` that begins with ``where``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,75 @@ class CheckError(AssertionError):
     """A result differs from the oracle's."""
 
 
-def _require(is_right: bool, message: str) -> None:
-    if not is_right:
+def _require(is_right: bool | torch.Tensor, message: str) -> None:
+    if not bool(is_right):
         raise CheckError(message)
 
 
 def from_bits(bits: np.ndarray, device: str | torch.device = "cpu") -> torch.Tensor:
     """Makes a bfloat16 tensor of bits (``uint16``, any shape)."""
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).to(device)
+
+
+def stack_tokens(x: Sequence[np.ndarray], device: str | torch.device) -> torch.Tensor:
+    """Puts all ranks' tokens on one device: ``[n_ranks * n_tokens, hidden]``."""
+    return torch.cat([from_bits(rank_x, device) for rank_x in x])
+
+
+@dataclass
+class Sent:
+    """What one rank dispatches, and what its experts make of it."""
+
+    shape: Shape
+    n_ranks: int
+    x: np.ndarray
+    """bfloat16 bits ``[n_tokens, hidden_size]``."""
+    ids: np.ndarray
+    """int32 ``[n_tokens, top_k]``."""
+    weights: np.ndarray
+    """float32 ``[n_tokens, top_k]``."""
+    is_fp8: bool = False
+    """Experts return the row of their rank (``cases.expert_row``), not their input."""
+
+    def __post_init__(self) -> None:
+        n_local = reference.n_local_experts(self.shape.n_experts, self.n_ranks)
+        self._owners = self.ids // n_local
+
+    def parts(self, device: str | torch.device) -> list[torch.Tensor]:
+        """Returns what each rank's experts add to the sums: float64."""
+        parts = []
+        for rank in range(self.n_ranks):
+            w = np.where(self._owners == rank, self.weights, 0).astype(np.float64)
+            factor = torch.from_numpy(w.sum(axis=1, keepdims=True)).to(device)
+            row = from_bits(self.x, device)
+            if self.is_fp8:
+                row = torch.from_numpy(expert_row(self.shape, rank)).to(device)
+            parts.append(factor * row.double())
+        return parts
+
+    def oracle_sums(self, picked: np.ndarray, sums_on_rank: int | None) -> np.ndarray:
+        """Asks the oracle for the sums of some tokens, as :func:`check_combine`."""
+        x = reference.bfloat16_to_float32(self.x[picked])
+        ids, owners = self.ids[picked], self._owners[picked]
+
+        def expert(expert_id: int, rows: np.ndarray) -> np.ndarray:
+            if not self.is_fp8:
+                return rows
+            owner = int(owners[ids == expert_id][0])
+            return np.broadcast_to(expert_row(self.shape, owner), rows.shape).copy()
+
+        def sums_of(ids: np.ndarray) -> np.ndarray:
+            return reference.moe(x, ids, self.weights[picked], expert)
+
+        if sums_on_rank is None:
+            return sums_of(ids)
+        on = [
+            sums_of(np.where(owners == rank, ids, -1)) for rank in range(self.n_ranks)
+        ]
+        sums = on.pop(sums_on_rank)
+        for part in map(reference.float32_to_bfloat16, on):
+            sums = sums + reference.bfloat16_to_float32(part)
+        return sums
 
 
 @dataclass
@@ -58,10 +119,8 @@ class Delivered:
 def token_numbers(rows: torch.Tensor) -> torch.Tensor:
     """Reads the number that each row's signs spell: ``int64 [n_rows]``."""
     tag = rows[:, :TAG_COLUMNS].contiguous()
-    if tag.dtype == torch.uint8:
-        is_negative = tag >= 128
-    else:
-        is_negative = tag.view(torch.int16) < 0
+    is_fp8 = tag.dtype == torch.uint8
+    is_negative = tag >= 128 if is_fp8 else tag.view(torch.int16) < 0
     power = 1 << torch.arange(TAG_COLUMNS, device=rows.device)
     return (is_negative.long() * power).sum(dim=1)
 
@@ -78,19 +137,9 @@ def check_dispatch(
 ) -> None:
     """Compares one rank's rows with the oracle.
 
-    Args:
-        where: Names the rank in the error.
-        got: What dispatch gave it.
-        want_numbers: ``[n_rows]``, see :class:`bench.cases.Routes`.
-        want_offsets: ``[n_local_experts + 1]``.
-        x_all: The group's tokens ``[n_ranks * n_tokens, hidden_size]`` bfloat16
-            on the device of ``got``.
-        exact: See the module.
-        filled_to: Each expert's rows are filled up to a multiple of it; what is
-            behind its own is not looked at.
-
-    Raises:
-        CheckError: If anything differs.
+    ``want_numbers`` and ``want_offsets`` are the rank's :class:`bench.cases.Routes`,
+    ``x_all`` is :func:`stack_tokens` of the group. Each expert's rows are filled up to
+    a multiple of ``filled_to``; what is behind its own is not compared.
     """
     device = got.rows.device
     offsets = got.row_offsets.cpu().numpy().astype(np.int64)
@@ -112,26 +161,35 @@ def check_dispatch(
     at = torch.from_numpy(np.concatenate(own)).to(device)
     numbers = token_numbers(got.rows[at, :TAG_COLUMNS])
     wanted = torch.from_numpy(want_numbers).to(device)
-    expert = np.repeat(expert_ids, counts)
-    want_expert = np.repeat(np.arange(len(want_counts)), want_counts)
     if exact:
-        _require(bool((numbers == wanted).all()), f"{where}: rows out of order")
-    key = torch.from_numpy(expert.astype(np.int64)).to(device) << 32 | numbers
-    want_key = torch.from_numpy(want_expert.astype(np.int64)).to(device) << 32 | wanted
-    _require(
-        torch.equal(key.sort().values, want_key.sort().values),
-        f"{where}: an expert has the wrong tokens",
+        _require((numbers == wanted).all(), f"{where}: rows out of order")
+
+    def keys(experts: np.ndarray, n: np.ndarray, tokens: torch.Tensor) -> torch.Tensor:
+        expert = np.repeat(experts.astype(np.int64), n)
+        return (torch.from_numpy(expert).to(device) << 32 | tokens).sort().values
+
+    same = torch.equal(
+        keys(expert_ids, counts, numbers),
+        keys(np.arange(len(want_counts)), want_counts, wanted),
     )
+    _require(same, f"{where}: an expert has the wrong tokens")
     for begin in range(0, n_rows, _CHUNK_ROWS):
-        part = slice(begin, min(begin + _CHUNK_ROWS, n_rows))
+        part = slice(begin, begin + _CHUNK_ROWS)
         x, rows = x_all[numbers[part]], got.rows[at[part]]
         if got.scales is None:
             same = rows.view(torch.int16) == x.view(torch.int16)
-            _require(bool(same.all()), f"{where}: a row's payload differs")
+            _require(same.all(), f"{where}: a row's payload differs")
         else:
             _check_dequantized(where, rows, got.scales[:, at[part]], x)
     if got.scales is not None and exact:
-        _check_quantized_sample(where, got, numbers, n_rows, x_all)
+        picked = torch.linspace(0, n_rows - 1, min(_SAMPLE, n_rows)).long().to(device)
+        x = x_all[numbers[picked]].float().cpu().numpy()
+        values, scales = reference.quantize_blockwise_fp8(x)
+        got_values, got_scales = got.rows[picked], got.scales[:, picked].T
+        same = np.array_equal(got_values.cpu().numpy(), values)
+        _require(same, f"{where}: FP8 values differ from the oracle's")
+        same = np.array_equal(got_scales.cpu().numpy(), scales)
+        _require(same, f"{where}: FP8 scales differ from the oracle's")
 
 
 def _check_dequantized(
@@ -144,155 +202,44 @@ def _check_dequantized(
     # Half a step of 3 mantissa bits, or of the subnormals; a little more for
     # the scale's own rounding.
     allowed = x.abs() * (2.0**-4 * 1.02) + scale.abs() * 2.0**-9
-    _require(bool((error <= allowed).all()), f"{where}: a dequantized row is off")
-
-
-def _check_quantized_sample(
-    where: str,
-    got: Delivered,
-    numbers: torch.Tensor,
-    n_rows: int,
-    x_all: torch.Tensor,
-) -> None:
-    picked = torch.linspace(0, n_rows - 1, min(_SAMPLE, n_rows)).long()
-    picked = picked.to(got.rows.device)
-    x = x_all[numbers[picked]].float().cpu().numpy()
-    values, scales = reference.quantize_blockwise_fp8(x)
-    assert got.scales is not None
-    _require(
-        np.array_equal(got.rows[picked].cpu().numpy(), values),
-        f"{where}: FP8 values differ from the oracle's",
-    )
-    _require(
-        np.array_equal(got.scales[:, picked].T.cpu().numpy(), scales),
-        f"{where}: FP8 scales differ from the oracle's",
-    )
+    _require((error <= allowed).all(), f"{where}: a dequantized row is off")
 
 
 def check_combine(
     where: str,
-    shape: Shape,
     got: torch.Tensor,
-    x: np.ndarray,
-    ids: np.ndarray,
-    weights: np.ndarray,
-    n_ranks: int,
+    sent: Sent,
     *,
-    is_fp8: bool,
     exact: bool,
     sums_on_rank: int | None = None,
 ) -> None:
-    """Compares one rank's sums with the oracle.
+    """Compares one rank's sums, bfloat16, with the oracle.
 
-    Experts return their rows as they are; for FP8, the row of their rank
-    (:func:`bench.cases.expert_row`).
-
-    Args:
-        where: Names the rank in the error.
-        shape: Sizes.
-        got: ``[n_tokens, hidden_size]`` bfloat16.
-        x: The rank's tokens, bfloat16 bits ``[n_tokens, hidden_size]``.
-        ids: ``int32 [n_tokens, top_k]``.
-        weights: ``float32 [n_tokens, top_k]``.
-        n_ranks: Ranks of the group.
-        is_fp8: Whether experts return their rank's row.
-        exact: See the module.
-        sums_on_rank: With sums, the rank whose sums they are: the
-            parts of the others were rounded to bfloat16.
-
-    Raises:
-        CheckError: If anything differs.
+    ``sums_on_rank``: with sums, the rank whose sums they are. The parts of the others
+    were rounded to bfloat16.
     """
-    parts = expected_parts(shape, got.device, x, ids, weights, n_ranks, is_fp8=is_fp8)
+    parts = sent.parts(got.device)
     want = sum(parts)
     allowed = 2.0**-6 * (1 + want.abs())
     if sums_on_rank is not None:
         rounded = [part for rank, part in enumerate(parts) if rank != sums_on_rank]
         allowed += 2.0**-8 * sum(part.abs() for part in rounded)
     close = (got.double() - want).abs() <= allowed
-    _require(bool(close.all()), f"{where}: {int((~close).sum())} sums are off")
+    _require(close.all(), f"{where}: {int((~close).sum())} sums are off")
     if not exact:
         return
-    n_local = reference.n_local_experts(shape.n_experts, n_ranks)
-
-    def expert(expert_id: int, rows: np.ndarray) -> np.ndarray:
-        if not is_fp8:
-            return rows
-        row = expert_row(shape, expert_id // n_local)
-        return np.broadcast_to(row, rows.shape).copy()
-
-    picked = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLE, len(x))).astype(int))
-    x_picked = reference.bfloat16_to_float32(x[picked])
-
-    def sums_on(rank: int) -> np.ndarray:
-        there = np.where(ids[picked] // n_local == rank, ids[picked], -1)
-        return reference.moe(x_picked, there, weights[picked], expert)
-
-    if sums_on_rank is None:
-        sums = reference.moe(x_picked, ids[picked], weights[picked], expert)
-    else:
-        sums = sums_on(sums_on_rank)
-        for rank in range(n_ranks):
-            if rank != sums_on_rank:
-                sent = reference.float32_to_bfloat16(sums_on(rank))
-                sums = sums + reference.bfloat16_to_float32(sent)
+    n = len(sent.x)
+    picked = np.unique(np.linspace(0, n - 1, min(_SAMPLE, n)).astype(int))
     bits = got[torch.from_numpy(picked).to(got.device)].cpu().view(torch.int16)
-    _require(
-        np.array_equal(
-            bits.numpy().view(np.uint16), reference.float32_to_bfloat16(sums)
-        ),
-        f"{where}: sums differ from the oracle's",
-    )
-
-
-def expected_parts(
-    shape: Shape,
-    device: str | torch.device,
-    x: np.ndarray,
-    ids: np.ndarray,
-    weights: np.ndarray,
-    n_ranks: int,
-    *,
-    is_fp8: bool,
-) -> list[torch.Tensor]:
-    """Returns what each rank's experts add to the sums of one rank's tokens.
-
-    Args:
-        shape: Sizes.
-        device: Where to compute.
-        x: The tokens, bfloat16 bits ``[n_tokens, hidden_size]``.
-        ids: ``int32 [n_tokens, top_k]``.
-        weights: ``float32 [n_tokens, top_k]``.
-        n_ranks: Ranks of the group.
-        is_fp8: Whether experts return their rank's row, not the token.
-
-    Returns:
-        float64 ``[n_tokens, hidden_size]``, one a rank.
-    """
-    n_local = reference.n_local_experts(shape.n_experts, n_ranks)
-    parts = []
-    for rank in range(n_ranks):
-        w = np.where(ids // n_local == rank, weights, 0).astype(np.float64)
-        factor = torch.from_numpy(w.sum(axis=1, keepdims=True)).to(device)
-        row = from_bits(x, device)
-        if is_fp8:
-            row = torch.from_numpy(expert_row(shape, rank)).to(device)
-        parts.append(factor * row.double())
-    return parts
+    want_bits = reference.float32_to_bfloat16(sent.oracle_sums(picked, sums_on_rank))
+    same = np.array_equal(bits.numpy().view(np.uint16), want_bits)
+    _require(same, f"{where}: sums differ from the oracle's")
 
 
 def check_chain(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Compares a chain's result, element by element.
-
-    Args:
-        where: Names the rank in the error.
-        got: ``[n_tokens, hidden_size]`` bfloat16.
-        want: The same in float64; bfloat16 can hold it, or rounds it once.
-    """
+    """Compares a chain's result with float64 that bfloat16 holds, or rounds once."""
     same = got == want.to(torch.bfloat16)  # by value: 0 may have either sign
-    _require(
-        bool(same.all()), f"{where}: {int((~same).sum())} elements of the chain differ"
-    )
+    _require(same.all(), f"{where}: {int((~same).sum())} elements of the chain differ")
 
 
 def check_same(where: str, got: torch.Tensor, want: torch.Tensor | np.ndarray) -> None:
@@ -302,11 +249,6 @@ def check_same(where: str, got: torch.Tensor, want: torch.Tensor | np.ndarray) -
     _require(torch.equal(got, want), f"{where} differ")
 
 
-def stack_tokens(x: Sequence[np.ndarray], device: str | torch.device) -> torch.Tensor:
-    """Puts all ranks' tokens on one device: ``[n_ranks * n_tokens, hidden]``."""
-    return torch.cat([from_bits(rank_x, device) for rank_x in x])
-
-
 def check_permutation(
     where: str,
     rows: torch.Tensor,
@@ -314,17 +256,9 @@ def check_permutation(
     ids: np.ndarray,
     x: torch.Tensor,
 ) -> None:
-    """Compares one rank's rows, in any order of experts, with its tokens.
+    """Compares one rank's rows, in any order of experts, with its tokens ``x``.
 
-    Args:
-        where: Names the rank in the error.
-        rows: ``[n_tokens * top_k, hidden_size]``.
-        choices: Of each row, ``token * top_k + k``.
-        ids: ``int32 [n_tokens, top_k]``.
-        x: ``[n_tokens, hidden_size]``, the tokens.
-
-    Raises:
-        CheckError: If anything differs.
+    ``choices`` has ``token * top_k + k`` of each row; ``ids`` is ``[n_tokens, top_k]``.
     """
     all_choices = np.arange(ids.size)
     _require(np.array_equal(np.sort(choices), all_choices), f"{where}: choices differ")

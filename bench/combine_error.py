@@ -33,13 +33,9 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 def measure(n_ranks: int) -> dict[str, float]:
     """Measures one group.
 
-    Args:
-        n_ranks: Its ranks.
-
-    Returns:
-        Relative errors of combining ``rows``, and to sums with ``bfloat16`` and
-        ``float32`` partials, all with bfloat16 results; and how many rows and
-        partials of a token cross between ranks, ``n_rows`` and ``n_partials``.
+    Returns relative errors of combining ``rows``, and to sums with ``bfloat16`` and
+    ``float32`` partials, all with bfloat16 results; and how many rows and partials of a
+    token cross between ranks, ``n_rows`` and ``n_partials``.
     """
     rng = np.random.default_rng(1)
     ids, weights = [], []

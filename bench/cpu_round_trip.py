@@ -29,76 +29,61 @@ from max_ep import (
     EPBatchManager,
     EPCommInitializer,
     EPConfig,
-    blockwise_fp8_quant_config,
     extension_path,
     reference,
 )
+from max_ep.formats import BY_SHORT_NAME
 
-from . import runs
+from . import cases, runs
 
 WARM_UPS, SAMPLES = 5, 40
+LAYER = cases.Shape("cpu", 2048, 64, 8, model="none")
+PROTOCOLS = ("by_expert", "by_rank")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is sent."""
+class Size:
+    """How much is sent."""
 
     name: str
     n_tokens: int  # a rank
     n_ranks: int = 4
-    hidden_size: int = 2048
-    n_experts: int = 64
-    top_k: int = 8
 
 
-SHAPES = (Shape("decode", 8), Shape("prefill", 512))
-PROTOCOLS = ("by_expert", "by_rank")
-
-
-def config_of(shape: Shape, wire: str, protocol: str = "auto") -> EPConfig:
-    """Returns the group of a shape; ``wire`` is ``"bfloat16"`` or ``"fp8"``."""
-    is_fp8 = wire == "fp8"
-    return EPConfig(
-        dispatch_dtype=DType.float8_e4m3fn if is_fp8 else DType.bfloat16,
-        combine_dtype=DType.bfloat16,
-        hidden_size=shape.hidden_size,
-        top_k=shape.top_k,
-        n_experts=shape.n_experts,
-        max_tokens_per_rank=shape.n_tokens,
-        n_gpus_per_node=shape.n_ranks,
-        n_nodes=1,
-        dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
-        target="cpu",
-        protocol=protocol,
-    )
+SIZES = (Size("decode", 8), Size("prefill", 512))
 
 
 class RoundTrip:
-    """One shape in one wire format and protocol, ready to run and to check."""
+    """One size in one wire format and protocol, ready to run and to check."""
 
-    def __init__(self, module: Module, shape: Shape, wire: str, protocol: str) -> None:
+    def __init__(self, module: Module, size: Size, wire: str, protocol: str) -> None:
         """Adds its graph to a module; `start` does the rest."""
-        self.shape = shape
-        self.config = config_of(shape, wire, protocol)
-        rng = np.random.default_rng(0)
-        ranks = range(shape.n_ranks)
-
-        def rows(n: int) -> list[np.ndarray]:
-            drawn = (rng.standard_normal([n, shape.hidden_size], "f") for _ in ranks)
-            return [reference.float32_to_bfloat16(x) for x in drawn]
-
-        choices = [shape.n_tokens, shape.top_k]
-        self._x = rows(shape.n_tokens)
-        scores = (rng.random([shape.n_tokens, shape.n_experts]) for _ in ranks)
-        self._ids = [
-            np.argsort(score)[:, : shape.top_k].astype(np.int32) for score in scores
-        ]
-        self._weights = [rng.random(choices, np.float32) for _ in ranks]
+        n, wire_format = size.n_ranks, BY_SHORT_NAME[wire]
+        make_quant_config = wire_format.make_quant_config
+        self.config = EPConfig(
+            dispatch_dtype=wire_format.dtype,
+            combine_dtype=DType.bfloat16,
+            hidden_size=LAYER.hidden_size,
+            top_k=LAYER.top_k,
+            n_experts=LAYER.n_experts,
+            max_tokens_per_rank=size.n_tokens,
+            n_gpus_per_node=n,
+            n_nodes=1,
+            dispatch_quant_config=make_quant_config() if make_quant_config else None,
+            target="cpu",
+            protocol=protocol,
+        )
+        self._x = cases.tokens(LAYER, n, size.n_tokens)
+        self._ids = cases.expert_ids(LAYER, "uniform", n, size.n_tokens)
+        self._weights = cases.router_weights(LAYER, n, size.n_tokens)
         # FP8 rows cannot be combined as they are; these stand for the experts'.
         n_rows = self.config.get_max_recv_tokens()
-        self._expert_rows = rows(n_rows) if self.config.is_quantized else []
-        self._name = f"round_trip_{wire}_{shape.name}_{protocol}"
-        self._add_graph(module)
+        drawn = np.random.default_rng(0).standard_normal(
+            [n_rows, LAYER.hidden_size], "f"
+        )
+        rows = reference.float32_to_bfloat16(drawn)
+        self._expert_rows = [rows] * n if self.config.is_quantized else []
+        self._add_graph(f"round_trip_{wire}_{size.name}_{protocol}", module)
         self._comm = EPCommInitializer(self.config)
 
     def start(self, session: InferenceSession, model: Model) -> None:
@@ -112,21 +97,21 @@ class RoundTrip:
             *self._comm.model_inputs(),
         ]
 
-    def _add_graph(self, module: Module) -> None:
-        shape, config, n = self.shape, self.config, self.shape.n_ranks
+    def _add_graph(self, name: str, module: Module) -> None:
+        config, n = self.config, self.config.n_ranks
 
-        def types(dtype: DType, dims: list) -> list[TensorType]:
+        def types(dtype: DType, *dims: str | int) -> list[TensorType]:
             return [TensorType(dtype, dims, DeviceRef.CPU())] * n
 
-        inputs = types(DType.bfloat16, ["n_tokens", shape.hidden_size])
-        inputs += types(DType.int32, ["n_tokens", shape.top_k])
-        inputs += types(DType.float32, ["n_tokens", shape.top_k])
+        inputs = types(DType.bfloat16, "n_tokens", config.hidden_size)
+        inputs += types(DType.int32, "n_tokens", config.top_k)
+        inputs += types(DType.float32, "n_tokens", config.top_k)
         if config.is_quantized:
-            rows = [config.get_max_recv_tokens(), shape.hidden_size]
-            inputs += types(DType.bfloat16, rows)
+            n_rows = config.get_max_recv_tokens()
+            inputs += types(DType.bfloat16, n_rows, config.hidden_size)
         manager, ranks = EPBatchManager(config), list(range(n))
         all_types = [*inputs, *manager.input_types()]
-        with Graph(self._name, input_types=all_types, module=module) as graph:
+        with Graph(name, input_types=all_types, module=module) as graph:
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
             manager.fetch_buffers(graph.inputs[len(inputs) :])
             dispatched = manager.ep_dispatch_all(values[:n], values[n : 2 * n], ranks)
@@ -140,7 +125,7 @@ class RoundTrip:
     def check(self) -> None:
         """Runs one generation and compares it with the oracle, bit for bit."""
         found = [y.view(DType.uint16, list(y.shape)).to_numpy() for y in self.run()]
-        dispatched = reference.dispatch(self._x, self._ids, self.shape.n_experts)
+        dispatched = reference.dispatch(self._x, self._ids, LAYER.n_experts)
         given = self._expert_rows or [d.rows for d in dispatched]
         rows = [
             reference.bfloat16_to_float32(x[: len(d.rows)])
@@ -153,10 +138,9 @@ class RoundTrip:
 
     def bytes_to_move(self) -> int:
         """Returns the token bytes on the wire: a row for each choice, both ways."""
-        sizes = self.config.sizes()
-        info = 16  # source info of a message: a plain copy has none
-        message = sizes.dispatch_msg_bytes + sizes.combine_msg_bytes - 2 * info
-        return sum(ids.size for ids in self._ids) * message
+        wire = "fp8" if self.config.is_quantized else "bfloat16"
+        n_bytes = sum(cases.row_bytes(LAYER, wire))
+        return sum(ids.size for ids in self._ids) * n_bytes
 
     def close(self) -> None:
         """Frees the memory."""
@@ -199,10 +183,10 @@ def sample(functions: dict[str, Callable[[], object]]) -> dict[str, list[float]]
     return times
 
 
-def measure(session: InferenceSession, shape: Shape, wire: str, n_cores: int) -> dict:
+def measure(session: InferenceSession, size: Size, wire: str, n_cores: int) -> dict:
     """Measures one row of the table."""
     module = Module()
-    trips = {p: RoundTrip(module, shape, wire, p) for p in PROTOCOLS}
+    trips = {p: RoundTrip(module, size, wire, p) for p in PROTOCOLS}
     try:
         models = session.load_all(module, custom_extensions=[extension_path()])
         for trip, model in zip(trips.values(), models.values()):
@@ -218,7 +202,7 @@ def measure(session: InferenceSession, shape: Shape, wire: str, n_cores: int) ->
     finally:
         for trip in trips.values():
             trip.close()
-    row = {"shape": shape.name, "tokens": shape.n_tokens, "wire": wire}
+    row = {"shape": size.name, "tokens": size.n_tokens, "wire": wire}
     row["mb"] = n_bytes / 1e6
     for name, values in times.items():
         row[f"{name}_ms"] = round(statistics.median(values), 5)
@@ -249,9 +233,9 @@ def main() -> None:
     print(f"{commit}, {cpu}: compiling and checking, half a minute a row at first")
     session = InferenceSession(devices=[CPU()])
     rows = []
-    for shape in SHAPES:
+    for size in SIZES:
         for wire in ("bfloat16", "fp8"):
-            rows.append(measure(session, shape, wire, n_cores))
+            rows.append(measure(session, size, wire, n_cores))
             last = {**rows[-1], "run": commit}
             print("\n".join(cpu_table([last])[2 * (len(rows) > 1) : -1]), flush=True)
     if options.out:

@@ -37,7 +37,7 @@ from pathlib import Path
 from . import runs
 from .cases import DTYPES, FORMS, ROUTINGS, SHAPES, TOKENS, Case, Config, max_tokens_for
 
-_BFLOAT16_ONLY = ("all_gather", "max_layer")
+_BFLOAT16_ONLY = ("all_gather", "max_layer", "nccl")
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,7 @@ def _can_run(peer: str, n_ranks: int, dtype: str) -> bool:
 
 
 def in_child(function: Callable, arguments: tuple, limit_s: float) -> str:
-    """Runs a function in a process of its own.
-
-    Returns:
-        Why it did not come to its end, or nothing.
-    """
+    """Runs a function in a process of its own; says why it did not end, or nothing."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_child, args=(function, arguments))
     process.start()

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 from max.driver import Buffer
-from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import Graph, TensorValue
 
 from max_ep import AllGatherTokenDispatcher
+from max_ep.memory.setup_graph import setup_graph
 
 from . import cases as _cases
 from .cases import Case
-from .peer_graphs import Data, GraphPeer, torch_device, types
+from .peer_graphs import Data, GraphPeer, token_types, torch_device
 
 
 class Peer(GraphPeer):
@@ -39,9 +39,7 @@ class Peer(GraphPeer):
         """
         config, n = self.config, self.config.n_ranks
         dispatcher = self._dispatcher()
-        inputs = types(config, DType.bfloat16, ["n_tokens", config.shape.hidden_size])
-        for dtype in (DType.int32, DType.float32):
-            inputs += types(config, dtype, ["n_tokens", config.shape.top_k])
+        inputs = token_types(config, 1)
         name = f"{config.name}_l{config.n_layers}"
         with Graph(name, input_types=[*inputs, *dispatcher.input_types()]) as graph:
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
@@ -63,15 +61,15 @@ class Peer(GraphPeer):
         joined.ep_init(session)
         return joined
 
+    def compile_set_up(self, session: InferenceSession) -> None:
+        session.load(setup_graph(self._dispatcher().config))
+
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
         """Tokens so small that the chain does not overflow, ids, probabilities."""
         from .checks import from_bits
 
-        return [
-            [from_bits(self._scaled(x)) for x in data.x],
-            data.ids,
-            data.weights[0],
-        ]
+        x = [from_bits(self._scaled(bits)) for bits in data.x]
+        return [x, data.ids, data.weights[0]]
 
     def _scaled(self, bits: np.ndarray) -> np.ndarray:
         factor = float(self.config.n_ranks) ** -(self.config.n_layers // 2)

@@ -14,14 +14,23 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from max.driver import Buffer, is_virtual_device_mode
+from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import Graph, TensorValue, ops
 
+from max_ep.memory.setup_graph import setup_graph
+
 from . import cases as _cases
 from .cases import LAYER_FACTORS, OURS, Case, Config
-from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, torch_device, types
+from .peer_graphs import (
+    CHECKED_LAYERS,
+    Data,
+    GraphPeer,
+    token_types,
+    torch_device,
+    types,
+)
 
 WORK_SHAPE = [1024, 8192]
 """What other work is: one softmax over so many bfloat16, in each phase."""
@@ -39,7 +48,7 @@ def ep_config(config: Config) -> Any:
     """Returns the library's ``EPConfig``."""
     from max_ep import blockwise_fp8_quant_config
 
-    is_fp8 = config.dtype == "fp8"
+    is_fp8 = config.is_fp8
     fields: dict[str, Any] = dict(
         dispatch_dtype=DType.float8_e4m3fn if is_fp8 else DType.bfloat16,
         combine_dtype=DType.bfloat16,
@@ -72,13 +81,10 @@ class Peer(GraphPeer):
         config, n = self.config, self.config.n_ranks
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
         manager = library(config).EPBatchManager(ep_config(config))
-        shape = config.shape
-        inputs = types(config, DType.bfloat16, ["n_tokens", shape.hidden_size])
-        inputs += types(config, DType.int32, ["n_tokens", shape.top_k])
-        for _ in LAYER_FACTORS:
-            inputs += types(config, DType.float32, ["n_tokens", shape.top_k])
-        if config.dtype == "fp8":
-            rows = [ep_config(config).get_max_recv_tokens(), shape.hidden_size]
+        inputs = token_types(config, _N_FACTORS)
+        if config.is_fp8:
+            n_rows = ep_config(config).get_max_recv_tokens()
+            rows = [n_rows, config.shape.hidden_size]
             inputs += types(config, DType.bfloat16, rows)
         if "work" in form:
             inputs += types(config, DType.bfloat16, WORK_SHAPE)
@@ -105,11 +111,17 @@ class Peer(GraphPeer):
 
     def set_up(self, session: InferenceSession) -> Any:
         """Allocates the group's memory."""
-        is_virtual = self.config.peer == "max" and is_virtual_device_mode()
-        with _no_allocation() if is_virtual else contextlib.nullcontext():
-            comm = library(self.config).EPCommInitializer(ep_config(self.config))
-            comm.ep_init(session)
+        comm = library(self.config).EPCommInitializer(ep_config(self.config))
+        comm.ep_init(session)
         return comm
+
+    def compile_set_up(self, session: InferenceSession) -> None:
+        """Compiles its graph; MAX's initializer goes on and finds no memory."""
+        if self.config.peer in OURS:
+            session.load(setup_graph(ep_config(self.config)))
+            return
+        with _no_allocation(), contextlib.suppress(Exception):
+            self.set_up(session)
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
         """Tokens, ids, weights of each factor; FP8: experts' rows; other work."""
@@ -117,12 +129,12 @@ class Peer(GraphPeer):
 
         from .checks import from_bits
 
-        config, n = self.config, self.config.n_ranks
         inputs = [[from_bits(x) for x in data.x], data.ids, *data.weights]
-        if config.dtype == "fp8":
+        if self.config.is_fp8:
             inputs.append(self._expert_rows)
         if "work" in form:
-            inputs.append([torch.ones(WORK_SHAPE, dtype=torch.bfloat16)] * n)
+            work = torch.ones(WORK_SHAPE, dtype=torch.bfloat16)
+            inputs.append([work] * self.config.n_ranks)
         return inputs
 
     @functools.cached_property
@@ -144,7 +156,7 @@ class Peer(GraphPeer):
         from .checks import Delivered, check_combine, check_dispatch, stack_tokens
 
         config, n = self.config, self.config.n_ranks
-        is_fp8, is_ours = config.dtype == "fp8", config.peer in OURS
+        is_ours = config.peer in OURS
         sums, kept = outputs[:n], outputs[n:]
         per_rank = len(kept) // n
         for rank in range(n):
@@ -159,40 +171,27 @@ class Peer(GraphPeer):
                 stack_tokens(data.x, torch_device(rank)),
                 exact=is_ours,
                 # MAX lets each expert's FP8 rows begin at a multiple of four.
-                filled_to=4 if is_fp8 and not is_ours else 1,
+                filled_to=4 if config.is_fp8 and not is_ours else 1,
             )
             check_combine(
                 where,
-                config.shape,
                 self.tensor(sums[rank], rank),
-                data.x[rank],
-                data.ids[rank],
-                data.weights[0][rank],
-                n,
-                is_fp8=is_fp8,
+                self.sent(data, rank, data.weights[0]),
                 exact=is_ours,
                 sums_on_rank=rank if config.is_sums else None,
             )
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares a chain's result with what exact arithmetic gives."""
-        from .checks import check_chain, expected_parts
+        from .checks import check_chain
 
         config = self.config
-        if config.dtype != "fp8":
+        if not config.is_fp8:
             super().check_chain(case, data, outputs)
             return
+        of_last = data.weights[(config.n_layers - 1) % _N_FACTORS]
         for rank in range(config.n_ranks):
-            weights = data.weights[(config.n_layers - 1) % _N_FACTORS][rank]
-            parts = expected_parts(
-                config.shape,
-                torch_device(rank),
-                data.x[rank],
-                data.ids[rank],
-                weights,
-                config.n_ranks,
-                is_fp8=True,
-            )
+            parts = self.sent(data, rank, of_last).parts(torch_device(rank))
             where = f"{case.name} rank {rank}, {config.n_layers} layers"
             check_chain(where, self.tensor(outputs[rank], rank), sum(parts))
 

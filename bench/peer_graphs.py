@@ -86,6 +86,9 @@ class GraphPeer:
         """Makes the library's memory; returns what has ``model_inputs``, or None."""
         return None
 
+    def compile_set_up(self, session: InferenceSession) -> None:
+        """Compiles what :meth:`set_up` runs, where no memory can be had."""
+
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
         """Returns the graph's inputs, lists of one host array or buffer a rank."""
         raise NotImplementedError
@@ -105,14 +108,17 @@ class GraphPeer:
             want = x * _cases.chain_factor(layers)
             check_chain(where, self.tensor(outputs[rank], rank), want)
 
+    def sent(self, data: Data, rank: int, weights: list[np.ndarray]) -> Any:
+        """Returns a rank's inputs as the checks take them."""
+        from .checks import Sent
+
+        shape, n, is_fp8 = self.config.shape, self.config.n_ranks, self.config.is_fp8
+        return Sent(shape, n, data.x[rank], data.ids[rank], weights[rank], is_fp8)
+
     # -------------------------------------------------------------------- running
 
     def open(self, mefs: Path | None) -> None:
-        """Allocates memory; graphs are loaded when first needed.
-
-        Args:
-            mefs: Folder of compiled graphs; None: compile here.
-        """
+        """Allocates memory; graphs come from ``mefs``, or are compiled when needed."""
         self.devices = [Accelerator(i) for i in range(self.config.n_ranks)]
         more = {"precompiled_mefs": _checked_folder(self.config, mefs)} if mefs else {}
         self._session = InferenceSession(devices=self.devices, **more)
@@ -241,6 +247,14 @@ def types(config: Config, dtype: DType, dims: list) -> list[TensorType]:
     return [TensorType(dtype, dims, DeviceRef.GPU(i)) for i in range(config.n_ranks)]
 
 
+def token_types(config: Config, n_weights: int) -> list[TensorType]:
+    """Returns the types of tokens, ids, and some weights of each choice."""
+    choices = ["n_tokens", config.shape.top_k]
+    inputs = types(config, DType.bfloat16, ["n_tokens", config.shape.hidden_size])
+    inputs += types(config, DType.int32, choices)
+    return inputs + n_weights * types(config, DType.float32, choices)
+
+
 def torch_device(rank: int) -> str:
     """Names a rank's GPU."""
     return f"cuda:{rank}"
@@ -283,10 +297,8 @@ def compile_peer(config: Config, forms: list[str], folder: Path) -> list[str]:
     """Compiles a configuration's graphs and its set-up graph into a folder.
 
     One folder holds one configuration: the set-up graphs of MAX's EP all have one
-    name and one signature.
-
-    Returns:
-        A line for each graph: its name, seconds, and what went wrong if it did.
+    name and one signature. Returns a line for each graph, which says ``FAILED`` if it
+    did.
     """
     for old in folder.glob("*"):
         old.unlink()
@@ -294,22 +306,23 @@ def compile_peer(config: Config, forms: list[str], folder: Path) -> list[str]:
     devices = [Accelerator(i) for i in range(config.n_ranks)]
     session = InferenceSession(devices=devices, export_mefs=folder)
     lines = []
-    for form in forms:
-        begin = time.perf_counter()
-        error = ""
+
+    def attempt(what: str, function: Callable[..., object], *arguments: Any) -> None:
+        begin, error = time.perf_counter(), ""
         try:
-            session.load(peer.graph(form, is_check=False))
-            if peer.has_check_graph:
-                session.load(peer.graph(form, is_check=True))
+            function(*arguments)
         except Exception as e:
             error = f" FAILED: {e} {str(e.__cause__)[:2000]}"
-        lines.append(f"{form} {time.perf_counter() - begin:.0f} s{error}")
-    before = len(list(folder.glob("*.mef")))
-    try:
-        peer.set_up(session)
-    except Exception as e:  # what a virtual device refuses, after compiling
-        if len(list(folder.glob("*.mef"))) == before:
-            lines.append(f"set-up is left to the GPU host: {str(e)[:200]}")
+        lines.append(f"{what} {time.perf_counter() - begin:.0f} s{error}")
+
+    def load(form: str, is_check: bool) -> None:
+        session.load(peer.graph(form, is_check=is_check))
+
+    for form in forms:
+        attempt(f"{form}, timed", load, form, False)
+        if peer.has_check_graph:
+            attempt(f"{form}, checked", load, form, True)
+    attempt("set-up", peer.compile_set_up, session)
     if not any("FAILED" in line for line in lines):
         stamp = {"sources": _sources(config), "forms": forms}
         (folder / STAMP).write_text(json.dumps(stamp) + "\n")

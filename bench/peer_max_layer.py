@@ -17,7 +17,7 @@ from max.graph import Graph, TensorValue, ops
 from max.nn.kernels import moe_create_indices, moe_finalize
 
 from .cases import LAYER_FACTORS, Case
-from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, types
+from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, token_types
 
 
 class Peer(GraphPeer):
@@ -31,10 +31,7 @@ class Peer(GraphPeer):
         """
         config, shape = self.config, self.config.shape
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
-        inputs = types(config, DType.bfloat16, ["n_tokens", shape.hidden_size])
-        inputs += types(config, DType.int32, ["n_tokens", shape.top_k])
-        for _ in LAYER_FACTORS:
-            inputs += types(config, DType.float32, ["n_tokens", shape.top_k])
+        inputs = token_types(config, len(LAYER_FACTORS))
         with Graph(f"{config.name}_l{n_layers}", input_types=inputs) as graph:
             x, ids, *weights = (value.tensor for value in graph.inputs)
             first: list[TensorValue] = []
@@ -42,12 +39,10 @@ class Peer(GraphPeer):
                 order, _, restore, _, _ = moe_create_indices(
                     ops.reshape(ids, [-1]), shape.n_experts
                 )
-                rows = ops.gather(
-                    x, ops.cast(order // shape.top_k, DType.int32), axis=0
-                )
-                x = moe_finalize(
-                    rows, restore, weights[i % len(LAYER_FACTORS)], x.dtype
-                )
+                tokens = ops.cast(order // shape.top_k, DType.int32)
+                rows = ops.gather(x, tokens, axis=0)
+                of_layer = weights[i % len(LAYER_FACTORS)]
+                x = moe_finalize(rows, restore, of_layer, x.dtype)
                 first = first or [x, rows, order]
             graph.output(*(first if is_check else [x]))
         return graph
@@ -66,14 +61,5 @@ class Peer(GraphPeer):
         x = stack_tokens(data.x, rows.device)
         choices = order.cpu().numpy().astype(np.int64)
         check_permutation(case.name, rows, choices, data.ids[0], x)
-        check_combine(
-            case.name,
-            self.config.shape,
-            sums,
-            data.x[0],
-            data.ids[0],
-            data.weights[0][0],
-            1,
-            is_fp8=False,
-            exact=False,
-        )
+        sent = self.sent(data, 0, data.weights[0])
+        check_combine(case.name, sums, sent, exact=False)

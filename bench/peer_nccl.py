@@ -10,63 +10,49 @@ Two ways of moving the tokens of an MoE layer:
   one kernel adds each token's rows with the weights of their ranks. The sizes
   of the messages are known in advance, which no router would give the host.
 
-Neither sorts rows by expert, and FP8 tokens are given already quantized: both
-do less than dispatch and combine. Chains and timing are those of
-``bench.peer_graphs``; an FP8 chain returns rows that do not depend on what
-was dispatched.
+Neither sorts rows by expert: both do less than dispatch and combine. Tokens are
+bfloat16. Chains and timing are those of ``bench.peer_graphs``.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import embedding_bag
 
 from max_ep import reference
 
 from . import cases
 from .cases import Case
+from .checks import CheckError, from_bits
 from .peer_graphs import summary
 
 
 class _AllGather:
     """A layer of ``all_gather``; ``x`` is ``[n_tokens, hidden]`` bfloat16."""
 
-    def __init__(self, case: Case, rank: int, x: Any, wire: Any) -> None:
-        import torch
-
-        n = case.config.n_ranks
-        self.x, self._wire = x, wire
-        like = x if wire is None else wire
-        self._everything = torch.empty(
-            (n * case.n_tokens, like.shape[1]), dtype=like.dtype, device=like.device
-        )
-        # What the ranks hold for each token: the tokens as they came; for FP8
-        # other rows, as those cannot be reduced.
-        self._rows = (
-            self._everything
-            if wire is None
-            else torch.cat([x * 0 + (r + 1) for r in range(n)])
-        )
+    def __init__(self, case: Case, rank: int, x: Any) -> None:
+        self.x = x
+        self._all = x.new_empty((case.config.n_ranks * case.n_tokens, x.shape[1]))
 
     def run(self) -> None:
-        import torch.distributed as dist
-
-        sent = self.x if self._wire is None else self._wire
-        dist.all_gather_into_tensor(self._everything, sent)
-        dist.reduce_scatter_tensor(self.x, self._rows, op=dist.ReduceOp.AVG)
+        dist.all_gather_into_tensor(self._all, self.x)
+        dist.reduce_scatter_tensor(self.x, self._all, op=dist.ReduceOp.AVG)
 
 
 class _AllToAll:
     """A layer of ``all_to_all``; ``x`` is ``[n_tokens, hidden]`` bfloat16."""
 
-    def __init__(self, case: Case, rank: int, x: Any, wire: Any) -> None:
-        import torch
-
+    def __init__(self, case: Case, rank: int, x: Any) -> None:
         shape, n = case.config.shape, case.config.n_ranks
         ids = cases.expert_ids(shape, case.routing, n, case.n_tokens)
         rows = cases.rows_between(shape, ids, "dedup")
@@ -79,39 +65,20 @@ class _AllToAll:
         n_sent = len(token_of_row)
         place = np.full((case.n_tokens, n), n_sent)
         place.T[hits > 0] = np.arange(n_sent)
-        like = x if wire is None else wire
-        device = x.device
-
-        def buffer(n_rows: int, columns: int, dtype: Any) -> Any:
-            return torch.zeros((n_rows, columns), dtype=dtype, device=device)
-
-        hidden = shape.hidden_size
-        self.x, self._wire = x, wire
-        self._token_of_row = torch.from_numpy(token_of_row).to(device)
-        self._place = torch.from_numpy(place).to(device)
-        self._weights = (
-            torch.from_numpy((hits.T / shape.top_k).astype(np.float32))
-            .to(device)
-            .to(torch.bfloat16)
-        )
-        self._packed = buffer(n_sent, like.shape[1], like.dtype)
-        self._arrived = buffer(sum(self._received), like.shape[1], like.dtype)
-        self._rows = (
-            self._arrived
-            if wire is None
-            else buffer(sum(self._received), hidden, torch.bfloat16) + (rank + 1)
-        )
-        self._back = buffer(n_sent + 1, hidden, torch.bfloat16)
+        weights = torch.from_numpy((hits.T / shape.top_k).astype(np.float32))
+        self.x = x
+        self._token_of_row = torch.from_numpy(token_of_row).to(x.device)
+        self._place = torch.from_numpy(place).to(x.device)
+        self._weights = weights.to(x.device, torch.bfloat16)
+        self._packed = x.new_zeros((n_sent, x.shape[1]))
+        self._arrived = x.new_zeros((sum(self._received), x.shape[1]))
+        self._back = x.new_zeros((n_sent + 1, x.shape[1]))
 
     def run(self) -> None:
-        import torch
-        import torch.distributed as dist
-        from torch.nn.functional import embedding_bag
-
-        sent = self.x if self._wire is None else self._wire
-        torch.index_select(sent, 0, self._token_of_row, out=self._packed)
-        dist.all_to_all_single(self._arrived, self._packed, self._received, self._sent)
-        dist.all_to_all_single(self._back[:-1], self._rows, self._sent, self._received)
+        torch.index_select(self.x, 0, self._token_of_row, out=self._packed)
+        there, back = self._received, self._sent
+        dist.all_to_all_single(self._arrived, self._packed, there, back)
+        dist.all_to_all_single(self._back[:-1], self._arrived, back, there)
         sums = embedding_bag(
             self._place, self._back, per_sample_weights=self._weights, mode="sum"
         )
@@ -126,8 +93,6 @@ def run_rank(
 ) -> None:
     """Measures cases as one of ``n_ranks`` processes; rank 0 writes the results."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    import torch
-    import torch.distributed as dist
 
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
@@ -146,28 +111,19 @@ def run_rank(
 
 
 def _measure(case: Case, rank: int, device: Any, options: Any) -> dict:
-    import torch
-
-    from .checks import CheckError, from_bits
-
     shape, n = case.config.shape, case.config.n_ranks
     layers = case.config.n_layers
     bits = cases.tokens(shape, n, case.n_tokens)[rank]
     given = from_bits(bits, device)
-    wire = None
-    if case.config.dtype == "fp8":
-        columns = cases.row_bytes(shape, "fp8")[0]
-        wire = torch.zeros((case.n_tokens, columns), dtype=torch.uint8, device=device)
-    layer = LAYERS[case.form](case, rank, given.clone(), wire)
+    layer = LAYERS[case.form](case, rank, given.clone())
 
     def check() -> None:
         layer.x.copy_(given)
         layer.run()
         torch.cuda.synchronize()
-        if wire is None:
-            error = (layer.x.float() - given.float()).abs().max().item()
-            if not error <= 0.05 * given.float().abs().max().item():
-                raise CheckError(f"{case.name} rank {rank}: off by {error}")
+        error = (layer.x.float() - given.float()).abs().max().item()
+        if not error <= 0.05 * given.float().abs().max().item():
+            raise CheckError(f"{case.name} rank {rank}: off by {error}")
 
     def chain() -> None:
         for _ in range(layers):
@@ -199,9 +155,6 @@ def _sample(run: Callable[[], object], n_samples: int) -> list[float]:
 
     All clocks are the host's monotonic one, so they can be compared.
     """
-    import torch
-    import torch.distributed as dist
-
     n_warm_ups = max(3, n_samples // 6)
     spans = torch.zeros((n_samples, 2), dtype=torch.float64)
     flag = torch.zeros(1)
@@ -224,10 +177,6 @@ def _sample(run: Callable[[], object], n_samples: int) -> list[float]:
 
 def run(todo: list[Case], options: Any) -> None:
     """Starts one process a GPU and waits for them."""
-    import socket
-
-    import torch.multiprocessing as mp
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

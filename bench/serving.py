@@ -102,15 +102,7 @@ def _check_silent(server: Server, seed: int) -> None:
 
 
 def steps_of(log: str, n_clients: int) -> list[float]:
-    """Finds the steps that decode one token of each request, or of nearly each.
-
-    Args:
-        log: What ``max serve`` printed, each batch of it.
-        n_clients: Requests at a time.
-
-    Returns:
-        Milliseconds of each.
-    """
+    """Finds the steps that decode a token of nearly each request; milliseconds."""
     return [
         float(time_) * _MS[suffix]
         for n, time_, suffix in _STEP.findall(log)
@@ -121,13 +113,8 @@ def steps_of(log: str, n_clients: int) -> list[float]:
 def measure(server: Server, n_clients: int) -> tuple[list, float, list[float]]:
     """Lets clients ask for a while.
 
-    Args:
-        server: Is ready.
-        n_clients: Requests at a time.
-
-    Returns:
-        What :func:`_ask` says of each request, how long all took, seconds, and
-        what :func:`steps_of` finds.
+    Returns what :func:`_ask` says of each request, how long all took, seconds, and
+    what :func:`steps_of` finds.
     """
 
     def client(number: int) -> list[tuple[float, float, int]]:
@@ -191,33 +178,24 @@ def main() -> None:
         make_checkpoint(model, args.size, "bfloat16")
     limits = ["--max-length", "512", "--max-batch-size", str(max(args.clients))]
     # What requests need is little; the pools of all servers fit the GPU.
-    limits += [
-        "--max-batch-input-tokens",
-        "4096",
-        "--device-memory-utilization",
-        "0.85",
-    ]
+    limits += "--max-batch-input-tokens 4096 --device-memory-utilization 0.85".split()
     env = {POOL_VARIABLE: str(int(93 / len(args.peers))), **_EVERY_BATCH}
     with contextlib.ExitStack() as all_servers:
         servers = {}
         for peer in args.peers:
-            flags = [
-                *limits,
-                *peer_flags(peer, args.gpus, is_captured=not args.launched),
-                *args.flags,
-            ]
+            of_peer = peer_flags(peer, args.gpus, is_captured=not args.launched)
+            flags = [*limits, *of_peer, *args.flags]
             if args.mefs:
-                folder = args.mefs / peer
-                flags += ["--precompiled-mefs", str(folder)]
+                flags += ["--precompiled-mefs", str(args.mefs / peer)]
             log = args.logs / f"serving_{peer}.log"
             servers[peer] = all_servers.enter_context(Server(model, flags, log, env))
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
-        answers = {}
-        if not args.unchecked:
-            answers = {
-                peer: _answers(server, model) for peer, server in servers.items()
-            }
+        answers = {
+            peer: _tests().ask_greedily(server, model, 8, 16)
+            for peer, server in servers.items()
+            if not args.unchecked
+        }
         found = {(peer, n): [] for peer in servers for n in args.clients}
         for _ in range(args.rounds):
             for (peer, n_clients), rounds in found.items():
@@ -237,11 +215,6 @@ def _tests() -> Any:
     import serving
 
     return serving
-
-
-def _answers(server: Server, model: Path) -> list[Any]:
-    """Has a peer answer what :func:`_check` compares."""
-    return _tests().ask_greedily(server, model, 8, 16)
 
 
 def _check(answers: dict[str, list[Any]], model: Path) -> None:

@@ -11,6 +11,7 @@ from bench import cases
 from bench.checks import (
     CheckError,
     Delivered,
+    Sent,
     check_combine,
     check_dispatch,
     check_permutation,
@@ -46,19 +47,10 @@ def test_sums(is_fp8: bool) -> None:
     sent = reference.bfloat16_to_float32(reference.float32_to_bfloat16(part(1)))
     sums = from_bits(reference.float32_to_bfloat16(part(0) + sent))
 
+    sent_by_0 = Sent(SHAPE, N_RANKS, bits, ids, weights, is_fp8)
+
     def check(values) -> None:
-        check_combine(
-            "here",
-            SHAPE,
-            values,
-            bits,
-            ids,
-            weights,
-            N_RANKS,
-            is_fp8=is_fp8,
-            exact=True,
-            sums_on_rank=0,
-        )
+        check_combine("here", values, sent_by_0, exact=True, sums_on_rank=0)
 
     check(sums)
     for wrong in (5, N_TOKENS - 1):

@@ -364,10 +364,10 @@ def test_benchmark_checks_and_measures() -> None:
     from max.driver import CPU
     from max.engine import InferenceSession
 
-    from bench.cpu_round_trip import SHAPES, measure
+    from bench.cpu_round_trip import SIZES, measure
 
-    shape = replace(SHAPES[0], n_ranks=2)
-    row = measure(InferenceSession(devices=[CPU()]), shape, "bfloat16", 1)
+    size = replace(SIZES[0], n_ranks=2)
+    row = measure(InferenceSession(devices=[CPU()]), size, "bfloat16", 1)
     # 2 ranks x 8 tokens x 8 choices, 4096 bytes there and back.
     assert row["mb"] == 2 * 8 * 8 * 2 * 4096 / 1e6
     for name in ("by_expert", "by_rank", "memcpy_1"):
