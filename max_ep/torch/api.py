@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .board import Board
+from ..memory.board import Board
 from .channel import Communicator
 from .checks import refuse
 from .compiled import BUFFERS

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from ..memory.board import Board
+from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
-from .board import Board
 from .events import EventHandle, EventOverlap
-from .gpu_memory import GpuSharedMemory, TorchSymmetricMemory
 from .library import Library, Settings, build_all, load
 from .tables import n_table_words
 
@@ -52,6 +52,8 @@ class Region:
         self.counters = torch.zeros(n_words, dtype=torch.int32, device=device)
         first = library.size(_FAILURE_WORD)
         self._record = self.counters[first : first + library.size(_N_FAILURE_WORDS)]
+        if comm.is_gpu:
+            torch.cuda.synchronize(device)  # the library clears on a stream of its own
         self.handle = library.open(
             device.index or 0,
             comm.rank,
@@ -171,6 +173,34 @@ class Channel:
         for region in self.regions:
             region.close()
         self.memory.close()
+
+
+class TorchSymmetricMemory:
+    """The same through ``torch.distributed._symmetric_memory``, where it is wished."""
+
+    def __init__(self, group: Any, n_bytes: int, device: int) -> None:
+        """Allocates this rank's block."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._group = group
+        self._symmetric = symmetric
+        self._block = symmetric.empty(
+            n_bytes, dtype=torch.uint8, device=f"cuda:{device}"
+        )
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of this rank's block."""
+        return [self._block.data_ptr()]
+
+    def connect(self, timeout_s: float) -> list[int]:
+        """Returns the address of every rank's block; torch's own time-out applies."""
+        found = self._symmetric.rendezvous(self._block, self._group.group_name)
+        self._rendezvous = found
+        return list(found.buffer_ptrs)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._rendezvous = self._block = None
 
 
 class Communicator:

@@ -15,8 +15,6 @@ import socket
 import time
 from typing import Any
 
-import torch
-
 from .board import Board
 
 _GRANULARITY = 2 << 20
@@ -44,7 +42,18 @@ class _Access(ctypes.Structure):
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuInit(0)
+    return driver
+
+
+def _use_context(device: int) -> None:
+    """Makes the device's primary context current, if none is."""
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context:
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        _call("cuCtxSetCurrent", context)
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -71,7 +80,7 @@ class GpuSharedMemory:
         self._device = device
         self._n_bytes = -(-n_bytes // _GRANULARITY) * _GRANULARITY
         self._mapped: list[tuple[int, int]] = []
-        torch.cuda.init()
+        _use_context(device)
         handle, what = _U64(), _Properties()
         what.type, what.handle_types = _PINNED, _POSIX_DESCRIPTOR
         what.location = _Location(_ON_DEVICE, device)
@@ -151,40 +160,9 @@ class GpuSharedMemory:
         return received
 
     def close(self) -> None:
-        """Unmaps all blocks; peers keep what they map."""
+        """Unmaps all blocks, which no kernel may use; peers keep what they map."""
         mapped, self._mapped = self._mapped, []
-        if mapped:
-            torch.cuda.synchronize(self._device)
         for address, handle in mapped:
             _call("cuMemUnmap", _U64(address), _SIZE(self._n_bytes))
             _call("cuMemAddressFree", _U64(address), _SIZE(self._n_bytes))
             _call("cuMemRelease", _U64(handle))
-
-
-class TorchSymmetricMemory:
-    """The same through ``torch.distributed._symmetric_memory``, where it is wished."""
-
-    def __init__(self, group: Any, n_bytes: int, device: int) -> None:
-        """Allocates this rank's block."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        self._group = group
-        self._symmetric = symmetric
-        self._block = symmetric.empty(
-            n_bytes, dtype=torch.uint8, device=f"cuda:{device}"
-        )
-
-    def local_addresses(self) -> list[int]:
-        """Returns the address of this rank's block."""
-        return [self._block.data_ptr()]
-
-    def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's block; torch's own time-out applies."""
-        found = self._symmetric.rendezvous(self._block, self._group.group_name)
-        self._rendezvous = found
-        return list(found.buffer_ptrs)
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        torch.cuda.synchronize(self._block.device)
-        self._rendezvous = self._block = None
