@@ -215,7 +215,7 @@ def by_rank(tmp_path_factory: pytest.TempPathFactory) -> dict:
     from kernels import compile_kernels
 
     folder = tmp_path_factory.mktemp("rank")
-    return compile_kernels("codegen_rank_slots.mojo", folder, True)
+    return compile_kernels("codegen_by_rank.mojo", folder, True)
 
 
 @pytest.fixture

@@ -27,22 +27,21 @@ clear.any
 """.split()
 """What `mojo/codegen.mojo` compiles for both targets, by kernel and variant."""
 
-# With `parts` a rank may send so many tokens that they go in chunks; with `turns` ranks
-# share a GPU; with `carried` tokens have routing metadata; `reduced` is combine to
-# sums, whose type is that on the wire.
+# With `chunks` a rank may send so many tokens that they go in chunks; `oversubscribed`:
+# ranks share a GPU; `sums`: combine returns sums, whose type is that on the wire.
 BY_RANK = """
-dispatch_async.bf16 dispatch_async.fp8_reduced
-dispatch_async.bf16_reduced_shared_parts
-dispatch_wait.bf16_padded_turns dispatch_wait.fp8_reduced
-dispatch_wait.fp8_shared_parts_turns
-dispatch.bf16 dispatch.fp8_reduced_padded dispatch.bf16_reduced_parts
-dispatch.fp8_shared_parts dispatch.bf16_reduced_carried_parts
-dispatch.bf16_reduced_many
+dispatch_async.bf16 dispatch_async.fp8_sums
+dispatch_async.bf16_sums_shared_chunks
+dispatch_wait.bf16_padded_oversubscribed dispatch_wait.fp8_sums
+dispatch_wait.fp8_shared_chunks_oversubscribed
+dispatch.bf16 dispatch.fp8_sums_padded dispatch.bf16_sums_chunks
+dispatch.fp8_shared_chunks dispatch.bf16_sums_metadata_chunks
+dispatch.bf16_sums_many
 combine_async.bf16 combine_async.f32
-combine_wait.bf16_shared combine_wait.f32_turns
+combine_wait.bf16_shared combine_wait.f32_oversubscribed
 combine.bf16 combine.bf16_shared combine.f32
 """.split()
-"""What `mojo/codegen_rank_slots.mojo` compiles for NVIDIA."""
+"""What `mojo/codegen_by_rank.mojo` compiles for NVIDIA."""
 
 
 def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
@@ -100,13 +99,13 @@ class Compiled:
         """
         if not self.is_by_rank:
             return self.receives
-        is_last = self.name.startswith("dispatch_wait") and not self.has("reduced")
-        return self.has("turns") or is_last
+        is_last = self.name.startswith("dispatch_wait") and not self.has("sums")
+        return self.has("oversubscribed") or is_last
 
     @property
     def records_readers(self) -> bool:
         """Whether it polls, a few times only, for the launch that sends next."""
-        is_one = not self.is_dispatch or self.has("reduced")
+        is_one = not self.is_dispatch or self.has("sums")
         return (
             self.is_by_rank and self.receives and not self.publishes_at_end and is_one
         )
@@ -114,14 +113,14 @@ class Compiled:
     @property
     def sends_chunks(self) -> bool:
         """Whether what it sends has flags of its own."""
-        return self.sends and (not self.is_by_rank or self.has("parts"))
+        return self.sends and (not self.is_by_rank or self.has("chunks"))
 
     @property
     def receives_chunks(self) -> bool:
         """Whether what it receives may have flags of its own."""
         if not self.is_by_rank:
             return self.receives
-        return self.receives and self.is_dispatch and self.has("parts")
+        return self.receives and self.is_dispatch and self.has("chunks")
 
     # ------------------------------------------------------------ where it does what
 

@@ -36,7 +36,7 @@ AMD_REGISTERS_OF_TWO_WAVES = 256
 # most. It should be none, and is for all others.
 SPILLED = {
     (NVIDIA, "dispatch_async.fp8_scaled"): 104,
-    (NVIDIA, "dispatch_wait.fp8_shared_parts_turns"): 8,
+    (NVIDIA, "dispatch_wait.fp8_shared_chunks_oversubscribed"): 8,
 }
 
 
@@ -274,7 +274,7 @@ def test_blocks_have_read_before_they_arrive(it: Compiled) -> None:
     assert not arrived & it.kernel.reach(it.loads_16() | it.stores_16(), met)
 
 
-@kernels("by_expert.*(wait|dispatch\\.|combine\\.)|_turns|dispatch_wait.bf16")
+@kernels("by_expert.*(wait|dispatch\\.|combine\\.)|_oversub|dispatch_wait.bf16")
 def test_done_words_come_last(it: Compiled) -> None:
     """I3: all blocks have read and written what they must when peers hear of it.
 
@@ -324,7 +324,7 @@ def test_warps_hand_on_what_is_there(it: Compiled) -> None:
 
 
 # In the others a lane also reads what it has written itself.
-MEETING = r"parts$|reduced_many|by_expert.*dispatch(_wait)?\."
+MEETING = r"chunks$|sums_many|by_expert.*dispatch(_wait)?\."
 
 
 @kernels("sm_90a", but=MEETING + "|clear")
@@ -397,7 +397,7 @@ def test_shared_memory_suffices(it: Compiled) -> None:
     if it.is_by_rank:
         n_of_pair, n_of_rank = 4 * (it.is_dispatch and it.receives), 16
         besides = 21 * 1024 if it.is_dispatch and it.sends else 256
-        if it.is_dispatch and it.sends and it.has("parts"):
+        if it.is_dispatch and it.sends and it.has("chunks"):
             # Many choices are counted, 4 bytes for each expert, where few have ids.
             n_extra = max(0, 4 * (MAX_GPU_PAIRS + 288) - IDS_BYTES)
     else:

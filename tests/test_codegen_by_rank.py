@@ -33,7 +33,7 @@ def test_nothing_is_read_before_the_launch_before_has_ended(it) -> None:
 
 
 @kernels(
-    "by_rank.*(dispatch_async|combine|dispatch_wait.fp8_reduced|dispatch\\.)", "turn"
+    "by_rank.*(dispatch_async|combine|dispatch_wait.fp8_sums|dispatch\\.)", "oversub"
 )
 def test_done_words_say_what_earlier_launches_have_read(it) -> None:
     """A launch publishes at its begin, if it sends, and counts its blocks there.
@@ -110,7 +110,7 @@ def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
         assert loop.entry not in it.kernel.reach_from_start(waits)
 
 
-@kernels("by_rank.*dispatch(_async)?\\..*_parts")
+@kernels("by_rank.*dispatch(_async)?\\..*_chunks")
 def test_many_choices_are_counted_before_they_are_entered(it) -> None:
     """Index warps meet between counting, reading what was counted, and counting on."""
     met = it.kernel.find_kind("some_barrier")
@@ -177,12 +177,12 @@ def test_sentinel_is_put_back_after_data_was_read(it: Compiled) -> None:
         if loop.body & clock and not loop.body & places
     )
     awaited = polls & set().union(*waits)
-    has_entries = it.is_dispatch and it.receives and it.has("reduced")
-    stay = len(it.receive_loops()) * (has_entries + it.has("carried"))
+    has_entries = it.is_dispatch and it.receives and it.has("sums")
+    stay = len(it.receive_loops()) * (has_entries + it.has("metadata"))
     assert len(awaited) == len(places) + stay, it.shown(awaited)
 
 
-@kernels("by_rank.*dispatch(_wait)?\\..*_parts")
+@kernels("by_rank.*dispatch(_wait)?\\..*_chunks")
 def test_chunk_is_read_after_its_flag(it: Compiled) -> None:
     """I2, in a round of the receive loop: no byte of a chunk before its acquire."""
     (loop,) = (x for x in it.receive_loops() if x.find_kind("load acquire system"))

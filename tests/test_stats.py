@@ -34,7 +34,7 @@ from max_ep.extension import run_mojo
 from max_ep.stats import Statistics
 
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_watch.mojo"
-KERNELS = ["combine", "combine_reduced", "dispatch"]
+KERNELS = ["combine", "combine_sums", "dispatch"]
 
 SUMS = {"protocol": "by_rank", "combine_mode": "sums"}
 N_RANKS = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch by rank on GPUs. Combine by rank is in `sums.py` and `by_expert.py`."""
+"""Dispatch by rank on GPUs, and the all-gather's. Combine: `sums.py`, `rows.py`."""
 
 from __future__ import annotations
 
@@ -7,370 +7,281 @@ from .by_expert import record_own_row
 from .launches import Agent, Launch
 from .memory import SENTINEL
 from .steps import (
+    await_message,
     await_readers,
     header_word,
     is_last_to_start,
-    moving,
+    move,
     publish_at_end,
     publish_earlier_reads,
     record_readers,
+    returns_early,
 )
-from .sums import combine, combine_async, combine_wait
 
-_DISPATCH = "dispatch by rank: "
-
+CODE = "dispatch by rank: "
 
 # ------------------------------------------------------------------- the send phase
 
 
-def publish_n_tokens(launch: Launch, a: Agent) -> None:
-    n = launch.dispatched + 1
-    await_readers(launch, a, False)
-    for rank in launch.world.ranks:
+def publish_n_tokens(a: Agent) -> None:
+    n, generation = a.next("dispatch_sent")
+    await_readers(a, "dispatch")
+    for rank in a.world.ranks:
+        word = (generation, len(a.world.tokens(n, a.rank)))
         a.store_relaxed(
-            _DISPATCH + "publish_n_tokens",
-            ("dispatch_n_tokens", rank, launch.rank),
-            (launch.next("dispatch_sent"), len(launch.world.tokens(n, launch.rank))),
-            ("number", n, launch.rank),
+            ("dispatch_n_tokens", rank, a.rank), word, ("number", n, a.rank)
         )
 
 
-def index_choices(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    await_readers(launch, a, False)
-    if launch.world.indexes_by_blocks:
-        _index_by_blocks(launch, a, block, indexer)
-    elif launch.world.indexes_in_lanes:
-        _index_lanes(launch, a, block, indexer)
-    else:
-        _index_one_by_one(launch, a, block, indexer)
-
-
-def _index_by_blocks(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    """Writes entries of the block's choices; all counts, if it is the last.
-
-    What it counts in shared memory is left out: its index warps meet at barriers.
-    """
-    world = launch.world
-    tokens = world.tokens(launch.dispatched + 1, launch.rank)
+def index_choices(a: Agent, indexer: int) -> None:
+    """Publishes the counts of experts, and the entries of choices."""
+    world, n_warps = a.world, a.world.n_index_warps
+    n, _ = a.next("dispatch_sent")
+    await_readers(a, "dispatch")
+    tokens = world.tokens(n, a.rank)
     choices = [(t, k) for t, experts in enumerate(tokens) for k in range(len(experts))]
-    length = -(-len(choices) // max(world.n_blocks - 1, 1))
-    run = choices[block * length : (block + 1) * length]
-    for t, k in run[indexer :: world.n_index_warps]:
-        _enter_choice(launch, a, t, k)
-    if block == world.n_blocks - 1:
-        for expert in world.experts[indexer :: world.n_index_warps]:
-            _publish_count(launch, a, expert)
-
-
-def _index_lanes(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    for item in _items(launch, block, indexer):
-        _publish_item(launch, a, item)
-
-
-def _index_one_by_one(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    """Publishes what the block has counted, of one expert; then what is left."""
-    world = launch.world
-    n_counted = min(world.n_blocks, len(world.experts))
-    if indexer == world.n_index_warps - 1 and block < n_counted:
-        _publish_count(launch, a, world.experts[block])
-    for item in _items(launch, n_counted + block, indexer):
-        _publish_item(launch, a, item)
-
-
-def _items(launch: Launch, first: int, indexer: int) -> range:
-    world = launch.world
-    tokens = world.tokens(launch.dispatched + 1, launch.rank)
-    n_items = len(world.experts) + sum(map(len, tokens))
-    return range(first + indexer * world.n_blocks, n_items, _stride(launch))
-
-
-def _publish_item(launch: Launch, a: Agent, item: int) -> None:
-    world = launch.world
-    tokens = world.tokens(launch.dispatched + 1, launch.rank)
-    choices = [(t, k) for t, experts in enumerate(tokens) for k in range(len(experts))]
-    n_experts = len(world.experts)
-    if item < n_experts:
-        _publish_count(launch, a, world.experts[item])
-    else:
-        _enter_choice(launch, a, *choices[item - n_experts])
-
-
-def _publish_count(launch: Launch, a: Agent, expert: int) -> None:
-    world, rank = launch.world, launch.rank
-    n = launch.dispatched + 1
-    a.store_relaxed(
-        _DISPATCH + "_publish_count",
-        ("dispatch_count", world.rank_of(expert), expert, rank),
-        (launch.next("dispatch_sent"), world.count(n, rank, expert)),
-        ("count", n, rank, expert),
-    )
-
-
-def _enter_choice(launch: Launch, a: Agent, t: int, k: int) -> None:
-    n = launch.dispatched + 1
-    generation = launch.next("dispatch_sent")
-    expert = launch.world.tokens(n, launch.rank)[t][k]
-    if launch.world.has_sums or not _has_own_row(launch, expert):
-        a.store(
-            _DISPATCH + "_enter_choice",
-            ("choices", launch.rank, launch.parity(generation, n), t, k),
-            expert,
-            ("choice", n, t, k),
-        )
-    _write_entry(launch, a, n, generation, t, k, expert)
-
-
-def _has_own_row(launch: Launch, expert: int) -> bool:
-    """Whether a choice's row is made on the choice's own rank."""
-    return expert >= 0 and launch.world.rank_of(expert) == launch.rank
-
-
-def _stride(launch: Launch) -> int:
-    return launch.world.n_index_warps * launch.world.n_blocks
-
-
-def send_metadata(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    """Sends what was chosen for some tokens; one choice stands for all of a token."""
-    world, rank = launch.world, launch.rank
-    n = launch.dispatched + 1
-    await_readers(launch, a, False)
-    n_tokens = len(world.tokens(n, rank))
-    for t in range(block + indexer * world.n_blocks, n_tokens, _stride(launch)):
-        for i in range(world.n_ranks):
-            to = (rank + 1 + i) % world.n_ranks
-            a.store_relaxed(
-                _DISPATCH + "send_metadata",
-                ("metadata", to, rank, t),
-                (launch.next("dispatch_sent"), 0),
-                ("metadata", n, rank, t),
-            )
-
-
-def _write_entry(
-    launch: Launch, a: Agent, n: int, generation: int, t: int, k: int, expert: int
-) -> None:
-    for i in range(launch.world.n_ranks):
-        to = (launch.rank + 1 + i) % launch.world.n_ranks
-        a.store_relaxed(
-            _DISPATCH + "_write_entry",
-            ("entry", to, launch.rank, t, k),
-            (generation, expert),
-            ("entry", n, launch.rank, t, k),
-        )
-
-
-def send_by_number(launch: Launch, a: Agent, block: int, has_input: bool) -> None:
-    world = launch.world
-    tokens = world.tokens(launch.dispatched + 1, launch.rank)
-    mine = [t for t in range(len(tokens)) if t % world.n_blocks == block]
-    if not mine:
+    if world.indexes_by_blocks:
+        # A run of choices each; the last block has all counts. What it counts in
+        # shared memory is left out: its index warps meet at barriers.
+        length = -(-len(choices) // max(world.n_blocks - 1, 1))
+        for t, k in choices[a.block * length :][:length][indexer::n_warps]:
+            _enter_choice(a, t, k)
+        if a.block == world.n_blocks - 1:
+            for expert in world.experts[indexer::n_warps]:
+                _publish_count(a, expert)
         return
-    if len(tokens) <= world.n_inline_tokens:
-        _send_inline_flag_tokens(launch, a, block, mine, has_input)
-    else:
-        _send_chunks(launch, a, mine, has_input)
-
-
-def _send_inline_flag_tokens(
-    launch: Launch, a: Agent, block: int, mine: list[int], has_input: bool
-) -> None:
-    world, rank = launch.world, launch.rank
-    await_readers(launch, a, False)
+    n_counted = 0
     if not world.indexes_in_lanes:
-        a.block_load_acquire(
-            _DISPATCH + "_send_inline_flag_tokens",
-            ("INDEXED", rank, block),
-            world.n_index_warps,
-        )
+        # First what the block has counted, of one expert; then what is left.
+        n_counted = min(world.n_blocks, len(world.experts))
+        if indexer == n_warps - 1 and a.block < n_counted:
+            _publish_count(a, world.experts[a.block])
+    items = [*world.experts, *choices][n_counted:]
+    for item in items[a.block + indexer * world.n_blocks :: n_warps * world.n_blocks]:
+        if isinstance(item, int):
+            _publish_count(a, item)
+        else:
+            _enter_choice(a, *item)
+
+
+def _publish_count(a: Agent, expert: int) -> None:
+    n, generation = a.next("dispatch_sent")
+    place = ("dispatch_count", a.world.rank_of(expert), expert, a.rank)
+    word = (generation, a.world.count(n, a.rank, expert))
+    a.store_relaxed(place, word, ("count", n, a.rank, expert))
+
+
+def _enter_choice(a: Agent, t: int, k: int) -> None:
+    n, generation = a.next("dispatch_sent")
+    expert = a.world.tokens(n, a.rank)[t][k]
+    if a.world.has_sums or not _has_own_row(a, expert):
+        place = ("choices", a.rank, a.launch.parity(generation, n), t, k)
+        a.store(place, expert, ("choice", n, t, k))
+    _write_entry(a, t, k, expert)
+
+
+def _has_own_row(a: Agent, expert: int) -> bool:
+    """Whether a choice's row is made on the choice's own rank."""
+    return expert >= 0 and a.world.rank_of(expert) == a.rank
+
+
+def _peers_and_self(a: Agent) -> list[int]:
+    n_ranks = a.world.n_ranks
+    return [(a.rank + 1 + i) % n_ranks for i in range(n_ranks)]
+
+
+def _write_entry(a: Agent, t: int, k: int, expert: int) -> None:
+    n, generation = a.next("dispatch_sent")
+    for to in _peers_and_self(a):
+        place, truth = ("entry", to, a.rank, t, k), ("entry", n, a.rank, t, k)
+        a.store_relaxed(place, (generation, expert), truth)
+
+
+def send_metadata(a: Agent, indexer: int) -> None:
+    """Sends what was chosen for some tokens; one choice stands for all of a token."""
+    n, generation = a.next("dispatch_sent")
+    await_readers(a, "dispatch")
+    n_tokens, n_blocks = len(a.world.tokens(n, a.rank)), a.world.n_blocks
+    first, stride = a.block + indexer * n_blocks, a.world.n_index_warps * n_blocks
+    for t in range(first, n_tokens, stride):
+        for to in _peers_and_self(a):
+            truth = ("metadata", n, a.rank, t)
+            a.store_relaxed(("metadata", to, a.rank, t), (generation, 0), truth)
+
+
+def send_by_number(a: Agent, has_input: bool) -> None:
+    tokens = a.world.tokens(a.next("dispatch_sent")[0], a.rank)
+    mine = a.of_block(len(tokens))
+    if mine and len(tokens) <= a.world.n_inline_tokens:
+        _send_inline_flag_tokens(a, mine, has_input)
+    elif mine:
+        _send_chunks(a, mine, has_input)
+
+
+def _send_inline_flag_tokens(a: Agent, mine: range, has_input: bool) -> None:
+    n, _ = a.next("dispatch_sent")
+    await_readers(a, "dispatch")
+    if not a.world.indexes_in_lanes:
+        a.block_load_acquire("INDEXED", a.world.n_index_warps)
     for t in mine:
-        for chunk in range(world.n_chunks):
-            for to in _receivers(launch, t, has_input):
-                truth = ("token", launch.dispatched + 1, rank, t, chunk)
-                place = ("inline_token", to, rank, t, chunk)
-                a.store_relaxed(_DISPATCH + "_store_steps", place, truth, truth)
+        for chunk in range(a.world.n_chunks):
+            for to in _receivers(a, t, has_input):
+                truth = ("token", n, a.rank, t, chunk)
+                a.store_relaxed(("inline_token", to, a.rank, t, chunk), truth, truth)
 
 
-def _send_chunks(launch: Launch, a: Agent, mine: list[int], has_input: bool) -> None:
-    world, rank = launch.world, launch.rank
-    n = launch.dispatched + 1
-    generation = launch.next("dispatch_sent")
-    await_readers(launch, a, False)
+def _send_chunks(a: Agent, mine: range, has_input: bool) -> None:
+    n, generation = a.next("dispatch_sent")
+    n_chunks, n_at_once = a.world.n_chunks, a.world.n_chunks_at_once
+    await_readers(a, "dispatch")
     for t in mine:
-        receivers = _receivers(launch, t, has_input)
-        for first in range(0, world.n_chunks, world.n_chunks_at_once):
-            chunks = range(first, min(first + world.n_chunks_at_once, world.n_chunks))
-            for chunk in chunks:
-                for to in receivers:
-                    truth = ("token", n, rank, t, chunk)
-                    place = ("token", to, rank, t, chunk)
-                    a.store(_DISPATCH + "_store_steps", place, truth, truth)
-            for chunk in chunks:
-                for to in receivers:
-                    a.publish(
-                        _DISPATCH + "_send_chunks",
-                        ("chunk_flag", to, rank, t, chunk),
-                        (generation, 0),
-                        ("token", n, rank, t, chunk),
-                    )
+        for first in range(0, n_chunks, n_at_once):
+            chunks = range(first, min(first + n_at_once, n_chunks))
+            sent = [(c, to) for c in chunks for to in _receivers(a, t, has_input)]
+            for chunk, to in sent:
+                truth = ("token", n, a.rank, t, chunk)
+                a.store(("token", to, a.rank, t, chunk), truth, truth)
+            for chunk, to in sent:
+                truth = ("token", n, a.rank, t, chunk)
+                a.publish(("chunk_flag", to, a.rank, t, chunk), (generation, 0), truth)
 
 
-def _receivers(launch: Launch, t: int, has_input: bool) -> list[int]:
-    world, rank = launch.world, launch.rank
-    if world.protocol == "all_gather":
-        targets = [r for r in world.ranks if world.experts_of(r)]
+def _receivers(a: Agent, t: int, has_input: bool) -> list[int]:
+    if a.world.protocol == "all_gather":
+        targets = [r for r in a.world.ranks if a.world.experts_of(r)]
     else:
-        targets = world.owners(launch.dispatched + 1, rank, t)
-    peers = [r for r in targets if r != rank]
-    is_own = world.has_shared_expert or rank in targets
-    return [*peers, rank] if is_own and not has_input else peers
+        targets = a.world.owners(a.next("dispatch_sent")[0], a.rank, t)
+    peers = [r for r in targets if r != a.rank]
+    is_own = a.world.has_shared_expert or a.rank in targets
+    return [*peers, a.rank] if is_own and not has_input else peers
 
 
 def _send(launch: Launch, block: int, has_input: bool) -> tuple[Agent, list[Agent]]:
     """Writes the send phase: numbers, index warps, senders."""
-    world, rank = launch.world, launch.rank
-    numbers = launch.agent(f"block {block}, numbers warp")
+    numbers = launch.agent("numbers warp", block)
     if block == 0:
-        publish_n_tokens(launch, numbers)
+        publish_n_tokens(numbers)
     indexers = []
-    for indexer in range(world.n_index_warps):
-        a = launch.agent(f"block {block}, index warp {indexer}")
-        index_choices(launch, a, block, indexer)
-        a.block_add(_DISPATCH + "_send", ("INDEXED", rank, block))
-        if world.has_metadata:
-            send_metadata(launch, a, block, indexer)
+    for indexer in range(launch.world.n_index_warps):
+        a = launch.agent(f"index warp {indexer}", block)
+        index_choices(a, indexer)
+        a.block_add("INDEXED")
+        if launch.world.has_metadata:
+            send_metadata(a, indexer)
         indexers.append(a)
-    send_by_number(launch, launch.agent(f"block {block}, sender"), block, has_input)
+    send_by_number(launch.agent("sender", block), has_input)
     return numbers, indexers
 
 
 # ----------------------------------------------------------------- the receive phase
 
 
-def read_numbers(launch: Launch, a: Agent, block: int) -> None:
-    world, rank = launch.world, launch.rank
-    n = launch.dispatch_read + 1
-    generation = launch.next("dispatch_received")
-    for src in world.ranks:
-        a.load_relaxed(
-            _DISPATCH + "read_numbers",
-            ("dispatch_n_tokens", rank, src),
-            ("equals", generation),
-            ("number", n, src),
+def read_numbers(a: Agent) -> None:
+    n, generation = a.next("dispatch_received")
+    for src in a.world.ranks:
+        place, n_tokens = (
+            ("dispatch_n_tokens", a.rank, src),
+            len(a.world.tokens(n, src)),
         )
-        n_tokens = len(world.tokens(n, src))
-        place = ("n_tokens_of", rank, block, src)
-        a.store(_DISPATCH + "read_numbers", place, n_tokens)
-        if world.has_sums and block == 0:
-            place = ("received_tokens", rank, src)
-            truth = ("received", n, src)
-            a.store(_DISPATCH + "read_numbers", place, n_tokens, truth)
-    if block == 0:
-        place = ("most_received", rank)
-        a.store(_DISPATCH + "read_numbers", place, 0, ("most", n))
-    a.block_publish(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
+        a.load_relaxed(place, ("equals", generation), ("number", n, src))
+        a.store(("n_tokens_of", a.rank, a.block, src), n_tokens)
+        if a.world.has_sums and a.block == 0:
+            a.store(("received_tokens", a.rank, src), n_tokens, ("received", n, src))
+    if a.block == 0:
+        a.store(("most_received", a.rank), 0, ("most", n))
+    a.block_publish("TOKENS_READY", 1)
 
 
-def lay_out_rows(launch: Launch, a: Agent, block: int, indexer: int) -> None:
-    world, rank = launch.world, launch.rank
-    n_counting = world.n_counting_warps
-    counter = indexer - (world.n_index_warps - n_counting)
+def lay_out_rows(a: Agent, indexer: int) -> None:
+    n, _ = a.next("dispatch_received")
+    n_counting = a.world.n_counting_warps
+    counter = indexer - (a.world.n_index_warps - n_counting)
     if counter >= 0:
-        _count_rows(launch, a, block, counter)
-    if block == 0:
-        where = _DISPATCH + "lay_out_rows"
-        a.block_load_acquire(where, ("COUNTED", rank, block), n_counting)
+        _count_rows(a, counter)
+    if a.block == 0:
+        a.block_load_acquire("COUNTED", n_counting)
         for other in range(n_counting):
-            a.load(where, ("block_pair_rows", rank, block, other), is_=1)
-        truth = ("pair rows", launch.dispatch_read + 1)
-        a.store(where, ("pair_rows", rank, indexer), 1, truth)
+            a.load(("block_pair_rows", a.rank, a.block, other), is_=1)
+        a.store(("pair_rows", a.rank, indexer), 1, ("pair rows", n))
 
 
-def _count_rows(launch: Launch, a: Agent, block: int, counter: int) -> None:
+def _count_rows(a: Agent, counter: int) -> None:
     """One word stands for the rows before all pairs of a warp."""
-    world, rank = launch.world, launch.rank
-    where = _DISPATCH + "_count_rows"
-    _read_counts(launch, a, block, counter)
-    if world.n_counting_warps > 1:
-        a.block_arrive(where, ("SUMMED", rank, block))
-        a.block_load_acquire(where, ("SUMMED", rank, block), world.n_counting_warps)
-        for other in range(world.n_counting_warps):
-            a.load(where, ("sums", rank, block, other), is_=1)
-    a.store(where, ("block_pair_rows", rank, block, counter), 1)
-    a.block_arrive(where, ("COUNTED", rank, block))
+    n_counting = a.world.n_counting_warps
+    _read_counts(a, counter)
+    if n_counting > 1:
+        a.block_arrive("SUMMED")
+        a.block_load_acquire("SUMMED", n_counting)
+        for other in range(n_counting):
+            a.load(("sums", a.rank, a.block, other), is_=1)
+    a.store(("block_pair_rows", a.rank, a.block, counter), 1)
+    a.block_arrive("COUNTED")
 
 
-def _read_counts(launch: Launch, a: Agent, block: int, counter: int) -> None:
-    world, rank = launch.world, launch.rank
-    n = launch.dispatch_read + 1
-    generation = launch.next("dispatch_received")
-    pairs = [(e, src) for e in world.experts_of(rank) for src in world.ranks]
-    for expert, src in pairs[counter :: world.n_counting_warps]:
-        a.load_relaxed(
-            _DISPATCH + "_read_counts",
-            ("dispatch_count", rank, expert, src),
-            ("equals", generation),
+def _read_counts(a: Agent, counter: int) -> None:
+    n, generation = a.next("dispatch_received")
+    pairs = [(e, src) for e in a.world.experts_of(a.rank) for src in a.world.ranks]
+    for expert, src in pairs[counter :: a.world.n_counting_warps]:
+        place, truth = (
+            ("dispatch_count", a.rank, expert, src),
             ("count", n, src, expert),
         )
-    a.store(_DISPATCH + "_read_counts", ("sums", rank, block, counter), 1)
+        a.load_relaxed(place, ("equals", generation), truth)
+    a.store(("sums", a.rank, a.block, counter), 1)
 
 
-def receive_tokens(launch: Launch, a: Agent, block: int, has_input: bool) -> None:
-    world, rank = launch.world, launch.rank
-    n = launch.dispatch_read + 1
-    generation = launch.next("dispatch_received")
-    where = _DISPATCH + "receive_tokens"
+def receive_tokens(a: Agent, has_input: bool) -> None:
+    world, rank = a.world, a.rank
+    n, _ = a.next("dispatch_received")
     most = max(len(world.tokens(n, src)) for src in world.ranks)
     items = [(t, src) for t in range(most) for src in world.ranks]
-    mine = items[block :: world.n_blocks]
-    a.block_load_acquire(_DISPATCH + "_receive", ("TOKENS_READY", rank, block), 1)
+    a.block_load_acquire("TOKENS_READY", 1)
     for src in world.ranks:
-        a.load(where, ("n_tokens_of", rank, block, src))
+        a.load(("n_tokens_of", rank, a.block, src))
     is_waiting = True
-    for t, src in mine:
-        tokens = world.tokens(n, src)
-        if t >= len(tokens):
+    for t, src in (items[i] for i in a.of_block(len(items))):
+        if t >= len(world.tokens(n, src)):
             continue
-        is_inline = len(tokens) <= world.n_inline_tokens
-        _await_entries(launch, a, generation, t, src)
+        for k in range(len(world.tokens(n, src)[t])):
+            _await_words(a, ("entry", rank, src, t, k), ("entry", n, src, t, k))
         is_input = has_input and src == rank
-        saved = ("received_rows", rank, src, t)
-        truth = ("row", n, src, t)
-        if not _is_here(launch, t, src, is_input):
+        saved, truth = ("received_rows", rank, src, t), ("row", n, src, t)
+        if not _is_here(a, t, src, is_input):
             if world.has_sums:
-                a.store(where, saved, None, truth)
+                a.store(saved, None, truth)
             continue
-        for chunk in range(0 if is_input else world.n_chunks):
-            meant = ("token", n, src, t, chunk)
-            if is_inline:
-                place = ("inline_token", rank, src, t, chunk)
-                a.load_relaxed(_DISPATCH + "_await_steps", place, ("filled",), meant)
-                a.store(_DISPATCH + "_await_steps", place, SENTINEL)
-            else:
-                a.load_acquire(
-                    "steps: await_message",
-                    ("chunk_flag", rank, src, t, chunk),
-                    ("equals", generation),
-                    meant,
-                )
-                place = ("token", rank, src, t, chunk)
-                a.load(_DISPATCH + "_load_steps", place, meant)
+        if not is_input:
+            _await_token(a, t, src)
         if is_waiting:
-            _are_counted(launch, a, block)
+            _are_counted(a)
             is_waiting = False
         if world.has_metadata and rank in world.owners(n, src, t):
-            _place_metadata(launch, a, n, generation, src, t)
+            _await_words(a, ("metadata", rank, src, t), ("metadata", n, src, t))
         if not world.has_sums and src == rank:
-            for k, expert in enumerate(tokens[t]):
-                if _has_own_row(launch, expert):
-                    record_own_row(launch, a, where, n, generation, t, k)
+            for k, expert in enumerate(world.tokens(n, src)[t]):
+                if _has_own_row(a, expert):
+                    record_own_row(a, t, k)
         if world.has_sums:
-            a.store(where, saved, True, truth)
-            a.store(where, ("received_weights", rank, src, t), True, truth)
+            a.store(saved, True, truth)
+            a.store(("received_weights", rank, src, t), True, truth)
 
 
-def _is_here(launch: Launch, t: int, src: int, is_input: bool) -> bool:
-    world, rank = launch.world, launch.rank
-    n = launch.dispatch_read + 1
+def _await_token(a: Agent, t: int, src: int) -> None:
+    n, generation = a.next("dispatch_received")
+    is_inline = len(a.world.tokens(n, src)) <= a.world.n_inline_tokens
+    for chunk in range(a.world.n_chunks):
+        meant, of = ("token", n, src, t, chunk), (a.rank, src, t, chunk)
+        if is_inline:
+            a.load_relaxed(("inline_token", *of), ("filled",), meant)
+            a.store(("inline_token", *of), SENTINEL)
+        else:
+            await_message(a, ("chunk_flag", *of), generation, meant)
+            a.load(("token", *of), meant)
+
+
+def _is_here(a: Agent, t: int, src: int, is_input: bool) -> bool:
+    world, rank = a.world, a.rank
+    n, _ = a.next("dispatch_received")
     is_here = rank in world.owners(n, src, t)
     is_here = is_here or (world.has_shared_expert and src == rank)
     is_inline = len(world.tokens(n, src)) <= world.n_inline_tokens
@@ -380,77 +291,42 @@ def _is_here(launch: Launch, t: int, src: int, is_input: bool) -> bool:
     return is_here
 
 
-def _await_entries(launch: Launch, a: Agent, generation: int, t: int, src: int) -> None:
-    n = launch.dispatch_read + 1
-    for k in range(len(launch.world.tokens(n, src)[t])):
-        place = ("entry", launch.rank, src, t, k)
-        _await_words(launch, a, generation, place, ("entry", n, src, t, k))
+def _await_words(a: Agent, place: tuple, meant: tuple) -> None:
+    a.load_relaxed(place, ("equals", a.next("dispatch_received")[1]), meant)
 
 
-def _await_words(
-    launch: Launch, a: Agent, generation: int, place: tuple, meant: tuple
-) -> None:
-    a.load_relaxed(_DISPATCH + "_await_words", place, ("equals", generation), meant)
-
-
-def _place_metadata(
-    launch: Launch, a: Agent, n: int, generation: int, src: int, t: int
-) -> None:
-    place = ("metadata", launch.rank, src, t)
-    _await_words(launch, a, generation, place, ("metadata", n, src, t))
-
-
-def _are_counted(launch: Launch, a: Agent, block: int) -> None:
-    world, rank = launch.world, launch.rank
-    n_counting = world.n_counting_warps
-    a.block_load_acquire(
-        _DISPATCH + "_are_counted", ("COUNTED", rank, block), n_counting
-    )
-    for counter in range(n_counting):
-        where = _DISPATCH + "receive_tokens"
-        a.load(where, ("block_pair_rows", rank, block, counter), is_=1)
+def _are_counted(a: Agent) -> None:
+    a.block_load_acquire("COUNTED", a.world.n_counting_warps)
+    for counter in range(a.world.n_counting_warps):
+        a.load(("block_pair_rows", a.rank, a.block, counter), is_=1)
 
 
 # ------------------------------------------------------------- dispatch's kernels
 
 
-def _has_nothing_and_returns(launch: Launch) -> bool:
-    """The mutation: a rank without tokens leaves at once."""
-    return launch.world.has("early return of a rank with zero tokens") and not (
-        launch.world.tokens(launch.dispatched + 1, launch.rank)
-    )
-
-
-def _count_in_dispatch(launch: Launch, block: int, is_fused: bool) -> None:
-    a = launch.agent(f"block {block}, counting warp")
-    header_word(
-        launch,
-        a,
-        "dispatch_sent",
-        "dispatch_received",
-        "combine_received",
-        "dispatch_drained",
-    )
-    n = launch.dispatched + 1
-    n_tokens = len(launch.world.tokens(n, launch.rank))
-    words = {"dispatch_sent": launch.next("dispatch_sent")}
+def _count(launch: Launch, block: int, is_fused: bool) -> None:
+    """One warp of a block reads the header and counts the block; the last moves it."""
+    a = launch.agent("counting warp", block)
+    received = "dispatch_received", "combine_received"
+    header_word(a, "dispatch_sent", *received, "dispatch_drained")
+    n, generation = launch.next("dispatch_sent")
+    words = {"dispatch_sent": generation}
     if is_fused:
-        words["dispatch_received"] = launch.next("dispatch_received")
+        words["dispatch_received"] = launch.next("dispatch_received")[1]
 
     def go_on(last: Agent) -> None:
-        where = f"{_DISPATCH}{launch.op}_kernel"
-        parity = launch.parity(words["dispatch_sent"], n)
-        last.store(where, ("n_tokens", launch.rank, parity), n_tokens, ("n_tokens", n))
-        moving(launch, words)(last)
+        place = ("n_tokens", launch.rank, launch.parity(generation, n))
+        last.store(place, len(launch.world.tokens(n, launch.rank)), ("n_tokens", n))
+        move(last, **words)
 
-    is_last_to_start(launch, a, go_on)
+    is_last_to_start(a, go_on)
 
 
 def dispatch_async(launch: Launch) -> None:
-    if _has_nothing_and_returns(launch):
+    if returns_early(launch):
         return
     for block in range(launch.world.n_blocks):
-        _count_in_dispatch(launch, block, False)
+        _count(launch, block, False)
     publish_earlier_reads(launch)
     for block in range(launch.world.n_blocks):
         _send(launch, block, False)
@@ -459,58 +335,41 @@ def dispatch_async(launch: Launch) -> None:
 def dispatch_wait(launch: Launch) -> None:
     world = launch.world
     publishes_at_end = world.publishes_at_dispatch_end
-    generation = launch.next("dispatch_received")
+    n, generation = launch.next("dispatch_received")
     # Where it polls readers, it goes by `combine_sent`, too.
     sent = () if publishes_at_end else ("combine_sent",)
     for block in range(world.n_blocks):
         first = len(launch.agents)
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(launch, a, "dispatch_received", "combine_received", *sent)
+        a = launch.agent("counting warp", block)
+        header_word(a, "dispatch_received", "combine_received", *sent)
         if not publishes_at_end:
-            is_last_to_start(
-                launch, a, moving(launch, {"dispatch_received": generation})
-            )
+            is_last_to_start(a, lambda last: move(last, dispatch_received=generation))
             if world.has_sums and block == 0:
-                record_readers(launch, launch.agent("publishing warp"), True)
-        a = launch.agent(f"block {block}, numbers warp")
-        read_numbers(launch, a, block)
+                record_readers(launch.agent("publishing warp"), "combine")
+        read_numbers(launch.agent("numbers warp", block))
         for indexer in range(world.n_index_warps):
-            a = launch.agent(f"block {block}, index warp {indexer}")
+            a = launch.agent(f"index warp {indexer}", block)
             if world.has_shared_expert:
-                n = launch.dispatch_read + 1
                 parity = launch.parity(generation, n)
-                number = launch.before[f"n_tokens[{parity}]"]
-                place = ("n_tokens", launch.rank, parity)
-                a.load("steps: header_word", place, ("n_tokens", n), number)
-            lay_out_rows(launch, a, block, indexer)
-        a = launch.agent(f"block {block}, receiver")
-        receive_tokens(launch, a, block, False)
+                place, number = ("n_tokens", a.rank, parity), f"n_tokens[{parity}]"
+                a.load(place, ("n_tokens", n), launch.before[number])
+            lay_out_rows(a, indexer)
+        receive_tokens(launch.agent("receiver", block), False)
         if publishes_at_end:
-            publish_at_end(launch, block, first, "dispatch_received", generation)
+            publish_at_end(launch, block, first)
 
 
 def dispatch(launch: Launch) -> None:
-    world = launch.world
-    if _has_nothing_and_returns(launch):
+    if returns_early(launch):
         return
-    for block in range(world.n_blocks):
-        _count_in_dispatch(launch, block, True)
+    for block in range(launch.world.n_blocks):
+        _count(launch, block, True)
     publish_earlier_reads(launch)
-    for block in range(world.n_blocks):
+    for block in range(launch.world.n_blocks):
         numbers, indexers = _send(launch, block, True)
-        if world.has_sums and block == 0:
-            record_readers(launch, numbers, True)
-        read_numbers(launch, numbers, block)
+        if launch.world.has_sums and block == 0:
+            record_readers(numbers, "combine")
+        read_numbers(numbers)
         for indexer, a in enumerate(indexers):
-            lay_out_rows(launch, a, block, indexer)
-        receive_tokens(launch, launch.agent(f"block {block}, receiver"), block, True)
-
-
-OPS = {
-    "dispatch_async": dispatch_async,
-    "dispatch_wait": dispatch_wait,
-    "dispatch": dispatch,
-    "combine_async": combine_async,
-    "combine_wait": combine_wait,
-    "combine": combine,
-}
+            lay_out_rows(a, indexer)
+        receive_tokens(launch.agent("receiver", block), True)

@@ -63,7 +63,7 @@ class Machine(Steps):
         ]
 
     def is_over(self, state: State) -> bool:
-        return all(r.launch == self.program.n_launches for r in state.ranks)
+        return all(r.launch == len(self.program.program) for r in state.ranks)
 
     def is_refused(self, state: State) -> bool:
         """Says whether a launch was refused that may be; then nobody need end."""

@@ -2,33 +2,18 @@
 """How a protocol's launches are written down: worlds, launches and agents.
 
 The methods of an agent do what the functions of `flags.mojo` do, in the same orders.
-`store` and `load` are ordinary accesses.
+`store` and `load` are ordinary accesses. A step says where it stands: `CODE` of the
+module that calls the method, and the calling function, which is named as in `mojo/`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .memory import SENTINEL, Order, Place, Step
-
-CALLS: dict[str, tuple[str, Order]] = {
-    "publish": ("write", Order.RELEASE),
-    "load_acquire": ("await", Order.ACQUIRE),
-    "store_relaxed": ("write", Order.RELAXED),
-    "load_relaxed": ("await", Order.RELAXED),
-    "block_add": ("arrive", Order.RELAXED),
-    "block_arrive": ("arrive", Order.RELEASE),
-    "block_publish": ("write", Order.RELEASE),
-    "block_load_acquire": ("await", Order.ACQUIRE),
-    "arrive": ("arrive", Order.ACQUIRE_RELEASE),
-    "drain_stores": ("drain", Order.PLAIN),
-}
-"""Each atomic: what it does, and how it is ordered."""
-
-OLDER = -1
-"""Stands for every generation that is not the last."""
 
 RANK_WORDS = {
     # dispatch
@@ -53,39 +38,29 @@ RANK_WORDS = {
 """Words and payloads in symmetric memory: those that `layout.mojo` locates, and the
 two flags inside of messages."""
 
+HEADER = (
+    "dispatch_sent dispatch_received combine_sent combine_received combine_of"
+    " dispatch_drained combine_drained n_tokens most_received"
+).split()
+"""Of the counters; `n_tokens` by the parity of the generation."""
+
 LOCAL_WORDS = {
-    "dispatch_sent": "header",
-    "dispatch_received": "header",
-    "combine_sent": "header",
-    "combine_received": "header",
-    "combine_of": "header",
-    "dispatch_drained": "header",
-    "combine_drained": "header",
-    "n_tokens": "header, by the parity of the generation",
-    "most_received": "header",
-    "choices": "by the parity of the generation",
-    "slots": "of this dispatch",
-    "pair_rows": "of the last dispatch",
-    "received_tokens": "of the last dispatch",
-    "received_rows": "of the last dispatch",
-    "received_weights": "of the last dispatch",
-    "blocks_done": "blocks that have arrived",
+    *HEADER,
+    "choices",  # by the parity of the generation
+    "slots",  # of this dispatch
+    *("pair_rows", "received_tokens", "received_rows", "received_weights"),  # the last
+    "blocks_done",  # blocks that have arrived
 }
 """Words that a rank keeps between launches (`counters.mojo`)."""
 
-BLOCK_WORDS = {
-    "INDEXED",
-    "TOKENS_READY",
-    "SUMMED",
-    "COUNTED",
-    "PAIRS_READY",
-    "sums",
-    "n_tokens_of",
-    "block_pair_rows",
-}
+BLOCK_WORDS = set(
+    "INDEXED TOKENS_READY SUMMED COUNTED PAIRS_READY sums n_tokens_of"
+    " block_pair_rows".split()
+)
 """Words in the shared memory of a block."""
 
-HEADER = tuple(word for word, where in LOCAL_WORDS.items() if where == "header")
+OLDER = -1
+"""Stands for every generation that is not the last."""
 
 Token = tuple[int, ...]
 """The expert of each choice of a token, -1: none."""
@@ -96,8 +71,7 @@ class World:
     """Ranks, what they send, and what they run."""
 
     name: str
-    protocol: str
-    """`by_expert`, `by_rank` or `all_gather`."""
+    protocol: str  # `by_expert`, `by_rank` or `all_gather`
     program: tuple[str, ...]
     """The ops that every rank runs, in their order."""
     routing: tuple[tuple[tuple[Token, ...], ...], ...]
@@ -105,17 +79,14 @@ class World:
     number."""
     target: str = "gpu"
     has_sums: bool = False
-    n_experts: int = 0
-    """0: one a rank."""
+    n_experts: int = 0  # 0: one a rank
     n_local_experts: int = 1
     n_blocks: int = 1
     n_index_warps: int = 1
     most_counting_warps: int = 2
     """How many of them read counts, the last ones; if there are so many."""
-    n_chunks: int = 1
-    """Parts of a token that announce themselves each by itself."""
-    n_chunks_at_once: int = 1
-    """Parts that are sent before any of them is announced."""
+    n_chunks: int = 1  # of a token; each announces itself
+    n_chunks_at_once: int = 1  # are sent before any of them is announced
     indexes_by_blocks: bool = False
     """Whether blocks write the entries of a run of choices each."""
     indexes_in_lanes: bool = False
@@ -124,12 +95,10 @@ class World:
     """Whether a token takes what the router chose for it along, in an all-gather."""
     n_inline_tokens: int = 2
     """Tokens of a rank up to which they are their own flags."""
-    shares_gpu: bool | None = None
-    """Whether ranks share a GPU; `None`: if launches run one after another."""
+    shares_gpu: bool | None = None  # `None`: if launches run one after another
     in_turn: bool = False
     has_shared_expert: bool = False
-    streams: bool = False
-    """Whether CPU ranks copy with streaming stores."""
+    streams: bool = False  # CPU ranks copy with streaming stores
     generation_bits: int = 32
     first_generation: int = 0
     """What the counters of generations hold at first."""
@@ -147,10 +116,6 @@ class World:
     @property
     def n_ranks(self) -> int:
         return len(self.routing[0])
-
-    @property
-    def n_launches(self) -> int:
-        return len(self.program)
 
     @property
     def ranks(self) -> range:
@@ -179,6 +144,17 @@ class World:
         experts = self.tokens(dispatch, rank)[token]
         return sorted({self.rank_of(e) for e in experts if e >= 0})
 
+    def messages(self, dispatch: int, src: int) -> list[tuple[int, int, int, int]]:
+        """Token, k, expert and slot of each choice that a rank sends."""
+        slots: dict[int, int] = {}
+        messages = []
+        for t, experts in enumerate(self.tokens(dispatch, src)):
+            for k, expert in enumerate(experts):
+                if expert >= 0:
+                    messages.append((t, k, expert, slots.get(expert, 0)))
+                    slots[expert] = slots.get(expert, 0) + 1
+        return messages
+
     def has(self, mutation: str) -> bool:
         """Says whether a mutation of that name is on."""
         return self.mutation is not None and mutation in self.mutation.switches
@@ -198,24 +174,15 @@ class World:
     # ------------------------------------------------------ what the machine asks
 
     def initial(self, place: Place) -> tuple[Any, Any]:
-        kind = place[0]
-        g = self.first_generation
+        kind, g = place[0], self.first_generation
         if kind in ("inline_token", "partial") and self.target == "gpu":
             return SENTINEL, None
-        if kind.startswith(("dispatch_done", "combine_done")):
-            return ((g, g) if self._one_done_word else (g, 0)), (0, 0)
-        if kind in LOCAL_WORDS:
-            is_generation = kind.endswith(("_sent", "_received", "_drained"))
-            if kind in HEADER and is_generation and not kind.startswith("most"):
-                return g, None
-            return 0, None
-        if kind in BLOCK_WORDS:
-            return 0, None
-        return (0, 0), None
-
-    @property
-    def _one_done_word(self) -> bool:
-        return self.target == "gpu" and self.protocol != "by_expert"
+        if kind in ("dispatch_done", "combine_done"):
+            is_of_both = self.target == "gpu" and self.protocol != "by_expert"
+            return ((g, g) if is_of_both else (g, 0)), (0, 0)
+        if kind in HEADER and kind.endswith(("_sent", "_received", "_drained")):
+            return (0 if kind.startswith("most") else g), None
+        return (0 if kind in LOCAL_WORDS | BLOCK_WORDS else (0, 0)), None
 
     def snapshot(self, rank: int, read: Callable[[Place], Any]) -> Any:
         words = [(word, read((word, rank))) for word in HEADER]
@@ -223,43 +190,37 @@ class World:
             words.append((f"n_tokens[{parity}]", read(("n_tokens", rank, parity))))
         return tuple(words)
 
-    def op(self, launch: int) -> str:
-        return self.program[launch]
+    def build(self, rank: int, position: int, snapshot: Any) -> Any:
+        from . import by_expert, by_rank, cpu, rows, sums
 
-    def build(self, rank: int, launch: int, snapshot: Any) -> Any:
-        from . import by_expert, by_rank, cpu
-
-        written = Launch(self, rank, launch, dict(snapshot))
-        op = written.op
-        returns_rows = op.startswith("combine") and not self.has_sums
+        launch = Launch(self, rank, position, dict(snapshot))
         if self.target == "cpu":
-            cpu.OPS[op](written)
-        elif self.protocol == "by_expert" or returns_rows:
-            by_expert.OPS[op](written)
+            module = cpu
+        elif launch.direction == "combine":
+            module = sums if self.has_sums else rows
         else:
-            by_rank.OPS[op](written)
+            module = by_expert if self.protocol == "by_expert" else by_rank
+        getattr(module, launch.op)(launch)
         if self.has("clears"):
-            self._clear(written)
-        return _as_one_agent(written.agents) if self.is_one_agent else written.agents
+            self._clear(launch)
+        if not self.is_one_agent:
+            return launch.agents
+        steps = [s for _, of in launch.agents for s in of if s.kind != "join"]
+        return [("all", steps)]
 
     def _clear(self, launch: Launch) -> None:
         """The mutation: begins with zero in all words that it waits for."""
         from .mutations import reset
 
-        words = {
-            step.place: reset(step)
-            for _, steps in launch.agents
-            for step in steps
-            if step.accept[:1] == ("not zero",)
-        }
-        launch.agents.append(("clearing warp", list(words.values())))
+        steps = [step for _, of in launch.agents for step in of]
+        awaited = {s.place: reset(s) for s in steps if s.accept[:1] == ("not zero",)}
+        launch.agents.append(("clearing warp", list(awaited.values())))
 
     def runs_ahead(self, place: Place) -> bool:
         # Done words of GPU ranks; those of CPU ranks are awaited by equality. How
         # far the first warp of a block is may be seen late.
-        if place[0] == "INDEXED":
-            return True
-        return self.target == "gpu" and place[0] in ("dispatch_done", "combine_done")
+        is_done_word = place[0] in ("dispatch_done", "combine_done")
+        return place[0] == "INDEXED" or self.target == "gpu" and is_done_word
 
     def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:
         kind, rank = place[:2]
@@ -276,12 +237,6 @@ class World:
         return place[0] in BLOCK_WORDS
 
 
-def _as_one_agent(agents: list[tuple[str, list[Step]]]) -> list[tuple[str, list[Step]]]:
-    """Has one agent do what all of them do, one after another."""
-    steps = [step for _, of in agents for step in of if step.kind != "join"]
-    return [("all", steps)]
-
-
 @dataclass
 class Launch:
     """A launch of one rank while it is written down."""
@@ -294,29 +249,30 @@ class Launch:
     agents: list[tuple[str, list[Step]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        earlier = self.world.program[: self.position]
         # By the program, not by any generation: what the messages must be of.
-        self.dispatched = sum(op in ("dispatch", "dispatch_async") for op in earlier)
-        self.dispatch_read = sum(op in ("dispatch", "dispatch_wait") for op in earlier)
-        self.combined = sum(op in ("combine", "combine_async") for op in earlier)
-        self.combine_read = sum(op in ("combine", "combine_wait") for op in earlier)
-        read = 0
-        answered = [0]
-        for op in earlier:
-            if op in ("dispatch", "dispatch_wait"):
-                read += 1
-            if op in ("combine", "combine_async"):
-                answered.append(read)
-        self.answers = answered
+        self.rounds = dict.fromkeys(HEADER[:4], 0)
+        """How often the rank has sent and received before."""
+        self.answers = [0]
         """Which dispatch each combine answers."""
+        for op in self.world.program[: self.position]:
+            direction, _, phase = op.partition("_")
+            self.rounds[f"{direction}_sent"] += phase != "wait"
+            self.rounds[f"{direction}_received"] += phase != "async"
+            if direction == "combine" and phase != "wait":
+                self.answers.append(self.rounds["dispatch_received"])
 
     @property
     def op(self) -> str:
         return self.world.program[self.position]
 
-    def next(self, word: str) -> int:
-        """`next_generation` of a generation in the header."""
-        return self.following(self.before[word])
+    @property
+    def direction(self) -> str:
+        return self.op.partition("_")[0]
+
+    def next(self, word: str) -> tuple[int, int]:
+        """The round that a launch makes of `dispatch_sent` or the like, and its
+        generation."""
+        return self.rounds[word] + 1, self.following(self.before[word])
 
     def following(self, generation: int) -> int:
         largest = (1 << self.world.generation_bits) - 1
@@ -327,11 +283,8 @@ class Launch:
         if not self.world.has("parity kept per handle"):
             return generation % 2
         # Fixed when the graph was captured: the dispatches of a replay, counted.
-        sending = [
-            i
-            for i, op in enumerate(self.world.program)
-            if op in ("dispatch", "dispatch_async")
-        ]
+        ops = enumerate(self.world.program)
+        sending = [i for i, op in ops if op in ("dispatch", "dispatch_async")]
         first, length = self.world.replayed
         handles: dict[int, int] = {}
         for i in sending:
@@ -341,14 +294,16 @@ class Launch:
                 return handle % 2
         raise AssertionError("there is no such dispatch")
 
-    def agent(self, name: str, after: Iterable[int] = ()) -> Agent:
+    def agent(
+        self, name: str, block: int | None = None, after: Iterable[int] = ()
+    ) -> Agent:
         """Begins an agent; it waits for those in `after`."""
-        steps: list[Step] = []
-        self.agents.append((name, steps))
-        written = Agent(self, steps)
+        name = name if block is None else f"block {block}, {name}"
+        a = Agent(self, block, [])
+        self.agents.append((name, a.steps))
         if after := tuple(after):
-            written.emit(Step("join", "join", name, agents=after))
-        return written
+            a.emit(Step("join", "join", name, agents=after))
+        return a
 
 
 @dataclass
@@ -356,114 +311,106 @@ class Agent:
     """A warp, or a few that do the same, while its steps are written down."""
 
     launch: Launch
+    block: int | None
     steps: list[Step]
+
+    def __post_init__(self) -> None:
+        self.world, self.rank = self.launch.world, self.launch.rank
+        self.before, self.next = self.launch.before, self.launch.next
 
     def emit(self, step: Step) -> None:
         """Adds a step, as the mutation makes it."""
-        mutation = self.launch.world.mutation
+        mutation = self.world.mutation
         steps = [step] if mutation is None else mutation.change(step, self.launch)
         self.steps.extend(steps)
 
-    def _access(self, call: str, where: str, place: Place, **rest: Any) -> None:
-        kind, order = CALLS[call]
+    def _do(self, kind: str, call: str, place: Place, order: Order, **rest: Any) -> str:
+        """Adds what the caller's caller does; returns where that stands."""
+        frame = sys._getframe(2)
+        where = frame.f_globals["CODE"] + frame.f_code.co_name
         self.emit(Step(kind, call, where, place, order, **rest))
+        return where
+
+    def of_block(self, n: int) -> range:
+        """Numbers below `n` that are this block's."""
+        return range(self.block, n, self.world.n_blocks)
 
     # --------------------------------------------------------- ordinary accesses
 
-    def store(self, where: str, place: Place, value: Any, truth: Any = None) -> None:
-        self.emit(Step("write", "store", where, place, Order.PLAIN, value, truth))
+    def store(self, place: Place, value: Any, truth: Any = None) -> None:
+        self._do("write", "store", place, Order.PLAIN, value=value, truth=truth)
 
-    def stream(self, where: str, place: Place, value: Any, truth: Any = None) -> None:
-        order = Order.STREAMED if self.launch.world.streams else Order.PLAIN
-        self.emit(Step("write", "store", where, place, order, value, truth))
+    def stream(self, place: Place, truth: Any) -> None:
+        order = Order.STREAMED if self.world.streams else Order.PLAIN
+        self._do("write", "store", place, order, value=truth, truth=truth)
 
-    def load(
-        self, where: str, place: Place, truth: Any = None, is_: Any = None
-    ) -> None:
-        self.emit(Step("read", "load", where, place, Order.PLAIN, is_, truth))
+    def load(self, place: Place, truth: Any = None, is_: Any = None) -> None:
+        self._do("read", "load", place, Order.PLAIN, value=is_, truth=truth)
 
-    def load_of(self, where: str, place: Place, generation: int, truth: Any) -> None:
+    def load_of(self, place: Place, generation: int, truth: Any) -> None:
         """Reads a word that must show a generation."""
         accept = ("equals", generation)
-        self.emit(Step("read", "load", where, place, Order.PLAIN, None, truth, accept))
+        self._do("read", "load", place, Order.PLAIN, truth=truth, accept=accept)
 
-    def load_of_another_generation(
-        self, where: str, place: Place, generation: int
-    ) -> None:
+    def load_of_another_generation(self, place: Place, generation: int) -> None:
         """Reads a word that must not show a generation."""
-        accept = ("differs", generation)
-        self.emit(Step("read", "load", where, place, Order.PLAIN, accept=accept))
+        self._do("read", "load", place, Order.PLAIN, accept=("differs", generation))
 
     # ------------------------------------------------------ those of flags.mojo
 
-    def publish(self, where: str, place: Place, value: Any, truth: Any) -> None:
-        self._access("publish", where, place, value=value, truth=truth)
+    def publish(self, place: Place, value: Any, truth: Any) -> None:
+        self._do("write", "publish", place, Order.RELEASE, value=value, truth=truth)
 
-    def store_relaxed(self, where: str, place: Place, value: Any, truth: Any) -> None:
-        self._access("store_relaxed", where, place, value=value, truth=truth)
+    def store_relaxed(self, place: Place, value: Any, truth: Any) -> None:
+        order = Order.RELAXED
+        self._do("write", "store_relaxed", place, order, value=value, truth=truth)
 
-    def load_acquire(self, where: str, place: Place, accept: Any, truth: Any) -> None:
-        self._access("load_acquire", where, place, accept=accept, truth=truth)
+    def load_acquire(self, place: Place, accept: Any, truth: Any) -> None:
+        order = Order.ACQUIRE
+        self._do("await", "load_acquire", place, order, accept=accept, truth=truth)
 
-    def load_relaxed(self, where: str, place: Place, accept: Any, truth: Any) -> None:
-        self._access("load_relaxed", where, place, accept=accept, truth=truth)
+    def load_relaxed(self, place: Place, accept: Any, truth: Any) -> None:
+        order = Order.RELAXED
+        self._do("await", "load_relaxed", place, order, accept=accept, truth=truth)
 
-    def block_publish(
-        self, where: str, place: Place, value: Any, truth: Any = None
-    ) -> None:
-        self._access("block_publish", where, place, value=value, truth=truth)
+    def block_publish(self, word: str, value: Any) -> None:
+        place = (word, self.rank, self.block)
+        self._do("write", "block_publish", place, Order.RELEASE, value=value)
 
-    def block_arrive(self, where: str, place: Place) -> None:
-        self._access("block_arrive", where, place)
+    def block_arrive(self, word: str) -> None:
+        place = (word, self.rank, self.block)
+        self._do("arrive", "block_arrive", place, Order.RELEASE)
 
-    def block_add(self, where: str, place: Place) -> None:
-        self._access("block_add", where, place)
+    def block_add(self, word: str) -> None:
+        self._do("arrive", "block_add", (word, self.rank, self.block), Order.RELAXED)
 
-    def block_load_acquire(self, where: str, place: Place, at_least: int) -> None:
-        self._access("block_load_acquire", where, place, accept=("at least", at_least))
+    def block_load_acquire(self, word: str, at_least: int) -> None:
+        place, accept = (word, self.rank, self.block), ("at least", at_least)
+        self._do("await", "block_load_acquire", place, Order.ACQUIRE, accept=accept)
 
-    def drain_stores(self, where: str) -> None:
-        self._access("drain_stores", where, ())
+    def drain_stores(self) -> None:
+        self._do("drain", "drain_stores", (), Order.PLAIN)
 
-    def poll(
-        self,
-        where: str,
-        places: tuple[Place, ...],
-        accept: Any,
-        truth: Any,
-        then: list[tuple[Place, Any]],
-    ) -> None:
-        """Polls words a few times, and stores only if all are there."""
-        steps = [
-            Step("write", "store", where, place, Order.PLAIN, value)
-            for place, value in then
-        ]
-        self.emit(
-            Step(
-                "poll",
-                "load_acquire",
-                where,
-                places[0],
-                Order.ACQUIRE,
-                truth=truth,
-                accept=accept,
-                places=places,
-                skip=len(steps),
-            )
-        )
-        self.steps.extend(steps)
+    def poll(self, places: tuple, accept: Any, truth: Any, then: tuple) -> None:
+        """Polls words a few times, and stores a word only if all are there."""
+        wanted = dict(truth=truth, accept=accept, places=places, skip=1)
+        order = Order.ACQUIRE
+        where = self._do("poll", "load_acquire", places[0], order, **wanted)
+        place, value = then
+        self.steps.append(Step("write", "store", where, place, Order.PLAIN, value))
 
-    def refuse(self, where: str) -> None:
-        """Notes a failure; neither this agent nor any launch behind it goes on."""
-        self.emit(Step("refuse", "refuse", where))
+    def refuse(self) -> None:
+        """Records a failure; neither this agent nor any launch behind it goes on."""
+        self._do("refuse", "refuse", (), Order.PLAIN)
 
-    def arrive(self, where: str, n: int, then: Callable[[Agent], None]) -> None:
-        """Counts a block; the last of `n` puts the word back, and does `then`."""
-        place = ("blocks_done", self.launch.rank)
-        behind = Agent(self.launch, [])
-        behind.emit(Step("write", "store", where, place, Order.PLAIN, 0))
+    def arrive(self, then: Callable[[Agent], None]) -> None:
+        """Counts a block; the last one puts the word back, and does `then`."""
+        place = ("blocks_done", self.rank)
+        behind = Agent(self.launch, self.block, [])
+        behind._do("write", "store", place, Order.PLAIN, value=0)
         then(behind)
-        before = len(self.steps)
-        self._access("arrive", where, place, value=n, skip=len(behind.steps))
+        before, wanted = len(self.steps), dict(value=self.world.n_blocks)
+        wanted["skip"] = len(behind.steps)
+        self._do("arrive", "arrive", place, Order.ACQUIRE_RELEASE, **wanted)
         if len(self.steps) > before:
             self.steps.extend(behind.steps)

@@ -304,7 +304,7 @@ class Steps:
         while goes_on:
             goes_on = False
             for rank, r in enumerate(state.ranks):
-                if r.launch == self.program.n_launches:
+                if r.launch == len(self.program.program):
                     continue
                 if any(pc < len(steps) for pc, steps in zip(r.pcs, r.agents)):
                     continue
@@ -345,7 +345,7 @@ class Steps:
                 is_first = (value, newest.truth) == self.program.initial(place)
                 state.put(place, None if is_first else cell)
         self._forget(state)
-        if r.launch == self.program.n_launches:
+        if r.launch == len(self.program.program):
             return
         r.built = self.program.snapshot(
             rank, lambda place: self._read_newest(state, place)
@@ -356,7 +356,7 @@ class Steps:
             self._names[name] = tuple(agent for agent, _ in built)
             self._builds[name] = tuple(tuple(steps) for _, steps in built)
         self._note(
-            f"  rank {rank} begins launch {r.launch}: {self.program.op(r.launch)}"
+            f"  rank {rank} begins launch {r.launch}: {self.program.program[r.launch]}"
         )
         r.agents = self._builds[name]
         r.pcs = [0] * len(r.agents)
@@ -370,7 +370,7 @@ class Steps:
         # Steps that everybody knows of, and those that no place asks for.
         known = -1
         for r in state.ranks:
-            if r.launch < self.program.n_launches:
+            if r.launch < len(self.program.program):
                 # Of what launches before have done, all agents are taken to learn.
                 for view in r.views or [r.base]:
                     known &= view | r.base

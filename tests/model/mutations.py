@@ -207,32 +207,20 @@ NOT_REFUSED = Mutation(
 )
 """Seen only by programs that are refused otherwise: `worlds.stopped`."""
 
-_ENTRIES_FIRST = (
-    "Entries go before tokens only to be fast: receivers need them all. Tokens are"
-    " their own flags."
-)
-
-_COVERED = (
-    "A count is published behind it by the same thread, and taken before it is read."
-)
-_ONLY_CHOICE = "Of a dispatch message CPU ranks read the choice, not the generation."
-
-_TAGGED_FOR_GPUS = "CPU ranks find it behind the counts, and do not read it"
-
 HARMLESS = {
-    "relaxed instead of more: publish(dispatch_n_tokens) in"
-    " cpu/dispatch.mojo: _publish_counts": _COVERED,
-    "relaxed instead of more: load_acquire(dispatch_n_tokens) in"
-    " cpu/dispatch.mojo: _place_tokens": _COVERED,
-    "generation 1 for ever: publish(dispatch_n_tokens) in"
-    " cpu/dispatch.mojo: _publish_counts": _COVERED,
-    "generation 1 for ever: store(dispatch_message_flag) in"
-    " cpu/rank.mojo: write_source_info": _ONLY_CHOICE,
-    "generation 1 for ever: store(metadata) in"
-    " cpu/dispatch.mojo: _write_entry": _TAGGED_FOR_GPUS,
-    "relaxed instead of more: block_load_acquire(INDEXED) in"
-    " dispatch by rank: _send_inline_flag_tokens": _ENTRIES_FIRST,
-    "left out: block_load_acquire(INDEXED) in"
-    " dispatch by rank: _send_inline_flag_tokens": _ENTRIES_FIRST,
+    # A count is published behind it by the same thread, and taken before it is read.
+    "relaxed instead of more: publish(dispatch_n_tokens) in CPU: _publish_counts",
+    "generation 1 for ever: publish(dispatch_n_tokens) in CPU: _publish_counts",
+    "relaxed instead of more: load_acquire(dispatch_n_tokens) in CPU: _read_numbers",
+    # Of a dispatch message CPU ranks read the choice, not the generation.
+    "generation 1 for ever: store(dispatch_message_flag) in CPU: write_source_info",
+    # CPU ranks find it behind the counts, and do not read it.
+    "generation 1 for ever: store(metadata) in CPU: _write_entry",
+    # Entries go before tokens only to be fast: receivers need them all. Tokens are
+    # their own flags.
+    "relaxed instead of more: block_load_acquire(INDEXED) in dispatch by rank: "
+    "_send_inline_flag_tokens",
+    "left out: block_load_acquire(INDEXED) in dispatch by rank: "
+    "_send_inline_flag_tokens",
 }
 """Mutations that change nothing that matters, and why."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dispatch and combine by rank on GPUs share."""
+"""What launches on GPUs share."""
 
 from __future__ import annotations
 
@@ -7,98 +7,89 @@ from collections.abc import Callable
 
 from .launches import Agent, Launch
 
-_STEPS = "steps: "
+CODE = "steps: "
 
 
-def header_word(launch: Launch, a: Agent, *words: str) -> None:
+def header_word(a: Agent, *words: str) -> None:
     """Reads those words of the header that the launch goes by."""
     for word in words:
-        at = _STEPS + "header_word"
-        a.load(at, (word, launch.rank), is_=launch.before[word])
+        a.load((word, a.rank), is_=a.before[word])
 
 
-def is_last_to_start(launch: Launch, a: Agent, then: Callable[[Agent], None]) -> None:
-    """Counts the block; the last one does `then`."""
-    a.arrive(_STEPS + "is_last_to_start", launch.world.n_blocks, then)
+def move(a: Agent, **words: int) -> None:
+    """Moves words of the header."""
+    for word, value in words.items():
+        a.store((word, a.rank), value)
 
 
-def moving(launch: Launch, words: dict[str, int]) -> Callable[[Agent], None]:
-    """Writes the moves of words of the header."""
-
-    def move(last: Agent) -> None:
-        for word, value in words.items():
-            where = f"{_STEPS}{launch.op}_kernel"
-            last.store(where, (word, launch.rank), value)
-
-    return move
+def is_last_to_start(a: Agent, then: Callable[[Agent], None]) -> None:
+    a.arrive(then)
 
 
-def publish_reads(
-    launch: Launch, a: Agent, word: tuple[int, int], truth: tuple[int, int]
-) -> None:
-    for rank in launch.world.ranks:
-        a.publish(
-            _STEPS + "publish_reads", ("dispatch_done", rank, launch.rank), word, truth
-        )
+def is_last_block(a: Agent, then: Callable[[Agent], None]) -> None:
+    a.arrive(then)
+
+
+def await_message(a: Agent, flag: tuple, generation: int, meant: tuple) -> None:
+    a.load_acquire(flag, ("equals", generation), meant)
+
+
+def returns_early(launch: Launch) -> bool:
+    """The mutation: a rank without tokens leaves at once."""
+    n, _ = launch.next("dispatch_sent")
+    is_on = launch.world.has("early return of a rank with zero tokens")
+    return is_on and not launch.world.tokens(n, launch.rank)
+
+
+# ------------------------------------------------------------- done words by rank
+
+
+def publish_reads(a: Agent, word: tuple[int, int], truth: tuple[int, int]) -> None:
+    for rank in a.world.ranks:
+        a.publish(("dispatch_done", rank, a.rank), word, truth)
 
 
 def publish_earlier_reads(launch: Launch) -> None:
     """One warp of the first block publishes what earlier launches have read."""
-    a = launch.agent("publishing warp")
-    publish_reads(
-        launch,
-        a,
-        (launch.before["dispatch_received"], launch.before["combine_received"]),
-        (launch.dispatch_read, launch.combine_read),
+    received = "dispatch_received", "combine_received"
+    word, truth = (
+        tuple(of[word] for word in received) for of in (launch.before, launch.rounds)
     )
+    publish_reads(launch.agent("publishing warp"), word, truth)
 
 
-def await_readers(launch: Launch, a: Agent, is_combine: bool) -> None:
-    direction = "combine" if is_combine else "dispatch"
-    generation = launch.before[f"{direction}_sent"]
-    if launch.before[f"{direction}_drained"] == generation:
+def await_readers(a: Agent, direction: str) -> None:
+    generation, n = a.before[f"{direction}_sent"], a.launch.rounds[f"{direction}_sent"]
+    if a.before[f"{direction}_drained"] == generation:
         return
-    n_sent = launch.combined if is_combine else launch.dispatched
-    for rank in launch.world.ranks:
-        a.load_acquire(
-            _STEPS + "await_readers",
-            ("dispatch_done", launch.rank, rank),
-            ("reached", int(is_combine), generation),
-            ("at least", int(is_combine), n_sent),
-        )
+    half = int(direction == "combine")
+    for rank in a.world.ranks:
+        reached, truth = ("reached", half, generation), ("at least", half, n)
+        a.load_acquire(("dispatch_done", a.rank, rank), reached, truth)
 
 
-def record_readers(launch: Launch, a: Agent, is_combine: bool) -> None:
-    direction = "combine" if is_combine else "dispatch"
-    generation = launch.before[f"{direction}_sent"]
-    n_sent = launch.combined if is_combine else launch.dispatched
-    a.poll(
-        _STEPS + "record_readers",
-        tuple(("dispatch_done", launch.rank, r) for r in launch.world.ranks),
-        ("reached", int(is_combine), generation),
-        ("at least", int(is_combine), n_sent),
-        [((f"{direction}_drained", launch.rank), generation)],
-    )
+def record_readers(a: Agent, direction: str) -> None:
+    generation, n = a.before[f"{direction}_sent"], a.launch.rounds[f"{direction}_sent"]
+    half = int(direction == "combine")
+    places = tuple(("dispatch_done", a.rank, rank) for rank in a.world.ranks)
+    then = ((f"{direction}_drained", a.rank), generation)
+    a.poll(places, ("reached", half, generation), ("at least", half, n), then)
 
 
-def publish_at_end(
-    launch: Launch, block: int, first: int, word: str, generation: int
-) -> None:
+def publish_at_end(launch: Launch, block: int, first: int) -> None:
     """The last block that ends moves the generation, and publishes it."""
+    mine = f"{launch.direction}_received"
 
     def publish(last: Agent) -> None:
-        is_combine = word == "combine_received"
-        where = f"{_STEPS}{launch.op}_kernel"
-        last.store(where, (word, launch.rank), generation)
-        if is_combine:
-            published = (launch.before["dispatch_received"], generation)
-            truth = (launch.dispatch_read, launch.combine_read + 1)
-        else:
-            published = (generation, launch.before["combine_received"])
-            truth = (launch.dispatch_read + 1, launch.combine_read)
-        publish_reads(launch, last, published, truth)
+        n, generation = launch.next(mine)
+        move(last, **{mine: generation})
+        word, truth = (
+            tuple(
+                (of | {mine: now})[x] for x in ("dispatch_received", "combine_received")
+            )
+            for of, now in ((launch.before, generation), (launch.rounds, n))
+        )
+        publish_reads(last, word, truth)
 
     behind = range(first, len(launch.agents))
-    a = launch.agent(f"block {block}, end", behind)
-    where = _STEPS + "is_last_block"
-    a.arrive(where, launch.world.n_blocks, publish)
+    is_last_block(launch.agent("end", block, behind), publish)

@@ -9,161 +9,129 @@ from .steps import (
     await_readers,
     header_word,
     is_last_to_start,
-    moving,
+    move,
     publish_at_end,
     publish_earlier_reads,
     record_readers,
 )
 
-_COMBINE = "combine to sums: "
+CODE = "combine to sums: "
 
 
-def send_partials(launch: Launch, a: Agent, block: int) -> None:
-    world, rank = launch.world, launch.rank
-    n, m = launch.dispatch_read, launch.combined + 1
-    where = _COMBINE + "send_partials"
-    a.load(_COMBINE + "_send", ("most_received", rank), ("most", n))
+def send_partials(a: Agent) -> None:
+    world, rank = a.world, a.rank
+    n, (m, _) = a.launch.rounds["dispatch_received"], a.next("combine_sent")
+    a.load(("most_received", rank), ("most", n))
     most = max(len(world.tokens(n, src)) for src in world.ranks)
     others = [(rank + 1 + i) % world.n_ranks for i in range(world.n_ranks - 1)]
     items = [(t, src) for t in range(most) for src in others]
     is_waiting = True
-    for t, src in items[block :: world.n_blocks]:
-        a.load(where, ("received_tokens", rank, src), ("received", n, src))
+    for t, src in (items[i] for i in a.of_block(len(items))):
+        a.load(("received_tokens", rank, src), ("received", n, src))
         if t >= len(world.tokens(n, src)):
             continue
-        a.load(where, ("received_rows", rank, src, t), ("row", n, src, t))
+        a.load(("received_rows", rank, src, t), ("row", n, src, t))
         if rank not in world.owners(n, src, t):
             continue
-        a.load(where, ("received_weights", rank, src, t), ("row", n, src, t))
+        a.load(("received_weights", rank, src, t), ("row", n, src, t))
         if is_waiting:
-            await_readers(launch, a, True)
+            await_readers(a, "combine")
             is_waiting = False
         for chunk in range(world.n_chunks):
             truth = ("partial", m, rank, src, t, chunk)
-            a.store_relaxed(
-                _COMBINE + "store_partial",
-                _partial(launch, src, rank, t, chunk),
-                truth,
-                truth,
-            )
+            a.store_relaxed(_partial(a, src, rank, t, chunk), truth, truth)
 
 
-def _partial(launch: Launch, to: int, owner: int, t: int, chunk: int) -> tuple:
-    if launch.world.has("dispatch and combine sharing a buffer"):
-        return ("inline_token", to, owner, t, chunk)
-    return ("partial", to, owner, t, chunk)
+def _partial(a: Agent, to: int, owner: int, t: int, chunk: int) -> tuple:
+    is_shared = a.world.has("dispatch and combine sharing a buffer")
+    return ("inline_token" if is_shared else "partial", to, owner, t, chunk)
 
 
-def is_bad_answer(launch: Launch, a: Agent, n: int, of: int) -> bool:
+def is_bad_answer(a: Agent, n: int, of: int) -> bool:
     """Refuses a result that cannot be that of the dispatch.
 
     What is saved of the own rows is of the last dispatch that was received; the
     number of tokens is kept for two. It is compared first, but not used before.
     """
-    where = _COMBINE + "is_bad_answer"
-    is_bad = launch.before["dispatch_received"] != of
-    if launch.world.has("combine of an earlier dispatch is not refused"):
+    is_bad = a.before["dispatch_received"] != of
+    if a.world.has("combine of an earlier dispatch is not refused"):
         is_bad = False
-    if is_bad or launch.before["dispatch_sent"] not in (of, launch.following(of)):
-        a.refuse(where)
+    if is_bad or a.before["dispatch_sent"] not in (of, a.launch.following(of)):
+        a.refuse()
         return True
-    place = ("n_tokens", launch.rank, launch.parity(of, n))
-    a.load(where, place, ("n_tokens", n))
+    a.load(("n_tokens", a.rank, a.launch.parity(of, n)), ("n_tokens", n))
     return False
 
 
-def _receive(launch: Launch, a: Agent, block: int, m: int, n: int, of: int) -> None:
-    if not is_bad_answer(launch, a, n, of):
-        add_tokens(launch, a, block, m, n)
-
-
-def add_tokens(launch: Launch, a: Agent, block: int, m: int, n: int) -> None:
-    """Adds up tokens of the `m`-th combine, which answers the `n`-th dispatch."""
-    world, rank = launch.world, launch.rank
-    where = _COMBINE + "add_tokens"
-    for t in range(len(world.tokens(n, rank))):
-        if t % world.n_blocks != block:
-            continue
-        owners = world.owners(n, rank, t)
-        truth = ("row", n, rank, t)
+def add_tokens(a: Agent, n: int, of: int) -> None:
+    """Adds up tokens of a combine, which answers the `n`-th dispatch."""
+    world, rank = a.world, a.rank
+    if is_bad_answer(a, n, of):
+        return
+    m, _ = a.next("combine_received")
+    for t in a.of_block(len(world.tokens(n, rank))):
+        owners, truth = world.owners(n, rank, t), ("row", n, rank, t)
         # It says, too, which other ranks have rows of it.
-        a.load(where, ("received_rows", rank, rank, t), truth)
+        a.load(("received_rows", rank, rank, t), truth)
         if rank in owners:
-            a.load(where, ("received_weights", rank, rank, t), truth)
+            a.load(("received_weights", rank, rank, t), truth)
         for owner in owners:
             for chunk in range(world.n_chunks if owner != rank else 0):
-                place = _partial(launch, rank, owner, t, chunk)
-                meant = ("partial", m, owner, rank, t, chunk)
-                a.load_relaxed(_COMBINE + "_await_16", place, ("filled",), meant)
-                a.store(_COMBINE + "_await_16", place, SENTINEL)
+                place = _partial(a, rank, owner, t, chunk)
+                a.load_relaxed(
+                    place, ("filled",), ("partial", m, owner, rank, t, chunk)
+                )
+                a.store(place, SENTINEL)
+
+
+def _count(launch: Launch, block: int, sends: bool, receives: bool) -> None:
+    """One warp of a block reads the header and counts the block; the last moves it."""
+    a = launch.agent("counting warp", block)
+    answered = launch.before["dispatch_received"]
+    words = ["dispatch_received", "combine_received"]
+    moves = dict(combine_of=answered, combine_sent=launch.next("combine_sent")[1])
+    if sends:
+        words += ["combine_sent", "combine_drained"]
+    else:
+        words, moves = [*words, "combine_of"], {}
+    if receives:
+        words.append("dispatch_sent")
+        moves["combine_received"] = launch.next("combine_received")[1]
+    header_word(a, *words)
+    if sends or not launch.world.publishes_at_combine_end:
+        is_last_to_start(a, lambda last: move(last, **moves))
 
 
 def combine_async(launch: Launch) -> None:
     for block in range(launch.world.n_blocks):
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(
-            launch,
-            a,
-            "combine_sent",
-            "dispatch_received",
-            "combine_received",
-            "combine_drained",
-        )
-        words = {
-            "combine_of": launch.before["dispatch_received"],
-            "combine_sent": launch.next("combine_sent"),
-        }
-        is_last_to_start(launch, a, moving(launch, words))
+        _count(launch, block, True, False)
     publish_earlier_reads(launch)
     for block in range(launch.world.n_blocks):
-        send_partials(launch, launch.agent(f"block {block}, sender"), block)
+        send_partials(launch.agent("sender", block))
 
 
 def combine_wait(launch: Launch) -> None:
-    world = launch.world
-    publishes_at_end = world.publishes_at_combine_end
-    generation = launch.next("combine_received")
-    m = launch.combine_read + 1
-    words = ["combine_received", "dispatch_received", "dispatch_sent", "combine_of"]
-    for block in range(world.n_blocks):
+    n, of = (
+        launch.answers[launch.next("combine_received")[0]],
+        launch.before["combine_of"],
+    )
+    publishes_at_end = launch.world.publishes_at_combine_end
+    for block in range(launch.world.n_blocks):
         first = len(launch.agents)
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(launch, a, *words)
-        if not publishes_at_end:
-            is_last_to_start(
-                launch, a, moving(launch, {"combine_received": generation})
-            )
-            if block == 0:
-                record_readers(launch, launch.agent("recording warp"), False)
-        a = launch.agent(f"block {block}, receiver")
-        _receive(launch, a, block, m, launch.answers[m], launch.before["combine_of"])
+        _count(launch, block, False, True)
+        if block == 0 and not publishes_at_end:
+            record_readers(launch.agent("recording warp"), "dispatch")
+        add_tokens(launch.agent("receiver", block), n, of)
         if publishes_at_end:
-            publish_at_end(launch, block, first, "combine_received", generation)
+            publish_at_end(launch, block, first)
 
 
 def combine(launch: Launch) -> None:
-    world = launch.world
-    m, n = launch.combine_read + 1, launch.dispatch_read
-    for block in range(world.n_blocks):
-        a = launch.agent(f"block {block}, counting warp")
-        header_word(
-            launch,
-            a,
-            "combine_sent",
-            "combine_received",
-            "dispatch_received",
-            "dispatch_sent",
-            "combine_drained",
-        )
-        words = {
-            "combine_sent": launch.next("combine_sent"),
-            "combine_received": launch.next("combine_received"),
-            "combine_of": launch.before["dispatch_received"],
-        }
-        is_last_to_start(launch, a, moving(launch, words))
+    n, of = launch.rounds["dispatch_received"], launch.before["dispatch_received"]
+    for block in range(launch.world.n_blocks):
+        _count(launch, block, True, True)
     publish_earlier_reads(launch)
-    record_readers(launch, launch.agent("recording warp"), False)
-    for block in range(world.n_blocks):
-        send_partials(launch, launch.agent(f"block {block}, sender"), block)
-        a = launch.agent(f"block {block}, receiver")
-        _receive(launch, a, block, m, n, launch.before["dispatch_received"])
+    record_readers(launch.agent("recording warp"), "dispatch")
+    for block in range(launch.world.n_blocks):
+        send_partials(launch.agent("sender", block))
+        add_tokens(launch.agent("receiver", block), n, of)

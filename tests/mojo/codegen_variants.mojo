@@ -3,180 +3,131 @@
 
 Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
-from emitting import emit
+from emitting import emit_combine, emit_dispatch, emit_phase
 from groups import (
+    BF16,
+    BY_EXPERT,
+    BY_RANK,
     combine_group,
     dispatch_group,
-    EXPERT_SLOTS,
-    GATHER_REDUCED,
-    RANK_SLOTS,
-    RANK_SLOTS_REDUCED,
+    F32,
+    FEW,
+    FP8,
+    HIDDEN,
+    MANY,
+    on_hosts,
+    ROWS,
+    SUMS,
+    TOP_K,
 )
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.combine_sums.phase import CombineSums
-from max_ep.device.phase import phase_kernel
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
-from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
+from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
+from max_ep.layout import Addressing, Returns
 from max_ep.token_format import TokenFormat
 
-comptime HIDDEN = 7168
-comptime TOP_K = 8
-comptime N_EXPERTS = 256
-comptime N_SMS = 132
-comptime FEW, MANY = 128, 4096
-comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
-comptime F32 = Float32TokenFormat[HIDDEN, TOP_K]
-comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
 
 
 def by_rank[
     Format: TokenFormat,
+    returns: Returns,
     n_ranks: Int,
     max_tokens: Int,
-    padded: Bool,
-    shared: Bool,
-    sums: Bool,
+    padded: Bool = False,
+    shared: Bool = False,
 ](name: String) raises:
     """Compiles all kernels by rank for one set of options."""
-    comptime P = DispatchByRank[
-        dispatch_group[
-            Format,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            RANK_SLOTS_REDUCED if sums else RANK_SLOTS,
-            0,
-            padded,
-            shared,
-        ](),
-        Format,
-        DType.bfloat16,
-    ]
-    emit[phase_kernel[P, True, False]]("dispatch_async." + name)
-    emit[phase_kernel[P, False, True]]("dispatch_wait." + name)
-    emit[phase_kernel[P, True, True]]("dispatch." + name)
+    comptime group = dispatch_group[Format](
+        BY_RANK,
+        returns,
+        max_tokens,
+        n_ranks=n_ranks,
+        is_padded=padded,
+        fused_shared_expert=shared,
+    )
+    emit_dispatch[DispatchByRank[group, Format, DType.bfloat16]](name)
 
 
 def sums[
-    n_ranks: Int, max_tokens: Int, partial: DType, shared: Bool, schedule: Bool
+    n_ranks: Int,
+    max_tokens: Int,
+    partial: DType = DType.bfloat16,
+    shared: Bool = False,
+    oversubscribed: Bool = False,
 ](name: String) raises:
     """Compiles all kernels that combine to sums."""
-    comptime P = CombineSums[
-        combine_group[
-            DType.bfloat16,
-            HIDDEN,
-            TOP_K,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            n_ranks,
-            False,
-            RANK_SLOTS_REDUCED,
-            partial,
-            0,
-            shared,
-            schedule,
-        ](),
-        DType.bfloat16,
-        partial,
-    ]
-    emit[phase_kernel[P, True, False]]("combine_async." + name)
-    emit[phase_kernel[P, False, True]]("combine_wait." + name)
-    emit[phase_kernel[P, True, True]]("combine." + name)
+    comptime group = combine_group[partial](
+        SUMS,
+        max_tokens,
+        n_ranks=n_ranks,
+        fused_shared_expert=shared,
+        shares_gpu=oversubscribed,
+    )
+    emit_combine[CombineSums[group, DType.bfloat16, partial]](name)
 
 
 def by_expert[
     Format: TokenFormat,
     n_ranks: Int,
     max_tokens: Int,
-    shmem: Bool,
-    padded: Bool,
-    shared: Bool,
+    padded: Bool = False,
+    shared: Bool = False,
+    n_hosts: Int = 1,
 ](name: String) raises:
-    """Compiles all kernels by expert; with SHMEM two hosts share the ranks."""
-    comptime n_gpus = n_ranks // 2 if shmem else n_ranks
-    comptime Dispatch = DispatchByExpert[
-        dispatch_group[
-            Format,
-            N_EXPERTS,
-            n_ranks,
+    """Compiles all kernels by expert."""
+    comptime there = on_hosts(
+        n_hosts,
+        dispatch_group[Format](
+            BY_EXPERT,
+            ROWS,
             max_tokens,
-            EXPERT_SLOTS,
-            0,
-            padded,
-            shared,
-            True,
-            n_gpus,
-            shmem,
-        ](),
-        Format,
-        DType.bfloat16,
-    ]
-    emit[phase_kernel[Dispatch, True, False], links=not shmem](
-        "dispatch_async." + name
+            n_ranks=n_ranks,
+            is_padded=padded,
+            fused_shared_expert=shared,
+        ),
     )
-    emit[phase_kernel[Dispatch, False, True], links=not shmem](
-        "dispatch_wait." + name
+    emit_dispatch[DispatchByExpert[there, Format, DType.bfloat16]](name)
+    comptime back = on_hosts(
+        n_hosts,
+        combine_group[DType.bfloat16](
+            Returns.ANY, max_tokens, n_ranks=n_ranks, fused_shared_expert=shared
+        ),
     )
-    emit[phase_kernel[Dispatch, True, True], links=not shmem](
-        "dispatch." + name
-    )
-    comptime P = CombineRows[
-        combine_group[
-            DType.bfloat16,
-            HIDDEN,
-            TOP_K,
-            N_EXPERTS,
-            n_ranks,
-            max_tokens,
-            n_gpus,
-            shmem,
-            EXPERT_SLOTS,
-            DType.bfloat16,
-            0,
-            shared,
-        ](),
-        DType.bfloat16,
-    ]
-    emit[phase_kernel[P, True, False], links=not shmem]("combine_async." + name)
-    emit[phase_kernel[P, False, True], links=not shmem]("combine_wait." + name)
-    emit[phase_kernel[P, True, True], links=not shmem]("combine." + name)
+    emit_combine[CombineRows[back, DType.bfloat16]](name)
 
 
 def all_gather[max_tokens: Int](name: String) raises:
     """Compiles the dispatch that gives every rank all tokens and choices."""
-    comptime n_ranks = 4
-    comptime Format = WithMetadataTokenFormat[
-        DType.bfloat16, HIDDEN, n_ranks, TOP_K
-    ]
-    comptime P = DispatchByRank[
-        dispatch_group[Format, n_ranks, n_ranks, max_tokens, GATHER_REDUCED](),
-        Format,
-        DType.bfloat16,
-    ]
-    emit[phase_kernel[P, True, True]]("all_gather." + name)
+    comptime Format = WithMetadataTokenFormat[DType.bfloat16, HIDDEN, 4, TOP_K]
+    comptime group = dispatch_group[Format](
+        Addressing.TO_ALL, SUMS, max_tokens, n_ranks=4, n_experts=4
+    )
+    comptime P = DispatchByRank[group, Format, DType.bfloat16]
+    emit_phase[P, "all_gather"](name)
 
 
 def main() raises:
     """Compiles what has no other program."""
-    by_expert[BF16, 1, FEW, False, True, True]("expert_1_padded_shared")
-    by_expert[FP8, 2, MANY, False, False, True]("expert_2_fp8_shared")
-    by_expert[F32, 4, FEW, False, False, False]("expert_4_f32")
-    by_expert[BF16, 4, FEW, True, False, True]("expert_4_shmem_shared")
-    by_expert[FP8, 8, MANY, True, True, False]("expert_8_shmem_fp8_padded")
-    by_rank[BF16, 1, MANY, False, False, False]("rank_1_rows")
-    by_rank[BF16, 1, MANY, True, True, True]("rank_1_sums_padded_shared")
-    by_rank[FP8, 2, MANY, False, True, True]("rank_2_sums_fp8_shared")
-    by_rank[BF16, 2, MANY, True, False, False]("rank_2_rows_padded")
-    by_rank[F32, 4, FEW, False, False, False]("rank_4_rows_f32")
-    by_rank[SHORT, 4, FEW, True, True, True]("rank_4_sums_short_padded_shared")
-    by_rank[FP8, 8, FEW, True, True, False]("rank_8_rows_fp8_padded_shared")
-    sums[1, MANY, DType.bfloat16, True, True]("sums_1_shared_turns")
-    sums[2, MANY, DType.bfloat16, False, False]("sums_2")
-    sums[4, FEW, DType.float32, True, False]("sums_4_f32_shared")
+    by_expert[BF16, 1, FEW, padded=True, shared=True]("expert_1_padded_shared")
+    by_expert[FP8, 2, MANY, shared=True]("expert_2_fp8_shared")
+    by_expert[F32, 4, FEW]("expert_4_f32")
+    by_expert[BF16, 4, FEW, shared=True, n_hosts=2]("expert_4_shmem_shared")
+    by_expert[FP8, 8, MANY, padded=True, n_hosts=2]("expert_8_shmem_fp8_padded")
+    by_rank[BF16, ROWS, 1, MANY]("rank_1_rows")
+    by_rank[BF16, SUMS, 1, MANY, True, True]("rank_1_sums_padded_shared")
+    by_rank[FP8, SUMS, 2, MANY, shared=True]("rank_2_sums_fp8_shared")
+    by_rank[BF16, ROWS, 2, MANY, padded=True]("rank_2_rows_padded")
+    by_rank[F32, ROWS, 4, FEW]("rank_4_rows_f32")
+    by_rank[SHORT, SUMS, 4, FEW, True, True]("rank_4_sums_short_padded_shared")
+    by_rank[FP8, ROWS, 8, FEW, True, True]("rank_8_rows_fp8_padded_shared")
+    sums[1, MANY, shared=True, oversubscribed=True](
+        "sums_1_shared_oversubscribed"
+    )
+    sums[2, MANY]("sums_2")
+    sums[4, FEW, DType.float32, shared=True]("sums_4_f32_shared")
     all_gather[FEW]("few")
     all_gather[MANY]("many")

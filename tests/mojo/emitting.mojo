@@ -6,6 +6,7 @@ makes of it. The programs `codegen*.mojo` use it; tests/test_codegen.py and
 tests/same_code.py read the files.
 """
 from max.gpu.host import get_gpu_target
+from max_ep.device.phase import InputScales, Phase, phase_kernel
 from std.compile import compile_info
 from std.sys import argv
 
@@ -27,15 +28,7 @@ def _write[
 def emit[
     Kernel: TrivialRegisterPassable, //, kernel: Kernel, links: Bool = True
 ](name: String) raises:
-    """Compiles a kernel for NVIDIA.
-
-    Parameters:
-        Kernel: The kernel's type.
-        kernel: The kernel.
-        links: Whether it calls nothing outside of itself, as SHMEM is.
-
-    Args:
-        name: What to call its files.
+    """Compiles a kernel for NVIDIA; it links if it calls nothing outside of itself.
     """
     var path = String(argv()[1], "/sm_90a.", name)
     _write[kernel, "sm_90a", "asm"](String(path, ".s"))
@@ -48,3 +41,34 @@ def emit_amd[
 ](name: String) raises:
     """Compiles a kernel for AMD."""
     _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
+
+
+def emit_phase[
+    P: Phase,
+    kernel: StaticString,
+    scales: InputScales = None,
+    for_amd: Bool = False,
+](variant: String) raises:
+    """Compiles a phase's kernel, as `kernel.variant`; its end says which one.
+    """
+    comptime sends = not kernel.endswith("_wait")
+    comptime receives = not kernel.endswith("_async")
+    comptime entry = phase_kernel[P, sends, receives, scales]
+    var name = String(kernel, ".", variant)
+    emit[entry, links=not P.group.use_shmem](name)
+    comptime if for_amd:
+        emit_amd[entry](name)
+
+
+def emit_dispatch[P: Phase](variant: String) raises:
+    """Compiles all three kernels of a dispatch."""
+    emit_phase[P, "dispatch_async"](variant)
+    emit_phase[P, "dispatch_wait"](variant)
+    emit_phase[P, "dispatch"](variant)
+
+
+def emit_combine[P: Phase](variant: String) raises:
+    """Compiles all three kernels of a combine."""
+    emit_phase[P, "combine_async"](variant)
+    emit_phase[P, "combine_wait"](variant)
+    emit_phase[P, "combine"](variant)

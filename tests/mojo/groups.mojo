@@ -1,99 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of the kernel variants that the programs `codegen*.mojo` compile."""
+"""Groups and formats of the kernel variants that the programs `codegen*.mojo` compile.
+
+A large model, on eight GPUs unless said otherwise.
+"""
+from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
 from max_ep.layout import (
-    addressing_of,
+    Addressing,
     Group,
     message_bytes,
     plain_token_bytes,
-    returns_of,
+    Returns,
 )
 from max_ep.token_format import TokenFormat
 from std.sys import size_of
 
-comptime NUM_THREADS = 512
-"""Threads of a block, the default of `Group`."""
-comptime EXPERT_SLOTS = 1
-"""By expert, rows: a number as `Group.protocol` gives it."""
-comptime RANK_SLOTS = 2
-"""By rank, rows."""
-comptime RANK_SLOTS_REDUCED = 3
-"""By rank, sums."""
-comptime GATHER_REDUCED = 5
-"""To all, sums."""
-
-
-def is_reduced_protocol(protocol: Int) -> Bool:
-    """Returns whether combine sends partial sums."""
-    return protocol == RANK_SLOTS_REDUCED or protocol == GATHER_REDUCED
+comptime HIDDEN = 7168
+comptime TOP_K = 8
+comptime N_EXPERTS = 256
+comptime N_RANKS = 8
+comptime FEW = 128
+"""A rank sends so few tokens that all are inline-flag tokens."""
+comptime MANY = 4096
+"""A rank may send more than that, in chunks that have flags."""
+comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
+comptime F32 = Float32TokenFormat[HIDDEN, TOP_K]
+comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
+comptime BY_EXPERT = Addressing.BY_EXPERT
+comptime BY_RANK = Addressing.BY_RANK
+comptime ROWS = Returns.ROWS
+comptime SUMS = Returns.SUMS
 
 
 def dispatch_group[
-    Format: TokenFormat,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens_per_rank: Int,
-    protocol: Int,
-    n_sms: Int = 0,
+    Format: TokenFormat
+](
+    addressing: Addressing,
+    returns: Returns = ROWS,
+    max_tokens: Int = FEW,
+    *,
+    n_ranks: Int = N_RANKS,
+    n_experts: Int = N_EXPERTS,
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
-    n_gpus_per_node: Int = n_ranks,
-    use_shmem: Bool = False,
-]() -> Group:
+) -> Group:
     """Describes the group of a dispatch."""
     return Group(
         n_experts=n_experts,
         n_ranks=n_ranks,
-        max_tokens_per_rank=max_tokens_per_rank,
+        max_tokens_per_rank=max_tokens,
         top_k=Format.top_k,
         hidden_size=Format.hidden_size,
         dispatch_msg_bytes=Format.msg_bytes,
-        addressing=addressing_of(protocol),
-        returns=returns_of(protocol),
+        addressing=addressing,
+        returns=returns,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem,
-        num_threads=NUM_THREADS,
-        n_sms=n_sms,
     )
 
 
 def combine_group[
-    combine_dtype: DType,
-    hidden_size: Int,
-    top_k: Int,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens_per_rank: Int,
-    n_gpus_per_node: Int,
-    use_shmem: Bool,
-    protocol: Int,
-    partial_dtype: DType,
-    n_sms: Int,
+    sent_dtype: DType
+](
+    returns: Returns = Returns.ANY,
+    max_tokens: Int = FEW,
+    *,
+    n_ranks: Int = N_RANKS,
+    top_k: Int = TOP_K,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
-]() -> Group:
+) -> Group:
     """Describes the group of a combine. Rows go back alike for each addressing.
     """
-    comptime has_sums = is_reduced_protocol(protocol)
-    comptime sent_dtype = partial_dtype if has_sums else combine_dtype
     return Group(
-        n_experts=n_experts,
+        n_experts=N_EXPERTS,
         n_ranks=n_ranks,
-        max_tokens_per_rank=max_tokens_per_rank,
+        max_tokens_per_rank=max_tokens,
         top_k=top_k,
-        hidden_size=hidden_size,
+        hidden_size=HIDDEN,
         combine_msg_bytes=message_bytes(
-            plain_token_bytes(hidden_size, size_of[Scalar[sent_dtype]]())
+            plain_token_bytes(HIDDEN, size_of[Scalar[sent_dtype]]())
         ),
-        addressing=addressing_of(protocol if has_sums else 0),
-        returns=returns_of(protocol if has_sums else 0),
+        addressing=BY_RANK if returns == SUMS else Addressing.ANY,
+        returns=returns,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem,
-        num_threads=NUM_THREADS,
-        n_sms=n_sms,
     )
+
+
+def on_hosts(n_hosts: Int, group: Group) -> Group:
+    """Spreads a group over hosts, which SHMEM connects if they are several."""
+    var spread = group
+    spread.n_ranks_per_node = group.n_ranks // n_hosts
+    spread.use_shmem = n_hosts > 1
+    return spread

@@ -3,7 +3,6 @@
 
 Prints OK, or raises. Run by tests/test_mojo.py.
 """
-from groups import NUM_THREADS
 from max.gpu import WARP_SIZE
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
 from max_ep.device.schedule import InlineSplit, Schedule
@@ -38,6 +37,8 @@ from max_ep.flags import (
 )
 from max_ep.layout import Addressing, Group, N_CHUNKS
 from std.testing import assert_equal, assert_true
+
+comptime NUM_THREADS = 512
 
 comptime GROUP_OF[n_ranks: Int] = Group(
     n_experts=n_ranks,
@@ -119,11 +120,11 @@ def check_split[n_steps: Int]() raises:
 
 
 def check_units[n_steps: Int]() raises:
-    """The units of chunks that a warp sends at once are all steps, in order."""
+    """What a warp sends at once is, together, all steps, in order."""
     for n_units in [1, 2, N_CHUNKS]:
         var step = 0
-        for unit in range(n_units):
-            var chunk = unit_of_chunks[n_steps](7, unit, n_units)
+        for i in range(n_units):
+            var chunk = unit_of_chunks[n_steps](7, i, n_units)
             assert_equal(chunk.whole, 7)
             assert_equal(chunk.begin, step)
             step = chunk.end

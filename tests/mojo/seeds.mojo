@@ -17,13 +17,14 @@ from max_ep.kernels import (
 )
 from max_ep.token_format import BytePointer
 
+comptime BF16 = DType.bfloat16
 comptime HIDDEN = 7168
 comptime TOP_K = 8
 comptime N_EXPERTS = 256
 comptime N_RANKS = 8
 comptime MAX_TOKENS = 128
 comptime N_SMS = 132
-comptime NUM_THREADS = 512
+comptime N_THREADS = 512
 comptime Format: TokenFormat = BF16TokenFormat[HIDDEN, TOP_K]
 comptime MatrixLayout = type_of(row_major(Coord(Int64(0), Int64(0))))
 
@@ -33,74 +34,31 @@ def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
     return Scalar[dtype](expert_id)
 
 
+# fmt: off
 comptime with_defaults = dispatch_async_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    MatrixLayout,
-    MatrixLayout,
-    N_SMS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
+    BF16, N_THREADS, MatrixLayout, MatrixLayout, N_SMS, N_EXPERTS, N_RANKS,
+    MAX_TOKENS, N_RANKS, Format,
 ]
-
 comptime with_scales = dispatch_async_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    MatrixLayout,
-    MatrixLayout,
-    N_SMS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
-    scale_of,
-    False,
+    BF16, N_THREADS, MatrixLayout, MatrixLayout, N_SMS, N_EXPERTS, N_RANKS,
+    MAX_TOKENS, N_RANKS, Format, scale_of, False,
 ]
-
 comptime wait = dispatch_wait_kernel[
-    NUM_THREADS,
-    N_SMS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
-    False,
+    N_THREADS, N_SMS, N_EXPERTS, N_RANKS, MAX_TOKENS, N_RANKS, Format, False
 ]
-
 comptime combine_async = combine_async_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    N_SMS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    False,
+    BF16, N_THREADS, N_SMS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
+    N_RANKS, False,
 ]
-
 comptime combine_wait = combine_wait_kernel[
-    DType.bfloat16,
-    NUM_THREADS,
-    N_SMS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    False,
+    BF16, N_THREADS, N_SMS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
+    N_RANKS, False,
 ]
+# fmt: on
 
 
 def call_as_max_does(
-    input_tokens: TileTensor[DType.bfloat16, MatrixLayout, ImmUntrackedOrigin],
+    input_tokens: TileTensor[BF16, MatrixLayout, ImmUntrackedOrigin],
     topk_ids: TileTensor[DType.int32, MatrixLayout, ImmUntrackedOrigin],
     send_buf_p: BytePointer,
     recv_buf_ptrs: Array[BytePointer, N_RANKS],
@@ -110,8 +68,8 @@ def call_as_max_does(
 ):
     """Names the arguments as MAX does, in MAX's order."""
     dispatch_async_kernel[
-        input_type=DType.bfloat16,
-        num_threads=NUM_THREADS,
+        input_type=BF16,
+        num_threads=N_THREADS,
         input_tokens_layout=MatrixLayout,
         topk_ids_layout=MatrixLayout,
         n_sms=N_SMS,

@@ -6,7 +6,6 @@ sent by the kernels, one by the launchers, both with MAX's lists alone; the fact
 tokens are read from memory that a closure captures. Prints OK, or
 raises. Run by tests/test_mojo.py.
 """
-from groups import EXPERT_SLOTS
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max_ep import (
@@ -23,12 +22,12 @@ from max_ep.kernels import (
     dispatch_async_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.layout import Group
-from max_ep.setup import init, N_SETUP_WORDS
+from max_ep.layout import Addressing, Group, Returns
 from max_ep.token_format import SharedRows
-from std.memory.alloc import unsafe_alloc
+from ranks import MatrixLayout, set_up, Vector, vector
 from std.testing import assert_equal
 
+comptime F32 = DType.float32
 comptime HIDDEN = 512
 comptime TOP_K = 2
 comptime N_EXPERTS = 3
@@ -36,90 +35,40 @@ comptime N_RANKS = 2
 comptime MAX_TOKENS = 5
 comptime MAX_ROWS = N_RANKS * MAX_TOKENS * TOP_K
 comptime N_BLOCKS = 4
-comptime NUM_THREADS = 512
+comptime N_THREADS = 512
 comptime Format = Float32TokenFormat[HIDDEN, TOP_K]
-comptime group = Group.of(
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    TOP_K,
-    Format.msg_bytes,
-    Format.msg_bytes,
-    EXPERT_SLOTS,
+comptime group = Group(
+    n_experts=N_EXPERTS,
+    n_ranks=N_RANKS,
+    max_tokens_per_rank=MAX_TOKENS,
+    top_k=TOP_K,
+    dispatch_msg_bytes=Format.msg_bytes,
+    combine_msg_bytes=Format.msg_bytes,
+    addressing=Addressing.BY_EXPERT,
+    returns=Returns.ROWS,
 )
 comptime N_WORDS = EPLocalSyncCounters[N_EXPERTS].total_size(group)
-comptime MatrixLayout = type_of(row_major(Coord(Int64(0), Int64(0))))
 
-
+# fmt: off
 comptime dispatch_async[scales: InputScales] = dispatch_async_kernel[
-    DType.float32,
-    NUM_THREADS,
-    MatrixLayout,
-    MatrixLayout,
-    N_BLOCKS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
-    scales,
-    False,
+    F32, N_THREADS, MatrixLayout, MatrixLayout, N_BLOCKS, N_EXPERTS, N_RANKS,
+    MAX_TOKENS, N_RANKS, Format, scales, False,
 ]
-
 comptime dispatch_wait = dispatch_wait_kernel[
-    NUM_THREADS,
-    N_BLOCKS,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    Format,
-    False,
+    N_THREADS, N_BLOCKS, N_EXPERTS, N_RANKS, MAX_TOKENS, N_RANKS, Format, False
 ]
-
 comptime combine_async = combine_async_kernel[
-    DType.float32,
-    NUM_THREADS,
-    N_BLOCKS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    False,
+    F32, N_THREADS, N_BLOCKS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
+    N_RANKS, False,
 ]
-
 comptime combine_wait = combine_wait_kernel[
-    DType.float32,
-    NUM_THREADS,
-    N_BLOCKS,
-    HIDDEN,
-    TOP_K,
-    N_EXPERTS,
-    N_RANKS,
-    MAX_TOKENS,
-    N_RANKS,
-    False,
+    F32, N_THREADS, N_BLOCKS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
+    N_RANKS, False,
 ]
+# fmt: on
 
 
-def vector[
-    dtype: DType
-](n: Int) -> TileTensor[
-    dtype, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
-]:
-    var p = unsafe_alloc[Scalar[dtype]](n, alignment=64)
-    for i in range(n):
-        p[unsafe_offset=i] = 0
-    return {p, row_major(Coord(Int64(n)))}
-
-
-def words(
-    buffer: DeviceBuffer[DType.int32],
-) -> TileTensor[
-    DType.int32, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
-]:
+def words(buffer: DeviceBuffer[DType.int32]) -> Vector[DType.int32]:
     return {at[DType.int32](buffer), row_major(Coord(Int64(N_WORDS)))}
 
 
@@ -149,65 +98,44 @@ struct Rank:
     var region: DeviceBuffer[DType.uint8]
     var counters: DeviceBuffer[DType.int32]
     var spare_counters: DeviceBuffer[DType.int32]
-    var tokens: DeviceBuffer[DType.float32]
+    var tokens: DeviceBuffer[F32]
     var ids: DeviceBuffer[DType.int32]
-    var weights: DeviceBuffer[DType.float32]
-    var rows: DeviceBuffer[DType.float32]
+    var weights: DeviceBuffer[F32]
+    var rows: DeviceBuffer[F32]
     var row_offsets: DeviceBuffer[DType.uint32]
     var expert_ids: DeviceBuffer[DType.int32]
     var src_info: DeviceBuffer[DType.int32]
-    var result: DeviceBuffer[DType.float32]
-    var ptrs: List[UInt64]
+    var result: DeviceBuffer[F32]
+    var buffers: Vector[DType.uint64]
+    """[send, recv, counts] of dispatch, then of combine."""
 
     def __init__(out self, rank: Int, ctx: DeviceContext) raises:
+        comptime I32 = DType.int32
+        comptime N_VALUES = MAX_TOKENS * HIDDEN
+        comptime N_CHOICES = MAX_TOKENS * TOP_K
         self.n_tokens = MAX_TOKENS - 2 * rank
         self.region = ctx.enqueue_create_buffer[DType.uint8](
             group.region_bytes()
         )
-        self.counters = ctx.enqueue_create_buffer[DType.int32](N_WORDS)
-        self.spare_counters = ctx.enqueue_create_buffer[DType.int32](N_WORDS)
-        self.tokens = ctx.enqueue_create_buffer[DType.float32](
-            MAX_TOKENS * HIDDEN
-        )
-        self.ids = ctx.enqueue_create_buffer[DType.int32](MAX_TOKENS * TOP_K)
-        self.weights = ctx.enqueue_create_buffer[DType.float32](
-            MAX_TOKENS * TOP_K
-        )
-        self.rows = ctx.enqueue_create_buffer[DType.float32](MAX_ROWS * HIDDEN)
+        self.counters = ctx.enqueue_create_buffer[I32](N_WORDS)
+        self.spare_counters = ctx.enqueue_create_buffer[I32](N_WORDS)
+        self.tokens = ctx.enqueue_create_buffer[F32](N_VALUES)
+        self.ids = ctx.enqueue_create_buffer[I32](N_CHOICES)
+        self.weights = ctx.enqueue_create_buffer[F32](N_CHOICES)
+        self.rows = ctx.enqueue_create_buffer[F32](MAX_ROWS * HIDDEN)
         self.row_offsets = ctx.enqueue_create_buffer[DType.uint32](N_EXPERTS)
-        self.expert_ids = ctx.enqueue_create_buffer[DType.int32](N_EXPERTS)
-        self.src_info = ctx.enqueue_create_buffer[DType.int32](2 * MAX_ROWS)
-        self.result = ctx.enqueue_create_buffer[DType.float32](
-            MAX_TOKENS * HIDDEN
-        )
-        self.ptrs = List[UInt64]()
-        var setup = vector[DType.int64](N_SETUP_WORDS)
-        var values = [
-            Int(self.region.unsafe_ptr()),
+        self.expert_ids = ctx.enqueue_create_buffer[I32](N_EXPERTS)
+        self.src_info = ctx.enqueue_create_buffer[I32](2 * MAX_ROWS)
+        self.result = ctx.enqueue_create_buffer[F32](N_VALUES)
+        self.weights.enqueue_fill(1)
+        self.buffers = set_up["gpu"](
+            group,
             rank,
-            0,
-            0,
-            N_EXPERTS,
-            N_RANKS,
-            MAX_TOKENS,
-            TOP_K,
-            Format.msg_bytes,
-            Format.msg_bytes,
-            EXPERT_SLOTS,
-        ]
-        for i in range(N_SETUP_WORDS):
-            setup.ptr[unsafe_offset=i] = Int64(values[i])
-        var device_ptrs = vector[DType.uint64](6)
-        init["gpu"](
-            device_ptrs,
-            vector[DType.int32](1),
+            Int(self.region.unsafe_ptr()),
             words(self.counters),
             words(self.spare_counters),
-            setup,
             ctx,
         )
-        for i in range(6):
-            self.ptrs.append(device_ptrs.ptr[unsafe_offset=i])
         with self.tokens.map_to_host() as tokens:
             for t in range(MAX_TOKENS):
                 for i in range(HIDDEN):
@@ -216,9 +144,6 @@ struct Rank:
             for choice in range(MAX_TOKENS * TOP_K):
                 var t, k = divmod(choice, TOP_K)
                 ids[choice] = Int32((t + k) % N_EXPERTS)
-        with self.weights.map_to_host() as weights:
-            for choice in range(MAX_TOKENS * TOP_K):
-                weights[choice] = 1
 
     def counters_view(self) -> EPLocalSyncCounters[N_EXPERTS]:
         """Looks at its local words."""
@@ -230,15 +155,11 @@ def token(rank: Int, t: Int, i: Int) -> Float32:
     return Float32(100 * rank + 10 * t + i % 7)
 
 
-def addresses(
-    ranks: List[Rank], which: Int
-) -> TileTensor[
-    DType.uint64, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
-]:
+def addresses(ranks: List[Rank], which: Int) -> Vector[DType.uint64]:
     """Says where the same buffer of all ranks is."""
     var result = vector[DType.uint64](N_RANKS)
     for i in range(N_RANKS):
-        result.ptr[unsafe_offset=i] = ranks[i].ptrs[which]
+        result.ptr[unsafe_offset=i] = ranks[i].buffers.ptr[unsafe_offset=which]
     return result
 
 
@@ -248,17 +169,16 @@ def buffers[
     Pointer[T, MutUntrackedOrigin], N_RANKS
 ]:
     """Finds the same buffer of all ranks."""
+    var found = addresses(ranks, which)
     return [
+        Pointer[T, MutUntrackedOrigin](unsafe_from_address=Int(found.ptr[])),
         Pointer[T, MutUntrackedOrigin](
-            unsafe_from_address=Int(ranks[0].ptrs[which])
-        ),
-        Pointer[T, MutUntrackedOrigin](
-            unsafe_from_address=Int(ranks[1].ptrs[which])
+            unsafe_from_address=Int(found.ptr[unsafe_offset=1])
         ),
     ]
 
 
-def send_tokens(
+def dispatch_all(
     ranks: List[Rank],
     scales: Pointer[Float32, MutUntrackedOrigin],
     by_launcher: Bool,
@@ -295,24 +215,17 @@ def send_tokens(
             rank.counters_view(),
             Int32(i),
             grid_dim=N_BLOCKS,
-            block_dim=NUM_THREADS,
+            block_dim=N_THREADS,
         )
 
 
-def send_rows(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
+def combine_all(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
     """Sends the rows of all ranks back; the experts return what they get."""
     for i in range(N_RANKS):
         ref rank = ranks[i]
         if by_launcher:
             ep_combine_async_kernel_api[
-                DType.float32,
-                HIDDEN,
-                TOP_K,
-                N_EXPERTS,
-                MAX_TOKENS,
-                N_RANKS,
-                1,
-                "gpu",
+                F32, HIDDEN, TOP_K, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu"
             ](
                 words(rank.counters),
                 matrix(rank.rows, MAX_ROWS, HIDDEN),
@@ -324,7 +237,7 @@ def send_rows(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
             )
             continue
         ctx.enqueue_function[combine_async](
-            at[DType.float32](rank.rows),
+            at[F32](rank.rows),
             Int32(MAX_ROWS),
             at[DType.int32](rank.src_info),
             buffers[UInt8](ranks, 3)[i],
@@ -333,7 +246,7 @@ def send_rows(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
             rank.counters_view(),
             Int32(i),
             grid_dim=N_BLOCKS,
-            block_dim=NUM_THREADS,
+            block_dim=N_THREADS,
         )
 
 
@@ -342,7 +255,7 @@ def receive_tokens(ranks: List[Rank], ctx: DeviceContext) raises:
     for i in range(N_RANKS):
         ref rank = ranks[i]
         ctx.enqueue_function[dispatch_wait](
-            PlainRows(at[DType.float32](rank.rows).unsafe_bitcast[UInt8]()),
+            PlainRows(at[F32](rank.rows).unsafe_bitcast[UInt8]()),
             Int32(MAX_ROWS),
             at[DType.uint32](rank.row_offsets),
             at[DType.int32](rank.expert_ids),
@@ -352,7 +265,7 @@ def receive_tokens(ranks: List[Rank], ctx: DeviceContext) raises:
             rank.counters_view(),
             Int32(i),
             grid_dim=N_BLOCKS,
-            block_dim=NUM_THREADS,
+            block_dim=N_THREADS,
         )
 
 
@@ -361,18 +274,16 @@ def receive_rows(ranks: List[Rank], ctx: DeviceContext) raises:
     for i in range(N_RANKS):
         ref rank = ranks[i]
         ctx.enqueue_function[combine_wait](
-            at[DType.float32](rank.result),
-            at[DType.float32](rank.weights),
+            at[F32](rank.result),
+            at[F32](rank.weights),
             Int32(rank.n_tokens),
             buffers[UInt8](ranks, 4),
             buffers[UInt64](ranks, 5),
             rank.counters_view(),
             Int32(i),
-            SharedRows(
-                at[DType.float32](rank.rows).unsafe_bitcast[UInt8](), MAX_ROWS
-            ),
+            SharedRows(at[F32](rank.rows).unsafe_bitcast[UInt8](), MAX_ROWS),
             grid_dim=N_BLOCKS,
-            block_dim=NUM_THREADS,
+            block_dim=N_THREADS,
         )
 
 
@@ -382,16 +293,16 @@ def main() raises:
     var ranks = List[Rank]()
     for i in range(N_RANKS):
         ranks.append(Rank(i, ctx))
-    var scales = ctx.enqueue_create_buffer[DType.float32](N_EXPERTS)
+    var scales = ctx.enqueue_create_buffer[F32](N_EXPERTS)
     with scales.map_to_host() as factors:
         for expert_id in range(N_EXPERTS):
             factors[expert_id] = Float32(1 << expert_id)
     for by_launcher in [False, True]:
         for i in range(N_RANKS):
             ranks[i].result.enqueue_fill(-1)
-        send_tokens(ranks, at[DType.float32](scales), by_launcher, ctx)
+        dispatch_all(ranks, at[F32](scales), by_launcher, ctx)
         receive_tokens(ranks, ctx)
-        send_rows(ranks, by_launcher, ctx)
+        combine_all(ranks, by_launcher, ctx)
         receive_rows(ranks, ctx)
         ctx.synchronize()
         for i in range(N_RANKS):
