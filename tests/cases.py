@@ -7,8 +7,6 @@ hold. Everything is a function of names and a fixed seed, so any process can
 make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

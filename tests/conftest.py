@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: one MAX session, their order, and the marker `gpu(n)`."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -5,8 +5,6 @@ All is drawn from one number, `SEED`: a failure names it, and with it the same i
 again. `make fuzz` takes another one each time.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 

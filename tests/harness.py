@@ -5,8 +5,6 @@ Compiling is what a test of a graph costs, so the graph is built once for many
 cases, with open token counts, and run for every routing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -7,8 +7,6 @@ Takes what `tests/sanitize.sh racecheck` prints with `PRINT_LIMIT=0` and
     python tests/hazards.py LOG
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import defaultdict

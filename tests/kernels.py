@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled GPU kernels that `test_codegen*.py` look at: what each one is."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

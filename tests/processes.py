@@ -4,8 +4,6 @@
 `max_ep.launch` spawns its processes, so what they run is imported: `scenarios.py`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -25,8 +25,6 @@ unless given), 1 if not, 2 if a tree does not compile. The tool keeps what a tre
 compiled to in --cache. It does not see launch code, ops and CPU code.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import concurrent.futures

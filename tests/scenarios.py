@@ -6,8 +6,6 @@
 * set-ups that fail, and processes that die.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

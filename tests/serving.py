@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a served model with Hugging Face transformers, token by token."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

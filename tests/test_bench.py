@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU benchmark without a GPU: its tables, and children that hang or die."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +16,7 @@ from graphs.serve.checkpoint import make_checkpoint
 DATA = runs.load(report.DATA)
 
 
-def test_the_page_is_made_of_the_data() -> None:
+def test_the_page_is_made_of_the_data():
     """`python -m bench.report` was run after the last change."""
     assert report.PAGE.read_text() == report.page(DATA)
     assert report.DATA.read_text() == runs.dump(DATA)
@@ -28,7 +25,7 @@ def test_the_page_is_made_of_the_data() -> None:
     assert all((report.PAGE.parent / name).exists() for name in names)
 
 
-def test_rows_are_those_of_their_cases() -> None:
+def test_rows_are_those_of_their_cases():
     """Names are known to the benchmark, and bytes are computed again."""
     times = ("run", "us", "p95", "eager_us", "eager_p95")
     for row in DATA["gpu"]:
@@ -39,7 +36,7 @@ def test_rows_are_those_of_their_cases() -> None:
         assert case.row() == {k: v for k, v in row.items() if k not in times}
 
 
-def test_new_rows_replace_those_of_the_same_machine() -> None:
+def test_new_rows_replace_those_of_the_same_machine():
     """Other machines' rows stay; a run without rows goes."""
     h200 = {"gpu": "NVIDIA H200"}
     old = {"peer": "sums", "form": "fused", "ranks": 2, "tokens": 1, "us": 10.0}
@@ -63,13 +60,13 @@ def test_new_rows_replace_those_of_the_same_machine() -> None:
     ],
     ids=["ends", "hangs", "dies"],
 )
-def test_a_child_that_does_not_end_is_killed(function, arguments, reason) -> None:
+def test_a_child_that_does_not_end_is_killed(function, arguments, reason):
     begin = time.monotonic()
     assert gpu_round_trip.in_child(function, arguments, 5) == reason
     assert time.monotonic() - begin < 30
 
 
-def test_cases_are_those_that_can_run() -> None:
+def test_cases_are_those_that_can_run():
     asked = "--ranks 1 2 --tokens 128 4096 --forms fused all_gather".split()
     found = gpu_round_trip.cases_of(gpu_round_trip._options(asked))
     peers = {n: {c.config.peer for c in found if c.config.n_ranks == n} for n in (1, 2)}
@@ -81,7 +78,7 @@ def test_cases_are_those_that_can_run() -> None:
 @pytest.mark.parametrize(
     "peer, form", [(p, f) for p, forms in cases.FORMS.items() for f in forms]
 )
-def test_graphs_of_all_forms_are_built(monkeypatch, peer: str, form: str) -> None:
+def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     """As where they are compiled ahead: without a GPU."""
     if peer == "nccl":  # no graphs of MAX's
         assert form in peer_nccl.LAYERS
@@ -99,7 +96,7 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer: str, form: str) -> Non
         assert len(checked.output_types) > 2 * n_ranks
 
 
-def test_steps_are_read_from_the_server_s_log() -> None:
+def test_steps_are_read_from_the_server_s_log():
     """As MAX 26.7 writes them, with a queue of batches and without."""
     line = (
         "05:18:52.475 INFO: Enqueued {0} batch with {1} reqs | Pending: 0 reqs | "
@@ -117,9 +114,7 @@ def test_steps_are_read_from_the_server_s_log() -> None:
 
 
 @pytest.mark.parametrize("n_ids", [64, 3])
-def test_answers_without_text_are_asked_for_their_tokens(
-    tmp_path: Path, n_ids: int
-) -> None:
+def test_answers_without_text_are_asked_for_their_tokens(tmp_path, n_ids):
     """Of four requests of a client one has no text: has it its tokens?"""
     log = tmp_path / "peer.log"
     log.write_text("TG batch with 1 reqs | Execution: 9.00ms |\n")
@@ -143,18 +138,14 @@ def test_answers_without_text_are_asked_for_their_tokens(
     assert row["tokens_per_s"] == 4 * 64 / 2 and row["step_ms"] == [1.0, 2.0, 3.0]
 
 
-def test_commands_that_are_saved_name_no_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands_that_are_saved_name_no_folder(monkeypatch):
     given = ["bench", "--out", "/some/folder", "--tokens", "1", "8"]
     monkeypatch.setattr(sys, "argv", given)
     wanted = "python -m bench.serving --out DIR --tokens 1 8"
     assert runs.about("bench.serving")["command"] == wanted
 
 
-def test_a_peers_wrong_answer_leaves_no_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_peers_wrong_answer_leaves_no_table(tmp_path, capsys):
     """And the tallies of all peers are printed."""
     make_checkpoint(tmp_path, "tiny", "bfloat16")
     tests = serving._tests()

@@ -36,7 +36,7 @@ def kept_by_threads(target: Path, n: int, make: Callable[[Path], None]) -> None:
             assert done.result(TIMEOUT_S).read_text() == "made"
 
 
-def test_one_makes_a_file_and_the_others_wait(tmp_path: Path, monkeypatch, capfd):
+def test_one_makes_a_file_and_the_others_wait(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(cache, "_FIRST_REPORT_S", 0.0)
     report, reports, made = cache._report, threading.Semaphore(0), []
 
@@ -57,7 +57,7 @@ def test_one_makes_a_file_and_the_others_wait(tmp_path: Path, monkeypatch, capfd
     assert capfd.readouterr().err.count(said) == 2
 
 
-def test_who_is_killed_frees_the_lock(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_who_is_killed_frees_the_lock(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(cache, "_FIRST_REPORT_S", 0.0)
     target = tmp_path / "file"
     holder = subprocess.Popen(
@@ -78,7 +78,7 @@ def test_who_is_killed_frees_the_lock(tmp_path: Path, monkeypatch, capfd) -> Non
     assert "waits for process of the test" in capfd.readouterr().err
 
 
-def test_who_fails_lets_the_next_try(tmp_path: Path) -> None:
+def test_who_fails_lets_the_next_try(tmp_path):
     tries: list[int] = []
 
     def make(path: Path) -> None:
@@ -95,7 +95,7 @@ def test_who_fails_lets_the_next_try(tmp_path: Path) -> None:
     assert len(tries) == 3
 
 
-def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_nobody_waits_for_ever(tmp_path, monkeypatch, capfd):
     """A process that is stopped keeps its lock."""
     monkeypatch.setattr(cache, "_PATIENCE_S", 0.1)
     lock = tmp_path / "lock"
@@ -103,7 +103,7 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch, capfd) -> None:
         assert "waits for it no longer" in capfd.readouterr().err
 
 
-def test_graphs_are_compiled_one_after_another(tmp_path: Path, monkeypatch) -> None:
+def test_graphs_are_compiled_one_after_another(tmp_path, monkeypatch):
     """In any order, and different ones beside each other: with one lock this hangs."""
     monkeypatch.setenv("MAX_EP_CACHE_DIR", str(tmp_path))
     compiling: list[str] = []
@@ -138,7 +138,7 @@ def test_graphs_are_compiled_one_after_another(tmp_path: Path, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_without_a_lock_nobody_waits(tmp_path: Path, is_there: bool) -> None:
+def test_without_a_lock_nobody_waits(tmp_path, is_there):
     lock = tmp_path / "folder"
     if is_there:
         lock.mkdir()

@@ -8,8 +8,6 @@ Where both phases of an exchange are in one kernel, both are looked at. What onl
 kernels by rank promise is in `test_codegen_by_rank.py`.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -40,7 +38,7 @@ SPILLED = {
 }
 
 
-def test_all_variants_are_compiled(by_expert, by_rank) -> None:
+def test_all_variants_are_compiled(by_expert, by_rank):
     """And all of each is looked at: what is never reached would pass any test."""
     wanted = {f"{target}.{n}" for target in (NVIDIA, AMD) for n in BY_EXPERT}
     assert set(by_expert) == wanted
@@ -53,7 +51,7 @@ def test_all_variants_are_compiled(by_expert, by_rank) -> None:
 
 
 @kernels()
-def test_system_scope(it: Compiled) -> None:
+def test_system_scope(it):
     """Which accesses there are between ranks, how they are ordered, and how large."""
     expected = {
         # Flags of messages and chunks; done words.
@@ -77,7 +75,7 @@ def test_system_scope(it: Compiled) -> None:
 
 
 @kernels()
-def test_device_scope(it: Compiled) -> None:
+def test_device_scope(it):
     """Blocks meet in one `arrive`; what else they share is the failure record."""
     ordered = [op.kind for op in it.kernel.ops if op.scope == "device"]
     if not it.sends and not it.receives:
@@ -89,7 +87,7 @@ def test_device_scope(it: Compiled) -> None:
 
 
 @kernels("sm_90a")
-def test_block_scope(it: Compiled) -> None:
+def test_block_scope(it):
     """Warps hand work on in shared memory by release and acquire, as PTX shows."""
     kinds = {op.kind for op in it.kernel.ops if op.scope == "block"}
     # By rank few choices are indexed by lanes, which need not be awaited.
@@ -101,7 +99,7 @@ def test_block_scope(it: Compiled) -> None:
 
 
 @kernels("sm_90a")
-def test_every_wait_looks_at_the_clock(it: Compiled) -> None:
+def test_every_wait_looks_at_the_clock(it):
     """A loop that waits for a peer has a deadline; what records readers polls less."""
     polls = it.kernel.find_kind("load acquire system", "load relaxed system")
     clock = it.kernel.find(lambda op: "%globaltimer" in op.text)
@@ -143,7 +141,7 @@ WORDS = ("sent", "received")
 
 
 @kernels("sm_90a")
-def test_waits_are_for_the_right_generation(it: Compiled) -> None:
+def test_waits_are_for_the_right_generation(it):
     """I3: done words must have reached what was sent last; flags equal the next."""
     other = "combine" if it.is_dispatch else "dispatch"
     expected = set()
@@ -160,7 +158,7 @@ def test_waits_are_for_the_right_generation(it: Compiled) -> None:
 
 
 @kernels("by_rank sm_90a.dispatch(_wait)?\\.")
-def test_counts_are_of_the_next_generation(it: Compiled) -> None:
+def test_counts_are_of_the_next_generation(it):
     """What is compared at once; of several words one may be compared later."""
     polls = it.kernel.find(
         lambda op: op.kind == "load relaxed system" and ".b128" not in op.text
@@ -170,7 +168,7 @@ def test_counts_are_of_the_next_generation(it: Compiled) -> None:
 
 
 @kernels("sm_90a")
-def test_generations_that_are_published(it: Compiled) -> None:
+def test_generations_that_are_published(it):
     """A done word is of what was read; by rank, of both directions and before."""
     read = [generation(f"{phase}_received") for phase in ("dispatch", "combine")]
     read[not it.is_dispatch] += it.publishes_at_end
@@ -186,7 +184,7 @@ def test_generations_that_are_published(it: Compiled) -> None:
 
 
 @kernels()
-def test_payload_is_written_before_its_flag(it: Compiled) -> None:
+def test_payload_is_written_before_its_flag(it):
     """I2, in a round of the send loop: no byte behind its release; a `syncwarp`."""
     loops = it.send_loops()
     assert len(loops) == it.sends_chunks
@@ -203,7 +201,7 @@ def test_payload_is_written_before_its_flag(it: Compiled) -> None:
 
 
 @kernels("by_expert")
-def test_message_is_read_after_its_flag(it: Compiled) -> None:
+def test_message_is_read_after_its_flag(it):
     """I2, in a round of the receive loop: no byte of a message before its acquire.
 
     Combine's lanes await a message each and read all of them: a `syncwarp` is between.
@@ -243,7 +241,7 @@ def unclear(it: Compiled) -> dict[str, bool]:
 
 
 @kernels("sm_90a.*(dispatch|combine)(_async)?\\.")
-def test_peers_are_written_after_their_readers_are_done(it) -> None:
+def test_peers_are_written_after_their_readers_are_done(it):
     """I3: a warp votes that all done words are there before it writes to a peer.
 
     Only PTX shows a vote. Each lane awaits some of the words, so a warp barrier must
@@ -267,7 +265,7 @@ def test_peers_are_written_after_their_readers_are_done(it) -> None:
 
 
 @kernels("by_expert", but="clear")
-def test_blocks_have_read_before_they_arrive(it: Compiled) -> None:
+def test_blocks_have_read_before_they_arrive(it):
     """I3: a block's warps meet before one of them says that it has ended."""
     arrived = it.kernel.find_kind("atomic acq_rel device")
     met = it.kernel.find_kind("barrier")
@@ -275,7 +273,7 @@ def test_blocks_have_read_before_they_arrive(it: Compiled) -> None:
 
 
 @kernels("by_expert.*(wait|dispatch\\.|combine\\.)|_oversub|dispatch_wait.bf16")
-def test_done_words_come_last(it: Compiled) -> None:
+def test_done_words_come_last(it):
     """I3: all blocks have read and written what they must when peers hear of it.
 
     One lane learns that all blocks have arrived: a `syncwarp` carries it to the others.
@@ -296,7 +294,7 @@ def test_done_words_come_last(it: Compiled) -> None:
 
 
 @kernels("by_expert sm_90a.dispatch")
-def test_warps_hand_on_what_is_there(it: Compiled) -> None:
+def test_warps_hand_on_what_is_there(it):
     """Slots, and the rows of all pairs, are stored before they are handed on."""
     awaited = it.kernel.find_kind("load acquire block")
     for loop in it.send_loops():
@@ -328,7 +326,7 @@ MEETING = r"chunks$|sums_many|by_expert.*dispatch(_wait)?\."
 
 
 @kernels("sm_90a", but=MEETING + "|clear")
-def test_shared_words_are_read_behind_a_meeting(it: Compiled) -> None:
+def test_shared_words_are_read_behind_a_meeting(it):
     """What one lane has written another reads behind a barrier, a vote, an exchange."""
     kernel = it.kernel
     shared = kernel.find(lambda op: op.space == "shared")
@@ -341,7 +339,7 @@ def test_shared_words_are_read_behind_a_meeting(it: Compiled) -> None:
 
 
 @kernels("by_expert.*dispatch.bf16_shared")
-def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
+def test_own_tokens_are_read_behind_a_barrier(it):
     """I4: what the sending warps have staged is there when others copy it."""
     in_loops = (loop.body for loop in it.send_loops() + it.receive_loops())
     copied = it.loads_16().difference(*in_loops)
@@ -356,7 +354,7 @@ def test_own_tokens_are_read_behind_a_barrier(it: Compiled) -> None:
 
 
 @kernels()
-def test_payload_moves_by_16_bytes(it: Compiled) -> None:
+def test_payload_moves_by_16_bytes(it):
     """Nothing narrower in a peer's memory but words that are published.
 
     Its address comes out of a table: the space is generic. Of FP8 messages by expert
@@ -374,7 +372,7 @@ def test_payload_moves_by_16_bytes(it: Compiled) -> None:
 
 
 @kernels("sm_90a")
-def test_only_tokens_are_read_as_constants(it: Compiled) -> None:
+def test_only_tokens_are_read_as_constants(it):
     """That cache hears of no other writer. By rank, where launches overlap: none."""
     tokens: set[int] = set()
     if it.is_dispatch and it.sends and not it.is_by_rank:
@@ -390,7 +388,7 @@ IDS_BYTES = 16 * 1024
 
 
 @kernels("sm_90a", but="many|clear")
-def test_shared_memory_suffices(it: Compiled) -> None:
+def test_shared_memory_suffices(it):
     """So much for each pair and each rank that `MAX_GPU_PAIRS` of them fit."""
     sizes = re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", it.text)
     n_bytes, n_extra = sum(map(int, sizes)), 0
@@ -409,7 +407,7 @@ def test_shared_memory_suffices(it: Compiled) -> None:
 
 
 @kernels()
-def test_no_local_memory(it: Compiled) -> None:
+def test_no_local_memory(it):
     """No array that is indexed at run time, and no spilled registers but known ones."""
     local = it.kernel.find(lambda op: op.space == "local")
     known = SPILLED.get((it.target, it.name), 0)
@@ -432,7 +430,7 @@ def n_threads() -> int:
 
 
 @kernels()
-def test_block_is_resident(it: Compiled) -> None:
+def test_block_is_resident(it):
     """The registers of a multiprocessor suffice for a block of `NUM_THREADS`."""
     has_bound = it.sends or it.receives
     if it.target == NVIDIA:
@@ -458,7 +456,7 @@ def ordered(kernel: Kernel) -> list[str]:
     return [op.kind for op in kernel.ops if op.order]
 
 
-def test_the_reader_of_assembly_sees_orders() -> None:
+def test_the_reader_of_assembly_sees_orders():
     """What it says about single instructions; else all of the above says nothing."""
     ptx = (
         "\n{\n@%p1 st.release.sys.b64 [%rd1], %rd2;\n$L: ld.volatile.b64 %rd1, [%rd2];"
@@ -483,7 +481,7 @@ def test_the_reader_of_assembly_sees_orders() -> None:
     assert ordered(jumped) == ["store relaxed system"]
 
 
-def test_the_reader_of_assembly_sees_inline_assembly() -> None:
+def test_the_reader_of_assembly_sees_inline_assembly():
     """128 bits in braces, and the wait for the kernel before."""
     put = "{ .reg .b128 word; mov.b128 word, {%rd1, %rd2};"
     put += " st.relaxed.sys.global.b128 [%rd3], word; }"
@@ -504,7 +502,7 @@ def test_the_reader_of_assembly_sees_inline_assembly() -> None:
 
 
 @pytest.mark.parametrize("first", ["mov.pred %p1, -1", "setp.eq.b32 %p1, %r1, 0"])
-def test_the_reader_of_assembly_follows_predicates(first: str) -> None:
+def test_the_reader_of_assembly_follows_predicates(first):
     """`while True: if is_waiting: load; is_waiting = False; store`: no store before."""
     kernel = parse_ptx(
         f"\n{{\n{first};\n$L: not.pred %p2, %p1;\n@%p2 bra $S;\n"
@@ -519,7 +517,7 @@ def test_the_reader_of_assembly_follows_predicates(first: str) -> None:
     assert stored <= kernel.reach_knowing({}, ())
 
 
-def test_the_reader_of_assembly_computes() -> None:
+def test_the_reader_of_assembly_computes():
     """Halves of words, signed differences, choices; not behind a branch."""
     kernel = parse_ptx(
         "\n{\nld.acquire.sys.b64 %rd1, [%rd2];\nmov.b64 {_, %r1}, %rd1;\n"

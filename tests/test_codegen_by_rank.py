@@ -5,8 +5,6 @@ Beside what `test_codegen.py` says of all kernels: launches that overlap, data t
 its own flag, chunks of tokens, and done words that the next launch publishes.
 """
 
-from __future__ import annotations
-
 import re
 
 from kernels import Compiled, counter_word, kernels
@@ -18,7 +16,7 @@ def ends(it: Compiled) -> set[int]:
 
 
 @kernels("by_rank")
-def test_nothing_is_read_before_the_launch_before_has_ended(it) -> None:
+def test_nothing_is_read_before_the_launch_before_has_ended(it):
     """Till then only parameters are there. Each thread lets the next one begin."""
     awaited = it.kernel.find_kind("launch_wait")
     lets_next = it.kernel.find_kind("launch_next")
@@ -35,7 +33,7 @@ def test_nothing_is_read_before_the_launch_before_has_ended(it) -> None:
 @kernels(
     "by_rank.*(dispatch_async|combine|dispatch_wait.fp8_sums|dispatch\\.)", "oversub"
 )
-def test_done_words_say_what_earlier_launches_have_read(it) -> None:
+def test_done_words_say_what_earlier_launches_have_read(it):
     """A launch publishes at its begin, if it sends, and counts its blocks there.
 
     By then the kernel before has ended, which nothing of this one may delay. A token's
@@ -52,7 +50,7 @@ def test_done_words_say_what_earlier_launches_have_read(it) -> None:
 
 
 @kernels("by_rank")
-def test_readers_are_recorded_when_all_have_read(it: Compiled) -> None:
+def test_readers_are_recorded_when_all_have_read(it):
     """The next launch that sends goes by it: all words, of the other direction."""
     phase = "combine" if it.is_dispatch else "dispatch"
     word = counter_word(f"_{phase.upper()}_DRAINED")
@@ -68,7 +66,7 @@ def test_readers_are_recorded_when_all_have_read(it: Compiled) -> None:
 
 
 @kernels("by_rank.*dispatch(_wait)?\\.")
-def test_rows_are_used_after_they_are_counted(it: Compiled) -> None:
+def test_rows_are_used_after_they_are_counted(it):
     """Counting warps hand the rows on behind a `syncwarp`; none is filled before."""
     for loop in it.receive_loops():
         counted = loop.find_kind("load acquire block")
@@ -89,7 +87,7 @@ def test_rows_are_used_after_they_are_counted(it: Compiled) -> None:
 
 
 @kernels("by_rank.*dispatch(_wait)?\\.")
-def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
+def test_numbers_of_tokens_are_handed_on(it):
     """They are published behind a `syncwarp`, and read before all else."""
     arrived = it.kernel.find_kind("atomic release block")
     published = it.kernel.find_kind("store release block")
@@ -111,7 +109,7 @@ def test_numbers_of_tokens_are_handed_on(it: Compiled) -> None:
 
 
 @kernels("by_rank.*dispatch(_async)?\\..*_chunks")
-def test_many_choices_are_counted_before_they_are_entered(it) -> None:
+def test_many_choices_are_counted_before_they_are_entered(it):
     """Index warps meet between counting, reading what was counted, and counting on."""
     met = it.kernel.find_kind("some_barrier")
     assert met
@@ -131,7 +129,7 @@ def test_many_choices_are_counted_before_they_are_entered(it) -> None:
 
 
 @kernels("by_rank.*(dispatch|combine)(_async)?\\.")
-def test_inline_data_is_its_own_flag(it: Compiled) -> None:
+def test_inline_data_is_its_own_flag(it):
     """Nothing else is stored in a peer's memory, and nothing is published after it.
 
     Data that looks like `SENTINEL` is replaced: a receiver would wait for it.
@@ -150,7 +148,7 @@ def test_inline_data_is_its_own_flag(it: Compiled) -> None:
 
 
 @kernels("by_rank")
-def test_sentinel_is_put_back_after_data_was_read(it: Compiled) -> None:
+def test_sentinel_is_put_back_after_data_was_read(it):
     """By ordinary stores, each behind the loads of the same 16 bytes, for all of them.
 
     Entries and routing metadata say their generation, and stay.
@@ -183,7 +181,7 @@ def test_sentinel_is_put_back_after_data_was_read(it: Compiled) -> None:
 
 
 @kernels("by_rank.*dispatch(_wait)?\\..*_chunks")
-def test_chunk_is_read_after_its_flag(it: Compiled) -> None:
+def test_chunk_is_read_after_its_flag(it):
     """I2, in a round of the receive loop: no byte of a chunk before its acquire."""
     (loop,) = (x for x in it.receive_loops() if x.find_kind("load acquire system"))
     read = loop.find(lambda op: op.moves_16("load"))

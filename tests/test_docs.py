@@ -49,7 +49,7 @@ def anchors_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_links(path: Path) -> None:
+def test_links(path):
     """Each relative link finds a file, and each anchor a heading."""
     wrong = []
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
@@ -63,7 +63,7 @@ def test_links(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_paths_exist(path: Path) -> None:
+def test_paths_exist(path):
     named = re.findall(
         r"(?<![\w/])((?:mojo|max_ep|graphs|tests|bench|docs|\.ci)/[\w./-]*\w)",
         path.read_text(),
@@ -71,7 +71,7 @@ def test_paths_exist(path: Path) -> None:
     assert not [p for p in named if not (ROOT / p).exists()]
 
 
-def test_site_builds_without_warnings(tmp_path: Path) -> None:
+def test_site_builds_without_warnings(tmp_path):
     """What `make docs` does."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d"]
     done = subprocess.run(
@@ -86,7 +86,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
         assert page.stem in ("index", *(p.name for p in tmp_path.iterdir()))
 
 
-def test_figures_are_those_of_the_script() -> None:
+def test_figures_are_those_of_the_script():
     sys.path.insert(0, str(DOCS))
     try:
         import figures
@@ -97,11 +97,11 @@ def test_figures_are_those_of_the_script() -> None:
         assert path.read_text() == draw().svg(), f"run docs/figures.py: {path.name}"
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_readme_example_is_the_program() -> None:
+def test_readme_example_is_the_program():
     program = (ROOT / "graphs/round_trip.py").read_text()
     examples = blocks(ROOT / "README.md", "python")
     assert examples and all(example in program for example in examples)
@@ -113,7 +113,7 @@ def make_recipes() -> str:
     return text.replace("$(PIP)", "pip install").replace("$(BIN)/", "")
 
 
-def test_readme_commands_are_run() -> None:
+def test_readme_commands_are_run():
     """By CI, by a target that it makes, or by a test."""
     commands = "".join(blocks(ROOT / "README.md", "sh|console")).splitlines()
     run = (ROOT / ".ci/run").read_text() + make_recipes()
@@ -137,7 +137,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_python_blocks_use_what_there_is(path: Path) -> None:
+def test_python_blocks_use_what_there_is(path):
     """Imports, methods and fields; the programs of graphs/ are run elsewhere."""
     known = {field.name for field in fields(EPConfig)}
     for block in blocks(path, "python"):
@@ -155,7 +155,7 @@ def test_python_blocks_use_what_there_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_choices_of_a_config_exist(path: Path) -> None:
+def test_choices_of_a_config_exist(path):
     """Where a page says `field="value"`, an EPConfig may have it."""
     sizes = dict(hidden_size=8, top_k=1, n_experts=1, max_tokens_per_rank=1)
     sizes |= dict(n_gpus_per_node=1, n_nodes=1, target="cpu")
@@ -167,7 +167,7 @@ def test_choices_of_a_config_exist(path: Path) -> None:
         EPConfig(dtype, dtype, **{**sizes, field: value})
 
 
-def test_every_field_of_ours_is_in_the_guide() -> None:
+def test_every_field_of_ours_is_in_the_guide():
     """docs/from_max.md lists what EPConfig has beyond MAX's."""
     from max.nn.comm.ep import EPConfig as MaxEPConfig
 
@@ -192,7 +192,7 @@ def sources() -> str:
 @pytest.mark.parametrize(
     "page", ["protocol.md", "memory_model.md", "troubleshooting.md"]
 )
-def test_names_are_in_the_sources(page: str) -> None:
+def test_names_are_in_the_sources(page):
     """What stands in backquotes and looks like a name of ours."""
     text = (DOCS / page).read_text()
     named = set(re.findall(r"`(_?[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]+)`", text))
@@ -200,7 +200,7 @@ def test_names_are_in_the_sources(page: str) -> None:
     assert named <= set(re.findall(r"\w+", sources()))
 
 
-def test_numbers_beside_a_name_are_the_constants() -> None:
+def test_numbers_beside_a_name_are_the_constants():
     """Where a page says `NAME` (64), so do the sources."""
     values: dict[str, set[str]] = {}
     for name, value in re.findall(
@@ -218,7 +218,7 @@ def test_numbers_beside_a_name_are_the_constants() -> None:
     assert n_compared >= 2
 
 
-def test_limits_are_those_of_the_sources() -> None:
+def test_limits_are_those_of_the_sources():
     """Numbers that pages give without a name."""
     from max_ep import formats, limits
 
@@ -233,7 +233,7 @@ def cells_of(path: Path) -> list[list[str]]:
     return [[cell.strip(" *") for cell in row.split("|")] for row in rows]
 
 
-def test_times_in_the_readme_are_those_of_the_performance_page() -> None:
+def test_times_in_the_readme_are_those_of_the_performance_page():
     """Each row of the README's table is one of docs/performance.md."""
     head, *rows = cells_of(ROOT / "README.md")
     assert head[:3] == ["machine", "system", "delivers"]
@@ -243,7 +243,7 @@ def test_times_in_the_readme_are_those_of_the_performance_page() -> None:
     assert not [row for row in times if row not in measured]
 
 
-def test_memory_in_the_readme_is_what_a_rank_takes() -> None:
+def test_memory_in_the_readme_is_what_a_rank_takes():
     from max.nn.comm.ep.ep_config import NUM_GROUPS, estimate_ep_memory_usage
 
     bfloat16 = max_ep.config.DType.bfloat16
@@ -257,7 +257,7 @@ def test_memory_in_the_readme_is_what_a_rank_takes() -> None:
     assert said + f"{theirs / 2**20:.0f} MiB" in readme
 
 
-def test_recipe_of_a_format_names_what_the_trait_wants() -> None:
+def test_recipe_of_a_format_names_what_the_trait_wants():
     source = (ROOT / "mojo/max_ep/token_format.mojo").read_text()
     trait = source[source.index("\ntrait TokenFormat") :]
     trait = trait[: trait.index("\n\n\n")]
@@ -271,7 +271,7 @@ def test_recipe_of_a_format_names_what_the_trait_wants() -> None:
     assert set(re.findall(r"`(\w+)`", cells)) == wanted
 
 
-def test_tests_that_pages_name_exist() -> None:
+def test_tests_that_pages_name_exist():
     text = "\n".join(path.read_text() for path in GUIDE)
     names = set(re.findall(r"`(test_\w+)`", text))
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
@@ -280,7 +280,7 @@ def test_tests_that_pages_name_exist() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.json")), ids=name_of)
-def test_no_folder_stands_in_results(path: Path) -> None:
+def test_no_folder_stands_in_results(path):
     assert not re.findall(r"[\s\"'=]/(?:\w+/)+", path.read_text())
 
 
@@ -323,7 +323,7 @@ def quoted_errors() -> list[str]:
     ]
 
 
-def test_quoted_errors_are_those_of_the_sources() -> None:
+def test_quoted_errors_are_those_of_the_sources():
     """Each quotation's parts stand in one file, in that order."""
     sources = [python_texts(path) for path in (ROOT / "max_ep").rglob("*.py")]
     sources += [mojo_texts(path) for path in MOJO_FILES]

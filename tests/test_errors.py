@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong when a group is set up, or a graph runs, is said, and harms once."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +10,6 @@ import pytest
 from cases import BF16, CASES, F32, Inputs, expected, expected_dispatch, make_inputs
 from harness import (
     Groups,
-    RankInputs,
     Received,
     assert_dispatched,
     assert_round_trip,
@@ -26,7 +23,7 @@ from harness import (
 )
 from max.driver import Buffer
 from max.engine import InferenceSession, Model
-from max.graph import Graph, Module, TensorValue
+from max.graph import Graph, Module
 from processes import names_of
 from test_refusals import (
     AS_SUMS,
@@ -53,7 +50,7 @@ from max_ep import (
 # -------------------------------------------------------------------- initializer
 
 
-def test_model_inputs_need_memory(session) -> None:
+def test_model_inputs_need_memory(session):
     comm = EPCommInitializer(TWO.config())
     with raises(RuntimeError, "ep_init(session) first"):
         comm.model_inputs()
@@ -73,19 +70,19 @@ def test_model_inputs_need_memory(session) -> None:
         comm.reset()
 
 
-def test_gpus_that_are_missing_are_named(session, monkeypatch) -> None:
+def test_gpus_that_are_missing_are_named(session, monkeypatch):
     """Before anything is compiled: MAX's compiler would only say that it failed."""
     monkeypatch.setattr("max_ep.memory.initializer.accelerator_count", lambda: 0)
     with raises(ValueError, "needs 2 GPUs; shows 0; target='cpu'"):
         EPCommInitializer(TWO.config(target="gpu")).ep_init(session)
 
 
-def test_eplb_placement_is_refused() -> None:
+def test_eplb_placement_is_refused():
     with raises(ValueError, "EPLB"):
         EPCommInitializer(TWO.config()).set_eplb_placement([], [])
 
 
-def test_several_processes_need_a_node_id(session, monkeypatch) -> None:
+def test_several_processes_need_a_node_id(session, monkeypatch):
     monkeypatch.delenv("MAX_EP_NODE_ID", raising=False)
     config = TWO.config(n_gpus_per_node=1, n_nodes=2)
     with raises(ValueError, "node_id is -1; n_nodes=2; MAX_EP_NODE_ID"):
@@ -118,7 +115,7 @@ def test_several_processes_need_a_node_id(session, monkeypatch) -> None:
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )
-def test_processes_agree_on_all_that_matters(ours: dict, theirs: dict) -> None:
+def test_processes_agree_on_all_that_matters(ours, theirs):
     """Fails if a field is not compared: a peer would read what is not there."""
     group = dict(n_gpus_per_node=1, n_nodes=2)
     ours, theirs = (
@@ -128,7 +125,7 @@ def test_processes_agree_on_all_that_matters(ours: dict, theirs: dict) -> None:
     assert ours != theirs
 
 
-def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch) -> None:
+def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch):
     config = TWO.config(n_gpus_per_node=1, n_nodes=2, node_id=0)
     comm = EPCommInitializer(config, group="fails")
     comm._model = SimpleNamespace()  # the set-up graph, which does not run
@@ -139,7 +136,7 @@ def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch) -> None:
         assert names_of("fails") == []
 
 
-def test_the_set_up_graph_is_loaded_once_a_session(session, monkeypatch) -> None:
+def test_the_set_up_graph_is_loaded_once_a_session(session, monkeypatch):
     """Loading takes seconds; one graph prepares groups of all sizes."""
     loaded = []
     load = session.load
@@ -153,9 +150,7 @@ def test_the_set_up_graph_is_loaded_once_a_session(session, monkeypatch) -> None
 # ------------------------------------------------------------------- at run time
 
 
-def loose_round_trip(
-    manager: EPBatchManager, ranks: list[RankInputs]
-) -> list[list[TensorValue]]:
+def loose_round_trip(manager, ranks):
     """A round trip whose tokens, ids and weights may differ in rows.
 
     Results of rank 0 have as many rows as its tokens, of rank 1 as its weights.
@@ -251,7 +246,7 @@ def models(one_module: SimpleNamespace) -> dict[str, Model]:
 
 
 @pytest.mark.parametrize("what, needed", [("input_tokens", "80"), ("topk_ids", "3")])
-def test_sizes_that_must_not_be_open(session, models, what: str, needed: str) -> None:
+def test_sizes_that_must_not_be_open(session, models, what, needed):
     """A symbolic hidden size or top_k is refused when it differs.
 
     The kernels take both from the config: they would read beyond fewer columns.
@@ -279,9 +274,7 @@ class Loose:
     `receive` runs the waits of dispatch only: it shows what has arrived.
     """
 
-    def __init__(
-        self, session: InferenceSession, groups: Groups, models: dict[str, Model]
-    ) -> None:
+    def __init__(self, session, groups, models):
         groups.start(session, models["loose"])
         self._model, self._receive = groups.model, models["receive"]
         self.comm = groups.comms["two"]
@@ -329,9 +322,7 @@ def given() -> Inputs:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("bad_id", [5, -2, 2**31 - 1, -(2**31)])
-def test_an_id_out_of_range(
-    loose: Loose, given: Inputs, rank: int, bad_id: int
-) -> None:
+def test_an_id_out_of_range(loose, given, rank, bad_id):
     """It is named once, on a line that begins with the library's name."""
     given.ids[rank][2, 1] = bad_id
     given.ids[rank][4, 0] = bad_id
@@ -343,7 +334,7 @@ def test_an_id_out_of_range(
     loose.check_next_run()
 
 
-def test_an_id_out_of_range_harms_no_other_token(loose: Loose, given: Inputs) -> None:
+def test_an_id_out_of_range_harms_no_other_token(loose, given):
     """All other choices arrive, as if the bad ones had been -1."""
     given.ids[1][[0, 3, 6], [2, 0, 1]] = [5, -7, 1_000_000]
     with raises(ValueError, "rank 1; token 0; k 2; 3 of 21"):
@@ -354,7 +345,7 @@ def test_an_id_out_of_range_harms_no_other_token(loose: Loose, given: Inputs) ->
     loose.check_next_run()
 
 
-def test_the_run_after_a_failed_one_names_reset(loose: Loose, given: Inputs) -> None:
+def test_the_run_after_a_failed_one_names_reset(loose, given):
     """Nobody has read what rank 0 sent before it failed, so it may not send.
 
     I3: no slot is written before its last reader is done with it.
@@ -367,7 +358,7 @@ def test_the_run_after_a_failed_one_names_reset(loose: Loose, given: Inputs) -> 
     loose.check_next_run()
 
 
-def test_an_expert_named_too_often(loose: Loose, given: Inputs) -> None:
+def test_an_expert_named_too_often(loose, given):
     given.ids[0][:] = 4
     with raises(ValueError, "rank 0; 14 of 21; token 2; expert 4; distinct"):
         loose.run(given)
@@ -375,7 +366,7 @@ def test_an_expert_named_too_often(loose: Loose, given: Inputs) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_too_many_tokens_at_run_time(loose: Loose, rank: int) -> None:
+def test_too_many_tokens_at_run_time(loose, rank):
     counts = [8, 7] if rank == 0 else [7, 8]
     words = f"dispatch_async; rank {rank}; 8 tokens; max_tokens_per_rank is 7; reset()"
     with raises(ValueError, words):
@@ -383,7 +374,7 @@ def test_too_many_tokens_at_run_time(loose: Loose, rank: int) -> None:
     loose.check_next_run()
 
 
-def test_ids_of_other_tokens(loose: Loose, given: Inputs) -> None:
+def test_ids_of_other_tokens(loose, given):
     given.ids[1] = given.ids[1][:5]
     with raises(ValueError, "dispatch_async; rows; topk_ids; 5; 7"):
         loose.run(given)
@@ -392,9 +383,7 @@ def test_ids_of_other_tokens(loose: Loose, given: Inputs) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("n_rows", [6, 3, 0])
-def test_weights_of_other_tokens(
-    loose: Loose, given: Inputs, n_rows: int, rank: int
-) -> None:
+def test_weights_of_other_tokens(loose, given, n_rows, rank):
     given.weights[rank] = given.weights[rank][:n_rows]
     words = f"combine_wait; router_weights; {n_rows}"
     if rank == 1:  # how many tokens there were is not known, but their rows are
@@ -404,7 +393,7 @@ def test_weights_of_other_tokens(
     loose.check_next_run()
 
 
-def test_counters_that_nobody_set_up(loose: Loose, given: Inputs) -> None:
+def test_counters_that_nobody_set_up(loose, given):
     buffers = loose.comm.model_inputs()
     for rank in range(TWO.n_ranks):
         zeros = np.zeros(buffers[rank].shape[0], np.int32)
@@ -414,7 +403,7 @@ def test_counters_that_nobody_set_up(loose: Loose, given: Inputs) -> None:
     loose.check_next_run()
 
 
-def test_run_after_close(loose: Loose, given: Inputs, session) -> None:
+def test_run_after_close(loose, given, session):
     """Buffers kept from before `close` lead to an error, not to freed memory."""
     comm = EPCommInitializer(TWO.config())
     comm.ep_init(session)
@@ -447,7 +436,7 @@ except ValueError as error:
 """
 
 
-def test_memory_of_another_config(one_module: SimpleNamespace) -> None:
+def test_memory_of_another_config(one_module):
     """`model_inputs` of smaller buffers are refused, not overrun."""
     said = run_in_child(_OTHER_CONFIG, str(one_module.path))
     assert "refused:" in said and "belongs to another EPConfig" in said, said
@@ -498,7 +487,7 @@ def sums(session, models: dict[str, Model]) -> Iterator[Sums]:
 
 
 @pytest.mark.parametrize("n_tokens", [[6, 7], [7, 0]])
-def test_sums_of_other_tokens(sums: Sums, given: Inputs, n_tokens: list[int]) -> None:
+def test_sums_of_other_tokens(sums, given, n_tokens):
     rows = sums.send(given)
     rank = 0 if n_tokens[0] < 7 else 1
     words = f"rank {rank}; {n_tokens[rank]} tokens; 7 were dispatched; reset()"
@@ -507,7 +496,7 @@ def test_sums_of_other_tokens(sums: Sums, given: Inputs, n_tokens: list[int]) ->
     sums.check_next_run()
 
 
-def test_sums_of_too_few_rows(sums: Sums, given: Inputs) -> None:
+def test_sums_of_too_few_rows(sums, given):
     rows = sums.send(given)
     assert rows[0].shape[0] == 42
     rows[0] = rows[0][:41, :]
@@ -516,14 +505,14 @@ def test_sums_of_too_few_rows(sums: Sums, given: Inputs) -> None:
     sums.check_next_run()
 
 
-def test_router_weights_of_other_tokens(sums: Sums, given: Inputs) -> None:
+def test_router_weights_of_other_tokens(sums, given):
     given.weights[1] = given.weights[1][:5]
     with raises(ValueError, "dispatch_async; rows of router_weights; 5; 7"):
         sums.send(given)
     sums.check_next_run()
 
 
-def test_a_dispatch_between_async_and_wait_of_sums(sums: Sums, given: Inputs) -> None:
+def test_a_dispatch_between_async_and_wait_of_sums(sums, given):
     """The own rows would be looked for where those of the next dispatch are."""
     rows = sums.send(given)
     sums.send(given, "dispatch")
@@ -534,9 +523,7 @@ def test_a_dispatch_between_async_and_wait_of_sums(sums: Sums, given: Inputs) ->
 
 
 @pytest.mark.parametrize("token_idx", [0, 6])
-def test_a_lost_partial_sum_is_not_summed_as_nothing(
-    sums: Sums, given: Inputs, token_idx: int
-) -> None:
+def test_a_lost_partial_sum_is_not_summed_as_nothing(sums, given, token_idx):
     """The flag of one partial on rank 0 is what it was before generation 1."""
     given.ids[0][:] = [0, 3, 4]  # one row on rank 0, two on rank 1
     rows = sums.send(given)

@@ -4,8 +4,6 @@
 What it computes is compared with torch in tests/test_experts_gpu.py.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -28,14 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_python_refuses_what_the_kernel_cannot_take(folder: Path) -> None:
+def test_python_refuses_what_the_kernel_cannot_take(folder):
     taken = (folder / "printed").read_text().split()
     # Rows of a whole tile are as many where Python puts zeros behind them.
     wanted = [experts.GPU_COLUMNS, experts.GPU_K_STEP, hopper.TILE_ROWS]
     assert [int(n) for n in taken] == wanted
 
 
-def test_hopper_assembly(folder: Path) -> None:
+def test_hopper_assembly(folder):
     """Loads of 16 bytes, `mma`, and no spills."""
     kernels = [path.read_text() for path in folder.glob("*.s")]
     assert len(kernels) == 2
@@ -62,9 +60,7 @@ BF16, F32 = DType.bfloat16, DType.float32
         ("linear", [BF16, BF16], [32, 128], ValueError, r"64 columns.*need 128"),
     ],
 )
-def test_refusals(
-    op: str, dtypes: list[DType], weights: list[int], error: type, says: str
-) -> None:
+def test_refusals(op, dtypes, weights, error, says):
     gpu = DeviceRef.GPU(0)
     types = [
         TensorType(dtypes[0], ["n_rows", 64], gpu),

@@ -69,22 +69,18 @@ def multiply() -> Iterator[Callable]:
 @pytest.mark.parametrize(
     "rows", [[1, 0, 0, 0, 0], [8, 9, 0, 1, 7], [32, 33, 64, 65, 3], [700, 0, 1, 257, 5]]
 )
-def test_each_group_has_its_product(
-    multiply: Callable, shape: str, rows: list[int]
-) -> None:
+def test_each_group_has_its_product(multiply, shape, rows):
     check_groups(multiply, shape, rows, EXPERT_IDS)
 
 
 @pytest.mark.parametrize("n_groups", [31, 32, 33, 128])
-def test_so_have_many_groups(multiply: Callable, n_groups: int) -> None:
+def test_so_have_many_groups(multiply, n_groups):
     """A warp counts their chunks, 32 groups at a time."""
     rows = [(0, 1, 70, 9, 130)[i % 5] for i in range(n_groups)]
     check_groups(multiply, "narrow", rows, [i % N_EXPERTS for i in range(n_groups)])
 
 
-def check_groups(
-    multiply: Callable, shape: str, rows: list[int], expert_ids: list[int]
-) -> None:
+def check_groups(multiply, shape, rows, expert_ids):
     import torch
 
     n, k = SHAPES[shape]
@@ -117,9 +113,7 @@ def check_product(y: torch.Tensor, want: torch.Tensor, k: int) -> None:
 @pytest.mark.parametrize(
     "n_rows", [1, 7, 8, 9, 32, 33, 64, 65, 127, 128, 129, 255, 700]
 )
-def test_a_linear_layer_is_the_product(
-    multiply: Callable, shape: str, n_rows: int
-) -> None:
+def test_a_linear_layer_is_the_product(multiply, shape, n_rows):
     import torch
 
     n, k = LINEARS[shape]
@@ -131,7 +125,7 @@ def test_a_linear_layer_is_the_product(
     check_product(y, x.double() @ weight.double().T, k)
 
 
-def test_offsets_of_a_failed_dispatch_reach_nothing(multiply: Callable) -> None:
+def test_offsets_of_a_failed_dispatch_reach_nothing(multiply):
     """Groups behind the rows, and of experts that there are not, have no product."""
     import torch
 

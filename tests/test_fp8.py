@@ -4,10 +4,6 @@
 What dispatch delivers goes through it in ``graphs/moe_layer.py --fp8``.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from max.dtype import DType
@@ -43,7 +39,7 @@ def add_graphs(module: Module) -> None:
         )
 
 
-def test_rows_are_the_oracles(one_module: SimpleNamespace) -> None:
+def test_rows_are_the_oracles(one_module):
     """All 256 values, NaN among them, in both layouts; no rows, too."""
     model = one_module.models["dequantize"]
     rng = np.random.default_rng(0)
@@ -76,9 +72,7 @@ def test_rows_are_the_oracles(one_module: SimpleNamespace) -> None:
         (("uint8", "float32"), [3, 5, 256], [2, 5], ValueError, r"hidden / 128, n_ro"),
     ],
 )
-def test_refusals(
-    dtypes: tuple[str, str], rows: list, scales: list, error: type, says: str
-) -> None:
+def test_refusals(dtypes, rows, scales, error, says):
     given = [
         TensorType(DType[dtype], shape, CPU_DEVICE)
         for dtype, shape in zip(dtypes, (rows, scales))
@@ -88,7 +82,7 @@ def test_refusals(
             dequantize_blockwise_fp8(*(value.tensor for value in graph.inputs))
 
 
-def test_rows_of_gpus_are_float8() -> None:
+def test_rows_of_gpus_are_float8():
     """As far as a graph goes that is not run."""
     gpu = DeviceRef.GPU(0)
     given = [

@@ -6,8 +6,6 @@ load. `make fuzz` draws others than CI. What has once failed is in `CORPUS` and 
 every time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -77,7 +75,7 @@ def with_corpus(test: Callable) -> Callable:
 @fuzzed
 @given(load=LOADS)
 @with_corpus
-def test_any_load_is_the_oracles(groups: Groups, load: Load) -> None:
+def test_any_load_is_the_oracles(groups, load):
     """Whatever a run was given, the next one is right too: they share memory."""
     assert_well(groups, load)
 
@@ -85,9 +83,7 @@ def test_any_load_is_the_oracles(groups: Groups, load: Load) -> None:
 @seed(SEED)
 @fuzzed
 @given(load=LOADS, data=st.data())
-def test_a_bad_id_harms_one_run(
-    groups: Groups, load: Load, data: st.DataObject
-) -> None:
+def test_a_bad_id_harms_one_run(groups, load, data):
     """It is named, and after a reset (`Groups.run`) the next run is right."""
     all_given = {name: inputs_of(case, load) for name, case in groups.cases.items()}
     name = data.draw(st.sampled_from(sorted(groups.cases)))
@@ -107,7 +103,7 @@ def test_a_bad_id_harms_one_run(
 @seed(SEED)
 @settings(fuzzed, max_examples=4 * N_EXAMPLES)
 @given(arguments=configurations())
-def test_any_configuration(arguments: dict) -> None:
+def test_any_configuration(arguments):
     """It is refused in words that name an argument, or a graph can be built."""
     try:
         config = EPConfig(**arguments)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AllGatherTokenDispatcher`: tokens to everybody, experts on all, sums back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -51,9 +49,7 @@ def local_experts(rank: int, n_ranks: int, tokens, probs, ids):
     return ops.cast(rows, BF16)
 
 
-def add_layer(
-    place: str, module: Module | None = None
-) -> tuple[AllGatherTokenDispatcher, Graph]:
+def add_layer(place, module=None):
     """Builds a layer at a place."""
     dispatcher = AllGatherTokenDispatcher(HIDDEN, TOP_K, TOKENS, **PLACES[place])
     config = dispatcher.config
@@ -192,7 +188,7 @@ COUNTS = [[TOKENS] * 4, [2, 5, 1, 4], [0, TOKENS, 3, 0], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_everything_is_gathered_in_rank_order(layer: SimpleNamespace, counts) -> None:
+def test_everything_is_gathered_in_rank_order(layer, counts):
     counts = counts[: layer.n_ranks]
     ran = run(layer, counts, sum(counts))
     n, total = sum(counts), layer.n_ranks * TOKENS
@@ -212,7 +208,7 @@ def test_everything_is_gathered_in_rank_order(layer: SimpleNamespace, counts) ->
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_results_are_those_of_a_dense_layer(layer: SimpleNamespace, counts) -> None:
+def test_results_are_those_of_a_dense_layer(layer, counts):
     """In torch, on one rank; twice, for what the first run left must not matter."""
     counts = counts[: layer.n_ranks]
     for seed in (1, 2):
@@ -230,7 +226,7 @@ def test_results_are_those_of_a_dense_layer(layer: SimpleNamespace, counts) -> N
             assert ((got - want).abs() <= bound).all()
 
 
-def test_reduce_scatter_rounds_once(session, on_cpu: SimpleNamespace) -> None:
+def test_reduce_scatter_rounds_once(session, on_cpu):
     """Powers of two of a token: its parts are exact, and so is all but the last."""
     rng = np.random.default_rng(3)
     x = float32_to_bfloat16(rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32))
@@ -242,7 +238,7 @@ def test_reduce_scatter_rounds_once(session, on_cpu: SimpleNamespace) -> None:
             np.testing.assert_array_equal(to_numpy(result), want)
 
 
-def test_each_local_rank_has_a_value() -> None:
+def test_each_local_rank_has_a_value():
     dispatcher = of_cpu(2)
     types = [TensorType(BF16, ["t", HIDDEN], CPU)]
     types += dispatcher.input_types()
@@ -266,7 +262,7 @@ def test_each_local_rank_has_a_value() -> None:
                 early()
 
 
-def test_values_that_do_not_fit() -> None:
+def test_values_that_do_not_fit():
     """They are refused while the graph is built: kernels would read beyond them."""
     dispatcher = of_cpu(1)
     n_rows = dispatcher.global_tokens
@@ -314,7 +310,7 @@ def test_values_that_do_not_fit() -> None:
         (dict(dtype=DType.int8), "dtype"),
     ],
 )
-def test_bad_sizes(changes: dict, words: str) -> None:
+def test_bad_sizes(changes, words):
     with pytest.raises(ValueError, match=words):
         of_cpu(**(dict(n_ranks=2) | changes))
 
@@ -339,7 +335,7 @@ AS_FP8 = dict(
         (AS_FP8, "float8_e4m3fn.*'by_rank', 'sums', and bfloat16 or float32"),
     ],
 )
-def test_configs_that_are_no_all_gather(changes: dict, words: str) -> None:
+def test_configs_that_are_no_all_gather(changes, words):
     dispatcher = of_cpu(2)
     with pytest.raises(ValueError, match=words):
         replace(dispatcher.config, **changes)

@@ -5,8 +5,6 @@ On one GPU several ranks run one after another; on several, at the same time,
 with random delays between them, eager and as captured graphs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -165,9 +163,7 @@ def run_at(groups_at: Callable) -> Callable:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("data", ["telling", "random"])
 @pytest.mark.parametrize("place, name", marked(CASES_OF))
-def test_round_trip_is_the_oracles(
-    run_at: Callable, place: str, name: str, data: str, routing: str
-) -> None:
+def test_round_trip_is_the_oracles(run_at, place, name, data, routing):
     run = run_at(place, routing, data)
     want = expected(ALL_CASES[name], run.given[name])
     assert_round_trip(f"{place}, {name}, {routing}, {data}", run.got[name], want)
@@ -180,7 +176,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("place, name", marked(PLAIN))
-def test_dispatch_copies_any_bits(run_at: Callable, place: str, name: str) -> None:
+def test_dispatch_copies_any_bits(run_at, place, name):
     run = run_at(place, "uniform", "any_bits")
     want = expected_dispatch(ALL_CASES[name], run.given[name])
     assert_dispatched(f"{place}, {name}, any bits", run.got[name], want)
@@ -200,9 +196,7 @@ _BY_RANK = {
 
 
 @pytest.mark.parametrize("place, name", marked(_BY_RANK))
-def test_data_that_looks_like_the_sentinel_arrives(
-    groups_at: Callable, place: str, name: str
-) -> None:
+def test_data_that_looks_like_the_sentinel_arrives(groups_at, place, name):
     """Tokens of which every 16 bytes look as if they had not come.
 
     They are NaN, and stay that; their sign may change (`avoid_sentinel`). Run twice:
@@ -256,7 +250,7 @@ LARGE_PLACES = {
     "place",
     [pytest.param(p, marks=pytest.mark.gpu(v[0])) for p, v in LARGE_PLACES.items()],
 )
-def test_large_launches(gpu_session, place: str) -> None:
+def test_large_launches(gpu_session, place):
     _, config, build, names = LARGE_PLACES[place]
     cases = {n: LARGE[n] for n in names}
     groups = Groups(gpu_session, f"large_{place}", cases, config=config, build=build)
@@ -340,7 +334,7 @@ class Delayed:
         for build in (round_trip, async_then_wait, fused_round_trip)
     ],
 )
-def test_1000_replays_with_delays(gpu_session, case: Case, build: Callable) -> None:
+def test_1000_replays_with_delays(gpu_session, case, build):
     """A captured graph, replayed with other tokens, routings and delays."""
     config = case.config(target="gpu", timeout_s=5)
     manager = EPBatchManager(config)
@@ -424,7 +418,7 @@ def fails(comm: EPCommInitializer, *words: str) -> Iterator[None]:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("suffix", PROTOCOLS)
-def test_a_missing_peer_is_named(gpu_session, suffix: str) -> None:
+def test_a_missing_peer_is_named(gpu_session, suffix):
     """Rank 1 does not send: rank 0 ends its wait, and says who is missing."""
     case = in_protocols([Case("missing", 2, 5, 3, 512, 7)])[f"missing{suffix}"]
     config = case.config(target="gpu", timeout_s=0.5)
@@ -447,7 +441,7 @@ def test_a_missing_peer_is_named(gpu_session, suffix: str) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("suffix", PROTOCOLS)
-def test_bad_ids_are_dropped_and_reported(gpu_session, suffix: str) -> None:
+def test_bad_ids_are_dropped_and_reported(gpu_session, suffix):
     name = f"bad_ids{suffix}"
     case = in_protocols([Case("bad_ids", 1, 5, 3, 512, 7)])[name]
     groups = Groups(gpu_session, name, {case.name: case}, config=Case.on_gpus)
@@ -466,7 +460,7 @@ def test_bad_ids_are_dropped_and_reported(gpu_session, suffix: str) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_a_dispatch_between_async_and_wait_of_sums(gpu_session) -> None:
+def test_a_dispatch_between_async_and_wait_of_sums(gpu_session):
     """Which the manager refuses: the own rows of the first are known no more."""
     case = Case("phases", 1, 5, 3, 80, 7, **PROTOCOLS["_sums"])
     config = case.on_gpus()
@@ -497,7 +491,7 @@ def test_a_dispatch_between_async_and_wait_of_sums(gpu_session) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("suffix", PROTOCOLS)
-def test_memory_of_another_config_is_not_touched(gpu_session, suffix: str) -> None:
+def test_memory_of_another_config_is_not_touched(gpu_session, suffix):
     """The launcher cannot see whose counters it is given: the kernels look."""
     case = Case("other_config", 1, 5, 3, 512, 7)
     # Half as large a region, but as many counters, so MAX takes them.

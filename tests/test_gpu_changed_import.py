@@ -12,8 +12,6 @@ how a scale is rounded. Each package's are compared with bounds for that, from
 what it delivered itself; ``-s`` shows how many elements differ.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -108,9 +106,7 @@ def check_rows_are_counted(got: Run, n_rows: np.ndarray, *, is_fp8: bool) -> Non
             assert n_got.get(expert, 0) == n, f"{where}: {n_got}, not {n}"
 
 
-def check_rows_are_the_oracles(
-    got: Run, inputs: list[list[np.ndarray]], *, is_fp8: bool, has_shared: bool
-) -> None:
+def check_rows_are_the_oracles(got, inputs, *, is_fp8, has_shared):
     """Compares each expert's rows with the oracle's, as sets."""
     tokens, ids = inputs[:2]
     n_rows = rows_of_experts(ids, has_shared)
@@ -140,9 +136,7 @@ def dequantize(dispatched: list[np.ndarray]) -> np.ndarray:
     return values * np.repeat(scales[0].T, FP8_BLOCK, axis=1)
 
 
-def rows_by_token(
-    dispatched: list[np.ndarray], tokens: np.ndarray, n_rows: np.ndarray
-) -> dict[tuple[int, int], int]:
+def rows_by_token(dispatched, tokens, n_rows):
     """Finds each token's row for each expert by the signs of its elements."""
     rows, *_, row_offsets, expert_ids = dispatched
     sign_bit = 1 << (8 * rows.itemsize - 1)
@@ -181,9 +175,7 @@ def check_rows_are_close(got: Run, inputs: list[list[np.ndarray]]) -> None:
     assert n_found == sum(ids.size for ids in inputs[1]), f"{got.where}: {n_found} rows"
 
 
-def check_sums(
-    got: Run, inputs: list[list[np.ndarray]], *, is_exact: bool, has_shared: bool
-) -> None:
+def check_sums(got, inputs, *, is_exact, has_shared):
     """Compares sums with those of the rows that this package delivered.
 
     Float32 sums of ``n`` products are within ``n`` roundings of the exact one,
@@ -239,9 +231,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return widen(reference.float32_to_bfloat16(x.astype(np.float32)))
 
 
-def check_run(
-    got: Run, run: str, counts: list[int], *, is_fp8: bool, has_shared: bool
-) -> None:
+def check_run(got, run, counts, *, is_fp8, has_shared):
     """Compares one package's run with the oracle."""
     inputs = make_inputs(run, counts, has_shared=has_shared)
     is_exact = run in EXACT_RUNS
@@ -289,7 +279,7 @@ def saved_by_both(tmp_path_factory: pytest.TempPathFactory) -> Callable:
         for name in ARGUMENTS
     ],
 )
-def test_only_the_import_changes(saved_by_both: Callable, name: str) -> None:
+def test_only_the_import_changes(saved_by_both, name):
     saved = saved_by_both(name)
     assert saved[MAX].keys() == saved[OURS].keys()
     counts = saved[OURS]["counts"].tolist()
@@ -320,7 +310,7 @@ HAS_SPLIT = accelerator_count() > 0 or "MAX_EP_ALL_CASES" in os.environ
     "arguments",
     ["--forms all --bfloat16-weights --shared-expert", *["--forms split"] * HAS_SPLIT],
 )
-def test_max_ep_alone(arguments: str, tmp_path: Path) -> None:
+def test_max_ep_alone(arguments, tmp_path):
     """Ours, on what there is: two ranks of the CPU where there is no GPU."""
     # Each further rank's experts are compiled by themselves.
     ranks = "" if accelerator_count() else "--ranks 2"
@@ -395,7 +385,7 @@ def large_scale(got: Run) -> None:
         (True, "random", large_scale),
     ],
 )
-def test_the_checks(is_fp8: bool, run: str, spoil: Callable | None) -> None:
+def test_the_checks(is_fp8, run, spoil):
     """They pass what is right in another order, and notice what is not."""
     counts = [20, 0, 3, 7]
     got = perfect_run(run, counts, is_fp8=is_fp8)
@@ -408,7 +398,7 @@ def test_the_checks(is_fp8: bool, run: str, spoil: Callable | None) -> None:
         check_run(got, run, counts, **kind)
 
 
-def test_a_last_bit_of_a_scale_may_differ() -> None:
+def test_a_last_bit_of_a_scale_may_differ():
     """FP8 of random tokens, quantized by a rounding that is not the oracle's."""
     counts = [20, 0, 3, 7]
     got = perfect_run("random", counts, is_fp8=True)

@@ -26,7 +26,7 @@ N_TOKENS = 64
 
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
-def test_sums(is_fp8: bool) -> None:
+def test_sums(is_fp8):
     """Rank 0's sums: its own part in float32, the other's rounded to bfloat16."""
     ids = cases.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)[0]
     weights = cases.router_weights(SHAPE, N_RANKS, N_TOKENS)[0]
@@ -61,7 +61,7 @@ def test_sums(is_fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("filled_to", [1, 4])
-def test_dispatched_rows(filled_to: int) -> None:
+def test_dispatched_rows(filled_to):
     """Experts in any order, their rows with gaps behind them or without."""
     bits = cases.tokens(SHAPE, N_RANKS, N_TOKENS)
     ids = cases.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)
@@ -95,7 +95,7 @@ def test_dispatched_rows(filled_to: int) -> None:
         check(replace(good, rows=damaged))
 
 
-def test_rows_of_one_rank_in_any_order_of_experts() -> None:
+def test_rows_of_one_rank_in_any_order_of_experts():
     ids = cases.expert_ids(SHAPE, "zipf", 1, N_TOKENS)[0]
     x = stack_tokens(cases.tokens(SHAPE, 1, N_TOKENS), "cpu")
     rank_of_expert = np.random.default_rng(0).permutation(SHAPE.n_experts)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands in MAX's modules while a model is built, of that on Hopper what shows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -66,9 +64,7 @@ class Cache:
     max_prompt_length: TensorValue
 
 
-def said_length(
-    longest: TensorValue, architecture: str, dtype: DType = DType.bfloat16
-) -> TensorValue:
+def said_length(longest, architecture, dtype=DType.bfloat16):
     """Returns how long latent attention hears that the longest prompt is."""
     query = SimpleNamespace(device=DeviceRef.GPU(0), dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +87,7 @@ def add_said_lengths(module: Module) -> None:
         graph.output(said_length(longest, "sm_90a"))
 
 
-def test_short_prompts_are_not_decoded(one_module: SimpleNamespace) -> None:
+def test_short_prompts_are_not_decoded(one_module):
     model = one_module.models["said_length"]
     said = {1: 1, 2: 9, 3: 9, 8: 9, 9: 9, 10: 10, 4096: 4096}
     for longest, wanted in said.items():
@@ -99,7 +95,7 @@ def test_short_prompts_are_not_decoded(one_module: SimpleNamespace) -> None:
         assert got.to_numpy().tolist() == [wanted]
 
 
-def test_rows_behind_a_whole_tile_are_left_out(one_module: SimpleNamespace) -> None:
+def test_rows_behind_a_whole_tile_are_left_out(one_module):
     assert one_module.added[__name__] == ["n_rows", 4]
     model = one_module.models["whole_tiles"]
     rng = np.random.default_rng(0)
@@ -127,8 +123,8 @@ def test_rows_behind_a_whole_tile_are_left_out(one_module: SimpleNamespace) -> N
     ],
 )
 def test_only_what_is_wrong_is_replaced(
-    monkeypatch, device: DeviceRef, architecture: str, dtype: DType, is_wrong: bool
-) -> None:
+    monkeypatch, device, architecture, dtype, is_wrong
+):
     """A layer's matmul, one of sizes ours does not take, and one of an own weight."""
     monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
     types = [
@@ -153,7 +149,7 @@ def test_only_what_is_wrong_is_replaced(
 @pytest.mark.parametrize(
     ("dtype", "is_ours"), [(DType.float32, True), (DType.bfloat16, False)]
 )
-def test_matmul_on_cpu_is_quickly_compiled(dtype: DType, is_ours: bool) -> None:
+def test_matmul_on_cpu_is_quickly_compiled(dtype, is_ours):
     cpu = DeviceRef.CPU()
     layer = max_linear.Linear(64, 32, dtype, cpu)
     with Graph("linear", input_types=[TensorType(dtype, ["n_rows", 64], cpu)]) as graph:
@@ -162,7 +158,7 @@ def test_matmul_on_cpu_is_quickly_compiled(dtype: DType, is_ours: bool) -> None:
     assert ("max_ep.grouped_matmul" in str(graph)) == is_ours
 
 
-def test_maxs_modules_have_their_own_functions_again() -> None:
+def test_maxs_modules_have_their_own_functions_again():
     modules = [(name, module) for module, name, _ in hopper.REPLACED]
     assert modules == [
         ("grouped_matmul_ragged", max_moe),
@@ -178,7 +174,7 @@ def test_maxs_modules_have_their_own_functions_again() -> None:
         assert getattr(module, name) is ORIGINALS[name]
 
 
-def test_what_stands_while_a_model_is_built() -> None:
+def test_what_stands_while_a_model_is_built():
     """Ours in MAX's modules, the ops in reach of subgraphs, and nothing after."""
     theirs = SimpleNamespace(EPBatchManager=None)
     layers = SimpleNamespace(forward_moe_sharded_layers=None)

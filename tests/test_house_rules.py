@@ -26,12 +26,12 @@ LAYERS = (
 
 
 @pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES], ids=name_of)
-def test_licence_line_comes_first(path: Path) -> None:
+def test_licence_line_comes_first(path):
     first = path.read_text().partition("\n")[0]
     assert first in ("# SPDX-License-Identifier: Apache-2.0", ""), name_of(path)
 
 
-def test_mojo_is_formatted() -> None:
+def test_mojo_is_formatted():
     mblack = Path(sys.executable).with_name("mblack")
     done = subprocess.run(
         [str(mblack), "--check", "--preview", "-l", "80", *map(str, MOJO_FILES)],
@@ -49,7 +49,7 @@ def test_mojo_is_formatted() -> None:
 FULLY_DOCUMENTED = re.compile(r"/max_ep/(api/\w+|kernels|token_format)\.mojo:")
 
 
-def test_mojo_docstrings() -> None:
+def test_mojo_docstrings():
     """Every public symbol has one, but the ops' bodies: they repeat their launchers."""
     done = subprocess_run_mojo(
         ["doc", "--diagnose-missing-doc-strings", "-o", os.devnull, "max_ep"],
@@ -70,7 +70,7 @@ def test_mojo_docstrings() -> None:
 
 
 @pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
-def test_every_memory_order_is_argued(path: Path) -> None:
+def test_every_memory_order_is_argued(path):
     lines = path.read_text().splitlines()
     for i, line in enumerate(lines):
         if re.search(r"ordering\s*=|\bfence\[", line):
@@ -79,13 +79,13 @@ def test_every_memory_order_is_argued(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
-def test_atomics_live_in_flags(path: Path) -> None:
+def test_atomics_live_in_flags(path):
     if path.name != "flags.mojo":
         assert not re.search(r"std\.atomic|Atomic\[|fence\[", path.read_text())
 
 
 @pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
-def test_layers_point_one_way(path: Path) -> None:
+def test_layers_point_one_way(path):
     package = mojo_dir() / "max_ep"
     if (
         package not in path.parents
@@ -101,7 +101,7 @@ def test_layers_point_one_way(path: Path) -> None:
             assert LAYERS.index(module) < own, f"{name_of(path)} imports {module}"
 
 
-def test_serving_and_matmuls_stand_apart() -> None:
+def test_serving_and_matmuls_stand_apart():
     """The core does not import `max_ep.serve`; the matmuls know nothing of EP."""
     core = [path for path in PYTHON_FILES if path.is_relative_to(ROOT / "max_ep")]
     serve = [path for path in core if "serve" in path.relative_to(ROOT).parts]
@@ -118,12 +118,12 @@ def test_serving_and_matmuls_stand_apart() -> None:
 
 
 @pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES, *PAGES], ids=name_of)
-def test_no_machine_is_named(path: Path) -> None:
+def test_no_machine_is_named(path):
     found = re.findall(r"(?<![\w.])/(?:work|root|home)/\w+", path.read_text())
     assert not found
 
 
-def test_processes_of_a_test_run_have_cores_of_their_own(monkeypatch) -> None:
+def test_processes_of_a_test_run_have_cores_of_their_own(monkeypatch):
     """Fails if two of the processes share a core while one is idle."""
     taken = []
     monkeypatch.setattr(conftest, "ALL_CORES", {3, 5, 7, 9, 11})
@@ -160,7 +160,7 @@ SIZED_FILES = [
 ]
 
 
-def test_files_are_short() -> None:
+def test_files_are_short():
     lengths = {name_of(p): len(p.read_text().splitlines()) for p in SIZED_FILES}
     long = {name for name, length in lengths.items() if length > MOST_LINES}
     assert not long - LONG_FILES, f"above {MOST_LINES} lines: divide them"
@@ -210,13 +210,13 @@ def python_widths(text: str) -> dict[str, int]:
     return widths
 
 
-def test_widths_are_counted() -> None:
+def test_widths_are_counted():
     text = "def f[a: Int, //, b: T[c, d]](mut self, x: P[u, v], *, y: Int = g(1, 2)):"
     assert mojo_widths(text + "\n    pass") == {"f": 4}
     assert python_widths("def f(self, a, *, b=g(1, 2)): pass") == {"f": 2}
 
 
-def test_functions_are_narrow() -> None:
+def test_functions_are_narrow():
     wide: dict[str, list[str]] = {}
     for path in SIZED_FILES:
         if re.search(r"(^|/|_)(api|ops|kernels)(/|\.)", name_of(path)):
@@ -284,7 +284,7 @@ def retired_words(path: Path) -> list[str]:
     return found
 
 
-def test_words_are_those_of_the_field() -> None:
+def test_words_are_those_of_the_field():
     found = [
         text
         for path in WORDED_FILES
@@ -295,6 +295,6 @@ def test_words_are_those_of_the_field() -> None:
 
 
 @pytest.mark.parametrize("prefix", NOT_YET_CLEAN)
-def test_what_is_not_yet_clean_has_retired_words(prefix: str) -> None:
+def test_what_is_not_yet_clean_has_retired_words(prefix):
     paths = [path for path in WORDED_FILES if name_of(path).startswith(prefix)]
     assert any(map(retired_words, paths)), f"remove {prefix} from NOT_YET_CLEAN"

@@ -6,8 +6,6 @@ in its docstring is computed independently, and the constants that Python and
 Mojo both have are compared.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,16 +49,16 @@ FP8_SOURCE = "max_ep/formats/blockwise_fp8.mojo"
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
-def test_python_and_mojo_agree(value: float, name: str, path: str) -> None:
+def test_python_and_mojo_agree(value, name, path):
     assert np.float32(value) == np.float32(mojo_constant(name, path))
 
 
-def test_entries_hold_what_the_config_lets_through() -> None:
+def test_entries_hold_what_the_config_lets_through():
     bits = mojo_constant("ENTRY_FIELD_BITS", "max_ep/dispatch_by_rank/entries.mojo")
     assert limits.MAX_OF_ENTRY == 2**bits - 1
 
 
-def test_messages_keep_their_alignment() -> None:
+def test_messages_keep_their_alignment():
     """What is copied in words of MESSAGE_ALIGN stays aligned to them."""
     align = mojo_constant("MESSAGE_ALIGN")
     assert mojo_constant("SOURCE_INFO_BYTES") % align == 0
@@ -147,7 +145,7 @@ def picture_of(case: Case) -> dict[str, int]:
 
 
 @case_names
-def test_sizes_are_those_of_the_picture(name: str) -> None:
+def test_sizes_are_those_of_the_picture(name):
     case = ALL_CASES[name]
     sizes = case.config().sizes()
     want = picture_of(case)
@@ -167,7 +165,7 @@ def test_sizes_are_those_of_the_picture(name: str) -> None:
 
 
 @case_names
-def test_config_answers_from_the_sizes(name: str) -> None:
+def test_config_answers_from_the_sizes(name):
     case = ALL_CASES[name]
     cfg = case.config()
     assert cfg.n_local_experts == -(-case.n_experts // case.n_ranks)
@@ -196,14 +194,14 @@ def estimate(case: Case, **changes: object) -> int:
     return estimate_ep_memory_usage(**(given | changes))
 
 
-def test_several_hosts_are_estimated_as_gpus() -> None:
+def test_several_hosts_are_estimated_as_gpus():
     """`"auto"` differs there: SHMEM has `by_expert` only."""
     case = CASES["last_rank_empty"]
     want = picture_of(case)["region_bytes"]
     assert estimate(case, n_nodes=2, n_gpus_per_node=2) == want
 
 
-def test_memory_estimate_refuses_what_config_does() -> None:
+def test_memory_estimate_refuses_what_config_does():
     with pytest.raises(ValueError, match="use_allreduce"):
         estimate(CASES["two_ranks"], use_allreduce=True)
     with pytest.raises(ValueError, match="dispatch_element_dtype.*float4_e2m1fn"):
@@ -211,7 +209,7 @@ def test_memory_estimate_refuses_what_config_does() -> None:
         estimate(CASES["two_ranks"], dispatch_element_dtype=dtype)
 
 
-def test_processes_and_local_ranks_are_ranks_alike() -> None:
+def test_processes_and_local_ranks_are_ranks_alike():
     """How ranks are spread over processes does not change a rank's memory."""
     case = CASES["last_rank_empty"]
     for n_nodes in (1, 2, 4):
@@ -234,15 +232,15 @@ def test_processes_and_local_ranks_are_ranks_alike() -> None:
     ],
 )
 def test_there_is_time_where_a_wait_can_be_met_later(
-    waits: bool, target: str, n_gpus_per_node: int, more: dict[str, int]
-) -> None:
+    waits, target, n_gpus_per_node, more
+):
     given = {"target": target, "n_gpus_per_node": n_gpus_per_node, **more}
     config = CASES["one_rank"].config(timeout_s=2, **given)
     assert config.timeout_ms == (2000 if waits else 0)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 127, 128])
-def test_counters_hold_every_pair(n_ranks: int) -> None:
+def test_counters_hold_every_pair(n_ranks):
     header = mojo_constant("N_HEADER_WORDS", "max_ep/counters.mojo")
     max_ranks = mojo_constant("MAX_RANKS")
     words_of = {n: header + 2 * (n + max_ranks + 1) for n in range(1, 300)}
@@ -415,7 +413,7 @@ def mojo_says(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[s
 
 
 @pytest.mark.parametrize("kind", OFFSETS)
-def test_offsets_are_those_of_the_picture(mojo_says, kind: str) -> None:
+def test_offsets_are_those_of_the_picture(mojo_says, kind):
     sweep = [dict(zip(SWEEP, sizes)) for sizes in itertools.product(*SWEEP.values())]
     for sizes, words in zip(sweep, mojo_says[kind], strict=True):
         n_experts, n_ranks, max_tokens, top_k, msg = sizes.values()
@@ -426,7 +424,7 @@ def test_offsets_are_those_of_the_picture(mojo_says, kind: str) -> None:
         assert got == wanted, sizes
 
 
-def test_routing_metadata_stands_in_tokens() -> None:
+def test_routing_metadata_stands_in_tokens():
     """In an all-gather, beside each token: in messages of dispatch alone."""
     config = AllGatherTokenDispatcher(80, 5, 7, n_gpus_per_node=3, target="cpu").config
     sizes = vars(config.sizes())
@@ -436,7 +434,7 @@ def test_routing_metadata_stands_in_tokens() -> None:
         assert n_bytes == want.get(name, n_bytes), name
 
 
-def test_experts_on_a_rank(mojo_says) -> None:
+def test_experts_on_a_rank(mojo_says):
     """Every expert is held once, by the rank that `e // n_local_experts` says."""
     for words in mojo_says["held"]:
         n_experts, n_ranks, rank, n_held = (int(word) for word in words)
@@ -445,7 +443,7 @@ def test_experts_on_a_rank(mojo_says) -> None:
         assert n_held == len(mine), words
 
 
-def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says) -> None:
+def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says):
     got = {}
     for wire, *words in mojo_says["format"]:
         hidden_size, n_token, n_msg, hidden_of, top_k = (int(w) for w in words)
@@ -468,7 +466,7 @@ def test_comptime_sizes_of_formats_are_the_runtime_ones(mojo_says) -> None:
         assert n_bytes == got[case.wire, case.hidden_size][1]
 
 
-def test_unknown_format_is_named() -> None:
+def test_unknown_format_is_named():
     axes = CASES["two_ranks"].config().axes
     words = ["float16", "2", "80", "5", "2", "7", "3", *axes, "0"]
     with pytest.raises(RuntimeError, match="unknown format float16"):
@@ -479,7 +477,7 @@ def test_unknown_format_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["last_rank_empty", "fp8", "one_rank"])
-def test_addresses_are_those_of_the_picture(session, name: str) -> None:
+def test_addresses_are_those_of_the_picture(session, name):
     """`ep_init` hands out what the picture says, on regions that lie apart."""
     case = CASES[name]
     want = picture_of(case)
@@ -504,6 +502,6 @@ def test_addresses_are_those_of_the_picture(session, name: str) -> None:
     assert (apart >= want["region_bytes"]).all(), f"regions overlap: {base}"
 
 
-def test_the_quant_config_has_the_block_of_the_kernels() -> None:
+def test_the_quant_config_has_the_block_of_the_kernels():
     block = blockwise_fp8_quant_config().input_scale.block_size
     assert block == (1, mojo_constant("FP8_BLOCK", FP8_SOURCE))

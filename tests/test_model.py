@@ -53,14 +53,14 @@ def explored(world: World) -> tuple[Result, frozenset[Step]]:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=id_of)
-def test_protocol_holds(world: World) -> None:
+def test_protocol_holds(world):
     result, _ = explored(world)
     assert result.failure is None, result.short()
     assert result.n_ends > 0
 
 
 @pytest.mark.parametrize("world", worlds.tiny(), ids=id_of)
-def test_protocol_holds_in_every_order(world: World) -> None:
+def test_protocol_holds_in_every_order(world):
     """Every step of every rank in every order, stale reads and all."""
     result = Machine(world).explore(every_order=True)
     assert result.failure is None, result.short()
@@ -68,14 +68,14 @@ def test_protocol_holds_in_every_order(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", worlds.refused(), ids=id_of)
-def test_program_that_must_not_be_run(world: World) -> None:
+def test_program_that_must_not_be_run(world):
     """The model finds what is wrong with the orders that `protocol.md` forbids."""
     result = Machine(world).explore(max_states=2000, gives_up=True)
     assert result.failure is not None
 
 
 @pytest.mark.parametrize("world", worlds.stopped(), ids=id_of)
-def test_program_that_a_launch_refuses(world: World) -> None:
+def test_program_that_a_launch_refuses(world):
     """It never ends and uses no wrong value; without the check, it does."""
     result = Machine(world).explore()
     assert result.failure is None, result.short()
@@ -86,7 +86,7 @@ def test_program_that_a_launch_refuses(world: World) -> None:
 
 
 @pytest.mark.parametrize("mutation", NAMED, ids=id_of)
-def test_named_mutation_is_caught(mutation: Mutation) -> None:
+def test_named_mutation_is_caught(mutation):
     caught = {}
     for protocol, of_protocol in worlds.by_protocol().items():
         if protocol in mutation.not_in:
@@ -95,7 +95,7 @@ def test_named_mutation_is_caught(mutation: Mutation) -> None:
     assert caught and all(caught.values()), caught
 
 
-def test_every_step_matters() -> None:
+def test_every_step_matters():
     """Each order made weaker, each wait and store left out, each generation fixed.
 
     What nothing notices is what `HARMLESS` lists, with reasons, and nothing else.
@@ -117,7 +117,7 @@ def test_every_step_matters() -> None:
 
 
 @pytest.mark.parametrize("world", worlds.tiny(), ids=id_of)
-def test_choices_alone_find_what_every_order_finds(world: World) -> None:
+def test_choices_alone_find_what_every_order_finds(world):
     """The reduction is sound on worlds that are small enough for both."""
     machine = Machine(world)
     machine.explore(every_order=True)
@@ -130,13 +130,13 @@ def test_choices_alone_find_what_every_order_finds(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_worlds(seed: int) -> None:
+def test_random_worlds(seed):
     """Up to four ranks, three tokens, two blocks, any legal order of ops: one way."""
     result = Machine(worlds.random_world(seed)).walk(1, seed)
     assert result.failure is None, result.short()
 
 
-def test_a_trace_can_be_read() -> None:
+def test_a_trace_can_be_read():
     """It names ranks, launches, steps with their lines of code, and what is wrong."""
     mutation = next(m for m in NAMED if m.name == "done word removed")
     world = next(w for w in worlds.by_rank() if w.name == "fused")

@@ -20,11 +20,11 @@ def run(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["launchers", "output_layouts", "pure_functions"])
-def test_program(name: str) -> None:
+def test_program(name):
     assert run(f"{name}.mojo") == "OK"
 
 
-def test_kernels_with_the_lists_of_max(tmp_path: Path) -> None:
+def test_kernels_with_the_lists_of_max(tmp_path):
     """Each compiles with MAX's parameters and arguments alone, in MAX's order.
 
     `launchers.mojo` runs the launchers so.
@@ -41,11 +41,11 @@ def test_kernels_with_the_lists_of_max(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_kernels_of_two_ranks_on_one_gpu() -> None:
+def test_kernels_of_two_ranks_on_one_gpu():
     assert run("seeds_gpu.mojo") == "OK"
 
 
-def test_fp8_rounding_agrees_with_mojo() -> None:
+def test_fp8_rounding_agrees_with_mojo():
     assert int(run("fp8_rounding.mojo")) > 40_000_000
 
 
@@ -82,9 +82,7 @@ def failure_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
         ("9 3 -1 12 0 0 2 3", ["another EPConfig", "top_k: 2 there, 3 in the graph"]),
     ],
 )
-def test_failure_records_in_words(
-    failure_text: Callable[[str], str], record: str, words: list[str]
-) -> None:
+def test_failure_records_in_words(failure_text, record, words):
     """What `EPCommInitializer.check` says of a rank's record."""
     said = failure_text(f"1 5000 {record}")
     assert said.startswith("max_ep: ") == bool(words)
@@ -104,7 +102,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_package_that_was_deleted_is_compiled_again(cache: Path) -> None:
+def test_a_package_that_was_deleted_is_compiled_again(cache):
     """A program may run for weeks, and somebody tidy up meanwhile."""
     for _ in range(2):
         path = extension_path()
@@ -112,9 +110,7 @@ def test_a_package_that_was_deleted_is_compiled_again(cache: Path) -> None:
         shutil.rmtree(path.parent)
 
 
-def test_a_package_is_there_when_it_is_whole(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_is_there_when_it_is_whole(cache, monkeypatch):
     """Fails if the compiler writes where others look: one may be killed half-way."""
 
     def is_killed(*args: str) -> None:
@@ -130,7 +126,7 @@ def test_a_package_is_there_when_it_is_whole(
     assert files == {"max_ep.mojoc", "max_ep.mojoc.lock"}
 
 
-def test_a_cache_that_cannot_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be(cache, monkeypatch):
     file = cache / "file"
     file.touch()
     monkeypatch.setenv("MAX_EP_CACHE_DIR", str(file / "cache"))

@@ -5,15 +5,12 @@ Most tests only look at what one launch of four processes brought home
 (`four`): starting processes is what costs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import scenarios
@@ -56,13 +53,13 @@ def assert_well(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario(four: Outcomes, name: str) -> None:
+def test_scenario(four, name):
     """Every row and every sum is the oracle's, bit for bit."""
     assert_well([outcomes[name] for outcomes in four])
 
 
 @pytest.mark.parametrize("name", ["dispatch_only", "combine_only"])
-def test_fast_rank_waits_for_slow_reader(four: Outcomes, name: str) -> None:
+def test_fast_rank_waits_for_slow_reader(four, name):
     """Nobody has sent a generation before the slow rank looked at the last."""
     assert_well([outcomes[name] for outcomes in four])
     looked = four[scenarios.SLOW_RANK][name].value["looked"]
@@ -72,7 +69,7 @@ def test_fast_rank_waits_for_slow_reader(four: Outcomes, name: str) -> None:
         assert not early, f"rank {rank} overwrote unread rows in {early}"
 
 
-def test_stopped_process_stopped(four: Outcomes) -> None:
+def test_stopped_process_stopped(four):
     """The scenario is not empty: three times, everybody waited for the rank."""
     assert_well([outcomes["stopped"] for outcomes in four])
     for rank in range(N_RANKS):
@@ -81,17 +78,17 @@ def test_stopped_process_stopped(four: Outcomes) -> None:
         assert n_waits >= 3, f"rank {rank}: {seconds}"
 
 
-def test_two_processes_of_two_ranks(graphs: str) -> None:
+def test_two_processes_of_two_ranks(graphs):
     assert_well(launch(scenarios.run_two_by_two, 2, (graphs,), timeout_s=120))
 
 
-def test_thousands_of_generations(graphs: str, tmp_path: Path) -> None:
+def test_thousands_of_generations(graphs, tmp_path):
     """Counts change, ranks are late. `MAX_EP_SOAK=10000`: so many of every protocol."""
     n_right = launched(scenarios.soak, graphs, str(tmp_path), timeout_s=600)
     assert n_right == [scenarios.N_GENERATIONS] * N_RANKS
 
 
-def test_two_groups_at_once(graphs: str, tmp_path: Path) -> None:
+def test_two_groups_at_once(graphs, tmp_path):
     n_right = launched(scenarios.two_groups, graphs, str(tmp_path), timeout_s=120)
     assert n_right == [scenarios.N_OF_TWO_GROUPS] * N_RANKS
 
@@ -113,12 +110,12 @@ def set_up(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("name", ["healthy", "again"])
-def test_set_up_of_healthy_group(set_up: Outcomes, name: str) -> None:
+def test_set_up_of_healthy_group(set_up, name):
     """Also again and again: a fast process must not take a slow one's old memory."""
     assert_well([answers[name] for answers in set_up])
 
 
-def test_process_that_never_starts_is_named(set_up: Outcomes) -> None:
+def test_process_that_never_starts_is_named(set_up):
     for node_id, answers in enumerate(set_up):
         error = answers["missing"].error
         waited = f"node {node_id} waited {TIMEOUT_S} s for node 3 "
@@ -129,7 +126,7 @@ def test_process_that_never_starts_is_named(set_up: Outcomes) -> None:
         assert TIMEOUT_S - 0.1 < seconds < TIMEOUT_S + SLACK_S
 
 
-def test_different_configuration_is_an_error_everywhere(set_up: Outcomes) -> None:
+def test_different_configuration_is_an_error_everywhere(set_up):
     """Those who wait for the odd one hear why it does not come."""
     for node_id, answers in enumerate(set_up):
         error = answers["different"].error
@@ -140,7 +137,7 @@ def test_different_configuration_is_an_error_everywhere(set_up: Outcomes) -> Non
     assert odd.seconds < TIMEOUT_S
 
 
-def test_node_id_outside_of_group_is_refused(set_up: Outcomes) -> None:
+def test_node_id_outside_of_group_is_refused(set_up):
     """Its rank would be behind the end of every table of addresses."""
     error = set_up[2]["outside"].error
     assert error is not None and error.startswith("ValueError"), error
@@ -162,9 +159,7 @@ def test_node_id_outside_of_group_is_refused(set_up: Outcomes) -> None:
         ("dispatch_wait", "dispatch_async|word that it has read"),
     ],
 )
-def test_killed_rank_is_named(
-    graphs: str, tmp_path: Path, where: str, missed: str
-) -> None:
+def test_killed_rank_is_named(graphs, tmp_path, where, missed):
     with pytest.raises(LaunchError) as caught:
         launched(scenarios.die, graphs, where, TIMEOUT_S, str(tmp_path))
     # Since the last of them was there; to start takes as long as others let it.
@@ -190,7 +185,7 @@ def test_killed_rank_is_named(
     assert names_of((tmp_path / "group").read_text()) == []
 
 
-def test_next_group_works(graphs: str) -> None:
+def test_next_group_works(graphs):
     """Runs after groups that died, and leaves nothing either."""
     groups = launched(scenarios.work, graphs)
     assert len(set(groups)) == 1
@@ -200,7 +195,7 @@ def test_next_group_works(graphs: str) -> None:
 # -------------------------------------------------------------------------- launch
 
 
-def test_results_are_in_order() -> None:
+def test_results_are_in_order():
     results = launch(scenarios.multiply, 3, (10,), timeout_s=60)
     assert [r[0] for r in results] == [0, 10, 20]
     assert [r[1] for r in results] == ["0", "1", "2"]
@@ -209,7 +204,7 @@ def test_results_are_in_order() -> None:
     assert len(groups) == 1 and len(groups.pop()) >= 16
 
 
-def test_what_cannot_be_launched_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_launched_is_said(tmp_path):
     """A function that is not importable, and a script that starts itself again."""
     with pytest.raises(ValueError, match="lambda.*top of a module"):
         launch(lambda node_id: node_id, 2)
@@ -230,7 +225,7 @@ def test_what_cannot_be_launched_is_said(tmp_path: Path) -> None:
     assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
-def test_every_failure_is_reported(tmp_path: Path) -> None:
+def test_every_failure_is_reported(tmp_path):
     with pytest.raises(LaunchError) as caught:
         launch(scenarios.fail_in_various_ways, 5, (str(tmp_path),), timeout_s=60)
     failures = caught.value.failures
@@ -247,7 +242,7 @@ def test_every_failure_is_reported(tmp_path: Path) -> None:
     assert names_of((tmp_path / "group").read_text()) == []
 
 
-def test_time_limit_kills(tmp_path: Path) -> None:
+def test_time_limit_kills(tmp_path):
     limit_s = 6.0
     begin = time.monotonic()
     with pytest.raises(LaunchError) as caught:

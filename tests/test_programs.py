@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -37,9 +37,7 @@ def run(command: str) -> str:
 
 
 @pytest.fixture
-def plan(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], str]:
+def plan(capsys, monkeypatch):
     """Runs `max-ep plan` in this process, which need not import MAX again."""
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -62,11 +60,11 @@ def plan(
         ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
     ],
 )
-def test_graphs(command: str, says: str) -> None:
+def test_graphs(command, says):
     assert says in run(command)
 
 
-def test_plan_shows_every_buffer_and_max() -> None:
+def test_plan_shows_every_buffer_and_max():
     printed = run(
         "max-ep plan --ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
         " --protocol by_expert"
@@ -84,16 +82,14 @@ def test_plan_shows_every_buffer_and_max() -> None:
         ("--layout padded", f"4 x {4 * 8} x 64"),  # 4 local experts
     ],
 )
-def test_plan_shows_the_rows_of_a_layout(
-    plan: Callable[[str], str], options: str, shape: str
-) -> None:
+def test_plan_shows_the_rows_of_a_layout(plan, options, shape):
     sizes = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"
     printed = plan(f"{sizes} {options}")
     line = next(x for x in printed.splitlines() if "dispatch output" in x)
     assert f" {shape} " in line
 
 
-def test_plan_of_a_token_a_rank(plan: Callable[[str], str]) -> None:
+def test_plan_of_a_token_a_rank(plan):
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
     printed = plan(f"{sizes} --protocol by_rank")
     # Entries of 8 bytes, and tokens: once a source, not once an expert; then, for
@@ -103,7 +99,7 @@ def test_plan_of_a_token_a_rank(plan: Callable[[str], str]) -> None:
     assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
 
 
-def test_plan_of_sums_combine(plan: Callable[[str], str]) -> None:
+def test_plan_of_sums_combine(plan):
     sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
     for options, message in (
         ("", 7168 * 2 + 16),
@@ -118,7 +114,7 @@ def test_plan_of_sums_combine(plan: Callable[[str], str]) -> None:
         assert "4 x 4096 x 8 x 16 B" in printed
 
 
-def test_sums_combine_is_as_exact_as_decided() -> None:
+def test_sums_combine_is_as_exact_as_decided():
     """What docs/decisions/0011-combine-sums.md says of 2 and of 8 ranks."""
     from bench.combine_error import measure
 
@@ -129,7 +125,7 @@ def test_sums_combine_is_as_exact_as_decided() -> None:
         assert 1 - m["n_partials"] / m["n_rows"] > saved
 
 
-def test_plan_fits_a_line(monkeypatch, capsys) -> None:
+def test_plan_fits_a_line(monkeypatch, capsys):
     """Large numbers are neither cut nor divided."""
     monkeypatch.setenv("COLUMNS", "80")
     command = "plan --ranks 128 --experts 256 --top-k 8 --hidden 7168 --tokens 65535"
@@ -157,7 +153,7 @@ def test_plan_fits_a_line(monkeypatch, capsys) -> None:
         ("--tokens 70000 --protocol by_rank", "--protocol by_rank with --tokens 7"),
     ],
 )
-def test_plan_names_the_option_that_cannot_be(capsys, options: str, says: str) -> None:
+def test_plan_names_the_option_that_cannot_be(capsys, options, says):
     given = "--ranks 4 --experts 8 --top-k 2 --hidden 128 --tokens 1"
     assert main(["plan", *given.split(), *options.split()]) == 2
     error = capsys.readouterr().err
@@ -174,7 +170,7 @@ def test_plan_names_the_option_that_cannot_be(capsys, options: str, says: str) -
         "stats waits.npz",
     ],
 )
-def test_output_that_nobody_reads_ends_quietly(tmp_path, command: str) -> None:
+def test_output_that_nobody_reads_ends_quietly(tmp_path, command):
     """As in `max-ep doctor | head -1`; the demo prints as `plan` does."""
     zeros = np.zeros((1, 2, 2), np.int64)
     Statistics(zeros, zeros, zeros.astype(np.int32), 4).save(tmp_path / "waits.npz")
@@ -194,7 +190,7 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path, command: str) -> None:
     assert done.returncode != 0 and not done.stderr
 
 
-def test_doctor_finds_a_machine_that_can_run() -> None:
+def test_doctor_finds_a_machine_that_can_run():
     printed = run("max-ep doctor")
     assert "FAIL" not in printed
     for what in (
@@ -210,7 +206,7 @@ def test_doctor_finds_a_machine_that_can_run() -> None:
     assert "by_rank" in printed
 
 
-def test_doctor_names_what_serving_lacks(monkeypatch, capsys) -> None:
+def test_doctor_names_what_serving_lacks(monkeypatch, capsys):
     """Also: its lines fit 80 columns, but for words that are longer."""
     from max_ep import doctor
 
@@ -236,7 +232,7 @@ class FakeGpu:
         return self.id != 2
 
 
-def test_doctor_names_gpus_out_of_reach(monkeypatch, capsys) -> None:
+def test_doctor_names_gpus_out_of_reach(monkeypatch, capsys):
     import max.driver
 
     from max_ep import doctor
@@ -251,7 +247,7 @@ def test_doctor_names_gpus_out_of_reach(monkeypatch, capsys) -> None:
         assert said in capsys.readouterr().out
 
 
-def test_gpus_out_of_reach_are_refused(monkeypatch) -> None:
+def test_gpus_out_of_reach_are_refused(monkeypatch):
     from max_ep.memory import gpu as gpu_memory
 
     def enable_all_peer_access() -> None:
@@ -266,7 +262,7 @@ def test_gpus_out_of_reach_are_refused(monkeypatch) -> None:
             gpu_memory.GpuMemory([FakeGpu(i) for i in range(n_ranks)], 64)  # type: ignore
 
 
-def test_wheel_carries_the_mojo_sources(tmp_path) -> None:
+def test_wheel_carries_the_mojo_sources(tmp_path):
     """An installed max_ep, without the checkout, compiles and answers."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
     subprocess.run(
@@ -322,12 +318,12 @@ def demo() -> Iterator[ModuleType]:
         yield demo
 
 
-def test_demo_agrees_with_a_plain_moe(demo, capsys) -> None:
+def test_demo_agrees_with_a_plain_moe(demo, capsys):
     assert demo.run_demo() == 0
     assert "OK" in capsys.readouterr().out
 
 
-def test_demo_compares_with_what_torch_computes() -> None:
+def test_demo_compares_with_what_torch_computes():
     import torch
 
     from max_ep.demo import HIDDEN_SIZE, N_EXPERTS, TOP_K, LayerWeights, plain_moe
@@ -346,7 +342,7 @@ def test_demo_compares_with_what_torch_computes() -> None:
     assert np.allclose(plain_moe(x.numpy(), weights), result, atol=1e-5)
 
 
-def test_demo_notices_a_wrong_result(demo, monkeypatch) -> None:
+def test_demo_notices_a_wrong_result(demo, monkeypatch):
     run_layer = demo.run_layer
 
     def lose_a_token(*args):
@@ -359,7 +355,7 @@ def test_demo_notices_a_wrong_result(demo, monkeypatch) -> None:
     assert demo.run_demo() == 1
 
 
-def test_benchmark_checks_and_measures() -> None:
+def test_benchmark_checks_and_measures():
     """The smallest row of the benchmark, on two ranks; `make bench` runs them all."""
     from max.driver import CPU
     from max.engine import InferenceSession

@@ -6,12 +6,9 @@ with it twice: an expected value comes from torch, from `fractions.Fraction`, or
 from loops that say the same in another way.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +101,7 @@ ELEMENTS = {
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_element_types_are_torchs(name: str):
+def test_element_types_are_torchs(name):
     """Rounding of all samples; every bit pattern widened, and back again."""
     narrow, widen, dtype, bits, nan = ELEMENTS[name]
     of_bits = torch.uint16 if bits.itemsize == 2 else torch.uint8
@@ -124,7 +121,7 @@ def test_element_types_are_torchs(name: str):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
-def test_element_types_take_any_shape(shape: tuple[int, ...]):
+def test_element_types_take_any_shape(shape):
     x = np.ones(shape, np.float32)
     assert_same_bits(bfloat16_to_float32(float32_to_bfloat16(x)), x)
     assert_same_bits(float8_e4m3fn_to_float32(float32_to_float8_e4m3fn(x)), x)
@@ -168,9 +165,7 @@ def fp8_tokens() -> np.ndarray:
     return x.reshape(97, 384).astype(np.float32)
 
 
-def quantize_with_torch(
-    x: np.ndarray, is_power_of_two: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize_with_torch(x, is_power_of_two):
     blocks = torch.from_numpy(x).unflatten(1, (-1, 128))
     amax = blocks.abs().amax(dim=2).clamp(1e-4)
     scales = amax / 448.0
@@ -187,7 +182,7 @@ def quantize_with_torch(
 
 
 @pytest.mark.parametrize("is_power_of_two", [False, True])
-def test_blockwise_fp8_is_torchs(is_power_of_two: bool):
+def test_blockwise_fp8_is_torchs(is_power_of_two):
     """To bytes and scales, and from them."""
     x = fp8_tokens()
     values, scales = quantize_blockwise_fp8(x, is_power_of_two)
@@ -312,7 +307,7 @@ def fma_samples(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ["random", "cancelling", "beside a tie", "nearer than float64", "any bits"]
     + ["subnormal", "largest"],
 )
-def test_fma_is_exact(name: str):
+def test_fma_is_exact(name):
     assert_fma_exact(*fma_samples(name))
 
 
@@ -401,7 +396,7 @@ def make_case(case: str) -> SimpleNamespace:
     "n_experts, n_ranks, want",
     [(8, 4, 2), (7, 3, 3), (7, 5, 2), (1, 4, 1), (256, 8, 32), (5, 1, 5)],
 )
-def test_n_local_experts(n_experts: int, n_ranks: int, want: int):
+def test_n_local_experts(n_experts, n_ranks, want):
     assert n_local_experts(n_experts, n_ranks) == want
     for bad in ((0, 1), (4, 0), (-1, 2)):
         with pytest.raises(ValueError, match=f"n_ranks={bad[1]}"):
@@ -409,7 +404,7 @@ def test_n_local_experts(n_experts: int, n_ranks: int, want: int):
 
 
 @cases
-def test_dispatch_is_the_plain_loops(case: str):
+def test_dispatch_is_the_plain_loops(case):
     """Says the order of rows as five nested loops."""
     c = make_case(case)
     n_local = math.ceil(c.n_experts / c.n_ranks)
@@ -450,7 +445,7 @@ def test_bits_are_copied_as_they_are():
 
 
 @cases
-def test_dispatch_quantizes(case: str):
+def test_dispatch_quantizes(case):
     c = make_case(case)
     tokens = make_tokens([len(t) for t in c.tokens], hidden=256)
     quantized = [quantize_with_torch(t, False) for t in tokens]
@@ -470,7 +465,7 @@ def test_dispatch_quantizes(case: str):
 
 
 @pytest.mark.parametrize("wrong_id", [7, -2, 2**31 - 1, -(2**31)])
-def test_an_id_out_of_range_is_named(wrong_id: int):
+def test_an_id_out_of_range_is_named(wrong_id):
     ids = [np.zeros((4, 2), np.int32) for _ in range(3)]
     ids[1][3, 1] = wrong_id
     with pytest.raises(
@@ -515,7 +510,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @cases
-def test_padded_is_the_plain_loops(case: str):
+def test_padded_is_the_plain_loops(case):
     """Each expert's rows begin at its own first, by source rank."""
     c = make_case(case)
     n_local = math.ceil(c.n_experts / c.n_ranks)
@@ -560,7 +555,7 @@ def test_padded_scales_stand_by_column():
 
 
 @cases
-def test_shared_rows_come_first(case: str):
+def test_shared_rows_come_first(case):
     """All own tokens, masked ones too; behind them all is as without."""
     c = make_case(case)
     plain = dispatch(c.tokens, c.ids, c.n_experts)
@@ -579,7 +574,7 @@ def test_shared_rows_come_first(case: str):
 
 
 @cases
-def test_shared_rows_are_added_last(case: str):
+def test_shared_rows_are_added_last(case):
     c = make_case(case)
     results = dispatch(c.tokens, c.ids, c.n_experts, shared_expert=True)
     factor = np.float32(-1 / 3)
@@ -604,7 +599,7 @@ def test_shared_rows_are_added_last(case: str):
 
 
 @pytest.mark.parametrize("sum_up", [combine, combine_sums])
-def test_the_sum_is_rounded_before_the_shared_row_is_added(sum_up: Callable):
+def test_the_sum_is_rounded_before_the_shared_row_is_added(sum_up):
     """256 and 1 are 257, which is no bfloat16: it is 256 when a shared 1 comes."""
     results = dispatch([f32(0)[:, None]], [np.array([[0, 1]])], 2, shared_expert=True)
     rows, weights = [f32(1, 256, 1)[:, None]], [f32(1, 1)[None, :]]
@@ -629,7 +624,7 @@ ADDED_UP = {
 
 @pytest.mark.parametrize("mode", ADDED_UP)
 @cases
-def test_combine_rounds_once_a_step(case: str, mode: str):
+def test_combine_rounds_once_a_step(case, mode):
     """Exact sums of fractions, in choice order; of sums: by rank, then over ranks."""
     c = make_case(case)
     round_partial = ADDED_UP[mode]
@@ -707,7 +702,7 @@ def scaled_expert(expert_id: int, x: np.ndarray) -> np.ndarray:
 
 
 @cases
-def test_layer_over_ranks_is_the_layer_without_ranks(case: str):
+def test_layer_over_ranks_is_the_layer_without_ranks(case):
     """Dispatch, experts and combine are `moe`, however tokens are spread over ranks."""
     c = make_case(case)
     results = dispatch(c.tokens, c.ids, c.n_experts)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad configurations and graphs are refused while they are made; nothing runs here."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
@@ -13,12 +11,11 @@ import numpy as np
 import pytest
 from cases import BF16, CASES, F32
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.graph import DeviceRef, Graph, TensorType
 from max.nn.quant_config import QuantFormat
 
 from max_ep import (
     EPBatchManager,
-    EPConfig,
     blockwise_fp8_quant_config,
     call_distributed_ep_combine,
     call_ep_combine,
@@ -128,7 +125,7 @@ PARTIALS_OF_84 = AS_SUMS | OF_F32 | dict(hidden_size=84, partial_dtype=BF16)
 
 
 @refused(BAD_CONFIGS)
-def test_config_refuses(arguments: str, words: str) -> None:
+def test_config_refuses(arguments, words):
     """`TWO`'s configuration, with what is changed in it."""
     with raises(ValueError, words):
         TWO.config(**arguments_of(arguments))
@@ -139,7 +136,7 @@ n_experts=65535, protocol="by_rank" | 65535; by_expert
 max_tokens_per_rank=65535, protocol="by_rank" | 65535; by_expert
 n_experts=3840, target="gpu" | 2 GPU ranks; 3840
 """)
-def test_largest_sizes(arguments: str, words: str) -> None:
+def test_largest_sizes(arguments, words):
     """What an entry can hold, and the experts that a block can count."""
     most = arguments_of(arguments)
     TWO.config(**most)
@@ -148,7 +145,7 @@ def test_largest_sizes(arguments: str, words: str) -> None:
         TWO.config(**(most | {field: n + 1}))
 
 
-def test_auto_is_by_rank_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_by_rank_where_that_works(monkeypatch):
     for changes, protocol in (
         (dict(combine_mode="sums"), "by_rank"),
         ({}, "by_rank"),
@@ -183,12 +180,7 @@ GOOD_TYPES = dict(
 
 
 @contextlib.contextmanager
-def building(
-    config: EPConfig | None = None,
-    name: str = "never_compiled",
-    module: Module | None = None,
-    **types: TensorType,
-) -> Iterator[tuple[EPBatchManager, SimpleNamespace]]:
+def building(config=None, name="never_compiled", module=None, **types):
     """Starts a graph with the EP inputs and inputs of these types, by their names."""
     types = GOOD_TYPES | types
     manager = EPBatchManager(config or TWO.config())
@@ -219,7 +211,7 @@ def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
         (dict(ranks_per_gpu=2), "shares_gpu", True),
     ],
 )
-def test_ops_get_what_the_config_says(changes: dict, word: str, is_said: bool) -> None:
+def test_ops_get_what_the_config_says(changes, word, is_said):
     with building(dataclasses.replace(TWO.config(), **changes)) as (manager, x):
         dispatch_all(manager, x)
         for rank in range(2):
@@ -251,7 +243,7 @@ def error_of(words: str) -> type[Exception]:
 
 @pytest.mark.parametrize("form", ["async", "all"])
 @refused(BAD_DISPATCH)
-def test_dispatch_refuses(arguments: str, words: str, form: str) -> None:
+def test_dispatch_refuses(arguments, words, form):
     with building(**arguments_of(arguments)) as (manager, x):
         with raises(error_of(words), words):
             if form == "async":
@@ -260,7 +252,7 @@ def test_dispatch_refuses(arguments: str, words: str, form: str) -> None:
                 manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
 
 
-def test_fp8_rows_are_not_combined_as_they_are() -> None:
+def test_fp8_rows_are_not_combined_as_they_are():
     """A cast would do for other dtypes; here it would leave the scales out."""
     types = dict(tokens=tensor(BF16, "t", 256), ids=ids_of("t", FP8.top_k))
     with building(FP8.config(), **types) as (manager, x):
@@ -269,7 +261,7 @@ def test_fp8_rows_are_not_combined_as_they_are() -> None:
             manager.ep_combine_async(rows, 0)
 
 
-def test_fp8_dispatch_takes_bfloat16_and_float32_only() -> None:
+def test_fp8_dispatch_takes_bfloat16_and_float32_only():
     for dtype in (BF16, F32):
         with building(FP8.config(), tokens=tensor(dtype, "t", 256)) as (m, x):
             m.ep_dispatch_async(x.tokens, x.ids, 0)
@@ -287,14 +279,14 @@ scales=tensor(BF16, 5) | bfloat16; float32
 config=TWO.config(fused_shared_expert=True) | fused_shared_expert; before
 config=TWO.config(protocol="by_rank") | by_rank; by_expert
 """)
-def test_input_scales_that_do_not_fit(arguments: str, words: str) -> None:
+def test_input_scales_that_do_not_fit(arguments, words):
     given = dict(scales=tensor(F32, 1)) | arguments_of(arguments)
     with building(**given) as (manager, x):
         with raises(error_of(words), f"input_scales; {words}"):
             manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
 
 
-def test_router_weights_are_given_once() -> None:
+def test_router_weights_are_given_once():
     """To dispatch if combine returns sums, to combine otherwise."""
     bad = dict(short=tensor(F32, "t", 2), narrow=tensor(BF16, "t", 3))
     with building(SUMS, **bad) as (manager, x):
@@ -325,7 +317,7 @@ def test_router_weights_are_given_once() -> None:
             manager.ep_combine_all([x.rows] * 2, None, [0, 1])
 
 
-def test_sums_combine_wait_needs_the_expert_rows() -> None:
+def test_sums_combine_wait_needs_the_expert_rows():
     for layout, wanted in (("packed", "[any, 80]"), ("padded", "[3, 14, 80]")):
         config = dataclasses.replace(SUMS, output_layout=layout)
         with building(config, short=tensor(BF16, 3, 4, 80)) as (manager, x):
@@ -338,7 +330,7 @@ def test_sums_combine_wait_needs_the_expert_rows() -> None:
                 call_ep_combine_wait(*given, x.short)
 
 
-def test_combine_wait_needs_rows_of_the_combine_dtype() -> None:
+def test_combine_wait_needs_rows_of_the_combine_dtype():
     config = TWO.config(fused_shared_expert=True)
     with building(config, short=tensor(F32, "t", 80)) as (manager, x):
         given = (manager.atomic_counters[0][0], *manager._pointers(1)[1:])
@@ -347,7 +339,7 @@ def test_combine_wait_needs_rows_of_the_combine_dtype() -> None:
             call_ep_combine_wait(*given, x.short)
 
 
-def test_not_graph_values() -> None:
+def test_not_graph_values():
     with building() as (manager, x):
         with raises(TypeError, "input_tokens; ndarray; graph value"):
             manager.ep_dispatch_async(np.zeros((4, 80)), x.ids, 0)
@@ -371,7 +363,7 @@ FOUR_TOKENS = dict(tokens=tensor(BF16, 4, 80), ids=ids_of(4, 3))
 
 @pytest.mark.parametrize("form", ["split", "all"])
 @refused(BAD_COMBINE)
-def test_combine_refuses(arguments: str, words: str, form: str) -> None:
+def test_combine_refuses(arguments, words, form):
     with building(**arguments_of(arguments)) as (manager, x):
         dispatch_all(manager, x)
         with raises(error_of(words), words):
@@ -385,7 +377,7 @@ def test_combine_refuses(arguments: str, words: str, form: str) -> None:
 @pytest.mark.parametrize(
     "shape", [[ROWS, 80], [3, 13, 80], [2, 14, 80], [42, 80]], ids=str
 )
-def test_padded_combine_takes_padded_rows(shape: list[int]) -> None:
+def test_padded_combine_takes_padded_rows(shape):
     """The rows of packed dispatch are no padded rows, nor are too few rows."""
     config = TWO.config(output_layout="padded")
     with building(config, rows=tensor(BF16, *shape)) as (manager, x):
@@ -397,7 +389,7 @@ def test_padded_combine_takes_padded_rows(shape: list[int]) -> None:
 # ------------------------------------------------------------- order of the calls
 
 
-def test_manager_before_fetch_buffers() -> None:
+def test_manager_before_fetch_buffers():
     manager = EPBatchManager(TWO.config())
     with building() as (_, x):
         for call in (
@@ -411,7 +403,7 @@ def test_manager_before_fetch_buffers() -> None:
                 call()
 
 
-def test_buffers_of_another_group() -> None:
+def test_buffers_of_another_group():
     """Buffers are of the declared number, order and group."""
     three = EPBatchManager(CASES["uneven_7_on_3"].config())
     with building() as (manager, x):
@@ -432,7 +424,7 @@ def test_buffers_of_another_group() -> None:
             other.ep_dispatch_async(x.tokens, x.ids, 0)
 
 
-def test_no_such_device() -> None:
+def test_no_such_device():
     with building() as (manager, x):
         for device_id in (2, -1):
             with raises(ValueError, f"device_id={device_id}; [0, n_gpus_per_node=2)"):
@@ -446,7 +438,7 @@ def test_no_such_device() -> None:
                 manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, device_ids)
 
 
-def test_all_forms_need_a_tensor_a_rank() -> None:
+def test_all_forms_need_a_tensor_a_rank():
     with building(scales=tensor(F32, 1)) as (manager, x):
         with raises(ValueError, "topk_ids; 1 tensors; 2 local ranks"):
             manager.ep_dispatch_all([x.tokens] * 2, [x.ids], [0, 1])
@@ -456,7 +448,7 @@ def test_all_forms_need_a_tensor_a_rank() -> None:
             manager.ep_dispatch_all(x.tokens, [x.ids] * 2, [0, 1])
 
 
-def test_rows_of_one_rank_are_counted() -> None:
+def test_rows_of_one_rank_are_counted():
     """Neither the first tensor of a dispatch nor what all ranks got."""
     with building() as (manager, x):
         dispatched = dispatch_all(manager, x)
@@ -467,7 +459,7 @@ def test_rows_of_one_rank_are_counted() -> None:
         assert manager.ep_received(dispatched[0]).shape == [3]
 
 
-def test_waits_follow_all_sends_and_sends_all_waits() -> None:
+def test_waits_follow_all_sends_and_sends_all_waits():
     with building() as (manager, x):
         with raises(ValueError, "ep_dispatch_wait; device 1; ep_dispatch_async"):
             manager.ep_dispatch_wait(1)
@@ -484,7 +476,7 @@ def test_waits_follow_all_sends_and_sends_all_waits() -> None:
             manager.ep_dispatch_async(x.tokens, x.ids, 0)
 
 
-def test_combine_without_dispatch() -> None:
+def test_combine_without_dispatch():
     with building() as (manager, x):
         words = "device 0; without a dispatch"
         with raises(ValueError, f"{words}; ep_dispatch_wait"):
@@ -496,7 +488,7 @@ def test_combine_without_dispatch() -> None:
             manager.ep_combine_async(x.rows, 1)
 
 
-def test_combine_wait_in_the_wrong_order() -> None:
+def test_combine_wait_in_the_wrong_order():
     with building() as (manager, x):
         rows = dispatch_all(manager, x)
         with raises(ValueError, "ep_combine_wait; ep_combine_async before"):
@@ -506,7 +498,7 @@ def test_combine_wait_in_the_wrong_order() -> None:
             manager.ep_combine_wait(x.weights, 0)
 
 
-def test_a_dispatch_is_not_received_between_async_and_wait_of_sums() -> None:
+def test_a_dispatch_is_not_received_between_async_and_wait_of_sums():
     with building(SUMS) as (manager, x):
         dispatch_all(manager, x)
         for rank in range(2):
@@ -520,7 +512,7 @@ def test_a_dispatch_is_not_received_between_async_and_wait_of_sums() -> None:
         manager.ep_dispatch_wait(0)
 
 
-def test_a_second_graph_starts_anew() -> None:
+def test_a_second_graph_starts_anew():
     """What was built in one graph does not count in the next."""
     with building() as (manager, x):
         dispatch_all(manager, x)
@@ -540,7 +532,7 @@ def test_a_second_graph_starts_anew() -> None:
             manager.ep_dispatch_async(tokens, ids, rank)
 
 
-def test_fused_forms_of_ranks_in_turn_name_the_form_to_use() -> None:
+def test_fused_forms_of_ranks_in_turn_name_the_form_to_use():
     refuse_if_in_turn(TWO.config(target="gpu"), "ep_dispatch", "ep_dispatch_all")
     config = TWO.config(target="gpu", ranks_per_gpu=2)
     with raises(ValueError, "ep_dispatch_all; ranks_per_gpu=2; ranks_per_gpu=1"):
@@ -561,7 +553,7 @@ def test_fused_forms_of_ranks_in_turn_name_the_form_to_use() -> None:
             call_ep_combine(*rows, config, x.tokens.shape[0], x.weights)
 
 
-def test_low_level_forms_check_their_buffers() -> None:
+def test_low_level_forms_check_their_buffers():
     bad = dict(
         bad_pointers=tensor(DType.uint64, 3),
         bad_dtype=tensor(DType.int64, 2),

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine on CPU ranks, bit for bit against the oracle."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
@@ -113,9 +111,7 @@ def run_small(small: Groups) -> Callable:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("data", ["telling", "random"])
 @pytest.mark.parametrize("name", SMALL_CASES)
-def test_round_trip_is_the_oracles(
-    run_small: Callable, name: str, data: str, routing: str
-) -> None:
+def test_round_trip_is_the_oracles(run_small, name, data, routing):
     run = run_small(routing, data)
     want = expected(SMALL_CASES[name], run.given[name])
     assert_round_trip(f"{name}, {routing}, {data}", run.got[name], want)
@@ -124,7 +120,7 @@ def test_round_trip_is_the_oracles(
 @pytest.mark.parametrize(
     "name", [n for n, c in SMALL_CASES.items() if not c.is_fp8 and not c.scales]
 )
-def test_dispatch_copies_any_bits(run_small: Callable, name: str) -> None:
+def test_dispatch_copies_any_bits(run_small, name):
     """NaN payloads and infinities travel as they are; arithmetic comes later."""
     run = run_small("uniform", "any_bits")
     want = expected_dispatch(SMALL_CASES[name], run.given[name])
@@ -132,7 +128,7 @@ def test_dispatch_copies_any_bits(run_small: Callable, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL_CASES)
-def test_bounds_are_kept_and_reached(run_small: Callable, name: str) -> None:
+def test_bounds_are_kept_and_reached(run_small, name):
     """Stats are upper bounds; `full` routing fills rank 0, or its fullest expert."""
     case = SMALL_CASES[name]
     first = run_small("full", "random").got[name][0]
@@ -155,7 +151,7 @@ def large(compiled: SimpleNamespace) -> Groups:
 
 
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
-def test_large_launches(large: Groups, routing: str) -> None:
+def test_large_launches(large, routing):
     """Launches spread over worker threads and writing past the caches."""
     given = {}
     for name, case in LARGE_CASES.items():
@@ -193,7 +189,7 @@ print("same bits")
 """
 
 
-def test_expert_rows_at_any_address(one_module: SimpleNamespace) -> None:
+def test_expert_rows_at_any_address(one_module):
     """Rows that a caller's array puts off a 16-byte boundary."""
     assert "same bits" in run_in_child(_UNALIGNED, str(one_module.path))
 
@@ -209,7 +205,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("i", range(3))
-def test_combine_does_not_depend_on_the_number_of_ranks(small: Groups, i: int) -> None:
+def test_combine_does_not_depend_on_the_number_of_ranks(small, i):
     """The same tokens, experts and weights on 1, 2 and 4 ranks."""
     whole = make_inputs(CASES["one_rank"], "uniform", counts=SPLITS["one_rank"][i])
     given = {n: make_inputs(c, "all_silent") for n, c in SMALL_CASES.items()}
@@ -250,9 +246,7 @@ FORM_CASES = {
 }
 
 
-def call_ep_round_trip(
-    manager: EPBatchManager, case: Case, ranks: list[RankInputs], how: str
-) -> list[list]:
+def call_ep_round_trip(manager, case, ranks, how):
     """Builds what `harness.round_trip` builds from the `call_ep_*` functions."""
     config, counters = manager.config, manager.atomic_counters[0]
     to, back = manager._pointers(0), manager._pointers(1)
@@ -303,9 +297,7 @@ def call_ep_round_trip(
     return [[*d[:-1], d[-2], d[-1], result] for d, result in zip(dispatched, results)]
 
 
-def all_round_trip(
-    manager: EPBatchManager, case: Case, ranks: list[RankInputs]
-) -> list[list]:
+def all_round_trip(manager, case, ranks):
     """Builds what `harness.round_trip` builds from the `*_all` forms.
 
     The ranks are named in reverse, which must not matter.
@@ -350,9 +342,7 @@ FORMS = {
 """`async_wait`, the form of the small cases, only where layers follow each other."""
 
 
-def build_form(
-    form: str, manager: EPBatchManager, case: Case, ranks: list[RankInputs]
-) -> list[list]:
+def build_form(form, manager, case, ranks):
     if form == "async_wait":
         return round_trip(manager, ranks)
     if form == "all":
@@ -500,9 +490,7 @@ def run_forms(forms: Forms) -> Callable:
 @pytest.mark.parametrize(
     "name, form", [(n, form) for n, names in FORMS.items() for form in names]
 )
-def test_every_form_gives_the_same(
-    run_forms: Callable, name: str, form: str, routing: str
-) -> None:
+def test_every_form_gives_the_same(run_forms, name, form, routing):
     """The oracle's bits, from whatever form the graph was built of."""
     run = run_forms(routing)
     want = expected(FORM_CASES[name], run.given[name])
@@ -514,7 +502,7 @@ def after_layer_1(first: list[Received], second: Inputs) -> Inputs:
 
 
 @pytest.mark.parametrize("routing", ["uniform", "masked"])
-def test_two_layers_share_one_set_of_buffers(run_forms: Callable, routing: str) -> None:
+def test_two_layers_share_one_set_of_buffers(run_forms, routing):
     run = run_forms(routing)
     first = run.got["two_ranks", "async_wait"]
     want = expected(TWO, after_layer_1(first, run.second))
@@ -523,9 +511,7 @@ def test_two_layers_share_one_set_of_buffers(run_forms: Callable, routing: str) 
 
 
 @pytest.mark.parametrize("routing", ["uniform", "full"])
-def test_two_sets_of_buffers_do_not_touch_each_other(
-    run_forms: Callable, routing: str
-) -> None:
+def test_two_sets_of_buffers_do_not_touch_each_other(run_forms, routing):
     """Two groups of one size in one process, their steps in turn."""
     run = run_forms(routing)
     for name in ("two_ranks", "other"):
@@ -546,7 +532,7 @@ def check_all(where: str, given: dict, second: Inputs, got: dict) -> None:
         assert_round_trip(f"{where}, {name}, {form}", received, want)
 
 
-def test_200_generations_through_one_set_of_buffers(forms: Forms) -> None:
+def test_200_generations_through_one_set_of_buffers(forms):
     """Token counts change from run to run; nothing of an old one shows."""
     rng = np.random.default_rng(3)
     for i in range(200):
@@ -557,7 +543,7 @@ def test_200_generations_through_one_set_of_buffers(forms: Forms) -> None:
         check_all(f"run {i}, tokens {counts}, {routing}", given, second, got)
 
 
-def test_reset_forgets_what_was_sent_before(forms: Forms) -> None:
+def test_reset_forgets_what_was_sent_before(forms):
     """After `reset` nothing of the runs before it is taken for new.
 
     Generation 1 is used with all choices, then again, after `reset`, with few:
@@ -602,7 +588,7 @@ def set_generation(comm: EPCommInitializer, generation: int) -> None:
                 flags[n_bytes // 8 - n + rank] = generation << 32
 
 
-def test_the_generation_may_wrap(forms: Forms) -> None:
+def test_the_generation_may_wrap(forms):
     """2**32 generations come to pass: at 3000 a second, after 17 days."""
     try:
         for comm in forms.comms.values():
@@ -618,7 +604,7 @@ def test_the_generation_may_wrap(forms: Forms) -> None:
 # --------------------------------------------------------- the tests have teeth
 
 
-def test_a_difference_is_told_with_place_and_source() -> None:
+def test_a_difference_is_told_with_place_and_source():
     """A wrong row's message says where it is and whose it is."""
     case = CASES["two_ranks"]
     given = make_inputs(case, "full", "telling")
@@ -642,13 +628,13 @@ def test_a_difference_is_told_with_place_and_source() -> None:
         assert words in str(caught.value)
 
 
-def test_what_is_swept_on_request_only_has_its_features_elsewhere() -> None:
+def test_what_is_swept_on_request_only_has_its_features_elsewhere():
     swept = set().union(*(features(case) for case in SMALL_CASES.values()))
     for name, case in ALL_SMALL_CASES.items():
         assert features(case) <= swept, (name, features(case) - swept)
 
 
-def test_data_covers_what_it_claims() -> None:
+def test_data_covers_what_it_claims():
     """Zeros of both signs, tiny and huge blocks; telling rows are distinct."""
     case = CASES["fp8"]
     x = np.concatenate([random_tokens(case, r, 7) for r in range(3)])

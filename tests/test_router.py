@@ -4,8 +4,6 @@
 And MiniMax-M2's in plain ops, which CPUs have.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +64,7 @@ def add_graphs(module: Module) -> None:
         graph.output(*MiniMaxM2Gate.__call__(gate, logits))
 
 
-def test_router_is_that_of_transformers(one_module: SimpleNamespace) -> None:
+def test_router_is_that_of_transformers(one_module):
     """Choices are made with the bias, and weighed without it."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(300, N_EXPERTS)).astype(np.float32)
@@ -134,18 +132,14 @@ COUNTS = [0, 1, 3, 5, 301]
 
 @pytest.mark.parametrize("n_tokens", COUNTS)
 @pytest.mark.parametrize("name", CHOICES)
-def test_choice_is_the_oracles(
-    one_module: SimpleNamespace, name: str, n_tokens: int
-) -> None:
+def test_choice_is_the_oracles(one_module, name, n_tokens):
     check_choice(one_module.models[f"choose_{name}"], name, n_tokens, "cpu")
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("n_tokens", COUNTS)
 @pytest.mark.parametrize("name", CHOICES)
-def test_choice_on_a_gpu_is_the_oracles(
-    choices_on_gpu: dict[str, Model], name: str, n_tokens: int
-) -> None:
+def test_choice_on_a_gpu_is_the_oracles(choices_on_gpu, name, n_tokens):
     check_choice(choices_on_gpu[name], name, n_tokens, "cuda")
 
 
@@ -155,7 +149,7 @@ def choices_on_gpu(gpu_session: InferenceSession) -> dict[str, Model]:
     return {name: gpu_session.load(choice_graph(name, gpu)) for name in CHOICES}
 
 
-def test_oracles_choice_is_that_of_transformers() -> None:
+def test_oracles_choice_is_that_of_transformers():
     logits = draw_logits(128, DType.float32)[:100]
     for renormalize in (False, True):
         config = Qwen3MoeConfig(
@@ -184,15 +178,13 @@ def test_oracles_choice_is_that_of_transformers() -> None:
         (DType.float32, [3, 4, 8], 2, ValueError, "n_tokens, n_experts"),
     ],
 )
-def test_refusals(
-    dtype: DType, shape: list, top_k: int, error: type, says: str
-) -> None:
+def test_refusals(dtype, shape, top_k, error, says):
     types = [TensorType(dtype, shape, DeviceRef.CPU())]
     with Graph("refused", input_types=types) as graph, pytest.raises(error, match=says):
         softmax_top_k(graph.inputs[0].tensor, top_k)
 
 
-def test_more_experts_than_a_gpu_takes_are_refused() -> None:
+def test_more_experts_than_a_gpu_takes_are_refused():
     most = routing.MAX_GPU_EXPERTS
     types = [TensorType(DType.float32, [3, most + 1], DeviceRef.GPU(0))]
     with Graph("refused", input_types=types) as graph:
@@ -200,7 +192,7 @@ def test_more_experts_than_a_gpu_takes_are_refused() -> None:
             softmax_top_k(graph.inputs[0].tensor, 2)
 
 
-def test_gpu_assembly(tmp_path: Path) -> None:
+def test_gpu_assembly(tmp_path):
     """A warp has a token's logits in registers, and stores what was chosen once."""
     run_mojo("run", "-I", ".", str(PROGRAM), str(tmp_path))
     texts = {path.stem: path.read_text() for path in tmp_path.glob("*.s")}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tool that compares machine code sees what is planted, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -93,13 +91,7 @@ def tree(folder: Path, **changes: str) -> Path:
         ),
     ],
 )
-def test_planted_changes(
-    tmp_path: Path,
-    cache: Path,
-    changes: dict[str, str],
-    options: list[str],
-    found: dict[str, str],
-) -> None:
+def test_planted_changes(tmp_path, cache, changes, options, found):
     trees = tree(tmp_path / "base"), tree(tmp_path / "new", **changes)
     command = [sys.executable, TESTS / "same_code.py", *trees, "--cache", cache]
     # Importing MAX sets variables that would give the child another Python.

@@ -24,9 +24,7 @@ CLEAN = "ERROR SUMMARY: 0 errors"
 CLEAN_RACES = "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
 
 
-def sanitize(
-    folder: Path, check: str, test: str = "pass", **variables: str
-) -> subprocess.CompletedProcess:
+def sanitize(folder, check, test="pass", **variables):
     """Runs the script on one test whose body is given."""
     stand_in = folder / "compute-sanitizer"
     stand_in.write_text(STAND_IN)
@@ -58,7 +56,7 @@ def sanitize(
         ("racecheck", CLEAN_RACES, "on"),
     ],
 )
-def test_nothing_found(tmp_path: Path, check: str, summary: str, pool: str) -> None:
+def test_nothing_found(tmp_path, check, summary, pool):
     done = sanitize(tmp_path, check, SUMMARY=summary)
     assert done.returncode == 0, done.stderr
     for words in (f"option --tool={check}", f"pool {pool}", "nothing found; 1 passed"):
@@ -80,13 +78,13 @@ def test_nothing_found(tmp_path: Path, check: str, summary: str, pool: str) -> N
         ("come to their end", dict(SKIP_TARGET="1")),
     ],
 )
-def test_what_fails(tmp_path: Path, what: str, variables: dict[str, str]) -> None:
+def test_what_fails(tmp_path, what, variables):
     done = sanitize(tmp_path, "memcheck", **variables)
     assert done.returncode == 1
     assert what in done.stderr
 
 
-def test_max_guards(tmp_path: Path) -> None:
+def test_max_guards(tmp_path):
     ours = "import os; print(os.environ['MODULAR_DEBUG_DEVICE_ALLOCATOR'])"
     done = sanitize(tmp_path, "poison", test=ours)
     assert done.returncode == 0 and "poison-all" in done.stdout
@@ -97,7 +95,7 @@ def test_max_guards(tmp_path: Path) -> None:
     assert done.returncode == 1 and "a write outside" in done.stderr
 
 
-def test_control_wants_the_planted_errors_found(tmp_path: Path) -> None:
+def test_control_wants_the_planted_errors_found(tmp_path):
     done = sanitize(tmp_path, "control", SKIP_TARGET="1")
     assert done.returncode == 1
     assert "memcheck did not find the overrun" in done.stderr

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,9 +87,7 @@ LOAD_S = {"float32": 0, "bfloat16": 60}
         for name, where in WHERE.items()
     ],
 )
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def served(request, tmp_path_factory):
     n_gpus, n_cpu_ranks, size, *more = request.param
     folder = tmp_path_factory.mktemp("served")
     dtype = "bfloat16" if n_gpus else "float32"
@@ -110,7 +107,7 @@ def served(
         print(server.log_end(200))
 
 
-def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
+def test_greedy_tokens_are_those_of_transformers(served):
     reference = served.reference
     answers = ask_greedily(served.server, served.model, 20, 32, served.has_logprobs)
     for asked, tokens, logprobs in answers:
@@ -127,7 +124,7 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
         assert tally.n_by_noise <= tally.n_tokens // 20
 
 
-def test_the_log_says_who_serves(served: Served) -> None:
+def test_the_log_says_who_serves(served):
     line = (
         r"max_ep: \d ranks? on [CG]PU, protocol \w+, \d+ tokens a rank, "
         r"[\d.]+ MiB of symmetric memory each, time-out 30 s"
@@ -135,7 +132,7 @@ def test_the_log_says_who_serves(served: Served) -> None:
     assert re.search(line, served.server.log.read_text())
 
 
-def test_many_at_once_some_cancelled(served: Served) -> None:
+def test_many_at_once_some_cancelled(served):
     """Answers are those given one by one; on GPUs, but for ties of the reference.
 
     There batches differ in size, and so do roundings.
@@ -183,7 +180,7 @@ def test_many_at_once_some_cancelled(served: Served) -> None:
 
 
 @slow
-def test_ties_are_not_wrong_tokens(tmp_path: Path) -> None:
+def test_ties_are_not_wrong_tokens(tmp_path):
     """In a model whose experts change with a rounding."""
     make_checkpoint(tmp_path, "deepseek_tiny", "bfloat16")
     reference = Reference(tmp_path, in_bfloat16=True, noises=NOISES)
@@ -209,7 +206,7 @@ def test_ties_are_not_wrong_tokens(tmp_path: Path) -> None:
         reference.check(ids[0, : at + 1].tolist(), [wrong], tolerance)
 
 
-def test_a_failed_launch_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_launch_ends_the_next_step(monkeypatch):
     """A replayed step begins as any other: with its inputs."""
 
     class MaxsModel:
@@ -257,9 +254,7 @@ SPLIT_ON_TWO_RANKS = {
         ("two_ranks_of_the_cpu", "minimax_tiny", SPLIT_ON_TWO_RANKS),
     ],
 )
-def test_graph_has_our_ops(
-    tmp_path: Path, where: str, size: str, wanted: dict[str, int]
-) -> None:
+def test_graph_has_our_ops(tmp_path, where, size, wanted):
     """Each architecture has our dispatch and combine; nothing is compiled."""
     dtype = "bfloat16" if "gpu" in where else "float32"
     make_checkpoint(tmp_path / "model", size, dtype)
@@ -288,7 +283,7 @@ def test_graph_has_our_ops(
     assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
 
 
-def test_several_gpus_go_through_our_layers() -> None:
+def test_several_gpus_go_through_our_layers():
     """Where MAX's decoders have their way through MoE layers, ours is put."""
     for kind in (deepseek_v3.DeepseekV3Model, qwen3_moe.Qwen3MoeModel):
         names = [name for module in kind.max_modules for name in vars(module)]
@@ -316,9 +311,7 @@ def _manager(fused_shared_expert: bool = False) -> SimpleNamespace:
     )
 
 
-def test_qwen3_routes_in_one_op_and_others_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_qwen3_routes_in_one_op_and_others_by_themselves(monkeypatch):
     """Also where MAX's decoder for several GPUs runs our layers."""
 
     def weighted(_manager: object, xs: list, _ids: list, weights: list, *_: object):
@@ -333,9 +326,7 @@ def test_qwen3_routes_in_one_op_and_others_by_themselves(
         assert graph.count("mo.top_k") == 1 - n_ops
 
 
-def test_shared_experts_outside_of_dispatch_are_added(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
     monkeypatch.setattr(forward, "through_experts", lambda _manager, xs, *_: list(xs))
     shared = dict(has_shared_experts=True, shared_experts=lambda x: x * 3)
     n_added = [
@@ -352,9 +343,7 @@ def test_shared_experts_outside_of_dispatch_are_added(
         ("MiniMaxM2Planner", 2, "MiniMax-M2 on one device.*leave --custom-arch"),
     ],
 )
-def test_devices_that_an_architecture_is_not_for(
-    name: str, n_devices: int, words: str
-) -> None:
+def test_devices_that_an_architecture_is_not_for(name, n_devices, words):
     """Before weights are read: the memory plan comes first."""
     kind = {**vars(deepseek_v3), **vars(minimax_m2)}[name]
     where = SimpleNamespace(model=SimpleNamespace(device_specs=[None] * n_devices))
@@ -369,7 +358,7 @@ class _Copied(SimpleNamespace):
         return _Copied(**(vars(self) | update))
 
 
-def test_deepseek_needs_attention_and_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepseek_needs_attention_and_experts(monkeypatch):
     """MAX plans its attention without expert parallelism, which is ours to plan."""
     asked = []
 
@@ -409,7 +398,7 @@ def _planner() -> planner.ExpertParallelPlanner:
     return plan
 
 
-def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
+def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt():
     """Fails if memory is planned for one of several ranks, or for a batch alone."""
     shape = MoeShape.of(HUGGINGFACE)
     whole, chunked = (
@@ -422,7 +411,7 @@ def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt() -> None:
     assert planned == 4 * of_a_rank
 
 
-def test_gpus_that_do_not_divide_the_experts() -> None:
+def test_gpus_that_do_not_divide_the_experts():
     """There ``--ep-size`` follows from the GPUs: others must be served on."""
     flags = _flags(64, True)
     flags.model.device_specs = [SimpleNamespace(device_type="gpu")] * 3
@@ -431,7 +420,7 @@ def test_gpus_that_do_not_divide_the_experts() -> None:
         serving_config(flags, MoeShape.of(HUGGINGFACE), DType.float32)
 
 
-def test_what_makes_batches_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_makes_batches_large_is_named(monkeypatch):
     """Without chunked prefill a prompt may come on top of a full batch."""
     free = SimpleNamespace(stats={"free_memory": 1})
     monkeypatch.setattr(planner, "CPU", lambda: free)
@@ -442,7 +431,7 @@ def test_what_makes_batches_large_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         plan.estimate_activation_memory(_flags(64, False), HUGGINGFACE)
 
 
-def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables(monkeypatch):
     """Empty is unset; what they cannot be is said with their names."""
 
     def config() -> Any:
@@ -466,9 +455,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         config()
 
 
-def test_a_server_that_does_not_use_max_ep_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_server_that_does_not_use_max_ep_says_so(caplog):
     served = model.ExpertParallelModel.__new__(model.ExpertParallelModel)
     with caplog.at_level("INFO"):
         served._init_distributed_runtime(None, SimpleNamespace(ep_config=None))
@@ -487,8 +474,8 @@ def test_a_server_that_does_not_use_max_ep_says_so(
     ],
 )
 def test_a_group_that_cannot_run_ends_the_server_before_weights_are_read(
-    tmp_path: Path, flags: list[str], error: str
-) -> None:
+    tmp_path, flags, error
+):
     make_checkpoint(tmp_path / "model")
     flags = [*LIMITS, *device_flags(0, 4), *CUSTOM_ARCHITECTURES, *flags]
     with Server(tmp_path / "model", flags, tmp_path / "log") as server:

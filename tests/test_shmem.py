@@ -5,8 +5,6 @@ One host stands in for two. Needs the extra `max_ep[shmem]`. Without a GPU: what
 users read when a part is missing.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -26,7 +24,7 @@ HERE = Path(__file__).parent
     "gpus_per_process",
     [pytest.param(n, marks=pytest.mark.gpu(2 * n), id=f"2x{n}") for n in (1, 2)],
 )
-def test_round_trips_of_two_processes(gpus_per_process: int) -> None:
+def test_round_trips_of_two_processes(gpus_per_process):
     """Both processes find all of their ranks' rows and sums to be the oracle's."""
     shmem.check_installed()
     command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable]
@@ -49,7 +47,7 @@ def test_round_trips_of_two_processes(gpus_per_process: int) -> None:
     assert said.count("runs are the oracle's") == 2, said[-6000:]
 
 
-def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_are_named(monkeypatch):
     """Before anything is launched, and with the command that fixes it."""
     monkeypatch.setattr(shmem_parts, "bitcode_path", lambda: None)
     monkeypatch.setenv(shmem_parts.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
@@ -66,14 +64,14 @@ def test_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         EPCommInitializer(config)._find_node_id()
 
 
-def test_kernels_need_the_bitcode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_need_the_bitcode(monkeypatch):
     monkeypatch.setattr("max_ep.extension.bitcode_path", lambda: None)
     monkeypatch.setattr(shmem_parts, "bitcode_path", lambda: None)
     with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13"):
         extension_path("max_ep", with_shmem=True)
 
 
-def test_mojo_and_python_agree(tmp_path: Path) -> None:
+def test_mojo_and_python_agree(tmp_path):
     """The table's name; and MAX's own number for "the signal replaces the word"."""
     modules = (mojo_dir() / "max_ep" / "shmem_modules.mojo").read_text()
     assert f'TABLE_VARIABLE = "{shmem._MODULES_VARIABLE}"\n' in modules
@@ -86,14 +84,14 @@ def test_mojo_and_python_agree(tmp_path: Path) -> None:
     assert f"_SIGNAL_SET = Int32({number})\n" in transport
 
 
-def test_one_rank_on_each_gpu() -> None:
+def test_one_rank_on_each_gpu():
     with pytest.raises(ValueError, match="pass ranks_per_gpu=1"):
         CASES["two_ranks"].config(
             target="gpu", n_nodes=2, n_gpus_per_node=2, ranks_per_gpu=2
         )
 
 
-def test_put_buffers_are_counted() -> None:
+def test_put_buffers_are_counted():
     """A choice's message, and a row for each choice of each rank."""
     case = CASES["two_ranks"]
     apart = case.config(target="gpu", n_nodes=2, n_gpus_per_node=1)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics on request: what is measured, that it changes nothing, how it is shown."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from assembly import parse_ptx
 from cases import Case, expected, make_inputs
 from harness import (
     Groups,
-    RankInputs,
     assert_round_trip,
     building,
     flatten,
@@ -69,9 +66,7 @@ class Watched:
         return self._manager.ep_combine_wait(weights, rank)
 
 
-def watched_round_trip(
-    manager: EPBatchManager, ranks: list[RankInputs]
-) -> list[list[TensorValue]]:
+def watched_round_trip(manager, ranks):
     """Builds a round trip with three statistics behind the results of each rank."""
     watched = Watched(manager)
     results = round_trip(watched, ranks)
@@ -143,7 +138,7 @@ def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
 
 
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked", "all_masked"])
-def test_what_is_watched_changes_nothing(groups: Groups, routing: str) -> None:
+def test_what_is_watched_changes_nothing(groups, routing):
     given = {name: make_inputs(case, routing) for name, case in CASES.items()}
     outputs = iter(groups.model.execute(*groups.inputs(given)))
     for name, case in CASES.items():
@@ -162,7 +157,7 @@ def test_what_is_watched_changes_nothing(groups: Groups, routing: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES[:2])
-def test_who_does_not_come(request: pytest.FixtureRequest, place: str) -> None:
+def test_who_does_not_come(request, place):
     """Rank 0 looks before rank 1 has sent, and after; each has rows for the other."""
     config = CONFIGS[place](EARLY)
     session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
@@ -191,7 +186,7 @@ def rows_of(case: Case, dispatched) -> list[int]:
     return rows[int(case.fused_shared_expert) :]
 
 
-def test_others_are_compiled_alike() -> None:
+def test_others_are_compiled_alike():
     """With and without watching: the same ops, parameters and all, but for its own."""
     ops = []
     for build in (round_trip, watched_round_trip):
@@ -204,7 +199,7 @@ def test_others_are_compiled_alike() -> None:
     assert len(watched) == len(without) + 2 * N_RANKS
 
 
-def test_assembly_writes_nothing_but_times(tmp_path: Path) -> None:
+def test_assembly_writes_nothing_but_times(tmp_path):
     """And every loop that looks for a peer's word looks at the clock, too."""
     run_mojo("run", "-I", ".", str(PROGRAM), str(tmp_path))
     paths = sorted(tmp_path.glob("*.s"))
@@ -224,7 +219,7 @@ def test_assembly_writes_nothing_but_times(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------ refusals
 
 
-def test_a_watch_needs_the_async_ops_before_it() -> None:
+def test_a_watch_needs_the_async_ops_before_it():
     with building("refused", CASES["sums"]) as (manager, ranks, _):
         says = "device 0 without ep_dispatch_async before it"
         with pytest.raises(ValueError, match=says):
@@ -248,7 +243,7 @@ def some_statistics(n_experts: int = 2) -> Statistics:
     return Statistics(ns, 2 * ns.clip(0), received, 2 * n_experts)
 
 
-def test_text() -> None:
+def test_text():
     assert some_statistics().text() == "\n".join(
         [
             "dispatch: median wait in us of a rank (line) for a rank (column)",
@@ -271,13 +266,13 @@ def test_text() -> None:
     )
 
 
-def test_many_experts_share_a_bar() -> None:
+def test_many_experts_share_a_bar():
     lines = some_statistics(64).text().splitlines()
     assert lines[-32].startswith("     0-3")
     assert lines[-1].split()[:2] == ["124-127", str(127 + 255)]
 
 
-def test_many_ranks_stand_one_below_another() -> None:
+def test_many_ranks_stand_one_below_another():
     """24 ranks need 24 columns of 9 characters; a line has room for eight."""
     ns = np.full((1, 24, 24), 12_345_600)
     lines = Statistics(ns, ns, np.ones((1, 24, 2), np.int32), 48).text().splitlines()
@@ -287,7 +282,7 @@ def test_many_ranks_stand_one_below_another() -> None:
     assert lines[26 + 3].split() == ["2", *["12345.6"] * 8]
 
 
-def test_what_does_not_fit_together() -> None:
+def test_what_does_not_fit_together():
     good = some_statistics()
     with pytest.raises(ValueError, match=r"dispatch_ns has shape \[1, 2, 2\]"):
         Statistics(good.dispatch_ns[:1], good.combine_ns, good.received, 4)
@@ -297,21 +292,21 @@ def test_what_does_not_fit_together() -> None:
         Statistics(good.dispatch_ns, good.combine_ns, good.received, 5)
 
 
-def test_experts_that_there_are_not() -> None:
+def test_experts_that_there_are_not():
     """Three on two ranks: the second has room for two, and one."""
     good = some_statistics()
     said = Statistics(good.dispatch_ns, good.combine_ns, good.received, 3).text()
     assert "received: 18 rows, 3 experts, the fullest has 1.3 times the mean" in said
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_plot(tmp_path):
     some_statistics().save(tmp_path / "saved.npz")
     picture = tmp_path / "plot.png"
     assert main(["stats", str(tmp_path / "saved.npz"), "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_late_rank_is_seen(tmp_path: Path) -> None:
+def test_a_late_rank_is_seen(tmp_path):
     """graphs/who_waits.py, whose rank 2 comes 5 ms late, and the command behind it."""
     path = tmp_path / "waits.npz"
     as_in_the_readme = "python graphs/who_waits.py --save waits.npz"
@@ -324,9 +319,7 @@ def test_a_late_rank_is_seen(tmp_path: Path) -> None:
     assert "received: 10240 rows, 32 experts" in said
 
 
-def test_command_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     other, empty = tmp_path / "other.npz", tmp_path / "empty"
     np.savez(other, x=np.zeros(3))
     empty.touch()

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine in a subgraph, as MAX's larger models have their layers."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
 from cases import CASES, Inputs, expected, make_inputs
 from harness import assert_same_bits, flatten, input_types, to_numpy
 from max.graph import Graph, Module, TensorValue, Value, ops
@@ -45,7 +41,7 @@ def add_graphs(module: Module) -> None:
         graph.output(*values[: 3 * n_ranks : 3])
 
 
-def test_layers_that_share_a_subgraph(session, one_module: SimpleNamespace) -> None:
+def test_layers_that_share_a_subgraph(session, one_module):
     """The second takes what the first gave, with the same choices and weights."""
     case, model = CASE, one_module.models["with_subgraph"]
     given = make_inputs(case, "masked")

@@ -5,8 +5,6 @@ No MAX here, so a peer is a bare Python process that starts in a moment. Where
 it does not matter that peers are processes, they are threads.
 """
 
-from __future__ import annotations
-
 import _posixshmem
 import ctypes
 import mmap
@@ -107,21 +105,13 @@ def names_of(group: str) -> list[str]:
     return sorted(n[len(prefix) :] for n in os.listdir("/dev/shm") if prefix in n)
 
 
-def make(
-    group: str,
-    node_id: int,
-    n_nodes: int = 2,
-    n_local_ranks: int = 1,
-    fingerprint: str = "hidden_size=8",
-) -> SharedMemory:
+def make(group, node_id, n_nodes=2, n_local_ranks=1, fingerprint="hidden_size=8"):
     return SharedMemory(
         group, node_id, n_nodes, n_local_ranks, REGION_BYTES, fingerprint
     )
 
 
-def connect_all(
-    memories: list[SharedMemory], timeout_s: float = TIMEOUT_S
-) -> list[list[int]]:
+def connect_all(memories, timeout_s=TIMEOUT_S):
     with ThreadPoolExecutor(len(memories)) as pool:
         return list(pool.map(lambda memory: memory.connect(timeout_s), memories))
 
@@ -142,7 +132,7 @@ def n_mappings(name: str) -> int:
 # ------------------------------------------------------------------ one process
 
 
-def test_local_memory_is_zero_and_writable_to_its_ends() -> None:
+def test_local_memory_is_zero_and_writable_to_its_ends():
     before = n_mappings("/dev/zero")
     memory = LocalMemory(3, REGION_BYTES)
     addresses = memory.connect(0.0)
@@ -162,7 +152,7 @@ def test_local_memory_is_zero_and_writable_to_its_ends() -> None:
     assert n_mappings("/dev/zero") == before
 
 
-def test_local_memory_that_cannot_be() -> None:
+def test_local_memory_that_cannot_be():
     with pytest.raises(MemoryError, match="cannot map 2 regions of .* bytes"):
         LocalMemory(2, 1 << 50)
 
@@ -170,7 +160,7 @@ def test_local_memory_that_cannot_be() -> None:
 # ---------------------------------------------------------------------- sharing
 
 
-def test_every_rank_has_one_address_for_the_same_bytes(group: str) -> None:
+def test_every_rank_has_one_address_for_the_same_bytes(group):
     """Three nodes of two ranks: what one writes, all read, and nothing else."""
     memories = [make(group, node, 3, 2) for node in range(3)]
     own = [memory.local_addresses() for memory in memories]
@@ -191,7 +181,7 @@ def test_every_rank_has_one_address_for_the_same_bytes(group: str) -> None:
         memory.close()
 
 
-def test_processes_share_bytes(group: str, start: Callable[[str], Peer]) -> None:
+def test_processes_share_bytes(group, start):
     """And keep them when the process that wrote them is gone."""
     peer = start(
         f"""
@@ -218,7 +208,7 @@ def test_processes_share_bytes(group: str, start: Callable[[str], Peer]) -> None
     memory.close()
 
 
-def test_what_is_given_back(group: str) -> None:
+def test_what_is_given_back(group):
     """No names once connected; peers keep what one of them has given back."""
     name = f"max_ep-{group}"
     memories = [make(group, node) for node in range(2)]
@@ -235,7 +225,7 @@ def test_what_is_given_back(group: str) -> None:
     assert n_mappings(name) == 0
 
 
-def test_memory_is_taken_when_made(group: str) -> None:
+def test_memory_is_taken_when_made(group):
     """Or a kernel that comes to it gets a bus error. Only the user may open it."""
     memory = SharedMemory(group, 0, 2, 1, 64 << 20, "")
     status = os.stat(f"/dev/shm/max_ep-{group}-0")
@@ -255,7 +245,7 @@ class _SlowMemory(SharedMemory):
 
 
 @pytest.mark.parametrize("slow_node", [0, 1, 2])
-def test_again_and_again_under_one_name(group: str, slow_node: int) -> None:
+def test_again_and_again_under_one_name(group, slow_node):
     """A fast node must not take a slow one's memory of the round before."""
     n_nodes, n_rounds = 3, 4
 
@@ -293,9 +283,7 @@ time.sleep(60)
 """
 
 
-def test_memory_of_the_dead_is_replaced(
-    group: str, start: Callable[[str], Peer]
-) -> None:
+def test_memory_of_the_dead_is_replaced(group, start):
     dead = start(_JOIN_AND_HANG)
     assert dead.hear() == "ready"
     dead.kill()
@@ -308,7 +296,7 @@ def test_memory_of_the_dead_is_replaced(
         memory.close()
 
 
-def test_zombie_is_dead(group: str, start: Callable[[str], Peer]) -> None:
+def test_zombie_is_dead(group, start):
     """A killed process whose parent has not looked yet still has its pid."""
     zombie = start(_JOIN_AND_HANG)
     assert zombie.hear() == "ready"
@@ -322,7 +310,7 @@ def test_zombie_is_dead(group: str, start: Callable[[str], Peer]) -> None:
     memory.close()
 
 
-def test_memory_of_a_reused_pid_is_replaced(group: str) -> None:
+def test_memory_of_a_reused_pid_is_replaced(group):
     """The pid in the segment lives, but it is another process."""
     memory = make(group, 1)
     with pytest.raises(TimeoutError):
@@ -337,7 +325,7 @@ def test_memory_of_a_reused_pid_is_replaced(group: str) -> None:
     memory.close()
 
 
-def test_dead_peer_is_not_mapped(group: str, start: Callable[[str], Peer]) -> None:
+def test_dead_peer_is_not_mapped(group, start):
     dead = start(_JOIN_AND_HANG)
     assert dead.hear() == "ready"
     dead.kill()
@@ -351,7 +339,7 @@ def test_dead_peer_is_not_mapped(group: str, start: Callable[[str], Peer]) -> No
     unlink_group(group, 2)
 
 
-def test_living_owner_is_not_replaced(group: str, start: Callable[[str], Peer]) -> None:
+def test_living_owner_is_not_replaced(group, start):
     owner = start(_JOIN_AND_HANG)
     assert owner.hear() == "ready"
     with pytest.raises(
@@ -366,7 +354,7 @@ def test_living_owner_is_not_replaced(group: str, start: Callable[[str], Peer]) 
     memory.close()
 
 
-def test_who_has_not_said_its_name_yet_is_not_replaced(group: str) -> None:
+def test_who_has_not_said_its_name_yet_is_not_replaced(group):
     """A segment is made first, and marked with its owner later."""
     name = symmetric_memory._segment_name(group, 0)
     handle = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
@@ -388,9 +376,7 @@ def test_who_has_not_said_its_name_yet_is_not_replaced(group: str) -> None:
     unlink_group(group, 1)
 
 
-def test_who_begins_at_the_same_time_is_not_replaced(
-    group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_begins_at_the_same_time_is_not_replaced(group, monkeypatch):
     """Two processes with one node_id look, find no segment, and create theirs.
 
     Fails if a name is removed although nothing was found: the first would wait for
@@ -405,7 +391,7 @@ def test_who_begins_at_the_same_time_is_not_replaced(
     first.close()
 
 
-def test_unlink_group_leaves_others_alone(group: str) -> None:
+def test_unlink_group_leaves_others_alone(group):
     memories = [make(group, node) for node in range(2)]
     other = make(f"{group}-other", 0)
     unlink_group(group, 2)
@@ -419,7 +405,7 @@ def test_unlink_group_leaves_others_alone(group: str) -> None:
 
 
 @pytest.mark.parametrize("n_bytes", ["more than free", "more than there is"])
-def test_full_file_system_is_an_error_at_once(group: str, n_bytes: str) -> None:
+def test_full_file_system_is_an_error_at_once(group, n_bytes):
     """Not a bus error in a kernel, later."""
     stat = os.statvfs("/dev/shm")
     wanted = stat.f_blocks * stat.f_frsize + 4096
@@ -453,7 +439,7 @@ def _spare_bytes() -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024 // 4
 
 
-def test_peer_that_does_not_come_is_named(group: str) -> None:
+def test_peer_that_does_not_come_is_named(group):
     memories = [make(group, node, 3) for node in (0, 2)]
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
@@ -469,16 +455,14 @@ def test_peer_that_does_not_come_is_named(group: str) -> None:
     assert names_of(group) == []
 
 
-def test_peer_that_is_not_ready_is_named(group: str) -> None:
+def test_peer_that_is_not_ready_is_named(group):
     slow, memory = make(group, 0), make(group, 1)
     with pytest.raises(TimeoutError, match="for node 0 .*: its segment is not ready"):
         memory.connect(0.2)
     slow.close()
 
 
-def test_peer_that_does_not_map_is_named(
-    group: str, start: Callable[[str], Peer]
-) -> None:
+def test_peer_that_does_not_map_is_named(group, start):
     """Node 1 is there, but waits for node 2 before it would look at node 0."""
     memory = make(group, 0)
     stuck = make(group, 1)
@@ -492,7 +476,7 @@ def test_peer_that_does_not_map_is_named(
     assert names_of(group) == []
 
 
-def test_another_configuration_is_refused(group: str) -> None:
+def test_another_configuration_is_refused(group):
     memories = [make(group, 0), make(group, 1, fingerprint="hidden_size=16")]
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(memory.connect, 1.0) for memory in memories]
@@ -507,7 +491,7 @@ def test_another_configuration_is_refused(group: str) -> None:
     assert names_of(group) == []
 
 
-def test_who_has_mapped_all_hears_of_another_configuration(group: str) -> None:
+def test_who_has_mapped_all_hears_of_another_configuration(group):
     """An objection is no "I have mapped this": its peer will not come."""
     memory, other = make(group, 0), make(group, 1)
     other._mine[: len(symmetric_memory._READY)] = symmetric_memory._READY
@@ -522,12 +506,12 @@ def test_who_has_mapped_all_hears_of_another_configuration(group: str) -> None:
     assert names_of(group) == []
 
 
-def test_too_many_nodes(group: str) -> None:
+def test_too_many_nodes(group):
     with pytest.raises(ValueError, match="n_nodes=257 is above 256"):
         make(group, 0, 257)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\0", "x" * 201])
-def test_group_that_no_file_can_be_named_after(name: str) -> None:
+def test_group_that_no_file_can_be_named_after(name):
     with pytest.raises(ValueError, match="group=.*1 to 200 bytes without '/'"):
         make(name, 0)

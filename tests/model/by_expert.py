@@ -4,8 +4,6 @@
 Ranks of several hosts, which SHMEM reaches, are not modelled.
 """
 
-from __future__ import annotations
-
 from .launches import Agent, Launch
 from .steps import await_message, is_last_block, move, returns_early
 

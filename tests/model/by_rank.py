@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch by rank on GPUs, and the all-gather's. Combine: `sums.py`, `rows.py`."""
 
-from __future__ import annotations
-
 from .by_expert import record_own_row
 from .launches import Agent, Launch
 from .memory import SENTINEL

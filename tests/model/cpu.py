@@ -5,8 +5,6 @@ Functions have the names of those in `mojo/max_ep/cpu/`. A launch is its caller,
 workers (`for_each_chunk`), and the caller again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from .by_expert import publish_done, received_messages

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine that returns rows, on GPUs, whatever dispatch addressed them by."""
 
-from __future__ import annotations
-
 from .by_expert import await_done_words, finish, received_messages
 from .launches import Agent, Launch
 from .steps import await_message

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launches on GPUs share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from .launches import Agent, Launch

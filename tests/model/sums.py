@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine that returns sums, on GPUs."""
 
-from __future__ import annotations
-
 from .launches import Agent, Launch
 from .memory import SENTINEL
 from .steps import (

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worlds that are explored: small, and each for a reason."""
 
-from __future__ import annotations
-
 import random
 
 from .launches import Token, World
