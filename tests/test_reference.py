@@ -22,7 +22,6 @@ from max_ep.reference import (
     bfloat16_to_float32,
     combine,
     combine_sums,
-    dequantize_blockwise_fp8,
     dispatch,
     float8_e4m3fn_to_float32,
     float32_to_bfloat16,
@@ -38,25 +37,26 @@ from max_ep.reference import (
 HIDDEN = 16
 
 
-def f32(*values: float) -> np.ndarray:
+def f32(*values) -> np.ndarray:
     return np.array(values, np.float32)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rounds to what bfloat16 holds."""
+    return bfloat16_to_float32(float32_to_bfloat16(x))
 
 
 def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
     """Compares bit for bit, so that -0.0 is not 0.0; any NaN equals any NaN."""
-    assert got.dtype == want.dtype
-    assert got.shape == want.shape
-    as_bits = np.dtype(f"u{got.dtype.itemsize}")
-    is_same = np.ascontiguousarray(got).view(as_bits) == np.ascontiguousarray(
-        want
-    ).view(as_bits)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    kind = f"u{got.itemsize}"
+    is_same = np.ascontiguousarray(got).view(kind) == np.ascontiguousarray(want).view(
+        kind
+    )
     if got.dtype.kind == "f":
         is_same |= np.isnan(got) & np.isnan(want)
-    where = np.argwhere(~is_same)
-    assert len(where) == 0, (
-        f"{len(where)} of {got.size} differ, first at {where[0]}:"
-        f" got {got[tuple(where[0])]}, want {want[tuple(where[0])]}"
-    )
+    where = tuple(map(tuple, np.argwhere(~is_same)[:1]))
+    assert not where, f"first at {where[0]}: got {got[where[0]]}, not {want[where[0]]}"
 
 
 # --- Element types ---------------------------------------------------------
@@ -65,51 +65,36 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
 def float32_samples() -> np.ndarray:
     """Float32 of every magnitude, and both neighbours of every rounding tie."""
     rng = np.random.default_rng(1)
-    any_bits = rng.integers(0, 2**32, 200_000, dtype=np.uint64)
-    x = any_bits.astype(np.uint32).view(np.float32)
+    x = rng.integers(0, 2**32, 200_000, np.uint64).astype(np.uint32).view(np.float32)
     ordinary = rng.normal(0, 50, 50_000).astype(np.float32)
-    halves = np.arange(2**17, dtype=np.uint32) << np.uint32(15)
-    bf16_ties = halves.view(np.float32)
+    bf16_ties = (np.arange(2**17, dtype=np.uint32) << np.uint32(15)).view(np.float32)
     fp8 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     fp8 = fp8.to(torch.float32).numpy()
     fp8_ties = np.concatenate([fp8, (fp8[1:] + fp8[:-1]) / 2, f32(464, 480)])
     ties = np.concatenate([bf16_ties, fp8_ties, -fp8_ties])
     with np.errstate(over="ignore", invalid="ignore"):
-        below = np.nextafter(ties, np.float32(-np.inf))
-        above = np.nextafter(ties, np.float32(np.inf))
+        below, above = (np.nextafter(ties, f32(end)) for end in (-np.inf, np.inf))
     special = f32(0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4e38)
     return np.concatenate([x, ordinary, ties, below, above, special])
 
 
-# To bits, from bits, in torch, all bits, NaN.
-ELEMENTS = {
-    "bfloat16": (
-        float32_to_bfloat16,
-        bfloat16_to_float32,
-        torch.bfloat16,
-        np.arange(2**16, dtype=np.uint16),
-        0x7FC0,
-    ),
-    "float8": (
-        float32_to_float8_e4m3fn,
-        float8_e4m3fn_to_float32,
-        torch.float8_e4m3fn,
-        np.arange(256, dtype=np.uint8),
-        0x7F,
-    ),
-}
+# To bits, from bits, in torch, type of the bits, NaN.
+BF16 = float32_to_bfloat16, bfloat16_to_float32, torch.bfloat16, np.uint16, 0x7FC0
+FP8 = (
+    *(float32_to_float8_e4m3fn, float8_e4m3fn_to_float32),
+    *(torch.float8_e4m3fn, np.uint8, 0x7F),
+)
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_element_types_are_torchs(name):
+@pytest.mark.parametrize("narrow, widen, dtype, kind, nan", [BF16, FP8])
+def test_element_types_are_torchs(narrow, widen, dtype, kind, nan):
     """Rounding of all samples; every bit pattern widened, and back again."""
-    narrow, widen, dtype, bits, nan = ELEMENTS[name]
-    of_bits = torch.uint16 if bits.itemsize == 2 else torch.uint8
+    bits = np.arange(np.iinfo(kind).max + 1, dtype=kind)
     x = float32_samples()
     wide = torch.from_numpy(x)
-    if name == "float8":  # Not every torch saturates; NaN passes through.
+    if kind == np.uint8:  # Not every torch saturates; NaN passes through.
         wide = wide.clamp(-448, 448)
-    want = wide.to(dtype).view(of_bits).numpy()
+    want = wide.to(dtype).view(torch.from_numpy(bits).dtype).numpy()
     got, is_nan = narrow(x), np.isnan(x)
     assert_same_bits(got[~is_nan], want[~is_nan])
     assert is_nan.any() and (got[is_nan] == nan).all()
@@ -123,89 +108,19 @@ def test_element_types_are_torchs(name):
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
 def test_element_types_take_any_shape(shape):
     x = np.ones(shape, np.float32)
-    assert_same_bits(bfloat16_to_float32(float32_to_bfloat16(x)), x)
+    assert_same_bits(rounded(x), x)
     assert_same_bits(float8_e4m3fn_to_float32(float32_to_float8_e4m3fn(x)), x)
     assert_same_bits(np.asarray(fma(x, x, x)), 2 * x)
+    assert fma(f32(2)[:, None], np.ones((3, 4), np.float32), f32(1)).shape == (3, 4)
 
 
 def test_other_element_types_are_refused():
     x = np.ones((2, 128))  # float64: a cast would round unseen
-    for convert in (
-        float32_to_bfloat16,
-        float32_to_float8_e4m3fn,
-        quantize_blockwise_fp8,
-        bfloat16_to_float32,
-        float8_e4m3fn_to_float32,
-    ):
+    for convert in (*BF16[:2], *FP8[:2], quantize_blockwise_fp8):
         with pytest.raises(TypeError, match="got float64"):
             convert(x)
     with pytest.raises(TypeError, match="got float64"):
         fma(f32(1), f32(1), np.ones(1))
-
-
-# --- Blockwise float8 ------------------------------------------------------
-
-
-def fp8_tokens() -> np.ndarray:
-    """Float32 `[n, 384]` with blocks of all magnitudes, zeros, tiny ones."""
-    rng = np.random.default_rng(2)
-    x = rng.normal(size=(97, 3, 128))
-    x *= 10.0 ** rng.uniform(-6, 6, size=(97, 3, 1))
-    x[5] = 0
-    x[6, 1] = 1e-5  # below the floor of amax
-    x[7] = np.float32(1e-4)  # the floor itself
-    x[8] = 448  # scale exactly 1
-    x[9] = np.nextafter(np.float32(448), np.float32(1e9))
-    x[10, :, 0] = -1e30
-    x[11] = -0.0
-    # Values that land next to ties, so that every rounding before shows.
-    ties = rng.choice(np.arange(17, 28, 2), (48, 3, 128)) * 16.0
-    x[12:60] = ties * (x[12:60, :, :1] / 448)
-    x[12:60, :, 0] *= 448 / ties[:, :, 0]
-    return x.reshape(97, 384).astype(np.float32)
-
-
-def quantize_with_torch(x, is_power_of_two):
-    blocks = torch.from_numpy(x).unflatten(1, (-1, 128))
-    amax = blocks.abs().amax(dim=2).clamp(1e-4)
-    scales = amax / 448.0
-    # Not `448.0 / amax`: that torch computes as `amax.reciprocal() * 448.0`.
-    factors = torch.tensor(448.0) / amax
-    if is_power_of_two:
-        # log2 is near enough but for values next to a power of two.
-        exponent = torch.ceil(torch.log2(scales.double()))
-        scales = torch.exp2(exponent).float()
-        factors = torch.exp2(-exponent).float()
-    values = (blocks * factors.unsqueeze(2)).clamp(-448, 448)
-    values = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    return values.flatten(1).numpy(), scales.numpy()
-
-
-@pytest.mark.parametrize("is_power_of_two", [False, True])
-def test_blockwise_fp8_is_torchs(is_power_of_two):
-    """To bytes and scales, and from them."""
-    x = fp8_tokens()
-    values, scales = quantize_blockwise_fp8(x, is_power_of_two)
-    want_values, want_scales = quantize_with_torch(x, is_power_of_two)
-    assert_same_bits(scales, want_scales)
-    assert_same_bits(values, want_values)
-    wide = torch.from_numpy(values).view(torch.float8_e4m3fn).float()
-    want = wide * torch.from_numpy(scales).repeat_interleave(128, 1)
-    assert_same_bits(dequantize_blockwise_fp8(values, scales), want.numpy())
-
-
-def test_blockwise_fp8_shapes():
-    values, scales = quantize_blockwise_fp8(np.zeros((0, 256), np.float32))
-    assert values.shape == (0, 256)
-    assert scales.shape == (0, 2)
-    assert dequantize_blockwise_fp8(values, scales).shape == (0, 256)
-    x = np.arange(64, dtype=np.float32).reshape(2, 32)
-    assert quantize_blockwise_fp8(x, block=16)[1].shape == (2, 2)
-    with pytest.raises(ValueError, match="hidden=200"):
-        quantize_blockwise_fp8(np.zeros((1, 200), np.float32))
-    values, scales = quantize_blockwise_fp8(np.ones((3, 256), np.float32))
-    with pytest.raises(ValueError, match=r"\[3, 2\], got \[2, 3\].*pass scales.T"):
-        dequantize_blockwise_fp8(values, scales.T)  # as dispatch delivers them
 
 
 # --- Fused multiply-add ----------------------------------------------------
@@ -216,24 +131,18 @@ def round_to_float32(x: Fraction) -> float:
     if x == 0:
         return 0.0
     magnitude = abs(x)
-    exponent = magnitude.numerator.bit_length()
-    exponent -= magnitude.denominator.bit_length()
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
     if Fraction(2) ** exponent > magnitude:
         exponent -= 1  # now 2**exponent <= magnitude < 2**(exponent + 1)
     step = Fraction(2) ** (max(exponent, -126) - 23)
-    rounded = round(magnitude / step) * step  # Python rounds ties to even
-    if rounded >= 2**128:
-        rounded = math.inf
-    return math.copysign(float(rounded), x)
+    nearest = round(magnitude / step) * step  # Python rounds ties to even
+    return math.copysign(float(nearest) if nearest < 2**128 else math.inf, x)
 
 
 def assert_fma_exact(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-    exact = [
-        Fraction(x) * Fraction(y) + Fraction(z)
-        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist())
-    ]
-    want = f32(*map(round_to_float32, exact))
-    got = fma(a, b, c)
+    numbers = zip(a.tolist(), b.tolist(), c.tolist())
+    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in numbers]
+    want, got = f32(*map(round_to_float32, exact)), fma(a, b, c)
     is_zero = np.array([x == 0 for x in exact])  # their sign is tested below
     assert_same_bits(np.abs(got[is_zero]), np.abs(want[is_zero]))
     assert_same_bits(got[~is_zero], want[~is_zero])
@@ -247,83 +156,47 @@ def naive_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 ULP = 2.0**-23
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    "a, b, c, want",
-    [
-        # Each sum is next to a tie, nearer than float64 can hold, and the tie
-        # goes the other way: 1 + 1.5 ulp less 2**-70, 1 + 0.5 ulp and 2**-70,
-        ((1 + ULP) * 2**-12, (1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
-        ((1 + ULP) * 2**-12, -(1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
-        # and a product that is the tie 1.25 + 2.5 ulp, and 2**-63.
-        (1 + 2 * ULP, 1.25, 2**-63, 1.25 + 3 * ULP),
-    ],
-)
-def test_fma_where_rounding_twice_is_wrong(a, b, c, want, sign):
-    a, b, c, want = f32(a), f32(sign * b), f32(sign * c), f32(sign * want)
-    assert_same_bits(fma(a, b, c), want)
-    assert naive_fma(a, b, c) != want
-    assert_fma_exact(a, b, c)
-
-
-def fma_samples(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws factors and addends of a kind."""
+def fma_samples() -> dict[str, tuple]:
+    """Draws factors and addends, by kind."""
     rng = np.random.default_rng(3)
     n = 4000
-    if name in ("random", "cancelling"):
-        a, b = (rng.normal(size=n).astype(np.float32) for _ in range(2))
-        if name == "cancelling":  # all but the product's rounding
-            return a, b, -(a * b)
-        # Addends near the product, up to 2**60 times larger or smaller.
-        apart = 2.0 ** rng.integers(-60, 61, n) * rng.choice([-1, 1], n)
-        return a, b, (-a * b * apart).astype(np.float32)
-    if name in ("beside a tie", "nearer than float64"):
-        c = rng.uniform(1, 2, n).astype(np.float32)
-        tie = rng.choice([-1, 1], n) * 2.0**-24
-        if name == "beside a tie":
-            off = 2.0 ** -rng.integers(1, 12, n)
-            return (1 + off).astype(np.float32), (tie * (1 - off)).astype(np.float32), c
-        off = rng.integers(1, 4, (2, n)) * ULP
-        a, b = (1 + off[0]).astype(np.float32), (tie * (1 - off[1])).astype(np.float32)
-        n_twice_wrong = np.count_nonzero(fma(a, b, c) != naive_fma(a, b, c))
-        assert n_twice_wrong > n // 20  # the cases have teeth
-        return a, b, c
-    if name == "any bits":
-        bits = rng.integers(0, 2**32, (3, 12000), dtype=np.uint64)
-        x = bits.astype(np.uint32).view(np.float32)
-        return tuple(x[:, np.isfinite(x).all(axis=0)])
-    if name == "subnormal":
-        x = (rng.uniform(-4, 4, (3, n)) * 2.0**-75).astype(np.float32)
-        x[2] *= np.float32(2.0**-72)
-        return tuple(x)
-    x = (rng.uniform(0.9, 1.1, (3, n)) * 2.0**64).astype(np.float32)
-    x[2] *= np.float32(2.0**39)
-    x[1, 1::2] *= -1
-    return tuple(x)
+    a, b = rng.normal(size=(2, n)).astype(np.float32)
+    # Addends near the product, up to 2**60 times larger or smaller.
+    apart = 2.0 ** rng.integers(-60, 61, n) * rng.choice([-1, 1], n)
+    c = rng.uniform(1, 2, n).astype(np.float32)
+    tie = rng.choice([-1, 1], n) * 2.0**-24
+    off, ulps = 2.0 ** -rng.integers(1, 12, n), rng.integers(1, 4, (2, n)) * ULP
+    bits = rng.integers(0, 2**32, (3, 12000), dtype=np.uint64)
+    any_bits = bits.astype(np.uint32).view(np.float32)
+    small = rng.uniform(-4, 4, (3, n)) * 2.0**-75
+    large = rng.uniform(0.9, 1.1, (3, n)) * 2.0**64
+    large[1, 1::2] *= -1
+    samples = {
+        "random": (a, b, -a * b * apart),
+        "cancelling": (a, b, -(a * b)),  # all but the product's rounding
+        "beside a tie": (1 + off, tie * (1 - off), c),
+        "nearer than float64": (1 + ulps[0], tie * (1 - ulps[1]), c),
+        "any bits": any_bits[:, np.isfinite(any_bits).all(axis=0)],
+        "subnormal": (*small[:2], small[2] * 2.0**-72),
+        "largest": (*large[:2], large[2] * 2.0**39),
+    }
+    return {name: tuple(f32(*x) for x in of) for name, of in samples.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["random", "cancelling", "beside a tie", "nearer than float64", "any bits"]
-    + ["subnormal", "largest"],
-)
+@pytest.mark.parametrize("name", SAMPLES := fma_samples())
 def test_fma_is_exact(name):
-    assert_fma_exact(*fma_samples(name))
+    a, b, c = SAMPLES[name]
+    assert_fma_exact(a, b, c)
+    if name == "nearer than float64":  # the cases have teeth
+        assert np.count_nonzero(fma(a, b, c) != naive_fma(a, b, c)) > len(a) // 20
 
 
 def test_fma_of_zeros_infinities_and_nan_is_ieee():
     values = f32(0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3e38, 1e-45)
     a, b, c = (x.ravel() for x in np.meshgrid(values, values, values))
-    got = fma(a, b, c)
-    with np.errstate(invalid="ignore", over="ignore"):
-        want = a.astype(np.float64) * b + c
     # No tie among these: float64 is right, also about the signs of zeros.
-    with np.errstate(over="ignore"):
-        assert_same_bits(got, want.astype(np.float32))
-
-
-def test_fma_broadcasts():
-    assert fma(f32(2)[:, None], np.ones((3, 4), np.float32), f32(1)).shape == (3, 4)
+    with np.errstate(invalid="ignore", over="ignore"):
+        assert_same_bits(fma(a, b, c), naive_fma(a, b, c))
 
 
 # --- Dispatch --------------------------------------------------------------
@@ -350,16 +223,12 @@ CASES = {
     "same_expert_twice": ([6, 5], 3, 5, "repeated"),
 }
 
-cases = pytest.mark.parametrize("case", CASES)
-
 
 def make_ids(rng, n_tokens: int, n_experts: int, top_k: int, routing: str):
     """Makes int32 `[n_tokens, top_k]`, in no order of experts."""
     shape = (n_tokens, top_k)
-    if routing == "one":
-        return np.full(shape, n_experts - 2, np.int32)
-    if routing == "none":
-        return np.full(shape, -1, np.int32)
+    if routing in ("one", "none"):
+        return np.full(shape, n_experts - 2 if routing == "one" else -1, np.int32)
     if routing == "repeated":
         return rng.integers(0, n_experts, shape, dtype=np.int32)
     rows = [rng.permutation(n_experts)[:top_k] for _ in range(n_tokens)]
@@ -379,17 +248,35 @@ def make_tokens(n_tokens: list[int], hidden: int = HIDDEN) -> list[np.ndarray]:
     ]
 
 
-def make_case(case: str) -> SimpleNamespace:
-    n_tokens, n_experts, top_k, routing = CASES[case]
+def make_case(n_tokens, n_experts, top_k, routing) -> SimpleNamespace:
     rng = np.random.default_rng(6)
     return SimpleNamespace(
         n_ranks=len(n_tokens),
         n_experts=n_experts,
+        n_local=math.ceil(n_experts / len(n_tokens)),
         top_k=top_k,
+        n_tokens=n_tokens,
         tokens=make_tokens(n_tokens),
         ids=[make_ids(rng, n, n_experts, top_k, routing) for n in n_tokens],
         weights=[rng.random((n, top_k), np.float32) - 0.25 for n in n_tokens],
     )
+
+
+@pytest.fixture(params=CASES)
+def c(request) -> SimpleNamespace:
+    return make_case(*CASES[request.param])
+
+
+def rows_in_order(c, rank: int, local_expert: int) -> list[tuple[int, int, int]]:
+    """Says the order of an expert's rows as plain loops: source rank, token, k."""
+    expert = rank * c.n_local + local_expert
+    return [
+        (src_rank, token_idx, k)
+        for src_rank in range(c.n_ranks)
+        for token_idx in range(len(c.tokens[src_rank]))
+        for k in range(c.top_k)
+        if c.ids[src_rank][token_idx, k] == expert
+    ]
 
 
 @pytest.mark.parametrize(
@@ -403,31 +290,20 @@ def test_n_local_experts(n_experts, n_ranks, want):
             n_local_experts(*bad)
 
 
-@cases
-def test_dispatch_is_the_plain_loops(case):
-    """Says the order of rows as five nested loops."""
-    c = make_case(case)
-    n_local = math.ceil(c.n_experts / c.n_ranks)
+def test_dispatch_is_the_plain_loops(c):
     results = dispatch(c.tokens, c.ids, c.n_experts)
     assert len(results) == c.n_ranks
     for rank, result in enumerate(results):
-        rows, src_info, src_ranks, row_offsets = [], [], [], [0]
-        for local_expert in range(n_local):
-            for src_rank in range(c.n_ranks):
-                for token_idx in range(len(c.tokens[src_rank])):
-                    for k in range(c.top_k):
-                        expert_id = rank * n_local + local_expert
-                        if c.ids[src_rank][token_idx, k] == expert_id:
-                            rows.append(c.tokens[src_rank][token_idx])
-                            src_info.append((token_idx, k))
-                            src_ranks.append(src_rank)
-            row_offsets.append(len(rows))
-        n = len(rows)
-        assert_same_bits(result.rows, f32(*rows).reshape(n, HIDDEN))
-        assert_same_bits(result.row_offsets, np.array(row_offsets, np.uint32))
-        assert_same_bits(result.src_info, np.array(src_info, np.int32).reshape(n, 2))
-        assert_same_bits(result.src_ranks, np.array(src_ranks, np.int32))
-        assert_same_bits(result.expert_ids, np.arange(n_local, dtype=np.int32))
+        groups = [rows_in_order(c, rank, e) for e in range(c.n_local)]
+        rows = sum(groups, [])
+        want = f32(*(c.tokens[r][t] for r, t, _ in rows)).reshape(-1, HIDDEN)
+        assert_same_bits(result.rows, want)
+        offsets = np.cumsum([0, *map(len, groups)])
+        assert_same_bits(result.row_offsets, offsets.astype(np.uint32))
+        numbers = np.array(rows, np.int32).reshape(-1, 3)
+        assert_same_bits(result.src_info, numbers[:, 1:])
+        assert_same_bits(result.src_ranks, numbers[:, 0])
+        assert_same_bits(result.expert_ids, np.arange(c.n_local, dtype=np.int32))
         assert result.scales is None
 
 
@@ -437,62 +313,57 @@ def test_bits_are_copied_as_they_are():
     rng = np.random.default_rng(7)
     ids = [make_ids(rng, len(t), 4, 2, "random") for t in tokens]
     for result in dispatch(tokens, ids, 4):
-        assert result.rows.dtype == np.uint16
-        for row, src_rank, (token_idx, _) in zip(
-            result.rows, result.src_ranks, result.src_info
-        ):
-            assert_same_bits(row, tokens[src_rank][token_idx])
+        sources = zip(result.src_ranks, result.src_info[:, 0])
+        assert_same_bits(result.rows, np.stack([tokens[r][t] for r, t in sources]))
 
 
-@cases
-def test_dispatch_quantizes(case):
-    c = make_case(case)
-    tokens = make_tokens([len(t) for t in c.tokens], hidden=256)
-    quantized = [quantize_with_torch(t, False) for t in tokens]
+def test_dispatch_quantizes(c):
+    """And the scales of padded rows: `s` of row `j` is at `[expert, s, j]`."""
+    tokens = make_tokens(c.n_tokens, hidden=256)
+    quantized = [quantize_blockwise_fp8(t) for t in tokens]
     results = dispatch(tokens, c.ids, c.n_experts, quantize=quantize_blockwise_fp8)
     for result in results:
         n = len(result.src_ranks)
-        assert result.rows.shape == (n, 256)
-        assert result.rows.dtype == np.uint8
-        assert result.scales.shape == (2, n)
-        assert result.scales.dtype == np.float32
+        assert (result.rows.shape, result.rows.dtype) == ((n, 256), np.uint8)
+        assert (result.scales.shape, result.scales.dtype) == ((2, n), np.float32)
         assert result.scales.flags.c_contiguous
+        padded = pad(result, c.n_ranks, max(n, 1))
+        starts = result.row_offsets.astype(int)
         for row in range(n):
             values, scales = quantized[result.src_ranks[row]]
             token_idx = result.src_info[row, 0]
             assert_same_bits(result.rows[row], values[token_idx])
             assert_same_bits(result.scales[:, row], scales[token_idx])
+            e = np.searchsorted(starts, row, "right") - 1
+            at = (e * 2 + np.arange(2)) * max(n, 1) + row - starts[e]
+            assert_same_bits(padded.scales.reshape(-1)[at], scales[token_idx])
 
 
 @pytest.mark.parametrize("wrong_id", [7, -2, 2**31 - 1, -(2**31)])
 def test_an_id_out_of_range_is_named(wrong_id):
     ids = [np.zeros((4, 2), np.int32) for _ in range(3)]
     ids[1][3, 1] = wrong_id
-    with pytest.raises(
-        ValueError,
-        match=rf"rank 1, token 3, choice 1: id {wrong_id} is outside \[-1, 7\)",
-    ):
+    words = rf"rank 1, token 3, choice 1: id {wrong_id} is outside \[-1, 7\)"
+    with pytest.raises(ValueError, match=words):
         dispatch(make_tokens([4, 4, 4]), ids, 7)
 
 
 def test_shapes_that_do_not_fit_are_refused():
     ids = [np.zeros((4, 2), np.int32), np.zeros((3, 2), np.int32)]
-    tokens = make_tokens([4, 3])
-    with pytest.raises(ValueError, match="n_tokens"):
-        dispatch(make_tokens([4, 4]), ids, 2)
-    with pytest.raises(ValueError, match="n_tokens"):
-        dispatch(tokens[:1], ids, 2)
-    with pytest.raises(ValueError, match="top_k"):
-        dispatch(tokens, [ids[0], ids[1][:, :1]], 2)
-    with pytest.raises(ValueError, match="element type"):
-        dispatch([tokens[0], tokens[1].astype(np.float16)], ids, 2)
-    with pytest.raises(TypeError, match="tokens must be float32"):
-        dispatch(
-            [t.astype(np.float16) for t in tokens],
-            ids,
-            2,
-            quantize=quantize_blockwise_fp8,
-        )
+    tokens, halves = (
+        make_tokens([4, 3]),
+        [t.astype(np.float16) for t in make_tokens([4, 3])],
+    )
+    quantized = dict(quantize=quantize_blockwise_fp8)
+    for error, words, bad_tokens, bad_ids, more in (
+        (ValueError, "n_tokens", make_tokens([4, 4]), ids, {}),
+        (ValueError, "n_tokens", tokens[:1], ids, {}),
+        (ValueError, "top_k", tokens, [ids[0], ids[1][:, :1]], {}),
+        (ValueError, "element type", [tokens[0], halves[1]], ids, {}),
+        (TypeError, "tokens must be float32", halves, ids, quantized),
+    ):
+        with pytest.raises(error, match=words):
+            dispatch(bad_tokens, bad_ids, 2, **more)
     results = dispatch(tokens, ids, 2)
     rows = [r.rows for r in results]
     weights = [np.ones((4, 2), np.float32), np.ones((3, 2), np.float32)]
@@ -509,93 +380,58 @@ def test_shapes_that_do_not_fit_are_refused():
 # --- Other layouts of the rows ----------------------------------------------
 
 
-@cases
-def test_padded_is_the_plain_loops(case):
+def test_padded_is_the_plain_loops(c):
     """Each expert's rows begin at its own first, by source rank."""
-    c = make_case(case)
-    n_local = math.ceil(c.n_experts / c.n_ranks)
-    capacity = c.n_ranks * max(max(map(len, c.ids)), 1) * c.top_k
+    capacity = c.n_ranks * max(*map(len, c.ids), 1, 1) * c.top_k
     for rank, result in enumerate(dispatch(c.tokens, c.ids, c.n_experts)):
         padded = pad(result, c.n_ranks, capacity)
-        assert padded.rows.shape == (n_local, capacity, HIDDEN)
-        assert padded.src_info.shape == (n_local, capacity, 2)
+        assert padded.rows.shape == (c.n_local, capacity, HIDDEN)
+        assert padded.src_info.shape == (c.n_local, capacity, 2)
         assert padded.scales is None
-        for local_expert in range(n_local):
-            expert_id, row = rank * n_local + local_expert, 0
+        for e in range(c.n_local):
+            rows = rows_in_order(c, rank, e)
+            sources = [src_rank for src_rank, _, _ in rows]
+            for row, (src_rank, token_idx, k) in enumerate(rows):
+                assert_same_bits(padded.rows[e, row], c.tokens[src_rank][token_idx])
+                assert padded.src_info[e, row].tolist() == [token_idx, k]
             for src_rank in range(c.n_ranks):
-                begin = row
-                for token_idx, k in np.argwhere(c.ids[src_rank] == expert_id):
-                    got = padded.rows[local_expert, row]
-                    assert_same_bits(got, c.tokens[src_rank][token_idx])
-                    info = padded.src_info[local_expert, row]
-                    assert info.tolist() == [token_idx, k]
-                    row += 1
-                got = padded.recv_ranges[local_expert, src_rank].tolist()
-                assert got == [begin, row - begin]
-            assert padded.recv_counts[local_expert] == row
+                begin = sum(source < src_rank for source in sources)
+                want = [begin, sources.count(src_rank)]
+                assert padded.recv_ranges[e, src_rank].tolist() == want
+            assert padded.recv_counts[e] == len(rows)
         assert_same_bits(unpad(padded.rows, padded.recv_counts), result.rows)
 
 
-def test_padded_scales_stand_by_column():
-    """Scale `s` of row `j` of expert `e` is at `(e * n_scales + s) * capacity + j`."""
-    c = make_case("two_ranks")
-    tokens = [np.repeat(t, 128, axis=1) for t in c.tokens]
-    results = dispatch(tokens, c.ids, c.n_experts, quantize=quantize_blockwise_fp8)
-    for result in results:
-        capacity, n_scales = 16, HIDDEN
-        padded = pad(result, c.n_ranks, capacity)
-        assert padded.scales is not None and result.scales is not None
-        flat = padded.scales.reshape(-1)
-        row = 0
-        for e, count in enumerate(padded.recv_counts):
-            for j in range(count):
-                at = (e * n_scales + np.arange(n_scales)) * capacity + j
-                assert_same_bits(flat[at], result.scales[:, row])
-                row += 1
-
-
-@cases
-def test_shared_rows_come_first(case):
+def test_shared_rows_come_first(c):
     """All own tokens, masked ones too; behind them all is as without."""
-    c = make_case(case)
     plain = dispatch(c.tokens, c.ids, c.n_experts)
     shared = dispatch(c.tokens, c.ids, c.n_experts, shared_expert=True)
     for rank, (without, result) in enumerate(zip(plain, shared)):
         n = len(c.tokens[rank])
-        assert_same_bits(result.rows[:n], c.tokens[rank])
-        assert result.src_info[:n].tolist() == [[t, -1] for t in range(n)]
-        assert (result.src_ranks[:n] == rank).all()
-        assert_same_bits(result.rows[n:], without.rows)
-        assert_same_bits(result.src_info[n:], without.src_info)
-        assert_same_bits(result.src_ranks[n:], without.src_ranks)
+        own = np.stack([np.arange(n), np.full(n, -1)], axis=1).astype(np.int32)
+        for name, first in (
+            ("rows", c.tokens[rank]),
+            ("src_info", own),
+            ("src_ranks", np.full(n, rank, np.int32)),
+        ):
+            want = np.concatenate([first, getattr(without, name)])
+            assert_same_bits(getattr(result, name), want)
         offsets = [0, *(without.row_offsets.astype(np.int64) + n)]
         assert result.row_offsets.tolist() == offsets
         assert result.expert_ids.tolist() == list(range(len(offsets) - 1))
 
 
-@cases
-def test_shared_rows_are_added_last(case):
-    c = make_case(case)
+def test_shared_rows_are_added_last(c):
     results = dispatch(c.tokens, c.ids, c.n_experts, shared_expert=True)
+    plain = dispatch(c.tokens, c.ids, c.n_experts)
     factor = np.float32(-1 / 3)
     rows = [r.rows * factor for r in results]
-    n_tokens = [len(t) for t in c.tokens]
-    routed = combine(
-        [x[n:] for x, n in zip(rows, n_tokens)],
-        dispatch(c.tokens, c.ids, c.n_experts),
-        c.weights,
-    )
+    routed = combine([x[n:] for x, n in zip(rows, c.n_tokens)], plain, c.weights)
     got = combine(rows, results, c.weights)
-    for rank, n in enumerate(n_tokens):
-        assert_same_bits(got[rank], routed[rank] + rows[rank][:n])
-        want = moe(
-            c.tokens[rank],
-            c.ids[rank],
-            c.weights[rank],
-            lambda _, x: x * factor,
-            shared_fn=lambda x: x * factor,
-        )
-        assert_same_bits(got[rank], want)
+    for rank, given in enumerate(zip(c.tokens, c.ids, c.weights)):
+        assert_same_bits(got[rank], routed[rank] + rows[rank][: c.n_tokens[rank]])
+        expert = dict(shared_fn=lambda x: x * factor)
+        assert_same_bits(got[rank], moe(*given, lambda _, x: x * factor, **expert))
 
 
 @pytest.mark.parametrize("sum_up", [combine, combine_sums])
@@ -603,10 +439,6 @@ def test_the_sum_is_rounded_before_the_shared_row_is_added(sum_up):
     """256 and 1 are 257, which is no bfloat16: it is 256 when a shared 1 comes."""
     results = dispatch([f32(0)[:, None]], [np.array([[0, 1]])], 2, shared_expert=True)
     rows, weights = [f32(1, 256, 1)[:, None]], [f32(1, 1)[None, :]]
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return bfloat16_to_float32(float32_to_bfloat16(x))
-
     assert sum_up(rows, results, weights)[0].tolist() == [[258]]
     assert sum_up(rows, results, weights, round_sum=rounded)[0].tolist() == [[257]]
 
@@ -614,33 +446,23 @@ def test_the_sum_is_rounded_before_the_shared_row_is_added(sum_up):
 # --- Combine and whole layers ----------------------------------------------
 
 
-ADDED_UP = {
-    "rows": None,
-    "sums": lambda x: x,
-    "sums, bfloat16 partials": lambda x: bfloat16_to_float32(float32_to_bfloat16(x)),
-}
-"""How results are combined: how the sums of a rank are rounded, if it adds up."""
-
-
-@pytest.mark.parametrize("mode", ADDED_UP)
-@cases
-def test_combine_rounds_once_a_step(case, mode):
+# How results are combined: how the sums of a rank are rounded, if it adds up.
+@pytest.mark.parametrize(
+    "round_partial",
+    [None, lambda x: x, rounded],
+    ids=["rows", "sums", "sums, bfloat16"],
+)
+def test_combine_rounds_once_a_step(c, round_partial):
     """Exact sums of fractions, in choice order; of sums: by rank, then over ranks."""
-    c = make_case(case)
-    round_partial = ADDED_UP[mode]
     results = dispatch(c.tokens, c.ids, c.n_experts)
     rng = np.random.default_rng(8)
     rows = [rng.normal(size=(len(r.rows), 3)).astype(np.float32) for r in results]
-    if round_partial is None:
-        got = combine(rows, results, c.weights)
-    else:
-        got = combine_sums(rows, results, c.weights, round_partial)
+    add = combine if round_partial is None else combine_sums
+    got = add(rows, results, c.weights, *[round_partial] * (add is combine_sums))
     row_of = {
         (int(src_rank), int(token_idx), int(k)): (owner, row)
-        for owner, (result, of_owner) in enumerate(zip(results, rows))
-        for src_rank, (token_idx, k), row in zip(
-            result.src_ranks, result.src_info, of_owner
-        )
+        for owner, (r, of_owner) in enumerate(zip(results, rows))
+        for src_rank, (token_idx, k), row in zip(r.src_ranks, r.src_info, of_owner)
     }
     for rank, weights in enumerate(c.weights):
         for token_idx, column in np.ndindex(len(weights), 3):
@@ -650,9 +472,9 @@ def test_combine_rounds_once_a_step(case, mode):
                     continue
                 owner, row = row_of[rank, token_idx, k]
                 owner = rank if round_partial is None else owner
-                exact = Fraction(float(weights[token_idx, k]))
-                exact = exact * Fraction(float(row[column]))
-                exact += Fraction(partials.get(owner, 0.0))
+                product = Fraction(float(weights[token_idx, k]))
+                product *= Fraction(float(row[column]))
+                exact = product + Fraction(partials.get(owner, 0.0))
                 partials[owner] = round_to_float32(exact)
             acc = partials.pop(rank, 0.0)
             for owner in sorted(partials):
@@ -701,20 +523,18 @@ def scaled_expert(expert_id: int, x: np.ndarray) -> np.ndarray:
     return np.tanh(y / np.float32(64))
 
 
-@cases
-def test_layer_over_ranks_is_the_layer_without_ranks(case):
+def test_layer_over_ranks_is_the_layer_without_ranks(c):
     """Dispatch, experts and combine are `moe`, however tokens are spread over ranks."""
-    c = make_case(case)
     results = dispatch(c.tokens, c.ids, c.n_experts)
     expert_rows = []
-    for rank, result in enumerate(results):
-        first = rank * len(result.expert_ids)
-        groups = zip(result.expert_ids, result.row_offsets, result.row_offsets[1:])
-        rows = [scaled_expert(first + int(e), result.rows[i:j]) for e, i, j in groups]
+    for rank, r in enumerate(results):
+        groups = zip(r.expert_ids, r.row_offsets, r.row_offsets[1:])
+        first = rank * len(r.expert_ids)
+        rows = [scaled_expert(first + int(e), r.rows[i:j]) for e, i, j in groups]
         expert_rows.append(np.concatenate(rows))
     got = combine(expert_rows, results, c.weights)
-    for y, x, ids, weights in zip(got, c.tokens, c.ids, c.weights):
-        assert_same_bits(y, moe(x, ids, weights, scaled_expert))
+    for y, *given in zip(got, c.tokens, c.ids, c.weights):
+        assert_same_bits(y, moe(*given, scaled_expert))
 
 
 def test_moe_refuses_what_dispatch_refuses():
@@ -734,24 +554,16 @@ def test_moe_calls_each_expert_once_with_its_tokens_in_order():
     ids = np.array([[2, 0], [-1, 2], [0, 5]], np.int32)
     (tokens,) = make_tokens([3])
     calls = []
-
-    def expert_fn(expert_id: int, x: np.ndarray) -> np.ndarray:
-        calls.append((expert_id, x.copy()))
-        return x
-
-    moe(tokens, ids, np.ones((3, 2), np.float32), expert_fn)
+    given = tokens, ids, np.ones((3, 2), np.float32)
+    moe(*given, lambda expert_id, x: calls.append((expert_id, x.copy())) or x)
     assert [expert_id for expert_id, _ in calls] == [0, 2, 5]
     for (_, x), token_idx in zip(calls, [[0, 2], [0, 1], [2]]):
         assert_same_bits(x, tokens[token_idx])
 
 
-# --- The file itself -------------------------------------------------------
-
-
 def test_reference_needs_numpy_only():
-    tree = ast.parse(Path(reference.__file__).read_text())
     modules = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(Path(reference.__file__).read_text())):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
