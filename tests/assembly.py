@@ -26,16 +26,13 @@ class Op:
     """load, store, atomic, fence, barrier (of the block), some_barrier (of some of its
     warps), warp_barrier, vote, launch_wait (for the kernel before), launch_next (lets
     the kernel after it begin); empty for what has nothing to do with memory."""
-    n_bytes: int = 0
-    """Bytes that one lane moves."""
+    n_bytes: int = 0  # Bytes that one lane moves
     space: str = ""
     """global, shared, local, param, or generic: that is found out at run time."""
     order: str = ""
     """relaxed, acquire, release, acq_rel, volatile; empty if it has none."""
-    scope: str = ""
-    """block, device, system; empty if it has no order."""
-    is_read_only: bool = False
-    """Whether a cache may serve it that is not kept coherent."""
+    scope: str = ""  # block, device, system; empty if it has no order
+    is_read_only: bool = False  # Whether a cache may serve it that is not kept coherent
     predicate: str = ""
     """PTX: the register that says whether it runs, with `!` if it must not be set."""
     successors: list[int] = field(default_factory=list)
@@ -113,10 +110,8 @@ class Kernel:
         without: Collection[int] = (),
         within: Collection[int] | None = None,
     ) -> set[int]:
-        """Finds what may run after some operations.
-
-        No way may cross `without`, or leave `within`.
-        """
+        """Finds what may run after some operations. No way may cross `without`, or
+        leave `within`."""
         reached: set[int] = set()
         todo = [after for start in starts for after in self.ops[start].successors]
         while todo:
@@ -134,13 +129,11 @@ class Kernel:
     def reach_knowing(
         self, known: dict[str, bool], without: Collection[int] = ()
     ) -> set[int]:
-        """Finds what may run from the start, with an eye to what PTX predicates are.
-
-        A way that passes `if is_waiting:` twice, once as if it held and once as if
-        it did not, is none. So predicates that are set to constants are followed,
-        each with those it is made of, and those that are made of it and kept: what
-        runs, runs whichever are followed.
-        """
+        """Finds what may run from the start, with an eye to what PTX predicates are. A
+        way that passes `if is_waiting:` twice, once as if it held and once as if it did
+        not, is none. So predicates that are set to constants are followed, each with
+        those it is made of, and those that are made of it and kept: what runs, runs
+        whichever are followed."""
         constant = {
             register
             for register, places in self._set_at.items()
@@ -246,11 +239,9 @@ class Kernel:
         return made
 
     def value(self, operand: str, known: dict[str, int]) -> int | None:
-        """Computes what an operand of PTX holds, from what registers hold.
-
-        Only by what adds, shifts, compares and chooses: so generations are used. None
-        if it is made of something else, or set in several places.
-        """
+        """Computes what an operand of PTX holds, from what registers hold. Only by what
+        adds, shifts, compares and chooses: so generations are used. None if it is made
+        of something else, or set in several places."""
         if operand in known:
             return known[operand]
         if re.fullmatch(r"-?\d+", operand):
@@ -527,11 +518,9 @@ def _comes_next(ops: Iterable[Op], instruction: str) -> bool:
 
 def _strengthen(ops: list[Op], starts: Collection[int]) -> None:
     """Finds release and acquire among relaxed accesses, by what is around them.
-
-    Release: caches are written back, and that is waited for, before the store.
-    Acquire: the load is waited for, then caches are emptied. In either, no other
-    access is between, and no way in or out.
-    """
+    Release: caches are written back, and that is waited for, before the store. Acquire:
+    the load is waited for, then caches are emptied. In either, no other access is
+    between, and no way in or out."""
     for i, op in enumerate(ops):
         if op.order != "relaxed":
             continue
@@ -547,11 +536,9 @@ def _strengthen(ops: list[Op], starts: Collection[int]) -> None:
 
 
 def parse_amdgcn(text: str, record_offset: int) -> Kernel:
-    """Reads the assembly of one kernel for an AMD GPU.
-
-    At `record_offset` words are stored 16 bytes at once, though one by one in the
-    source: they are taken for what they are.
-    """
+    """Reads the assembly of one kernel for an AMD GPU. At `record_offset` words are
+    stored 16 bytes at once, though one by one in the source: they are taken for what
+    they are."""
     ops: list[Op] = []
     labels: dict[str, int] = {}
     for line in text.partition(".section")[0].splitlines():
@@ -584,8 +571,7 @@ def amd_resources(text: str) -> dict[str, int]:
 class NvidiaResources:
     """What a kernel needs of a multiprocessor."""
 
-    n_registers: int
-    """Of one thread."""
+    n_registers: int  # Of one thread
     stack_bytes: int
     """Of one thread, in local memory: arrays, and registers that were spilled."""
 

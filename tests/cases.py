@@ -42,12 +42,9 @@ class Case:
     top_k: int
     hidden_size: int
     max_tokens_per_rank: int
-    wire: str = "bfloat16"
-    """`bfloat16`, `float32`, `fp8` or `fp8_pow2`."""
-    tokens: DType = BF16
-    """What the tokens are before they are sent."""
-    combine: DType = BF16
-    """What expert rows and results are."""
+    wire: str = "bfloat16"  # `bfloat16`, `float32`, `fp8` or `fp8_pow2`
+    tokens: DType = BF16  # What the tokens are before they are sent
+    combine: DType = BF16  # What expert rows and results are
     scales: str | None = None
     """Input scales: None, `one` (`[1]`) or `each` (`[n_experts]`)."""
     # Not in `repr`, which seeds the data.
@@ -212,7 +209,7 @@ SUMS_CASES = {
 }
 """By rank, with combine adding up on the ranks of the experts."""
 
-# Each takes seconds to compile for CPU ranks, and has only `features` of others.
+# Each takes seconds to compile for CPU ranks, and has no feature that others have not.
 _ON_REQUEST = (
     "uneven_7_on_3 smallest fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
     "padded_fp8_each smallest_by_rank smallest_sums "
@@ -228,32 +225,6 @@ SMALL_CASES = {
     if name not in _ON_REQUEST or "MAX_EP_ALL_CASES" in os.environ
 }
 """What is swept on CPU ranks: all with `MAX_EP_ALL_CASES`."""
-
-
-def features(case: Case) -> set[tuple]:
-    """Lists what a case has that its protocol must get right."""
-    n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
-    of_groups = dict(
-        is_alone=case.n_ranks == 1,
-        has_5_ranks=case.n_ranks >= 5,
-        last_rank_is_empty=n_last <= 0,
-        ranks_differ=0 < n_last < case.n_local_experts,
-        top_k_is_an_end=case.top_k in (1, 32) and case.top_k,
-    )
-    of_dispatch = dict(
-        wire_of=(case.wire, case.tokens),
-        scales=case.scales,
-        layout=(case.output_layout, case.fused_shared_expert, case.is_fp8),
-    )
-    of_combine = dict(
-        layout=(case.output_layout, case.fused_shared_expert),
-        dtype=(case.combine, case.sends_rows_back),
-        partial_dtype=case.partial_dtype,
-    )
-    return {
-        *((case.protocol, *of) for of in (of_groups | of_dispatch).items()),
-        *((case.protocol, case.combine_mode, *of) for of in of_combine.items()),
-    }
 
 
 # Large enough that a launch is spread over workers and writes past the caches.
@@ -282,8 +253,7 @@ class Inputs:
     tokens: list[np.ndarray]
     ids: list[np.ndarray]
     weights: list[np.ndarray]
-    input_scales: np.ndarray | None
-    """The same on every rank; None if the case has none."""
+    input_scales: np.ndarray | None  # The same on every rank; None if the case has none
     expert_rows: list[np.ndarray] | None
     """`[*rows_shape, hidden_size]`, or None: the dispatched rows go back."""
 
@@ -337,12 +307,9 @@ def expert_ids(case: Case, routing: str, counts: list[int]) -> list[np.ndarray]:
 
 
 def telling_tokens(case: Case, rank: int, n: int) -> np.ndarray:
-    """Makes tokens that say where they are from, as float32 `[n, hidden]`.
-
-    Column 0 holds the rank and column 1 the token's index; every element is an
-    integer in [-127, 127], so exact in bfloat16 and a product with a small
-    power of two.
-    """
+    """Makes tokens that say where they are from, as float32 `[n, hidden]`. Column 0
+    holds the rank and column 1 the token's index; every element is an integer in [-127,
+    127], so exact in bfloat16 and a product with a small power of two."""
     token, column = np.ogrid[:n, : case.hidden_size]
     x = (7 * column + 31 * token + 53 * rank) % 255 - 127
     x[:, 0] = rank + 1
@@ -351,11 +318,8 @@ def telling_tokens(case: Case, rank: int, n: int) -> np.ndarray:
 
 
 def random_tokens(case: Case, rank: int, n: int) -> np.ndarray:
-    """Makes float32 `[n, hidden]` of which blocks differ much in magnitude.
-
-    Among the blocks are zeros, both of them, and some below the floor of the
-    FP8 scales.
-    """
+    """Makes float32 `[n, hidden]` of which blocks differ much in magnitude. Among the
+    blocks are zeros, both of them, and some below the floor of the FP8 scales."""
     rng = _rng(case, "tokens", rank, n)
     x = rng.normal(size=(n, case.hidden_size))
     block = np.arange(case.hidden_size) // 128

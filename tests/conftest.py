@@ -25,11 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
-    """Gives one of several processes, and those it starts, cores of its own.
-
-    MAX starts a worker thread a core, and those that have nothing to do spin: with
-    two processes on two cores a compilation took twice its CPU time.
-    """
+    """Gives one of several processes, and those it starts, cores of its own. MAX starts
+    a worker thread a core, and those that have nothing to do spin: with two processes
+    on two cores a compilation took twice its CPU time."""
     cores = sorted(ALL_CORES)
     mine = cores[int(workerid.removeprefix("gw")) % len(cores) :: workercount]
     os.sched_setaffinity(0, mine)
@@ -97,11 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_layout_query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles `layout_query.mojo` once, if it is asked and there is a linker.
-
-    Users' programs have it compiled for each new configuration, as those have that
-    tests start; tests ask about hundreds.
-    """
+    """Compiles `layout_query.mojo` once, if it is asked and there is a linker. Users'
+    programs have it compiled for each new configuration, as those have that tests
+    start; tests ask about hundreds."""
     layout = sys.modules.get("max_ep.memory.layout")
     if layout is None:  # tests of this run that ask import it
         yield
@@ -156,11 +152,9 @@ def session():
 def one_module(
     request: pytest.FixtureRequest, session, tmp_path_factory: pytest.TempPathFactory
 ) -> SimpleNamespace:
-    """All graphs of the files of this run that have `add_graphs`, compiled together.
-
-    A compilation costs much in any case, and an op that is in several graphs is
-    compiled once.
-    """
+    """All graphs of the files of this run that have `add_graphs`, compiled together. A
+    compilation costs much in any case, and an op that is in several graphs is compiled
+    once."""
     from max.graph import Module
 
     from max_ep import extension_path

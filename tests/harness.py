@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from cases import BF16, Case, Expected, Inputs
@@ -68,35 +69,12 @@ class RankInputs:
     tokens: TensorValue
     ids: TensorValue
     weights: TensorValue
-    input_scales: TensorValue | None
-    expert_rows: TensorValue | None
+    input_scales: TensorValue | None = None
+    expert_rows: TensorValue | None = None
 
-
-@dataclass
-class Received:
-    """What one rank got, whole tensors, bits where the oracle has bits."""
-
-    rows: np.ndarray
-    scales: np.ndarray | None
-    row_offsets: np.ndarray
-    expert_ids: np.ndarray
-    stats: np.ndarray
-    src_info: np.ndarray
-    result: np.ndarray
-
-
-@dataclass
-class ReceivedPadded:
-    """What one rank got in padded rows, whole tensors."""
-
-    rows: np.ndarray
-    scales: np.ndarray | None
-    recv_counts: np.ndarray
-    src_info: np.ndarray
-    recv_ranges: np.ndarray
-    kept_src_info: np.ndarray
-    """What the manager hands from dispatch to combine: `src_info`."""
-    result: np.ndarray
+    def rows_of(self, dispatched: Sequence[TensorValue]) -> TensorValue:
+        """The rows that go back: those dispatched, or those given."""
+        return dispatched[0] if self.expert_rows is None else self.expert_rows
 
 
 def input_types(
@@ -105,13 +83,11 @@ def input_types(
     config: EPConfig | None = None,
     numbers_differ: bool = False,
 ) -> list[TensorType]:
-    """Declares the inputs of all ranks of a case, in the order of `flatten`.
-
-    With `numbers_differ`, tokens, ids and weights may have different numbers of rows.
-    """
+    """Declares the inputs of all ranks of a case, in the order of `flatten`. With
+    `numbers_differ`, tokens, ids and weights may have different numbers of rows."""
     types = []
     for rank in range(case.n_ranks):
-        n = f"{prefix}{case.name}_t{rank}"
+        n = f"{prefix or case.name}_t{rank}"
         place = CPU if config is None else config.device(rank)
         rows = [f"{n}_{what}" if numbers_differ else n for what in range(3)]
         types += [
@@ -130,28 +106,22 @@ def input_types(
 
 def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
     """Takes the inputs of all ranks of a case from an iterator."""
-
-    def take() -> TensorValue:
-        return next(values).tensor
-
-    return [
-        RankInputs(
-            take(),
-            take(),
-            take(),
-            take() if case.scales is not None else None,
-            None if case.sends_rows_back else take(),
-        )
-        for _ in range(case.n_ranks)
-    ]
+    ranks = []
+    for _ in range(case.n_ranks):
+        given = RankInputs(*(next(values).tensor for _ in range(3)))
+        if case.scales is not None:
+            given.input_scales = next(values).tensor
+        if not case.sends_rows_back:
+            given.expert_rows = next(values).tensor
+        ranks.append(given)
+    return ranks
 
 
 def flatten(given: Inputs, config: EPConfig | None = None) -> list[Buffer]:
     """Lists the inputs of all ranks in the order of `input_types`."""
     buffers = []
     for rank in range(len(given.tokens)):
-        arrays = []
-        arrays += [given.tokens[rank], given.ids[rank], given.weights[rank]]
+        arrays = [given.tokens[rank], given.ids[rank], given.weights[rank]]
         if given.input_scales is not None:
             arrays.append(given.input_scales)
         if given.expert_rows is not None:
@@ -167,72 +137,55 @@ def weights_of(
     config: EPConfig, given: RankInputs
 ) -> tuple[TensorValue | None, TensorValue | None]:
     """Says which router weights dispatch takes, and which combine."""
-    if config.combines_sums:
-        return given.weights, None
-    return None, given.weights
+    return (given.weights, None) if config.combines_sums else (None, given.weights)
 
 
-def round_trip(
-    manager: EPBatchManager, ranks: Sequence[RankInputs]
-) -> list[list[TensorValue]]:
+Built = list[list[TensorValue]]
+"""What dispatch gives a rank, `src_info` as it is handed to combine, the result."""
+
+
+def round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
     """Builds dispatch and combine of all ranks, in async and wait forms."""
     weights = [weights_of(manager.config, given) for given in ranks]
-    for rank, given in enumerate(ranks):
-        manager.ep_dispatch_async(
-            given.tokens, given.ids, rank, given.input_scales, weights[rank][0]
-        )
-    dispatched = [manager.ep_dispatch_wait(rank) for rank in range(len(ranks))]
-    for rank, given in enumerate(ranks):
-        rows = given.expert_rows
-        manager.ep_combine_async(dispatched[rank][0] if rows is None else rows, rank)
+    for i, x in enumerate(ranks):
+        manager.ep_dispatch_async(x.tokens, x.ids, i, x.input_scales, weights[i][0])
+    dispatched = [manager.ep_dispatch_wait(i) for i in range(len(ranks))]
+    for i, x in enumerate(ranks):
+        manager.ep_combine_async(x.rows_of(dispatched[i]), i)
     # `_src_info` is how the manager hands src_info from wait to combine.
     return [
-        [
-            *dispatched[rank],
-            manager._src_info[rank],
-            manager.ep_combine_wait(weights[rank][1], rank),
-        ]
-        for rank in range(len(ranks))
+        [*d, manager._src_info[i], manager.ep_combine_wait(weights[i][1], i)]
+        for i, d in enumerate(dispatched)
     ]
 
 
-def take_outputs(
-    case: Case, outputs: Iterable[Buffer]
-) -> list[Received] | list[ReceivedPadded]:
-    """Takes what `round_trip` built from an iterator over a run's outputs."""
-
-    def take() -> np.ndarray:
-        return to_numpy(next(outputs))
-
-    kind = ReceivedPadded if case.is_padded else Received
-    return [
-        kind(take(), take() if case.is_fp8 else None, *(take() for _ in range(5)))
-        for _ in range(case.n_ranks)
-    ]
-
-
-def fused_round_trip(
-    manager: EPBatchManager, ranks: Sequence[RankInputs]
-) -> list[list[TensorValue]]:
+def fused_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
     """Builds what `round_trip` builds, one launch a direction and rank."""
     weights = [weights_of(manager.config, given) for given in ranks]
     dispatched = [
-        manager.ep_dispatch(
-            given.tokens, given.ids, rank, given.input_scales, weights[rank][0]
-        )
-        for rank, given in enumerate(ranks)
+        manager.ep_dispatch(x.tokens, x.ids, i, x.input_scales, weights[i][0])
+        for i, x in enumerate(ranks)
     ]
+    sums = [
+        manager.ep_combine(x.rows_of(dispatched[i]), weights[i][1], i)
+        for i, x in enumerate(ranks)
+    ]
+    infos = [manager._src_info[i] for i in range(len(ranks))]
+    return [[*d, info, y] for d, info, y in zip(dispatched, infos, sums)]
+
+
+PACKED = "row_offsets expert_ids stats src_info result".split()
+PADDED = "recv_counts src_info recv_ranges kept_src_info result".split()
+"""What follows the rows and their scales; `kept_src_info` goes to combine."""
+
+
+def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]:
+    """Takes what `round_trip` built from an iterator over a run's outputs: whole
+    tensors, as bits where the oracle has bits."""
+    names = ["rows", *["scales"] * case.is_fp8, *(PADDED if case.is_padded else PACKED)]
     return [
-        [
-            *dispatched[rank],
-            manager._src_info[rank],
-            manager.ep_combine(
-                dispatched[rank][0] if given.expert_rows is None else given.expert_rows,
-                weights[rank][1],
-                rank,
-            ),
-        ]
-        for rank, given in enumerate(ranks)
+        SimpleNamespace(**{name: to_numpy(next(outputs)) for name in names})
+        for _ in range(case.n_ranks)
     ]
 
 
@@ -255,7 +208,13 @@ def building(
 
 
 class Groups:
-    """The groups of several cases in one compiled graph."""
+    """The groups of several cases in one graph.
+
+    `build` makes a round trip of one case; or `build_all` makes some of all: it takes
+    managers and inputs by name, and returns what it built by label, which is a name or
+    begins with one. With a module, the graph is only added to it, which takes no
+    session, and `start` does the rest.
+    """
 
     def __init__(
         self,
@@ -265,31 +224,27 @@ class Groups:
         *,
         config: Callable[[Case], EPConfig] = Case.config,
         build: Callable = round_trip,
+        build_all: Callable | None = None,
         module: Module | None = None,
         numbers_differ: bool = False,
     ) -> None:
-        """Builds and compiles the graph and sets up each case's memory.
-
-        With a module, the graph is only added to it, which takes no session, and
-        `start` does the rest.
-        """
         self.cases = cases
         managers = {n: EPBatchManager(config(c)) for n, c in cases.items()}
         types = []
-        for case_name, case in cases.items():
-            manager = managers[case_name]
-            types += input_types(case, "", manager.config, numbers_differ)
-            types += manager.input_types()
+        for n, case in cases.items():
+            types += input_types(case, n, managers[n].config, numbers_differ)
+            types += managers[n].input_types()
         with Graph(name, input_types=types, module=module) as graph:
-            values = iter(graph.inputs)
-            outputs = []
-            for case_name, case in cases.items():
-                ranks = take_inputs(case, values)
-                manager = managers[case_name]
-                n_values = len(manager.input_types())
-                manager.fetch_buffers([next(values) for _ in range(n_values)])
-                outputs += [v for r in build(manager, ranks) for v in r]
-            graph.output(*outputs)
+            values, ranks = iter(graph.inputs), {}
+            for n, manager in managers.items():
+                ranks[n] = take_inputs(cases[n], values)
+                manager.fetch_buffers([next(values) for _ in manager.input_types()])
+            if build_all:
+                built = build_all(managers, ranks)
+            else:
+                built = {n: build(managers[n], ranks[n]) for n in cases}
+            self.labels = list(built)
+            graph.output(*(v for of in built.values() for r in of for v in r))
         self.comms = {n: EPCommInitializer(m.config) for n, m in managers.items()}
         if module is None:
             self.start(session, session.load(graph))
@@ -307,25 +262,27 @@ class Groups:
             inputs += flatten(given[name], comm.config) + comm.model_inputs()
         return inputs
 
-    def run(self, given: Mapping[str, Inputs]) -> dict[str, list[Received]]:
-        """Runs all cases once."""
+    def run(self, given: Mapping[str, Inputs]) -> dict:
+        """Runs all cases once; returns what ranks got, by label."""
         inputs = self.inputs(given)
         try:
             outputs = iter(self.model.execute(*inputs))
             for comm in self.comms.values():
                 comm.check()
         except Exception:
-            for comm in self.comms.values():
-                comm.reset()
+            self.reset()  # the next run fails for a reason of its own, if at all
             raise
-        return {n: take_outputs(c, outputs) for n, c in self.cases.items()}
+        names = [label if label in self.cases else label[0] for label in self.labels]
+        cases = [self.cases[name] for name in names]
+        return {x: take_outputs(c, outputs) for x, c in zip(self.labels, cases)}
+
+    def reset(self) -> None:
+        for comm in self.comms.values():
+            comm.reset()
 
     def close(self) -> None:
         for comm in self.comms.values():
             comm.close()
-
-
-# ------------------------------------------------------------------- comparing
 
 
 def as_bits(array: np.ndarray) -> np.ndarray:
@@ -359,32 +316,24 @@ def _describe_row(result: DispatchResult, row: int) -> str:
     )
 
 
-def assert_padded(where: str, got: ReceivedPadded, want: PaddedResult) -> None:
+def assert_padded(where: str, got: SimpleNamespace, want: PaddedResult) -> None:
     """Compares all that dispatch delivers to one rank, expert by expert."""
     assert_same_bits(f"{where}: recv_counts", got.recv_counts, want.recv_counts)
     for name in ("recv_ranges", "src_info", "rows", "scales"):
-        have, need = getattr(got, name), getattr(want, name)
+        need = getattr(want, name)
         if need is None:
             continue
+        have = getattr(got, name)
         assert have.shape == need.shape, f"{where}: {name}: {have.shape}"
         for expert, n_rows in enumerate(want.recv_counts):
+            there = slice(None) if name == "recv_ranges" else slice(n_rows)
+            mine = (expert, slice(None), there) if name == "scales" else (expert, there)
             here = f"{where}: {name} of local expert {expert}"
-            if name == "scales":
-                assert_same_bits(
-                    here, have[expert, :, :n_rows], need[expert, :, :n_rows]
-                )
-            elif name == "recv_ranges":
-                assert_same_bits(here, have[expert], need[expert])
-            else:
-                assert_same_bits(here, have[expert, :n_rows], need[expert, :n_rows])
+            assert_same_bits(here, have[mine], need[mine])
     assert (got.kept_src_info == got.src_info).all()
 
 
-def assert_dispatched(
-    where: str,
-    got: Sequence[Received] | Sequence[ReceivedPadded],
-    want: Sequence[DispatchResult] | Sequence[PaddedResult],
-) -> None:
+def assert_dispatched(where: str, got: Sequence, want: Sequence) -> None:
     """Compares all that dispatch delivers, on every rank."""
     for rank, (g, w) in enumerate(zip(got, want, strict=True)):
         here = f"{where}, rank {rank}"
@@ -417,15 +366,8 @@ def assert_dispatched(
             assert_same_bits(f"{here}: {what}", have, need)
 
 
-def assert_combined(
-    where: str, got: Sequence[Received], want: Sequence[np.ndarray]
-) -> None:
-    """Compares what combine gives back, on every rank; a row is a token."""
-    for rank, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert_same_bits(f"{where}, rank {rank}: combine", g.result, w)
-
-
-def assert_round_trip(where: str, got: Sequence[Received], want: Expected) -> None:
-    """Compares dispatch, then combine."""
+def assert_round_trip(where: str, got: Sequence, want: Expected) -> None:
+    """Compares dispatch, then combine: of its result a row is a token."""
     assert_dispatched(where, got, want.dispatch)
-    assert_combined(where, got, want.combine)
+    for rank, (g, w) in enumerate(zip(got, want.combine, strict=True)):
+        assert_same_bits(f"{where}, rank {rank}: combine", g.result, w)

@@ -90,11 +90,9 @@ class Compiled:
 
     @property
     def publishes_at_end(self) -> bool:
-        """Whether it publishes at its end what it has read.
-
-        By rank only waits of ranks that share a GPU, and those of dispatch that a
-        combine of rows follows: it would not publish for them.
-        """
+        """Whether it publishes at its end what it has read. By rank only waits of ranks
+        that share a GPU, and those of dispatch that a combine of rows follows: it would
+        not publish for them."""
         if not self.is_by_rank:
             return self.receives
         is_last = self.name.startswith("dispatch_wait") and not self.has("sums")
@@ -119,8 +117,6 @@ class Compiled:
         if not self.is_by_rank:
             return self.receives
         return self.receives and self.is_dispatch and self.has("chunks")
-
-    # ------------------------------------------------------------ where it does what
 
     def shown(self, places: set[int]) -> list[str]:
         return [self.kernel.ops[i].text for i in sorted(places)]
@@ -186,10 +182,8 @@ class Compiled:
         return loaded.difference(*(loop.body for loop in self.receive_loops()))
 
     def header_words(self) -> dict[str, int]:
-        """PTX: returns the registers that hold a word of the counters' header.
-
-        By rank the lanes of a warp have a word each, and hand them out.
-        """
+        """PTX: returns the registers that hold a word of the counters' header. By rank
+        the lanes of a warp have a word each, and hand them out."""
         shuffle = r"shfl\.sync\.idx\.b32\s+(%r\d+), %r\d+, (\d+), 31, -1"
         load = r"ld\.global\.b32\s+(%r\d+), \[%rd\d+\+(\d+)\]"
         words = {}

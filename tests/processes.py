@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from all_gather import add_all_gather
 from cases import Case, in_protocols, narrow, widen
 from harness import assert_same_bits, to_buffer, to_numpy
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.graph import DeviceRef, Graph, Module, TensorType, ops
 
 from max_ep import (
+    AllGatherTokenDispatcher,
     EPBatchManager,
     EPCommInitializer,
     EPConfig,
@@ -68,21 +68,17 @@ class Batch:
     tokens: np.ndarray
     """bfloat16 bits, uint16 `[n_tokens, hidden_size]`. Columns 0, 1, 2 hold
     rank, generation and token, so a wrong row shows where it came from."""
-    ids: np.ndarray
-    """int32 `[n_tokens, top_k]`, some are -1."""
-    weights: np.ndarray
-    """float32 `[n_tokens, top_k]`."""
+    ids: np.ndarray  # int32 `[n_tokens, top_k]`, some are -1
+    weights: np.ndarray  # float32 `[n_tokens, top_k]`
 
 
 def make_batch(
     case: Case, generation: int, rank: int, silent_rank: int | None = None
 ) -> Batch:
-    """Draws a rank's inputs; counts change from generation to generation.
-
-    Of every 7 generations, one is full on all ranks with all tokens to the
-    experts of rank 0, and one is empty on all ranks; in the others one rank is
-    empty. Nothing is sent by a silent rank, or to it.
-    """
+    """Draws a rank's inputs; counts change from generation to generation. Of every 7
+    generations, one is full on all ranks with all tokens to the experts of rank 0, and
+    one is empty on all ranks; in the others one rank is empty. Nothing is sent by a
+    silent rank, or to it."""
     rng = np.random.default_rng([1, generation, rank])
     n_tokens = int(rng.integers(1, case.max_tokens_per_rank + 1))
     experts = np.arange(case.n_experts, dtype=np.int32)
@@ -106,11 +102,9 @@ def make_batch(
 
 
 def expert(expert_id: int, generation: int, rows: np.ndarray) -> np.ndarray:
-    """What an expert makes of its rows (float32, exact in bfloat16).
-
-    A power of two with a sign, another one for each expert: a row that comes
-    back from the wrong expert, or from another generation, is a wrong sum.
-    """
+    """What an expert makes of its rows (float32, exact in bfloat16). A power of two
+    with a sign, another one for each expert: a row that comes back from the wrong
+    expert, or from another generation, is a wrong sum."""
     sign = -1 if (expert_id + generation) % 2 else 1
     return rows * np.float32(sign * 2.0 ** (expert_id // 2 + generation % 3 - 4))
 
@@ -142,12 +136,9 @@ class Oracle:
 
     def dispatched(self) -> list[reference.DispatchResult]:
         """What dispatch gives to each rank."""
-        return reference.dispatch(
-            [batch.tokens for batch in self.batches],
-            [batch.ids for batch in self.batches],
-            self.case.n_experts,
-            shared_expert=self.case.fused_shared_expert,
-        )
+        given = [b.tokens for b in self.batches], [b.ids for b in self.batches]
+        n, shared = self.case.n_experts, self.case.fused_shared_expert
+        return reference.dispatch(*given, n, shared_expert=shared)
 
     def sums(self, rank: int, expert_generation: int) -> np.ndarray:
         """A rank's results, bfloat16 bits, of experts as they are in a generation."""
@@ -157,12 +148,10 @@ class Oracle:
             for r, result in enumerate(results)
         ]
         weights = [batch.weights for batch in self.batches]
+        add, more = reference.combine, [rounded]
         if self.case.combines_sums:
-            more = rounded, rounded
-            sums = reference.combine_sums(rows, results, weights, *more)
-        else:
-            sums = reference.combine(rows, results, weights, rounded)
-        return narrow(sums[rank], BF16)
+            add, more = reference.combine_sums, [rounded, rounded]
+        return narrow(add(rows, results, weights, *more)[rank], BF16)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -170,9 +159,20 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return widen(narrow(x, BF16))
 
 
-def oracle(case: Case, generation: int, silent_rank: int | None = None) -> Oracle:
-    ranks = range(N_RANKS)
-    return Oracle(case, [make_batch(case, generation, r, silent_rank) for r in ranks])
+def check_dispatched(
+    where: str, got: list[Buffer], want: reference.DispatchResult
+) -> None:
+    rows, row_offsets, expert_ids, src_info = map(to_numpy, got)
+    n = len(want.rows)
+    assert_same_bits(f"{where}: row_offsets", row_offsets, want.row_offsets)
+    assert_same_bits(f"{where}: expert_ids", expert_ids, want.expert_ids)
+    assert_same_bits(f"{where}: src_info", src_info[:n], want.src_info)
+    assert_same_bits(f"{where}: rows", rows[:n], want.rows)
+
+
+def names_of(group: str) -> list[str]:
+    """Lists what a group has in the shared-memory file system."""
+    return sorted(n for n in os.listdir("/dev/shm") if n.startswith(f"max_ep-{group}"))
 
 
 # ----------------------------------------------------------------------- graphs
@@ -190,10 +190,8 @@ def _inputs(config: EPConfig, rank: int = 0) -> list[TensorType]:
 
 
 def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> None:
-    """Adds a graph that dispatches, runs experts and combines.
-
-    Outputs, for each local rank: rows, row_offsets, expert_ids, src_info, sums.
-    """
+    """Adds a graph that dispatches, runs experts and combines. Outputs, for each local
+    rank: rows, row_offsets, expert_ids, src_info, sums."""
     local_ranks = list(range(config.n_gpus_per_node))
     types = [t for i in local_ranks for t in _inputs(config, i)]
     ep = EPBatchManager(config)
@@ -223,11 +221,9 @@ def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> N
 
 
 def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
-    """Adds a graph that dispatches twice, then combines the second twice.
-
-    Nothing but the done words keeps a rank from overwriting, in its second
-    launch, what a peer is reading in its first.
-    """
+    """Adds a graph that dispatches twice, then combines the second twice. Nothing but
+    the done words keeps a rank from overwriting, in its second launch, what a peer is
+    reading in its first."""
     types = _inputs(config, 1)[:3] + _inputs(config, 2) + _inputs(config)[3:]
     ep = EPBatchManager(config)
     with Graph(name, input_types=types + ep.input_types(), module=module) as graph:
@@ -286,11 +282,61 @@ def _add_phases(module: Module, case: Case) -> None:
             graph.output(*build(ep, ep.atomic_counters[0][0], *values))
 
 
-def compile_graphs(path: Path, session: InferenceSession) -> None:
-    """Compiles all graphs into one file, and the set-up graph into MAX's cache.
+# --------------------------------------------------------------------- all-gather
 
-    One module: all graphs compile in about the time of one.
-    """
+ALL_GATHER = "all_gather"
+"""Its graph."""
+
+
+def dispatcher_of(node_id: int) -> AllGatherTokenDispatcher:
+    """Makes a process's dispatcher, of the sizes of `SMALL`."""
+    where = dict(n_gpus_per_node=1, n_nodes=N_RANKS, node_id=node_id, target="cpu")
+    sizes = SMALL.hidden_size, SMALL.top_k, SMALL.max_tokens_per_rank
+    return AllGatherTokenDispatcher(*sizes, **where, timeout_s=10.0)
+
+
+def _add_all_gather(module: Module) -> None:
+    """Adds a graph that gathers, multiplies rows by a factor, and scatters sums."""
+    dispatcher, types = dispatcher_of(0), _inputs(config_of(SMALL, 0))[:3]
+    types.append(TensorType(DType.float32, [1], DeviceRef.CPU()))
+    declared = types + dispatcher.input_types()
+    with Graph(ALL_GATHER, input_types=declared, module=module) as graph:
+        tokens, ids, probs, factor = (v.tensor for v in graph.inputs[:4])
+        dispatcher.fetch_buffers(graph.inputs[4:])
+        (rows,), all_probs = dispatcher.token_dispatch([tokens], [probs], [ids])
+        scaled = ops.cast(ops.cast(rows, DType.float32) * factor, BF16)
+        sums = dispatcher.token_combine([scaled])
+        routes = *all_probs, *dispatcher.routing_map, *dispatcher.n_gathered
+        graph.output(rows, *routes, *sums)
+
+
+def factor_of(rank: int) -> np.float32:
+    """What a rank's experts multiply by: exact, and another for each rank."""
+    return np.float32(2.0**rank)
+
+
+def check_all_gather(where: str, got: list, batches: list[Batch], rank: int) -> None:
+    """Compares what came out of the graph on a rank, to the bit."""
+    rows, probs, ids, n_gathered, sums = got
+    n = sum(len(batch.tokens) for batch in batches)
+    assert n_gathered.tolist() == [n], where
+    for what, have, want, none in (
+        ("tokens", rows, [b.tokens for b in batches], None),
+        ("routing map", ids, [b.ids for b in batches], -1),
+        ("probabilities", probs, [b.weights for b in batches], 0),
+    ):
+        assert_same_bits(f"{where}: {what}", have[:n], np.concatenate(want))
+        if none is not None:
+            assert (have[n:] == none).all(), f"{where}: {what} behind the last token"
+    # Each part is exact, so the sum is rounded once.
+    factor = sum(factor_of(r) for r in range(len(batches)))
+    want = narrow(widen(batches[rank].tokens) * factor, BF16)
+    assert_same_bits(f"{where}: sums", sums, want)
+
+
+def compile_graphs(path: Path, session: InferenceSession) -> None:
+    """Compiles all graphs into one file, and the set-up graph into MAX's cache. One
+    module: all graphs compile in about the time of one."""
     module = Module()
     for form in ("async_wait", "fused"):
         _add_round_trip(module, form, config_of(SMALL, 0), form)
@@ -303,7 +349,7 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
             _add_back_to_back(module, name, config_of(case, 0))
         else:
             _add_round_trip(module, name, config_of(case, 0), "async_wait")
-    add_all_gather(module, SMALL, N_RANKS)
+    _add_all_gather(module)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     with EPCommInitializer(config_of(SMALL, 0, n_nodes=1)) as comm:
@@ -354,7 +400,7 @@ class Member:
         case: Case = SMALL,
         group: str | None = None,
     ) -> None:
-        self.models, self.case, self.config = engine.models, case, config
+        self.engine, self.case, self.config = engine, case, config
         self.comm = engine.join(config, group)
         self.comm.ep_init(engine.session)
         self.rank = config.node_id * config.n_gpus_per_node
@@ -362,10 +408,12 @@ class Member:
         self._sent_rows: Buffer | None = None
 
     def run(self, graph: str, *inputs: Any) -> list[Buffer]:
-        return self.models[graph].execute(*inputs, *self.comm.model_inputs())
+        return self.engine.models[graph].execute(*inputs, *self.comm.model_inputs())
 
     def oracle(self, generation: int) -> Oracle:
-        return oracle(self.case, generation, self.silent_rank)
+        given = self.case, generation
+        batches = [make_batch(*given, r, self.silent_rank) for r in range(N_RANKS)]
+        return Oracle(self.case, batches)
 
     # ---------------------------------------------------------- whole generations
 
@@ -390,10 +438,8 @@ class Member:
     def round_trip(
         self, graph: str, generation: int, prepared: list[Prepared] | None = None
     ) -> None:
-        """Runs a generation in one graph, and compares it with the oracle.
-
-        What `prepare` made of this generation, or of another, may be given.
-        """
+        """Runs a generation in one graph, and compares it with the oracle. What
+        `prepare` made of this generation, or of another, may be given."""
         prepared = prepared or self.prepare(generation)
         outputs = self.run(graph, *(x for of_rank in prepared for x in of_rank.inputs))
         for i, (rank, want) in enumerate(zip(self.ranks, prepared)):
@@ -459,19 +505,3 @@ class Member:
         where = f"rank {self.rank}, generation {generation} (combine_wait): sums"
         sums = want.sums(self.rank, expert_generation)
         assert_same_bits(where, to_numpy(got), sums)
-
-
-def check_dispatched(
-    where: str, got: list[Buffer], want: reference.DispatchResult
-) -> None:
-    rows, row_offsets, expert_ids, src_info = map(to_numpy, got)
-    n = len(want.rows)
-    assert_same_bits(f"{where}: row_offsets", row_offsets, want.row_offsets)
-    assert_same_bits(f"{where}: expert_ids", expert_ids, want.expert_ids)
-    assert_same_bits(f"{where}: src_info", src_info[:n], want.src_info)
-    assert_same_bits(f"{where}: rows", rows[:n], want.rows)
-
-
-def names_of(group: str) -> list[str]:
-    """Lists what a group has in the shared-memory file system."""
-    return sorted(n for n in os.listdir("/dev/shm") if n.startswith(f"max_ep-{group}"))

@@ -60,9 +60,6 @@ def fail(text: str) -> None:
     sys.exit(2)
 
 
-# --------------------------------------------------------------- normal form
-
-
 def _numbered(pattern: re.Pattern[str], text: str, word: str) -> str:
     """Numbers what a pattern finds by first appearance: equal up to names."""
     known: dict[str, str] = {}
@@ -145,9 +142,6 @@ def machine_code(cubin: bytes, entry: re.Pattern[bytes]) -> tuple[object, object
     return sorted(runs, key=str), arguments
 
 
-# ------------------------------------------------------------------ the trees
-
-
 def mojo_command() -> list[str]:
     beside = Path(sys.executable).with_name("mojo")
     found = str(beside) if beside.exists() else shutil.which("mojo")
@@ -198,9 +192,6 @@ def variants(folder: Path) -> dict[str, Path]:
     return {
         str(path.relative_to(folder))[:-2]: path for path in sorted(folder.rglob("*.s"))
     }
-
-
-# --------------------------------------------------------------- comparing
 
 
 def show(base: str, new: str, n_lines: int) -> str:

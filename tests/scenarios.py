@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of `test_processes.py` do.
 
-* scenarios: runs of a healthy group; each has a group of its own, so that one
-  which fails does not take the next along;
-* set-ups that fail, and processes that die.
+Scenarios are runs of a healthy group; each has a group of its own, so that one which
+fails does not take the next along. Behind them: set-ups that fail, and processes that
+die.
 """
 
 import ctypes
@@ -19,32 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from all_gather import NAME as ALL_GATHER
-from all_gather import check_all_gather, dispatcher_of, factor_of
-from cases import Case
 from harness import assert_same_bits, to_buffer, to_numpy
 from max.engine import InferenceSession
 from processes import (
+    ALL_GATHER,
     GROUPS,
     N_RANKS,
     SMALL,
     Engine,
     Member,
+    check_all_gather,
     check_dispatched,
     config_of,
+    dispatcher_of,
+    factor_of,
     names_of,
 )
 
 from max_ep import EPConfig
 from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
 from max_ep.memory.symmetric_memory import SharedMemory
-
-# -------------------------------------------------------------------- scenarios
-
-
-def _in_one_graph(member: Member, graph: str) -> None:
-    for generation in range(1, 15):
-        member.round_trip(graph, generation)
 
 
 def _two_hundred_generations(member: Member, _: str) -> None:
@@ -54,17 +48,48 @@ def _two_hundred_generations(member: Member, _: str) -> None:
         member.round_trip("fused" if is_fused else "async_wait", generation)
 
 
+_CYCLE = 28
+"""Generations whose inputs are made beforehand; the next `_CYCLE` have them again."""
+# The protocol that "auto" takes on CPU has most.
+_MOST = 4000 if "MAX_EP_ALL_CASES" in os.environ else 1000
+_SOAKED = {"async_wait": 300, "shared_by_rank": _MOST, "shared_sums": 300}
+
+
+def _soak(member: Member, name: str) -> None:
+    """Very many generations; token counts change, and ranks are late now and then."""
+    graph = name.removeprefix("soak_")
+    prepared = [member.prepare(generation) for generation in range(1, _CYCLE + 1)]
+    rng = np.random.default_rng(member.rank)
+    for i in range(int(os.environ.get("MAX_EP_SOAK", _SOAKED[graph]))):
+        if rng.random() < 0.005:
+            time.sleep(rng.random() * 0.01)
+        member.round_trip(graph, i + 1, prepared[i % _CYCLE])
+
+
+def _two_groups(member: Member, _: str) -> None:
+    """Two groups at once, whose phases each rank mixes in an order of its own."""
+    group = f"{os.environ[GROUP_VARIABLE]}-other"
+    other = Member(member.engine, member.config, SMALL, group)
+    members, rng = [member, other], np.random.default_rng(member.rank)
+    try:
+        for generation in range(1, 61):
+            data = [generation, generation + 1000]  # of each group other tokens
+            for i in rng.permutation(2):
+                members[i].dispatch_async(data[i])
+            received = {}
+            for i in rng.permutation(2):
+                received[i] = members[i].dispatch_wait(data[i])
+            for i in rng.permutation(2):
+                members[i].combine_async(data[i], *received[i])
+            for i in rng.permutation(2):
+                members[i].combine_wait(data[i], data[i])
+    finally:
+        other.comm.close()
+
+
 def _sleep_at_random(rng: np.random.Generator) -> None:
     """Sleeps: often not at all, now and then for many generations' time."""
     time.sleep(rng.choice([0, 0, 0.002, 0.005, 0.03]))
-
-
-def _delays_between_executes(member: Member, name: str) -> None:
-    rng = np.random.default_rng(100 + member.rank)
-    graph = "two_by_two" if name == "two_by_two" else "async_wait"
-    for generation in range(1, 31):
-        _sleep_at_random(rng)
-        member.round_trip(graph, generation)
 
 
 def _delays_between_phases(member: Member, _: str) -> None:
@@ -85,10 +110,8 @@ def _silent_rank(member: Member, _: str) -> None:
 
 
 def _back_to_back(member: Member, graph: str) -> None:
-    """Launches that are long, and close on each other's heels.
-
-    A fast rank must not overwrite what a slow one is copying, nor unread partial sums.
-    """
+    """Launches that are long, and close on each other's heels. A fast rank must not
+    overwrite what a slow one is copying, nor unread partial sums."""
     rank = member.rank
     for generation in (2, 3, 9, 10, 23, 6):
         wants = [member.oracle(generation + i) for i in range(2)]
@@ -105,14 +128,12 @@ def _back_to_back(member: Member, graph: str) -> None:
             assert_same_bits(f"{where}: sums", to_numpy(got[8 + i]), want)
 
 
-def _few_experts(member: Member, graph: str) -> None:
-    """Ranks that hold experts are slow, the one that holds none is not.
-
-    With a shared expert every rank has rows; its own may stand where they come from.
-    """
+def _with_delays(member: Member, graph: str) -> None:
+    """Ranks that hold experts are slow, one that holds none is not. With a shared
+    expert every rank has rows; its own may stand where they come from."""
     rng = np.random.default_rng(350 + member.rank)
     for generation in range(1, 31):
-        if member.rank < 3:
+        if member.case.n_experts > member.rank * member.case.n_local_experts:
             _sleep_at_random(rng)
         member.round_trip(graph, generation)
 
@@ -127,8 +148,7 @@ def _all_gather(member: Member, graph: str) -> None:
         own = batches[member.rank]
         outputs = member.run(graph, to_buffer(own.tokens), own.ids, own.weights, factor)
         where = f"rank {member.rank}, generation {generation} (all-gather)"
-        got = [to_numpy(output) for output in outputs]
-        check_all_gather(where, got, batches, member.rank)
+        check_all_gather(where, list(map(to_numpy, outputs)), batches, member.rank)
 
 
 SLOW_RANK = 1
@@ -137,9 +157,7 @@ SLOW_S = 0.04
 
 def _one_phase_only(member: Member, name: str) -> dict[str, list[float]]:
     """Only dispatches, or combines one dispatch again and again, each time other rows.
-
-    Nothing but the done words keeps a fast rank back.
-    """
+    Nothing but the done words keeps a fast rank back."""
     times: dict[str, list[float]] = {"sent": [], "looked": []}
     is_combine = name == "combine_only"
     if is_combine:
@@ -183,14 +201,10 @@ def _stopped(member: Member, _: str) -> list[float]:
 
 
 def _generations_wrap(member: Member, _: str) -> None:
-    """Starts so late that the 32 bits of the generation wrap on the way.
-
-    Choices that no generation had before must not pass for rows of one: the
-    memory that they would be in is still as it was made.
-
-    No peer can have read or written the words set here: it first needs what
-    this rank sends.
-    """
+    """Starts so late that the 32 bits of the generation wrap on the way. Choices that
+    no generation had before must not pass for rows of one: the memory that they would
+    be in is still as it was made. No peer can have read or written the words set here:
+    it first needs what this rank sends."""
     first = 2**32 - 4
     n_local = member.config.n_local_experts
     counts = member.comm._pointers[:, 2, member.rank]
@@ -212,29 +226,19 @@ def _generations_wrap(member: Member, _: str) -> None:
     assert list(words) == [late] * 4, "the counters do not stand there any more"
 
 
-SCENARIOS: dict[str, tuple[Callable[[Member, str], Any], Case]] = {
-    "async_wait": (_in_one_graph, SMALL),
-    "fused": (_in_one_graph, SMALL),
-    "two_hundred_generations": (_two_hundred_generations, SMALL),
-    "delays_between_executes": (_delays_between_executes, SMALL),
-    **{
-        f"delays_between_phases{name.removeprefix('small')}": (
-            _delays_between_phases,
-            GROUPS[name],
-        )
-        for name in ("small", "small_by_rank", "small_sums")
-    },
-    "silent_rank": (_silent_rank, SMALL),
-    **{
-        name: (_back_to_back if name.startswith("large") else _few_experts, case)
-        for name, case in GROUPS.items()
-        if not name.startswith("small")
-    },
-    ALL_GATHER: (_all_gather, SMALL),
-    "dispatch_only": (_one_phase_only, SMALL),
-    "combine_only": (_one_phase_only, SMALL),
-    "stopped": (_stopped, SMALL),
-    "generations_wrap": (_generations_wrap, SMALL),
+SCENARIOS: dict[str, Callable[[Member, str], Any]] = {
+    "two_hundred_generations": _two_hundred_generations,
+    **{f"soak_{graph}": _soak for graph in _SOAKED},
+    "two_groups": _two_groups,
+    **{f"delays_{n}": _delays_between_phases for n in GROUPS if n.startswith("small")},
+    "silent_rank": _silent_rank,
+    **{n: _back_to_back for n in GROUPS if n.startswith("large")},
+    **{n: _with_delays for n in GROUPS if n.startswith(("few", "shared"))},
+    ALL_GATHER: _all_gather,
+    "dispatch_only": _one_phase_only,
+    "combine_only": _one_phase_only,
+    "stopped": _stopped,
+    "generations_wrap": _generations_wrap,
 }
 
 
@@ -257,24 +261,21 @@ def run_scenarios(
     for name in names:
         # Where one failed, some processes come from there later than others.
         meet(notes, name, node_id, N_RANKS)
-        scenario, case = SCENARIOS[name]
+        case = GROUPS.get(name.removeprefix("soak_").removeprefix("delays_"), SMALL)
         config = config_of(case, node_id)
         if name == ALL_GATHER:
-            config = dispatcher_of(case, N_RANKS, node_id).config
-        outcomes[name] = _run_scenario(engine, config, case, name, scenario)
+            config = dispatcher_of(node_id).config
+        outcomes[name] = _run(engine, config, name, SCENARIOS[name], case)
     return outcomes
 
 
 def run_two_by_two(node_id: int, graphs: str) -> Outcome:
     """Runs two processes of two ranks each."""
     config = config_of(SMALL, node_id, n_nodes=2, n_gpus_per_node=2)
-    how = "two_by_two", _delays_between_executes
-    return _run_scenario(Engine(graphs), config, SMALL, *how)
+    return _run(Engine(graphs), config, "two_by_two", _with_delays, SMALL)
 
 
-def _run_scenario(
-    engine: Engine, config: EPConfig, case: Case, name: str, scenario: Callable
-) -> Outcome:
+def _run(engine, config: EPConfig, name: str, scenario: Callable, case) -> Outcome:
     group = f"{os.environ[GROUP_VARIABLE]}-{name}"
     begin = time.monotonic()
     error = value = member = None
@@ -291,115 +292,34 @@ def _run_scenario(
     return Outcome(error, value, time.monotonic() - begin)
 
 
-# ------------------------------------------- very many generations, two groups
-
-_CYCLE = 28
-"""Generations whose inputs are made beforehand; the next `_CYCLE` have them again."""
-
-# The protocol that "auto" takes on CPU has most.
-_MOST = 4000 if "MAX_EP_ALL_CASES" in os.environ else 1000
-N_GENERATIONS = {"async_wait": 300, "shared_by_rank": _MOST, "shared_sums": 300}
-if "MAX_EP_SOAK" in os.environ:
-    N_GENERATIONS = dict.fromkeys(N_GENERATIONS, int(os.environ["MAX_EP_SOAK"]))
-
-N_OF_TWO_GROUPS = 60
-"""Generations of each of two groups."""
-
-
-def soak(node_id: int, graphs: str, notes: str) -> dict[str, int]:
-    """Runs all of `N_GENERATIONS`, and compares each with the oracle.
-
-    Token counts change from one to the next (`make_batch`), and every rank is late
-    now and then, by itself.
-    """
-    engine = Engine(graphs)
-    engine.join(config_of(SMALL, node_id))
-    n_right = {}
-    for graph, n_generations in N_GENERATIONS.items():
-        case = GROUPS.get(graph, SMALL)
-        meet(notes, graph, node_id, N_RANKS)
-        group = f"{os.environ[GROUP_VARIABLE]}-{graph}"
-        member = Member(engine, config_of(case, node_id), case, group)
-        prepared = [member.prepare(generation) for generation in range(1, _CYCLE + 1)]
-        rng = np.random.default_rng(node_id)
-        try:
-            for i in range(n_generations):
-                if rng.random() < 0.005:
-                    time.sleep(rng.random() * 0.01)
-                member.round_trip(graph, i + 1, prepared[i % _CYCLE])
-        finally:
-            member.comm.close()
-        n_right[graph] = n_generations
-    return n_right
-
-
-def two_groups(node_id: int, graphs: str, notes: str) -> int:
-    """Runs two groups at once, whose phases each rank mixes in an order of its own."""
-    engine, config = Engine(graphs), config_of(SMALL, node_id)
-    engine.join(config)
-    meet(notes, "two_groups", node_id, N_RANKS)
-    name = os.environ[GROUP_VARIABLE]
-    members = [Member(engine, config, SMALL, f"{name}-{i}") for i in range(2)]
-    rng = np.random.default_rng(node_id)
-    try:
-        for generation in range(1, N_OF_TWO_GROUPS + 1):
-            data = [generation, generation + 1000]  # of each group other tokens
-            for i in rng.permutation(2):
-                members[i].dispatch_async(data[i])
-            received = {}
-            for i in rng.permutation(2):
-                received[i] = members[i].dispatch_wait(data[i])
-            for i in rng.permutation(2):
-                members[i].combine_async(data[i], *received[i])
-            for i in rng.permutation(2):
-                members[i].combine_wait(data[i], data[i])
-    finally:
-        for member in members:
-            member.comm.close()
-    return N_OF_TWO_GROUPS
-
-
-# ------------------------------------------------------------- set-up that fails
-
-
 def set_up_configs(node_id: int, timeout_s: float) -> dict[str, EPConfig]:
     """Lists what a process of `set_up` believes of each group."""
     other = replace(SMALL, hidden_size=512) if node_id == 2 else SMALL
-    three = dict(n_nodes=3, timeout_s=timeout_s)
     return {
-        "healthy": config_of(SMALL, node_id, **three),
         "missing": config_of(SMALL, node_id, timeout_s=timeout_s),
-        "different": config_of(other, node_id, **three),
+        "different": config_of(other, node_id, n_nodes=3, timeout_s=timeout_s),
         # As if launch() had started more processes than the group has nodes.
         "outside": config_of(SMALL, -1, n_nodes=2, timeout_s=timeout_s),
-        "again": config_of(SMALL, node_id, **three),
     }
 
 
 def set_up(node_id: int, timeout_s: float, notes: str) -> dict[str, Outcome]:
-    """Joins several groups in which something is wrong; three processes."""
+    """Joins groups in which something is wrong; three processes."""
     Path(notes, "group").write_text(os.environ[GROUP_VARIABLE])
-    engine = Engine()
-    answers = {}
-
-    def attempt(case: str, config: EPConfig, times: int = 1) -> None:
+    engine, answers = Engine(), {}
+    assert os.environ[NODE_VARIABLE] == str(node_id)
+    for case, config in set_up_configs(node_id, timeout_s).items():
         comm = engine.join(config, f"{os.environ[GROUP_VARIABLE]}-{case}")
         meet(notes, case, node_id, 3)
         # The odd one of "different" comes last, to peers that wait for it.
-        time.sleep(0.3 if node_id == 2 and times == 1 else 0)
-        error = None
-        begin = time.monotonic()
+        time.sleep(0.3 if node_id == 2 else 0)
+        error, begin = None, time.monotonic()
         try:
-            for _ in range(times):
-                comm.ep_init(engine.session)
-                comm.close()
+            comm.ep_init(engine.session)
+            comm.close()
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
         answers[case] = Outcome(error, seconds=time.monotonic() - begin)
-
-    assert os.environ[NODE_VARIABLE] == str(node_id)
-    for case, config in set_up_configs(node_id, timeout_s).items():
-        attempt(case, config, times=30 if case == "again" else 1)
     return answers
 
 
@@ -410,18 +330,14 @@ def meet(notes: str, what: str, node_id: int, n_nodes: int) -> None:
         time.sleep(0.002)
 
 
-# --------------------------------------------------------------- children that die
-
 KILLED_RANK = 3
 KILLED_AT = 4
 """The generation."""
 
 
 def die(node_id: int, graphs: str, where: str, timeout_s: float, notes: str) -> None:
-    """Runs a group in which one rank is killed in front of a phase.
-
-    The others raise what they saw, with the time it took them.
-    """
+    """Runs a group in which one rank is killed in front of a phase. The others raise
+    what they saw, with the time it took them."""
     Path(notes, "group").write_text(os.environ[GROUP_VARIABLE])
     config = config_of(SMALL, node_id, timeout_s=timeout_s)
     engine = Engine(graphs)
@@ -447,10 +363,8 @@ def die(node_id: int, graphs: str, where: str, timeout_s: float, notes: str) -> 
             else:
                 member.phases(generation, pause)
     except ValueError as error:
-        seconds = time.monotonic() - begin
-        raise RuntimeError(
-            f"after {seconds:.2f} s in generation {generation}"
-        ) from error
+        after = f"after {time.monotonic() - begin:.2f} s in generation {generation}"
+        raise RuntimeError(after) from error
     finally:
         member.comm.close()
 
@@ -462,23 +376,15 @@ def work(node_id: int, graphs: str) -> str:
     return os.environ[GROUP_VARIABLE]
 
 
-# ---------------------------------------------------------- children without ranks
-
-
 def multiply(node_id: int, factor: int) -> tuple[int, str, str, bool]:
-    return (
-        node_id * factor,
-        os.environ[NODE_VARIABLE],
-        os.environ[GROUP_VARIABLE],
-        hasattr(InferenceSession.compile, "__wrapped__"),  # by compile_once
-    )
+    group, node = os.environ[GROUP_VARIABLE], os.environ[NODE_VARIABLE]
+    compiles_once = hasattr(InferenceSession.compile, "__wrapped__")
+    return node_id * factor, node, group, compiles_once
 
 
 def fail_in_various_ways(node_id: int, notes: str) -> Any:
-    """0 raises, 1 is killed, 2 exits, 3 cannot be answered, 4 is well.
-
-    1 is killed when its memory has a name, 2 has left one.
-    """
+    """0 raises, 1 is killed, 2 exits, 3 cannot be answered, 4 is well. 1 is killed when
+    its memory has a name, 2 has left one."""
     group = os.environ[GROUP_VARIABLE]
     memory = SharedMemory(group, node_id, 5, 1, 4096, "")
     Path(notes, "group").write_text(group)
@@ -489,9 +395,7 @@ def fail_in_various_ways(node_id: int, notes: str) -> Any:
     if node_id == 2:
         os._exit(7)
     memory.close()
-    if node_id == 3:
-        return threading.Lock()  # cannot be pickled
-    return "well"
+    return threading.Lock() if node_id == 3 else "well"  # a lock cannot be pickled
 
 
 def _raise_deep_inside() -> None:

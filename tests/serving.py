@@ -32,22 +32,18 @@ _WORDS = (
 class Tally:
     """What a :class:`Reference` has seen."""
 
-    n_tokens: int = 0
-    """Tokens compared."""
-    n_ties: int = 0
-    """Tokens that are not the reference's first choice, but as good."""
+    n_tokens: int = 0  # Tokens compared
+    n_ties: int = 0  # Tokens that are not the reference's first choice, but as good
     worst_gap: float = 0.0
     """Most that the reference likes its first choice better, in logits."""
     worst_first_gap: float = 0.0
     """The same, of tokens that follow a prompt, without those of ``n_by_noise``."""
     n_ties_bfloat16: int | None = None
     """Of transformers in bfloat16 after the same tokens, if counted: as ``n_ties``."""
-    worst_gap_bfloat16: float = 0.0
-    """Likewise, as ``worst_gap``."""
+    worst_gap_bfloat16: float = 0.0  # Likewise, as ``worst_gap``
     n_by_noise: int = 0
     """Of ``n_ties``, those beyond the tolerance, but not with some noise."""
-    worst_logprob: float = 0.0
-    """Largest difference of log-probabilities."""
+    worst_logprob: float = 0.0  # Largest difference of log-probabilities
 
 
 def prompts(n: int, seed: int = 0) -> list[str]:
@@ -106,10 +102,8 @@ class Reference:
         tolerance: float,
         logprobs: list[float] | None = None,
     ) -> None:
-        """Compares an answer, token by token.
-
-        The model is given what was served, so that a tie does not end the comparison.
-        """
+        """Compares an answer, token by token. The model is given what was served, so
+        that a tie does not end the comparison."""
         tally = self.tally
         ids = torch.tensor([asked + served[:-1]])
         logits, *rounded = (value[len(asked) - 1 :] for value in self.logits(ids))
@@ -170,10 +164,8 @@ class Reference:
 class Answer(NamedTuple):
     """What a server said to a prompt, greedily."""
 
-    asked: list[int]
-    """Token ids of the prompt."""
-    served: list[int]
-    """Token ids of the answer."""
+    asked: list[int]  # Token ids of the prompt
+    served: list[int]  # Token ids of the answer
     logprobs: list[float] | None
     """Log-probabilities of ``served``, if they were asked for."""
 

@@ -28,7 +28,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(i) for i in [*_MINE, *_OTHERS]
 os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
 os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
 
-from cases import (  # noqa: E402
+from cases import (  # noqa: E402  # noqa: E402
     CASES,
     LAYOUT_CASES,
     ROUTINGS,
@@ -38,21 +38,12 @@ from cases import (  # noqa: E402
     expected,
     make_inputs,
 )
-from harness import (  # noqa: E402
-    assert_round_trip,
-    flatten,
-    fused_round_trip,
-    input_types,
-    round_trip,
-    take_inputs,
-    take_outputs,
-)
+from harness import Groups, assert_round_trip, fused_round_trip, round_trip  # noqa: E402
 from max.driver import CPU, Accelerator  # noqa: E402
 from max.dtype import DType  # noqa: E402
 from max.engine import InferenceSession  # noqa: E402
-from max.graph import Graph  # noqa: E402
 
-from max_ep import EPBatchManager, EPCommInitializer  # noqa: E402
+from max_ep import EPConfig  # noqa: E402
 
 _TWO = [
     Case("shmem_padded", 2, 5, 3, 80, 7, output_layout="padded"),
@@ -66,10 +57,14 @@ _FOUR = [
 ]
 
 
-def cases() -> dict[str, Case]:
-    """The cases of this many ranks that send the dispatched rows back."""
-    every = [*CASES.values(), *LAYOUT_CASES.values(), *_TWO, *_FOUR]
-    return {c.name: c for c in every if c.n_ranks == N_RANKS and c.sends_rows_back}
+# The cases of this many ranks that send the dispatched rows back.
+_EVERY = [*CASES.values(), *LAYOUT_CASES.values(), *_TWO, *_FOUR]
+ALL = {c.name: c for c in _EVERY if c.n_ranks == N_RANKS and c.sends_rows_back}
+
+
+def config_of(local: Case) -> EPConfig:
+    where = dict(target="gpu", n_nodes=N_NODES, n_gpus_per_node=N_LOCAL)
+    return ALL[local.name].config(**where, timeout_s=5)
 
 
 def mine(of_all: list) -> list:
@@ -79,52 +74,30 @@ def mine(of_all: list) -> list:
 def main() -> None:
     gpus = [Accelerator(i) for i in range(N_LOCAL)]
     session = InferenceSession(devices=[CPU(), *gpus])
+    # What is built and bound is that of this process's ranks alone.
+    local = {name: replace(case, n_ranks=N_LOCAL) for name, case in ALL.items()}
     n_checked = 0
     for build in (round_trip, fused_round_trip):
-        types, managers = [], {}
-        # What is built and bound is that of this process's ranks alone.
-        local = {n: replace(c, n_ranks=N_LOCAL) for n, c in cases().items()}
-        for name, case in cases().items():
-            config = case.config(
-                target="gpu", n_nodes=N_NODES, n_gpus_per_node=N_LOCAL, timeout_s=5
-            )
-            managers[name] = EPBatchManager(config)
-            types += input_types(local[name], config=config)
-            types += managers[name].input_types()
-        with Graph(f"shmem_{build.__name__}", input_types=types) as graph:
-            values, outputs = iter(graph.inputs), []
-            for name, manager in managers.items():
-                ranks = take_inputs(local[name], values)
-                n_values = len(manager.input_types())
-                manager.fetch_buffers([next(values) for _ in range(n_values)])
-                outputs += [v for r in build(manager, ranks) for v in r]
-            graph.output(*outputs)
-        model = session.load(graph)
-        comms = {n: EPCommInitializer(m.config) for n, m in managers.items()}
-        for comm in comms.values():
-            comm.ep_init(session)
+        name, how = f"shmem_{build.__name__}", dict(config=config_of, build=build)
+        groups = Groups(session, name, local, **how)
+        for comm in groups.comms.values():
             assert comm.config.node_id == NODE_ID
         for routing in ROUTINGS:
-            given = {n: make_inputs(c, routing) for n, c in cases().items()}
-            inputs = []
-            for name, comm in comms.items():
-                g = given[name]
-                own = Inputs(
+            given = {name: make_inputs(case, routing) for name, case in ALL.items()}
+            own = {
+                name: Inputs(
                     mine(g.tokens), mine(g.ids), mine(g.weights), g.input_scales, None
                 )
-                inputs += flatten(own, comm.config) + comm.model_inputs()
-            outputs = iter(model.execute(*inputs))
-            for comm in comms.values():
-                comm.check()
-            for name, case in cases().items():
-                got = take_outputs(local[name], outputs)
+                for name, g in given.items()
+            }
+            got = groups.run(own)
+            for name, case in ALL.items():
                 want = expected(case, given[name])
                 here = Expected(mine(want.dispatch), mine(want.combine))
                 where = f"process {NODE_ID}, {build.__name__}, {name}, {routing}"
-                assert_round_trip(where, got, here)
+                assert_round_trip(where, got[name], here)
                 n_checked += 1
-        for comm in comms.values():
-            comm.close()
+        groups.close()
     print(f"process {NODE_ID}: {n_checked} runs are the oracle's", flush=True)
 
 

@@ -111,10 +111,8 @@ def test_every_wait_looks_at_the_clock(it):
 
 
 def asked_generations(it: Compiled, place: int) -> set[tuple[str, str]]:
-    """Finds what a word that a rank loads is compared with.
-
-    Runs what follows the load with words of generations around each of the header's.
-    """
+    """Finds what a word that a rank loads is compared with. Runs what follows the load
+    with words of generations around each of the header's."""
     known, found = it.generations(), set()
     loaded = re.findall(r"%\w+", it.kernel.ops[place].result)
     for name in (f"{x}_{y}" for x in ("dispatch", "combine") for y in WORDS):
@@ -203,9 +201,8 @@ def test_payload_is_written_before_its_flag(it):
 @kernels("by_expert")
 def test_message_is_read_after_its_flag(it):
     """I2, in a round of the receive loop: no byte of a message before its acquire.
-
-    Combine's lanes await a message each and read all of them: a `syncwarp` is between.
-    """
+    Combine's lanes await a message each and read all of them: a `syncwarp` is
+    between."""
     loops = it.receive_loops()
     assert len(loops) == it.receives
     for loop in loops:
@@ -221,11 +218,9 @@ def test_message_is_read_after_its_flag(it):
 
 
 def unclear(it: Compiled) -> dict[str, bool]:
-    """Returns the predicates that are so if done words must be polled.
-
-    By rank the header may say that all were there before: it compares a generation
-    that was sent with the one that all ranks were seen to have read.
-    """
+    """Returns the predicates that are so if done words must be polled. By rank the
+    header may say that all were there before: it compares a generation that was sent
+    with the one that all ranks were seen to have read."""
     word_of = it.header_words()
     drained = [
         {int(generation(f"{x}_{y}")) // 1000 for y in ("sent", "drained")}
@@ -242,11 +237,9 @@ def unclear(it: Compiled) -> dict[str, bool]:
 
 @kernels("sm_90a.*(dispatch|combine)(_async)?\\.")
 def test_peers_are_written_after_their_readers_are_done(it):
-    """I3: a warp votes that all done words are there before it writes to a peer.
-
-    Only PTX shows a vote. Each lane awaits some of the words, so a warp barrier must
-    carry what it has acquired to the others.
-    """
+    """I3: a warp votes that all done words are there before it writes to a peer. Only
+    PTX shows a vote. Each lane awaits some of the words, so a warp barrier must carry
+    what it has acquired to the others."""
     kernel = it.kernel
     written = kernel.find_kind("store relaxed system")
     for loop in it.send_loops():
@@ -274,10 +267,8 @@ def test_blocks_have_read_before_they_arrive(it):
 
 @kernels("by_expert.*(wait|dispatch\\.|combine\\.)|_oversub|dispatch_wait.bf16")
 def test_done_words_come_last(it):
-    """I3: all blocks have read and written what they must when peers hear of it.
-
-    One lane learns that all blocks have arrived: a `syncwarp` carries it to the others.
-    """
+    """I3: all blocks have read and written what they must when peers hear of it. One
+    lane learns that all blocks have arrived: a `syncwarp` carries it to the others."""
     kernel = it.kernel
     arrived = kernel.find_kind("atomic acq_rel device")
     barriers = kernel.find_kind("barrier")
@@ -355,11 +346,9 @@ def test_own_tokens_are_read_behind_a_barrier(it):
 
 @kernels()
 def test_payload_moves_by_16_bytes(it):
-    """Nothing narrower in a peer's memory but words that are published.
-
-    Its address comes out of a table: the space is generic. Of FP8 messages by expert
-    the scales are read one by one.
-    """
+    """Nothing narrower in a peer's memory but words that are published. Its address
+    comes out of a table: the space is generic. Of FP8 messages by expert the scales are
+    read one by one."""
     if it.sends or it.receives:
         assert it.moved()
     narrow = it.kernel.find(

@@ -34,11 +34,9 @@ def test_nothing_is_read_before_the_launch_before_has_ended(it):
     "by_rank.*(dispatch_async|combine|dispatch_wait.fp8_sums|dispatch\\.)", "oversub"
 )
 def test_done_words_say_what_earlier_launches_have_read(it):
-    """A launch publishes at its begin, if it sends, and counts its blocks there.
-
-    By then the kernel before has ended, which nothing of this one may delay. A token's
-    first vectors are loaded before, from where it was given.
-    """
+    """A launch publishes at its begin, if it sends, and counts its blocks there. By
+    then the kernel before has ended, which nothing of this one may delay. A token's
+    first vectors are loaded before, from where it was given."""
     kernel = it.kernel
     assert len(it.done_words()) == it.sends
     moved = it.inline_stores() | it.inline_polls() | it.stores_16()
@@ -131,9 +129,7 @@ def test_many_choices_are_counted_before_they_are_entered(it):
 @kernels("by_rank.*(dispatch|combine)(_async)?\\.")
 def test_inline_data_is_its_own_flag(it):
     """Nothing else is stored in a peer's memory, and nothing is published after it.
-
-    Data that looks like `SENTINEL` is replaced: a receiver would wait for it.
-    """
+    Data that looks like `SENTINEL` is replaced: a receiver would wait for it."""
     for loop in it.kernel.loops():
         if loop.body & it.inline_stores():
             assert not loop.find_kind("store release system")
@@ -150,9 +146,7 @@ def test_inline_data_is_its_own_flag(it):
 @kernels("by_rank")
 def test_sentinel_is_put_back_after_data_was_read(it):
     """By ordinary stores, each behind the loads of the same 16 bytes, for all of them.
-
-    Entries and routing metadata say their generation, and stay.
-    """
+    Entries and routing metadata say their generation, and stay."""
     places = it.sentinel_stores()
     assert bool(places) == it.receives
     polls = it.inline_polls()

@@ -125,9 +125,6 @@ def test_readme_commands_are_run():
         assert command in run or f'"{command}"' in tests, f"nothing runs `{command}`"
 
 
-# ------------------------------------------------------------------ code in documents
-
-
 CLASSES = {
     "manager": max_ep.EPBatchManager,
     "comm": max_ep.EPCommInitializer,
@@ -179,9 +176,6 @@ def test_every_field_of_ours_is_in_the_guide():
     for name, default in listed:
         have = ours[name].default
         assert name == "partial_dtype" or default == repr(have).replace("'", '"')
-
-
-# --------------------------------------------------------------- names, numbers, tests
 
 
 def sources() -> str:
@@ -282,9 +276,6 @@ def test_tests_that_pages_name_exist():
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.json")), ids=name_of)
 def test_no_folder_stands_in_results(path):
     assert not re.findall(r"[\s\"'=]/(?:\w+/)+", path.read_text())
-
-
-# ------------------------------------------------------------------------ error texts
 
 
 def python_texts(path: Path) -> str:

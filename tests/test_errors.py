@@ -10,7 +10,6 @@ import pytest
 from cases import BF16, CASES, F32, Inputs, expected, expected_dispatch, make_inputs
 from harness import (
     Groups,
-    Received,
     assert_dispatched,
     assert_round_trip,
     assert_same_bits,
@@ -151,10 +150,8 @@ def test_the_set_up_graph_is_loaded_once_a_session(session, monkeypatch):
 
 
 def loose_round_trip(manager, ranks):
-    """A round trip whose tokens, ids and weights may differ in rows.
-
-    Results of rank 0 have as many rows as its tokens, of rank 1 as its weights.
-    """
+    """A round trip whose tokens, ids and weights may differ in rows. Results of rank 0
+    have as many rows as its tokens, of rank 1 as its weights."""
     for rank, x in enumerate(ranks):
         manager.ep_dispatch_async(x.tokens, x.ids, rank)
     got = [manager.ep_dispatch_wait(rank) for rank in range(2)]
@@ -247,10 +244,8 @@ def models(one_module: SimpleNamespace) -> dict[str, Model]:
 
 @pytest.mark.parametrize("what, needed", [("input_tokens", "80"), ("topk_ids", "3")])
 def test_sizes_that_must_not_be_open(session, models, what, needed):
-    """A symbolic hidden size or top_k is refused when it differs.
-
-    The kernels take both from the config: they would read beyond fewer columns.
-    """
+    """A symbolic hidden size or top_k is refused when it differs. The kernels take both
+    from the config: they would read beyond fewer columns."""
     n_columns = 40 if what == "input_tokens" else 80
     n_choices = 1 if what == "topk_ids" else 3
     arrays = [
@@ -269,10 +264,8 @@ def test_sizes_that_must_not_be_open(session, models, what, needed):
 
 
 class Loose:
-    """`loose_round_trip` of `TWO`, whose memory stays as an error leaves it.
-
-    `receive` runs the waits of dispatch only: it shows what has arrived.
-    """
+    """`loose_round_trip` of `TWO`, whose memory stays as an error leaves it. `receive`
+    runs the waits of dispatch only: it shows what has arrived."""
 
     def __init__(self, session, groups, models):
         groups.start(session, models["loose"])
@@ -284,13 +277,13 @@ class Loose:
         outputs = self._model.execute(*flatten(given), *buffers)
         return take_outputs(TWO, iter(outputs))
 
-    def receive(self) -> list[Received]:
+    def receive(self) -> list[SimpleNamespace]:
         outputs = iter(self._receive.execute(*self.comm.model_inputs()))
-        received, none = [], np.zeros(0)
-        for _ in range(TWO.n_ranks):
-            rows, offsets, ids, info = (to_numpy(next(outputs)) for _ in range(4))
-            received.append(Received(rows, None, offsets, ids, none, info, none))
-        return received
+        names = "rows row_offsets expert_ids src_info".split()
+        return [
+            SimpleNamespace(**{name: to_numpy(next(outputs)) for name in names})
+            for _ in range(TWO.n_ranks)
+        ]
 
     def check_next_run(self) -> None:
         """After `reset` the same buffers are as good as new."""
@@ -346,10 +339,8 @@ def test_an_id_out_of_range_harms_no_other_token(loose, given):
 
 
 def test_the_run_after_a_failed_one_names_reset(loose, given):
-    """Nobody has read what rank 0 sent before it failed, so it may not send.
-
-    I3: no slot is written before its last reader is done with it.
-    """
+    """Nobody has read what rank 0 sent before it failed, so it may not send. I3: no
+    slot is written before its last reader is done with it."""
     given.ids[0][0, 0] = 5
     with raises(ValueError, "rank 0"):
         loose.run(given)
@@ -444,10 +435,8 @@ def test_memory_of_another_config(one_module):
 
 class Sums:
     """Combine to sums of `TWO` in three graphs: whatever goes wrong, between them.
-
-    `send` dispatches and sends the dispatched rows back, `dispatch` only
-    dispatches, `receive` adds up.
-    """
+    `send` dispatches and sends the dispatched rows back, `dispatch` only dispatches,
+    `receive` adds up."""
 
     def __init__(self, session: InferenceSession, models: dict[str, Model]) -> None:
         self._models = models

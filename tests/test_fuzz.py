@@ -1,45 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, loads and configurations that nobody thought of, against the oracle.
 
-What is drawn follows from `MAX_EP_FUZZ_SEED`; a failure shows it, the group and the
-load. `make fuzz` draws others than CI. What has once failed is in `CORPUS` and runs
-every time.
+All is drawn from one number, `MAX_EP_FUZZ_SEED`: a failure shows it, the group and the
+load, and with it the same is drawn again. `make fuzz` draws others than CI.
 """
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+import os
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
-from cases import BF16, Case, expected
-from fuzzing import (
-    LOADS,
-    N_CASES,
-    N_EXAMPLES,
-    SEED,
-    Load,
-    configurations,
-    drawn_cases,
-    inputs_of,
-)
-from harness import Groups, assert_round_trip, input_types, round_trip, take_inputs
+from cases import BF16, F32, Case, Inputs, expected, make_inputs
+from harness import Groups, assert_round_trip, building, round_trip
 from hypothesis import assume, example, given, seed, settings
 from hypothesis import strategies as st
-from max.graph import Graph, Module
+from max.dtype import DType
+from max.graph import Module
 
-from max_ep import EPBatchManager, EPConfig
+from max_ep import EPConfig, blockwise_fp8_quant_config
+from max_ep.limits import PROTOCOLS
+
+# Its first three groups have both protocols, both modes of combine, FP8 and a shared
+# expert, padded rows, and few ranks.
+SEED = int(os.environ.get("MAX_EP_FUZZ_SEED", "542"))
+N_EXAMPLES = int(os.environ.get("MAX_EP_FUZZ_EXAMPLES", "40"))
+N_CASES = int(os.environ.get("MAX_EP_FUZZ_CASES", "3"))  # about ten seconds each
+MOST_RANKS = 6
 
 fuzzed = settings(
     max_examples=N_EXAMPLES, deadline=None, database=None, print_blob=True
 )
 
 
+def drawn_cases() -> dict[str, Case]:
+    """Draws groups that a configuration accepts."""
+    rng = np.random.default_rng(SEED)
+    cases: dict[str, Case] = {}
+    while len(cases) < N_CASES:
+        case = _drawn_case(rng, f"fuzz_{SEED}_{len(cases)}")
+        try:
+            case.config()
+        except ValueError:
+            continue  # `test_any_configuration` looks at these.
+        cases[case.name] = case
+    return cases
+
+
+def _drawn_case(rng: np.random.Generator, name: str) -> Case:
+    wire = str(rng.choice(["bfloat16", "bfloat16", "float32", "fp8", "fp8_pow2"]))
+    tokens = F32 if wire == "float32" or rng.random() < 0.2 else BF16
+    wire = "float32" if wire == "bfloat16" and tokens == F32 else wire
+    step = 128 if wire.startswith("fp8") else 16 // tokens.size_in_bytes
+    n_experts = int(rng.integers(1, 41))
+    case = Case(
+        name,
+        n_ranks=int(rng.integers(1, MOST_RANKS + 1)),
+        n_experts=n_experts,
+        top_k=int(rng.integers(1, min(n_experts, 12) + 1)),
+        hidden_size=step * int(rng.integers(1, 1 + 640 // step)),
+        max_tokens_per_rank=int(rng.integers(1, 41)),
+        wire=wire,
+        tokens=tokens,
+        combine=[BF16, F32][rng.integers(2)],
+        scales=[None, None, "one", "each"][rng.integers(4)],
+        output_layout=["packed", "packed", "padded"][rng.integers(3)],
+        fused_shared_expert=bool(rng.random() < 0.25),
+        protocol=str(rng.choice(PROTOCOLS)),
+        combine_mode=["rows", "sums"][rng.integers(2)],
+        partial_dtype=[None, BF16, F32][rng.integers(3)],
+    )
+    if case.combine_mode == "rows":
+        case = replace(case, partial_dtype=None)
+    if case.protocol != "by_expert" or case.fused_shared_expert:
+        case = replace(case, scales=None)
+    return case
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one run gives to every rank of every group."""
+
+    fullness: tuple[int, ...]  # tokens of `MOST_RANKS` ranks, in percent of the most
+    routing: str
+    seed: int
+
+
+LOADS = st.builds(
+    Load,
+    fullness=st.tuples(*[st.sampled_from([0, 1, 30, 99, 100])] * MOST_RANKS),
+    routing=st.sampled_from(["uniform", "zipf", "full", "masked", "all_masked"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+def inputs_of(case: Case, load: Load) -> Inputs:
+    """Makes what the ranks of a group are given."""
+    most = case.max_tokens_per_rank
+    counts = [-(-most * percent // 100) for percent in load.fullness[: case.n_ranks]]
+    # What is drawn follows from the name.
+    named = replace(case, name=f"{case.name}/{load.seed}")
+    return make_inputs(named, load.routing, counts=counts)
+
+
 def add_graphs(module: Module) -> Groups:
     """Adds groups that are drawn, in one graph."""
-    return Groups(None, "fuzz", drawn_cases(SEED, N_CASES), module=module)
+    return Groups(None, "fuzz", drawn_cases(), module=module)
 
 
 @pytest.fixture(scope="module")
-def groups(session, one_module: SimpleNamespace) -> Iterator[Groups]:
+def groups(session, one_module):
     """Those groups, compiled."""
     print(f"MAX_EP_FUZZ_SEED={SEED}")
     made = one_module.added[__name__]
@@ -49,32 +118,20 @@ def groups(session, one_module: SimpleNamespace) -> Iterator[Groups]:
 
 
 def assert_well(groups: Groups, load: Load) -> None:
-    given_inputs = {name: inputs_of(case, load) for name, case in groups.cases.items()}
-    got = groups.run(given_inputs)
+    all_given = {name: inputs_of(case, load) for name, case in groups.cases.items()}
+    got = groups.run(all_given)
     for name, case in groups.cases.items():
         where = f"MAX_EP_FUZZ_SEED={SEED}, {case}, {load}"
-        assert_round_trip(where, got[name], expected(case, given_inputs[name]))
-
-
-# Nothing that was drawn has failed yet; these are the ends of what can be drawn.
-CORPUS = [
-    Load((0,) * 6, masked=0, n_more_experts=0, seed=0),
-    Load((100,) * 6, masked=0, n_more_experts=0, seed=1),
-    Load((100, 0, 100, 0, 100, 0), masked=100, n_more_experts=40, seed=2),
-]
-
-
-def with_corpus(test: Callable) -> Callable:
-    """Lets a test of a load run with those of the corpus as well."""
-    for load in CORPUS:
-        test = example(load=load)(test)
-    return test
+        assert_round_trip(where, got[name], expected(case, all_given[name]))
 
 
 @seed(SEED)
 @fuzzed
 @given(load=LOADS)
-@with_corpus
+# The ends of what can be drawn; what fails once is added, and runs every time.
+@example(load=Load((0,) * 6, "uniform", seed=0))
+@example(load=Load((100,) * 6, "full", seed=1))
+@example(load=Load((100, 0, 100, 0, 100, 0), "all_masked", seed=2))
 def test_any_load_is_the_oracles(groups, load):
     """Whatever a run was given, the next one is right too: they share memory."""
     assert_well(groups, load)
@@ -88,8 +145,7 @@ def test_a_bad_id_harms_one_run(groups, load, data):
     all_given = {name: inputs_of(case, load) for name, case in groups.cases.items()}
     name = data.draw(st.sampled_from(sorted(groups.cases)))
     case = groups.cases[name]
-    rank = data.draw(st.integers(0, case.n_ranks - 1))
-    ids = all_given[name].ids[rank]
+    ids = all_given[name].ids[data.draw(st.integers(0, case.n_ranks - 1))]
     assume(len(ids))
     token = data.draw(st.integers(0, len(ids) - 1))
     k = data.draw(st.integers(0, case.top_k - 1))
@@ -98,6 +154,49 @@ def test_a_bad_id_harms_one_run(groups, load, data):
     with pytest.raises(Exception, match=f"token {token}, k {k}: expert {bad}\\b"):
         groups.run(all_given)
     assert_well(groups, load)
+
+
+_DTYPES = [BF16, F32, DType.float16, DType.float8_e4m3fn, DType.int32]
+_PLAIN = dict(
+    dispatch_dtype=BF16,
+    combine_dtype=BF16,
+    hidden_size=128,
+    top_k=2,
+    n_experts=8,
+    max_tokens_per_rank=7,
+    n_gpus_per_node=2,
+    n_nodes=1,
+    target="cpu",
+)
+_CHANGES: dict[str, list] = dict(
+    dispatch_dtype=_DTYPES,
+    combine_dtype=_DTYPES,
+    hidden_size=[-8, 0, 1, 8, 80, 100, 128, 384, 1 << 20],
+    top_k=[-1, 0, 1, 2, 8, 32, 33, 1000],
+    n_experts=[-1, 0, 1, 2, 7, 8, 40, 256, 70000],
+    max_tokens_per_rank=[-1, 0, 1, 7, 128, 4096, 65535, 65536],
+    n_gpus_per_node=[-1, 0, 1, 2, 3, 4, 8, 64],
+    n_nodes=[-1, 0, 1, 2],
+    target=["cpu", "gpu", "tpu"],
+    node_id=[-2, -1, 0, 1],
+    dispatch_quant_config=[blockwise_fp8_quant_config()],
+    fp8_power_of_two_scales=[False, True],
+    output_layout=["packed", "padded", "loose"],
+    fused_shared_expert=[False, True],
+    protocol=[*PROTOCOLS, "auto", "by_node"],
+    combine_mode=["rows", "sums", "none"],
+    partial_dtype=[None, *_DTYPES],
+    ranks_per_gpu=[-1, 0, 1, 2, 4],
+    n_sms=[-1, 0, 1, 64],
+    timeout_s=[-1.0, 0.0, 0.001, 1.0, 1e9],
+)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict:
+    """Draws arguments of `EPConfig`: plain ones, of which up to four are changed."""
+    names = draw(st.lists(st.sampled_from(list(_CHANGES)), max_size=4, unique=True))
+    return _PLAIN | {name: draw(st.sampled_from(_CHANGES[name])) for name in names}
 
 
 @seed(SEED)
@@ -110,29 +209,18 @@ def test_any_configuration(arguments):
     except (ValueError, TypeError) as error:
         assert any(name in str(error) for name in arguments), (arguments, error)
         return
-    if config.n_nodes == 1:  # else the graph needs a node_id
-        build(config)
-
-
-def build(config: EPConfig) -> None:
-    """Builds a round trip of all ranks."""
+    if config.n_nodes > 1:  # the graph needs a node_id
+        return
+    sizes = "n_experts top_k hidden_size max_tokens_per_rank".split()
     case = Case(
         "any",
         config.n_gpus_per_node,
-        config.n_experts,
-        config.top_k,
-        config.hidden_size,
-        config.max_tokens_per_rank,
+        *(getattr(config, name) for name in sizes),
         "fp8" if config.is_quantized else "as it is",
         BF16 if config.is_quantized else config.dispatch_dtype,
         config.combine_dtype,
         output_layout=config.output_layout,
         fused_shared_expert=config.fused_shared_expert,
     )
-    manager = EPBatchManager(config)
-    types = [*input_types(case, config=config), *manager.input_types()]
-    with Graph("any", input_types=types) as graph:
-        values = iter(graph.inputs)
-        ranks = take_inputs(case, values)
-        manager.fetch_buffers(list(values))
+    with building("any", case, config) as (manager, ranks, graph):
         graph.output(*(v for rank in round_trip(manager, ranks) for v in rank))

@@ -197,11 +197,9 @@ _BY_RANK = {
 
 @pytest.mark.parametrize("place, name", marked(_BY_RANK))
 def test_data_that_looks_like_the_sentinel_arrives(groups_at, place, name):
-    """Tokens of which every 16 bytes look as if they had not come.
-
-    They are NaN, and stay that; their sign may change (`avoid_sentinel`). Run twice:
-    what was put back must be there.
-    """
+    """Tokens of which every 16 bytes look as if they had not come. They are NaN, and
+    stay that; their sign may change (`avoid_sentinel`). Run twice: what was put back
+    must be there."""
     groups = groups_at(place)
     given = {n: make_inputs(c, "full") for n, c in groups.cases.items()}
     for tokens in given[name].tokens:

@@ -49,8 +49,7 @@ class Run:
     """What one package gave in one run of one form."""
 
     where: str
-    sums: list[np.ndarray]
-    """bfloat16 bits ``[n_tokens, hidden]`` of each rank."""
+    sums: list[np.ndarray]  # bfloat16 bits ``[n_tokens, hidden]`` of each rank
     dispatched: list[list[np.ndarray]]
     """Rows, for FP8 scales, row offsets, expert ids of each rank."""
 
@@ -90,9 +89,6 @@ def take(saved: dict[str, np.ndarray], form: str, run: str, package: str) -> Run
 
 def forms_of(saved: dict[str, np.ndarray]) -> list[str]:
     return list(dict.fromkeys(k.split("/")[0] for k in saved if "/" in k))
-
-
-# ------------------------------------------------------------------------ checks
 
 
 def check_rows_are_counted(got: Run, n_rows: np.ndarray, *, is_fp8: bool) -> None:
@@ -176,14 +172,11 @@ def check_rows_are_close(got: Run, inputs: list[list[np.ndarray]]) -> None:
 
 
 def check_sums(got, inputs, *, is_exact, has_shared):
-    """Compares sums with those of the rows that this package delivered.
-
-    Float32 sums of ``n`` products are within ``n`` roundings of the exact one,
-    in any order, products fused or not. Rounding to bfloat16 is monotone, so a
-    sum lies between the rounded ends of that interval: where they are the same
-    number, only that one is right. A shared expert's row is added to the rounded
-    sum, which is rounded again.
-    """
+    """Compares sums with those of the rows that this package delivered. Float32 sums of
+    ``n`` products are within ``n`` roundings of the exact one, in any order, products
+    fused or not. Rounding to bfloat16 is monotone, so a sum lies between the rounded
+    ends of that interval: where they are the same number, only that one is right. A
+    shared expert's row is added to the rounded sum, which is rounded again."""
     tokens, ids, weights, factors = inputs
     all_tokens, counts = np.concatenate(tokens), [len(x) for x in tokens]
     first = np.cumsum([0, *counts])
@@ -245,8 +238,6 @@ def check_run(got, run, counts, *, is_fp8, has_shared):
     check_sums(got, inputs, is_exact=is_exact, has_shared=has_shared)
 
 
-# ------------------------------------------------------------------- on GPUs, both
-
 ARGUMENTS = {
     "bfloat16": "",
     "fp8": "--fp8 --forms fused all",
@@ -297,9 +288,6 @@ def test_only_the_import_changes(saved_by_both, name):
                 pairs = zip(theirs.dispatched[rank], ours.dispatched[rank], strict=True)
                 for a, b in pairs:
                     assert (a.dtype, a.shape) == (b.dtype, b.shape)
-
-
-# --------------------------------------------------------- ours alone, and teeth
 
 
 # On CPU ranks the round trips have the split forms, too, and it compiles as long.

@@ -29,10 +29,8 @@ ORIGINALS = {
 
 
 def add_graphs(module: Module) -> list:
-    """Adds a matmul of whole tiles, by a product that is quickly compiled.
-
-    MAX's matmul on CPU takes two minutes.
-    """
+    """Adds a matmul of whole tiles, by a product that is quickly compiled. MAX's matmul
+    on CPU takes two minutes."""
     cpu = DeviceRef.CPU()
     types = [
         TensorType(DType.float32, ["n_rows", 8], cpu),

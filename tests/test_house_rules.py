@@ -135,8 +135,6 @@ def test_processes_of_a_test_run_have_cores_of_their_own(monkeypatch):
     assert sorted(sum(taken, [])) == [3, 5, 7, 9, 11] and all(taken)
 
 
-# ------------------------------------------------------------------------------ sizes
-
 MOST_LINES = 600
 MOST_ARGUMENTS = 10
 
@@ -233,8 +231,6 @@ def test_functions_are_narrow():
     )
     assert not WIDE_FUNCTIONS - set(wide), "narrow: remove them from WIDE_FUNCTIONS"
 
-
-# ------------------------------------------------------------------------------ words
 
 RETIRED = {
     r"(?i)\b(told|tells?)\b": "publish, say, return",

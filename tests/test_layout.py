@@ -88,10 +88,8 @@ def picture(
     top_k: int,
     kind: str = "by_expert",
 ) -> dict[str, int]:
-    """Draws the picture of `layout.mojo` with numbers.
-
-    A kind is `by_expert`, or how combine of tokens by rank returns: `rows` or `sums`.
-    """
+    """Draws the picture of `layout.mojo` with numbers. A kind is `by_expert`, or how
+    combine of tokens by rank returns: `rows` or `sums`."""
     n_local = up(n_experts, n_ranks) // n_ranks
     n_pairs, n_slots = n_local * n_ranks, n_ranks * max_tokens
     n_inline = n_ranks * min(max_tokens, 256)

@@ -96,10 +96,8 @@ def test_named_mutation_is_caught(mutation):
 
 
 def test_every_step_matters():
-    """Each order made weaker, each wait and store left out, each generation fixed.
-
-    What nothing notices is what `HARMLESS` lists, with reasons, and nothing else.
-    """
+    """Each order made weaker, each wait and store left out, each generation fixed. What
+    nothing notices is what `HARMLESS` lists, with reasons, and nothing else."""
     unnoticed = set()
     for of_protocol in worlds.by_protocol().values():
         steps: set[Step] = set()

@@ -26,9 +26,7 @@ def test_program(name):
 
 def test_kernels_with_the_lists_of_max(tmp_path):
     """Each compiles with MAX's parameters and arguments alone, in MAX's order.
-
-    `launchers.mojo` runs the launchers so.
-    """
+    `launchers.mojo` runs the launchers so."""
     run_mojo("run", "-I", ".", str(PROGRAMS / "seeds.mojo"), str(tmp_path))
     names = "by_name defaults scales"
     wanted = {f"dispatch_async.{name}" for name in names.split()}

@@ -41,7 +41,7 @@ def four(graphs: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What every scenario did."""
     notes = str(tmp_path_factory.mktemp("four"))
     run = scenarios.run_scenarios
-    return launched(run, graphs, list(SCENARIOS), notes, timeout_s=300)
+    return launched(run, graphs, list(SCENARIOS), notes, timeout_s=600)
 
 
 def assert_well(outcomes: list[Outcome]) -> None:
@@ -49,12 +49,10 @@ def assert_well(outcomes: list[Outcome]) -> None:
     assert not errors, "\n".join(errors)
 
 
-# ----------------------------------------------------------------- healthy groups
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(four, name):
-    """Every row and every sum is the oracle's, bit for bit."""
+    """Every row and every sum is the oracle's, bit for bit. `MAX_EP_SOAK=10000`: so
+    many generations of each of `soak_*`."""
     assert_well([outcomes[name] for outcomes in four])
 
 
@@ -82,20 +80,6 @@ def test_two_processes_of_two_ranks(graphs):
     assert_well(launch(scenarios.run_two_by_two, 2, (graphs,), timeout_s=120))
 
 
-def test_thousands_of_generations(graphs, tmp_path):
-    """Counts change, ranks are late. `MAX_EP_SOAK=10000`: so many of every protocol."""
-    n_right = launched(scenarios.soak, graphs, str(tmp_path), timeout_s=600)
-    assert n_right == [scenarios.N_GENERATIONS] * N_RANKS
-
-
-def test_two_groups_at_once(graphs, tmp_path):
-    n_right = launched(scenarios.two_groups, graphs, str(tmp_path), timeout_s=120)
-    assert n_right == [scenarios.N_OF_TWO_GROUPS] * N_RANKS
-
-
-# --------------------------------------------------------------- set-up that fails
-
-
 @pytest.fixture(scope="module")
 def set_up(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What three processes said."""
@@ -107,12 +91,6 @@ def set_up(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     # launch() would remove the names of its own group, not those of these.
     assert names_of((notes / "group").read_text()) == []
     return answers
-
-
-@pytest.mark.parametrize("name", ["healthy", "again"])
-def test_set_up_of_healthy_group(set_up, name):
-    """Also again and again: a fast process must not take a slow one's old memory."""
-    assert_well([answers[name] for answers in set_up])
 
 
 def test_process_that_never_starts_is_named(set_up):
@@ -143,9 +121,6 @@ def test_node_id_outside_of_group_is_refused(set_up):
     assert error is not None and error.startswith("ValueError"), error
     assert "MAX_EP_NODE_ID" in error
     assert_well([answers["outside"] for answers in set_up[:2]])  # two, as configured
-
-
-# ------------------------------------------------------------------ dead processes
 
 
 @pytest.mark.parametrize(
@@ -190,9 +165,6 @@ def test_next_group_works(graphs):
     groups = launched(scenarios.work, graphs)
     assert len(set(groups)) == 1
     assert names_of(groups[0]) == []
-
-
-# -------------------------------------------------------------------------- launch
 
 
 def test_results_are_in_order():

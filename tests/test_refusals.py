@@ -7,24 +7,15 @@ import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import numpy as np
+import numpy as np  # noqa: F401, for the tables
 import pytest
 from cases import BF16, CASES, F32
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorType
+from max.graph import DeviceRef, Graph, Module, TensorType
 from max.nn.quant_config import QuantFormat
 
-from max_ep import (
-    EPBatchManager,
-    blockwise_fp8_quant_config,
-    call_distributed_ep_combine,
-    call_ep_combine,
-    call_ep_combine_async,
-    call_ep_combine_wait,
-    call_ep_dispatch,
-    call_ep_dispatch_async,
-    call_ep_dispatch_wait,
-)
+from max_ep import *  # noqa: F403, for the tables
+from max_ep import EPBatchManager, EPConfig, blockwise_fp8_quant_config
 from max_ep.graph.checks import refuse_if_in_turn
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU(0)
@@ -180,7 +171,12 @@ GOOD_TYPES = dict(
 
 
 @contextlib.contextmanager
-def building(config=None, name="never_compiled", module=None, **types):
+def building(
+    config: EPConfig | None = None,
+    name: str = "never_compiled",
+    module: Module | None = None,
+    **types: TensorType,
+) -> Iterator[tuple[EPBatchManager, SimpleNamespace]]:
     """Starts a graph with the EP inputs and inputs of these types, by their names."""
     types = GOOD_TYPES | types
     manager = EPBatchManager(config or TWO.config())
@@ -191,16 +187,65 @@ def building(config=None, name="never_compiled", module=None, **types):
         yield manager, SimpleNamespace(**dict(zip(types, values)))
 
 
-def send_all(manager: EPBatchManager, x: SimpleNamespace) -> None:
-    weights = x.weights if manager.config.combines_sums else None
-    for rank in range(manager.config.n_gpus_per_node):
-        manager.ep_dispatch_async(x.tokens, x.ids, rank, None, weights)
+class Calls:
+    """What the tables below call: short names for a manager's steps."""
+
+    def __init__(self, m: EPBatchManager, x: SimpleNamespace) -> None:
+        self.m, self.x, self.c = m, x, m.config
+        self.counter, self.to = m.atomic_counters[0][0], m._pointers(0)
+        self.send_p, self.recv, self.counts = self.to
+        self.info = ids_of(5, 2)
+        self.all = [x.tokens] * 2, [x.ids] * 2, [0, 1]
+        self.n = x.tokens.shape[0]
+        # What `call_ep_combine_wait` takes.
+        self.back = (self.counter, *m._pointers(1)[1:], m.config, self.n)
+
+    def send(self, rank: int) -> None:
+        weights = self.x.weights if self.c.combines_sums else None
+        self.m.ep_dispatch_async(self.x.tokens, self.x.ids, rank, None, weights)
+
+    def wait(self, rank: int) -> tuple:
+        return self.m.ep_dispatch_wait(rank)
+
+    def back_to(self, rank: int) -> None:
+        self.m.ep_combine_async(self.x.rows, rank)
+
+    def sum_up(self, rank: int) -> None:
+        weights = None if self.c.combines_sums else self.x.weights
+        self.m.ep_combine_wait(weights, rank)
+
+    def sends(self) -> None:
+        for rank in range(self.c.n_gpus_per_node):
+            self.send(rank)
+
+    def dispatch(self) -> list:
+        self.sends()
+        return [self.wait(rank) for rank in range(self.c.n_gpus_per_node)]
+
+    def backs(self) -> None:
+        for rank in range(2):
+            self.back_to(rank)
 
 
 def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
-    send_all(manager, x)
-    n = manager.config.n_gpus_per_node
-    return [manager.ep_dispatch_wait(rank) for rank in range(n)]
+    return Calls(manager, x).dispatch()
+
+
+def error_of(words: str) -> type[Exception]:
+    """A `TypeError` for a wrong element type or kind, a `ValueError` for all else."""
+    kinds = r"(float|int)(16|32|64)|graph value|Tensor|BufferValue|tuple of|uint8;"
+    return TypeError if re.search(kinds, words) else ValueError
+
+
+def check_last(code: str, words: str, manager: EPBatchManager, x) -> None:
+    """Runs some steps, of which the last one must be refused."""
+    calls = Calls(manager, x)
+    known = {n: getattr(calls, n) for n in dir(calls) if n[0] != "_"} | globals()
+    *before, last = code.split("; ")
+    for step in before:
+        exec(step, known)
+    with raises(error_of(words), words):
+        exec(last, known)
 
 
 @pytest.mark.parametrize(
@@ -213,17 +258,20 @@ def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
 )
 def test_ops_get_what_the_config_says(changes, word, is_said):
     with building(dataclasses.replace(TWO.config(), **changes)) as (manager, x):
-        dispatch_all(manager, x)
+        calls = Calls(manager, x)
+        calls.dispatch()
+        calls.backs()
         for rank in range(2):
-            manager.ep_combine_async(x.rows, rank)
-        for rank in range(2):
-            manager.ep_combine_wait(x.weights, rank)
+            calls.sum_up(rank)
         text = str(Graph.current)
     assert text.count("n_experts=") == 8
     assert text.count(word) == (8 if is_said else 0)
 
 
-BAD_DISPATCH = """
+@pytest.mark.parametrize(
+    "step", ["m.ep_dispatch_async(x.tokens, x.ids, 0)", "m.ep_dispatch_all(*all)"]
+)
+@refused("""
 tokens=tensor(F32, "t", 80) | input_tokens; float32; bfloat16
 tokens=tensor(BF16, "t", 64) | input_tokens; 64; 80
 tokens=tensor(BF16, "t", 1, 80) | input_tokens; [t, 1, 80]; [any, 80]
@@ -233,42 +281,10 @@ tokens=tensor(BF16, 4, 80), ids=ids_of(5, 3) | input_tokens; 4; topk_ids; 5
 ids=tensor(DType.int64, "t", 3) | topk_ids; int64; int32; cast
 ids=ids_of("t", 4) | topk_ids; [t, 4]; [any, 3]
 ids=ids_of("t", 3, device=GPU) | topk_ids; gpu:0; cpu:0
-"""
-
-
-def error_of(words: str) -> type[Exception]:
-    """A `TypeError` for a wrong element type, a `ValueError` for all else."""
-    return TypeError if re.search(r"(float|int)(16|32|64)", words) else ValueError
-
-
-@pytest.mark.parametrize("form", ["async", "all"])
-@refused(BAD_DISPATCH)
-def test_dispatch_refuses(arguments, words, form):
+""")
+def test_dispatch_refuses(arguments, words, step):
     with building(**arguments_of(arguments)) as (manager, x):
-        with raises(error_of(words), words):
-            if form == "async":
-                manager.ep_dispatch_async(x.tokens, x.ids, 0)
-            else:
-                manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1])
-
-
-def test_fp8_rows_are_not_combined_as_they_are():
-    """A cast would do for other dtypes; here it would leave the scales out."""
-    types = dict(tokens=tensor(BF16, "t", 256), ids=ids_of("t", FP8.top_k))
-    with building(FP8.config(), **types) as (manager, x):
-        rows, *_ = manager.ep_dispatch(x.tokens, x.ids, 0)
-        with raises(TypeError, "uint8; FP8; dequantize_blockwise_fp8; scales"):
-            manager.ep_combine_async(rows, 0)
-
-
-def test_fp8_dispatch_takes_bfloat16_and_float32_only():
-    for dtype in (BF16, F32):
-        with building(FP8.config(), tokens=tensor(dtype, "t", 256)) as (m, x):
-            m.ep_dispatch_async(x.tokens, x.ids, 0)
-    tokens = tensor(DType.uint8, "t", 256)
-    with building(FP8.config(), tokens=tokens) as (manager, x):
-        with raises(TypeError, "input_tokens; uint8; bfloat16; float32"):
-            manager.ep_dispatch_async(x.tokens, x.ids, 0)
+        check_last(step, words, manager, x)
 
 
 @refused("""
@@ -282,72 +298,15 @@ config=TWO.config(protocol="by_rank") | by_rank; by_expert
 def test_input_scales_that_do_not_fit(arguments, words):
     given = dict(scales=tensor(F32, 1)) | arguments_of(arguments)
     with building(**given) as (manager, x):
-        with raises(error_of(words), f"input_scales; {words}"):
-            manager.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)
+        step = "m.ep_dispatch_async(x.tokens, x.ids, 0, x.scales)"
+        check_last(step, f"input_scales; {words}", manager, x)
 
 
-def test_router_weights_are_given_once():
-    """To dispatch if combine returns sums, to combine otherwise."""
-    bad = dict(short=tensor(F32, "t", 2), narrow=tensor(BF16, "t", 3))
-    with building(SUMS, **bad) as (manager, x):
-        all_ranks = [x.tokens] * 2, [x.ids] * 2, [0, 1]
-        words = "dispatch; combine_mode='sums'; needs router weights"
-        with raises(ValueError, words):
-            manager.ep_dispatch_async(x.tokens, x.ids, 0)
-        with raises(ValueError, words):
-            manager.ep_dispatch_all(*all_ranks)
-        with raises(ValueError, "router_weights; [t, 2]; [any, 3]"):
-            manager.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.short)
-        with raises(ValueError, "input_scales; router_weights; by name"):
-            manager.ep_dispatch_all(*all_ranks, [x.weights] * 2)
-        with raises(ValueError, "router_weights; 1 tensors; 2 local ranks"):
-            manager.ep_dispatch_all(*all_ranks, router_weights=[x.weights])
-        manager.ep_dispatch_all(*all_ranks, router_weights=[x.narrow] * 2)
-        words = "combine; combine_mode='sums'; takes no router weights"
-        with raises(ValueError, f"{words}; dispatch takes them"):
-            for rank in range(2):
-                manager.ep_combine_async(x.rows, rank)
-            manager.ep_combine_wait(x.weights, 0)
-    with building() as (manager, x):
-        words = "dispatch; combine_mode='rows'; takes no router weights"
-        with raises(ValueError, f"{words}; combine takes them"):
-            manager.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.weights)
-        dispatch_all(manager, x)
-        with raises(ValueError, "combine; 'rows'; needs router weights"):
-            manager.ep_combine_all([x.rows] * 2, None, [0, 1])
+FOUR_TOKENS = dict(tokens=tensor(BF16, 4, 80), ids=ids_of(4, 3))
 
 
-def test_sums_combine_wait_needs_the_expert_rows():
-    for layout, wanted in (("packed", "[any, 80]"), ("padded", "[3, 14, 80]")):
-        config = dataclasses.replace(SUMS, output_layout=layout)
-        with building(config, short=tensor(BF16, 3, 4, 80)) as (manager, x):
-            pointers = manager._pointers(1)[1:]
-            given = (manager.atomic_counters[0][0], *pointers)
-            given += config, x.tokens.shape[0], None
-            with raises(TypeError, "input_tokens; NoneType; graph value"):
-                call_ep_combine_wait(*given, None)
-            with raises(ValueError, f"input_tokens; [3, 4, 80]; {wanted}"):
-                call_ep_combine_wait(*given, x.short)
-
-
-def test_combine_wait_needs_rows_of_the_combine_dtype():
-    config = TWO.config(fused_shared_expert=True)
-    with building(config, short=tensor(F32, "t", 80)) as (manager, x):
-        given = (manager.atomic_counters[0][0], *manager._pointers(1)[1:])
-        given += config, x.tokens.shape[0], x.weights
-        with raises(TypeError, "input_tokens; float32; bfloat16"):
-            call_ep_combine_wait(*given, x.short)
-
-
-def test_not_graph_values():
-    with building() as (manager, x):
-        with raises(TypeError, "input_tokens; ndarray; graph value"):
-            manager.ep_dispatch_async(np.zeros((4, 80)), x.ids, 0)
-        with raises(TypeError, "topk_ids; list; graph value"):
-            manager.ep_dispatch_async(x.tokens, [[0, 1, 2]], 0)
-
-
-BAD_COMBINE = """
+@pytest.mark.parametrize("form", ["split", "all"])
+@refused("""
 rows=tensor(F32, ROWS, 80) | input_tokens; float32; bfloat16
 rows=tensor(BF16, ROWS, 40) | input_tokens; 40; 80
 rows=tensor(BF16, 5, 80) | input_tokens; 5 rows; 42
@@ -357,21 +316,133 @@ weights=tensor(F32, "t", 2) | router_weights; [t, 2]; [any, 3]
 weights=tensor(F32, "t", 3, device=GPU) | router_weights; gpu:0; cpu:0
 weights=tensor(F32, 8, 3) | router_weights; 8 tokens; 7
 **FOUR_TOKENS, weights=tensor(F32, 5, 3) | router_weights; 5; 4
-"""
-FOUR_TOKENS = dict(tokens=tensor(BF16, 4, 80), ids=ids_of(4, 3))
-
-
-@pytest.mark.parametrize("form", ["split", "all"])
-@refused(BAD_COMBINE)
+""")
 def test_combine_refuses(arguments, words, form):
     with building(**arguments_of(arguments)) as (manager, x):
-        dispatch_all(manager, x)
+        calls = Calls(manager, x)
+        calls.dispatch()
         with raises(error_of(words), words):
             if form == "all":
                 manager.ep_combine_all([x.rows] * 2, [x.weights] * 2, [0, 1])
-            for rank in range(2):
-                manager.ep_combine_async(x.rows, rank)
-            manager.ep_combine_wait(x.weights, 0)
+            calls.backs()
+            calls.sum_up(0)
+
+
+MORE_TYPES = dict(
+    bad_pointers=tensor(DType.uint64, 3),
+    bad_dtype=tensor(DType.int64, 2),
+    five=ids_of(5, 2),
+    words=ids_of(TWO.config().sizes().counters_words),
+    scales=tensor(F32, 1),
+    short=tensor(F32, "t", 2),
+    narrow=tensor(BF16, "t", 3),
+    flat=tensor(F32, "t", 80),
+    cube=tensor(BF16, 3, 4, 80),
+)
+EXPERT_FUSED = TWO.config(fused_shared_expert=True)
+PADDED_ROWS = TWO.config(output_layout="padded")
+PADDED_SUMS = dataclasses.replace(SUMS, output_layout="padded")
+
+# A config, steps of which the last one is refused, and words of the error.
+ORDERS = """
+ROWS_OF | wait(1) | ep_dispatch_wait; device 1; ep_dispatch_async
+ROWS_OF | send(0); wait(0) | ep_dispatch_wait on device 0; devices [1]; \
+one after another; of every device first
+ROWS_OF | sends(); wait(0); wait(0) | ep_dispatch_wait on device 0 without
+ROWS_OF | sends(); wait(0); send(0) | ep_dispatch_async on device 0 again; \
+ep_dispatch_wait on devices [1]; second EPBatchManager
+ROWS_OF | back_to(0) | device 0; without a dispatch; ep_dispatch_wait
+ROWS_OF | m.ep_combine_all([x.rows] * 2, [x.weights] * 2, [0, 1]) | device 0; \
+without a dispatch
+ROWS_OF | sends(); back_to(1) | device 1; without a dispatch
+ROWS_OF | dispatch(); sum_up(0) | ep_combine_wait; ep_combine_async before
+ROWS_OF | dispatch(); back_to(0); sum_up(0) | ep_combine_wait on device 0; devices [1]
+SUMS | dispatch(); backs(); sends(); wait(0) | ep_dispatch_wait on device 0; \
+ep_combine_wait first
+SUMS | m.ep_dispatch_async(x.tokens, x.ids, 0) | dispatch; combine_mode='sums'; \
+needs router weights
+SUMS | m.ep_dispatch_all(*all) | dispatch; combine_mode='sums'; needs router weights
+SUMS | m.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.short) | \
+router_weights; [t, 2]; [any, 3]
+SUMS | m.ep_dispatch_all(*all, [x.weights] * 2) | input_scales; router_weights; by name
+SUMS | m.ep_dispatch_all(*all, router_weights=[x.weights]) | router_weights; \
+1 tensors; 2 local ranks
+SUMS | m.ep_dispatch_all(*all, router_weights=[x.narrow] * 2); backs(); \
+m.ep_combine_wait(x.weights, 0) | combine; combine_mode='sums'; \
+takes no router weights; dispatch takes them
+ROWS_OF | m.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.weights) | \
+dispatch; combine_mode='rows'; takes no router weights; combine takes them
+ROWS_OF | dispatch(); m.ep_combine_all([x.rows] * 2, None, [0, 1]) | combine; 'rows'; \
+needs router weights
+SUMS | call_ep_combine_wait(*back, None, None) | input_tokens; NoneType; graph value
+SUMS | call_ep_combine_wait(*back, None, x.cube) | input_tokens; [3, 4, 80]; [any, 80]
+PADDED_SUMS | call_ep_combine_wait(*back, None, x.cube) | input_tokens; [3, 4, 80]; \
+[3, 14, 80]
+EXPERT_FUSED | call_ep_combine_wait(*back, x.weights, x.flat) | input_tokens; float32; \
+bfloat16
+ROWS_OF | m.ep_dispatch_async(np.zeros((4, 80)), x.ids, 0) | input_tokens; ndarray; \
+graph value
+ROWS_OF | m.ep_dispatch_async(x.tokens, [[0, 1, 2]], 0) | topk_ids; list; graph value
+ROWS_OF | send(2) | device_id=2; [0, n_gpus_per_node=2)
+ROWS_OF | send(-1) | device_id=-1; [0, n_gpus_per_node=2)
+ROWS_OF | wait(-1) | device_id=-1
+ROWS_OF | c.device(2) | device_id=2; n_gpus_per_node=2
+ROWS_OF | m.ep_dispatch_all(*all[:2], [0]) | device_ids=[0]; all 2 ranks
+ROWS_OF | m.ep_dispatch_all(*all[:2], [0, 0]) | device_ids=[0, 0]; all 2 ranks
+ROWS_OF | m.ep_dispatch_all(*all[:2], [1, 2]) | device_ids=[1, 2]; all 2 ranks
+ROWS_OF | m.ep_dispatch_all(all[0], [x.ids], [0, 1]) | topk_ids; 1 tensors; \
+2 local ranks
+ROWS_OF | m.ep_dispatch_all(*all, [x.scales]) | input_scales; 1 tensors; 2 local ranks
+ROWS_OF | m.ep_dispatch_all(x.tokens, *all[1:]) | input_tokens; one TensorValue; \
+pass a list
+ROWS_OF | m.ep_received(dispatch()[0][0]) | TensorValue; tuple of a rank
+ROWS_OF | m.ep_received(dispatch()) | is a list; tuple of a rank; ep_dispatch_all
+ROWS_OF | m.ep_dispatch(x.tokens, x.ids, 0) | ep_dispatch_all; ep_dispatch_async; \
+one after another; n_gpus_per_node=2; n_nodes=2
+ROWS_OF | dispatch(); m.ep_combine(x.rows, x.weights, 0) | ep_combine_all; \
+ep_combine_async; one after another; n_gpus_per_node=2; n_nodes=2
+ROWS_OF | call_ep_dispatch(x.tokens, x.ids, counter, *to, c) | call_ep_dispatch_async; \
+one after another; n_gpus_per_node=2; n_nodes=2
+ROWS_OF | dispatch(); \
+call_ep_combine(x.rows, m._src_info[0], counter, *to, c, n, x.weights) | \
+call_ep_combine_async; one after another; n_gpus_per_node=2; n_nodes=2
+ROWS_OF | call_ep_dispatch_async(x.tokens, x.ids, x.words, *to, c) | atomic_counter; \
+TensorValue; BufferValue
+ROWS_OF | call_ep_dispatch_async(x.tokens, x.ids, counter, send_p, x.bad_pointers, \
+counts, c) | recv_buf_ptrs; [3]; [2]
+ROWS_OF | call_ep_dispatch_wait(counter, recv, x.bad_dtype, c) | recv_count_ptrs; \
+int64; uint64
+ROWS_OF | call_ep_dispatch_wait(counter, recv, counts, c, num_tokens=n) | num_tokens; \
+all-reduce
+ROWS_OF | call_ep_combine_async(x.rows, x.five, counter, *to, c) | src_info; 5; 42
+ROWS_OF | call_distributed_ep_combine([x.rows] * 2, [x.five] * 2, \
+m.atomic_counters[0], x.bad_pointers, recv, counts, c, [n] * 2, [x.weights] * 2) | \
+send_buf_ptrs; [3]; [2]
+ROWS_OF | call_ep_combine_wait(counter, recv, counts, c, n, x.ids, x.rows) | \
+router_weights; int32; float32
+"""
+ROWS_OF = TWO.config()
+_ORDERS = [line.split(" | ", 2) for line in ORDERS.strip().splitlines()]
+
+
+@pytest.mark.parametrize("config, steps, words", _ORDERS)
+def test_what_must_not_be_called(config, steps, words):
+    with building(globals()[config], **MORE_TYPES) as (manager, x):
+        check_last(steps, words, manager, x)
+
+
+def test_fp8_is_made_of_bfloat16_and_float32_and_not_combined_as_it_is():
+    """A cast would do for other dtypes; here it would leave the scales out."""
+    for dtype in (BF16, F32, DType.uint8):
+        given = dict(tokens=tensor(dtype, "t", 256), ids=ids_of("t", FP8.top_k))
+        with building(FP8.config(), **given) as (manager, x):
+            if dtype == DType.uint8:
+                with raises(TypeError, "input_tokens; uint8; bfloat16; float32"):
+                    manager.ep_dispatch(x.tokens, x.ids, 0)
+                continue
+            rows, *_ = manager.ep_dispatch(x.tokens, x.ids, 0)
+            with raises(TypeError, "uint8; FP8; dequantize_blockwise_fp8; scales"):
+                manager.ep_combine_async(rows, 0)
 
 
 @pytest.mark.parametrize(
@@ -379,14 +450,14 @@ def test_combine_refuses(arguments, words, form):
 )
 def test_padded_combine_takes_padded_rows(shape):
     """The rows of packed dispatch are no padded rows, nor are too few rows."""
-    config = TWO.config(output_layout="padded")
-    with building(config, rows=tensor(BF16, *shape)) as (manager, x):
-        dispatch_all(manager, x)
-        with raises(ValueError, f"input_tokens; {shape}; [3, 14, 80]"):
-            manager.ep_combine_async(x.rows, 0)
+    with building(PADDED_ROWS, rows=tensor(BF16, *shape)) as (manager, x):
+        words = f"input_tokens; {shape}; [3, 14, 80]"
+        check_last("dispatch(); back_to(0)", words, manager, x)
 
 
-# ------------------------------------------------------------- order of the calls
+def test_rows_of_one_rank_are_counted():
+    with building() as (manager, x):
+        assert manager.ep_received(dispatch_all(manager, x)[0]).shape == [3]
 
 
 def test_manager_before_fetch_buffers():
@@ -424,92 +495,15 @@ def test_buffers_of_another_group():
             other.ep_dispatch_async(x.tokens, x.ids, 0)
 
 
-def test_no_such_device():
-    with building() as (manager, x):
-        for device_id in (2, -1):
-            with raises(ValueError, f"device_id={device_id}; [0, n_gpus_per_node=2)"):
-                manager.ep_dispatch_async(x.tokens, x.ids, device_id)
-            with raises(ValueError, f"device_id={device_id}"):
-                manager.ep_dispatch_wait(device_id)
-            with raises(ValueError, f"device_id={device_id}; n_gpus_per_node=2"):
-                manager.config.device(device_id)
-        for device_ids in ([0], [0, 0], [1, 2]):
-            with raises(ValueError, f"device_ids={device_ids}; all 2 ranks"):
-                manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, device_ids)
-
-
-def test_all_forms_need_a_tensor_a_rank():
-    with building(scales=tensor(F32, 1)) as (manager, x):
-        with raises(ValueError, "topk_ids; 1 tensors; 2 local ranks"):
-            manager.ep_dispatch_all([x.tokens] * 2, [x.ids], [0, 1])
-        with raises(ValueError, "input_scales; 1 tensors; 2 local ranks"):
-            manager.ep_dispatch_all([x.tokens] * 2, [x.ids] * 2, [0, 1], [x.scales])
-        with raises(TypeError, "input_tokens; one TensorValue; pass a list"):
-            manager.ep_dispatch_all(x.tokens, [x.ids] * 2, [0, 1])
-
-
-def test_rows_of_one_rank_are_counted():
-    """Neither the first tensor of a dispatch nor what all ranks got."""
-    with building() as (manager, x):
-        dispatched = dispatch_all(manager, x)
-        with raises(TypeError, "TensorValue; tuple of a rank"):
-            manager.ep_received(dispatched[0][0])
-        with raises(TypeError, "is a list; tuple of a rank; ep_dispatch_all"):
-            manager.ep_received(dispatched)
-        assert manager.ep_received(dispatched[0]).shape == [3]
-
-
-def test_waits_follow_all_sends_and_sends_all_waits():
-    with building() as (manager, x):
-        with raises(ValueError, "ep_dispatch_wait; device 1; ep_dispatch_async"):
-            manager.ep_dispatch_wait(1)
-        manager.ep_dispatch_async(x.tokens, x.ids, 0)
-        words = "devices [1]; one after another; of every device first"
-        with raises(ValueError, f"ep_dispatch_wait on device 0; {words}"):
-            manager.ep_dispatch_wait(0)
-        manager.ep_dispatch_async(x.tokens, x.ids, 1)
-        manager.ep_dispatch_wait(0)
-        with raises(ValueError, "ep_dispatch_wait on device 0 without"):
-            manager.ep_dispatch_wait(0)
-        words = "ep_dispatch_wait on devices [1]; second EPBatchManager"
-        with raises(ValueError, f"ep_dispatch_async on device 0 again; {words}"):
-            manager.ep_dispatch_async(x.tokens, x.ids, 0)
-
-
-def test_combine_without_dispatch():
-    with building() as (manager, x):
-        words = "device 0; without a dispatch"
-        with raises(ValueError, f"{words}; ep_dispatch_wait"):
-            manager.ep_combine_async(x.rows, 0)
-        with raises(ValueError, words):
-            manager.ep_combine_all([x.rows] * 2, [x.weights] * 2, [0, 1])
-        send_all(manager, x)  # not waited for: there are no rows yet
-        with raises(ValueError, "device 1; without a dispatch"):
-            manager.ep_combine_async(x.rows, 1)
-
-
-def test_combine_wait_in_the_wrong_order():
-    with building() as (manager, x):
-        rows = dispatch_all(manager, x)
-        with raises(ValueError, "ep_combine_wait; ep_combine_async before"):
-            manager.ep_combine_wait(x.weights, 0)
-        manager.ep_combine_async(rows[0][0], 0)
-        with raises(ValueError, "ep_combine_wait on device 0; devices [1]"):
-            manager.ep_combine_wait(x.weights, 0)
-
-
-def test_a_dispatch_is_not_received_between_async_and_wait_of_sums():
+def test_what_follows_the_waits_of_sums():
     with building(SUMS) as (manager, x):
-        dispatch_all(manager, x)
+        calls = Calls(manager, x)
+        calls.dispatch()
+        calls.backs()
+        calls.sends()
         for rank in range(2):
-            manager.ep_combine_async(x.rows, rank)
-        send_all(manager, x)
-        words = "ep_dispatch_wait on device 0; ep_combine_wait first"
-        with raises(ValueError, words):
-            manager.ep_dispatch_wait(0)
-        for rank in range(2):
-            manager.ep_combine_wait(None, rank)
-        manager.ep_dispatch_wait(0)
+            calls.sum_up(rank)
+        calls.wait(0)
 
 
 def test_a_second_graph_starts_anew():
@@ -537,49 +531,3 @@ def test_fused_forms_of_ranks_in_turn_name_the_form_to_use():
     config = TWO.config(target="gpu", ranks_per_gpu=2)
     with raises(ValueError, "ep_dispatch_all; ranks_per_gpu=2; ranks_per_gpu=1"):
         refuse_if_in_turn(config, "ep_dispatch", "ep_dispatch_all")
-    with building() as (manager, x):
-        config, counter = manager.config, manager.atomic_counters[0][0]
-        pointers = manager._pointers(0)
-        reason = "one after another; n_gpus_per_node=2; n_nodes=2"
-        with raises(ValueError, f"ep_dispatch_all; ep_dispatch_async; {reason}"):
-            manager.ep_dispatch(x.tokens, x.ids, 0)
-        dispatch_all(manager, x)
-        with raises(ValueError, f"ep_combine_all; ep_combine_async; {reason}"):
-            manager.ep_combine(x.rows, x.weights, 0)
-        with raises(ValueError, f"call_ep_dispatch_async; {reason}"):
-            call_ep_dispatch(x.tokens, x.ids, counter, *pointers, config)
-        rows = x.rows, manager._src_info[0], counter, *pointers
-        with raises(ValueError, f"call_ep_combine_async; {reason}"):
-            call_ep_combine(*rows, config, x.tokens.shape[0], x.weights)
-
-
-def test_low_level_forms_check_their_buffers():
-    bad = dict(
-        bad_pointers=tensor(DType.uint64, 3),
-        bad_dtype=tensor(DType.int64, 2),
-        src_info=ids_of(5, 2),
-        counter=ids_of(TWO.config().sizes().counters_words),
-    )
-    with building(**bad) as (manager, x):
-        config, counter = manager.config, manager.atomic_counters[0][0]
-        send, recv, counts = manager._pointers(0)
-        given, n = (x.tokens, x.ids), x.tokens.shape[0]
-        with raises(TypeError, "atomic_counter; TensorValue; BufferValue"):
-            call_ep_dispatch_async(*given, x.counter, send, recv, counts, config)
-        with raises(ValueError, "recv_buf_ptrs; [3]; [2]"):
-            wrong = counter, send, x.bad_pointers, counts
-            call_ep_dispatch_async(*given, *wrong, config)
-        with raises(TypeError, "recv_count_ptrs; int64; uint64"):
-            call_ep_dispatch_wait(counter, recv, x.bad_dtype, config)
-        with raises(ValueError, "num_tokens; all-reduce"):
-            call_ep_dispatch_wait(counter, recv, counts, config, num_tokens=n)
-        with raises(ValueError, f"src_info; 5; {ROWS}"):
-            pointers = send, recv, counts
-            call_ep_combine_async(x.rows, x.src_info, counter, *pointers, config)
-        with raises(ValueError, "send_buf_ptrs; [3]; [2]"):
-            rows = [x.rows] * 2, [x.src_info] * 2, manager.atomic_counters[0]
-            wrong = x.bad_pointers, recv, counts
-            more = [n] * 2, [x.weights] * 2
-            call_distributed_ep_combine(*rows, *wrong, config, *more)
-        with raises(TypeError, "router_weights; int32; float32"):
-            call_ep_combine_wait(counter, recv, counts, config, n, x.ids, x.rows)

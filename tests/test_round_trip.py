@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import (
-    ALL_SMALL_CASES,
     BY_RANK_CASES,
     CASES,
     LARGE_CASES,
@@ -21,7 +20,6 @@ from cases import (
     Inputs,
     expected,
     expected_dispatch,
-    features,
     make_inputs,
     narrow,
     random_tokens,
@@ -30,24 +28,16 @@ from cases import (
 from harness import (
     Groups,
     RankInputs,
-    Received,
     assert_dispatched,
     assert_round_trip,
     assert_same_bits,
-    flatten,
     fused_round_trip,
-    input_types,
     round_trip,
     run_in_child,
-    take_inputs,
-    take_outputs,
-    to_buffer,
     weights_of,
 )
 from kernels import counter_word
-from max.dtype import DType
-from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.graph import DeviceRef, Module
 
 from max_ep import (
     EPBatchManager,
@@ -72,7 +62,9 @@ def add_graphs(module: Module) -> SimpleNamespace:
     return SimpleNamespace(
         small=Groups(None, "small_cases", SMALL_CASES, module=module),
         large=Groups(None, "large_cases", LARGE_CASES, module=module),
-        forms=Forms(module),
+        forms=Groups(
+            None, "forms", FORM_CASES | LAYERS, build_all=build_forms, module=module
+        ),
     )
 
 
@@ -268,10 +260,7 @@ def call_ep_round_trip(manager, case, ranks, how):
         given = tokens, ids, counters, *to, config
         dispatched = call_distributed_ep_dispatch(*given, *more)
 
-    rows = [
-        d[0] if given.expert_rows is None else given.expert_rows
-        for d, given in zip(dispatched, ranks)
-    ]
+    rows = [x.rows_of(d) for d, x in zip(dispatched, ranks)]
     infos = [d[-2] if case.is_padded else d[-1] for d in dispatched]
     n_tokens = [x.shape[0] for x in tokens]
     if how == "split":
@@ -297,34 +286,25 @@ def call_ep_round_trip(manager, case, ranks, how):
     return [[*d[:-1], d[-2], d[-1], result] for d, result in zip(dispatched, results)]
 
 
-def all_round_trip(manager, case, ranks):
-    """Builds what `harness.round_trip` builds from the `*_all` forms.
-
-    The ranks are named in reverse, which must not matter.
-    """
+def all_round_trip(manager: EPBatchManager, ranks: list[RankInputs]) -> list[list]:
+    """Builds what `harness.round_trip` builds from the `*_all` forms. The ranks are
+    named in reverse, which must not matter."""
     order = list(reversed(range(len(ranks))))
     given = [ranks[i] for i in order]
-    weights = [x.weights for x in given]
+    sent, weights = zip(*(weights_of(manager.config, x) for x in given))
+    scales = [x.input_scales for x in given]
     dispatched = manager.ep_dispatch_all(
         [x.tokens for x in given],
         [x.ids for x in given],
         order,
-        [x.input_scales for x in given] if case.scales else None,
-        weights if case.combines_sums else None,
+        None if scales[0] is None else scales,
+        None if sent[0] is None else list(sent),
     )
-    results = manager.ep_combine_all(
-        [
-            d[0] if x.expert_rows is None else x.expert_rows
-            for d, x in zip(dispatched, given)
-        ],
-        None if case.combines_sums else weights,
-        order,
-    )
-    built = [
-        [*d, manager._src_info[i], result]
-        for i, d, result in zip(order, dispatched, results)
-    ]
-    return built[::-1]
+    rows = [x.rows_of(d) for d, x in zip(dispatched, given)]
+    weights = None if weights[0] is None else list(weights)
+    results = manager.ep_combine_all(rows, weights, order)
+    infos = [manager._src_info[i] for i in order]
+    return [[*d, info, y] for d, info, y in zip(dispatched, infos, results)][::-1]
 
 
 FORMS = {
@@ -342,194 +322,89 @@ FORMS = {
 """`async_wait`, the form of the small cases, only where layers follow each other."""
 
 
-def build_form(form, manager, case, ranks):
-    if form == "async_wait":
-        return round_trip(manager, ranks)
-    if form == "all":
-        return all_round_trip(manager, case, ranks)
-    if form == "fused":
-        return fused_round_trip(manager, ranks)
-    return call_ep_round_trip(manager, case, ranks, form.removeprefix("call_"))
+def build_forms(managers: dict, ranks: dict) -> dict:
+    """Builds every form of every group, and layers of `TWO`.
 
-
-class Forms:
-    """One graph with every form of three groups, and layers of one of them.
-
-    Each form is one generation of its group's one set of buffers. `layer_2`
-    takes the results of `async_wait` as its tokens. `other` is a second set of
-    buffers of the first group's sizes, and its steps stand between those of
-    `between`, which uses the first set.
+    Each form is one generation of its group's one set of buffers. `layer_2` takes the
+    results of `async_wait` as its tokens, but routing and weights of its own. `other`
+    is a second set of buffers, and its steps stand between those of `between`, which
+    uses the first set.
     """
+    built = {}
+    for name, forms in FORMS.items():
+        case, given = FORM_CASES[name], (managers[name], ranks[name])
+        for form in forms:
+            if form == "async_wait":
+                made = round_trip(*given)
+            elif form == "all":
+                made = all_round_trip(*given)
+            elif form == "fused":
+                made = fused_round_trip(*given)
+            else:
+                manager, how = managers[name], form.removeprefix("call_")
+                made = call_ep_round_trip(manager, case, ranks[name], how)
+            built[name, form] = made
+    first = built["two_ranks", "async_wait"]
+    second = [
+        RankInputs(r[-1], x.ids, x.weights) for r, x in zip(first, ranks["second"])
+    ]
+    built["two_ranks", "layer_2"] = round_trip(managers["two_ranks"], second)
 
-    def __init__(self, module: Module) -> None:
-        """Adds the graph to a module; `start` does the rest."""
-        self.cases = FORM_CASES
-        groups = [*self.cases, "other"]
-        configs = {n: self.cases.get(n, TWO).config() for n in groups}
-        self.managers = {n: EPBatchManager(c) for n, c in configs.items()}
-        types = []
-        for name in groups:
-            case = self.cases.get(name, TWO)
-            types += input_types(case, prefix=name)
-            types += self.managers[name].input_types()
-        # Layer 2 has tokens from layer 1, but routing and weights of its own.
-        for rank in range(TWO.n_ranks):
-            n = f"two_ranks{TWO.name}_t{rank}"
-            types += [
-                TensorType(DType.int32, [n, TWO.top_k], CPU),
-                TensorType(DType.float32, [n, TWO.top_k], CPU),
-            ]
-        self.labels: list[tuple[str, str]] = []
-        outputs = []
-        with Graph("forms", input_types=types, module=module) as graph:
-            values = iter(graph.inputs)
-            ranks = {}
-            for name in groups:
-                ranks[name] = take_inputs(self.cases.get(name, TWO), values)
-                manager = self.managers[name]
-                manager.fetch_buffers([next(values) for _ in manager.input_types()])
-            built = {}
-            for name, forms in FORMS.items():
-                case, manager = self.cases[name], self.managers[name]
-                for form in forms:
-                    built[name, form] = build_form(form, manager, case, ranks[name])
-            second = [
-                RankInputs(r[-1], next(values).tensor, next(values).tensor, None, None)
-                for r in built["two_ranks", "async_wait"]
-            ]
-            built["two_ranks", "layer_2"] = round_trip(
-                self.managers["two_ranks"], second
-            )
-            built["two_ranks", "between"], built["other", "between"] = self._interleave(
-                ranks["two_ranks"], ranks["other"]
-            )
-            self.labels = list(built)
-            outputs = [v for ranks in built.values() for r in ranks for v in r]
-            graph.output(*outputs)
-        self.comms = {n: EPCommInitializer(m.config) for n, m in self.managers.items()}
+    sides = [(managers[name], ranks[name]) for name in ("two_ranks", "other")]
+    each = range(TWO.n_ranks)
+    for rank in each:
+        for manager, given in sides:
+            manager.ep_dispatch_async(given[rank].tokens, given[rank].ids, rank)
+    between = [
+        [[*m.ep_dispatch_wait(r), m._src_info[r]] for m, _ in sides] for r in each
+    ]
+    for rank in reversed(each):
+        for (manager, _), d in zip(sides, between[rank]):
+            manager.ep_combine_async(d[0], rank)
+    for rank in each:
+        for (manager, given), d in zip(sides, between[rank]):
+            d.append(manager.ep_combine_wait(given[rank].weights, rank))
+    built["two_ranks", "between"], built["other", "between"] = zip(*between)
+    return built
 
-    def start(self, session: InferenceSession, model: Model) -> None:
-        """Takes the compiled graph and sets up the groups' memory."""
-        self.model = model
-        for comm in self.comms.values():
-            comm.ep_init(session)
-        # Captured once: what every run of this module uses.
-        self.buffers = {n: c.model_inputs() for n, c in self.comms.items()}
 
-    def _interleave(self, a: list[RankInputs], b: list[RankInputs]) -> list:
-        """Builds two round trips whose steps alternate."""
-        sides = [(self.managers["two_ranks"], a), (self.managers["other"], b)]
-        each = range(TWO.n_ranks)
-        for rank in each:
-            for manager, given in sides:
-                manager.ep_dispatch_async(given[rank].tokens, given[rank].ids, rank)
-        built = [
-            [[*m.ep_dispatch_wait(r), m._src_info[r]] for m, _ in sides] for r in each
-        ]
-        for rank in reversed(each):
-            for (manager, _), d in zip(sides, built[rank]):
-                manager.ep_combine_async(d[0], rank)
-        for rank in each:
-            for (manager, given), d in zip(sides, built[rank]):
-                d.append(manager.ep_combine_wait(given[rank].weights, rank))
-        return list(zip(*built))
+LAYERS = {"other": TWO, "second": TWO}
 
-    def run(self, given: dict[str, Inputs], second: Inputs) -> dict:
-        """Runs the graph once; returns a list of `Received` a label."""
-        inputs = []
-        for name in self.comms:
-            inputs += flatten(given[name]) + self.buffers[name]
-        for ids, weights in zip(second.ids, second.weights):
-            inputs += [to_buffer(ids), to_buffer(weights)]
-        try:
-            outputs = iter(self.model.execute(*inputs))
-        except Exception:
-            # So that the next run fails for a reason of its own, if at all.
-            self.reset()
-            raise
-        return {
-            label: take_outputs(self.cases.get(label[0], TWO), outputs)
-            for label in self.labels
-        }
 
-    def make(self, routing: str, counts: list[int] | None = None) -> tuple:
-        """Makes what `run` takes: for `counts`, tokens of `two_ranks`."""
-        given = {n: make_inputs(c, routing) for n, c in self.cases.items()}
-        given["two_ranks"] = make_inputs(TWO, routing, counts=counts)
-        given["other"] = make_inputs(TWO, "masked", "telling")
-        n_tokens = [len(t) for t in given["two_ranks"].tokens]
-        second = make_inputs(TWO, "zipf", "telling", counts=n_tokens)
-        return given, second
+def make_forms(routing: str, counts: list[int] | None = None) -> dict[str, Inputs]:
+    """Makes what the forms are given: for `counts`, tokens of `two_ranks`."""
+    given = {n: make_inputs(c, routing) for n, c in FORM_CASES.items()}
+    given["two_ranks"] = make_inputs(TWO, routing, counts=counts)
+    given["other"] = make_inputs(TWO, "masked", "telling")
+    n_tokens = [len(t) for t in given["two_ranks"].tokens]
+    given["second"] = make_inputs(TWO, "zipf", "telling", counts=n_tokens)
+    return given
 
-    def reset(self) -> None:
-        for comm in self.comms.values():
-            comm.reset()
 
-    def close(self) -> None:
-        for comm in self.comms.values():
-            comm.close()
+def check_forms(where: str, given: dict, got: dict) -> None:
+    """Compares every form with the oracle."""
+    wants = {n: expected(c, given[n]) for n, c in (FORM_CASES | LAYERS).items()}
+    results = [r.result for r in got["two_ranks", "async_wait"]]
+    after = given["second"]
+    after = Inputs(results, after.ids, after.weights, None, None)
+    for (name, form), received in got.items():
+        want = expected(TWO, after) if form == "layer_2" else wants[name]
+        assert_round_trip(f"{where}, {name}, {form}", received, want)
 
 
 @pytest.fixture(scope="module")
-def forms(compiled: SimpleNamespace) -> Forms:
+def forms(compiled):
     return compiled.forms
 
 
-@pytest.fixture(scope="module")
-def run_forms(forms: Forms) -> Callable:
-    @functools.cache
-    def run(routing: str) -> SimpleNamespace:
-        given, second = forms.make(routing)
-        got = forms.run(given, second)
-        return SimpleNamespace(given=given, second=second, got=got)
-
-    return run
-
-
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked", "one_silent"])
-@pytest.mark.parametrize(
-    "name, form", [(n, form) for n, names in FORMS.items() for form in names]
-)
-def test_every_form_gives_the_same(run_forms, name, form, routing):
-    """The oracle's bits, from whatever form the graph was built of."""
-    run = run_forms(routing)
-    want = expected(FORM_CASES[name], run.given[name])
-    assert_round_trip(f"{name}, {routing}, {form}", run.got[name, form], want)
+def test_every_form_gives_the_same(forms, routing):
+    """The oracle's bits, from whatever form the graph was built of.
 
-
-def after_layer_1(first: list[Received], second: Inputs) -> Inputs:
-    return Inputs([r.result for r in first], second.ids, second.weights, None, None)
-
-
-@pytest.mark.parametrize("routing", ["uniform", "masked"])
-def test_two_layers_share_one_set_of_buffers(run_forms, routing):
-    run = run_forms(routing)
-    first = run.got["two_ranks", "async_wait"]
-    want = expected(TWO, after_layer_1(first, run.second))
-    got = run.got["two_ranks", "layer_2"]
-    assert_round_trip(f"layer 2, {routing}", got, want)
-
-
-@pytest.mark.parametrize("routing", ["uniform", "full"])
-def test_two_sets_of_buffers_do_not_touch_each_other(run_forms, routing):
-    """Two groups of one size in one process, their steps in turn."""
-    run = run_forms(routing)
-    for name in ("two_ranks", "other"):
-        want = expected(TWO, run.given[name])
-        got = run.got[name, "between"]
-        assert_round_trip(f"{name} between, {routing}", got, want)
-
-
-def check_all(where: str, given: dict, second: Inputs, got: dict) -> None:
-    """Checks every output of a run of `Forms`."""
-    cases = FORM_CASES | {"other": TWO}
-    wants = {n: expected(c, given[n]) for n, c in cases.items()}
-    first = got["two_ranks", "async_wait"]
-    for (name, form), received in got.items():
-        want = wants[name]
-        if form == "layer_2":
-            want = expected(TWO, after_layer_1(first, second))
-        assert_round_trip(f"{where}, {name}, {form}", received, want)
+    Layers share one set of buffers, and two sets do not touch each other.
+    """
+    given = make_forms(routing)
+    check_forms(routing, given, forms.run(given))
 
 
 def test_200_generations_through_one_set_of_buffers(forms):
@@ -538,22 +413,18 @@ def test_200_generations_through_one_set_of_buffers(forms):
     for i in range(200):
         counts = rng.integers(0, TWO.max_tokens_per_rank + 1, 2).tolist()
         routing = ["uniform", "masked", "zipf"][i % 3]
-        given, second = forms.make(routing, counts)
-        got = forms.run(given, second)
-        check_all(f"run {i}, tokens {counts}, {routing}", given, second, got)
+        given = make_forms(routing, counts)
+        check_forms(f"run {i}, tokens {counts}, {routing}", given, forms.run(given))
 
 
 def test_reset_forgets_what_was_sent_before(forms):
-    """After `reset` nothing of the runs before it is taken for new.
-
-    Generation 1 is used with all choices, then again, after `reset`, with few:
-    places of the others still hold what generation 1 wrote.
-    """
+    """After `reset` nothing of the runs before it is taken for new. Generation 1 is
+    used with all choices, then again, after `reset`, with few: places of the others
+    still hold what generation 1 wrote."""
     forms.reset()
     for routing in ("full", "masked"):
-        given, second = forms.make(routing)
-        got = forms.run(given, second)
-        check_all(f"after reset, {routing}", given, second, got)
+        given = make_forms(routing)
+        check_forms(f"after reset, {routing}", given, forms.run(given))
         forms.reset()
 
 
@@ -594,9 +465,8 @@ def test_the_generation_may_wrap(forms):
         for comm in forms.comms.values():
             set_generation(comm, 2**32 - 3)
         for i, routing in enumerate(["uniform", "masked", "full", "masked"]):
-            given, second = forms.make(routing)
-            got = forms.run(given, second)
-            check_all(f"around the wrap, run {i}", given, second, got)
+            given = make_forms(routing)
+            check_forms(f"around the wrap, run {i}", given, forms.run(given))
     finally:
         forms.reset()
 
@@ -609,29 +479,13 @@ def test_a_difference_is_told_with_place_and_source():
     case = CASES["two_ranks"]
     given = make_inputs(case, "full", "telling")
     want = expected_dispatch(case, given)
-    got = [
-        Received(
-            r.rows.copy(),
-            None,
-            r.row_offsets,
-            r.expert_ids,
-            np.zeros(2, np.uint32),
-            r.src_info,
-            r.rows,
-        )
-        for r in want
-    ]
+    got = [SimpleNamespace(**vars(result)) for result in want]
+    got[0].rows = got[0].rows.copy()
     got[0].rows[[3, 5]] = got[0].rows[[5, 3]]
     with pytest.raises(AssertionError) as caught:
         assert_dispatched("two_ranks, full", got, want)
     for words in ("rank 0", "row 3", "column 1", "what is there is row"):
         assert words in str(caught.value)
-
-
-def test_what_is_swept_on_request_only_has_its_features_elsewhere():
-    swept = set().union(*(features(case) for case in SMALL_CASES.values()))
-    for name, case in ALL_SMALL_CASES.items():
-        assert features(case) <= swept, (name, features(case) - swept)
 
 
 def test_data_covers_what_it_claims():

@@ -133,10 +133,8 @@ def test_the_log_says_who_serves(served):
 
 
 def test_many_at_once_some_cancelled(served):
-    """Answers are those given one by one; on GPUs, but for ties of the reference.
-
-    There batches differ in size, and so do roundings.
-    """
+    """Answers are those given one by one; on GPUs, but for ties of the reference. There
+    batches differ in size, and so do roundings."""
     server, tokenizer = served.server, served.reference.tokenizer
     texts = prompts(64, seed=1)
     asked = [tokenizer(text).input_ids for text in texts]

@@ -216,9 +216,6 @@ def test_assembly_writes_nothing_but_times(tmp_path):
         assert loops and all(loop.body & clock for loop in loops)
 
 
-# ------------------------------------------------------------------------ refusals
-
-
 def test_a_watch_needs_the_async_ops_before_it():
     with building("refused", CASES["sums"]) as (manager, ranks, _):
         says = "device 0 without ep_dispatch_async before it"
@@ -231,9 +228,6 @@ def test_a_watch_needs_the_async_ops_before_it():
         manager.ep_dispatch_async(given.tokens, given.ids, 0, None, given.weights)
         with pytest.raises(ValueError, match=r"ep_dispatch_async on devices \[1\]"):
             manager.ep_watch("dispatch", 0)
-
-
-# ------------------------------------------------------------------ text and plot
 
 
 def some_statistics(n_experts: int = 2) -> Statistics:

@@ -377,11 +377,9 @@ def test_who_has_not_said_its_name_yet_is_not_replaced(group):
 
 
 def test_who_begins_at_the_same_time_is_not_replaced(group, monkeypatch):
-    """Two processes with one node_id look, find no segment, and create theirs.
-
-    Fails if a name is removed although nothing was found: the first would wait for
-    peers that map the memory of the second, and remove its name when it gives up.
-    """
+    """Two processes with one node_id look, find no segment, and create theirs. Fails if
+    a name is removed although nothing was found: the first would wait for peers that
+    map the memory of the second, and remove its name when it gives up."""
     first = make(group, 0)
     names = names_of(group)
     monkeypatch.setattr(symmetric_memory, "_open_owned", lambda name: None)

@@ -18,8 +18,6 @@ from .steps import (
 
 CODE = "dispatch by rank: "
 
-# ------------------------------------------------------------------- the send phase
-
 
 def publish_n_tokens(a: Agent) -> None:
     n, generation = a.next("dispatch_sent")
@@ -171,9 +169,6 @@ def _send(launch: Launch, block: int, has_input: bool) -> tuple[Agent, list[Agen
     return numbers, indexers
 
 
-# ----------------------------------------------------------------- the receive phase
-
-
 def read_numbers(a: Agent) -> None:
     n, generation = a.next("dispatch_received")
     for src in a.world.ranks:
@@ -297,9 +292,6 @@ def _are_counted(a: Agent) -> None:
     a.block_load_acquire("COUNTED", a.world.n_counting_warps)
     for counter in range(a.world.n_counting_warps):
         a.load(("block_pair_rows", a.rank, a.block, counter), is_=1)
-
-
-# ------------------------------------------------------------- dispatch's kernels
 
 
 def _count(launch: Launch, block: int, is_fused: bool) -> None:

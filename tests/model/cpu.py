@@ -51,9 +51,6 @@ def write_source_info(a: Agent, place: tuple, word: tuple, truth: tuple) -> None
     a.store(place, word, truth)
 
 
-# --------------------------------------------------------------------------- dispatch
-
-
 def _put_messages(a: Agent, t: int) -> None:
     n, generation = a.next("dispatch_sent")
     staged = ("staged", n, a.rank, t)
@@ -176,9 +173,6 @@ def dispatch_wait(launch: Launch) -> None:
     a = for_each_chunk(launch, _received_tokens(launch, n), decode)
     a.store(("dispatch_received", launch.rank), generation)
     publish_done(a, "dispatch")
-
-
-# ---------------------------------------------------------------------------- combine
 
 
 def _send_rows(a: Agent, src: int, t: int) -> None:

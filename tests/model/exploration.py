@@ -21,8 +21,7 @@ class Result:
     failure: Violation | None = None
     trace: list[str] = field(default_factory=list)
     n_ends: int = 0
-    n_refused: int = 0
-    """How often it ended with a launch that was refused."""
+    n_refused: int = 0  # How often it ended with a launch that was refused
 
     def __str__(self) -> str:
         if self.failure is None:
@@ -91,11 +90,9 @@ class Machine(Steps):
         return step.kind == "poll" or step.kind == "arrive" and (step.value or 0) > 1
 
     def _run_ahead(self, state: State) -> None:
-        """Does all steps whose outcome does not depend on when they are done.
-
-        Whether two accesses are ordered depends on views, not on which came first,
-        and a wait may take the oldest message that ends it: it teaches least.
-        """
+        """Does all steps whose outcome does not depend on when they are done. Whether
+        two accesses are ordered depends on views, not on which came first, and a wait
+        may take the oldest message that ends it: it teaches least."""
         self.settle(state)
         moved = True
         while moved:
@@ -115,13 +112,11 @@ class Machine(Steps):
                 self.settle(state)
 
     def _branches(self, state: State) -> list[tuple[int, int, int]]:
-        """Lists the choices that make a difference once all else has run ahead.
-
-        What a poll finds, or which block is the last to arrive, does not depend on
-        the other choices but in one way: a poll may find nothing only because others
-        have not gone on. So choices are made one after another, and polls that find
-        nothing last of all.
-        """
+        """Lists the choices that make a difference once all else has run ahead. What a
+        poll finds, or which block is the last to arrive, does not depend on the other
+        choices but in one way: a poll may find nothing only because others have not
+        gone on. So choices are made one after another, and polls that find nothing last
+        of all."""
         idle = []
         arriving: dict[Place, list[tuple[int, int, int]]] = {}
         for rank, agent in self.waiting(state):

@@ -72,8 +72,7 @@ class World:
 
     name: str
     protocol: str  # `by_expert`, `by_rank` or `all_gather`
-    program: tuple[str, ...]
-    """The ops that every rank runs, in their order."""
+    program: tuple[str, ...]  # The ops that every rank runs, in their order
     routing: tuple[tuple[tuple[Token, ...], ...], ...]
     """`[dispatch][rank][token][k]`: experts; dispatch `n` takes row `n` modulo their
     number."""
@@ -93,15 +92,13 @@ class World:
     """Whether tokens do not wait for the entries, which are written as soon."""
     has_metadata: bool = False
     """Whether a token takes what the router chose for it along, in an all-gather."""
-    n_inline_tokens: int = 2
-    """Tokens of a rank up to which they are their own flags."""
+    n_inline_tokens: int = 2  # Tokens of a rank up to which they are their own flags
     shares_gpu: bool | None = None  # `None`: if launches run one after another
     in_turn: bool = False
     has_shared_expert: bool = False
     streams: bool = False  # CPU ranks copy with streaming stores
     generation_bits: int = 32
-    first_generation: int = 0
-    """What the counters of generations hold at first."""
+    first_generation: int = 0  # What the counters of generations hold at first
     replayed: tuple[int, int] = (0, 1000)
     """Which launches are replays of one captured graph: the first, and how many are
     in a graph."""
@@ -110,8 +107,6 @@ class World:
     """Whether one agent does what all agents of a launch do: then there are few
     enough orders to try each."""
     mutation: Any = None
-
-    # ------------------------------------------------------------ sizes, places
 
     @property
     def n_ranks(self) -> int:
@@ -170,8 +165,6 @@ class World:
     @property
     def publishes_at_combine_end(self) -> bool:
         return self.in_turn if self.shares_gpu is None else self.shares_gpu
-
-    # ------------------------------------------------------ what the machine asks
 
     def initial(self, place: Place) -> tuple[Any, Any]:
         kind, g = place[0], self.first_generation
@@ -244,8 +237,7 @@ class Launch:
     world: World
     rank: int
     position: int
-    before: dict[str, Any]
-    """The header when it begins."""
+    before: dict[str, Any]  # The header when it begins
     agents: list[tuple[str, list[Step]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -335,8 +327,6 @@ class Agent:
         """Numbers below `n` that are this block's."""
         return range(self.block, n, self.world.n_blocks)
 
-    # --------------------------------------------------------- ordinary accesses
-
     def store(self, place: Place, value: Any, truth: Any = None) -> None:
         self._do("write", "store", place, Order.PLAIN, value=value, truth=truth)
 
@@ -355,8 +345,6 @@ class Agent:
     def load_of_another_generation(self, place: Place, generation: int) -> None:
         """Reads a word that must not show a generation."""
         self._do("read", "load", place, Order.PLAIN, accept=("differs", generation))
-
-    # ------------------------------------------------------ those of flags.mojo
 
     def publish(self, place: Place, value: Any, truth: Any) -> None:
         self._do("write", "publish", place, Order.RELEASE, value=value, truth=truth)

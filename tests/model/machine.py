@@ -66,8 +66,6 @@ class Steps:
         self.used: set[Step] = set()
         self._trace: list[str] | None = None
 
-    # ------------------------------------------------------------ small things
-
     def _read_newest(self, state: State, place: Place) -> Any:
         return self._cell(state, place).messages[-1].value
 
@@ -104,8 +102,6 @@ class Steps:
         # `is_not_before` of flags.mojo, in as many bits as generations have.
         difference = (value[accept[1]] - accept[2]) % (2 * self._half)
         return difference < self._half
-
-    # -------------------------------------------------------------- one step
 
     def _candidates(
         self, state: State, place: Place, view: int, accept: Any
@@ -226,8 +222,6 @@ class Steps:
         state.put(step.place, Cell((*cell.messages, message), cell.reads))
         return newest.value + 1 == step.value
 
-    # --------------------------------------------------------------- options
-
     def options(self, state: State, rank: int, agent: int) -> list[Any]:
         """Lists what an agent's next step may do; nothing if it has to wait."""
         r = state.ranks[rank]
@@ -291,8 +285,6 @@ class Steps:
             for a in step.agents:
                 r.views[agent] |= r.views[a]
         r.pcs[agent] += 1 + skip
-
-    # -------------------------------------------------------------- launches
 
     def start(self) -> State:
         """Makes the first state."""
@@ -410,8 +402,6 @@ class Steps:
                 for m in cell.messages[first:]
             )
             state.put(place, Cell(messages, cell.reads & keep))
-
-    # ----------------------------------------------------------------- traces
 
     def _note(self, line: str) -> None:
         if self._trace is not None:

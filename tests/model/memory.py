@@ -41,27 +41,21 @@ class Step:
     kind: str
     """`write`, `read`, `await`, `poll`, `arrive`, `drain`, `join`, or `refuse`:
     a launch that does not go on."""
-    call: str
-    """The function of `flags.mojo`, or `store` or `load`."""
-    where: str
-    """File and function of the call."""
-    place: Place = ()
-    """What is accessed; of a `poll` the first of `places`."""
+    call: str  # The function of `flags.mojo`, or `store` or `load`
+    where: str  # File and function of the call
+    place: Place = ()  # What is accessed; of a `poll` the first of `places`
     order: Order = Order.PLAIN
     value: Any = None
     """What is written, or must be read; of a wait, what alone it may see."""
     truth: Any = None
     """what the value says, said by the round of the program and not by any
     generation: of a write, what it is of; of a read, what it must be of."""
-    accept: tuple[Any, ...] = ()
-    """Which value ends a wait."""
-    places: tuple[Place, ...] = ()
-    """All words of a `poll`."""
+    accept: tuple[Any, ...] = ()  # Which value ends a wait
+    places: tuple[Place, ...] = ()  # All words of a `poll`
     skip: int = 0
     """Steps left out: after a `poll` that found nothing, or by all that `arrive`
     but the last of `value`."""
-    agents: tuple[int, ...] = ()
-    """Whom a `join` waits for."""
+    agents: tuple[int, ...] = ()  # Whom a `join` waits for
 
     def __str__(self) -> str:
         said = f"{self.call} {show(self.place)}"
@@ -109,12 +103,9 @@ class Message:
 
     value: Any
     truth: Any
-    view: int
-    """What an acquire learns."""
-    happened: int = 0
-    """The bit of the step that wrote it; 0: everybody knows of it."""
-    seen: int = 0
-    """Its bit among what was seen."""
+    view: int  # What an acquire learns
+    happened: int = 0  # The bit of the step that wrote it; 0: everybody knows of it
+    seen: int = 0  # Its bit among what was seen
 
     def __post_init__(self) -> None:
         chunks = (self.value, self.truth, self.view, self.happened)

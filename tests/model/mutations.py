@@ -47,15 +47,10 @@ class Mutation:
 
     name: str
     change: Change = _same
-    switches: frozenset[str] = frozenset()
-    """What protocols ask for by `World.has`."""
-    not_in: tuple[str, ...] = ()
-    """Protocols that have nothing to be mutated so."""
-    site: Site | None = None
-    """The only steps that it changes; `None`: any."""
+    switches: frozenset[str] = frozenset()  # What protocols ask for by `World.has`
+    not_in: tuple[str, ...] = ()  # Protocols that have nothing to be mutated so
+    site: Site | None = None  # The only steps that it changes; `None`: any
 
-
-# ------------------------------------------------------------------- made of steps
 
 WEAKER = {
     Order.ACQUIRE: (Order.RELAXED,),
@@ -131,9 +126,6 @@ def _constant(site: Site) -> Mutation:
         return [step]
 
     return Mutation(f"generation 1 for ever: {site}", change, site=site)
-
-
-# -------------------------------------------------------------------------- by name
 
 
 def _without_generation(step: Step, launch: Launch) -> list[Step]:

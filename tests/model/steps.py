@@ -39,9 +39,6 @@ def returns_early(launch: Launch) -> bool:
     return is_on and not launch.world.tokens(n, launch.rank)
 
 
-# ------------------------------------------------------------- done words by rank
-
-
 def publish_reads(a: Agent, word: tuple[int, int], truth: tuple[int, int]) -> None:
     for rank in a.world.ranks:
         a.publish(("dispatch_done", rank, a.rank), word, truth)

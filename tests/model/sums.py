@@ -46,11 +46,9 @@ def _partial(a: Agent, to: int, owner: int, t: int, chunk: int) -> tuple:
 
 
 def is_bad_answer(a: Agent, n: int, of: int) -> bool:
-    """Refuses a result that cannot be that of the dispatch.
-
-    What is saved of the own rows is of the last dispatch that was received; the
-    number of tokens is kept for two. It is compared first, but not used before.
-    """
+    """Refuses a result that cannot be that of the dispatch. What is saved of the own
+    rows is of the last dispatch that was received; the number of tokens is kept for
+    two. It is compared first, but not used before."""
     is_bad = a.before["dispatch_received"] != of
     if a.world.has("combine of an earlier dispatch is not refused"):
         is_bad = False
