@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from same_code import sections
+
 
 @dataclass
 class Op:
@@ -58,11 +60,6 @@ class Op:
         return found[1] if found else ""
 
     @property
-    def operands(self) -> set[str]:
-        """PTX: the registers that it uses."""
-        return registers(self.text.replace(self.result, "", 1))
-
-    @property
     def address(self) -> str:
         """What it has as its address: a register, maybe an offset."""
         return self.text[self.text.index("[") + 1 : self.text.index("]")]
@@ -70,11 +67,6 @@ class Op:
     def moves_16(self, what: str) -> bool:
         """Says whether it is an ordinary access of 16 bytes."""
         return self.is_plain and self.what == what and self.n_bytes == 16
-
-
-def registers(text: str) -> set[str]:
-    """PTX: returns the registers that a text names."""
-    return set(re.findall(r"%(?:r|rd|p)\d+", text))
 
 
 class Kernel:
@@ -226,17 +218,6 @@ class Kernel:
             return None
         # Set elsewhere: what is followed may have changed since.
         return self._value_set(self._set_at[predicate][0], {}, known)
-
-    def made_of(self, some: set[str]) -> set[str]:
-        """PTX: returns some registers, and those that are ever computed from them."""
-        made: set[str] = set()
-        more = set(some)
-        while more - made:
-            made |= more
-            for op in self.ops:
-                if op.operands & made:
-                    more |= registers(op.result)
-        return made
 
     def value(self, operand: str, known: dict[str, int]) -> int | None:
         """Computes what an operand of PTX holds, from what registers hold. Only by what
@@ -561,47 +542,21 @@ def parse_amdgcn(text: str, record_offset: int) -> Kernel:
 
 def amd_resources(text: str) -> dict[str, int]:
     """Returns the numbers that the metadata of an AMD kernel gives."""
-    return {
-        name: int(value)
-        for name, value in re.findall(r"^ +-? *\.(\w+): +(\d+)$", text, re.M)
-    }
+    found = re.findall(r"^ +-? *\.(\w+): +(\d+)$", text, re.M)
+    return {name: int(value) for name, value in found}
 
 
-@dataclass
-class NvidiaResources:
-    """What a kernel needs of a multiprocessor."""
-
-    n_registers: int  # Of one thread
-    stack_bytes: int
-    """Of one thread, in local memory: arrays, and registers that were spilled."""
-
-
-# Kinds of entries of `.nv.info`; each is of a function and has one number.
-_EIATTR_FRAME_SIZE = 0x11
-_EIATTR_REGCOUNT = 0x2F
-_EIFMT_SIZED = 4
-
-
-def nvidia_resources(cubin: bytes) -> NvidiaResources:
-    """Reads what the assembler notes in a kernel's ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_bytes, n_sections, names = struct.unpack_from("<3H", cubin, 0x3A)
-    sections = [
-        struct.unpack_from("<2I4Q2I2Q", cubin, table + i * entry_bytes)
-        for i in range(n_sections)
-    ]
+def nvidia_resources(cubin: bytes) -> tuple[int, int]:
+    """Reads what the assembler notes of a thread: how many registers it has, and how
+    many bytes of local memory, for arrays and for registers that were spilled."""
+    frame_size, register_count, sized = 0x11, 0x2F, 4
     numbers: dict[int, int] = {}
-    for name, _, _, _, offset, n_bytes, *_ in sections:
-        name += sections[names][4]
-        if cubin[name : cubin.index(b"\0", name)] != b".nv.info":
-            continue
-        place = offset
-        while place < offset + n_bytes:
-            form, kind, size = struct.unpack_from("<2BH", cubin, place)
-            place += 4
-            if form == _EIFMT_SIZED:
-                if kind in (_EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT):
-                    _, number = struct.unpack_from("<2I", cubin, place)
-                    numbers[kind] = max(number, numbers.get(kind, 0))
-                place += size
-    return NvidiaResources(numbers[_EIATTR_REGCOUNT], numbers[_EIATTR_FRAME_SIZE])
+    for name, _, info in sections(cubin):
+        at = 0
+        while name == b".nv.info" and at < len(info):
+            form, kind, size = struct.unpack_from("<2BH", info, at)
+            if form == sized and kind in (frame_size, register_count):
+                (number,) = struct.unpack_from("<I", info, at + 8)
+                numbers[kind] = max(number, numbers.get(kind, 0))
+            at += 4 + (size if form == sized else 0)
+    return numbers[register_count], numbers[frame_size]

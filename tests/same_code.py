@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDERS = ("mojo", "tests/mojo")
@@ -50,7 +51,7 @@ DROPPED = re.compile(
     r"\s*(\.loc|\.file|\.ident|\.section\s+\.debug|\.section\s+\.comment)\b"
 )
 # Sections of a cubin that decide what runs.
-DECIDES = (".text.", ".nv.constant", ".nv.shared", ".nv.info", ".nv.global", ".rel")
+DECIDES = tuple(b".text. .nv.constant .nv.shared .nv.info .nv.global .rel".split())
 # Attributes of .nv.info that say where a kernel's arguments are, and how many bytes.
 ARGUMENTS = {0x0A, 0x17, 0x19}
 
@@ -111,34 +112,37 @@ def _attributes(info: bytes) -> tuple[list[bytes], list[bytes]]:
     return sorted(arguments), sorted(others)
 
 
+def sections(elf: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+    """Returns the name, info and body of each section of an ELF file."""
+    (offset,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    places = [offset + i * size for i in range(count)]
+    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, place) for place in places]
+    at = headers[names][4]
+    for name, kind, _, _, start, length, _, info, *_ in headers:
+        nobits = 8
+        body = str(length).encode() if kind == nobits else elf[start : start + length]
+        yield elf[at + name : elf.index(b"\0", at + name)], info, body
+
+
 def machine_code(cubin: bytes, entry: re.Pattern[bytes]) -> tuple[object, object]:
     """Returns an ELF file's kernel, without names: what runs, and its arguments."""
-    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [
-        struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size)
-        for i in range(count)
-    ]
-    at = headers[names][4]
     runs: list[object] = []
     arguments: list[object] = []
-    for name, kind, _, _, start, length, _, info, *_ in headers:
-        section = cubin[at + name : cubin.index(b"\0", at + name)]
-        if not section.startswith(tuple(x.encode() for x in DECIDES)):
+    for name, info, body in sections(cubin):
+        if not name.startswith(DECIDES):
             continue
-        nobits = 8
-        body = str(length).encode() if kind == nobits else cubin[start : start + length]
-        section = entry.sub(b"K", section)
-        if section.startswith(b".nv.constant0"):
+        name = entry.sub(b"K", name)
+        if name.startswith(b".nv.constant0"):
             # Only the arguments: filled in when the kernel is launched.
-            arguments.append(length)
-        elif section.startswith(b".nv.info"):
+            arguments.append(len(body))
+        elif name.startswith(b".nv.info"):
             of_arguments, others = _attributes(body)
             arguments.append(of_arguments)
-            runs.append((section, others))
+            runs.append((name, others))
         else:
             # The registers of a thread are in a byte of a text section's header.
-            runs.append((section, info >> 24, body))
+            runs.append((name, info >> 24, body))
     return sorted(runs, key=str), arguments
 
 
@@ -163,11 +167,9 @@ def sources(what: str, into: Path) -> Path:
 
 def digest(tree: Path, version: str) -> str:
     state = hashlib.sha256(version.encode())
-    for folder in FOLDERS:
-        for path in sorted((tree / folder).rglob("*.mojo")):
-            state.update(
-                str(path.relative_to(tree)).encode() + b"\0" + path.read_bytes()
-            )
+    paths = [path for x in FOLDERS for path in sorted((tree / x).rglob("*.mojo"))]
+    for path in paths:
+        state.update(str(path.relative_to(tree)).encode() + b"\0" + path.read_bytes())
     return state.hexdigest()[:24]
 
 
