@@ -19,7 +19,9 @@ def run(name: str) -> str:
     return run_mojo("run", "-I", ".", str(PROGRAMS / name)).strip()
 
 
-@pytest.mark.parametrize("name", ["launchers", "output_layouts", "pure_functions"])
+@pytest.mark.parametrize(
+    "name", ["launchers", "output_layouts", "places", "pure_functions"]
+)
 def test_program(name):
     assert run(f"{name}.mojo") == "OK"
 

@@ -219,7 +219,9 @@ def dispatch_all(
         )
 
 
-def combine_all(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
+def combine_all(
+    ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext
+) raises:
     """Sends the rows of all ranks back; the experts return what they get."""
     for i in range(N_RANKS):
         ref rank = ranks[i]

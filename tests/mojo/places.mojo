@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The places in a region, one behind another as in the picture of `layout.mojo`.
+
+Each begins where the one before it ends, or a buffer or array begins anew on
+`BUFFER_ALIGN`. So none overlap, all stand in their buffers, and sizes are right.
+Prints OK, or raises. Run by tests/test_mojo.py.
+"""
+from max_ep import (
+    BF16TokenFormat,
+    BlockwiseFP8TokenFormat,
+    Float32TokenFormat,
+    PlainTokenFormat,
+    TokenFormat,
+    WithMetadataTokenFormat,
+)
+from max_ep.layout import (
+    Addressing,
+    blockwise_fp8_token_bytes,
+    BUFFER_ALIGN,
+    FLAG_BYTES,
+    Group,
+    message_bytes,
+    METADATA_BYTES,
+    n_experts_on_rank,
+    N_CHUNKS,
+    plain_token_bytes,
+    Returns,
+    SOURCE_INFO_BYTES,
+)
+from std.testing import assert_equal, assert_true
+
+
+struct Cursor(Copyable):
+    """Where the next place must begin."""
+
+    var at: Int
+
+    def __init__(out self):
+        self.at = 0
+
+    def take(mut self, begin: Int, n_bytes: Int) raises:
+        assert_equal(begin, self.at)
+        self.at += n_bytes
+
+    def align(mut self):
+        self.at = -(-self.at // BUFFER_ALIGN) * BUFFER_ALIGN
+
+    def buffer(mut self, begin: Int, end: Int) raises:
+        """Ends a buffer of this size, and begins the next one."""
+        assert_equal(begin + end, self.at)
+        self.align()
+
+
+def check_recv_by_rank(group: Group, mut c: Cursor) raises:
+    """Entries, tokens, inline-flag tokens and flags of chunks."""
+    var recv = group.dispatch_recv_offset()
+    var msg, n = group.dispatch_msg_bytes, group.max_tokens_per_rank
+    for src in range(group.n_ranks):
+        for t in range(n):
+            for k in range(group.top_k):
+                var entry = group.entry_offset(src, group.choice(t, k))
+                c.take(recv + entry, 16 if group.has_sums() else 8)
+    c.align()
+    for src in range(group.n_ranks):
+        assert_equal(group.staged_from_recv(src), c.at - recv)
+        for t in range(n):
+            c.take(recv + group.token_offset(src, t), msg)
+            for k in range(group.top_k):
+                # In front of the source info; the first choice is first.
+                var behind = (group.top_k - k) * METADATA_BYTES
+                assert_equal(
+                    recv + group.metadata_offset(src, t, k, group.top_k),
+                    c.at - SOURCE_INFO_BYTES - behind,
+                )
+    c.align()
+    assert_equal(group.n_inline_tokens(), min(n, 256))
+    for src in range(group.n_ranks):
+        for t in range(group.n_inline_tokens()):
+            c.take(recv + group.inline_token_offset(src, t), msg)
+    c.align()
+    for src in range(group.n_ranks):
+        for t in range(n):
+            for chunk in range(N_CHUNKS):
+                var flag = group.chunk_flag_offset(src, t, chunk)
+                c.take(recv + flag, FLAG_BYTES)
+
+
+def check(group: Group) raises:
+    var c = Cursor()
+    var n_local = group.n_local_experts()
+    var send, recv = group.dispatch_send_offset(), group.dispatch_recv_offset()
+    if group.is_by_rank():
+        c.buffer(send, group.dispatch_send_bytes())
+        check_recv_by_rank(group, c)
+    else:
+        assert_equal(recv + group.staged_from_recv(0), send)
+        for t in range(group.max_tokens_per_rank):
+            var staged = group.dispatch_staged_offset(t)
+            c.take(send + staged, group.dispatch_msg_bytes)
+        c.buffer(send, group.dispatch_send_bytes())
+        for expert in range(n_local):
+            for src in range(group.n_ranks):
+                for slot in range(group.max_tokens_per_rank):
+                    var message = group.dispatch_message_offset(
+                        group.pair(expert, src), slot
+                    )
+                    c.take(recv + message, group.dispatch_msg_bytes)
+    c.buffer(recv, group.dispatch_recv_bytes())
+
+    var counts = group.dispatch_counts_offset()
+    for expert in range(n_local):
+        for src in range(group.n_ranks):
+            var pair = group.pair(expert, src)
+            c.take(counts + group.dispatch_count_offset(pair), FLAG_BYTES)
+    for reader in range(group.n_ranks):
+        c.take(counts + group.dispatch_done_offset(reader), FLAG_BYTES)
+    if group.is_by_rank():
+        for src in range(group.n_ranks):
+            c.take(counts + group.dispatch_n_tokens_offset(src), FLAG_BYTES)
+    c.buffer(counts, group.dispatch_counts_bytes())
+
+    recv = group.combine_recv_offset()
+    if group.has_sums():
+        for owner in range(group.n_ranks):
+            for t in range(group.max_tokens_per_rank):
+                var partial = group.partial_offset(owner, t)
+                c.take(recv + partial, group.combine_msg_bytes)
+    else:
+        for t in range(group.max_tokens_per_rank):
+            for k in range(group.top_k):
+                var row = group.combine_message_offset(t, k)
+                c.take(recv + row, group.combine_msg_bytes)
+    c.buffer(recv, group.combine_recv_bytes())
+    counts = group.combine_counts_offset()
+    assert_equal(
+        counts + group.dispatch_counts_from_combine_counts(),
+        group.dispatch_counts_offset(),
+    )
+    for expert in range(group.n_experts):
+        c.take(counts + group.combine_count_offset(expert), FLAG_BYTES)
+    for reader in range(group.n_ranks):
+        c.take(counts + group.combine_done_offset(reader), FLAG_BYTES)
+    c.buffer(counts, group.combine_counts_bytes())
+
+    # SHMEM's put buffers stand behind the region.
+    var end = group.region_bytes()
+    for choice in range(group.n_choices()):
+        var message = group.dispatch_put_offset(choice)
+        c.take(end + message, group.dispatch_msg_bytes)
+    c.align()
+    var put = end + group.combine_put_from_region_end()
+    for src in range(group.n_ranks):
+        for choice in range(group.n_choices()):
+            var message = group.combine_put_offset(src, choice)
+            c.take(put + message, group.combine_msg_bytes)
+    c.align()
+    assert_equal(end + group.put_bytes(), c.at)
+
+
+def check_format[Format: TokenFormat](token_bytes: Int, n_more: Int = 0) raises:
+    """Its sizes are those that `layout_query.mojo` computes."""
+    assert_equal(Format.token_bytes, token_bytes)
+    assert_equal(Format.msg_bytes, message_bytes(token_bytes, n_more))
+
+
+def main() raises:
+    """Checks groups of odd sizes, and formats."""
+    for n_experts in [1, 5, 64]:
+        for n_ranks in [1, 2, 3, 8]:
+            var n_held = 0
+            for rank in range(n_ranks):
+                n_held += n_experts_on_rank(n_experts, n_ranks, rank)
+            assert_equal(n_held, n_experts)
+            for max_tokens in [1, 7, 300]:
+                for axes in [
+                    (Addressing.BY_EXPERT, Returns.ROWS),
+                    (Addressing.BY_RANK, Returns.ROWS),
+                    (Addressing.BY_RANK, Returns.SUMS),
+                    (Addressing.TO_ALL, Returns.SUMS),
+                ]:
+                    check(
+                        Group(
+                            n_experts=n_experts,
+                            n_ranks=n_ranks,
+                            max_tokens_per_rank=max_tokens,
+                            top_k=3,
+                            dispatch_msg_bytes=176,
+                            combine_msg_bytes=96,
+                            addressing=axes[0],
+                            returns=axes[1],
+                        )
+                    )
+    check_format[PlainTokenFormat[DType.bfloat16, 8, 3]](16)
+    check_format[BF16TokenFormat[80, 3]](plain_token_bytes(80, 2))
+    check_format[Float32TokenFormat[4, 1]](16)
+    check_format[PlainTokenFormat[DType.float32, 36, 2]](144)
+    check_format[BlockwiseFP8TokenFormat[128, 1]](128 + 16)
+    check_format[BlockwiseFP8TokenFormat[640, 32, True]](
+        blockwise_fp8_token_bytes(640, 128)
+    )
+    check_format[WithMetadataTokenFormat[DType.bfloat16, 80, 3, 5]](160, 5)
+    check_format[WithMetadataTokenFormat[DType.float32, 4, 32, 40]](16, 40)
+    print("OK")
