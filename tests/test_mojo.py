@@ -40,6 +40,13 @@ def test_kernels_with_the_lists_of_max(tmp_path):
     assert found == wanted
 
 
+def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
+    """With factors that a closure captures, too; a GPU runs this program below."""
+    source, target = str(PROGRAMS / "seeds_gpu.mojo"), str(tmp_path / "seeds_gpu.o")
+    how = ("--emit", "object", "--target-accelerator", "sm_90a")
+    run_mojo("build", *how, "-I", ".", source, "-o", target)
+
+
 @pytest.mark.gpu(1)
 def test_kernels_of_two_ranks_on_one_gpu():
     assert run("seeds_gpu.mojo") == "OK"

@@ -166,10 +166,25 @@ def enqueue[
     var attributes = List[LaunchAttribute]()
     comptime if P.overlaps_previous:
         attributes = pdl_launch_attributes(PDLLevel.ON)
-    queue.stream().enqueue_function(
-        function,
-        phase,
-        grid_dim=n_blocks[P.group](queue.context),
-        block_dim=P.group.num_threads,
-        attributes=attributes^,
-    )
+    var grid = n_blocks[P.group](queue.context)
+    comptime if input_scales:
+        if queue.address:
+            raise Error(
+                "max_ep: input scales go to the context's own queue only"
+            )
+        # Only the context hands a closure's values to a kernel.
+        queue.context.enqueue_function(
+            function,
+            phase,
+            grid_dim=grid,
+            block_dim=P.group.num_threads,
+            attributes=attributes^,
+        )
+    else:
+        queue.stream().enqueue_function(
+            function,
+            phase,
+            grid_dim=grid,
+            block_dim=P.group.num_threads,
+            attributes=attributes^,
+        )
