@@ -210,10 +210,14 @@ def reduce_tokens[
     var received = next_generation(block.before.combine_received)
     var recv_buf = bytes_at(block.recv_bufs[unsafe_offset=block.my_rank])
     var choices = block.counters.choices(dispatch_generation, group)
-    # Few tokens are split into chunks, so that every warp has work.
+    # Few tokens are split into chunks: alone, a warp has at most one; with peers up to
+    # four, since rows arrive one after another.
+    comptime chunks_of_warp = 1 if group.n_ranks == 1 else 4
     var n_chunks = 1
-    while n_chunks < n_steps and n_tokens * n_chunks < 2 * n_warps * Int(
-        grid_dim.x
+    while (
+        n_chunks < n_steps
+        and 2 * n_tokens * n_chunks
+        <= chunks_of_warp * n_warps * Int(grid_dim.x)
     ):
         n_chunks *= 2
     n_chunks = min(n_chunks, n_steps)
