@@ -40,7 +40,8 @@ def by_rank[
     padded: Bool = False,
     shared: Bool = False,
 ](name: String) raises:
-    """Compiles all kernels by rank for one set of options."""
+    """Compiles all kernels by rank for one set of options, rows' way back too.
+    """
     comptime group = dispatch_group[Format](
         BY_RANK,
         returns,
@@ -50,6 +51,11 @@ def by_rank[
         fused_shared_expert=shared,
     )
     emit_dispatch[DispatchByRank[group, Format, DType.bfloat16]](name)
+    comptime if returns == ROWS:
+        comptime back = combine_group[DType.bfloat16](
+            ROWS, max_tokens, n_ranks=n_ranks, fused_shared_expert=shared
+        )
+        emit_combine[CombineRows[back, DType.bfloat16]](name)
 
 
 def sums[

@@ -72,8 +72,7 @@ def combine_group[
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
 ) -> Group:
-    """Describes the group of a combine. Rows go back alike for each addressing.
-    """
+    """Describes the group of a combine: by rank, or of any addressing."""
     return Group(
         n_experts=N_EXPERTS,
         n_ranks=n_ranks,
@@ -83,7 +82,7 @@ def combine_group[
         combine_msg_bytes=message_bytes(
             plain_token_bytes(HIDDEN, size_of[Scalar[sent_dtype]]())
         ),
-        addressing=BY_RANK if returns == SUMS else Addressing.ANY,
+        addressing=Addressing.ANY if returns == Returns.ANY else BY_RANK,
         returns=returns,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
