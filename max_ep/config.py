@@ -7,6 +7,7 @@ Its fields, the facts that follow from them, and its checks.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from max.nn.quant_config import QuantConfig
 from .formats import PLAIN_DTYPES, TokenFormat, format_of
 from .limits import (
     COMBINE_MODES,
+    GROUP_VARIABLE,
     MAX_GPU_PAIRS,
     MAX_OF_ENTRY,
     MAX_RANKS,
@@ -214,8 +216,13 @@ class EPConfig:
 
     @property
     def uses_shmem(self) -> bool:
-        """Whether ranks reach those of other processes through SHMEM."""
-        return self.target == "gpu" and self.n_nodes > 1
+        """Whether ranks reach those of other processes through SHMEM.
+
+        Processes that :func:`max_ep.launch` has started are on one host, and map each
+        other's GPU memory.
+        """
+        is_one_host = GROUP_VARIABLE in os.environ
+        return self.target == "gpu" and self.n_nodes > 1 and not is_one_host
 
     @property
     def n_local_devices(self) -> int:
@@ -364,6 +371,12 @@ def _check_sizes(config: EPConfig) -> None:
         raise ValueError(
             f"ranks_per_gpu={config.ranks_per_gpu} must divide n_gpus_per_node="
             f"{config.n_gpus_per_node}, the ranks of this process"
+        )
+    is_apart = config.target == "gpu" and config.n_nodes > 1
+    if is_apart and not config.uses_shmem and config.n_gpus_per_node > 1:
+        raise ValueError(
+            f"n_gpus_per_node={config.n_gpus_per_node} with n_nodes={config.n_nodes} "
+            "processes of one host: each has one rank; pass n_gpus_per_node=1"
         )
     if config.uses_shmem and config.ranks_per_gpu > 1:
         raise ValueError(

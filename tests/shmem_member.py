@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a SHMEM group; `test_shmem.py` starts several with `mpirun`.
+"""One of several processes that drive GPUs; `test_shmem.py` starts them.
 
-    shmem_member.py GPUS_PER_PROCESS
+    mpirun -np N_PROCESSES shmem_member.py GPUS_PER_PROCESS
+    MAX_EP_GROUP=NAME MAX_EP_NODE_ID=i shmem_member.py 1 N_PROCESSES
 
-Each process stands for a host: it reaches the ranks of the others by puts, not
-by the addresses that it could have on one machine. It runs every case whose
-group has this many ranks, with every routing, and compares what its own ranks
-got with the oracle.
+With `mpirun` each process stands for a host: it reaches the ranks of the others by
+puts. Without, they are processes of one host and map each other's memory. Each runs
+every case whose group has this many ranks, with every routing, and compares what its
+own ranks got with the oracle.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 from dataclasses import replace
 
 N_LOCAL = int(sys.argv[1])
-N_NODES = int(os.environ["OMPI_COMM_WORLD_SIZE"])
-NODE_ID = int(os.environ["OMPI_COMM_WORLD_RANK"])
+IS_ONE_HOST = "MAX_EP_GROUP" in os.environ
+N_NODES = int(sys.argv[2] if IS_ONE_HOST else os.environ["OMPI_COMM_WORLD_SIZE"])
+NODE_ID = int(os.environ["MAX_EP_NODE_ID" if IS_ONE_HOST else "OMPI_COMM_WORLD_RANK"])
 N_RANKS = N_NODES * N_LOCAL
 
 # SHMEM must see the peers' GPUs on a shared machine; one's own come first.

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU ranks of two processes that reach each other through SHMEM.
+"""GPU ranks of two processes, through SHMEM or by mapped memory.
 
-One host stands in for two. Needs the extra `max_ep[shmem]`. Without a GPU: what
-users read when a part is missing.
+For SHMEM one host stands in for two; it needs the extra `max_ep[shmem]`. Without a GPU:
+what users read when a part is missing, and what a group of one host is.
 """
 
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 from cases import CASES
 
-from max_ep import EPCommInitializer, extension_path
+from max_ep import EPCommInitializer, extension_path, limits
 from max_ep.extension import mojo_dir, run_mojo
+from max_ep.graph.ops import _group
 from max_ep.memory import shmem, shmem_parts
 
 HERE = Path(__file__).parent
@@ -45,6 +47,45 @@ def test_round_trips_of_two_processes(gpus_per_process):
     for process in range(2):
         assert f"process {process}: " in said, said[-6000:]
     assert said.count("runs are the oracle's") == 2, said[-6000:]
+
+
+@pytest.mark.gpu(2)
+def test_round_trips_without_shmem() -> None:
+    """The same without SHMEM and MPI: each process maps the other's memory."""
+    common = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
+        limits.GROUP_VARIABLE: f"one-host-{uuid.uuid4().hex}",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "shmem_member.py"), "1", "2"],
+            env=common | {limits.NODE_VARIABLE: str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said[-6000:]
+        assert "runs are the oracle's" in said
+
+
+def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that `launch` started needs no SHMEM, and may be by rank."""
+    case, given = CASES["two_ranks"], dict(target="gpu", n_nodes=2, n_gpus_per_node=1)
+    assert case.config(**given).uses_shmem
+    monkeypatch.setenv(limits.GROUP_VARIABLE, "group")
+    config = case.config(**given, protocol="by_rank")
+    assert not config.uses_shmem
+    assert "n_ranks_per_node=2" in _group(config).split()
+    assert (
+        config.estimate_memory_usage()
+        == case.config(target="gpu", protocol="by_rank").estimate_memory_usage()
+    )
+    with pytest.raises(ValueError, match="pass n_gpus_per_node=1"):
+        case.config(target="gpu", n_nodes=2, n_gpus_per_node=2)
 
 
 def test_missing_parts_are_named(monkeypatch):

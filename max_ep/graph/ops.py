@@ -74,7 +74,10 @@ def _group(config: EPConfig) -> str:
     numbers = {
         "n_experts": config.n_experts,
         "n_ranks": config.n_ranks,
-        "n_ranks_per_node": config.n_gpus_per_node,
+        # Those whose memory is mapped.
+        "n_ranks_per_node": (
+            config.n_gpus_per_node if config.uses_shmem else config.n_ranks
+        ),
         "max_tokens_per_rank": config.max_tokens_per_rank,
         "top_k": config.top_k,
         "hidden_size": config.hidden_size,

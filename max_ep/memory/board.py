@@ -40,7 +40,7 @@ class Board:
         self.timeout_s = timeout_s
         self.n_exchanges = 0
         self._memory = SharedMemory(
-            f"{name}-board", rank, n_ranks, 1, 2 * _NOTE_BYTES, f"ranks={n_ranks}"
+            name, rank, n_ranks, 1, 2 * _NOTE_BYTES, f"ranks={n_ranks}"
         )
         self._notes = self._memory.connect(timeout_s)
 

@@ -89,6 +89,30 @@ class GpuSharedMemory:
         self._handle = handle
         self._mine = self._map(handle)
 
+    @classmethod
+    def join(
+        cls,
+        group: str,
+        rank: int,
+        n_ranks: int,
+        timeout_s: float,
+        n_bytes: int,
+        fingerprint: str,
+    ) -> GpuSharedMemory:
+        """Does so on the first GPU, if all processes of a group agree.
+
+        Args:
+            group: Its name, of no other group alive on this machine.
+            rank: This process.
+            n_ranks: Processes of the group.
+            timeout_s: How long to wait for them.
+            n_bytes: Of a block.
+            fingerprint: What all must agree on.
+        """
+        board = Board(group, rank, n_ranks, timeout_s)
+        board.exchange(f"ep_init with {fingerprint}")
+        return cls(board, n_bytes, 0)
+
     def _map(self, handle: ctypes.c_uint64) -> int:
         """Maps a block for this GPU; returns where."""
         address, size, zero = _U64(), _SIZE(self._n_bytes), _U64(0)

@@ -16,12 +16,13 @@ from ..config import EPConfig
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from .gpu import GpuMemory
+from .gpu_shared import GpuSharedMemory
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 
 _SEND, _RECV, _COUNTS = range(3)
-_Memory = LocalMemory | SharedMemory | GpuMemory | ShmemMemory
+_Memory = LocalMemory | SharedMemory | GpuMemory | GpuSharedMemory | ShmemMemory
 
 
 class EPCommInitializer:
@@ -141,9 +142,9 @@ class EPCommInitializer:
                 self._fingerprint(),
                 config.timeout_s,
             )
-        if config.target == "gpu":
-            return GpuMemory(devices, region_bytes)
         if config.n_nodes == 1:
+            if config.target == "gpu":
+                return GpuMemory(devices, region_bytes)
             return LocalMemory(config.n_gpus_per_node, region_bytes)
         group = self._group or os.environ.get(GROUP_VARIABLE)
         if not group:
@@ -152,6 +153,9 @@ class EPCommInitializer:
                 f"group: pass EPCommInitializer(config, group=...), or set "
                 f"{GROUP_VARIABLE} (max_ep.launch does)"
             )
+        if config.target == "gpu":
+            place = (group, config.node_id, config.n_nodes, config.timeout_s)
+            return GpuSharedMemory.join(*place, region_bytes, self._fingerprint())
         return SharedMemory(
             group,
             config.node_id,
