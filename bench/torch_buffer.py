@@ -69,6 +69,7 @@ def member(rank: int, n_ranks: int, store: str, tokens: tuple[int, ...]) -> list
         row: dict[str, Any] = {"ranks": n_ranks, "tokens": n_tokens}
         row |= measure(buffer, n_tokens)
         rows.append(row)
+        print(f"rank {rank}: {json.dumps(row)}", flush=True)
     buffer.destroy()
     dist.destroy_process_group()
     return rows

@@ -92,7 +92,9 @@ def check_low_latency(buffer: Buffer, generation: int, kind: str, hook: bool) ->
                     np.uint8
                 )
                 scale = np.ascontiguousarray(scale).view(np.int32)
-            assert np.array_equal(scales[e, :n].cpu().numpy(), scale)
+            got_scales = scales[e, :n].cpu().numpy()
+            where = f"{kind}, generation {generation}, expert {e}, hook={hook}"
+            assert np.array_equal(got_scales, scale), (where, got_scales, scale)
     if kind != "bf16":
         y_rows = rows.new_zeros(rows.shape, dtype=torch.bfloat16)
     else:

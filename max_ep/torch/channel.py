@@ -8,9 +8,11 @@ while another is used. All ranks open the same channels in the same order.
 from __future__ import annotations
 
 import ctypes
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import addressof
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,7 @@ SEND, RECEIVE, BOTH = 1, 2, 3
 _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS = range(4)
 _TEXT_BYTES = 4000
 _CHECK_EVERY_S = 0.1
+_EIGHT, _FIVE = struct.Struct("8q"), struct.Struct("5q")
 _IN_WORDS_OF_TORCH = (
     (" Restart the group, or call EPCommInitializer.reset() if all its ranks are in "
      "one process.", " Call Buffer.reset() in every process, or restart the group."),
@@ -63,23 +66,29 @@ class Region:
         )
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
+        self._dispatch, self._combine = library.dispatch, library.combine
+        self._arguments = ctypes.create_string_buffer(_EIGHT.size)
         self._next_check = 0.0
 
     def connect(self, addresses: list[int]) -> None:
         """Takes where every rank's part is."""
         regions = (ctypes.c_uint64 * len(addresses))(*addresses)
-        self.library.connect(self.handle, ctypes.addressof(regions))
+        self.library.connect(self.handle, addressof(regions))
 
-    def dispatch(self, *arguments: int) -> None:
-        """Calls ``max_ep_dispatch`` on the current stream."""
+    def dispatch(self, form: int, *arguments: int) -> None:
+        """Launches on the current stream, with the fields of ``DispatchArguments``."""
         self._before()
-        if self.library.dispatch(self.handle, self.comm.stream(), *arguments):
+        place = self._arguments
+        _EIGHT.pack_into(place, 0, *arguments)
+        if self._dispatch(self.handle, self.comm.stream(), form, addressof(place)):
             self._raise()
 
-    def combine(self, *arguments: int) -> None:
-        """Calls ``max_ep_combine`` on the current stream."""
+    def combine(self, form: int, *arguments: int) -> None:
+        """Likewise, with the fields of ``CombineArguments``."""
         self._before()
-        if self.library.combine(self.handle, self.comm.stream(), *arguments):
+        place = self._arguments
+        _FIVE.pack_into(place, 0, *arguments)
+        if self._combine(self.handle, self.comm.stream(), form, addressof(place)):
             self._raise()
 
     def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
@@ -114,7 +123,7 @@ class Region:
     def _raise_text(self, ask: Callable[..., int], *arguments: int) -> None:
         """Raises what the library says, in the words of who calls from torch."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
-        ask(self.handle, *arguments, ctypes.addressof(buffer), _TEXT_BYTES)
+        ask(self.handle, *arguments, addressof(buffer), _TEXT_BYTES)
         text = buffer.value.decode()
         for theirs, ours in _IN_WORDS_OF_TORCH:
             text = text.replace(theirs, ours)

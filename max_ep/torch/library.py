@@ -39,8 +39,8 @@ _FUNCTIONS = {
     "close": (None, [I64]),
     "last_error": (I32, [I64, I64, I32]),
     "failure": (I32, [I64, I64, I64, I32]),
-    "dispatch": (I32, [I64, I64, I64, I64, I32, I64, I64, I64, I64, I64, I32]),
-    "combine": (I32, [I64, I64, I64, I64, I64, I32, I64, I32]),
+    "dispatch": (I32, [I64, I64, I32, I64]),
+    "combine": (I32, [I64, I64, I32, I64]),
     "watch": (I32, [I64, I64, I32, I64]),
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -125,18 +124,19 @@ class LowLatency:
             result: Any = (rows, packed.transpose(1, 2))
         else:
             result = rows = x.new_empty(channel.rows_shape)
+            scales = None
         arguments = (
             x.data_ptr(),
             topk_idx.data_ptr(),
-            len(x),
+            x.shape[0],
             rows.data_ptr(),
             scales.data_ptr() if use_fp8 else 0,
             src_info + 4 * (n_words - n_local),
             src_info + 8 * n_local * capacity,
             src_info,
         )
-        stats = cumulative_local_expert_recv_stats
-        after = None
+        tensors = (x, topk_idx, tables, rows, scales)
+        stats, after = cumulative_local_expert_recv_stats, None
         if use_ue8m0 or stats is not None:
 
             def after() -> None:
@@ -146,14 +146,14 @@ class LowLatency:
                     stats.add_(counts)
 
         event, hook = self._phase(
-            (region, False, arguments),
-            (x, topk_idx, tables, rows),
+            (region, region.dispatch, arguments),
+            tensors,
             dispatch_wait_recv_cost_stats,
             after,
             async_finish,
             return_recv_hook,
         )
-        handle = Handle(channel, region, tables, len(x))
+        handle = Handle(channel, region, tables, x.shape[0])
         return result, counts, handle, event, hook
 
     def low_latency_combine(
@@ -223,7 +223,7 @@ class LowLatency:
             topk_weights.data_ptr(),
         )
         event, hook = self._phase(
-            (handle.region, True, arguments),
+            (handle.region, handle.region.combine, arguments),
             (x, topk_weights, handle.tables, out),
             combine_wait_recv_cost_stats,
             None,
@@ -234,8 +234,8 @@ class LowLatency:
 
     def _phase(
         self,
-        phase: tuple[Region, bool, tuple[int, ...]],
-        tensors: tuple[torch.Tensor, ...],
+        phase: tuple[Region, Callable[..., None], tuple[int, ...]],
+        tensors: tuple[torch.Tensor | None, ...],
         waits_ns: torch.Tensor | None,
         after: Callable[[], None] | None,
         async_finish: bool,
@@ -246,25 +246,28 @@ class LowLatency:
         Ranks that share a GPU cannot send and receive in one launch: its blocks would
         wait for blocks of another rank that have no place to run.
         """
-        region, is_combine, arguments = phase
-        launch = partial(region.combine if is_combine else region.dispatch, *arguments)
+        region, launch, arguments = phase
         in_one = not (return_recv_hook or self._comm.shares_gpu or waits_ns is not None)
+
+        if in_one and not async_finish and after is None:
+            launch(BOTH, *arguments)
+            return EventOverlap(), None
 
         def receive() -> None:
             if waits_ns is not None:
-                region.watch(is_combine, waits_ns)
+                region.watch(launch == region.combine, waits_ns)
             if not in_one:
-                launch(RECEIVE)
+                launch(RECEIVE, *arguments)
             if after is not None:
                 after()
 
         def send_and_receive() -> None:
-            launch(BOTH if in_one else SEND)
+            launch(BOTH if in_one else SEND, *arguments)
             receive()
 
         if return_recv_hook:
-            launch(SEND)
-            return EventOverlap(), receive
+            launch(SEND, *arguments)
+            return EventOverlap(None, tensors), receive
         return self._comm.run(send_and_receive, tensors, async_finish), None
 
     def _low_latency_channel(
@@ -276,6 +279,11 @@ class LowLatency:
         format: str,
     ) -> Channel:
         """Checks what a dispatch is given, and finds its channel."""
+        key: tuple[Any, ...] = (x.shape, x.dtype, x.device, cap, n_experts, format)
+        key += (topk_idx.shape, topk_idx.dtype, topk_idx.device)
+        channel = self._low_latency_channels.get(key)
+        if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
+            return channel  # what has this key was checked
         comm = self._comm
         check_tensor(comm, "x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
@@ -283,10 +291,6 @@ class LowLatency:
         if n_tokens > cap:
             refuse("x", f"has {n_tokens} rows, num_max_dispatch_tokens_per_rank={cap}")
         top_k = topk_idx.shape[1]
-        key = (hidden, top_k, cap, n_experts, format)
-        channel = self._low_latency_channels.get(key)
-        if channel is not None:
-            return channel
         multiple = 8 if format == "bfloat16" else _BLOCK
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
@@ -341,6 +345,8 @@ def _pack_of(scales: torch.Tensor) -> torch.Tensor:
 
 def _pack_exponents(scales: torch.Tensor, packed: torch.Tensor) -> None:
     """Puts the exponents of four powers of two into an int32, the first lowest."""
-    exponents = scales.view(torch.int32).unflatten(1, (-1, 4))
+    exponents = scales.view(torch.int32)
+    # In place: with `out=` of bytes, CUDA narrows before it shifts.
+    exponents >>= 23
     bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4)).transpose(2, 3)
-    torch.bitwise_right_shift(exponents, 23, out=bytes_)
+    bytes_.copy_(exponents.unflatten(1, (-1, 4)))

@@ -448,6 +448,7 @@ class Normal:
                 channel.latest = (handle, self._comm.is_capturing())
                 channel.was_captured |= channel.latest[1]
                 channel.regions[0].dispatch(
+                    form,
                     sent.data_ptr(),
                     handle.ids.data_ptr(),
                     handle.n_sent,
@@ -456,7 +457,6 @@ class Normal:
                     counts.data_ptr(),
                     handle.ranges.data_ptr(),
                     handle.src_info.data_ptr(),
-                    form,
                 )
 
     def _forms(self) -> list[int]:
@@ -479,12 +479,12 @@ class Normal:
         )
         for form in self._forms():
             channel.regions[0].combine(
+                form,
                 x.data_ptr(),
                 handle.src_info.data_ptr(),
                 y.data_ptr(),
                 handle.n_sent,
                 ones.data_ptr(),
-                form,
             )
 
 

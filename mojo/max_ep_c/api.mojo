@@ -153,6 +153,10 @@ struct Rank(Movable):
     """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""
     var addresses: Array[UInt64, 6 * N_RANKS]
     """`[dispatch, combine][send, recv, counts][rank]`."""
+    var queue: Queue
+    """The queue of the last launch."""
+    var queue_address: Int
+    """The driver's handle of it."""
     var error: String
     """What the last call that failed says."""
 
@@ -176,7 +180,16 @@ struct Rank(Movable):
         self.counters = {_at[Int32](words)}
         self.offsets = Array[UInt64, 6](fill=0)
         self.addresses = Array[UInt64, 6 * N_RANKS](fill=0)
+        self.queue = Queue(self.context)
+        self.queue_address = -1
         self.error = String()
+
+    def queue_at(mut self, address: Int) raises -> Queue:
+        """Finds a queue of the caller's; CPU ranks have none."""
+        if address != self.queue_address:
+            self.queue = Queue(self.context, address)
+            self.queue_address = address
+        return self.queue.copy()
 
     def clear(mut self) raises:
         """Puts the memory in the state before generation 1, and waits for that.
@@ -355,7 +368,7 @@ struct DispatchArguments(TrivialRegisterPassable):
 
 def _dispatch[
     form: Form
-](rank: Rank, queue: Int, given: DispatchArguments) raises:
+](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
     """Sends tokens, or receives rows, or both."""
     var ids = given.topk_ids
     var narrow = List[Int32]()
@@ -390,38 +403,19 @@ def _dispatch[
             {_at[UInt32](given.recv_counts), _at[Int32](given.recv_ranges)},
             _at[Int32](given.src_info),
         ),
-        Queue(rank.context, queue),
+        rank.queue_at(queue),
     )
     _ = narrow^
 
 
 @export
 def max_ep_dispatch(
-    handle: Int,
-    queue: Int,
-    tokens: Int,
-    topk_ids: Int,
-    n_tokens: Int32,
-    rows: Int,
-    scales: Int,
-    recv_counts: Int,
-    recv_ranges: Int,
-    src_info: Int,
-    form: Int32,
+    handle: Int, queue: Int, form: Int32, arguments: Int
 ) abi("C") -> Int32:
-    """Dispatches; see `DispatchArguments`. Form 1: sends, 2: receives, 3: both.
-    """
+    """Dispatches; `arguments` is the address of `DispatchArguments`. Form 1: sends,
+    2: receives, 3: both."""
     ref rank = _rank(handle)[]
-    var given = DispatchArguments(
-        tokens,
-        topk_ids,
-        Int(n_tokens),
-        rows,
-        scales,
-        recv_counts,
-        recv_ranges,
-        src_info,
-    )
+    var given = _at[DispatchArguments](arguments)[]
     try:
         if form == 1:
             _dispatch[Form.ASYNC](rank, queue, given)
@@ -438,7 +432,7 @@ def max_ep_dispatch(
 def _combine[
     form: Form
 ](
-    rank: Rank,
+    mut rank: Rank,
     queue: Int,
     given: GivenRows,
     combined: CombinedTokens[COMBINE_DTYPE],
@@ -448,33 +442,41 @@ def _combine[
         rank.call[COMBINE, 1]("combine"),
         given,
         combined,
-        Queue(rank.context, queue),
+        rank.queue_at(queue),
     )
+
+
+@fieldwise_init
+struct CombineArguments(TrivialRegisterPassable):
+    """The tensors of a combine, by address."""
+
+    var rows: Int
+    """`[n_local_experts][capacity][COMBINE_HIDDEN]`."""
+    var src_info: Int
+    """Of the dispatch."""
+    var combined: Int
+    """`[n_tokens][COMBINE_HIDDEN]`."""
+    var n_tokens: Int
+    """Tokens."""
+    var weights: Int
+    """Float32 `[n_tokens][TOP_K]`."""
 
 
 @export
 def max_ep_combine(
-    handle: Int,
-    queue: Int,
-    rows: Int,
-    src_info: Int,
-    combined: Int,
-    n_tokens: Int32,
-    weights: Int,
-    form: Int32,
+    handle: Int, queue: Int, form: Int32, arguments: Int
 ) abi("C") -> Int32:
-    """Combines: rows `[n_local_experts][capacity][COMBINE_HIDDEN]` and `src_info`
-    of a dispatch, results `[n_tokens][COMBINE_HIDDEN]`, weights float32
-    `[n_tokens][TOP_K]`. Forms as of `max_ep_dispatch`."""
+    """Combines; as `max_ep_dispatch`, with `CombineArguments`."""
     ref rank = _rank(handle)[]
+    var tensors = _at[CombineArguments](arguments)[]
     var given = GivenRows(
-        SharedRows(_at[UInt8](rows), N_ROWS),
-        _imm[Int32](src_info),
+        SharedRows(_at[UInt8](tensors.rows), N_ROWS),
+        _imm[Int32](tensors.src_info),
     )
     var out = CombinedTokens[COMBINE_DTYPE](
-        _at[Scalar[COMBINE_DTYPE]](combined),
-        Int(n_tokens),
-        _imm[Float32](weights),
+        _at[Scalar[COMBINE_DTYPE]](tensors.combined),
+        tensors.n_tokens,
+        _imm[Float32](tensors.weights),
     )
     try:
         if form == 1:
@@ -502,13 +504,13 @@ def max_ep_watch(
             launch_watch[TARGET, False](
                 rank.call[DISPATCH, 0]("watch"),
                 waits,
-                Queue(rank.context, queue),
+                rank.queue_at(queue),
             )
         else:
             launch_watch[TARGET, True](
                 rank.call[COMBINE, 1]("watch"),
                 waits,
-                Queue(rank.context, queue),
+                rank.queue_at(queue),
             )
         return 0
     except error:

@@ -123,32 +123,32 @@ struct Queue(Copyable):
 
     var context: DeviceContext
     """The device."""
-    var address: Optional[Int]
-    """The driver's handle of a queue of somebody else; None: the context's own."""
+    var external: Optional[DeviceStream]
+    """A queue of somebody else; None: the context's own."""
 
     @implicit
     def __init__(out self, context: DeviceContext):
         """Takes the context's own queue."""
         self.context = context
-        self.address = None
+        self.external = None
 
-    def __init__(out self, context: DeviceContext, address: Int):
-        """Takes a queue of somebody else; address 0 is CUDA's default stream.
-        """
+    def __init__(out self, context: DeviceContext, address: Int) raises:
+        """Takes a queue of somebody else by the driver's handle; 0 is CUDA's default
+        stream."""
         self.context = context
-        self.address = address
-
-    def stream(self) raises -> DeviceStream:
-        """Makes it a queue of MAX."""
-        if not self.address:
-            return self.context.stream()
-        return self.context.create_external_stream(
+        self.external = context.create_external_stream(
             Optional(
                 Pointer[NoneType, MutUntrackedOrigin](
-                    unsafe_from_address=self.address.value()
+                    unsafe_from_address=address
                 )
             )
         )
+
+    def stream(self) raises -> DeviceStream:
+        """Returns it as MAX has queues."""
+        if self.external:
+            return self.external.value()
+        return self.context.stream()
 
 
 def enqueue[
