@@ -255,9 +255,7 @@ RETIRED = {
 HISTORY = ("docs/decisions/", "docs/performance")
 """Documents that may name what was: why it went, and how it was measured."""
 
-NOT_YET_CLEAN: tuple[str, ...] = (
-    "mojo/",
-)
+NOT_YET_CLEAN: tuple[str, ...] = ("mojo/",)
 """Paths that still have retired words. The tuple may only shrink."""
 
 WORDED_FILES = [p for p in [*SIZED_FILES, *PAGES] if p != Path(__file__).resolve()]
