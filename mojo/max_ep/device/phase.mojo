@@ -168,7 +168,7 @@ def enqueue[
         attributes = pdl_launch_attributes(PDLLevel.ON)
     var grid = n_blocks[P.group](queue.context)
     comptime if input_scales:
-        if queue.address:
+        if queue.external:
             raise Error(
                 "max_ep: input scales go to the context's own queue only"
             )
