@@ -25,6 +25,9 @@ clear.any
 """.split()
 """What `mojo/codegen.mojo` compiles for both targets, by kernel and variant."""
 
+OVERLAPPED = f"{NVIDIA}.combine.bf16_overlapped"
+"""The combine of rows by rank: it differs by the overlap with the launch before it."""
+
 # With `chunks` a rank may send so many tokens that they go in chunks; `oversubscribed`:
 # ranks share a GPU; `sums`: combine returns sums, whose type is that on the wire.
 BY_RANK = """
@@ -222,6 +225,7 @@ def compile_kernels(
 
 EVERY = [
     *(f"by_expert {target}.{name}" for target in (NVIDIA, AMD) for name in BY_EXPERT),
+    f"by_expert {OVERLAPPED}",
     *(f"by_rank {NVIDIA}.{name}" for name in BY_RANK),
 ]
 

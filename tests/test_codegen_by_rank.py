@@ -15,7 +15,7 @@ def ends(it: Compiled) -> set[int]:
     return it.kernel.find(lambda op: bool(re.match(r"(ret|exit)\b", op.text)))
 
 
-@kernels("by_rank")
+@kernels("by_rank|overlapped")
 def test_nothing_is_read_before_the_launch_before_has_ended(it):
     """Till then only parameters are there. Each thread lets the next one begin."""
     awaited = it.kernel.find_kind("launch_wait")

@@ -10,6 +10,7 @@ from groups import (
     combine_group,
     dispatch_group,
     FP8,
+    ROWS,
     TOP_K,
 )
 from max_ep.combine_rows.phase import CombineRows
@@ -41,6 +42,11 @@ comptime Combine[
     combine_group[dtype](top_k=top_k, fused_shared_expert=shared), dtype
 ]
 
+comptime Overlapped = CombineRows[
+    combine_group[DType.bfloat16](ROWS), DType.bfloat16
+]
+"""By rank it overlaps the launch before it."""
+
 
 def emit_both[
     P: Phase, kernel: StaticString, scales: InputScales = None
@@ -71,5 +77,6 @@ def main() raises:
     emit_both[Combine[], "combine"]("bf16")
     emit_both[Combine[shared=True], "combine"]("bf16_shared")
     emit_both[Combine[top_k=MAX_TOP_K], "combine"]("bf16_many")
+    emit_phase[Overlapped, "combine"]("bf16_overlapped")
     emit[clear_kernel]("clear.any")
     emit_amd[clear_kernel]("clear.any")
