@@ -253,7 +253,7 @@ class LowLatency:
             launch(BOTH, *arguments)
             return EventOverlap(), None
 
-        def receive() -> None:
+        def receive(_used: Any = tensors) -> None:  # which must live until then
             if waits_ns is not None:
                 region.watch(launch == region.combine, waits_ns)
             if not in_one:

@@ -116,6 +116,7 @@ def launch_combine[
     partial_dtype: DType,
     target: StaticString,
     form: Form,
+    keeps_rows: Bool = False,
 ](
     call: Call[group],
     given: GivenRows,
@@ -164,7 +165,7 @@ def launch_combine[
     else:
         comptime n = group.n_ranks_per_node
         enqueue[form.sends, form.receives](
-            CombineRows[group, dtype](
+            CombineRows[group, dtype, keeps_rows](
                 expert_rows=given.rows.rows,
                 n_rows=Int32(given.rows.n_rows),
                 src_info=given.src_info,

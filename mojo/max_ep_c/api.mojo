@@ -131,7 +131,7 @@ def _load_kernels(context: DeviceContext) raises:
     """Loads all kernels: the first launch of one may be in a capture, which forbids
     that."""
     _load_phase[DispatchByRank[DISPATCH, Format, INPUT_DTYPE]](context)
-    _load_phase[CombineRows[COMBINE, COMBINE_DTYPE]](context)
+    _load_phase[CombineRows[COMBINE, COMBINE_DTYPE, True]](context)
     _ = context.compile_function[watch_kernel[DISPATCH, False]]()
     _ = context.compile_function[watch_kernel[COMBINE, True]]()
 
@@ -438,7 +438,8 @@ def _combine[
     combined: CombinedTokens[COMBINE_DTYPE],
 ) raises:
     """Sends rows, or adds those that came, or both."""
-    launch_combine[COMBINE_DTYPE, TARGET, form](
+    # A caller may write over its rows once they are sent.
+    launch_combine[COMBINE_DTYPE, TARGET, form, True](
         rank.call[COMBINE, 1]("combine"),
         given,
         combined,

@@ -26,7 +26,7 @@ from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.with_metadata import WithMetadataTokenFormat
-from max_ep.layout import Addressing, Returns
+from max_ep.layout import Addressing, Group, Returns
 from max_ep.token_format import TokenFormat
 
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
@@ -116,6 +116,22 @@ def all_gather[max_tokens: Int](name: String) raises:
     emit_phase[P, "all_gather"](name)
 
 
+def from_torch() raises:
+    """Compiles what only `max_ep_c` has: int64 ids, rows that may change."""
+    comptime group = _with_wide_ids(
+        dispatch_group[BF16](BY_RANK, is_padded=True)
+    )
+    emit_dispatch[DispatchByRank[group, BF16, DType.bfloat16]]("torch")
+    comptime back = combine_group[DType.bfloat16](ROWS)
+    emit_combine[CombineRows[back, DType.bfloat16, True]]("torch")
+
+
+def _with_wide_ids(group: Group) -> Group:
+    var wide = group
+    wide.wide_ids = True
+    return wide
+
+
 def main() raises:
     """Compiles what has no other program."""
     by_expert[BF16, 1, FEW, padded=True, shared=True]("expert_1_padded_shared")
@@ -137,3 +153,4 @@ def main() raises:
     sums[4, FEW, DType.float32, shared=True]("sums_4_f32_shared")
     all_gather[FEW]("few")
     all_gather[MANY]("many")
+    from_torch()

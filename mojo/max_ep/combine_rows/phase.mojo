@@ -5,7 +5,8 @@ Every row of another rank's token goes back to the place of its choice,
 `[token][k]`, on its source rank, and announces itself there by the flag in its
 source info. The source knows from its own dispatch which choices come back, and
 where the rows of its own experts are. It waits for the former, reads the latter
-where they are, and adds the rows of a token as `cpu/combine.mojo` does:
+where they are (or, if those may change, in its own recv buffer), and adds the rows
+of a token as `cpu/combine.mojo` does:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
     result = acc, rounded to the combine dtype
@@ -38,7 +39,9 @@ from .send import send_rows, SharedPairs
 
 
 @fieldwise_init
-struct CombineRows[group_: Group, dtype: DType](Phase):
+struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
+    Phase
+):
     """Sends expert rows back, and adds up those of each token.
 
     Launch: any grid; fused, `group.num_threads` at least two warps.
@@ -46,6 +49,8 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
     Parameters:
         group_: Sizes of the group.
         dtype: Element type of rows and results.
+        keeps_rows: Whether `expert_rows` may change once the send phase has ended, if
+            that is a launch of its own. Rows of own tokens are then sent, too.
     """
 
     comptime group = Self.group_
@@ -115,13 +120,14 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
                 self._refuse[receives]()
                 self.counters.set_broken()
                 return
-        comptime if sends and group.n_ranks > 1:
+        comptime sends_own = Self.keeps_rows and sends != receives
+        comptime if sends and (group.n_ranks > 1 or sends_own):
             var n_senders = group.num_threads // WARP_SIZE
             comptime if receives:
                 n_senders = n_send_warps(Int(self.n_tokens), n_senders)
             var pairs = SharedPairs[group].copied_from(self.counters)
             if block.warp_idx < n_senders:
-                send_rows[Self.dtype](
+                send_rows[Self.dtype, sends_own](
                     self.expert_rows,
                     Int(self.n_rows),
                     self.src_info,
@@ -135,7 +141,7 @@ struct CombineRows[group_: Group, dtype: DType](Phase):
             var dispatch_generation = block.before.combine_of
             comptime if sends:
                 dispatch_generation = block.before.dispatch_received
-            reduce_tokens[Self.dtype](
+            reduce_tokens[Self.dtype, sends_own](
                 BytePointer(unsafe_from_address=Int(self.output_tokens)),
                 Int(self.n_tokens),
                 self.router_weights,

@@ -32,12 +32,15 @@ comptime _Weights = SIMD[DType.float32, ROWS_IN_FLIGHT]
 
 
 @fieldwise_init
-struct TokenRows[group: Group, dtype: DType](TrivialRegisterPassable):
+struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
+    TrivialRegisterPassable
+):
     """The rows of a token that a warp adds up; lane `k` knows that of choice `k`.
 
     Parameters:
         group: Sizes of the group.
         dtype: Element type of rows and result.
+        own_are_sent: Whether rows of own tokens were sent, by the launch before.
     """
 
     comptime width = MESSAGE_ALIGN // size_of[Scalar[Self.dtype]]()
@@ -147,9 +150,10 @@ struct TokenRows[group: Group, dtype: DType](TrivialRegisterPassable):
     @always_inline
     def _row(self, k: Int, choice: Int32) -> BytePointer:
         """Finds the row of a choice that has one."""
-        var row = row_of_own(choice)
-        if row >= 0:
-            return self.expert_rows.unsafe_offset(row * Self.row_bytes)
+        comptime if not Self.own_are_sent:
+            var row = row_of_own(choice)
+            if row >= 0:
+                return self.expert_rows.unsafe_offset(row * Self.row_bytes)
         return self.received.unsafe_offset(
             Self.group.combine_message_offset(0, k)
         )
@@ -191,7 +195,7 @@ def _is_bad_answer(
 
 @always_inline
 def reduce_tokens[
-    group: Group, //, dtype: DType
+    group: Group, //, dtype: DType, own_are_sent: Bool
 ](
     output_tokens: BytePointer,
     n_tokens: Int,
@@ -202,8 +206,9 @@ def reduce_tokens[
 ):
     """Reduces this block's share of the tokens, with one warp of several."""
     comptime top_k = group.top_k
-    comptime row_bytes = TokenRows[group, dtype].row_bytes
-    comptime n_vectors = TokenRows[group, dtype].n_vectors
+    comptime Rows = TokenRows[group, dtype, own_are_sent]
+    comptime row_bytes = Rows.row_bytes
+    comptime n_vectors = Rows.n_vectors
     comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
     comptime n_warps = group.num_threads // WARP_SIZE
     var lane = block.lane
@@ -278,7 +283,7 @@ def reduce_tokens[
                 is_broken = True
         is_broken = any_lane(is_broken)
         syncwarp()
-        TokenRows[group, dtype](rows, expert_rows.rows, choice, weight).reduce(
+        Rows(rows, expert_rows.rows, choice, weight).reduce(
             output_tokens.unsafe_offset(token_idx * row_bytes),
             expert_rows.rows.unsafe_offset(token_idx * row_bytes),
             is_broken,

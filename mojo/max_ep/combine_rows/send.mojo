@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp sends expert rows back to the places of their choices.
 
-Rows of own tokens are not sent: the receive phase reads them where they are.
+Rows of own tokens are not sent, unless they may change before the receive phase: it
+reads them where they are.
 """
 from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx
 from std.sys import size_of
@@ -46,7 +47,7 @@ struct SharedPairs[group: Group](TrivialRegisterPassable):
 
 @always_inline
 def send_rows[
-    group: Group, //, dtype: DType
+    group: Group, //, dtype: DType, sends_own: Bool
 ](
     expert_rows: BytePointer,
     n_rows: Int,
@@ -66,8 +67,9 @@ def send_rows[
         return
     # Slot by slot over all pairs: all sources get rows all the time, and
     # tokens are complete about in their order.
-    comptime n_others = group.n_ranks - 1
-    comptime n_sent_pairs = group.n_local_experts() * n_others
+    comptime first = 0 if sends_own else 1
+    comptime n_sources = group.n_ranks - first
+    comptime n_sent_pairs = group.n_local_experts() * n_sources
     var n_items = block.counters.pair_count(group.n_pairs()) * n_sent_pairs
     while True:
         var round = next_work(block.control.unsafe_offset(NEXT_ROW), block.lane)
@@ -75,8 +77,10 @@ def send_rows[
         if item >= n_items:
             return
         var slot, sent_pair = divmod(item, n_sent_pairs)
-        var local_expert, other = divmod(sent_pair, n_others)
-        var src_rank = rank_of_relative(block.my_rank, 1 + other, group.n_ranks)
+        var local_expert, source = divmod(sent_pair, n_sources)
+        var src_rank = rank_of_relative(
+            block.my_rank, first + source, group.n_ranks
+        )
         var pair = group.pair(local_expert, src_rank)
         if slot >= Int(pairs.counts[unsafe_offset=pair]):
             continue
