@@ -108,8 +108,13 @@ class LowLatency:
         channel = self._low_latency_channel(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format
         )
-        region = channel.next_region()
         n_local, capacity, hidden = channel.rows_shape
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None:
+            name = "cumulative_local_expert_recv_stats"
+            check_tensor(self._comm, name, stats, torch.int32, (n_local,))
+        self._check_waits(dispatch_wait_recv_cost_stats)
+        region = channel.next_region()
 
         # Source of each row, ranges, counts: one allocation.
         n_words = channel.n_table_words
@@ -136,7 +141,7 @@ class LowLatency:
             src_info,
         )
         tensors = (x, topk_idx, tables, rows, scales)
-        stats, after = cumulative_local_expert_recv_stats, None
+        after = None
         if use_ue8m0 or stats is not None:
 
             def after() -> None:
@@ -210,6 +215,7 @@ class LowLatency:
         check_tensor(comm, "x", x, torch.bfloat16, channel.rows_shape)
         check_tensor(comm, "topk_idx", topk_idx, torch.int64, choices)
         check_tensor(comm, "topk_weights", topk_weights, torch.float32, choices)
+        self._check_waits(combine_wait_recv_cost_stats)
         shape = (n_tokens, channel.settings.hidden)
         if out is None:
             out = x.new_empty(shape)
@@ -231,6 +237,12 @@ class LowLatency:
             return_recv_hook,
         )
         return out, event, hook
+
+    def _check_waits(self, waits_ns: torch.Tensor | None) -> None:
+        if waits_ns is not None:
+            shape = (self._comm.n_ranks,)
+            name = "wait_recv_cost_stats"
+            check_tensor(self._comm, name, waits_ns, torch.int64, shape)
 
     def _phase(
         self,
