@@ -87,38 +87,9 @@ def of_cpu(n_ranks: int, **changes: object) -> AllGatherTokenDispatcher:
     return AllGatherTokenDispatcher(HIDDEN, **(sizes | where))
 
 
-def add_scatter(module: Module) -> AllGatherTokenDispatcher:
-    """Adds a graph that sums, over ranks r, 2 to the r times the tokens."""
-    dispatcher = of_cpu(N_RANKS)
-    types = [TensorType(BF16, [TOKENS, HIDDEN], CPU)]
-    types += dispatcher.input_types()
-    with Graph("scatter", input_types=types, module=module) as graph:
-        dispatcher.fetch_buffers(graph.inputs[1:])
-        hidden = [graph.inputs[0].tensor] * N_RANKS
-        zeros = ops.constant(np.zeros((TOKENS, TOP_K), np.float32), device=CPU)
-        ids = ops.constant(np.zeros((TOKENS, TOP_K), np.int32), device=CPU)
-        tokens, _ = dispatcher.token_dispatch(
-            hidden, [zeros] * N_RANKS, [ids] * N_RANKS
-        )
-        factors = [np.full(1, 2.0**rank, np.float32) for rank in range(N_RANKS)]
-        factors = [ops.cast(ops.constant(f, device=CPU), BF16) for f in factors]
-        rows = [t * factor for t, factor in zip(tokens, factors)]
-        graph.output(*dispatcher.token_combine(rows))
-    return dispatcher
-
-
-def add_graphs(module: Module) -> SimpleNamespace:
-    """Adds all graphs of this file that need no GPU."""
-    return SimpleNamespace(
-        layer=add_layer("cpu", module)[0], scatter=add_scatter(module)
-    )
-
-
-@pytest.fixture(scope="module")
-def on_cpu(one_module: SimpleNamespace) -> SimpleNamespace:
-    """Those graphs, compiled."""
-    added = vars(one_module.added[__name__])
-    return SimpleNamespace(models=one_module.models, **added)
+def add_graphs(module: Module) -> AllGatherTokenDispatcher:
+    """Adds the graph of this file that needs no GPU."""
+    return add_layer("cpu", module)[0]
 
 
 @pytest.fixture(
@@ -133,25 +104,20 @@ def layer(request) -> Iterator[SimpleNamespace]:
     place = request.param
     session = request.getfixturevalue("gpu_session" if _N_GPUS[place] else "session")
     if place == "cpu":
-        on_cpu = request.getfixturevalue("on_cpu")
-        dispatcher = on_cpu.layer
-        model = on_cpu.models["gather_cpu"]
+        one_module = request.getfixturevalue("one_module")
+        dispatcher = one_module.added[__name__]
+        model = one_module.models["gather_cpu"]
     else:
         dispatcher, graph = add_layer(place)
         model = session.load(graph)
     config = dispatcher.config
     comm = dispatcher.initializer()
     comm.ep_init(session)
-    yield SimpleNamespace(
-        model=model,
-        comm=comm,
-        dispatcher=dispatcher,
-        n_ranks=config.n_ranks,
-        devices=[
-            None if config.target == "cpu" else Accelerator(config.device(r).id)
-            for r in range(config.n_ranks)
-        ],
-    )
+    ranks, is_cpu = range(config.n_ranks), config.target == "cpu"
+    gpus = [None if is_cpu else Accelerator(config.device(r).id) for r in ranks]
+    n_ranks = config.n_ranks
+    made = dict(model=model, comm=comm, dispatcher=dispatcher, n_ranks=n_ranks)
+    yield SimpleNamespace(**made, devices=gpus)
     comm.close()
 
 
@@ -226,80 +192,50 @@ def test_results_are_those_of_a_dense_layer(layer, counts):
             assert ((got - want).abs() <= bound).all()
 
 
-def test_reduce_scatter_rounds_once(session, on_cpu):
-    """Powers of two of a token: its parts are exact, and so is all but the last."""
-    rng = np.random.default_rng(3)
-    x = float32_to_bfloat16(rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32))
-    with on_cpu.scatter.initializer() as comm:
-        comm.ep_init(session)
-        inputs = [to_buffer(x, None), *comm.model_inputs()]
-        want = float32_to_bfloat16(bfloat16_to_float32(x) * np.float32(7))
-        for result in on_cpu.models["scatter"].execute(*inputs):
-            np.testing.assert_array_equal(to_numpy(result), want)
+# In a group of one rank or of two; what each call must not be given.
+CALLS = """
+two.token_dispatch([x], [x, x], [x, x]) | hidden_states has 1 tensors.*2 local
+two.token_dispatch([x, x], [x], [x, x]) | probs has 1 tensors.*2 local
+two.token_dispatch([x, x], [x, x], [x, x]) | probs.*bfloat16.*float32
+two.token_dispatch(x, [x, x], [x, x]) | hidden_states is one Tensor.*2 local
+two.token_combine([x, x]) | before token_dispatch; call that
+two.routing_map | before token_dispatch; call that
+two.n_gathered | before token_dispatch; call that
+one.token_dispatch([p], [p], [ids]) | hidden_states.*float32.*bfloat16
+one.token_dispatch([x], [p], [fewer]) | routing_map
+one.token_dispatch([rows], [p], [others]) | routing_map has 5
+sent.token_combine([rows[:5]]) | hidden_states.*6
+again.routing_map | before token_dispatch; call that
+again.n_gathered | before token_dispatch; call that
+"""
 
 
-def test_each_local_rank_has_a_value():
-    dispatcher = of_cpu(2)
-    types = [TensorType(BF16, ["t", HIDDEN], CPU)]
-    types += dispatcher.input_types()
+@pytest.mark.parametrize("call", CALLS.strip().splitlines())
+def test_what_does_not_fit_is_refused(call):
+    """While the graph is built: kernels would read beyond it. `sent` has dispatched;
+    `again` has other buffers since."""
+    code, words = call.split(" | ")
+    of, n_ranks = code.partition(".")[0], 2 if code.startswith("two") else 1
+    dispatcher = of_cpu(n_ranks)
+    given = dict(
+        x=TensorType(BF16, ["t", HIDDEN], CPU),
+        p=TensorType(DType.float32, ["t", TOP_K], CPU),
+        ids=TensorType(DType.int32, ["t", TOP_K], CPU),
+        others=TensorType(DType.int32, [TOKENS - 1, TOP_K], CPU),
+        fewer=TensorType(DType.int32, ["t", TOP_K - 1], CPU),
+        rows=TensorType(BF16, [TOKENS, HIDDEN], CPU),
+    )
+    types = [*given.values(), *dispatcher.input_types()]
     with Graph("never_compiled", input_types=types) as graph:
-        dispatcher.fetch_buffers(graph.inputs[1:])
-        x = graph.inputs[0].tensor
-        with pytest.raises(ValueError, match="hidden_states has 1 tensors.*2 local"):
-            dispatcher.token_dispatch([x], [x, x], [x, x])
-        with pytest.raises(ValueError, match="probs has 1 tensors.*2 local"):
-            dispatcher.token_dispatch([x, x], [x], [x, x])
-        with pytest.raises(TypeError, match="probs.*bfloat16.*float32"):
-            dispatcher.token_dispatch([x, x], [x, x], [x, x])
-        with pytest.raises(TypeError, match="hidden_states is one Tensor.*2 local"):
-            dispatcher.token_dispatch(x, [x, x], [x, x])
-        for early in (
-            lambda: dispatcher.token_combine([x, x]),
-            lambda: dispatcher.routing_map,
-            lambda: dispatcher.n_gathered,
-        ):
-            with pytest.raises(ValueError, match="before token_dispatch; call that"):
-                early()
-
-
-def test_values_that_do_not_fit():
-    """They are refused while the graph is built: kernels would read beyond them."""
-    dispatcher = of_cpu(1)
-    n_rows = dispatcher.global_tokens
-    types = [
-        TensorType(dtype, shape, CPU)
-        for dtype, shape in (
-            (BF16, ["t", HIDDEN]),
-            (DType.float32, ["t", TOP_K]),
-            (DType.int32, ["t", TOP_K]),
-            (DType.int32, [n_rows - 1, TOP_K]),
-            (DType.int32, ["t", TOP_K - 1]),
-            (BF16, [n_rows, HIDDEN]),
-            (BF16, [n_rows - 1, HIDDEN]),
-        )
-    ]
-    n_given = len(types)
-    types += dispatcher.input_types()
-    with Graph("never_compiled", input_types=types) as graph:
-        dispatcher.fetch_buffers(graph.inputs[n_given:])
-        x, p, ids, others, fewer, rows, cut = (
-            value.tensor for value in graph.inputs[:n_given]
-        )
-        with pytest.raises(TypeError, match="hidden_states.*float32.*bfloat16"):
-            dispatcher.token_dispatch([p], [p], [ids])
-        with pytest.raises(ValueError, match="routing_map"):
-            dispatcher.token_dispatch([x], [p], [fewer])
-        with pytest.raises(ValueError, match=f"routing_map has {n_rows - 1}"):
-            dispatcher.token_dispatch([rows], [p], [others])
-        dispatcher.token_dispatch([x], [p], [ids])
-        with pytest.raises(ValueError, match=f"hidden_states.*{n_rows}"):
-            dispatcher.token_combine([cut])
-        dispatcher.token_combine([rows])
-        # What was gathered is of the buffers before.
-        dispatcher.fetch_buffers(graph.inputs[n_given:])
-        for name in ("routing_map", "n_gathered"):
-            with pytest.raises(ValueError, match="before token_dispatch; call that"):
-                getattr(dispatcher, name)
+        dispatcher.fetch_buffers(graph.inputs[len(given) :])
+        x = {name: v.tensor for name, v in zip(given, graph.inputs)}
+        if of in ("sent", "again"):
+            dispatcher.token_dispatch([x["x"]], [x["p"]], [x["ids"]])
+        if of == "again":
+            dispatcher.token_combine([x["rows"]])
+            dispatcher.fetch_buffers(graph.inputs[len(given) :])
+        with pytest.raises((TypeError, ValueError), match=words):
+            eval(code, x | {of: dispatcher})
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,8 @@ EXPERT_FUSED | call_ep_combine_wait(*back, x.weights, x.flat) | input_tokens; fl
 bfloat16
 ROWS_OF | m.ep_dispatch_async(np.zeros((4, 80)), x.ids, 0) | input_tokens; ndarray; \
 graph value
+ROWS_OF | m.ep_dispatch_async(x.tokens, x.weights, 0) | topk_ids; float32; \
+ids of the experts; weights where they belong
 ROWS_OF | m.ep_dispatch_async(x.tokens, [[0, 1, 2]], 0) | topk_ids; list; graph value
 ROWS_OF | send(2) | device_id=2; [0, n_gpus_per_node=2)
 ROWS_OF | send(-1) | device_id=-1; [0, n_gpus_per_node=2)

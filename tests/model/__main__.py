@@ -79,22 +79,13 @@ def show(world_name: str, mutation_name: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.model", description=__doc__)
-    parser.add_argument(
-        "--deep", action="store_true", help="larger worlds, and all comparisons"
-    )
-    parser.add_argument(
-        "--depth", type=int, default=10**6, help="states of a world at most"
-    )
-    parser.add_argument(
-        "--walk", type=float, default=0, metavar="SECONDS", help="random worlds"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the first random world")
-    parser.add_argument(
-        "--show",
-        nargs=2,
-        metavar=("WORLD", "MUTATION"),
-        help="the whole trace; a mutation that is not there lists those that are",
-    )
+    add = parser.add_argument
+    add("--deep", action="store_true", help="larger worlds, and all comparisons")
+    add("--depth", type=int, default=10**6, help="states of a world at most")
+    add("--walk", type=float, default=0, metavar="SECONDS", help="random worlds")
+    add("--seed", type=int, default=0, help="of the first random world")
+    what = "the whole trace; a mutation that is not there lists those that are"
+    add("--show", nargs=2, metavar=("WORLD", "MUTATION"), help=what)
     args = parser.parse_args()
     if args.show:
         return 0 if show(*args.show) else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,27 +65,27 @@ class Machine(Steps):
     def is_over(self, state: State) -> bool:
         return all(r.launch == len(self.program.program) for r in state.ranks)
 
+    def _next_steps(self, state: State) -> Iterator[tuple[int, int, Step]]:
+        for rank, agent in self.waiting(state):
+            r = state.ranks[rank]
+            yield rank, agent, r.agents[agent][r.pcs[agent]]
+
     def is_refused(self, state: State) -> bool:
         """Says whether a launch was refused that may be; then nobody need end."""
+        steps = self._next_steps(state)
         return self.program.may_be_refused and any(
-            state.ranks[rank].agents[agent][state.ranks[rank].pcs[agent]].kind
-            == "refuse"
-            for rank, agent in self.waiting(state)
+            s.kind == "refuse" for *_, s in steps
         )
 
     def _stuck(self, state: State) -> Violation:
-        lines = [
-            self._describe(state, rank, agent).strip()
-            + (
-                f"; holds {show_value(self._read_newest(state, step.place))}"
-                if step.kind == "await"
-                else ""
-            )
-            for rank, agent in self.waiting(state)
-            for step in [state.ranks[rank].agents[agent][state.ranks[rank].pcs[agent]]]
-            if step.kind in ("await", "refuse")
-        ]
-        return Violation(ENDS, "all wait:\n     " + "\n     ".join(lines))
+        lines = ["all wait:"]
+        for rank, agent, step in self._next_steps(state):
+            line = self._describe(state, rank, agent).strip()
+            if step.kind == "await":
+                line += f"; holds {show_value(self._read_newest(state, step.place))}"
+            if step.kind in ("await", "refuse"):
+                lines.append(line)
+        return Violation(ENDS, "\n     ".join(lines))
 
     def _is_choice(self, step: Step) -> bool:
         return step.kind == "poll" or step.kind == "arrive" and (step.value or 0) > 1
@@ -119,9 +120,7 @@ class Machine(Steps):
         of all."""
         idle = []
         arriving: dict[Place, list[tuple[int, int, int]]] = {}
-        for rank, agent in self.waiting(state):
-            r = state.ranks[rank]
-            step = r.agents[agent][r.pcs[agent]]
+        for rank, agent, step in self._next_steps(state):
             if not self._is_choice(step):
                 continue
             options = self.options(state, rank, agent)

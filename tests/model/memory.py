@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -143,14 +143,7 @@ class RankState:
     built: Any = None
 
     def copy(self) -> RankState:
-        return RankState(
-            self.launch,
-            self.base,
-            list(self.pcs),
-            list(self.views),
-            self.agents,
-            self.built,
-        )
+        return replace(self, pcs=list(self.pcs), views=list(self.views))
 
     def key(self) -> tuple[Any, ...]:
         return (self.launch, self.base, tuple(self.pcs), tuple(self.views), self.built)
