@@ -149,12 +149,13 @@ def session():
 
 
 @pytest.fixture(scope="session")
-def one_module(
-    request: pytest.FixtureRequest, session, tmp_path_factory: pytest.TempPathFactory
-) -> SimpleNamespace:
-    """All graphs of the files of this run that have `add_graphs`, compiled together. A
-    compilation costs much in any case, and an op that is in several graphs is compiled
-    once."""
+def one_module(request, session, tmp_path_factory) -> Iterator[SimpleNamespace]:
+    """All graphs of the files of this run that have `add_graphs`, compiled together.
+
+    A compilation costs much in any case, and an op that is in several graphs is
+    compiled once. What `add_graphs` returns is `added`; its groups are set up.
+    """
+    from harness import Groups
     from max.graph import Module
 
     from max_ep import extension_path
@@ -170,7 +171,19 @@ def one_module(
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)  # for other processes
     models = session.init_all(compiled)
-    return SimpleNamespace(models=models, added=added, path=path)
+    of_files = [x for made in added.values() for x in getattr(made, "values", list)()]
+    groups = [x for x in [*added.values(), *of_files] if isinstance(x, Groups)]
+    for made in groups:
+        made.start(session, models[made.name])
+    yield SimpleNamespace(models=models, added=added, path=path)
+    for made in groups:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def added(request, one_module):
+    """What `add_graphs` of a test's file has returned."""
+    return one_module.added[request.module.__name__]
 
 
 @pytest.fixture(scope="module")

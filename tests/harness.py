@@ -228,7 +228,7 @@ class Groups:
         module: Module | None = None,
         numbers_differ: bool = False,
     ) -> None:
-        self.cases = cases
+        self.name, self.cases = name, cases
         managers = {n: EPBatchManager(config(c)) for n, c in cases.items()}
         types = []
         for n, case in cases.items():

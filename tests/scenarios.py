@@ -2,11 +2,9 @@
 """What the processes of `test_processes.py` do.
 
 Scenarios are runs of a healthy group; each has a group of its own, so that one which
-fails does not take the next along. Behind them: set-ups that fail, and processes that
-die.
+fails does not take the next along. Behind them: processes that die.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -200,32 +198,6 @@ def _stopped(member: Member, _: str) -> list[float]:
     return seconds
 
 
-def _generations_wrap(member: Member, _: str) -> None:
-    """Starts so late that the 32 bits of the generation wrap on the way. Choices that
-    no generation had before must not pass for rows of one: the memory that they would
-    be in is still as it was made. No peer can have read or written the words set here:
-    it first needs what this rank sends."""
-    first = 2**32 - 4
-    n_local = member.config.n_local_experts
-    counts = member.comm._pointers[:, 2, member.rank]
-    # layout.mojo: the done words stand behind the counts.
-    for start, n_counts in zip(counts, (n_local * N_RANKS, member.case.n_experts)):
-        done = (ctypes.c_uint64 * N_RANKS).from_address(int(start) + 8 * n_counts)
-        done[:] = [(first - 1) << 32] * N_RANKS
-    # counters.mojo: dispatch sent, received; combine sent, received.
-    words = member.comm.model_inputs()[0].to_numpy()[3:7].view(np.uint32)
-    assert list(words) == [0] * 4
-    words[:] = first - 1
-    rng = np.random.default_rng(400 + member.rank)
-    n_generations = 10
-    for generation in range(1, n_generations + 1):
-        member.phases(generation, lambda _: _sleep_at_random(rng))
-    # 0 is left out: it is what memory shows that nobody has written; and 1, so
-    # that even and odd alternate.
-    late = first + n_generations - 2**32 + 1
-    assert list(words) == [late] * 4, "the counters do not stand there any more"
-
-
 SCENARIOS: dict[str, Callable[[Member, str], Any]] = {
     "two_hundred_generations": _two_hundred_generations,
     **{f"soak_{graph}": _soak for graph in _SOAKED},
@@ -238,17 +210,15 @@ SCENARIOS: dict[str, Callable[[Member, str], Any]] = {
     "dispatch_only": _one_phase_only,
     "combine_only": _one_phase_only,
     "stopped": _stopped,
-    "generations_wrap": _generations_wrap,
 }
 
 
 @dataclass
 class Outcome:
-    """How a scenario or a set-up went on one process."""
+    """How a scenario went on one process."""
 
     error: str | None
     value: Any = None
-    seconds: float = 0.0
 
 
 def run_scenarios(
@@ -277,7 +247,6 @@ def run_two_by_two(node_id: int, graphs: str) -> Outcome:
 
 def _run(engine, config: EPConfig, name: str, scenario: Callable, case) -> Outcome:
     group = f"{os.environ[GROUP_VARIABLE]}-{name}"
-    begin = time.monotonic()
     error = value = member = None
     try:
         member = Member(engine, config, case, group)
@@ -289,38 +258,7 @@ def _run(engine, config: EPConfig, name: str, scenario: Callable, case) -> Outco
     finally:
         if member is not None:
             member.comm.close()
-    return Outcome(error, value, time.monotonic() - begin)
-
-
-def set_up_configs(node_id: int, timeout_s: float) -> dict[str, EPConfig]:
-    """Lists what a process of `set_up` believes of each group."""
-    other = replace(SMALL, hidden_size=512) if node_id == 2 else SMALL
-    return {
-        "missing": config_of(SMALL, node_id, timeout_s=timeout_s),
-        "different": config_of(other, node_id, n_nodes=3, timeout_s=timeout_s),
-        # As if launch() had started more processes than the group has nodes.
-        "outside": config_of(SMALL, -1, n_nodes=2, timeout_s=timeout_s),
-    }
-
-
-def set_up(node_id: int, timeout_s: float, notes: str) -> dict[str, Outcome]:
-    """Joins groups in which something is wrong; three processes."""
-    Path(notes, "group").write_text(os.environ[GROUP_VARIABLE])
-    engine, answers = Engine(), {}
-    assert os.environ[NODE_VARIABLE] == str(node_id)
-    for case, config in set_up_configs(node_id, timeout_s).items():
-        comm = engine.join(config, f"{os.environ[GROUP_VARIABLE]}-{case}")
-        meet(notes, case, node_id, 3)
-        # The odd one of "different" comes last, to peers that wait for it.
-        time.sleep(0.3 if node_id == 2 else 0)
-        error, begin = None, time.monotonic()
-        try:
-            comm.ep_init(engine.session)
-            comm.close()
-        except Exception as e:
-            error = f"{type(e).__name__}: {e}"
-        answers[case] = Outcome(error, seconds=time.monotonic() - begin)
-    return answers
+    return Outcome(error, value)
 
 
 def meet(notes: str, what: str, node_id: int, n_nodes: int) -> None:
@@ -367,13 +305,6 @@ def die(node_id: int, graphs: str, where: str, timeout_s: float, notes: str) -> 
         raise RuntimeError(after) from error
     finally:
         member.comm.close()
-
-
-def work(node_id: int, graphs: str) -> str:
-    """Runs a healthy group once."""
-    member = Member(Engine(graphs), config_of(SMALL, node_id))
-    member.round_trip("fused", 1)
-    return os.environ[GROUP_VARIABLE]
 
 
 def multiply(node_id: int, factor: int) -> tuple[int, str, str, bool]:

@@ -470,26 +470,6 @@ def test_the_reader_of_assembly_sees_orders():
     assert ordered(jumped) == ["store relaxed system"]
 
 
-def test_the_reader_of_assembly_sees_inline_assembly():
-    """128 bits in braces, and the wait for the kernel before."""
-    put = "{ .reg .b128 word; mov.b128 word, {%rd1, %rd2};"
-    put += " st.relaxed.sys.global.b128 [%rd3], word; }"
-    load = "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [%rd1];"
-    load += " mov.b128 {%rd2, %rd3}, word; }"
-    kernel = parse_ptx(
-        f"\n{{\ngriddepcontrol.wait;\n{load}\n$L: {put}\n@%p1 bra $L;\nret;\n}}\n"
-    )
-    assert [(op.kind, op.n_bytes) for op in kernel.ops if op.what] == [
-        ("launch_wait", 0),
-        ("load relaxed system", 16),
-        ("store relaxed system", 16),
-    ]
-    (loop,) = kernel.loops()
-    assert loop.find_kind("store relaxed system")
-    # It is the first instruction, and nothing comes before it.
-    assert not kernel.reach_from_start(kernel.find_kind("launch_wait"))
-
-
 @pytest.mark.parametrize("first", ["mov.pred %p1, -1", "setp.eq.b32 %p1, %r1, 0"])
 def test_the_reader_of_assembly_follows_predicates(first):
     """`while True: if is_waiting: load; is_waiting = False; store`: no store before."""
@@ -504,16 +484,3 @@ def test_the_reader_of_assembly_follows_predicates(first):
     assert (stored <= kernel.reach_knowing({}, loaded)) != is_sure
     assert not stored & kernel.reach_knowing({} if is_sure else {"%p1": True}, loaded)
     assert stored <= kernel.reach_knowing({}, ())
-
-
-def test_the_reader_of_assembly_computes():
-    """Halves of words, signed differences, choices; not behind a branch."""
-    kernel = parse_ptx(
-        "\n{\nld.acquire.sys.b64 %rd1, [%rd2];\nmov.b64 {_, %r1}, %rd1;\n"
-        "sub.s32 %r2, %r1, %r9;\nsetp.gt.s32 %p1, %r2, -1;\n"
-        "selp.b32 %r3, 7, 8, %p1;\n@%p1 bra $L;\nadd.s32 %r4, %r3, 1;\n$L: ret;\n}\n"
-    )
-    for upper, r3 in ((4, 8), (5, 7), (6, 7)):
-        found = kernel.run(0, {"%rd1": upper << 32 | 99, "%r9": 5})
-        assert found["%r1"] == upper and found["%r3"] == r3 and "%r4" not in found
-    assert kernel.value("%r4", {"%r3": 8}) == 9 and kernel.value("%r1", {}) is None

@@ -136,6 +136,14 @@ def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch):
         assert names_of("fails") == []
 
 
+def test_a_peer_that_does_not_come_is_named(session):
+    """After the configuration's time-out."""
+    config = TWO.config(n_gpus_per_node=1, n_nodes=2, node_id=0, timeout_s=0.2)
+    with raises(TimeoutError, "max_ep: node 0 waited 0.2 s for node 1; Start all 2"):
+        EPCommInitializer(config, group="alone").ep_init(session)
+    assert names_of("alone") == []
+
+
 def test_the_set_up_graph_is_loaded_once_a_session(session, monkeypatch):
     """Loading takes seconds; one graph prepares groups of all sizes."""
     loaded = []
@@ -268,9 +276,8 @@ class Loose:
     """`loose_round_trip` of `TWO`, whose memory stays as an error leaves it. `receive`
     runs the waits of dispatch only: it shows what has arrived."""
 
-    def __init__(self, session, groups, models):
-        groups.start(session, models["loose"])
-        self._model, self._receive = groups.model, models["receive"]
+    def __init__(self, groups: Groups, receive: Model) -> None:
+        self._model, self._receive = groups.model, receive
         self.comm = groups.comms["two"]
 
     def run(self, given: Inputs, buffers: list[Buffer] | None = None) -> list:
@@ -295,18 +302,12 @@ class Loose:
             assert_round_trip(f"after reset, {routing}", got, expected(TWO, given))
 
 
-@pytest.fixture(scope="module")
-def compiled(session, one_module: SimpleNamespace) -> Iterator[Loose]:
-    loose = Loose(session, one_module.added[__name__], one_module.models)
-    yield loose
-    loose.comm.close()
-
-
 @pytest.fixture
-def loose(compiled: Loose) -> Iterator[Loose]:
+def loose(added, models) -> Iterator[Loose]:
     """`Loose`, usable again after a test whatever happened in it."""
-    yield compiled
-    compiled.comm.reset()
+    made = Loose(added, models["receive"])
+    yield made
+    made.comm.reset()
 
 
 @pytest.fixture
@@ -403,7 +404,9 @@ from test_errors import *
 import sys
 from max.driver import CPU as Host
 session = InferenceSession(devices=[Host()])
-loose = Loose(session, loose_groups(Module()), session.load_all(sys.argv[1]))
+models, groups = session.load_all(sys.argv[1]), loose_groups(Module())
+groups.start(session, models["loose"])
+loose = Loose(groups, models["receive"])
 comm = EPCommInitializer(TWO.config(hidden_size=40))
 comm.ep_init(session)
 try:

@@ -107,16 +107,6 @@ def add_graphs(module: Module) -> Groups:
     return Groups(None, "fuzz", drawn_cases(), module=module)
 
 
-@pytest.fixture(scope="module")
-def groups(session, one_module):
-    """Those groups, compiled."""
-    print(f"MAX_EP_FUZZ_SEED={SEED}")
-    made = one_module.added[__name__]
-    made.start(session, one_module.models["fuzz"])
-    yield made
-    made.close()
-
-
 def assert_well(groups: Groups, load: Load) -> None:
     all_given = {name: inputs_of(case, load) for name, case in groups.cases.items()}
     got = groups.run(all_given)
@@ -132,19 +122,19 @@ def assert_well(groups: Groups, load: Load) -> None:
 @example(load=Load((0,) * 6, "uniform", seed=0))
 @example(load=Load((100,) * 6, "full", seed=1))
 @example(load=Load((100, 0, 100, 0, 100, 0), "all_masked", seed=2))
-def test_any_load_is_the_oracles(groups, load):
+def test_any_load_is_the_oracles(added, load):
     """Whatever a run was given, the next one is right too: they share memory."""
-    assert_well(groups, load)
+    assert_well(added, load)
 
 
 @seed(SEED)
 @fuzzed
 @given(load=LOADS, data=st.data())
-def test_a_bad_id_harms_one_run(groups, load, data):
+def test_a_bad_id_harms_one_run(added, load, data):
     """It is named, and after a reset (`Groups.run`) the next run is right."""
-    all_given = {name: inputs_of(case, load) for name, case in groups.cases.items()}
-    name = data.draw(st.sampled_from(sorted(groups.cases)))
-    case = groups.cases[name]
+    all_given = {name: inputs_of(case, load) for name, case in added.cases.items()}
+    name = data.draw(st.sampled_from(sorted(added.cases)))
+    case = added.cases[name]
     ids = all_given[name].ids[data.draw(st.integers(0, case.n_ranks - 1))]
     assume(len(ids))
     token = data.draw(st.integers(0, len(ids) - 1))
@@ -152,8 +142,8 @@ def test_a_bad_id_harms_one_run(groups, load, data):
     too_large = st.integers(case.n_experts, 2**31 - 1)
     ids[token, k] = bad = data.draw(st.integers(-(2**31), -2) | too_large)
     with pytest.raises(Exception, match=f"token {token}, k {k}: expert {bad}\\b"):
-        groups.run(all_given)
-    assert_well(groups, load)
+        added.run(all_given)
+    assert_well(added, load)
 
 
 _DTYPES = [BF16, F32, DType.float16, DType.float8_e4m3fn, DType.int32]

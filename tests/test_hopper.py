@@ -93,8 +93,8 @@ def test_short_prompts_are_not_decoded(one_module):
         assert got.to_numpy().tolist() == [wanted]
 
 
-def test_rows_behind_a_whole_tile_are_left_out(one_module):
-    assert one_module.added[__name__] == ["n_rows", 4]
+def test_rows_behind_a_whole_tile_are_left_out(added, one_module):
+    assert added == ["n_rows", 4]
     model = one_module.models["whole_tiles"]
     rng = np.random.default_rng(0)
     for n_rows in (1, 2, 63, 127, 128, 129, 300):

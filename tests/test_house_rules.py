@@ -138,9 +138,7 @@ def test_processes_of_a_test_run_have_cores_of_their_own(monkeypatch):
 MOST_LINES = 600
 MOST_ARGUMENTS = 10
 
-WIDE_FUNCTIONS = {
-    "mojo/max_ep/gpu_setup.mojo",
-}
+WIDE_FUNCTIONS = {"mojo/max_ep/gpu_setup.mojo"}
 """Files with a function above `MOST_ARGUMENTS`. The set may only shrink. Launchers and
 ops are not counted: MAX and the seeds give their arguments, and those of `kernels`."""
 

@@ -80,49 +80,6 @@ def test_two_processes_of_two_ranks(graphs):
     assert_well(launch(scenarios.run_two_by_two, 2, (graphs,), timeout_s=120))
 
 
-@pytest.fixture(scope="module")
-def set_up(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What three processes said."""
-    notes = tmp_path_factory.mktemp("set_up")
-    for node_id in range(3):  # so that no process has to ask Mojo
-        for config in scenarios.set_up_configs(node_id, TIMEOUT_S).values():
-            config.sizes()
-    answers = launch(scenarios.set_up, 3, (TIMEOUT_S, str(notes)), timeout_s=120)
-    # launch() would remove the names of its own group, not those of these.
-    assert names_of((notes / "group").read_text()) == []
-    return answers
-
-
-def test_process_that_never_starts_is_named(set_up):
-    for node_id, answers in enumerate(set_up):
-        error = answers["missing"].error
-        waited = f"node {node_id} waited {TIMEOUT_S} s for node 3 "
-        assert error.startswith(f"TimeoutError: max_ep: {waited}"), error
-        assert "no segment of that name" in error
-        assert "Start all 4 processes" in error
-        seconds = answers["missing"].seconds
-        assert TIMEOUT_S - 0.1 < seconds < TIMEOUT_S + SLACK_S
-
-
-def test_different_configuration_is_an_error_everywhere(set_up):
-    """Those who wait for the odd one hear why it does not come."""
-    for node_id, answers in enumerate(set_up):
-        error = answers["different"].error
-        assert error and "another configuration" in error, f"node {node_id}: {error}"
-    odd = set_up[2]["different"]
-    assert odd.error.startswith("ValueError: max_ep: node 0 of group "), odd.error
-    assert "hidden_size=256" in odd.error and "hidden_size=512" in odd.error
-    assert odd.seconds < TIMEOUT_S
-
-
-def test_node_id_outside_of_group_is_refused(set_up):
-    """Its rank would be behind the end of every table of addresses."""
-    error = set_up[2]["outside"].error
-    assert error is not None and error.startswith("ValueError"), error
-    assert "MAX_EP_NODE_ID" in error
-    assert_well([answers["outside"] for answers in set_up[:2]])  # two, as configured
-
-
 @pytest.mark.parametrize(
     "where, missed",
     [
@@ -158,13 +115,6 @@ def test_killed_rank_is_named(graphs, tmp_path, where, missed):
         seconds = float(re.search(r"after ([\d.]+) s in generation", text)[1])
         assert TIMEOUT_S - 0.05 < seconds < TIMEOUT_S + SLACK_S, text
     assert names_of((tmp_path / "group").read_text()) == []
-
-
-def test_next_group_works(graphs):
-    """Runs after groups that died, and leaves nothing either."""
-    groups = launched(scenarios.work, graphs)
-    assert len(set(groups)) == 1
-    assert names_of(groups[0]) == []
 
 
 def test_results_are_in_order():

@@ -74,44 +74,39 @@ def test_plan_shows_every_buffer_and_max():
     assert "MAX's EP would take" in printed
 
 
+SMALL = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"
+LARGE = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
+_MSG = 7168 * 2 + 16
+# By rank: entries of 8 bytes, and tokens: once a source, not once an expert; then, for
+# GPU ranks, 256 inline-flag tokens and 4 flags a token.
+_BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
+
+
+# Sums: one partial sum for each token from each rank, not one row a choice; an entry
+# has a second word, for the weight.
 @pytest.mark.parametrize(
-    "options, shape",
+    "options, line, words",
     [
-        ("", f"{4 * 8 * 2} x 64"),  # 4 ranks x 8 tokens x 2 choices
-        ("--shared-expert", f"{4 * 8 * 2 + 8} x 64"),
-        ("--layout padded", f"4 x {4 * 8} x 64"),  # 4 local experts
+        # 4 ranks x 8 tokens x 2 choices; 4 local experts
+        (SMALL, "dispatch output", [f" {4 * 8 * 2} x 64 "]),
+        (f"{SMALL} --shared-expert", "dispatch output", [f" {4 * 8 * 2 + 8} x 64 "]),
+        (f"{SMALL} --layout padded", "dispatch output", [f" 4 x {4 * 8} x 64 "]),
+        (f"{LARGE} --protocol by_rank", "recv", [f"{_BY_RANK:,}", "x 8 x 8 B"]),
+        (f"{LARGE} --combine-mode sums", "protocol", ["by_rank, combine sums"]),
+        (f"{LARGE} --combine-mode sums", "dispatch recv", ["4 x 4096 x 8 x 16 B"]),
+        *(
+            (
+                f"{LARGE} --combine-mode sums{partial}",
+                "combine recv",
+                [f"{4 * 4096 * msg:,}", f"4 x 4096 x {msg} B"],
+            )
+            for partial, msg in (("", _MSG), (" --partial float32", 7168 * 4 + 16))
+        ),
     ],
 )
-def test_plan_shows_the_rows_of_a_layout(plan, options, shape):
-    sizes = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"
-    printed = plan(f"{sizes} {options}")
-    line = next(x for x in printed.splitlines() if "dispatch output" in x)
-    assert f" {shape} " in line
-
-
-def test_plan_of_a_token_a_rank(plan):
-    sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
-    printed = plan(f"{sizes} --protocol by_rank")
-    # Entries of 8 bytes, and tokens: once a source, not once an expert; then, for
-    # GPU ranks, 256 inline-flag tokens and 4 flags a token.
-    n_bytes = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * (7168 * 2 + 16) + 4 * 4096 * 4 * 8
-    line = next(x for x in printed.splitlines() if "dispatch recv" in x)
-    assert f"{n_bytes:,}" in line and "x 8 x 8 B" in line
-
-
-def test_plan_of_sums_combine(plan):
-    sizes = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
-    for options, message in (
-        ("", 7168 * 2 + 16),
-        (" --partial float32", 7168 * 4 + 16),
-    ):
-        printed = plan(f"{sizes} --combine-mode sums{options}")
-        assert "protocol by_rank, combine sums" in printed
-        # One partial sum for each token from each rank, not one row a choice.
-        line = next(x for x in printed.splitlines() if "combine recv" in x)
-        assert f"{4 * 4096 * message:,}" in line and f"4 x 4096 x {message} B" in line
-        # An entry has a second word, for the weight.
-        assert "4 x 4096 x 8 x 16 B" in printed
+def test_plan_shows_sizes(plan, options, line, words):
+    said = next(x for x in plan(options).splitlines() if line in x)
+    assert all(word in said for word in words), said
 
 
 def test_sums_combine_is_as_exact_as_decided():

@@ -3,7 +3,6 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,37 +56,24 @@ CPU = DeviceRef.CPU()
 # ------------------------------------------------------- cases times routings
 
 
-def add_graphs(module: Module) -> SimpleNamespace:
+def add_graphs(module: Module) -> dict[str, Groups]:
     """Adds all graphs of this file."""
-    return SimpleNamespace(
+    forms = FORM_CASES | LAYERS
+    return dict(
         small=Groups(None, "small_cases", SMALL_CASES, module=module),
         large=Groups(None, "large_cases", LARGE_CASES, module=module),
-        forms=Groups(
-            None, "forms", FORM_CASES | LAYERS, build_all=build_forms, module=module
-        ),
+        forms=Groups(None, "forms", forms, build_all=build_forms, module=module),
     )
 
 
 @pytest.fixture(scope="module")
-def compiled(session, one_module: SimpleNamespace) -> Iterator[SimpleNamespace]:
-    """All graphs of this file, compiled."""
-    made, models = one_module.added[__name__], one_module.models
-    made.small.start(session, models["small_cases"])
-    made.large.start(session, models["large_cases"])
-    made.forms.start(session, models["forms"])
-    yield made
-    for groups in (made.small, made.large, made.forms):
-        groups.close()
-
-
-@pytest.fixture(scope="module")
-def small(compiled: SimpleNamespace) -> Groups:
+def small(added) -> Groups:
     """All small cases in one graph."""
-    return compiled.small
+    return added["small"]
 
 
 @pytest.fixture(scope="module")
-def run_small(small: Groups) -> Callable:
+def run_small(small):
     """Runs all cases with a routing and data, once for all tests."""
 
     @functools.cache
@@ -137,20 +123,15 @@ def test_bounds_are_kept_and_reached(run_small, name):
             assert np.count_nonzero(rows_of) <= got.stats[1], where
 
 
-@pytest.fixture(scope="module")
-def large(compiled: SimpleNamespace) -> Groups:
-    return compiled.large
-
-
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
-def test_large_launches(large, routing):
+def test_large_launches(added, routing):
     """Launches spread over worker threads and writing past the caches."""
     given = {}
     for name, case in LARGE_CASES.items():
         counts = [case.max_tokens_per_rank, case.max_tokens_per_rank - 3]
         counts = None if routing == "full" else counts
         given[name] = make_inputs(case, routing, counts=counts)
-    got = large.run(given)
+    got = added["large"].run(given)
     for name, case in LARGE_CASES.items():
         want = expected(case, given[name])
         assert_round_trip(f"{name}, {routing}", got[name], want)
@@ -393,8 +374,8 @@ def check_forms(where: str, given: dict, got: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def forms(compiled):
-    return compiled.forms
+def forms(added) -> Groups:
+    return added["forms"]
 
 
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked", "one_silent"])

@@ -231,12 +231,7 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch):
 TWO_LAYERS = dict(dispatch=2, combine=2)
 SPLIT_ON_TWO_RANKS = {
     phase: 4
-    for phase in (
-        "dispatch_async",
-        "dispatch_wait",
-        "combine_async",
-        "combine_wait",
-    )
+    for phase in ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
 }
 
 

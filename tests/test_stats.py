@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from harness import (
     take_outputs,
     to_numpy,
 )
-from max.engine import Model
 from max.graph import Graph, Module, TensorValue
 from test_programs import run
 
@@ -112,27 +110,15 @@ def add_graphs(module: Module) -> Groups:
     return Groups(None, "watched_cpu", CASES, build=watched_round_trip, module=module)
 
 
-@pytest.fixture(scope="module")
-def on_cpu(session, one_module: SimpleNamespace) -> tuple[Groups, Model]:
-    """Those graphs, compiled."""
-    watched, models = one_module.added[__name__], one_module.models
-    watched.start(session, models["watched_cpu"])
-    return watched, models["early_cpu"]
-
-
 @pytest.fixture(scope="module", params=PLACES)
-def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
+def groups(request) -> Iterator[Groups]:
     place = request.param
     if place == "cpu":
-        made, _ = request.getfixturevalue("on_cpu")
-    else:
-        made = Groups(
-            request.getfixturevalue("gpu_session"),
-            f"watched_{place}",
-            CASES,
-            config=CONFIGS[place],
-            build=watched_round_trip,
-        )
+        yield request.getfixturevalue("added")
+        return
+    session = request.getfixturevalue("gpu_session")
+    how = dict(config=CONFIGS[place], build=watched_round_trip)
+    made = Groups(session, f"watched_{place}", CASES, **how)
     yield made
     made.close()
 
@@ -162,7 +148,7 @@ def test_who_does_not_come(request, place):
     config = CONFIGS[place](EARLY)
     session = request.getfixturevalue("session" if place == "cpu" else "gpu_session")
     if place == "cpu":
-        _, model = request.getfixturevalue("on_cpu")
+        model = request.getfixturevalue("one_module").models["early_cpu"]
     else:
         model = session.load(add_early(place))
     with EPCommInitializer(config) as comm:

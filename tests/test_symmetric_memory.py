@@ -60,10 +60,6 @@ class Peer:
     def hear(self) -> str:
         return self.process.stdout.readline().strip()
 
-    def go_on(self) -> None:
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-
     def kill(self) -> None:
         """Kills it and waits until it is gone."""
         self.process.kill()
@@ -179,33 +175,6 @@ def test_every_rank_has_one_address_for_the_same_bytes(group):
             assert read(address, REGION_BYTES) == bytes([rank + 1]) * REGION_BYTES
     for memory in memories:
         memory.close()
-
-
-def test_processes_share_bytes(group, start):
-    """And keep them when the process that wrote them is gone."""
-    peer = start(
-        f"""
-        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8")
-        mine, other = memory.local_addresses()[0], memory.connect(30)[0]
-        ctypes.memmove(mine, b"by owner", 8)
-        ctypes.memmove(other + {REGION_BYTES} - 8, b"by other", 8)
-        say("written")
-        sys.stdin.readline()
-        say(ctypes.string_at(mine + 8, 8).decode())
-        sys.stdin.readline()
-        """
-    )
-    memory = make(group, 0)
-    mine, other = memory.connect(30)
-    assert peer.hear() == "written"
-    assert read(other) == b"by owner"
-    assert read(mine + REGION_BYTES - 8) == b"by other"
-    write(other + 8, b"from me!")
-    peer.go_on()
-    assert peer.hear() == "from me!"
-    peer.kill()
-    assert read(other, 16) == b"by ownerfrom me!"
-    memory.close()
 
 
 def test_what_is_given_back(group):

@@ -66,10 +66,7 @@ comptime Combine[
     oversubscribed: Bool = False,
 ] = CombineSums[
     combine_group[partial_dtype](
-        SUMS,
-        max_tokens,
-        fused_shared_expert=shared,
-        shares_gpu=oversubscribed,
+        SUMS, max_tokens, fused_shared_expert=shared, shares_gpu=oversubscribed
     ),
     DType.bfloat16,
     partial_dtype,

@@ -146,15 +146,7 @@ def send_back[
     addressing: Addressing
 ](ranks: Ranks, rank: Int, src_info: Matrix[I32]) raises:
     ep_combine_async_kernel_api[
-        F32,
-        HIDDEN,
-        1,
-        1,
-        MAX_TOKENS,
-        N_RANKS,
-        1,
-        "cpu",
-        addressing=addressing,
+        F32, HIDDEN, 1, 1, MAX_TOKENS, N_RANKS, 1, "cpu", addressing=addressing
     ](
         ranks.counters[rank],
         tensor[F32](MAX_ROWS, HIDDEN),

@@ -15,35 +15,17 @@ comptime N_THREADS = 64
 
 
 def overrun_kernel(out_words: Pointer[Int32, MutUntrackedOrigin]):
-    """Writes `[1, N_THREADS + 1)` of a buffer of `N_THREADS` words.
-
-    Launch: `N_THREADS` threads.
-
-    Args:
-        out_words: `[N_THREADS]`.
-    """
+    """Writes `[1, N_THREADS + 1)` of a buffer of `N_THREADS` words."""
     out_words[unsafe_offset=Int(thread_idx.x) + 1] = Int32(1)
 
 
 def unset_kernel(out_words: Pointer[Int32, MutUntrackedOrigin]):
-    """Adds to words that nobody wrote.
-
-    Launch: `N_THREADS` threads.
-
-    Args:
-        out_words: `[N_THREADS]`.
-    """
+    """Adds to words that nobody wrote."""
     out_words[unsafe_offset=Int(thread_idx.x)] += Int32(1)
 
 
 def race_kernel(out_words: Pointer[Int32, MutUntrackedOrigin]):
-    """Reads a neighbour's word in shared memory without a barrier.
-
-    Launch: `N_THREADS` threads.
-
-    Args:
-        out_words: `[N_THREADS]`.
-    """
+    """Reads a neighbour's word in shared memory without a barrier."""
     var words = unsafe_stack_allocation[
         N_THREADS, Int32, address_space=AddressSpace.SHARED
     ]()
@@ -53,13 +35,7 @@ def race_kernel(out_words: Pointer[Int32, MutUntrackedOrigin]):
 
 
 def divergence_kernel(out_words: Pointer[Int32, MutUntrackedOrigin]):
-    """Lets half of the threads of each warp wait at a barrier.
-
-    Launch: `N_THREADS` threads.
-
-    Args:
-        out_words: `[N_THREADS]`.
-    """
+    """Lets half of the threads of each warp wait at a barrier."""
     var i = Int(thread_idx.x)
     if i % 2 == 0:
         barrier()

@@ -31,10 +31,7 @@ def vector[dtype: DType](n: Int, value: Int = 0) -> Vector[dtype]:
 
 
 def tensor[dtype: DType](n: Int, m: Int, value: Int = 0) -> Matrix[dtype]:
-    return {
-        _filled[dtype](n * m, value),
-        row_major(Coord(Int64(n), Int64(m))),
-    }
+    return {_filled[dtype](n * m, value), row_major(Coord(Int64(n), Int64(m)))}
 
 
 def set_up[
