@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cases import Case, in_protocols, narrow, widen
-from harness import assert_same_bits, to_buffer, to_numpy
+from cases import Case, Inputs, expected, expected_dispatch, in_protocols, narrow, widen
+from harness import assert_dispatched, assert_same_bits, to_buffer, to_numpy
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
@@ -28,8 +29,8 @@ from max_ep import (
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
     extension_path,
-    reference,
 )
+from max_ep.reference import DispatchResult
 
 N_RANKS = 4
 BF16 = DType.bfloat16
@@ -61,60 +62,53 @@ def config_of(case: Case, node_id: int, **changes: Any) -> EPConfig:
     return case.config(node_id=node_id, **(one_each | changes))
 
 
-@dataclass
-class Batch:
-    """What one rank sends in one generation."""
+def inputs_of(case: Case, generation: int, silent_rank: int | None = None) -> Inputs:
+    """Draws what all ranks are given; counts change from generation to generation.
 
-    tokens: np.ndarray
-    """bfloat16 bits, uint16 `[n_tokens, hidden_size]`. Columns 0, 1, 2 hold
-    rank, generation and token, so a wrong row shows where it came from."""
-    ids: np.ndarray  # int32 `[n_tokens, top_k]`, some are -1
-    weights: np.ndarray  # float32 `[n_tokens, top_k]`
-
-
-def make_batch(
-    case: Case, generation: int, rank: int, silent_rank: int | None = None
-) -> Batch:
-    """Draws a rank's inputs; counts change from generation to generation. Of every 7
-    generations, one is full on all ranks with all tokens to the experts of rank 0, and
-    one is empty on all ranks; in the others one rank is empty. Nothing is sent by a
-    silent rank, or to it."""
-    rng = np.random.default_rng([1, generation, rank])
-    n_tokens = int(rng.integers(1, case.max_tokens_per_rank + 1))
-    experts = np.arange(case.n_experts, dtype=np.int32)
-    if silent_rank is not None:
-        experts = experts[experts // case.n_local_experts != silent_rank]
-    share_masked = 0.2
-    if generation % 7 == 3:
-        n_tokens, share_masked = case.max_tokens_per_rank, 0.0
-        experts = experts[: case.top_k]
-    elif generation % 7 == 5 or generation % N_RANKS == rank:
-        n_tokens = 0
-    tokens = rng.standard_normal((n_tokens, case.hidden_size), np.float32)
-    tokens[:, 0], tokens[:, 1] = rank, generation % 256
-    tokens[:, 2] = np.arange(n_tokens)
-    ids = rng.permuted(np.tile(experts, (n_tokens, 1)), axis=1)
-    ids = np.ascontiguousarray(ids[:, : case.top_k])
-    ids[rng.random(ids.shape) < share_masked] = -1
-    if rank == silent_rank:
-        ids[:] = -1
-    return Batch(narrow(tokens, BF16), ids, rng.random(ids.shape, np.float32))
+    Columns 0, 1, 2 of a token hold rank, generation and number. Of every 7 generations,
+    one is full on all ranks with all tokens to the experts of rank 0, and one is empty
+    on all ranks; in the others one rank is empty. Some choices are -1. Nothing is sent
+    by a silent rank, or to it.
+    """
+    given = Inputs([], [], [], None, None)
+    for rank in range(N_RANKS):
+        rng = np.random.default_rng([1, generation, rank])
+        n_tokens = int(rng.integers(1, case.max_tokens_per_rank + 1))
+        experts = np.arange(case.n_experts, dtype=np.int32)
+        if silent_rank is not None:
+            experts = experts[experts // case.n_local_experts != silent_rank]
+        share_masked = 0.2
+        if generation % 7 == 3:
+            n_tokens, share_masked = case.max_tokens_per_rank, 0.0
+            experts = experts[: case.top_k]
+        elif generation % 7 == 5 or generation % N_RANKS == rank:
+            n_tokens = 0
+        tokens = rng.standard_normal((n_tokens, case.hidden_size), np.float32)
+        tokens[:, 0], tokens[:, 1] = rank, generation % 256
+        tokens[:, 2] = np.arange(n_tokens)
+        ids = rng.permuted(np.tile(experts, (n_tokens, 1)), axis=1)
+        ids = np.ascontiguousarray(ids[:, : case.top_k])
+        ids[rng.random(ids.shape) < share_masked] = -1
+        if rank == silent_rank:
+            ids[:] = -1
+        given.tokens.append(narrow(tokens, BF16))
+        given.ids.append(ids)
+        given.weights.append(rng.random(ids.shape, np.float32))
+    return given
 
 
 def expert(expert_id: int, generation: int, rows: np.ndarray) -> np.ndarray:
-    """What an expert makes of its rows (float32, exact in bfloat16). A power of two
-    with a sign, another one for each expert: a row that comes back from the wrong
-    expert, or from another generation, is a wrong sum."""
+    """What an expert makes of its rows (float32, exact in bfloat16).
+
+    A power of two with a sign, another one for each expert: a row that comes
+    back from the wrong expert, or from another generation, is a wrong sum.
+    """
     sign = -1 if (expert_id + generation) % 2 else 1
     return rows * np.float32(sign * 2.0 ** (expert_id // 2 + generation % 3 - 4))
 
 
 def apply_experts(
-    case: Case,
-    generation: int,
-    rank: int,
-    dispatched: reference.DispatchResult,
-    rows: np.ndarray,
+    case: Case, generation: int, rank: int, dispatched: DispatchResult, rows: np.ndarray
 ) -> np.ndarray:
     """Runs each expert of a rank on its rows, in place."""
     bounds = dispatched.row_offsets
@@ -129,45 +123,36 @@ def apply_experts(
 
 @dataclass
 class Oracle:
-    """What all ranks must get of a generation."""
+    """What all ranks are given in a generation, and must get."""
 
     case: Case
-    batches: list[Batch]
+    given: Inputs
 
-    def dispatched(self) -> list[reference.DispatchResult]:
+    def inputs(self, rank: int) -> list:
+        """Tokens, ids and weights of a rank."""
+        tokens = to_buffer(self.given.tokens[rank])
+        return [tokens, self.given.ids[rank], self.given.weights[rank]]
+
+    def dispatched(self) -> list[DispatchResult]:
         """What dispatch gives to each rank."""
-        given = [b.tokens for b in self.batches], [b.ids for b in self.batches]
-        n, shared = self.case.n_experts, self.case.fused_shared_expert
-        return reference.dispatch(*given, n, shared_expert=shared)
+        return expected_dispatch(self.case, self.given)
 
     def sums(self, rank: int, expert_generation: int) -> np.ndarray:
         """A rank's results, bfloat16 bits, of experts as they are in a generation."""
-        results = self.dispatched()
         rows = [
-            apply_experts(self.case, expert_generation, r, result, widen(result.rows))
-            for r, result in enumerate(results)
+            narrow(
+                apply_experts(self.case, expert_generation, r, x, widen(x.rows)), BF16
+            )
+            for r, x in enumerate(self.dispatched())
         ]
-        weights = [batch.weights for batch in self.batches]
-        add, more = reference.combine, [rounded]
-        if self.case.combines_sums:
-            add, more = reference.combine_sums, [rounded, rounded]
-        return narrow(add(rows, results, weights, *more)[rank], BF16)
+        given = replace(self.given, expert_rows=rows)
+        return expected(self.case, given).combine[rank]
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 to what bfloat16 holds."""
-    return widen(narrow(x, BF16))
-
-
-def check_dispatched(
-    where: str, got: list[Buffer], want: reference.DispatchResult
-) -> None:
-    rows, row_offsets, expert_ids, src_info = map(to_numpy, got)
-    n = len(want.rows)
-    assert_same_bits(f"{where}: row_offsets", row_offsets, want.row_offsets)
-    assert_same_bits(f"{where}: expert_ids", expert_ids, want.expert_ids)
-    assert_same_bits(f"{where}: src_info", src_info[:n], want.src_info)
-    assert_same_bits(f"{where}: rows", rows[:n], want.rows)
+def check_dispatched(where: str, got: list[Buffer], want: DispatchResult) -> None:
+    names = "rows row_offsets expert_ids src_info".split()
+    arrays = dict(zip(names, map(to_numpy, got)))
+    assert_dispatched(where, [SimpleNamespace(**arrays)], [want])
 
 
 def names_of(group: str) -> list[str]:
@@ -315,22 +300,22 @@ def factor_of(rank: int) -> np.float32:
     return np.float32(2.0**rank)
 
 
-def check_all_gather(where: str, got: list, batches: list[Batch], rank: int) -> None:
+def check_all_gather(where: str, got: list, given: Inputs, rank: int) -> None:
     """Compares what came out of the graph on a rank, to the bit."""
     rows, probs, ids, n_gathered, sums = got
-    n = sum(len(batch.tokens) for batch in batches)
+    n = sum(map(len, given.tokens))
     assert n_gathered.tolist() == [n], where
     for what, have, want, none in (
-        ("tokens", rows, [b.tokens for b in batches], None),
-        ("routing map", ids, [b.ids for b in batches], -1),
-        ("probabilities", probs, [b.weights for b in batches], 0),
+        ("tokens", rows, given.tokens, None),
+        ("routing map", ids, given.ids, -1),
+        ("probabilities", probs, given.weights, 0),
     ):
         assert_same_bits(f"{where}: {what}", have[:n], np.concatenate(want))
         if none is not None:
             assert (have[n:] == none).all(), f"{where}: {what} behind the last token"
     # Each part is exact, so the sum is rounded once.
-    factor = sum(factor_of(r) for r in range(len(batches)))
-    want = narrow(widen(batches[rank].tokens) * factor, BF16)
+    factor = sum(factor_of(r) for r in range(N_RANKS))
+    want = narrow(widen(given.tokens[rank]) * factor, BF16)
     assert_same_bits(f"{where}: sums", sums, want)
 
 
@@ -384,7 +369,7 @@ class Prepared:
     """A generation's inputs on one rank, and what it must get."""
 
     inputs: list[Any]
-    dispatched: reference.DispatchResult
+    dispatched: DispatchResult
     sums: np.ndarray
 
 
@@ -411,15 +396,11 @@ class Member:
         return self.engine.models[graph].execute(*inputs, *self.comm.model_inputs())
 
     def oracle(self, generation: int) -> Oracle:
-        given = self.case, generation
-        batches = [make_batch(*given, r, self.silent_rank) for r in range(N_RANKS)]
-        return Oracle(self.case, batches)
+        return Oracle(self.case, inputs_of(self.case, generation, self.silent_rank))
 
     # ---------------------------------------------------------- whole generations
 
-    def factors(
-        self, rank: int, generation: int, dispatched: reference.DispatchResult
-    ) -> Buffer:
+    def factors(self, rank: int, generation: int, dispatched: DispatchResult) -> Buffer:
         """What a graph multiplies rows by, for it to be the experts."""
         factors = np.ones((self.config.n_output_rows, 1), np.float32)
         apply_experts(self.case, generation, rank, dispatched, factors)
@@ -429,9 +410,8 @@ class Member:
         """Makes the inputs of each own rank, and what must come out."""
         want, prepared = self.oracle(generation), []
         for rank in self.ranks:
-            batch, dispatched = want.batches[rank], want.dispatched()[rank]
-            factors = self.factors(rank, generation, dispatched)
-            inputs = [to_buffer(batch.tokens), batch.ids, batch.weights, factors]
+            dispatched = want.dispatched()[rank]
+            inputs = [*want.inputs(rank), self.factors(rank, generation, dispatched)]
             prepared.append(Prepared(inputs, dispatched, want.sums(rank, generation)))
         return prepared
 
@@ -466,9 +446,7 @@ class Member:
     # ------------------------------------------------------------------ its phases
 
     def dispatch_async(self, generation: int) -> None:
-        batch = self.oracle(generation).batches[self.rank]
-        tokens = to_buffer(batch.tokens)
-        self.run_phase("dispatch_async", tokens, batch.ids, batch.weights)
+        self.run_phase("dispatch_async", *self.oracle(generation).inputs(self.rank))
 
     def dispatch_wait(self, generation: int) -> tuple[np.ndarray, Buffer]:
         """Returns the rows (bits) and `src_info`, after comparing them."""
@@ -489,7 +467,7 @@ class Member:
     def send_rows(
         self,
         generation: int,
-        bounds: reference.DispatchResult,
+        bounds: DispatchResult,
         rows: np.ndarray,
         src_info: Buffer,
     ) -> None:
@@ -500,7 +478,7 @@ class Member:
 
     def combine_wait(self, generation: int, expert_generation: int) -> None:
         want = self.oracle(generation)
-        weights = want.batches[self.rank].weights
+        weights = want.given.weights[self.rank]
         (got,) = self.run_phase("combine_wait", weights, self._sent_rows)
         where = f"rank {self.rank}, generation {generation} (combine_wait): sums"
         sums = want.sums(self.rank, expert_generation)

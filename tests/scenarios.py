@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import assert_same_bits, to_buffer, to_numpy
+from harness import assert_same_bits, to_numpy
 from max.engine import InferenceSession
 from processes import (
     ALL_GATHER,
@@ -114,8 +114,7 @@ def _back_to_back(member: Member, graph: str) -> None:
     for generation in (2, 3, 9, 10, 23, 6):
         wants = [member.oracle(generation + i) for i in range(2)]
         dispatched = [want.dispatched()[rank] for want in wants]
-        batches = [want.batches[rank] for want in wants]
-        inputs = [x for b in batches for x in (to_buffer(b.tokens), b.ids, b.weights)]
+        inputs = [x for want in wants for x in want.inputs(rank)]
         for i in range(2):
             inputs.append(member.factors(rank, generation + i, dispatched[1]))
         got = member.run(graph, *inputs)
@@ -142,11 +141,10 @@ def _all_gather(member: Member, graph: str) -> None:
     factor = np.array([factor_of(member.rank)])
     for generation in range(1, 31):
         _sleep_at_random(rng)
-        batches = member.oracle(generation).batches
-        own = batches[member.rank]
-        outputs = member.run(graph, to_buffer(own.tokens), own.ids, own.weights, factor)
+        oracle = member.oracle(generation)
+        outputs = member.run(graph, *oracle.inputs(member.rank), factor)
         where = f"rank {member.rank}, generation {generation} (all-gather)"
-        check_all_gather(where, list(map(to_numpy, outputs)), batches, member.rank)
+        check_all_gather(where, list(map(to_numpy, outputs)), oracle.given, member.rank)
 
 
 SLOW_RANK = 1
