@@ -33,13 +33,12 @@ OVERLAP = replays(
 WRAPS = {**replays(FUSED, 4), "generation_bits": 3, "first_generation": 5}
 
 
-def worlds_of(
-    prefix: str, common: dict, rows: list[tuple[str, tuple, dict, dict]]
-) -> list[World]:
+def worlds_of(prefix: str, common: dict, table: str) -> list[World]:
     """Makes worlds of a table: name, routing, program, and what else they have."""
+    rows = [line.split(" | ", 3) for line in table.strip("\n").splitlines()]
     return [
-        World(prefix + name, routing=routing, **(common | program | more))
-        for name, routing, program, more in rows
+        World(prefix + name, routing=eval(of), **(common | eval(program) | eval(more)))
+        for name, of, program, more in rows
     ]
 
 
@@ -48,43 +47,37 @@ NO_EXPERTS: tuple = (((), ((0, 0),)), (((0, 0),), ()))
 TWO_BLOCKS = dict(n_blocks=2, n_index_warps=2)
 BY_BLOCKS = dict(indexes_by_blocks=True)
 CHUNKS = dict(n_inline_tokens=1, n_chunks=2)
+TWO_AT_ONCE = BY_BLOCKS | dict(n_chunks_at_once=2)
 SUMS = dict(protocol="by_rank", has_sums=True)
+
+
+LANES = dict(most_counting_warps=1, indexes_in_lanes=True)
+TWICE, ONCE = replays(FUSED, 2), replays(FUSED, 1)
+GATHER = dict(protocol="all_gather", has_metadata=True)
+SLOTS = dict(protocol="by_expert")
+ON_CPU = dict(target="cpu", streams=True)
 
 
 def by_rank() -> list[World]:
     """The by-rank protocol on GPUs, with sums, and the all-gather."""
-    lanes = dict(most_counting_warps=1, indexes_in_lanes=True)
-    fused, dispatch = replays(FUSED, 2), FUSED[:1]
-    gather = dict(protocol="all_gather", has_metadata=True)
-    rows = dict(has_sums=False)
     return worlds_of(
         "",
         SUMS,
-        [
-            ("fused, 2 blocks", TWO_RANKS, replays(FUSED, 1), TWO_BLOCKS | lanes),
-            (
-                "fused, 2 blocks, indexed by blocks",
-                TWO_RANKS,
-                replays(FUSED, 1),
-                TWO_BLOCKS | BY_BLOCKS,
-            ),
-            ("split", TWO_RANKS, replays(SPLIT, 2), dict(n_blocks=2)),
-            ("overlap", TWO_RANKS, OVERLAP, {}),
-            ("chunks", TWO_TOKENS, fused, CHUNKS),
-            (
-                "chunks, two at once, indexed by blocks",
-                TWO_TOKENS,
-                fused,
-                CHUNKS | BY_BLOCKS | dict(n_chunks_at_once=2),
-            ),
-            ("dispatch only", TWO_RANKS, replays(dispatch, 3), rows),
-            ("fused", TWO_RANKS, replays(FUSED, 3), {}),
-            ("3 ranks", THREE_RANKS, replays(dispatch, 2), {}),
-            ("in turn", TWO_RANKS, replays(SPLIT, 2), dict(n_blocks=2, in_turn=True)),
-            ("nothing exchanged", NOTHING_EXCHANGED, fused, {}),
-            ("a rank without experts", NO_EXPERTS, fused, dict(n_experts=1)),
-            ("all-gather", EVERYBODY, fused, TWO_BLOCKS | gather),
-        ],
+        """
+fused, 2 blocks | TWO_RANKS | ONCE | TWO_BLOCKS | LANES
+fused, 2 blocks, indexed by blocks | TWO_RANKS | ONCE | TWO_BLOCKS | BY_BLOCKS
+split | TWO_RANKS | replays(SPLIT, 2) | dict(n_blocks=2)
+overlap | TWO_RANKS | OVERLAP | {}
+chunks | TWO_TOKENS | TWICE | CHUNKS
+chunks, two at once, indexed by blocks | TWO_TOKENS | TWICE | CHUNKS | TWO_AT_ONCE
+dispatch only | TWO_RANKS | replays(FUSED[:1], 3) | dict(has_sums=False)
+fused | TWO_RANKS | replays(FUSED, 3) | {}
+3 ranks | THREE_RANKS | replays(FUSED[:1], 2) | {}
+in turn | TWO_RANKS | replays(SPLIT, 2) | dict(n_blocks=2, in_turn=True)
+nothing exchanged | NOTHING_EXCHANGED | TWICE | {}
+a rank without experts | NO_EXPERTS | TWICE | dict(n_experts=1)
+all-gather | EVERYBODY | TWICE | TWO_BLOCKS | GATHER
+""",
     )
 
 
@@ -160,24 +153,22 @@ def random_world(seed: int) -> World:
 
 def by_expert() -> list[World]:
     """The by-expert protocol on GPUs."""
-    shared = dict(has_shared_expert=True)
-    again = replays(FUSED[1:], 3, FUSED[:1])
     return worlds_of(
         "slots, ",
-        dict(protocol="by_expert"),
-        [
-            ("fused", TWO_RANKS, replays(FUSED, 3), {}),
-            ("split", TWO_TOKENS, replays(SPLIT, 2), dict(n_chunks=2) | shared),
-            ("2 blocks", TWO_RANKS, replays(FUSED, 2), dict(n_blocks=2) | shared),
-            ("overlap", TWO_RANKS, OVERLAP, {}),
-            ("dispatch only", TWO_RANKS, replays(FUSED[:1], 3), {}),
-            ("one combine after another", BOTH_WAYS, again, {}),
-            ("nothing exchanged", NOTHING_EXCHANGED, replays(FUSED, 2), {}),
-            ("a rank without experts", NO_EXPERTS, replays(FUSED, 3), {"n_experts": 1}),
-            ("in turn", TWO_RANKS, replays(SPLIT, 2), dict(in_turn=True)),
-            ("generations wrap", TWO_RANKS, WRAPS, {}),
-            ("3 ranks", THREE_RANKS, replays(FUSED, 2), {}),
-        ],
+        SLOTS,
+        """
+fused | TWO_RANKS | replays(FUSED, 3) | {}
+split | TWO_TOKENS | replays(SPLIT, 2) | dict(n_chunks=2, has_shared_expert=True)
+2 blocks | TWO_RANKS | TWICE | dict(n_blocks=2, has_shared_expert=True)
+overlap | TWO_RANKS | OVERLAP | {}
+dispatch only | TWO_RANKS | replays(FUSED[:1], 3) | {}
+one combine after another | BOTH_WAYS | replays(FUSED[1:], 3, FUSED[:1]) | {}
+nothing exchanged | NOTHING_EXCHANGED | TWICE | {}
+a rank without experts | NO_EXPERTS | replays(FUSED, 3) | dict(n_experts=1)
+in turn | TWO_RANKS | replays(SPLIT, 2) | dict(in_turn=True)
+generations wrap | TWO_RANKS | WRAPS | {}
+3 ranks | THREE_RANKS | TWICE | {}
+""",
     )
 
 
@@ -186,51 +177,40 @@ def by_rank_rows() -> list[World]:
     return worlds_of(
         "rows, ",
         dict(protocol="by_rank"),
-        [
-            ("fused", TWO_RANKS, replays(FUSED, 3), {}),
-            ("split", TWO_TOKENS, replays(SPLIT, 2), {}),
-            ("2 blocks", TWO_RANKS, replays(FUSED, 2), TWO_BLOCKS),
-            ("overlap", TWO_RANKS, OVERLAP, {}),
-            ("generations wrap", TWO_RANKS, WRAPS, {}),
-            ("3 ranks", THREE_RANKS, replays(FUSED, 2), {}),
-        ],
+        """
+fused | TWO_RANKS | replays(FUSED, 3) | {}
+split | TWO_TOKENS | replays(SPLIT, 2) | {}
+2 blocks | TWO_RANKS | TWICE | TWO_BLOCKS
+overlap | TWO_RANKS | OVERLAP | {}
+generations wrap | TWO_RANKS | WRAPS | {}
+3 ranks | THREE_RANKS | TWICE | {}
+""",
     )
+
+
+CPU_WORLDS = """
+ | TWO_TOKENS | replays(SPLIT, 2) | {}
+, overlap | TWO_RANKS | OVERLAP | {}
+, dispatch only | TWO_RANKS | replays(SPLIT[:2], 3) | {}
+, combine only | BOTH_WAYS | replays(SPLIT[2:], 3, SPLIT[:2]) | {}
+, a rank without experts | NO_EXPERTS | replays(SPLIT, 2) | dict(n_experts=1)
+, generations wrap | TWO_RANKS | WRAPS | replays(SPLIT, 4)
+, in turn | THREE_RANKS | replays(SPLIT, 3) | dict(in_turn=True)
+"""
 
 
 def cpu() -> list[World]:
     """All protocols of CPU ranks."""
-    worlds = []
-    on_cpu = dict(target="cpu", streams=True)
-    wraps = WRAPS | replays(SPLIT, 4)
-    for protocol, has_sums in (
-        ("by_expert", False),
-        ("by_rank", False),
-        ("by_rank", True),
+    gather = ON_CPU | GATHER | dict(has_sums=True)
+    row = "CPU, all-gather | EVERYBODY | replays(SPLIT, 3) | {}"
+    worlds = worlds_of("", gather, row)
+    for name, axes in (
+        ("by_expert", SLOTS | dict(has_shared_expert=True)),
+        ("by_rank", dict(protocol="by_rank")),
+        ("by_rank sums", SUMS),
     ):
-        name = f"CPU, {protocol}{' sums' if has_sums else ''}"
-        common = on_cpu | dict(protocol=protocol, has_sums=has_sums)
-        common["has_shared_expert"] = protocol == "by_expert"
-        worlds += worlds_of(
-            name,
-            common,
-            [
-                ("", TWO_TOKENS, replays(SPLIT, 2), {}),
-                (", overlap", TWO_RANKS, OVERLAP, {}),
-                (", dispatch only", TWO_RANKS, replays(SPLIT[:2], 3), {}),
-                (", combine only", BOTH_WAYS, replays(SPLIT[2:], 3, SPLIT[:2]), {}),
-                (
-                    ", a rank without experts",
-                    NO_EXPERTS,
-                    replays(SPLIT, 2),
-                    dict(n_experts=1),
-                ),
-                (", generations wrap", TWO_RANKS, wraps, {}),
-                (", in turn", THREE_RANKS, replays(SPLIT, 3), dict(in_turn=True)),
-            ],
-        )
-    gather = dict(protocol="all_gather", has_sums=True, has_metadata=True)
-    rows = [("CPU, all-gather", EVERYBODY, replays(SPLIT, 3), {})]
-    return worlds + worlds_of("", on_cpu | gather, rows)
+        worlds += worlds_of(f"CPU, {name}", ON_CPU | axes, CPU_WORLDS)
+    return worlds
 
 
 def by_protocol() -> dict[str, list[World]]:
@@ -247,22 +227,23 @@ def all_worlds() -> list[World]:
     return [world for some in by_protocol().values() for world in some]
 
 
+# A token each; a rank with nothing to send. And one that sends alone.
+ONE_TOKEN: tuple = ((((1,),), ((0,),)), (((1,),), ()))
+ONE_WAY: tuple = ((((1,),), ()),)
+
+
 def tiny() -> list[World]:
     """Worlds so small that all steps can be interleaved in every order."""
-    one_token = ((((1,),), ((0,),)), (((1,),), ()))
-    one_way = ((((1,),), ()),)
-    slots = dict(protocol="by_expert")
-    cpu = slots | dict(target="cpu", streams=True)
     return worlds_of(
         "tiny, ",
         dict(is_one_agent=True, protocol="by_rank"),
-        [
-            ("fused", one_way, replays(FUSED, 1), dict(has_sums=True)),
-            ("dispatch only", one_token, replays(FUSED[:1], 3), {}),
-            ("slots", one_token, replays(FUSED, 2), slots),
-            ("CPU", one_token, replays(SPLIT, 2), cpu),
-            ("CPU, dispatch only", one_token, replays(SPLIT[:2], 3), cpu),
-        ],
+        """
+fused | ONE_WAY | ONCE | dict(has_sums=True)
+dispatch only | ONE_TOKEN | replays(FUSED[:1], 3) | {}
+slots | ONE_TOKEN | TWICE | SLOTS
+CPU | ONE_TOKEN | replays(SPLIT, 2) | SLOTS | ON_CPU
+CPU, dispatch only | ONE_TOKEN | replays(SPLIT[:2], 3) | SLOTS | ON_CPU
+""",
     )
 
 
@@ -271,12 +252,12 @@ def large() -> list[World]:
     return worlds_of(
         "",
         SUMS,
-        [
-            ("3 ranks, fused", THREE_RANKS, replays(FUSED, 2), {}),
-            ("3 ranks, overlap", THREE_RANKS, OVERLAP, {}),
-            ("fused, 2 blocks, 3 replays", TWO_TOKENS, replays(FUSED, 3), TWO_BLOCKS),
-            ("generations wrap", TWO_RANKS, WRAPS, {}),
-        ],
+        """
+3 ranks, fused | THREE_RANKS | TWICE | {}
+3 ranks, overlap | THREE_RANKS | OVERLAP | {}
+fused, 2 blocks, 3 replays | TWO_TOKENS | replays(FUSED, 3) | TWO_BLOCKS
+generations wrap | TWO_RANKS | WRAPS | {}
+""",
     )
 
 
@@ -284,41 +265,39 @@ def stopped() -> list[World]:
     """Programs that a launch refuses to go on with, before it uses anything wrong."""
     send, wait, combine, combine_wait = SPLIT
     # What is saved of a dispatch's rows is that of the next one.
-    program = dict(program=(send, wait, combine, send, wait, combine_wait))
+    given = dict(program=(send, wait, combine, send, wait, combine_wait))
+    given |= dict(routing=TWO_RANKS, has_sums=True, may_be_refused=True)
     return [
         World(
             f"{protocol}, combine awaited after the next dispatch",
             protocol,
             n_blocks=n_blocks,
-            routing=TWO_RANKS,
-            has_sums=True,
-            may_be_refused=True,
-            **program,
+            **given,
         )
         for protocol, n_blocks in (("by_rank", 1), ("by_rank", 2), ("all_gather", 1))
     ]
 
 
+SEND, WAIT, COMBINE, COMBINE_WAIT = SPLIT
+AFTER_TWO = SEND, WAIT, COMBINE, SEND, WAIT, SEND, COMBINE_WAIT, WAIT
+
+
 def refused() -> list[World]:
-    """Programs that must not be run: that the model says why is a test of it."""
-    send, wait, combine, combine_wait = SPLIT
-    after_two = dict(
-        program=(send, wait, combine, send, wait, send, combine_wait, wait)
+    """Programs that must not be run: that the model says why is a test of it.
+
+    Fused forms wait for what a rank sends that has not begun. Nobody has published,
+    since no rank has begun a launch since. The choices are kept for two dispatches, by
+    parity. No place is left, and nobody reads: the rank waits for itself.
+    """
+    return worlds_of(
+        "",
+        SUMS,
+        """
+fused, in turn | TWO_RANKS | dict(program=FUSED * 2) | dict(in_turn=True)
+dispatch only, published by the next launch | TWO_RANKS | replays(SPLIT[:2], 2) | \
+dict(in_turn=True, shares_gpu=False)
+combine awaited after two more dispatches | TWO_RANKS | dict(program=AFTER_TWO) | \
+dict(has_sums=False)
+sent twice, received never | TWO_RANKS | dict(program=(SEND, SEND, WAIT, WAIT)) | {}
+""",
     )
-    twice = dict(program=(send, send, wait, wait))
-    at_begin = dict(in_turn=True, shares_gpu=False)
-    rows = [
-        # Fused forms wait for what a rank sends that has not begun.
-        ("fused, in turn", dict(program=FUSED * 2), dict(in_turn=True)),
-        # Nobody has published, since no rank has begun a launch since.
-        (
-            "dispatch only, in turn, published by the next launch",
-            dict(program=SPLIT[:2] * 2),
-            at_begin,
-        ),
-        # The choices are kept for two dispatches, by parity.
-        ("combine awaited after two more dispatches", after_two, dict(has_sums=False)),
-        # No place is left, and nobody reads: the rank waits for itself.
-        ("sent twice, received never", twice, {}),
-    ]
-    return worlds_of("", SUMS, [(n, TWO_RANKS, p, more) for n, p, more in rows])
