@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from assembly import Kernel, Loop, parse_amdgcn, parse_ptx
+from assembly import Kernel, parse_amdgcn, parse_ptx
 
 from max_ep.extension import mojo_dir, run_mojo
 
@@ -69,120 +69,67 @@ class Compiled:
     kernel: Kernel
     cubin: bytes
 
+    def __post_init__(self) -> None:
+        kernel, name, is_by_rank = self.kernel, self.name, self.is_by_rank
+        find, is_clear = kernel.find, name.startswith("clear")
+        self.is_dispatch = name.startswith("dispatch")
+        self.phase = "dispatch" if self.is_dispatch else "combine"
+        # Whether it has the send phase, and the receive phase.
+        self.sends = "_wait." not in name and not is_clear
+        self.receives = "_async." not in name and not is_clear
+        # Whether it publishes at its end what it has read. By rank only waits of ranks
+        # that share a GPU, and those of dispatch that a combine of rows follows: it
+        # would not publish for them.
+        is_last = name.startswith("dispatch_wait") and not self.has("sums")
+        is_last = is_last or self.has("oversubscribed")
+        self.publishes_at_end = is_last if is_by_rank else self.receives
+        # Whether it polls, a few times only, for the launch that sends next.
+        is_one = not self.is_dispatch or self.has("sums")
+        self.records_readers = is_by_rank and self.receives and is_one and not is_last
+        # Whether what it sends has flags of its own, and what it receives.
+        self.sends_chunks = self.sends and (not is_by_rank or self.has("chunks"))
+        has_chunks = not is_by_rank or self.is_dispatch and self.has("chunks")
+        self.receives_chunks = self.receives and has_chunks
+
+        # Where data is stored and loaded that is its own flag, and where `SENTINEL` is
+        # put back; all other ordinary accesses of 16 bytes, and all accesses of them.
+        relaxed = "store relaxed system"
+        self.inline_stores = find(lambda op: op.kind == relaxed and op.n_bytes == 16)
+        polled = "load relaxed system"
+        self.inline_polls = find(lambda op: op.kind == polled and ".b128" in op.text)
+        end = "{-1, -1, -1, -1}"
+        self.sentinel_stores = find(
+            lambda op: op.what == "store" and op.text.endswith(end)
+        )
+        self.loads_16 = find(lambda op: op.moves_16("load"))
+        self.stores_16 = find(lambda op: op.moves_16("store")) - self.sentinel_stores
+        self.moved = find(lambda op: op.n_bytes == 16)
+
+        # Loops that write chunks or messages and publish their flags; loops that await
+        # what was sent, and use it; where done words are published and loaded outside.
+        release, acquire = "store release system", "load acquire system"
+        loops = kernel.loops()
+        flagged = [loop for loop in loops if loop.find_kind(release)]
+        self.send_loops = [loop for loop in flagged if loop.body & self.stores_16]
+        used = self.sentinel_stores if is_by_rank else self.loads_16
+        self.receive_loops = [
+            loop
+            for loop in loops
+            if loop.body & used and (is_by_rank or loop.find_kind(acquire))
+        ]
+        sent, received = (
+            set().union(*(loop.body for loop in of))
+            for of in (self.send_loops, self.receive_loops)
+        )
+        self.done_words = kernel.find_kind(release) - sent
+        self.done_polls = kernel.find_kind(acquire) - received
+
     def has(self, word: str) -> bool:
         """Says whether the variant is of a kind."""
         return word in self.name.partition(".")[2].split("_")
 
-    @property
-    def is_dispatch(self) -> bool:
-        return self.name.startswith("dispatch")
-
-    @property
-    def sends(self) -> bool:
-        """Whether it has the send phase."""
-        return "_wait." not in self.name and not self.name.startswith("clear")
-
-    @property
-    def receives(self) -> bool:
-        """Whether it has the receive phase."""
-        return "_async." not in self.name and not self.name.startswith("clear")
-
-    @property
-    def phase(self) -> str:
-        return "dispatch" if self.is_dispatch else "combine"
-
-    @property
-    def publishes_at_end(self) -> bool:
-        """Whether it publishes at its end what it has read. By rank only waits of ranks
-        that share a GPU, and those of dispatch that a combine of rows follows: it would
-        not publish for them."""
-        if not self.is_by_rank:
-            return self.receives
-        is_last = self.name.startswith("dispatch_wait") and not self.has("sums")
-        return self.has("oversubscribed") or is_last
-
-    @property
-    def records_readers(self) -> bool:
-        """Whether it polls, a few times only, for the launch that sends next."""
-        is_one = not self.is_dispatch or self.has("sums")
-        return (
-            self.is_by_rank and self.receives and not self.publishes_at_end and is_one
-        )
-
-    @property
-    def sends_chunks(self) -> bool:
-        """Whether what it sends has flags of its own."""
-        return self.sends and (not self.is_by_rank or self.has("chunks"))
-
-    @property
-    def receives_chunks(self) -> bool:
-        """Whether what it receives may have flags of its own."""
-        if not self.is_by_rank:
-            return self.receives
-        return self.receives and self.is_dispatch and self.has("chunks")
-
     def shown(self, places: set[int]) -> list[str]:
         return [self.kernel.ops[i].text for i in sorted(places)]
-
-    def inline_stores(self) -> set[int]:
-        """Returns where 16 bytes are stored that are their own flag."""
-        return self.kernel.find(
-            lambda op: op.kind == "store relaxed system" and op.n_bytes == 16
-        )
-
-    def inline_polls(self) -> set[int]:
-        """Returns where such 16 bytes are loaded."""
-        return self.kernel.find(
-            lambda op: op.kind == "load relaxed system" and ".b128" in op.text
-        )
-
-    def sentinel_stores(self) -> set[int]:
-        """Returns where `SENTINEL` is put back."""
-        return self.kernel.find(
-            lambda op: op.what == "store" and op.text.endswith("{-1, -1, -1, -1}")
-        )
-
-    def loads_16(self) -> set[int]:
-        """Returns the ordinary loads of 16 bytes."""
-        return self.kernel.find(lambda op: op.moves_16("load"))
-
-    def stores_16(self) -> set[int]:
-        """Returns the ordinary stores of 16 bytes, but for those of `SENTINEL`."""
-        stores = self.kernel.find(lambda op: op.moves_16("store"))
-        return stores - self.sentinel_stores()
-
-    def moved(self) -> set[int]:
-        """Returns all accesses of 16 bytes."""
-        return self.kernel.find(lambda op: op.n_bytes == 16)
-
-    def send_loops(self) -> list[Loop]:
-        """Returns the loops that write chunks or messages and publish their flags."""
-        return [
-            loop
-            for loop in self.kernel.loops()
-            if loop.find_kind("store release system") and loop.body & self.stores_16()
-        ]
-
-    def receive_loops(self) -> list[Loop]:
-        """Returns the loops that await what was sent, and use it."""
-        if self.is_by_rank:
-            used = self.sentinel_stores()
-            return [loop for loop in self.kernel.loops() if loop.body & used]
-        return [
-            loop
-            for loop in self.kernel.loops()
-            if loop.find_kind("load acquire system") and loop.body & self.loads_16()
-        ]
-
-    def done_words(self) -> set[int]:
-        """Returns where done words are published."""
-        published = self.kernel.find_kind("store release system")
-        return published.difference(*(loop.body for loop in self.send_loops()))
-
-    def done_polls(self) -> set[int]:
-        """Returns where done words are loaded."""
-        loaded = self.kernel.find_kind("load acquire system")
-        return loaded.difference(*(loop.body for loop in self.receive_loops()))
 
     def header_words(self) -> dict[str, int]:
         """PTX: returns the registers that hold a word of the counters' header. By rank

@@ -172,7 +172,7 @@ def test_generations_that_are_published(it):
     read = [generation(f"{phase}_received") for phase in ("dispatch", "combine")]
     read[not it.is_dispatch] += it.publishes_at_end
     done = read[0] << 32 | read[1] if it.is_by_rank else read[not it.is_dispatch] << 32
-    places = it.done_words()
+    places = it.done_words
     assert len(places) == (it.publishes_at_end or it.is_by_rank and it.sends)
     for place in places:
         register = it.kernel.ops[place].text.rpartition(", ")[2]
@@ -185,10 +185,10 @@ def test_generations_that_are_published(it):
 @kernels()
 def test_payload_is_written_before_its_flag(it):
     """I2, in a round of the send loop: no byte behind its release; a `syncwarp`."""
-    loops = it.send_loops()
+    loops = it.send_loops
     assert len(loops) == it.sends_chunks
     for loop in loops:
-        written = loop.body & it.stores_16()
+        written = loop.body & it.stores_16
         released = loop.find_kind("store release system")
         assert released <= loop.reach_in_round(written)
         assert not it.shown(loop.reach_in_round(released) & written)
@@ -204,10 +204,10 @@ def test_message_is_read_after_its_flag(it):
     """I2, in a round of the receive loop: no byte of a message before its acquire.
     Combine's lanes await a message each and read all of them: a `syncwarp` is
     between."""
-    loops = it.receive_loops()
+    loops = it.receive_loops
     assert len(loops) == it.receives
     for loop in loops:
-        read = loop.body & it.loads_16()
+        read = loop.body & it.loads_16
         awaited = loop.find_kind("load acquire system")
         assert read <= loop.reach_in_round(awaited)
         assert not it.shown(awaited & loop.reach_in_round(read))
@@ -243,9 +243,9 @@ def test_peers_are_written_after_their_readers_are_done(it):
     what it has acquired to the others."""
     kernel = it.kernel
     written = kernel.find_kind("store relaxed system")
-    for loop in it.send_loops():
-        written |= loop.body & it.stores_16()
-    awaited = it.done_polls()
+    for loop in it.send_loops:
+        written |= loop.body & it.stores_16
+    awaited = it.done_polls
     votes = kernel.find_kind("vote")
     voted = {v for v in votes if {v} & kernel.reach(awaited, votes - {v})}
     if it.is_by_rank:
@@ -263,7 +263,7 @@ def test_blocks_have_read_before_they_arrive(it):
     """I3: a block's warps meet before one of them says that it has ended."""
     arrived = it.kernel.find_kind("atomic acq_rel device")
     met = it.kernel.find_kind("barrier")
-    assert not arrived & it.kernel.reach(it.loads_16() | it.stores_16(), met)
+    assert not arrived & it.kernel.reach(it.loads_16 | it.stores_16, met)
 
 
 @kernels("by_expert.*(wait|dispatch\\.|combine\\.)|_oversub|dispatch_wait.bf16")
@@ -273,13 +273,13 @@ def test_done_words_come_last(it):
     kernel = it.kernel
     arrived = kernel.find_kind("atomic acq_rel device")
     barriers = kernel.find_kind("barrier")
-    assert not arrived & kernel.reach(it.moved(), barriers)
-    done = it.done_words()
+    assert not arrived & kernel.reach(it.moved, barriers)
+    done = it.done_words
     assert done and done <= kernel.reach(arrived)
     # By rank the first one is that of the launch's start.
     met = {i for i in barriers if not it.is_by_rank or i in kernel.reach(barriers)}
     assert met and not done & kernel.reach_from_start(met)
-    assert not it.shown((it.moved() | arrived) & kernel.reach(done))
+    assert not it.shown((it.moved | arrived) & kernel.reach(done))
     if it.target == NVIDIA:
         behind = kernel.reach(arrived, kernel.find_kind("warp_barrier"))
         assert not it.shown(done & behind)
@@ -289,10 +289,10 @@ def test_done_words_come_last(it):
 def test_warps_hand_on_what_is_there(it):
     """Slots, and the rows of all pairs, are stored before they are handed on."""
     awaited = it.kernel.find_kind("load acquire block")
-    for loop in it.send_loops():
+    for loop in it.send_loops:
         slots = loop.find(lambda op: op.is_plain and op.n_bytes != 16)
         assert slots and not it.shown(slots & loop.reach_from_entry(awaited))
-    for loop in it.receive_loops():
+    for loop in it.receive_loops:
         assert loop.entry not in it.kernel.reach_from_start(awaited)
 
     loops = [x for x in it.kernel.loops() if x.find_kind("store release block")]
@@ -333,10 +333,10 @@ def test_shared_words_are_read_behind_a_meeting(it):
 @kernels("by_expert.*dispatch.bf16_shared")
 def test_own_tokens_are_read_behind_a_barrier(it):
     """I4: what the sending warps have staged is there when others copy it."""
-    in_loops = (loop.body for loop in it.send_loops() + it.receive_loops())
-    copied = it.loads_16().difference(*in_loops)
-    (sending,) = it.send_loops()
-    staged = sending.body & it.stores_16()
+    in_loops = (loop.body for loop in it.send_loops + it.receive_loops)
+    copied = it.loads_16.difference(*in_loops)
+    (sending,) = it.send_loops
+    staged = sending.body & it.stores_16
     assert copied and copied <= it.kernel.reach(staged)
     met = it.kernel.find_kind("barrier")
     assert not it.shown(copied & it.kernel.reach(staged, met))
@@ -351,7 +351,7 @@ def test_payload_moves_by_16_bytes(it):
     comes out of a table: the space is generic. Of FP8 messages by expert the scales are
     read one by one."""
     if it.sends or it.receives:
-        assert it.moved()
+        assert it.moved
     narrow = it.kernel.find(
         lambda op: op.is_plain and op.space == "generic" and op.n_bytes != 16
     )
@@ -366,8 +366,8 @@ def test_only_tokens_are_read_as_constants(it):
     """That cache hears of no other writer. By rank, where launches overlap: none."""
     tokens: set[int] = set()
     if it.is_dispatch and it.sends and not it.is_by_rank:
-        (sending,) = it.send_loops()
-        tokens = sending.body & it.loads_16()
+        (sending,) = it.send_loops
+        tokens = sending.body & it.loads_16
     assert it.kernel.find(lambda op: op.is_read_only) == tokens
 
 

@@ -38,10 +38,10 @@ def test_done_words_say_what_earlier_launches_have_read(it):
     then the kernel before has ended, which nothing of this one may delay. A token's
     first vectors are loaded before, from where it was given."""
     kernel = it.kernel
-    assert len(it.done_words()) == it.sends
-    moved = it.inline_stores() | it.inline_polls() | it.stores_16()
-    moved |= it.sentinel_stores()
-    assert not it.done_words() & kernel.reach(moved)
+    assert len(it.done_words) == it.sends
+    moved = it.inline_stores | it.inline_polls | it.stores_16
+    moved |= it.sentinel_stores
+    assert not it.done_words & kernel.reach(moved)
     arrived = kernel.find_kind("atomic acq_rel device")
     assert not arrived & kernel.reach(moved)
     assert not arrived & kernel.reach_from_start(kernel.find_kind("barrier"))
@@ -66,9 +66,9 @@ def test_readers_are_recorded_when_all_have_read(it):
 @kernels("by_rank.*dispatch(_wait)?\\.")
 def test_rows_are_used_after_they_are_counted(it):
     """Counting warps hand the rows on behind a `syncwarp`; none is filled before."""
-    for loop in it.receive_loops():
+    for loop in it.receive_loops:
         counted = loop.find_kind("load acquire block")
-        filled = loop.body & it.stores_16()
+        filled = loop.body & it.stores_16
         assert filled
         assert not it.shown(filled & it.kernel.reach_knowing({}, counted))
 
@@ -97,7 +97,7 @@ def test_numbers_of_tokens_are_handed_on(it):
     assert ready not in it.kernel.reach(stored, met)
 
     # Whatever way a warp comes, it receives nothing before.
-    loops = it.receive_loops()
+    loops = it.receive_loops
     assert len(loops) == 1 + it.receives_chunks
     awaited = it.kernel.find_kind("load acquire block")
     awaited = awaited.difference(*(loop.body for loop in loops))
@@ -131,14 +131,14 @@ def test_inline_data_is_its_own_flag(it):
     """Nothing else is stored in a peer's memory, and nothing is published after it.
     Data that looks like `SENTINEL` is replaced: a receiver would wait for it."""
     for loop in it.kernel.loops():
-        if loop.body & it.inline_stores():
+        if loop.body & it.inline_stores:
             assert not loop.find_kind("store release system")
-            assert not it.shown(loop.body & it.stores_16())
+            assert not it.shown(loop.body & it.stores_16)
     plain = it.kernel.find(
         lambda op: op.is_plain and op.what == "store" and op.space == "generic"
     )
-    in_chunks = set().union(*(loop.body for loop in it.send_loops()))
-    assert not it.shown(plain - it.sentinel_stores() - in_chunks)
+    in_chunks = set().union(*(loop.body for loop in it.send_loops))
+    assert not it.shown(plain - it.sentinel_stores - in_chunks)
     stand_in = re.compile(r"selp\.b32\s+%r\d+, 2147483647, ")
     assert it.kernel.find(lambda op: bool(stand_in.match(op.text)))
 
@@ -147,9 +147,9 @@ def test_inline_data_is_its_own_flag(it):
 def test_sentinel_is_put_back_after_data_was_read(it):
     """By ordinary stores, each behind the loads of the same 16 bytes, for all of them.
     Entries and routing metadata say their generation, and stay."""
-    places = it.sentinel_stores()
+    places = it.sentinel_stores
     assert bool(places) == it.receives
-    polls = it.inline_polls()
+    polls = it.inline_polls
     for place in places:
         op = it.kernel.ops[place]
         assert op.moves_16("store"), op.text
@@ -170,14 +170,14 @@ def test_sentinel_is_put_back_after_data_was_read(it):
     )
     awaited = polls & set().union(*waits)
     has_entries = it.is_dispatch and it.receives and it.has("sums")
-    stay = len(it.receive_loops()) * (has_entries + it.has("metadata"))
+    stay = len(it.receive_loops) * (has_entries + it.has("metadata"))
     assert len(awaited) == len(places) + stay, it.shown(awaited)
 
 
 @kernels("by_rank.*dispatch(_wait)?\\..*_chunks")
 def test_chunk_is_read_after_its_flag(it):
     """I2, in a round of the receive loop: no byte of a chunk before its acquire."""
-    (loop,) = (x for x in it.receive_loops() if x.find_kind("load acquire system"))
+    (loop,) = (x for x in it.receive_loops if x.find_kind("load acquire system"))
     read = loop.find(lambda op: op.moves_16("load"))
     awaited = loop.find_kind("load acquire system")
     assert awaited and read

@@ -455,20 +455,6 @@ def test_the_generation_may_wrap(forms):
 # --------------------------------------------------------- the tests have teeth
 
 
-def test_a_difference_is_told_with_place_and_source():
-    """A wrong row's message says where it is and whose it is."""
-    case = CASES["two_ranks"]
-    given = make_inputs(case, "full", "telling")
-    want = expected_dispatch(case, given)
-    got = [SimpleNamespace(**vars(result)) for result in want]
-    got[0].rows = got[0].rows.copy()
-    got[0].rows[[3, 5]] = got[0].rows[[5, 3]]
-    with pytest.raises(AssertionError) as caught:
-        assert_dispatched("two_ranks, full", got, want)
-    for words in ("rank 0", "row 3", "column 1", "what is there is row"):
-        assert words in str(caught.value)
-
-
 def test_data_covers_what_it_claims():
     """Zeros of both signs, tiny and huge blocks; telling rows are distinct."""
     case = CASES["fp8"]
