@@ -133,15 +133,15 @@ def test_local_memory_is_zero_and_writable_to_its_ends():
     memory = LocalMemory(3, REGION_BYTES)
     addresses = memory.connect(0.0)
     assert n_mappings("/dev/zero") > before
-    assert addresses == memory.local_addresses()
-    assert len(set(addresses)) == 3
-    for address in addresses:
-        assert address % 256 == 0
-        assert read(address, REGION_BYTES) == bytes(REGION_BYTES)
-    for i, address in enumerate(addresses):
-        write(address, bytes([i + 1]) * REGION_BYTES)
-    for i, address in enumerate(addresses):
-        assert read(address, REGION_BYTES) == bytes([i + 1]) * REGION_BYTES
+    assert addresses == memory.local_addresses() and len(set(addresses)) == 3
+    for value in range(2):
+        for i, address in enumerate(addresses):
+            assert address % 256 == 0
+            assert (
+                read(address, REGION_BYTES) == bytes([value * (i + 1)]) * REGION_BYTES
+            )
+        for i, address in enumerate(addresses):
+            write(address, bytes([i + 1]) * REGION_BYTES)
     memory.close()
     memory.close()
     assert memory.local_addresses() == []
@@ -252,10 +252,16 @@ time.sleep(60)
 """
 
 
-def test_memory_of_the_dead_is_replaced(group, start):
-    dead = start(_JOIN_AND_HANG)
-    assert dead.hear() == "ready"
-    dead.kill()
+@pytest.fixture
+def hung(start) -> Peer:
+    """Node 1, which has joined, and hangs."""
+    peer = start(_JOIN_AND_HANG)
+    assert peer.hear() == "ready"
+    return peer
+
+
+def test_memory_of_the_dead_is_replaced(group, hung):
+    hung.kill()
     assert names_of(group) == ["1"]  # or this test would show nothing
     memories = [make(group, node) for node in range(2)]
     tables = connect_all(memories)
@@ -265,15 +271,13 @@ def test_memory_of_the_dead_is_replaced(group, start):
         memory.close()
 
 
-def test_zombie_is_dead(group, start):
+def test_zombie_is_dead(group, hung):
     """A killed process whose parent has not looked yet still has its pid."""
-    zombie = start(_JOIN_AND_HANG)
-    assert zombie.hear() == "ready"
-    os.kill(zombie.process.pid, signal.SIGKILL)
+    os.kill(hung.process.pid, signal.SIGKILL)
     state = ""
     while state != "Z":
         time.sleep(0.01)
-        with open(f"/proc/{zombie.process.pid}/stat") as stat:
+        with open(f"/proc/{hung.process.pid}/stat") as stat:
             state = stat.read().rpartition(")")[2].split()[0]
     memory = make(group, 1)
     memory.close()
@@ -294,32 +298,28 @@ def test_memory_of_a_reused_pid_is_replaced(group):
     memory.close()
 
 
-def test_dead_peer_is_not_mapped(group, start):
-    dead = start(_JOIN_AND_HANG)
-    assert dead.hear() == "ready"
-    dead.kill()
+def test_dead_peer_is_not_mapped(group, hung):
+    hung.kill()
     memory = make(group, 0)
     with pytest.raises(
         TimeoutError,
         match="node 0 waited 0.3 s for node 1 of group .* to start: only what the "
-        f"dead process {dead.process.pid} left behind",
+        f"dead process {hung.process.pid} left behind",
     ):
         memory.connect(0.3)
     unlink_group(group, 2)
 
 
-def test_living_owner_is_not_replaced(group, start):
-    owner = start(_JOIN_AND_HANG)
-    assert owner.hear() == "ready"
+def test_living_owner_is_not_replaced(group, hung):
     with pytest.raises(
         RuntimeError,
-        match=f"node 1 of group .* already taken by process {owner.process.pid};",
+        match=f"node 1 of group .* already taken by process {hung.process.pid};",
     ):
         make(group, 1)
     # And it goes on as if nothing had been.
     memory = make(group, 0)
     memory.connect(TIMEOUT_S)
-    assert owner.hear() == "connected"
+    assert hung.hear() == "connected"
     memory.close()
 
 
