@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +46,32 @@ TIMEOUT_S = 400
 
 @dataclass
 class Run:
-    """What one package gave in one run of one form."""
+    """What one package gave in one run of one form, and what it was given."""
 
     where: str
-    sums: list[np.ndarray]  # bfloat16 bits ``[n_tokens, hidden]`` of each rank
-    dispatched: list[list[np.ndarray]]
+    name: str
+    counts: list[int]
+    is_fp8: bool
+    has_shared: bool = False
+    sums: list[np.ndarray] = field(default_factory=list)
+    """bfloat16 bits ``[n_tokens, hidden]`` of each rank."""
+    dispatched: list[list[np.ndarray]] = field(default_factory=list)
     """Rows, for FP8 scales, row offsets, expert ids of each rank."""
+
+    def __post_init__(self) -> None:
+        given = make_inputs(self.name, self.counts, has_shared=self.has_shared)
+        self.tokens, self.ids, self.weights, self.factors = given
+        self.n_rows = rows_of_experts(self.ids, self.has_shared)
+        self.is_exact = self.name in EXACT_RUNS
+
+    def oracle(self) -> list[reference.DispatchResult]:
+        return reference.dispatch(
+            self.tokens if self.is_fp8 else [narrow(x) for x in self.tokens],
+            self.ids,
+            N_EXPERTS,
+            quantize=reference.quantize_blockwise_fp8 if self.is_fp8 else None,
+            shared_expert=self.has_shared,
+        )
 
 
 def run_script(package: str, arguments: str, folder: Path) -> dict[str, np.ndarray]:
@@ -74,27 +94,27 @@ def run_script(package: str, arguments: str, folder: Path) -> dict[str, np.ndarr
         return dict(saved)
 
 
-def take(saved: dict[str, np.ndarray], form: str, run: str, package: str) -> Run:
+def take(saved: dict, form: str, run: str, package: str, **kind: bool) -> Run:
     def of(rank: int, names: tuple[str, ...]) -> list[np.ndarray]:
         keys = [f"{form}/{run}/{rank}/{name}" for name in names]
         return [saved[key] for key in keys if key in saved]
 
-    ranks = range(len(saved["counts"]))
-    return Run(
-        f"{package}, {form}, {run}",
-        [of(rank, OUTPUTS[:1])[0] for rank in ranks],
-        [of(rank, OUTPUTS[1:]) for rank in ranks],
-    )
+    counts = saved["counts"].tolist()
+    got = Run(f"{package}, {form}, {run}", run, counts, **kind)
+    for rank in range(len(counts)):
+        got.sums += of(rank, OUTPUTS[:1])
+        got.dispatched.append(of(rank, OUTPUTS[1:]))
+    return got
 
 
 def forms_of(saved: dict[str, np.ndarray]) -> list[str]:
     return list(dict.fromkeys(k.split("/")[0] for k in saved if "/" in k))
 
 
-def check_rows_are_counted(got: Run, n_rows: np.ndarray, *, is_fp8: bool) -> None:
+def check_rows_are_counted(got: Run) -> None:
     """Compares how many rows each expert got; of FP8 MAX rounds up to fours."""
-    if is_fp8 and MAX in got.where:
-        n_rows = -(-n_rows // 4) * 4
+    fill = 4 if got.is_fp8 and MAX in got.where else 1
+    n_rows = -(-got.n_rows // fill) * fill
     for rank, (*_, row_offsets, expert_ids) in enumerate(got.dispatched):
         n_got = dict(zip(expert_ids.tolist(), np.diff(row_offsets.astype(int))))
         for expert, n in enumerate(n_rows[rank]):
@@ -102,21 +122,12 @@ def check_rows_are_counted(got: Run, n_rows: np.ndarray, *, is_fp8: bool) -> Non
             assert n_got.get(expert, 0) == n, f"{where}: {n_got}, not {n}"
 
 
-def check_rows_are_the_oracles(got, inputs, *, is_fp8, has_shared):
+def check_rows_are_the_oracles(got: Run) -> None:
     """Compares each expert's rows with the oracle's, as sets."""
-    tokens, ids = inputs[:2]
-    n_rows = rows_of_experts(ids, has_shared)
-    want = reference.dispatch(
-        tokens if is_fp8 else [narrow(x) for x in tokens],
-        ids,
-        N_EXPERTS,
-        quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
-        shared_expert=has_shared,
-    )
-    for rank, (g, w) in enumerate(zip(got.dispatched, want, strict=True)):
+    for rank, (g, w) in enumerate(zip(got.dispatched, got.oracle(), strict=True)):
         scales = [] if w.scales is None else [w.scales]
         wanted = [w.rows, *scales, w.row_offsets, w.expert_ids]
-        pairs = (by_expert(x, n_rows[rank]) for x in (g, wanted))
+        pairs = (by_expert(x, got.n_rows[rank]) for x in (g, wanted))
         for expert, (have, need) in enumerate(zip(*pairs, strict=True)):
             where = f"{got.where}: rank {rank}, expert {expert}"
             assert have.shape == need.shape, f"{where}: {have.shape}, want {need.shape}"
@@ -153,13 +164,12 @@ def rows_by_token(dispatched, tokens, n_rows):
     return found
 
 
-def check_rows_are_close(got: Run, inputs: list[list[np.ndarray]]) -> None:
+def check_rows_are_close(got: Run) -> None:
     """Compares quantized rows with their tokens, to FP8's rounding."""
-    tokens, n_rows = np.concatenate(inputs[0]), rows_of_experts(inputs[1])
-    n_found = 0
+    tokens, n_found = np.concatenate(got.tokens), 0
     for rank, dispatched in enumerate(got.dispatched):
         values, scales = dequantize(dispatched), dispatched[1]
-        found = rows_by_token(dispatched, tokens, n_rows[rank])
+        found = rows_by_token(dispatched, tokens, got.n_rows[rank])
         for (_, token), row in found.items():
             scale = np.repeat(scales[:, row], FP8_BLOCK)
             # Half a step of 3 mantissa bits, or of the subnormals; a little more
@@ -168,21 +178,21 @@ def check_rows_are_close(got: Run, inputs: list[list[np.ndarray]]) -> None:
             error = np.abs(values[row] - tokens[token])
             assert (error <= allowed).all(), f"{got.where}: token {token} is off"
             n_found += 1
-    assert n_found == sum(ids.size for ids in inputs[1]), f"{got.where}: {n_found} rows"
+    assert n_found == sum(ids.size for ids in got.ids), f"{got.where}: {n_found} rows"
 
 
-def check_sums(got, inputs, *, is_exact, has_shared):
+def check_sums(got: Run) -> None:
     """Compares sums with those of the rows that this package delivered. Float32 sums of
     ``n`` products are within ``n`` roundings of the exact one, in any order, products
     fused or not. Rounding to bfloat16 is monotone, so a sum lies between the rounded
     ends of that interval: where they are the same number, only that one is right. A
     shared expert's row is added to the rounded sum, which is rounded again."""
-    tokens, ids, weights, factors = inputs
-    all_tokens, counts = np.concatenate(tokens), [len(x) for x in tokens]
+    ids, weights, factors = got.ids, got.weights, got.factors
+    all_tokens, counts = np.concatenate(got.tokens), got.counts
     first = np.cumsum([0, *counts])
-    n_local, n_shared = N_EXPERTS // len(counts), int(has_shared)
-    n_rows = rows_of_experts(ids, has_shared)
-    found = [rows_by_token(d, all_tokens, n) for d, n in zip(got.dispatched, n_rows)]
+    n_local, n_shared = N_EXPERTS // len(counts), int(got.has_shared)
+    pairs = zip(got.dispatched, got.n_rows)
+    found = [rows_by_token(d, all_tokens, n) for d, n in pairs]
     values = [dequantize(d) for d in got.dispatched]
 
     def row_of(rank: int, group: int, token: int) -> np.ndarray:
@@ -202,9 +212,9 @@ def check_sums(got, inputs, *, is_exact, has_shared):
                 row = row_of(at, local_expert + n_shared, int(first[rank]) + token)
                 exact[token] += np.float64(weight) * row
                 magnitude[token] += np.abs(np.float64(weight) * row)
-        slack = 0 if is_exact else (TOP_K + 1) * 2.0**-24
+        slack = 0 if got.is_exact else (TOP_K + 1) * 2.0**-24
         low, high = (rounded(exact + sign * slack * magnitude) for sign in (-1, 1))
-        if has_shared:
+        if got.has_shared:
             numbers = range(int(first[rank]), int(first[rank]) + n_tokens)
             shared = np.array([row_of(rank, 0, number) for number in numbers])
             shared = shared.reshape(exact.shape)
@@ -224,18 +234,14 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return widen(reference.float32_to_bfloat16(x.astype(np.float32)))
 
 
-def check_run(got, run, counts, *, is_fp8, has_shared):
+def check_run(got: Run) -> None:
     """Compares one package's run with the oracle."""
-    inputs = make_inputs(run, counts, has_shared=has_shared)
-    is_exact = run in EXACT_RUNS
-    n_rows = rows_of_experts(inputs[1], has_shared)
-    check_rows_are_counted(got, n_rows, is_fp8=is_fp8)
-    if is_fp8 and not is_exact and MAX in got.where:
-        check_rows_are_close(got, inputs)
+    check_rows_are_counted(got)
+    if got.is_fp8 and not got.is_exact and MAX in got.where:
+        check_rows_are_close(got)
     else:
-        kind = {"is_fp8": is_fp8, "has_shared": has_shared}
-        check_rows_are_the_oracles(got, inputs, **kind)
-    check_sums(got, inputs, is_exact=is_exact, has_shared=has_shared)
+        check_rows_are_the_oracles(got)
+    check_sums(got)
 
 
 ARGUMENTS = {
@@ -273,18 +279,17 @@ def saved_by_both(tmp_path_factory: pytest.TempPathFactory) -> Callable:
 def test_only_the_import_changes(saved_by_both, name):
     saved = saved_by_both(name)
     assert saved[MAX].keys() == saved[OURS].keys()
-    counts = saved[OURS]["counts"].tolist()
     kind = {"is_fp8": "fp8" in name, "has_shared": "shared" in name}
     for form in forms_of(saved[OURS]):
         for run in (*EXACT_RUNS, RANDOM_RUN):
-            theirs, ours = (take(saved[p], form, run, p) for p in (MAX, OURS))
+            theirs, ours = (take(saved[p], form, run, p, **kind) for p in (MAX, OURS))
             for got in (theirs, ours):
-                check_run(got, run, counts, **kind)
+                check_run(got)
             differ = [(a != b).sum() for a, b in zip(theirs.sums, ours.sums)]
             print(f"{name}, {form}, {run}: {sum(differ)} sums differ")
             if run in EXACT_RUNS:
                 assert not any(differ), f"{form}, {run}: {differ} sums differ"
-            for rank in range(len(counts)):
+            for rank in range(len(ours.counts)):
                 pairs = zip(theirs.dispatched[rank], ours.dispatched[rank], strict=True)
                 for a, b in pairs:
                     assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -303,30 +308,25 @@ def test_max_ep_alone(arguments, tmp_path):
     # Each further rank's experts are compiled by themselves.
     ranks = "" if accelerator_count() else "--ranks 2"
     saved = run_script(OURS, f"{ranks} {arguments}", tmp_path)
-    counts = saved["counts"].tolist()
     kind = {"is_fp8": False, "has_shared": "shared" in arguments}
     (form,) = forms_of(saved)
     for run in (*EXACT_RUNS, RANDOM_RUN):
-        check_run(take(saved, form, run, OURS), run, counts, **kind)
+        check_run(take(saved, form, run, OURS, **kind))
 
 
-def perfect_run(run: str, counts: list[int], *, is_fp8: bool) -> Run:
+COUNTS = [20, 0, 3, 7]
+
+
+def perfect_run(run: str, is_fp8: bool) -> Run:
     """Makes what MAX may give: the oracle's, an expert's rows turned and filled up."""
-    tokens, ids, weights, factors = make_inputs(run, counts)
-    results = reference.dispatch(
-        tokens if is_fp8 else [narrow(x) for x in tokens],
-        ids,
-        N_EXPERTS,
-        quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
-    )
-    dispatched, expert_rows = [], []
+    got = Run(f"{MAX}, perfect, {run}", run, COUNTS, is_fp8)
+    results, expert_rows = got.oracle(), []
     for rank, result in enumerate(results):
         scales = [] if result.scales is None else [result.scales]
         arrays = [result.rows, *scales, result.row_offsets, result.expert_ids]
-        factor = np.repeat(factors[rank], np.diff(result.row_offsets.astype(int)))
+        factor = np.repeat(got.factors[rank], np.diff(result.row_offsets.astype(int)))
         product = dequantize(arrays) * factor[:, np.newaxis]
-        bits = reference.float32_to_bfloat16(product)
-        expert_rows.append(reference.bfloat16_to_float32(bits))
+        expert_rows.append(rounded(product))
         order, offsets = [], [0]
         for begin, end in zip(result.row_offsets[:-1], result.row_offsets[1:]):
             order += range(int(end) - 1, int(begin) - 1, -1)
@@ -334,10 +334,10 @@ def perfect_run(run: str, counts: list[int], *, is_fp8: bool) -> Run:
             offsets.append(len(order))
         turned = [result.rows[order], *(x[:, order] for x in scales)]
         row_offsets = np.array(offsets, np.uint32)
-        dispatched.append([*turned, row_offsets, result.expert_ids])
-    sums = reference.combine(expert_rows, results, weights)
-    bits = [reference.float32_to_bfloat16(x) for x in sums]
-    return Run(f"{MAX}, perfect, {run}", bits, dispatched)
+        got.dispatched.append([*turned, row_offsets, result.expert_ids])
+    sums = reference.combine(expert_rows, results, got.weights)
+    got.sums = [reference.float32_to_bfloat16(x) for x in sums]
+    return got
 
 
 def off_by_one_bit(got: Run) -> None:
@@ -375,24 +375,20 @@ def large_scale(got: Run) -> None:
 )
 def test_the_checks(is_fp8, run, spoil):
     """They pass what is right in another order, and notice what is not."""
-    counts = [20, 0, 3, 7]
-    got = perfect_run(run, counts, is_fp8=is_fp8)
-    kind = {"is_fp8": is_fp8, "has_shared": False}
+    got = perfect_run(run, is_fp8)
     if spoil is None:
-        check_run(got, run, counts, **kind)
+        check_run(got)
         return
     spoil(got)
     with pytest.raises(AssertionError):
-        check_run(got, run, counts, **kind)
+        check_run(got)
 
 
 def test_a_last_bit_of_a_scale_may_differ():
     """FP8 of random tokens, quantized by a rounding that is not the oracle's."""
-    counts = [20, 0, 3, 7]
-    got = perfect_run("random", counts, is_fp8=True)
-    inputs = make_inputs("random", counts)
+    got = perfect_run("random", is_fp8=True)
     for dispatched in got.dispatched:
         dispatched[1] = np.nextafter(dispatched[1], np.float32(np.inf))
-    check_rows_are_close(got, inputs)
+    check_rows_are_close(got)
     with pytest.raises(AssertionError, match="other rows"):
-        check_rows_are_the_oracles(got, inputs, is_fp8=True, has_shared=False)
+        check_rows_are_the_oracles(got)
