@@ -201,7 +201,7 @@ def like_deep_ep(group: Any) -> None:
     buffer = deep_ep.Buffer(
         group, num_rdma_bytes=1 << 20, low_latency_mode=True, explicitly_destroy=True
     )
-    x = torch.full((CAP, 1024), rank - 128.0, device=device).bfloat16()
+    x = torch.full((CAP, 512), rank - 128.0, device=device).bfloat16()
     x[:, -128:] = torch.arange(CAP, device=device)[:, None]
     _, ids, weights = (t.to(device) for t in tokens_of(rank, -rank))
     assert len(ids) == CAP
@@ -235,14 +235,14 @@ def like_deep_ep(group: Any) -> None:
                 assert count == (all_ids[j] == expert).sum()
                 torch.testing.assert_close(
                     own[begin : begin + count, :-128].float(),
-                    torch.full((count, 1024 - 128), j - 128.0, device=device),
+                    torch.full((count, 512 - 128), j - 128.0, device=device),
                     rtol=2**-3,
                     atol=0,
                 )
         for zero_copy in (False, True):
             if zero_copy:
                 buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = made
-            out = torch.empty(CAP, 1024, dtype=torch.bfloat16, device=device)
+            out = torch.empty(CAP, 512, dtype=torch.bfloat16, device=device)
             y, event, hook = buffer.low_latency_combine(
                 made, ids, weights, handle, use_logfmt=False, zero_copy=zero_copy,
                 async_finish=not hooked, return_recv_hook=hooked, out=out,

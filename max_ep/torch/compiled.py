@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .events import EventOverlap
-from .tables import n_table_words, split_tables
+from .tables import n_table_words, scales_of_rows, split_tables
 
 if TYPE_CHECKING:
     from .api import Buffer
@@ -127,7 +127,7 @@ def low_latency_dispatch(
     n_local = n_experts // buffer.group_size
     src_info, ranges, counts = split_tables(tables, n_local, buffer.group_size)
     handle = (src_info, ranges, cap, x.shape[1], n_experts, tables)
-    result = (rows, scales.transpose(1, 2)) if use_fp8 else rows
+    result = (rows, scales_of_rows(scales)) if use_fp8 else rows
     return result, counts, handle, EventOverlap()
 
 

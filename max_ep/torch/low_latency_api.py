@@ -18,7 +18,7 @@ from .channel import BOTH, RECEIVE, SEND, Channel, Communicator, Region
 from .checks import check_tensor, refuse
 from .events import EventOverlap
 from .library import FORMATS
-from .tables import LazyTuple, split_tables
+from .tables import LazyTuple, scales_of_rows, split_tables
 
 _BLOCK = 128
 _N_REGIONS = 2
@@ -126,7 +126,7 @@ class LowLatency:
             shape = (n_local, hidden // _BLOCK, capacity)
             scales = x.new_empty(shape, dtype=torch.float32)
             packed = _pack_of(scales) if use_ue8m0 else scales
-            result: Any = (rows, packed.transpose(1, 2))
+            result: Any = (rows, scales_of_rows(packed))
         else:
             result = rows = x.new_empty(channel.rows_shape)
             scales = None

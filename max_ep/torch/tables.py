@@ -33,6 +33,13 @@ class LazyTuple(Sequence[Any]):
         return iter(self.items())
 
 
+def scales_of_rows(scales: torch.Tensor) -> torch.Tensor:
+    """Shows scales ``[n_local, n, capacity]`` as ``[n_local, capacity, n]``."""
+    if scales.shape[1] == 1:  # dense, so that it can be viewed as bytes
+        return scales.view(scales.shape[0], scales.shape[2], 1)
+    return scales.transpose(1, 2)
+
+
 def n_table_words(n_local: int, n_ranks: int, cap: int) -> int:
     """Returns how large it is."""
     return n_local * (2 * n_ranks * cap + 2 * n_ranks + 1)
