@@ -91,9 +91,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         build.add_argument(option, type=int, required=True)
     build.add_argument(
         "--dispatch",
-        choices=("bfloat16", "fp8", "fp8-round"),
+        choices=("bfloat16", "fp8", "fp8-round", "normal"),
         default="bfloat16",
-        help="low_latency_dispatch's format (default: %(default)s)",
+        help="low_latency_dispatch's format, or the normal calls in bfloat16 "
+        "(default: %(default)s)",
     )
     build.add_argument(
         "--shares-gpu", action="store_true", help="for ranks that share GPUs"

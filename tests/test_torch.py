@@ -137,6 +137,12 @@ def test_build_ahead(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(command.split()) == 0
     path = Path(capsys.readouterr().out.strip())
     assert path.is_file() and "sm_90a" in path.name
+    # Those of the normal calls of `test_cpu` with 2 ranks.
+    sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 2048"
+    words = f"build --torch cpu {sizes} --dispatch normal".split()
+    assert cli.main(words) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.split()]
+    assert len(set(paths)) == 3 and all(path.is_file() for path in paths)
 
 
 def test_no_max_is_loaded() -> None:

@@ -152,20 +152,50 @@ FORMATS = {
 """What ``low_latency_dispatch`` sends, by the command line's names."""
 
 
+def up_to(n: int, multiple: int) -> int:
+    """Rounds up."""
+    return -(-n // multiple) * multiple
+
+
+def words_of_row(n_scales: int, top_k: int) -> int:
+    """Counts the int32 that go with a row of the normal calls: whole 16 bytes."""
+    return max(4, up_to(n_scales + 2 * top_k, 4))
+
+
+def rows_out(row_bytes: int) -> dict[str, Any]:
+    """Describes the channel in which the normal calls send rows, as bytes."""
+    return dict(
+        format="bfloat16", hidden=row_bytes // 2, combine="bfloat16", combine_hidden=8
+    )
+
+
+def words_out(n_words: int, combine: str, columns: int) -> dict[str, Any]:
+    """Describes one of words that go with rows, and of rows back."""
+    return dict(
+        format="float32", hidden=n_words, combine=combine, combine_hidden=columns
+    )
+
+
 def run_build(options: Any) -> int:
-    """Builds the library of the low-latency calls; prints where it is."""
-    settings = Settings(
+    """Builds the libraries that a first call needs; prints where they are."""
+    hidden, top_k = options.hidden, options.top_k
+    common: dict[str, Any] = dict(
         target=options.target,
-        format=FORMATS[options.dispatch],
-        hidden=options.hidden,
-        combine="bfloat16",
-        combine_hidden=options.hidden,
-        experts=options.experts,
         ranks=options.ranks,
-        top_k=options.top_k,
         tokens=options.tokens,
         shares_gpu=options.shares_gpu,
-        wide_ids=True,
     )
-    print(build(settings))
+    if options.dispatch == "normal":
+        common |= dict(experts=options.ranks, top_k=options.ranks)
+        wanted = [
+            rows_out(2 * hidden),
+            words_out(words_of_row(0, top_k), "bfloat16", hidden),
+            words_out(4, "float32", up_to(top_k, 4)),
+        ]
+    else:
+        common |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
+        format = FORMATS[options.dispatch]
+        wanted = [rows_out(2 * hidden) | dict(format=format, combine_hidden=hidden)]
+    for path in build_all([Settings(**common, **fields) for fields in wanted]):
+        print(path)
     return 0

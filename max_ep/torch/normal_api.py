@@ -21,7 +21,7 @@ import torch
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
 from .checks import check_tensor, refuse
 from .events import Config, EventOverlap
-from .library import Settings
+from .library import Settings, rows_out, up_to, words_of_row, words_out
 from .tables import LazyTuple
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -31,10 +31,6 @@ _MOST_RANKS = 32
 _DEFAULT_TOKENS = 4096
 _CPU_BYTES = 4 << 20
 _GPU_BYTES = 1 << 30
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,7 +226,7 @@ class Normal:
         recv_x = x.new_empty((handle.n_made, hidden))
         extras = x.new_empty((handle.n_made, handle.n_words), dtype=torch.int32)
         # The bytes of a row travel as they are.
-        wanted = [self._settings(handle.cap, "bfloat16", row_bytes // 2, "bfloat16", 8)]
+        wanted = [self._settings(handle.cap, rows_out(row_bytes))]
         has_extras = scales is not None or topk_idx is not None
         if has_extras:
             dtype = x.dtype if x.dtype in _COMBINES else torch.bfloat16
@@ -263,7 +259,7 @@ class Normal:
             result = (result, sent_scales.view(scales.dtype))
         if not is_new:
             return result, None, None, None, None, event
-        counts = [_up(n, expert_alignment) for n in counts or []]
+        counts = [up_to(n, expert_alignment) for n in counts or []]
         return result, *(received or (None, None)), counts, handle, event
 
     @_allocates
@@ -315,10 +311,10 @@ class Normal:
             shape = (handle.n_rows, None)
             check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
             top_k = topk_weights.shape[1]
-            padded = topk_weights.new_zeros((handle.n_rows, _up(top_k, 4)))
+            padded = topk_weights.new_zeros((handle.n_rows, up_to(top_k, 4)))
             weights = topk_weights.new_empty((handle.n_sent, padded.shape[1]))
-            columns = ("float32", 4, "float32", padded.shape[1])
-            wanted.append(self._settings(handle.cap, *columns))
+            of_weights = words_out(4, "float32", padded.shape[1])
+            wanted.append(self._settings(handle.cap, of_weights))
         channel, *of_weights = comm.open(wanted, 1)
 
         def work() -> None:
@@ -371,7 +367,7 @@ class Normal:
         handle = NormalHandle()
         counts: list[int] = []
         if num_worst_tokens:
-            most = _up(num_worst_tokens, n_ranks) // n_ranks
+            most = up_to(num_worst_tokens, n_ranks) // n_ranks
             if n_tokens > most:
                 refuse(
                     "num_worst_tokens",
@@ -397,7 +393,7 @@ class Normal:
         self._cap = handle.cap = self._enough(most, row_bytes)
         handle.rank, handle.mask, handle.n_sent = comm.rank, mask, n_tokens
         handle.n_scales, handle.top_k = n_scales, top_k
-        handle.n_words = max(4, _up(n_scales + 2 * top_k, 4))
+        handle.n_words = words_of_row(n_scales, top_k)
         handle.n_made = n_ranks * handle.cap if num_worst_tokens else handle.n_rows
         new = per_rank.new_empty
         handle.ids, handle.ranges = new((n_tokens, n_ranks)), new((n_ranks, 2))
@@ -415,26 +411,18 @@ class Normal:
         start = min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
         return max(self._cap, start, 1 << max(0, n_tokens - 1).bit_length())
 
-    def _settings(
-        self, cap: int, format: str, hidden: int, combine: str, combine_hidden: int
-    ) -> Settings:
+    def _settings(self, cap: int, fields: dict[str, Any]) -> Settings:
         """Describes a channel in which each rank is an expert."""
-        return self._comm.settings(
-            format=format,
-            hidden=hidden,
-            combine=combine,
-            combine_hidden=combine_hidden,
-            experts=self._comm.n_ranks,
-            top_k=self._comm.n_ranks,
-            tokens=cap,
-        )
+        n_ranks = self._comm.n_ranks
+        group = dict(experts=n_ranks, top_k=n_ranks, tokens=cap)
+        return self._comm.settings(**group, **fields)
 
     def _of_back(
         self, handle: NormalHandle, hidden: int, dtype: torch.dtype
     ) -> Settings:
         """Describes the channel of extras out, and of rows back."""
-        columns = ("float32", handle.n_words, _COMBINES[dtype], hidden)
-        return self._settings(handle.cap, *columns)
+        fields = words_out(handle.n_words, _COMBINES[dtype], hidden)
+        return self._settings(handle.cap, fields)
 
     def _move(
         self,
