@@ -207,20 +207,19 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
 
 
 @pytest.fixture(scope="session")
-def by_expert(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def by_expert() -> dict:
     """The compiled GPU kernels by expert, by `target.name`."""
     from kernels import compile_kernels
 
-    return compile_kernels("codegen.mojo", tmp_path_factory.mktemp("expert"), False)
+    return compile_kernels("codegen.mojo", False)
 
 
 @pytest.fixture(scope="session")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def by_rank() -> dict:
     """The compiled GPU kernels by rank."""
     from kernels import compile_kernels
 
-    folder = tmp_path_factory.mktemp("rank")
-    return compile_kernels("codegen_by_rank.mojo", folder, True)
+    return compile_kernels("codegen_by_rank.mojo", True)
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled GPU kernels that `test_codegen*.py` look at: what each one is."""
 
+import hashlib
+import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from assembly import Kernel, parse_amdgcn, parse_ptx
 
-from max_ep.extension import mojo_dir, run_mojo
+from max_ep.cache import cache_dir
+from max_ep.extension import mojo_dir, run_mojo, sources_hash
 
 NVIDIA, AMD = "sm_90a", "gfx942"
 
@@ -152,12 +156,19 @@ def generation(word: str) -> int:
     return 1000 * counter_word(f"_{word.upper()}")
 
 
-def compile_kernels(
-    program: str, folder: Path, is_by_rank: bool
-) -> dict[str, Compiled]:
-    """Runs a program that compiles kernels; returns them by `target.name`."""
-    source = Path(__file__).resolve().parent / "mojo" / program
-    run_mojo("run", "-I", ".", str(source), str(folder))
+def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
+    """Runs a program that compiles kernels, if none has been run for these sources;
+    returns them by `target.name`."""
+    programs = Path(__file__).resolve().parent / "mojo"
+    sources = [programs / name for name in (program, "emitting.mojo", "groups.mojo")]
+    state = sources_hash() + "".join(source.read_text() for source in sources)
+    name = hashlib.sha256(state.encode()).hexdigest()[:16]
+    folder = cache_dir() / "codegen" / name
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(dir=folder.parent)
+        run_mojo("run", "-I", ".", str(programs / program), made)
+        os.rename(made, folder)
     # Words that the compiler stores 16 bytes at once, though one by one in the source.
     record = 4 * (counter_word("FAILURE_WORD") + 1)
     kernels = {}
