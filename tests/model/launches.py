@@ -15,26 +15,17 @@ from typing import Any
 
 from .memory import SENTINEL, Order, Place, Step
 
-RANK_WORDS = {
-    # dispatch
-    "dispatch_staged": "own token that waits, encoded",
-    "dispatch_message": "message by expert, and its source info",
-    "dispatch_message_flag": "the flag in that source info, on GPUs",
-    "dispatch_count": "messages of a pair",
-    "dispatch_done": "what a reader has read; on GPUs by rank of both",
-    "dispatch_n_tokens": "tokens of a source",
-    "entry": "where a choice goes",
-    "metadata": "what the router chose for a token of an all-gather",
-    "token": "token by rank",
-    "inline_token": "the same, its own flag",
-    "chunk_flag": "a chunk of a token has come",
-    # combine
-    "combine_message": "expert row that goes back",
-    "combine_message_flag": "the flag in its source info, on GPUs",
-    "partial": "partial sum",
-    "combine_count": "rows of an expert",
-    "combine_done": "what a reader has read",
-}
+RANK_WORDS = set(
+    # An own token that waits; a message by expert, and the flag in it; messages of a
+    # pair; what a reader has read, on GPUs by rank of both; tokens of a source.
+    "dispatch_staged dispatch_message dispatch_message_flag dispatch_count"
+    " dispatch_done dispatch_n_tokens"
+    # Where a choice goes; what the router chose; a token by rank, the same as its own
+    # flag, and that a chunk has come.
+    " entry metadata token inline_token chunk_flag"
+    # An expert row that goes back, and its flag; a partial sum; rows of an expert.
+    " combine_message combine_message_flag partial combine_count combine_done".split()
+)
 """Words and payloads in symmetric memory: those that `layout.mojo` locates, and the
 two flags inside of messages."""
 
