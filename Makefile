@@ -58,9 +58,10 @@ lint: .venv/.installed-dev
 docs: .venv/.installed-dev
 	$(BIN)/mkdocs build --strict
 
+# Python compiles what it imports; pip would compile all of MAX.
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PIP) -e .
+	$(PIP) --no-compile -e .
 	touch $@
 
 # uv, since an older pip cannot resolve what `max[serve]` asks for.

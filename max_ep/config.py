@@ -263,7 +263,8 @@ class EPConfig:
     def sizes(self) -> RegionSizes:
         """Returns the sizes of one rank's memory, as Mojo lays it out."""
         return region_sizes(
-            self.token_format.name,
+            self.dispatch_dtype.size_in_bytes,
+            self.token_format.scale_block,
             self.combine_wire_dtype.size_in_bytes,
             self.hidden_size,
             self.n_experts,

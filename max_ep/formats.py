@@ -56,7 +56,7 @@ class TokenFormat:
     """How a token travels to its experts."""
 
     name: str
-    """As ``layout_query.mojo`` takes it."""
+    """As ops take it (``formats/table.mojo``)."""
     short_name: str
     """As the command line takes it."""
     dtype: DType
@@ -90,7 +90,7 @@ class TokenFormat:
         return self.dtype
 
     def op_name(self, power_of_two_scales: bool) -> str:
-        """Returns the name by which ops take the format (``formats/table.mojo``)."""
+        """Returns the name with the rounding of scales, as ops take it."""
         is_rounded = self.is_quantized and power_of_two_scales
         return self.name + ("_power_of_two" if is_rounded else "")
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from max.dtype import DType
 
-from max_ep import EPConfig, blockwise_fp8_quant_config
+from max_ep import EPConfig
+from max_ep.formats import BY_SHORT_NAME, TokenFormat
 from max_ep.reference import (
     DispatchResult,
     PaddedResult,
@@ -42,7 +43,7 @@ class Case:
     top_k: int
     hidden_size: int
     max_tokens_per_rank: int
-    wire: str = "bfloat16"  # `bfloat16`, `float32`, `fp8` or `fp8_pow2`
+    wire: str = "bfloat16"  # short name of a format; `_pow2`: rounded scales
     tokens: DType = BF16  # What the tokens are before they are sent
     combine: DType = BF16  # What expert rows and results are
     scales: str | None = None
@@ -55,8 +56,16 @@ class Case:
     partial_dtype: DType | None = field(default=None, repr=False)
 
     @property
+    def token_format(self) -> TokenFormat:
+        return BY_SHORT_NAME[self.wire.removesuffix("_pow2")]
+
+    @property
     def is_fp8(self) -> bool:
-        return self.wire.startswith("fp8")
+        return self.token_format.is_quantized
+
+    @property
+    def has_rounded_scales(self) -> bool:
+        return self.wire.endswith("_pow2")
 
     @property
     def sends_rows_back(self) -> bool:
@@ -96,9 +105,9 @@ class Case:
 
     def config(self, **changes: object) -> EPConfig:
         """Makes the `EPConfig`, in one process unless changed."""
-        dispatch_dtype = DType.float8_e4m3fn if self.is_fp8 else self.tokens
+        make_quant_config = self.token_format.make_quant_config
         fields = dict(
-            dispatch_dtype=dispatch_dtype,
+            dispatch_dtype=self.token_format.dtype,
             combine_dtype=self.combine,
             hidden_size=self.hidden_size,
             top_k=self.top_k,
@@ -107,10 +116,8 @@ class Case:
             n_gpus_per_node=self.n_ranks,
             n_nodes=1,
             target="cpu",
-            dispatch_quant_config=(
-                blockwise_fp8_quant_config() if self.is_fp8 else None
-            ),
-            fp8_power_of_two_scales=self.wire == "fp8_pow2",
+            dispatch_quant_config=make_quant_config() if make_quant_config else None,
+            fp8_power_of_two_scales=self.has_rounded_scales,
             output_layout=self.output_layout,
             fused_shared_expert=self.fused_shared_expert,
             protocol=self.protocol,
@@ -421,10 +428,10 @@ def _in_layout(
 
 
 def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
-    quantize = case.config().token_format.quantize
+    quantize = case.token_format.quantize
     if quantize:
         quantize = functools.partial(
-            quantize, power_of_two_scales=case.wire == "fp8_pow2"
+            quantize, power_of_two_scales=case.has_rounded_scales
         )
     tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
     if given.input_scales is None:

@@ -22,7 +22,6 @@ from max_ep import (
     limits,
     reference,
 )
-from max_ep.extension import run_mojo
 
 ALL_CASES = CASES | LARGE_CASES | BY_RANK_CASES | SUMS_CASES
 case_names = pytest.mark.parametrize("name", ALL_CASES)
@@ -210,13 +209,6 @@ def test_routing_metadata_stands_in_tokens():
     sizes = config.sizes()
     assert sizes.dispatch_msg_bytes == 160 + 5 * 16 + 16
     assert sizes.combine_msg_bytes == 160 + 16
-
-
-def test_unknown_format_is_named():
-    axes = CASES["two_ranks"].config().axes
-    words = ["float16", "2", "80", "5", "2", "7", "3", *axes, "0"]
-    with pytest.raises(RuntimeError, match="unknown format float16"):
-        run_mojo("run", "-I", ".", "layout_query.mojo", *words)
 
 
 @pytest.mark.parametrize("name", ["last_rank_empty", "fp8", "one_rank"])

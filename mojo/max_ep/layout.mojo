@@ -125,10 +125,10 @@ def plain_token_bytes(hidden_size: Int, element_bytes: Int) -> Int:
 
 
 @always_inline
-def blockwise_fp8_token_bytes(hidden_size: Int, block_size: Int) -> Int:
-    """Counts the bytes of a blockwise FP8 token: values, then float32 scales.
-    """
-    return hidden_size + round_up(hidden_size // block_size * 4, MESSAGE_ALIGN)
+def scaled_token_bytes(hidden_size: Int, element_bytes: Int, block: Int) -> Int:
+    """Counts the bytes of values, and of a float32 scale for each block."""
+    var scale_bytes = round_up(hidden_size // block * 4, MESSAGE_ALIGN)
+    return plain_token_bytes(hidden_size, element_bytes) + scale_bytes
 
 
 @always_inline

@@ -18,7 +18,7 @@ from std.memory import bitcast
 from std.sys import is_nvidia_gpu
 
 from ..cpu_copy import copy_bytes
-from ..layout import blockwise_fp8_token_bytes
+from ..layout import scaled_token_bytes
 from ..token_format import (
     BytePointer,
     LaneBytes,
@@ -138,9 +138,7 @@ struct BlockwiseFP8TokenFormat[
     """Experts of a token."""
     comptime hidden_multiple = FP8_BLOCK
     """Whole blocks."""
-    comptime token_bytes = blockwise_fp8_token_bytes(
-        Self.hidden_size, FP8_BLOCK
-    )
+    comptime token_bytes = scaled_token_bytes(Self.hidden_size, 1, FP8_BLOCK)
     """Bytes of values and scales."""
     comptime value_bytes = Self.hidden_size
     """One byte a value."""
