@@ -61,7 +61,7 @@ docs: .venv/.installed-dev
 # Python compiles what it imports; pip would compile all of MAX.
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PIP) --no-compile -e .
+	$(PIP) -e . --no-compile
 	touch $@
 
 # uv, since an older pip cannot resolve what `max[serve]` asks for.

@@ -27,6 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _STATUS_OF_BROKEN_PIPE
 
 
+def _token_format(name: str) -> str:
+    """Checks a format's name; only ``plan`` waits for the import."""
+    from .formats import BY_SHORT_NAME
+
+    if name in BY_SHORT_NAME:
+        return name
+    raise argparse.ArgumentTypeError(
+        f"{name!r} is unknown; there are {', '.join(BY_SHORT_NAME)}"
+    )
+
+
 def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="max-ep", description="Expert parallelism for MAX graphs."
@@ -48,9 +59,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         plan.add_argument(
             option, dest=dest, metavar=name, type=int, required=True, help=text
         )
+    plan.add_argument(
+        "--dispatch",
+        dest="dispatch_dtype",
+        metavar="FORMAT",
+        type=_token_format,
+        default="bfloat16",
+        help="format to the experts, by its short name in max_ep/formats.py: "
+        "bfloat16, float32, fp8 (default: %(default)s)",
+    )
     plain = ("bfloat16", "float32")
     for option, dest, choices, text in (
-        ("--dispatch", "dispatch_dtype", (*plain, "fp8"), "format to the experts"),
         ("--combine", "combine_dtype", plain, "format on the way back"),
         ("--layout", "output_layout", OUTPUT_LAYOUTS, "how dispatched rows stand"),
         ("--protocol", "protocol", ("auto", *PROTOCOLS), "how tokens are addressed"),
