@@ -62,16 +62,8 @@ def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
     On the CPU this is a grouped matmul with one group: ``ops.matmul`` runs faster, but
     takes longer to compile (docs/decisions/0006-cpu-ranks.md).
 
-    Args:
-        x: ``[n_rows, k]``; on GPUs bfloat16, ``k`` a multiple of 64.
-        weight: ``[n, k]`` of the same dtype; on GPUs ``n`` is a multiple of 16.
-
-    Returns:
-        ``[n_rows, n]``.
-
-    Raises:
-        TypeError: If the dtypes are not those.
-        ValueError: If the inner sizes differ, or do not fit the kernel.
+    ``x`` is ``[n_rows, k]``, ``weight`` ``[n, k]`` of the same dtype; on GPUs they are
+    as in :func:`grouped_matmul`. Returns ``[n_rows, n]``.
     """
     _check("linear", x, weight)
     if not x.device.is_cpu():

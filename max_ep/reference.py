@@ -28,10 +28,9 @@ FP8_MIN_AMAX = np.float32(1e-4)
 
 
 def n_local_experts(n_experts: int, n_ranks: int) -> int:
-    """Counts a rank's places for experts: `ceil(n_experts / n_ranks)`.
+    """Counts a rank's places for experts; the last ranks may hold fewer, or none.
 
-    Expert `e` is local expert `e % n_local_experts` of rank `e // n_local_experts`. If
-    the ranks do not divide the experts, the last ranks hold fewer, or none.
+    Expert `e` is local expert `e % n_local_experts` of rank `e // n_local_experts`.
     """
     if n_experts < 1 or n_ranks < 1:
         raise ValueError(f"need n_experts={n_experts}, n_ranks={n_ranks} >= 1")
@@ -86,7 +85,7 @@ def float32_to_float8_e4m3fn(x: np.ndarray) -> np.ndarray:
 def quantize_blockwise_fp8(
     x: np.ndarray, power_of_two_scales: bool = False, block: int = 128
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes tokens to float8_e4m3fn with one float32 scale a block.
+    """Quantizes finite float32 tokens to float8_e4m3fn with a float32 scale a block.
 
     The numbers are those of DeepEP's low-latency dispatch, each operation
     rounded once to float32:
@@ -99,14 +98,8 @@ def quantize_blockwise_fp8(
     `amax * (1 / 448)` where its tests and this divide: a plain scale may differ
     from the kernel's in the last bit.
 
-    Args:
-        x: Finite float32, `[n, hidden]`; `block` divides `hidden`.
-        power_of_two_scales: Whether scales are powers of two.
-        block: Elements that share one scale.
-
-    Returns:
-        Values, float8_e4m3fn bits `uint8` `[n, hidden]`, and scales, float32
-        `[n, hidden / block]`.
+    `x` is `[n, hidden]`. Returns values, bits `uint8` `[n, hidden]`, and scales,
+    float32 `[n, hidden / block]`.
     """
     n, hidden = _typed("x", x, np.float32).shape
     if hidden % block != 0:
@@ -311,17 +304,10 @@ def combine(
     A choice without a row (its id was -1) is skipped. The sum does not depend
     on where experts live, so it is the same for every number of ranks.
 
-    Args:
-        expert_rows: Each rank's expert outputs, float32 `[n_rows, hidden]`, in
-            the order of `results[rank].rows`.
-        results: What `dispatch` returned.
-        topk_weights: Each rank's router weights, float32 `[n_tokens, top_k]`.
-        round_sum: Rounds float32 to what the combine dtype holds, as float32.
-            The default is float32.
-
-    Returns:
-        Each rank's sums, float32 `[n_tokens, hidden]`, *before* their last
-        rounding to the combine dtype, the caller's (`float32_to_bfloat16`).
+    `expert_rows` are float32 `[n_rows, hidden]` in the order of `results[rank].rows`,
+    `topk_weights` float32 `[n_tokens, top_k]`. `round_sum` rounds float32 to what the
+    combine dtype holds, as float32. Returns each rank's sums, float32 `[n_tokens,
+    hidden]`, *before* their last rounding, the caller's (`float32_to_bfloat16`).
     """
     _check_rows(expert_rows, results)
     _check_weights(results, topk_weights)
@@ -400,14 +386,9 @@ def softmax_top_k(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Chooses the experts of each token, as `max_ep.softmax_top_k` does.
 
-    Args:
-        logits: `[n_tokens, n_experts]`.
-        top_k: Experts of a token.
-        renormalize: Whether a token's weights add up to one.
-
-    Returns:
-        Expert ids `[n_tokens, top_k]` int32, by falling logit, NaN first, equal ones
-        by id; and their weights float64, before they are rounded to float32.
+    `logits` are `[n_tokens, n_experts]`. Returns ids `[n_tokens, top_k]` int32, by
+    falling logit, NaN first, equal ones by id; and their weights float64, before they
+    are rounded to float32. With `renormalize` a token's weights add up to one.
     """
     is_nan = np.isnan(logits)
     falling = np.where(is_nan, -np.inf, -logits.astype(np.float64))
@@ -430,17 +411,10 @@ def moe(
 ) -> np.ndarray:
     """Computes a mixture of experts without ranks, to check a whole layer.
 
-    Args:
-        tokens: float32 `[n_tokens, hidden]`.
-        topk_ids: Integer `[n_tokens, top_k]`; -1 means "no expert".
-        topk_weights: float32 `[n_tokens, top_k]`.
-        expert_fn: Maps an expert id and its tokens, float32 `[m, hidden]`, to
-            float32 `[m, hidden]`; called once for each expert with tokens.
-        shared_fn: Likewise, of the shared expert: maps all tokens.
-        round_sum: As in `combine`.
-
-    Returns:
-        float32 `[n_tokens, hidden]`, summed as `combine` does.
+    `expert_fn` maps an expert id and its tokens, float32 `[m, hidden]`, to float32
+    `[m, hidden]`, and is called once for each expert with tokens; `shared_fn` maps all
+    tokens. The other arguments are one rank's of `combine`. Returns float32
+    `[n_tokens, hidden]`, summed as `combine` does.
     """
     _check_ids([topk_ids], [len(tokens)], np.iinfo(np.int64).max)
     if topk_weights.shape != topk_ids.shape:

@@ -95,14 +95,10 @@ class AllGatherTokenDispatcher:
             top_k: Experts of a token, 1 or more.
             max_tokens_per_rank: Tokens one rank may have.
             n_gpus_per_node: Ranks of this process.
-            n_nodes: Processes of the group.
+            n_nodes: Processes of the group; at most 32 ranks, no GPUs of other hosts.
             dtype: Of tokens and sums: bfloat16 or float32.
             options: Further fields of :class:`EPConfig`: ``node_id``, ``target``,
                 ``timeout_s``, ``n_sms``, ``ranks_per_gpu``.
-
-        Raises:
-            ValueError: If a size does not fit, if there are more than 32 ranks, or
-                GPUs of several processes.
         """
         n_ranks = n_gpus_per_node * n_nodes
         if top_k < 1:

@@ -267,13 +267,9 @@ class EPBatchManager:
     def ep_watch(self, phase: str, device_id: int) -> TensorValue:
         """Measures how long a rank waits for each peer, in front of the wait.
 
-        Args:
-            phase: ``"dispatch"`` or ``"combine"``, whose async op comes before and
-                whose wait comes behind. Fused forms have no wait to be watched.
-            device_id: The local rank.
-
-        Returns:
-            ``[n_ranks]`` int64 nanoseconds, see :func:`call_ep_watch`.
+        The async op of ``phase`` (``"dispatch"`` or ``"combine"``) comes before it, and
+        the wait behind. Fused forms have no wait to be watched. Returns ``[n_ranks]``
+        int64 nanoseconds, see :func:`call_ep_watch`.
         """
         check_phase(phase)
         group = _COMBINE if phase == "combine" else _DISPATCH
@@ -330,10 +326,8 @@ class EPBatchManager:
     def ep_combine_async(self, input_tokens: TensorValue, device_id: int) -> None:
         """Starts sending expert rows back to their tokens' ranks.
 
-        Args:
-            input_tokens: Expert rows, of the shape of ``output_tokens`` and of
-                ``combine_dtype``, where the rank's last dispatch put them.
-            device_id: The local rank.
+        ``input_tokens`` are of the shape of ``output_tokens`` and of ``combine_dtype``,
+        where the rank's last dispatch put them.
         """
         call_ep_combine_async(
             input_tokens,
@@ -350,13 +344,9 @@ class EPBatchManager:
     ) -> TensorValue:
         """Completes combine.
 
-        Args:
-            router_weight: ``[n_tokens, top_k]`` float32, or bfloat16, which is
-                widened. With ``combine_mode="sums"`` None: dispatch took it.
-            device_id: The local rank.
-
-        Returns:
-            ``[n_tokens, hidden_size]``, see :func:`call_ep_combine_wait`.
+        ``router_weight`` is ``[n_tokens, top_k]`` float32, or bfloat16, which is
+        widened; with ``combine_mode="sums"`` None, as dispatch took it. Returns
+        ``[n_tokens, hidden_size]``, see :func:`call_ep_combine_wait`.
         """
         counter = self._counter(device_id)
         self._order[_COMBINE].wait(device_id)

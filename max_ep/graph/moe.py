@@ -49,15 +49,9 @@ def through_experts(
 ) -> list[TensorValue]:
     """Dispatches, runs experts, and combines, on all ranks of this process.
 
-    Args:
-        manager: Holds the group's buffers.
-        xs: Tokens of each rank, ``[n_tokens, hidden_size]``.
-        ids: Expert ids of each rank, ``[n_tokens, top_k]``.
-        weights: Router weights of each rank, of that shape.
-        experts: Makes a rank's expert rows of what dispatch delivered to it.
-
-    Returns:
-        The weighted sums of each rank's tokens, ``[n_tokens, hidden_size]``.
+    Of each rank, ``xs`` are tokens ``[n_tokens, hidden_size]``, ``ids`` and ``weights``
+    the router's ``[n_tokens, top_k]``. ``experts`` makes a rank's expert rows of what
+    dispatch delivered to it. Returns the weighted sums of each rank's tokens.
     """
     ranks = list(range(len(xs)))
     ids = [value.cast(DType.int32) for value in ids]

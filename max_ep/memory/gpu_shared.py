@@ -101,13 +101,8 @@ class GpuSharedMemory:
     ) -> GpuSharedMemory:
         """Does so on the first GPU, if all processes of a group agree.
 
-        Args:
-            group: Its name, of no other group alive on this machine.
-            rank: This process.
-            n_ranks: Processes of the group.
-            timeout_s: How long to wait for them.
-            n_bytes: Of a block.
-            fingerprint: What all must agree on.
+        No other group alive on this machine may have the name ``group``; all of its
+        processes must give the same ``fingerprint``.
         """
         board = Board(group, rank, n_ranks, timeout_s)
         board.exchange(f"ep_init with {fingerprint}")

@@ -40,9 +40,8 @@ class EPCommInitializer:
     def __init__(self, config: EPConfig, group: str | None = None) -> None:
         """Takes what to allocate; :meth:`ep_init` does it.
 
-        Args:
-            config: The group; a ``node_id`` of -1 is taken from the environment.
-            group: Its name, if ``n_nodes > 1``; None: taken from the environment.
+        A ``node_id`` of -1, and the name of a ``group`` of several processes that is
+        None, are taken from the environment.
         """
         if config.n_nodes > 1:
             compile_once()

@@ -102,15 +102,11 @@ class OneDeviceDecoder(Transformer):
         moe_dim: int,
         dense_layers: Collection[int] = (),
     ) -> None:
-        """Makes the decoder.
+        """Makes the decoder of MAX's config; its ``ep_config`` is the group.
 
-        Args:
-            config: MAX's config of the architecture; its ``ep_config`` is the group.
-            rope: Makes the rotary embedding; called with what all models have.
-            attention: Makes a layer's attention, likewise.
-            gate_cls: Router of the MoE layers.
-            moe_dim: Elements between an expert's two matmuls.
-            dense_layers: Layers with an MLP in place of the MoE layer.
+        ``rope`` and ``attention`` make these layers, called with what all models have.
+        ``dense_layers`` have an MLP in place of the MoE layer, and ``moe_dim`` elements
+        stand between an expert's two matmuls.
         """
         self.config = config
         self._manager = EPBatchManager(config.ep_config)

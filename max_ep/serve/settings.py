@@ -42,11 +42,7 @@ class MoeShape:
 
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
-        """Reads a checkpoint's ``config.json``, as transformers parses it.
-
-        Raises:
-            ValueError: If it describes no experts.
-        """
+        """Reads a checkpoint's ``config.json``, as transformers parses it."""
         for name in ("n_routed_experts", "num_experts", "num_local_experts"):
             n_experts = getattr(huggingface_config, name, None)
             if n_experts:
@@ -92,12 +88,8 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     """Returns the group that serves a model.
 
     On GPUs a rank is a GPU. On the CPU ``--ep-size`` ranks share it and run one after
-    another. Combine returns sums where the protocol can do that.
-
-    Args:
-        pipeline_config: MAX's ``PipelineConfig``.
-        shape: The sizes of the MoE layers.
-        dtype: Dtype of the model, and on the wire: bfloat16 or float32.
+    another. Combine returns sums where the protocol can do that. ``dtype`` is that of
+    the model, and on the wire: bfloat16 or float32.
     """
     runtime = pipeline_config.runtime
     degree = pipeline_config.model.data_parallel_degree
