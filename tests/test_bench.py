@@ -96,6 +96,16 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
         assert len(checked.output_types) > 2 * n_ranks
 
 
+@pytest.mark.parametrize("peer", ["sums", "all_gather"])
+def test_set_up_is_compiled_ahead_without_memory(peer: str) -> None:
+    """A virtual device refuses allocations."""
+    loaded: list[str] = []
+    session = SimpleNamespace(load=lambda graph: loaded.append(graph.name))
+    config = Config(peer, 2, "h4096_e8_k2", "bfloat16", 128)
+    peer_graphs.peer_of(config).compile_set_up(session)
+    assert loaded == ["max_ep_init"]
+
+
 def test_steps_are_read_from_the_server_s_log():
     """As MAX 26.7 writes them, with a queue of batches and without."""
     line = (
