@@ -30,7 +30,7 @@ RUNS = {
         [*HEALTHY, "normal_fp8", "stopped", "other_arguments", "late"],
         ["bf16", "fp8"],
     ),
-    8: (["low_latency", "in_flight"], ["bf16"]),
+    8: (["low_latency", "normal"], ["bf16"]),
 }
 
 

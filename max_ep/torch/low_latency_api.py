@@ -129,7 +129,7 @@ class LowLatency:
             result: Any = (rows, scales_of_rows(packed))
         else:
             result = rows = x.new_empty(channel.rows_shape)
-            scales = None
+            scales = packed = None
         arguments = (
             x.data_ptr(),
             topk_idx.data_ptr(),
@@ -140,7 +140,7 @@ class LowLatency:
             src_info + 8 * n_local * capacity,
             src_info,
         )
-        tensors = (x, topk_idx, tables, rows, scales)
+        tensors = (x, topk_idx, tables, rows, scales, packed)
         after = None
         if use_ue8m0 or stats is not None:
 
