@@ -43,7 +43,7 @@ def run(n_ranks: int, folder: Path, on_gpu: bool = False) -> list[dict]:
     if on_gpu:
         names = [*names, "captured"]
     arguments = (n_ranks, str(folder / "store"), names, kinds)
-    outcomes = launch(torch_member.member, n_ranks, arguments, timeout_s=300)
+    outcomes = launch(torch_member.member, n_ranks, arguments, timeout_s=600)
     for rank, outcome in enumerate(outcomes):
         for name, (error, _) in outcome.items():
             assert not error, f"rank {rank}, {name}:\n{error}"
@@ -83,7 +83,7 @@ def check_killed(folder: Path, phase: str) -> None:
     """The survivor ends by its time-out and names the dead; the next run works."""
     before = segments()
     with pytest.raises(LaunchError) as caught:
-        launch(torch_member.killed, 2, (str(folder / phase), phase), timeout_s=60)
+        launch(torch_member.killed, 2, (str(folder / phase), phase), timeout_s=300)
     text = caught.value.failures[0]
     assert re.search(r"timed out after 3000 ms waiting .* from rank 1", text), text
     assert caught.value.failures[1] == "died without a result (exit code -9)"
@@ -111,7 +111,7 @@ def test_killed_on_gpu(phase: str, tmp_path: Path) -> None:
 
 def test_deep_ep(on_cpu: None, tmp_path: Path) -> None:
     """Programs of vLLM, SGLang, Megatron-core and DeepEP, as far as they call it."""
-    launch(deep_ep_programs.member, 2, (2, str(tmp_path / "store")), timeout_s=200)
+    launch(deep_ep_programs.member, 2, (2, str(tmp_path / "store")), timeout_s=600)
 
 
 def test_torch_moe(on_cpu: None) -> None:
