@@ -136,7 +136,8 @@ def test_many_at_once_some_cancelled(served):
     """Answers are those given one by one; on GPUs, but for ties of the reference. There
     batches differ in size, and so do roundings."""
     server, tokenizer = served.server, served.reference.tokenizer
-    texts = prompts(64, seed=1)
+    # On the CPU few: there a step takes long.
+    texts = prompts(16 if served.dtype == "float32" else 64, seed=1)
     asked = [tokenizer(text).input_ids for text in texts]
     random.seed(2)
     n_tokens = [random.randint(1, 48) for _ in asked]
