@@ -30,7 +30,8 @@ def check_tensor(
     if tensor.dtype != dtype:
         raise TypeError(f"max_ep: {name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != comm.device:
-        refuse(name, f"is on {tensor.device}, this Buffer on {comm.device}")
+        where = f"is on {tensor.device}, this Buffer on {comm.device}"
+        refuse(name, f"{where} (its argument device=)")
     found = tensor.shape
     if found != shape and (
         len(found) != len(shape)
