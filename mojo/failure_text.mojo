@@ -3,10 +3,9 @@
 
 Arguments: rank, time-out in ms, the words of the record. Prints the error.
 """
-from std.sys import argv
-
 from max_ep.counters import N_FAILURE_WORDS
 from max_ep.failures import raise_failure
+from std.sys import argv
 
 
 def main() raises:

@@ -6,11 +6,7 @@ are no scales), bytes of a combine element, hidden_size, n_experts, n_ranks,
 max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), returns
 (rows, sums), router_top_k. Prints a line `name value` for each size.
 """
-from max_ep.counters import (
-    FAILURE_WORD,
-    local_sync_counters_words,
-    N_FAILURE_WORDS,
-)
+from max_ep.counters import local_sync_counters_words, N_FAILURE_WORDS, Word
 from max_ep.layout import (
     Addressing,
     Group,
@@ -55,7 +51,7 @@ def main() raises:
         "counters_words",
         local_sync_counters_words(group),
     )
-    print("failure_word", FAILURE_WORD)
+    print("failure_word", Word.FAILURE)
     print("n_failure_words", N_FAILURE_WORDS)
     print("setup_words", N_SETUP_WORDS)
     print("protocol", group.protocol())

@@ -52,7 +52,7 @@ combine.bf16 combine.bf16_shared combine.f32
 def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
     """Reads `comptime NAME = value` from a Mojo source."""
     text = (mojo_dir() / path).read_text()
-    values = re.findall(rf"^comptime {name} = (.*)$", text, re.MULTILINE)
+    values = re.findall(rf"^ *comptime {name} = (.*)$", text, re.MULTILINE)
     assert len(values) == 1, f"{path}: `comptime {name}` stands {len(values)} times"
     return float(re.sub(r"^Float32\((.*)\)$", r"\1", values[0]))
 
@@ -153,7 +153,7 @@ class Compiled:
 
 def generation(word: str) -> int:
     """The number that `Compiled.generations` gives to a word."""
-    return 1000 * counter_word(f"_{word.upper()}")
+    return 1000 * counter_word(f"{word.upper()}")
 
 
 def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
@@ -170,7 +170,7 @@ def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
         run_mojo("run", "-I", ".", str(programs / program), made)
         os.rename(made, folder)
     # Words that the compiler stores 16 bytes at once, though one by one in the source.
-    record = 4 * (counter_word("FAILURE_WORD") + 1)
+    record = 4 * (counter_word("FAILURE") + 1)
     kernels = {}
     for path in sorted(folder.glob("*.s")):
         target, _, name = path.stem.partition(".")

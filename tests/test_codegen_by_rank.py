@@ -51,7 +51,7 @@ def test_done_words_say_what_earlier_launches_have_read(it):
 def test_readers_are_recorded_when_all_have_read(it):
     """The next launch that sends goes by it: all words, of the other direction."""
     phase = "combine" if it.is_dispatch else "dispatch"
-    word = counter_word(f"_{phase.upper()}_DRAINED")
+    word = counter_word(f"{phase.upper()}_DRAINED")
     recorded = it.kernel.find(
         lambda op: op.kind == "store" and op.n_bytes == 4 and f"+{4 * word}]" in op.text
     )
@@ -60,7 +60,7 @@ def test_readers_are_recorded_when_all_have_read(it):
     assert not recorded & it.kernel.reach(seen, it.kernel.find_kind("vote"))
     for text in it.shown(recorded):
         register = text.rpartition(", ")[2]
-        assert it.header_words()[register] == counter_word(f"_{phase.upper()}_SENT")
+        assert it.header_words()[register] == counter_word(f"{phase.upper()}_SENT")
 
 
 @kernels("by_rank.*dispatch(_wait)?\\.")

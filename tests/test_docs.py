@@ -294,14 +294,14 @@ def python_texts(path: Path) -> str:
 
 
 def mojo_texts(path: Path) -> str:
-    """The strings of a file; what stands between two of one call is an ellipsis."""
+    """The strings of a file; what stands in one or between two is an ellipsis."""
     text = re.sub(r"^\s*#.*$", "", path.read_text(), flags=re.M)
     pieces = re.split(r'"((?:[^"\\\n]|\\.)*)"', text)
     joined = ""
     for i, piece in enumerate(pieces):
         if i % 2:
-            joined += piece
-        elif not re.fullmatch(r"[\s(),]*", piece):
+            joined += re.sub(r"\{[^{}]*\}", "…", piece)
+        elif not re.fullmatch(r"[\s(),]*t?", piece):
             joined += "…"
     return joined
 

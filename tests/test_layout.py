@@ -107,7 +107,7 @@ def test_sizes_are_those_of_the_picture(name):
     sizes = dict(vars(cfg.sizes()))
     constants = {
         "setup_words": ("N_SETUP_WORDS", "max_ep/setup.mojo"),
-        "failure_word": ("FAILURE_WORD", "max_ep/counters.mojo"),
+        "failure_word": ("FAILURE", "max_ep/counters.mojo"),
         "n_failure_words": ("N_FAILURE_WORDS", "max_ep/counters.mojo"),
     }
     want |= {field: mojo_constant(*where) for field, where in constants.items()}

@@ -418,7 +418,7 @@ def set_generation(comm: EPCommInitializer, generation: int) -> None:
     buffers = comm.model_inputs()
     n = config.n_gpus_per_node
     words = [
-        counter_word(f"_{phase}_{what}")
+        counter_word(f"{phase}_{what}")
         for phase in ("DISPATCH", "COMBINE")
         for what in ("SENT", "RECEIVED")
     ]

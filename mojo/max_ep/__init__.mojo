@@ -15,8 +15,12 @@ from .api import (
 )
 from .counters import EPLocalSyncCounters
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
-from .formats.with_metadata import WithMetadataTokenFormat
 from .ops import *
 from .routing_ops import *
-from .formats.plain import BF16TokenFormat, Float32TokenFormat, PlainTokenFormat
+from .formats.plain import (
+    BF16TokenFormat,
+    Float32TokenFormat,
+    PlainTokenFormat,
+    WithMetadataTokenFormat,
+)
 from .token_format import TokenFormat

@@ -4,6 +4,57 @@
 Names, parameters and arguments are those of MAX's `shmem.ep` (its public
 documentation). Parameters of ours stand behind them, with defaults. Each checks what
 it is given before anything is sent, and takes rank and time-out from the counters.
+A launcher raises if an argument does not fit (nothing is sent then), if a peer is
+late, or if ids were out of range (everything else is sent then). Fused, all ranks must
+run at the same time.
+
+Parameters:
+
+    token_fmt_type         wire format of a token
+    n_experts              experts of the group
+    max_token_per_rank     tokens one rank may send
+    n_gpus_per_node        ranks that one process drives
+    n_nodes                processes of the group
+    target                 device kind of the tensors, `cpu` or `gpu`
+    combine_dtype          element type of expert rows and results
+    hidden_size, top_k     elements of a row, experts of a token
+    input_scales_wrapper   gives the float32 factor of a token for an expert id, applied
+                           before the token is encoded; None: no factor. By expert only
+    use_shmem              whether ranks of other nodes are reached through the SHMEM
+                           library; CPU ranks map all regions and do not need it
+    fused_shared_expert    whether this rank's own tokens come first in its rows
+    output_layout          `packed`, or `padded`: each expert has `expert_capacity` rows
+    addressing, returns    how dispatch addresses a token, what combine returns
+    partial_dtype          element type of a partial sum
+    n_sms                  most multiprocessors of a GPU that it may use; 0: all
+    shares_gpu             whether other ranks may run on this rank's GPU
+
+Arguments:
+
+    atomic_counters        local words, `[EPLocalSyncCounters.total_size()]`
+    input_tokens           dispatch: tokens `[n_tokens, hidden_size]`; combine: expert
+                           rows `[n_output_rows, hidden_size]`, where the last dispatch
+                           put them
+    topk_ids               `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert. In
+                           an all-gather `[n_tokens, router_top_k]`, any number
+    router_weights         weights of the shape of `topk_ids`: for dispatch if combine
+                           returns sums, else for combine
+    rows                   the tensors of rows, of `token_fmt_type`
+    row_offsets            packed: first row of each expert, and the end, uint32
+                           `[n_groups + 1]`. Padded: rows of each expert, int32
+                           `[n_local_experts]`
+    expert_ids             packed: number of each expert, `[n_groups]`. Padded: first
+                           row within the expert's, and rows, of each (expert, source
+                           rank), `[n_local_experts * n_ranks, 2]`
+    src_info               token and choice of each row, `[n_output_rows, 2]`; choice
+                           -1: the row of the shared expert
+    output_tokens          results, `[n_tokens, hidden_size]`
+    expert_rows            of `ep_combine_wait_kernel_api`: the expert rows that the
+                           async launcher took, to read those that were not sent
+    send_ptrs, recv_ptrs, recv_count_ptrs
+                           addresses of all ranks' buffers, of dispatch or of combine,
+                           `[n_ranks]` each
+    context                the device
 """
 from layout import TileTensor
 from max.gpu.host import DeviceContext
@@ -23,9 +74,17 @@ from .arguments import (
     RouterWeights,
 )
 from .device.phase import InputScales
+from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
 from .layout import Addressing, combine_msg_bytes, Group, Returns
 from .token_format import SharedRows, TokenFormat
+
+
+def _check_layout[output_layout: StaticString]():
+    comptime assert (
+        output_layout == "packed" or output_layout == "padded"
+    ), "max_ep: output_layout must be packed or padded"
+
 
 # ------------------------------------------------------------------------ dispatch
 
@@ -51,41 +110,9 @@ def ep_dispatch_async_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
-    router_weights: RouterWeights = RouterWeights.none(),
+    router_weights: RouterWeights = unused[RouterWeights](),
 ) raises:
-    """Starts sending tokens to their experts.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, `cpu` or `gpu`.
-        input_scales_wrapper: Gives the float32 factor of a token for an expert id, applied
-            before the token is encoded; None: no factor. By expert only.
-        use_shmem: Whether ranks of other nodes are reached through the SHMEM
-            library; CPU ranks map all regions and do not need it.
-        fused_shared_expert: Whether this rank's own tokens come first in its rows.
-        addressing: How dispatch addresses a token.
-        returns: What combine returns.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-
-    Args:
-        atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
-        input_tokens: Tokens, `[n_tokens, hidden_size]`.
-        topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert. In an
-            all-gather `[n_tokens, router_top_k]`, any number.
-        send_ptrs: Addresses of all ranks' send buffers, `[n_ranks]`.
-        recv_ptrs: Addresses of all ranks' receive buffers, `[n_ranks]`.
-        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
-        context: The device.
-        router_weights: Weights of the shape of `topk_ids`, if combine returns sums.
-
-    Raises:
-        If an argument does not fit (nothing is sent), a peer is late, or ids
-        were out of range (everything else is sent).
-    """
+    """Starts sending tokens to their experts."""
     comptime group = Group(
         n_experts=n_experts,
         n_ranks=n_gpus_per_node * n_nodes,
@@ -108,7 +135,7 @@ def ep_dispatch_async_kernel_api[
         given_tokens[token_fmt_type, target](
             call, input_tokens, topk_ids, router_weights
         ),
-        DispatchedRows[group, token_fmt_type].none(),
+        unused[DispatchedRows[group, token_fmt_type]](),
         context,
     )
 
@@ -141,44 +168,8 @@ def ep_dispatch_wait_kernel_api[
 
     On CPU the send buffer is found from the receive buffer: `max_ep.init` puts both
     into one region.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, `cpu` or `gpu`.
-        use_shmem: Whether ranks of other nodes are reached through the SHMEM
-            library; CPU ranks map all regions and do not need it.
-        fused_shared_expert: Whether this rank's own tokens come first in its rows.
-        output_layout: `packed`, or `padded`: each expert has `expert_capacity` rows.
-        addressing: How dispatch addresses a token.
-        returns: What combine returns.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks may run on this rank's GPU.
-
-    Args:
-        rows: The tensors of rows.
-        row_offsets: Packed: first row of each expert, and the end, uint32
-            `[n_groups + 1]`. Padded: rows of each expert, int32
-            `[n_local_experts]`.
-        expert_ids: Packed: number of each expert, `[n_groups]`. Padded: first row
-            within the expert's, and rows, of each (expert, source rank),
-            `[n_local_experts * n_ranks, 2]`.
-        src_info: Token and choice of each row, `[n_output_rows, 2]`; choice -1: the
-            row of the shared expert.
-        atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
-        recv_ptrs: Addresses of all ranks' receive buffers, `[n_ranks]`.
-        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
-        context: The device.
-
-    Raises:
-        If an argument does not fit, or a peer is late.
     """
-    comptime assert (
-        output_layout == "packed" or output_layout == "padded"
-    ), "max_ep: output_layout must be packed or padded"
+    _check_layout[output_layout]()
     comptime group = Group(
         n_experts=n_experts,
         n_ranks=n_gpus_per_node * n_nodes,
@@ -200,7 +191,7 @@ def ep_dispatch_wait_kernel_api[
     )
     launch_dispatch[token_fmt_type, target, Form.WAIT](
         call,
-        GivenTokens[DType.bfloat16].none(),
+        unused[GivenTokens[DType.bfloat16]](),
         dispatched_rows[token_fmt_type](
             call, rows, row_offsets, expert_ids, src_info
         ),
@@ -234,55 +225,10 @@ def ep_dispatch_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
-    router_weights: RouterWeights = RouterWeights.none(),
+    router_weights: RouterWeights = unused[RouterWeights](),
 ) raises:
-    """Sends and receives in one launch: async, then wait.
-
-    All ranks must run at the same time: this one waits for its peers.
-
-    Parameters:
-        token_fmt_type: Wire format of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, `cpu` or `gpu`.
-        input_scales_wrapper: Gives the float32 factor of a token for an expert id, applied
-            before the token is encoded; None: no factor. By expert only.
-        use_shmem: Whether ranks of other nodes are reached through the SHMEM
-            library; CPU ranks map all regions and do not need it.
-        fused_shared_expert: Whether this rank's own tokens come first in its rows.
-        output_layout: `packed`, or `padded`: each expert has `expert_capacity` rows.
-        addressing: How dispatch addresses a token.
-        returns: What combine returns.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-
-    Args:
-        rows: The tensors of rows.
-        row_offsets: Packed: first row of each expert, and the end, uint32
-            `[n_groups + 1]`. Padded: rows of each expert, int32
-            `[n_local_experts]`.
-        expert_ids: Packed: number of each expert, `[n_groups]`. Padded: first row
-            within the expert's, and rows, of each (expert, source rank),
-            `[n_local_experts * n_ranks, 2]`.
-        src_info: Token and choice of each row, `[n_output_rows, 2]`; choice -1: the
-            row of the shared expert.
-        atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
-        input_tokens: Tokens, `[n_tokens, hidden_size]`.
-        topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert. In an
-            all-gather `[n_tokens, router_top_k]`, any number.
-        send_ptrs: Addresses of all ranks' send buffers, `[n_ranks]`.
-        recv_ptrs: Addresses of all ranks' receive buffers, `[n_ranks]`.
-        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
-        context: The device.
-        router_weights: Weights of the shape of `topk_ids`, if combine returns sums.
-
-    Raises:
-        As the two phases do.
-    """
-    comptime assert (
-        output_layout == "packed" or output_layout == "padded"
-    ), "max_ep: output_layout must be packed or padded"
+    """Sends and receives in one launch: async, then wait."""
+    _check_layout[output_layout]()
     comptime group = Group(
         n_experts=n_experts,
         n_ranks=n_gpus_per_node * n_nodes,
@@ -343,36 +289,6 @@ def ep_combine_async_kernel_api[
 
     With sums the weighted rows of a token are added here, and one partial sum of
     them is sent. Rows of this rank's own tokens are left to the wait.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, `cpu` or `gpu`.
-        use_shmem: Whether ranks of other nodes are reached through the SHMEM
-            library; CPU ranks map all regions and do not need it.
-        addressing: How dispatch addresses a token.
-        returns: What combine returns.
-        partial_dtype: Element type of a partial sum.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-
-    Args:
-        atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
-        input_tokens: Expert rows, `[n_output_rows, hidden_size]`, where the last
-            dispatch put them.
-        src_info: Token and choice of each row, `[n_output_rows, 2]`; choice -1: the
-            row of the shared expert.
-        send_ptrs: Addresses of all ranks' send buffers, `[n_ranks]`.
-        recv_ptrs: Addresses of all ranks' receive buffers, `[n_ranks]`.
-        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
-        context: The device.
-
-    Raises:
-        If an argument does not fit (nothing is sent), or a peer is late.
     """
     comptime group = Group(
         n_experts=n_experts,
@@ -394,7 +310,7 @@ def ep_combine_async_kernel_api[
     )
     var given = given_rows(call, input_tokens, src_info)
     launch_combine[partial_dtype, target, Form.ASYNC](
-        call, given, CombinedTokens[combine_dtype].none(), context
+        call, given, unused[CombinedTokens[combine_dtype]](), context
     )
 
 
@@ -421,43 +337,12 @@ def ep_combine_wait_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
-    expert_rows: SharedRows = SharedRows.none(),
+    expert_rows: SharedRows = unused[SharedRows](),
 ) raises:
     """Completes combine: the weighted sum of each token's expert rows.
 
     Rows that were not sent are read in `expert_rows`: the shared expert's and, with
     sums, this rank's own.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, `cpu` or `gpu`.
-        use_shmem: Whether ranks of other nodes are reached through the SHMEM
-            library; CPU ranks map all regions and do not need it.
-        fused_shared_expert: Whether this rank's own tokens come first in its rows.
-        addressing: How dispatch addresses a token.
-        returns: What combine returns.
-        partial_dtype: Element type of a partial sum.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-        shares_gpu: Whether other ranks may run on this rank's GPU.
-
-    Args:
-        output_tokens: Results, `[n_tokens, hidden_size]`.
-        atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
-        router_weights: Weight of each choice, `[n_tokens, top_k]`; not read with sums,
-            whose dispatch takes them.
-        recv_ptrs: Addresses of all ranks' receive buffers, `[n_ranks]`.
-        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
-        context: The device.
-        expert_rows: The expert rows that `ep_combine_async_kernel_api` took.
-
-    Raises:
-        If an argument does not fit, or a peer is late.
     """
     comptime group = Group(
         n_experts=n_experts,
@@ -479,7 +364,9 @@ def ep_combine_wait_kernel_api[
     var call = Call[group].of_wait[target](
         "combine_wait", atomic_counters, recv_ptrs, recv_count_ptrs
     )
-    var given = GivenRows.unsent(expert_rows)
+    var given = GivenRows(
+        expert_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]()
+    )
     launch_combine[partial_dtype, target, Form.WAIT](
         call,
         given,
@@ -514,44 +401,7 @@ def ep_combine_kernel_api[
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
 ) raises:
-    """Sends rows back and reduces them in one launch: async, then wait.
-
-    All ranks must run at the same time: this one waits for its peers.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        max_token_per_rank: Tokens one rank may send.
-        n_gpus_per_node: Ranks that one process drives.
-        n_nodes: Processes of the group.
-        target: Device kind of the tensors, `cpu` or `gpu`.
-        use_shmem: Whether ranks of other nodes are reached through the SHMEM
-            library; CPU ranks map all regions and do not need it.
-        fused_shared_expert: Whether this rank's own tokens come first in its rows.
-        addressing: How dispatch addresses a token.
-        returns: What combine returns.
-        partial_dtype: Element type of a partial sum.
-        n_sms: Most multiprocessors of a GPU that it may use; 0: all.
-
-    Args:
-        output_tokens: Results, `[n_tokens, hidden_size]`.
-        atomic_counters: Local words, `[EPLocalSyncCounters.total_size()]`.
-        input_tokens: Expert rows, `[n_output_rows, hidden_size]`, where the last
-            dispatch put them.
-        src_info: Token and choice of each row, `[n_output_rows, 2]`; choice -1: the
-            row of the shared expert.
-        router_weights: Weight of each choice, `[n_tokens, top_k]`; not read with sums,
-            whose dispatch takes them.
-        send_ptrs: Addresses of all ranks' send buffers, `[n_ranks]`.
-        recv_ptrs: Addresses of all ranks' receive buffers, `[n_ranks]`.
-        recv_count_ptrs: Addresses of all ranks' counts, `[n_ranks]`.
-        context: The device.
-
-    Raises:
-        As the two phases do.
-    """
+    """Sends rows back and reduces them in one launch: async, then wait."""
     comptime group = Group(
         n_experts=n_experts,
         n_ranks=n_gpus_per_node * n_nodes,

@@ -6,10 +6,12 @@ Nothing is sent before all of it is checked.
 from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
-from .counters import EPLocalSyncCounters
-from .layout import Group, MAX_RANKS, MAX_TOP_K, MESSAGE_ALIGN
+from .counters import COUNTERS_MAGIC, EPLocalSyncCounters, Word
+from .flags import FlagPointer
+from .kernel_argument import KernelArgument
+from .layout import Group, MAX_RANKS, MAX_TOP_K
 from .row_tables import RowTables
-from .token_format import OutputTensors, SharedRows, TokenFormat
+from .token_format import BytePointer, SharedRows, TokenFormat
 from .transport import PeerBuffers
 
 comptime _NEXT = (
@@ -23,9 +25,7 @@ struct Form(TrivialRegisterPassable):
     """Which part of a phase a launch does: one of three."""
 
     var sends: Bool
-    """Whether it sends."""
     var receives: Bool
-    """Whether it receives."""
 
     comptime ASYNC = Self(True, False)
     """Starts sending."""
@@ -38,7 +38,6 @@ struct Form(TrivialRegisterPassable):
 # ------------------------------------------------------------------------ pointers
 
 
-@always_inline
 def imm[
     dtype: DType
 ](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
@@ -48,7 +47,6 @@ def imm[
     )
 
 
-@always_inline
 def mut_[
     dtype: DType
 ](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
@@ -58,20 +56,30 @@ def mut_[
     )
 
 
-@always_inline
-def p2p_buffers[
-    n_ranks: Int, //, T: AnyType, p2p_world_size: Int
-](buffers: PeerBuffers[n_ranks]) -> Array[
-    Pointer[T, MutUntrackedOrigin], p2p_world_size
+def mapped_buffers[
+    group: Group, T: AnyType
+](buffers: PeerBuffers[group.n_ranks]) -> Array[
+    Pointer[T, MutUntrackedOrigin], group.n_mapped()
 ]:
     """Makes kernel arguments of the buffers that pointers reach."""
     var first_rank = buffers.first_mapped()
-    var result = Array[Pointer[T, MutUntrackedOrigin], p2p_world_size](
+    var result = Array[Pointer[T, MutUntrackedOrigin], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )
-    for i in range(p2p_world_size):
+    for i in range(group.n_mapped()):
         result[i] = buffers[first_rank + i].unsafe_bitcast[T]()
     return result^
+
+
+@fieldwise_init
+struct Buffers[group: Group](Copyable, KernelArgument):
+    """What a kernel reaches of the group's memory."""
+
+    var recv_bufs: Array[BytePointer, Self.group.n_mapped()]
+    """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
+    var counts: Array[FlagPointer, Self.group.n_mapped()]
+    """Their counts buffers."""
+    var counters: EPLocalSyncCounters[Self.group.n_experts]
 
 
 # -------------------------------------------------------------------------- checks
@@ -130,12 +138,25 @@ def check_dispatch[
     )
 
 
-def check_size(
-    op: StaticString, what: StaticString, size: Int, wanted: Int
-) raises:
+def check_size(op: StaticString, what: String, size: Int, wanted: Int) raises:
     """Compares a size of a tensor with what it must be."""
     if size != wanted:
         raise Error(t"max_ep: {op}: {what} are {size}, not {wanted}.", _NEXT)
+
+
+def check_shape(
+    op: StaticString,
+    what: StaticString,
+    tensor: TileTensor,
+    n_rows: Int,
+    n_columns: Int,
+) raises:
+    """Compares both sizes of a tensor with what they must be."""
+    var sizes = (Int(tensor.dim[0]()), Int(tensor.dim[1]()))
+    if sizes[0] != n_rows:
+        check_size(op, String("rows of ", what), sizes[0], n_rows)
+    if sizes[1] != n_columns:
+        check_size(op, String("columns of ", what), sizes[1], n_columns)
 
 
 # ------------------------------------------------------------------------ the call
@@ -144,13 +165,9 @@ def check_size(
 @fieldwise_init
 struct Call[group: Group](TrivialRegisterPassable):
     """An op on one rank: its name, its counters, and the buffers of all ranks.
-
-    Parameters:
-        group: Sizes of the group.
     """
 
     var op: StaticString
-    """The op, as errors name it."""
     var counters: EPLocalSyncCounters[Self.group.n_experts]
     """This rank's local words."""
     var send_bufs: PeerBuffers[Self.group.n_ranks]
@@ -158,7 +175,6 @@ struct Call[group: Group](TrivialRegisterPassable):
     var recv_bufs: PeerBuffers[Self.group.n_ranks]
     """Every rank's receive buffer."""
     var counts: PeerBuffers[Self.group.n_ranks]
-    """Every rank's counts and done words."""
 
     @staticmethod
     def of[
@@ -170,17 +186,14 @@ struct Call[group: Group](TrivialRegisterPassable):
         recv_ptrs: TileTensor[DType.uint64, ...],
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
-        """Checks counters and buffers; raises if they are not those of the group.
-        """
-        return Self(
-            op,
-            _counters_of[Self.group, target](op, atomic_counters),
-            _peer_buffers[Self.group, target](op, "send_ptrs", send_ptrs),
-            _peer_buffers[Self.group, target](op, "recv_ptrs", recv_ptrs),
-            _peer_buffers[Self.group, target](
-                op, "recv_count_ptrs", recv_count_ptrs
-            ),
+        """Checks counters and buffers; raises if they are another group's."""
+        var call = Self.of_wait[target](
+            op, atomic_counters, recv_ptrs, recv_count_ptrs
         )
+        call.send_bufs = _peer_buffers[Self.group, target](
+            op, "send_ptrs", send_ptrs
+        )
+        return call
 
     @staticmethod
     def of_wait[
@@ -192,18 +205,19 @@ struct Call[group: Group](TrivialRegisterPassable):
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
         """The same for an op that only receives, and has no send buffers."""
-        var recv_bufs = _peer_buffers[Self.group, target](
-            op, "recv_ptrs", recv_ptrs
-        )
-        return Self(
-            op,
-            _counters_of[Self.group, target](op, atomic_counters),
-            recv_bufs,
-            recv_bufs,
-            _peer_buffers[Self.group, target](
-                op, "recv_count_ptrs", recv_count_ptrs
-            ),
-        )
+        comptime buffers = _peer_buffers[Self.group, target]
+        var counters = _counters_of[Self.group, target](op, atomic_counters)
+        var recv_bufs = buffers(op, "recv_ptrs", recv_ptrs)
+        var counts = buffers(op, "recv_count_ptrs", recv_count_ptrs)
+        return Self(op, counters, recv_bufs, recv_bufs, counts)
+
+    def buffers(self) -> Buffers[Self.group]:
+        """Makes kernel arguments of the buffers and the counters."""
+        return {
+            mapped_buffers[Self.group, UInt8](self.recv_bufs),
+            mapped_buffers[Self.group, UInt64](self.counts),
+            self.counters,
+        }
 
     def place[target: StaticString](self) -> String:
         """Names the op, and on CPU the rank: on a GPU it is out of reach."""
@@ -228,14 +242,13 @@ def _counters_of[
 ](
     op: StaticString, atomic_counters: TileTensor[DType.int32, ...]
 ) raises -> EPLocalSyncCounters[group.n_experts]:
-    """Finds this rank's local words. On a GPU the kernels check what they hold.
-    """
+    """Finds this rank's words. On a GPU the kernels check what they hold."""
     var counters = EPLocalSyncCounters[group.n_experts](mut_(atomic_counters))
     var is_large = Int(atomic_counters.dim[0]()) >= counters.total_size(group)
     comptime if is_gpu[target]():
         if is_large:
             return counters
-    if not is_large or not counters.is_initialized():
+    if not is_large or counters.at(Word.MAGIC)[] != COUNTERS_MAGIC:
         raise Error(
             t"max_ep: {op}: these atomic_counters are not initialized; pass the"
             t" model_inputs() of an EPCommInitializer after its ep_init()."
@@ -284,30 +297,12 @@ struct RouterWeights(TrivialRegisterPassable):
     var weights: Pointer[Float32, ImmUntrackedOrigin]
     """`[n_tokens][top_k]`."""
     var n_tokens: Int
-    """Tokens whose weights may be read."""
     var top_k: Int
-    """Weights of a token."""
-
-    @staticmethod
-    def none() -> Self:
-        """Makes what stands for "combine gets the weights"."""
-        # A Pointer is never null; nobody reads behind this one.
-        return Self(
-            Pointer[Float32, ImmUntrackedOrigin](
-                unsafe_from_address=MESSAGE_ALIGN
-            ),
-            0,
-            0,
-        )
 
 
 @fieldwise_init
-struct GivenTokens[input_type: DType](TrivialRegisterPassable):
-    """What a dispatch sends.
-
-    Parameters:
-        input_type: Element type of the tokens.
-    """
+struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
+    """What a dispatch sends."""
 
     var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
     """`[n_tokens][hidden_size]`."""
@@ -316,17 +311,6 @@ struct GivenTokens[input_type: DType](TrivialRegisterPassable):
     var router_weights: Pointer[Float32, ImmUntrackedOrigin]
     """Of the shape of `topk_ids`; read if combine returns sums."""
     var n_tokens: Int
-    """Tokens."""
-
-    @staticmethod
-    def none() -> Self:
-        """Makes what stands for no tokens; nobody reads behind the pointers."""
-        return Self(
-            {unsafe_from_address = MESSAGE_ALIGN},
-            {unsafe_from_address = MESSAGE_ALIGN},
-            {unsafe_from_address = MESSAGE_ALIGN},
-            0,
-        )
 
 
 def given_tokens[
@@ -344,14 +328,8 @@ def given_tokens[
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
-    check_size(op, "rows of topk_ids", Int(topk_ids.dim[0]()), n_tokens)
-    check_size(op, "columns of topk_ids", Int(topk_ids.dim[1]()), n_choices)
-    check_size(
-        op,
-        "columns of input_tokens",
-        Int(tokens.dim[1]()),
-        Format.hidden_size,
-    )
+    check_shape(op, "topk_ids", topk_ids, n_tokens, n_choices)
+    check_shape(op, "input_tokens", tokens, n_tokens, Format.hidden_size)
     comptime if group.has_sums():
         check_size(
             op, "rows of router_weights", router_weights.n_tokens, n_tokens
@@ -359,41 +337,27 @@ def given_tokens[
         check_size(
             op, "columns of router_weights", router_weights.top_k, n_choices
         )
-    return {imm(tokens), imm(topk_ids), router_weights.weights, n_tokens}
+    return {
+        imm(tokens),
+        imm(topk_ids),
+        router_weights.weights,
+        n_tokens,
+    }
 
 
 @fieldwise_init
 struct DispatchedRows[group: Group, Format: TokenFormat](
-    TrivialRegisterPassable
+    KernelArgument, TrivialRegisterPassable
 ):
-    """What a dispatch delivers.
-
-    Parameters:
-        group: Sizes of the group.
-        Format: Wire format of a token.
-    """
+    """What a dispatch delivers."""
 
     var rows: Self.Format.Rows
-    """The tensors of rows."""
     var n_rows_max: Int
     """Rows that they hold."""
     var tables: RowTables[Self.group]
     """The tensors that say which row is whose."""
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     """`[n_rows_max][2]`: token on its source rank, and k."""
-
-    @staticmethod
-    def none() -> Self:
-        """Makes what stands for no rows; nobody writes behind the pointers."""
-        return Self(
-            Self.Format.rows_of(OutputTensors.none()),
-            0,
-            {
-                {unsafe_from_address = MESSAGE_ALIGN},
-                {unsafe_from_address = MESSAGE_ALIGN},
-            },
-            {unsafe_from_address = MESSAGE_ALIGN},
-        )
 
 
 def dispatched_rows[
@@ -434,19 +398,13 @@ def dispatched_rows[
 
 
 @fieldwise_init
-struct GivenRows(TrivialRegisterPassable):
+struct GivenRows(KernelArgument, TrivialRegisterPassable):
     """The expert rows of a combine."""
 
     var rows: SharedRows
     """Where they are, and how many."""
     var src_info: Pointer[Int32, ImmUntrackedOrigin]
     """`[n_rows][2]`: token on its source rank, and k; a wait does not read it."""
-
-    @staticmethod
-    def unsent(rows: SharedRows) -> Self:
-        """Takes the expert rows of a wait, which adds those that were not sent.
-        """
-        return Self(rows, {unsafe_from_address = MESSAGE_ALIGN})
 
 
 def given_rows[
@@ -459,11 +417,8 @@ def given_rows[
     """Checks what combine sends; raises if a size does not fit."""
     var op = call.op
     var n_rows = Int(rows.dim[0]())
-    check_size(op, "rows of src_info", Int(src_info.dim[0]()), n_rows)
-    check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
-    check_size(
-        op, "columns of input_tokens", Int(rows.dim[1]()), group.hidden_size
-    )
+    check_shape(op, "src_info", src_info, n_rows, 2)
+    check_shape(op, "input_tokens", rows, n_rows, group.hidden_size)
     return {
         SharedRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows),
         imm(src_info),
@@ -471,12 +426,8 @@ def given_rows[
 
 
 @fieldwise_init
-struct CombinedTokens[dtype: DType](TrivialRegisterPassable):
-    """What a combine delivers.
-
-    Parameters:
-        dtype: Element type of the results.
-    """
+struct CombinedTokens[dtype: DType](KernelArgument, TrivialRegisterPassable):
+    """What a combine delivers."""
 
     var tokens: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[n_tokens][hidden_size]`."""
@@ -484,16 +435,6 @@ struct CombinedTokens[dtype: DType](TrivialRegisterPassable):
     """Tokens that this rank dispatched."""
     var router_weights: Pointer[Float32, ImmUntrackedOrigin]
     """`[n_tokens][top_k]`; with sums they came with dispatch."""
-
-    @staticmethod
-    def none() -> Self:
-        """Makes what stands for no results; nobody writes behind the pointers.
-        """
-        return Self(
-            {unsafe_from_address = MESSAGE_ALIGN},
-            0,
-            {unsafe_from_address = MESSAGE_ALIGN},
-        )
 
 
 def combined_tokens[
@@ -509,18 +450,8 @@ def combined_tokens[
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
     comptime if not group.has_sums():
-        check_size(
-            op,
-            "columns of router_weights",
-            Int(router_weights.dim[1]()),
-            group.top_k,
-        )
-        check_size(
-            op, "rows of router_weights", Int(router_weights.dim[0]()), n_tokens
-        )
-    check_size(
-        op, "columns of output_tokens", Int(tokens.dim[1]()), group.hidden_size
-    )
+        check_shape(op, "router_weights", router_weights, n_tokens, group.top_k)
+    check_shape(op, "output_tokens", tokens, n_tokens, group.hidden_size)
     comptime if group.fused_shared_expert:
         if given.rows.n_rows < n_tokens:
             raise Error(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How CPU kernels move bytes: dealt over MAX's workers, streamed if large."""
+"""How CPU kernels move bytes: shared by MAX's workers, streamed if large."""
 from max.algorithm import sync_parallelize
 from max.runtime.asyncrt import parallelism_level
 from std.memory import unsafe_memcpy

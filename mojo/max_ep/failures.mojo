@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU launch that cannot go on leaves behind, and how the host tells it.
+"""What a GPU launch that cannot go on leaves behind, and how the host says it.
 
-A kernel cannot raise. It notes the failure in the failure record of its rank's
+A kernel cannot raise. It records the failure in the failure record of its rank's
 counters, unless one of the same code or a higher one is there, and ends. If it
 was fatal, launches that follow on that rank do nothing (combine fills its result
 with NaN). `EPCommInitializer.check` raises what `raise_failure` makes of it.
@@ -12,35 +12,39 @@ with NaN). `EPCommInitializer.check` raises what `raise_failure` makes of it.
 from .counters import N_FAILURE_WORDS, name_of_word
 from .flags import fetch_max, generation_of, raise_missing, Waiter
 
-comptime DROPPED = Int32(1)
-"""Some ids were dropped; everything else went on. Numbers: token, `k`."""
-comptime BAD_SOURCE = Int32(2)
-"""`src_info` is not that of the last dispatch. Numbers: token, `k`."""
-comptime BAD_N_TOKENS = Int32(3)
-"""`router_weights` are for another number of tokens. Numbers: given, sent."""
-comptime TOO_MANY_ROWS = Int32(4)
-"""The outputs are too small. Numbers: rows that arrived, rows there are."""
-comptime NOTHING_DISPATCHED = Int32(5)
-"""Combine came before any dispatch."""
-comptime NO_COUNT = Int32(6)
-"""A pair's count did not come in time; expert -1: a rank's number of tokens."""
-comptime NO_MESSAGE = Int32(7)
-"""A message did not come in time."""
-comptime NOT_READ = Int32(8)
-"""A peer has not read what it was sent last."""
-comptime WRONG_COUNTERS = Int32(9)
-"""The counters are those of another configuration. Instead of an expert id:
-which of their words. Numbers: what it is, what it should be."""
 
-comptime WRONG_EXPERT = Int32(10)
-"""A row came back from another expert than was chosen. Numbers: token, `k`."""
-comptime OVERTAKEN = Int32(11)
-"""Combine came after two more dispatches. Numbers: none."""
-comptime NOT_SENT = Int32(12)
-"""`dispatch_wait` came before `dispatch_async`, whose tokens it needs."""
-comptime OTHER_ROWS = Int32(14)
-"""Another dispatch was received since the one that combine answered. Numbers: the
-one that is answered, the last one received."""
+struct Failure:
+    """What has failed: codes, the worst last."""
+
+    comptime DROPPED = Int32(1)
+    """Some ids were dropped; everything else went on. Numbers: token, `k`."""
+    comptime BAD_SOURCE = Int32(2)
+    """`src_info` is not that of the last dispatch. Numbers: token, `k`."""
+    comptime BAD_N_TOKENS = Int32(3)
+    """`router_weights` are for another number of tokens. Numbers: given, sent."""
+    comptime TOO_MANY_ROWS = Int32(4)
+    """The outputs are too small. Numbers: rows that arrived, rows there are."""
+    comptime NOTHING_DISPATCHED = Int32(5)
+    """Combine came before any dispatch."""
+    comptime NO_COUNT = Int32(6)
+    """A pair's count did not come in time; expert -1: a rank's number of tokens."""
+    comptime NO_MESSAGE = Int32(7)
+    """A message did not come in time."""
+    comptime NOT_READ = Int32(8)
+    """A peer has not read what it was sent last."""
+    comptime WRONG_COUNTERS = Int32(9)
+    """The counters are those of another configuration. Instead of an expert id:
+    which of their words. Numbers: what it is, what it should be."""
+    comptime WRONG_EXPERT = Int32(10)
+    """A row came back from another expert than was chosen. Numbers: token, `k`."""
+    comptime OVERTAKEN = Int32(11)
+    """Combine came after two more dispatches. Numbers: none."""
+    comptime NOT_SENT = Int32(12)
+    """`dispatch_wait` came before `dispatch_async`, whose tokens it needs."""
+    comptime OTHER_ROWS = Int32(14)
+    """Another dispatch was received since the one that combine answered. Numbers: the
+    one that is answered, the last one received."""
+
 
 comptime PHASES: Array[StaticString, 4] = [
     "dispatch_async",
@@ -54,7 +58,7 @@ comptime PHASES: Array[StaticString, 4] = [
 @always_inline
 def is_fatal(code: Int32) -> Bool:
     """Returns whether launches of this rank can no longer go on."""
-    return code > DROPPED
+    return code > Failure.DROPPED
 
 
 @always_inline
@@ -69,7 +73,7 @@ def record_failure(
     a: Int = 0,
     b: Int = 0,
 ):
-    """Notes a failure, unless one as bad is noted."""
+    """Records a failure, unless one as bad is recorded."""
     if not fetch_max(record, code):
         return
     record[unsafe_offset=1] = Int32(phase)
@@ -88,135 +92,82 @@ def raise_failure(
     var code = record[0]
     if code == 0:
         return
-    var a = record[6]
-    var b = record[7]
     var phases = materialize[PHASES]()
     var phase = phases[Int(record[1])]
-    var place = String("max_ep: ", phase, " on rank ", my_rank, ": ")
-    comptime then = " Then call EPCommInitializer.reset()."
-    if code == DROPPED:
-        raise Error(
-            place,
-            "topk_ids were dropped; one of them is token ",
-            a,
-            ", k ",
-            b,
-            ": expert ",
-            record[3],
-            ". Ids must be in [-1, n_experts) and those of one token distinct.",
-            " Mend the router's output.",
-            then,
+    var rank = Int(record[2])
+    var expert_or_row = Int(record[3])
+    var a = record[6]
+    var b = record[7]
+    var text: String
+    if code == Failure.DROPPED:
+        text = String(
+            t"topk_ids were dropped; one of them is token {a}, k {b}: expert"
+            t" {expert_or_row}. Ids must be in [-1, n_experts) and those of one"
+            t" token distinct. Fix the router's output."
         )
-    if code == BAD_SOURCE:
-        raise Error(
-            place,
-            "src_info (row ",
-            record[3],
-            ": token ",
-            a,
-            ", k ",
-            b,
-            ") is not that of this rank's last dispatch_wait. Pass the",
-            " src_info of that dispatch, and combine before the next dispatch",
-            " of the same buffers.",
-            then,
+    elif code == Failure.BAD_SOURCE:
+        text = String(
+            t"src_info (row {expert_or_row}: token {a}, k {b}) is not that of"
+            t" this rank's last dispatch_wait. Pass the src_info of that"
+            t" dispatch, and combine before the next dispatch of the same"
+            t" buffers."
         )
-    if code == BAD_N_TOKENS:
-        raise Error(
-            place,
-            "router_weights are for ",
-            a,
-            " tokens, ",
-            b,
-            " were dispatched; pass the weights of all of them.",
-            then,
+    elif code == Failure.BAD_N_TOKENS:
+        text = String(
+            t"router_weights are for {a} tokens, {b} were dispatched; pass the"
+            t" weights of all of them."
         )
-    if code == TOO_MANY_ROWS:
-        raise Error(
-            place,
-            a,
-            " rows arrived and the tensors hold ",
-            b,
-            "; declare them with EPConfig.get_max_recv_tokens() rows.",
-            then,
+    elif code == Failure.TOO_MANY_ROWS:
+        text = String(
+            t"{a} rows arrived and the tensors hold {b}; declare them with"
+            t" EPConfig.get_max_recv_tokens() rows."
         )
-    if code == NOTHING_DISPATCHED:
-        raise Error(
-            place,
-            "nothing was dispatched to this rank yet; combine sends back the",
-            " rows of the last dispatch_wait.",
-            then,
+    elif code == Failure.NOTHING_DISPATCHED:
+        text = (
+            "nothing was dispatched to this rank yet; combine sends back the"
+            " rows of the last dispatch_wait."
         )
-    if code == WRONG_EXPERT:
-        raise Error(
-            place,
-            "the row of token ",
-            a,
-            ", k ",
-            b,
-            " did not come from its expert ",
-            record[3],
-            ": rank ",
-            record[2],
-            (
-                " has combined with the src_info of another dispatch than its"
-                " last."
-            ),
-            then,
+    elif code == Failure.WRONG_EXPERT:
+        text = String(
+            t"the row of token {a}, k {b} did not come from its expert"
+            t" {expert_or_row}: rank {rank} has combined with the src_info of"
+            t" another dispatch than its last."
         )
-    if code == OVERTAKEN:
-        raise Error(
-            place,
-            "two dispatches have been sent since the one that is combined;",
-            " combine before the second of them.",
-            then,
+    elif code == Failure.OVERTAKEN:
+        text = (
+            "two dispatches have been sent since the one that is combined;"
+            " combine before the second of them."
         )
-    if code == OTHER_ROWS:
-        raise Error(
-            place,
-            "combine_async answered dispatch ",
-            a,
-            ", the last dispatch_wait was of ",
-            b,
-            ". Reduced combine finds the rows of its own tokens by the last",
-            " dispatch_wait: call combine_async, then combine_wait, before the",
-            " next one.",
-            then,
+    elif code == Failure.OTHER_ROWS:
+        text = String(
+            t"combine_async answered dispatch {a}, the last dispatch_wait was"
+            t" of {b}. With sums, combine finds the rows of its own tokens by"
+            t" the last dispatch_wait: call combine_async, then combine_wait,"
+            t" before the next one."
         )
-    if code == NOT_SENT:
-        raise Error(
-            place,
-            "before its dispatch_async: the shared expert's tokens are not",
-            " there. Send first.",
-            then,
+    elif code == Failure.NOT_SENT:
+        text = (
+            "before its dispatch_async: the shared expert's tokens are not"
+            " there. Send first."
         )
-    if code == WRONG_COUNTERS:
-        raise Error(
-            place,
-            "the symmetric memory belongs to another EPConfig than the graph (",
-            name_of_word(Int(record[3])),
-            ": ",
-            a,
-            " there, ",
-            b,
-            " in the graph); pass the model_inputs() of an EPCommInitializer",
-            " with the same.",
-            then,
+    elif code == Failure.WRONG_COUNTERS:
+        text = String(
+            t"the symmetric memory belongs to another EPConfig than the graph"
+            t" ({name_of_word(expert_or_row)}: {a} there, {b} in the graph);"
+            t" pass the model_inputs() of an EPCommInitializer with the same."
         )
-    var what: StaticString = "count"
-    if code == NO_MESSAGE:
-        what = "message"
-    if code == NOT_READ:
-        what = "word that it has read"
-    raise_missing(
-        record[5].cast[DType.uint32](),
-        record[4].cast[DType.uint32](),
-        timeout_ms,
-        Waiter(
-            phase,
-            my_rank,
-            Int(record[2]),
-            what,
-            Int(record[3]),
-        ),
+    else:
+        var what: StaticString = "count"
+        if code == Failure.NO_MESSAGE:
+            what = "message"
+        if code == Failure.NOT_READ:
+            what = "word that it has read"
+        var wanted = record[4].cast[DType.uint32]()
+        var found = record[5].cast[DType.uint32]()
+        var who = Waiter(phase, my_rank, rank, what, expert_or_row)
+        raise_missing(found, wanted, timeout_ms, who)
+        return
+    raise Error(
+        t"max_ep: {phase} on rank {my_rank}: {text} Then call"
+        t" EPCommInitializer.reset()."
     )

@@ -8,7 +8,7 @@ A flag is one UInt64, written by one rank only and never reset:
 
 A reader accepts a flag only if its generation *equals* the one it waits for,
 so an old flag can never be taken for a new one, and the generation may wrap.
-Done words of GPU ranks may run ahead, and are accepted then (`has_reached`).
+Done words of GPU ranks may run ahead, and are accepted then (`is_not_before`).
 """
 from std.atomic import Atomic, fence, Ordering
 from std.sys import (
@@ -30,7 +30,7 @@ comptime SharedWord = Pointer[
 """A word in the shared memory of a GPU block."""
 
 comptime POLLS_PER_CLOCK_READ = 64
-"""Loads of a flag by a GPU thread between two looks at the clock, which cost
+"""Loads of a flag by a GPU thread between two reads of the clock, which cost
 as much as some loads."""
 
 comptime POLLS_BEFORE_SLEEP = 2048
@@ -38,15 +38,15 @@ comptime POLLS_BEFORE_SLEEP = 2048
 a peer on another core needs to publish a small message."""
 
 comptime SLEEP_SECONDS = 50e-6
-"""How long a waiter sleeps between two looks once it yields, so that more
+"""How long a waiter sleeps between two loads once it yields, so that more
 ranks than cores make progress."""
 
 
 @always_inline
 def next_generation(generation: UInt32) -> UInt32:
-    """Counts on; 0, which untouched memory shows, is left out when it wraps.
+    """Returns the next generation; a wrap skips 0, which means "never written".
 
-    So is 1: what goes by even and odd generations would meet `UInt32.MAX` there.
+    It also skips 1, which has the parity of `UInt32.MAX`: parity must alternate.
     """
     return generation + 1 if generation != UInt32.MAX else 2
 
@@ -92,7 +92,6 @@ struct Waiter(TrivialRegisterPassable):
     var phase: StaticString
     """The op that waits, such as `dispatch_wait`."""
     var my_rank: Int
-    """The rank that waits."""
     var missing_rank: Int
     """The rank that has not answered."""
     var missing_what: StaticString
@@ -104,7 +103,7 @@ struct Waiter(TrivialRegisterPassable):
 @always_inline
 def publish(flag: FlagPointer, generation: UInt32, count: Int):
     """Publishes that everything this thread wrote before is in place."""
-    # ORDER: RELEASE, system scope. Pairs with the ACQUIRE in `peek`. Makes
+    # ORDER: RELEASE, system scope. Pairs with the ACQUIRE in `load_acquire_sys`. Makes
     # visible: all bytes this thread wrote before, and those of the worker
     # threads it joined before. Weaker would let a reader see the new flag
     # while the messages still hold the last generation.
@@ -116,9 +115,9 @@ def publish(flag: FlagPointer, generation: UInt32, count: Int):
 @always_inline
 def drain_stores():
     """Puts this thread's streaming stores before all its later stores."""
-    # ORDER: SEQUENTIAL, system scope. Pairs with no load: it turns weakly
+    # ORDER: SEQUENTIAL, system scope. Pairs with no load: it makes weakly
     # ordered non-temporal stores (x86 does not order them with a release)
-    # into ordinary ones, which the join of the workers and the RELEASE in
+    # ordinary ones, which the join of the workers and the RELEASE in
     # `publish` then carry. Weaker compiles to nothing on x86.
     fence[ordering=Ordering.SEQUENTIAL]()
 
@@ -137,7 +136,6 @@ struct Deadline(TrivialRegisterPassable):
     """The time by which one launch must have met all its waits."""
 
     var start_ns: Int
-    """When the launch began."""
     var timeout_ms: Int
     """How long it may wait in all; 0: it must not wait, because the ranks of
     this process run one after another."""
@@ -149,7 +147,7 @@ struct Deadline(TrivialRegisterPassable):
 
     @always_inline
     def has_passed(self) -> Bool:
-        """Looks at the clock."""
+        """Reads the clock."""
         if self.timeout_ms == 0:
             return True
         return (
@@ -180,42 +178,27 @@ def raise_missing(
     found: UInt32, wanted: UInt32, timeout_ms: Int, who: Waiter
 ) raises:
     """Raises the error of a wait that was not met."""
-    var place = String("max_ep: ", who.phase, " on rank ", who.my_rank, ": ")
+    var place = String("max_ep: ", who.phase, " on rank ", who.my_rank)
     var expert = String()
     if who.expert_id >= 0:
         expert = String(" for expert ", who.expert_id)
     var what = String(
-        who.missing_what,
-        expert,
-        " of generation ",
-        wanted,
-        " from rank ",
-        who.missing_rank,
-        " (last seen: generation ",
-        found,
-        ")",
+        t"{who.missing_what}{expert} of generation {wanted} from rank"
+        t" {who.missing_rank} (last seen: generation {found})"
     )
     if timeout_ms == 0:
         raise Error(
-            place,
-            "no ",
-            what,
-            ". The ranks of one process run one after another, so waiting",
-            " cannot help: put the async op of every rank before the first",
-            " wait, and wait on every rank before sending again. After a run",
-            " that failed half-way, call EPCommInitializer.reset().",
+            t"{place}: no {what}. The ranks of one process run one after"
+            t" another, so waiting cannot help: put the async op of every rank"
+            t" before the first wait, and wait on every rank before sending"
+            t" again. After a run that failed half-way, call"
+            t" EPCommInitializer.reset()."
         )
     raise Error(
-        place,
-        "timed out after ",
-        timeout_ms,
-        " ms waiting for ",
-        what,
-        ". Rank ",
-        who.missing_rank,
-        " has died, is later than EPConfig.timeout_s, or runs other EP ops",
-        " than this rank. Restart the group, or call EPCommInitializer.reset()",
-        " if all its ranks are in one process.",
+        t"{place}: timed out after {timeout_ms} ms waiting for {what}. Rank"
+        t" {who.missing_rank} has died, is later than EPConfig.timeout_s, or"
+        t" runs other EP ops than this rank. Restart the group, or call"
+        t" EPCommInitializer.reset() if all its ranks are in one process."
     )
 
 
@@ -274,20 +257,13 @@ def load_relaxed_sys_2(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
 
 
 @always_inline
-def has_reached(word: UInt64, generation: UInt32) -> Bool:
-    """Returns whether a done word shows a generation or a later one.
-
-    A GPU rank that gets nothing from a peer does not wait for it: in dispatch
-    one that holds no expert, in combine one whose tokens went elsewhere. So its
-    done word may be ahead of what that peer looks for; it cannot be ahead by
-    2**31.
-    """
-    return is_not_before(generation_of(word), generation)
-
-
-@always_inline
 def is_not_before(found: UInt32, generation: UInt32) -> Bool:
-    """Returns whether a generation is another one or a later one."""
+    """Returns whether `found` is `generation` or a later one; it may wrap.
+
+    A GPU rank that receives nothing from a peer does not wait for it: in dispatch
+    a rank without experts, in combine a rank whose tokens all went elsewhere. So
+    its done word may be ahead of the one that the peer awaits, but never by 2**31.
+    """
     return (found - generation).cast[DType.int32]() >= 0
 
 
@@ -306,7 +282,7 @@ struct DeviceDeadline(TrivialRegisterPassable):
 
     @always_inline
     def has_passed(self) -> Bool:
-        """Looks at the clock."""
+        """Reads the clock."""
         return global_perf_counter_ns() > self.end_ns
 
 
@@ -314,7 +290,6 @@ struct Wait(TrivialRegisterPassable):
     """One wait of a GPU thread: reads the clock after every few polls."""
 
     var deadline: DeviceDeadline
-    """The deadline of the launch."""
     var n_polls: Int
     """Polls that found nothing yet."""
 
@@ -337,8 +312,9 @@ struct Wait(TrivialRegisterPassable):
 @always_inline
 def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
     """Adds to a counter of the block."""
-    # ORDER: RELAXED, block scope. Pairs with none: it deals out numbers, counts
-    # what is read behind a barrier, or counts warps that nobody reads from.
+    # ORDER: RELAXED, block scope. Pairs with none: it hands out work indices,
+    # makes a histogram that is read after a barrier, or counts warps whose writes
+    # nobody reads.
     return Atomic[UInt32, scope=_block_scope()].fetch_add[
         ordering=Ordering.RELAXED
     ](counter, n)
@@ -346,10 +322,10 @@ def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
 
 @always_inline
 def arrive_in_block(counter: SharedWord):
-    """Tells the block that one more warp has put in place what it wrote."""
+    """Publishes to the block that one more warp has completed its writes."""
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `load_acquire_block`.
-    # Makes visible: what this warp wrote before; those that arrive later add to
-    # the same word, so a reader of their number has that of all of them.
+    # Makes visible: what this warp wrote before. Warps that arrive later add to the
+    # same word, so a reader of the final number sees the writes of all of them.
     # Weaker would show the number before the work.
     _ = Atomic[UInt32, scope=_block_scope()].fetch_add[
         ordering=Ordering.RELEASE
@@ -358,7 +334,7 @@ def arrive_in_block(counter: SharedWord):
 
 @always_inline
 def store_release_block(word: SharedWord, value: UInt32):
-    """Tells the block that everything this warp wrote before is in place."""
+    """Publishes to the block everything that this warp wrote before."""
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `load_acquire_block`.
     # Makes visible: what this warp wrote before, to shared memory and to this
     # rank's own words. Weaker would show the progress before the work.
@@ -395,14 +371,14 @@ def arrive_on_gpu(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
 @always_inline
 def fetch_max(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
     """Raises a word of this rank to a value."""
-    comptime Word = Atomic[Int32, scope=_device_scope()]
+    comptime Record = Atomic[Int32, scope=_device_scope()]
     # ORDER: RELAXED, device scope. Pairs with none: the host and later launches
     # read the failure record after this one has ended, its last block after
-    # `arrive`. Who reads it earlier may see it or not, and ends either way.
-    var old = Word.load[ordering=Ordering.RELAXED](word)
+    # `arrive_on_gpu`. Who reads it earlier may see it or not, and ends either way.
+    var old = Record.load[ordering=Ordering.RELAXED](word)
     while old < value:
         # ORDER: RELAXED, as above.
-        if Word.compare_exchange[
+        if Record.compare_exchange[
             success_ordering=Ordering.RELAXED,
             failure_ordering=Ordering.RELAXED,
         ](word, old, value):
@@ -417,7 +393,7 @@ def order_before_put():
     For words that SHMEM writes: unlike `publish`, its signal orders nothing.
     """
     # ORDER: RELEASE fence, system scope. With the put that follows it pairs
-    # with the ACQUIRE in `peek`. Makes visible: all bytes this thread wrote
+    # with the ACQUIRE in `load_acquire_sys`. Makes visible: all bytes this thread wrote
     # before, and that it has read what it read. Weaker would let a reader see
     # the word first.
     fence[ordering=Ordering.RELEASE]()
@@ -436,9 +412,9 @@ def store_relaxed_sys_16(
     var high = (UInt64(bytes[3]) << 32) | UInt64(bytes[2])
     # ORDER: RELAXED, system scope, one access of 128 bits (PTX: `.b128` is a
     # scalar type, so it is never torn; a vector of four words may be). Pairs
-    # with the RELAXED in `load_relaxed_sys_16`. Makes visible: itself, and a part of the
-    # bytes says that all are there. Its caller has seen, with ACQUIRE, that
-    # what stood there was read.
+    # with the RELAXED in `load_relaxed_sys_16`. Makes visible: itself; one word of
+    # the 16 bytes shows that all have arrived. Its caller has seen, with ACQUIRE,
+    # that the previous contents were read.
     inlined_assembly[
         (
             "{ .reg .b128 word; mov.b128 word, {$1, $2};"

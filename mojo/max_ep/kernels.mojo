@@ -1,22 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of MAX's `ep_comm`, by their names and argument lists.
 
-Each makes a phase of its arguments and runs it. Parameters that MAX's kernels do not
-have come last and have defaults. Our launchers do not use them: they start
-`phase_kernel` (`device/phase.mojo`).
+Each makes a phase of its arguments and runs it. Our launchers do not use them: they
+start `phase_kernel` (`device/phase.mojo`). `DispatchByExpert` and `CombineRows` say
+what the tensors hold. Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`,
+three warps or more. Parameters that MAX's kernels do not have come last and have
+defaults. What kernels have in common:
+
+    n_sms             multiprocessors of the device
+    p2p_world_size    ranks whose memory is reached by pointers
+    use_shmem         whether the others are reached through SHMEM
+    send_buf_p        where messages wait to be put to other nodes, symmetric memory:
+                      `[max_tokens_per_rank * top_k]` dispatch messages, `n_ranks`
+                      times as many of combine. Read with `use_shmem`; to the rest,
+                      tokens and rows go straight from where they are given
+    recv_buf_ptrs     recv buffers of the p2p world, and
+    recv_count_ptrs   its counts buffers; all mapped and peer-writable until every
+                      receiver has returned
+    ep_counters       this rank's local words
+    my_rank           this rank, in `[0, n_ranks)`; -1: as the counters say
 """
 from layout import TensorLayout, TileTensor
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
-from std.sys import size_of
 from std.utils import StaticTuple
 
+from .arguments import Buffers, CombinedTokens, DispatchedRows, GivenTokens, imm
 from .combine_rows.phase import CombineRows
 from .counters import EPLocalSyncCounters
-from .device.phase import unused
 from .dispatch_by_expert.phase import DispatchByExpert
 from .flags import FlagPointer
-from .arguments import imm
-from .layout import Addressing, Group, message_bytes, plain_token_bytes, Returns
+from .kernel_argument import unused
+from .layout import Addressing, combine_msg_bytes, Group, Returns
 from .token_format import BytePointer, SharedRows, TokenFormat
 
 
@@ -32,32 +46,18 @@ def _sized[
 
 
 @always_inline
-def _dispatch_group[
-    token_fmt_type: TokenFormat,
-    num_threads: Int,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens_per_rank: Int,
-    p2p_world_size: Int,
-    use_shmem: Bool,
-    is_padded: Bool,
-    fused_shared_expert: Bool,
-]() -> Group:
-    """Describes the group of a dispatch kernel by the kernel's parameters."""
-    return Group(
-        n_experts=n_experts,
-        n_ranks=n_ranks,
-        max_tokens_per_rank=max_tokens_per_rank,
-        top_k=token_fmt_type.top_k,
-        dispatch_msg_bytes=token_fmt_type.msg_bytes,
-        addressing=Addressing.BY_EXPERT,
-        returns=Returns.ROWS,
-        is_padded=is_padded,
-        fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem,
-        num_threads=num_threads,
-    )
+def _buffers[
+    n_experts: Int, p2p_world_size: Int, //, group: Group
+](
+    recv_buf_ptrs: Array[BytePointer, p2p_world_size],
+    recv_count_ptrs: Array[FlagPointer, p2p_world_size],
+    ep_counters: EPLocalSyncCounters[n_experts],
+) -> Buffers[group]:
+    return {
+        _sized[group.n_mapped()](recv_buf_ptrs),
+        _sized[group.n_mapped()](recv_count_ptrs),
+        {ep_counters.words},
+    }
 
 
 @__llvm_metadata(
@@ -90,66 +90,30 @@ def dispatch_async_kernel[
     ep_counters: EPLocalSyncCounters[n_experts],
     my_rank: Int32,
 ):
-    """Sends each token to its experts; returns without waiting for receivers.
-
-    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
-
-    Parameters:
-        input_type: Element type of the tokens.
-        num_threads: Threads of a block, three warps or more.
-        input_tokens_layout: Layout of the tokens.
-        topk_ids_layout: Layout of the ids.
-        n_sms: Multiprocessors of the device.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Slots of one pair.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-        token_fmt_type: Wire format of a token.
-        input_scales_wrapper: Gives the factor of a token for an expert id.
-        use_shmem: Whether the others are reached through SHMEM.
-        fused_shared_expert: Whether to stage tokens for `dispatch_wait_kernel`.
-
-    Args:
-        input_tokens: `[n_tokens, hidden_size]`, rows aligned to 16 bytes.
-        topk_ids: `[n_tokens, top_k]`, in `[-1, n_experts)`; `-1`: no expert.
-        send_buf_p: Where messages wait to be put to other nodes,
-            `[max_tokens_per_rank * top_k, msg_bytes]` of symmetric memory. Read
-            with `use_shmem`; to the rest, tokens go straight from `input_tokens`.
-        recv_buf_ptrs: Recv buffers of the p2p world.
-        recv_count_ptrs: Counts buffers of the p2p world.
-        ep_counters: This rank's local words.
-        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
-
-    Safety:
-        All buffers must be mapped and peer-writable until every receiver has
-        returned from its wait.
-    """
-    comptime group = _dispatch_group[
-        token_fmt_type,
-        num_threads,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        p2p_world_size,
-        use_shmem,
-        False,
-        fused_shared_expert,
-    ]()
+    """Sends each token to its experts; does not wait for receivers."""
+    comptime group = Group(
+        n_experts=n_experts,
+        n_ranks=n_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        top_k=token_fmt_type.top_k,
+        dispatch_msg_bytes=token_fmt_type.msg_bytes,
+        addressing=Addressing.BY_EXPERT,
+        returns=Returns.ROWS,
+        fused_shared_expert=fused_shared_expert,
+        n_ranks_per_node=p2p_world_size,
+        use_shmem=use_shmem,
+        num_threads=num_threads,
+    )
     DispatchByExpert[group, token_fmt_type, input_type](
-        imm(input_tokens),
-        imm(topk_ids),
-        Int32(Int(input_tokens.dim[0]())),
-        unused[token_fmt_type.Rows](),
-        0,
         {
-            unused[Pointer[UInt32, MutUntrackedOrigin]](),
-            unused[Pointer[Int32, MutUntrackedOrigin]](),
+            imm(input_tokens),
+            imm(topk_ids),
+            unused[Pointer[Float32, ImmUntrackedOrigin]](),
+            Int(input_tokens.dim[0]()),
         },
-        unused[Pointer[Int32, MutUntrackedOrigin]](),
-        Array[BytePointer, group.n_ranks_per_node](fill=send_buf_p),
-        _sized[group.n_ranks_per_node](recv_buf_ptrs),
-        _sized[group.n_ranks_per_node](recv_count_ptrs),
-        {ep_counters.words},
+        unused[DispatchedRows[group, token_fmt_type]](),
+        _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
+        Array[BytePointer, group.n_mapped()](fill=send_buf_p),
         my_rank,
     ).run_scaled[input_scales_wrapper, True, False]()
 
@@ -179,91 +143,28 @@ def dispatch_wait_kernel[
     ep_counters: EPLocalSyncCounters[n_experts],
     my_rank: Int32,
 ):
-    """Sorts the messages into rows by expert, as they arrive.
-
-    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
-
-    Parameters:
-        num_threads: Threads of a block.
-        n_sms: Multiprocessors of the device.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Slots of one pair.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-        token_fmt_type: Wire format of a token.
-        use_shmem: Whether the others are reached through SHMEM.
-        is_padded: Whether each expert's rows stand by themselves.
-        fused_shared_expert: Whether this rank's tokens come first.
-
-    Args:
-        rows: The output tensors, `n_rows_max` rows.
-        n_rows_max: Rows that the output tensors hold.
-        row_offsets: First row of each group and the end, `[n_groups + 1]`. Padded:
-            rows of each local expert, `[n_local_experts]`.
-        expert_ids: Number of each group, `[n_groups]`. Padded: first row and rows
-            of each pair, `[n_pairs, 2]`.
-        src_info: `[n_rows_max, 2]`: token on its source rank, k; for the shared
-            expert token, -1.
-        recv_buf_ptrs: Recv buffers of the p2p world.
-        recv_count_ptrs: Counts buffers of the p2p world.
-        ep_counters: This rank's local words.
-        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
-    """
-    comptime group = _dispatch_group[
-        token_fmt_type,
-        num_threads,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        p2p_world_size,
-        use_shmem,
-        is_padded,
-        fused_shared_expert,
-    ]()
-    DispatchByExpert[group, token_fmt_type, DType.bfloat16](
-        unused[Pointer[BFloat16, ImmUntrackedOrigin]](),
-        unused[Pointer[Int32, ImmUntrackedOrigin]](),
-        0,
-        rows,
-        n_rows_max,
-        {row_offsets, expert_ids},
-        src_info,
-        _sized[group.n_ranks_per_node](recv_buf_ptrs),
-        _sized[group.n_ranks_per_node](recv_buf_ptrs),
-        _sized[group.n_ranks_per_node](recv_count_ptrs),
-        {ep_counters.words},
-        my_rank,
-    ).run[False, True]()
-
-
-@always_inline
-def _combine_group[
-    combine_dtype: DType,
-    num_threads: Int,
-    hidden_size: Int,
-    top_k: Int,
-    n_experts: Int,
-    n_ranks: Int,
-    max_tokens_per_rank: Int,
-    p2p_world_size: Int,
-    use_shmem: Bool,
-    fused_shared_expert: Bool,
-]() -> Group:
-    """Describes the group of a combine kernel by the kernel's parameters."""
-    return Group(
+    """Sorts the messages into rows by expert, as they arrive."""
+    comptime group = Group(
         n_experts=n_experts,
         n_ranks=n_ranks,
         max_tokens_per_rank=max_tokens_per_rank,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        combine_msg_bytes=message_bytes(
-            plain_token_bytes(hidden_size, size_of[Scalar[combine_dtype]]())
-        ),
+        top_k=token_fmt_type.top_k,
+        dispatch_msg_bytes=token_fmt_type.msg_bytes,
+        addressing=Addressing.BY_EXPERT,
+        returns=Returns.ROWS,
+        is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,
         use_shmem=use_shmem,
         num_threads=num_threads,
     )
+    DispatchByExpert[group, token_fmt_type, DType.bfloat16](
+        unused[GivenTokens[DType.bfloat16]](),
+        {rows, Int(n_rows_max), {row_offsets, expert_ids}, src_info},
+        _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
+        _sized[group.n_mapped()](recv_buf_ptrs),
+        my_rank,
+    ).run[False, True]()
 
 
 @__llvm_metadata(
@@ -290,59 +191,26 @@ def combine_async_kernel[
     ep_counters: EPLocalSyncCounters[n_experts],
     my_rank: Int32,
 ):
-    """Sends each expert row back to the rank its token came from.
-
-    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        num_threads: Threads of a block, two warps or more.
-        n_sms: Multiprocessors of the device.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-        use_shmem: Whether the others are reached through SHMEM.
-
-    Args:
-        input_tokens: Expert rows, `[n_rows_max, hidden_size]`, in the order of
-            the last dispatch, aligned to 16 bytes.
-        n_rows_max: Rows of `input_tokens` and `src_info`.
-        src_info: `[n_rows_max, 2]` from that dispatch.
-        send_buf_p: Where rows wait to be put to other nodes, `[n_ranks *
-            max_tokens_per_rank * top_k]` combine messages of symmetric memory.
-            Read with `use_shmem`; to the rest, rows go straight from
-            `input_tokens`.
-        recv_buf_ptrs: Recv buffers of the p2p world.
-        recv_count_ptrs: Counts buffers of the p2p world.
-        ep_counters: This rank's local words.
-        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
-    """
-    comptime group = _combine_group[
-        combine_dtype,
-        num_threads,
-        hidden_size,
-        top_k,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        p2p_world_size,
-        use_shmem,
-        False,
-    ]()
+    """Sends each expert row back to the rank its token came from."""
+    comptime group = Group(
+        n_experts=n_experts,
+        n_ranks=n_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
+        n_ranks_per_node=p2p_world_size,
+        use_shmem=use_shmem,
+        num_threads=num_threads,
+    )
     CombineRows[group, combine_dtype](
-        BytePointer(unsafe_from_address=Int(input_tokens)),
-        n_rows_max,
-        src_info,
-        unused[Pointer[Scalar[combine_dtype], MutUntrackedOrigin]](),
-        unused[Pointer[Float32, ImmUntrackedOrigin]](),
-        0,
-        Array[BytePointer, group.n_ranks_per_node](fill=send_buf_p),
-        _sized[group.n_ranks_per_node](recv_buf_ptrs),
-        _sized[group.n_ranks_per_node](recv_count_ptrs),
-        {ep_counters.words},
+        {
+            {{unsafe_from_address = Int(input_tokens)}, Int(n_rows_max)},
+            src_info,
+        },
+        unused[CombinedTokens[combine_dtype]](),
+        _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
+        Array[BytePointer, group.n_mapped()](fill=send_buf_p),
         my_rank,
     ).run[True, False]()
 
@@ -372,56 +240,23 @@ def combine_wait_kernel[
     my_rank: Int32,
     shared_rows: SharedRows,
 ):
-    """Adds the weighted rows of each token, as they arrive.
-
-    Launch: `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        num_threads: Threads of a block.
-        n_sms: Multiprocessors of the device.
-        hidden_size: Elements of a row.
-        top_k: Experts of a token.
-        n_experts: Experts of the group.
-        n_ranks: Ranks of the group.
-        max_tokens_per_rank: Tokens one rank may send.
-        p2p_world_size: Ranks whose memory is reached by pointers.
-        use_shmem: Whether the others are reached through SHMEM.
-        fused_shared_expert: Whether to add the shared expert's rows.
-
-    Args:
-        output_tokens: `[n_tokens, hidden_size]`.
-        router_weights: `[n_tokens, top_k]`.
-        n_tokens: Tokens that this rank dispatched.
-        recv_buf_ptrs: Recv buffers of the p2p world.
-        recv_count_ptrs: Counts buffers of the p2p world.
-        ep_counters: This rank's local words.
-        my_rank: This rank, in `[0, n_ranks)`; -1: as the counters say.
-        shared_rows: The expert rows that `combine_async_kernel` took. Read are
-            those of this rank's own tokens, and a fused shared expert's.
-    """
-    comptime group = _combine_group[
-        combine_dtype,
-        num_threads,
-        hidden_size,
-        top_k,
-        n_experts,
-        n_ranks,
-        max_tokens_per_rank,
-        p2p_world_size,
-        use_shmem,
-        fused_shared_expert,
-    ]()
+    """Adds the weighted rows of each token, as they arrive."""
+    comptime group = Group(
+        n_experts=n_experts,
+        n_ranks=n_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
+        fused_shared_expert=fused_shared_expert,
+        n_ranks_per_node=p2p_world_size,
+        use_shmem=use_shmem,
+        num_threads=num_threads,
+    )
     CombineRows[group, combine_dtype](
-        shared_rows.rows,
-        Int32(shared_rows.n_rows),
-        unused[Pointer[Int32, ImmUntrackedOrigin]](),
-        output_tokens,
-        router_weights,
-        n_tokens,
-        _sized[group.n_ranks_per_node](recv_buf_ptrs),
-        _sized[group.n_ranks_per_node](recv_buf_ptrs),
-        _sized[group.n_ranks_per_node](recv_count_ptrs),
-        {ep_counters.words},
+        {shared_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]()},
+        {output_tokens, Int(n_tokens), router_weights},
+        _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
+        _sized[group.n_mapped()](recv_buf_ptrs),
         my_rank,
     ).run[False, True]()

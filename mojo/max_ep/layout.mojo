@@ -16,8 +16,8 @@ right on one rank is right on all of them. If dispatch addresses *by expert*:
     +---------------------------------------------------------------------+
     region_bytes
 
-*By rank* there is no dispatch send buffer (a token is encoded into its place in the
-owner's own recv buffer), and dispatch recv and counts are:
+*By rank* there is no dispatch send buffer (a rank encodes its tokens in place, in its
+own recv buffer), and dispatch recv and counts are:
 
     +---------------------------------------------------------------------+
     | dispatch recv    entries [n_ranks][max_tokens_per_rank][top_k]       |
@@ -47,35 +47,32 @@ comptime MESSAGE_ALIGN = 16
 """Messages start and end on this many bytes: one 128-bit access."""
 
 comptime SOURCE_INFO_BYTES = 16
-"""Bytes behind the token of a message: a flag (UInt64), and as much unused.
+"""Bytes after the token of a message: a flag (UInt64), then 8 unused bytes.
 
-The flag has the form of all flags (`flags.mojo`). Its generation wrote the message.
-Its count is the choice, `token_idx * top_k + k`; of a partial sum, the rows in it.
-On GPUs it also announces the message.
+A flag as in `flags.mojo`, of the generation that wrote the message. Its count is the
+choice, `token_idx * top_k + k`; in a combine row of a GPU rank, the expert id; in a
+partial sum of a CPU rank, the rows in it. On GPUs it also announces the message.
 """
 
 comptime BUFFER_ALIGN = 256
 """Every buffer of a region starts on this many bytes."""
-
 comptime FLAG_BYTES = 8
 """Bytes of one flag or done word (UInt64)."""
-
 comptime ENTRY_BYTES = 8
 """Bytes of a word of an entry (`dispatch_by_rank/entries.mojo`)."""
-
 comptime METADATA_BYTES = 2 * ENTRY_BYTES
 """Bytes of routing metadata for one choice: two words, as an entry's."""
-
 comptime N_CHUNKS = 4
 """Chunks of a token that GPU ranks send by rank, each with a flag."""
 
 comptime MAX_INLINE_TOKENS = 256
-"""Tokens of a rank up to which GPU ranks send by rank data that is its own flag,
-into a place of its own."""
+"""Most tokens of a rank that it sends as inline tokens, whose data is its own flag (by
+rank on GPUs)."""
 
 comptime MAX_RANKS = 128
 """Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
-
+comptime N_GROUP_WORDS = 7
+"""Numbers that the layout of a region depends on (`Group.words`)."""
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
 
@@ -112,32 +109,27 @@ struct Returns(Equatable, TrivialRegisterPassable):
     """A partial sum for each token and rank."""
 
 
-@always_inline
 def round_up(n: Int, multiple: Int) -> Int:
     """Rounds `n` up to a whole multiple."""
     return (n + multiple - 1) // multiple * multiple
 
 
-@always_inline
 def plain_token_bytes(hidden_size: Int, element_bytes: Int) -> Int:
     """Counts the bytes of a token that is sent as it is."""
     return round_up(hidden_size * element_bytes, MESSAGE_ALIGN)
 
 
-@always_inline
 def scaled_token_bytes(hidden_size: Int, element_bytes: Int, block: Int) -> Int:
     """Counts the bytes of values, and of a float32 scale for each block."""
     var scale_bytes = round_up(hidden_size // block * 4, MESSAGE_ALIGN)
     return plain_token_bytes(hidden_size, element_bytes) + scale_bytes
 
 
-@always_inline
 def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
     """Counts the bytes of a message: token, routing metadata, source info."""
     return token_bytes + router_top_k * METADATA_BYTES + SOURCE_INFO_BYTES
 
 
-@always_inline
 def combine_msg_bytes[dtype: DType](hidden_size: Int) -> Int:
     """Counts the bytes of a combine message with elements of a type."""
     return message_bytes(
@@ -145,7 +137,6 @@ def combine_msg_bytes[dtype: DType](hidden_size: Int) -> Int:
     )
 
 
-@always_inline
 def n_local_experts_of(n_experts: Int, n_ranks: Int) -> Int:
     """Counts the experts that a rank has places for.
 
@@ -155,14 +146,12 @@ def n_local_experts_of(n_experts: Int, n_ranks: Int) -> Int:
     return (n_experts + n_ranks - 1) // n_ranks
 
 
-@always_inline
 def n_experts_on_rank(n_experts: Int, n_ranks: Int, rank: Int) -> Int:
     """Counts the experts that a rank really holds, `[0, n_local_experts]`."""
     var n_local = n_local_experts_of(n_experts, n_ranks)
     return max(0, min(n_local, n_experts - rank * n_local))
 
 
-@always_inline
 def source_info_offset(msg_bytes: Int) -> Int:
     """Locates the source info of a message: where its token ends."""
     return msg_bytes - SOURCE_INFO_BYTES
@@ -201,7 +190,7 @@ struct Group(TrivialRegisterPassable):
     var shares_gpu: Bool
     """Whether other ranks may run on this rank's GPU."""
     var n_ranks_per_node: Int
-    """Ranks of one node: those whose memory is mapped, if others' is not."""
+    """Ranks of one node. With several nodes, only their memory is mapped."""
     var use_shmem: Bool
     """Whether ranks of other nodes are reached through the SHMEM library."""
     var wide_ids: Bool
@@ -211,7 +200,6 @@ struct Group(TrivialRegisterPassable):
     var n_sms: Int
     """Most multiprocessors of a GPU that a launch may use; 0: all."""
 
-    @always_inline
     def __init__(
         out self,
         *,
@@ -233,8 +221,7 @@ struct Group(TrivialRegisterPassable):
         num_threads: Int = 512,
         n_sms: Int = 0,
     ):
-        """Describes a group; `n_ranks_per_node` 0: all ranks are on one node.
-        """
+        """Describes a group; `n_ranks_per_node` 0: one node has all ranks."""
         self.n_experts = n_experts
         self.n_ranks = n_ranks
         self.max_tokens_per_rank = max_tokens_per_rank
@@ -254,29 +241,31 @@ struct Group(TrivialRegisterPassable):
         self.n_sms = n_sms
 
     @staticmethod
-    @always_inline
-    def of(
-        n_experts: Int,
-        n_ranks: Int,
-        max_tokens_per_rank: Int,
-        top_k: Int,
-        dispatch_msg_bytes: Int,
-        combine_msg_bytes: Int,
-        protocol: Int,
-    ) -> Self:
-        """Describes a group by the words that its counters keep."""
+    def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:
+        """Describes a group by its `words`."""
         return Self(
-            n_experts=n_experts,
-            n_ranks=n_ranks,
-            max_tokens_per_rank=max_tokens_per_rank,
-            top_k=top_k,
-            dispatch_msg_bytes=dispatch_msg_bytes,
-            combine_msg_bytes=combine_msg_bytes,
-            addressing=addressing_of(protocol),
-            returns=returns_of(protocol),
+            n_experts=Int(words[0]),
+            n_ranks=Int(words[1]),
+            max_tokens_per_rank=Int(words[2]),
+            top_k=Int(words[3]),
+            dispatch_msg_bytes=Int(words[4]),
+            combine_msg_bytes=Int(words[5]),
+            addressing=addressing_of(Int(words[6])),
+            returns=returns_of(Int(words[6])),
         )
 
-    @always_inline
+    def words(self) -> Array[Int32, N_GROUP_WORDS]:
+        """Lists what the layout depends on, as the counters keep it."""
+        return [
+            Int32(self.n_experts),
+            Int32(self.n_ranks),
+            Int32(self.max_tokens_per_rank),
+            Int32(self.top_k),
+            Int32(self.dispatch_msg_bytes),
+            Int32(self.combine_msg_bytes),
+            Int32(self.protocol()),
+        ]
+
     def protocol(self) -> Int:
         """Numbers the pair of axes, as the counters keep it; 0: any."""
         if self.addressing == Addressing.BY_EXPERT:
@@ -287,78 +276,65 @@ struct Group(TrivialRegisterPassable):
             return 3 if self.has_sums() else 2
         return 0
 
-    @always_inline
     def is_by_rank(self) -> Bool:
-        """Returns whether a token goes to a rank once, to a place of its number.
-        """
+        """Returns whether a token goes to a rank once, into its own place."""
         return (
             self.addressing == Addressing.BY_RANK
             or self.addressing == Addressing.TO_ALL
         )
 
-    @always_inline
     def sends_to_all(self) -> Bool:
-        """Returns whether a token also goes to ranks that have no expert of it.
-        """
+        """Returns whether a token goes to every rank."""
         return self.addressing == Addressing.TO_ALL
 
-    @always_inline
     def has_sums(self) -> Bool:
         """Returns whether combine sends partial sums."""
         return self.returns == Returns.SUMS
 
-    @always_inline
     def n_local_experts(self) -> Int:
         """Counts the experts that each rank has places for."""
         return n_local_experts_of(self.n_experts, self.n_ranks)
 
-    @always_inline
     def n_ranks_with_experts(self) -> Int:
         """Counts the ranks that hold experts: the first ones."""
         return (
             self.n_experts + self.n_local_experts() - 1
         ) // self.n_local_experts()
 
-    @always_inline
+    def n_mapped(self) -> Int:
+        """Counts the ranks whose memory is mapped here."""
+        return self.n_ranks_per_node if self.use_shmem else self.n_ranks
+
     def choice(self, token_idx: Int, k: Int) -> Int:
-        """Numbers the choices of a rank; `divmod` by `top_k` takes one apart.
-        """
+        """Numbers a rank's choices; `divmod` by `top_k` takes one apart."""
         return token_idx * self.top_k + k
 
-    @always_inline
     def n_choices(self) -> Int:
         """Counts the choices that a rank has places for."""
         return self.choice(self.max_tokens_per_rank, 0)
 
-    @always_inline
     def pair(self, local_expert: Int, src_rank: Int) -> Int:
         """Numbers the (local expert, source rank) pairs."""
         return local_expert * self.n_ranks + src_rank
 
-    @always_inline
     def n_pairs(self) -> Int:
         """Counts the pairs."""
         return self.pair(self.n_local_experts(), 0)
 
-    @always_inline
     def expert_capacity(self) -> Int:
         """Counts the rows that a local expert can get."""
         return self.n_ranks * self.max_tokens_per_rank
 
     # ------------------------------------------------- inside dispatch buffers
 
-    @always_inline
     def entry_bytes(self) -> Int:
-        """Counts the bytes of an entry: one word, or two with a router weight.
-        """
+        """Counts the bytes of an entry: a word, or two with a router weight."""
         return 2 * ENTRY_BYTES if self.has_sums() else ENTRY_BYTES
 
-    @always_inline
     def entry_offset(self, src_rank: Int, choice: Int) -> Int:
         """Locates the entry of a source's choice."""
         return (src_rank * self.n_choices() + choice) * self.entry_bytes()
 
-    @always_inline
     def token_offset(self, src_rank: Int, token_idx: Int) -> Int:
         """Locates a token of a source, by rank."""
         return (
@@ -367,7 +343,6 @@ struct Group(TrivialRegisterPassable):
             * self.dispatch_msg_bytes
         )
 
-    @always_inline
     def metadata_offset(
         self, src_rank: Int, token_idx: Int, k: Int, router_top_k: Int
     ) -> Int:
@@ -378,12 +353,10 @@ struct Group(TrivialRegisterPassable):
             - (router_top_k - k) * METADATA_BYTES
         )
 
-    @always_inline
     def n_inline_tokens(self) -> Int:
         """Counts the places for inline tokens of a source."""
         return min(self.max_tokens_per_rank, MAX_INLINE_TOKENS)
 
-    @always_inline
     def inline_token_offset(self, src_rank: Int, token_idx: Int) -> Int:
         """Locates a token of a source whose data is its own flag."""
         return (
@@ -392,12 +365,10 @@ struct Group(TrivialRegisterPassable):
             * self.dispatch_msg_bytes
         )
 
-    @always_inline
     def chunk_flag_offset(
         self, src_rank: Int, token_idx: Int, chunk: Int
     ) -> Int:
-        """Locates the flag of a chunk of a token, `chunk` in `[0, N_CHUNKS)`.
-        """
+        """Locates the flag of a chunk of a token, one of `N_CHUNKS`."""
         return (
             round_up(self.inline_token_offset(self.n_ranks, 0), BUFFER_ALIGN)
             + (
@@ -407,71 +378,58 @@ struct Group(TrivialRegisterPassable):
             * FLAG_BYTES
         )
 
-    @always_inline
     def dispatch_staged_offset(self, token_idx: Int) -> Int:
         """Locates a token in the dispatch send buffer."""
         return token_idx * self.dispatch_msg_bytes
 
-    @always_inline
     def dispatch_message_offset(self, pair: Int, slot: Int) -> Int:
         """Locates a message of a pair, by expert."""
         return (
             pair * self.max_tokens_per_rank + slot
         ) * self.dispatch_msg_bytes
 
-    @always_inline
     def dispatch_count_offset(self, pair: Int) -> Int:
         """Locates the count word of a pair, in the dispatch counts buffer."""
         return pair * FLAG_BYTES
 
-    @always_inline
     def dispatch_done_offset(self, reader_rank: Int) -> Int:
         """Locates the done word of a reader, in the dispatch counts buffer."""
         return self.dispatch_count_offset(self.n_pairs() + reader_rank)
 
-    @always_inline
     def dispatch_n_tokens_offset(self, src_rank: Int) -> Int:
-        """Locates a source's number of tokens, in the dispatch counts buffer.
-        """
+        """Locates a source's number of tokens, among the dispatch counts."""
         return self.dispatch_done_offset(self.n_ranks + src_rank)
 
     # -------------------------------------------------- inside combine buffers
 
-    @always_inline
     def combine_message_offset(self, token_idx: Int, k: Int) -> Int:
         """Locates the row of a choice."""
         return (token_idx * self.top_k + k) * self.combine_msg_bytes
 
-    @always_inline
     def partial_offset(self, owner_rank: Int, token_idx: Int) -> Int:
         """Locates the partial sum of an owner, the rank of the experts."""
         return (
             owner_rank * self.max_tokens_per_rank + token_idx
         ) * self.combine_msg_bytes
 
-    @always_inline
     def combine_count_offset(self, expert_id: Int) -> Int:
         """Locates the count word of an expert, in the combine counts buffer."""
         return expert_id * FLAG_BYTES
 
-    @always_inline
     def combine_done_offset(self, reader_rank: Int) -> Int:
         """Locates the done word of a reader, in the combine counts buffer."""
         return self.combine_count_offset(self.n_experts + reader_rank)
 
     # --------------------------------------------- inside SHMEM's put buffers
 
-    @always_inline
     def dispatch_put_offset(self, choice: Int) -> Int:
         """Locates where a dispatch message waits to be put to another host."""
         return choice * self.dispatch_msg_bytes
 
-    @always_inline
     def combine_put_offset(self, src_rank: Int, choice: Int) -> Int:
         """Locates where a combine message waits to be put to another host."""
         return (src_rank * self.n_choices() + choice) * self.combine_msg_bytes
 
-    @always_inline
     def put_bytes(self) -> Int:
         """Counts the bytes of both put buffers, dispatch's first.
 
@@ -481,7 +439,6 @@ struct Group(TrivialRegisterPassable):
             self.combine_put_offset(self.n_ranks, 0), BUFFER_ALIGN
         )
 
-    @always_inline
     def combine_put_from_region_end(self) -> Int:
         """Locates the combine put buffer, from the end of the region."""
         return round_up(
@@ -490,52 +447,44 @@ struct Group(TrivialRegisterPassable):
 
     # ---------------------------------------------------- sizes of the buffers
 
-    @always_inline
     def dispatch_send_bytes(self) -> Int:
         """Counts the bytes of the dispatch send buffer."""
         if self.is_by_rank():
             return 0
         return self.dispatch_staged_offset(self.max_tokens_per_rank)
 
-    @always_inline
     def dispatch_recv_bytes(self) -> Int:
         """Counts the bytes of the dispatch recv buffer."""
         if self.is_by_rank():
             return self.chunk_flag_offset(self.n_ranks, 0, 0)
         return self.dispatch_message_offset(self.n_pairs(), 0)
 
-    @always_inline
     def dispatch_counts_bytes(self) -> Int:
         """Counts the bytes of the dispatch counts buffer."""
         if self.is_by_rank():
             return self.dispatch_n_tokens_offset(self.n_ranks)
         return self.dispatch_done_offset(self.n_ranks)
 
-    @always_inline
     def combine_recv_bytes(self) -> Int:
         """Counts the bytes of the combine recv buffer."""
         if self.has_sums():
             return self.partial_offset(self.n_ranks, 0)
         return self.combine_message_offset(self.max_tokens_per_rank, 0)
 
-    @always_inline
     def combine_counts_bytes(self) -> Int:
         """Counts the bytes of the combine counts buffer."""
         return self.combine_done_offset(self.n_ranks)
 
     # ------------------------------------------------- where the buffers begin
 
-    @always_inline
     def dispatch_send_offset(self) -> Int:
         """Locates the dispatch send buffer."""
         return 0
 
-    @always_inline
     def dispatch_recv_offset(self) -> Int:
         """Locates the dispatch recv buffer."""
         return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
 
-    @always_inline
     def staged_from_recv(self, rank: Int) -> Int:
         """Locates a rank's own encoded tokens, from the begin of its recv buffer.
 
@@ -545,14 +494,12 @@ struct Group(TrivialRegisterPassable):
             return self.token_offset(rank, 0)
         return self.dispatch_send_offset() - self.dispatch_recv_offset()
 
-    @always_inline
     def dispatch_counts_offset(self) -> Int:
         """Locates the dispatch counts buffer."""
         return self.dispatch_recv_offset() + round_up(
             self.dispatch_recv_bytes(), BUFFER_ALIGN
         )
 
-    @always_inline
     def dispatch_counts_from_combine_counts(self) -> Int:
         """Locates the dispatch counts from the combine counts: a negative number.
 
@@ -560,21 +507,18 @@ struct Group(TrivialRegisterPassable):
         """
         return self.dispatch_counts_offset() - self.combine_counts_offset()
 
-    @always_inline
     def combine_recv_offset(self) -> Int:
         """Locates the combine recv buffer."""
         return self.dispatch_counts_offset() + round_up(
             self.dispatch_counts_bytes(), BUFFER_ALIGN
         )
 
-    @always_inline
     def combine_counts_offset(self) -> Int:
         """Locates the combine counts buffer."""
         return self.combine_recv_offset() + round_up(
             self.combine_recv_bytes(), BUFFER_ALIGN
         )
 
-    @always_inline
     def region_bytes(self) -> Int:
         """Counts the bytes of the whole region."""
         return self.combine_counts_offset() + round_up(
@@ -582,7 +526,6 @@ struct Group(TrivialRegisterPassable):
         )
 
 
-@always_inline
 def addressing_of(protocol: Int) -> Addressing:
     """Reads the first axis of a protocol's number; see `Group.protocol`."""
     if protocol == 0:
@@ -592,7 +535,6 @@ def addressing_of(protocol: Int) -> Addressing:
     return Addressing.TO_ALL if protocol == 5 else Addressing.BY_RANK
 
 
-@always_inline
 def returns_of(protocol: Int) -> Returns:
     """Reads the second axis of a protocol's number."""
     if protocol == 0:

@@ -11,6 +11,7 @@ The ops that receive a dispatch have eight results, whatever the format: rows,
 scales, `row_offsets`, `expert_ids`, `src_info`, and of an all-gather routing map,
 probabilities and number of rows. Those that a format or layout has not are empty.
 """
+from .kernel_argument import unused
 import extensibility
 from extensibility import (
     _MutableInputTensor as MutableInputTensor,
@@ -54,19 +55,16 @@ comptime Float32Matrix = InputTensor[dtype=DType.float32, rank=2, ...]
 """Router weights."""
 
 
-@always_inline
 def _bytes_of(tensor: InputTensor) -> BytePointer:
     """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
-@always_inline
 def _bytes_of(tensor: OutputTensor) -> BytePointer:
     """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
-@always_inline
 def _weights_of(tensor: Float32Matrix) -> RouterWeights:
     """Takes router weights as the launchers do."""
     return RouterWeights(
@@ -84,8 +82,7 @@ def has_word(words: StaticString, word: StaticString) -> Bool:
 
 
 def number_in(words: StaticString, name: StaticString) -> Int:
-    """Reads the number behind `name=` in words separated by spaces; -1: no such.
-    """
+    """Reads the number behind `name=` in such words; -1: no such."""
     var all = String(" ", words, " ")
     var begin = all.find(String(" ", name, "="))
     if begin < 0:
@@ -105,8 +102,7 @@ def group_of(
     dispatch_msg_bytes: Int = 0,
     combine_msg_bytes: Int = 0,
 ) -> Group:
-    """Reads the group out of an op's parameter `group`, when the op is compiled.
-    """
+    """Reads the group out of an op's parameter `group`."""
     var n_ranks = number_in(words, "n_ranks")
     var per_node = number_in(words, "n_ranks_per_node")
     return Group(
@@ -236,7 +232,7 @@ struct DispatchAsync:
                 topk_ids.to_tile_tensor(),
                 _weights_of(router_weights),
             ),
-            DispatchedRows[members, Format].none(),
+            unused[DispatchedRows[members, Format]](),
             ctx,
         )
 
@@ -281,7 +277,7 @@ struct DispatchWait:
             Form.WAIT,
         ](
             call,
-            GivenTokens[DType.bfloat16].none(),
+            unused[GivenTokens[DType.bfloat16]](),
             dispatched_rows[Format](
                 call,
                 Format.rows_of(
@@ -420,7 +416,7 @@ struct CombineAsync:
         launch_combine[partial_dtype, target, Form.ASYNC](
             call,
             rows,
-            CombinedTokens[combine_dtype].none(),
+            unused[CombinedTokens[combine_dtype]](),
             ctx,
         )
 
@@ -455,8 +451,9 @@ struct CombineWait:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        var rows = GivenRows.unsent(
-            SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0))
+        var rows = GivenRows(
+            SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0)),
+            unused[Pointer[Int32, ImmUntrackedOrigin]](),
         )
         launch_combine[partial_dtype, target, Form.WAIT](
             call,

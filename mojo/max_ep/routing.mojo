@@ -23,8 +23,7 @@ comptime _SIGN = UInt32(1 << 31)
 
 @always_inline
 def _key(logit: Float32) -> UInt32:
-    """Makes a number that sorts as a logit does, NaN as the largest, above none.
-    """
+    """Makes a number that sorts as a logit does, NaN as the largest."""
     var bits = bitcast[DType.uint32](logit + 0)  # no negative zero
     if logit != logit:
         return UInt32.MAX

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row is whose: the order of dispatched rows, and the tables that tell.
+"""Which row is whose: the order of dispatched rows, and the tables that say so.
 
     packed   [this rank's tokens | ] expert 0 | expert 1 | ...     no gaps
     padded   expert 0 .... | expert 1 .... | ...     each `expert_capacity` rows
@@ -7,21 +7,16 @@
 In both, the rows of an expert stand by source rank, token, k. With a fused
 shared expert (packed only) this rank's own tokens come first, as group 0, and
 local expert `e` is group `e + 1`; without, it is group `e`. `dispatch_wait` asks
-here where rows begin, and notes it in the pair rows of `EPLocalSyncCounters`;
+here where rows begin, and records it in the pair rows of `EPLocalSyncCounters`;
 everything after it goes by those, so it need not know the order.
 """
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
-
+from .kernel_argument import KernelArgument
 from .layout import Group
 
 
 @fieldwise_init
-struct RowTables[group: Group](DevicePassable, TrivialRegisterPassable):
-    """The output tensors of `dispatch_wait` that say which row is whose.
-
-    Parameters:
-        group: Sizes of the group.
-    """
+struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
+    """The output tensors of `dispatch_wait` that say which row is whose."""
 
     var row_offsets: Pointer[UInt32, MutUntrackedOrigin]
     """Packed: first row of each group and the end, `[n_groups + 1]`. Padded:
@@ -34,19 +29,6 @@ struct RowTables[group: Group](DevicePassable, TrivialRegisterPassable):
         Self.group.fused_shared_expert
     )
     """Groups of rows: local experts, and the shared one if there is one."""
-
-    comptime device_type: AnyType = Self
-    """A kernel gets this as it is."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments."""
-        return "RowTables"
 
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
@@ -64,7 +46,7 @@ struct RowTables[group: Group](DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def write_pair(self, pair: Int, begin: Int, count: Int):
-        """Notes the rows of a pair, if the tables tell."""
+        """Notes the rows of a pair, if the tables have them."""
         comptime if Self.group.is_padded:
             self.expert_ids[unsafe_offset=2 * pair] = Int32(begin)
             self.expert_ids[unsafe_offset=2 * pair + 1] = Int32(count)
@@ -89,8 +71,7 @@ struct RowTables[group: Group](DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def write_no_rows(self, first: Int, step: Int):
-        """Says that there are no rows; `first` and `step` share the experts out.
-        """
+        """Says that there are no rows; `first`, `step`: whose experts."""
         for local_expert in range(first, Self.group.n_local_experts(), step):
             for src_rank in range(Self.group.n_ranks):
                 self.write_pair(Self.group.pair(local_expert, src_rank), 0, 0)

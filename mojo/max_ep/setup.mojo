@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a rank's region and counters in the state before generation 1."""
 from layout import TileTensor
+from max.gpu import block_dim, global_idx, grid_dim
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from std.memory import unsafe_memset_zero
 
 from .arguments import mut_
-from .counters import EPLocalSyncCounters, local_sync_counters_words
+from .counters import local_sync_counters_words, word_after_init
 from .cpu.rank import write_source_info
-from .gpu_setup import clear_gpu
-from .layout import Group
+from .device.warp import SENTINEL
+from .flags import message_flag
+from .layout import Group, N_GROUP_WORDS
 from .token_format import BytePointer
 
 comptime N_SETUP_WORDS = 11
@@ -18,39 +20,101 @@ memory was used before (1) or is zero (0), then the seven fields of
 `Group` in order."""
 
 
-def _clear_combine_generations(region: Int, group: Group):
-    """Makes old combine messages differ from those of the first generations."""
-    var recv = BytePointer(
-        unsafe_from_address=region + group.combine_recv_offset()
-    )
-    # Rows or partial sums: messages, one after another.
+def _clear_cpu(region: BytePointer, group: Group, was_used: Bool):
+    """Clears the flags of a region in host memory."""
+
+    def clear(offset: Int, n_bytes: Int) {imm}:
+        unsafe_memset_zero(region.unsafe_offset(offset), n_bytes)
+
+    clear(group.dispatch_counts_offset(), group.dispatch_counts_bytes())
+    clear(group.combine_counts_offset(), group.combine_counts_bytes())
+    if not was_used:
+        return
+    # Old combine messages, rows or partial sums, differ from those of the first
+    # generations.
     var msg_bytes = group.combine_msg_bytes
+    var recv = region.unsafe_offset(group.combine_recv_offset())
     for i in range(group.combine_recv_bytes() // msg_bytes):
         write_source_info(recv.unsafe_offset(i * msg_bytes), msg_bytes, i, 0)
+    if group.is_by_rank():
+        # An entry is of the generation that it says, however old it is.
+        clear(
+            group.dispatch_recv_offset(), group.entry_offset(group.n_ranks, 0)
+        )
 
 
-def _clear_cpu(region: Int, group: Group, was_used: Bool):
-    """Clears the flags of a region in host memory."""
-    unsafe_memset_zero(
-        BytePointer(
-            unsafe_from_address=region + group.dispatch_counts_offset()
-        ),
-        group.dispatch_counts_bytes(),
-    )
-    unsafe_memset_zero(
-        BytePointer(unsafe_from_address=region + group.combine_counts_offset()),
-        group.combine_counts_bytes(),
-    )
-    if was_used:
-        _clear_combine_generations(region, group)
-        if group.is_by_rank():
-            # An entry is of the generation that it says, however old it is.
-            unsafe_memset_zero(
-                BytePointer(
-                    unsafe_from_address=region + group.dispatch_recv_offset()
-                ),
-                group.entry_offset(group.n_ranks, 0),
-            )
+# ------------------------------------------------------------------- GPU ranks
+
+
+@always_inline
+def _fill(buffer: BytePointer, begin: Int, end: Int, value: UInt32):
+    """Fills a part of a buffer with a word, with the whole grid."""
+    var words = buffer.unsafe_offset(begin).unsafe_bitcast[UInt32]()
+    for i in range(
+        Int(global_idx.x), (end - begin) // 4, Int(grid_dim.x * block_dim.x)
+    ):
+        words[unsafe_offset=i] = value
+
+
+@always_inline
+def _clear_flags(messages: BytePointer, n: Int, msg_bytes: Int):
+    """Clears the flags of messages, with the whole grid."""
+    for i in range(Int(global_idx.x), n, Int(grid_dim.x * block_dim.x)):
+        message_flag(messages.unsafe_offset(i * msg_bytes), msg_bytes)[] = 0
+
+
+def clear_kernel(
+    region: BytePointer,
+    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
+    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    my_rank: Int32,
+    timeout_ms: Int32,
+    group_words: Array[Int32, N_GROUP_WORDS],
+):
+    """Clears every flag and word of a rank; nobody may use them meanwhile.
+
+    MAX gives a rank two groups of counters. Launch: any grid, any block.
+    """
+    var group = Group.of(group_words)
+    var first = Int(global_idx.x)
+    var n_threads = Int(grid_dim.x * block_dim.x)
+    for i in range(first, local_sync_counters_words(group), n_threads):
+        var word = word_after_init(i, Int(my_rank), Int(timeout_ms), group)
+        counters_group_0[unsafe_offset=i] = word
+        counters_group_1[unsafe_offset=i] = word
+
+    var counts = region.unsafe_offset(group.dispatch_counts_offset())
+    _fill(counts, 0, group.dispatch_counts_bytes(), 0)
+    counts = region.unsafe_offset(group.combine_counts_offset())
+    _fill(counts, 0, group.combine_counts_bytes(), 0)
+
+    var n_ranks = group.n_ranks
+    var recv = region.unsafe_offset(group.dispatch_recv_offset())
+    if group.is_by_rank():
+        # An entry is of the generation that it says, however old it is.
+        _fill(recv, 0, group.entry_offset(n_ranks, 0), 0)
+        if group.sends_to_all():
+            # Likewise routing metadata.
+            var end = group.token_offset(n_ranks, 0)
+            _fill(recv, group.token_offset(0, 0), end, 0)
+        var end = group.chunk_flag_offset(n_ranks, 0, 0)
+        _fill(recv, group.chunk_flag_offset(0, 0, 0), end, 0)
+        # Data that is its own flag: all of it says that it has not come.
+        end = group.inline_token_offset(n_ranks, 0)
+        _fill(recv, group.inline_token_offset(0, 0), end, SENTINEL)
+    else:
+        var msg_bytes = group.dispatch_msg_bytes
+        var staged = region.unsafe_offset(group.dispatch_send_offset())
+        _clear_flags(staged, group.max_tokens_per_rank, msg_bytes)
+        _clear_flags(recv, group.dispatch_recv_bytes() // msg_bytes, msg_bytes)
+    recv = region.unsafe_offset(group.combine_recv_offset())
+    if group.has_sums():
+        _fill(recv, 0, group.combine_recv_bytes(), SENTINEL)
+    else:
+        _clear_flags(recv, group.n_choices(), group.combine_msg_bytes)
+
+
+# ----------------------------------------------------------------------- the op
 
 
 def init[
@@ -75,15 +139,10 @@ def init[
     var rank = Int(words[unsafe_offset=1])
     var timeout_ms = Int(words[unsafe_offset=2])
     var was_used = words[unsafe_offset=3] != 0
-    var group = Group.of(
-        Int(words[unsafe_offset=4]),
-        Int(words[unsafe_offset=5]),
-        Int(words[unsafe_offset=6]),
-        Int(words[unsafe_offset=7]),
-        Int(words[unsafe_offset=8]),
-        Int(words[unsafe_offset=9]),
-        Int(words[unsafe_offset=10]),
-    )
+    var group_words = Array[Int32, N_GROUP_WORDS](fill=0)
+    for i in range(N_GROUP_WORDS):
+        group_words[i] = Int32(words[unsafe_offset=4 + i])
+    var group = Group.of(group_words)
     var n_words = local_sync_counters_words(group)
     if (
         Int(counters_group_0.dim[0]()) < n_words
@@ -91,25 +150,24 @@ def init[
     ):
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
     comptime if is_gpu[target]():
-        clear_gpu(
-            region,
+        context.enqueue_function[clear_kernel](
+            BytePointer(unsafe_from_address=region),
             mut_(counters_group_0),
             mut_(counters_group_1),
-            rank,
-            timeout_ms,
-            group,
-            context,
+            Int32(rank),
+            Int32(timeout_ms),
+            group_words,
+            grid_dim=128,
+            block_dim=256,
         )
     else:
         for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
-            # The view's parameter only fixes its size, which is checked above.
-            EPLocalSyncCounters[0](counters).reset(
-                rank, timeout_ms, n_words, group
-            )
-        _clear_cpu(region, group, was_used)
-    Pointer[Int32, MutUntrackedOrigin](
-        unsafe_from_address=Int(my_rank.ptr)
-    )[] = Int32(rank)
+            for i in range(n_words):
+                counters[unsafe_offset=i] = word_after_init(
+                    i, rank, timeout_ms, group
+                )
+        _clear_cpu({unsafe_from_address = region}, group, was_used)
+    mut_(my_rank)[] = Int32(rank)
     var offsets = [
         group.dispatch_send_offset(),
         group.dispatch_recv_offset(),
@@ -118,8 +176,5 @@ def init[
         group.combine_recv_offset(),
         group.combine_counts_offset(),
     ]
-    var ptrs = Pointer[UInt64, MutUntrackedOrigin](
-        unsafe_from_address=Int(device_ptrs.ptr)
-    )
     for i in range(len(offsets)):
-        ptrs[unsafe_offset=i] = UInt64(region + offsets[i])
+        mut_(device_ptrs)[unsafe_offset=i] = UInt64(region + offsets[i])

@@ -8,14 +8,11 @@ A message is `token_bytes` of encoded token and a source info behind it:
 
 Each format has a file in `formats/`. A format knows nothing of ranks.
 """
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
-
+from .kernel_argument import KernelArgument
 from .layout import MESSAGE_ALIGN, message_bytes
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
 """Bytes of a region or of a tensor."""
-
-
 comptime LaneBytes = SIMD[DType.uint32, 4]
 """16 bytes in the registers of one GPU lane: what one access moves."""
 
@@ -48,22 +45,6 @@ struct OutputTensors(TrivialRegisterPassable):
     var n_gathered: Pointer[Int32, MutUntrackedOrigin]
     """All-gather: `[1]`, rows that there are."""
 
-    @staticmethod
-    def none() -> Self:
-        """Makes what stands for no tensors.
-
-        Returns:
-            Pointers that nobody follows: a Pointer is never null.
-        """
-        return Self(
-            {unsafe_from_address = MESSAGE_ALIGN},
-            {unsafe_from_address = MESSAGE_ALIGN},
-            1,
-            {unsafe_from_address = MESSAGE_ALIGN},
-            {unsafe_from_address = MESSAGE_ALIGN},
-            {unsafe_from_address = MESSAGE_ALIGN},
-        )
-
 
 trait TokenFormat:
     """The wire format of one token.
@@ -92,7 +73,7 @@ trait TokenFormat:
     comptime router_top_k: Int = 0
     """Choices of the router that a token carries to every rank, in an all-gather;
     0: its choices say where it goes."""
-    comptime Rows: DevicePassable & TrivialRegisterPassable
+    comptime Rows: KernelArgument & TrivialRegisterPassable
     """Where decoded tokens go: the pointers of the output tensors."""
 
     @staticmethod
@@ -253,7 +234,7 @@ trait TokenFormat:
 
 
 @fieldwise_init
-struct SharedRows(DevicePassable, TrivialRegisterPassable):
+struct SharedRows(KernelArgument, TrivialRegisterPassable):
     """Expert rows of this rank that combine adds where they stand.
 
     Those of a fused shared expert, and on GPUs or with a reduced protocol those
@@ -265,30 +246,3 @@ struct SharedRows(DevicePassable, TrivialRegisterPassable):
     them; a fused shared expert's row of token `t` is row `t`."""
     var n_rows: Int
     """Rows that may be read."""
-
-    comptime device_type: AnyType = Self
-    """A kernel gets this as it is."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
-        return "SharedRows"
-
-    @staticmethod
-    def none() -> Self:
-        """Makes what stands for "all rows are sent".
-
-        Returns:
-            No rows.
-        """
-        # A Pointer is never null; nobody reads behind this one.
-        return Self(BytePointer(unsafe_from_address=MESSAGE_ALIGN), 0)

@@ -47,7 +47,7 @@ def put_message_warp(
     The bytes may be overwritten when the receiver says that it has read them.
     """
     # ORDER: SHMEM delivers the signal after the message; pairs with the ACQUIRE
-    # in `peek`. The warp's syncs inside order the lanes' writes before.
+    # in `load_acquire_sys`. The warp's syncs inside order the lanes' writes before.
     external_call["nvshmemx_putmem_signal_nbi_warp", NoneType](
         BytePointer(unsafe_from_address=Int(to)),
         BytePointer(unsafe_from_address=Int(from_)),
@@ -72,11 +72,7 @@ def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
 
 
 struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
-    """The same buffer on every rank, as addresses in this process.
-
-    Parameters:
-        n_ranks: Ranks of the group.
-    """
+    """The same buffer on every rank, as addresses in this process."""
 
     var addresses: Pointer[UInt64, MutUntrackedOrigin]
     """Addresses, `[n_ranks]`."""

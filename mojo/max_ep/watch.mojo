@@ -19,13 +19,13 @@ from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host.info import is_gpu
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
-from .arguments import Call, check_size, mut_, p2p_buffers
+from .arguments import Buffers, Call, check_size, mut_
 from .counters import (
-    BROKEN_WORD,
     EPLocalSyncCounters,
     N_HEADER_WORDS,
     NO_EXPERT,
     wanted_word,
+    Word,
 )
 from .device.phase import Queue
 from .device.shared import own_of, shared_words
@@ -58,9 +58,9 @@ def _awaited_generation[
     is_combine: Bool
 ](counters: EPLocalSyncCounters) -> UInt32:
     comptime if is_combine:
-        return next_generation(counters.combine_received())
+        return next_generation(counters.generation(Word.COMBINE_RECEIVED))
     else:
-        return next_generation(counters.dispatch_received())
+        return next_generation(counters.generation(Word.DISPATCH_RECEIVED))
 
 
 @always_inline
@@ -150,8 +150,7 @@ def _is_there[
     choices: Pointer[Int32, MutUntrackedOrigin],
     generation: UInt32,
 ) -> Bool:
-    """Returns whether one of the things to be watched has come, or never will.
-    """
+    """Returns whether an item has come, or never will."""
     comptime n_local_experts = group.n_local_experts()
     comptime if not is_combine:
         var offset = _count_offset[group, False](peer_rank, item)
@@ -184,45 +183,41 @@ def _is_there[
 
 def watch_kernel[
     group: Group, is_combine: Bool
-](
-    waits_ns: Pointer[Int64, MutUntrackedOrigin],
-    recv_buf_ptrs: Array[BytePointer, group.n_ranks_per_node],
-    recv_count_ptrs: Array[BytePointer, group.n_ranks_per_node],
-    counters: EPLocalSyncCounters[group.n_experts],
-):
+](waits_ns: Pointer[Int64, MutUntrackedOrigin], buffers: Buffers[group],):
     """Watches one peer with each block.
 
     Launch: `grid_dim = n_ranks`, `block_dim = WATCH_THREADS`. The buffers are those
     of the direction.
     """
     var start_ns = global_perf_counter_ns()
+    var counters = buffers.counters
     var has_expired = shared_words[1]()
     var peer_rank = Int(block_idx.x)
     var my_rank = counters.my_rank()
     var deadline = DeviceDeadline.after(counters.timeout_ms())
-    var recv_buf = bytes_at(own_of(recv_buf_ptrs, my_rank))
-    var my_counts = bytes_at(own_of(recv_count_ptrs, my_rank))
+    var recv_buf = bytes_at(own_of(buffers.recv_bufs, my_rank))
+    var my_counts = bytes_at(own_of(buffers.counts, my_rank))
     if thread_idx.x == 0:
         has_expired[unsafe_offset=0] = 0
     barrier()
-    # What the async op has refused, it has noted; nothing is looked at then.
+    # What the async op has refused, it has recorded; nothing is polled then.
     var word = Int(thread_idx.x)
     if word < N_HEADER_WORDS:
         var found = counters.words[unsafe_offset=word]
-        var is_broken = word == BROKEN_WORD and found != 0
+        var is_broken = word == Word.BROKEN and found != 0
         if is_broken or found != wanted_word(word, found, group):
             has_expired[unsafe_offset=0] = 1
     barrier()
-    var dispatched = counters.combine_of()
+    var dispatched = counters.generation(Word.COMBINE_OF)
     var choices = counters.choices(dispatched, group)
     var n_items = 0
     if has_expired[unsafe_offset=0] == 0:
         comptime if not is_combine:
             n_items = _n_counts[group, False](my_rank, peer_rank)
         elif group.has_sums():
-            n_items = counters.n_tokens(dispatched)
+            n_items = Int(counters.n_tokens_of(dispatched)[])
         else:
-            n_items = counters.n_tokens(dispatched) * group.top_k
+            n_items = Int(counters.n_tokens_of(dispatched)[]) * group.top_k
     var generation = _awaited_generation[is_combine](counters)
     for item in range(Int(thread_idx.x), n_items, WATCH_THREADS):
         var wait = Wait(deadline)
@@ -254,14 +249,11 @@ def launch_watch[
     check_size(call.op, "waits_ns", Int(waits_ns.dim[0]()), group.n_ranks)
     comptime if is_gpu[target]():
         comptime kernel = watch_kernel[group, is_combine]
-        comptime n = group.n_ranks_per_node
         var function = queue.context.compile_function[kernel]()
         queue.stream().enqueue_function(
             function,
             mut_(waits_ns),
-            p2p_buffers[UInt8, n](call.recv_bufs),
-            p2p_buffers[UInt8, n](call.counts),
-            call.counters,
+            call.buffers(),
             grid_dim=group.n_ranks,
             block_dim=WATCH_THREADS,
         )

@@ -15,12 +15,9 @@ combine returns rows. Handles, addresses and queues are integers; 0 is success, 
     SHARES_GPU          whether ranks may share a GPU
     WIDE_IDS            whether ids are int64
 """
-from layout import TileTensor, Coord, row_major
+from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
-from std.memory.alloc import unsafe_alloc
-from std.sys import get_defined_int, get_defined_string, is_defined
-
 from max_ep.arguments import (
     Call,
     CombinedTokens,
@@ -29,13 +26,13 @@ from max_ep.arguments import (
     GivenRows,
     GivenTokens,
 )
+from max_ep.combine_rows.phase import CombineRows
 from max_ep.counters import (
     EPLocalSyncCounters,
-    FAILURE_WORD,
     local_sync_counters_words,
     N_FAILURE_WORDS,
+    Word,
 )
-from max_ep.combine_rows.phase import CombineRows
 from max_ep.device.phase import Phase, phase_kernel, Queue
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.failures import raise_failure
@@ -49,9 +46,11 @@ from max_ep.layout import (
     Returns,
 )
 from max_ep.setup import init, N_SETUP_WORDS
-from max_ep.token_format import BytePointer, OutputTensors, SharedRows
+from max_ep.token_format import OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
 from max_ep.watch import launch_watch, watch_kernel
+from std.memory.alloc import unsafe_alloc
+from std.sys import get_defined_int, get_defined_string, is_defined
 
 comptime TARGET = get_defined_string["TARGET"]()
 comptime N_RANKS = get_defined_int["RANKS"]()
@@ -263,7 +262,7 @@ def max_ep_size(what: Int32) abi("C") -> Int64:
     var sizes = [
         REGION.region_bytes(),
         local_sync_counters_words(REGION),
-        FAILURE_WORD,
+        Word.FAILURE,
         N_FAILURE_WORDS,
     ]
     return Int64(sizes[Int(what)])

@@ -16,8 +16,8 @@ from groups import (
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.device.phase import InputScales, Phase
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
-from max_ep.gpu_setup import clear_kernel
 from max_ep.layout import MAX_TOP_K
+from max_ep.setup import clear_kernel
 from max_ep.token_format import TokenFormat
 
 

@@ -21,7 +21,7 @@ from groups import (
 )
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.dispatch_by_rank.phase import DispatchByRank
-from max_ep.formats.with_metadata import WithMetadataTokenFormat
+from max_ep.formats.plain import WithMetadataTokenFormat
 from max_ep.layout import Addressing, Returns
 from max_ep.token_format import TokenFormat
 

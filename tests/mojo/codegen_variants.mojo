@@ -24,8 +24,7 @@ from max_ep.combine_rows.phase import CombineRows
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
-from max_ep.formats.plain import BF16TokenFormat
-from max_ep.formats.with_metadata import WithMetadataTokenFormat
+from max_ep.formats.plain import BF16TokenFormat, WithMetadataTokenFormat
 from max_ep.layout import Addressing, Group, Returns
 from max_ep.token_format import TokenFormat
 

@@ -254,13 +254,13 @@ def check_two_dispatches_are_kept() raises:
         var second = next_generation(first)
         var generations = [first, second]
         for i in range(2):
-            counters.set_n_tokens(generations[i], i + 1)
+            counters.n_tokens_of(generations[i])[] = Int32(i + 1)
             var choices = counters.choices(generations[i], group)
             for choice in range(MAX_TOKENS):
                 choices[unsafe_offset=choice] = Int32(i + 1)
                 counters.slots(group)[unsafe_offset=choice] = 3
         for i in range(2):
-            assert_equal(counters.n_tokens(generations[i]), i + 1)
+            assert_equal(Int(counters.n_tokens_of(generations[i])[]), i + 1)
             var choices = counters.choices(generations[i], group)
             for choice in range(MAX_TOKENS):
                 assert_equal(Int(choices[unsafe_offset=choice]), i + 1)

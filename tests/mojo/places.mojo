@@ -15,7 +15,6 @@ from max_ep import (
 )
 from max_ep.layout import (
     Addressing,
-    blockwise_fp8_token_bytes,
     BUFFER_ALIGN,
     FLAG_BYTES,
     Group,
@@ -25,6 +24,7 @@ from max_ep.layout import (
     N_CHUNKS,
     plain_token_bytes,
     Returns,
+    scaled_token_bytes,
     SOURCE_INFO_BYTES,
 )
 from std.testing import assert_equal, assert_true
@@ -196,7 +196,7 @@ def main() raises:
     check_format[PlainTokenFormat[DType.float32, 36, 2]](144)
     check_format[BlockwiseFP8TokenFormat[128, 1]](128 + 16)
     check_format[BlockwiseFP8TokenFormat[640, 32, True]](
-        blockwise_fp8_token_bytes(640, 128)
+        scaled_token_bytes(640, 1, 128)
     )
     check_format[WithMetadataTokenFormat[DType.bfloat16, 80, 3, 5]](160, 5)
     check_format[WithMetadataTokenFormat[DType.float32, 4, 32, 40]](16, 40)

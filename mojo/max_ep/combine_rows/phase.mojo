@@ -17,22 +17,17 @@ phase: the result is there, and every owner knows that its rows have been read. 
 launch that fails fills what it cannot compute with NaN.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
-from std.builtin.device_passable import DeviceTypeEncoder
 from std.utils.numerics import nan
 
-from ..counters import EPLocalSyncCounters
-from ..device.block import (
-    await_launch_before,
-    Block,
-    can_start,
-    is_last_block,
-)
+from ..arguments import Buffers, CombinedTokens, GivenRows
+from ..counters import Word
+from ..device.block import await_launch_before, Block, can_start, is_last_block
 from ..device.phase import Phase
 from ..device.shared import own_of
-from ..failures import NOTHING_DISPATCHED
-from ..flags import FlagPointer, next_generation
+from ..device.warp import in_32_bits
+from ..failures import Failure
 from ..layout import Group
-from ..token_format import BytePointer, SharedRows
+from ..token_format import BytePointer
 from .reduce import reduce_tokens
 from .roles import N_CONTROL, n_send_warps, RECEIVE, SEND
 from .send import send_rows, SharedPairs
@@ -44,56 +39,25 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
 ):
     """Sends expert rows back, and adds up those of each token.
 
-    Launch: any grid; fused, `group.num_threads` at least two warps.
-
-    Parameters:
-        group_: Sizes of the group.
-        dtype: Element type of rows and results.
-        keeps_rows: Whether `expert_rows` may change once the send phase has ended, if
-            that is a launch of its own. Rows of own tokens are then sent, too.
+    Launch: any grid; fused, `group.num_threads` at least two warps. `keeps_rows`: whether
+    the rows may change once the send phase has ended, if that is a launch of its own.
+    Rows of own tokens are then sent, too.
     """
 
     comptime group = Self.group_
-    """Sizes of the group."""
     comptime overlaps_previous = Self.group_.is_by_rank()
     """By rank it runs on GPUs that have such launches; by expert it is portable."""
-    comptime device_type: AnyType = Self
-    """A kernel gets this as it is."""
 
-    var expert_rows: BytePointer
-    """`[n_rows][hidden_size]`, in the order of the last dispatch, aligned to 16
-    bytes. The receive phase reads those of a fused shared expert, and those that
-    this rank's experts made of its own tokens."""
-    var n_rows: Int32
-    """Rows of `expert_rows` and `src_info`."""
-    var src_info: Pointer[Int32, ImmUntrackedOrigin]
-    """`[n_rows][2]` from that dispatch; used if it sends."""
-    var output_tokens: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
-    """`[n_tokens][hidden_size]`; used if it receives, as what follows."""
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`."""
-    var n_tokens: Int32
-    """Tokens that this rank dispatched."""
-    var put_bufs: Array[BytePointer, Self.group.n_ranks_per_node]
+    var given: GivenRows
+    """Rows in the order of the last dispatch, aligned to 16 bytes. The receive phase
+    reads those of a fused shared expert, and those that this rank's experts made of
+    its own tokens."""
+    var combined: CombinedTokens[Self.dtype]
+    var buffers: Buffers[Self.group]
+    var put_bufs: Array[BytePointer, Self.group.n_mapped()]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
-    var recv_bufs: Array[BytePointer, Self.group.n_ranks_per_node]
-    """Combine recv buffers of this node's ranks."""
-    var counts: Array[FlagPointer, Self.group.n_ranks_per_node]
-    """Combine counts buffers of this node's ranks."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
-    """This rank's words."""
     var my_rank: Int32
     """This rank, in `[0, n_ranks)`; -1: as the counters say."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments."""
-        return "CombineRows"
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
@@ -101,36 +65,31 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
         comptime group = Self.group
         comptime if Self.overlaps_previous:
             await_launch_before()
-        if not can_start[group](self.counters, SEND if sends else RECEIVE):
+        if not can_start[group](
+            self.buffers.counters, SEND if sends else RECEIVE
+        ):
             self._refuse[receives]()
             return
-        var block = Block[group].set_up[N_CONTROL](
-            self.counters, self.my_rank, self.recv_bufs, self.counts
-        )
+        var block = Block[group].set_up[N_CONTROL](self.buffers, self.my_rank)
         comptime if sends:
             if block.before.dispatch_received == 0:
-                block.fail(
-                    NOTHING_DISPATCHED,
-                    SEND,
-                    block.my_rank,
-                    -1,
-                    next_generation(block.before.combine_sent),
-                    0,
+                block.refuse(
+                    Failure.NOTHING_DISPATCHED, SEND, block.combine_sending()
                 )
                 self._refuse[receives]()
-                self.counters.set_broken()
+                block.counters.set_broken()
                 return
         comptime sends_own = Self.keeps_rows and sends != receives
         comptime if sends and (group.n_ranks > 1 or sends_own):
             var n_senders = group.num_threads // WARP_SIZE
             comptime if receives:
-                n_senders = n_send_warps(Int(self.n_tokens), n_senders)
-            var pairs = SharedPairs[group].copied_from(self.counters)
+                n_senders = n_send_warps(
+                    in_32_bits(self.combined.n_tokens), n_senders
+                )
+            var pairs = SharedPairs[group].copied_from(block.counters)
             if block.warp_idx < n_senders:
                 send_rows[Self.dtype, sends_own](
-                    self.expert_rows,
-                    Int(self.n_rows),
-                    self.src_info,
+                    self.given,
                     pairs,
                     own_of(self.put_bufs, block.my_rank),
                     block,
@@ -142,10 +101,8 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
             comptime if sends:
                 dispatch_generation = block.before.dispatch_received
             reduce_tokens[Self.dtype, sends_own](
-                BytePointer(unsafe_from_address=Int(self.output_tokens)),
-                Int(self.n_tokens),
-                self.router_weights,
-                SharedRows(self.expert_rows, Int(self.n_rows)),
+                self.combined,
+                self.given.rows,
                 dispatch_generation,
                 block,
             )
@@ -156,8 +113,8 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
         """Gives a result where none is computed."""
         comptime if receives:
             fill_with_nan[Self.group.num_threads](
-                self.output_tokens,
-                Int(self.n_tokens) * Self.group.hidden_size,
+                self.combined.tokens,
+                self.combined.n_tokens * Self.group.hidden_size,
             )
 
 
@@ -177,20 +134,23 @@ def fill_with_nan[
 
 @always_inline
 def _finish[group: Group, //, sends: Bool, receives: Bool](block: Block[group]):
-    """Ends a launch: its last block moves the generation and publishes it."""
+    """Ends a launch: its last block advances generations and publishes done words.
+    """
     if not is_last_block(block.counters):
         return
     comptime if sends:
         if block.lane == 0:
-            block.counters.set_combine_sent(
-                next_generation(block.before.combine_sent)
+            block.counters.set_generation(
+                Word.COMBINE_SENT, block.combine_sending()
             )
-            block.counters.set_combine_of(block.before.dispatch_received)
+            block.counters.set_generation(
+                Word.COMBINE_OF, block.before.dispatch_received
+            )
         # AFTER: this generation's rows are on their way to their sources.
     comptime if receives:
-        var received = next_generation(block.before.combine_received)
+        var received = block.combine_receiving()
         if block.lane == 0:
-            block.counters.set_combine_received(received)
+            block.counters.set_generation(Word.COMBINE_RECEIVED, received)
         block.publish_done(group.combine_done_offset(block.my_rank), received)
         # AFTER: the result is complete; every owner may overwrite its rows
         # here.

@@ -3,22 +3,17 @@
 arrive.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
+from max.gpu import grid_dim, syncwarp, WARP_SIZE
 from std.math import ceildiv, fma
 from std.memory import bitcast
 from std.sys import size_of
 from std.utils.numerics import nan
 
-from ..counters import NO_EXPERT, row_of_own
-from ..device.block import Block, next_work
-from ..device.warp import any_lane, bytes_at, load16, store16
-from ..failures import (
-    BAD_N_TOKENS,
-    is_fatal,
-    OVERTAKEN,
-    TOO_MANY_ROWS,
-    WRONG_EXPERT,
-)
+from ..arguments import CombinedTokens
+from ..counters import NO_EXPERT, row_of_own, Word
+from ..device.block import Block
+from ..device.warp import any_lane, in_32_bits, load16, store16
+from ..failures import Failure, is_fatal
 from ..flags import count_of, generation_of, message_flag, next_generation
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
@@ -35,12 +30,9 @@ comptime _Weights = SIMD[DType.float32, ROWS_IN_FLIGHT]
 struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
     TrivialRegisterPassable
 ):
-    """The rows of a token that a warp adds up; lane `k` knows that of choice `k`.
+    """The rows of a token that a warp adds up; lane `k` knows choice `k`'s.
 
-    Parameters:
-        group: Sizes of the group.
-        dtype: Element type of rows and result.
-        own_are_sent: Whether rows of own tokens were sent, by the launch before.
+    `own_are_sent`: whether the launch before has sent rows of own tokens, too.
     """
 
     comptime width = MESSAGE_ALIGN // size_of[Scalar[Self.dtype]]()
@@ -59,11 +51,9 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
     var received: BytePointer
     """Where rows arrive for this token."""
     var expert_rows: BytePointer
-    """Rows of this rank's experts."""
     var choice: Int32
     """What `EPLocalSyncCounters.choices` says of the lane's choice."""
     var weight: Float32
-    """Its router weight."""
 
     @always_inline
     def reduce(
@@ -75,8 +65,7 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
         end: Int,
         lane: Int,
     ):
-        """Adds the weighted rows in choice order, from one vector to another.
-        """
+        """Adds some vectors of the weighted rows, in choice order."""
         comptime top_k = Self.group.top_k
         var choices, weights = self._batch(0)
         # All lanes take each step, since they hand choices to each other.
@@ -135,10 +124,7 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
 
     @always_inline
     def _batch(self, first: Int) -> Tuple[_Choices, _Weights]:
-        """Hands some choices and their weights to all lanes.
-
-        Lanes behind the last choice have none.
-        """
+        """Hands some choices and weights to all lanes; none behind the last."""
         comptime assert WARP_SIZE % ROWS_IN_FLIGHT == 0, "no lane to ask"
         var choices = _Choices(NO_EXPERT)
         var weights = _Weights(0)
@@ -168,38 +154,28 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
 def _is_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
-    """Returns whether the result cannot be that of the dispatch; records why.
-    """
-    var received = next_generation(block.before.combine_received)
+    """Returns whether the result cannot be the dispatch's; records why."""
+    var received = block.combine_receiving()
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        block.fail(
-            BAD_N_TOKENS,
-            RECEIVE,
-            block.my_rank,
-            -1,
-            received,
-            0,
-            n_tokens,
-            n_sent,
+        block.refuse(
+            Failure.BAD_N_TOKENS, RECEIVE, received, -1, n_tokens, n_sent
         )
     # Choices are kept for two dispatches.
     var dispatch_sent = block.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)
     ):
-        block.fail(OVERTAKEN, RECEIVE, block.my_rank, -1, received, 0)
+        block.refuse(Failure.OVERTAKEN, RECEIVE, received)
     # Or something has failed before.
-    return is_fatal(block.counters.failure()[])
+    return is_fatal(block.counters.at(Word.FAILURE)[])
 
 
 @always_inline
 def reduce_tokens[
     group: Group, //, dtype: DType, own_are_sent: Bool
 ](
-    output_tokens: BytePointer,
-    n_tokens: Int,
-    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    combined: CombinedTokens[dtype],
     expert_rows: SharedRows,
     dispatch_generation: UInt32,
     block: Block[group],
@@ -211,9 +187,11 @@ def reduce_tokens[
     comptime n_vectors = Rows.n_vectors
     comptime n_steps = ceildiv(n_vectors, WARP_SIZE)
     comptime n_warps = group.num_threads // WARP_SIZE
+    var n_tokens = in_32_bits(combined.n_tokens)
+    var output_tokens = BytePointer(unsafe_from_address=Int(combined.tokens))
     var lane = block.lane
-    var received = next_generation(block.before.combine_received)
-    var recv_buf = bytes_at(block.recv_bufs[unsafe_offset=block.my_rank])
+    var received = block.combine_receiving()
+    var recv_buf = block.recv_buf()
     var choices = block.counters.choices(dispatch_generation, group)
     # Few tokens are split into chunks: alone, a warp has at most one; with peers up to
     # four, since rows arrive one after another.
@@ -228,8 +206,7 @@ def reduce_tokens[
     n_chunks = min(n_chunks, n_steps)
     var is_broken = _is_bad_answer(n_tokens, dispatch_generation, block)
     while True:
-        var round = next_work(block.control.unsafe_offset(NEXT_CHUNK), lane)
-        var item = round * Int(grid_dim.x) + Int(block_idx.x)
+        var item = block.next_item(NEXT_CHUNK)
         if item >= n_tokens * n_chunks:
             return
         var token_idx, chunk = divmod(item, n_chunks)
@@ -240,16 +217,16 @@ def reduce_tokens[
         var weight: Float32 = 0
         if lane < top_k:
             choice = choices[unsafe_offset=token_idx * top_k + lane]
-            weight = router_weights[unsafe_offset=token_idx * top_k + lane]
+            weight = combined.router_weights[
+                unsafe_offset=token_idx * top_k + lane
+            ]
         var own = row_of_own(choice)
         if own >= expert_rows.n_rows:
-            block.fail(
-                TOO_MANY_ROWS,
+            block.refuse(
+                Failure.TOO_MANY_ROWS,
                 RECEIVE,
-                block.my_rank,
-                own,
                 received,
-                0,
+                own,
                 own + 1,
                 expert_rows.n_rows,
             )
@@ -271,7 +248,7 @@ def reduce_tokens[
             is_broken = generation_of(word) != received
             if not is_broken and count_of(word) != expert:
                 block.fail(
-                    WRONG_EXPERT,
+                    Failure.WRONG_EXPERT,
                     RECEIVE,
                     owner_rank,
                     expert,

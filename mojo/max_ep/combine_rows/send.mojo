@@ -4,28 +4,24 @@
 Rows of own tokens are not sent, unless they may change before the receive phase: it
 reads them where they are.
 """
-from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx
+from max.gpu import barrier, syncwarp, thread_idx
 from std.sys import size_of
 
+from ..arguments import GivenRows
 from ..counters import EPLocalSyncCounters, rank_of_relative
-from ..device.block import Block, next_work
+from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import bytes_at, copy_warp
-from ..failures import BAD_SOURCE, TOO_MANY_ROWS
-from ..flags import message_flag, next_generation, publish
+from ..failures import Failure
+from ..flags import message_flag, publish
 from ..layout import Group, plain_token_bytes
-from ..token_format import BytePointer
 from ..transport import put_message_warp
 from .roles import NEXT_ROW, SEND
 
 
 @fieldwise_init
 struct SharedPairs[group: Group](TrivialRegisterPassable):
-    """Where each pair's rows stand, in the shared memory of a block.
-
-    Parameters:
-        group: Sizes of the group.
-    """
+    """Where each pair's rows stand, in the shared memory of a block."""
 
     var rows: SharedInts
     """First row of each pair."""
@@ -49,9 +45,7 @@ struct SharedPairs[group: Group](TrivialRegisterPassable):
 def send_rows[
     group: Group, //, dtype: DType, sends_own: Bool
 ](
-    expert_rows: BytePointer,
-    n_rows: Int,
-    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    given: GivenRows,
     pairs: SharedPairs[group],
     put_buf: UInt64,
     block: Block[group],
@@ -60,7 +54,7 @@ def send_rows[
     comptime row_bytes = plain_token_bytes(
         group.hidden_size, size_of[Scalar[dtype]]()
     )
-    var sent = next_generation(block.before.combine_sent)
+    var sent = block.combine_sending()
     if not block.await_done_words(
         group.combine_done_offset(0), block.before.combine_sent, SEND
     ):
@@ -72,8 +66,7 @@ def send_rows[
     comptime n_sent_pairs = group.n_local_experts() * n_sources
     var n_items = block.counters.pair_count(group.n_pairs()) * n_sent_pairs
     while True:
-        var round = next_work(block.control.unsafe_offset(NEXT_ROW), block.lane)
-        var item = round * Int(grid_dim.x) + Int(block_idx.x)
+        var item = block.next_item(NEXT_ROW)
         if item >= n_items:
             return
         var slot, sent_pair = divmod(item, n_sent_pairs)
@@ -85,29 +78,21 @@ def send_rows[
         if slot >= Int(pairs.counts[unsafe_offset=pair]):
             continue
         var row = Int(pairs.rows[unsafe_offset=pair]) + slot
+        var n_rows = given.rows.n_rows
         if row >= n_rows:
-            block.fail(
-                TOO_MANY_ROWS,
-                SEND,
-                block.my_rank,
-                row,
-                sent,
-                0,
-                row + 1,
-                n_rows,
+            block.refuse(
+                Failure.TOO_MANY_ROWS, SEND, sent, row, row + 1, n_rows
             )
             return
-        var token_idx = Int(src_info[unsafe_offset=2 * row])
-        var k = Int(src_info[unsafe_offset=2 * row + 1])
+        var token_idx = Int(given.src_info[unsafe_offset=2 * row])
+        var k = Int(given.src_info[unsafe_offset=2 * row + 1])
         if (
             token_idx < 0
             or token_idx >= group.max_tokens_per_rank
             or k < 0
             or k >= group.top_k
         ):
-            block.fail(
-                BAD_SOURCE, SEND, block.my_rank, row, sent, 0, token_idx, k
-            )
+            block.refuse(Failure.BAD_SOURCE, SEND, sent, row, token_idx, k)
             return
         # I4: a choice has one expert, so one writer.
         var expert_id = block.my_rank * group.n_local_experts() + local_expert
@@ -124,7 +109,7 @@ def send_rows[
                 put_to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
         copy_warp[row_bytes](
             bytes_at(message),
-            expert_rows.unsafe_offset(row * row_bytes),
+            given.rows.rows.unsafe_offset(row * row_bytes),
             block.lane,
         )
         syncwarp()

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a combine of sums refuses: each check records why, and breaks its rank.
+"""What a combine of sums refuses: a check that fails records why and marks its rank
+as broken.
 
-They go by what earlier launches have left in the counters; nobody waits here.
+Checks use what earlier launches have left in the counters; they do not wait.
 """
 from ..counters import EPLocalSyncCounters
 from ..device.block import Block
-from ..failures import (
-    BAD_N_TOKENS,
-    NOTHING_DISPATCHED,
-    OTHER_ROWS,
-    OVERTAKEN,
-    TOO_MANY_ROWS,
-)
+from ..failures import Failure
 from ..flags import next_generation
 from ..layout import Group
 from .roles import RECEIVE, SEND
@@ -30,16 +25,7 @@ def _refuse(
     var last = block.before.combine_sent
     if phase == RECEIVE:
         last = block.before.combine_received
-    block.fail(
-        code,
-        phase,
-        block.my_rank,
-        expert_or_row,
-        next_generation(last),
-        0,
-        a,
-        b,
-    )
+    block.refuse(code, phase, next_generation(last), expert_or_row, a, b)
     block.counters.set_broken()
     return True
 
@@ -48,23 +34,26 @@ def _refuse(
 def is_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
-    """Returns whether the result cannot be that of the dispatch; records why.
-    """
+    """Returns whether the result cannot be the dispatch's; records why."""
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        return _refuse(block, BAD_N_TOKENS, RECEIVE, n_tokens, n_sent)
+        return _refuse(block, Failure.BAD_N_TOKENS, RECEIVE, n_tokens, n_sent)
     # Where the own rows are, and their weights, is known of the last dispatch.
     var last = block.before.dispatch_received
     if last != dispatch_generation:
         return _refuse(
-            block, OTHER_ROWS, RECEIVE, Int(dispatch_generation), Int(last)
+            block,
+            Failure.OTHER_ROWS,
+            RECEIVE,
+            Int(dispatch_generation),
+            Int(last),
         )
     # The number of tokens is kept for two dispatches.
     var dispatch_sent = block.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)
     ):
-        return _refuse(block, OVERTAKEN, RECEIVE)
+        return _refuse(block, Failure.OVERTAKEN, RECEIVE)
     return False
 
 
@@ -73,24 +62,23 @@ def is_nothing_dispatched(block: Block[...]) -> Bool:
     """Returns whether there is no dispatch to answer; records it."""
     if block.before.dispatch_received != 0:
         return False
-    return _refuse(block, NOTHING_DISPATCHED, SEND)
+    return _refuse(block, Failure.NOTHING_DISPATCHED, SEND)
 
 
 @always_inline
-def rows_delivered[group: Group](counters: EPLocalSyncCounters) -> Int32:
-    """Begins to read how many rows dispatch has delivered.
+def rows_delivered[group: Group](counters: EPLocalSyncCounters) -> Int:
+    """Issues the load of how many rows dispatch has delivered.
 
-    Of its own accord, so that it is under way with the header.
+    It does not depend on the header, so both loads are in flight together.
     """
-    return Int32(counters.pair_row(group.n_pairs()))
+    return counters.pair_row(group.n_pairs())
 
 
 @always_inline
 def has_too_few_rows(
-    n_rows: Int32, n_rows_max: Int32, phase: Int, block: Block[...]
+    n_rows: Int, n_rows_max: Int, phase: Int, block: Block[...]
 ) -> Bool:
-    """Returns whether the rows are fewer than dispatch delivered; records it.
-    """
+    """Returns whether rows are fewer than dispatch delivered; records it."""
     if n_rows <= n_rows_max:
         return False
-    return _refuse(block, TOO_MANY_ROWS, phase, Int(n_rows), Int(n_rows_max), 0)
+    return _refuse(block, Failure.TOO_MANY_ROWS, phase, n_rows, n_rows_max, 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial sums: how rows and they are laid out over lanes, and how they are added.
+"""Partial sums: how rows and partial sums are spread over lanes, and added.
 
-The send phase adds this rank's rows of a token to send their sum. The receive phase
-adds them as its own part of the result, and then the partial sums of other ranks.
+The send phase adds up this rank's rows of a peer's token and sends the sum. The receive
+phase adds up this rank's rows of its own token, then the partial sums of other ranks.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE
@@ -14,13 +14,8 @@ from std.sys import size_of
 from ..device.block import Block
 from ..device.schedule import Split
 from ..device.warp import avoid_sentinel, load16, load16_if, SENTINEL, store16
-from ..failures import NO_MESSAGE
-from ..flags import (
-    load_relaxed_sys_16,
-    next_generation,
-    store_relaxed_sys_16,
-    Wait,
-)
+from ..failures import Failure
+from ..flags import load_relaxed_sys_16, store_relaxed_sys_16, Wait
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
 from .roles import RECEIVE
@@ -29,12 +24,7 @@ from .roles import RECEIVE
 struct PartialFormat[
     combine_dtype: DType, partial_dtype: DType, hidden_size: Int
 ]:
-    """How a lane's share of a row and of a partial sum are laid out and added.
-
-    Parameters:
-        combine_dtype: Element type of rows and results.
-        partial_dtype: Element type of partial sums.
-        hidden_size: Elements of a row.
+    """How a lane's share of a row and of a partial sum is laid out and added.
     """
 
     comptime row_element = size_of[Scalar[Self.combine_dtype]]()
@@ -229,11 +219,11 @@ def _await_16(
     while bytes[3] == SENTINEL:
         if wait.has_expired():
             block.fail(
-                NO_MESSAGE,
+                Failure.NO_MESSAGE,
                 RECEIVE,
                 owner_rank,
                 -1,
-                next_generation(block.before.combine_received),
+                block.combine_receiving(),
                 0,
             )
             return (bytes, False)
@@ -244,13 +234,12 @@ def _await_16(
 
 
 comptime FEW_TOKENS = 64
-"""Up to so many a combine has more parts, and more rows under way, than with more."""
+"""Tokens up to which sums are split into more chunks, with more rows in flight."""
 
 
 @always_inline
 def are_few_tokens(n_tokens: Int) -> Bool:
-    """Chooses whether what counts is when the first rows have come, or how many come.
-    """
+    """Returns whether tokens are few: then latency matters, else throughput."""
     return n_tokens <= FEW_TOKENS
 
 
@@ -258,8 +247,8 @@ def are_few_tokens(n_tokens: Int) -> Bool:
 def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
     """Chooses how many rows of a token a lane loads before it adds them.
 
-    Of few tokens all, mostly. Of many, other warps have loads under way, too, and
-    room for a row that is not there costs some time.
+    With few tokens mostly all of them. With many tokens other warps have loads in
+    flight, too, and a slot for a row that does not exist costs time.
     """
     return 8 if are_few and n_prefetched <= 4 else 4
 
@@ -267,12 +256,7 @@ def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
 comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
     n_steps, n_steps if are_few else 14, n_steps if are_few else 7
 ]
-"""How sums are cut: of few tokens each step is a part.
-
-Parameters:
-    n_steps: Steps of a row.
-    are_few: Whether `are_few_tokens`.
-"""
+"""How sums are split: with few tokens, each step is a chunk."""
 
 
 @always_inline

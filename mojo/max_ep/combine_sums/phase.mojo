@@ -18,15 +18,15 @@ Rows and partial sums are added by `partials.mojo`; sums are sent by `send.mojo`
 received by `receive.mojo`; what a launch refuses is in `checks.mojo`.
 
 After the send phase: every partial sum is on its way. After the receive phase: the
-result is there; owners hear from the next launch (`publish_earlier_reads`), or, split,
-from the end of this one, that their partial sums were read. A launch that fails fills
-what it cannot compute with NaN.
+result is complete. That the partial sums were read is published by the next launch of
+this rank (`publish_earlier_reads`), or, if this one only receives and ranks may share
+a GPU, at its end. A launch that fails fills what it cannot compute with NaN.
 """
 from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
-from std.builtin.device_passable import DeviceTypeEncoder
 
+from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.phase import fill_with_nan
-from ..counters import EPLocalSyncCounters
+from ..counters import EPLocalSyncCounters, Word
 from ..device.block import (
     await_launch_before,
     Block,
@@ -36,9 +36,9 @@ from ..device.block import (
 from ..device.phase import Phase
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
-from ..flags import FlagPointer, next_generation
+from ..device.warp import in_32_bits
 from ..layout import Group
-from ..token_format import BytePointer
+from ..token_format import BytePointer, SharedRows
 from .checks import (
     has_too_few_rows,
     is_bad_answer,
@@ -47,8 +47,14 @@ from .checks import (
 )
 from .partials import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
 from .receive import Receiver
-from .roles import N_CONTROL, N_WARPS_MIN, RECEIVE, receive_schedule, SEND
-from .saved_routes import SavedRoutes
+from .roles import (
+    N_CONTROL,
+    N_WARPS_MIN,
+    RECEIVE,
+    receive_schedule,
+    SavedRoutes,
+    SEND,
+)
 from .send import send_partials, sum_to_send
 
 
@@ -57,46 +63,16 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
     """Sends a partial sum of each token to its rank, and adds up those that come.
 
     Launch: any grid; of `group.num_threads` at least `N_WARPS_MIN` warps.
-
-    Parameters:
-        group_: Sizes of the group. If ranks may share a GPU, a launch that only
-            receives publishes at its end what it has read, as in dispatch.
-        dtype: Element type of rows and results.
-        partial_dtype: Element type of partial sums.
     """
 
     comptime group = Self.group_
-    """Sizes of the group."""
     comptime overlaps_previous = True
-    """It waits for the kernel before it by itself."""
-    comptime device_type: AnyType = Self
-    """A kernel gets this as it is."""
 
-    var expert_rows: BytePointer
-    """`[n_rows][hidden_size]`, in the order of the last dispatch, aligned to 16
-    bytes. The receive phase makes this rank's own partial sums of them."""
-    var n_rows: Int32
-    """How many."""
-    var output_tokens: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
-    """`[n_tokens][hidden_size]`; used if it receives."""
-    var n_tokens: Int32
-    """Tokens that this rank dispatched."""
-    var recv_bufs: Array[BytePointer, Self.group.n_ranks]
-    """All ranks' combine recv buffers."""
-    var counts: Array[FlagPointer, Self.group.n_ranks]
-    """All ranks' combine counts buffers."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
-    """This rank's words."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments."""
-        return "CombineSums"
+    var rows: SharedRows
+    """Expert rows in the order of the last dispatch, aligned to 16 bytes. The receive
+    phase makes this rank's own partial sums of them."""
+    var combined: CombinedTokens[Self.dtype]
+    var buffers: Buffers[Self.group]
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
@@ -106,12 +82,14 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         comptime assert n_warps >= N_WARPS_MIN, "a role has no warp"
         comptime code = SEND if sends else RECEIVE
         comptime publishes_at_end = not sends and group.shares_gpu
-        var counters = self.counters
+        var counters = self.buffers.counters
         var n_senders = 0
         comptime if sends and group.n_ranks > 1:
             n_senders = n_warps
             comptime if receives:
-                n_senders = n_send_warps(Int(self.n_tokens), n_warps)
+                n_senders = n_send_warps(
+                    in_32_bits(self.combined.n_tokens), n_warps
+                )
         var first = _First.of[
             group,
             PartialFormat[
@@ -122,40 +100,46 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         var word = header_word(counters)
         var n_rows = rows_delivered[group](counters)
         var prefetched = first.saved_routes[group](counters)
-        var recv_bufs = share_addresses[group.n_ranks, False](self.recv_bufs, 0)
+        var recv_bufs = share_addresses[group.n_ranks, False](
+            self.buffers.recv_bufs, 0
+        )
         var dispatch_counts = share_addresses[group.n_ranks, False](
-            self.counts, 0, group.dispatch_counts_from_combine_counts()
+            self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
         )
         var block = Block[group].begin[N_CONTROL](
-            word, {counters.words}, recv_bufs, dispatch_counts, code
+            word, counters, recv_bufs, dispatch_counts, code
         )
         var is_refused = not block.can_go
         comptime if sends:
             is_refused = is_refused or is_nothing_dispatched(block)
         comptime if receives:
             is_refused = is_refused or has_too_few_rows(
-                n_rows, self.n_rows, code, block
+                n_rows, self.rows.n_rows, code, block
             )
         if is_refused:
             comptime if receives:
                 fill_with_nan[group.num_threads](
-                    self.output_tokens, Int(self.n_tokens) * group.hidden_size
+                    self.combined.tokens,
+                    self.combined.n_tokens * group.hidden_size,
                 )
             return
-        var received = next_generation(block.before.combine_received)
+        var received = block.combine_receiving()
         comptime if not publishes_at_end:
             if block.is_last_to_start(n_warps - 2):
                 comptime if sends:
-                    counters.set_combine_sent(
-                        next_generation(block.before.combine_sent)
+                    counters.set_generation(
+                        Word.COMBINE_SENT,
+                        block.combine_sending(),
                     )
-                    counters.set_combine_of(block.before.dispatch_received)
+                    counters.set_generation(
+                        Word.COMBINE_OF, block.before.dispatch_received
+                    )
                 comptime if receives:
-                    counters.set_combine_received(received)
+                    counters.set_generation(Word.COMBINE_RECEIVED, received)
         comptime if sends:
             block.publish_earlier_reads(n_warps - 3)
             comptime if not receives:
-                if has_too_few_rows(n_rows, self.n_rows, code, block):
+                if has_too_few_rows(n_rows, self.rows.n_rows, code, block):
                     return
             self._send(block, n_senders, prefetched)
             # AFTER: this generation's partial sums are on their way.
@@ -171,7 +155,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
                 if not is_last_block(counters):
                     return
                 if block.lane == 0:
-                    counters.set_combine_received(received)
+                    counters.set_generation(Word.COMBINE_RECEIVED, received)
                 block.publish_reads(block.before.dispatch_received, received)
             # AFTER: the result is complete; every owner may send again, once that
             # is published: here, or by the next launch of this rank.
@@ -186,7 +170,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         comptime for are_few in [True, False]:
             if are_few_tokens(block.before.most_received) == are_few:
                 send_partials[Self.dtype, Self.partial_dtype, are_few](
-                    self.expert_rows, n_senders, prefetched, block
+                    self.rows.rows, n_senders, prefetched, block
                 )
 
     @always_inline
@@ -198,11 +182,11 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         prefetched: SavedRoutes,
     ):
         """Has a warp of a block take its part in adding up."""
-        var n_tokens = Int(self.n_tokens)
+        var n_tokens = in_32_bits(self.combined.n_tokens)
         var receiver = Receiver[Self.group, Self.dtype, Self.partial_dtype](
             block,
-            self.expert_rows,
-            BytePointer(unsafe_from_address=Int(self.output_tokens)),
+            self.rows.rows,
+            BytePointer(unsafe_from_address=Int(self.combined.tokens)),
             n_tokens,
             is_bad_answer(n_tokens, dispatch_generation, block),
             prefetched,
@@ -221,22 +205,20 @@ def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
 
 @fieldwise_init
 struct _First(TrivialRegisterPassable):
-    """Whose saved routes a warp needs first, if tokens are few.
+    """The token whose saved routes a warp needs first, if tokens are few.
 
-    It is found before the launch before has ended, and before it is known how many
-    tokens peers have: if they are not few, it is of no use.
+    It is chosen before the previous launch has ended, and before the peers' numbers of
+    tokens are known: if these are not few, what was loaded is not used.
     """
 
     var source: Int
     """The source, from `relative_rank`."""
     var token_idx: Int
-    """The token there."""
 
     @staticmethod
     @always_inline
     def of[group: Group, n_steps: Int](n_senders: Int) -> Self:
-        """Finds it: of a warp that sends its first unit, else its first turn.
-        """
+        """Finds it: of the first sum that the warp sends, or else adds up."""
         var split = SumSplit[n_steps, True](True)
         var warp_idx = Int(warp_id())
         var item = Schedule.item(
@@ -246,9 +228,9 @@ struct _First(TrivialRegisterPassable):
         )
         var first = Self(0, split.chunk(item).whole)
         if warp_idx < n_senders:
-            var unit = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
+            var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
             first.source, first.token_idx = sum_to_send[group](
-                split.chunk(unit).whole
+                split.chunk(number).whole
             )
         return first
 

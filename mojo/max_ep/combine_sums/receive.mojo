@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp adds up tokens from own rows and partial sums.
 
-In a fixed order, whichever comes first (`phase.mojo`): a sum is awaited where its
-turn is. Each 16 bytes are polled until they are there, and `SENTINEL` is put back.
+The order is fixed (`phase.mojo`), whichever arrives first: a partial sum is awaited when
+the order gets to it. Each 16 bytes are polled until they arrive; then `SENTINEL` is
+restored.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.utils.numerics import nan
 
 from ..counters import NO_ROW, rank_elsewhere
-from ..device.block import Block, next_work
+from ..device.block import Block
 from ..device.schedule import Schedule
-from ..device.warp import any_lane, any_of_lanes, bytes_at, SENTINEL
+from ..device.warp import any_lane, any_of_lanes, SENTINEL
 from ..layout import Group
 from ..token_format import BytePointer, LaneBytes
 from .partials import n_rows_at_once, PartialFormat, sum_split
-from .roles import NEXT_SUM, receive_schedule
-from .saved_routes import SavedRoutes
+from .roles import NEXT_SUM, receive_schedule, SavedRoutes
 
 comptime MAX_PREFETCHED = 8
 """Vectors of partial sums that a lane has under way while it adds rows."""
@@ -26,13 +26,7 @@ comptime MAX_PREFETCHED = 8
 struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     TrivialRegisterPassable
 ):
-    """What a warp adds up.
-
-    Parameters:
-        group: Sizes of the Self.group.
-        dtype: Element type of rows and results.
-        partial_dtype: Element type of partial sums.
-    """
+    """A warp that adds up tokens."""
 
     comptime Format = PartialFormat[
         Self.dtype, Self.partial_dtype, Self.group.hidden_size
@@ -40,13 +34,9 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     """How rows and partial sums are laid out."""
 
     var block: Block[Self.group]
-    """This block."""
     var expert_rows: BytePointer
-    """Rows of this rank's experts."""
     var output_tokens: BytePointer
-    """Where the results go."""
     var n_tokens: Int
-    """How many tokens there are."""
     var is_bad: Bool
     """Whether the result cannot be computed."""
     var prefetched: SavedRoutes
@@ -56,8 +46,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
 
     @always_inline
     def add_tokens[are_few: Bool](self):
-        """Adds up this block's share of the tokens, with one warp of several.
-        """
+        """Adds up this warp's share of the tokens."""
         comptime Format = Self.Format
         comptime n_vectors = Format.n_partial_vectors
         comptime n_prefetched = Self.group.n_ranks * n_vectors
@@ -65,7 +54,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
         comptime max_prefetched = n_prefetched if prefetches else n_vectors
         var block = self.block
         var lane = block.lane
-        var recv_buf = bytes_at(block.recv_bufs[unsafe_offset=block.my_rank])
+        var recv_buf = block.recv_buf()
         var split = sum_split[Format.n_steps, are_few](self.n_tokens)
         var schedule = receive_schedule(
             block.warp_idx, Self.group.num_threads // WARP_SIZE
@@ -75,7 +64,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
         var is_known = self.is_prefetched
         while True:
             comptime if not are_few:
-                round = next_work(block.control.unsafe_offset(NEXT_SUM), lane)
+                round = block.next_work(NEXT_SUM)
             var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
             if item >= self.n_tokens * split.n_chunks():
                 return

@@ -1,32 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What warps of a block of reduced combine agree on: phases, control words, how many.
+"""Phases, control words and roles of the warps of a block of `CombineSums`.
 
-Each warp may send, and then takes part in adding up; the last three also do what a
-launch does once (`combine.mojo`).
+Each warp may send, and then takes part in adding up. The last three warps also do what
+is done once for each block or launch (`phase.mojo`).
+
+And what dispatch has recorded about a token, one choice a lane. If tokens are few, the
+record that a warp reads first depends on no earlier launch, so it is loaded while the
+launch reads its header.
 """
+from ..counters import EPLocalSyncCounters, NO_ROW
 from ..device.schedule import Schedule
+from ..layout import Group
 
 comptime SEND = 2
-"""The phase of the sending half, a position in `failures.PHASES`."""
-
+"""The send phase, a position in `failures.PHASES`."""
 comptime RECEIVE = 3
-"""The phase of the receiving half."""
-
+"""The receive phase."""
 comptime N_WARPS_MIN = 4
-"""Warps of a block at least: the last three also notice, count and tell."""
-
+"""Fewest warps of a block. The last three publish earlier reads, count the blocks that
+have begun, and poll done words."""
 comptime NEXT_SUM = 0
 """Control word: next part of a token to add up."""
-
 comptime NEXT_SEND = 1
-"""Control word: units that sending warps have taken after their first."""
-
+"""Control word: chunks that sending warps have taken after their first."""
 comptime N_CONTROL = 2
 """Control words of a block."""
 
 
 @always_inline
 def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
-    """Schedules all warps, from the last down, without those that do more first.
-    """
+    """Schedules all warps, from the last down; those that do more come last."""
     return Schedule.of_receivers(warp_idx, n_warps, n_warps - N_WARPS_MIN + 1)
+
+
+@fieldwise_init
+struct SavedRoutes(TrivialRegisterPassable):
+    """The record of a token; lane `k` holds that of choice `k`."""
+
+    var n_tokens: Int32
+    """Tokens of its source: if the token is past them, the rest is meaningless."""
+    var row: Int32
+    """As in `EPLocalSyncCounters.received_rows`."""
+    var weight: Float32
+    """Its router weight, if it has a row here."""
+
+    @staticmethod
+    @always_inline
+    def of[
+        group: Group
+    ](
+        counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int
+    ) -> Self:
+        """Reads the record of a token, all at once."""
+        var saved = Self(
+            counters.received_tokens(group)[unsafe_offset=source], NO_ROW, 0
+        )
+        if lane < group.top_k and token_idx < group.max_tokens_per_rank:
+            var choice = group.choice(token_idx, lane)
+            saved.row = counters.received_rows(group, source)[
+                unsafe_offset=choice
+            ]
+            saved.weight = counters.received_weights(group, source)[
+                unsafe_offset=choice
+            ]
+        return saved

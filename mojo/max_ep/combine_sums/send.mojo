@@ -7,18 +7,17 @@ this rank adds to them is added by the receive phase.
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
 from ..counters import rank_of_relative
-from ..device.block import Block, next_work
+from ..device.block import Block
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
 from .partials import n_rows_at_once, PartialFormat, sum_split
-from .roles import NEXT_SEND, SEND
-from .saved_routes import SavedRoutes
+from .roles import NEXT_SEND, SavedRoutes, SEND
 
 
 @always_inline
 def sum_to_send[group: Group](number: Int) -> Tuple[Int, Int]:
-    """Finds one of the sums that are sent."""
+    """Finds the relative rank and the token of a sum that is sent."""
     comptime n_others = max(1, group.n_ranks - 1)
     var token_idx, other = divmod(number, n_others)
     # Not all owners begin with the same rank.
@@ -34,8 +33,7 @@ def send_partials[
     prefetched: SavedRoutes,
     block: Block[group],
 ):
-    """Sends this block's share of the partial sums, with one warp of several.
-    """
+    """Sends this warp's share of the partial sums."""
     comptime Format = PartialFormat[dtype, partial_dtype, group.hidden_size]
     comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
@@ -48,17 +46,15 @@ def send_partials[
         var is_prefetched = True
         var round = block.warp_idx
         while True:
-            var unit = Int(block_idx.x) + round * n_blocks
-            if unit >= most * n_others * split.n_chunks():
+            var number = Int(block_idx.x) + round * n_blocks
+            if number >= most * n_others * split.n_chunks():
                 return
             comptime if not are_few:
-                round = n_senders + next_work(
-                    block.control.unsafe_offset(NEXT_SEND), lane
-                )
+                round = n_senders + block.next_work(NEXT_SEND)
             else:
-                # A turn is one more trip to shared memory.
+                # A work counter would cost one more trip to shared memory.
                 round += n_senders
-            var chunk = split.chunk(unit)
+            var chunk = split.chunk(number)
             var source, token_idx = sum_to_send[group](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:

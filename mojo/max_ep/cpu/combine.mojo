@@ -22,7 +22,7 @@ from std.math import fma
 from std.sys import size_of
 
 from ..arguments import CombinedTokens, GivenRows
-from ..counters import NO_ROW, rank_of_relative
+from ..counters import NO_ROW, rank_of_relative, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..flags import (
     await_generation,
@@ -157,7 +157,7 @@ def cpu_combine_async[
                 rank.generation,
                 rank.counters.pair_count(group.pair(local_expert, src_rank)),
             )
-    rank.counters.set_combine_sent(rank.generation)
+    rank.counters.set_generation(Word.COMBINE_SENT, rank.generation)
     # AFTER: this generation's rows or sums are with their sources.
 
 
@@ -168,13 +168,10 @@ def _check_rows[
     src_info: Pointer[Int32, ImmUntrackedOrigin],
     rank: CpuRank[group],
 ) raises:
-    """Makes sure that `src_info` is the one of the last `dispatch_wait`.
-
-    Its digest must be the one recorded there, and what becomes part of a remote
-    address is bounds-checked, before anything is sent.
+    """Checks, before anything is sent, that `src_info` is the last dispatch's.
     """
     var counters = rank.counters
-    if counters.dispatch_received() == 0:
+    if counters.generation(Word.DISPATCH_RECEIVED) == 0:
         raise rank.error(
             ": nothing was dispatched to this rank yet; combine sends back the"
             " rows of the last dispatch_wait."
@@ -192,7 +189,7 @@ def _check_rows[
         var token_idx = Int(src_info[unsafe_offset=2 * at.row])
         var k = Int(src_info[unsafe_offset=2 * at.row + 1])
         if (
-            digest != counters.src_info_hash()
+            digest != counters.at(Word.SRC_INFO_HASH)[]
             or not 0 <= token_idx < group.max_tokens_per_rank
             or not 0 <= k < group.top_k
         ):
@@ -245,7 +242,9 @@ def _send_sums[
 ](expert_rows: SharedRows, rank: CpuRank[group]):
     """Sends one sum for each token of a peer that has rows here."""
     comptime msg_bytes = group.combine_msg_bytes
-    rank.counters.set_combine_of(rank.counters.dispatch_received())
+    rank.counters.set_generation(
+        Word.COMBINE_OF, rank.counters.generation(Word.DISPATCH_RECEIVED)
+    )
     var n_tokens_of = rank.counters.received_tokens(group)
     var n_tokens = 0
     for source in range(group.n_ranks):
@@ -371,7 +370,7 @@ def cpu_combine_wait[
             t" tokens that were dispatched, then call"
             t" EPCommInitializer.reset()."
         )
-    rank.counters.set_combine_received(rank.generation)
+    rank.counters.set_generation(Word.COMBINE_RECEIVED, rank.generation)
     var done = group.combine_done_offset(rank.my_rank)
     for owner_rank in range(group.n_ranks):
         publish(rank.flag(owner_rank, done), rank.generation, 0)
@@ -379,8 +378,7 @@ def cpu_combine_wait[
 
 
 def _await_rows[group: Group, //](rank: CpuRank[group]) raises -> Int:
-    """Waits for every expert's count, and returns how many rows they announce.
-    """
+    """Waits for every expert's count; returns how many rows they announce."""
     var n_rows = 0
     for expert_id in range(group.n_experts):
         var owner_rank = expert_id // group.n_local_experts()
@@ -397,8 +395,8 @@ def _check_unsent_rows[
     group: Group, //
 ](n_tokens: Int, n_rows: Int, rank: CpuRank[group]) raises:
     """Raises unless tokens and rows are those that `combine_async` answered."""
-    var answered = rank.counters.combine_of()
-    var last = rank.counters.dispatch_received()
+    var answered = rank.counters.generation(Word.COMBINE_OF)
+    var last = rank.counters.generation(Word.DISPATCH_RECEIVED)
     if answered != last:
         raise rank.error(
             t": combine_async answered dispatch {answered}, the last"
@@ -406,7 +404,7 @@ def _check_unsent_rows[
             t" of its own tokens by the last dispatch_wait: call combine_async,"
             t" then combine_wait, before the next one."
         )
-    var n_sent = rank.counters.n_tokens(answered)
+    var n_sent = Int(rank.counters.n_tokens_of(answered)[])
     if n_tokens != n_sent:
         raise rank.error(
             t": the result has {n_tokens} tokens, and {n_sent} were dispatched;"

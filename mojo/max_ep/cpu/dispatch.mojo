@@ -17,7 +17,7 @@ announce them. After `dispatch_wait`: the rows stand in the order of `plan.mojo`
 the same bits in both protocols, and every source may overwrite its tokens.
 """
 from ..arguments import DispatchedRows, GivenTokens
-from ..counters import NO_ROW, relative_rank
+from ..counters import NO_ROW, relative_rank, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..dispatch_by_rank.entries import (
     entry_word,
@@ -59,30 +59,31 @@ def cpu_dispatch_async[
         group.top_k, group.n_ranks if is_by_rank else group.top_k
     )
     comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
+    var n_tokens = given.n_tokens
     rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
     # A rank without experts is not among those readers, but its dispatch_wait
     # may still read its own tokens where they were encoded.
     comptime if is_by_rank or group.fused_shared_expert:
-        if rank.counters.dispatch_received() != rank.last:
+        if rank.counters.generation(Word.DISPATCH_RECEIVED) != rank.last:
             raise rank.error(
                 " again, before its dispatch_wait, which still has to read its"
                 " own tokens. Wait on every rank before sending again; after a"
                 " run that raised, call EPCommInitializer.reset() (or restart"
                 " the group)."
             )
-    rank.counters.set_n_tokens(rank.generation, given.n_tokens)
+    rank.counters.n_tokens_of(rank.generation)[] = Int32(n_tokens)
 
     var ids = given.topk_ids
     var all_ranks = List[Int32]()
     comptime if token_fmt_type.router_top_k > 0:
-        for _ in range(given.n_tokens):
+        for _ in range(n_tokens):
             for dst_rank in range(group.n_ranks):
                 all_ranks.append(Int32(dst_rank))
         ids = {unsafe_from_address = Int(all_ranks.unsafe_ptr())}
-    var plan = SendPlan[group](ids, given.n_tokens)
-    var is_streaming = should_stream(given.n_tokens, bytes_per_token)
+    var plan = SendPlan[group](ids, n_tokens)
+    var is_streaming = should_stream(n_tokens, bytes_per_token)
 
-    def send_tokens(begin: Int, end: Int) {imm}:
+    def send_some(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
             var token = given.tokens.unsafe_offset(
                 token_idx * token_fmt_type.hidden_size
@@ -125,8 +126,8 @@ def cpu_dispatch_async[
                         place, token_fmt_type.msg_bytes, choice, rank.generation
                     )
 
-    for_each_chunk(given.n_tokens, bytes_per_token, send_tokens)
-    _publish_counts(plan, given.n_tokens, rank)
+    for_each_chunk(n_tokens, bytes_per_token, send_some)
+    _publish_counts(plan, n_tokens, rank)
     # AFTER: this generation's tokens and counts are with their receivers.
     plan.raise_if_dropped(rank)
     _ = plan^
@@ -172,13 +173,13 @@ def _write_entry[
         entry[unsafe_offset=1] = weight_word(rank.generation, weight)
     var token_idx = choice // group.top_k
     for j in range(router_top_k):
-        var carried = flag_at(
+        var metadata = flag_at(
             recv_buf,
             group.metadata_offset(rank.my_rank, token_idx, j, router_top_k),
         )
         var i = token_idx * router_top_k + j
-        carried[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
-        carried[unsafe_offset=1] = weight_word(
+        metadata[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
+        metadata[unsafe_offset=1] = weight_word(
             rank.generation, given.router_weights[unsafe_offset=i]
         )
 
@@ -201,7 +202,7 @@ def _publish_counts[
         publish(
             rank.flag(dst_rank, offset), rank.generation, plan.counts[expert_id]
         )
-    rank.counters.set_dispatch_sent(rank.generation)
+    rank.counters.set_generation(Word.DISPATCH_SENT, rank.generation)
 
 
 # -------------------------------------------------------------------- receiving
@@ -248,9 +249,9 @@ def cpu_dispatch_wait[
             outputs.place(rank.staged_token(i), i, i, -1)
 
     for_each_chunk(arrived.n_shared, msg_bytes, place_own_tokens)
-    rank.counters.set_dispatch_received(rank.generation)
-    rank.counters.set_src_info_hash(
-        hash_src_info(src_info, rank.n_pairs, rank.counters)
+    rank.counters.set_generation(Word.DISPATCH_RECEIVED, rank.generation)
+    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(
+        src_info, rank.n_pairs, rank.counters
     )
     var done = group.dispatch_done_offset(rank.my_rank)
     for src_rank in range(group.n_ranks):
@@ -346,7 +347,7 @@ def _place_choice[
     var token = recv_buf.unsafe_offset(group.token_offset(src_rank, token_idx))
     outputs.place(token, row, token_idx, k)
     for j in range(router_top_k):
-        var carried = flag_at(
+        var metadata = flag_at(
             recv_buf,
             group.metadata_offset(src_rank, token_idx, j, router_top_k),
         )
@@ -354,6 +355,6 @@ def _place_choice[
             outputs.rows,
             row,
             j,
-            id_of_word(carried[]),
-            weight_of_word(carried[unsafe_offset=1]),
+            id_of_word(metadata[]),
+            weight_of_word(metadata[unsafe_offset=1]),
         )

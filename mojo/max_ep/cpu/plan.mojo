@@ -4,7 +4,7 @@
 Positions are in token order, and rows stand by local expert, source rank, token,
 choice, so a result never depends on timing.
 """
-from ..counters import EPLocalSyncCounters
+from ..counters import EPLocalSyncCounters, Word
 from ..flags import await_generation
 from ..layout import Group
 from ..row_tables import RowTables
@@ -15,14 +15,9 @@ comptime _NO_POSITION = Int32(-1)
 
 
 struct SendPlan[group: Group](Movable):
-    """Which place each choice takes among those of its expert.
-
-    Parameters:
-        group: Sizes of the group.
-    """
+    """Which place each choice takes among those of its expert."""
 
     var ids: Pointer[Int32, ImmUntrackedOrigin]
-    """Expert of each choice, `[n_tokens][top_k]`."""
     var positions: List[Int32]
     """Position of each choice in its pair, or `_NO_POSITION`."""
     var counts: List[Int]
@@ -58,7 +53,6 @@ struct SendPlan[group: Group](Movable):
             self.positions[choice] = Int32(self.counts[expert_id])
             self.counts[expert_id] += 1
 
-    @always_inline
     def rank_of(self, choice: Int) -> Int:
         """Names the rank that a choice goes to; -1: to none."""
         if self.positions[choice] == _NO_POSITION:
@@ -67,10 +61,8 @@ struct SendPlan[group: Group](Movable):
             Int(self.ids[unsafe_offset=choice]) // Self.group.n_local_experts()
         )
 
-    @always_inline
     def is_first_to_rank(self, token_idx: Int, k: Int) -> Bool:
-        """Returns whether no earlier choice of a token goes to the same rank.
-        """
+        """Returns whether no earlier choice goes to the same rank."""
         var rank = self.rank_of(Self.group.choice(token_idx, k))
         for earlier in range(k):
             if self.rank_of(Self.group.choice(token_idx, earlier)) == rank:
@@ -81,14 +73,14 @@ struct SendPlan[group: Group](Movable):
         """Raises if ids were dropped, after everything else was sent."""
         if self.n_dropped == 0:
             return
-        rank.counters.add_dropped(self.n_dropped)
+        rank.counters.at(Word.N_DROPPED)[] += Int32(self.n_dropped)
         var token_idx, k = divmod(self.first_dropped, Self.group.top_k)
         var expert_id = self.ids[unsafe_offset=self.first_dropped]
         raise rank.error(
             t": {self.n_dropped} of {len(self.positions)} topk_ids were"
             t" dropped; the first is token {token_idx}, k {k}: expert"
             t" {expert_id}. Ids must be in [-1, {Self.group.n_experts}) and"
-            t" those of one token distinct. Mend the router's output, then call"
+            t" those of one token distinct. Fix the router's output, then call"
             t" EPCommInitializer.reset() (or restart the group, where each rank"
             t" is a process of its own)."
         )
@@ -99,9 +91,7 @@ struct Arrived(TrivialRegisterPassable):
     """What has arrived in a generation of dispatch."""
 
     var n_shared: Int
-    """Rows of the shared expert."""
     var n_rows: Int
-    """Rows of all."""
 
 
 def lay_out_rows[
@@ -115,12 +105,12 @@ def lay_out_rows[
     var counters = rank.counters
     var n_shared = 0
     comptime if group.fused_shared_expert:
-        if counters.dispatch_sent() != rank.generation:
+        if counters.generation(Word.DISPATCH_SENT) != rank.generation:
             raise rank.error(
                 " before its dispatch_async: the shared expert's tokens are not"
                 " there. Send first."
             )
-        n_shared = counters.n_tokens(rank.generation)
+        n_shared = Int(counters.n_tokens_of(rank.generation)[])
 
     var n_rows = n_shared
     var largest_pair = 0
@@ -160,14 +150,10 @@ struct RowCursor(TrivialRegisterPassable):
     """Walks the rows of all pairs in order, over the gaps between them."""
 
     var pair: Int
-    """The pair of the row."""
     var slot: Int
-    """The row's place in its pair."""
     var row: Int
-    """The row."""
     var _n_before: Int
 
-    @always_inline
     def __init__(out self):
         """Stands before the first row."""
         self.pair = 0
@@ -175,7 +161,6 @@ struct RowCursor(TrivialRegisterPassable):
         self.row = 0
         self._n_before = 0
 
-    @always_inline
     def advance(mut self, i: Int, counters: EPLocalSyncCounters):
         """Goes on to the row that has `i` others before it."""
         while self._n_before + counters.pair_count(self.pair) <= i:
@@ -198,7 +183,7 @@ def hash_src_info(
     n_pairs: Int,
     counters: EPLocalSyncCounters,
 ) -> Int32:
-    """Digests `src_info`, so that combine can tell the last dispatch's."""
+    """Digests `src_info`, so that combine recognizes the last dispatch's."""
     var digest = UInt32(n_rows_of_pairs(n_pairs, counters))
     for pair in range(n_pairs):
         var first = 2 * counters.pair_row(pair)

@@ -2,10 +2,10 @@
 """A block of a GPU launch: how it begins, waits, fails, publishes and ends.
 
 A launch is a grid of blocks that are all resident at once: in the fused forms some
-wait for what others send. A launch of by-rank ranks moves its generations at its
-begin, as soon as every block has read the old ones. That it has read its messages
-is published by the next launch of its rank (`publish_earlier_reads`): by then all
-its blocks have ended, so none has to be counted.
+wait for what others send. Dispatch by rank and combine of sums advance the generations
+at their start, as soon as every block has read the old ones. The next launch of the
+rank publishes that this one has read its messages (`publish_earlier_reads`): by then
+all its blocks have ended, so they need not be counted.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import (
@@ -20,20 +20,15 @@ from max.gpu import (
 )
 from std.sys import inlined_assembly
 
+from ..arguments import Buffers
 from ..counters import (
-    BROKEN_WORD,
     EPLocalSyncCounters,
     LaunchHeader,
     N_HEADER_WORDS,
     wanted_word,
+    Word,
 )
-from ..failures import (
-    is_fatal,
-    NO_MESSAGE,
-    NOT_READ,
-    record_failure,
-    WRONG_COUNTERS,
-)
+from ..failures import Failure, is_fatal, record_failure
 from ..flags import (
     arrive_on_gpu,
     count_of,
@@ -43,9 +38,9 @@ from ..flags import (
     flag_word,
     FlagPointer,
     generation_of,
-    has_reached,
     is_not_before,
     load_acquire_sys,
+    next_generation,
     publish,
     SharedWord,
     Wait,
@@ -59,10 +54,10 @@ from .warp import any_lane, bytes_at
 
 @always_inline
 def await_launch_before():
-    """Waits until the kernel before this one has ended, and lets the next begin.
+    """Waits until the previous kernel has ended, and lets the next one begin.
 
-    Launched so that they overlap (`Phase.overlaps_previous`), a kernel's blocks may begin
-    before that: nothing may be read before this. Otherwise it waits for nothing.
+    With `Phase.overlaps_previous` the blocks of a kernel may begin before the previous
+    kernel has ended, so nothing may be read before this call. Without, it does not wait.
     """
     let_next_begin()
     await_kernels_before()
@@ -70,8 +65,7 @@ def await_launch_before():
 
 @always_inline
 def let_next_begin():
-    """Lets the next kernel begin, once a thread of each block has called this.
-    """
+    """Lets the next kernel begin, once a thread of each block calls this."""
     inlined_assembly[
         "griddepcontrol.launch_dependents;",
         NoneType,
@@ -93,12 +87,13 @@ def await_kernels_before():
 
 @always_inline
 def header_word(counters: EPLocalSyncCounters) -> Int32:
-    """Begins to read the counters' header, which `Block.begin` needs.
+    """Issues the load of the counters' header, which `Block.begin` needs.
 
-    What a kernel does between the two does not wait for it.
+    The load overlaps with what the kernel does before `Block.begin`.
     """
     comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
-    # Here, and not where it is used: that is behind all that is under way with it.
+    # Assembly keeps the load here: the compiler would move it to its first use, which is
+    # after all loads that are in flight with it.
     return inlined_assembly[
         "ld.global.b32 $0, [$1];",
         Int32,
@@ -109,20 +104,13 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 @fieldwise_init
 struct Block[group: Group](TrivialRegisterPassable):
-    """What each warp of a block needs from the begin of a launch to its end.
-
-    Parameters:
-        group: Sizes of the group.
-    """
+    """What each warp of a block needs from the begin of a launch to its end."""
 
     var lane: Int
-    """This lane."""
     var warp_idx: Int
-    """This warp of the block."""
     var can_go: Bool
     """Whether the launch may do anything; the same in the whole block."""
     var my_rank: Int
-    """This rank."""
     var deadline: DeviceDeadline
     """The time by which all waits must be met."""
     var before: LaunchHeader
@@ -130,11 +118,10 @@ struct Block[group: Group](TrivialRegisterPassable):
     var control: SharedWord
     """The block's control words, all 0 at first."""
     var counters: EPLocalSyncCounters[Self.group.n_experts]
-    """This rank's words."""
     var recv_bufs: SharedAddresses
     """Receive buffers of all ranks, of dispatch or of combine."""
     var counts: SharedAddresses
-    """Counts buffers of all ranks: those of dispatch."""
+    """Counts buffers of all ranks: those of dispatch; in `CombineRows`, of combine."""
 
     @staticmethod
     @always_inline
@@ -183,17 +170,13 @@ struct Block[group: Group](TrivialRegisterPassable):
     @always_inline
     def set_up[
         n_control: Int
-    ](
-        counters: EPLocalSyncCounters[Self.group.n_experts],
-        my_rank: Int32,
-        recv_bufs: Array[BytePointer, Self.group.n_ranks_per_node],
-        counts: Array[FlagPointer, Self.group.n_ranks_per_node],
-    ) -> Self:
-        """Sets a block of a portable phase up; a block barrier must follow.
+    ](buffers: Buffers[Self.group], my_rank: Int32,) -> Self:
+        """Sets up a block of a portable phase; a block barrier must follow.
 
-        Every warp calls it, once it knows that the launch `can_start`. `my_rank` -1:
-        as the counters say.
+        Every warp calls it, once it knows that the launch `can_start`. If `my_rank` is
+        -1, the rank is read from the counters.
         """
+        var counters = buffers.counters
         var rank = rank_of(counters, my_rank)
         var control = shared_words[n_control]()
         if thread_idx.x < n_control:
@@ -210,9 +193,66 @@ struct Block[group: Group](TrivialRegisterPassable):
             header,
             control,
             counters,
-            share_addresses[n_ranks, use_shmem](recv_bufs, rank),
-            share_addresses[n_ranks, use_shmem](counts, rank),
+            share_addresses[n_ranks, use_shmem](buffers.recv_bufs, rank),
+            share_addresses[n_ranks, use_shmem](buffers.counts, rank),
         )
+
+    # ------------------------------------------------- what follows from the header
+
+    @always_inline
+    def dispatch_sending(self) -> UInt32:
+        """Numbers the generation that a dispatch sends."""
+        return next_generation(self.before.dispatch_sent)
+
+    @always_inline
+    def dispatch_receiving(self) -> UInt32:
+        """Numbers the generation that a dispatch receives."""
+        return next_generation(self.before.dispatch_received)
+
+    @always_inline
+    def combine_sending(self) -> UInt32:
+        """Numbers the generation that a combine sends."""
+        return next_generation(self.before.combine_sent)
+
+    @always_inline
+    def combine_receiving(self) -> UInt32:
+        """Numbers the generation that a combine receives."""
+        return next_generation(self.before.combine_received)
+
+    @always_inline
+    def recv_buf(self) -> BytePointer:
+        """Points to this rank's own receive buffer."""
+        return bytes_at(self.recv_bufs[unsafe_offset=self.my_rank])
+
+    @always_inline
+    def my_counts(self) -> BytePointer:
+        """Points to this rank's own counts buffer."""
+        return bytes_at(self.counts[unsafe_offset=self.my_rank])
+
+    @always_inline
+    def flag(self, rank: Int, offset: Int) -> FlagPointer:
+        """Points to a word of a rank's counts buffer."""
+        return flag_at(bytes_at(self.counts[unsafe_offset=rank]), offset)
+
+    # ------------------------------------------------------------- work and failures
+
+    @always_inline
+    def word(self, i: Int) -> SharedWord:
+        """Points to a control word."""
+        return self.control.unsafe_offset(i)
+
+    @always_inline
+    def next_work(self, counter: Int) -> Int:
+        """Takes the next number of a control word; all lanes call it."""
+        var round: UInt32 = 0
+        if self.lane == 0:
+            round = fetch_add_block(self.word(counter), 1)
+        return Int(warp.shuffle_idx(round, UInt32(0)))
+
+    @always_inline
+    def next_item(self, counter: Int) -> Int:
+        """Takes the block's next of the items that all blocks share."""
+        return self.next_work(counter) * Int(grid_dim.x) + Int(block_idx.x)
 
     @always_inline
     def fail(
@@ -226,9 +266,9 @@ struct Block[group: Group](TrivialRegisterPassable):
         a: Int = 0,
         b: Int = 0,
     ):
-        """Records a failure; the arguments are those of `record_failure`."""
+        """Records that a peer's word or message is missing or wrong."""
         record_failure(
-            self.counters.failure(),
+            self.counters.at(Word.FAILURE),
             code,
             phase,
             missing_rank,
@@ -240,26 +280,63 @@ struct Block[group: Group](TrivialRegisterPassable):
         )
 
     @always_inline
-    def await_done_words(
-        self, done_offset: Int, generation: UInt32, phase: Int
-    ) -> Bool:
-        """Waits until every peer has read what this rank sent it last."""
-        var my_counts = bytes_at(self.counts[unsafe_offset=self.my_rank])
+    def refuse(
+        self,
+        code: Int32,
+        phase: Int,
+        generation: UInt32,
+        expert_or_row: Int = -1,
+        a: Int = 0,
+        b: Int = 0,
+    ):
+        """Records what this rank was given and cannot take."""
+        self.fail(code, phase, self.my_rank, expert_or_row, generation, 0, a, b)
+
+    # ------------------------------------------------------------------------- waits
+
+    @always_inline
+    def await_done_words[
+        is_combine: Bool = False
+    ](self, done_offset: Int, generation: UInt32, phase: Int) -> Bool:
+        """Waits, with one warp, until every peer has read what this rank sent it last.
+
+        A done word of by-rank ranks has combine's generation in its lower half.
+        """
+        var my_counts = self.my_counts()
         var is_met = True
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
             # I3: no slot is written before its last reader is done with it.
             var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
             var word = load_acquire_sys(flag)
             var wait = Wait(self.deadline)
-            while not has_reached(word, generation):
+            while not is_not_before(_read_of[is_combine](word), generation):
                 if wait.has_expired():
-                    self.fail(NOT_READ, phase, rank, -1, generation, word)
+                    var found = flag_word(_read_of[is_combine](word), 0)
+                    self.fail(
+                        Failure.NOT_READ, phase, rank, -1, generation, found
+                    )
                     is_met = False
                     break
                 word = load_acquire_sys(flag)
-        # What each lane has seen of its ranks, all lanes may build on.
+        # Makes what each lane has acquired visible to all lanes of the warp.
         syncwarp()
         return not any_lane(not is_met)
+
+    @always_inline
+    def await_readers[is_combine: Bool](self, phase: Int) -> Bool:
+        """Likewise for by-rank ranks, unless a launch before has seen it."""
+        var generation = self._sent[is_combine]()
+        var drained = self.before.dispatch_drained
+        comptime if is_combine:
+            drained = self.before.combine_drained
+        if drained == generation:
+            return True
+        if not self.await_done_words[is_combine](
+            Self.group.dispatch_done_offset(0), generation, phase
+        ):
+            self.counters.set_broken()
+            return False
+        return True
 
     @always_inline
     def await_message(
@@ -276,7 +353,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         while generation_of(word) != generation:
             if wait.has_expired():
                 self.fail(
-                    NO_MESSAGE,
+                    Failure.NO_MESSAGE,
                     phase,
                     missing_rank,
                     expert_id,
@@ -287,6 +364,8 @@ struct Block[group: Group](TrivialRegisterPassable):
             word = load_acquire_sys(flag)
         return word
 
+    # -------------------------------------------------------- what the launch has read
+
     @always_inline
     def publish_done(self, offset: Int, generation: UInt32):
         """Publishes to every rank that its messages have been read."""
@@ -295,27 +374,23 @@ struct Block[group: Group](TrivialRegisterPassable):
             var to = self.counts[unsafe_offset=rank]
             comptime if Self.group.use_shmem:
                 if to == 0:
-                    put_flag(
-                        self.counts[unsafe_offset=self.my_rank]
-                        + UInt64(offset),
-                        generation,
-                        0,
-                        rank,
-                    )
+                    var own = self.counts[unsafe_offset=self.my_rank]
+                    put_flag(own + UInt64(offset), generation, 0, rank)
                     continue
             publish(flag_at(bytes_at(to), offset), generation, 0)
 
     @always_inline
     def is_last_to_start(self, warp_idx: Int) -> Bool:
-        """Selects one thread of the grid, once all blocks have read the header.
-
-        Every thread of every block calls it, once.
+        """Selects one thread, once all blocks have read the header; all call it.
         """
         if self.warp_idx != warp_idx or self.lane != 0:
             return False
-        if arrive_on_gpu(self.counters.blocks_done()) != Int(grid_dim.x) - 1:
+        if (
+            arrive_on_gpu(self.counters.at(Word.BLOCKS_DONE))
+            != Int(grid_dim.x) - 1
+        ):
             return False
-        self.counters.blocks_done()[] = 0
+        self.counters.at(Word.BLOCKS_DONE)[] = 0
         return True
 
     @always_inline
@@ -331,10 +406,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         syncwarp()
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
             publish(
-                flag_at(
-                    bytes_at(self.counts[unsafe_offset=rank]),
-                    Self.group.dispatch_done_offset(self.my_rank),
-                ),
+                self.flag(rank, Self.group.dispatch_done_offset(self.my_rank)),
                 dispatch_received,
                 Int(combine_received),
             )
@@ -343,9 +415,8 @@ struct Block[group: Group](TrivialRegisterPassable):
     def publish_earlier_reads(self, warp_idx: Int):
         """Publishes to every rank what the launches before this one have read.
 
-        One warp of the first block does. What it publishes was true when this
-        launch began: a kernel that calls this begins when those before it have
-        ended.
+        One warp of the first block does so. The reads are over: a kernel that calls
+        this has waited for the kernels before it (`await_launch_before`).
         """
         if block_idx.x == 0 and self.warp_idx == warp_idx:
             self.publish_reads(
@@ -359,49 +430,13 @@ struct Block[group: Group](TrivialRegisterPassable):
         return self.before.dispatch_sent
 
     @always_inline
-    def await_readers[is_combine: Bool](self, phase: Int) -> Bool:
-        """Waits until all ranks have read what this one sent last, with one warp.
-        """
-        var generation = self._sent[is_combine]()
-        var drained = self.before.dispatch_drained
-        comptime if is_combine:
-            drained = self.before.combine_drained
-        if drained == generation:
-            return True
-        var my_counts = bytes_at(self.counts[unsafe_offset=self.my_rank])
-        var are_all_met = True
-        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
-            var flag = flag_at(my_counts, Self.group.dispatch_done_offset(rank))
-            var word = load_acquire_sys(flag)
-            var wait = Wait(self.deadline)
-            while not is_not_before(_read_of[is_combine](word), generation):
-                if wait.has_expired():
-                    self.fail(
-                        NOT_READ,
-                        phase,
-                        rank,
-                        -1,
-                        generation,
-                        flag_word(_read_of[is_combine](word), 0),
-                    )
-                    are_all_met = False
-                    break
-                word = load_acquire_sys(flag)
-        # What each lane has seen of its ranks, all lanes may build on.
-        syncwarp()
-        if any_lane(not are_all_met):
-            self.counters.set_broken()
-            return False
-        return True
-
-    @always_inline
     def prefetch_done_words[is_combine: Bool](self):
-        """Spares the next launch that sends a wait, if all have read already.
+        """Polls done words ahead, so that the next launch that sends need not wait.
 
-        One warp calls it, for which nobody waits. It polls `_DONE_POLLS` times.
+        A warp that no other waits for calls it. It polls at most `_DONE_POLLS` times.
         """
         var generation = self._sent[is_combine]()
-        var my_counts = bytes_at(self.counts[unsafe_offset=self.my_rank])
+        var my_counts = self.my_counts()
         for _ in range(_DONE_POLLS):
             var is_met = True
             for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
@@ -413,10 +448,10 @@ struct Block[group: Group](TrivialRegisterPassable):
             syncwarp()
             if not any_lane(not is_met):
                 if self.lane == 0:
-                    comptime if is_combine:
-                        self.counters.set_combine_drained(generation)
-                    else:
-                        self.counters.set_dispatch_drained(generation)
+                    self.counters.set_generation(
+                        Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED,
+                        generation,
+                    )
                 return
 
 
@@ -438,22 +473,13 @@ def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
 
 
 @always_inline
-def next_work(next: SharedWord, lane: Int) -> Int:
-    """Takes the next of what a block's warps share out; all lanes call it."""
-    var round: UInt32 = 0
-    if lane == 0:
-        round = fetch_add_block(next, 1)
-    return Int(warp.shuffle_idx(round, UInt32(0)))
-
-
-@always_inline
 def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
     """Returns whether a launch may touch anything but its counters and results.
 
-    The launcher has made sure that the counters are as many as the launch
-    needs, so their header may be read, and the failure recorded there, whoever
-    they belong to. No word that is read changes during a launch, unless
-    all its warps leave early: so none waits for one that has left.
+    The launcher has checked that there are enough counters, so the header may be read
+    and a failure recorded there, even if they belong to another configuration. The
+    words that are read change during a launch only if all its warps leave early, so no
+    warp waits for one that has left.
     """
     var found: Int32 = 0
     if lane_id() < N_HEADER_WORDS:
@@ -465,8 +491,7 @@ def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
 def is_in_order[
     group: Group
 ](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
-    """Returns whether the header of counters allows a launch; see `can_start`.
-    """
+    """Returns whether a header allows a launch; see `can_start`."""
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane checks one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0
@@ -475,18 +500,18 @@ def is_in_order[
     if any_lane(found != wanted):
         if found != wanted:
             record_failure(
-                counters.failure(),
-                WRONG_COUNTERS,
+                counters.at(Word.FAILURE),
+                Failure.WRONG_COUNTERS,
                 phase,
-                -1,
-                lane,
-                0,
-                0,
-                Int(found),
-                Int(wanted),
+                missing_rank=-1,
+                expert_or_row=lane,
+                wanted=0,
+                found=0,
+                a=Int(found),
+                b=Int(wanted),
             )
         return False
-    return not any_lane(lane == BROKEN_WORD and found != 0)
+    return not any_lane(lane == Word.BROKEN and found != 0)
 
 
 @always_inline
@@ -501,9 +526,9 @@ def is_last_block(counters: EPLocalSyncCounters) -> Bool:
         return False
     var all_done: UInt32 = 0
     if lane_id() == 0:
-        if arrive_on_gpu(counters.blocks_done()) == Int(grid_dim.x) - 1:
-            counters.blocks_done()[] = 0
-            if is_fatal(counters.failure()[]):
+        if arrive_on_gpu(counters.at(Word.BLOCKS_DONE)) == Int(grid_dim.x) - 1:
+            counters.at(Word.BLOCKS_DONE)[] = 0
+            if is_fatal(counters.at(Word.FAILURE)[]):
                 counters.set_broken()
             else:
                 all_done = 1

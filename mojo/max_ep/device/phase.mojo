@@ -15,11 +15,9 @@ from max.gpu.host import (
     LaunchAttribute,
 )
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
-from std.builtin.device_passable import DevicePassable
-from std.memory import unsafe_stack_allocation
-from std.sys import size_of
 from std.utils import StaticTuple
 
+from ..kernel_argument import KernelArgument
 from ..layout import Group
 from ..shmem_modules import register_module
 
@@ -29,11 +27,10 @@ comptime InputScales = Optional[
 """Gives the factor of a token for an expert id, or None."""
 
 
-trait Phase(Copyable, DevicePassable):
+trait Phase(Copyable, KernelArgument):
     """A kernel's arguments, and what it does with them."""
 
     comptime group: Group
-    """Sizes of the group."""
     comptime overlaps_previous: Bool
     """Whether its blocks may begin before the kernel before it has ended: it then
     waits for that end by itself (`await_launch_before`)."""
@@ -52,8 +49,8 @@ trait Phase(Copyable, DevicePassable):
     ](self):
         """As `run`, with input scales: only dispatch by expert takes them.
 
-        A method of its own, since a phase that has a closure as its parameter is none:
-        all its methods would be `capturing`.
+        A separate method, because a struct with a closure as a parameter cannot be a
+        `Phase`: all its methods would be `capturing`.
 
         Parameters:
             input_scales: Gives the factor of a token for an expert id.
@@ -109,15 +106,6 @@ def n_blocks[group: Group](context: DeviceContext) raises -> Int:
     return n
 
 
-@always_inline
-def unused[T: TrivialRegisterPassable]() -> T:
-    """Makes a field that a launch does not touch: all its bytes are 0."""
-    var field = unsafe_stack_allocation[1, T]()
-    for i in range(size_of[T]()):
-        field.unsafe_bitcast[UInt8]()[unsafe_offset=i] = 0
-    return field[]
-
-
 struct Queue(Copyable):
     """Where launches go: a device, and one of its queues (CUDA: streams)."""
 
@@ -133,8 +121,7 @@ struct Queue(Copyable):
         self.external = None
 
     def __init__(out self, context: DeviceContext, address: Int) raises:
-        """Takes a queue of somebody else by the driver's handle; 0 is CUDA's default
-        stream."""
+        """Takes a caller's queue; address 0 is CUDA's default stream."""
         self.context = context
         self.external = context.create_external_stream(
             Optional(

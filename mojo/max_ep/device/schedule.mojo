@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How dispatch shares tokens out: into which parts, to which warps, how many at once.
-And how halves that overlap share the multiprocessors.
+"""How tokens and sums are split into chunks, and which warp takes which chunk.
 
-Nothing here touches memory: these are numbers of a launch, by its tokens and warps.
+Nothing here accesses memory: it is arithmetic on the numbers of tokens, warps and
+blocks of a launch.
 """
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
@@ -22,10 +22,7 @@ def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
 def vector_of_lane[
     n_vectors: Int
 ](step: Int, end: Int, lane: Int) -> Tuple[Int, Bool]:
-    """Says which 16 bytes of a token are a lane's in a step of a warp.
-
-    In 32 bits, which is quicker.
-    """
+    """Says which 16 bytes of a token are a lane's in a step; in 32 bits."""
     var vector = UInt32(step) * UInt32(WARP_SIZE) + UInt32(lane)
     var is_in_chunk = UInt32(step) < UInt32(end)
     comptime if n_vectors % WARP_SIZE != 0:
@@ -35,29 +32,24 @@ def vector_of_lane[
 
 @fieldwise_init
 struct Chunk(TrivialRegisterPassable):
-    """A part of something that is cut into parts."""
+    """A range of the steps of a token or of a sum."""
 
     var whole: Int
-    """Which whole it is of."""
-    var part: Int
-    """Which of its parts."""
+    """The token or sum."""
+    var idx: Int
+    """The chunk in it."""
     var begin: Int
     """Its first step."""
     var end: Int
-    """Behind its last step."""
+    """One past its last step."""
 
 
 @fieldwise_init
 struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     """Into how many chunks a token or a sum is split: one of two constants.
 
-    Division by a constant is quick. If tokens are few, a warp takes one chunk in all,
-    and waits for the result of this division.
-
-    Parameters:
-        n_steps: Steps of a token, of 16 bytes a lane each.
-        more: The larger number, if the token has so many steps.
-        fewer: The smaller number, if the token has so many steps.
+    Division by a constant is fast. If tokens are few, a warp takes only one chunk, and
+    cannot start before this division is done.
     """
 
     comptime _MORE = min(Self.more, Self.n_steps)
@@ -67,49 +59,41 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     """Steps of the largest chunk."""
 
     var are_more: Bool
-    """Whether it is the first of the two."""
+    """Whether the larger number is used."""
 
     @always_inline
     def n_chunks(self) -> Int:
-        """Counts the parts."""
+        """Counts the chunks of a token or sum."""
         return Self._MORE if self.are_more else Self._FEWER
 
     @always_inline
     def chunk(self, number: Int) -> Chunk:
-        """Finds one of all parts."""
-        var found = Self._piece[Self._MORE](number)
+        """Finds a chunk by its number among those of all tokens or sums."""
+        var found = Self._chunk[Self._MORE](number)
         comptime if Self._FEWER != Self._MORE:
             if not self.are_more:
-                found = Self._piece[Self._FEWER](number)
+                found = Self._chunk[Self._FEWER](number)
         return found
 
     @staticmethod
     @always_inline
-    def _piece[n_chunks: Int](number: Int) -> Chunk:
-        var whole, part = divmod_32(number, n_chunks)
+    def _chunk[n_chunks: Int](number: Int) -> Chunk:
+        var whole, idx = divmod_32(number, n_chunks)
         comptime if n_chunks == Self.n_steps:
-            return Chunk(whole, part, part, part + 1)
+            return Chunk(whole, idx, idx, idx + 1)
         return Chunk(
             whole,
-            part,
-            divmod_32(part * Self.n_steps, n_chunks)[0],
-            divmod_32((part + 1) * Self.n_steps, n_chunks)[0],
+            idx,
+            divmod_32(idx * Self.n_steps, n_chunks)[0],
+            divmod_32((idx + 1) * Self.n_steps, n_chunks)[0],
         )
 
 
 comptime InlineSplit[n_steps: Int] = Split[n_steps, 14, 7]
-"""How inline tokens are split. Sender and receiver may split them differently.
-
-Parameters:
-    n_steps: Steps of a token, of 16 bytes a lane each.
-"""
+"""How inline tokens are split. Sender and receiver may split them differently."""
 
 comptime FlaggedSplit[n_steps: Int] = Split[n_steps, N_CHUNKS, N_CHUNKS]
-"""How tokens are split whose chunks have flags.
-
-Parameters:
-    n_steps: Steps of a token, of 16 bytes a lane each.
-"""
+"""How tokens are split whose chunks have flags."""
 
 
 @always_inline
@@ -120,16 +104,16 @@ def inline_split[n_steps: Int](n_tokens: Int) -> InlineSplit[n_steps]:
 
 @fieldwise_init
 struct Schedule(TrivialRegisterPassable):
-    """Which rounds of a block are a warp's, if few items are scheduled statically.
+    """Which items a warp takes, if they are few and scheduled statically.
 
-    The first blocks and the first warps send most, so they come last: to receive, or
-    to add up.
+    In each round a block takes one item, with one warp. The first blocks and the first
+    warps send most, so they come last when items to receive, or to add up, are assigned.
     """
 
     var first: Int
-    """Its first round; of a warp that has none, a round behind all items."""
+    """The warp's first round; for a warp without rounds, one past all items."""
     var stride: Int
-    """Rounds from one to the next: warps of a block that have a round."""
+    """From one of its rounds to the next: the warps of a block that have rounds."""
 
     @staticmethod
     @always_inline
@@ -146,11 +130,11 @@ struct Schedule(TrivialRegisterPassable):
 
     @always_inline
     def n_scheduled(self, n_blocks: Int) -> Int:
-        """Counts the items that are few: one for each of those warps."""
+        """Counts the items that count as few: one for each of those warps."""
         return self.stride * n_blocks
 
     @staticmethod
     @always_inline
     def item(round: Int, block: Int, n_blocks: Int) -> Int:
-        """Finds what is done in a turn of a block."""
+        """Returns the item of a block in a round."""
         return round * n_blocks + n_blocks - 1 - block

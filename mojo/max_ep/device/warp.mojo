@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the lanes of a warp find out together, in one instruction each.
+"""Warp primitives: reductions, votes, 16-byte accesses, copies, the sentinel.
 
-Intrinsics, since those are convergent: all lanes come to the same one.
+Reductions are intrinsics, because the compiler treats those as convergent.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE
@@ -127,20 +127,20 @@ def any_lane(condition: Bool) -> Bool:
 
 
 comptime SENTINEL = UInt32(0xFFFF_FFFF)
-"""Last word of 16 bytes that have not come yet, where data is its own flag.
+"""Last word of 16 bytes that have not arrived yet, where data is its own flag.
 
-The reader puts it back. Data that has it there by itself is sent with
+The reader restores it. Data that happens to have this word there is sent with
 `_SENTINEL_STAND_IN` instead.
 """
 
 
 comptime _SENTINEL_STAND_IN = UInt32(0x7FFF_FFFF)
-"""In bfloat16, float32 and float8_e4m3fn NaN, as only `SENTINEL` itself is."""
+"""NaN in bfloat16, float32 and float8_e4m3fn, as `SENTINEL` is."""
 
 
 @always_inline
 def avoid_sentinel(bytes: LaneBytes) -> LaneBytes:
-    """Makes 16 bytes that do not look as if they had not come."""
+    """Replaces a `SENTINEL` in data, so that the data does not look missing."""
     var sent = bytes
     if sent[3] == SENTINEL:
         sent[3] = _SENTINEL_STAND_IN
@@ -152,3 +152,9 @@ def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
     """Divides numbers that fit into 32 bits, which is quicker."""
     var quotient = UInt32(a) // UInt32(b)
     return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
+
+
+@always_inline
+def in_32_bits(n: Int) -> Int:
+    """Takes the lower half of a number that fits there, which is quicker."""
+    return Int(Int32(n))

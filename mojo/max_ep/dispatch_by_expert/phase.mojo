@@ -15,16 +15,16 @@ After the receive phase: this rank's rows stand by local expert, source rank, to
 choice, and every source knows that they have been read.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
-from std.builtin.device_passable import DeviceTypeEncoder
 
-from ..counters import EPLocalSyncCounters
+from ..arguments import Buffers, DispatchedRows, GivenTokens
+from ..counters import Word
 from ..device.block import Block, can_start, is_last_block, rank_of
 from ..device.phase import InputScales, Phase
 from ..device.shared import own_of
-from ..failures import NOT_SENT, record_failure
-from ..flags import FlagPointer, next_generation
+from ..device.warp import in_32_bits
+from ..failures import Failure, record_failure
+from ..flags import next_generation
 from ..layout import Group
-from ..row_tables import RowTables
 from ..token_format import BytePointer, TokenFormat
 from .receive import RECEIVE, Receiver
 from .send import N_CONTROL, SEND, Sender, SendSchedule
@@ -40,54 +40,20 @@ struct DispatchByExpert[
 
     Launch: any grid; `group.num_threads` of three warps or more. All buffers must be
     mapped and peer-writable until every receiver has returned.
-
-    Parameters:
-        group_: Sizes of the group.
-        Format: Wire format of a token.
-        input_type: Element type of the tokens.
     """
 
     comptime group = Self.group_
-    """Sizes of the group."""
     comptime overlaps_previous = False
-    """Its launch waits for the kernel before it."""
-    comptime device_type: AnyType = Self
-    """A kernel gets this as it is."""
 
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
-    """`[n_tokens][hidden_size]`, aligned to 16 bytes; used if it sends."""
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`, in `[-1, n_experts)`; -1: no expert. Used if it sends."""
-    var n_tokens: Int32
-    """Tokens to send."""
-    var rows: Self.Format.Rows
-    """The output tensors of rows; used if it receives, as the next three are."""
-    var n_rows_max: Int32
-    """Rows that they hold."""
-    var tables: RowTables[Self.group]
-    """The output tensors that say which row is whose."""
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
-    """`[n_rows_max][2]`: token on its source rank, k; of the shared expert, -1."""
-    var put_bufs: Array[BytePointer, Self.group.n_ranks_per_node]
-    """The node's put buffers; used if it sends with SHMEM."""
-    var recv_bufs: Array[BytePointer, Self.group.n_ranks_per_node]
-    """The node's recv buffers. The send buffers are found from them."""
-    var counts: Array[FlagPointer, Self.group.n_ranks_per_node]
-    """The node's counts buffers."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
-    """This rank's words."""
+    var given: GivenTokens[Self.input_type]
+    """What is sent, aligned to 16 bytes."""
+    var dispatched: DispatchedRows[Self.group, Self.Format]
+    var buffers: Buffers[Self.group]
+    """Of dispatch. The send buffers are found from the recv buffers."""
+    var put_bufs: Array[BytePointer, Self.group.n_mapped()]
+    """Put buffers of this node's ranks; used if it sends with SHMEM."""
     var my_rank: Int32
     """This rank; -1: as the counters say."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments."""
-        return "DispatchByExpert"
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
@@ -102,7 +68,7 @@ struct DispatchByExpert[
         comptime group = Self.group
         comptime has_shared = group.fused_shared_expert
         comptime n_warps = group.num_threads // WARP_SIZE
-        var counters = self.counters
+        var counters = self.buffers.counters
         if not can_start[group](counters, SEND if sends else RECEIVE):
             comptime if receives:
                 self._deliver_nothing()
@@ -111,21 +77,17 @@ struct DispatchByExpert[
             if not self._has_sent():
                 self._deliver_nothing()
                 return
-        var block = Block[group].set_up[N_CONTROL](
-            counters, self.my_rank, self.recv_bufs, self.counts
-        )
-        var n_tokens = Int(self.n_tokens)
-        var sent = next_generation(block.before.dispatch_sent)
-        var received = next_generation(block.before.dispatch_received)
+        var block = Block[group].set_up[N_CONTROL](self.buffers, self.my_rank)
+        var n_tokens = in_32_bits(self.given.n_tokens)
+        var sent = block.dispatch_sending()
+        var received = block.dispatch_receiving()
         comptime if sends:
             var n_senders = n_warps - 1
             comptime if receives:
                 n_senders = n_send_warps(n_tokens, n_warps)
             Sender[group, Self.Format, Self.input_type, input_scales](
                 block,
-                self.tokens,
-                self.topk_ids,
-                n_tokens,
+                self.given,
                 own_of(self.put_bufs, block.my_rank),
                 sent,
                 SendSchedule.of(n_tokens, group.top_k, Int(grid_dim.x)),
@@ -138,13 +100,10 @@ struct DispatchByExpert[
                 comptime if sends:
                     n_shared = n_tokens
                 else:
-                    n_shared = counters.n_tokens(received)
+                    n_shared = Int(counters.n_tokens_of(received)[])
             var receiver = Receiver[group, Self.Format](
                 block,
-                self.rows,
-                Int(self.n_rows_max),
-                self.tables,
-                self.src_info,
+                self.dispatched,
                 received,
                 n_shared,
             )
@@ -159,13 +118,13 @@ struct DispatchByExpert[
             return
         comptime if sends:
             if block.lane == 0:
-                counters.set_n_tokens(sent, n_tokens)
-                counters.set_dispatch_sent(sent)
+                counters.n_tokens_of(sent)[] = Int32(n_tokens)
+                counters.set_generation(Word.DISPATCH_SENT, sent)
             # AFTER: this generation's counts are with their receivers, and its
             # messages are on their way.
         comptime if receives:
             if block.lane == 0:
-                counters.set_dispatch_received(received)
+                counters.set_generation(Word.DISPATCH_RECEIVED, received)
             block.publish_done(
                 group.dispatch_done_offset(block.my_rank), received
             )
@@ -173,15 +132,17 @@ struct DispatchByExpert[
 
     @always_inline
     def _has_sent(self) -> Bool:
-        """Returns whether this rank's own tokens are staged for the shared expert.
+        """Returns whether this rank's tokens are staged for the shared expert.
         """
-        var counters = self.counters
-        var received = next_generation(counters.dispatch_received())
-        if counters.dispatch_sent() == received:
+        var counters = self.buffers.counters
+        var received = next_generation(
+            counters.generation(Word.DISPATCH_RECEIVED)
+        )
+        if counters.generation(Word.DISPATCH_SENT) == received:
             return True
         record_failure(
-            counters.failure(),
-            NOT_SENT,
+            counters.at(Word.FAILURE),
+            Failure.NOT_SENT,
             RECEIVE,
             rank_of(counters, self.my_rank),
             -1,
@@ -195,7 +156,9 @@ struct DispatchByExpert[
     def _deliver_nothing(self):
         """Leaves outputs without rows, after a failure of this rank."""
         if block_idx.x == 0:
-            self.tables.write_no_rows(Int(thread_idx.x), Self.group.num_threads)
+            self.dispatched.tables.write_no_rows(
+                Int(thread_idx.x), Self.group.num_threads
+            )
 
 
 @always_inline

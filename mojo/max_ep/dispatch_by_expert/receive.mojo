@@ -7,11 +7,12 @@ stands. All warps then copy messages into rows, slot by slot over all pairs.
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 
+from ..arguments import DispatchedRows
 from ..counters import own_row
-from ..device.block import Block, next_work
+from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
-from ..device.warp import any_lane, bytes_at, copy_warp
-from ..failures import NO_COUNT, TOO_MANY_ROWS
+from ..device.warp import any_lane, copy_warp
+from ..failures import Failure
 from ..flags import (
     count_of,
     flag_at,
@@ -23,46 +24,27 @@ from ..flags import (
     Wait,
 )
 from ..layout import Group, n_experts_on_rank
-from ..row_tables import RowTables
 from ..token_format import TokenFormat
 from .send import NEXT_ITEM, PAIRS_READY, SendSchedule, staged
 
 comptime RECEIVE = 1
 """Number of the phase in failure records."""
-
 comptime _FAILED = UInt32(2)
 """Value of the word `PAIRS_READY` when the counts did not come."""
-
 comptime _IN_FLIGHT = 8
 """Pairs whose counts a lane has under way at once."""
 
 
 @fieldwise_init
 struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
-    """What the warps of a block need to receive.
-
-    Parameters:
-        group_: Sizes of the group.
-        Format: Wire format of a token.
-    """
+    """What the warps of a block need to receive."""
 
     comptime group = Self.group_
-    """Sizes of the group."""
     comptime n_pairs = Self.group.n_pairs()
-    """Pairs whose messages come here."""
 
     var block: Block[Self.group]
-    """The block."""
-    var rows: Self.Format.Rows
-    """The output tensors of rows."""
-    var n_rows_max: Int
-    """Rows that they hold."""
-    var tables: RowTables[Self.group]
-    """The output tensors that say which row is whose."""
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
-    """`[n_rows_max][2]`: token on its source rank, k."""
+    var dispatched: DispatchedRows[Self.group, Self.Format]
     var generation: UInt32
-    """The generation that is received."""
     var n_shared: Int
     """Rows of the shared expert, in front of all others."""
 
@@ -71,7 +53,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         """Has a warp of a block take its part in receiving."""
         comptime group = Self.group
         comptime n_pairs = Self.n_pairs
-        var control = self.block.control
         var lane = self.block.lane
         var pair_rows = shared_ints[n_pairs + 1]()
         var pair_counts = shared_ints[n_pairs]()
@@ -81,18 +62,17 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             if lane == 0:
                 pair_rows[unsafe_offset=n_pairs] = Int32(largest)
                 store_release_block(
-                    control.unsafe_offset(PAIRS_READY),
+                    self.block.word(PAIRS_READY),
                     1 if largest >= 0 else _FAILED,
                 )
-        while load_acquire_block(control.unsafe_offset(PAIRS_READY)) == 0:
+        while load_acquire_block(self.block.word(PAIRS_READY)) == 0:
             pass
-        if load_acquire_block(control.unsafe_offset(PAIRS_READY)) == _FAILED:
+        if load_acquire_block(self.block.word(PAIRS_READY)) == _FAILED:
             return
         # Slot by slot over all pairs: about the order in which messages arrive.
         var n_items = Int(pair_rows[unsafe_offset=n_pairs]) * n_pairs
         while True:
-            var round = next_work(control.unsafe_offset(NEXT_ITEM), lane)
-            var item = round * Int(grid_dim.x) + Int(block_idx.x)
+            var item = self.block.next_item(NEXT_ITEM)
             if item >= n_items:
                 return
             var slot, pair = divmod(item, n_pairs)
@@ -107,9 +87,9 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         """Waits for a message and copies it to its row, with one warp."""
         comptime group = Self.group
         var lane = self.block.lane
-        var message = bytes_at(
-            self.block.recv_bufs[unsafe_offset=self.block.my_rank]
-        ).unsafe_offset(group.dispatch_message_offset(pair, slot))
+        var message = self.block.recv_buf().unsafe_offset(
+            group.dispatch_message_offset(pair, slot)
+        )
         var word = self.block.await_message(
             message_flag(message, Self.Format.msg_bytes),
             self.generation,
@@ -122,8 +102,8 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             return False
         if lane == 0:
             var token_idx, k = divmod(count_of(word), group.top_k)
-            self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
-            self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+            self.dispatched.src_info[unsafe_offset=2 * row] = Int32(token_idx)
+            self.dispatched.src_info[unsafe_offset=2 * row + 1] = Int32(k)
             if pair % group.n_ranks == self.block.my_rank:
                 # Combine reads the row where it is. The sender has read the
                 # expert that stood here before it published the message.
@@ -131,9 +111,11 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                     unsafe_offset=count_of(word)
                 ] = own_row(row)
         copy_warp[Self.Format.value_bytes](
-            Self.Format.row_values(self.rows, row), message, lane
+            Self.Format.row_values(self.dispatched.rows, row), message, lane
         )
-        Self.Format.decode_scales_lane(message, self.rows, row, lane, WARP_SIZE)
+        Self.Format.decode_scales_lane(
+            message, self.dispatched.rows, row, lane, WARP_SIZE
+        )
         return True
 
     # ------------------------------------------------------------------ counts
@@ -174,34 +156,28 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         largest = Int(warp.max(Int32(largest)))
         syncwarp()
         self._lay_out_rows(pair_rows, pair_counts)
-        var n_rows_needed = self.tables.n_rows_needed(n_rows)
+        var n_rows_needed = self.dispatched.tables.n_rows_needed(n_rows)
         if is_first_block and lane == 0:
-            self.tables.write_ends(n_rows)
+            self.dispatched.tables.write_ends(n_rows)
             self.block.counters.set_pair_rows(
                 Self.n_pairs, n_rows_needed, largest
             )
-        if any_lane(is_late):
-            if is_first_block:
-                syncwarp()
-                self.tables.write_no_rows(lane, WARP_SIZE)
-            return -1
-        if n_rows_needed > self.n_rows_max:
-            if is_first_block:
-                syncwarp()
-                self.tables.write_no_rows(lane, WARP_SIZE)
-            if lane == 0:
-                self.block.fail(
-                    TOO_MANY_ROWS,
-                    RECEIVE,
-                    self.block.my_rank,
-                    0,
-                    self.generation,
-                    0,
-                    n_rows_needed,
-                    self.n_rows_max,
-                )
-            return -1
-        return largest
+        var is_missing = any_lane(is_late)
+        if not is_missing and n_rows_needed <= self.dispatched.n_rows_max:
+            return largest
+        if is_first_block:
+            syncwarp()
+            self.dispatched.tables.write_no_rows(lane, WARP_SIZE)
+        if not is_missing and lane == 0:
+            self.block.refuse(
+                Failure.TOO_MANY_ROWS,
+                RECEIVE,
+                self.generation,
+                0,
+                n_rows_needed,
+                self.dispatched.n_rows_max,
+            )
+        return -1
 
     @always_inline
     def _await_counts(
@@ -215,7 +191,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         comptime in_flight = _IN_FLIGHT
         var lane = self.block.lane
         var my_rank = self.block.my_rank
-        var my_counts = bytes_at(self.block.counts[unsafe_offset=my_rank])
+        var my_counts = self.block.my_counts()
         var end = (
             n_experts_on_rank(group.n_experts, group.n_ranks, my_rank)
             * group.n_ranks
@@ -240,7 +216,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 is_late = missing >= 0
         if is_late:
             self.block.fail(
-                NO_COUNT,
+                Failure.NO_COUNT,
                 RECEIVE,
                 missing % group.n_ranks,
                 my_rank * group.n_local_experts() + missing // group.n_ranks,
@@ -256,9 +232,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def _lay_out_rows(self, pair_rows: SharedInts, pair_counts: SharedInts):
-        """Says where the rows of each pair stand, with one warp.
-
-        Packed rows already stand there; the first block also records them.
+        """Says where the rows of each pair stand; the first block records it.
         """
         comptime group = Self.group
         var is_first_block = block_idx.x == 0
@@ -271,7 +245,9 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         ):
             var first = group.pair(local_expert, 0)
             var n_before = Int(pair_rows[unsafe_offset=first])
-            var first_row = self.tables.first_row(local_expert, n_before)
+            var first_row = self.dispatched.tables.first_row(
+                local_expert, n_before
+            )
             var n_expert_rows = 0
             for pair in range(first, first + group.n_ranks):
                 var count = Int(pair_counts[unsafe_offset=pair])
@@ -279,10 +255,14 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 pair_rows[unsafe_offset=pair] = Int32(row)
                 if is_first_block:
                     self.block.counters.set_pair_rows(pair, row, count)
-                    self.tables.write_pair(pair, n_expert_rows, count)
+                    self.dispatched.tables.write_pair(
+                        pair, n_expert_rows, count
+                    )
                 n_expert_rows += count
             if is_first_block:
-                self.tables.write_expert(local_expert, first_row, n_expert_rows)
+                self.dispatched.tables.write_expert(
+                    local_expert, first_row, n_expert_rows
+                )
 
     # ------------------------------------------------------ the shared expert
 
@@ -293,22 +273,24 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         comptime n_warps = group.num_threads // WARP_SIZE
         var lane = self.block.lane
         var n_blocks = Int(grid_dim.x)
-        var n_tokens = min(self.n_shared, self.n_rows_max)
+        var n_tokens = min(self.n_shared, self.dispatched.n_rows_max)
         var schedule = SendSchedule.of(n_tokens, group.top_k, n_blocks)
-        var recv_buf = bytes_at(
-            self.block.recv_bufs[unsafe_offset=self.block.my_rank]
-        )
+        var recv_buf = self.block.recv_buf()
         for token_idx in range(self.block.warp_idx, n_tokens, n_warps):
             # The block that sends the first item of a token stages it.
             if token_idx * schedule.n_per_token % n_blocks != Int(block_idx.x):
                 continue
             var token = staged[group](recv_buf, token_idx)
             copy_warp[Self.Format.value_bytes](
-                Self.Format.row_values(self.rows, token_idx), token, lane
+                Self.Format.row_values(self.dispatched.rows, token_idx),
+                token,
+                lane,
             )
             Self.Format.decode_scales_lane(
-                token, self.rows, token_idx, lane, WARP_SIZE
+                token, self.dispatched.rows, token_idx, lane, WARP_SIZE
             )
             if lane == 0:
-                self.src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
-                self.src_info[unsafe_offset=2 * token_idx + 1] = -1
+                self.dispatched.src_info[unsafe_offset=2 * token_idx] = Int32(
+                    token_idx
+                )
+                self.dispatched.src_info[unsafe_offset=2 * token_idx + 1] = -1

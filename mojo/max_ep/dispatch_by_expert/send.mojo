@@ -15,13 +15,14 @@ from max.gpu import (
     WARP_SIZE,
 )
 
-from ..counters import NO_EXPERT
+from ..arguments import GivenTokens
+from ..counters import NO_EXPERT, Word
 from ..device.block import Block
 from ..device.encode import encode_steps, steps_in_flight
 from ..device.phase import InputScales
 from ..device.shared import shared_words
-from ..device.warp import bytes_at, shuffle_address, store16
-from ..failures import DROPPED
+from ..device.warp import bytes_at, in_32_bits, shuffle_address, store16
+from ..failures import Failure
 from ..flags import (
     fetch_add_block,
     flag_at,
@@ -110,32 +111,17 @@ struct Sender[
     input_type: DType,
     input_scales: InputScales,
 ](TrivialRegisterPassable):
-    """What the warps of a block need to send.
-
-    Parameters:
-        group_: Sizes of the group.
-        Format_: Wire format of a token.
-        input_type: Element type of the tokens.
-        input_scales: Gives the factor of a token for an expert id.
-    """
+    """What the warps of a block need to send."""
 
     comptime group = Self.group_
-    """Sizes of the group."""
     comptime Format = Self.Format_
     """Wire format of a token."""
 
     var block: Block[Self.group]
-    """The block."""
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
-    """`[n_tokens][hidden_size]`."""
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`."""
-    var n_tokens: Int
-    """Tokens of this rank."""
+    var given: GivenTokens[Self.input_type]
     var put_buf: UInt64
     """This rank's put buffer; used with SHMEM."""
     var generation: UInt32
-    """The generation that is sent."""
     var schedule: SendSchedule
     """Which choices are whose."""
 
@@ -157,7 +143,7 @@ struct Sender[
         """I3: waits until all that this rank sent before has been read."""
         return self.block.await_done_words(
             Self.group.dispatch_done_offset(0),
-            self.block.counters.dispatch_sent(),
+            self.block.counters.generation(Word.DISPATCH_SENT),
             SEND,
         )
 
@@ -172,7 +158,7 @@ struct Sender[
             comptime for i in range(in_flight):
                 var choice = first + i * WARP_SIZE + self.block.lane
                 if choice < end:
-                    ids[i] = self.topk_ids[unsafe_offset=choice]
+                    ids[i] = self.given.topk_ids[unsafe_offset=choice]
             comptime for i in range(in_flight):
                 if ids[i] >= 0 and ids[i] < Int32(Self.group.n_experts):
                     _ = fetch_add_block(histogram.unsafe_offset(Int(ids[i])), 1)
@@ -200,7 +186,9 @@ struct Sender[
             syncwarp()
             var expert = NO_EXPERT
             if lane < top_k:
-                expert = self.topk_ids[unsafe_offset=token_idx * top_k + lane]
+                expert = self.given.topk_ids[
+                    unsafe_offset=token_idx * top_k + lane
+                ]
             var is_expert = expert >= 0 and expert < Int32(group.n_experts)
             var slot = 0
             if is_expert:
@@ -215,13 +203,11 @@ struct Sender[
             if first_k <= lane and lane < end_k:
                 var has_slot = is_expert and slot < group.max_tokens_per_rank
                 if not has_slot and expert != NO_EXPERT:
-                    self.block.fail(
-                        DROPPED,
+                    self.block.refuse(
+                        Failure.DROPPED,
                         SEND,
-                        self.block.my_rank,
-                        Int(expert),
                         self.generation,
-                        0,
+                        Int(expert),
                         token_idx,
                         lane,
                     )
@@ -233,10 +219,10 @@ struct Sender[
             syncwarp()
             n_indexed += 1
             if lane == 0:
-                store_release_block(
-                    self.block.control.unsafe_offset(INDEXED), n_indexed
-                )
-        self._count_choices(histogram, n_counted, self.n_tokens * top_k)
+                store_release_block(self.block.word(INDEXED), n_indexed)
+        self._count_choices(
+            histogram, n_counted, in_32_bits(self.given.n_tokens) * top_k
+        )
         syncwarp()
         self._publish_counts(histogram)
 
@@ -289,9 +275,7 @@ struct Sender[
         comptime top_k = group.top_k
         if not self._await_readers():
             return
-        var recv_buf = bytes_at(
-            self.block.recv_bufs[unsafe_offset=self.block.my_rank]
-        )
+        var recv_buf = self.block.recv_buf()
         var n_blocks = Int(grid_dim.x)
         var position = UInt32(sender)
         for item in range(
@@ -299,10 +283,7 @@ struct Sender[
             self.schedule.n_items,
             n_senders * n_blocks,
         ):
-            while (
-                load_acquire_block(self.block.control.unsafe_offset(INDEXED))
-                <= position
-            ):
+            while load_acquire_block(self.block.word(INDEXED)) <= position:
                 pass
             position += UInt32(n_senders)
             var token_idx = self.schedule.token(item)
@@ -369,15 +350,14 @@ struct Sender[
         end_k: Int,
         staged_at: UInt64,
     ):
-        """Encodes a token and writes it to the messages of an item, with one warp.
-        """
+        """Encodes a token into the messages of an item, with one warp."""
         comptime n_elements = Self.Format.lane_elements
         comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         comptime in_flight = steps_in_flight[Self.Format]()
         comptime Elements = SIMD[Self.input_type, n_elements]
         comptime is_scaled = Bool(Self.input_scales)
         var lane = self.block.lane
-        var token = self.tokens.unsafe_offset(
+        var token = self.given.tokens.unsafe_offset(
             token_idx * Self.Format.hidden_size
         )
         for first in range(0, n_vectors, WARP_SIZE * in_flight):
@@ -418,8 +398,7 @@ struct Sender[
     def _put_messages(
         self, token_idx: Int, place: _Place, first_k: Int, end_k: Int
     ):
-        """Has SHMEM put the messages of an item to other nodes, with one warp.
-        """
+        """Has SHMEM put an item's messages to other nodes, with one warp."""
         comptime token_bytes = Self.Format.token_bytes
         for k in range(first_k, end_k):
             var to = shuffle_address(place.put_to, k)

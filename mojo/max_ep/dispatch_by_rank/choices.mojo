@@ -24,26 +24,23 @@ from .roles import N_INDEX_WARPS
 
 comptime N_LANE_CHOICES = 256
 """Choices up to which the lanes of a warp hold all ids."""
-
 comptime N_SHARED_CHOICES = 4096
 """Choices up to which a block keeps ids in its shared memory, if they are more."""
-
 comptime _N_SHARED_WEIGHTS = 1024
 """Choices up to which it keeps their weights there, too."""
 
 # Ids that a thread has under way to shared memory.
 comptime _SHARED_AT_ONCE = 8
 
-# Blocks of a grid that is the whole GPU; and experts that a block counts at most: of a
-# smaller grid, index warps count the others.
+# Blocks that a grid on a whole GPU has at least; and the most experts that a block counts
+# while it copies ids. On a smaller grid, index warps count the other experts.
 comptime _FULL_GRID = 128
 comptime _MOST_COUNTED = 4
 
 
 @always_inline
 def n_shared_ids[group: Group]() -> Int:
-    """Counts the words of shared memory that ids need, or the index of many choices.
-    """
+    """Counts the words of shared memory for ids, or for the index of many."""
     comptime n_choices = group.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
         return n_choices
@@ -54,7 +51,7 @@ def n_shared_ids[group: Group]() -> Int:
 
 @always_inline
 def n_counted[group: Group]() -> Int:
-    """Counts the experts of a block that it counts while it shares the ids."""
+    """Returns how many experts a block counts while it copies ids (`share`)."""
     if group.n_choices() <= N_LANE_CHOICES:
         return 0
     return min(ceildiv(group.n_experts, _FULL_GRID), _MOST_COUNTED)
@@ -62,7 +59,7 @@ def n_counted[group: Group]() -> Int:
 
 @always_inline
 def nth_expert_of_block(n: Int) -> Int:
-    """Numbers the experts that this block counts, if there are so many."""
+    """Returns an expert that this block counts; it may be past the last one."""
     return Int(block_idx.x) + n * Int(grid_dim.x)
 
 
@@ -88,9 +85,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """Ids and router weights of this rank's choices.
 
     In an all-gather each token chooses every rank, with a weight of 1.
-
-    Parameters:
-        group: Sizes of the group.
     """
 
     var ids: Pointer[Int32, ImmUntrackedOrigin]
@@ -98,14 +92,13 @@ struct Choices[group: Group](TrivialRegisterPassable):
     var weights: Pointer[Float32, ImmUntrackedOrigin]
     """`[n_choices]`; read if combine returns sums."""
     var n_choices: Int
-    """How many."""
     var shared_ids: SharedInts
     """The ids, if `are_shared`."""
     var shared_weights: SharedInts
     """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`, too."""
     var counted: SharedInts
-    """`[n_counted][WARP_SIZE]`: how many ids of some experts of this block each of
-    its warps has shared."""
+    """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
+    ids that each of its warps has copied are of that expert."""
 
     comptime _loads_weights = Self.group.has_sums() and not (
         Self.group.sends_to_all()

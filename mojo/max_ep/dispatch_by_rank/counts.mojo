@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where received tokens go: numbers and counts of all ranks, and rows from them.
+"""Where received tokens go: numbers of tokens and counts of all ranks, and the rows
+that follow from them.
 
-All of them are self-tagged words: a wait for several polls all that are missing at
-once, since one after another costs a trip to the memory each.
+Each of these words holds its generation. A wait for several polls all that are missing
+at once: one after another would cost a round trip to memory each.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, syncwarp, WARP_SIZE
 from std.math import ceildiv
 
-from ..counters import relative_rank
+from ..counters import relative_rank, Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
-from ..device.warp import any_lane, bytes_at, max_of_lanes
-from ..failures import NO_COUNT, TOO_MANY_ROWS
+from ..device.warp import any_lane, max_of_lanes
+from ..failures import Failure
 from ..flags import (
     arrive_in_block,
     count_of,
@@ -21,7 +22,6 @@ from ..flags import (
     load_acquire_block,
     load_relaxed_sys,
     load_relaxed_sys_2,
-    next_generation,
     store_release_block,
     Wait,
 )
@@ -38,10 +38,8 @@ from .roles import (
 )
 
 comptime _LOADS_OF_LANE = 4
-
 comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
 """Pairs of a lane: a load has two neighbouring words."""
-
 comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 """Pairs that a warp counts at once: so many have one warp, more have several."""
 
@@ -63,20 +61,14 @@ def _pairs_of_warp[group: Group]() -> Int:
 
 @always_inline
 def pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
-    """Numbers the pairs that a lane reads: two of each load, which are neighbours.
-    """
+    """Numbers the pairs that a lane reads: neighbours, two of each load."""
     return first + (i // 2 * WARP_SIZE + lane) * 2 + i % 2
 
 
 struct SharedCounts[group: Group](TrivialRegisterPassable):
-    """What a receiving block knows of all sources, in shared memory.
-
-    Parameters:
-        group: Sizes of the group.
-    """
+    """What a receiving block knows of all sources, in shared memory."""
 
     var block: Block[Self.group]
-    """The block."""
     var tables: RowTables[Self.group]
     """The output tensors that say which row is whose."""
     var pair_rows: SharedInts
@@ -112,7 +104,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def most_tokens(self) -> Int:
-        """Reads how many tokens the source has sent that has sent most."""
+        """Reads the largest number of tokens that a source has sent."""
         return self.n_tokens(Self.group.n_ranks)
 
     @always_inline
@@ -135,10 +127,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def _read_numbers(self) -> Bool:
         """Waits for the numbers of tokens of all sources, with one warp."""
-        var generation = next_generation(self.block.before.dispatch_received)
-        var my_counts = bytes_at(
-            self.block.counts[unsafe_offset=self.block.my_rank]
-        )
+        var generation = self.block.dispatch_receiving()
+        var my_counts = self.block.my_counts()
         var is_late = False
         var most: Int32 = 0
         for src_rank in range(self.block.lane, Self.group.n_ranks, WARP_SIZE):
@@ -150,7 +140,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             while generation_of(word) != generation:
                 if wait.has_expired():
                     self.block.fail(
-                        NO_COUNT, RECEIVE, src_rank, -1, generation, word
+                        Failure.NO_COUNT,
+                        RECEIVE,
+                        src_rank,
+                        -1,
+                        generation,
+                        word,
                     )
                     is_late = True
                     break
@@ -169,20 +164,19 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         if self.block.lane == 0:
             self.n_tokens_of[unsafe_offset=Self.group.n_ranks] = most
             if block_idx.x == 0:
-                self.block.counters.set_most_received(Int(most))
+                self.block.counters.at(Word.MOST_RECEIVED)[] = most
         return not any_lane(is_late)
 
     @always_inline
     def share_numbers(self) -> Bool:
-        """Waits for the numbers of tokens and hands them to the block, with one warp.
-        """
+        """Awaits the numbers of tokens for the block, with one warp."""
         var are_there = self._read_numbers()
         if not are_there:
             self.block.counters.set_broken()
         syncwarp()
         if self.block.lane == 0:
             store_release_block(
-                self.block.control.unsafe_offset(TOKENS_READY),
+                self.block.word(TOKENS_READY),
                 1 if are_there else NO_NUMBERS,
             )
         return are_there
@@ -190,7 +184,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def await_numbers(self) -> Bool:
         """Waits for the warp that calls `share_numbers`."""
-        var ready = self.block.control.unsafe_offset(TOKENS_READY)
+        var ready = self.block.word(TOKENS_READY)
         while load_acquire_block(ready) == 0:
             pass
         syncwarp()
@@ -200,22 +194,17 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def await_pair_rows(self) -> Bool:
         """Waits for the rows of all pairs."""
         comptime n_counting = n_counting_warps[Self.group]()
-        var control = self.block.control
-        while load_acquire_block(control.unsafe_offset(COUNTED)) < UInt32(
-            n_counting
-        ):
+        while load_acquire_block(self.block.word(COUNTED)) < UInt32(n_counting):
             pass
-        return load_acquire_block(control.unsafe_offset(FAILED)) == 0
+        return load_acquire_block(self.block.word(FAILED)) == 0
 
     @always_inline
     def _await_counts(
         self, mut words: Array[UInt64, _PAIRS_OF_LANE], first: Int, n_pairs: Int
     ) -> Bool:
         """Waits for the count words of a lane's pairs; all lanes call it."""
-        var generation = next_generation(self.block.before.dispatch_received)
-        var my_counts = bytes_at(
-            self.block.counts[unsafe_offset=self.block.my_rank]
-        )
+        var generation = self.block.dispatch_receiving()
+        var my_counts = self.block.my_counts()
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
         comptime for i in range(_PAIRS_OF_LANE):
             is_missing[i] = pair_of_lane(first, i, self.block.lane) < n_pairs
@@ -241,7 +230,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if wait.has_expired():
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
-                    NO_COUNT,
+                    Failure.NO_COUNT,
                     RECEIVE,
                     pair % Self.group.n_ranks,
                     self.block.my_rank * Self.group.n_local_experts()
@@ -261,8 +250,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _read_counts(self, n_before_all: Int32, counter: Int) -> Bool:
-        """Waits for the counts of some pairs and adds them up, with one warp.
-        """
+        """Waits for some counts and adds them up, with one warp."""
         var n_held = n_experts_on_rank(
             Self.group.n_experts, Self.group.n_ranks, self.block.my_rank
         )
@@ -311,11 +299,10 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _add_sums_before(self, n_shared: Int, counter: Int) -> Int32:
-        """Adds the sums of the warps before to this warp's pairs; returns all rows.
-        """
+        """Adds the sums of earlier warps to this one's; returns all rows."""
         comptime n_counting = n_counting_warps[Self.group]()
-        var summed = self.block.control.unsafe_offset(SUMMED)
-        # Also if it has failed: the others wait for it without end.
+        var summed = self.block.word(SUMMED)
+        # Even after a failure: the other warps wait for this without a deadline.
         syncwarp()
         if self.block.lane == 0:
             arrive_in_block(summed)
@@ -337,10 +324,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _count_rows(self, n_shared: Int, n_rows_max: Int, counter: Int):
-        """Waits for the counts and finds the rows before each pair, with one warp.
-        """
+        """Waits for counts and finds the rows before each pair, with a warp."""
         comptime n_counting = n_counting_warps[Self.group]()
-        var failed = self.block.control.unsafe_offset(FAILED)
+        var failed = self.block.word(FAILED)
         var is_there = self._read_counts(
             Int32(n_shared) if n_counting == 1 else 0, counter
         )
@@ -361,27 +347,24 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         if n_rows_needed > n_rows_max:
             self.block.counters.set_broken()
             if self.block.lane == 0:
-                self.block.fail(
-                    TOO_MANY_ROWS,
+                self.block.refuse(
+                    Failure.TOO_MANY_ROWS,
                     RECEIVE,
-                    self.block.my_rank,
-                    0,
-                    next_generation(self.block.before.dispatch_received),
+                    self.block.dispatch_receiving(),
                     0,
                     n_rows_needed,
                     n_rows_max,
                 )
                 store_release_block(failed, 1)
-        # Also if it has failed: the block waits for all that count without end.
+        # Even after a failure: the block waits for all counting warps without a deadline.
         syncwarp()
         if self.block.lane == 0:
-            arrive_in_block(self.block.control.unsafe_offset(COUNTED))
+            arrive_in_block(self.block.word(COUNTED))
         # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
 
     @always_inline
     def lay_out_rows(self, n_shared: Int, n_rows_max: Int, indexer: Int):
-        """Waits for the counts and lays out the rows, with one of the index warps.
-        """
+        """Waits for counts and lays out the rows, with an index warp."""
         comptime n_counting = n_counting_warps[Self.group]()
         var counter = indexer - (N_INDEX_WARPS - n_counting)
         if counter >= 0:

@@ -6,8 +6,8 @@
 
 It has the form of a flag (`flags.mojo`), so one access reads or writes it whole,
 and it says which generation it is of. Expert and position have
-`ENTRY_FIELD_BITS` each; `EPConfig` refuses what does not fit. With reduced
-combine a second word follows, of the same form:
+`ENTRY_FIELD_BITS` each; `EPConfig` refuses what does not fit. If combine
+sends sums, a second word of the same form follows:
 
     63         32 31                  0
     | generation | router weight      |
@@ -43,7 +43,6 @@ def position_of_entry(entry: UInt64) -> Int:
 
 comptime NO_ENTRY_EXPERT = (1 << ENTRY_FIELD_BITS) - 1
 """Expert of an entry that GPU ranks send for a choice without one."""
-
 comptime NO_POSITION = (1 << ENTRY_FIELD_BITS) - 1
 """Position of a choice that is dropped, since its expert has no place left."""
 

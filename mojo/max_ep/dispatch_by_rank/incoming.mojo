@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes in: entries, metadata, and the steps of tokens.
+"""Loads and waits of the receive phase: entries, metadata, and the steps of tokens.
 
-An entry says its generation. So does a chunk's flag. Inline data is its own flag:
-`SENTINEL` in the last word of 16 bytes says that they have not come.
+An entry and a chunk's flag hold their generation. Inline data is its own flag:
+`SENTINEL` in the last word of 16 bytes means that they have not arrived.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE
@@ -11,13 +11,12 @@ from std.memory import bitcast
 from ..device.block import Block
 from ..device.schedule import InlineSplit, n_steps_of, vector_of_lane
 from ..device.warp import ACCESSES_IN_FLIGHT, load16, SENTINEL, store16
-from ..failures import NO_MESSAGE
+from ..failures import Failure
 from ..flags import (
     flag_at,
     flag_word,
     load_relaxed_sys,
     load_relaxed_sys_16,
-    next_generation,
     Wait,
 )
 from ..layout import MESSAGE_ALIGN
@@ -28,7 +27,7 @@ from .roles import RECEIVE
 @always_inline
 def generation_received(block: Block[...]) -> UInt32:
     """Says which generation is received."""
-    return next_generation(block.before.dispatch_received)
+    return block.dispatch_receiving()
 
 
 @always_inline
@@ -53,7 +52,7 @@ def await_words[
             return bytes
         if wait.has_expired():
             block.fail(
-                NO_MESSAGE,
+                Failure.NO_MESSAGE,
                 RECEIVE,
                 src_rank,
                 -1,
@@ -71,11 +70,11 @@ struct _LaneVectors(TrivialRegisterPassable):
     var bytes: BytePointer
     """The vectors of the token."""
     var first: Int
-    """Which is this lane's first."""
+    """This lane's first vector."""
     var end: UInt32
-    """That behind the last which may be one of them."""
+    """One past the last vector that may be this lane's."""
     var stride: Int
-    """From one to the next."""
+    """From one of its vectors to the next."""
 
     @always_inline
     def has(self, i: Int) -> Bool:
@@ -122,7 +121,7 @@ struct _LaneVectors(TrivialRegisterPassable):
                 break
             if wait.has_expired():
                 block.fail(
-                    NO_MESSAGE,
+                    Failure.NO_MESSAGE,
                     RECEIVE,
                     src_rank,
                     -1,
@@ -147,7 +146,6 @@ struct Token(TrivialRegisterPassable):
     var bytes: BytePointer
     """The encoded token."""
     var src_rank: Int
-    """Its source."""
     var idx: Int
     """Which of the source's tokens it is."""
     var is_inline: Bool
@@ -170,7 +168,6 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
     """Some steps of a token, as a lane of a warp holds them."""
 
     comptime in_flight = _n_in_flight[Self.Format, Self.are_all_inline]()
-    """How many."""
 
     var values: Array[LaneBytes, Self.in_flight]
     """A vector of each step."""
@@ -208,8 +205,7 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
 
     @always_inline
     def load(mut self, token: Token, first: Int, end: Int, lane: Int):
-        """Loads some steps; those of an inline token whether they are there or not.
-        """
+        """Loads some steps, those of an inline token there or not."""
         Self._values(token, first, end, lane).load[Self.are_all_inline](
             self.values, token.is_inline
         )

@@ -46,8 +46,7 @@ def run_of_block(n_choices: Int, block: Int, n_blocks: Int) -> Tuple[Int, Int]:
 def index_by_blocks[
     group: Group
 ](choices: Choices[group], block: Block[group], indexer: Int, can_write: Bool):
-    """Publishes the entries of a block's run, or, the last block, all counts.
-    """
+    """Publishes a block's entries, or, the last block, all counts."""
     comptime n_threads = N_INDEX_WARPS * WARP_SIZE
     # Where ids would be, if they were few.
     comptime assert (
@@ -59,9 +58,9 @@ def index_by_blocks[
     for expert in range(me, group.n_experts, n_threads):
         n_before[unsafe_offset=expert] = 0
     if not can_write and block.lane == 0:
-        store_release_block(block.control.unsafe_offset(GAVE_UP), 1)
+        store_release_block(block.word(GAVE_UP), 1)
     _index_barrier()
-    if load_acquire_block(block.control.unsafe_offset(GAVE_UP)) != 0:
+    if load_acquire_block(block.word(GAVE_UP)) != 0:
         return
     var is_last = block_idx.x == grid_dim.x - 1
     var begin, end = run_of_block(
@@ -109,8 +108,8 @@ def index_by_blocks[
 def _count_id[group: Group](n_of: SharedWord, id: Int32, lane: Int):
     """Counts a choice, with one lane of many at once."""
     var is_expert = id >= 0 and id < Int32(group.n_experts)
-    # Not a constant 1: the assembler would take that for an increment of few
-    # different words, at which the multiprocessor is slow if they are many.
+    # Not a constant 1: the assembler would choose an instruction for increments of few
+    # different words, which is slow if there are many.
     _ = fetch_add_block(
         n_of.unsafe_offset(Int(id) if is_expert else group.n_experts + lane),
         UInt32(1) if is_expert else UInt32(0),

@@ -4,10 +4,10 @@
 A warp counts the choices before a choice that are of the same expert, and publishes
 its entry; or all of an expert, and publishes its count.
 
-Up to `N_LANE_CHOICES` ids the lanes of each index warp hold; it counts before the
-launch has read its header. More are in shared memory. While it stages them there,
-each block counts the choices of up to four experts it owns, and publishes those
-counts before any token; queued behind tokens they would arrive late. An entry, or
+Up to `N_LANE_CHOICES` ids are held by the lanes of each index warp, which counts before
+the launch has read its header. More ids are in shared memory. While a block copies them
+there, it counts the choices of up to four experts, and publishes those counts before
+any token: queued behind tokens they would arrive late. An entry, or
 the count of another expert, costs a walk over ids, 128 of them at a time.
 """
 from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
@@ -39,11 +39,12 @@ struct Item(TrivialRegisterPassable):
     """What a warp publishes at once: an expert's count, or a choice's entry."""
 
     var number: Int
-    """Experts come first: a receiver needs all counts before it places a row."""
+    """Its number: the counts of all experts come first, because a receiver needs them
+    before it places a row; the entries of all choices follow."""
     var choice: Choice
-    """The choice; of a count, the expert."""
+    """The choice; for a count, one that holds only the expert."""
     var n_equal: Int
-    """Choices of the expert, or those of them before the choice."""
+    """How many choices have the expert; for an entry, of those before the choice."""
 
     @always_inline
     def publish[group: Group](self, block: Block[group]):
@@ -58,14 +59,9 @@ struct Item(TrivialRegisterPassable):
 
 
 struct LaneIndex[group: Group]:
-    """The ids of all choices in the lanes of a warp, and the next item.
-
-    Parameters:
-        group: Sizes of the group.
-    """
+    """The ids of all choices in the lanes of a warp, and the next item."""
 
     var choices: Choices[Self.group]
-    """The choices."""
     var ids: Array[Int32, _N_LANE_IDS]
     """Of lane `l`: ids of the choices `l`, `WARP_SIZE + l`, and so on."""
     var next: Item
@@ -80,8 +76,7 @@ struct LaneIndex[group: Group]:
 
     @always_inline
     def prefetch(mut self, indexer: Int):
-        """Loads all ids and counts the first item, with one of the index warps.
-        """
+        """Loads all ids and counts the first item, with an index warp."""
         comptime for i in range(_N_LANE_IDS):
             var number = i * WARP_SIZE + Int(lane_id())
             if number < self.choices.n_choices:
@@ -119,8 +114,7 @@ struct LaneIndex[group: Group]:
 def index_one_by_one[
     group: Group
 ](choices: Choices[group], block: Block[group], indexer: Int):
-    """Publishes some counts and entries of shared choices, with an index warp.
-    """
+    """Publishes counts and entries of shared choices, with an index warp."""
     # Counts first: a receiver needs all of them before it places a row.
     comptime n_own = n_counted[group]()
     comptime assert n_own <= N_INDEX_WARPS, "a counted expert has no warp"

@@ -22,9 +22,9 @@ phase rows stand as those of dispatch by expert. The next launch publishes that 
 have been read (`publish_earlier_reads`), or this one at its end if ranks share a GPU.
 """
 from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
-from std.builtin.device_passable import DeviceTypeEncoder
 
-from ..counters import EPLocalSyncCounters
+from ..arguments import Buffers, DispatchedRows, GivenTokens
+from ..counters import Word
 from ..device.block import (
     await_launch_before,
     Block,
@@ -33,11 +33,9 @@ from ..device.block import (
 )
 from ..device.phase import Phase
 from ..device.shared import share_addresses
-from ..device.warp import bytes_at
-from ..flags import FlagPointer, next_generation
+from ..device.warp import in_32_bits
 from ..layout import Group
-from ..row_tables import RowTables
-from ..token_format import BytePointer, TokenFormat
+from ..token_format import TokenFormat
 from .choices import Choices, N_SHARED_CHOICES
 from .counts import SharedCounts
 from .index_large import index_by_blocks
@@ -70,59 +68,19 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
     end what it has read, since the next launch of this rank may be queued behind
     those of others.
 
-    Parameters:
-        group_: Sizes of the group.
-        Format: Wire format of a token.
-        input_type: Element type of the tokens.
-
     Safety:
         All buffers must be mapped and peer-writable until every receiver has
         returned from its wait.
     """
 
-    var input_tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
-    """`[n_tokens][hidden_size]`, rows aligned to 16 bytes."""
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`, in `[-1, n_experts)`; `-1`: no expert. In an all-gather
-    `[n_tokens][router_top_k]`, anything."""
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
-    """As `topk_ids`; read if combine returns sums."""
-    var n_tokens: Int32
-    """In `[0, max_tokens_per_rank]`."""
-    var rows: Self.Format.Rows
-    """The output tensors, `n_rows_max` rows."""
-    var n_rows_max: Int32
-    """Rows that the output tensors hold."""
-    var tables: RowTables[Self.group_]
-    """The output tensors that say which row is whose."""
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
-    """`[n_rows_max][2]`: token on its source rank, k; for the shared expert token,
-    -1."""
-    var recv_bufs: Array[BytePointer, Self.group_.n_ranks]
-    """All ranks' recv buffers."""
-    var counts: Array[FlagPointer, Self.group_.n_ranks]
-    """All ranks' counts buffers."""
-    var counters: EPLocalSyncCounters[Self.group_.n_experts]
-    """This rank's local words."""
+    var given: GivenTokens[Self.input_type]
+    """What is sent, at most `max_tokens_per_rank`, rows aligned to 16 bytes."""
+    var dispatched: DispatchedRows[Self.group_, Self.Format]
+    var buffers: Buffers[Self.group_]
 
     comptime group = Self.group_
-    """Sizes of the group."""
     comptime overlaps_previous = True
-    """Its blocks begin before the kernel before has ended."""
     comptime n_warps = Self.group_.num_threads // WARP_SIZE
-    """Warps of a block."""
-    comptime device_type: AnyType = Self
-    """A kernel gets this as it is."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments."""
-        return "DispatchByRank"
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
@@ -139,18 +97,18 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
         comptime has_input = (
             sends and receives and Self.Format.is_identity[Self.input_type]()
         )
-        # Un-reduced, the next launch is a combine that publishes nothing.
+        # If combine sends rows, the next launch publishes no done words of dispatch.
         comptime publishes_at_end = not sends and (
             Self.group.shares_gpu or not Self.group.has_sums()
         )
-        var n_tokens = Int(self.n_tokens)
+        var n_tokens = in_32_bits(self.given.n_tokens)
         var choices = Choices[Self.group](
-            self.topk_ids, self.router_weights, n_tokens
+            self.given.topk_ids, self.given.router_weights, n_tokens
         )
         var sender = TokenSender[
             Self.group, Self.Format, Self.input_type, has_input
         ](
-            self.input_tokens,
+            self.given.tokens,
             choices,
             n_tokens,
             n_send_warps[Self.group, receives](
@@ -159,7 +117,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
         )
         var lane_index = LaneIndex[Self.group](choices)
         await_launch_before()
-        var word = header_word(self.counters)
+        var word = header_word(self.buffers.counters)
         comptime if sends:
             # What depends on the arguments alone, if tokens are few.
             sender.prefetch()
@@ -167,15 +125,17 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
             if indexer >= 0 and choices.are_in_lanes():
                 lane_index.prefetch(indexer)
         var recv_bufs = share_addresses[Self.group.n_ranks, False](
-            self.recv_bufs, 0
+            self.buffers.recv_bufs, 0
         )
-        var counts = share_addresses[Self.group.n_ranks, False](self.counts, 0)
+        var counts = share_addresses[Self.group.n_ranks, False](
+            self.buffers.counts, 0
+        )
         comptime if sends:
             choices.share()
             sender.find_receivers(word)
         var block = Block[Self.group].begin[N_CONTROL](
             word,
-            {self.counters.words},
+            self.buffers.counters,
             recv_bufs,
             counts,
             SEND if sends else RECEIVE,
@@ -185,15 +145,17 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
                 self._write_nothing()
             return
         var indexer = block.warp_idx - (Self.n_warps - N_INDEX_WARPS)
-        var received = next_generation(block.before.dispatch_received)
+        var received = block.dispatch_receiving()
         comptime if not publishes_at_end:
             if block.is_last_to_start(COUNTING_WARP):
                 comptime if sends:
-                    var sent = next_generation(block.before.dispatch_sent)
-                    block.counters.set_n_tokens(sent, n_tokens)
-                    block.counters.set_dispatch_sent(sent)
+                    var sent = block.dispatch_sending()
+                    block.counters.n_tokens_of(sent)[] = Int32(n_tokens)
+                    block.counters.set_generation(Word.DISPATCH_SENT, sent)
                 comptime if receives:
-                    block.counters.set_dispatch_received(received)
+                    block.counters.set_generation(
+                        Word.DISPATCH_RECEIVED, received
+                    )
         comptime if sends:
             block.publish_earlier_reads(DONE_WARP)
             if indexer >= 0:
@@ -213,22 +175,23 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
                 if not is_last_block(block.counters):
                     return
                 if block.lane == 0:
-                    block.counters.set_dispatch_received(received)
+                    block.counters.set_generation(
+                        Word.DISPATCH_RECEIVED, received
+                    )
                 block.publish_reads(received, block.before.combine_received)
             # AFTER: rows are complete; every source may overwrite its tokens here,
             # once that is published, by this launch or the next of this rank.
 
     @always_inline
     def _write_nothing(self):
-        """Says in the outputs of a launch that may not run that there are no rows.
-        """
+        """Says in the outputs that there are no rows."""
         comptime num_threads = Self.group.num_threads
         if block_idx.x == 0:
-            self.tables.write_no_rows(Int(thread_idx.x), num_threads)
+            self.dispatched.tables.write_no_rows(Int(thread_idx.x), num_threads)
             Self.Format.end_metadata(
-                self.rows,
+                self.dispatched.rows,
                 0,
-                Int(self.n_rows_max),
+                self.dispatched.n_rows_max,
                 Int(thread_idx.x),
                 num_threads,
             )
@@ -259,21 +222,19 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
                 index_by_blocks(choices, block, indexer, can_write)
         comptime if Self.Format.router_top_k > 0:
             send_metadata[Self.Format.router_top_k](
-                choices, Int(self.n_tokens), block, indexer
+                choices, self.given.n_tokens, block, indexer
             )
 
     @always_inline
     def _receive[
         has_input: Bool
     ](self, block: Block[Self.group], indexer: Int, n_own: Int):
-        """Reads numbers and counts and makes rows, with one warp; `n_own`: how many
-        tokens this rank has sent.
-        """
-        var shared = SharedCounts[Self.group](block, self.tables)
+        """Makes rows with one warp; `n_own`: tokens that this rank sent."""
+        var shared = SharedCounts[Self.group](block, self.dispatched.tables)
         if indexer >= 0:
             shared.lay_out_rows(
                 n_own if Self.group.fused_shared_expert else 0,
-                Int(self.n_rows_max),
+                self.dispatched.n_rows_max,
                 indexer,
             )
         elif block.warp_idx == NUMBERS_WARP:
@@ -285,19 +246,18 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
                     for src_rank in range(Self.group.n_ranks):
                         n_rows += shared.n_tokens(src_rank)
                 Self.Format.end_metadata(
-                    self.rows,
+                    self.dispatched.rows,
                     n_rows,
-                    Int(self.n_rows_max),
+                    self.dispatched.n_rows_max,
                     Int(block_idx.x) * WARP_SIZE + block.lane,
                     Int(grid_dim.x) * WARP_SIZE,
                 )
         if not shared.await_numbers():
             return
         var receiver = Receiver[Self.group, Self.Format, has_input](
-            self.rows,
-            self.src_info,
-            UInt64(Int(self.input_tokens)),
-            bytes_at(block.recv_bufs[unsafe_offset=block.my_rank]),
+            self.dispatched,
+            UInt64(Int(self.given.tokens)),
+            block.recv_buf(),
             shared,
             block,
         )

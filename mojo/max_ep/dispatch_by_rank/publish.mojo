@@ -9,14 +9,8 @@ from std.memory import bitcast
 from ..counters import NO_EXPERT
 from ..device.block import Block
 from ..device.warp import bytes_at, divmod_32
-from ..failures import DROPPED
-from ..flags import (
-    count_of,
-    flag_at,
-    next_generation,
-    store_relaxed_sys,
-    store_relaxed_sys_16,
-)
+from ..failures import Failure
+from ..flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
 from ..layout import Group
 from ..token_format import LaneBytes
 from .choices import Choice, Choices
@@ -32,9 +26,7 @@ from .roles import N_INDEX_WARPS, SEND
 
 @always_inline
 def nth_peer(my_rank: Int, n: Int, n_ranks: Int) -> Int:
-    """Numbers all ranks from the next one on, so that sources begin with different
-    ones; this rank is the last.
-    """
+    """Numbers all ranks from the next on: sources begin with different ones."""
     var rank = my_rank + 1 + n
     return rank - (n_ranks if rank >= n_ranks else 0)
 
@@ -53,11 +45,11 @@ def publish_n_tokens[group: Group](n_tokens: Int, block: Block[group]):
         return
     for rank in range(block.lane, group.n_ranks, WARP_SIZE):
         store_relaxed_sys(
-            flag_at(
-                bytes_at(block.counts[unsafe_offset=rank]),
+            block.flag(
+                rank,
                 group.dispatch_n_tokens_offset(block.my_rank),
             ),
-            next_generation(block.before.dispatch_sent),
+            block.dispatch_sending(),
             n_tokens,
         )
 
@@ -69,13 +61,13 @@ def publish_count[
     """Publishes to an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
     store_relaxed_sys(
-        flag_at(
-            bytes_at(block.counts[unsafe_offset=dst_rank]),
+        block.flag(
+            dst_rank,
             group.dispatch_count_offset(
                 group.pair(local_expert, block.my_rank)
             ),
         ),
-        next_generation(block.before.dispatch_sent),
+        block.dispatch_sending(),
         min(n_choices, group.max_tokens_per_rank),
     )
 
@@ -92,7 +84,7 @@ def publish_entry[
     n_lanes: Int,
 ):
     """Publishes the entry of a choice to every rank, with one lane of some."""
-    var generation = next_generation(block.before.dispatch_sent)
+    var generation = block.dispatch_sending()
     var is_expert = choice.is_expert[group]()
     var has_place = is_expert and position < group.max_tokens_per_rank
     # A choice that gets a row on this rank is recorded by who makes the row.
@@ -124,13 +116,11 @@ def publish_entry[
             store_relaxed_sys(flag_at(to, 0), generation, count_of(word))
     if not has_place:
         if choice.id != NO_EXPERT and lane == 0:
-            block.fail(
-                DROPPED,
+            block.refuse(
+                Failure.DROPPED,
                 SEND,
-                block.my_rank,
-                Int(choice.id),
                 generation,
-                0,
+                Int(choice.id),
                 number // group.top_k,
                 number % group.top_k,
             )
@@ -144,7 +134,7 @@ def send_metadata[
     # I3, for routing metadata.
     if not block.await_readers[is_combine=False](SEND):
         return
-    var generation = next_generation(block.before.dispatch_sent)
+    var generation = block.dispatch_sending()
     for place in range(
         (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
         n_tokens * router_top_k,

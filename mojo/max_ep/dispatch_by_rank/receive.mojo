@@ -10,8 +10,9 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
+from ..arguments import DispatchedRows
 from ..counters import NO_ROW, own_row, relative_rank, row_elsewhere
-from ..device.block import Block, next_work
+from ..device.block import Block
 from ..device.schedule import (
     Chunk,
     FlaggedSplit,
@@ -37,7 +38,7 @@ from .roles import NEXT_RECEIVE, RECEIVE, receive_schedule
 
 @fieldwise_init
 struct _Destination(TrivialRegisterPassable):
-    """Where a token goes, as a lane knows it of its choice."""
+    """Where a token goes; lane `k` holds this for choice `k`."""
 
     var is_late: Bool
     """Whether the entry has not come."""
@@ -46,13 +47,11 @@ struct _Destination(TrivialRegisterPassable):
     var has_row: Bool
     """Whether the choice has a row here."""
     var pair: Int
-    """The choice's pair."""
     var position: Int32
     """Its place among the rows of the pair."""
     var row: Int32
-    """Its row, once that is known; or where it is, or that it has none."""
+    """Its row, once known; `row_elsewhere` if it is on another rank, else `NO_ROW`."""
     var weight: Float32
-    """Its router weight."""
 
     comptime NONE = Self(False, False, False, 0, 0, NO_ROW, 0)
     """That of no choice."""
@@ -62,26 +61,15 @@ struct _Destination(TrivialRegisterPassable):
 struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     TrivialRegisterPassable
 ):
-    """A warp that makes rows of tokens.
+    """A warp that makes rows of tokens."""
 
-    Parameters:
-        group: Sizes of the group.
-        Format: Wire format of a token.
-        has_input: Whether this rank's own tokens are read where they are given.
-    """
-
-    var rows: Self.Format.Rows
-    """The output tensors."""
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
-    """The source of each row."""
+    var dispatched: DispatchedRows[Self.group, Self.Format]
     var own_tokens: UInt64
     """This rank's tokens, if `has_input`."""
     var recv_buf: BytePointer
-    """This rank's recv buffer."""
     var shared: SharedCounts[Self.group]
     """What the block knows of all sources."""
     var block: Block[Self.group]
-    """The block."""
 
     @always_inline
     def receive[are_all_inline: Bool](self):
@@ -112,10 +100,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
                 round += schedule.stride
             else:
-                item = next_work(
-                    self.block.control.unsafe_offset(NEXT_RECEIVE),
-                    self.block.lane,
-                ) * Int(grid_dim.x) + Int(block_idx.x)
+                item = self.block.next_item(NEXT_RECEIVE)
             if item >= n_items:
                 return
             var chunk: Chunk
@@ -206,11 +191,10 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         token: Token,
         chunk: Chunk,
     ) -> Bool:
-        """Awaits a chunk of a token and places it; false: nothing more can be.
-        """
+        """Awaits a chunk and places it; false: nothing more can be placed."""
         comptime in_flight = steps.in_flight
         var lane = self.block.lane
-        # Before its entries are there: mostly it is for this rank.
+        # Loaded before its entries arrive, since it is most likely for this rank.
         if token.is_loaded:
             steps.load(token, chunk.begin, chunk.end, lane)
         var to = _Destination.NONE
@@ -226,14 +210,14 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         )
         var is_here = is_shared or any_lane(to.is_here)
         if not is_here:
-            if chunk.part == 0:
+            if chunk.idx == 0:
                 self._record_row(token, to.row)
             return True
         if not are_all_inline and not token.is_loaded:
             var flag = flag_at(
                 self.recv_buf,
                 Self.group.chunk_flag_offset(
-                    token.src_rank, token.idx, chunk.part
+                    token.src_rank, token.idx, chunk.idx
                 ),
             )
             var word = self.block.await_message(
@@ -260,7 +244,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             if any_lane(not is_there):
                 self.block.counters.set_broken()
                 return False
-            # Only now: what has come by then does not wait for the counts.
+            # Awaited only now, so that loading the chunk does not wait for the counts.
             if not has_pair_rows:
                 if not self.shared.await_pair_rows():
                     return False
@@ -268,7 +252,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             if first == chunk.begin:
                 if to.has_row:
                     to.row = self.shared.row_of_pair(to.pair) + to.position
-                if chunk.part == 0 and not self._record(
+                if chunk.idx == 0 and not self._record(
                     token, to, wanted, is_shared
                 ):
                     self.block.counters.set_broken()
@@ -283,7 +267,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     row = Int(warp.shuffle_idx(to.row, k))
                 else:
                     is_shared_left = False
-                steps.place(self.rows, row, first, chunk.end, lane)
+                steps.place(self.dispatched.rows, row, first, chunk.end, lane)
         return True
 
     @always_inline
@@ -305,8 +289,12 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         """Records where the rows of a token come from, with one warp."""
         var lane = self.block.lane
         if to.has_row:
-            self.src_info[unsafe_offset=2 * Int(to.row)] = Int32(token.idx)
-            self.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(lane)
+            self.dispatched.src_info[unsafe_offset=2 * Int(to.row)] = Int32(
+                token.idx
+            )
+            self.dispatched.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(
+                lane
+            )
             comptime if not Self.group.has_sums():
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
@@ -327,7 +315,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     unsafe_offset=Self.group.choice(token.idx, lane)
                 ] = to.weight
         comptime if Self.Format.router_top_k > 0:
-            # Of its choices, which are ranks, this rank's alone has a row here.
+            # In an all-gather choices are ranks: only that of this rank has a row here.
             var k = count_trailing_zeros(wanted)
             if wanted != 0 and not self._place_metadata(
                 token, Int(warp.shuffle_idx(to.row, k))
@@ -335,14 +323,15 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 return False
         comptime if Self.group.fused_shared_expert:
             if is_shared and lane == 0:
-                self.src_info[unsafe_offset=2 * token.idx] = Int32(token.idx)
-                self.src_info[unsafe_offset=2 * token.idx + 1] = -1
+                self.dispatched.src_info[unsafe_offset=2 * token.idx] = Int32(
+                    token.idx
+                )
+                self.dispatched.src_info[unsafe_offset=2 * token.idx + 1] = -1
         return True
 
     @always_inline
     def _place_metadata(self, token: Token, row: Int) -> Bool:
-        """Places the routing metadata of a token into its row, with one warp.
-        """
+        """Places a token's routing metadata into its row, with one warp."""
         comptime router_top_k = Self.Format.router_top_k
         var is_late = False
         for k in range(self.block.lane, router_top_k, WARP_SIZE):
@@ -358,7 +347,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             is_late = is_late or found[1] != generation_received(self.block)
             var words = bitcast[DType.uint64, 2](found)
             Self.Format.place_metadata(
-                self.rows,
+                self.dispatched.rows,
                 row,
                 k,
                 id_of_word(words[0]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does what in a block of dispatch, and the words by which its warps agree.
+"""Roles of the warps of a dispatch block, and the control words that they share.
 
 The first warp publishes how many tokens this rank sends, and reads the numbers of
 the others. The last `N_INDEX_WARPS` write entries and counts; the last
@@ -11,53 +11,38 @@ from ..layout import Group, N_CHUNKS
 
 comptime SEND = 0
 """The send phase, a position in `failures.PHASES`."""
-
 comptime RECEIVE = 1
 """The receive phase."""
-
 comptime N_INDEX_WARPS = 8
 """Warps of a block that write entries and counts; some then read counts."""
-
 comptime N_WARPS_MIN = N_INDEX_WARPS + 2
-"""Warps of a block at least: one sends."""
-
+"""Fewest warps of a block: index warps, `NUMBERS_WARP`, and one that sends."""
 comptime NUMBERS_WARP = 0
-"""Which publishes how many tokens this rank sends, and reads the others' numbers."""
-
+"""The warp that publishes how many tokens this rank sends, and reads peers' numbers."""
 comptime FIRST_SENDER = 1
-"""The first of those that send."""
+"""The first warp that sends."""
 
-# Warps with another duty at the begin: if they send at all, they begin later.
+# Warps with another task first: if they send at all, they start sending later.
 comptime COUNTING_WARP = 6
-"""Which counts the blocks that have begun."""
-
+"""The warp that counts the blocks that have begun."""
 comptime DONE_WARP = 7
-"""Which publishes earlier reads, or polls done words."""
-
+"""The warp that publishes earlier reads, or polls done words."""
 comptime TOKENS_READY = 0
 """Control word: 1 if the numbers of tokens are there, or `NO_NUMBERS`."""
-
 comptime NO_NUMBERS = UInt32(2)
 """Value of `TOKENS_READY` if they did not come."""
-
 comptime SUMMED = 1
 """Control word: index warps that have the sum of their counts."""
-
 comptime COUNTED = 2
 """Control word: index warps that have the rows of their pairs."""
-
 comptime FAILED = 3
 """Control word: whether a count is missing or the rows do not fit."""
-
 comptime NEXT_RECEIVE = 4
 """Control word: next item to receive."""
-
 comptime GAVE_UP = 5
 """Control word: 1 if an index warp may not write."""
-
 comptime NEXT_SEND = 6
 """Control word: work that sending warps have taken after their first."""
-
 comptime N_CONTROL = NEXT_SEND + 1
 """Control words of a block."""
 
@@ -73,8 +58,7 @@ comptime _SHORT_CHUNK = 4
 def n_send_warps[
     group: Group, receives: Bool
 ](is_inline: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send, where the others receive or not.
-    """
+    """Chooses how many warps of a block send."""
     comptime if receives:
         var most = n_warps - FIRST_SENDER - N_INDEX_WARPS
         return min(6 if is_inline else 3, most)
@@ -92,10 +76,10 @@ def chunks_at_once_shift[
 ](n_tokens: Int, n_senders: Int) -> Int:
     """Chooses how many chunks of a token a warp sends before it publishes them.
 
-    A publish waits until what was sent has arrived. Few warps that send much before
-    each keep the link as busy as many, and delay the others of the block less: at
-    most 16 chunks of a block are under way. With more ranks a chunk goes to more of
-    them: that is much already.
+    A publish waits until earlier stores have arrived. A few warps that send much between
+    publishes keep the link as busy as many warps, and delay the block's other warps
+    less: at most 16 chunks of a block are in flight. With more than two ranks a chunk
+    goes to several of them, which is enough.
     """
     comptime n_chunks = min(N_CHUNKS, n_steps)
     comptime are_short = n_steps <= _SHORT_CHUNK * n_chunks
@@ -112,7 +96,7 @@ def chunks_at_once_shift[
 
 @always_inline
 def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
-    """Schedules the receiving warps: senders first, without those that do more.
+    """Schedules the receiving warps: those with another task first come last.
 
     Index warps have no round: some of them count.
     """

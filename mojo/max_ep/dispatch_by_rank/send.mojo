@@ -10,7 +10,7 @@ from max.gpu import block_idx, grid_dim, lane_id, syncwarp, warp_id, WARP_SIZE
 from std.bit import count_trailing_zeros, pop_count
 
 from ..counters import LaunchHeader, NO_EXPERT
-from ..device.block import Block, next_work
+from ..device.block import Block
 from ..device.encode import encode_steps, steps_in_flight
 from ..device.schedule import (
     Chunk,
@@ -28,7 +28,7 @@ from ..device.warp import (
     shuffle_address,
     store16,
 )
-from ..flags import flag_at, next_generation, publish, store_relaxed_sys_16
+from ..flags import flag_at, publish, store_relaxed_sys_16
 from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
 from ..token_format import LaneBytes, TokenFormat
 from .choices import Choices
@@ -89,7 +89,7 @@ struct Receivers(TrivialRegisterPassable):
 
     @always_inline
     def nth(self, n: Int, my_rank: Int) -> Int:
-        """Finds the rank of one, or -1; all lanes call it, each for its own `n`.
+        """Finds the rank of one, or -1; all lanes call it, each with its `n`.
         """
         var dst_rank = -1
         var receiver = 0
@@ -141,13 +141,7 @@ def _store_steps[
 
 @fieldwise_init
 struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
-    """What a lane has of some steps of a token, as it is given.
-
-    Parameters:
-        Format: Wire format of a token.
-        input_type: Element type of the tokens.
-        in_flight: How many steps.
-    """
+    """What a lane has of some steps of a token, as it is given."""
 
     var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
     """`[n_tokens][hidden_size]`."""
@@ -192,8 +186,7 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         own: UInt64,
         lane: Int,
     ):
-        """Encodes the loaded steps once, and writes them to all who get them.
-        """
+        """Encodes the loaded steps once, writes them to all who get them."""
         var values = Array[LaneBytes, Self.in_flight](fill=0)
         var scales = Array[LaneBytes, Self.in_flight](fill=0)
         encode_steps[Self.input_type, Self.Format, False](
@@ -264,39 +257,30 @@ struct TokenSender[
 ]:
     """A warp that sends tokens.
 
-    Which inline chunk it sends first depends on the arguments alone, so it is found
-    before the launch before has ended. After that its elements and ids are loaded
-    together with the header. Who gets it is known once these are there.
-
-    Parameters:
-        group: Sizes of the group.
-        Format: Wire format of a token.
-        input_type: Element type of the tokens.
-        has_input: Whether this rank reads its own tokens where they are given.
+    Its first inline chunk depends on the arguments alone, so it is chosen before the
+    previous launch has ended. Then the chunk's elements and ids are loaded together with
+    the header. Who gets the chunk is known once these have arrived.
     """
 
     var choices: Choices[Self.group]
     """The choices of the tokens."""
     var n_tokens: Int
-    """How many tokens there are."""
     var sender: Int
     """Which of the sending warps of the block this is."""
     var n_senders: Int
-    """How many they are."""
     var number: Int
     """Which of all inline chunks is the next; there may be none for this warp."""
     var chunk: Chunk
-    """The chunk."""
     var has_chunk: Bool
     """Whether this warp sends inline chunks."""
     var inline: TokenLane[
         Self.Format, Self.input_type, _inline_in_flight[Self.Format]()
     ]
-    """Of the first one, its first steps."""
+    """Elements of the first steps of the first inline chunk."""
     var id: Int32
-    """Of its choice `lane`."""
+    """Expert id of choice `lane` of its token."""
     var receivers: Receivers
-    """Who gets it."""
+    """Who gets the next inline chunk."""
 
     @always_inline
     def __init__(
@@ -402,63 +386,58 @@ struct TokenSender[
         var shift = chunks_at_once_shift[Self.group, n_steps](
             self.n_tokens, self.n_senders
         )
-        # Units of so many chunks.
-        var n_units = min(N_CHUNKS, n_steps) >> shift
+        # A warp sends `1 << shift` chunks before it publishes their flags.
+        var n_bundles = min(N_CHUNKS, n_steps) >> shift
         var lane = TokenLane[
             Self.Format, Self.input_type, steps_in_flight[Self.Format]()
         ](self.inline.tokens)
         var number = self.sender * Int(grid_dim.x) + Int(block_idx.x)
-        if number >= self.n_tokens * n_units:
+        if number >= self.n_tokens * n_bundles:
             return
         # I3, for tokens.
         if not block.await_readers[is_combine=False](SEND):
             return
         while True:
-            var token_idx, unit = divmod_32(number, n_units)
-            var chunk = unit_of_chunks[n_steps](token_idx, unit, n_units)
+            var token_idx, bundle = divmod_32(number, n_bundles)
+            var chunk = chunks_of_token[n_steps](token_idx, bundle, n_bundles)
             var receivers = self._receivers_of(token_idx, block)
             if receivers.are_any():
                 # I1: only this rank writes the tokens of its number.
                 lane.send[False](chunk, False, receivers, block)
             syncwarp()
-            # I2: a chunk's flag is published after all of the chunk. A lane for
-            # each flag: a publish waits until all has arrived, for a warp once.
+            # I2: a chunk's flag is published after all of the chunk. Each lane
+            # publishes a flag, so the warp waits only once until its stores arrive.
             for first in range(0, receivers.count() << shift, WARP_SIZE):
                 var dst_rank = receivers.nth(
                     (first + block.lane) >> shift, block.my_rank
                 )
                 if dst_rank >= 0:
+                    var chunk_idx = block.lane & ((1 << shift) - 1)
+                    var offset = Self.group.chunk_flag_offset(
+                        block.my_rank, token_idx, (bundle << shift) + chunk_idx
+                    )
+                    var recv_buf = block.recv_bufs[unsafe_offset=dst_rank]
                     publish(
-                        flag_at(
-                            bytes_at(block.recv_bufs[unsafe_offset=dst_rank]),
-                            Self.group.chunk_flag_offset(
-                                block.my_rank,
-                                token_idx,
-                                (unit << shift)
-                                + (block.lane & ((1 << shift) - 1)),
-                            ),
-                        ),
-                        next_generation(block.before.dispatch_sent),
+                        flag_at(bytes_at(recv_buf), offset),
+                        block.dispatch_sending(),
                         0,
                     )
-            var round = next_work(
-                block.control.unsafe_offset(NEXT_SEND), block.lane
-            )
+            var round = block.next_work(NEXT_SEND)
             number = (self.n_senders + round) * Int(grid_dim.x) + Int(
                 block_idx.x
             )
-            if number >= self.n_tokens * n_units:
+            if number >= self.n_tokens * n_bundles:
                 return
 
 
 @always_inline
-def unit_of_chunks[
+def chunks_of_token[
     n_steps: Int
-](token_idx: Int, unit: Int, n_units: Int) -> Chunk:
-    """Finds the steps of a unit of chunks."""
+](token_idx: Int, bundle: Int, n_bundles: Int) -> Chunk:
+    """Finds the steps of some chunks that are published at once."""
     return Chunk(
         token_idx,
-        unit,
-        divmod_32(unit * n_steps, n_units)[0],
-        divmod_32((unit + 1) * n_steps, n_units)[0],
+        bundle,
+        divmod_32(bundle * n_steps, n_bundles)[0],
+        divmod_32((bundle + 1) * n_steps, n_bundles)[0],
     )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token formats beyond the plain one, a file each."""
+"""Token formats."""

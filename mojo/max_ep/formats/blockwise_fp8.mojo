@@ -12,12 +12,12 @@ values are `x * (1 / scale)`. Definition: DeepEP's low-latency dispatch, which
 the seeds describe; the oracle is `quantize_blockwise_fp8` in `reference.py`.
 """
 import max.gpu.primitives.warp as warp
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import isnan
 from std.memory import bitcast
 from std.sys import is_nvidia_gpu
 
 from ..cpu_copy import copy_bytes
+from ..kernel_argument import KernelArgument
 from ..layout import scaled_token_bytes
 from ..token_format import (
     BytePointer,
@@ -29,21 +29,18 @@ from ..token_format import (
 
 comptime FP8_BLOCK = 128
 """Channels that share one scale."""
-
 comptime FP8_MAX = Float32(448)
 """Largest finite float8_e4m3fn."""
-
 comptime FP8_MIN_AMAX = Float32(1e-4)
 """Floor of a block's `amax`, so that a block of zeros has a usable scale."""
 
 comptime _WIDTH = 16
-
 comptime _LANES = FP8_BLOCK // _WIDTH
 """GPU lanes that share one block."""
 
 
 @fieldwise_init
-struct ScaledRows(DevicePassable, TrivialRegisterPassable):
+struct ScaledRows(KernelArgument, TrivialRegisterPassable):
     """Output tensors of a format with blockwise scales."""
 
     var tokens: BytePointer
@@ -60,19 +57,6 @@ struct ScaledRows(DevicePassable, TrivialRegisterPassable):
         """Locates a scale."""
         var group, row_in_group = divmod(row, self.rows_per_group)
         return (group * n_blocks + block) * self.rows_per_group + row_in_group
-
-    comptime device_type: AnyType = Self
-    """A kernel gets the pointers as they are."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments."""
-        return "ScaledRows"
 
 
 @always_inline

@@ -1,38 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PlainTokenFormat: elements as they are, or cast once to the type on the wire."""
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+"""PlainTokenFormat: elements as they are, or cast once to the type on the wire.
+
+In an all-gather each token goes to every rank, so its choices do not say where. What
+the router chose travels after it (`Group.metadata_offset`), and is delivered beside it
+as a routing map and probabilities.
+"""
 from std.memory import bitcast
 from std.sys import size_of
 
 from ..cpu_copy import copy_bytes
-from ..layout import MESSAGE_ALIGN, plain_token_bytes
+from ..kernel_argument import KernelArgument, unused
+from ..layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
 from ..token_format import BytePointer, LaneWire, OutputTensors, TokenFormat
 
 
 @fieldwise_init
-struct PlainRows(DevicePassable, TrivialRegisterPassable):
-    """Output tensor of a format without scales."""
+struct PlainRows(KernelArgument, TrivialRegisterPassable):
+    """Output tensors of a format without scales."""
 
     var tokens: BytePointer
-    """Rows, `[max_recv_tokens][hidden_size]` in the wire's element type."""
+    """Rows, `[n_rows_max][hidden_size]` in the wire's element type."""
+    var expert_ids: Pointer[Int32, MutUntrackedOrigin]
+    """All-gather: routing map, `[n_rows_max][router_top_k]`; behind the last row, -1."""
+    var probs: Pointer[Float32, MutUntrackedOrigin]
+    """All-gather: probabilities, `[n_rows_max][router_top_k]`; behind the last row, 0."""
+    var n_gathered: Pointer[Int32, MutUntrackedOrigin]
+    """All-gather: `[1]`, rows that there are."""
 
-    comptime device_type: AnyType = Self
-    """A kernel gets the pointers as they are."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in error messages about kernel arguments."""
-        return "PlainRows"
+    def __init__(out self, tokens: BytePointer):
+        """Takes the tensor of a dispatch that is no all-gather."""
+        self = unused[Self]()
+        self.tokens = tokens
 
 
-struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
-    TokenFormat
-):
+struct PlainTokenFormat[
+    wire_type: DType, hidden_size_: Int, top_k_: Int, router_top_k_: Int = 0
+](TokenFormat):
     """Sends elements as they are, or cast once to the wire's type."""
 
     comptime hidden_size = Self.hidden_size_
@@ -47,20 +50,29 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
         Self.hidden_size, size_of[Scalar[Self.wire_type]]()
     )
     """Bytes of the elements."""
+    comptime msg_bytes = message_bytes(Self.token_bytes, Self.router_top_k_)
+    """Bytes of elements, routing metadata and source info."""
     comptime value_bytes = Self.token_bytes
     """All of them are values."""
     comptime lane_elements = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
     """Elements of 16 bytes."""
     comptime has_scales = False
     """There are none."""
+    comptime router_top_k = Self.router_top_k_
+    """Choices of the router for a token, in an all-gather."""
     comptime Rows = PlainRows
-    """One output tensor."""
+    """Output tensors without scales."""
 
     @staticmethod
     @always_inline
     def rows_of(outputs: OutputTensors) -> Self.Rows:
-        """Takes the tensor of tokens; see `TokenFormat.rows_of`."""
-        return PlainRows(outputs.tokens)
+        """Takes tokens and routing metadata; see `TokenFormat.rows_of`."""
+        return {
+            outputs.tokens,
+            outputs.routing_map,
+            outputs.probs,
+            outputs.n_gathered,
+        }
 
     @staticmethod
     @always_inline
@@ -133,23 +145,54 @@ struct PlainTokenFormat[wire_type: DType, hidden_size_: Int, top_k_: Int](
         """Points to where a row goes."""
         return rows.tokens.unsafe_offset(row * Self.value_bytes)
 
+    @staticmethod
+    @always_inline
+    def place_metadata(
+        rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
+    ):
+        """Puts a choice into routing map and probabilities."""
+        var place = row * Self.router_top_k + k
+        rows.expert_ids[unsafe_offset=place] = expert_id
+        rows.probs[unsafe_offset=place] = prob
+
+    @staticmethod
+    @always_inline
+    def end_metadata(
+        rows: Self.Rows,
+        n_rows: Int,
+        n_rows_max: Int,
+        worker: Int,
+        n_workers: Int,
+    ):
+        """Says how many rows there are; those behind choose nothing."""
+        comptime if Self.router_top_k == 0:
+            return
+        if worker == 0:
+            rows.n_gathered[] = Int32(n_rows)
+        for place in range(
+            n_rows * Self.router_top_k + worker,
+            n_rows_max * Self.router_top_k,
+            n_workers,
+        ):
+            rows.expert_ids[unsafe_offset=place] = -1
+            rows.probs[unsafe_offset=place] = 0
+
 
 comptime BF16TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[
     DType.bfloat16, hidden_size, top_k
 ]
-"""Sends bfloat16 elements as they are.
-
-Parameters:
-    hidden_size: Elements of a token, a multiple of 8.
-    top_k: Experts of a token.
-"""
+"""Sends bfloat16 elements as they are; `hidden_size` is a multiple of 8."""
 
 comptime Float32TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[
     DType.float32, hidden_size, top_k
 ]
-"""Sends float32 elements as they are.
+"""Sends float32 elements as they are; `hidden_size` is a multiple of 4."""
 
-Parameters:
-    hidden_size: Elements of a token, a multiple of 4.
-    top_k: Experts of a token.
+comptime WithMetadataTokenFormat[
+    wire_type: DType, hidden_size: Int, n_ranks: Int, router_top_k: Int
+] = PlainTokenFormat[wire_type, hidden_size, n_ranks, router_top_k]
+"""Sends elements to every rank, with the router's choices: an all-gather.
+
+To dispatch each rank is an expert, and each token chooses all of them, with a
+weight of 1.
 """

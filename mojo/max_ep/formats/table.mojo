@@ -3,7 +3,6 @@
 from ..token_format import TokenFormat
 from .blockwise_fp8 import BlockwiseFP8TokenFormat
 from .plain import PlainTokenFormat
-from .with_metadata import WithMetadataTokenFormat
 
 comptime FORMAT_NAMES: Array[StaticString, 4] = [
     "bfloat16",
@@ -13,26 +12,19 @@ comptime FORMAT_NAMES: Array[StaticString, 4] = [
 ]
 """The names; `launch.mojo` refuses any other when an op is compiled."""
 
-comptime _plain_dtype[name: StaticString] = (
-    DType.bfloat16 if name == "bfloat16" else DType.float32
-)
-
 comptime FormatOf[
     name: StaticString, hidden_size: Int, top_k: Int, router_top_k: Int = 0
-]: TokenFormat = WithMetadataTokenFormat[
-    _plain_dtype[name], hidden_size, top_k, router_top_k
-] if router_top_k > 0 else _FormatOf[
-    name, hidden_size, top_k
-]
-"""The format of a name; in an all-gather `router_top_k` is not 0."""
-
-comptime _FormatOf[
-    name: StaticString, hidden_size: Int, top_k: Int
-]: TokenFormat = BlockwiseFP8TokenFormat[
+]: TokenFormat = PlainTokenFormat[
+    DType.bfloat16 if name == "bfloat16" else DType.float32,
+    hidden_size,
+    top_k,
+    max(router_top_k, 0),
+] if router_top_k > 0 or not name.startswith(
+    "blockwise_fp8"
+) else BlockwiseFP8TokenFormat[
     hidden_size, top_k, name == "blockwise_fp8_power_of_two"
-] if name == "blockwise_fp8" or name == "blockwise_fp8_power_of_two" else PlainTokenFormat[
-    _plain_dtype[name], hidden_size, top_k
 ]
+"""The format of a name; in an all-gather `router_top_k` is above 0."""
 
 
 def has_format(name: StaticString) -> Bool:
