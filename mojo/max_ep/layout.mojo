@@ -194,7 +194,7 @@ struct Group(TrivialRegisterPassable):
     var use_shmem: Bool
     """Whether ranks of other nodes are reached through the SHMEM library."""
     var wide_ids: Bool
-    """Whether expert ids are int64, of which the low word is read (by rank)."""
+    """Whether expert ids are int64 (by rank)."""
     var num_threads: Int
     """Threads of a GPU block."""
     var n_sms: Int

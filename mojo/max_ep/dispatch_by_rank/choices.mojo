@@ -147,8 +147,11 @@ struct Choices[group: Group](TrivialRegisterPassable):
         """Loads an id from global memory."""
         comptime if Self.group.sends_to_all():
             return Int32(UInt32(choice) % UInt32(Self.group.n_ranks))
-        comptime words = 2 if Self.group.wide_ids else 1
-        return self.ids[unsafe_offset=choice * words]
+        comptime if Self.group.wide_ids:
+            var wide = self.ids.unsafe_bitcast[Int64]()[unsafe_offset=choice]
+            # What does not fit is out of range in any case.
+            return Int32(max(min(wide, Int64(Int32.MAX)), -2))
+        return self.ids[unsafe_offset=choice]
 
     @always_inline
     def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
