@@ -206,7 +206,7 @@ def test_any_configuration(arguments):
         "any",
         config.n_gpus_per_node,
         *(getattr(config, name) for name in sizes),
-        "fp8" if config.is_quantized else "as it is",
+        config.token_format.short_name,
         BF16 if config.is_quantized else config.dispatch_dtype,
         config.combine_dtype,
         output_layout=config.output_layout,
