@@ -77,7 +77,7 @@ docs: .venv/.installed-dev
 format: .venv/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/mblack -q --preview -l 80 mojo
+	$(BIN)/mblack -q --preview -l 88 -C mojo tests/mojo
 
 clean:
 	rm -rf .venv build dist site

@@ -27,9 +27,7 @@ def main() raises:
     var hidden_size = Int(args[4])
     var token_bytes = plain_token_bytes(hidden_size, element_bytes)
     if scale_block:
-        token_bytes = scaled_token_bytes(
-            hidden_size, element_bytes, scale_block
-        )
+        token_bytes = scaled_token_bytes(hidden_size, element_bytes, scale_block)
     var addressing = Addressing.BY_EXPERT
     if args[9] == "by_rank":
         addressing = Addressing.BY_RANK
@@ -41,16 +39,11 @@ def main() raises:
         max_tokens_per_rank=Int(args[7]),
         top_k=Int(args[8]),
         dispatch_msg_bytes=message_bytes(token_bytes, Int(args[11])),
-        combine_msg_bytes=message_bytes(
-            plain_token_bytes(hidden_size, Int(args[3]))
-        ),
+        combine_msg_bytes=message_bytes(plain_token_bytes(hidden_size, Int(args[3]))),
         addressing=addressing,
         returns=Returns.SUMS if args[10] == "sums" else Returns.ROWS,
     )
-    print(
-        "counters_words",
-        local_sync_counters_words(group),
-    )
+    print("counters_words", local_sync_counters_words(group))
     print("failure_word", Word.FAILURE)
     print("n_failure_words", N_FAILURE_WORDS)
     print("setup_words", N_SETUP_WORDS)

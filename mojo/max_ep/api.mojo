@@ -192,9 +192,7 @@ def ep_dispatch_wait_kernel_api[
     launch_dispatch[token_fmt_type, target, Form.WAIT](
         call,
         unused[GivenTokens[DType.bfloat16]](),
-        dispatched_rows[token_fmt_type](
-            call, rows, row_offsets, expert_ids, src_info
-        ),
+        dispatched_rows[token_fmt_type](call, rows, row_offsets, expert_ids, src_info),
         context,
     )
 
@@ -252,9 +250,7 @@ def ep_dispatch_kernel_api[
         given_tokens[token_fmt_type, target](
             call, input_tokens, topk_ids, router_weights
         ),
-        dispatched_rows[token_fmt_type](
-            call, rows, row_offsets, expert_ids, src_info
-        ),
+        dispatched_rows[token_fmt_type](call, rows, row_offsets, expert_ids, src_info),
         context,
     )
 
@@ -364,9 +360,7 @@ def ep_combine_wait_kernel_api[
     var call = Call[group].of_wait[target](
         "combine_wait", atomic_counters, recv_ptrs, recv_count_ptrs
     )
-    var given = GivenRows(
-        expert_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]()
-    )
+    var given = GivenRows(expert_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]())
     launch_combine[partial_dtype, target, Form.WAIT](
         call,
         given,

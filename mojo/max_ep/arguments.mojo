@@ -94,9 +94,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         1 <= group.n_ranks and group.n_ranks <= MAX_RANKS
     ), "max_ep: n_ranks must be in [1, MAX_RANKS]"
     comptime assert (
-        1 <= group.top_k
-        and group.top_k <= MAX_TOP_K
-        and group.top_k <= group.n_experts
+        1 <= group.top_k and group.top_k <= MAX_TOP_K and group.top_k <= group.n_experts
     ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
     comptime assert (
         group.hidden_size % hidden_multiple == 0
@@ -110,10 +108,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
 
 
 def check_dispatch[
-    group: Group,
-    Format: TokenFormat,
-    target: StaticString,
-    has_input_scales: Bool,
+    group: Group, Format: TokenFormat, target: StaticString, has_input_scales: Bool
 ]():
     """Refuses, when an op is compiled, what dispatch cannot do."""
     check_group[group, target, Format.hidden_multiple]()
@@ -164,8 +159,7 @@ def check_shape(
 
 @fieldwise_init
 struct Call[group: Group](TrivialRegisterPassable):
-    """An op on one rank: its name, its counters, and the buffers of all ranks.
-    """
+    """An op on one rank: its name, its counters, and the buffers of all ranks."""
 
     var op: StaticString
     var counters: EPLocalSyncCounters[Self.group.n_experts]
@@ -187,12 +181,8 @@ struct Call[group: Group](TrivialRegisterPassable):
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
         """Checks counters and buffers; raises if they are another group's."""
-        var call = Self.of_wait[target](
-            op, atomic_counters, recv_ptrs, recv_count_ptrs
-        )
-        call.send_bufs = _peer_buffers[Self.group, target](
-            op, "send_ptrs", send_ptrs
-        )
+        var call = Self.of_wait[target](op, atomic_counters, recv_ptrs, recv_count_ptrs)
+        call.send_bufs = _peer_buffers[Self.group, target](op, "send_ptrs", send_ptrs)
         return call
 
     @staticmethod
@@ -271,9 +261,7 @@ def _peer_buffers[
     comptime n_ranks = group.n_ranks
     var n = Int(ptrs.dim[0]())
     if n != n_ranks:
-        raise Error(
-            t"max_ep: {op}: {what} holds {n} addresses for {n_ranks} ranks."
-        )
+        raise Error(t"max_ep: {op}: {what} holds {n} addresses for {n_ranks} ranks.")
     var buffers = PeerBuffers[n_ranks](mut_(ptrs))
     comptime only_node = is_gpu[target]() and group.use_shmem
     var first_rank = buffers.first_mapped() if only_node else 0
@@ -331,18 +319,9 @@ def given_tokens[
     check_shape(op, "topk_ids", topk_ids, n_tokens, n_choices)
     check_shape(op, "input_tokens", tokens, n_tokens, Format.hidden_size)
     comptime if group.has_sums():
-        check_size(
-            op, "rows of router_weights", router_weights.n_tokens, n_tokens
-        )
-        check_size(
-            op, "columns of router_weights", router_weights.top_k, n_choices
-        )
-    return {
-        imm(tokens),
-        imm(topk_ids),
-        router_weights.weights,
-        n_tokens,
-    }
+        check_size(op, "rows of router_weights", router_weights.n_tokens, n_tokens)
+        check_size(op, "columns of router_weights", router_weights.top_k, n_choices)
+    return {imm(tokens), imm(topk_ids), router_weights.weights, n_tokens}
 
 
 @fieldwise_init
@@ -374,10 +353,7 @@ def dispatched_rows[
     comptime if group.is_padded:
         comptime assert row_offsets.dtype == DType.int32, "recv_counts: int32"
         check_size(
-            op,
-            "recv_counts",
-            Int(row_offsets.dim[0]()),
-            group.n_local_experts(),
+            op, "recv_counts", Int(row_offsets.dim[0]()), group.n_local_experts()
         )
         check_size(op, "recv_ranges", Int(expert_ids.dim[0]()), group.n_pairs())
     else:
@@ -410,19 +386,14 @@ struct GivenRows(KernelArgument, TrivialRegisterPassable):
 def given_rows[
     group: Group, //
 ](
-    call: Call[group],
-    rows: TileTensor,
-    src_info: TileTensor[DType.int32, ...],
+    call: Call[group], rows: TileTensor, src_info: TileTensor[DType.int32, ...]
 ) raises -> GivenRows:
     """Checks what combine sends; raises if a size does not fit."""
     var op = call.op
     var n_rows = Int(rows.dim[0]())
     check_shape(op, "src_info", src_info, n_rows, 2)
     check_shape(op, "input_tokens", rows, n_rows, group.hidden_size)
-    return {
-        SharedRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows),
-        imm(src_info),
-    }
+    return {SharedRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows), imm(src_info)}
 
 
 @fieldwise_init

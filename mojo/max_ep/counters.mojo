@@ -166,9 +166,7 @@ def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
 
 
 @always_inline
-def word_after_init(
-    i: Int, my_rank: Int, timeout_ms: Int, group: Group
-) -> Int32:
+def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int32:
     """States a word before the first generation."""
     if i == Word.MAGIC:
         return COUNTERS_MAGIC
@@ -277,9 +275,7 @@ struct LaunchHeader(TrivialRegisterPassable):
         return self.n_tokens_odd
 
 
-struct EPLocalSyncCounters[n_experts: Int](
-    KernelArgument, TrivialRegisterPassable
-):
+struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassable):
     """View of the local words of one rank."""
 
     var words: Pointer[Int32, MutUntrackedOrigin]
@@ -337,9 +333,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         self.at(Word.BROKEN)[] = 1
 
     @always_inline
-    def n_tokens_of(
-        self, generation: UInt32
-    ) -> Pointer[Int32, MutUntrackedOrigin]:
+    def n_tokens_of(self, generation: UInt32) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to how many tokens a dispatch sent."""
         return self.at(Word.N_TOKENS + Int(generation & UInt32(1)))
 
@@ -377,9 +371,7 @@ struct EPLocalSyncCounters[n_experts: Int](
         return self.at(_choices_word(group.n_experts) + 2 * group.n_choices())
 
     @always_inline
-    def received_tokens(
-        self, group: Group
-    ) -> Pointer[Int32, MutUntrackedOrigin]:
+    def received_tokens(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to how many tokens each source had in the last dispatch."""
         return self.at(_received_word(group))
 

@@ -11,12 +11,7 @@ so an old flag can never be taken for a new one, and the generation may wrap.
 Done words of GPU ranks may run ahead, and are accepted then (`is_not_before`).
 """
 from std.atomic import Atomic, fence, Ordering
-from std.sys import (
-    _RegisterPackType,
-    inlined_assembly,
-    is_amd_gpu,
-    is_nvidia_gpu,
-)
+from std.sys import _RegisterPackType, inlined_assembly, is_amd_gpu, is_nvidia_gpu
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
 from .layout import source_info_offset
@@ -70,9 +65,7 @@ def generation_of(word: UInt64) -> UInt32:
 
 
 @always_inline
-def flag_at(
-    buffer: Pointer[UInt8, MutUntrackedOrigin], offset: Int
-) -> FlagPointer:
+def flag_at(buffer: Pointer[UInt8, MutUntrackedOrigin], offset: Int) -> FlagPointer:
     """Points to a flag of a buffer."""
     return buffer.unsafe_offset(offset).unsafe_bitcast[UInt64]()
 
@@ -107,9 +100,7 @@ def publish(flag: FlagPointer, generation: UInt32, count: Int):
     # visible: all bytes this thread wrote before, and those of the worker
     # threads it joined before. Weaker would let a reader see the new flag
     # while the messages still hold the last generation.
-    Atomic[UInt64].store[ordering=Ordering.RELEASE](
-        flag, flag_word(generation, count)
-    )
+    Atomic[UInt64].store[ordering=Ordering.RELEASE](flag, flag_word(generation, count))
 
 
 @always_inline
@@ -150,9 +141,7 @@ struct Deadline(TrivialRegisterPassable):
         """Reads the clock."""
         if self.timeout_ms == 0:
             return True
-        return (
-            Int(perf_counter_ns()) - self.start_ns > self.timeout_ms * 1_000_000
-        )
+        return Int(perf_counter_ns()) - self.start_ns > self.timeout_ms * 1_000_000
 
 
 def await_generation(
@@ -168,15 +157,11 @@ def await_generation(
         if spins < POLLS_BEFORE_SLEEP and deadline.timeout_ms > 0:
             continue
         if deadline.has_passed():
-            raise_missing(
-                generation_of(word), generation, deadline.timeout_ms, who
-            )
+            raise_missing(generation_of(word), generation, deadline.timeout_ms, who)
         sleep(SLEEP_SECONDS)
 
 
-def raise_missing(
-    found: UInt32, wanted: UInt32, timeout_ms: Int, who: Waiter
-) raises:
+def raise_missing(found: UInt32, wanted: UInt32, timeout_ms: Int, who: Waiter) raises:
     """Raises the error of a wait that was not met."""
     var place = String("max_ep: ", who.phase, " on rank ", who.my_rank)
     var expert = String()
@@ -227,9 +212,7 @@ def store_relaxed_sys(flag: FlagPointer, generation: UInt32, count: Int):
     # message that is counted announces itself, so nothing this rank wrote
     # needs to be before. Its caller has seen, with ACQUIRE, that the count of
     # the generation before was read: this store cannot overtake that.
-    Atomic[UInt64].store[ordering=Ordering.RELAXED](
-        flag, flag_word(generation, count)
-    )
+    Atomic[UInt64].store[ordering=Ordering.RELAXED](flag, flag_word(generation, count))
 
 
 @always_inline
@@ -303,10 +286,7 @@ struct Wait(TrivialRegisterPassable):
     def has_expired(mut self) -> Bool:
         """Counts a poll that found nothing; returns whether to give up."""
         self.n_polls += 1
-        return (
-            self.n_polls % POLLS_PER_CLOCK_READ == 0
-            and self.deadline.has_passed()
-        )
+        return self.n_polls % POLLS_PER_CLOCK_READ == 0 and self.deadline.has_passed()
 
 
 @always_inline
@@ -315,9 +295,9 @@ def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
     # ORDER: RELAXED, block scope. Pairs with none: it hands out work indices,
     # makes a histogram that is read after a barrier, or counts warps whose writes
     # nobody reads.
-    return Atomic[UInt32, scope=_block_scope()].fetch_add[
-        ordering=Ordering.RELAXED
-    ](counter, n)
+    return Atomic[UInt32, scope=_block_scope()].fetch_add[ordering=Ordering.RELAXED](
+        counter, n
+    )
 
 
 @always_inline
@@ -327,9 +307,9 @@ def arrive_in_block(counter: SharedWord):
     # Makes visible: what this warp wrote before. Warps that arrive later add to the
     # same word, so a reader of the final number sees the writes of all of them.
     # Weaker would show the number before the work.
-    _ = Atomic[UInt32, scope=_block_scope()].fetch_add[
-        ordering=Ordering.RELEASE
-    ](counter, 1)
+    _ = Atomic[UInt32, scope=_block_scope()].fetch_add[ordering=Ordering.RELEASE](
+        counter, 1
+    )
 
 
 @always_inline
@@ -338,9 +318,7 @@ def store_release_block(word: SharedWord, value: UInt32):
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `load_acquire_block`.
     # Makes visible: what this warp wrote before, to shared memory and to this
     # rank's own words. Weaker would show the progress before the work.
-    Atomic[UInt32, scope=_block_scope()].store[ordering=Ordering.RELEASE](
-        word, value
-    )
+    Atomic[UInt32, scope=_block_scope()].store[ordering=Ordering.RELEASE](word, value)
 
 
 @always_inline
@@ -349,9 +327,7 @@ def load_acquire_block(word: SharedWord) -> UInt32:
     # ORDER: ACQUIRE, block scope. Pairs with the RELEASE in `store_release_block`.
     # Makes visible: what that warp wrote before. Weaker would let the reads of
     # its results overtake this one.
-    return Atomic[UInt32, scope=_block_scope()].load[ordering=Ordering.ACQUIRE](
-        word
-    )
+    return Atomic[UInt32, scope=_block_scope()].load[ordering=Ordering.ACQUIRE](word)
 
 
 @always_inline
@@ -379,8 +355,7 @@ def fetch_max(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
     while old < value:
         # ORDER: RELAXED, as above.
         if Record.compare_exchange[
-            success_ordering=Ordering.RELAXED,
-            failure_ordering=Ordering.RELAXED,
+            success_ordering=Ordering.RELAXED, failure_ordering=Ordering.RELAXED
         ](word, old, value):
             return True
     return False
@@ -427,9 +402,7 @@ def store_relaxed_sys_16(
 
 
 @always_inline
-def load_relaxed_sys_16(
-    p: Pointer[UInt8, MutUntrackedOrigin]
-) -> SIMD[DType.uint32, 4]:
+def load_relaxed_sys_16(p: Pointer[UInt8, MutUntrackedOrigin]) -> SIMD[DType.uint32, 4]:
     """Reads, all at once, 16 bytes that a peer may be writing."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     # ORDER: RELAXED, system scope, one access of 128 bits. Pairs with the

@@ -80,9 +80,7 @@ def dispatch_async_kernel[
     use_shmem: Bool = True,
     fused_shared_expert: Bool = False,
 ](
-    input_tokens: TileTensor[
-        input_type, input_tokens_layout, ImmUntrackedOrigin
-    ],
+    input_tokens: TileTensor[input_type, input_tokens_layout, ImmUntrackedOrigin],
     topk_ids: TileTensor[DType.int32, topk_ids_layout, ImmUntrackedOrigin],
     send_buf_p: BytePointer,
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
@@ -204,10 +202,7 @@ def combine_async_kernel[
         num_threads=num_threads,
     )
     CombineRows[group, combine_dtype](
-        {
-            {{unsafe_from_address = Int(input_tokens)}, Int(n_rows_max)},
-            src_info,
-        },
+        {{{unsafe_from_address = Int(input_tokens)}, Int(n_rows_max)}, src_info},
         unused[CombinedTokens[combine_dtype]](),
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
         Array[BytePointer, group.n_mapped()](fill=send_buf_p),

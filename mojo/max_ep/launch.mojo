@@ -56,8 +56,7 @@ def launch_dispatch[
             )
         comptime if form.receives:
             cpu_dispatch_wait(
-                dispatched,
-                CpuRank(call, "dispatch_wait", Word.DISPATCH_RECEIVED),
+                dispatched, CpuRank(call, "dispatch_wait", Word.DISPATCH_RECEIVED)
             )
     elif group.is_by_rank():
         enqueue[form.sends, form.receives](
@@ -85,10 +84,7 @@ def launch_combine[
     form: Form,
     keeps_rows: Bool = False,
 ](
-    call: Call[group],
-    given: GivenRows,
-    combined: CombinedTokens[dtype],
-    queue: Queue,
+    call: Call[group], given: GivenRows, combined: CombinedTokens[dtype], queue: Queue
 ) raises:
     """Launches combine, or one phase of it; CPU ranks run it here."""
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()

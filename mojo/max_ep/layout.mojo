@@ -132,9 +132,7 @@ def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
 
 def combine_msg_bytes[dtype: DType](hidden_size: Int) -> Int:
     """Counts the bytes of a combine message with elements of a type."""
-    return message_bytes(
-        plain_token_bytes(hidden_size, size_of[Scalar[dtype]]())
-    )
+    return message_bytes(plain_token_bytes(hidden_size, size_of[Scalar[dtype]]()))
 
 
 def n_local_experts_of(n_experts: Int, n_ranks: Int) -> Int:
@@ -297,9 +295,7 @@ struct Group(TrivialRegisterPassable):
 
     def n_ranks_with_experts(self) -> Int:
         """Counts the ranks that hold experts: the first ones."""
-        return (
-            self.n_experts + self.n_local_experts() - 1
-        ) // self.n_local_experts()
+        return (self.n_experts + self.n_local_experts() - 1) // self.n_local_experts()
 
     def n_mapped(self) -> Int:
         """Counts the ranks whose memory is mapped here."""
@@ -361,20 +357,14 @@ struct Group(TrivialRegisterPassable):
         """Locates a token of a source whose data is its own flag."""
         return (
             round_up(self.token_offset(self.n_ranks, 0), BUFFER_ALIGN)
-            + (src_rank * self.n_inline_tokens() + token_idx)
-            * self.dispatch_msg_bytes
+            + (src_rank * self.n_inline_tokens() + token_idx) * self.dispatch_msg_bytes
         )
 
-    def chunk_flag_offset(
-        self, src_rank: Int, token_idx: Int, chunk: Int
-    ) -> Int:
+    def chunk_flag_offset(self, src_rank: Int, token_idx: Int, chunk: Int) -> Int:
         """Locates the flag of a chunk of a token, one of `N_CHUNKS`."""
         return (
             round_up(self.inline_token_offset(self.n_ranks, 0), BUFFER_ALIGN)
-            + (
-                (src_rank * self.max_tokens_per_rank + token_idx) * N_CHUNKS
-                + chunk
-            )
+            + ((src_rank * self.max_tokens_per_rank + token_idx) * N_CHUNKS + chunk)
             * FLAG_BYTES
         )
 
@@ -384,9 +374,7 @@ struct Group(TrivialRegisterPassable):
 
     def dispatch_message_offset(self, pair: Int, slot: Int) -> Int:
         """Locates a message of a pair, by expert."""
-        return (
-            pair * self.max_tokens_per_rank + slot
-        ) * self.dispatch_msg_bytes
+        return (pair * self.max_tokens_per_rank + slot) * self.dispatch_msg_bytes
 
     def dispatch_count_offset(self, pair: Int) -> Int:
         """Locates the count word of a pair, in the dispatch counts buffer."""
@@ -441,9 +429,7 @@ struct Group(TrivialRegisterPassable):
 
     def combine_put_from_region_end(self) -> Int:
         """Locates the combine put buffer, from the end of the region."""
-        return round_up(
-            self.dispatch_put_offset(self.n_choices()), BUFFER_ALIGN
-        )
+        return round_up(self.dispatch_put_offset(self.n_choices()), BUFFER_ALIGN)
 
     # ---------------------------------------------------- sizes of the buffers
 

@@ -114,9 +114,7 @@ def group_of(
         dispatch_msg_bytes=dispatch_msg_bytes,
         combine_msg_bytes=combine_msg_bytes,
         addressing=Addressing.TO_ALL if has_word(words, "to_all") else (
-            Addressing.BY_RANK if has_word(
-                words, "by_rank"
-            ) else Addressing.BY_EXPERT
+            Addressing.BY_RANK if has_word(words, "by_rank") else Addressing.BY_EXPERT
         ),
         returns=Returns.SUMS if has_word(words, "sums") else Returns.ROWS,
         is_padded=has_word(words, "padded"),
@@ -140,10 +138,7 @@ comptime _DispatchGroup[
 ] = group_of(words, is_gpu[target](), dispatch_msg_bytes=Format.msg_bytes)
 
 comptime _CombineGroup[
-    target: StaticString,
-    dtype: DType,
-    partial_dtype: DType,
-    words: StaticString,
+    target: StaticString, dtype: DType, partial_dtype: DType, words: StaticString
 ] = group_of(
     words,
     is_gpu[target](),
@@ -243,9 +238,7 @@ struct DispatchWait:
 
     @staticmethod
     def execute[
-        target: StaticString,
-        group: StaticString,
-        format: StaticString,
+        target: StaticString, group: StaticString, format: StaticString
     ](
         output_tokens: OutputTensor[rank=2, ...],
         output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -271,11 +264,7 @@ struct DispatchWait:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        launch_dispatch[
-            Format,
-            target,
-            Form.WAIT,
-        ](
+        launch_dispatch[Format, target, Form.WAIT](
             call,
             unused[GivenTokens[DType.bfloat16]](),
             dispatched_rows[Format](
@@ -400,9 +389,7 @@ struct CombineAsync:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[
-            target, combine_dtype, partial_dtype, group
-        ]
+        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of[target](
             "combine_async",
             atomic_counters.to_tile_tensor(),
@@ -414,10 +401,7 @@ struct CombineAsync:
             call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
         )
         launch_combine[partial_dtype, target, Form.ASYNC](
-            call,
-            rows,
-            unused[CombinedTokens[combine_dtype]](),
-            ctx,
+            call, rows, unused[CombinedTokens[combine_dtype]](), ctx
         )
 
 
@@ -442,9 +426,7 @@ struct CombineWait:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[
-            target, combine_dtype, partial_dtype, group
-        ]
+        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of_wait[target](
             "combine_wait",
             atomic_counters.to_tile_tensor(),
@@ -491,9 +473,7 @@ struct Combine:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[
-            target, combine_dtype, partial_dtype, group
-        ]
+        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of[target](
             "combine",
             atomic_counters.to_tile_tensor(),
@@ -537,9 +517,7 @@ struct Watch:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[
-            target, combine_dtype, partial_dtype, group
-        ]
+        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of_wait[target](
             "watch",
             atomic_counters.to_tile_tensor(),

@@ -78,9 +78,7 @@ def softmax_top_k_kernel[
         var expert = i * WARP_SIZE + lane
         if expert < n_experts:
             keys[i] = _key(
-                logits[unsafe_offset=token * n_experts + expert].cast[
-                    DType.float32
-                ]()
+                logits[unsafe_offset=token * n_experts + expert].cast[DType.float32]()
             )
     var largest = Float32(0)
     var others = Float32(0)
@@ -155,11 +153,7 @@ def _choose_on_host[
 
 
 def launch_softmax_top_k[
-    target: StaticString,
-    dtype: DType,
-    n_experts: Int,
-    top_k: Int,
-    renormalize: Bool,
+    target: StaticString, dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool
 ](
     ids: Pointer[Int32, MutUntrackedOrigin],
     weights: Pointer[Float32, MutUntrackedOrigin],
@@ -174,9 +168,7 @@ def launch_softmax_top_k[
     if n_tokens == 0:
         return
     comptime if is_gpu[target]():
-        comptime kernel = softmax_top_k_kernel[
-            dtype, n_experts, top_k, renormalize
-        ]
+        comptime kernel = softmax_top_k_kernel[dtype, n_experts, top_k, renormalize]
         var function = context.compile_function[kernel]()
         context.enqueue_function(
             function,
@@ -194,8 +186,7 @@ def launch_softmax_top_k[
 
         def run_chunk(chunk: Int) {imm}:
             for token in range(
-                chunk * n_tokens // n_chunks,
-                (chunk + 1) * n_tokens // n_chunks,
+                chunk * n_tokens // n_chunks, (chunk + 1) * n_tokens // n_chunks
             ):
                 _choose_on_host[dtype](
                     ids.unsafe_offset(token * top_k),

@@ -21,9 +21,7 @@ struct SoftmaxTopK:
         ctx: DeviceContext,
     ) raises:
         """Runs the op; see the launcher of its name."""
-        launch_softmax_top_k[
-            target, logits.dtype, n_experts, top_k, renormalize
-        ](
+        launch_softmax_top_k[target, logits.dtype, n_experts, top_k, renormalize](
             {unsafe_from_address = Int(ids.unsafe_ptr())},
             {unsafe_from_address = Int(weights.unsafe_ptr())},
             {unsafe_from_address = Int(logits.unsafe_ptr())},

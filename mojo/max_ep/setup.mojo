@@ -38,9 +38,7 @@ def _clear_cpu(region: BytePointer, group: Group, was_used: Bool):
         write_source_info(recv.unsafe_offset(i * msg_bytes), msg_bytes, i, 0)
     if group.is_by_rank():
         # An entry is of the generation that it says, however old it is.
-        clear(
-            group.dispatch_recv_offset(), group.entry_offset(group.n_ranks, 0)
-        )
+        clear(group.dispatch_recv_offset(), group.entry_offset(group.n_ranks, 0))
 
 
 # ------------------------------------------------------------------- GPU ranks
@@ -163,9 +161,7 @@ def init[
     else:
         for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
             for i in range(n_words):
-                counters[unsafe_offset=i] = word_after_init(
-                    i, rank, timeout_ms, group
-                )
+                counters[unsafe_offset=i] = word_after_init(i, rank, timeout_ms, group)
         _clear_cpu({unsafe_from_address = region}, group, was_used)
     mut_(my_rank)[] = Int32(rank)
     var offsets = [

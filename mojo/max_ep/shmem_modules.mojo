@@ -29,9 +29,7 @@ def register_module(function: DeviceFunction, context: DeviceContext) raises:
             "max_ep: this graph reaches other hosts through SHMEM, but none is",
             " joined; call EPCommInitializer.ep_init first.",
         )
-    var table = Pointer[UInt64, MutUntrackedOrigin](
-        unsafe_from_address=Int(address)
-    )
+    var table = Pointer[UInt64, MutUntrackedOrigin](unsafe_from_address=Int(address))
     var module = CUDA_MODULE(function)
     var handle = Pointer(to=module).unsafe_bitcast[UInt64]()[]
     var device_id = UInt64(Int(context.id()))

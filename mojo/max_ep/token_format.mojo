@@ -29,8 +29,7 @@ struct LaneWire(TrivialRegisterPassable):
 
 @fieldwise_init
 struct OutputTensors(TrivialRegisterPassable):
-    """The tensors that a dispatch op delivers rows into, whatever the format.
-    """
+    """The tensors that a dispatch op delivers rows into, whatever the format."""
 
     var tokens: BytePointer
     """Rows, `[n_rows][hidden_size]` in the format's element type."""
@@ -110,9 +109,7 @@ trait TokenFormat:
         ...
 
     @staticmethod
-    def decode(
-        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
-    ):
+    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
         """Puts the token of a message into the output tensors.
 
         Args:
@@ -126,9 +123,7 @@ trait TokenFormat:
     @staticmethod
     def encode_lane[
         input_type: DType, is_scaled: Bool
-    ](
-        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
-    ) -> LaneWire:
+    ](elements: SIMD[input_type, Self.lane_elements], input_scale: Float32) -> LaneWire:
         """Encodes what one GPU lane holds; all lanes of the warp call it.
 
         Parameters:
@@ -215,11 +210,7 @@ trait TokenFormat:
     @staticmethod
     @always_inline
     def end_metadata(
-        rows: Self.Rows,
-        n_rows: Int,
-        n_rows_max: Int,
-        worker: Int,
-        n_workers: Int,
+        rows: Self.Rows, n_rows: Int, n_rows_max: Int, worker: Int, n_workers: Int
     ):
         """Says how many rows there are; those behind choose nothing.
 

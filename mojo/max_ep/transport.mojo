@@ -85,9 +85,7 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
     @always_inline
     def __getitem__(self, rank: Int) -> BytePointer:
         """Points to the start of a rank's buffer."""
-        return BytePointer(
-            unsafe_from_address=Int(self.addresses[unsafe_offset=rank])
-        )
+        return BytePointer(unsafe_from_address=Int(self.addresses[unsafe_offset=rank]))
 
     def first_mapped(self) -> Int:
         """Finds the first rank whose buffer is mapped here."""

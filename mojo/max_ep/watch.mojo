@@ -20,13 +20,7 @@ from max.gpu.host.info import is_gpu
 from std.time import global_perf_counter_ns, perf_counter_ns, sleep
 
 from .arguments import Buffers, Call, check_size, mut_
-from .counters import (
-    EPLocalSyncCounters,
-    N_HEADER_WORDS,
-    NO_EXPERT,
-    wanted_word,
-    Word,
-)
+from .counters import EPLocalSyncCounters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
 from .device.phase import Queue
 from .device.shared import own_of, shared_words
 from .device.warp import bytes_at, SENTINEL
@@ -54,9 +48,7 @@ comptime WATCH_THREADS = 256
 
 
 @always_inline
-def _awaited_generation[
-    is_combine: Bool
-](counters: EPLocalSyncCounters) -> UInt32:
+def _awaited_generation[is_combine: Bool](counters: EPLocalSyncCounters) -> UInt32:
     comptime if is_combine:
         return next_generation(counters.generation(Word.COMBINE_RECEIVED))
     else:
@@ -64,23 +56,17 @@ def _awaited_generation[
 
 
 @always_inline
-def _n_counts[
-    group: Group, is_combine: Bool
-](my_rank: Int, peer_rank: Int) -> Int:
+def _n_counts[group: Group, is_combine: Bool](my_rank: Int, peer_rank: Int) -> Int:
     """Says how many counts a peer publishes."""
     var owner = peer_rank if is_combine else my_rank
     return n_experts_on_rank(group.n_experts, group.n_ranks, owner)
 
 
 @always_inline
-def _count_offset[
-    group: Group, is_combine: Bool
-](peer_rank: Int, i: Int) -> Int:
+def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int:
     """Locates one of them in this rank's counts buffer."""
     comptime if is_combine:
-        return group.combine_count_offset(
-            peer_rank * group.n_local_experts() + i
-        )
+        return group.combine_count_offset(peer_rank * group.n_local_experts() + i)
     else:
         return group.dispatch_count_offset(group.pair(i, peer_rank))
 
@@ -121,9 +107,7 @@ def watch_cpu[
                 first[peer_rank] += 1
             if first[peer_rank] == n:
                 var now = Int(perf_counter_ns())
-                waits_ns[unsafe_offset=peer_rank] = Int64(
-                    now - deadline.start_ns
-                )
+                waits_ns[unsafe_offset=peer_rank] = Int64(now - deadline.start_ns)
                 n_missing -= 1
         if n_missing == 0:
             return
@@ -154,10 +138,7 @@ def _is_there[
     comptime n_local_experts = group.n_local_experts()
     comptime if not is_combine:
         var offset = _count_offset[group, False](peer_rank, item)
-        return (
-            generation_of(load_acquire_sys(flag_at(my_counts, offset)))
-            == generation
-        )
+        return generation_of(load_acquire_sys(flag_at(my_counts, offset))) == generation
     elif not group.has_sums():
         # Negative if there is no row, and if it is on this rank.
         var expert = choices[unsafe_offset=item]
@@ -176,14 +157,12 @@ def _is_there[
         if not is_sent or peer_rank == my_rank:
             return True
         var offset = group.partial_offset(peer_rank, item)
-        return (
-            load_relaxed_sys_16(recv_buf.unsafe_offset(offset))[3] != SENTINEL
-        )
+        return load_relaxed_sys_16(recv_buf.unsafe_offset(offset))[3] != SENTINEL
 
 
 def watch_kernel[
     group: Group, is_combine: Bool
-](waits_ns: Pointer[Int64, MutUntrackedOrigin], buffers: Buffers[group],):
+](waits_ns: Pointer[Int64, MutUntrackedOrigin], buffers: Buffers[group]):
     """Watches one peer with each block.
 
     Launch: `grid_dim = n_ranks`, `block_dim = WATCH_THREADS`. The buffers are those
@@ -240,11 +219,7 @@ def watch_kernel[
 
 def launch_watch[
     group: Group, //, target: StaticString, is_combine: Bool
-](
-    call: Call[group],
-    waits_ns: TileTensor[DType.int64, ...],
-    queue: Queue,
-) raises:
+](call: Call[group], waits_ns: TileTensor[DType.int64, ...], queue: Queue) raises:
     """Measures how long a rank waits for each peer."""
     check_size(call.op, "waits_ns", Int(waits_ns.dim[0]()), group.n_ranks)
     comptime if is_gpu[target]():
@@ -259,7 +234,5 @@ def launch_watch[
         )
     else:
         watch_cpu[group, is_combine](
-            mut_(waits_ns),
-            call.counts[call.counters.my_rank()],
-            call.counters,
+            mut_(waits_ns), call.counts[call.counters.my_rank()], call.counters
         )

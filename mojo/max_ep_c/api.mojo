@@ -38,13 +38,7 @@ from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.launch import launch_combine, launch_dispatch
-from max_ep.layout import (
-    Addressing,
-    combine_msg_bytes,
-    Group,
-    MESSAGE_ALIGN,
-    Returns,
-)
+from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN, Returns
 from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
@@ -59,18 +53,14 @@ comptime TOP_K = get_defined_int["TOP_K"]()
 comptime WIDE_IDS = is_defined["WIDE_IDS"]()
 comptime Format = FormatOf[get_defined_string["FORMAT"](), HIDDEN, TOP_K]
 comptime INPUT_DTYPE = (
-    DType.float32 if get_defined_string["FORMAT"]()
-    == "float32" else DType.bfloat16
+    DType.float32 if get_defined_string["FORMAT"]() == "float32" else DType.bfloat16
 )
 comptime COMBINE_DTYPE = (
-    DType.float32 if get_defined_string["COMBINE"]()
-    == "float32" else DType.bfloat16
+    DType.float32 if get_defined_string["COMBINE"]() == "float32" else DType.bfloat16
 )
 
 
-def _group(
-    hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int
-) -> Group:
+def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) -> Group:
     return Group(
         n_experts=get_defined_int["EXPERTS"](),
         n_ranks=N_RANKS,
@@ -160,12 +150,7 @@ struct Rank(Movable):
     """What the last call that failed says."""
 
     def __init__(
-        out self,
-        device: Int,
-        rank: Int,
-        timeout_ms: Int,
-        region: Int,
-        words: Int,
+        out self, device: Int, rank: Int, timeout_ms: Int, region: Int, words: Int
     ) raises:
         """Takes a rank's memory as it is."""
         comptime if is_gpu[TARGET]():
@@ -191,8 +176,7 @@ struct Rank(Movable):
         return self.queue.copy()
 
     def clear(mut self) raises:
-        """Puts the memory in the state before generation 1, and waits for that.
-        """
+        """Puts the memory in the state before generation 1, and waits for that."""
         var setup: List[Int64] = [
             Int64(self.region),
             Int64(self.my_rank),
@@ -228,9 +212,7 @@ struct Rank(Movable):
         """Finds a buffer on all ranks, by its place in `offsets`."""
         return {_at[UInt64](Int(Pointer(to=self.addresses)) + 8 * N_RANKS * i)}
 
-    def call[
-        group: Group, direction: Int
-    ](self, op: StaticString) -> Call[group]:
+    def call[group: Group, direction: Int](self, op: StaticString) -> Call[group]:
         """Makes a call of an op; direction 0: dispatch, 1: combine."""
         return {
             op,
@@ -274,9 +256,7 @@ def max_ep_open(
 ) abi("C") -> Int:
     """Clears a rank's memory; returns its handle, 0 after an error, printed."""
     try:
-        var opened = Rank(
-            Int(device), Int(rank), Int(timeout_ms), region, counters
-        )
+        var opened = Rank(Int(device), Int(rank), Int(timeout_ms), region, counters)
         opened.clear()
         var handle = unsafe_alloc[Rank](1)
         handle.unsafe_write(opened^)
@@ -325,9 +305,7 @@ def max_ep_last_error(handle: Int, text: Int, size: Int32) abi("C") -> Int32:
 
 
 @export
-def max_ep_failure(
-    handle: Int, record: Int, text: Int, size: Int32
-) abi("C") -> Int32:
+def max_ep_failure(handle: Int, record: Int, text: Int, size: Int32) abi("C") -> Int32:
     """Puts a failure record, int32 words in host memory, into words."""
     ref rank = _rank(handle)[]
     var words = Array[Int32, N_FAILURE_WORDS](fill=0)
@@ -365,9 +343,7 @@ struct DispatchArguments(TrivialRegisterPassable):
     """Int32 `[n_local_experts][capacity][2]`."""
 
 
-def _dispatch[
-    form: Form
-](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
+def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
     """Sends tokens, or receives rows, or both."""
     var ids = given.topk_ids
     var narrow = List[Int32]()
@@ -375,9 +351,7 @@ def _dispatch[
         var wide = _at[Int64](given.topk_ids)
         for i in range(given.n_tokens * TOP_K):
             # What does not fit is out of range in any case.
-            narrow.append(
-                Int32(max(min(wide[unsafe_offset=i], Int64(Int32.MAX)), -2))
-            )
+            narrow.append(Int32(max(min(wide[unsafe_offset=i], Int64(Int32.MAX)), -2)))
         ids = Int(narrow.unsafe_ptr())
     launch_dispatch[Format, TARGET, form](
         rank.call[DISPATCH, 0]("dispatch"),
@@ -439,10 +413,7 @@ def _combine[
     """Sends rows, or adds those that came, or both."""
     # A caller may write over its rows once they are sent.
     launch_combine[COMBINE_DTYPE, TARGET, form, True](
-        rank.call[COMBINE, 1]("combine"),
-        given,
-        combined,
-        rank.queue_at(queue),
+        rank.call[COMBINE, 1]("combine"), given, combined, rank.queue_at(queue)
     )
 
 
@@ -470,8 +441,7 @@ def max_ep_combine(
     ref rank = _rank(handle)[]
     var tensors = _at[CombineArguments](arguments)[]
     var given = GivenRows(
-        SharedRows(_at[UInt8](tensors.rows), N_ROWS),
-        _imm[Int32](tensors.src_info),
+        SharedRows(_at[UInt8](tensors.rows), N_ROWS), _imm[Int32](tensors.src_info)
     )
     var out = CombinedTokens[COMBINE_DTYPE](
         _at[Scalar[COMBINE_DTYPE]](tensors.combined),
@@ -495,22 +465,17 @@ def max_ep_combine(
 def max_ep_watch(
     handle: Int, queue: Int, is_combine: Int32, waits_ns: Int
 ) abi("C") -> Int32:
-    """Measures, between the halves, the wait for each peer: int64 `[n_ranks]`.
-    """
+    """Measures, between the halves, the wait for each peer: int64 `[n_ranks]`."""
     ref rank = _rank(handle)[]
     var waits = _vector[DType.int64](waits_ns, N_RANKS)
     try:
         if is_combine == 0:
             launch_watch[TARGET, False](
-                rank.call[DISPATCH, 0]("watch"),
-                waits,
-                rank.queue_at(queue),
+                rank.call[DISPATCH, 0]("watch"), waits, rank.queue_at(queue)
             )
         else:
             launch_watch[TARGET, True](
-                rank.call[COMBINE, 1]("watch"),
-                waits,
-                rank.queue_at(queue),
+                rank.call[COMBINE, 1]("watch"), waits, rank.queue_at(queue)
             )
         return 0
     except error:

@@ -31,9 +31,7 @@ def _dot_block[
     for p in range(0, whole, _WIDTH):
         var w = Array[Vector, n_columns](fill=0)
         comptime for j in range(n_columns):
-            w[j] = weight.unsafe_load[width=_WIDTH](j * k + p).cast[
-                DType.float32
-            ]()
+            w[j] = weight.unsafe_load[width=_WIDTH](j * k + p).cast[DType.float32]()
         comptime for i in range(n_rows):
             var v = x.unsafe_load[width=_WIDTH](i * k + p).cast[DType.float32]()
             comptime for j in range(n_columns):
@@ -81,9 +79,7 @@ def cpu_grouped_matmul[dtype: DType](product: GroupedProduct[dtype]) raises:
         var begin = Int(product.row_offsets[unsafe_offset=i])
         var end = Int(product.row_offsets[unsafe_offset=i + 1])
         var expert = Int(product.expert_ids[unsafe_offset=i])
-        if not (
-            begin <= end <= product.n_rows and 0 <= expert < product.n_experts
-        ):
+        if not (begin <= end <= product.n_rows and 0 <= expert < product.n_experts):
             raise Error(
                 t"max_ep: grouped_matmul: rows [{begin}, {end}) for expert"
                 t" {expert}; there are {product.n_rows} rows and"
@@ -106,12 +102,7 @@ def cpu_grouped_matmul[dtype: DType](product: GroupedProduct[dtype]) raises:
         @always_inline
         def multiply[n_columns: Int](at: Int) {imm}:
             _dot_columns[dtype, n_columns](
-                y.unsafe_offset(at),
-                x,
-                weight.unsafe_offset(at * k),
-                n_rows,
-                n,
-                k,
+                y.unsafe_offset(at), x, weight.unsafe_offset(at * k), n_rows, n, k
             )
 
         while column + _BLOCK <= last:
@@ -123,9 +114,7 @@ def cpu_grouped_matmul[dtype: DType](product: GroupedProduct[dtype]) raises:
     sync_parallelize(run_task, product.n_groups * tasks_per_group)
 
 
-def cpu_fused_silu[
-    dtype: DType
-](y: Out[dtype], x: In[dtype], n_rows: Int, n: Int):
+def cpu_fused_silu[dtype: DType](y: Out[dtype], x: In[dtype], n_rows: Int, n: Int):
     """Computes `y = silu(gate) * up` of rows `[gate | up]`, in float32.
 
     Parameters:

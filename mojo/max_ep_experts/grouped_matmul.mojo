@@ -24,9 +24,7 @@ def _chunks_before(
     n_groups: Int,
     n_rows: Int,
     n_experts: Int,
-    before: Pointer[
-        Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-    ],
+    before: Pointer[Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
 ):
     """Counts the chunks of tokens before each group, with one warp.
 
@@ -90,20 +88,13 @@ def grouped_matmul_kernel(
     var warp_idx = Int(thread_idx.x) // WARP_SIZE
     if warp_idx == 0:
         _chunks_before(
-            row_offsets,
-            expert_ids,
-            Int(n_groups),
-            Int(n_rows),
-            Int(n_experts),
-            before,
+            row_offsets, expert_ids, Int(n_groups), Int(n_rows), Int(n_experts), before
         )
     barrier()
     var n_columns = Int(n) // COLUMNS
     var n_tiles = Int(before[unsafe_offset=Int(n_groups)]) * n_columns
     for i in range(
-        Int(block_idx.x) * _N_WARPS + warp_idx,
-        n_tiles,
-        Int(grid_dim.x) * _N_WARPS,
+        Int(block_idx.x) * _N_WARPS + warp_idx, n_tiles, Int(grid_dim.x) * _N_WARPS
     ):
         var chunk, column = divmod(i, n_columns)
         # Bisection: the last group with at most `chunk` chunks before it.
@@ -119,8 +110,7 @@ def grouped_matmul_kernel(
             + (chunk - Int(before[unsafe_offset=group])) * CHUNK
         )
         var end = min(
-            min(Int(row_offsets[unsafe_offset=group + 1]), Int(n_rows)),
-            begin + CHUNK,
+            min(Int(row_offsets[unsafe_offset=group + 1]), Int(n_rows)), begin + CHUNK
         )
         var expert = Int(expert_ids[unsafe_offset=group])
         var tile = Tile(

@@ -20,9 +20,7 @@ def _multiply_together[
     n_tiles: Int, n_loads: Int
 ](
     tile: Tile,
-    theirs: Pointer[
-        Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-    ],
+    theirs: Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
 ):
     """Computes a tile with all warps of a block, each some steps of `k`.
 
@@ -35,8 +33,7 @@ def _multiply_together[
     if warp_idx > 0:
         comptime for i in range(n_tiles):
             theirs.unsafe_store[alignment=16](
-                4 * ((warp_idx - 1) * n_words + i * WARP_SIZE + lane),
-                sums[i],
+                4 * ((warp_idx - 1) * n_words + i * WARP_SIZE + lane), sums[i]
             )
     barrier()
     if warp_idx == 0:

@@ -44,9 +44,7 @@ struct GroupedMatmul:
         )
         comptime if is_gpu[target]():
             comptime assert y.dtype == DType.bfloat16, "max_ep: bfloat16 only"
-            launch_grouped_matmul(
-                rebind[GroupedProduct[DType.bfloat16]](product), ctx
-            )
+            launch_grouped_matmul(rebind[GroupedProduct[DType.bfloat16]](product), ctx)
         else:
             cpu_grouped_matmul(product)
 

@@ -65,9 +65,7 @@ struct Tile(Copyable, Movable):
         # tokens, and the results of columns `high` and `high + 8` for tokens
         # `2 * low` and `2 * low + 1`.
         var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
-        var upper = self.weight.unsafe_offset(
-            (self.column + high) * self.k + 8 * low
-        )
+        var upper = self.weight.unsafe_offset((self.column + high) * self.k + 8 * low)
         var lower = upper.unsafe_offset(8 * self.k)
         var tokens = Array[Bf16In, n_tiles](fill=self.x.unsafe_offset(8 * low))
         comptime for tile in range(n_tiles):
@@ -96,12 +94,7 @@ struct Tile(Copyable, Movable):
                                 .join(downs[i].slice[2, offset=o + 2]())
                             )
                         )
-                        mma(
-                            sums[tile],
-                            a,
-                            token.slice[4, offset=o](),
-                            sums[tile],
-                        )
+                        mma(sums[tile], a, token.slice[4, offset=o](), sums[tile])
 
     @always_inline
     def store[n_tiles: Int](self, sums: Sums[n_tiles]):
@@ -112,10 +105,7 @@ struct Tile(Copyable, Movable):
                 var token = self.begin + TOKENS * tile + 2 * low + i % 2
                 if token < self.end:
                     self.y[
-                        unsafe_offset=token * self.n
-                        + self.column
-                        + high
-                        + 8 * (i // 2)
+                        unsafe_offset=token * self.n + self.column + high + 8 * (i // 2)
                     ] = sums[tile][i].cast[DType.bfloat16]()
 
     @always_inline

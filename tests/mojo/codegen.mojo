@@ -4,15 +4,7 @@
 Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd, emit_phase
-from groups import (
-    BF16,
-    BY_EXPERT,
-    combine_group,
-    dispatch_group,
-    FP8,
-    ROWS,
-    TOP_K,
-)
+from groups import BF16, BY_EXPERT, combine_group, dispatch_group, FP8, ROWS, TOP_K
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.device.phase import InputScales, Phase
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
@@ -29,22 +21,16 @@ def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
 comptime Dispatch[
     Format: TokenFormat, padded: Bool = False, shared: Bool = False
 ] = DispatchByExpert[
-    dispatch_group[Format](
-        BY_EXPERT, is_padded=padded, fused_shared_expert=shared
-    ),
+    dispatch_group[Format](BY_EXPERT, is_padded=padded, fused_shared_expert=shared),
     Format,
     DType.bfloat16,
 ]
 
 comptime Combine[
     dtype: DType = DType.bfloat16, shared: Bool = False, top_k: Int = TOP_K
-] = CombineRows[
-    combine_group[dtype](top_k=top_k, fused_shared_expert=shared), dtype
-]
+] = CombineRows[combine_group[dtype](top_k=top_k, fused_shared_expert=shared), dtype]
 
-comptime Overlapped = CombineRows[
-    combine_group[DType.bfloat16](ROWS), DType.bfloat16
-]
+comptime Overlapped = CombineRows[combine_group[DType.bfloat16](ROWS), DType.bfloat16]
 """By rank it overlaps the launch before it."""
 
 
@@ -59,9 +45,7 @@ def main() raises:
     emit_both[Dispatch[BF16], "dispatch_async"]("bf16")
     emit_both[Dispatch[BF16, shared=True], "dispatch_async"]("bf16_shared")
     emit_both[Dispatch[FP8], "dispatch_async"]("fp8")
-    emit_both[Dispatch[FP8], "dispatch_async", InputScales(scale_of)](
-        "fp8_scaled"
-    )
+    emit_both[Dispatch[FP8], "dispatch_async", InputScales(scale_of)]("fp8_scaled")
     emit_both[Dispatch[BF16], "dispatch_wait"]("bf16")
     emit_both[Dispatch[BF16, padded=True], "dispatch_wait"]("bf16_padded")
     emit_both[Dispatch[BF16, shared=True], "dispatch_wait"]("bf16_shared")

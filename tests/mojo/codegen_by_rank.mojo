@@ -47,9 +47,7 @@ comptime Dispatch[
     DType.bfloat16,
 ]
 
-comptime WithMetadata = WithMetadataTokenFormat[
-    DType.bfloat16, HIDDEN, N_RANKS, TOP_K
-]
+comptime WithMetadata = WithMetadataTokenFormat[DType.bfloat16, HIDDEN, N_RANKS, TOP_K]
 comptime AllGather = DispatchByRank[
     dispatch_group[WithMetadata](
         Addressing.TO_ALL, SUMS, MANY, n_experts=N_RANKS, shares_gpu=False
@@ -80,32 +78,27 @@ def main() raises:
     emit_phase[Dispatch[BF16, SUMS, MANY, shared=True], "dispatch_async"](
         "bf16_sums_shared_chunks"
     )
-    emit_phase[
-        Dispatch[BF16, padded=True, oversubscribed=True], "dispatch_wait"
-    ]("bf16_padded_oversubscribed")
+    emit_phase[Dispatch[BF16, padded=True, oversubscribed=True], "dispatch_wait"](
+        "bf16_padded_oversubscribed"
+    )
     emit_phase[Dispatch[FP8, SUMS], "dispatch_wait"]("fp8_sums")
     emit_phase[
-        Dispatch[FP8, ROWS, MANY, shared=True, oversubscribed=True],
-        "dispatch_wait",
+        Dispatch[FP8, ROWS, MANY, shared=True, oversubscribed=True], "dispatch_wait"
     ]("fp8_shared_chunks_oversubscribed")
     emit_phase[Dispatch[BF16], "dispatch"]("bf16")
     emit_phase[Dispatch[FP8, SUMS, padded=True], "dispatch"]("fp8_sums_padded")
     emit_phase[Dispatch[BF16, SUMS, MANY], "dispatch"]("bf16_sums_chunks")
-    emit_phase[Dispatch[FP8, ROWS, MANY, shared=True], "dispatch"](
-        "fp8_shared_chunks"
-    )
+    emit_phase[Dispatch[FP8, ROWS, MANY, shared=True], "dispatch"]("fp8_shared_chunks")
     emit_phase[AllGather, "dispatch"]("bf16_sums_metadata_chunks")
     emit_phase[Dispatch[BF16, SUMS, n_experts=2 * N_EXPERTS], "dispatch"](
         "bf16_sums_many"
     )
     emit_phase[Combine[DType.bfloat16], "combine_async"]("bf16")
     emit_phase[Combine[DType.float32, MANY], "combine_async"]("f32")
-    emit_phase[Combine[DType.bfloat16, shared=True], "combine_wait"](
-        "bf16_shared"
+    emit_phase[Combine[DType.bfloat16, shared=True], "combine_wait"]("bf16_shared")
+    emit_phase[Combine[DType.float32, MANY, oversubscribed=True], "combine_wait"](
+        "f32_oversubscribed"
     )
-    emit_phase[
-        Combine[DType.float32, MANY, oversubscribed=True], "combine_wait"
-    ]("f32_oversubscribed")
     emit_phase[Combine[DType.bfloat16], "combine"]("bf16")
     emit_phase[Combine[DType.bfloat16, shared=True], "combine"]("bf16_shared")
     emit_phase[Combine[DType.float32, MANY], "combine"]("f32")

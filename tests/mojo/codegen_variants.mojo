@@ -39,8 +39,7 @@ def by_rank[
     padded: Bool = False,
     shared: Bool = False,
 ](name: String) raises:
-    """Compiles all kernels by rank for one set of options, rows' way back too.
-    """
+    """Compiles all kernels by rank for one set of options, rows' way back too."""
     comptime group = dispatch_group[Format](
         BY_RANK,
         returns,
@@ -117,9 +116,7 @@ def all_gather[max_tokens: Int](name: String) raises:
 
 def from_torch() raises:
     """Compiles what only `max_ep_c` has: int64 ids, rows that may change."""
-    comptime group = _with_wide_ids(
-        dispatch_group[BF16](BY_RANK, is_padded=True)
-    )
+    comptime group = _with_wide_ids(dispatch_group[BF16](BY_RANK, is_padded=True))
     emit_dispatch[DispatchByRank[group, BF16, DType.bfloat16]]("torch")
     comptime back = combine_group[DType.bfloat16](ROWS)
     emit_combine[CombineRows[back, DType.bfloat16, True]]("torch")
@@ -145,9 +142,7 @@ def main() raises:
     by_rank[F32, ROWS, 4, FEW]("rank_4_rows_f32")
     by_rank[SHORT, SUMS, 4, FEW, True, True]("rank_4_sums_short_padded_shared")
     by_rank[FP8, ROWS, 8, FEW, True, True]("rank_8_rows_fp8_padded_shared")
-    sums[1, MANY, shared=True, oversubscribed=True](
-        "sums_1_shared_oversubscribed"
-    )
+    sums[1, MANY, shared=True, oversubscribed=True]("sums_1_shared_oversubscribed")
     sums[2, MANY]("sums_2")
     sums[4, FEW, DType.float32, shared=True]("sums_4_f32_shared")
     all_gather[FEW]("few")

@@ -28,29 +28,22 @@ def _write[
 def emit[
     Kernel: TrivialRegisterPassable, //, kernel: Kernel, links: Bool = True
 ](name: String) raises:
-    """Compiles a kernel for NVIDIA; it links if it calls nothing outside of itself.
-    """
+    """Compiles a kernel for NVIDIA; it links if it calls nothing outside of itself."""
     var path = String(argv()[1], "/sm_90a.", name)
     _write[kernel, "sm_90a", "asm"](String(path, ".s"))
     comptime if links:
         _write[kernel, "sm_90a", "object"](String(path, ".cubin"))
 
 
-def emit_amd[
-    Kernel: TrivialRegisterPassable, //, kernel: Kernel
-](name: String) raises:
+def emit_amd[Kernel: TrivialRegisterPassable, //, kernel: Kernel](name: String) raises:
     """Compiles a kernel for AMD."""
     _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
 
 
 def emit_phase[
-    P: Phase,
-    kernel: StaticString,
-    scales: InputScales = None,
-    for_amd: Bool = False,
+    P: Phase, kernel: StaticString, scales: InputScales = None, for_amd: Bool = False
 ](variant: String) raises:
-    """Compiles a phase's kernel, as `kernel.variant`; its end says which one.
-    """
+    """Compiles a phase's kernel, as `kernel.variant`; its end says which one."""
     comptime sends = not kernel.endswith("_wait")
     comptime receives = not kernel.endswith("_async")
     comptime entry = phase_kernel[P, sends, receives, scales]

@@ -20,9 +20,7 @@ def main() raises:
         var x = bitcast[DType.float32](bits)
         var found = encode_e4m3fn(x)
         comptime for lane in range(WIDTH):
-            var wanted = bitcast[DType.uint8](
-                x[lane].cast[DType.float8_e4m3fn]()
-            )
+            var wanted = bitcast[DType.uint8](x[lane].cast[DType.float8_e4m3fn]())
             if x[lane] == x[lane]:
                 n_compared += 1
                 if found[lane] != wanted:

@@ -5,13 +5,7 @@ A large model, on eight GPUs unless said otherwise.
 """
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
-from max_ep.layout import (
-    Addressing,
-    Group,
-    message_bytes,
-    plain_token_bytes,
-    Returns,
-)
+from max_ep.layout import Addressing, Group, message_bytes, plain_token_bytes, Returns
 from max_ep.token_format import TokenFormat
 from std.sys import size_of
 

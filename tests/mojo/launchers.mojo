@@ -66,22 +66,12 @@ def main() raises:
                 ids[rank].ptr[unsafe_offset=t * TOP_K + k] = Int32((t + k) % 3)
         ep_dispatch_async_kernel_api[
             Format, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "cpu", scale_of
-        ](
-            counters[rank],
-            tokens[rank],
-            ids[rank],
-            ptrs[0],
-            ptrs[1],
-            ptrs[2],
-            ctx,
-        )
+        ](counters[rank], tokens[rank], ids[rank], ptrs[0], ptrs[1], ptrs[2], ctx)
     var rows = [tensor[F32](MAX_ROWS, HIDDEN), tensor[F32](MAX_ROWS, HIDDEN)]
     var src_info = [tensor[I32](MAX_ROWS, 2), tensor[I32](MAX_ROWS, 2)]
     for rank in range(N_RANKS):
         var row_offsets = vector[DType.uint32](n_local + 1)
-        ep_dispatch_wait_kernel_api[
-            Format, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "cpu"
-        ](
+        ep_dispatch_wait_kernel_api[Format, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "cpu"](
             PlainRows(rows[rank].ptr.unsafe_bitcast[UInt8]()),
             row_offsets,
             vector[I32](n_local),
@@ -92,30 +82,18 @@ def main() raises:
             ctx,
         )
         # Rank 0 holds experts 0 and 1, rank 1 expert 2: 7 and 3 rows of 10.
-        assert_equal(
-            Int(row_offsets.ptr[unsafe_offset=n_local]), 7 if rank == 0 else 3
-        )
+        assert_equal(Int(row_offsets.ptr[unsafe_offset=n_local]), 7 if rank == 0 else 3)
     for rank in range(N_RANKS):
         ep_combine_async_kernel_api[
             F32, HIDDEN, TOP_K, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "cpu"
-        ](
-            counters[rank],
-            rows[rank],
-            src_info[rank],
-            ptrs[3],
-            ptrs[4],
-            ptrs[5],
-            ctx,
-        )
+        ](counters[rank], rows[rank], src_info[rank], ptrs[3], ptrs[4], ptrs[5], ctx)
     comptime combine_wait = ep_combine_wait_kernel_api[
         F32, HIDDEN, TOP_K, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "cpu"
     ]
     for rank in range(N_RANKS):
         var n_tokens = 3 - rank
         var result = tensor[F32](n_tokens, HIDDEN)
-        combine_wait(
-            result, counters[rank], weights[rank], ptrs[4], ptrs[5], ctx
-        )
+        combine_wait(result, counters[rank], weights[rank], ptrs[4], ptrs[5], ctx)
         for t in range(n_tokens):
             # Scale 2**e for expert e, summed over the token's two experts.
             var factor = Float32((1 << (t % 3)) + (1 << ((t + 1) % 3)))

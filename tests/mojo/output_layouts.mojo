@@ -245,8 +245,7 @@ def check_digest_of_src_info() raises:
 
 
 def check_two_dispatches_are_kept() raises:
-    """One may be sent before the one before it is combined, also where it wraps.
-    """
+    """One may be sent before the one before it is combined, also where it wraps."""
     var group = group_of[FP8]()
     var ranks = Ranks(group)
     var counters = EPLocalSyncCounters[1](ranks.counters[0].ptr)

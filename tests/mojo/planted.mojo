@@ -47,17 +47,11 @@ def main() raises:
     var ctx = DeviceContext()
     var out_words = ctx.enqueue_create_buffer[DType.int32](N_THREADS)
     if which == "overrun":
-        ctx.enqueue_function[overrun_kernel](
-            out_words, grid_dim=1, block_dim=N_THREADS
-        )
+        ctx.enqueue_function[overrun_kernel](out_words, grid_dim=1, block_dim=N_THREADS)
     elif which == "unset":
-        ctx.enqueue_function[unset_kernel](
-            out_words, grid_dim=1, block_dim=N_THREADS
-        )
+        ctx.enqueue_function[unset_kernel](out_words, grid_dim=1, block_dim=N_THREADS)
     elif which == "race":
-        ctx.enqueue_function[race_kernel](
-            out_words, grid_dim=1, block_dim=N_THREADS
-        )
+        ctx.enqueue_function[race_kernel](out_words, grid_dim=1, block_dim=N_THREADS)
     elif which == "divergence":
         ctx.enqueue_function[divergence_kernel](
             out_words, grid_dim=1, block_dim=N_THREADS

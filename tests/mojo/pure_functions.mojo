@@ -49,16 +49,13 @@ comptime GROUP_OF[n_ranks: Int] = Group(
 
 
 def check_chunks_at_once() raises:
-    """Chunks that are sent at once are whole steps, also of a token of 3 chunks.
-    """
+    """Chunks that are sent at once are whole steps, also of a token of 3 chunks."""
     comptime group = GROUP_OF[2]
     comptime for n_steps in [1, 2, 3, N_CHUNKS, 28]:
         comptime n_chunks = min(N_CHUNKS, n_steps)
         for n_senders in range(1, NUM_THREADS // 32 + 1):
             for n_tokens in [257, 4096]:
-                var shift = chunks_at_once_shift[group, n_steps](
-                    n_tokens, n_senders
-                )
+                var shift = chunks_at_once_shift[group, n_steps](n_tokens, n_senders)
                 assert_equal(n_chunks >> shift << shift, n_chunks)
 
 
@@ -144,8 +141,7 @@ def check_runs_of_blocks() raises:
 
 
 def check_peers_and_pairs() raises:
-    """Each rank comes once, the own one last; each pair has one place in a warp.
-    """
+    """Each rank comes once, the own one last; each pair has one place in a warp."""
     for my_rank in range(5):
         for n in range(5):
             assert_equal(nth_peer(my_rank, n, 5), (my_rank + 1 + n) % 5)

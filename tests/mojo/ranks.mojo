@@ -9,12 +9,8 @@ from std.memory.alloc import unsafe_alloc
 
 comptime VectorLayout = type_of(row_major(Coord(Int64(0))))
 comptime MatrixLayout = type_of(row_major(Coord(Int64(0), Int64(0))))
-comptime Vector[dtype: DType] = TileTensor[
-    dtype, VectorLayout, MutUntrackedOrigin
-]
-comptime Matrix[dtype: DType] = TileTensor[
-    dtype, MatrixLayout, MutUntrackedOrigin
-]
+comptime Vector[dtype: DType] = TileTensor[dtype, VectorLayout, MutUntrackedOrigin]
+comptime Matrix[dtype: DType] = TileTensor[dtype, MatrixLayout, MutUntrackedOrigin]
 
 
 def _filled[
@@ -44,8 +40,7 @@ def set_up[
     spare_counters: Vector[DType.int32],
     ctx: DeviceContext,
 ) raises -> Vector[DType.uint64]:
-    """Puts a rank's memory in its first state; returns where its buffers are.
-    """
+    """Puts a rank's memory in its first state; returns where its buffers are."""
     var setup = vector[DType.int64](N_SETUP_WORDS)
     var words = [
         region,
@@ -93,6 +88,4 @@ struct Ranks:
                 DeviceContext(api="cpu"),
             )
             for i in range(6):
-                self.ptrs[i].ptr[unsafe_offset=rank] = buffers.ptr[
-                    unsafe_offset=i
-                ]
+                self.ptrs[i].ptr[unsafe_offset=rank] = buffers.ptr[unsafe_offset=i]

@@ -114,9 +114,7 @@ struct Rank:
         comptime N_VALUES = MAX_TOKENS * HIDDEN
         comptime N_CHOICES = MAX_TOKENS * TOP_K
         self.n_tokens = MAX_TOKENS - 2 * rank
-        self.region = ctx.enqueue_create_buffer[DType.uint8](
-            group.region_bytes()
-        )
+        self.region = ctx.enqueue_create_buffer[DType.uint8](group.region_bytes())
         self.counters = ctx.enqueue_create_buffer[I32](N_WORDS)
         self.spare_counters = ctx.enqueue_create_buffer[I32](N_WORDS)
         self.tokens = ctx.enqueue_create_buffer[F32](N_VALUES)
@@ -165,9 +163,7 @@ def addresses(ranks: List[Rank], which: Int) -> Vector[DType.uint64]:
 
 def buffers[
     T: AnyType
-](ranks: List[Rank], which: Int) -> Array[
-    Pointer[T, MutUntrackedOrigin], N_RANKS
-]:
+](ranks: List[Rank], which: Int) -> Array[Pointer[T, MutUntrackedOrigin], N_RANKS]:
     """Finds the same buffer of all ranks."""
     var found = addresses(ranks, which)
     return [
@@ -219,9 +215,7 @@ def dispatch_all(
         )
 
 
-def combine_all(
-    ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext
-) raises:
+def combine_all(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
     """Sends the rows of all ranks back; the experts return what they get."""
     for i in range(N_RANKS):
         ref rank = ranks[i]
@@ -315,8 +309,6 @@ def main() raises:
                         (1 << (t % N_EXPERTS)) + (1 << ((t + 1) % N_EXPERTS))
                     )
                     for e in range(HIDDEN):
-                        assert_equal(
-                            result[t * HIDDEN + e], factor * token(i, t, e)
-                        )
+                        assert_equal(result[t * HIDDEN + e], factor * token(i, t, e))
     _ = scales^
     print("OK")

@@ -34,9 +34,7 @@ from .send import send_rows, SharedPairs
 
 
 @fieldwise_init
-struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
-    Phase
-):
+struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Phase):
     """Sends expert rows back, and adds up those of each token.
 
     Launch: any grid; fused, `group.num_threads` at least two warps. `keeps_rows`: whether
@@ -65,17 +63,13 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
         comptime group = Self.group
         comptime if Self.overlaps_previous:
             await_launch_before()
-        if not can_start[group](
-            self.buffers.counters, SEND if sends else RECEIVE
-        ):
+        if not can_start[group](self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
         var block = Block[group].set_up[N_CONTROL](self.buffers, self.my_rank)
         comptime if sends:
             if block.before.dispatch_received == 0:
-                block.refuse(
-                    Failure.NOTHING_DISPATCHED, SEND, block.combine_sending()
-                )
+                block.refuse(Failure.NOTHING_DISPATCHED, SEND, block.combine_sending())
                 self._refuse[receives]()
                 block.counters.set_broken()
                 return
@@ -83,16 +77,11 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
         comptime if sends and (group.n_ranks > 1 or sends_own):
             var n_senders = group.num_threads // WARP_SIZE
             comptime if receives:
-                n_senders = n_send_warps(
-                    in_32_bits(self.combined.n_tokens), n_senders
-                )
+                n_senders = n_send_warps(in_32_bits(self.combined.n_tokens), n_senders)
             var pairs = SharedPairs[group].copied_from(block.counters)
             if block.warp_idx < n_senders:
                 send_rows[Self.dtype, sends_own](
-                    self.given,
-                    pairs,
-                    own_of(self.put_bufs, block.my_rank),
-                    block,
+                    self.given, pairs, own_of(self.put_bufs, block.my_rank), block
                 )
         else:
             barrier()
@@ -101,10 +90,7 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
             comptime if sends:
                 dispatch_generation = block.before.dispatch_received
             reduce_tokens[Self.dtype, sends_own](
-                self.combined,
-                self.given.rows,
-                dispatch_generation,
-                block,
+                self.combined, self.given.rows, dispatch_generation, block
             )
         _finish[sends, receives](block)
 
@@ -113,8 +99,7 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](
         """Gives a result where none is computed."""
         comptime if receives:
             fill_with_nan[Self.group.num_threads](
-                self.combined.tokens,
-                self.combined.n_tokens * Self.group.hidden_size,
+                self.combined.tokens, self.combined.n_tokens * Self.group.hidden_size
             )
 
 
@@ -134,15 +119,12 @@ def fill_with_nan[
 
 @always_inline
 def _finish[group: Group, //, sends: Bool, receives: Bool](block: Block[group]):
-    """Ends a launch: its last block advances generations and publishes done words.
-    """
+    """Ends a launch: its last block advances generations and publishes done words."""
     if not is_last_block(block.counters):
         return
     comptime if sends:
         if block.lane == 0:
-            block.counters.set_generation(
-                Word.COMBINE_SENT, block.combine_sending()
-            )
+            block.counters.set_generation(Word.COMBINE_SENT, block.combine_sending())
             block.counters.set_generation(
                 Word.COMBINE_OF, block.before.dispatch_received
             )

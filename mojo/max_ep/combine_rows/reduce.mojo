@@ -78,9 +78,7 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
             var shared = LaneBytes(0)
             comptime if Self.group.fused_shared_expert:
                 if is_there:
-                    shared = load16(
-                        shared_row.unsafe_offset(vector * MESSAGE_ALIGN)
-                    )
+                    shared = load16(shared_row.unsafe_offset(vector * MESSAGE_ALIGN))
             comptime if top_k <= ROWS_IN_FLIGHT:
                 self._add(sum, 0, choices, weights, vector, is_there)
             else:
@@ -140,9 +138,7 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
             var row = row_of_own(choice)
             if row >= 0:
                 return self.expert_rows.unsafe_offset(row * Self.row_bytes)
-        return self.received.unsafe_offset(
-            Self.group.combine_message_offset(0, k)
-        )
+        return self.received.unsafe_offset(Self.group.combine_message_offset(0, k))
 
     @staticmethod
     @always_inline
@@ -158,9 +154,7 @@ def _is_bad_answer(
     var received = block.combine_receiving()
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        block.refuse(
-            Failure.BAD_N_TOKENS, RECEIVE, received, -1, n_tokens, n_sent
-        )
+        block.refuse(Failure.BAD_N_TOKENS, RECEIVE, received, -1, n_tokens, n_sent)
     # Choices are kept for two dispatches.
     var dispatch_sent = block.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
@@ -199,8 +193,7 @@ def reduce_tokens[
     var n_chunks = 1
     while (
         n_chunks < n_steps
-        and 2 * n_tokens * n_chunks
-        <= chunks_of_warp * n_warps * Int(grid_dim.x)
+        and 2 * n_tokens * n_chunks <= chunks_of_warp * n_warps * Int(grid_dim.x)
     ):
         n_chunks *= 2
     n_chunks = min(n_chunks, n_steps)
@@ -210,16 +203,12 @@ def reduce_tokens[
         if item >= n_tokens * n_chunks:
             return
         var token_idx, chunk = divmod(item, n_chunks)
-        var rows = recv_buf.unsafe_offset(
-            group.combine_message_offset(token_idx, 0)
-        )
+        var rows = recv_buf.unsafe_offset(group.combine_message_offset(token_idx, 0))
         var choice = NO_EXPERT
         var weight: Float32 = 0
         if lane < top_k:
             choice = choices[unsafe_offset=token_idx * top_k + lane]
-            weight = combined.router_weights[
-                unsafe_offset=token_idx * top_k + lane
-            ]
+            weight = combined.router_weights[unsafe_offset=token_idx * top_k + lane]
         var own = row_of_own(choice)
         if own >= expert_rows.n_rows:
             block.refuse(

@@ -44,16 +44,9 @@ struct SharedPairs[group: Group](TrivialRegisterPassable):
 @always_inline
 def send_rows[
     group: Group, //, dtype: DType, sends_own: Bool
-](
-    given: GivenRows,
-    pairs: SharedPairs[group],
-    put_buf: UInt64,
-    block: Block[group],
-):
+](given: GivenRows, pairs: SharedPairs[group], put_buf: UInt64, block: Block[group]):
     """Sends this block's share of the rows, with one warp of several."""
-    comptime row_bytes = plain_token_bytes(
-        group.hidden_size, size_of[Scalar[dtype]]()
-    )
+    comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
     var sent = block.combine_sending()
     if not block.await_done_words(
         group.combine_done_offset(0), block.before.combine_sent, SEND
@@ -71,18 +64,14 @@ def send_rows[
             return
         var slot, sent_pair = divmod(item, n_sent_pairs)
         var local_expert, source = divmod(sent_pair, n_sources)
-        var src_rank = rank_of_relative(
-            block.my_rank, first + source, group.n_ranks
-        )
+        var src_rank = rank_of_relative(block.my_rank, first + source, group.n_ranks)
         var pair = group.pair(local_expert, src_rank)
         if slot >= Int(pairs.counts[unsafe_offset=pair]):
             continue
         var row = Int(pairs.rows[unsafe_offset=pair]) + slot
         var n_rows = given.rows.n_rows
         if row >= n_rows:
-            block.refuse(
-                Failure.TOO_MANY_ROWS, SEND, sent, row, row + 1, n_rows
-            )
+            block.refuse(Failure.TOO_MANY_ROWS, SEND, sent, row, row + 1, n_rows)
             return
         var token_idx = Int(given.src_info[unsafe_offset=2 * row])
         var k = Int(given.src_info[unsafe_offset=2 * row + 1])
@@ -102,9 +91,7 @@ def send_rows[
         comptime if group.use_shmem:
             if message == offset:
                 message = put_buf + UInt64(
-                    group.combine_put_offset(
-                        src_rank, group.choice(token_idx, k)
-                    )
+                    group.combine_put_offset(src_rank, group.choice(token_idx, k))
                 )
                 put_to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
         copy_warp[row_bytes](

@@ -42,11 +42,7 @@ def is_bad_answer(
     var last = block.before.dispatch_received
     if last != dispatch_generation:
         return _refuse(
-            block,
-            Failure.OTHER_ROWS,
-            RECEIVE,
-            Int(dispatch_generation),
-            Int(last),
+            block, Failure.OTHER_ROWS, RECEIVE, Int(dispatch_generation), Int(last)
         )
     # The number of tokens is kept for two dispatches.
     var dispatch_sent = block.before.dispatch_sent

@@ -21,25 +21,18 @@ from ..token_format import BytePointer, LaneBytes
 from .roles import RECEIVE
 
 
-struct PartialFormat[
-    combine_dtype: DType, partial_dtype: DType, hidden_size: Int
-]:
-    """How a lane's share of a row and of a partial sum is laid out and added.
-    """
+struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: Int]:
+    """How a lane's share of a row and of a partial sum is laid out and added."""
 
     comptime row_element = size_of[Scalar[Self.combine_dtype]]()
     """Bytes of an element of a row."""
     comptime partial_element = size_of[Scalar[Self.partial_dtype]]()
     """Bytes of an element of a partial sum."""
-    comptime width = MESSAGE_ALIGN // min(
-        Self.row_element, Self.partial_element
-    )
+    comptime width = MESSAGE_ALIGN // min(Self.row_element, Self.partial_element)
     """Elements of a lane in one step."""
     comptime n_row_vectors = Self.width * Self.row_element // MESSAGE_ALIGN
     """16 bytes of a row that they fill."""
-    comptime n_partial_vectors = (
-        Self.width * Self.partial_element // MESSAGE_ALIGN
-    )
+    comptime n_partial_vectors = (Self.width * Self.partial_element // MESSAGE_ALIGN)
     """16 bytes of a partial sum that they fill."""
     comptime row_bytes = Self.hidden_size * Self.row_element
     """Bytes of a row."""
@@ -54,9 +47,7 @@ struct PartialFormat[
     @always_inline
     def row_vector(row: BytePointer, share: Int, i: Int) -> BytePointer:
         """Locates 16 bytes of a row."""
-        return row.unsafe_offset(
-            (share * Self.n_row_vectors + i) * MESSAGE_ALIGN
-        )
+        return row.unsafe_offset((share * Self.n_row_vectors + i) * MESSAGE_ALIGN)
 
     @staticmethod
     @always_inline
@@ -82,9 +73,7 @@ struct PartialFormat[
 
     @staticmethod
     @always_inline
-    def partial_vector(
-        partial_sum: BytePointer, share: Int, i: Int
-    ) -> BytePointer:
+    def partial_vector(partial_sum: BytePointer, share: Int, i: Int) -> BytePointer:
         """Locates 16 bytes of a partial sum."""
         return partial_sum.unsafe_offset(
             (share * Self.n_partial_vectors + i) * MESSAGE_ALIGN
@@ -146,19 +135,13 @@ struct PartialFormat[
                     comptime for j in range(n_vectors):
                         var numbers = Self.widen(parts[i * n_vectors + j])
                         comptime for k in range(n):
-                            sum[j * n + k] = fma(
-                                weights[i], numbers[k], sum[j * n + k]
-                            )
+                            sum[j * n + k] = fma(weights[i], numbers[k], sum[j * n + k])
 
     @staticmethod
     @always_inline
     def load_partial[
         n_loaded: Int, //, first: Int
-    ](
-        mut loaded: Array[LaneBytes, n_loaded],
-        partial_sum: BytePointer,
-        share: Int,
-    ):
+    ](mut loaded: Array[LaneBytes, n_loaded], partial_sum: BytePointer, share: Int):
         """Loads a share of a partial sum, whether it has come or not."""
         if share < Self.n_shares:
             comptime for i in range(Self.n_partial_vectors):
@@ -190,9 +173,7 @@ struct PartialFormat[
                     block,
                 )
                 are_there = are_there and is_there
-                var part = bitcast[Self.partial_dtype, n](bytes).cast[
-                    DType.float32
-                ]()
+                var part = bitcast[Self.partial_dtype, n](bytes).cast[DType.float32]()
                 comptime for j in range(n):
                     sum[i * n + j] += part[j]
         return are_there
@@ -260,8 +241,6 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 
 
 @always_inline
-def sum_split[
-    n_steps: Int, are_few: Bool
-](n_tokens: Int) -> SumSplit[n_steps, are_few]:
+def sum_split[n_steps: Int, are_few: Bool](n_tokens: Int) -> SumSplit[n_steps, are_few]:
     """Chooses into how many parts warps take a sum."""
     return SumSplit[n_steps, are_few](n_tokens <= 256)

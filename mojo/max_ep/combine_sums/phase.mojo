@@ -27,12 +27,7 @@ from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.phase import fill_with_nan
 from ..counters import EPLocalSyncCounters, Word
-from ..device.block import (
-    await_launch_before,
-    Block,
-    header_word,
-    is_last_block,
-)
+from ..device.block import await_launch_before, Block, header_word, is_last_block
 from ..device.phase import Phase
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
@@ -47,14 +42,7 @@ from .checks import (
 )
 from .partials import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
 from .receive import Receiver
-from .roles import (
-    N_CONTROL,
-    N_WARPS_MIN,
-    RECEIVE,
-    receive_schedule,
-    SavedRoutes,
-    SEND,
-)
+from .roles import N_CONTROL, N_WARPS_MIN, RECEIVE, receive_schedule, SavedRoutes, SEND
 from .send import send_partials, sum_to_send
 
 
@@ -87,22 +75,16 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         comptime if sends and group.n_ranks > 1:
             n_senders = n_warps
             comptime if receives:
-                n_senders = n_send_warps(
-                    in_32_bits(self.combined.n_tokens), n_warps
-                )
+                n_senders = n_send_warps(in_32_bits(self.combined.n_tokens), n_warps)
         var first = _First.of[
             group,
-            PartialFormat[
-                Self.dtype, Self.partial_dtype, group.hidden_size
-            ].n_steps,
+            PartialFormat[Self.dtype, Self.partial_dtype, group.hidden_size].n_steps,
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)
         var n_rows = rows_delivered[group](counters)
         var prefetched = first.saved_routes[group](counters)
-        var recv_bufs = share_addresses[group.n_ranks, False](
-            self.buffers.recv_bufs, 0
-        )
+        var recv_bufs = share_addresses[group.n_ranks, False](self.buffers.recv_bufs, 0)
         var dispatch_counts = share_addresses[group.n_ranks, False](
             self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
         )
@@ -119,18 +101,14 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         if is_refused:
             comptime if receives:
                 fill_with_nan[group.num_threads](
-                    self.combined.tokens,
-                    self.combined.n_tokens * group.hidden_size,
+                    self.combined.tokens, self.combined.n_tokens * group.hidden_size
                 )
             return
         var received = block.combine_receiving()
         comptime if not publishes_at_end:
             if block.is_last_to_start(n_warps - 2):
                 comptime if sends:
-                    counters.set_generation(
-                        Word.COMBINE_SENT,
-                        block.combine_sending(),
-                    )
+                    counters.set_generation(Word.COMBINE_SENT, block.combine_sending())
                     counters.set_generation(
                         Word.COMBINE_OF, block.before.dispatch_received
                     )
@@ -161,9 +139,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
             # is published: here, or by the next launch of this rank.
 
     @always_inline
-    def _send(
-        self, block: Block[Self.group], n_senders: Int, prefetched: SavedRoutes
-    ):
+    def _send(self, block: Block[Self.group], n_senders: Int, prefetched: SavedRoutes):
         """Has a warp of a block take its part in sending."""
         if block.warp_idx >= n_senders:
             return
@@ -235,9 +211,7 @@ struct _First(TrivialRegisterPassable):
         return first
 
     @always_inline
-    def saved_routes[
-        group: Group
-    ](self, counters: EPLocalSyncCounters) -> SavedRoutes:
+    def saved_routes[group: Group](self, counters: EPLocalSyncCounters) -> SavedRoutes:
         """Begins to read them."""
         return SavedRoutes.of[group](
             counters, self.source, self.token_idx, Int(lane_id())

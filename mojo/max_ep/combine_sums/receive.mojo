@@ -73,9 +73,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             var token_idx = chunk.whole
             var saved = self.prefetched
             if not are_few or not is_known:
-                saved = SavedRoutes.of[Self.group](
-                    block.counters, 0, token_idx, lane
-                )
+                saved = SavedRoutes.of[Self.group](block.counters, 0, token_idx, lane)
             is_known = False
             var row = saved.row
             if is_broken:
@@ -83,18 +81,12 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             var owner = rank_elsewhere(row)
             var owners: UInt32 = 0
             comptime if prefetches:
-                owners = any_of_lanes(
-                    UInt32(1) << UInt32(owner) if owner >= 0 else 0
-                )
-            var result = self.output_tokens.unsafe_offset(
-                token_idx * Format.row_bytes
-            )
+                owners = any_of_lanes(UInt32(1) << UInt32(owner) if owner >= 0 else 0)
+            var result = self.output_tokens.unsafe_offset(token_idx * Format.row_bytes)
             for step in range(chunk.begin, chunk.end):
                 var share = step * WARP_SIZE + lane
                 # The partial sums are under way while rows are added.
-                var loaded = Array[LaneBytes, max_prefetched](
-                    fill=LaneBytes(SENTINEL)
-                )
+                var loaded = Array[LaneBytes, max_prefetched](fill=LaneBytes(SENTINEL))
                 comptime if prefetches:
                     comptime for rank in range(Self.group.n_ranks):
                         if (owners >> UInt32(rank)) & 1 != 0:

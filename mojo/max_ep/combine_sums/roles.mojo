@@ -48,18 +48,14 @@ struct SavedRoutes(TrivialRegisterPassable):
     @always_inline
     def of[
         group: Group
-    ](
-        counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int
-    ) -> Self:
+    ](counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int) -> Self:
         """Reads the record of a token, all at once."""
         var saved = Self(
             counters.received_tokens(group)[unsafe_offset=source], NO_ROW, 0
         )
         if lane < group.top_k and token_idx < group.max_tokens_per_rank:
             var choice = group.choice(token_idx, lane)
-            saved.row = counters.received_rows(group, source)[
-                unsafe_offset=choice
-            ]
+            saved.row = counters.received_rows(group, source)[unsafe_offset=choice]
             saved.weight = counters.received_weights(group, source)[
                 unsafe_offset=choice
             ]

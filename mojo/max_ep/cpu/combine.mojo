@@ -24,13 +24,7 @@ from std.sys import size_of
 from ..arguments import CombinedTokens, GivenRows
 from ..counters import NO_ROW, rank_of_relative, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
-from ..flags import (
-    await_generation,
-    count_of,
-    generation_of,
-    message_flag,
-    publish,
-)
+from ..flags import await_generation, count_of, generation_of, message_flag, publish
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
@@ -63,9 +57,7 @@ struct _Terms[dtype: DType, n_max: Int](Movable):
     @always_inline
     def add_to[
         width: Int
-    ](self, acc: SIMD[DType.float32, width], column: Int) -> SIMD[
-        DType.float32, width
-    ]:
+    ](self, acc: SIMD[DType.float32, width], column: Int) -> SIMD[DType.float32, width]:
         """Adds some columns of the weighted rows to a sum, in order."""
         var result = acc
         for i in range(self.n):
@@ -91,9 +83,9 @@ def _columns[
 @always_inline
 def _own_terms[
     group: Group, //, dtype: DType
-](
-    expert_rows: SharedRows, source: Int, token_idx: Int, rank: CpuRank[group]
-) -> _Terms[dtype, group.top_k]:
+](expert_rows: SharedRows, source: Int, token_idx: Int, rank: CpuRank[group]) -> _Terms[
+    dtype, group.top_k
+]:
     """Finds the rows of a token that the last `dispatch_wait` put here."""
     var terms = _Terms[dtype, group.top_k]()
     var n_tokens = rank.counters.received_tokens(group)[unsafe_offset=source]
@@ -106,16 +98,13 @@ def _own_terms[
         var row = rows[unsafe_offset=choice]
         if row != NO_ROW:
             terms.append(
-                _row[group, dtype](expert_rows, Int(row)),
-                weights[unsafe_offset=choice],
+                _row[group, dtype](expert_rows, Int(row)), weights[unsafe_offset=choice]
             )
     return terms^
 
 
 @always_inline
-def _row[
-    group: Group, dtype: DType
-](expert_rows: SharedRows, row: Int) -> BytePointer:
+def _row[group: Group, dtype: DType](expert_rows: SharedRows, row: Int) -> BytePointer:
     """Points to an expert row."""
     return expert_rows.rows.unsafe_offset(
         row * group.hidden_size * size_of[Scalar[dtype]]()
@@ -164,12 +153,9 @@ def cpu_combine_async[
 def _check_rows[
     group: Group, //
 ](
-    n_rows_max: Int,
-    src_info: Pointer[Int32, ImmUntrackedOrigin],
-    rank: CpuRank[group],
+    n_rows_max: Int, src_info: Pointer[Int32, ImmUntrackedOrigin], rank: CpuRank[group]
 ) raises:
-    """Checks, before anything is sent, that `src_info` is the last dispatch's.
-    """
+    """Checks, before anything is sent, that `src_info` is the last dispatch's."""
     var counters = rank.counters
     if counters.generation(Word.DISPATCH_RECEIVED) == 0:
         raise rank.error(
@@ -273,9 +259,9 @@ def _send_sums[
             def store_sum[width: Int](column: Int) {imm}:
                 var sum = terms.add_to[width](0, column).cast[partial_dtype]()
                 if is_streaming and width > 1:
-                    sums.unsafe_store[
-                        alignment=MESSAGE_ALIGN, non_temporal=True
-                    ](column, sum)
+                    sums.unsafe_store[alignment=MESSAGE_ALIGN, non_temporal=True](
+                        column, sum
+                    )
                 else:
                     sums.unsafe_store(column, sum)
 
@@ -291,18 +277,14 @@ def _send_sums[
 def cpu_combine_wait[
     dtype: DType, group: Group, //, partial_dtype: DType
 ](
-    combined: CombinedTokens[dtype],
-    expert_rows: SharedRows,
-    rank: CpuRank[group],
+    combined: CombinedTokens[dtype], expert_rows: SharedRows, rank: CpuRank[group]
 ) raises:
     """Waits for all rows or sums and adds those of each token."""
     var n_tokens = combined.n_tokens
     comptime has_sums = group.has_sums()
     comptime sent_dtype = partial_dtype if has_sums else dtype
     comptime n_places = group.n_ranks if has_sums else group.top_k
-    comptime bytes_per_token = (
-        min(group.top_k, n_places) * group.combine_msg_bytes
-    )
+    comptime bytes_per_token = (min(group.top_k, n_places) * group.combine_msg_bytes)
     comptime if has_sums:
         _check_unsent_rows(n_tokens, expert_rows.n_rows, rank)
     var n_rows = _await_rows(rank)

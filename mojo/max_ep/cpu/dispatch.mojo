@@ -55,9 +55,7 @@ def cpu_dispatch_async[
 ](given: GivenTokens[input_type], rank: CpuRank[group]) raises:
     """Sends each token to its experts or ranks, and publishes the counts."""
     comptime is_by_rank = group.is_by_rank()
-    comptime n_copies = min(
-        group.top_k, group.n_ranks if is_by_rank else group.top_k
-    )
+    comptime n_copies = min(group.top_k, group.n_ranks if is_by_rank else group.top_k)
     comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
     var n_tokens = given.n_tokens
     rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
@@ -139,9 +137,7 @@ def _slot_offset[
     group: Group, //
 ](plan: SendPlan[group], choice: Int, my_rank: Int) -> Int:
     """Locates the slot of a choice in the recv buffer of its rank."""
-    var local_expert = (
-        Int(plan.ids[unsafe_offset=choice]) % group.n_local_experts()
-    )
+    var local_expert = Int(plan.ids[unsafe_offset=choice]) % group.n_local_experts()
     return group.dispatch_message_offset(
         group.pair(local_expert, my_rank), Int(plan.positions[choice])
     )
@@ -174,8 +170,7 @@ def _write_entry[
     var token_idx = choice // group.top_k
     for j in range(router_top_k):
         var metadata = flag_at(
-            recv_buf,
-            group.metadata_offset(rank.my_rank, token_idx, j, router_top_k),
+            recv_buf, group.metadata_offset(rank.my_rank, token_idx, j, router_top_k)
         )
         var i = token_idx * router_top_k + j
         metadata[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
@@ -196,12 +191,8 @@ def _publish_counts[
             publish(rank.flag(dst_rank, offset), rank.generation, n_tokens)
     for expert_id in range(group.n_experts):
         var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
-        var offset = group.dispatch_count_offset(
-            group.pair(local_expert, rank.my_rank)
-        )
-        publish(
-            rank.flag(dst_rank, offset), rank.generation, plan.counts[expert_id]
-        )
+        var offset = group.dispatch_count_offset(group.pair(local_expert, rank.my_rank))
+        publish(rank.flag(dst_rank, offset), rank.generation, plan.counts[expert_id])
     rank.counters.set_generation(Word.DISPATCH_SENT, rank.generation)
 
 
@@ -288,9 +279,7 @@ def _place_tokens[
     if rank.n_experts() > 0:
         for src_rank in range(group.n_ranks):
             var offset = group.dispatch_n_tokens_offset(src_rank)
-            n_tokens_of[src_rank] = count_of(
-                load_acquire_sys(rank.my_flag(offset))
-            )
+            n_tokens_of[src_rank] = count_of(load_acquire_sys(rank.my_flag(offset)))
     comptime if group.has_sums():
         for src_rank in range(group.n_ranks):
             var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
@@ -306,9 +295,7 @@ def _place_tokens[
                     _place_choice(outputs, src_rank, token_idx, k, rank)
 
     if rank.n_experts() > 0:
-        for_each_chunk(
-            group.expert_capacity(), token_fmt_type.msg_bytes, decode_tokens
-        )
+        for_each_chunk(group.expert_capacity(), token_fmt_type.msg_bytes, decode_tokens)
 
 
 @always_inline
@@ -335,9 +322,7 @@ def _place_choice[
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
     comptime if group.has_sums():
         var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
-        rank.counters.received_rows(group, source)[
-            unsafe_offset=choice
-        ] = Int32(row)
+        rank.counters.received_rows(group, source)[unsafe_offset=choice] = Int32(row)
         if is_here:
             rank.counters.received_weights(group, source)[
                 unsafe_offset=choice
@@ -348,8 +333,7 @@ def _place_choice[
     outputs.place(token, row, token_idx, k)
     for j in range(router_top_k):
         var metadata = flag_at(
-            recv_buf,
-            group.metadata_offset(src_rank, token_idx, j, router_top_k),
+            recv_buf, group.metadata_offset(src_rank, token_idx, j, router_top_k)
         )
         token_fmt_type.place_metadata(
             outputs.rows,

@@ -27,9 +27,7 @@ struct SendPlan[group: Group](Movable):
     var first_dropped: Int
     """The first of them; `-1` if there is none."""
 
-    def __init__(
-        out self, ids: Pointer[Int32, ImmUntrackedOrigin], n_tokens: Int
-    ):
+    def __init__(out self, ids: Pointer[Int32, ImmUntrackedOrigin], n_tokens: Int):
         """Gives each choice the next place of its pair."""
         var n_choices = n_tokens * Self.group.top_k
         self.ids = ids
@@ -57,9 +55,7 @@ struct SendPlan[group: Group](Movable):
         """Names the rank that a choice goes to; -1: to none."""
         if self.positions[choice] == _NO_POSITION:
             return -1
-        return (
-            Int(self.ids[unsafe_offset=choice]) // Self.group.n_local_experts()
-        )
+        return Int(self.ids[unsafe_offset=choice]) // Self.group.n_local_experts()
 
     def is_first_to_rank(self, token_idx: Int, k: Int) -> Bool:
         """Returns whether no earlier choice goes to the same rank."""
@@ -96,11 +92,7 @@ struct Arrived(TrivialRegisterPassable):
 
 def lay_out_rows[
     group: Group, //
-](
-    tables: RowTables[group],
-    n_rows_max: Int,
-    rank: CpuRank[group],
-) raises -> Arrived:
+](tables: RowTables[group], n_rows_max: Int, rank: CpuRank[group]) raises -> Arrived:
     """Waits for the counts of all pairs, and says where their rows go."""
     var counters = rank.counters
     var n_shared = 0
@@ -125,9 +117,7 @@ def lay_out_rows[
                     rank.my_flag(group.dispatch_count_offset(pair)),
                     rank.generation,
                     rank.deadline,
-                    rank.waiter(
-                        src_rank, "count", rank.expert_id(local_expert)
-                    ),
+                    rank.waiter(src_rank, "count", rank.expert_id(local_expert)),
                 )
             counters.set_pair_rows(pair, first_row + n_expert_rows, count)
             tables.write_pair(pair, n_expert_rows, count)
@@ -179,9 +169,7 @@ def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
 
 
 def hash_src_info(
-    src_info: Pointer[mut=_, Int32, _],
-    n_pairs: Int,
-    counters: EPLocalSyncCounters,
+    src_info: Pointer[mut=_, Int32, _], n_pairs: Int, counters: EPLocalSyncCounters
 ) -> Int32:
     """Digests `src_info`, so that combine recognizes the last dispatch's."""
     var digest = UInt32(n_rows_of_pairs(n_pairs, counters))

@@ -35,9 +35,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     comptime n_pairs = Self.group.pair(Self.group.n_local_experts(), 0)
     """Pairs of a local expert and a source rank."""
 
-    def __init__(
-        out self, call: Call[Self.group], op: StaticString, last_word: Int
-    ):
+    def __init__(out self, call: Call[Self.group], op: StaticString, last_word: Int):
         """Starts the clock; `last_word` counts the op's generations."""
         self.op = op
         self.my_rank = call.counters.my_rank()
@@ -61,9 +59,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
 
     def n_experts(self) -> Int:
         """Counts the experts that this rank holds."""
-        return n_experts_on_rank(
-            Self.group.n_experts, Self.group.n_ranks, self.my_rank
-        )
+        return n_experts_on_rank(Self.group.n_experts, Self.group.n_ranks, self.my_rank)
 
     def expert_id(self, local_expert: Int) -> Int:
         """Finds the global id of a local expert."""

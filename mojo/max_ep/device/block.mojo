@@ -78,10 +78,7 @@ def let_next_begin():
 def await_kernels_before():
     """Waits until the kernels before this one have ended."""
     inlined_assembly[
-        "griddepcontrol.wait;",
-        NoneType,
-        constraints="~{memory}",
-        has_side_effect=True,
+        "griddepcontrol.wait;", NoneType, constraints="~{memory}", has_side_effect=True
     ]()
 
 
@@ -168,9 +165,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def set_up[
-        n_control: Int
-    ](buffers: Buffers[Self.group], my_rank: Int32,) -> Self:
+    def set_up[n_control: Int](buffers: Buffers[Self.group], my_rank: Int32) -> Self:
         """Sets up a block of a portable phase; a block barrier must follow.
 
         Every warp calls it, once it knows that the launch `can_start`. If `my_rank` is
@@ -312,9 +307,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             while not is_not_before(_read_of[is_combine](word), generation):
                 if wait.has_expired():
                     var found = flag_word(_read_of[is_combine](word), 0)
-                    self.fail(
-                        Failure.NOT_READ, phase, rank, -1, generation, found
-                    )
+                    self.fail(Failure.NOT_READ, phase, rank, -1, generation, found)
                     is_met = False
                     break
                 word = load_acquire_sys(flag)
@@ -353,12 +346,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         while generation_of(word) != generation:
             if wait.has_expired():
                 self.fail(
-                    Failure.NO_MESSAGE,
-                    phase,
-                    missing_rank,
-                    expert_id,
-                    generation,
-                    word,
+                    Failure.NO_MESSAGE, phase, missing_rank, expert_id, generation, word
                 )
                 break
             word = load_acquire_sys(flag)
@@ -381,22 +369,16 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def is_last_to_start(self, warp_idx: Int) -> Bool:
-        """Selects one thread, once all blocks have read the header; all call it.
-        """
+        """Selects one thread, once all blocks have read the header; all call it."""
         if self.warp_idx != warp_idx or self.lane != 0:
             return False
-        if (
-            arrive_on_gpu(self.counters.at(Word.BLOCKS_DONE))
-            != Int(grid_dim.x) - 1
-        ):
+        if arrive_on_gpu(self.counters.at(Word.BLOCKS_DONE)) != Int(grid_dim.x) - 1:
             return False
         self.counters.at(Word.BLOCKS_DONE)[] = 0
         return True
 
     @always_inline
-    def publish_reads(
-        self, dispatch_received: UInt32, combine_received: UInt32
-    ):
+    def publish_reads(self, dispatch_received: UInt32, combine_received: UInt32):
         """Publishes to every rank which generations this one has read.
 
         One warp calls it. A word holds both: dispatch in its upper half, combine

@@ -13,18 +13,12 @@ comptime ENCODED_IN_FLIGHT = 3
 @always_inline
 def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token that a lane encodes at once, in registers."""
-    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else (
-        ACCESSES_IN_FLIGHT
-    )
+    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else (ACCESSES_IN_FLIGHT)
 
 
 @always_inline
 def encode_steps[
-    in_flight: Int,
-    //,
-    input_type: DType,
-    token_fmt_type: TokenFormat,
-    is_scaled: Bool,
+    in_flight: Int, //, input_type: DType, token_fmt_type: TokenFormat, is_scaled: Bool
 ](
     elements: Array[SIMD[input_type, token_fmt_type.lane_elements], in_flight],
     mut values: Array[LaneBytes, in_flight],

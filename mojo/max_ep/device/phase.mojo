@@ -8,12 +8,7 @@ and one that does both (fused).
 There are four: `DispatchByRank`, `DispatchByExpert`, `CombineRows`, `CombineSums`.
 """
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
-from max.gpu.host import (
-    DeviceAttribute,
-    DeviceContext,
-    DeviceStream,
-    LaunchAttribute,
-)
+from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream, LaunchAttribute
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.utils import StaticTuple
 
@@ -21,9 +16,7 @@ from ..kernel_argument import KernelArgument
 from ..layout import Group
 from ..shmem_modules import register_module
 
-comptime InputScales = Optional[
-    def[dtype: DType](Int) capturing -> Scalar[dtype]
-]
+comptime InputScales = Optional[def[dtype: DType](Int) capturing -> Scalar[dtype]]
 """Gives the factor of a token for an expert id, or None."""
 
 
@@ -44,9 +37,7 @@ trait Phase(Copyable, KernelArgument):
         """
         ...
 
-    def run_scaled[
-        input_scales: InputScales, sends: Bool, receives: Bool
-    ](self):
+    def run_scaled[input_scales: InputScales, sends: Bool, receives: Bool](self):
         """As `run`, with input scales: only dispatch by expert takes them.
 
         A separate method, because a struct with a closure as a parameter cannot be a
@@ -61,9 +52,7 @@ trait Phase(Copyable, KernelArgument):
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
-        Int32(P.group.num_threads)
-    ),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(P.group.num_threads)),
     # A multiprocessor has one block: all registers may be used.
     `nvvm.minctasm`=SIMDLength(1),
 )
@@ -98,8 +87,7 @@ def n_blocks[group: Group](context: DeviceContext) raises -> Int:
     part of one.
     """
     var n = min(
-        n_sms_of_device(),
-        context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
+        n_sms_of_device(), context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
     )
     comptime if group.n_sms > 0:
         n = min(n, group.n_sms)
@@ -124,11 +112,7 @@ struct Queue(Copyable):
         """Takes a caller's queue; address 0 is CUDA's default stream."""
         self.context = context
         self.external = context.create_external_stream(
-            Optional(
-                Pointer[NoneType, MutUntrackedOrigin](
-                    unsafe_from_address=address
-                )
-            )
+            Optional(Pointer[NoneType, MutUntrackedOrigin](unsafe_from_address=address))
         )
 
     def stream(self) raises -> DeviceStream:
@@ -139,11 +123,7 @@ struct Queue(Copyable):
 
 
 def enqueue[
-    P: Phase,
-    //,
-    sends: Bool,
-    receives: Bool,
-    input_scales: InputScales = None,
+    P: Phase, //, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P, queue: Queue) raises:
     """Launches a phase; waits for nothing."""
     comptime kernel = phase_kernel[P, sends, receives, input_scales]
@@ -156,9 +136,7 @@ def enqueue[
     var grid = n_blocks[P.group](queue.context)
     comptime if input_scales:
         if queue.external:
-            raise Error(
-                "max_ep: input scales go to the context's own queue only"
-            )
+            raise Error("max_ep: input scales go to the context's own queue only")
         # Only the context hands a closure's values to a kernel.
         queue.context.enqueue_function(
             function,

@@ -19,9 +19,7 @@ def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
 
 
 @always_inline
-def vector_of_lane[
-    n_vectors: Int
-](step: Int, end: Int, lane: Int) -> Tuple[Int, Bool]:
+def vector_of_lane[n_vectors: Int](step: Int, end: Int, lane: Int) -> Tuple[Int, Bool]:
     """Says which 16 bytes of a token are a lane's in a step; in 32 bits."""
     var vector = UInt32(step) * UInt32(WARP_SIZE) + UInt32(lane)
     var is_in_chunk = UInt32(step) < UInt32(end)
@@ -124,9 +122,7 @@ struct Schedule(TrivialRegisterPassable):
         var round = min(n_first, n_receivers) - 1 - warp_idx
         if round < 0:
             round += n_receivers
-        return Self(
-            round if warp_idx < n_receivers else n_receivers, n_receivers
-        )
+        return Self(round if warp_idx < n_receivers else n_receivers, n_receivers)
 
     @always_inline
     def n_scheduled(self, n_blocks: Int) -> Int:

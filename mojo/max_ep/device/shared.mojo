@@ -23,9 +23,7 @@ argument that is indexed at run time would be copied to local memory."""
 @always_inline
 def shared_words[n: Int]() -> SharedWord:
     """Allocates words in shared memory; they are not initialized."""
-    return unsafe_stack_allocation[
-        n, UInt32, address_space=AddressSpace.SHARED
-    ]()
+    return unsafe_stack_allocation[n, UInt32, address_space=AddressSpace.SHARED]()
 
 
 @always_inline

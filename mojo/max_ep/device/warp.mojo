@@ -5,12 +5,7 @@ Reductions are intrinsics, because the compiler treats those as convergent.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE
-from std.sys import (
-    _RegisterPackType,
-    inlined_assembly,
-    is_nvidia_gpu,
-    llvm_intrinsic,
-)
+from std.sys import _RegisterPackType, inlined_assembly, is_nvidia_gpu, llvm_intrinsic
 
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
@@ -41,9 +36,7 @@ def any_of_lanes(bits: UInt32) -> UInt32:
 @always_inline
 def lanes_like(n: Int32) -> UInt32:
     """Finds the lanes that have the same number; all lanes call it."""
-    return UInt32(
-        llvm_intrinsic["llvm.nvvm.match.any.sync.i32", Int32](Int32(-1), n)
-    )
+    return UInt32(llvm_intrinsic["llvm.nvvm.match.any.sync.i32", Int32](Int32(-1), n))
 
 
 comptime ACCESSES_IN_FLIGHT = 7
@@ -99,9 +92,7 @@ def bytes_at(address: UInt64) -> BytePointer:
 
 
 @always_inline
-def copy_warp[
-    n_bytes: Int
-](dest: BytePointer, src: Pointer[UInt8, _], lane: Int):
+def copy_warp[n_bytes: Int](dest: BytePointer, src: Pointer[UInt8, _], lane: Int):
     """Copies bytes with all lanes of a warp."""
     comptime n_vectors = n_bytes // MESSAGE_ALIGN
     comptime in_flight = ACCESSES_IN_FLIGHT

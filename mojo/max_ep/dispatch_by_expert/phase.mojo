@@ -31,11 +31,7 @@ from .send import N_CONTROL, SEND, Sender, SendSchedule
 
 
 @fieldwise_init
-struct DispatchByExpert[
-    group_: Group,
-    Format: TokenFormat,
-    input_type: DType,
-](Phase):
+struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](Phase):
     """Sends a message for each choice, and sorts those that come into rows by expert.
 
     Launch: any grid; `group.num_threads` of three warps or more. All buffers must be
@@ -61,9 +57,7 @@ struct DispatchByExpert[
         self.run_scaled[None, sends, receives]()
 
     @always_inline
-    def run_scaled[
-        input_scales: InputScales, sends: Bool, receives: Bool
-    ](self):
+    def run_scaled[input_scales: InputScales, sends: Bool, receives: Bool](self):
         """Does this block's part with input scales, see `Phase`."""
         comptime group = Self.group
         comptime has_shared = group.fused_shared_expert
@@ -102,10 +96,7 @@ struct DispatchByExpert[
                 else:
                     n_shared = Int(counters.n_tokens_of(received)[])
             var receiver = Receiver[group, Self.Format](
-                block,
-                self.dispatched,
-                received,
-                n_shared,
+                block, self.dispatched, received, n_shared
             )
             comptime if has_shared and not sends:
                 receiver.place_own_tokens()
@@ -125,19 +116,14 @@ struct DispatchByExpert[
         comptime if receives:
             if block.lane == 0:
                 counters.set_generation(Word.DISPATCH_RECEIVED, received)
-            block.publish_done(
-                group.dispatch_done_offset(block.my_rank), received
-            )
+            block.publish_done(group.dispatch_done_offset(block.my_rank), received)
             # AFTER: rows are complete; every source may overwrite its slots here.
 
     @always_inline
     def _has_sent(self) -> Bool:
-        """Returns whether this rank's tokens are staged for the shared expert.
-        """
+        """Returns whether this rank's tokens are staged for the shared expert."""
         var counters = self.buffers.counters
-        var received = next_generation(
-            counters.generation(Word.DISPATCH_RECEIVED)
-        )
+        var received = next_generation(counters.generation(Word.DISPATCH_RECEIVED))
         if counters.generation(Word.DISPATCH_SENT) == received:
             return True
         record_failure(

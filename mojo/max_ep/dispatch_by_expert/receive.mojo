@@ -62,8 +62,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             if lane == 0:
                 pair_rows[unsafe_offset=n_pairs] = Int32(largest)
                 store_release_block(
-                    self.block.word(PAIRS_READY),
-                    1 if largest >= 0 else _FAILED,
+                    self.block.word(PAIRS_READY), 1 if largest >= 0 else _FAILED
                 )
         while load_acquire_block(self.block.word(PAIRS_READY)) == 0:
             pass
@@ -95,8 +94,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             self.generation,
             RECEIVE,
             pair % group.n_ranks,
-            self.block.my_rank * group.n_local_experts()
-            + pair // group.n_ranks,
+            self.block.my_rank * group.n_local_experts() + pair // group.n_ranks,
         )
         if any_lane(generation_of(word) != self.generation):
             return False
@@ -121,9 +119,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
     # ------------------------------------------------------------------ counts
 
     @always_inline
-    def _read_counts(
-        self, pair_rows: SharedInts, pair_counts: SharedInts
-    ) -> Int:
+    def _read_counts(self, pair_rows: SharedInts, pair_counts: SharedInts) -> Int:
         """Waits for the counts of all pairs and lays out the rows, with one warp.
 
         Returns the largest count, or -1 if the launch cannot go on.
@@ -149,9 +145,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                     pair_rows[unsafe_offset=pair] = Int32(n_rows) + before[i]
                     pair_counts[unsafe_offset=pair] = counts[i]
                 n_rows += Int(
-                    warp.shuffle_idx(
-                        before[i] + counts[i], UInt32(WARP_SIZE - 1)
-                    )
+                    warp.shuffle_idx(before[i] + counts[i], UInt32(WARP_SIZE - 1))
                 )
         largest = Int(warp.max(Int32(largest)))
         syncwarp()
@@ -159,9 +153,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         var n_rows_needed = self.dispatched.tables.n_rows_needed(n_rows)
         if is_first_block and lane == 0:
             self.dispatched.tables.write_ends(n_rows)
-            self.block.counters.set_pair_rows(
-                Self.n_pairs, n_rows_needed, largest
-            )
+            self.block.counters.set_pair_rows(Self.n_pairs, n_rows_needed, largest)
         var is_missing = any_lane(is_late)
         if not is_missing and n_rows_needed <= self.dispatched.n_rows_max:
             return largest
@@ -181,10 +173,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def _await_counts(
-        self,
-        first: Int,
-        mut counts: Array[Int32, _IN_FLIGHT],
-        mut is_late: Bool,
+        self, first: Int, mut counts: Array[Int32, _IN_FLIGHT], mut is_late: Bool
     ):
         """Waits for the counts of some pairs; those that do not come are 0."""
         comptime group = Self.group
@@ -193,8 +182,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         var my_rank = self.block.my_rank
         var my_counts = self.block.my_counts()
         var end = (
-            n_experts_on_rank(group.n_experts, group.n_ranks, my_rank)
-            * group.n_ranks
+            n_experts_on_rank(group.n_experts, group.n_ranks, my_rank) * group.n_ranks
         )
         var words = Array[UInt64, in_flight](fill=0)
         var wait = Wait(self.block.deadline)
@@ -232,22 +220,17 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def _lay_out_rows(self, pair_rows: SharedInts, pair_counts: SharedInts):
-        """Says where the rows of each pair stand; the first block records it.
-        """
+        """Says where the rows of each pair stand; the first block records it."""
         comptime group = Self.group
         var is_first_block = block_idx.x == 0
         var first_of_lane = self.block.lane
         comptime if not group.is_padded:
             if not is_first_block:
                 first_of_lane = group.n_local_experts()
-        for local_expert in range(
-            first_of_lane, group.n_local_experts(), WARP_SIZE
-        ):
+        for local_expert in range(first_of_lane, group.n_local_experts(), WARP_SIZE):
             var first = group.pair(local_expert, 0)
             var n_before = Int(pair_rows[unsafe_offset=first])
-            var first_row = self.dispatched.tables.first_row(
-                local_expert, n_before
-            )
+            var first_row = self.dispatched.tables.first_row(local_expert, n_before)
             var n_expert_rows = 0
             for pair in range(first, first + group.n_ranks):
                 var count = Int(pair_counts[unsafe_offset=pair])
@@ -255,9 +238,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 pair_rows[unsafe_offset=pair] = Int32(row)
                 if is_first_block:
                     self.block.counters.set_pair_rows(pair, row, count)
-                    self.dispatched.tables.write_pair(
-                        pair, n_expert_rows, count
-                    )
+                    self.dispatched.tables.write_pair(pair, n_expert_rows, count)
                 n_expert_rows += count
             if is_first_block:
                 self.dispatched.tables.write_expert(
@@ -282,15 +263,11 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 continue
             var token = staged[group](recv_buf, token_idx)
             copy_warp[Self.Format.value_bytes](
-                Self.Format.row_values(self.dispatched.rows, token_idx),
-                token,
-                lane,
+                Self.Format.row_values(self.dispatched.rows, token_idx), token, lane
             )
             Self.Format.decode_scales_lane(
                 token, self.dispatched.rows, token_idx, lane, WARP_SIZE
             )
             if lane == 0:
-                self.dispatched.src_info[unsafe_offset=2 * token_idx] = Int32(
-                    token_idx
-                )
+                self.dispatched.src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
                 self.dispatched.src_info[unsafe_offset=2 * token_idx + 1] = -1

@@ -6,14 +6,7 @@ counts; the next warps send. The count of a pair says how many of its messages c
 each message then announces itself by the flag in its source info.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import (
-    barrier,
-    block_idx,
-    grid_dim,
-    syncwarp,
-    thread_idx,
-    WARP_SIZE,
-)
+from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx, WARP_SIZE
 
 from ..arguments import GivenTokens
 from ..counters import NO_EXPERT, Word
@@ -106,10 +99,7 @@ struct _Place(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Sender[
-    group_: Group,
-    Format_: TokenFormat,
-    input_type: DType,
-    input_scales: InputScales,
+    group_: Group, Format_: TokenFormat, input_type: DType, input_scales: InputScales
 ](TrivialRegisterPassable):
     """What the warps of a block need to send."""
 
@@ -177,18 +167,14 @@ struct Sender[
         var slots = self.block.counters.slots(group)
         var n_counted = 0
         var n_indexed: UInt32 = 0
-        for item in range(
-            Int(block_idx.x), self.schedule.n_items, Int(grid_dim.x)
-        ):
+        for item in range(Int(block_idx.x), self.schedule.n_items, Int(grid_dim.x)):
             var token_idx = self.schedule.token(item)
             self._count_choices(histogram, n_counted, token_idx * top_k)
             n_counted = token_idx * top_k
             syncwarp()
             var expert = NO_EXPERT
             if lane < top_k:
-                expert = self.given.topk_ids[
-                    unsafe_offset=token_idx * top_k + lane
-                ]
+                expert = self.given.topk_ids[unsafe_offset=token_idx * top_k + lane]
             var is_expert = expert >= 0 and expert < Int32(group.n_experts)
             var slot = 0
             if is_expert:
@@ -212,9 +198,7 @@ struct Sender[
                         lane,
                     )
                 var choice = group.choice(token_idx, lane)
-                choices[
-                    unsafe_offset=choice
-                ] = expert if has_slot else NO_EXPERT
+                choices[unsafe_offset=choice] = expert if has_slot else NO_EXPERT
                 slots[unsafe_offset=choice] = Int32(slot)
             syncwarp()
             n_indexed += 1
@@ -242,15 +226,10 @@ struct Sender[
             group.n_experts,
             n_blocks * WARP_SIZE,
         ):
-            var dst_rank, local_expert = divmod(
-                expert_id, group.n_local_experts()
-            )
-            var offset = group.dispatch_count_offset(
-                group.pair(local_expert, my_rank)
-            )
+            var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
+            var offset = group.dispatch_count_offset(group.pair(local_expert, my_rank))
             var count = min(
-                Int(histogram[unsafe_offset=expert_id]),
-                group.max_tokens_per_rank,
+                Int(histogram[unsafe_offset=expert_id]), group.max_tokens_per_rank
             )
             var to = counts[unsafe_offset=dst_rank]
             comptime if group.use_shmem:
@@ -262,9 +241,7 @@ struct Sender[
                         dst_rank,
                     )
                     continue
-            store_relaxed_sys(
-                flag_at(bytes_at(to), offset), self.generation, count
-            )
+            store_relaxed_sys(flag_at(bytes_at(to), offset), self.generation, count)
 
     # ---------------------------------------------------------------- messages
 
@@ -305,9 +282,7 @@ struct Sender[
                 self._put_messages(token_idx, place, first_k, end_k)
             if place.message != 0 and place.put_to == 0:
                 publish(
-                    message_flag(
-                        bytes_at(place.message), Self.Format.msg_bytes
-                    ),
+                    message_flag(bytes_at(place.message), Self.Format.msg_bytes),
                     self.generation,
                     choice,
                 )
@@ -328,8 +303,7 @@ struct Sender[
             # I1: only this rank writes the slots of pair (_, my_rank).
             var offset = UInt64(
                 group.dispatch_message_offset(
-                    group.pair(local_expert, my_rank),
-                    Int(slots[unsafe_offset=choice]),
+                    group.pair(local_expert, my_rank), Int(slots[unsafe_offset=choice])
                 )
             )
             place.message = recv_bufs[unsafe_offset=dst_rank] + offset
@@ -343,12 +317,7 @@ struct Sender[
 
     @always_inline
     def _write_messages(
-        self,
-        token_idx: Int,
-        place: _Place,
-        first_k: Int,
-        end_k: Int,
-        staged_at: UInt64,
+        self, token_idx: Int, place: _Place, first_k: Int, end_k: Int, staged_at: UInt64
     ):
         """Encodes a token into the messages of an item, with one warp."""
         comptime n_elements = Self.Format.lane_elements
@@ -357,9 +326,7 @@ struct Sender[
         comptime Elements = SIMD[Self.input_type, n_elements]
         comptime is_scaled = Bool(Self.input_scales)
         var lane = self.block.lane
-        var token = self.given.tokens.unsafe_offset(
-            token_idx * Self.Format.hidden_size
-        )
+        var token = self.given.tokens.unsafe_offset(token_idx * Self.Format.hidden_size)
         for first in range(0, n_vectors, WARP_SIZE * in_flight):
             var elements = Array[Elements, in_flight](fill=0)
             comptime for i in range(in_flight):
@@ -382,22 +349,14 @@ struct Sender[
                     comptime scale_of = Self.input_scales.value()
                     var id = Int(warp.shuffle_idx(place.expert, UInt32(k)))
                     encode_steps[Self.input_type, Self.Format, True](
-                        elements,
-                        values,
-                        scales,
-                        scale_of[DType.float32](id),
-                        lane,
+                        elements, values, scales, scale_of[DType.float32](id), lane
                     )
                 _store_encoded[Self.Format](to, first, values, scales, lane)
             if staged_at != 0:
-                _store_encoded[Self.Format](
-                    staged_at, first, values, scales, lane
-                )
+                _store_encoded[Self.Format](staged_at, first, values, scales, lane)
 
     @always_inline
-    def _put_messages(
-        self, token_idx: Int, place: _Place, first_k: Int, end_k: Int
-    ):
+    def _put_messages(self, token_idx: Int, place: _Place, first_k: Int, end_k: Int):
         """Has SHMEM put an item's messages to other nodes, with one warp."""
         comptime token_bytes = Self.Format.token_bytes
         for k in range(first_k, end_k):
@@ -433,15 +392,11 @@ def _store_encoded[
     comptime for i in range(steps_in_flight[Format]()):
         var vector = first + i * WARP_SIZE + lane
         if vector < n_vectors:
-            store16(
-                bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN), values[i]
-            )
+            store16(bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN), values[i])
             comptime if Format.has_scales:
                 # Eight lanes share a scale: 32 have 16 bytes of them.
                 if lane % 32 == 0:
                     store16(
-                        bytes_at(to).unsafe_offset(
-                            Format.value_bytes + vector // 2
-                        ),
+                        bytes_at(to).unsafe_offset(Format.value_bytes + vector // 2),
                         scales[i],
                     )

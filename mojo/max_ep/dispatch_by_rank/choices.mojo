@@ -5,14 +5,7 @@ The lanes of each index warp hold the ids of up to `N_LANE_CHOICES` choices. The
 shared memory of each block holds those of up to `N_SHARED_CHOICES`. More are read
 from global memory.
 """
-from max.gpu import (
-    block_dim,
-    block_idx,
-    grid_dim,
-    lane_id,
-    thread_idx,
-    WARP_SIZE,
-)
+from max.gpu import block_dim, block_idx, grid_dim, lane_id, thread_idx, WARP_SIZE
 from std.math import ceildiv
 from std.memory import bitcast
 
@@ -44,9 +37,7 @@ def n_shared_ids[group: Group]() -> Int:
     comptime n_choices = group.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
         return n_choices
-    return max(
-        N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + group.n_experts
-    )
+    return max(N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + group.n_experts)
 
 
 @always_inline
@@ -100,9 +91,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
     ids that each of its warps has copied are of that expert."""
 
-    comptime _loads_weights = Self.group.has_sums() and not (
-        Self.group.sends_to_all()
-    )
+    comptime _loads_weights = Self.group.has_sums() and not (Self.group.sends_to_all())
 
     @always_inline
     def __init__(
@@ -117,13 +106,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
         self.ids = topk_ids
         self.weights = router_weights
         self.n_choices = n_tokens * Self.group.top_k
-        self.shared_ids = shared_ints[
-            n_shared_ids[Self.group](), MESSAGE_ALIGN
-        ]()
+        self.shared_ids = shared_ints[n_shared_ids[Self.group](), MESSAGE_ALIGN]()
         self.shared_weights = shared_ints[n_weights if has_sums else 1]()
-        self.counted = shared_ints[
-            max(n_counted[Self.group]() * WARP_SIZE, 1)
-        ]()
+        self.counted = shared_ints[max(n_counted[Self.group]() * WARP_SIZE, 1)]()
 
     @always_inline
     def are_in_lanes(self) -> Bool:
@@ -211,9 +196,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
         comptime n_at_once = min(
             _SHARED_AT_ONCE, ceildiv(Self.group.n_choices(), num_threads)
         )
-        comptime n_weights = min(
-            n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads)
-        )
+        comptime n_weights = min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
         var n_of_own = Array[UInt32, n_own](fill=0)
         for first in range(me, self.n_choices, n_at_once * num_threads):
             # All loads at once; there is nothing behind the last choice.
@@ -245,6 +228,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
         comptime for n in range(n_own):
             var count = sum_of_lanes(n_of_own[n])
             if lane_id() == 0:
-                self.counted[
-                    unsafe_offset=n * WARP_SIZE + me // WARP_SIZE
-                ] = Int32(count)
+                self.counted[unsafe_offset=n * WARP_SIZE + me // WARP_SIZE] = Int32(
+                    count
+                )

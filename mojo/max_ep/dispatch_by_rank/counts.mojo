@@ -81,11 +81,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     """The tokens of each source, and the most."""
 
     @always_inline
-    def __init__(
-        out self,
-        block: Block[Self.group],
-        tables: RowTables[Self.group],
-    ):
+    def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
         """Allocates it; nothing is initialized."""
         self.block = block
         self.tables = tables
@@ -132,20 +128,13 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var is_late = False
         var most: Int32 = 0
         for src_rank in range(self.block.lane, Self.group.n_ranks, WARP_SIZE):
-            var flag = flag_at(
-                my_counts, Self.group.dispatch_n_tokens_offset(src_rank)
-            )
+            var flag = flag_at(my_counts, Self.group.dispatch_n_tokens_offset(src_rank))
             var word = load_relaxed_sys(flag)
             var wait = Wait(self.block.deadline)
             while generation_of(word) != generation:
                 if wait.has_expired():
                     self.block.fail(
-                        Failure.NO_COUNT,
-                        RECEIVE,
-                        src_rank,
-                        -1,
-                        generation,
-                        word,
+                        Failure.NO_COUNT, RECEIVE, src_rank, -1, generation, word
                     )
                     is_late = True
                     break
@@ -176,8 +165,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         syncwarp()
         if self.block.lane == 0:
             store_release_block(
-                self.block.word(TOKENS_READY),
-                1 if are_there else NO_NUMBERS,
+                self.block.word(TOKENS_READY), 1 if are_there else NO_NUMBERS
             )
         return are_there
 
@@ -214,15 +202,11 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 if is_missing[i] or is_missing[i + 1]:
                     var pair = pair_of_lane(first, i, self.block.lane)
                     words[i], words[i + 1] = load_relaxed_sys_2(
-                        flag_at(
-                            my_counts, Self.group.dispatch_count_offset(pair)
-                        )
+                        flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                     )
             var missing = -1
             comptime for i in range(_PAIRS_OF_LANE):
-                is_missing[i] = (
-                    is_missing[i] and generation_of(words[i]) != generation
-                )
+                is_missing[i] = is_missing[i] and generation_of(words[i]) != generation
                 if is_missing[i]:
                     missing = i
             if missing < 0:
@@ -237,9 +221,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                     + pair // Self.group.n_ranks,
                     generation,
                     load_relaxed_sys(
-                        flag_at(
-                            my_counts, Self.group.dispatch_count_offset(pair)
-                        )
+                        flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                     ),
                 )
                 break
@@ -255,9 +237,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             Self.group.n_experts, Self.group.n_ranks, self.block.my_rank
         )
         var begin = counter * _pairs_of_warp[Self.group]()
-        var end = min(
-            begin + _pairs_of_warp[Self.group](), Self.group.n_pairs()
-        )
+        var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
         var n_before = n_before_all
         var largest: Int32 = 0
         for first in range(begin, end, _PAIRS_AT_ONCE):
@@ -280,9 +260,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var mine = self.pair_rows.unsafe_offset(
                 first + self.block.lane * _PAIRS_OF_LANE
             )
-            comptime assert (
-                _PAIRS_OF_LANE == 8
-            ), "a lane adds up two loads of four"
+            comptime assert _PAIRS_OF_LANE == 8, "a lane adds up two loads of four"
             var low = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](0)
             var high = mine.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4)
             var n_mine = low.reduce_add() + high.reduce_add()
@@ -315,9 +293,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
         var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
         var begin = counter * _pairs_of_warp[Self.group]()
-        var end = min(
-            begin + _pairs_of_warp[Self.group](), Self.group.n_pairs()
-        )
+        var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
         for pair in range(begin + self.block.lane, end, WARP_SIZE):
             self.pair_rows[unsafe_offset=pair] += rows_before
         return n_rows
@@ -387,9 +363,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var first_row = Int(self.row_of_pair(pair))
             self.block.counters.set_pair_rows(pair, first_row, count)
             self.tables.write_pair(
-                pair,
-                row - self.rows_before(Self.group.pair(local_expert, 0)),
-                count,
+                pair, row - self.rows_before(Self.group.pair(local_expert, 0)), count
             )
             if src_rank == 0:
                 self.tables.write_expert(
@@ -407,7 +381,5 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var n_rows = self.rows_before(Self.group.n_pairs())
             self.tables.write_ends(n_rows)
             self.block.counters.set_pair_rows(
-                Self.group.n_pairs(),
-                self.tables.n_rows_needed(n_rows),
-                Int(largest),
+                Self.group.n_pairs(), self.tables.n_rows_needed(n_rows), Int(largest)
             )

@@ -12,13 +12,7 @@ from ..device.block import Block
 from ..device.schedule import InlineSplit, n_steps_of, vector_of_lane
 from ..device.warp import ACCESSES_IN_FLIGHT, load16, SENTINEL, store16
 from ..failures import Failure
-from ..flags import (
-    flag_at,
-    flag_word,
-    load_relaxed_sys,
-    load_relaxed_sys_16,
-    Wait,
-)
+from ..flags import flag_at, flag_word, load_relaxed_sys, load_relaxed_sys_16, Wait
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes, TokenFormat
 from .roles import RECEIVE
@@ -103,12 +97,7 @@ struct _LaneVectors(TrivialRegisterPassable):
     @always_inline
     def await_all[
         n: Int, //
-    ](
-        self,
-        mut loaded: Array[LaneBytes, n],
-        src_rank: Int,
-        block: Block[...],
-    ) -> Bool:
+    ](self, mut loaded: Array[LaneBytes, n], src_rank: Int, block: Block[...]) -> Bool:
         """Waits until inline ones are there, and puts `SENTINEL` back."""
         # All that are missing are polled again at once.
         var wait = Wait(block.deadline)
@@ -232,22 +221,14 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
         return are_there
 
     @always_inline
-    def place(
-        self, rows: Self.Format.Rows, row: Int, first: Int, end: Int, lane: Int
-    ):
+    def place(self, rows: Self.Format.Rows, row: Int, first: Int, end: Int, lane: Int):
         """Places them in a row."""
         comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         var to = Self.Format.row_values(rows, row)
         comptime for i in range(Self.in_flight):
-            var vector, is_in_chunk = vector_of_lane[n_vectors](
-                first + i, end, lane
-            )
+            var vector, is_in_chunk = vector_of_lane[n_vectors](first + i, end, lane)
             if is_in_chunk:
-                store16(
-                    to.unsafe_offset(vector * MESSAGE_ALIGN), self.values[i]
-                )
+                store16(to.unsafe_offset(vector * MESSAGE_ALIGN), self.values[i])
         comptime if Self.Format.has_scales:
             if lane < Self.in_flight and first + lane < end:
-                Self.Format.place_scales(
-                    rows, row, first + lane, self.scales[0]
-                )
+                Self.Format.place_scales(rows, row, first + lane, self.scales[0])

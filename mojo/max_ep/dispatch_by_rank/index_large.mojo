@@ -10,12 +10,7 @@ from std.math import ceildiv
 
 from ..counters import NO_EXPERT
 from ..device.block import Block
-from ..flags import (
-    fetch_add_block,
-    load_acquire_block,
-    SharedWord,
-    store_release_block,
-)
+from ..flags import fetch_add_block, load_acquire_block, SharedWord, store_release_block
 from ..layout import Group, MESSAGE_ALIGN
 from .choices import Choices, n_shared_ids
 from .publish import publish_count, publish_entry
@@ -63,9 +58,7 @@ def index_by_blocks[
     if load_acquire_block(block.word(GAVE_UP)) != 0:
         return
     var is_last = block_idx.x == grid_dim.x - 1
-    var begin, end = run_of_block(
-        choices.n_choices, Int(block_idx.x), Int(grid_dim.x)
-    )
+    var begin, end = run_of_block(choices.n_choices, Int(block_idx.x), Int(grid_dim.x))
     # Loaded while the earlier ones are counted.
     var choice = choices.load(begin + me, end)
     if begin < end or is_last:
@@ -88,9 +81,9 @@ def index_by_blocks[
             # Those of this round before it.
             for i in range(0, (indexer + 1) * WARP_SIZE, _EARLIER_IDS):
                 comptime for j in range(0, _EARLIER_IDS, 4):
-                    var earlier = experts.unsafe_load[
-                        width=4, alignment=MESSAGE_ALIGN
-                    ](i + j)
+                    var earlier = experts.unsafe_load[width=4, alignment=MESSAGE_ALIGN](
+                        i + j
+                    )
                     comptime for k in range(4):
                         if earlier[k] == choice.id and i + j + k < me:
                             position += 1

@@ -17,13 +17,7 @@ from ..device.block import Block
 from ..device.shared import SharedInts
 from ..device.warp import sum_of_lanes
 from ..layout import Group, MESSAGE_ALIGN
-from .choices import (
-    Choice,
-    Choices,
-    n_counted,
-    N_LANE_CHOICES,
-    nth_expert_of_block,
-)
+from .choices import Choice, Choices, n_counted, N_LANE_CHOICES, nth_expert_of_block
 from .publish import publish_count, publish_entry
 from .roles import N_INDEX_WARPS
 
@@ -95,10 +89,7 @@ struct LaneIndex[group: Group]:
                 choice = self.choices.load(choice_idx, Int.MAX)
         var n_equal: UInt32 = 0
         comptime for i in range(_N_LANE_IDS):
-            if (
-                i * WARP_SIZE + Int(lane_id()) < end
-                and self.ids[i] == choice.id
-            ):
+            if i * WARP_SIZE + Int(lane_id()) < end and self.ids[i] == choice.id:
                 n_equal += 1
         self.next = Item(number, choice, Int(sum_of_lanes(n_equal)))
 
@@ -136,9 +127,7 @@ def index_one_by_one[
         if number >= group.n_experts:
             end = number - group.n_experts
             choice = choices.shared(end)
-        var n_equal = _count_equal(
-            choices.shared_ids, choice.id, end, block.lane
-        )
+        var n_equal = _count_equal(choices.shared_ids, choice.id, end, block.lane)
         Item(number, choice, n_equal).publish(block)
 
 
@@ -148,9 +137,7 @@ def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
     var n_equal: UInt32 = 0
     var whole = end // _IDS_AT_ONCE * _IDS_AT_ONCE
     for first in range(lane * _IDS_AT_ONCE, whole, WARP_SIZE * _IDS_AT_ONCE):
-        var some = ids.unsafe_load[width=_IDS_AT_ONCE, alignment=MESSAGE_ALIGN](
-            first
-        )
+        var some = ids.unsafe_load[width=_IDS_AT_ONCE, alignment=MESSAGE_ALIGN](first)
         comptime for i in range(_IDS_AT_ONCE):
             if some[i] == id:
                 n_equal += 1

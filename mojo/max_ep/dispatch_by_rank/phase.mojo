@@ -25,12 +25,7 @@ from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..counters import Word
-from ..device.block import (
-    await_launch_before,
-    Block,
-    header_word,
-    is_last_block,
-)
+from ..device.block import await_launch_before, Block, header_word, is_last_block
 from ..device.phase import Phase
 from ..device.shared import share_addresses
 from ..device.warp import in_32_bits
@@ -57,9 +52,7 @@ from .send import TokenSender
 
 
 @fieldwise_init
-struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
-    Phase
-):
+struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Phase):
     """Sends each token to its ranks; makes rows, sorted by expert, of those that come.
 
     A launch that only sends does not touch the outputs, one that only receives not
@@ -105,9 +98,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
         var choices = Choices[Self.group](
             self.given.topk_ids, self.given.router_weights, n_tokens
         )
-        var sender = TokenSender[
-            Self.group, Self.Format, Self.input_type, has_input
-        ](
+        var sender = TokenSender[Self.group, Self.Format, Self.input_type, has_input](
             self.given.tokens,
             choices,
             n_tokens,
@@ -127,18 +118,12 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
         var recv_bufs = share_addresses[Self.group.n_ranks, False](
             self.buffers.recv_bufs, 0
         )
-        var counts = share_addresses[Self.group.n_ranks, False](
-            self.buffers.counts, 0
-        )
+        var counts = share_addresses[Self.group.n_ranks, False](self.buffers.counts, 0)
         comptime if sends:
             choices.share()
             sender.find_receivers(word)
         var block = Block[Self.group].begin[N_CONTROL](
-            word,
-            self.buffers.counters,
-            recv_bufs,
-            counts,
-            SEND if sends else RECEIVE,
+            word, self.buffers.counters, recv_bufs, counts, SEND if sends else RECEIVE
         )
         if not block.can_go:
             comptime if receives:
@@ -153,9 +138,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
                     block.counters.n_tokens_of(sent)[] = Int32(n_tokens)
                     block.counters.set_generation(Word.DISPATCH_SENT, sent)
                 comptime if receives:
-                    block.counters.set_generation(
-                        Word.DISPATCH_RECEIVED, received
-                    )
+                    block.counters.set_generation(Word.DISPATCH_RECEIVED, received)
         comptime if sends:
             block.publish_earlier_reads(DONE_WARP)
             if indexer >= 0:
@@ -175,9 +158,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](
                 if not is_last_block(block.counters):
                     return
                 if block.lane == 0:
-                    block.counters.set_generation(
-                        Word.DISPATCH_RECEIVED, received
-                    )
+                    block.counters.set_generation(Word.DISPATCH_RECEIVED, received)
                 block.publish_reads(received, block.before.combine_received)
             # AFTER: rows are complete; every source may overwrite its tokens here,
             # once that is published, by this launch or the next of this rank.

@@ -14,13 +14,7 @@ from ..flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
 from ..layout import Group
 from ..token_format import LaneBytes
 from .choices import Choice, Choices
-from .entries import (
-    entry_word,
-    id_word,
-    NO_ENTRY_EXPERT,
-    NO_POSITION,
-    weight_word,
-)
+from .entries import entry_word, id_word, NO_ENTRY_EXPERT, NO_POSITION, weight_word
 from .roles import N_INDEX_WARPS, SEND
 
 
@@ -45,27 +39,20 @@ def publish_n_tokens[group: Group](n_tokens: Int, block: Block[group]):
         return
     for rank in range(block.lane, group.n_ranks, WARP_SIZE):
         store_relaxed_sys(
-            block.flag(
-                rank,
-                group.dispatch_n_tokens_offset(block.my_rank),
-            ),
+            block.flag(rank, group.dispatch_n_tokens_offset(block.my_rank)),
             block.dispatch_sending(),
             n_tokens,
         )
 
 
 @always_inline
-def publish_count[
-    group: Group
-](expert: Int, n_choices: Int, block: Block[group]):
+def publish_count[group: Group](expert: Int, n_choices: Int, block: Block[group]):
     """Publishes to an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
     store_relaxed_sys(
         block.flag(
             dst_rank,
-            group.dispatch_count_offset(
-                group.pair(local_expert, block.my_rank)
-            ),
+            group.dispatch_count_offset(group.pair(local_expert, block.my_rank)),
         ),
         block.dispatch_sending(),
         min(n_choices, group.max_tokens_per_rank),
@@ -89,9 +76,7 @@ def publish_entry[
     var has_place = is_expert and position < group.max_tokens_per_rank
     # A choice that gets a row on this rank is recorded by who makes the row.
     var owner_rank = Int(choice.id) // group.n_local_experts()
-    var is_recorded = (
-        group.has_sums() or not has_place or owner_rank != block.my_rank
-    )
+    var is_recorded = group.has_sums() or not has_place or owner_rank != block.my_rank
     if lane == 0 and is_recorded:
         block.counters.choices(generation, group)[
             unsafe_offset=number

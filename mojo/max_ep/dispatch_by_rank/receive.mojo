@@ -13,13 +13,7 @@ from std.memory import bitcast
 from ..arguments import DispatchedRows
 from ..counters import NO_ROW, own_row, relative_rank, row_elsewhere
 from ..device.block import Block
-from ..device.schedule import (
-    Chunk,
-    FlaggedSplit,
-    inline_split,
-    n_steps_of,
-    Schedule,
-)
+from ..device.schedule import Chunk, FlaggedSplit, inline_split, n_steps_of, Schedule
 from ..device.warp import any_lane, bytes_at, divmod_32
 from ..flags import flag_at, generation_of
 from ..layout import Group
@@ -112,9 +106,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             var n_tokens = self.shared.n_tokens(src_rank)
             if token_idx >= n_tokens:
                 continue
-            var token = self._locate[are_all_inline](
-                src_rank, token_idx, n_tokens
-            )
+            var token = self._locate[are_all_inline](src_rank, token_idx, n_tokens)
             if not self._receive_chunk(steps, has_pair_rows, token, chunk):
                 return
 
@@ -205,8 +197,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             return False
         var wanted = warp.vote[DType.uint32](to.has_row)
         var is_shared = (
-            Self.group.fused_shared_expert
-            and token.src_rank == self.block.my_rank
+            Self.group.fused_shared_expert and token.src_rank == self.block.my_rank
         )
         var is_here = is_shared or any_lane(to.is_here)
         if not is_here:
@@ -216,31 +207,21 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         if not are_all_inline and not token.is_loaded:
             var flag = flag_at(
                 self.recv_buf,
-                Self.group.chunk_flag_offset(
-                    token.src_rank, token.idx, chunk.idx
-                ),
+                Self.group.chunk_flag_offset(token.src_rank, token.idx, chunk.idx),
             )
             var word = self.block.await_message(
-                flag,
-                generation_received(self.block),
-                RECEIVE,
-                token.src_rank,
-                -1,
+                flag, generation_received(self.block), RECEIVE, token.src_rank, -1
             )
             if any_lane(generation_of(word) != generation_received(self.block)):
                 self.block.counters.set_broken()
                 return False
 
         for first in range(chunk.begin, chunk.end, in_flight):
-            if first != chunk.begin or (
-                not are_all_inline and not token.is_loaded
-            ):
+            if first != chunk.begin or (not are_all_inline and not token.is_loaded):
                 steps.load(token, first, chunk.end, lane)
             var is_there = True
             if token.is_inline:
-                is_there = steps.await_inline(
-                    token, first, chunk.end, self.block
-                )
+                is_there = steps.await_inline(token, first, chunk.end, self.block)
             if any_lane(not is_there):
                 self.block.counters.set_broken()
                 return False
@@ -252,9 +233,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             if first == chunk.begin:
                 if to.has_row:
                     to.row = self.shared.row_of_pair(to.pair) + to.position
-                if chunk.idx == 0 and not self._record(
-                    token, to, wanted, is_shared
-                ):
+                if chunk.idx == 0 and not self._record(token, to, wanted, is_shared):
                     self.block.counters.set_broken()
                     return False
             var rest = wanted
@@ -289,20 +268,14 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         """Records where the rows of a token come from, with one warp."""
         var lane = self.block.lane
         if to.has_row:
-            self.dispatched.src_info[unsafe_offset=2 * Int(to.row)] = Int32(
-                token.idx
-            )
-            self.dispatched.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(
-                lane
-            )
+            self.dispatched.src_info[unsafe_offset=2 * Int(to.row)] = Int32(token.idx)
+            self.dispatched.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(lane)
             comptime if not Self.group.has_sums():
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
                     self.block.counters.choices(
                         generation_received(self.block), Self.group
-                    )[
-                        unsafe_offset=Self.group.choice(token.idx, lane)
-                    ] = own_row(
+                    )[unsafe_offset=Self.group.choice(token.idx, lane)] = own_row(
                         Int(to.row)
                     )
         self._record_row(token, to.row)
@@ -323,9 +296,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 return False
         comptime if Self.group.fused_shared_expert:
             if is_shared and lane == 0:
-                self.dispatched.src_info[unsafe_offset=2 * token.idx] = Int32(
-                    token.idx
-                )
+                self.dispatched.src_info[unsafe_offset=2 * token.idx] = Int32(token.idx)
                 self.dispatched.src_info[unsafe_offset=2 * token.idx + 1] = -1
         return True
 

@@ -55,9 +55,7 @@ comptime _SHORT_CHUNK = 4
 
 
 @always_inline
-def n_send_warps[
-    group: Group, receives: Bool
-](is_inline: Bool, n_warps: Int) -> Int:
+def n_send_warps[group: Group, receives: Bool](is_inline: Bool, n_warps: Int) -> Int:
     """Chooses how many warps of a block send."""
     comptime if receives:
         var most = n_warps - FIRST_SENDER - N_INDEX_WARPS
@@ -100,6 +98,4 @@ def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
 
     Index warps have no round: some of them count.
     """
-    return Schedule.of_receivers(
-        warp_idx, n_warps - N_INDEX_WARPS, COUNTING_WARP
-    )
+    return Schedule.of_receivers(warp_idx, n_warps - N_INDEX_WARPS, COUNTING_WARP)

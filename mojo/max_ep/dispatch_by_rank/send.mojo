@@ -50,9 +50,7 @@ struct Receivers(TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def of[
-        group: Group, has_input: Bool
-    ](id: Int32, my_rank: Int, lane: Int) -> Self:
+    def of[group: Group, has_input: Bool](id: Int32, my_rank: Int, lane: Int) -> Self:
         """Finds out who gets a token; all lanes call it."""
         var dst_rank: Int32 = -1
         comptime if group.sends_to_all():
@@ -70,12 +68,8 @@ struct Receivers(TrivialRegisterPassable):
             is_target = is_target and Int(first) == lane
         var is_own = False
         comptime if not has_input:
-            is_own = group.fused_shared_expert or any_lane(
-                dst_rank == Int32(my_rank)
-            )
-        return Self(
-            dst_rank, is_target, warp.vote[DType.uint32](is_target), is_own
-        )
+            is_own = group.fused_shared_expert or any_lane(dst_rank == Int32(my_rank))
+        return Self(dst_rank, is_target, warp.vote[DType.uint32](is_target), is_own)
 
     @always_inline
     def are_any(self) -> Bool:
@@ -89,8 +83,7 @@ struct Receivers(TrivialRegisterPassable):
 
     @always_inline
     def nth(self, n: Int, my_rank: Int) -> Int:
-        """Finds the rank of one, or -1; all lanes call it, each with its `n`.
-        """
+        """Finds the rank of one, or -1; all lanes call it, each with its `n`."""
         var dst_rank = -1
         var receiver = 0
         var rest = self.targets
@@ -164,9 +157,7 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         comptime n_elements = Self.Format.lane_elements
         comptime for i in range(Self.in_flight):
-            var vector, is_in_chunk = vector_of_lane[n_vectors](
-                first + i, end, lane
-            )
+            var vector, is_in_chunk = vector_of_lane[n_vectors](first + i, end, lane)
             if is_in_chunk:
                 # Not as constants: when this block began, the kernel that wrote
                 # the tokens may not have ended (PDL).
@@ -200,9 +191,7 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
                 shuffle_address(address, k), first, end, values, scales, lane
             )
         if receivers.is_own:
-            _store_steps[Self.Format, is_inline](
-                own, first, end, values, scales, lane
-            )
+            _store_steps[Self.Format, is_inline](own, first, end, values, scales, lane)
 
     @always_inline
     def send[
@@ -217,16 +206,12 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         """Encodes a chunk of a token once, and writes it to all who get it."""
         var offset: UInt64
         comptime if is_inline:
-            offset = UInt64(
-                group.inline_token_offset(block.my_rank, chunk.whole)
-            )
+            offset = UInt64(group.inline_token_offset(block.my_rank, chunk.whole))
         else:
             offset = UInt64(group.token_offset(block.my_rank, chunk.whole))
         var address: UInt64 = 0
         if receivers.is_target:
-            address = (
-                block.recv_bufs[unsafe_offset=Int(receivers.dst_rank)] + offset
-            )
+            address = block.recv_bufs[unsafe_offset=Int(receivers.dst_rank)] + offset
         var own = block.recv_bufs[unsafe_offset=block.my_rank] + offset
         comptime split = InlineSplit[n_steps_of[Self.Format]()]
         comptime if is_inline and split.most_steps <= Self.in_flight:
@@ -313,9 +298,7 @@ struct TokenSender[
         """Begins to load the first chunk."""
         if self.has_chunk:
             var lane = Int(lane_id())
-            self.inline.load(
-                self.chunk.whole, self.chunk.begin, self.chunk.end, lane
-            )
+            self.inline.load(self.chunk.whole, self.chunk.begin, self.chunk.end, lane)
             comptime if not Self.group.sends_to_all():
                 if lane < Self.group.top_k:
                     self.id = self.choices.load_id(
@@ -331,14 +314,10 @@ struct TokenSender[
             )
 
     @always_inline
-    def _receivers_of(
-        self, token_idx: Int, block: Block[Self.group]
-    ) -> Receivers:
+    def _receivers_of(self, token_idx: Int, block: Block[Self.group]) -> Receivers:
         """Finds out who gets a token."""
         return Receivers.of[Self.group, Self.has_input](
-            self.choices.id_of_lane(token_idx, block.lane),
-            block.my_rank,
-            block.lane,
+            self.choices.id_of_lane(token_idx, block.lane), block.my_rank, block.lane
         )
 
     @always_inline
@@ -349,9 +328,7 @@ struct TokenSender[
         if self.n_tokens <= Self.group.n_inline_tokens():
             self._send_inline(block)
             return
-        comptime if (
-            Self.group.max_tokens_per_rank > Self.group.n_inline_tokens()
-        ):
+        comptime if (Self.group.max_tokens_per_rank > Self.group.n_inline_tokens()):
             self._send_chunks(block)
 
     @always_inline
@@ -368,9 +345,7 @@ struct TokenSender[
         while True:
             if self.receivers.are_any():
                 # I1: only this rank writes the tokens of its number.
-                self.inline.send[True](
-                    self.chunk, is_loaded, self.receivers, block
-                )
+                self.inline.send[True](self.chunk, is_loaded, self.receivers, block)
             # Strides, no counter: that would be one more trip to shared memory.
             self.number += self.n_senders * Int(grid_dim.x)
             if self.number >= n_all:
@@ -418,22 +393,16 @@ struct TokenSender[
                     )
                     var recv_buf = block.recv_bufs[unsafe_offset=dst_rank]
                     publish(
-                        flag_at(bytes_at(recv_buf), offset),
-                        block.dispatch_sending(),
-                        0,
+                        flag_at(bytes_at(recv_buf), offset), block.dispatch_sending(), 0
                     )
             var round = block.next_work(NEXT_SEND)
-            number = (self.n_senders + round) * Int(grid_dim.x) + Int(
-                block_idx.x
-            )
+            number = (self.n_senders + round) * Int(grid_dim.x) + Int(block_idx.x)
             if number >= self.n_tokens * n_bundles:
                 return
 
 
 @always_inline
-def chunks_of_token[
-    n_steps: Int
-](token_idx: Int, bundle: Int, n_bundles: Int) -> Chunk:
+def chunks_of_token[n_steps: Int](token_idx: Int, bundle: Int, n_bundles: Int) -> Chunk:
     """Finds the steps of some chunks that are published at once."""
     return Chunk(
         token_idx,

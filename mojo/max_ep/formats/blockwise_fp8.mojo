@@ -19,13 +19,7 @@ from std.sys import is_nvidia_gpu
 from ..cpu_copy import copy_bytes
 from ..kernel_argument import KernelArgument
 from ..layout import scaled_token_bytes
-from ..token_format import (
-    BytePointer,
-    LaneBytes,
-    LaneWire,
-    OutputTensors,
-    TokenFormat,
-)
+from ..token_format import BytePointer, LaneBytes, LaneWire, OutputTensors, TokenFormat
 
 comptime FP8_BLOCK = 128
 """Channels that share one scale."""
@@ -152,9 +146,7 @@ struct BlockwiseFP8TokenFormat[
     ):
         """Quantizes a token; see the module's docstring."""
         comptime n_chunks = FP8_BLOCK // _WIDTH
-        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
-            Float32
-        ]()
+        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[Float32]()
         for block in range(Self.n_blocks):
             var parts = Array[SIMD[DType.float32, _WIDTH], n_chunks](fill=0)
             var largest = SIMD[DType.float32, _WIDTH](FP8_MIN_AMAX)
@@ -177,9 +169,7 @@ struct BlockwiseFP8TokenFormat[
 
     @staticmethod
     @always_inline
-    def decode(
-        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
-    ):
+    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
         """Copies values and scales; nothing is dequantized."""
         copy_bytes(
             dest=rows.tokens.unsafe_offset(row * Self.hidden_size),
@@ -187,14 +177,12 @@ struct BlockwiseFP8TokenFormat[
             count=Self.hidden_size,
             is_streaming=is_streaming,
         )
-        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
-            Float32
-        ]()
+        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[Float32]()
         var first = rows.scale_index(row, 0, Self.n_blocks)
         for block in range(Self.n_blocks):
-            rows.scales[
-                unsafe_offset=first + block * rows.rows_per_group
-            ] = scales[unsafe_offset=block]
+            rows.scales[unsafe_offset=first + block * rows.rows_per_group] = scales[
+                unsafe_offset=block
+            ]
 
     @staticmethod
     @always_inline
@@ -210,16 +198,12 @@ struct BlockwiseFP8TokenFormat[
     @always_inline
     def encode_lane[
         input_type: DType, is_scaled: Bool
-    ](
-        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
-    ) -> LaneWire:
+    ](elements: SIMD[input_type, Self.lane_elements], input_scale: Float32) -> LaneWire:
         """Quantizes what one GPU lane holds; see `TokenFormat.encode_lane`.
 
         Eight neighbouring lanes hold one block.
         """
-        var x = rebind[SIMD[DType.float32, _WIDTH]](
-            elements.cast[DType.float32]()
-        )
+        var x = rebind[SIMD[DType.float32, _WIDTH]](elements.cast[DType.float32]())
         comptime if is_scaled:
             x *= input_scale
         var amax = max(abs(x).reduce_max(), FP8_MIN_AMAX)
@@ -259,11 +243,9 @@ struct BlockwiseFP8TokenFormat[
         message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
     ):
         """Copies one GPU lane's part of a message's scales."""
-        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[
-            Float32
-        ]()
+        var scales = message.unsafe_offset(Self.hidden_size).unsafe_bitcast[Float32]()
         var first = rows.scale_index(row, 0, Self.n_blocks)
         for block in range(lane, Self.n_blocks, n_lanes):
-            rows.scales[
-                unsafe_offset=first + block * rows.rows_per_group
-            ] = scales[unsafe_offset=block]
+            rows.scales[unsafe_offset=first + block * rows.rows_per_group] = scales[
+                unsafe_offset=block
+            ]

@@ -42,9 +42,7 @@ struct PlainTokenFormat[
     """Elements of a token."""
     comptime top_k = Self.top_k_
     """Experts of a token."""
-    comptime hidden_multiple = MESSAGE_ALIGN // size_of[
-        Scalar[Self.wire_type]
-    ]()
+    comptime hidden_multiple = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
     """Elements of 16 bytes."""
     comptime token_bytes = plain_token_bytes(
         Self.hidden_size, size_of[Scalar[Self.wire_type]]()
@@ -67,12 +65,7 @@ struct PlainTokenFormat[
     @always_inline
     def rows_of(outputs: OutputTensors) -> Self.Rows:
         """Takes tokens and routing metadata; see `TokenFormat.rows_of`."""
-        return {
-            outputs.tokens,
-            outputs.routing_map,
-            outputs.probs,
-            outputs.n_gathered,
-        }
+        return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
 
     @staticmethod
     @always_inline
@@ -104,9 +97,7 @@ struct PlainTokenFormat[
 
     @staticmethod
     @always_inline
-    def decode(
-        message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool
-    ):
+    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
         """Copies the token of a message; see `TokenFormat.decode`."""
         copy_bytes(
             dest=rows.tokens.unsafe_offset(row * Self.token_bytes),
@@ -119,9 +110,7 @@ struct PlainTokenFormat[
     @always_inline
     def encode_lane[
         input_type: DType, is_scaled: Bool
-    ](
-        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32
-    ) -> LaneWire:
+    ](elements: SIMD[input_type, Self.lane_elements], input_scale: Float32) -> LaneWire:
         """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`."""
         comptime if Self.wire_type == input_type and not is_scaled:
             return LaneWire(bitcast[DType.uint32, 4](elements), 0)
@@ -129,9 +118,7 @@ struct PlainTokenFormat[
             var x = elements.cast[DType.float32]()
             comptime if is_scaled:
                 x *= input_scale
-            return LaneWire(
-                bitcast[DType.uint32, 4](x.cast[Self.wire_type]()), 0
-            )
+            return LaneWire(bitcast[DType.uint32, 4](x.cast[Self.wire_type]()), 0)
 
     @staticmethod
     @always_inline
@@ -158,11 +145,7 @@ struct PlainTokenFormat[
     @staticmethod
     @always_inline
     def end_metadata(
-        rows: Self.Rows,
-        n_rows: Int,
-        n_rows_max: Int,
-        worker: Int,
-        n_workers: Int,
+        rows: Self.Rows, n_rows: Int, n_rows_max: Int, worker: Int, n_workers: Int
     ):
         """Says how many rows there are; those behind choose nothing."""
         comptime if Self.router_top_k == 0:
