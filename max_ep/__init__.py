@@ -1,44 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert-parallel dispatch and combine for MAX graphs.
 
-It has the names of ``max.nn.comm.ep``, and some more.
+It has the names of ``max.nn.comm.ep``, and some more: ``__init__.pyi`` says which, and
+where they come from. They are imported when they are asked for: ``max_ep.torch`` and
+the command line load no MAX.
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import Any
 
 # A submodule of the same name: imported here, so that the function wins.
-from .launch import LaunchError, launch
+from .launch import LaunchError as LaunchError
+from .launch import launch as launch
 
-_HOMES = {
-    "max.nn.comm.ep": ["calculate_ep_max_tokens_per_rank"],
-    ".config": ["EPConfig", "estimate_ep_memory_usage"],
-    ".extension": ["extension_path"],
-    ".formats": ["blockwise_fp8_quant_config"],
-    ".graph.all_gather": ["AllGatherConfig", "AllGatherTokenDispatcher"],
-    ".graph.buffers": ["EPCommBuffers"],
-    ".graph.builders": [
-        "call_distributed_ep_combine",
-        "call_distributed_ep_dispatch",
-        "call_ep_combine",
-        "call_ep_combine_async",
-        "call_ep_combine_wait",
-        "call_ep_dispatch",
-        "call_ep_dispatch_async",
-        "call_ep_dispatch_wait",
-        "call_ep_init",
-        "call_ep_watch",
-    ],
-    ".graph.fp8": ["dequantize_blockwise_fp8"],
-    ".graph.manager": ["EPBatchManager"],
-    ".graph.routing": ["softmax_top_k"],
-    ".memory.initializer": ["EPCommInitializer"],
+_HOME_OF = {
+    alias.name: "." * statement.level + (statement.module or "")
+    for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
 }
-"""Where names come from. They are imported when they are asked for: ``max_ep.torch``
-and the command line load no MAX."""
-
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = ["LaunchError", "launch", *_HOME_OF]
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
