@@ -35,7 +35,7 @@ def route(
     """Chooses each token's experts: top-k of a softmax, weights summing to 1.
 
     ``x`` is ``[n_tokens, hidden_size]``, ``router`` ``[n_experts, hidden_size]``, both
-    float32. Returns ids, ``[n_tokens, top_k]`` int32, and weights, likewise float32.
+    float32. Returns ids, int32, and weights, float32, both ``[n_tokens, top_k]``.
     """
     return softmax_top_k(linear(x, router), top_k)
 

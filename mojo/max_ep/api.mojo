@@ -337,8 +337,8 @@ def ep_combine_wait_kernel_api[
 ) raises:
     """Completes combine: the weighted sum of each token's expert rows.
 
-    Rows that were not sent are read in `expert_rows`: the shared expert's and, with
-    sums, this rank's own.
+    Rows that were not sent are read in `expert_rows`: the shared expert's and, on GPUs
+    or with sums, those that this rank's experts made of its own tokens.
     """
     comptime group = Group(
         n_experts=n_experts,

@@ -159,7 +159,7 @@ struct Group(TrivialRegisterPassable):
     """All that is known of a group at compile time: one value for one op.
 
     Its methods are the layout of the region. Offsets are in bytes: those of an item
-    count from the begin of its buffer, those of a buffer from the begin of the
+    count from the start of its buffer, those of a buffer from the start of the
     region.
     """
 
@@ -472,7 +472,7 @@ struct Group(TrivialRegisterPassable):
         return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
 
     def staged_from_recv(self, rank: Int) -> Int:
-        """Locates a rank's own encoded tokens, from the begin of its recv buffer.
+        """Locates a rank's own encoded tokens, from the start of its recv buffer.
 
         `dispatch_staged_offset` counts from there. Negative by expert.
         """

@@ -11,7 +11,6 @@ The ops that receive a dispatch have eight results, whatever the format: rows,
 scales, `row_offsets`, `expert_ids`, `src_info`, and of an all-gather routing map,
 probabilities and number of rows. Those that a format or layout has not are empty.
 """
-from .kernel_argument import unused
 import extensibility
 from extensibility import (
     _MutableInputTensor as MutableInputTensor,
@@ -36,6 +35,7 @@ from .arguments import (
 )
 from .formats.table import FormatOf, has_format
 from .device.phase import InputScales
+from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
 from .layout import Addressing, combine_msg_bytes, Group, Returns
 from .setup import init

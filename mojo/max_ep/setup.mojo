@@ -92,7 +92,7 @@ def clear_kernel(
         # An entry is of the generation that it says, however old it is.
         _fill(recv, 0, group.entry_offset(n_ranks, 0), 0)
         if group.sends_to_all():
-            # Likewise routing metadata.
+            # Routing metadata says its generation, too.
             var end = group.token_offset(n_ranks, 0)
             _fill(recv, group.token_offset(0, 0), end, 0)
         var end = group.chunk_flag_offset(n_ranks, 0, 0)

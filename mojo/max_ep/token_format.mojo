@@ -228,7 +228,7 @@ trait TokenFormat:
 struct SharedRows(KernelArgument, TrivialRegisterPassable):
     """Expert rows of this rank that combine adds where they stand.
 
-    Those of a fused shared expert, and on GPUs or with a reduced protocol those
+    Those of a fused shared expert, and on GPUs or with sums those
     that this rank's own experts made of its own tokens: neither is sent.
     """
 

@@ -10,7 +10,7 @@ code with and without it. What is polled of a peer:
     combine on GPU  the flag of each row that it sends back; with sums the
                     first 16 bytes of each of its partial sums
 
-The time of a peer runs from the begin of the watch until the last of these was
+The time of a peer runs from the start of the watch until the last of these was
 there, and is `NEVER` if time was up first, or if the counters do not allow a
 launch. The wait that follows has its own time, and says who is missing.
 """

@@ -10,7 +10,7 @@ of a token as `cpu/combine.mojo` does:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
     result = acc, rounded to the combine dtype
-    result = result + shared[token], likewise    with a fused shared expert
+    result = result + shared[token], rounded again    with a fused shared expert
 
 After the send phase: every row is on its way to its source. After the receive
 phase: the result is there, and every owner knows that its rows have been read. A

@@ -32,7 +32,7 @@ struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: In
     """Elements of a lane in one step."""
     comptime n_row_vectors = Self.width * Self.row_element // MESSAGE_ALIGN
     """16 bytes of a row that they fill."""
-    comptime n_partial_vectors = (Self.width * Self.partial_element // MESSAGE_ALIGN)
+    comptime n_partial_vectors = Self.width * Self.partial_element // MESSAGE_ALIGN
     """16 bytes of a partial sum that they fill."""
     comptime row_bytes = Self.hidden_size * Self.row_element
     """Bytes of a row."""

@@ -6,7 +6,7 @@ rank, which adds the rows of a token in choice order:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
     result = acc, rounded to the combine dtype
-    result = result + shared[token], likewise    with a fused shared expert
+    result = result + shared[token], rounded again    with a fused shared expert
 
 Sums: a rank that holds some of a token's experts adds their rows so, and sends
 that sum, rounded once to the partial dtype. The source starts with its own sum,
@@ -284,7 +284,7 @@ def cpu_combine_wait[
     comptime has_sums = group.has_sums()
     comptime sent_dtype = partial_dtype if has_sums else dtype
     comptime n_places = group.n_ranks if has_sums else group.top_k
-    comptime bytes_per_token = (min(group.top_k, n_places) * group.combine_msg_bytes)
+    comptime bytes_per_token = min(group.top_k, n_places) * group.combine_msg_bytes
     comptime if has_sums:
         _check_unsent_rows(n_tokens, expert_rows.n_rows, rank)
     var n_rows = _await_rows(rank)

@@ -101,7 +101,7 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 @fieldwise_init
 struct Block[group: Group](TrivialRegisterPassable):
-    """What each warp of a block needs from the begin of a launch to its end."""
+    """What each warp of a block needs from the start of a launch to its end."""
 
     var lane: Int
     var warp_idx: Int
@@ -317,7 +317,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_readers[is_combine: Bool](self, phase: Int) -> Bool:
-        """Likewise for by-rank ranks, unless a launch before has seen it."""
+        """Waits so for by-rank ranks, unless an earlier launch has seen it."""
         var generation = self._sent[is_combine]()
         var drained = self.before.dispatch_drained
         comptime if is_combine:

@@ -13,7 +13,7 @@ comptime ENCODED_IN_FLIGHT = 3
 @always_inline
 def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token that a lane encodes at once, in registers."""
-    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else (ACCESSES_IN_FLIGHT)
+    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else ACCESSES_IN_FLIGHT
 
 
 @always_inline

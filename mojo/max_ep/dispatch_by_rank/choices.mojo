@@ -91,7 +91,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
     ids that each of its warps has copied are of that expert."""
 
-    comptime _loads_weights = Self.group.has_sums() and not (Self.group.sends_to_all())
+    comptime _loads_weights = Self.group.has_sums() and not Self.group.sends_to_all()
 
     @always_inline
     def __init__(

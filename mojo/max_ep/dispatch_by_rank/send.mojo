@@ -328,7 +328,7 @@ struct TokenSender[
         if self.n_tokens <= Self.group.n_inline_tokens():
             self._send_inline(block)
             return
-        comptime if (Self.group.max_tokens_per_rank > Self.group.n_inline_tokens()):
+        comptime if Self.group.max_tokens_per_rank > Self.group.n_inline_tokens():
             self._send_chunks(block)
 
     @always_inline
