@@ -20,7 +20,7 @@ from max_ep.extension import mojo_dir
 LAYERS = (
     "kernel_argument layout flags cpu_copy counters failures row_tables token_format "
     "formats transport shmem_modules arguments device dispatch_by_expert "
-    "dispatch_by_rank combine_rows combine_sums kernels cpu setup launch watch api ops "
+    "dispatch_by_rank combine_rows combine_sums kernels cpu setup launch watch api group_words ops "
     "routing routing_ops"
 ).split()
 
@@ -77,6 +77,23 @@ def test_mojo_docstrings():
         and not is_internal_field(line)
     ]
     assert not of_users + without
+
+
+@pytest.mark.parametrize("name", ["api", "kernels"])
+def test_lists_have_every_parameter_and_argument(name):
+    """Of what Mojo users call; `mojo doc` looks for each in its own function only."""
+    _, docstring, code = (
+        (mojo_dir() / f"max_ep/{name}.mojo").read_text().split('"""', 2)
+    )
+    listed = set(re.findall(r"^    (\w+(?:, \w+)*)(?:  |$)", docstring, re.MULTILINE))
+    listed = {word for words in listed for word in words.split(", ")}
+    header = r"^def (?!_)\w+\[(.*?)\]\((.*?)\)(?: raises)?:$"
+    found = re.findall(header, code, re.MULTILINE | re.DOTALL)
+    assert len(found) >= 4
+    for lists in found:
+        pattern = r"(?:^|,)\s*(?:var )?(\w+):"
+        names = re.findall(pattern, ",".join(lists), re.MULTILINE)
+        assert names and set(names) <= listed, set(names) - listed
 
 
 @pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
