@@ -18,7 +18,6 @@ from extensibility import (
     OutputTensor,
 )
 from max.gpu.host import DeviceContext
-from max.gpu.host.info import is_gpu
 
 from .arguments import (
     Call,
@@ -33,13 +32,13 @@ from .arguments import (
     GivenTokens,
     RouterWeights,
 )
-from .formats.table import FormatOf, has_format
 from .device.phase import InputScales
+from .formats.table import has_format
+from .group_words import CombineGroup, DispatchGroup, FormatOfOp
 from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
-from .layout import Addressing, combine_msg_bytes, Group, Returns
 from .setup import init
-from .token_format import BytePointer, OutputTensors, SharedRows, TokenFormat
+from .token_format import BytePointer, OutputTensors, SharedRows
 from .watch import launch_watch
 
 comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
@@ -74,78 +73,6 @@ def _weights_of(tensor: Float32Matrix) -> RouterWeights:
         tensor.dim_size(0),
         tensor.dim_size(1),
     )
-
-
-def has_word(words: StaticString, word: StaticString) -> Bool:
-    """Returns whether a word is among words that are separated by spaces."""
-    return String(" ", word, " ") in String(" ", words, " ")
-
-
-def number_in(words: StaticString, name: StaticString) -> Int:
-    """Reads the number behind `name=` in such words; -1: no such."""
-    var all = String(" ", words, " ")
-    var begin = all.find(String(" ", name, "="))
-    if begin < 0:
-        return -1
-    var bytes = all.as_bytes()
-    var n = 0
-    for i in range(begin + name.byte_length() + 2, len(bytes)):
-        if bytes[i] == UInt8(ord(" ")):
-            break
-        n = n * 10 + Int(bytes[i]) - ord("0")
-    return n
-
-
-def group_of(
-    words: StaticString,
-    on_gpu: Bool,
-    dispatch_msg_bytes: Int = 0,
-    combine_msg_bytes: Int = 0,
-) -> Group:
-    """Reads the group out of an op's parameter `group`."""
-    var n_ranks = number_in(words, "n_ranks")
-    var per_node = number_in(words, "n_ranks_per_node")
-    return Group(
-        n_experts=number_in(words, "n_experts"),
-        n_ranks=n_ranks,
-        max_tokens_per_rank=number_in(words, "max_tokens_per_rank"),
-        top_k=number_in(words, "top_k"),
-        hidden_size=number_in(words, "hidden_size"),
-        dispatch_msg_bytes=dispatch_msg_bytes,
-        combine_msg_bytes=combine_msg_bytes,
-        addressing=Addressing.TO_ALL if has_word(words, "to_all") else (
-            Addressing.BY_RANK if has_word(words, "by_rank") else Addressing.BY_EXPERT
-        ),
-        returns=Returns.SUMS if has_word(words, "sums") else Returns.ROWS,
-        is_padded=has_word(words, "padded"),
-        fused_shared_expert=has_word(words, "fused_shared_expert"),
-        shares_gpu=has_word(words, "shares_gpu"),
-        n_ranks_per_node=per_node,
-        use_shmem=on_gpu and per_node < n_ranks,
-        n_sms=number_in(words, "n_sms"),
-    )
-
-
-comptime _FormatOf[format: StaticString, group: StaticString] = FormatOf[
-    format,
-    number_in(group, "hidden_size"),
-    number_in(group, "top_k"),
-    number_in(group, "router_top_k"),
-]
-
-comptime _DispatchGroup[
-    target: StaticString, Format: TokenFormat, words: StaticString
-] = group_of(words, is_gpu[target](), dispatch_msg_bytes=Format.msg_bytes)
-
-comptime _CombineGroup[
-    target: StaticString, dtype: DType, partial_dtype: DType, words: StaticString
-] = group_of(
-    words,
-    is_gpu[target](),
-    combine_msg_bytes=combine_msg_bytes[
-        partial_dtype if has_word(words, "sums") else dtype
-    ](number_in(words, "hidden_size")),
-)
 
 
 @extensibility.register("max_ep.init")
@@ -205,8 +132,8 @@ struct DispatchAsync:
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
         comptime assert has_format(format), "max_ep: no format has this name"
-        comptime Format = _FormatOf[format, group]
-        comptime members = _DispatchGroup[target, Format, group]
+        comptime Format = FormatOfOp[format, group]
+        comptime members = DispatchGroup[target, Format, group]
         var call = Call[members].of[target](
             "dispatch_async",
             atomic_counters.to_tile_tensor(),
@@ -256,8 +183,8 @@ struct DispatchWait:
     ) raises:
         """Runs the op on one rank."""
         comptime assert has_format(format), "max_ep: no format has this name"
-        comptime Format = _FormatOf[format, group]
-        comptime members = _DispatchGroup[target, Format, group]
+        comptime Format = FormatOfOp[format, group]
+        comptime members = DispatchGroup[target, Format, group]
         var call = Call[members].of_wait[target](
             "dispatch_wait",
             atomic_counters.to_tile_tensor(),
@@ -326,8 +253,8 @@ struct Dispatch:
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
         comptime assert has_format(format), "max_ep: no format has this name"
-        comptime Format = _FormatOf[format, group]
-        comptime members = _DispatchGroup[target, Format, group]
+        comptime Format = FormatOfOp[format, group]
+        comptime members = DispatchGroup[target, Format, group]
         var call = Call[members].of[target](
             "dispatch",
             atomic_counters.to_tile_tensor(),
@@ -389,7 +316,7 @@ struct CombineAsync:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
+        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of[target](
             "combine_async",
             atomic_counters.to_tile_tensor(),
@@ -426,7 +353,7 @@ struct CombineWait:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
+        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of_wait[target](
             "combine_wait",
             atomic_counters.to_tile_tensor(),
@@ -473,7 +400,7 @@ struct Combine:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
+        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of[target](
             "combine",
             atomic_counters.to_tile_tensor(),
@@ -517,7 +444,7 @@ struct Watch:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
-        comptime members = _CombineGroup[target, combine_dtype, partial_dtype, group]
+        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of_wait[target](
             "watch",
             atomic_counters.to_tile_tensor(),

@@ -21,9 +21,10 @@ from std.utils.numerics import nan
 
 from ..arguments import Buffers, CombinedTokens, GivenRows
 from ..counters import Word
-from ..device.block import await_launch_before, Block, can_start, is_last_block
+from ..device.block import Block
 from ..device.phase import Phase
 from ..device.shared import own_of
+from ..device.start import await_launch_before, can_start, is_last_block
 from ..device.warp import in_32_bits
 from ..failures import Failure
 from ..layout import Group

@@ -27,10 +27,11 @@ from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.phase import fill_with_nan
 from ..counters import EPLocalSyncCounters, Word
-from ..device.block import await_launch_before, Block, header_word, is_last_block
+from ..device.block import Block
 from ..device.phase import Phase
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
+from ..device.start import await_launch_before, header_word, is_last_block
 from ..device.warp import in_32_bits
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows

@@ -18,17 +18,10 @@ from max.gpu import (
     warp_id,
     WARP_SIZE,
 )
-from std.sys import inlined_assembly
 
 from ..arguments import Buffers
-from ..counters import (
-    EPLocalSyncCounters,
-    LaunchHeader,
-    N_HEADER_WORDS,
-    wanted_word,
-    Word,
-)
-from ..failures import Failure, is_fatal, record_failure
+from ..counters import EPLocalSyncCounters, LaunchHeader, Word
+from ..failures import Failure, record_failure
 from ..flags import (
     arrive_on_gpu,
     count_of,
@@ -49,54 +42,8 @@ from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
 from .shared import share_addresses, shared_words, SharedAddresses
+from .start import is_in_order, rank_of
 from .warp import any_lane, bytes_at
-
-
-@always_inline
-def await_launch_before():
-    """Waits until the previous kernel has ended, and lets the next one begin.
-
-    With `Phase.overlaps_previous` the blocks of a kernel may begin before the previous
-    kernel has ended, so nothing may be read before this call. Without, it does not wait.
-    """
-    let_next_begin()
-    await_kernels_before()
-
-
-@always_inline
-def let_next_begin():
-    """Lets the next kernel begin, once a thread of each block calls this."""
-    inlined_assembly[
-        "griddepcontrol.launch_dependents;",
-        NoneType,
-        constraints="~{memory}",
-        has_side_effect=True,
-    ]()
-
-
-@always_inline
-def await_kernels_before():
-    """Waits until the kernels before this one have ended."""
-    inlined_assembly[
-        "griddepcontrol.wait;", NoneType, constraints="~{memory}", has_side_effect=True
-    ]()
-
-
-@always_inline
-def header_word(counters: EPLocalSyncCounters) -> Int32:
-    """Issues the load of the counters' header, which `Block.begin` needs.
-
-    The load overlaps with what the kernel does before `Block.begin`.
-    """
-    comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
-    # Assembly keeps the load here: the compiler would move it to its first use, which is
-    # after all loads that are in flight with it.
-    return inlined_assembly[
-        "ld.global.b32 $0, [$1];",
-        Int32,
-        constraints="=r,l,~{memory}",
-        has_side_effect=True,
-    ](counters.words.unsafe_offset(Int(lane_id())))
 
 
 @fieldwise_init
@@ -446,72 +393,3 @@ def _read_of[is_combine: Bool](word: UInt64) -> UInt32:
 
 # Peers publish some microseconds after their launch began; a poll takes about one.
 comptime _DONE_POLLS = 16
-
-
-@always_inline
-def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
-    """Finds out which rank a launch is for."""
-    return Int(my_rank) if my_rank >= 0 else counters.my_rank()
-
-
-@always_inline
-def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
-    """Returns whether a launch may touch anything but its counters and results.
-
-    The launcher has checked that there are enough counters, so the header may be read
-    and a failure recorded there, even if they belong to another configuration. The
-    words that are read change during a launch only if all its warps leave early, so no
-    warp waits for one that has left.
-    """
-    var found: Int32 = 0
-    if lane_id() < N_HEADER_WORDS:
-        found = counters.words[unsafe_offset=lane_id()]
-    return is_in_order[group](found, counters, phase)
-
-
-@always_inline
-def is_in_order[
-    group: Group
-](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
-    """Returns whether a header allows a launch; see `can_start`."""
-    comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane checks one word"
-    var lane = Int(lane_id())
-    var wanted: Int32 = 0
-    if lane < N_HEADER_WORDS:
-        wanted = wanted_word(lane, found, group)
-    if any_lane(found != wanted):
-        if found != wanted:
-            record_failure(
-                counters.at(Word.FAILURE),
-                Failure.WRONG_COUNTERS,
-                phase,
-                missing_rank=-1,
-                expert_or_row=lane,
-                wanted=0,
-                found=0,
-                a=Int(found),
-                b=Int(wanted),
-            )
-        return False
-    return not any_lane(lane == Word.BROKEN and found != 0)
-
-
-@always_inline
-def is_last_block(counters: EPLocalSyncCounters) -> Bool:
-    """Selects one warp of the grid once all blocks have done their work.
-
-    Every thread of every block calls it, once, at the end of a launch. If one
-    has failed, no warp is selected, and later launches do nothing.
-    """
-    barrier()
-    if warp_id() != 0:
-        return False
-    var all_done: UInt32 = 0
-    if lane_id() == 0:
-        if arrive_on_gpu(counters.at(Word.BLOCKS_DONE)) == Int(grid_dim.x) - 1:
-            counters.at(Word.BLOCKS_DONE)[] = 0
-            if is_fatal(counters.at(Word.FAILURE)[]):
-                counters.set_broken()
-            else:
-                all_done = 1
-    return warp.shuffle_idx(all_done, UInt32(0)) != 0

@@ -18,9 +18,10 @@ from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..counters import Word
-from ..device.block import Block, can_start, is_last_block, rank_of
+from ..device.block import Block
 from ..device.phase import InputScales, Phase
 from ..device.shared import own_of
+from ..device.start import can_start, is_last_block, rank_of
 from ..device.warp import in_32_bits
 from ..failures import Failure, record_failure
 from ..flags import next_generation

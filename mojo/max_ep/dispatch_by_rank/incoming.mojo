@@ -19,12 +19,6 @@ from .roles import RECEIVE
 
 
 @always_inline
-def generation_received(block: Block[...]) -> UInt32:
-    """Says which generation is received."""
-    return block.dispatch_receiving()
-
-
-@always_inline
 def _load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
     """Loads an entry, or routing metadata, whether it is there or not."""
     comptime if are_two:
@@ -38,7 +32,7 @@ def await_words[
     are_two: Bool
 ](words: BytePointer, src_rank: Int, block: Block[...]) -> LaneBytes:
     """Waits for an entry, or routing metadata, with one lane."""
-    var generation = generation_received(block)
+    var generation = block.dispatch_receiving()
     var bytes = _load_words[are_two](words)
     var wait = Wait(block.deadline)
     while True:
@@ -114,7 +108,7 @@ struct _LaneVectors(TrivialRegisterPassable):
                     RECEIVE,
                     src_rank,
                     -1,
-                    generation_received(block),
+                    block.dispatch_receiving(),
                     0,
                 )
                 return False

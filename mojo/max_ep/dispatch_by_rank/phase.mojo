@@ -25,9 +25,10 @@ from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..counters import Word
-from ..device.block import await_launch_before, Block, header_word, is_last_block
+from ..device.block import Block
 from ..device.phase import Phase
 from ..device.shared import share_addresses
+from ..device.start import await_launch_before, header_word, is_last_block
 from ..device.warp import in_32_bits
 from ..layout import Group
 from ..token_format import TokenFormat

@@ -26,7 +26,7 @@ from .entries import (
     position_of_entry,
     weight_of_word,
 )
-from .incoming import await_words, generation_received, Steps, Token
+from .incoming import await_words, Steps, Token
 from .roles import NEXT_RECEIVE, RECEIVE, receive_schedule
 
 
@@ -146,7 +146,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             token.src_rank,
             self.block,
         )
-        var is_late = entry[1] != generation_received(self.block)
+        var is_late = entry[1] != self.block.dispatch_receiving()
         var words = bitcast[DType.uint64, 2](entry)
         var expert = expert_of_entry(words[0])
         var local_expert = expert - my_rank * n_local_experts
@@ -210,9 +210,9 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 Self.group.chunk_flag_offset(token.src_rank, token.idx, chunk.idx),
             )
             var word = self.block.await_message(
-                flag, generation_received(self.block), RECEIVE, token.src_rank, -1
+                flag, self.block.dispatch_receiving(), RECEIVE, token.src_rank, -1
             )
-            if any_lane(generation_of(word) != generation_received(self.block)):
+            if any_lane(generation_of(word) != self.block.dispatch_receiving()):
                 self.block.counters.set_broken()
                 return False
 
@@ -274,7 +274,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
                     self.block.counters.choices(
-                        generation_received(self.block), Self.group
+                        self.block.dispatch_receiving(), Self.group
                     )[unsafe_offset=Self.group.choice(token.idx, lane)] = own_row(
                         Int(to.row)
                     )
@@ -315,7 +315,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 token.src_rank,
                 self.block,
             )
-            is_late = is_late or found[1] != generation_received(self.block)
+            is_late = is_late or found[1] != self.block.dispatch_receiving()
             var words = bitcast[DType.uint64, 2](found)
             Self.Format.place_metadata(
                 self.dispatched.rows,
