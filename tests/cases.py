@@ -17,6 +17,7 @@ from max.dtype import DType
 
 from max_ep import EPConfig
 from max_ep.formats import BY_SHORT_NAME, TokenFormat
+from max_ep.limits import MAX_TOP_K
 from max_ep.reference import (
     DispatchResult,
     PaddedResult,
@@ -216,8 +217,8 @@ SUMS_CASES = {
 }
 """By rank, with combine adding up on the ranks of the experts."""
 
-# Each takes seconds to compile for CPU ranks, and has no feature that others have not.
-_ON_REQUEST = (
+# Each takes seconds to compile for CPU ranks, and has only `features` of others.
+ON_REQUEST = (
     "uneven_7_on_3 smallest fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
     "padded_fp8_each smallest_by_rank smallest_sums "
     "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
@@ -229,9 +230,30 @@ ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
 SMALL_CASES = {
     name: case
     for name, case in ALL_SMALL_CASES.items()
-    if name not in _ON_REQUEST or "MAX_EP_ALL_CASES" in os.environ
+    if name not in ON_REQUEST or "MAX_EP_ALL_CASES" in os.environ
 }
 """What is swept on CPU ranks: all with `MAX_EP_ALL_CASES`."""
+
+
+def features(case: Case) -> set[tuple]:
+    """Lists what a case has that its protocol, or combine in its mode, must get right."""
+    n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
+    of_dispatch = dict(
+        ranks=case.n_ranks if case.n_ranks in (1, 5) else "some",
+        last_rank="full" if n_last == case.n_local_experts else n_last > 0,
+        top_k=case.top_k if case.top_k in (1, MAX_TOP_K) else "some",
+        wire=(case.wire, case.tokens),
+        scales=case.scales,
+        layout=(case.output_layout, case.fused_shared_expert, case.is_fp8),
+    )
+    of_combine = dict(
+        layout=(case.output_layout, case.fused_shared_expert),
+        dtype=(case.combine, case.sends_rows_back, case.partial_dtype),
+    )
+    return {
+        *((case.protocol, *of) for of in of_dispatch.items()),
+        *((case.combine_mode, case.protocol, *of) for of in of_combine.items()),
+    }
 
 
 # Large enough that a launch is spread over workers and writes past the caches.

@@ -29,13 +29,18 @@ clear.any
 """.split()
 """What `mojo/codegen.mojo` compiles for both targets, by kernel and variant."""
 
-OVERLAPPED = f"{NVIDIA}.combine.bf16_overlapped"
-"""The combine of rows by rank: it differs by the overlap with the launch before it."""
+OVERLAPPED = """
+combine.bf16_overlapped
+combine_async.bf16_overlapped_keeps combine_wait.bf16_overlapped_keeps
+""".split()
+"""Combines of rows by rank, on NVIDIA: they overlap the launch before. `keeps`: the
+rows may change between the phases."""
 
 # With `chunks` a rank may send so many tokens that they go in chunks; `oversubscribed`:
-# ranks share a GPU; `sums`: combine returns sums, whose type is that on the wire.
+# ranks share a GPU; `sums`: combine returns sums, whose type is that on the wire;
+# `wide`: ids are int64.
 BY_RANK = """
-dispatch_async.bf16 dispatch_async.fp8_sums
+dispatch_async.bf16 dispatch_async.bf16_wide dispatch_async.fp8_sums
 dispatch_async.bf16_sums_shared_chunks
 dispatch_wait.bf16_padded_oversubscribed dispatch_wait.fp8_sums
 dispatch_wait.fp8_shared_chunks_oversubscribed
@@ -183,7 +188,7 @@ def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
 
 EVERY = [
     *(f"by_expert {target}.{name}" for target in (NVIDIA, AMD) for name in BY_EXPERT),
-    f"by_expert {OVERLAPPED}",
+    *(f"by_expert {NVIDIA}.{name}" for name in OVERLAPPED),
     *(f"by_rank {NVIDIA}.{name}" for name in BY_RANK),
 ]
 

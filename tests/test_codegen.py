@@ -42,7 +42,7 @@ SPILLED = {
 def test_all_variants_are_compiled(by_expert, by_rank):
     """And all of each is looked at: what is never reached would pass any test."""
     wanted = {f"{target}.{n}" for target in (NVIDIA, AMD) for n in BY_EXPERT}
-    assert set(by_expert) == wanted | {OVERLAPPED}
+    assert set(by_expert) == wanted | {f"{NVIDIA}.{n}" for n in OVERLAPPED}
     assert set(by_rank) == {f"{NVIDIA}.{n}" for n in BY_RANK}
     for x in (*by_expert.values(), *by_rank.values()):
         assert len(x.kernel.reach_from_start([])) == len(x.kernel.ops), x.name
@@ -342,6 +342,33 @@ def test_own_tokens_are_read_behind_a_barrier(it):
     assert not it.shown(copied & it.kernel.reach(staged, met))
 
 
+@kernels("by_expert sm_90a.combine")
+def test_rows_that_may_change_are_sent(it):
+    """Then own rows go the way of the others, and the wait does not read where they
+    were given."""
+    of_all, of_peers = N_PAIRS, N_PAIRS - N_PAIRS // N_RANKS
+    n_pairs = re.compile(rf"mul\.\S+\s+\S+ \S+ {of_peers}")
+    assert of_all == 1 << 8  # a product with it is a shift
+    counted = it.kernel.find(lambda op: bool(n_pairs.fullmatch(op.text)))
+    assert bool(counted) == (it.sends and not it.has("keeps"))
+    given = it.kernel.find(lambda op: op.text.endswith("_param_0]"))
+    assert bool(given) == (it.sends or not it.has("keeps"))
+
+
+@kernels("_wide")
+def test_wide_ids_are_narrowed_to_their_range(it):
+    """2**32 is no expert 0. Ids are the only words of 8 bytes that are read."""
+    text = "\n".join(op.text for op in it.kernel.ops)
+    ids = it.kernel.find(
+        lambda op: op.kind == "load" and op.space == "global" and op.n_bytes == 8
+    )
+    assert ids
+    for place in ids:
+        bound = rf"max\.s64\s+(%rd\d+), {it.kernel.ops[place].result}, -2\n"
+        (raised,) = re.findall(bound, text)
+        assert re.search(rf"min\.s64\s+%rd\d+, {raised}, 2147483647\n", text)
+
+
 # -------------------------------------------------------------------------- resources
 
 
@@ -468,6 +495,60 @@ def test_the_reader_of_assembly_sees_orders():
         assert ordered(amd(*weak)) == ["load relaxed system"]
     jumped = parse_amdgcn(f"\t{back}\n\t{wait}\n.LBB0_1:\n\t{store}\n\ts_endpgm", 0)
     assert ordered(jumped) == ["store relaxed system"]
+
+
+def ptx(*lines: str) -> Kernel:
+    return parse_ptx("\n{\n" + ";\n".join(lines) + ";\nret;\n}\n")
+
+
+def test_the_reader_of_assembly_sees_inline_assembly():
+    """128 bits in braces, and the wait for the launch before."""
+    kernel = ptx(
+        "griddepcontrol.wait",
+        "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [%rd1]",
+        "mov.b128 {%rd2, %rd3}, word; }",
+        "{ .reg .b128 word; st.relaxed.sys.global.b128 [%rd3], word; }",
+    )
+    assert [(op.kind, op.n_bytes) for op in kernel.ops if op.what] == [
+        ("launch_wait", 0),
+        ("load relaxed system", 16),
+        ("store relaxed system", 16),
+    ]
+    assert not kernel.reach_from_start(kernel.find_kind("launch_wait"))
+
+
+@pytest.mark.parametrize(
+    "read, line",
+    [
+        (ptx, "cp.async.ca.shared.global [%r1], [%rd1], 16"),
+        (ptx, "multimem.st.relaxed.sys.global.u32 [%rd1], %r1"),
+        (ptx, "mbarrier.arrive.shared.b64 %rd2, [%rd1]"),
+        (ptx, "call.uni (retval0), f, (param0)"),
+        (amd, "global_unheard_of_dword v[0:1], v2, off"),
+        (amd, "s_swappc_b64 s[30:31], s[4:5]"),
+    ],
+)
+def test_the_reader_of_assembly_refuses_what_it_cannot_read(read, line):
+    """Else an access would be overlooked, and what is awaited before it."""
+    with pytest.raises(AssertionError, match=line.split()[0].partition(".")[0]):
+        read(line)
+
+
+def test_the_reader_of_assembly_says_what_it_cannot_compute():
+    """Halves of words, signed differences, choices; not what is behind a branch."""
+    kernel = ptx(
+        *("ld.acquire.sys.b64 %rd1, [%rd2]", "mov.b64 {_, %r1}, %rd1"),
+        *("sub.s32 %r2, %r1, %r9", "setp.gt.s32 %p1, %r2, -1"),
+        *("selp.b32 %r3, 7, 8, %p1", "mul.lo.s32 %r5, %r3, 2", "@%p1 bra $L"),
+        *("add.s32 %r4, %r3, 1", "$L: bra $M", "$M: exit"),
+    )
+    for upper, r3 in ((4, 8), (5, 7), (6, 7)):
+        found = kernel.run(0, {"%rd1": upper << 32 | 99, "%r9": 5})
+        assert found["%r1"] == upper and found["%r3"] == r3
+        assert "%r4" not in found and "%r5" not in found
+    assert kernel.value("%r4", {"%r3": 8}) == 9
+    for unknown in ("%r1", "%r5", "%r6"):
+        assert kernel.value(unknown, {"%r3": 8}) is None
 
 
 @pytest.mark.parametrize("first", ["mov.pred %p1, -1", "setp.eq.b32 %p1, %r1, 0"])

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AllGatherTokenDispatcher`: tokens to everybody, experts on all, sums back."""
 
+import os
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +16,12 @@ from max.driver import Accelerator
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType, ops
 
-from max_ep import AllGatherTokenDispatcher, blockwise_fp8_quant_config
+from max_ep import (
+    AllGatherTokenDispatcher,
+    EPCommInitializer,
+    blockwise_fp8_quant_config,
+)
+from max_ep.memory.symmetric_memory import SharedMemory
 from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
 
 # No other size is `TOP_K`, nor a number of ranks: one is not taken for another.
@@ -249,6 +257,23 @@ def test_what_does_not_fit_is_refused(call):
 def test_bad_sizes(changes, words):
     with pytest.raises(ValueError, match=words):
         of_cpu(**(dict(n_ranks=2) | changes))
+
+
+def test_processes_agree_on_top_k():
+    """Fails if what the router chose is not compared: it would be read by another
+    stride."""
+    memories = []
+    for node_id, top_k in enumerate((TOP_K, TOP_K + 1)):
+        changes = dict(n_nodes=2, node_id=node_id, top_k=top_k)
+        said = EPCommInitializer(of_cpu(1, **changes).config)._fingerprint()
+        group = f"top-k-{os.getpid()}", node_id, 2, 1
+        memories.append(SharedMemory(*group, 4096, said))
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(memory.connect, 1.0) for memory in memories]
+    errors = [str(wait.exception()) for wait in waits]
+    # Who looks first sees both; the other hears of it.
+    words = f"another configuration.*router_top_k={TOP_K}.*router_top_k={TOP_K + 1}"
+    assert any(re.search(words, text) for text in errors), errors
 
 
 AS_FP8 = dict(

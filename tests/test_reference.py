@@ -156,6 +156,24 @@ def naive_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 ULP = 2.0**-23
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    "a, b, c, want",
+    [
+        # Each sum is nearer to a tie than float64 can hold, and the tie goes the other
+        # way: 1 + 1.5 ulp less 2**-70, 1 + 0.5 ulp and 2**-70,
+        ((1 + ULP) * 2**-12, (1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
+        ((1 + ULP) * 2**-12, -(1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
+        # and a product that is the tie 1.25 + 2.5 ulp, and 2**-63.
+        (1 + 2 * ULP, 1.25, 2**-63, 1.25 + 3 * ULP),
+    ],
+)
+def test_fma_where_rounding_twice_is_wrong(a, b, c, want, sign):
+    a, b, c, want = f32(a), f32(sign * b), f32(sign * c), f32(sign * want)
+    assert_same_bits(fma(a, b, c), want)
+    assert naive_fma(a, b, c) != want
+
+
 def fma_samples() -> dict[str, tuple]:
     """Draws factors and addends, by kind."""
     rng = np.random.default_rng(3)

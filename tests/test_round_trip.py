@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import (
+    ALL_SMALL_CASES,
     BY_RANK_CASES,
     CASES,
     LARGE_CASES,
     LAYOUT_CASES,
+    ON_REQUEST,
     ROUTINGS,
     SMALL_CASES,
     SUMS_CASES,
@@ -19,6 +21,7 @@ from cases import (
     Inputs,
     expected,
     expected_dispatch,
+    features,
     make_inputs,
     narrow,
     random_tokens,
@@ -84,6 +87,14 @@ def run_small(small):
         return SimpleNamespace(given=given, got=got)
 
     return run
+
+
+def test_cases_on_request_have_no_feature_of_their_own():
+    """Without `MAX_EP_ALL_CASES` no feature goes untested."""
+    swept = ALL_SMALL_CASES.keys() - set(ON_REQUEST)
+    others = set().union(*(features(ALL_SMALL_CASES[name]) for name in swept))
+    for name in ON_REQUEST:
+        assert not features(ALL_SMALL_CASES[name]) - others, name
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

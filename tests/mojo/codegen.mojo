@@ -30,7 +30,9 @@ comptime Combine[
     dtype: DType = DType.bfloat16, shared: Bool = False, top_k: Int = TOP_K
 ] = CombineRows[combine_group[dtype](top_k=top_k, fused_shared_expert=shared), dtype]
 
-comptime Overlapped = CombineRows[combine_group[DType.bfloat16](ROWS), DType.bfloat16]
+comptime Overlapped[keeps_rows: Bool = False] = CombineRows[
+    combine_group[DType.bfloat16](ROWS), DType.bfloat16, keeps_rows
+]
 """By rank it overlaps the launch before it."""
 
 
@@ -61,6 +63,8 @@ def main() raises:
     emit_both[Combine[], "combine"]("bf16")
     emit_both[Combine[shared=True], "combine"]("bf16_shared")
     emit_both[Combine[top_k=MAX_TOP_K], "combine"]("bf16_many")
-    emit_phase[Overlapped, "combine"]("bf16_overlapped")
+    emit_phase[Overlapped[], "combine"]("bf16_overlapped")
+    emit_phase[Overlapped[True], "combine_async"]("bf16_overlapped_keeps")
+    emit_phase[Overlapped[True], "combine_wait"]("bf16_overlapped_keeps")
     emit[clear_kernel]("clear.any")
     emit_amd[clear_kernel]("clear.any")

@@ -33,6 +33,7 @@ comptime Dispatch[
     shared: Bool = False,
     oversubscribed: Bool = False,
     n_experts: Int = N_EXPERTS,
+    wide_ids: Bool = False,
 ] = DispatchByRank[
     dispatch_group[Format](
         BY_RANK,
@@ -42,6 +43,7 @@ comptime Dispatch[
         is_padded=padded,
         fused_shared_expert=shared,
         shares_gpu=oversubscribed,
+        wide_ids=wide_ids,
     ),
     Format,
     DType.bfloat16,
@@ -74,6 +76,7 @@ comptime Combine[
 def main() raises:
     """Compiles what the test names."""
     emit_phase[Dispatch[BF16], "dispatch_async"]("bf16")
+    emit_phase[Dispatch[BF16, wide_ids=True], "dispatch_async"]("bf16_wide")
     emit_phase[Dispatch[FP8, SUMS], "dispatch_async"]("fp8_sums")
     emit_phase[Dispatch[BF16, SUMS, MANY, shared=True], "dispatch_async"](
         "bf16_sums_shared_chunks"

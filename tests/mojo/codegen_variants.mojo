@@ -25,7 +25,7 @@ from max_ep.combine_sums.phase import CombineSums
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.plain import BF16TokenFormat, WithMetadataTokenFormat
-from max_ep.layout import Addressing, Group, Returns
+from max_ep.layout import Addressing, Returns
 from max_ep.token_format import TokenFormat
 
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
@@ -116,16 +116,10 @@ def all_gather[max_tokens: Int](name: String) raises:
 
 def from_torch() raises:
     """Compiles what only `max_ep_c` has: int64 ids, rows that may change."""
-    comptime group = _with_wide_ids(dispatch_group[BF16](BY_RANK, is_padded=True))
+    comptime group = dispatch_group[BF16](BY_RANK, is_padded=True, wide_ids=True)
     emit_dispatch[DispatchByRank[group, BF16, DType.bfloat16]]("torch")
     comptime back = combine_group[DType.bfloat16](ROWS)
     emit_combine[CombineRows[back, DType.bfloat16, True]]("torch")
-
-
-def _with_wide_ids(group: Group) -> Group:
-    var wide = group
-    wide.wide_ids = True
-    return wide
 
 
 def main() raises:

@@ -38,6 +38,7 @@ def dispatch_group[
     is_padded: Bool = False,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
+    wide_ids: Bool = False,
 ) -> Group:
     """Describes the group of a dispatch."""
     return Group(
@@ -52,6 +53,7 @@ def dispatch_group[
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
+        wide_ids=wide_ids,
     )
 
 
