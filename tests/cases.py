@@ -236,7 +236,7 @@ SMALL_CASES = {
 
 
 def features(case: Case) -> set[tuple]:
-    """Lists what a case has that its protocol, or combine in its mode, must get right."""
+    """Lists what a case has that its protocol, or its combine, must get right."""
     n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
     of_dispatch = dict(
         ranks=case.n_ranks if case.n_ranks in (1, 5) else "some",
