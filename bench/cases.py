@@ -255,7 +255,7 @@ def exact_weights(shape: Shape, n_ranks: int, ids: np.ndarray) -> np.ndarray:
 
     Those of the choices on one rank sum to a power of two as well: the ranks of a
     token share 1 by halves (1/2, 1/4, ..., and the last one twice), and the choices
-    on a rank share its part likewise.
+    on a rank share its part in the same way.
     """
     n_local = reference.n_local_experts(shape.n_experts, n_ranks)
     rank_of = ids // n_local

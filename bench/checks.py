@@ -139,7 +139,7 @@ def check_dispatch(
 
     ``want_numbers`` and ``want_offsets`` are the rank's :class:`bench.cases.Routes`,
     ``x_all`` is :func:`stack_tokens` of the group. Each expert's rows are filled up to
-    a multiple of ``filled_to``; what is behind its own is not compared.
+    a multiple of ``filled_to``; what follows its own is not compared.
     """
     device = got.rows.device
     offsets = got.row_offsets.cpu().numpy().astype(np.int64)

@@ -34,8 +34,9 @@ class Peer(GraphPeer):
         """Builds a chain.
 
         Inputs, each a list with one tensor a rank: tokens, ids, probabilities; the EP
-        inputs. Outputs, likewise: the last layer's sums, the first layer's, and the
-        tokens it gathered; then of each layer the routing map and the probabilities.
+        inputs. Outputs, each a tensor a rank: the last layer's sums, the first
+        layer's, and the tokens it gathered; then of each layer the routing map and the
+        probabilities.
         """
         config, n = self.config, self.config.n_ranks
         dispatcher = self._dispatcher()
@@ -121,5 +122,5 @@ class Peer(GraphPeer):
                     got = self.tensor(outputs[i], rank)
                     says = f"{where}, layer {layer}: {what}"
                     check_same(says, got[:n_there], want)
-                    behind = got[n_there:]
-                    check_same(says, behind, behind.new_full(behind.shape, rest))
+                    unused = got[n_there:]
+                    check_same(says, unused, unused.new_full(unused.shape, rest))

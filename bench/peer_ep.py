@@ -39,7 +39,7 @@ _N_FACTORS = len(LAYER_FACTORS)
 
 
 def library(config: Config) -> ModuleType:
-    """Returns the module behind a peer."""
+    """Returns the module of a peer."""
     name = "max_ep" if config.peer in OURS else "max.nn.comm.ep"
     return importlib.import_module(name)
 
@@ -73,10 +73,10 @@ class Peer(GraphPeer):
         """Builds a chain.
 
         Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
-        EP inputs. Outputs, likewise: the last layer's sums, and other work's result.
-        With ``is_check`` the first layer's sums; then for each rank what its dispatch
-        returned without the last element: rows, for FP8 scales, row offsets, expert
-        ids.
+        EP inputs. Outputs, each a tensor a rank: the last layer's sums, and other
+        work's result. With ``is_check`` the first layer's sums; then for each rank
+        what its dispatch returned without the last element: rows, for FP8 scales, row
+        offsets, expert ids.
         """
         config, n = self.config, self.config.n_ranks
         n_layers = CHECKED_LAYERS if is_check else config.n_layers

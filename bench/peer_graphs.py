@@ -281,7 +281,7 @@ def peer_of(config: Config) -> GraphPeer:
     return importlib.import_module(f".{name}", __package__).Peer(config)
 
 
-# ---------------------------------------------------------- compiled beforehand
+# ---------------------------------------------------------- compiled in advance
 
 
 def use_virtual_devices(arch: str, n_ranks: int) -> None:

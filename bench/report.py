@@ -76,7 +76,7 @@ given bfloat16 row. Combine is bfloat16.
 tokens.
 - max_ep and MAX deliver rows sorted by expert and return weighted sums. NCCL does \
 less: its all-gather neither filters, sorts nor weighs; its all-to-all does not sort \
-and knows all message sizes beforehand.
+and knows all message sizes in advance.
 - Uniform routing draws a token's experts evenly. With Zipf routing expert `e` is \
 `1 / (e + 1)` as likely as expert 0.
 - Wire GB/s: bytes that cross a link, of the busiest rank in its busier direction, \
@@ -91,14 +91,14 @@ oracle: max_ep bit for bit and in order, MAX as a set of tokens for each expert.
 
 
 def number(value: float | None) -> str:
-    """Formats with three digits, or two behind the point."""
+    """Formats with three digits, or two after the point."""
     if value is None:
         return ""
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def table(columns: list[str], rows: Iterable[list[str]], n_text: int = 1) -> list[str]:
-    """Lays out Markdown; columns behind the first ``n_text`` are numbers."""
+    """Lays out Markdown; columns after the first ``n_text`` are numbers."""
     line = "|---" * n_text + "|---:" * (len(columns) - n_text) + "|"
     body = [f"| {' | '.join(row)} |" for row in rows]
     return [f"| {' | '.join(columns)} |", line, *body, ""]

@@ -4,7 +4,7 @@
 One process a rank, each with a GPU. Host costs are those of eager calls, beside one
 kernel of torch. A layer is dispatch and combine in a captured graph, with experts that
 change nothing; its result is compared. NCCL's layer is two ``all_to_all_single`` with
-the sizes known, a gather before and a weighted sum behind, captured as well.
+the sizes known, a gather before and a weighted sum after, captured as well.
 Each figure is the median of the samples, then the maximum over ranks, in us.
 """
 

@@ -124,7 +124,7 @@ def experts(dispatched: tuple[TensorValue, ...], factors: TensorValue) -> Tensor
         factors: ``[n_groups]`` float32; a shared expert's comes first.
 
     Returns:
-        The rows, bfloat16. Those behind the last offset are undefined, as they
+        The rows, bfloat16. Those after the last offset are undefined, as they
         were.
     """
     rows, *scales, row_offsets, expert_ids, _ = dispatched
@@ -157,9 +157,9 @@ def build(
     """Builds a round trip of all ranks.
 
     Inputs, each a tensor a rank: tokens ``[n, HIDDEN_SIZE]`` bfloat16, ids
-    ``[n, TOP_K]`` int32, weights likewise, factors ``[n_groups]`` float32; then
-    the EP inputs. Outputs, likewise: the sums; what dispatch gave, without its
-    statistics.
+    ``[n, TOP_K]`` int32, weights of that shape, factors ``[n_groups]`` float32;
+    then the EP inputs. Outputs, each a tensor a rank: the sums; what dispatch gave,
+    without its statistics.
     """
     config = ep_config(ep, n_ranks, is_fp8=is_fp8, has_shared=has_shared)
     manager = ep.EPBatchManager(config)
@@ -277,7 +277,7 @@ def by_expert(arrays: list[np.ndarray], n_rows: np.ndarray) -> list[np.ndarray]:
     Args:
         arrays: Rows, for FP8 scales, row offsets, expert ids.
         n_rows: How many each expert must have. MAX lets every expert's FP8 rows
-            begin at a multiple of four; what is behind this many is left out.
+            begin at a multiple of four; what follows is left out.
 
     Returns:
         The bytes of each expert's rows, of FP8 with their scales, in ascending

@@ -33,7 +33,7 @@ class Statistics:
     """int64 ``[n_runs, n_ranks, n_ranks]``: how long rank ``[:, i, :]`` waited for what
     rank ``[:, :, j]`` dispatched, from the begin of its own watch; -1: it timed out."""
     combine_ns: np.ndarray
-    """Likewise, for rows or sums that come back."""
+    """The same, for rows or sums that come back."""
     received: np.ndarray
     """int32 ``[n_runs, n_ranks, n_local_experts]``: rows of each expert."""
     n_experts: int

@@ -312,7 +312,7 @@ def check_all_gather(where: str, got: list, given: Inputs, rank: int) -> None:
     ):
         assert_same_bits(f"{where}: {what}", have[:n], np.concatenate(want))
         if none is not None:
-            assert (have[n:] == none).all(), f"{where}: {what} behind the last token"
+            assert (have[n:] == none).all(), f"{where}: {what} after the last token"
     # Each part is exact, so the sum is rounded once.
     factor = sum(factor_of(r) for r in range(N_RANKS))
     want = narrow(widen(given.tokens[rank]) * factor, BF16)

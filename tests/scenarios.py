@@ -2,7 +2,7 @@
 """What the processes of `test_processes.py` do.
 
 Scenarios are runs of a healthy group; each has a group of its own, so that one which
-fails does not take the next along. Behind them: processes that die.
+fails does not take the next along. After them: processes that die.
 """
 
 import os
@@ -47,7 +47,7 @@ def _two_hundred_generations(member: Member, _: str) -> None:
 
 
 _CYCLE = 28
-"""Generations whose inputs are made beforehand; the next `_CYCLE` have them again."""
+"""Generations whose inputs are made in advance; the next `_CYCLE` have them again."""
 # The protocol that "auto" takes on CPU has most.
 _MOST = 4000 if "MAX_EP_ALL_CASES" in os.environ else 1000
 _SOAKED = {"async_wait": 300, "shared_by_rank": _MOST, "shared_sums": 300}
@@ -98,7 +98,7 @@ def _delays_between_phases(member: Member, _: str) -> None:
 
 
 def _silent_rank(member: Member, _: str) -> None:
-    """Nobody exchanges anything with rank 2, which is now ahead, now behind."""
+    """Nobody exchanges anything with rank 2, which is early now and then, or late."""
     member.silent_rank = 2
     rng = np.random.default_rng(300)
     for generation in range(1, 31):

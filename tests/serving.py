@@ -20,7 +20,7 @@ _FIRST_TOLERANCE = 0.06
 
 NOISES = (2.0**-8,) * 32 + (2.0**-7,) * 32
 """For models in which a rounding decides between experts, so that logits differ by far
-more: of draws in which the float32 model may choose a token that is further behind
+more: of draws in which the float32 model may choose a token that is less likely
 (docs/performance-notes.md). One and two times what rounding to bfloat16 does."""
 
 _WORDS = (
@@ -40,7 +40,7 @@ class Tally:
     """The same, of tokens that follow a prompt, without those of ``n_by_noise``."""
     n_ties_bfloat16: int | None = None
     """Of transformers in bfloat16 after the same tokens, if counted: as ``n_ties``."""
-    worst_gap_bfloat16: float = 0.0  # Likewise, as ``worst_gap``
+    worst_gap_bfloat16: float = 0.0  # And as ``worst_gap``
     n_by_noise: int = 0
     """Of ``n_ties``, those beyond the tolerance, but not with some noise."""
     worst_logprob: float = 0.0  # Largest difference of log-probabilities

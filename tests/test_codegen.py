@@ -184,7 +184,7 @@ def test_generations_that_are_published(it):
 
 @kernels()
 def test_payload_is_written_before_its_flag(it):
-    """I2, in a round of the send loop: no byte behind its release; a `syncwarp`."""
+    """I2, in a round of the send loop: no byte after its release; a `syncwarp`."""
     loops = it.send_loops
     assert len(loops) == it.sends_chunks
     for loop in loops:
@@ -281,8 +281,8 @@ def test_done_words_come_last(it):
     assert met and not done & kernel.reach_from_start(met)
     assert not it.shown((it.moved | arrived) & kernel.reach(done))
     if it.target == NVIDIA:
-        behind = kernel.reach(arrived, kernel.find_kind("warp_barrier"))
-        assert not it.shown(done & behind)
+        unmet = kernel.reach(arrived, kernel.find_kind("warp_barrier"))
+        assert not it.shown(done & unmet)
 
 
 @kernels("by_expert sm_90a.dispatch")
@@ -318,8 +318,8 @@ MEETING = r"chunks$|sums_many|by_expert.*dispatch(_wait)?\."
 
 
 @kernels("sm_90a", but=MEETING + "|clear")
-def test_shared_words_are_read_behind_a_meeting(it):
-    """What one lane has written another reads behind a barrier, a vote, an exchange."""
+def test_shared_words_are_read_after_a_meeting(it):
+    """What one lane has written another reads after a barrier, a vote, an exchange."""
     kernel = it.kernel
     shared = kernel.find(lambda op: op.space == "shared")
     written = shared & kernel.find_kind("store", "atomic relaxed block")
@@ -331,7 +331,7 @@ def test_shared_words_are_read_behind_a_meeting(it):
 
 
 @kernels("by_expert.*dispatch.bf16_shared")
-def test_own_tokens_are_read_behind_a_barrier(it):
+def test_own_tokens_are_read_after_a_barrier(it):
     """I4: what the sending warps have staged is there when others copy it."""
     in_loops = (loop.body for loop in it.send_loops + it.receive_loops)
     copied = it.loads_16.difference(*in_loops)
@@ -535,7 +535,7 @@ def test_the_reader_of_assembly_refuses_what_it_cannot_read(read, line):
 
 
 def test_the_reader_of_assembly_says_what_it_cannot_compute():
-    """Halves of words, signed differences, choices; not what is behind a branch."""
+    """Halves of words, signed differences, choices; not what is after a branch."""
     kernel = ptx(
         *("ld.acquire.sys.b64 %rd1, [%rd2]", "mov.b64 {_, %r1}, %rd1"),
         *("sub.s32 %r2, %r1, %r9", "setp.gt.s32 %p1, %r2, -1"),

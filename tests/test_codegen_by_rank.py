@@ -65,7 +65,7 @@ def test_readers_are_recorded_when_all_have_read(it):
 
 @kernels("by_rank.*dispatch(_wait)?\\.")
 def test_rows_are_used_after_they_are_counted(it):
-    """Counting warps hand the rows on behind a `syncwarp`; none is filled before."""
+    """Counting warps hand the rows on after a `syncwarp`; none is filled before."""
     for loop in it.receive_loops:
         counted = loop.find_kind("load acquire block")
         filled = loop.body & it.stores_16
@@ -86,7 +86,7 @@ def test_rows_are_used_after_they_are_counted(it):
 
 @kernels("by_rank.*dispatch(_wait)?\\.")
 def test_numbers_of_tokens_are_handed_on(it):
-    """They are published behind a `syncwarp`, and read before all else."""
+    """They are published after a `syncwarp`, and read before all else."""
     arrived = it.kernel.find_kind("atomic release block")
     published = it.kernel.find_kind("store release block")
     # The others are published by warps that arrive later.
@@ -145,7 +145,7 @@ def test_inline_data_is_its_own_flag(it):
 
 @kernels("by_rank")
 def test_sentinel_is_put_back_after_data_was_read(it):
-    """By ordinary stores, each behind the loads of the same 16 bytes, for all of them.
+    """By ordinary stores, each after the loads of the same 16 bytes, for all of them.
     Entries and routing metadata say their generation, and stay."""
     places = it.sentinel_stores
     assert bool(places) == it.receives
@@ -181,8 +181,8 @@ def test_chunk_is_read_after_its_flag(it):
     read = loop.find(lambda op: op.moves_16("load"))
     awaited = loop.find_kind("load acquire system")
     assert awaited and read
-    behind = read & loop.reach_in_round(awaited)
-    assert behind
-    assert not it.shown(awaited & loop.reach_in_round(behind))
+    later = read & loop.reach_in_round(awaited)
+    assert later
+    assert not it.shown(awaited & loop.reach_in_round(later))
     # Own tokens, which stand where they were given, may be under way before.
-    assert bool(read - behind) == it.name.startswith("dispatch.bf16")
+    assert bool(read - later) == it.name.startswith("dispatch.bf16")

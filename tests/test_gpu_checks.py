@@ -62,7 +62,7 @@ def test_sums(is_fp8):
 
 @pytest.mark.parametrize("filled_to", [1, 4])
 def test_dispatched_rows(filled_to):
-    """Experts in any order, their rows with gaps behind them or without."""
+    """Experts in any order, their rows with gaps after them or without."""
     bits = cases.tokens(SHAPE, N_RANKS, N_TOKENS)
     ids = cases.expert_ids(SHAPE, "uniform", N_RANKS, N_TOKENS)
     routes = cases.routes(SHAPE, ids)

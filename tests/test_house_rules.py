@@ -37,7 +37,7 @@ def test_mojo_is_formatted():
         [str(mblack), "--check", "--preview", "-l", "88", "-C", *map(str, MOJO_FILES)],
         capture_output=True,
         text=True,
-        # Importing MAX sets variables behind Python's back that keep another
+        # Importing MAX sets variables, unknown to this Python, that keep another
         # Python from finding its packages.
         env=dict(os.environ),
     )
@@ -212,7 +212,7 @@ def mojo_widths(text: str) -> dict[str, int]:
 
 
 def python_widths(text: str) -> dict[str, int]:
-    """Likewise."""
+    """The same, of Python's."""
     widths = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):

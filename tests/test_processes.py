@@ -139,7 +139,7 @@ def test_what_cannot_be_launched_is_said(tmp_path):
             launch(scenarios.multiply, 2, args=args)
     script = tmp_path / "script.py"
     script.write_text("import max_ep\n\nmax_ep.launch(print, 2)\n")
-    # MAX has changed the environment behind Python's back: not as it is inherited.
+    # MAX has changed the environment, and Python does not know.
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, env=dict(os.environ)
     )

@@ -421,7 +421,7 @@ def test_padded_is_the_plain_loops(c):
 
 
 def test_shared_rows_come_first(c):
-    """All own tokens, masked ones too; behind them all is as without."""
+    """All own tokens, masked ones too; after them all is as without."""
     plain = dispatch(c.tokens, c.ids, c.n_experts)
     shared = dispatch(c.tokens, c.ids, c.n_experts, shared_expert=True)
     for rank, (without, result) in enumerate(zip(plain, shared)):

@@ -424,7 +424,7 @@ def test_reset_forgets_what_was_sent_before(forms):
 
 
 def set_generation(comm: EPCommInitializer, generation: int) -> None:
-    """Puts all ranks of a process behind a generation, as if it had passed."""
+    """Puts all ranks of a process after a generation, as if it had passed."""
     config = comm.config
     buffers = comm.model_inputs()
     n = config.n_gpus_per_node

@@ -196,7 +196,7 @@ def test_ties_are_not_wrong_tokens(tmp_path):
     asked, token = ids[0, : at + 1].tolist(), int(chosen[at])
     reference.check(asked, [token], tolerance)
     assert reference.tally.n_by_noise == 1
-    # The second choice, where that is hardly further behind.
+    # The second choice, where that is hardly less likely.
     best, second = exact.topk(2, 1).values.T
     at = int((best - second - 0.1).abs().argmin())
     assert 0.05 < best[at] - second[at] < 0.15

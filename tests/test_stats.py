@@ -65,7 +65,7 @@ class Watched:
 
 
 def watched_round_trip(manager, ranks):
-    """Builds a round trip with three statistics behind the results of each rank."""
+    """Builds a round trip with three statistics after the results of each rank."""
     watched = Watched(manager)
     results = round_trip(watched, ranks)
     return [[*r, *s] for r, s in zip(results, watched.statistics, strict=True)]
@@ -287,7 +287,7 @@ def test_plot(tmp_path):
 
 
 def test_a_late_rank_is_seen(tmp_path):
-    """graphs/who_waits.py, whose rank 2 comes 5 ms late, and the command behind it."""
+    """graphs/who_waits.py, whose rank 2 comes 5 ms late, and the command for it."""
     path = tmp_path / "waits.npz"
     as_in_the_readme = "python graphs/who_waits.py --save waits.npz"
     assert "saved" in run(as_in_the_readme.replace("waits.npz", str(path)))

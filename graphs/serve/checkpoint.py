@@ -96,7 +96,7 @@ MINIMAX_SIZES = {
         num_experts_per_tok=8,
     ),
 }
-"""Fields of ``MiniMaxM2Config``, likewise."""
+"""Fields of ``MiniMaxM2Config``, by name of a size."""
 
 DEEPSEEK_SIZES = {
     # Too small for MAX's matmuls on GPUs; its graph can be built.
@@ -119,7 +119,7 @@ DEEPSEEK_SIZES = {
         n_routed_experts=64,
     ),
 }
-"""Fields of ``DeepseekV3Config``, likewise; the others are those of DeepSeek-V3."""
+"""Fields of ``DeepseekV3Config``, by name of a size; others are DeepSeek-V3's."""
 
 _YARN = dict(
     rope_type="yarn",

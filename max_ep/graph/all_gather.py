@@ -74,7 +74,7 @@ class AllGatherTokenDispatcher:
     ``global_tokens`` is ``n_ranks * max_tokens_per_rank``. If every rank has
     ``max_tokens_per_rank`` tokens, rank ``r``'s stand at ``r *
     max_tokens_per_rank``. If not, they stand one after another, rank by rank, and
-    :attr:`n_gathered` says how many they are; behind the last, the routing map is
+    :attr:`n_gathered` says how many they are; after the last, the routing map is
     -1, probabilities are 0, and tokens are undefined.
     """
 
@@ -135,7 +135,7 @@ class AllGatherTokenDispatcher:
 
     @property
     def n_gathered(self) -> list[TensorValue]:
-        """Likewise: tokens of all ranks, ``[1]`` int32 for each local rank."""
+        """Tokens of all ranks in that dispatch: ``[1]`` int32 for each local rank."""
         return self._of_dispatch("n_gathered", self._n_gathered)
 
     def _of_dispatch(self, what: str, values: list[TensorValue]) -> list[TensorValue]:
@@ -226,7 +226,7 @@ class AllGatherTokenDispatcher:
 
         Args:
             hidden_states: ``[global_tokens, hidden_size]`` of each local rank, with
-                probabilities applied; what stands behind the last token is not
+                probabilities applied; what follows the last token is not
                 read.
 
         Returns:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group's buffers in a graph: the inputs that it declares, and their values.
 
-Memory behind them is :class:`EPCommInitializer`'s, whose ``model_inputs()`` come in
+Their memory is :class:`EPCommInitializer`'s, whose ``model_inputs()`` come in
 the order of :func:`input_tree`.
 """
 
@@ -37,9 +37,9 @@ class EPCommBuffers:
     send_buf_ptrs: list[TensorValue]
     """Send buffers, ``[NUM_GROUPS]`` tensors of ``[n_ranks]`` uint64."""
     recv_buf_ptrs: list[TensorValue]
-    """Receive buffers, likewise."""
+    """Receive buffers, of the same shape."""
     recv_count_ptrs: list[TensorValue]
-    """Counts, likewise."""
+    """Counts, of the same shape."""
 
 
 def input_tree(

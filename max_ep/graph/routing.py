@@ -32,7 +32,7 @@ def softmax_top_k(
             parts of all experts' softmax.
 
     Returns:
-        Expert ids, ``[n_tokens, top_k]`` int32, and weights, likewise float32: by
+        Expert ids, ``[n_tokens, top_k]`` int32, and weights, float32: by
         falling logit, of equal ones the lower id first. NaN counts as the largest. A
         token with NaN, with an infinite logit or with nothing but ``-inf`` has ids of
         experts that there are, and weights of NaN.

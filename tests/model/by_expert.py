@@ -152,7 +152,7 @@ def _phases(launch: Launch, sends: bool, receives: bool) -> None:
         if receives:
             read_counts(launch.agent("counter", block))
             _receive_messages(launch.agent("receiver", block))
-        if has_own and sends:  # behind a block barrier
+        if has_own and sends:  # after a block barrier
             _place_own_tokens(launch.agent("own tokens", block, senders))
         finish(launch, block, first)
 

@@ -24,7 +24,7 @@ def await_readers(a: Agent, direction: str, only_owners: bool) -> None:
 
 
 def for_each_chunk(launch: Launch, items: list, work: Callable[..., None]) -> Agent:
-    """Gives items to workers; returns the caller behind them."""
+    """Gives items to workers; returns the caller after them."""
     before = len(launch.agents) - 1
     n_workers = min(_N_WORKERS, len(items))
     for worker in range(n_workers):

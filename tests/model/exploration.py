@@ -39,7 +39,7 @@ class Result:
         """Says where launches begin, what happened to the place, and the end."""
         if self.failure is None:
             return str(self)
-        # The last step names it behind its function: `publish count[0] on rank 1`.
+        # The last step names it after its function: `publish count[0] on rank 1`.
         found = re.search(r": \w+ (\w+\S* on rank \d+)", self.trace[-1])
         place = found.group(1) if found else "?"
         lines = [

@@ -379,17 +379,17 @@ class Agent:
         self.steps.append(Step("write", "store", where, place, Order.PLAIN, value))
 
     def refuse(self) -> None:
-        """Records a failure; neither this agent nor any launch behind it goes on."""
+        """Records a failure; neither this agent nor any launch after it goes on."""
         self._do("refuse", "refuse", (), Order.PLAIN)
 
     def arrive(self, then: Callable[[Agent], None]) -> None:
         """Counts a block; the last one puts the word back, and does `then`."""
         place = ("blocks_done", self.rank)
-        behind = Agent(self.launch, self.block, [])
-        behind._do("write", "store", place, Order.PLAIN, value=0)
-        then(behind)
+        last = Agent(self.launch, self.block, [])
+        last._do("write", "store", place, Order.PLAIN, value=0)
+        then(last)
         before, wanted = len(self.steps), dict(value=self.world.n_blocks)
-        wanted["skip"] = len(behind.steps)
+        wanted["skip"] = len(last.steps)
         self._do("arrive", "arrive", place, Order.ACQUIRE_RELEASE, **wanted)
         if len(self.steps) > before:
-            self.steps.extend(behind.steps)
+            self.steps.extend(last.steps)

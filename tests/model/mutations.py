@@ -200,13 +200,13 @@ NOT_REFUSED = Mutation(
 """Seen only by programs that are refused otherwise: `worlds.stopped`."""
 
 HARMLESS = {
-    # A count is published behind it by the same thread, and taken before it is read.
+    # A count is published after it by the same thread, and taken before it is read.
     "relaxed instead of more: publish(dispatch_n_tokens) in CPU: _publish_counts",
     "generation 1 for ever: publish(dispatch_n_tokens) in CPU: _publish_counts",
     "relaxed instead of more: load_acquire(dispatch_n_tokens) in CPU: _read_numbers",
     # Of a dispatch message CPU ranks read the choice, not the generation.
     "generation 1 for ever: store(dispatch_message_flag) in CPU: write_source_info",
-    # CPU ranks find it behind the counts, and do not read it.
+    # CPU ranks find it after the counts, and do not read it.
     "generation 1 for ever: store(metadata) in CPU: _write_entry",
     # Entries go before tokens only to be fast: receivers need them all. Tokens are
     # their own flags.

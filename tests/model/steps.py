@@ -86,5 +86,4 @@ def publish_at_end(launch: Launch, block: int, first: int) -> None:
         )
         publish_reads(last, word, truth)
 
-    behind = range(first, len(launch.agents))
-    is_last_block(launch.agent("end", block, behind), publish)
+    is_last_block(launch.agent("end", block, range(first, len(launch.agents))), publish)

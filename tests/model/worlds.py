@@ -173,7 +173,7 @@ generations wrap | TWO_RANKS | WRAPS | {}
 
 
 def by_rank_rows() -> list[World]:
-    """The same combine behind the other dispatch."""
+    """The same combine after the other dispatch."""
     return worlds_of(
         "rows, ",
         dict(protocol="by_rank"),

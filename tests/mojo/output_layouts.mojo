@@ -2,7 +2,7 @@
 """What a Mojo program sees of padded rows and of a fused shared expert.
 
 Two ranks, one expert, so rank 1 holds none. Checks what a graph cannot show:
-that rows behind the counts stay as they were, errors of calls that
+that rows after the counts stay as they were, errors of calls that
 `EPBatchManager` would not build, and what the digest of `src_info` distinguishes.
 Prints OK, or raises.
 """
@@ -196,7 +196,7 @@ def check_shared_expert[addressing: Addressing]() raises:
         dispatch(ranks, 1, 2)
     wait(ranks, 1, src_info[1])
 
-    # Two tokens, but one row: what stands behind it is not read.
+    # Two tokens, but one row: what follows it is not read.
     for rank in range(N_RANKS):
         send_back[addressing](ranks, rank, src_info[rank])
     var one_row = tensor[F32](1, HIDDEN).ptr.unsafe_bitcast[UInt8]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places in a region, one behind another as in the picture of `layout.mojo`.
+"""The places in a region, one after another as in the picture of `layout.mojo`.
 
 Each begins where the one before it ends, or a buffer or array begins anew on
 `BUFFER_ALIGN`. So none overlap, all stand in their buffers, and sizes are right.
@@ -67,10 +67,10 @@ def check_recv_by_rank(group: Group, mut c: Cursor) raises:
             c.take(recv + group.token_offset(src, t), msg)
             for k in range(group.top_k):
                 # In front of the source info; the first choice is first.
-                var behind = (group.top_k - k) * METADATA_BYTES
+                var n_bytes = (group.top_k - k) * METADATA_BYTES
                 assert_equal(
                     recv + group.metadata_offset(src, t, k, group.top_k),
-                    c.at - SOURCE_INFO_BYTES - behind,
+                    c.at - SOURCE_INFO_BYTES - n_bytes,
                 )
     c.align()
     assert_equal(group.n_inline_tokens(), min(n, 256))
@@ -142,7 +142,7 @@ def check(group: Group) raises:
         c.take(counts + group.combine_done_offset(reader), FLAG_BYTES)
     c.buffer(counts, group.combine_counts_bytes())
 
-    # SHMEM's put buffers stand behind the region.
+    # SHMEM's put buffers follow the region.
     var end = group.region_bytes()
     for choice in range(group.n_choices()):
         var message = group.dispatch_put_offset(choice)
