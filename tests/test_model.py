@@ -8,6 +8,7 @@ broken on purpose, so they are what gives "holds" its worth.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,9 +20,12 @@ from model.launches import World
 from model.memory import UNPUBLISHED, Step
 from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_of
 
+ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
 WORLDS = worlds.all_worlds()
 # How far a mutated world is explored before the next one is tried.
 MUTATED_STATES = 300
+N_WALKS = int(os.environ.get("MAX_EP_WALKS", "24"))
+"""Random worlds, each with one random way."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,6 +61,13 @@ def test_protocol_holds(world):
     result, _ = explored(world)
     assert result.failure is None, result.short()
     assert result.n_ends > 0
+
+
+@pytest.mark.skipif(not ALL_CASES, reason="minutes; make test-all has it")
+@pytest.mark.parametrize("world", worlds.large(), ids=id_of)
+def test_protocol_holds_in_a_large_world(world):
+    result = Machine(world).explore(max_states=100_000, gives_up=True)
+    assert result.failure is None, result.short()
 
 
 @pytest.mark.parametrize("world", worlds.tiny(), ids=id_of)
@@ -119,15 +130,14 @@ def test_choices_alone_find_what_every_order_finds(world):
     """The reduction is sound on worlds that are small enough for both."""
     machine = Machine(world)
     machine.explore(every_order=True)
-    # `python -m tests.model --deep` compares with all of them.
-    for mutation in [*NAMED, *made_of(machine.used)[::6]]:
+    for mutation in [*NAMED, *made_of(machine.used)[:: 1 if ALL_CASES else 6]]:
         mutated = replace(world, mutation=mutation)
         few = Machine(mutated).explore().failure
         all_ = Machine(mutated).explore(every_order=True).failure
         assert (few is None) == (all_ is None), mutation.name
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(N_WALKS))
 def test_random_worlds(seed):
     """Up to four ranks, three tokens, two blocks, any legal order of ops: one way."""
     result = Machine(worlds.random_world(seed)).walk(1, seed)

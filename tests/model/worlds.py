@@ -248,7 +248,7 @@ CPU, dispatch only | ONE_TOKEN | replays(SPLIT[:2], 3) | SLOTS | ON_CPU
 
 
 def large() -> list[World]:
-    """Worlds that take minutes: `python -m tests.model --deep`."""
+    """Worlds that take minutes."""
     return worlds_of(
         "",
         SUMS,
