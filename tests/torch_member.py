@@ -278,7 +278,7 @@ def captured(buffer: Buffer) -> None:
     """A graph is replayed with other tokens, and eager calls between."""
     device = buffer._comm.device
     x = torch.zeros(CAP, H, dtype=torch.bfloat16, device=device)
-    ids = torch.zeros(CAP, K, dtype=torch.int64, device=device)
+    ids = torch.arange(K, device=device).repeat(CAP, 1)
     weights = torch.zeros(CAP, K, device=device)
     for layer in (doubled, doubled_normal):
         layer(buffer, x, ids, weights)
