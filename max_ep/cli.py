@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``max-ep``: demo, plan, stats, build, doctor."""
+"""The command ``max-ep``: demo, plan, stats, balance, build, doctor."""
 
 from __future__ import annotations
 
@@ -96,6 +96,26 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
     stats.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
+    balance = commands.add_parser(
+        "balance", help="place replicas of hot experts, from what max-ep stats reads"
+    )
+    balance.add_argument("files", nargs="+", help="one for each MoE layer, in order")
+    wanted = balance.add_mutually_exclusive_group()
+    wanted.add_argument(
+        "--replicas", type=int, help="experts to add (default: an eighth)"
+    )
+    wanted.add_argument(
+        "--current", help="the placement that was measured, written by --out"
+    )
+    for option, default, text in (
+        ("--top-k", 8, "experts of a token"),
+        ("--hosts", 1, "hosts of the ranks"),
+        ("--max-replicas", 0, "EPConfig.max_replicas; 0: ranks + 1"),
+    ):
+        text += " (default: %(default)s)"
+        balance.add_argument(option, type=int, default=default, help=text)
+    balance.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
+    balance.add_argument("--out", help="an .npz for the placement")
     build = commands.add_parser(
         "build", help="compile the kernels of max_ep.torch ahead, for any GPU"
     )
@@ -135,6 +155,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         from .stats import run_stats
 
         return run_stats(options)
+    if options.command == "balance":
+        from .balance_report import run_balance
+
+        return run_balance(options)
     if options.command == "build":
         from .torch.library import run_build
 

@@ -401,6 +401,23 @@ def softmax_top_k(
         return ids.astype(np.int32), weights / of_all.sum(1, keepdims=True)
 
 
+def balance_ids(
+    topk_ids: np.ndarray, log2phy: np.ndarray, logcnt: np.ndarray
+) -> np.ndarray:
+    """Replaces a rank's logical experts by replicas, as `max_ep.balance_ids` does.
+
+    The tables are those of one layer, `[n_logical, max_replicas]` and `[n_logical]`.
+    Choice `k` of token `n` goes to replica `(n * top_k + k) % count`. An id below 0
+    stays; one that no expert has becomes -2, which dispatch drops and reports.
+    """
+    n_logical = len(logcnt)
+    expert = topk_ids.clip(0, n_logical - 1)
+    choice = np.arange(topk_ids.size).reshape(topk_ids.shape)
+    physical = log2phy[expert, choice % np.maximum(logcnt[expert], 1)]
+    physical = np.where(topk_ids < n_logical, physical, -2)
+    return np.where(topk_ids < 0, topk_ids, physical).astype(np.int32)
+
+
 def moe(
     tokens: np.ndarray,
     topk_ids: np.ndarray,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -84,20 +86,15 @@ class Statistics:
         lines = []
         for name, ns in (("dispatch", self.dispatch_ns), ("combine", self.combine_ns)):
             lines += _table(name, ns) + [""]
-        return "\n".join(lines + _histogram(self._rows_of_experts()))
+        return "\n".join(lines + _histogram(self.rows_of_experts()))
 
-    def _rows_of_experts(self) -> np.ndarray:
+    def rows_of_experts(self) -> np.ndarray:
+        """Returns the rows of each expert in all runs, ``[n_experts]``."""
         return self.received.sum(axis=0).ravel()[: self.n_experts]
 
     def plot(self, path: str | Path) -> None:
         """Draws the same, with matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise RuntimeError(
-                "a plot needs matplotlib; pip install matplotlib"
-            ) from None
-        figure = Figure(figsize=(12, 3.6), layout="constrained")
+        figure = new_figure(12, 3.6)
         axes = figure.subplots(1, 3)
         ranks = range(self.received.shape[1])
         for axis, name in zip(axes, ("dispatch", "combine")):
@@ -106,10 +103,19 @@ class Statistics:
             axis.set(title=f"{name}: median wait, us", xticks=ranks, yticks=ranks)
             axis.set(xlabel="for rank", ylabel="rank")
             figure.colorbar(image, ax=axis)
-        rows = self._rows_of_experts()
+        rows = self.rows_of_experts()
         axes[2].bar(np.arange(len(rows)), rows, width=1)
         axes[2].set(title="rows received", xlabel="expert")
         figure.savefig(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of matplotlib, which may be missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("a plot needs matplotlib; pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _median_us(ns: np.ndarray) -> np.ndarray:
@@ -156,17 +162,29 @@ def _histogram(rows: np.ndarray) -> list[str]:
 
 def run_stats(options: argparse.Namespace) -> int:
     """Runs ``max-ep stats``; returns the exit status."""
-    about = ""
-    try:
+
+    def show() -> Callable[[str], None]:
         statistics = Statistics.load(options.file)
         print(statistics.text())
-        if options.plot:
-            about = f"--plot {options.plot}: "
-            statistics.plot(options.plot)
-            print(f"\n{options.plot}")
+        return statistics.plot
+
+    return run_and_plot("stats", options.plot, show)
+
+
+def run_and_plot(
+    command: str, picture: str | None, show: Callable[[], Callable[[str], None]]
+) -> int:
+    """Shows in text, then draws with what ``show`` returns; returns the exit status."""
+    about = ""
+    try:
+        plot = show()
+        if picture:
+            about = f"--plot {picture}: "
+            plot(picture)
+            print(f"\n{picture}")
     except BrokenPipeError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"max-ep stats: {about}{error}", file=sys.stderr)
+        print(f"max-ep {command}: {about}{error}", file=sys.stderr)
         return 1
     return 0

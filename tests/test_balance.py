@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Balanced experts: the planner, moving weights, and the command. No graph runs here;
+the ops are in test_router.py and test_round_trip.py."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from max_ep.balance import Placement, moves, plan, rebalance, unbalanced
+from max_ep.cli import main
+from max_ep.reference import balance_ids
+from max_ep.stats import Statistics
+
+N_EXPERTS, TOP_K, N_REPLICAS = 256, 8, 32
+
+
+def draw_ids(seed: int, n_tokens: int, popular: int = 3) -> np.ndarray:
+    """Draws choices by Zipf's law, a token's likeliest experts first, as routers do."""
+    order = np.random.default_rng(popular).permutation(N_EXPERTS)
+    likely = -1.4 * np.log(1 + order)
+    noise = np.random.default_rng(seed).gumbel(size=(n_tokens, N_EXPERTS))
+    return np.argsort(-(likely + noise), axis=1)[:, :TOP_K].astype(np.int32)
+
+
+def counts_of(ids: np.ndarray, n: int = N_EXPERTS) -> np.ndarray:
+    return np.bincount(ids.ravel(), minlength=n)
+
+
+def measured(ids: np.ndarray, placement: Placement) -> float:
+    """Rows of the busiest rank, times the mean, by the formula of the op."""
+    tables = placement.log2phy()[0], placement.logcnt[0]
+    n_physical = placement.phy2log.shape[1]
+    counts = counts_of(balance_ids(ids, *tables), n_physical)
+    rows = np.add.reduceat(counts, np.arange(0, n_physical, placement.n_local))
+    return rows.max() / rows.mean()
+
+
+@pytest.mark.parametrize("n_tokens", [1000, 4096])
+def test_fresh_draws_are_balanced(n_tokens):
+    """The busiest rank gets 1.7 times the mean without replicas."""
+    seen, fresh = draw_ids(0, 4096), draw_ids(1, n_tokens)
+    placement = plan(counts_of(seen), 4, N_REPLICAS)
+    without = unbalanced(1, N_EXPERTS, 4)
+    assert measured(fresh, without) > 1.6
+    assert measured(fresh, placement) < 1.05
+    predicted = placement.imbalance(counts_of(fresh)[None])
+    np.testing.assert_allclose(predicted, measured(fresh, placement), atol=0.03)
+
+
+def test_an_expert_that_is_always_first():
+    """Of four replicas, only one would be chosen: `(8 * n + 0) % 4` is 0."""
+    ids = np.random.default_rng(0).integers(1, N_EXPERTS, (2000, TOP_K))
+    ids[:, 0] = 0
+    by_count = {}
+    for top_k in (1, TOP_K):
+        placement = plan(counts_of(ids), 4, 3, top_k=top_k)
+        by_count[int(placement.logcnt[0, 0])] = measured(ids, placement)
+    assert by_count[4] > 1.3 and by_count[3] < 1.05
+
+
+@pytest.mark.parametrize("n_ranks, n_hosts", [(2, 1), (3, 1), (8, 2), (16, 4)])
+def test_replicas_are_spread(n_ranks, n_hosts):
+    """Over hosts as evenly as can be; there may be fewer experts on the last rank."""
+    counts = counts_of(draw_ids(0, 4096))
+    placement = plan(counts, n_ranks, N_REPLICAS, n_hosts=n_hosts)
+    assert placement.phy2log.shape == (1, N_EXPERTS + N_REPLICAS)
+    assert placement.imbalance(counts[None]) < 1.03
+    host = np.arange(placement.phy2log.size) // (placement.n_local * n_ranks // n_hosts)
+    for expert, n in enumerate(placement.logcnt[0]):
+        on_host = np.bincount(host[placement.phy2log[0] == expert], minlength=n_hosts)
+        assert on_host.max() - on_host.min() <= 1, (expert, n, on_host)
+
+
+@pytest.mark.parametrize("top_k, n_replicas", [(8, 33), (6, 9), (1, 5)])
+def test_replica_counts(top_k, n_replicas):
+    """They share no factor with `top_k`, but for what is left over at the end."""
+    counts = counts_of(draw_ids(0, 4096))
+    placement = plan(counts, 4, n_replicas, top_k=top_k)
+    n_each = placement.logcnt[0]
+    assert n_each.sum() == N_EXPERTS + n_replicas and n_each.max() <= 5
+    n_left = {8: 1, 6: 1, 1: 0}[top_k]
+    assert sum(np.gcd(n_each, top_k) > 1) == n_left
+    assert n_each[counts.argmax()] == n_each.max()
+    assert plan(counts, 4, 8, max_replicas=2).logcnt.max() == 2
+
+
+def test_tables_are_those_of_max():
+    placement = Placement(np.array([[2, 0, 1, 2, 0, 2], [0, 1, 2, 1, 1, 0]]), 3)
+    assert placement.logcnt.tolist() == [[2, 1, 3], [2, 3, 1]]
+    assert placement.log2phy().tolist() == [
+        [[1, 4, -1], [2, -1, -1], [0, 3, 5]],
+        [[0, 5, -1], [1, 3, 4], [2, -1, -1]],
+    ]
+    assert placement.log2phy(5).shape == (2, 3, 5)
+    assert placement.log2phy().dtype == placement.logcnt.dtype == np.int32
+    assert placement.logical_counts(np.arange(12).reshape(2, 6)).tolist() == [
+        [1 + 4, 2, 0 + 3 + 5],
+        [6 + 11, 7 + 9 + 10, 8],
+    ]
+
+
+def test_a_second_plan_moves_few():
+    """Traffic of the same kind; without `old` nearly all experts move."""
+    first = plan(counts_of(draw_ids(0, 4096)), 4, N_REPLICAS)
+    counts = counts_of(draw_ids(1, 4096))
+    second = plan(counts, 4, N_REPLICAS, old=first)
+    assert (first.phy2log != second.phy2log).sum() < 20
+    assert second.imbalance(counts[None]) < 1.05
+    same = plan(counts, 4, N_REPLICAS, old=second)
+    assert (same.phy2log == second.phy2log).all() and not moves(same, second, 9, 9)
+
+
+def weights_of(placement: Placement, layer: int) -> list[list]:
+    """Tensors of each rank that say which expert they are of; 4 + 6 bytes each."""
+    ranks = []
+    for rank in range(placement.n_ranks):
+        own = placement.phy2log[layer, rank * placement.n_local :][: placement.n_local]
+        ids = own[:, None] + 100 * layer
+        down = torch.from_numpy(ids.repeat(3, 1)).to(torch.bfloat16)
+        ranks.append([ids.astype(np.int32), down.reshape(-1, 1, 3)])
+    return ranks
+
+
+def holds(weights: list, placement: Placement) -> bool:
+    return all(
+        np.array_equal(np.asarray(have.tolist()), np.asarray(want.tolist()))
+        for layer, ranks in enumerate(weights)
+        for got, need in zip(ranks, weights_of(placement, layer), strict=True)
+        for have, want in zip(got, need, strict=True)
+    )
+
+
+@pytest.mark.parametrize("slice_bytes", [3, 7, 10, 1000])
+def test_weights_are_moved_in_slices(slice_bytes):
+    """After each step, weights are where the placement of that step says."""
+    rng = np.random.default_rng(0)
+    old, new = (plan(rng.integers(1, 90, (2, 12)), 4, 4) for _ in range(2))
+    slices = moves(old, new, 10, slice_bytes)
+    assert all(0 < s.end - s.begin <= slice_bytes for s in slices)
+    n_moved = (old.phy2log != new.phy2log).sum()
+    assert sum(s.end - s.begin for s in slices) == 10 * n_moved > 100
+    for s in slices:
+        src, dst = (r * 4 + i for r, i in ((s[1], s[2]), (s[3], s[4])))
+        assert old.phy2log[s.layer, src] == new.phy2log[s.layer, dst]
+    weights = [weights_of(old, layer) for layer in range(2)]
+    steps = list(rebalance(weights, old, new, slice_bytes))
+    assert len(steps) == len(slices) + 2 and holds(weights, new)
+    weights = [weights_of(old, layer) for layer in range(2)]
+    placements = []
+    for placement in rebalance(weights, old, new, slice_bytes):
+        assert holds(weights, placement)
+        placements.append(placement)
+    assert len({id(p) for p in placements}) == 3  # old, one layer, both
+
+
+def test_what_cannot_be_planned():
+    with pytest.raises(ValueError, match="n_replicas=9 must be in .0, 8"):
+        plan(np.ones(4), 2, 9, max_replicas=3)
+    with pytest.raises(ValueError, match="n_ranks=4 must be a multiple of n_hosts=3"):
+        plan(np.ones(4), 4, 0, n_hosts=3)
+    with pytest.raises(ValueError, match="each logical expert of .0, 3"):
+        Placement(np.array([[0, 1, 2], [0, 2, 2]]), 1)
+    with pytest.raises(ValueError, match=r"float64 \[1, 2\].*integers"):
+        Placement(np.ones((1, 2)), 1)
+    with pytest.raises(ValueError, match="3 replicas, above max_replicas=2"):
+        Placement(np.array([[0, 0, 0, 1]]), 2).log2phy(2)
+    one = unbalanced(1, 4, 2)
+    with pytest.raises(ValueError, match="same layers"):
+        moves(one, unbalanced(2, 4, 2), 1, 1)
+    with pytest.raises(ValueError, match="slice_bytes=0"):
+        moves(one, one, 1, 0)
+    strided = [[[np.zeros((2, 6))[:, ::2]]] * 2]
+    swapped = Placement(one.phy2log[:, ::-1], 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        list(rebalance(strided, one, swapped, 100))
+
+
+# ------------------------------------------------------------------ the command
+
+
+def save_statistics(path, counts: np.ndarray, n_ranks: int = 4) -> str:
+    ns = np.zeros((1, n_ranks, n_ranks), int)
+    received = counts.astype(np.int32).reshape(1, n_ranks, -1)
+    Statistics(ns, ns, received, counts.size).save(path)
+    return str(path)
+
+
+def test_command(tmp_path, capsys):
+    """From what `max-ep stats` reads; the second time from physical experts' rows."""
+    layers = [draw_ids(layer, 4096, layer) for layer in range(2)]
+    files = [
+        save_statistics(tmp_path / f"{i}.npz", counts_of(ids))
+        for i, ids in enumerate(layers)
+    ]
+    out, picture = str(tmp_path / "placement.npz"), tmp_path / "plot.png"
+    assert main(["balance", *files, "--out", out, "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert max(len(line) for line in said.splitlines() if out not in line) <= 80
+    assert said.startswith("256 experts on 4 ranks, 32 replicas more: 72 a rank")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    placement = Placement.load(out)
+    with np.load(out) as saved:
+        assert saved["log2phy"].shape == (2, 256, placement.logcnt.max())
+        assert (saved["logcnt"] == placement.logcnt).all()
+    tables = placement.log2phy(), placement.logcnt
+    received = [counts_of(balance_ids(i, *t), 288) for i, *t in zip(layers, *tables)]
+    files = [save_statistics(tmp_path / f, c) for f, c in zip("ab", received)]
+    assert main(["balance", *files, "--current", out]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[4:6]]
+    assert table == [["0", "1.00", "1.00", "0"], ["1", "1.00", "1.00", "0"]]
+
+
+def test_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+    good = save_statistics(tmp_path / "good.npz", np.ones(8))
+    other = save_statistics(tmp_path / "other.npz", np.ones(12))
+    unbalanced(1, 12, 4).save(tmp_path / "placement.npz")
+    for words, says in (
+        (["nowhere.npz"], "No such file"),
+        ([good, other], "differ in (experts, ranks): [(8, 4), (12, 4)]"),
+        ([good, "--current", good], "no file of max_ep.balance"),
+        ([good, "--current", f"{tmp_path}/placement.npz"], "for 1 layers, 12 experts"),
+        ([good, "--replicas", "99"], "n_replicas=99"),
+        ([good, "--hosts", "3"], "n_hosts=3"),
+        ([good, "--plot", f"{tmp_path}/x.doc"], "--plot"),
+    ):
+        assert main(["balance", *words]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("max-ep balance: ") and says in said
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["balance", good, "--plot", "x.png"]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
