@@ -29,15 +29,15 @@ def finish(launch: Launch, block: int, first: int) -> None:
     """A block has ended; the last one moves the generation and publishes it."""
 
     def publish(last: Agent) -> None:
-        if launch.op == "dispatch" or launch.op == "dispatch_async":
+        if launch.sends and launch.direction == "dispatch":
             n, generation = launch.next("dispatch_sent")
             place = ("n_tokens", launch.rank, launch.parity(generation, n))
             last.store(place, len(launch.world.tokens(n, launch.rank)), ("n_tokens", n))
             move(last, dispatch_sent=generation)
-        elif launch.op != "dispatch_wait" and launch.op != "combine_wait":
+        elif launch.sends:
             move(last, combine_sent=launch.next("combine_sent")[1])
             move(last, combine_of=launch.before["dispatch_received"])
-        if not launch.op.endswith("_async"):
+        if launch.receives:
             received = f"{launch.direction}_received"
             move(last, **{received: launch.next(received)[1]})
             publish_done(last, launch.direction)
@@ -137,7 +137,8 @@ def _place_own_tokens(a: Agent) -> None:
         a.load(("dispatch_staged", a.rank, t), ("staged", n, a.rank, t))
 
 
-def _phases(launch: Launch, sends: bool, receives: bool) -> None:
+def phase(launch: Launch, sends: bool, receives: bool) -> None:
+    """A dispatch, or one phase of it."""
     if sends and returns_early(launch):
         return
     for block in range(launch.world.n_blocks):
@@ -155,15 +156,3 @@ def _phases(launch: Launch, sends: bool, receives: bool) -> None:
         if has_own and sends:  # after a block barrier
             _place_own_tokens(launch.agent("own tokens", block, senders))
         finish(launch, block, first)
-
-
-def dispatch(launch: Launch) -> None:
-    _phases(launch, True, True)
-
-
-def dispatch_async(launch: Launch) -> None:
-    _phases(launch, True, False)
-
-
-def dispatch_wait(launch: Launch) -> None:
-    _phases(launch, False, True)

@@ -312,54 +312,43 @@ def _count(launch: Launch, block: int, is_fused: bool) -> None:
     is_last_to_start(a, go_on)
 
 
-def dispatch_async(launch: Launch) -> None:
-    if returns_early(launch):
+def phase(launch: Launch, sends: bool, receives: bool) -> None:
+    """A dispatch, or one phase of it."""
+    if sends and returns_early(launch):
         return
-    for block in range(launch.world.n_blocks):
-        _count(launch, block, False)
-    publish_earlier_reads(launch)
-    for block in range(launch.world.n_blocks):
-        _send(launch, block, False)
-
-
-def dispatch_wait(launch: Launch) -> None:
     world = launch.world
-    publishes_at_end = world.publishes_at_dispatch_end
     n, generation = launch.next("dispatch_received")
-    # Where it polls readers, it goes by `combine_sent`, too.
-    sent = () if publishes_at_end else ("combine_sent",)
+    publishes_at_end = not sends and world.publishes_at_dispatch_end
     for block in range(world.n_blocks):
         first = len(launch.agents)
-        a = launch.agent("counting warp", block)
-        header_word(a, "dispatch_received", "combine_received", *sent)
-        if not publishes_at_end:
-            is_last_to_start(a, lambda last: move(last, dispatch_received=generation))
-            if world.has_sums and block == 0:
-                record_readers(launch.agent("publishing warp"), "combine")
-        read_numbers(launch.agent("numbers warp", block))
-        for indexer in range(world.n_index_warps):
-            a = launch.agent(f"index warp {indexer}", block)
-            if world.has_shared_expert:
-                parity = launch.parity(generation, n)
-                place, number = ("n_tokens", a.rank, parity), f"n_tokens[{parity}]"
-                a.load(place, ("n_tokens", n), launch.before[number])
-            lay_out_rows(a, indexer)
-        receive_tokens(launch.agent("receiver", block), False)
+        if sends:
+            _count(launch, block, receives)
+            if block == 0:
+                publish_earlier_reads(launch)
+            numbers, indexers = _send(launch, block, receives)
+        else:
+            a = launch.agent("counting warp", block)
+            # Where it polls readers, it goes by `combine_sent`, too.
+            sent = () if publishes_at_end else ("combine_sent",)
+            header_word(a, "dispatch_received", "combine_received", *sent)
+            if not publishes_at_end:
+                is_last_to_start(
+                    a, lambda last: move(last, dispatch_received=generation)
+                )
+            numbers = launch.agent("numbers warp", block)
+            warps = range(world.n_index_warps)
+            indexers = [launch.agent(f"index warp {i}", block) for i in warps]
+        if receives:
+            if world.has_sums and block == 0 and not publishes_at_end:
+                a = numbers if sends else launch.agent("recording warp")
+                record_readers(a, "combine")
+            read_numbers(numbers)
+            for indexer, a in enumerate(indexers):
+                if world.has_shared_expert and not sends:
+                    parity = launch.parity(generation, n)
+                    place, number = ("n_tokens", a.rank, parity), f"n_tokens[{parity}]"
+                    a.load(place, ("n_tokens", n), launch.before[number])
+                lay_out_rows(a, indexer)
+            receive_tokens(launch.agent("receiver", block), sends)
         if publishes_at_end:
             publish_at_end(launch, block, first)
-
-
-def dispatch(launch: Launch) -> None:
-    if returns_early(launch):
-        return
-    for block in range(launch.world.n_blocks):
-        _count(launch, block, True)
-    publish_earlier_reads(launch)
-    for block in range(launch.world.n_blocks):
-        numbers, indexers = _send(launch, block, True)
-        if launch.world.has_sums and block == 0:
-            record_readers(numbers, "combine")
-        read_numbers(numbers)
-        for indexer, a in enumerate(indexers):
-            lay_out_rows(a, indexer)
-        receive_tokens(launch.agent("receiver", block), True)

@@ -179,12 +179,13 @@ class World:
 
         launch = Launch(self, rank, position, dict(snapshot))
         if self.target == "cpu":
-            module = cpu
-        elif launch.direction == "combine":
-            module = sums if self.has_sums else rows
+            getattr(cpu, launch.op)(launch)
         else:
-            module = by_expert if self.protocol == "by_expert" else by_rank
-        getattr(module, launch.op)(launch)
+            if launch.direction == "combine":
+                module = sums if self.has_sums else rows
+            else:
+                module = by_expert if self.protocol == "by_expert" else by_rank
+            module.phase(launch, launch.sends, launch.receives)
         if self.has("clears"):
             self._clear(launch)
         if not self.is_one_agent:
@@ -251,6 +252,20 @@ class Launch:
     @property
     def direction(self) -> str:
         return self.op.partition("_")[0]
+
+    @property
+    def sends(self) -> bool:
+        return not self.op.endswith("_wait")
+
+    @property
+    def receives(self) -> bool:
+        return not self.op.endswith("_async")
+
+    def answered(self) -> tuple[int, int]:
+        """The dispatch that a combine answers, and its generation."""
+        if self.sends:
+            return self.rounds["dispatch_received"], self.before["dispatch_received"]
+        return self.answers[self.next("combine_received")[0]], self.before["combine_of"]
 
     def next(self, word: str) -> tuple[int, int]:
         """The round that a launch makes of `dispatch_sent` or the like, and its

@@ -53,13 +53,9 @@ def _reduce_tokens(a: Agent, n: int, of: int) -> None:
                 a.load(_message(a, a.rank, t, k, chunk), meant)
 
 
-def _phases(launch: Launch, sends: bool, receives: bool) -> None:
-    n, of = launch.rounds["dispatch_received"], launch.before["dispatch_received"]
-    if receives and not sends:
-        n, of = (
-            launch.answers[launch.next("combine_received")[0]],
-            launch.before["combine_of"],
-        )
+def phase(launch: Launch, sends: bool, receives: bool) -> None:
+    """A combine, or one phase of it."""
+    n, of = launch.answered()
     for block in range(launch.world.n_blocks):
         first = len(launch.agents)
         if sends:
@@ -67,15 +63,3 @@ def _phases(launch: Launch, sends: bool, receives: bool) -> None:
         if receives:
             _reduce_tokens(launch.agent("receiver", block), n, of)
         finish(launch, block, first)
-
-
-def combine(launch: Launch) -> None:
-    _phases(launch, True, True)
-
-
-def combine_async(launch: Launch) -> None:
-    _phases(launch, True, False)
-
-
-def combine_wait(launch: Launch) -> None:
-    _phases(launch, False, True)

@@ -98,36 +98,20 @@ def _count(launch: Launch, block: int, sends: bool, receives: bool) -> None:
         is_last_to_start(a, lambda last: move(last, **moves))
 
 
-def combine_async(launch: Launch) -> None:
-    for block in range(launch.world.n_blocks):
-        _count(launch, block, True, False)
-    publish_earlier_reads(launch)
-    for block in range(launch.world.n_blocks):
-        send_partials(launch.agent("sender", block))
-
-
-def combine_wait(launch: Launch) -> None:
-    n, of = (
-        launch.answers[launch.next("combine_received")[0]],
-        launch.before["combine_of"],
-    )
-    publishes_at_end = launch.world.publishes_at_combine_end
+def phase(launch: Launch, sends: bool, receives: bool) -> None:
+    """A combine, or one phase of it."""
+    n, of = launch.answered()
+    publishes_at_end = not sends and launch.world.publishes_at_combine_end
     for block in range(launch.world.n_blocks):
         first = len(launch.agents)
-        _count(launch, block, False, True)
-        if block == 0 and not publishes_at_end:
+        _count(launch, block, sends, receives)
+        if sends and block == 0:
+            publish_earlier_reads(launch)
+        if receives and block == 0 and not publishes_at_end:
             record_readers(launch.agent("recording warp"), "dispatch")
-        add_tokens(launch.agent("receiver", block), n, of)
+        if sends:
+            send_partials(launch.agent("sender", block))
+        if receives:
+            add_tokens(launch.agent("receiver", block), n, of)
         if publishes_at_end:
             publish_at_end(launch, block, first)
-
-
-def combine(launch: Launch) -> None:
-    n, of = launch.rounds["dispatch_received"], launch.before["dispatch_received"]
-    for block in range(launch.world.n_blocks):
-        _count(launch, block, True, True)
-    publish_earlier_reads(launch)
-    record_readers(launch.agent("recording warp"), "dispatch")
-    for block in range(launch.world.n_blocks):
-        send_partials(launch.agent("sender", block))
-        add_tokens(launch.agent("receiver", block), n, of)
