@@ -6,16 +6,14 @@ cases, with open token counts, and run for every routing.
 """
 
 import contextlib
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 from cases import BF16, Case, Expected, Inputs
+from children import WHERE_WE_IMPORT, printed
 from max import driver
 from max.driver import Buffer, Device
 from max.dtype import DType
@@ -30,16 +28,8 @@ CPU = DeviceRef.CPU()
 
 def run_in_child(code: str, *arguments: str) -> str:
     """Runs Python code that may crash in a process of its own; returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"died of {done.returncode}: {done.stderr[-1000:]}"
-    return done.stdout
+    command = sys.executable, "-c", code, *arguments
+    return printed(*command, PYTHONPATH=WHERE_WE_IMPORT)
 
 
 def to_buffer(array: np.ndarray, device: Device | None = None) -> Buffer:
@@ -172,6 +162,27 @@ def fused_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Bu
     ]
     infos = [manager._src_info[i] for i in range(len(ranks))]
     return [[*d, info, y] for d, info, y in zip(dispatched, infos, sums)]
+
+
+def all_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
+    """Builds what `round_trip` builds from the `*_all` forms. The ranks are
+    named in reverse, which must not matter."""
+    order = list(reversed(range(len(ranks))))
+    given = [ranks[i] for i in order]
+    sent, weights = zip(*(weights_of(manager.config, x) for x in given))
+    scales = [x.input_scales for x in given]
+    dispatched = manager.ep_dispatch_all(
+        [x.tokens for x in given],
+        [x.ids for x in given],
+        order,
+        None if scales[0] is None else scales,
+        None if sent[0] is None else list(sent),
+    )
+    rows = [x.rows_of(d) for d, x in zip(dispatched, given)]
+    weights = None if weights[0] is None else list(weights)
+    results = manager.ep_combine_all(rows, weights, order)
+    infos = [manager._src_info[i] for i in order]
+    return [[*d, info, y] for d, info, y in zip(dispatched, infos, results)][::-1]
 
 
 PACKED = "row_offsets expert_ids stats src_info result".split()

@@ -5,7 +5,7 @@
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +13,20 @@ from typing import Any
 
 import numpy as np
 from cases import Case, Inputs, expected, expected_dispatch, in_protocols, narrow, widen
-from harness import assert_dispatched, assert_same_bits, to_buffer, to_numpy
+from harness import (
+    RankInputs,
+    all_round_trip,
+    assert_dispatched,
+    assert_same_bits,
+    fused_round_trip,
+    round_trip,
+    to_buffer,
+    to_numpy,
+)
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, Module, TensorType, ops
+from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 
 from max_ep import (
     AllGatherTokenDispatcher,
@@ -174,35 +183,28 @@ def _inputs(config: EPConfig, rank: int = 0) -> list[TensorType]:
     ]
 
 
-def _add_round_trip(module: Module, name: str, config: EPConfig, form: str) -> None:
+class WithFactors(RankInputs):
+    """Inputs whose expert rows are those dispatched, times `expert_rows`."""
+
+    def rows_of(self, dispatched: Sequence[TensorValue]) -> TensorValue:
+        return dispatched[0] * self.expert_rows
+
+
+def _add_round_trip(
+    module: Module, name: str, config: EPConfig, build: Callable
+) -> None:
     """Adds a graph that dispatches, runs experts and combines. Outputs, for each local
-    rank: rows, row_offsets, expert_ids, src_info, sums."""
-    local_ranks = list(range(config.n_gpus_per_node))
-    types = [t for i in local_ranks for t in _inputs(config, i)]
+    rank: rows, row_offsets, expert_ids, stats, src_info, sums."""
+    types = [t for i in range(config.n_gpus_per_node) for t in _inputs(config, i)]
     ep = EPBatchManager(config)
     with Graph(name, input_types=types + ep.input_types(), module=module) as graph:
         ep.fetch_buffers(graph.inputs[len(types) :])
         values = [v.tensor for v in graph.inputs[: len(types)]]
-        tokens, ids, weights, factors = (values[i::4] for i in range(4))
-        sent: list[Any] = [None] * len(local_ranks)
-        if config.combines_sums:
-            sent, weights = weights, sent
-        if form == "all":
-            rows = ep.ep_dispatch_all(tokens, ids, local_ranks)
-            products = [r[0] * f for r, f in zip(rows, factors)]
-            sums = ep.ep_combine_all(products, weights, local_ranks)
-        elif form == "fused":
-            rows = [ep.ep_dispatch(tokens[0], ids[0], 0)]
-            sums = [ep.ep_combine(rows[0][0] * factors[0], weights[0], 0)]
-        else:
-            for i in local_ranks:
-                ep.ep_dispatch_async(tokens[i], ids[i], i, router_weight=sent[i])
-            rows = [ep.ep_dispatch_wait(i) for i in local_ranks]
-            for i in local_ranks:
-                ep.ep_combine_async(rows[i][0] * factors[i], i)
-            sums = [ep.ep_combine_wait(weights[i], i) for i in local_ranks]
-        ranks = zip(rows, (ep._src_info[i] for i in local_ranks), sums)
-        graph.output(*(v for r, info, s in ranks for v in (*r[:3], info, s)))
+        ranks = [
+            WithFactors(*values[i : i + 3], expert_rows=values[i + 3])
+            for i in range(0, len(types), 4)
+        ]
+        graph.output(*(v for of_rank in build(ep, ranks) for v in of_rank))
 
 
 def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
@@ -323,17 +325,17 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     """Compiles all graphs into one file, and the set-up graph into MAX's cache. One
     module: all graphs compile in about the time of one."""
     module = Module()
-    for form in ("async_wait", "fused"):
-        _add_round_trip(module, form, config_of(SMALL, 0), form)
+    for form, build in (("async_wait", round_trip), ("fused", fused_round_trip)):
+        _add_round_trip(module, form, config_of(SMALL, 0), build)
     two_by_two = config_of(SMALL, 0, n_nodes=2, n_gpus_per_node=2)
-    _add_round_trip(module, "two_by_two", two_by_two, "all")
+    _add_round_trip(module, "two_by_two", two_by_two, all_round_trip)
     for name, case in GROUPS.items():
         if name in PHASED:
             _add_phases(module, case)
         elif name.startswith("large"):
             _add_back_to_back(module, name, config_of(case, 0))
         else:
-            _add_round_trip(module, name, config_of(case, 0), "async_wait")
+            _add_round_trip(module, name, config_of(case, 0), round_trip)
     _add_all_gather(module)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
@@ -424,9 +426,9 @@ class Member:
         outputs = self.run(graph, *(x for of_rank in prepared for x in of_rank.inputs))
         for i, (rank, want) in enumerate(zip(self.ranks, prepared)):
             where = f"rank {rank}, generation {generation} ({graph})"
-            got = outputs[5 * i : 5 * i + 5]
-            check_dispatched(where, got[:4], want.dispatched)
-            assert_same_bits(f"{where}: sums", to_numpy(got[4]), want.sums)
+            *got, _, src_info, sums = outputs[6 * i : 6 * i + 6]
+            check_dispatched(where, [*got, src_info], want.dispatched)
+            assert_same_bits(f"{where}: sums", to_numpy(sums), want.sums)
 
     def run_phase(self, phase: str, *inputs: Any) -> list[Buffer]:
         """Runs one of the graphs of one op."""

@@ -8,12 +8,12 @@ random tokens too.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from children import ROOT, WHERE_WE_IMPORT, printed
 from harness import assert_same_bits
 from max.driver import accelerator_count
 
@@ -29,9 +29,7 @@ from graphs.changed_import import (
 )
 from max_ep import reference
 
-ROOT = Path(__file__).resolve().parent.parent
 MAX, OURS = "max.nn.comm.ep", "max_ep"
-TIMEOUT_S = 400
 
 
 def run_script(package: str, arguments: str, folder: Path) -> tuple[str, dict]:
@@ -39,19 +37,10 @@ def run_script(package: str, arguments: str, folder: Path) -> tuple[str, dict]:
     path = folder / f"{package}.npz"
     command = [sys.executable, str(ROOT / "graphs/changed_import.py")]
     command += ["--package", package, *arguments.split(), "--save", str(path)]
-    python_path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT_S,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, python_path))},
-    )
-    print(f"{package} {arguments}\n{done.stdout}")
-    assert done.returncode == 0, f"{package} {arguments}\n{done.stdout}\n{done.stderr}"
+    said = printed(*command, timeout=400, PYTHONPATH=WHERE_WE_IMPORT)
+    print(f"{package} {arguments}\n{said}")
     with np.load(path) as saved:
-        return done.stdout, dict(saved)
+        return said, dict(saved)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:

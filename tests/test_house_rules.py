@@ -4,15 +4,15 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
 import pytest
+from children import ROOT, ran
 from mojo.run import subprocess_run_mojo
-from test_docs import MOJO_FILES, PAGES, PYTHON_FILES, ROOT, name_of
+from test_docs import MOJO_FILES, PAGES, PYTHON_FILES, name_of
 
 from max_ep.extension import mojo_dir
 
@@ -33,14 +33,7 @@ def test_licence_line_comes_first(path):
 
 def test_mojo_is_formatted():
     mblack = Path(sys.executable).with_name("mblack")
-    done = subprocess.run(
-        [str(mblack), "--check", "--preview", "-l", "88", "-C", *map(str, MOJO_FILES)],
-        capture_output=True,
-        text=True,
-        # Importing MAX sets variables, unknown to this Python, that keep another
-        # Python from finding its packages.
-        env=dict(os.environ),
-    )
+    done = ran(mblack, "--check", "--preview", "-l", "88", "-C", *MOJO_FILES)
     assert done.returncode == 0, f"run `make format`:\n{done.stderr}"
 
 

@@ -2,11 +2,11 @@
 """The Mojo side as a Mojo program sees it: launchers, and FP8 rounding."""
 
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from children import printed
 
 from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
@@ -67,11 +67,7 @@ def failure_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
         return lambda words: run_mojo(
             "run", "-I", ".", "failure_text.mojo", *words.split()
         )
-    return lambda words: (
-        subprocess.run(
-            [program, *words.split()], check=True, capture_output=True, text=True
-        ).stdout
-    )
+    return lambda words: printed(program, *words.split())
 
 
 @pytest.mark.parametrize(

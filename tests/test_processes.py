@@ -7,13 +7,13 @@ Most tests only look at what one launch of four processes brought home
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
 import scenarios
+from children import ran
 from processes import N_RANKS, names_of
 from scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
 
@@ -139,10 +139,7 @@ def test_what_cannot_be_launched_is_said(tmp_path):
             launch(scenarios.multiply, 2, args=args)
     script = tmp_path / "script.py"
     script.write_text("import max_ep\n\nmax_ep.launch(print, 2)\n")
-    # MAX has changed the environment, and Python does not know.
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=dict(os.environ)
-    )
+    done = ran(sys.executable, script)
     assert done.returncode != 0
     assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 

@@ -12,28 +12,18 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from children import ROOT, printed
 
 from max_ep.cli import main
 from max_ep.stats import Statistics
 
-ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 600
+BIN = Path(sys.executable).parent
 
 
 def run(command: str) -> str:
     """Runs a command of the README; returns what it printed."""
-    words = command.split()
-    program = Path(sys.executable).with_name(words[0])
-    done = subprocess.run(
-        [sys.executable if words[0] == "python" else str(program), *words[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "COLUMNS": "120"},
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    program, *words = command.split()
+    return printed(BIN / program, *words, cwd=ROOT, COLUMNS="120")
 
 
 @pytest.fixture
@@ -64,16 +54,6 @@ def test_graphs(command, says):
     assert says in run(command)
 
 
-def test_plan_shows_every_buffer_and_max():
-    printed = run(
-        "max-ep plan --ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 128"
-        " --protocol by_expert"
-    )
-    # 64 local experts x 4 ranks x 128 slots x (7168 * 2 + 16) bytes.
-    assert f"{64 * 4 * 128 * (7168 * 2 + 16):,}" in printed
-    assert "MAX's EP would take" in printed
-
-
 SMALL = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"
 LARGE = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
 _MSG = 7168 * 2 + 16
@@ -93,6 +73,8 @@ _BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
         (f"{SMALL} --layout padded", "dispatch output", [f" 4 x {4 * 8} x 64 "]),
         (f"{LARGE} --protocol by_rank", "recv", [f"{_BY_RANK:,}", "x 8 x 8 B"]),
         (f"{LARGE} --combine-mode sums", "protocol", ["by_rank, combine sums"]),
+        (f"{LARGE} --protocol by_expert", "recv", [f"{64 * 4 * 4096 * _MSG:,}"]),
+        (LARGE, "MAX's EP would take", []),
         (f"{LARGE} --combine-mode sums", "dispatch recv", ["4 x 4096 x 8 x 16 B"]),
         *(
             (
@@ -160,20 +142,17 @@ def test_plan_names_the_option_that_cannot_be(capsys, options, says):
     "command",
     [
         "--help",
-        "doctor",
-        "plan --ranks 4 --experts 8 --top-k 2 --hidden 64 --tokens 1",
         "stats waits.npz",
     ],
 )
 def test_output_that_nobody_reads_ends_quietly(tmp_path, command):
-    """As in `max-ep doctor | head -1`; the demo prints as `plan` does."""
+    """As in `max-ep doctor | head -1`: for all commands in one place."""
     zeros = np.zeros((1, 2, 2), np.int64)
     Statistics(zeros, zeros, zeros.astype(np.int32), 4).save(tmp_path / "waits.npz")
     reader, writer = os.pipe()
     os.close(reader)
-    program = Path(sys.executable).with_name("max-ep")
     done = subprocess.run(
-        [str(program), *command.split()],
+        [str(BIN / "max-ep"), *command.split()],
         cwd=tmp_path,
         stdout=writer,
         stderr=subprocess.PIPE,
@@ -258,39 +237,25 @@ def test_gpus_out_of_reach_are_refused(monkeypatch):
 
 
 def test_wheel_carries_the_mojo_sources(tmp_path):
-    """An installed max_ep, without the checkout, compiles and answers."""
+    """All of them, in the place where an installed max_ep looks for them."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
-    subprocess.run(
-        [*pip, "--no-build-isolation", "-w", str(tmp_path), str(ROOT)],
-        check=True,
-        env=dict(os.environ),
-    )
+    printed(*pip, "--no-build-isolation", "-w", tmp_path, ROOT)
     (wheel,) = tmp_path.glob("max_ep-*.whl")
     installed = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(installed)
-    for path in ("py.typed", "data/declaration.txt", "_mojo/max_ep/ops.mojo"):
+    for path in ("py.typed", "data/declaration.txt"):
         assert (installed / "max_ep" / path).is_file()
+    for path in (ROOT / "mojo").rglob("*.mojo"):
+        there = installed / "max_ep" / "_mojo" / path.relative_to(ROOT / "mojo")
+        assert there.read_text() == path.read_text()
     code = (
-        "from max_ep.extension import mojo_dir, extension_path; import max_ep;"
-        "print(mojo_dir()); print(extension_path());"
+        "from max_ep.extension import mojo_dir; import max_ep; print(mojo_dir());"
         "print({name for name in max_ep.__all__ if not hasattr(max_ep, name)})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(installed),
-            "MAX_EP_CACHE_DIR": str(tmp_path / "cache"),
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    folder, package, missing = done.stdout.splitlines()
+    how = dict(cwd=tmp_path, PYTHONPATH=str(installed))
+    folder, missing = printed(sys.executable, "-c", code, **how).splitlines()
     assert missing == "set()"
     assert folder == str(installed / "max_ep" / "_mojo")
-    assert Path(package).is_file()
 
 
 @pytest.fixture(scope="module")

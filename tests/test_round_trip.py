@@ -30,6 +30,7 @@ from cases import (
 from harness import (
     Groups,
     RankInputs,
+    all_round_trip,
     assert_dispatched,
     assert_round_trip,
     assert_same_bits,
@@ -42,7 +43,6 @@ from kernels import counter_word
 from max.graph import DeviceRef, Module
 
 from max_ep import (
-    EPBatchManager,
     EPCommInitializer,
     call_distributed_ep_combine,
     call_distributed_ep_dispatch,
@@ -276,27 +276,6 @@ def call_ep_round_trip(manager, case, ranks, how):
     # The manager gives stats, these functions do not: keep the order of
     # `take_outputs` with something in their place.
     return [[*d[:-1], d[-2], d[-1], result] for d, result in zip(dispatched, results)]
-
-
-def all_round_trip(manager: EPBatchManager, ranks: list[RankInputs]) -> list[list]:
-    """Builds what `harness.round_trip` builds from the `*_all` forms. The ranks are
-    named in reverse, which must not matter."""
-    order = list(reversed(range(len(ranks))))
-    given = [ranks[i] for i in order]
-    sent, weights = zip(*(weights_of(manager.config, x) for x in given))
-    scales = [x.input_scales for x in given]
-    dispatched = manager.ep_dispatch_all(
-        [x.tokens for x in given],
-        [x.ids for x in given],
-        order,
-        None if scales[0] is None else scales,
-        None if sent[0] is None else list(sent),
-    )
-    rows = [x.rows_of(d) for d, x in zip(dispatched, given)]
-    weights = None if weights[0] is None else list(weights)
-    results = manager.ep_combine_all(rows, weights, order)
-    infos = [manager._src_info[i] for i in order]
-    return [[*d, info, y] for d, info, y in zip(dispatched, infos, results)][::-1]
 
 
 FORMS = {

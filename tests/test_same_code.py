@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tool that compares machine code sees what is planted, and nothing else."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-TESTS = Path(__file__).resolve().parent
+from children import HERE as TESTS
+from children import ran
 
 PROGRAM = """
 from emitting import emit
@@ -94,9 +92,7 @@ def tree(folder: Path, **changes: str) -> Path:
 def test_planted_changes(tmp_path, cache, changes, options, found):
     trees = tree(tmp_path / "base"), tree(tmp_path / "new", **changes)
     command = [sys.executable, TESTS / "same_code.py", *trees, "--cache", cache]
-    # Importing MAX sets variables that would give the child another Python.
-    env = dict(os.environ)
-    done = subprocess.run([*command, *options], capture_output=True, text=True, env=env)
+    done = ran(*command, *options)
     assert done.returncode == bool(found), done.stderr
     verdicts = re.findall(r"^(\S+) +codegen_planted/sm_90a\.(\w+)$", done.stdout, re.M)
     assert {name: verdict for verdict, name in verdicts} == found

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import HERE, WHERE_WE_IMPORT, ran
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 from max.nn.moe import MoEGate
@@ -252,19 +252,10 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     """Each architecture has our dispatch and combine; nothing is compiled."""
     dtype = "bfloat16" if "gpu" in where else "float32"
     make_checkpoint(tmp_path / "model", size, dtype)
-    program = Path(__file__).with_name("served_graph.py")
-    folders = [str(tmp_path / "model"), str(tmp_path / "mefs")]
-    done = subprocess.run(
-        [sys.executable, str(program), where, *folders],
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=READY_S,
-    )
+    folders = tmp_path / "model", tmp_path / "mefs"
+    command = sys.executable, HERE / "served_graph.py", where, *folders
+    how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT)
+    done = ran(*command, timeout=READY_S, **how)
     line = next((x for x in done.stdout.splitlines() if x.startswith("ops: ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
     ops = json.loads(line.removeprefix("ops: "))

@@ -9,17 +9,15 @@ import os
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import pytest
 from cases import CASES
+from children import HERE, WHERE_WE_IMPORT, printed
 
 from max_ep import EPCommInitializer, extension_path, limits
 from max_ep.extension import mojo_dir, run_mojo
 from max_ep.graph.ops import _group
 from max_ep.memory import shmem, shmem_parts
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -31,19 +29,15 @@ def test_round_trips_of_two_processes(gpus_per_process):
     shmem.check_installed()
     command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable]
     command += [str(HERE / "shmem_member.py"), str(gpus_per_process)]
-    environment = os.environ | {
+    environment = {
         # One host without a network: messages between processes by memory.
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,sm",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
+        "PYTHONPATH": WHERE_WE_IMPORT,
     }
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-6000:]
+    said = printed(*command, timeout=300, **environment)
     for process in range(2):
         assert f"process {process}: " in said, said[-6000:]
     assert said.count("runs are the oracle's") == 2, said[-6000:]
@@ -53,7 +47,7 @@ def test_round_trips_of_two_processes(gpus_per_process):
 def test_round_trips_without_shmem() -> None:
     """The same without SHMEM and MPI: each process maps the other's memory."""
     common = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
+        "PYTHONPATH": WHERE_WE_IMPORT,
         limits.GROUP_VARIABLE: f"one-host-{uuid.uuid4().hex}",
     }
     processes = [

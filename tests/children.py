@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+WHERE_WE_IMPORT = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+"""The `PYTHONPATH` of a child that imports as this process does."""
+
+
+def ran(
+    *command: Any, timeout: float = 600, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess:
+    """Runs a command, and takes what it prints. Its environment is what Python takes it
+    for: importing MAX sets variables that keep another Python from its packages."""
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+    )
+
+
+def printed(*command: Any, **how: Any) -> str:
+    """Runs a command that must succeed; returns what it printed."""
+    done = ran(*command, **how)
+    assert done.returncode == 0, (
+        f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
+    return done.stdout
