@@ -35,13 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from graphs.serve.checkpoint import make_checkpoint
-from graphs.serve.run import device_flags
-from graphs.serve.server import (
-    CAPTURED_DECODE,
-    CUSTOM_ARCHITECTURES,
-    POOL_VARIABLE,
-    Server,
-)
+from graphs.serve.server import POOL_VARIABLE, Server
+from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
 from . import runs
 from .report import serving_table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``max-ep``: demo, plan, stats, balance, build, doctor."""
+"""The command ``max-ep``: demo, plan, stats, balance, build, serve, doctor."""
 
 from __future__ import annotations
 
@@ -138,8 +138,17 @@ def _run(arguments: Sequence[str] | None) -> int:
     build.add_argument(
         "--shares-gpu", action="store_true", help="for ranks that share GPUs"
     )
+    serve = commands.add_parser(
+        "serve", help="serve a model with MAX; other flags go to max serve"
+    )
+    serve.add_argument("model", help="a folder, or a repository of Hugging Face")
+    serve.add_argument("--gpus", type=int, help="default: all; 0: the CPU")
+    serve.add_argument("--ranks", type=int, help="ranks on the CPU (default: 4)")
+    serve.add_argument("--dry-run", action="store_true", help="only print the command")
     commands.add_parser("doctor", help="check this machine")
-    options = parser.parse_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    if others and options.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
 
     # Imported late: no command waits for what only another one needs.
     if options.command == "demo":
@@ -163,6 +172,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         from .torch.library import run_build
 
         return run_build(options)
+    if options.command == "serve":
+        from .serve_command import run_serve
+
+        return run_serve(options, others)
     from .doctor import run_doctor
 
     return run_doctor()

@@ -29,15 +29,11 @@ from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from serving import NOISES, TOLERANCES, Reference, ask_greedily, prompts
 
 from graphs.serve.checkpoint import DEEPSEEK_SIZES, SIZES, make_checkpoint
-from graphs.serve.run import LIMITS, device_flags
-from graphs.serve.server import (
-    CAPTURED_DECODE,
-    CUSTOM_ARCHITECTURES,
-    POOL_VARIABLE,
-    Server,
-)
+from graphs.serve.run import LIMITS
+from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.serve import deepseek_v3, forward, minimax_m2, model, planner, qwen3_moe
 from max_ep.serve.settings import MoeShape, activation_bytes, serving_config
+from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
 READY_S = 900
 

@@ -3,7 +3,7 @@
 
     python -m graphs.serve.run
 
-Makes the checkpoint, starts ``max serve`` on this machine's GPUs or on four ranks of
+Makes the checkpoint, starts ``max-ep serve`` on this machine's GPUs or on four ranks of
 its CPU, waits until it is ready (the first time MAX compiles, for minutes), asks it a
 question with the answer streamed, then several at once, and stops it.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from max.driver import accelerator_count
 
 from .checkpoint import make_checkpoint
-from .server import CUSTOM_ARCHITECTURES, Server
+from .server import Server
 
 LIMITS = [
     *("--max-length", "256"),
@@ -30,23 +30,6 @@ LIMITS = [
 
 _QUESTION = "What does an expert do with a token?"
 _PROMPTS = ["A rank", "The router sends", "Each token has", "Dispatch and combine"]
-
-
-def device_flags(n_gpus: int, n_cpu_ranks: int) -> list[str]:
-    """Returns the flags of ``max serve`` for this machine.
-
-    Args:
-        n_gpus: GPUs to serve on; 0: the CPU.
-        n_cpu_ranks: Ranks that share the CPU.
-    """
-    if n_gpus == 0:
-        flags = ["--devices", "cpu", "--quantization-encoding", "float32"]
-        return [*flags, "--ep-size", str(n_cpu_ranks)]
-    devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
-    flags = ["--devices", devices, "--quantization-encoding", "bfloat16"]
-    if n_gpus > 1:
-        flags += ["--data-parallel-degree", str(n_gpus), "--ep-size", str(n_gpus)]
-    return flags
 
 
 def main() -> None:
@@ -66,9 +49,10 @@ def main() -> None:
         else:
             make_checkpoint(model, "tiny", "float32")
         print(f"checkpoint with random weights: {time.monotonic() - begin:.1f} s")
-        flags = [*LIMITS, *device_flags(args.gpus, args.ranks), *CUSTOM_ARCHITECTURES]
-        with Server(model, flags, log) as server:
-            print(" ".join(["max", *server.command[1:]]).replace(folder, "..."))
+        flags = ["--gpus", str(args.gpus), "--ranks", str(args.ranks), *LIMITS]
+        command = ("max-ep", "serve")
+        with Server(model, flags, log, command=command) as server:
+            print(" ".join([*command, *server.command[2:]]).replace(folder, "..."))
             ready_s = server.wait_until_ready(
                 1200, lambda line: print(line, flush=True)
             )

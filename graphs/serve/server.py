@@ -17,12 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
-"""The flag that makes MAX serve with max_ep."""
-
-CAPTURED_DECODE = "--device-graph-capture"
-"""The flag that makes MAX decode through captured graphs."""
-
 POOL_VARIABLE = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """Environment variable that bounds MAX's memory pool on a GPU, in per cent of it.
 
@@ -46,20 +40,22 @@ class Server:
         flags: Sequence[str],
         log: Path,
         env: dict[str, str] | None = None,
+        command: Sequence[str] = ("max", "serve", "--model-path"),
     ) -> None:
         """Starts the process; :meth:`wait_until_ready` waits for it.
 
         Args:
             model: Folder of the checkpoint.
-            flags: Further flags of ``max serve``.
+            flags: Further flags of the command.
             log: Where what it prints goes.
             env: Environment variables to be set beside the present ones.
+            command: What starts a server; the model follows.
         """
         self.model, self.log, self._port = str(model), log, free_port()
-        beside = Path(sys.executable).with_name("max")
-        program = beside if beside.exists() else "max"
+        beside = Path(sys.executable).with_name(command[0])
+        program = str(beside) if beside.exists() else command[0]
         flags = [*flags, "--port", str(self._port)]
-        self.command = [str(program), "serve", "--model-path", self.model, *flags]
+        self.command = [program, *command[1:], self.model, *flags]
         quiet = {"HF_HUB_OFFLINE": "1", "MAX_SERVE_DISABLE_TELEMETRY": "1"}
         with log.open("w") as output:
             self._process = subprocess.Popen(

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``max-ep serve MODEL``: looks at machine and model, and starts ``max serve``.
+
+It loads no MAX: what cannot be served is refused in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
+"""The flag that makes MAX serve with max_ep."""
+
+CAPTURED_DECODE = "--device-graph-capture"
+"""The flag that makes MAX decode through captured graphs."""
+
+_CPU_RANKS = 4
+
+
+@dataclass(frozen=True)
+class _Support:
+    """Where an architecture is served."""
+
+    cpu: bool
+    one_gpu: bool
+    several_gpus: bool
+
+
+_SUPPORTED = {
+    "Qwen3MoeForCausalLM": _Support(cpu=True, one_gpu=True, several_gpus=True),
+    "MiniMaxM2ForCausalLM": _Support(cpu=True, one_gpu=True, several_gpus=False),
+    "DeepseekV3ForCausalLM": _Support(cpu=False, one_gpu=False, several_gpus=True),
+}
+"""The table of docs/serving.md."""
+
+
+class Refused(ValueError):
+    """The model cannot be served here; the text says why, and what can."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine."""
+
+    name: str
+    n_bytes: int
+    is_hopper: bool
+
+
+def run_serve(options: Any, flags: Sequence[str]) -> int:
+    """Prints what was found and the command; runs it in this process's place.
+
+    Args:
+        options: ``model``, ``gpus``, ``ranks`` and ``dry_run`` of the command line.
+        flags: Further flags, which ``max serve`` gets as they are.
+    """
+    try:
+        gpus = gpus_of_machine()
+        n_gpus = len(gpus) if options.gpus is None else options.gpus
+        if not 0 <= n_gpus <= len(gpus):
+            raise Refused(f"--gpus {n_gpus}: this machine has {len(gpus)}")
+        config, n_bytes = config_of(options.model)
+        n_experts = check_supported(config, gpus[:n_gpus], n_bytes)
+        n_ranks = n_gpus or options.ranks
+        if n_ranks is None:
+            n_ranks = _ranks_of_cpu(n_experts)
+        if n_ranks < 1 or n_experts % n_ranks:
+            name = "--gpus" if n_gpus else "--ranks"
+            raise Refused(f"{name} {n_ranks} does not divide {n_experts} experts")
+    except Refused as error:
+        print(f"max-ep serve: {error}", file=sys.stderr)
+        return 1
+    where = f"{n_gpus} of {len(gpus)} x {gpus[0].name}" if n_gpus else "the CPU"
+    size = _gigabytes(n_bytes) if n_bytes else "unknown size"
+    print(f"machine    {where}")
+    print(f"model      {config['architectures'][0]}, {size} of weights")
+    print(f"experts    {n_experts}, {n_experts // n_ranks} on each of {n_ranks} ranks")
+    chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
+    if n_gpus and CAPTURED_DECODE not in flags:
+        chosen.append(CAPTURED_DECODE)
+    command = ["max", "serve", "--model-path", options.model, *chosen, *flags]
+    print(f"command    {shlex.join(command)}", flush=True)
+    if options.dry_run:
+        return 0
+    beside = Path(sys.executable).with_name("max")
+    program = str(beside) if beside.exists() else shutil.which("max")
+    if not program:
+        print("max-ep serve: there is no `max`; uv pip install 'max-ep[serve]'")
+        return 1
+    print("MAX compiles the model, the first time for minutes, then loads it.")
+    sys.stdout.flush()
+    os.execv(program, command)
+
+
+def device_flags(n_gpus: int, n_ranks: int) -> list[str]:
+    """Returns the flags of ``max serve`` for ranks on GPUs, or on the CPU.
+
+    Args:
+        n_gpus: GPUs to serve on; 0: the CPU.
+        n_ranks: Ranks of the group; on GPUs one each.
+    """
+    if n_gpus == 0:
+        flags = ["--devices", "cpu", "--quantization-encoding", "float32"]
+        return [*flags, "--ep-size", str(n_ranks)]
+    devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
+    flags = ["--devices", devices, "--quantization-encoding", "bfloat16"]
+    if n_gpus > 1:
+        flags += ["--data-parallel-degree", str(n_gpus), "--ep-size", str(n_gpus)]
+    return flags
+
+
+def gpus_of_machine() -> list[Gpu]:
+    """Asks ``nvidia-smi``; without one there are no GPUs."""
+    asked = "--query-gpu=name,memory.total,compute_cap"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    return [
+        Gpu(name, int(mebibytes) << 20, capability.startswith("9."))
+        for name, mebibytes, capability in (row for row in rows if len(row) == 3)
+    ]
+
+
+def config_of(model: str) -> tuple[dict[str, Any], int]:
+    """Returns a checkpoint's ``config.json``, and the bytes of its weights.
+
+    Args:
+        model: A folder, or a repository of the Hugging Face hub. Of a repository that
+            is not here, the size is read from its index; 0 if there is none.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise Refused(f"{model} has no config.json; name a model's folder")
+        config = json.loads((folder / "config.json").read_text())
+        files = folder.glob("*.safetensors")
+        return config, sum(file.stat().st_size for file in files)
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        config = json.loads(Path(hf_hub_download(model, "config.json")).read_text())
+        try:
+            index = hf_hub_download(model, "model.safetensors.index.json")
+            metadata = json.loads(Path(index).read_text()).get("metadata", {})
+            return config, int(metadata.get("total_size", 0))
+        except EntryNotFoundError:
+            return config, 0
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Refused(
+            f"{model} is no folder, and the Hugging Face hub does not give it: {reason}"
+        ) from error
+
+
+def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -> int:
+    """Returns the number of experts; refuses what cannot be served, in one sentence."""
+    name = (config.get("architectures") or ["no architecture"])[0]
+    support = _SUPPORTED.get(name)
+    if support is None:
+        raise Refused(f"{name} is not supported; there are {', '.join(_SUPPORTED)}")
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "quantized")
+        raise Refused(
+            f"{name} in {method} is not supported; take a bfloat16 checkpoint"
+        )
+    places = {
+        "the CPU": support.cpu,
+        "one GPU": support.one_gpu,
+        "several GPUs": support.several_gpus,
+    }
+    wanted = "the CPU" if not gpus else "one GPU" if len(gpus) == 1 else "several GPUs"
+    if not places[wanted]:
+        others = " and ".join(place for place, goes in places.items() if goes)
+        raise Refused(f"{name} is not served on {wanted}, but on {others}")
+    for gpu in gpus:
+        if not gpu.is_hopper:
+            raise Refused(f"the matmuls need an H100 or H200, this GPU is {gpu.name}")
+    most = sum(gpu.n_bytes for gpu in gpus)
+    if gpus and n_bytes > most:
+        raise Refused(
+            f"{_gigabytes(n_bytes)} of weights do not fit into {_gigabytes(most)} "
+            "of GPU memory"
+        )
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next(int(config[name]) for name in names if config.get(name))
+
+
+def _gigabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB"
+
+
+def _ranks_of_cpu(n_experts: int) -> int:
+    """Returns the most ranks, up to four, that have the same number of experts."""
+    return max(n for n in range(1, _CPU_RANKS + 1) if n_experts % n == 0)

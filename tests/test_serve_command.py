@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`max-ep serve`: what it finds, chooses and refuses. `make serve` runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from max_ep import cli
+
+QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Returns a function that gives this machine other GPUs."""
+
+    def have(*gpus: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\ncat <<END\n" + "\n".join(gpus) + "\nEND\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    have()
+    return have
+
+
+def checkpoint(folder: Path, config: dict, n_bytes: int = 5) -> str:
+    """Writes a model without a tokenizer, whose weights are a hole in a file."""
+    folder = folder / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(n_bytes)
+    return str(folder)
+
+
+def command_of(model: str, capsys: pytest.CaptureFixture, *words: str) -> str:
+    """Returns the command of a dry run, without what all have in common."""
+    assert cli.main(["serve", model, "--dry-run", *words]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "command" in x]
+    _, _, rest = line.partition("max serve --model-path ")
+    named, _, flags = rest.partition(" --custom-architectures max_ep.serve ")
+    assert named == model
+    return flags
+
+
+@pytest.mark.parametrize(
+    "gpus, words, flags",
+    [
+        ((), (), "--devices cpu --quantization-encoding float32 --ep-size 4"),
+        ((), ("--ranks", "8", "--port", "1"), "--devices cpu --quantization-encoding "
+         "float32 --ep-size 8 --port 1"),
+        ([H100], (), "--devices gpu:0 --quantization-encoding bfloat16 "
+         "--device-graph-capture"),
+        ([H100] * 2, (), "--devices gpu:0,1 --quantization-encoding bfloat16 "
+         "--data-parallel-degree 2 --ep-size 2 --device-graph-capture"),
+        ([H100] * 2, ("--gpus", "1"), "--devices gpu:0 --quantization-encoding "
+         "bfloat16 --device-graph-capture"),
+        ([H100], ("--gpus", "0"), "--devices cpu --quantization-encoding float32 "
+         "--ep-size 4"),
+    ],
+)  # fmt: skip
+def test_flags(gpus, words, flags, machine, tmp_path, capsys):
+    machine(*gpus)
+    assert command_of(checkpoint(tmp_path, QWEN), capsys, *words) == flags
+
+
+def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
+    model = checkpoint(tmp_path, dict(QWEN, num_experts=9))
+    assert command_of(model, capsys).endswith("--ep-size 3")
+
+
+@pytest.mark.parametrize(
+    "gpus, config, words, text",
+    [
+        ((), {"architectures": ["LlamaForCausalLM"]}, (),
+         "LlamaForCausalLM is not supported; there are Qwen3MoeForCausalLM, "),
+        ((), {}, (), "no architecture is not supported"),
+        ((), dict(QWEN, quantization_config={"quant_method": "fp8"}), (),
+         "Qwen3MoeForCausalLM in fp8 is not supported; take a bfloat16 checkpoint"),
+        ((), dict(QWEN, architectures=["DeepseekV3ForCausalLM"]), (),
+         "is not served on the CPU, but on several GPUs"),
+        ([H100] * 2, dict(QWEN, architectures=["MiniMaxM2ForCausalLM"]), (),
+         "is not served on several GPUs, but on the CPU and one GPU"),
+        (["NVIDIA A100, 81559, 8.0"], QWEN, (),
+         "need an H100 or H200, this GPU is NVIDIA A100"),
+        (["NVIDIA H100, 1000, 9.0"], QWEN, (),
+         "2.1 GB of weights do not fit into 1.0 GB"),
+        ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1"),
+        ((), QWEN, ("--ranks", "3"), "--ranks 3 does not divide 128 experts"),
+        ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),
+    ],
+)  # fmt: skip
+def test_refusals(gpus, config, words, text, machine, tmp_path, capsys):
+    machine(*gpus)
+    model = checkpoint(tmp_path, config, 2 << 30)
+    assert cli.main(["serve", model, *words]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["serve", str(tmp_path)]) == 1
+    assert "has no config.json" in capsys.readouterr().err
+    assert cli.main(["serve", "nobody/nothing"]) == 1
+    assert "the Hugging Face hub does not give it" in capsys.readouterr().err
+
+
+def test_no_max_is_loaded():
+    program = "import sys, max_ep.serve_command; sys.exit('max' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_other_commands_take_no_other_flags(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--port", "1"])
+    assert "unrecognized arguments: --port 1" in capsys.readouterr().err
