@@ -78,12 +78,11 @@ class Kernel:
         for i, op in enumerate(ops):
             for after in op.successors:
                 self._before[after].append(i)
-        self._set_at: dict[str, list[int]] = defaultdict(list)
+        # The predicates that each operation sets, and where registers are written.
+        found = [_PTX_SET.match(op.text) for op in ops]
+        self._sets = [set(filter(None, x.groups())) if x else set() for x in found]
         self._written_at: dict[str, list[int]] = defaultdict(list)
         for i, op in enumerate(ops):
-            if found := _PTX_SET.match(op.text):
-                for register in filter(None, found.groups()):
-                    self._set_at[register].append(i)
             if found := _PTX_WRITTEN.match(op.text):
                 for register in re.findall(r"%\w+", found[1]):
                     self._written_at[register].append(i)
@@ -123,40 +122,9 @@ class Kernel:
     ) -> set[int]:
         """Finds what may run from the start, with an eye to what PTX predicates are. A
         way that passes `if is_waiting:` twice, once as if it held and once as if it did
-        not, is none. So predicates that are set to constants are followed, each with
-        those it is made of, and those that are made of it and kept: what runs, runs
-        whichever are followed."""
-        constant = {
-            register
-            for register, places in self._set_at.items()
-            if any(self._constant(place) is not None for place in places)
-        } - set(known)
-        reached = self._reach_following(set(), known, without)
-        for register in sorted(constant):
-            group = {register} | self._made_of(register) & constant
-            group |= {x for x in self._set_at if register in self._made_of(x)}
-            reached &= self._reach_following(group, known, without)
-        return reached
-
-    def _constant(self, place: int) -> bool | None:
-        found = _PTX_CONSTANT.fullmatch(self.ops[place].text)
-        return found[1] == "-1" if found else None
-
-    def _made_of(self, register: str) -> set[str]:
-        """Finds the predicates that one is computed from, but for comparisons."""
-        made_of: set[str] = set()
-        todo = [register]
-        while todo:
-            for place in self._set_at[todo.pop()]:
-                if found := _PTX_LOGIC.fullmatch(self.ops[place].text):
-                    more = set(found["of"].split(", ")) - made_of
-                    made_of |= more
-                    todo += more
-        return made_of
-
-    def _reach_following(
-        self, followed: set[str], known: dict[str, bool], without: Collection[int]
-    ) -> set[int]:
+        not, is none. So predicates that are set to constants are followed, and those
+        that are made of them, for as long as somebody may ask for them."""
+        live = self._live(self._made_of_constants() - set(known))
         start = (0, frozenset[tuple[str, bool]]())
         seen, todo = {start}, [start]
         while todo:
@@ -164,60 +132,63 @@ class Kernel:
             if i in without:
                 continue
             op, values = self.ops[i], dict(state)
-            successors = op.successors
-            if len(successors) == 2 and op.predicate:
-                holds = self._holds(op.predicate.lstrip("@!"), i, values, known)
-                if holds is not None:
-                    # What comes next, and where a branch leads.
-                    successors = [successors[holds != ("!" in op.predicate)]]
-            for register in followed:
-                if i in self._set_at[register]:
-                    value = self._value_set(i, values, known)
-                    values.pop(register, None)
-                    if value is not None:
-                        values[register] = value
+            successors, now = op.successors, values | known
+            holds = now.get(op.predicate.lstrip("@!"))
+            if len(successors) == 2 and holds is not None:
+                # What comes next, and where a branch leads.
+                successors = [successors[holds != ("!" in op.predicate)]]
+            for register in self._sets[i]:
+                values[register] = None if op.predicate else self._value_set(i, now)
             for after in successors:
-                then = (after, frozenset(values.items()))
+                kept = {r: v for r, v in values.items() if r in live[after]}
+                then = (after, frozenset(x for x in kept.items() if x[1] is not None))
                 if then not in seen:
                     seen.add(then)
                     todo.append(then)
         return {i for i, _ in seen if i not in without}
 
-    def _value_set(
-        self, place: int, values: dict[str, bool], known: dict[str, bool]
-    ) -> bool | None:
+    def _made_of_constants(self) -> set[str]:
+        """Finds the predicates that are constants somewhere, or made of such."""
+        made: set[str] = set()
+        n_before = -1
+        while len(made) > n_before:
+            n_before = len(made)
+            for i, op in enumerate(self.ops):
+                found = _PTX_LOGIC.fullmatch(op.text)
+                if found and made & set(found["of"].split(", ")):
+                    made |= self._sets[i]
+                elif _PTX_CONSTANT.fullmatch(op.text):
+                    made |= self._sets[i]
+        return made
+
+    def _live(self, registers: set[str]) -> list[set[str]]:
+        """Finds which of some predicates may be asked for, at each operation."""
+        live: list[set[str]] = [set() for _ in self.ops]
+        todo = list(range(len(self.ops)))
+        while todo:
+            i = todo.pop()
+            op = self.ops[i]
+            asked = set(re.findall(r"%p\d+", op.text)) - self._sets[i]
+            asked.add(op.predicate.lstrip("@!"))
+            later = set().union(*(live[after] for after in op.successors))
+            now = asked & registers | later - (set() if op.predicate else self._sets[i])
+            if now != live[i]:
+                live[i] = now
+                todo += self._before[i]
+        return live
+
+    def _value_set(self, place: int, values: dict[str, bool]) -> bool | None:
         """Finds what an operation sets a predicate to; None if it may be either."""
-        op = self.ops[place]
-        if op.predicate:
+        text = self.ops[place].text
+        if constant := _PTX_CONSTANT.fullmatch(text):
+            return constant[1] == "-1"
+        if not (found := _PTX_LOGIC.fullmatch(text)):
             return None
-        found = _PTX_LOGIC.fullmatch(op.text)
-        if not found:
-            return self._constant(place)
-        of = [self._holds(x, place, values, known) for x in found["of"].split(", ")]
+        of = [values.get(register) for register in found["of"].split(", ")]
         if found["how"] == "not":
             return None if of[0] is None else not of[0]
         decides = found["how"] == "or"
-        if decides in of:
-            return decides
-        return None if None in of else not decides
-
-    def _holds(
-        self, predicate: str, at: int, values: dict[str, bool], known: dict[str, bool]
-    ) -> bool | None:
-        """Finds a predicate's value; None if it may be either."""
-        if predicate in known or predicate in values:
-            return known.get(predicate, values.get(predicate))
-        place = at - 1
-        while place >= 0 and self._before[place + 1] == [place]:
-            if place in self._set_at[predicate]:
-                return self._value_set(place, values, known)
-            # What it had before, it may have had from there.
-            values = {x: v for x, v in values.items() if place not in self._set_at[x]}
-            place -= 1
-        if len(self._set_at[predicate]) != 1:
-            return None
-        # Set elsewhere: what is followed may have changed since.
-        return self._value_set(self._set_at[predicate][0], {}, known)
+        return decides if decides in of else None if None in of else not decides
 
     def value(self, operand: str, known: dict[str, int]) -> int | None:
         """Computes what an operand of PTX holds, from what registers hold. Only by what

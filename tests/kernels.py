@@ -130,6 +130,13 @@ class Compiled:
             set().union(*(loop.body for loop in of))
             for of in (self.send_loops, self.receive_loops)
         )
+        # Where a warp waits for others of its block: in a loop that writes nothing.
+        acquired = kernel.find_kind("load acquire block")
+        waits = [x.body for x in kernel.smallest_loops(acquired)]
+        writes = find(lambda op: op.what in ("store", "atomic"))
+        self.block_polls = acquired.intersection(
+            set().union(*(wait for wait in waits if not wait & writes))
+        )
         self.done_words = kernel.find_kind(release) - sent
         self.done_polls = kernel.find_kind(acquire) - received
 
@@ -150,6 +157,13 @@ class Compiled:
             if found := re.fullmatch(shuffle if self.is_by_rank else load, op.text):
                 words[found[1]] = int(found[2]) // (1 if self.is_by_rank else 4)
         return words
+
+    def ends_at(self, place: int) -> set[int]:
+        """Finds from which number on a wait for an arrival word ends."""
+        (register,) = re.findall(r"%\w+", self.kernel.ops[place].result)
+        runs = [self.kernel.run(place, {register: n}) for n in range(9)]
+        of_each = [[run.get(x) for run in runs] for x in runs[0] if x.startswith("%p")]
+        return {x.index(1 - x[0]) for x in of_each if set(x) == {0, 1}}
 
     def generations(self) -> dict[str, int]:
         """Gives each register with a word of the header a number of its own."""

@@ -288,7 +288,7 @@ def test_done_words_come_last(it):
 @kernels("by_expert sm_90a.dispatch")
 def test_warps_hand_on_what_is_there(it):
     """Slots, and the rows of all pairs, are stored before they are handed on."""
-    awaited = it.kernel.find_kind("load acquire block")
+    awaited = it.block_polls
     for loop in it.send_loops:
         slots = loop.find(lambda op: op.is_plain and op.n_bytes != 16)
         assert slots and not it.shown(slots & loop.reach_from_entry(awaited))

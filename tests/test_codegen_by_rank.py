@@ -67,9 +67,11 @@ def test_readers_are_recorded_when_all_have_read(it):
 def test_rows_are_used_after_they_are_counted(it):
     """Counting warps hand the rows on after a `syncwarp`; none is filled before."""
     for loop in it.receive_loops:
-        counted = loop.find_kind("load acquire block")
+        counted = loop.body & it.block_polls
         filled = loop.body & it.stores_16
         assert filled
+        # As many as count.
+        assert all(it.ends_at(i) == {1 + it.has("many")} for i in counted)
         assert not it.shown(filled & it.kernel.reach_knowing({}, counted))
 
     # When it has its rows; where several warps count, first when it has its sum.
@@ -99,8 +101,7 @@ def test_numbers_of_tokens_are_handed_on(it):
     # Whatever way a warp comes, it receives nothing before.
     loops = it.receive_loops
     assert len(loops) == 1 + it.receives_chunks
-    awaited = it.kernel.find_kind("load acquire block")
-    awaited = awaited.difference(*(loop.body for loop in loops))
+    awaited = it.block_polls.difference(*(loop.body for loop in loops))
     waits = {i for i in awaited if not arrived & it.kernel.reach([i])}
     for loop in loops:
         assert loop.entry not in it.kernel.reach_from_start(waits)
