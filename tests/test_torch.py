@@ -16,6 +16,7 @@ from pathlib import Path
 import deep_ep_programs
 import pytest
 import torch_member
+import torch_misuse
 
 from max_ep import LaunchError, cli, launch
 
@@ -150,3 +151,10 @@ def test_no_max_is_loaded() -> None:
     # MAX has changed the environment behind Python's back: not as it is inherited.
     program = [sys.executable, "-c", program]
     assert subprocess.run(program, env=dict(os.environ)).returncode == 0
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_misuse(on_cpu: None, n_ranks: int, tmp_path: Path) -> None:
+    before = segments()
+    launch(torch_misuse.member, n_ranks, (n_ranks, str(tmp_path / "store")))
+    assert segments() <= before

@@ -133,50 +133,70 @@ class GpuSharedMemory:
             received = self._exchange(descriptor.value, timeout_s)
         finally:
             socket.close(descriptor.value)
-        addresses = []
-        for peer in range(self._board.n_ranks):
-            if peer == self._board.rank:
-                addresses.append(self._mine)
-                continue
-            handle = _U64()
-            fd = ctypes.c_void_p(received[peer])
-            try:
-                take = (ctypes.byref(handle), fd, kind)
+        addresses = [self._mine] * self._board.n_ranks
+        try:
+            for peer, fd in received.items():
+                handle = _U64()
+                take = (ctypes.byref(handle), ctypes.c_void_p(fd), kind)
                 _call("cuMemImportFromShareableHandle", *take)
-            finally:
-                socket.close(received[peer])
-            addresses.append(self._map(handle))
+                addresses[peer] = self._map(handle)
+        finally:
+            for fd in received.values():
+                socket.close(fd)
         return addresses
 
     def _exchange(self, descriptor: int, timeout_s: float) -> dict[int, int]:
         """Gives this rank's descriptor to the others; returns theirs, by rank."""
         board = self._board
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
-            inbox.bind(f"\0{board.name}.{board.rank}")
+        received: dict[int, int] = {}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
+            box.bind(f"\0{board.name}.{board.rank}")
+            box.setblocking(False)
             board.exchange("map GPU memory", self._n_bytes)  # all listen
-            right = array.array("i", [descriptor])
-            for peer in range(board.n_ranks):
-                if peer == board.rank:
-                    continue
-                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
-                    out.connect(f"\0{board.name}.{peer}")
-                    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right)]
-                    out.sendmsg([bytes([board.rank])], control)
-            received: dict[int, int] = {}
-            deadline = time.monotonic() + timeout_s
-            while len(received) < board.n_ranks - 1:
-                inbox.settimeout(max(0.001, deadline - time.monotonic()))
-                try:
-                    body, extra, *_ = inbox.recvmsg(1, socket.CMSG_SPACE(4))
-                except TimeoutError:
-                    missing = set(range(board.n_ranks)) - {board.rank, *received}
-                    raise TimeoutError(
-                        f"max_ep: rank {board.rank} waited {timeout_s} s for the GPU "
-                        f"memory of ranks {sorted(missing)}"
-                    ) from None
-                received[body[0]] = array.array("i", extra[0][2][:4])[0]
-        board.exchange("have GPU memory")  # nobody binds the name again before
+            try:
+                self._trade(box, descriptor, received, timeout_s)
+                board.exchange("have GPU memory")  # nobody binds the name again before
+            except BaseException:
+                for descriptor in received.values():
+                    socket.close(descriptor)
+                raise
         return received
+
+    def _trade(
+        self,
+        box: socket.socket,
+        descriptor: int,
+        received: dict[int, int],
+        timeout_s: float,
+    ) -> None:
+        """Sends and receives in one loop: a box takes few messages, so that ranks
+        which only send would wait for each other."""
+        board = self._board
+        right = array.array("i", [descriptor])
+        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right)]
+        to_send = [peer for peer in range(board.n_ranks) if peer != board.rank]
+        to_receive = set(to_send)
+        deadline = time.monotonic() + timeout_s
+        while to_send or to_receive:
+            try:
+                if to_send:
+                    place = f"\0{board.name}.{to_send[0]}"
+                    box.sendmsg([bytes([board.rank])], control, 0, place)
+                    del to_send[0]
+            except OSError:  # full, or its owner has gone
+                to_send.append(to_send.pop(0))
+            try:
+                body, extra, *_ = box.recvmsg(1, socket.CMSG_SPACE(4))
+                received[body[0]] = array.array("i", extra[0][2][:4])[0]
+                to_receive.discard(body[0])
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"max_ep: rank {board.rank} waited {timeout_s} s for ranks "
+                        f"{sorted(to_receive.union(to_send))} to give and take GPU "
+                        "memory"
+                    ) from None
+                time.sleep(0.0005)
 
     def close(self) -> None:
         """Unmaps all blocks, which no kernel may use; peers keep what they map."""

@@ -17,6 +17,7 @@ import _posixshmem  # CPython's own wrapper of shm_open, as in multiprocessing
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -228,7 +229,8 @@ class SharedMemory:
         try:
             # Now: a full file system must fail here, not with a SIGBUS in a kernel.
             os.posix_fallocate(handle, 0, n_bytes)
-            self._mine = mmap.mmap(handle, n_bytes)
+            self._mine = mmap.mmap(handle, n_bytes)  # keeps the lock until it is closed
+            _lock(handle)
             _write_owner(self._mine, self._owner)
         except OSError as error:
             self.close()
@@ -386,6 +388,35 @@ def shared_memory_free() -> int:
     except OSError:
         return -1
     return stat.f_bavail * stat.f_frsize
+
+
+def _lock(handle: int) -> bool:
+    """Locks a segment for as long as it is open; returns False if another has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def remove_leftovers(prefix: str) -> None:
+    """Removes the names of groups that begin so and whose processes were killed.
+
+    A lock ends with its process. One can ask for it where the process cannot be seen,
+    in another container.
+    """
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/dev/shm"):
+            if not name.startswith(f"max_ep-{prefix}"):
+                continue
+            with contextlib.suppress(OSError, ValueError):  # another user's; empty yet
+                handle = _posixshmem.shm_open(f"/{name}", os.O_RDWR)
+                try:
+                    with mmap.mmap(handle, 0) as memory:
+                        if _read_owner(memory) is not None and _lock(handle):
+                            _unlink(f"/{name}")
+                finally:
+                    os.close(handle)
 
 
 def unlink_group(group: str, n_nodes: int) -> None:

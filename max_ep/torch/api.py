@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..limits import MAX_TIMEOUT_S
 from ..memory.board import Board
+from ..memory.symmetric_memory import remove_leftovers
 from .channel import Communicator
 from .checks import refuse
 from .compiled import BUFFERS
@@ -25,6 +28,7 @@ _TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 _DEVICE_VARIABLE = "MAX_EP_TORCH_DEVICE"
 _MEMORY_VARIABLE = "MAX_EP_TORCH_MEMORY"
 _TIMEOUT_S = 30.0
+_NAME = "torch-"
 _KEYS = itertools.count()
 
 
@@ -73,8 +77,8 @@ class Buffer(LowLatency, Normal):
             explicitly_destroy: Whether only :meth:`destroy` frees the memory.
             enable_shrink: Not supported.
             comm: Of mpi4py, instead of ``group``.
-            timeout_s: How long a rank waits for another; None: ``MAX_EP_TIMEOUT_S``,
-                or 30.
+            timeout_s: How long a rank waits for another, at most a day; None:
+                ``MAX_EP_TIMEOUT_S``, or 30.
             device: Of the tensors; None: ``MAX_EP_TORCH_DEVICE``, or the current GPU,
                 or the CPU if there is none.
             memory: ``"vmm"`` (the driver's, the default) or ``"symm"`` (torch's
@@ -104,8 +108,7 @@ class Buffer(LowLatency, Normal):
             self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
         self._mpi = comm
         where = _device(device)
-        if timeout_s is None:
-            timeout_s = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
+        timeout_s = _seconds(timeout_s)
         memory = memory or os.environ.get(_MEMORY_VARIABLE, "vmm")
         if memory not in ("vmm", "symm"):
             refuse("memory", f"={memory!r} is not 'vmm' or 'symm'")
@@ -122,7 +125,8 @@ class Buffer(LowLatency, Normal):
                     f"max_ep: rank {peer} has (device, num_nvl_bytes) {theirs[2:]}, "
                     f"this rank ({self.rank}) {mine[2:]}"
                 )
-        board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
+        remove_leftovers(_NAME)  # of processes that were killed
+        board = Board(f"{_NAME}{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, memory)
         self._low_latency_channels = {}
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
@@ -152,16 +156,26 @@ class Buffer(LowLatency, Normal):
         self._comm.check()
 
     def reset(self) -> None:
-        """Makes the memory usable again after an error; all ranks call it."""
-        board = self._comm.board
-        board.skip_to(max(self._gather(board.n_exchanges)))
-        self._comm.reset()
+        """Makes the memory usable again after an error; all ranks call it.
+
+        Handles of low-latency calls end with it.
+        """
+        comm = self._comm
+        if comm.has_ended:
+            comm.raise_failure()
+        comm.synchronize()  # who is here writes to no rank any more
+        names = [settings.name() for settings in comm.channels]
+        all_ = self._gather((comm.board.n_exchanges, self._cap, names))
+        self._cap = max(cap for _, cap, _ in all_)
+        opened = set(names).intersection(*(theirs for *_, theirs in all_))
+        comm.reset(max(n for n, *_ in all_), opened)
+        self._low_latency_channels.clear()
+        self._handles.clear()
         self._gather(None)
 
     def destroy(self) -> None:
         """Frees the memory. Calls after it raise."""
         self._finish()
-        self._comm.failure = "max_ep: this Buffer was destroyed"
 
     def is_available(self) -> bool:
         """Returns whether the buffer can be used."""
@@ -193,10 +207,7 @@ class Buffer(LowLatency, Normal):
         """Returns a configuration; it changes nothing."""
         return Config(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Returns a configuration; it changes nothing."""
-        return Config(Buffer.num_sms)
+    get_combine_config = get_dispatch_config
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> torch.Tensor:
         """Not there: a region holds flags that only kernels may write."""
@@ -214,6 +225,20 @@ class Buffer(LowLatency, Normal):
 
     low_latency_query_mask_buffer = low_latency_update_mask_buffer
     low_latency_clean_mask_buffer = low_latency_update_mask_buffer
+
+
+def _seconds(timeout_s: Any) -> float:
+    """Returns how long a rank waits for another."""
+    name = "timeout_s"
+    if timeout_s is None:
+        name = _TIMEOUT_VARIABLE
+        timeout_s = os.environ.get(name, _TIMEOUT_S)
+        with contextlib.suppress(ValueError):
+            timeout_s = float(timeout_s)
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        refuse(name, f"={timeout_s!r} must be seconds, above 0 and at most a day")
+    return float(timeout_s)
 
 
 def _device(wanted: torch.device | str | None) -> torch.device:

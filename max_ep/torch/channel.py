@@ -8,8 +8,10 @@ while another is used. All ranks open the same channels in the same order.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof
@@ -31,6 +33,7 @@ SEND, RECEIVE, BOTH = 1, 2, 3
 _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS = range(4)
 _TEXT_BYTES = 4000
 _CHECK_EVERY_S = 0.1
+_RESET = "Call Buffer.reset() in every process, or restart the group."
 _EIGHT, _FIVE = struct.Struct("8q"), struct.Struct("5q")
 _IN_WORDS_OF_TORCH = (
     (" Restart the group, or call EPCommInitializer.reset() if all its ranks are in "
@@ -66,9 +69,12 @@ class Region:
         )
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
-        self._dispatch, self._combine = library.dispatch, library.combine
         self._arguments = ctypes.create_string_buffer(_EIGHT.size)
         self._next_check = 0.0
+        self.turn: object = None  # of the last dispatch
+        # Of a call that has only sent, and whether that was a dispatch.
+        self.hook: Callable[[], None] | None = None
+        self.hook_is_of_dispatch = False
 
     def connect(self, addresses: list[int]) -> None:
         """Takes where every rank's part is."""
@@ -77,35 +83,28 @@ class Region:
 
     def dispatch(self, form: int, *arguments: int) -> None:
         """Launches on the current stream, with the fields of ``DispatchArguments``."""
-        self._before()
-        place = self._arguments
-        _EIGHT.pack_into(place, 0, *arguments)
-        if self._dispatch(self.handle, self.comm.stream(), form, addressof(place)):
-            self._raise()
+        _EIGHT.pack_into(self._arguments, 0, *arguments)
+        self._launch(self.library.dispatch, form, addressof(self._arguments))
 
     def combine(self, form: int, *arguments: int) -> None:
         """Likewise, with the fields of ``CombineArguments``."""
-        self._before()
-        place = self._arguments
-        _FIVE.pack_into(place, 0, *arguments)
-        if self._combine(self.handle, self.comm.stream(), form, addressof(place)):
-            self._raise()
+        _FIVE.pack_into(self._arguments, 0, *arguments)
+        self._launch(self.library.combine, form, addressof(self._arguments))
 
     def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
         """Adds how long each peer is waited for, in ns, to ``int64 [n_ranks]``."""
         waits = torch.empty_like(waits_ns)
-        stream, place = self.comm.stream(), waits.data_ptr()
-        if self.library.watch(self.handle, stream, is_combine, place):
-            self._raise()
+        self._launch(self.library.watch, is_combine, waits.data_ptr())
         waits_ns += waits.clamp_(min=0)
 
-    def _before(self) -> None:
+    def _launch(self, function: Callable[..., int], what: int, place: int) -> None:
         """Raises if the communicator has failed; looks at a GPU now and then."""
-        if self.comm.failure:
-            raise RuntimeError(self.comm.failure)
+        self.comm.raise_failure()
         if self.comm.is_gpu and time.monotonic() > self._next_check:
             if not self.comm.is_capturing():
                 self.check()
+        if function(self.handle, self.comm.stream(), what, place):
+            self._raise()
 
     def check(self) -> None:
         """Raises if a launch on a GPU has failed; does not wait for launches."""
@@ -132,6 +131,7 @@ class Region:
 
     def clear(self) -> None:
         """Puts this rank before the first launch; no rank may be in one."""
+        self.turn = self.hook = None
         if self.library.clear(self.handle):
             self._raise()
 
@@ -174,8 +174,20 @@ class Channel:
 
     def next_region(self) -> Region:
         """Returns the region whose turn it is."""
+        return self.regions[(self._n_taken + 1) % len(self.regions)]
+
+    def take(self, region: Region) -> object:
+        """Takes that region; returns an object that stands for this turn."""
         self._n_taken += 1
-        return self.regions[self._n_taken % len(self.regions)]
+        region.turn = object()
+        return region.turn
+
+    def clear(self) -> None:
+        """Puts all regions of this rank before the first launch."""
+        self.latest = (None, False)
+        self._n_taken = 0  # this rank may have missed calls
+        for region in self.regions:
+            region.clear()
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -224,13 +236,15 @@ class Communicator:
         self.timeout_s = board.timeout_s
         self.device = device
         self.is_gpu = device.type == "cuda"
-        self.failure = ""
+        self.failure = ""  # what calls raise
+        self.has_ended = False  # so that reset() cannot help
         self.channels: dict[Settings, Channel] = {}
         self._group = group
         self._memory = memory
         self.side_stream = torch.cuda.Stream(device) if self.is_gpu else None
         self.comm_stream = torch.cuda.Stream(device) if self.is_gpu else None
         self._caller: Any = None  # whose results are allocated on another stream
+        self._last_stream: tuple[int, Any] = (-1, None)
         self.target, own = "cpu", f"CPU {self.rank}"
         if self.is_gpu:
             about = torch.cuda.get_device_properties(device)
@@ -240,12 +254,43 @@ class Communicator:
             self.target = f"sm_{about.major}{about.minor}{suffix}"
         devices = board.exchange("Buffer()", own)
         self.shares_gpu = len(set(devices)) < self.n_ranks
+        _ALIVE.add(self)
+
+    def raise_failure(self) -> None:
+        """Raises what has failed, until :meth:`reset`."""
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def end(self, why: str) -> None:
+        """Makes calls raise; the memory is gone."""
+        self.failure, self.has_ended = why, True
+
+    def exchange(self, what: str, note: Any = None) -> list[Any]:
+        """Returns every rank's note; after a time-out calls raise."""
+        self.raise_failure()
+        try:
+            return self.board.exchange(what, note)
+        except TimeoutError as error:
+            self.failure = f"{error}. {_RESET}"
+            raise TimeoutError(self.failure) from None
 
     def stream(self) -> int:
-        """Returns the current stream, as kernels take it."""
+        """Returns the current stream, as kernels take it.
+
+        Launches are in the order of the calls, on whatever streams: those of a region
+        share its counters, and all ranks need one order.
+        """
         if not self.is_gpu:
             return -1
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream != self._last_stream[0]:
+            before = self._last_stream[1]
+            current = torch.cuda.current_stream(self.device)
+            # A captured launch is none yet, and a capture begins when all have ended.
+            if before and _is_captured(before) == _is_captured(current):
+                current.wait_stream(before)
+            self._last_stream = (stream, current)
+        return stream
 
     def is_capturing(self) -> bool:
         """Returns whether a graph captures the current stream."""
@@ -279,23 +324,32 @@ class Communicator:
             async_finish: Whether the current stream goes on without waiting.
             previous_event: What the work waits for; None: all of the current stream.
         """
+        self.raise_failure()
         if not (self.is_gpu and async_finish):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             work()
             return EventOverlap()
         caller = self._caller or torch.cuda.current_stream(self.device)
-        if previous_event is None:
+        # Results that are allocated on the caller's stream may lie where something
+        # lay that the stream still uses.
+        if previous_event is None or self._caller is None:
             self.comm_stream.wait_stream(caller)
         used = tuple(tensor for tensor in tensors if tensor is not None)
         with torch.cuda.stream(self.comm_stream):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             work()
-            for tensor in used:
-                tensor.record_stream(self.comm_stream)
-                tensor.record_stream(caller)
-            return EventOverlap(EventHandle(), used)
+            event = EventHandle()
+        self.keep(used, self.comm_stream, caller)
+        return EventOverlap(event, used)
+
+    def keep(self, tensors: Sequence[torch.Tensor | None], *streams: Any) -> None:
+        """Lets the allocator know what streams use; none: the current one."""
+        for stream in streams or (torch.cuda.current_stream(self.device),):
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(stream)
 
     def allocate(self, n_bytes: int) -> Any:
         """Allocates symmetric memory."""
@@ -325,40 +379,73 @@ class Communicator:
                     "max_ep: the first call with new sizes builds kernels and "
                     "allocates memory; make it once before the capture"
                 )
-            if self.failure:
-                raise RuntimeError(self.failure)
             about = [" ".join(replace(s, target="").defines()) for s in new]
-            self.board.exchange("the first " + "; ".join(about).replace("-D ", ""))
-            build_all(new)
-            for settings in new:
-                self.channels[settings] = Channel(self, settings, n_regions)
+            self.exchange("the first " + "; ".join(about).replace("-D ", ""))
+            try:
+                build_all(new)
+                for settings in new:
+                    self.channels[settings] = Channel(self, settings, n_regions)
+            except BaseException as error:  # other ranks may have what this one lacks
+                what = str(error) or type(error).__name__
+                self.failure = self.failure or f"{what}. {_RESET}"
+                raise
         return [self.channels[settings] for settings in wanted]
 
     def check(self) -> None:
         """Waits for the device, and raises if a launch has failed."""
-        if self.failure:
-            raise RuntimeError(self.failure)
-        if self.is_gpu:
-            torch.cuda.synchronize(self.device)
+        self.raise_failure()
+        self.synchronize()
         for channel in self.channels.values():
             for region in channel.regions:
                 region.check()
 
-    def reset(self) -> None:
-        """Puts all channels of this rank before the first launch."""
+    def synchronize(self) -> None:
+        """Waits for this rank's launches."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
-        for channel in self.channels.values():
-            channel.latest = (None, False)
-            for region in channel.regions:
-                region.clear()
+
+    def reset(self, n_exchanges: int, names: set[str]) -> None:
+        """Puts this rank before the first launch.
+
+        Args:
+            n_exchanges: The most that any rank has begun.
+            names: Settings of channels that all ranks have opened.
+        """
+        self.board.skip_to(n_exchanges)
+        for settings, channel in list(self.channels.items()):
+            if settings.name() in names:
+                channel.clear()
+            else:
+                self.channels.pop(settings).close()
         self.failure = ""
 
     def close(self) -> None:
         """Gives all memory back."""
-        if self.is_gpu:
-            torch.cuda.synchronize(self.device)
+        if self.has_ended:
+            return
+        self.end("max_ep: this Buffer was destroyed")
+        self.synchronize()
         for channel in self.channels.values():
             channel.close()
         self.channels = {}
         self.board.close()
+
+
+_ALIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Ends what a forked process has inherited; the memory stays with its parent."""
+    for comm in list(_ALIVE):
+        comm.end("max_ep: this Buffer is of the process that was forked; make one here")
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    """Returns whether a graph captures a stream."""
+    if stream.cuda_stream == 0:
+        return False  # the default stream: nor may one ask during a capture
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
 def refuse(name: str, what: str) -> NoReturn:
     """Raises the error of a wrong argument."""
-    raise ValueError(f"max_ep: {name} {what}")
+    raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
+
+
+def check_handle(comm: Communicator, handle: Any, kind: type, maker: str) -> None:
+    """Raises unless a handle is of this communicator, which has not failed."""
+    comm.raise_failure()
+    if not isinstance(handle, kind):
+        refuse("handle", f"is not one that {maker} returned")
+    if handle.comm is not comm:
+        refuse("handle", "is of another Buffer")
 
 
 def check_tensor(

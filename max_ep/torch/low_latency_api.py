@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY
 from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator, Region
-from .checks import check_tensor, refuse
+from .checks import check_handle, check_tensor, refuse
 from .events import EventOverlap
 from .library import FORMATS
 from .tables import LazyTuple, scales_of_rows, split_tables
@@ -34,8 +35,10 @@ class Handle(LazyTuple):
     The two tensors are made when they are asked for.
     """
 
+    comm: Communicator
     channel: Channel
     region: Region
+    turn: object
     tables: torch.Tensor
     n_tokens: int
     combine_buffer: torch.Tensor | None = None
@@ -101,7 +104,7 @@ class LowLatency:
         format = "bfloat16"
         if use_fp8:
             format = "fp8-round" if round_scale else "fp8"
-        if use_ue8m0 and (format != "fp8-round" or x.shape[1] % (4 * _BLOCK) != 0):
+        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * _BLOCK) != 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
@@ -140,7 +143,7 @@ class LowLatency:
             src_info + 8 * n_local * capacity,
             src_info,
         )
-        tensors = (x, topk_idx, tables, rows, scales, packed)
+        tensors = (x, topk_idx, tables, rows, scales, packed, stats)
         after = None
         if use_ue8m0 or stats is not None:
 
@@ -150,6 +153,7 @@ class LowLatency:
                 if stats is not None:
                     stats.add_(counts)
 
+        turn = channel.take(region)  # now that nothing is refused any more
         event, hook = self._phase(
             (region, region.dispatch, arguments),
             tensors,
@@ -158,7 +162,7 @@ class LowLatency:
             async_finish,
             return_recv_hook,
         )
-        handle = Handle(channel, region, tables, x.shape[0])
+        handle = Handle(self._comm, channel, region, turn, tables, x.shape[0])
         return result, counts, handle, event, hook
 
     def low_latency_combine(
@@ -202,8 +206,12 @@ class LowLatency:
             given = (x, topk_idx, topk_weights)
             result = compiled.low_latency_combine(self, given, handle, out)
             return *result, compiled.nothing if return_recv_hook else None
-        if not isinstance(handle, Handle):
-            refuse("handle", "is not one that low_latency_dispatch returned")
+        check_handle(self._comm, handle, Handle, "low_latency_dispatch")
+        if handle.turn is not handle.region.turn:
+            what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
+            refuse("handle", f"is too old: {what}")
+        if handle.region.hook is not None and handle.region.hook_is_of_dispatch:
+            refuse("handle", "has no rows yet: call the hook of its dispatch")
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         channel, n_tokens, comm = handle.channel, handle.n_tokens, self._comm
@@ -259,13 +267,16 @@ class LowLatency:
         wait for blocks of another rank that have no place to run.
         """
         region, launch, arguments = phase
+        if region.hook is not None:  # which nobody called
+            region.hook()
+        tensors += (waits_ns,)
         in_one = not (return_recv_hook or self._comm.shares_gpu or waits_ns is not None)
 
         if in_one and not async_finish and after is None:
             launch(BOTH, *arguments)
             return EventOverlap(), None
 
-        def receive(_used: Any = tensors) -> None:  # which must live until then
+        def receive() -> None:
             if waits_ns is not None:
                 region.watch(launch == region.combine, waits_ns)
             if not in_one:
@@ -279,7 +290,18 @@ class LowLatency:
 
         if return_recv_hook:
             launch(SEND, *arguments)
-            return EventOverlap(None, tensors), receive
+            stream = self._comm.stream()
+
+            def hook() -> None:
+                if region.hook is not hook:
+                    return  # called before
+                region.hook = None
+                if self._comm.stream() != stream:
+                    self._comm.keep(tensors)
+                receive()
+
+            region.hook, region.hook_is_of_dispatch = hook, launch == region.dispatch
+            return EventOverlap(None, tensors), hook
         return self._comm.run(send_and_receive, tensors, async_finish), None
 
     def _low_latency_channel(
@@ -291,6 +313,8 @@ class LowLatency:
         format: str,
     ) -> Channel:
         """Checks what a dispatch is given, and finds its channel."""
+        if not (isinstance(x, torch.Tensor) and isinstance(topk_idx, torch.Tensor)):
+            raise TypeError("max_ep: x and topk_idx must be tensors")
         key: tuple[Any, ...] = (x.shape, x.dtype, x.device, cap, n_experts, format)
         key += (topk_idx.shape, topk_idx.dtype, topk_idx.device)
         channel = self._low_latency_channels.get(key)
@@ -300,13 +324,19 @@ class LowLatency:
         check_tensor(comm, "x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
         check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
+        for name, n, most in (
+            ("num_max_dispatch_tokens_per_rank", cap, MAX_OF_ENTRY),
+            ("num_experts", n_experts, MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY),
+        ):
+            if not hasattr(n, "__index__") or not 1 <= n <= most:
+                refuse(name, f"={n!r} must be an integer from 1 to {most}")
         if n_tokens > cap:
             refuse("x", f"has {n_tokens} rows, num_max_dispatch_tokens_per_rank={cap}")
         top_k = topk_idx.shape[1]
         multiple = 8 if format == "bfloat16" else _BLOCK
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
-        if n_experts < 1 or n_experts % comm.n_ranks != 0:
+        if n_experts % comm.n_ranks != 0:
             refuse("num_experts", f"={n_experts} is no multiple of {comm.n_ranks}")
         if not 1 <= top_k <= min(_MOST_CHOICES, n_experts):
             most = min(_MOST_CHOICES, n_experts)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
-from .checks import check_tensor, refuse
+from .checks import check_handle, check_tensor, refuse
 from .events import Config, EventOverlap
 from .library import Settings, rows_out, up_to, words_of_row, words_out
 from .tables import LazyTuple
@@ -55,6 +55,7 @@ class NormalHandle(LazyTuple):
     this rank's column is filled.
     """
 
+    comm: Communicator
     rank: int
     n_rows: int
     """Rows of ``recv_x``."""
@@ -78,6 +79,10 @@ class NormalHandle(LazyTuple):
     ranges: torch.Tensor
     """int32 ``[n_ranks, 2]``: first row of each source, and rows."""
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Returns what launches use."""
+        return self.mask, self.ids, self.src_info, self.ranges
+
     def items(self) -> tuple[Any, ...]:
         """Returns what DeepEP's handle has."""
         n_ranks = len(self.ranges)
@@ -89,7 +94,13 @@ class NormalHandle(LazyTuple):
 
 
 class Normal:
-    """The normal part of :class:`max_ep.torch.Buffer`."""
+    """The normal part of :class:`max_ep.torch.Buffer`.
+
+    Of all three calls: ``previous_event`` is what the work waits for; with
+    ``async_finish`` it is done on a stream of its own, and the current one waits when
+    the event is asked to; ``allocate_on_comm_stream``, with the other two: results are
+    allocated on that stream.
+    """
 
     _comm: Communicator
     _cap = 0
@@ -109,10 +120,6 @@ class Normal:
         Args:
             topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``.
             num_experts: Experts of the group, a multiple of its ranks.
-            previous_event: What to wait for.
-            async_finish: Whether to return before the current stream has the results.
-            allocate_on_comm_stream: With the two above: whether results are allocated
-                on the stream of the work.
 
         Returns:
             Tokens for each rank int32 ``[n_ranks]``, None, tokens for each expert int32
@@ -123,6 +130,8 @@ class Normal:
         check_tensor(comm, "topk_idx", topk_idx, torch.int64, (None, None))
         if num_experts < 1 or num_experts % comm.n_ranks != 0:
             refuse("num_experts", f"={num_experts} is no multiple of {comm.n_ranks}")
+        if not comm.is_gpu and not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
+            refuse("topk_idx", f"must be in [-1, {num_experts})")
         n_local = num_experts // comm.n_ranks
         per_rank = topk_idx.new_empty(comm.n_ranks, dtype=torch.int32)
         per_expert = topk_idx.new_empty(num_experts, dtype=torch.int32)
@@ -179,10 +188,6 @@ class Normal:
             num_worst_tokens: Rows to return; the host then waits for nothing, and the
                 counts are empty. At least ``n_ranks`` times the most tokens of a rank.
             config: Ignored.
-            previous_event: What to wait for.
-            async_finish: Whether to return before the current stream has the rows.
-            allocate_on_comm_stream: With the two above: whether results are allocated
-                on the stream of the work.
 
         Returns:
             Rows ``[n_rows, hidden]`` (or the pair), by source rank and token; their
@@ -191,7 +196,11 @@ class Normal:
             With ``handle`` all but the first and the last are None.
         """
         comm = self._comm
+        if type(expert_alignment) is not int or expert_alignment < 1:
+            refuse("expert_alignment", f"={expert_alignment!r} must be an integer >= 1")
         x, scales = x if isinstance(x, tuple) else (x, None)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"max_ep: x must be a tensor, got {type(x).__name__}")
         if num_tokens_per_rdma_rank is not None:
             raise NotImplementedError(
                 "max_ep: num_tokens_per_rdma_rank: ranks of several hosts; MAX graphs "
@@ -208,30 +217,36 @@ class Normal:
             shape = (n_tokens, None if scales.dtype == torch.int32 else hidden // 128)
             # Of any strides: matmuls want columns.
             check_tensor(comm, "scales of x", scales, scales.dtype, shape, True)
+        n_scales = 0 if scales is None else scales.shape[1]
         is_new = handle is None
         counts: list[int] | None = None
         if handle is None:
             handle, counts = self._new_handle(
-                (n_tokens, row_bytes, 0 if scales is None else scales.shape[1]),
+                (n_tokens, row_bytes, n_scales),
                 (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert),
                 (topk_idx, topk_weights),
                 num_worst_tokens,
                 previous_event,
             )
-        elif topk_idx is not None or topk_weights is not None:
+        check_handle(comm, handle, NormalHandle, "dispatch")
+        if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
-        elif n_tokens != handle.n_sent:
+        if n_tokens != handle.n_sent:
             refuse("x", f"has {n_tokens} rows, those of the handle are {handle.n_sent}")
 
         recv_x = x.new_empty((handle.n_made, hidden))
-        extras = x.new_empty((handle.n_made, handle.n_words), dtype=torch.int32)
+        # A handle of other tokens may have no place for scales.
+        n_words = max(handle.n_words, words_of_row(n_scales, 0))
         # The bytes of a row travel as they are.
         wanted = [self._settings(handle.cap, rows_out(row_bytes))]
         has_extras = scales is not None or topk_idx is not None
         if has_extras:
             dtype = x.dtype if x.dtype in _COMBINES else torch.bfloat16
-            wanted.append(self._of_back(handle, hidden, dtype))
+            wanted.append(self._of_back(handle.cap, n_words, hidden, dtype))
         rows, *back = comm.open(wanted, 1)
+        recv_scales = None
+        if scales is not None:
+            recv_scales = scales.new_empty((handle.n_rows, n_scales))
         received: tuple[torch.Tensor, ...] = ()
         if topk_idx is not None:
             shape = (handle.n_rows, handle.top_k)
@@ -243,20 +258,23 @@ class Normal:
                 torch.where(handle.mask, ranks, ranks.new_full((), -1), out=handle.ids)
             moves = [(rows, x, recv_x)]
             if has_extras:
-                sent = _pack(handle, scales, topk_idx, topk_weights)
-                extras.fill_(-1)
+                sent = _pack(handle, n_words, scales, topk_idx, topk_weights)
+                extras = handle.ids.new_full((handle.n_made, n_words), -1)
                 moves.append((back[0], sent, extras))
             self._move(handle, moves)
+            if scales is not None:
+                from_words = extras[: handle.n_rows, :n_scales]
+                recv_scales.copy_(from_words.view(scales.dtype))
             if received:
                 n_local = num_tokens_per_expert.numel() // comm.n_ranks
                 _unpack(handle, extras[: handle.n_rows], n_local, *received)
 
-        tensors = (x, recv_x, extras, handle.ids, handle.src_info, *received)
+        tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
+        tensors += received + handle.tensors()
         event = comm.run(work, tensors, async_finish, previous_event)
         result: Any = recv_x[: handle.n_rows]
         if scales is not None:
-            sent_scales = extras[: handle.n_rows, : handle.n_scales]
-            result = (result, sent_scales.view(scales.dtype))
+            result = (result, recv_scales)
         if not is_new:
             return result, None, None, None, None, event
         counts = [up_to(n, expert_alignment) for n in counts or []]
@@ -282,18 +300,13 @@ class Normal:
             topk_weights: float32 ``[n_rows, top_k]``, to be added up as well.
             bias: One or two tensors of the result's shape, added to it.
             config: Ignored.
-            previous_event: What to wait for.
-            async_finish: Whether to return before the current stream has the sums.
-            allocate_on_comm_stream: With the two above: whether results are allocated
-                on the stream of the work.
 
         Returns:
             Sums ``[n_tokens, hidden]``, of the weights ``[n_tokens, top_k]`` or None,
             the event.
         """
         comm = self._comm
-        if not isinstance(handle, NormalHandle):
-            refuse("handle", "is not one that dispatch returned")
+        check_handle(comm, handle, NormalHandle, "dispatch")
         if isinstance(x, torch.Tensor) and x.dtype not in _COMBINES:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
         check_tensor(comm, "x", x, x.dtype, (handle.n_rows, None))
@@ -305,29 +318,30 @@ class Normal:
         biases = tuple(one for one in biases if one is not None)
         for one in biases:
             check_tensor(comm, "bias", one, x.dtype, tuple(y.shape))
-        wanted = [self._of_back(handle, hidden, x.dtype)]
-        weights = padded = None
+        wanted = [self._of_back(handle.cap, handle.n_words, hidden, x.dtype)]
+        weights = None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
             check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
             top_k = topk_weights.shape[1]
-            padded = topk_weights.new_zeros((handle.n_rows, up_to(top_k, 4)))
-            weights = topk_weights.new_empty((handle.n_sent, padded.shape[1]))
-            of_weights = words_out(4, "float32", padded.shape[1])
+            weights = topk_weights.new_empty((handle.n_sent, top_k))
+            of_weights = words_out(4, "float32", up_to(top_k, 4))
             wanted.append(self._settings(handle.cap, of_weights))
         channel, *of_weights = comm.open(wanted, 1)
 
         def work() -> None:
             self._bring_back(channel, handle, x, y)
             if of_weights:
-                padded[:, :top_k] = topk_weights
-                self._bring_back(of_weights[0], handle, padded, weights)
+                padded = torch.nn.functional.pad(topk_weights, (0, -top_k % 4))
+                sums = padded.new_empty((handle.n_sent, padded.shape[1]))
+                self._bring_back(of_weights[0], handle, padded, sums)
+                weights.copy_(sums[:, :top_k])
             if biases:
                 y.copy_(sum(biases, start=y.float()))
 
-        tensors = (x, y, handle.ids, handle.src_info, padded, weights)
+        tensors = (x, y, topk_weights, weights, *biases, *handle.tensors())
         event = comm.run(work, tensors, async_finish, previous_event)
-        return y, None if weights is None else weights[:, :top_k], event
+        return y, weights, event
 
     # ------------------------------------------------------------------- inside
 
@@ -353,6 +367,9 @@ class Normal:
         shape = (n_tokens, n_ranks)
         check_tensor(comm, "is_token_in_rank", mask, torch.bool, shape)
         check_tensor(comm, "num_tokens_per_expert", per_expert, torch.int32, (None,))
+        if per_expert.numel() % n_ranks != 0:
+            what = f"has {per_expert.numel()} experts, no multiple of {n_ranks} ranks"
+            refuse("num_tokens_per_expert", what)
         topk_idx, topk_weights = choices
         top_k = 0
         if topk_idx is not None:
@@ -360,6 +377,8 @@ class Normal:
             shape = tuple(topk_idx.shape)
             check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
             top_k = shape[1]
+        elif topk_weights is not None:
+            refuse("topk_weights", "are sent with topk_idx only")
         if n_ranks > _MOST_RANKS:
             refuse("dispatch", f"is for at most {_MOST_RANKS} ranks, not {n_ranks}")
         if n_tokens > _MOST_TOKENS:
@@ -384,13 +403,14 @@ class Normal:
                 f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
                 f"top_k={top_k}, num_experts={n_experts}"
             )
-            notes = comm.board.exchange(what, [n_tokens, *mine])
+            notes = comm.exchange(what, [n_tokens, *mine])
             most = max(note[0] for note in notes)
             handle.n_rows = sum(note[1 + comm.rank] for note in notes)
             n_local = n_experts // n_ranks
             first = 1 + n_ranks + comm.rank * n_local
             counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
         self._cap = handle.cap = self._enough(most, row_bytes)
+        handle.comm = comm
         handle.rank, handle.mask, handle.n_sent = comm.rank, mask, n_tokens
         handle.n_scales, handle.top_k = n_scales, top_k
         handle.n_words = words_of_row(n_scales, top_k)
@@ -418,11 +438,10 @@ class Normal:
         return self._comm.settings(**group, **fields)
 
     def _of_back(
-        self, handle: NormalHandle, hidden: int, dtype: torch.dtype
+        self, cap: int, n_words: int, hidden: int, dtype: torch.dtype
     ) -> Settings:
         """Describes the channel of extras out, and of rows back."""
-        fields = words_out(handle.n_words, _COMBINES[dtype], hidden)
-        return self._settings(handle.cap, fields)
+        return self._settings(cap, words_out(n_words, _COMBINES[dtype], hidden))
 
     def _move(
         self,
@@ -478,14 +497,16 @@ class Normal:
 
 def _pack(
     handle: NormalHandle,
+    n_words: int,
     scales: torch.Tensor | None,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """Makes the rows that go with the tokens."""
-    n, k = handle.n_scales, handle.top_k
-    sent = handle.ids.new_empty((handle.n_sent, handle.n_words))
+    n, k = 0, handle.top_k
+    sent = handle.ids.new_empty((handle.n_sent, n_words))
     if scales is not None:
+        n = scales.shape[1]
         sent[:, :n] = scales.contiguous().view(torch.int32)
     if topk_idx is not None:
         sent[:, n : n + k] = topk_idx

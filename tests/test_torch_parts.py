@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of `max_ep.torch` that need no second process: the C ABI, streams, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from max_ep.extension import mojo_dir
+from max_ep.torch import EventOverlap, api, channel, library
+from max_ep.torch.channel import Communicator
+
+API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
+C_TYPES = {"Int": ctypes.c_int64, "Int64": ctypes.c_int64, "Int32": ctypes.c_int32}
+
+
+def test_c_abi_is_what_python_declares() -> None:
+    """Each exported function: its arguments and their widths, and its result."""
+    pattern = r"@export\ndef max_ep_(\w+)\((.*?)\) abi\(\"C\"\)(?: -> (\w+))?:"
+    exported = {
+        name: (
+            C_TYPES[result] if result else None,
+            [C_TYPES[kind] for kind in re.findall(r"\w+: (\w+)", arguments)],
+        )
+        for name, arguments, result in re.findall(pattern, API, re.DOTALL)
+    }
+    assert API.count("@export") == len(exported)
+    assert exported == library._FUNCTIONS
+
+
+@pytest.mark.parametrize("name", ["Dispatch", "Combine"])
+def test_c_structs_are_what_python_packs(name: str) -> None:
+    text = re.search(rf"struct {name}Arguments\(.*?\n\n\n", API, re.DOTALL)[0]
+    kinds = re.findall(r"^    var \w+: (\w+)$", text, re.MULTILINE)
+    packed = {"Dispatch": channel._EIGHT, "Combine": channel._FIVE}[name]
+    assert set(kinds) == {"Int"} and 8 * len(kinds) == packed.size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "86401", "soon", ""])
+def test_timeout_of_the_environment(text: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MAX_EP_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match="MAX_EP_TIMEOUT_S=.* above 0 and at most a d"):
+        api._seconds(None)
+
+
+def test_timeout() -> None:
+    for bad in (0, -3.0, float("nan"), float("inf"), 86401, True, "3", [3]):
+        with pytest.raises(ValueError, match="timeout_s=.* must be seconds"):
+            api._seconds(bad)
+    assert (api._seconds(1), api._seconds(0.5)) == (1, 0.5)
+
+
+class Stream:
+    """A stream that writes down what it waits for."""
+
+    current: Stream
+    log: list[str] = []
+
+    def __init__(self, name: str, number: int, is_captured: bool = False) -> None:
+        self.name, self.cuda_stream, self.is_captured = name, number, is_captured
+
+    def wait_stream(self, other: Stream) -> None:
+        Stream.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def comm(monkeypatch: pytest.MonkeyPatch) -> Communicator:
+    """A communicator of a GPU that is not there."""
+
+    @contextlib.contextmanager
+    def use(stream: Stream) -> Any:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_getCurrentRawStream",
+        lambda index: Stream.current.cuda_stream,
+        raising=False,
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_current_stream_capturing",
+        lambda: Stream.current.is_captured,
+    )
+    made = Communicator.__new__(Communicator)
+    made.failure, made.is_gpu = "", True
+    made.device = torch.device("cuda", 0)
+    made.comm_stream = Stream("comm", 9)
+    made._caller, made._last_stream = None, (-1, None)
+    Stream.log, Stream.current = [], Stream("A", 0)
+    return made
+
+
+def test_launches_are_in_one_order(comm: Communicator) -> None:
+    """A call on another stream waits for the launches on that of the call before."""
+    a, b = Stream.current, Stream("B", 5)
+    for Stream.current in (a, a, b, b, a):
+        assert comm.stream() == Stream.current.cuda_stream
+    assert Stream.log == ["B waits for A", "A waits for B"]
+    # What a graph captures waits for nothing before the capture, nor is it waited for.
+    Stream.log, Stream.current = [], Stream("C", 7, is_captured=True)
+    comm.stream()
+    fork = Stream("D", 8, is_captured=True)
+    Stream.current = fork
+    comm.stream()
+    Stream.current = a
+    comm.stream()
+    assert Stream.log == ["D waits for C"]
+
+
+def test_asynchronous_work_waits(comm: Communicator) -> None:
+    """For the caller's stream, where results are allocated, and for the event."""
+    event: Any = EventOverlap()
+    event.current_stream_wait = lambda: Stream.log.append(
+        f"{Stream.current.name} waits for the event"
+    )
+    used: list[Any] = []
+    tensor: Any = SimpleNamespace(record_stream=lambda stream: used.append(stream.name))
+    ran: list[str] = []
+
+    def work() -> None:
+        ran.append(Stream.current.name)
+
+    comm.run(work, [tensor, None], True, None)
+    assert Stream.log == ["comm waits for A"]
+    Stream.log = []
+    comm.run(work, [tensor], True, event)
+    assert Stream.log == ["comm waits for A", "comm waits for the event"]
+    Stream.log = []
+    with comm.allocating(True):
+        comm.run(work, [tensor], True, event)
+    assert Stream.log == ["comm waits for the event"]
+    assert ran == ["comm"] * 3 and used == ["comm", "A"] * 3
+    Stream.log = []
+    comm.run(work, [tensor], False, event)
+    assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Any) -> None:
+    """The next Buffer removes the name of memory whose process was killed early."""
+    from max_ep.memory.symmetric_memory import SharedMemory, remove_leftovers
+
+    group = f"torch-test-{os.getpid()}"
+    names = {node: f"max_ep-{group}-{node}" for node in range(2)}
+    child = os.fork()
+    if child == 0:
+        SharedMemory(group, 1, 2, 1, 4096, "")
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    mine = SharedMemory(group, 0, 2, 1, 4096, "")
+    assert set(names.values()) <= set(os.listdir("/dev/shm"))
+    remove_leftovers("torch-test-")
+    left = os.listdir("/dev/shm")
+    mine.close()
+    assert names[0] in left and names[1] not in left
+    assert names[0] not in os.listdir("/dev/shm")
