@@ -19,11 +19,8 @@ def run(name: str) -> str:
     return run_mojo("run", "-I", ".", str(PROGRAMS / name)).strip()
 
 
-@pytest.mark.parametrize(
-    "name", ["launchers", "output_layouts", "places", "pure_functions"]
-)
-def test_program(name):
-    assert run(f"{name}.mojo") == "OK"
+def test_programs_without_a_gpu():
+    assert run("checks.mojo").split() == 5 * ["OK"]
 
 
 def test_kernels_with_the_lists_of_max(tmp_path):
@@ -50,10 +47,6 @@ def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu(1)
 def test_kernels_of_two_ranks_on_one_gpu():
     assert run("seeds_gpu.mojo") == "OK"
-
-
-def test_fp8_rounding_agrees_with_mojo():
-    assert int(run("fp8_rounding.mojo")) > 40_000_000
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launchers as a Mojo program calls them: two ranks in one process.
 
-Prints OK, or raises. Run by tests/test_mojo.py.
+Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu.host import DeviceContext
 from max_ep import (

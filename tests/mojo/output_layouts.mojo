@@ -4,7 +4,7 @@
 Two ranks, one expert, so rank 1 holds none. Checks what a graph cannot show:
 that rows after the counts stay as they were, errors of calls that
 `EPBatchManager` would not build, and what the digest of `src_info` distinguishes.
-Prints OK, or raises.
+Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu.host import DeviceContext
 from max_ep import (

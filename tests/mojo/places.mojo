@@ -3,7 +3,7 @@
 
 Each begins where the one before it ends, or a buffer or array begins anew on
 `BUFFER_ALIGN`. So none overlap, all stand in their buffers, and sizes are right.
-Prints OK, or raises. Run by tests/test_mojo.py.
+Prints OK, or raises. Run by `checks.mojo`.
 """
 from max_ep import (
     BF16TokenFormat,

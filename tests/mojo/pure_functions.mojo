@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions, schedules, splits and words of GPU kernels, which are pure functions.
 
-Prints OK, or raises. Run by tests/test_mojo.py.
+Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu import WARP_SIZE
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule

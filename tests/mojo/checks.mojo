@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the programs that need no GPU; they compile together in half of the time.
+
+Each prints OK, or raises. Run by tests/test_mojo.py.
+"""
+import fp8_rounding, launchers, output_layouts, places, pure_functions
+
+
+def main() raises:
+    """Runs all."""
+    pure_functions.main()
+    places.main()
+    fp8_rounding.main()
+    launchers.main()
+    output_layouts.main()
