@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MoE layer over four ranks: router, dispatch, SwiGLU experts, combine.
 
-    python graphs/moe_layer.py [--shared-expert] [--sums] [--fp8]
+    python graphs/moe_layer.py [--shared-expert] [--sums] [--format mxfp8]
 
 The layer is ``max_ep.graph.moe.moe_layer``; with ``--shared-expert`` every token
 also goes through one expert of its own rank, computed beside the routed ones
 and added; with ``--sums`` combine sends partial sums instead of rows
-(``EPConfig.combine_mode``); with ``--fp8`` dispatch quantizes tokens, and the experts
-get them in float32 again. The result is compared with ``max_ep.reference.moe``.
+(``EPConfig.combine_mode``); with ``--format`` dispatch quantizes tokens, and the
+experts get them in float32 again. The result is compared with that of
+``max_ep.reference.moe`` for the same quantized tokens, and for the tokens themselves.
 """
 
 import argparse
@@ -19,19 +20,11 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
 
-from max_ep import (
-    EPBatchManager,
-    EPCommInitializer,
-    EPConfig,
-    blockwise_fp8_quant_config,
-)
+from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.experts import linear
+from max_ep.formats import BY_SHORT_NAME
 from max_ep.graph.moe import ExpertWeights, moe_layer
-from max_ep.reference import (
-    dequantize_blockwise_fp8,
-    moe,
-    quantize_blockwise_fp8,
-)
+from max_ep.reference import moe
 
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN_SIZE, MOE_DIM = 4, 16, 4, 128, 64
 CPU_DEVICE, F32 = DeviceRef.CPU(), DType.float32
@@ -91,16 +84,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared-expert", action="store_true")
     parser.add_argument("--sums", action="store_true")
-    parser.add_argument("--fp8", action="store_true")
+    formats = [name for name, f in BY_SHORT_NAME.items() if f.is_quantized]
+    parser.add_argument("--format", choices=formats)
     options = parser.parse_args()
     has_shared_expert, config = options.shared_expert, CONFIG
     if options.sums:
         config = replace(CONFIG, combine_mode="sums")
-    if options.fp8:
+    if options.format:
+        token_format = BY_SHORT_NAME[options.format]
         config = replace(
             config,
-            dispatch_dtype=DType.float8_e4m3fn,
-            dispatch_quant_config=blockwise_fp8_quant_config(),
+            dispatch_dtype=token_format.dtype,
+            dispatch_quant_config=token_format.make_quant_config(),
         )
 
     rng = np.random.default_rng(7)
@@ -129,15 +124,20 @@ def main() -> None:
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     top = np.take_along_axis(p, ids, axis=1)
     top = (top / top.sum(axis=1, keepdims=True)).astype(np.float32)
-    sent = tokens
-    if options.fp8:
-        sent = dequantize_blockwise_fp8(*quantize_blockwise_fp8(tokens))
-    expected = moe(sent, ids, top, lambda e, rows: swiglu(rows, gate_up[e], down[e]))
-    if has_shared_expert:
-        expected = expected + swiglu(tokens, *shared)
+
+    def plain(sent: np.ndarray) -> np.ndarray:
+        y = moe(sent, ids, top, lambda e, rows: swiglu(rows, gate_up[e], down[e]))
+        return y + swiglu(tokens, *shared) if has_shared_expert else y
+
+    expected = exact = plain(tokens)
+    if options.format:
+        expected = plain(token_format.dequantize(*token_format.quantize(tokens)))
     np.testing.assert_array_equal(np.sort(ids), np.sort(np.argsort(-p)[:, :TOP_K]))
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
     print(f"{len(tokens)} tokens on 4 ranks agree with the plain MoE")
+    if options.format:
+        error = np.linalg.norm(expected - exact) / np.linalg.norm(exact)
+        print(f"of which {options.format} tokens change {error:.1%}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from .config import EPConfig as EPConfig
 from .config import estimate_ep_memory_usage as estimate_ep_memory_usage
 from .extension import extension_path as extension_path
 from .formats import blockwise_fp8_quant_config as blockwise_fp8_quant_config
+from .formats import mxfp8_quant_config as mxfp8_quant_config
 from .graph.all_gather import AllGatherConfig as AllGatherConfig
 from .graph.all_gather import AllGatherTokenDispatcher as AllGatherTokenDispatcher
 from .graph.buffers import EPCommBuffers as EPCommBuffers
@@ -20,8 +21,9 @@ from .graph.builders import call_ep_dispatch_async as call_ep_dispatch_async
 from .graph.builders import call_ep_dispatch_wait as call_ep_dispatch_wait
 from .graph.builders import call_ep_init as call_ep_init
 from .graph.builders import call_ep_watch as call_ep_watch
-from .graph.fp8 import dequantize_blockwise_fp8 as dequantize_blockwise_fp8
 from .graph.manager import EPBatchManager as EPBatchManager
+from .graph.quantized import dequantize as dequantize
+from .graph.quantized import dequantize_blockwise_fp8 as dequantize_blockwise_fp8
 from .graph.routing import softmax_top_k as softmax_top_k
 from .launch import LaunchError as LaunchError
 from .launch import launch as launch

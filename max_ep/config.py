@@ -16,7 +16,7 @@ from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig
 
-from .formats import PLAIN_DTYPES, TokenFormat, format_of
+from .formats import PLAIN_DTYPES, TokenFormat, format_of, on_target
 from .limits import (
     COMBINE_MODES,
     GROUP_VARIABLE,
@@ -27,6 +27,7 @@ from .limits import (
     MAX_TOP_K,
     OUTPUT_LAYOUTS,
     PROTOCOLS,
+    SCALE_LAYOUTS,
     TARGETS,
     TOKEN_ALIGN_BYTES,
 )
@@ -71,7 +72,8 @@ class EPConfig:
     node_id: int = -1
     """This process, ``[0, n_nodes)``; -1: ``ep_init`` finds it out."""
     dispatch_quant_config: QuantConfig | None = None
-    """How to quantize; FP8 needs :func:`blockwise_fp8_quant_config`."""
+    """How to quantize: :func:`blockwise_fp8_quant_config`,
+    :func:`mxfp8_quant_config`, or MAX's own config that means the same."""
     nvfp4_dyn_global_scales: bool = False
     fused_shared_expert: bool = False
     """Every rank also computes a shared expert on its own tokens. They stand in front
@@ -122,6 +124,13 @@ class EPConfig:
     ``row_offsets``. ``"padded"``: each local expert has ``expert_capacity`` rows of
     its own, with ``recv_counts``, as in DeepEP's low-latency mode."""
 
+    scale_layout: str = "auto"
+    """How the scales of quantized rows stand. ``"rows"``: as the rows do.
+    ``"transposed"``: with one row's scales apart, as FP8 matmuls take them.
+    ``"tiles"``: in MAX's tiles of 128 rows and 4 blocks, with ``scales_offsets``, as
+    its block-scaled matmuls take them; packed rows only. ``"auto"``: ``"transposed"``
+    for blockwise FP8, otherwise ``"rows"`` (docs/formats.md)."""
+
     router_top_k: ClassVar[int] = 0
     """In an all-gather (``AllGatherConfig``), router choices that travel with a token
     to all ranks; 0: this is no all-gather."""
@@ -133,6 +142,7 @@ class EPConfig:
         _check_sizes(self)
         _check_dtypes(self)
         _check_hidden_size(self)
+        _check_scale_layout(self)
         if self.protocol == "auto":
             works = self.combines_sums or not _refusal_by_rank(self)
             self.protocol = "by_rank" if works else "by_expert"
@@ -171,7 +181,7 @@ class EPConfig:
     @property
     def token_format(self) -> TokenFormat:
         """How a token travels to its experts."""
-        return format_of(self.dispatch_dtype)
+        return format_of(self.dispatch_dtype, self.dispatch_quant_config)
 
     @property
     def is_quantized(self) -> bool:
@@ -181,7 +191,28 @@ class EPConfig:
     @property
     def output_dtype(self) -> DType:
         """Dtype of dispatched rows: ``dispatch_dtype``, but uint8 for FP8 on CPU."""
-        return self.token_format.rows_dtype(self.target)
+        return on_target(self.token_format.dtype, self.target)
+
+    @property
+    def scales_dtype(self) -> DType:
+        """Dtype of the scales of dispatched rows: uint8 for those of 8 bits on CPU."""
+        return on_target(self.token_format.scale_dtype, self.target)
+
+    @property
+    def row_columns(self) -> int:
+        """Elements of the dtype of dispatched rows that a row has."""
+        return self.token_format.row_columns(self.hidden_size)
+
+    @property
+    def n_scales(self) -> int:
+        """Scales of a row."""
+        return self.token_format.n_scales(self.hidden_size)
+
+    @property
+    def scale_tiles(self) -> list[int]:
+        """Sizes of the scales in tiles: each local expert begins a tile of its own."""
+        n_rows = self.n_output_rows + 128 * self.n_local_experts
+        return [math.ceil(n_rows / 128), math.ceil(self.n_scales / 4), 32, 4, 4]
 
     @property
     def combines_sums(self) -> bool:
@@ -263,8 +294,9 @@ class EPConfig:
     def sizes(self) -> RegionSizes:
         """Returns the sizes of one rank's memory, as Mojo lays it out."""
         return region_sizes(
-            self.dispatch_dtype.size_in_bytes,
+            8 * self.dispatch_dtype.size_in_bytes,
             self.token_format.scale_block,
+            self.token_format.scale_dtype.size_in_bytes,
             self.combine_wire_dtype.size_in_bytes,
             self.hidden_size,
             self.n_experts,
@@ -305,6 +337,7 @@ def _check_choices(config: EPConfig) -> None:
         ("protocol", ("auto", *PROTOCOLS)),
         ("combine_mode", COMBINE_MODES),
         ("output_layout", OUTPUT_LAYOUTS),
+        ("scale_layout", ("auto", *SCALE_LAYOUTS)),
     ):
         value = getattr(config, field)
         if value not in choices:
@@ -438,6 +471,28 @@ def _check_hidden_size(config: EPConfig) -> None:
             )
 
 
+def _check_scale_layout(config: EPConfig) -> None:
+    """Chooses the layout of scales, and checks that there can be one."""
+    layouts = config.token_format.scale_layouts
+    if config.scale_layout == "auto":
+        config.scale_layout = layouts[0] if layouts else "auto"
+        return
+    if config.scale_layout not in layouts:
+        names = ", ".join(repr(name) for name in ("auto", *layouts))
+        raise ValueError(
+            f"scale_layout={config.scale_layout!r} with "
+            f"{config.token_format.short_name} dispatch, which has {names}"
+        )
+    if config.scale_layout == "tiles" and (
+        config.is_padded or config.fused_shared_expert
+    ):
+        raise ValueError(
+            f"scale_layout='tiles' with output_layout={config.output_layout!r} and "
+            f"fused_shared_expert={config.fused_shared_expert}: MAX's matmuls take "
+            "tiles for packed rows of routed experts only; pass 'rows'"
+        )
+
+
 def _refusal_by_rank(config: EPConfig) -> str:
     """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
     if config.uses_shmem:
@@ -488,7 +543,8 @@ def estimate_ep_memory_usage(
     """Returns the bytes of one rank's symmetric region, with ``protocol="auto"``.
 
     The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
-    the last two must have their defaults. A node is a host with GPUs, as there, and
+    the last two must have their defaults. Of several formats of one dtype it is the
+    first in :data:`max_ep.formats.FORMATS`. A node is a host with GPUs, as there, and
     what SHMEM puts from is not counted. ``max-ep plan`` prints the parts.
     """
     if dispatch_element_dtype is not None:

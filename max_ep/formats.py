@@ -22,13 +22,16 @@ from max.nn.quant_config import (
     WeightScaleSpec,
 )
 
-from . import reference
+from . import quantize
 
 PLAIN_DTYPES = (DType.bfloat16, DType.float32)
 """Dtypes of expert rows and results, and of tokens before a format encodes them."""
 
 FP8_BLOCK = 128
-"""Elements that share a scale; a test compares it with ``blockwise_fp8.mojo``."""
+"""Elements that share a scale in blockwise FP8; a test compares it with Mojo's."""
+
+MX_BLOCK = 32
+"""The same in the formats of the OCP Microscaling specification."""
 
 
 def blockwise_fp8_quant_config() -> QuantConfig:
@@ -51,6 +54,26 @@ def blockwise_fp8_quant_config() -> QuantConfig:
     )
 
 
+def mxfp8_quant_config() -> QuantConfig:
+    """Returns the ``dispatch_quant_config`` of MXFP8 dispatch."""
+    return QuantConfig(
+        input_scale=InputScaleSpec(
+            granularity=ScaleGranularity.BLOCK,
+            origin=ScaleOrigin.DYNAMIC,
+            dtype=DType.float8_e8m0fnu,
+            block_size=(1, MX_BLOCK),
+        ),
+        weight_scale=WeightScaleSpec(
+            granularity=ScaleGranularity.BLOCK,
+            dtype=DType.float8_e8m0fnu,
+            block_size=(1, MX_BLOCK),
+        ),
+        mlp_quantized_layers=set(),
+        attn_quantized_layers=set(),
+        format=QuantFormat.MXFP8,
+    )
+
+
 @dataclass(frozen=True)
 class TokenFormat:
     """How a token travels to its experts."""
@@ -64,35 +87,55 @@ class TokenFormat:
     token_dtypes: tuple[DType, ...]
     """Dtypes that a token may have before it is sent."""
     scale_block: int = 0
-    """Elements that share a float32 scale; 0: there are no scales."""
-    cpu_rows_dtype: DType | None = None
-    """Dtype of delivered rows on CPU, where MAX lacks ``dtype``; None: ``dtype``."""
+    """Elements that share a scale; 0: there are no scales."""
+    scale_dtype: DType = DType.float32
+    """Of the scales."""
+    scale_layouts: tuple[str, ...] = ()
+    """``EPConfig.scale_layout`` that it can have, the default first."""
     make_quant_config: Callable[[], QuantConfig] | None = None
     """Makes the ``dispatch_quant_config`` that it needs; None: it takes none."""
     quantize: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
-    """Oracle, ``quantize(x, power_of_two_scales)``: maps float32 ``[n, hidden]`` to
-    values ``[n, hidden]`` and scales ``[n, n_scales]``. None: elements travel as they
-    are."""
+    """Oracle: maps float32 ``[n, hidden]`` to values ``[n, hidden]`` and scales ``[n,
+    n_scales]``. None: elements travel as they are. With float32 scales it also takes
+    ``power_of_two_scales``."""
+    widen_values: Callable[[np.ndarray], np.ndarray] | None = None
+    """Oracle: makes float32 of the bits of values."""
+    widen_scales: Callable[[np.ndarray], np.ndarray] | None = None
+    """Oracle: makes float32 of the bits of scales. None: they are float32."""
 
     @property
     def is_quantized(self) -> bool:
         """Whether rows come with scales."""
         return self.scale_block > 0
 
+    def row_columns(self, hidden_size: int) -> int:
+        """Returns how many of ``dtype`` a row of values has."""
+        return hidden_size
+
     def n_scales(self, hidden_size: int) -> int:
         """Returns the scales of a row."""
         return hidden_size // self.scale_block if self.is_quantized else 0
 
-    def rows_dtype(self, target: str) -> DType:
-        """Returns the dtype of delivered rows on ``"cpu"`` or ``"gpu"``."""
-        if target == "cpu" and self.cpu_rows_dtype is not None:
-            return self.cpu_rows_dtype
-        return self.dtype
+    @property
+    def has_float_scales(self) -> bool:
+        """Whether scales are float32, so that they can be rounded."""
+        return self.is_quantized and self.scale_dtype == DType.float32
 
     def op_name(self, power_of_two_scales: bool) -> str:
         """Returns the name with the rounding of scales, as ops take it."""
-        is_rounded = self.is_quantized and power_of_two_scales
+        is_rounded = self.has_float_scales and power_of_two_scales
         return self.name + ("_power_of_two" if is_rounded else "")
+
+    def dequantize(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Multiplies values ``[..., hidden]`` by their scales ``[..., n_scales]``.
+
+        The oracle of :func:`max_ep.dequantize`: both are as ``quantize`` makes them,
+        the product is float32.
+        """
+        x = self.widen_values(values)
+        factors = self.widen_scales(scales) if self.widen_scales else scales
+        blocks = x.reshape(*scales.shape, self.scale_block)
+        return (blocks * factors[..., np.newaxis]).reshape(x.shape)
 
     def check_quant_config(self, given: QuantConfig | None) -> None:
         """Raises a ``ValueError`` unless a quantization config fits the format."""
@@ -131,9 +174,23 @@ FORMATS = (
         DType.float8_e4m3fn,
         PLAIN_DTYPES,
         scale_block=FP8_BLOCK,
-        cpu_rows_dtype=DType.uint8,
+        scale_layouts=("transposed", "rows"),
         make_quant_config=blockwise_fp8_quant_config,
-        quantize=reference.quantize_blockwise_fp8,
+        quantize=quantize.quantize_blockwise_fp8,
+        widen_values=quantize.float8_e4m3fn_to_float32,
+    ),
+    TokenFormat(
+        "mxfp8",
+        "mxfp8",
+        DType.float8_e4m3fn,
+        PLAIN_DTYPES,
+        scale_block=MX_BLOCK,
+        scale_dtype=DType.float8_e8m0fnu,
+        scale_layouts=("rows", "transposed", "tiles"),
+        make_quant_config=mxfp8_quant_config,
+        quantize=quantize.quantize_mxfp8,
+        widen_values=quantize.float8_e4m3fn_to_float32,
+        widen_scales=quantize.float8_e8m0fnu_to_float32,
     ),
 )
 """All formats."""
@@ -142,12 +199,26 @@ BY_SHORT_NAME = {token_format.short_name: token_format for token_format in FORMA
 """Formats by the names that the command line takes."""
 
 
-def format_of(dtype: DType) -> TokenFormat:
-    """Returns the format of a ``dispatch_dtype``; a ``ValueError`` if there is none."""
-    for token_format in FORMATS:
-        if token_format.dtype == dtype:
+def on_target(dtype: DType, target: str) -> DType:
+    """Returns what stands for a dtype on ``"cpu"`` or ``"gpu"``: MAX has no tensors of
+    float8 on CPU, so there uint8 holds its bits."""
+    return DType.uint8 if target == "cpu" and dtype.size_in_bytes == 1 else dtype
+
+
+def format_of(dtype: DType, quant_config: QuantConfig | None = None) -> TokenFormat:
+    """Returns the format of a ``dispatch_dtype`` and a ``dispatch_quant_config``.
+
+    The first of the dtype, if none has such a config. A ``ValueError`` if none has the
+    dtype.
+    """
+    of_dtype = [f for f in FORMATS if f.dtype == dtype]
+    for token_format in of_dtype:
+        make = token_format.make_quant_config
+        if make and quant_config and make().format == quant_config.format:
             return token_format
-    names = [str(f.dtype).removeprefix("DType.") for f in FORMATS]
+    if of_dtype:
+        return of_dtype[0]
+    names = list(dict.fromkeys(str(f.dtype).removeprefix("DType.") for f in FORMATS))
     raise ValueError(
         f"dispatch_dtype={dtype} must be {', '.join(names[:-1])} or {names[-1]}"
     )

@@ -16,13 +16,18 @@ COMBINE_MODES = ("rows", "sums")
 OUTPUT_LAYOUTS = ("packed", "padded")
 """How the rows of a rank may stand in the outputs of dispatch."""
 
-# Tests compare these three with `layout.mojo`.
+SCALE_LAYOUTS = ("transposed", "rows", "tiles")
+"""How the scales of dispatched rows may stand."""
+
+# Tests compare these with `layout.mojo`.
 MAX_TOP_K = 32
 """Largest ``top_k``."""
 MAX_RANKS = 128
 """Largest ``n_ranks``."""
 TOKEN_ALIGN_BYTES = 16
 """A token is a multiple of this."""
+SOURCE_INFO_BYTES = 16
+"""Bytes of a message's source information."""
 
 MAX_OF_ENTRY = 65535
 """Most experts, and most tokens of a rank, with ``by_rank``; as in ``entries.mojo``."""

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from .config import EPConfig
 from .formats import BY_SHORT_NAME
+from .limits import SOURCE_INFO_BYTES
 
 
 def human(n_bytes: int) -> str:
@@ -105,6 +106,10 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
         n_rows * config.hidden_size * config.output_dtype.size_in_bytes,
     )
     console.print(table)
+    console.print(
+        f"A token takes {message - SOURCE_INFO_BYTES:,} B on the wire to its experts, "
+        f"and a header of {SOURCE_INFO_BYTES} B."
+    )
     if config.n_ranks == 1:
         console.print("MAX's EP needs two ranks or more.")
         return 0

@@ -9,8 +9,9 @@ stands for the group.
     sums, not yet rounded  <--combine, with topk_weights--  expert rows
 
 `combine_sums` is what `EPConfig.combine_mode="sums"` does instead. NumPy has no
-bfloat16 and no float8_e4m3fn: both are kept as bits, `uint16` and `uint8`. This file
-needs NumPy only, and is one file so that the definition can be read in one go.
+bfloat16: it is kept as bits, `uint16`. This file needs NumPy only, and is one file so
+that the definition can be read in one go. What quantized tokens are stands in
+`quantize.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FP8_MAX = np.float32(448)
-"""Largest finite float8_e4m3fn."""
-
-FP8_MIN_AMAX = np.float32(1e-4)
-"""Floor of a block's `amax`, so that a block of zeros has a usable scale."""
+from .quantize import dequantize_blockwise_fp8 as dequantize_blockwise_fp8
+from .quantize import float8_e4m3fn_to_float32 as float8_e4m3fn_to_float32
+from .quantize import float32_to_float8_e4m3fn as float32_to_float8_e4m3fn
+from .quantize import quantize_blockwise_fp8 as quantize_blockwise_fp8
+from .quantize import typed
 
 
 def n_local_experts(n_experts: int, n_ranks: int) -> int:
@@ -39,100 +40,17 @@ def n_local_experts(n_experts: int, n_ranks: int) -> int:
 
 def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
     """Widens bfloat16 bits (`uint16`, any shape) to float32; exact."""
-    bits = _typed("bits", bits, np.uint16)
+    bits = typed("bits", bits, np.uint16)
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Rounds float32 to bfloat16 bits, to nearest, ties to even; NaN is `0x7fc0`."""
-    x = _typed("x", x, np.float32)
+    x = typed("x", x, np.float32)
     bits = np.where(np.isnan(x), np.uint32(0x7FC0_0000), x.view(np.uint32))
     is_odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = bits + np.uint32(0x7FFF) + is_odd
     return (rounded >> np.uint32(16)).astype(np.uint16)
-
-
-def float8_e4m3fn_to_float32(bits: np.ndarray) -> np.ndarray:
-    """Widens float8_e4m3fn bits (`uint8`, any shape) to float32; exact.
-
-    4 exponent bits, bias 7, 3 mantissa bits, no infinity; `0x7f` and `0xff` are NaN.
-    """
-    bits = _typed("bits", bits, np.uint8)
-    exponent = (bits >> 3).astype(np.int32) & 15
-    steps = (bits & 7) + 8.0 * (exponent > 0)
-    x = np.ldexp(steps, np.maximum(exponent, 1) - 10).astype(np.float32)
-    x = np.where((bits & 0x7F) == 0x7F, np.float32(np.nan), x)
-    return np.where(bits & 0x80, -x, x)
-
-
-def float32_to_float8_e4m3fn(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 to float8_e4m3fn bits, to nearest, ties to even.
-
-    Beyond +-448, infinity too, is +-448 (`0x7e`, `0xfe`). Every NaN is `0x7f`.
-    """
-    x = _typed("x", x, np.float32)
-    magnitude = np.where(np.isnan(x), 0, np.minimum(np.abs(x), FP8_MAX))
-    # In [2**e, 2**(e + 1)) values are 2**(e - 3) apart; below 2**-6 they stay
-    # 2**-9 apart (subnormals). `steps` counts them, in [0, 16]; 16 is the first
-    # value of the next `e`, and the sum below carries into it.
-    e = np.frexp(np.maximum(magnitude, 2.0**-6))[1] - 1
-    steps = np.rint(np.ldexp(magnitude, 3 - e))
-    bits = ((e + 6) * 8 + steps).astype(np.uint8)
-    bits = np.where(np.signbit(x), bits | np.uint8(0x80), bits)
-    return np.where(np.isnan(x), np.uint8(0x7F), bits)
-
-
-def quantize_blockwise_fp8(
-    x: np.ndarray, power_of_two_scales: bool = False, block: int = 128
-) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes finite float32 tokens to float8_e4m3fn with a float32 scale a block.
-
-    The numbers are those of DeepEP's low-latency dispatch, each operation
-    rounded once to float32:
-
-        amax = max(|x|, 1e-4)
-        values = e4m3fn(x * (448 / amax));  scale = amax / 448
-
-    With `power_of_two_scales` (its `round_scale`) `scale` is rounded up to a
-    power of two, and `values = e4m3fn(x * (1 / scale))`. DeepEP's kernel has
-    `amax * (1 / 448)` where its tests and this divide: a plain scale may differ
-    from the kernel's in the last bit.
-
-    `x` is `[n, hidden]`. Returns values, bits `uint8` `[n, hidden]`, and scales,
-    float32 `[n, hidden / block]`.
-    """
-    n, hidden = _typed("x", x, np.float32).shape
-    if hidden % block != 0:
-        raise ValueError(f"hidden={hidden} is not a multiple of block={block}")
-    blocks = x.reshape(n, hidden // block, block)
-    amax = np.maximum(np.abs(blocks).max(axis=2, keepdims=True), FP8_MIN_AMAX)
-    scales = amax / FP8_MAX
-    factors = FP8_MAX / amax
-    if power_of_two_scales:
-        mantissa, exponent = np.frexp(scales)  # mantissa in [0.5, 1)
-        scales = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
-        factors = 1 / scales
-    values = float32_to_float8_e4m3fn(blocks * factors)
-    return values.reshape(x.shape), scales[:, :, 0]
-
-
-def dequantize_blockwise_fp8(
-    values: np.ndarray, scales: np.ndarray, block: int = 128
-) -> np.ndarray:
-    """Multiplies float8_e4m3fn bits `[n, hidden]` by their scales, in float32.
-
-    Scales are float32 `[n, hidden / block]`, the transpose of what dispatch delivers.
-    """
-    n, hidden = values.shape
-    scales = _typed("scales", scales, np.float32)
-    if scales.shape != (n, hidden // block):
-        raise ValueError(
-            f"scales of {n} rows must be [{n}, {hidden // block}], got "
-            f"{list(scales.shape)}; those that dispatch delivers stand transposed: "
-            "pass scales.T"
-        )
-    x = float8_e4m3fn_to_float32(values).reshape(*scales.shape, block)
-    return (x * scales[:, :, np.newaxis]).reshape(values.shape)
 
 
 @dataclass
@@ -146,7 +64,7 @@ class DispatchResult:
     rows: np.ndarray
     """`[n_rows, ...]`, element type of the tokens (or of quantized values)."""
     scales: np.ndarray | None
-    """float32 `[n_blocks, n_rows]`: `scales[b, r]` is of row `r`, block `b`."""
+    """`[n_blocks, n_rows]`: `scales[b, r]` is of row `r`, block `b`."""
     row_offsets: np.ndarray
     """uint32 `[n_groups + 1]`: group `e` has the rows `[row_offsets[e],
     row_offsets[e + 1])`. A group is a local expert; with a shared expert that
@@ -192,7 +110,7 @@ def dispatch(
         raise ValueError("hidden size or element type differs between ranks")
     scales = None
     if quantize is not None:
-        quantized = [quantize(_typed("tokens", t, np.float32)) for t in tokens]
+        quantized = [quantize(typed("tokens", t, np.float32)) for t in tokens]
         tokens = [values for values, _ in quantized]
         scales = np.concatenate([s for _, s in quantized])
 
@@ -244,7 +162,7 @@ class PaddedResult:
     rows: np.ndarray
     """`[n_local_experts, capacity, ...]`."""
     scales: np.ndarray | None
-    """float32 `[n_local_experts, n_blocks, capacity]`."""
+    """`[n_local_experts, n_blocks, capacity]`."""
     recv_counts: np.ndarray
     """int32 `[n_local_experts]`: rows of each."""
     src_info: np.ndarray
@@ -270,7 +188,8 @@ def pad(result: DispatchResult, n_ranks: int, capacity: int) -> PaddedResult:
     )
     if result.scales is not None:
         n_blocks = len(result.scales)
-        padded.scales = np.zeros((n_local, n_blocks, capacity), np.float32)
+        shape = (n_local, n_blocks, capacity)
+        padded.scales = np.zeros(shape, result.scales.dtype)
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
         n_rows = end - begin
         padded.rows[expert, :n_rows] = result.rows[begin:end]
@@ -323,7 +242,7 @@ def combine(
         row_of_choice[src_info[mine, 0], src_info[mine, 1]] = mine
         acc = _weighted_sum(all_rows, row_of_choice, weights)
         if len(shared):
-            acc = _typed("sum", round_sum(acc), np.float32)
+            acc = typed("sum", round_sum(acc), np.float32)
             acc[src_info[shared, 0]] += all_rows[shared]
         sums.append(acc)
     return sums
@@ -372,10 +291,10 @@ def combine_sums(
             else:
                 from_others.append((has, round_partial(partial[has])))
         for has, partial in from_others:
-            acc[has] += _typed("partial", partial, np.float32)
+            acc[has] += typed("partial", partial, np.float32)
         shared = np.flatnonzero(results[rank].src_info[:, 1] == -1)
         if len(shared):
-            acc = _typed("sum", round_sum(acc), np.float32)
+            acc = typed("sum", round_sum(acc), np.float32)
             acc[results[rank].src_info[shared, 0]] += expert_rows[rank][shared]
         sums.append(acc)
     return sums
@@ -440,7 +359,7 @@ def moe(
             f"got {list(topk_weights.shape)}"
         )
     row_of_choice = np.full(topk_ids.shape, -1)
-    expert_rows = [_typed("tokens", tokens, np.float32)[:0]]
+    expert_rows = [typed("tokens", tokens, np.float32)[:0]]
     n_rows = 0
     for expert_id in np.unique(topk_ids[topk_ids >= 0]):
         token_idx, k = np.nonzero(topk_ids == expert_id)
@@ -460,7 +379,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     and set the last bit if anything was lost), which never makes a tie (Boldo and
     Melquiond, 2008).
     """
-    a, b, c = (_typed("fma", x, np.float32) for x in (a, b, c))
+    a, b, c = (typed("fma", x, np.float32) for x in (a, b, c))
     with np.errstate(invalid="ignore", over="ignore"):
         product = a.astype(np.float64) * b  # exact
         total = np.asarray(product + c)
@@ -480,8 +399,8 @@ def _weighted_sum(
 
     `row_of_choice` is `[n_tokens, top_k]`; -1 means that there is no row.
     """
-    rows = _typed("expert rows", rows, np.float32)
-    weights = _typed("topk_weights", weights, np.float32)
+    rows = typed("expert rows", rows, np.float32)
+    weights = typed("topk_weights", weights, np.float32)
     acc = np.zeros((len(weights), rows.shape[1]), np.float32)
     for k in range(weights.shape[1]):
         has = np.flatnonzero(row_of_choice[:, k] >= 0)
@@ -533,11 +452,3 @@ def _check_ids(
                 f"rank {rank}, token {token_idx}, choice {k}: id"
                 f" {ids[token_idx, k]} is outside [-1, {n_experts})"
             )
-
-
-def _typed(name: str, x: np.ndarray, dtype: type) -> np.ndarray:
-    """Returns `x` as an array; a silent cast would hide a second rounding."""
-    x = np.asarray(x)
-    if x.dtype != dtype:
-        raise TypeError(f"{name} must be {np.dtype(dtype)}, got {x.dtype}")
-    return x

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers Python's questions about sizes: `layout.py` runs this program.
 
-Arguments: bytes of a dispatched element, elements that share a scale (0: there
-are no scales), bytes of a combine element, hidden_size, n_experts, n_ranks,
-max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), returns
+Arguments: bits of a dispatched element, elements that share a scale (0: there are
+no scales), bytes of a scale, bytes of a combine element, hidden_size, n_experts,
+n_ranks, max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), returns
 (rows, sums), router_top_k. Prints a line `name value` for each size.
 """
 from max_ep.counters import local_sync_counters_words, N_FAILURE_WORDS, Word
@@ -22,26 +22,28 @@ from std.sys import argv
 def main() raises:
     """Prints the sizes."""
     var args = argv()
-    var element_bytes = Int(args[1])
+    var value_bits = Int(args[1])
     var scale_block = Int(args[2])
-    var hidden_size = Int(args[4])
-    var token_bytes = plain_token_bytes(hidden_size, element_bytes)
+    var hidden_size = Int(args[5])
+    var token_bytes = plain_token_bytes(hidden_size, value_bits // 8)
     if scale_block:
-        token_bytes = scaled_token_bytes(hidden_size, element_bytes, scale_block)
+        token_bytes = scaled_token_bytes(
+            hidden_size, value_bits, scale_block, Int(args[3])
+        )
     var addressing = Addressing.BY_EXPERT
-    if args[9] == "by_rank":
+    if args[10] == "by_rank":
         addressing = Addressing.BY_RANK
-    elif args[9] == "to_all":
+    elif args[10] == "to_all":
         addressing = Addressing.TO_ALL
     var group = Group(
-        n_experts=Int(args[5]),
-        n_ranks=Int(args[6]),
-        max_tokens_per_rank=Int(args[7]),
-        top_k=Int(args[8]),
-        dispatch_msg_bytes=message_bytes(token_bytes, Int(args[11])),
-        combine_msg_bytes=message_bytes(plain_token_bytes(hidden_size, Int(args[3]))),
+        n_experts=Int(args[6]),
+        n_ranks=Int(args[7]),
+        max_tokens_per_rank=Int(args[8]),
+        top_k=Int(args[9]),
+        dispatch_msg_bytes=message_bytes(token_bytes, Int(args[12])),
+        combine_msg_bytes=message_bytes(plain_token_bytes(hidden_size, Int(args[4]))),
         addressing=addressing,
-        returns=Returns.SUMS if args[10] == "sums" else Returns.ROWS,
+        returns=Returns.SUMS if args[11] == "sums" else Returns.ROWS,
     )
     print("counters_words", local_sync_counters_words(group))
     print("failure_word", Word.FAILURE)

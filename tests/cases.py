@@ -51,6 +51,7 @@ class Case:
     """Input scales: None, `one` (`[1]`) or `each` (`[n_experts]`)."""
     # Not in `repr`, which seeds the data.
     output_layout: str = field(default="packed", repr=False)
+    scale_layout: str = field(default="auto", repr=False)
     fused_shared_expert: bool = field(default=False, repr=False)
     protocol: str = field(default="by_expert", repr=False)
     combine_mode: str = field(default="rows", repr=False)
@@ -61,7 +62,7 @@ class Case:
         return BY_SHORT_NAME[self.wire.removesuffix("_pow2")]
 
     @property
-    def is_fp8(self) -> bool:
+    def is_quantized(self) -> bool:
         return self.token_format.is_quantized
 
     @property
@@ -71,7 +72,7 @@ class Case:
     @property
     def sends_rows_back(self) -> bool:
         """Whether dispatched rows can be the expert rows, as they are."""
-        return not self.is_fp8 and self.tokens == self.combine
+        return not self.is_quantized and self.tokens == self.combine
 
     @property
     def combines_sums(self) -> bool:
@@ -120,6 +121,7 @@ class Case:
             dispatch_quant_config=make_quant_config() if make_quant_config else None,
             fp8_power_of_two_scales=self.has_rounded_scales,
             output_layout=self.output_layout,
+            scale_layout=self.scale_layout,
             fused_shared_expert=self.fused_shared_expert,
             protocol=self.protocol,
             combine_mode=self.combine_mode,
@@ -154,6 +156,8 @@ _CASES = [
     Case("scaled", 2, 5, 3, 80, 7, scales="one"),
     Case("scaled_each", 3, 7, 3, 36, 5, "float32", F32, F32, "each"),
     Case("fp8_scaled_each", 3, 7, 3, 256, 7, "fp8", scales="each"),
+    # Neither 16 scales nor 4, and fewer values than a warp holds.
+    Case("mxfp8", 3, 7, 3, 96, 7, "mxfp8"),
 ]
 CASES = {case.name: case for case in _CASES}
 
@@ -164,6 +168,9 @@ _LAYOUT_CASES = [
     # Large enough that a launch is spread over workers.
     Case("padded_fp8", 2, 5, 3, 1024, 96, "fp8", scales="one", **_PADDED),
     Case("padded_fp8_each", 3, 7, 3, 1024, 96, "fp8", scales="each", **_PADDED),
+    # More rows than a tile has, and tiles that are not full.
+    Case("tiles_mxfp8", 2, 5, 3, 1120, 96, "mxfp8", scale_layout="tiles"),
+    Case("padded_mxfp8", 2, 5, 3, 1024, 9, "mxfp8", F32, scales="each", **_PADDED),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
 ]
@@ -244,7 +251,8 @@ def features(case: Case) -> set[tuple]:
         top_k=case.top_k if case.top_k in (1, MAX_TOP_K) else "some",
         wire=(case.wire, case.tokens),
         scales=case.scales,
-        layout=(case.output_layout, case.fused_shared_expert, case.is_fp8),
+        layout=(case.output_layout, case.fused_shared_expert, case.is_quantized),
+        scale_layout=case.scale_layout if case.is_quantized else None,
     )
     of_combine = dict(
         layout=(case.output_layout, case.fused_shared_expert),
@@ -452,9 +460,8 @@ def _in_layout(
 def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
     quantize = case.token_format.quantize
     if quantize:
-        quantize = functools.partial(
-            quantize, power_of_two_scales=case.has_rounded_scales
-        )
+        if case.has_rounded_scales:
+            quantize = functools.partial(quantize, power_of_two_scales=True)
     tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
     if given.input_scales is None:
         return dispatch(

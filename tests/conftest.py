@@ -45,7 +45,7 @@ finds.
 
 ONE_MODULE = (
     "test_round_trip test_errors test_gather test_stats test_fuzz test_subgraph "
-    "test_hopper test_router test_fp8"
+    "test_hopper test_router test_formats"
 ).split()
 """Files that one process runs, for their graphs are compiled together."""
 

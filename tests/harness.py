@@ -21,6 +21,7 @@ from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
+from max_ep.quantize import scales_of_tiles
 from max_ep.reference import PaddedResult
 
 CPU = DeviceRef.CPU()
@@ -192,12 +193,26 @@ PADDED = "recv_counts src_info recv_ranges kept_src_info result".split()
 
 def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]:
     """Takes what `round_trip` built from an iterator over a run's outputs: whole
-    tensors, as bits where the oracle has bits."""
-    names = ["rows", *["scales"] * case.is_fp8, *(PADDED if case.is_padded else PACKED)]
-    return [
-        SimpleNamespace(**{name: to_numpy(next(outputs)) for name in names})
-        for _ in range(case.n_ranks)
+    tensors, as bits where the oracle has bits. Scales stand as the oracle's."""
+    names = [
+        "rows",
+        *["scales"] * case.is_quantized,
+        *(PADDED if case.is_padded else PACKED),
     ]
+    layout = case.config().scale_layout
+    if layout == "tiles":
+        names.insert(names.index("row_offsets") + 1, "scales_offsets")
+    ranks = []
+    for _ in range(case.n_ranks):
+        got = SimpleNamespace(**{name: to_numpy(next(outputs)) for name in names})
+        if layout == "rows":
+            got.scales = got.scales.swapaxes(-1, -2)
+        if layout == "tiles":
+            assert (got.scales_offsets == np.arange(case.n_local_experts)).all()
+            n_blocks = case.token_format.n_scales(case.hidden_size)
+            got.scales = scales_of_tiles(got.scales, got.row_offsets, n_blocks).T
+        ranks.append(got)
+    return ranks
 
 
 @contextlib.contextmanager

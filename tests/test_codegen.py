@@ -36,6 +36,7 @@ AMD_REGISTERS_OF_TWO_WAVES = 256
 SPILLED = {
     (NVIDIA, "dispatch_async.fp8_scaled"): 104,
     (NVIDIA, "dispatch_wait.fp8_shared_chunks_oversubscribed"): 8,
+    (NVIDIA, "dispatch.mxfp8_tiles_chunks"): 8,
 }
 
 
@@ -375,15 +376,15 @@ def test_wide_ids_are_narrowed_to_their_range(it):
 @kernels()
 def test_payload_moves_by_16_bytes(it):
     """Nothing narrower in a peer's memory but words that are published. Its address
-    comes out of a table: the space is generic. Of FP8 messages by expert the scales are
-    read one by one."""
+    comes out of a table: the space is generic. Of FP8 and MXFP8 messages by expert the
+    scales are read four bytes at a time."""
     if it.sends or it.receives:
         assert it.moved
     narrow = it.kernel.find(
         lambda op: op.is_plain and op.space == "generic" and op.n_bytes != 16
     )
     reads_scales = not it.is_by_rank and it.is_dispatch and it.receives
-    reads_scales = reads_scales and it.has("fp8")
+    reads_scales = reads_scales and (it.has("fp8") or it.has("mxfp8"))
     kinds = {it.kernel.ops[i].kind for i in narrow}
     assert kinds == ({"load"} if reads_scales else set()), it.shown(narrow)
 

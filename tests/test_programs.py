@@ -44,7 +44,7 @@ def plan(capsys, monkeypatch):
         ("python graphs/round_trip.py", "came back doubled"),
         # The layer with rows sent back is the demo's.
         (
-            "python graphs/moe_layer.py --shared-expert --sums --fp8",
+            "python graphs/moe_layer.py --shared-expert --sums --format mxfp8",
             "agree with the plain MoE",
         ),
         ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
@@ -76,6 +76,7 @@ _BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
         (f"{LARGE} --protocol by_expert", "recv", [f"{64 * 4 * 4096 * _MSG:,}"]),
         (LARGE, "MAX's EP would take", []),
         (f"{LARGE} --combine-mode sums", "dispatch recv", ["4 x 4096 x 8 x 16 B"]),
+        (f"{LARGE} --dispatch mxfp8", "on the wire", ["7,392 B", "16 B"]),
         *(
             (
                 f"{LARGE} --combine-mode sums{partial}",

@@ -443,7 +443,7 @@ def test_fp8_is_made_of_bfloat16_and_float32_and_not_combined_as_it_is():
                     manager.ep_dispatch(x.tokens, x.ids, 0)
                 continue
             rows, *_ = manager.ep_dispatch(x.tokens, x.ids, 0)
-            with raises(TypeError, "uint8; FP8; dequantize_blockwise_fp8; scales"):
+            with raises(TypeError, "uint8; FP8; max_ep.dequantize; scales"):
                 manager.ep_combine_async(rows, 0)
 
 

@@ -129,10 +129,11 @@ def rows_for_op(
     is_tensor = isinstance(input_tokens, TensorValue)
     if config.is_quantized and is_tensor and input_tokens.dtype == config.output_dtype:
         raise TypeError(
-            f"input_tokens of combine has dtype {input_tokens.dtype}, as the FP8 rows "
-            "that dispatch delivers; pass what the experts made of them, in "
-            f"{config.combine_dtype}. max_ep.dequantize_blockwise_fp8(rows, scales) "
-            "makes rows for experts; a cast alone leaves the scales out"
+            f"input_tokens of combine has dtype {input_tokens.dtype}, as the "
+            f"{config.token_format.short_name.upper()} rows that dispatch delivers; "
+            "pass what the experts made of them, in "
+            f"{config.combine_dtype}. max_ep.dequantize(rows, scales, config) makes "
+            "rows for experts; a cast alone leaves the scales out"
         )
     shape = [*rows, config.hidden_size]
     check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)

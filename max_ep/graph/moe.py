@@ -14,8 +14,8 @@ from max.dtype import DType
 from max.graph import TensorValue
 
 from ..experts import grouped_swiglu, linear
-from .fp8 import dequantize_blockwise_fp8
 from .manager import EPBatchManager
+from .quantized import dequantize
 from .routing import softmax_top_k
 
 
@@ -73,7 +73,7 @@ def moe_layer(
 ) -> tuple[list[TensorValue], list[TensorValue]]:
     """Runs the layer on all ranks of this process.
 
-    ``x`` and ``router`` are as in :func:`route`. Where dispatch quantizes to FP8,
+    ``x`` and ``router`` are as in :func:`route`. Where dispatch quantizes,
     experts get its rows in float32 again, and ``combine_dtype`` is float32. Returns the
     results of each rank, ``[n_tokens, hidden_size]``, and its ``topk_ids``.
     """
@@ -86,7 +86,7 @@ def moe_layer(
         rows, *groups = dispatched
         if config.is_quantized:
             scales, *groups = groups
-            rows = dequantize_blockwise_fp8(rows, scales)
+            rows = dequantize(rows, scales, config)
         own = experts[rank]
         return grouped_swiglu(rows, own.gate_up, own.down, *groups[:2])
 

@@ -6,6 +6,7 @@ This is the only file that knows how ``mojo/max_ep/ops.mojo`` names and types th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -88,6 +89,8 @@ def _group(config: EPConfig) -> str:
         "padded": config.is_padded,
         "fused_shared_expert": config.fused_shared_expert,
         "shares_gpu": config.ranks_per_gpu > 1,
+        "scales_in_rows": config.scale_layout == "rows",
+        "scales_in_tiles": config.scale_layout == "tiles",
     }
     words = [*config.axes, *(f"{name}={number}" for name, number in numbers.items())]
     return " ".join([*words, *(name for name, is_set in flags.items() if is_set)])
@@ -105,18 +108,16 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
     that the format or the layout has not are empty.
     """
     n_rows, n_local = config.n_output_rows, config.n_local_experts
-    n_scales = config.token_format.n_scales(config.hidden_size)
     n_groups = n_local + int(config.fused_shared_expert)
     router_top_k = config.router_top_k
-    scales, offsets, ids = [n_scales, n_rows], [n_groups + 1], [n_groups]
+    offsets, ids = [n_groups + 1], [n_groups]
     if config.is_padded:
-        scales = [n_local * n_scales, config.expert_capacity]
         offsets, ids = [n_local], [n_local * config.n_ranks, 2]
     offsets_dtype = DType.int32 if config.is_padded else DType.uint32
     routing = [n_rows if router_top_k else 0, router_top_k]
     return [
-        TensorType(config.output_dtype, [n_rows, config.hidden_size], device),
-        TensorType(DType.float32, scales if n_scales else [0, 0], device),
+        TensorType(config.output_dtype, [n_rows, config.row_columns], device),
+        TensorType(config.scales_dtype, _scales_shape(config), device),
         TensorType(offsets_dtype, offsets, device),
         TensorType(DType.int32, ids, device),
         TensorType(DType.int32, [n_rows, 2], device),
@@ -126,12 +127,30 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
     ]
 
 
+def _scales_shape(config: EPConfig) -> list[int]:
+    """Returns the sizes of the scales, in two dimensions."""
+    n_rows, n_scales = config.n_output_rows, config.n_scales
+    if config.scale_layout == "tiles":
+        return [math.prod(config.scale_tiles[:-1]), config.scale_tiles[-1]]
+    if config.scale_layout == "rows":
+        return [n_rows, n_scales]
+    if config.is_padded and n_scales:
+        return [config.n_local_experts * n_scales, config.expert_capacity]
+    return [n_scales, n_rows if n_scales else 0]
+
+
 def dispatch_results(
     config: EPConfig, results: list[TensorValue]
 ) -> tuple[TensorValue, ...]:
     """Gives what the dispatch ops deliver its shapes and order."""
     tokens, scales, offsets, ids, src_info, *gathered = results
     rows = [tokens, scales] if config.is_quantized else [tokens]
+    if config.scale_layout == "tiles":
+        # Local expert `e` begins with tile `row_offsets[e] // 128 + e`.
+        experts = np.arange(config.n_local_experts, dtype=np.uint32)
+        scales_offsets = ops.constant(experts, DType.uint32, tokens.device)
+        tiles = scales.reshape(config.scale_tiles)
+        return (tokens, tiles, offsets, scales_offsets, ids, src_info)
     if not config.is_padded:
         rest = gathered if config.router_top_k else []
         return (*rows, *rest, offsets, ids, src_info)

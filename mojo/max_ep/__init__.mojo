@@ -14,6 +14,7 @@ from .api import (
     ep_dispatch_wait_kernel_api,
 )
 from .counters import EPLocalSyncCounters
+from .formats.block_scaled import BlockScaledTokenFormat
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from .ops import *
 from .routing_ops import *

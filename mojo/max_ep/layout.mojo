@@ -119,10 +119,13 @@ def plain_token_bytes(hidden_size: Int, element_bytes: Int) -> Int:
     return round_up(hidden_size * element_bytes, MESSAGE_ALIGN)
 
 
-def scaled_token_bytes(hidden_size: Int, element_bytes: Int, block: Int) -> Int:
-    """Counts the bytes of values, and of a float32 scale for each block."""
-    var scale_bytes = round_up(hidden_size // block * 4, MESSAGE_ALIGN)
-    return plain_token_bytes(hidden_size, element_bytes) + scale_bytes
+def scaled_token_bytes(
+    hidden_size: Int, value_bits: Int, block: Int, scale_bytes: Int
+) -> Int:
+    """Counts the bytes of values, and of a scale for each block."""
+    return round_up(hidden_size * value_bits // 8, MESSAGE_ALIGN) + round_up(
+        hidden_size // block * scale_bytes, MESSAGE_ALIGN
+    )
 
 
 def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:

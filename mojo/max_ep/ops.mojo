@@ -168,7 +168,7 @@ struct DispatchWait:
         target: StaticString, group: StaticString, format: StaticString
     ](
         output_tokens: OutputTensor[rank=2, ...],
-        output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
+        output_scales: OutputTensor[rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
         expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
@@ -199,7 +199,7 @@ struct DispatchWait:
                 Format.rows_of(
                     OutputTensors(
                         _bytes_of(output_tokens),
-                        _bytes_of(output_scales).unsafe_bitcast[Float32](),
+                        _bytes_of(output_scales),
                         output_scales.dim_size(1),
                         _bytes_of(routing_map).unsafe_bitcast[Int32](),
                         _bytes_of(probs).unsafe_bitcast[Float32](),
@@ -226,7 +226,7 @@ struct Dispatch:
         has_input_scales: Bool,
     ](
         output_tokens: OutputTensor[rank=2, ...],
-        output_scales: OutputTensor[dtype=DType.float32, rank=2, ...],
+        output_scales: OutputTensor[rank=2, ...],
         row_offsets: OutputTensor[rank=1, ...],
         expert_ids: OutputTensor[dtype=DType.int32, ...],
         src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
@@ -280,7 +280,7 @@ struct Dispatch:
                 Format.rows_of(
                     OutputTensors(
                         _bytes_of(output_tokens),
-                        _bytes_of(output_scales).unsafe_bitcast[Float32](),
+                        _bytes_of(output_scales),
                         output_scales.dim_size(1),
                         _bytes_of(routing_map).unsafe_bitcast[Int32](),
                         _bytes_of(probs).unsafe_bitcast[Float32](),

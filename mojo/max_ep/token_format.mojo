@@ -23,8 +23,9 @@ struct LaneWire(TrivialRegisterPassable):
 
     var values: LaneBytes
     """16 bytes of values."""
-    var scale: Float32
-    """Scale of the block that the lane's elements are in, if there is one."""
+    var scales: LaneBytes
+    """Lane `i < scale_vectors` of each 32: the `i`-th 16 bytes of the scales of these
+    lanes."""
 
 
 @fieldwise_init
@@ -33,16 +34,36 @@ struct OutputTensors(TrivialRegisterPassable):
 
     var tokens: BytePointer
     """Rows, `[n_rows][hidden_size]` in the format's element type."""
-    var scales: Pointer[Float32, MutUntrackedOrigin]
-    """Scales, in the format's layout; read if it has some."""
-    var rows_per_group: Int
-    """Rows whose scales stand together."""
+    var scales: BytePointer
+    """Scales, in the format's layout; written if it has some."""
+    var scales_columns: Int
+    """Columns of the tensor of scales."""
     var routing_map: Pointer[Int32, MutUntrackedOrigin]
     """All-gather: `[n_rows][router_top_k]`."""
     var probs: Pointer[Float32, MutUntrackedOrigin]
     """All-gather: `[n_rows][router_top_k]`."""
     var n_gathered: Pointer[Int32, MutUntrackedOrigin]
     """All-gather: `[1]`, rows that there are."""
+
+
+trait OutputRows(KernelArgument, TrivialRegisterPassable):
+    """Where decoded tokens go: the pointers of a format's output tensors."""
+
+    comptime depend_on_expert: Bool = False
+    """Whether `of_expert` must be called for the rows of each expert."""
+
+    @always_inline
+    def of_expert(self, local_expert: Int, first_row: Int) -> Self:
+        """Finds where the rows of an expert go.
+
+        Args:
+            local_expert: The expert.
+            first_row: The first of its rows.
+
+        Returns:
+            The pointers to use for them.
+        """
+        return self
 
 
 trait TokenFormat:
@@ -67,13 +88,23 @@ trait TokenFormat:
     """Bytes of the values of a token, without scales; a multiple of 16."""
     comptime lane_elements: Int
     """Elements whose values fill 16 bytes."""
-    comptime has_scales: Bool
-    """Whether float32 scales follow the values, one for eight lanes."""
+    comptime scale_vectors: Int
+    """Scales follow the values; so many times 16 bytes belong to the values of 32
+    lanes. 0: there are none."""
+    comptime n_scale_vectors: Int = (
+        Self.token_bytes - Self.value_bytes
+    ) // MESSAGE_ALIGN
+    """16 bytes of scales of a token."""
+    comptime values_flip: UInt32 = 0
+    """What the last word of 16 inline bytes of values is changed by (xor) on the way,
+    so that no value looks as if it had not arrived (`SENTINEL`)."""
+    comptime scales_flip: UInt32 = 0
+    """The same for 16 bytes of scales."""
     comptime router_top_k: Int = 0
     """Choices of the router that a token carries to every rank, in an all-gather;
     0: its choices say where it goes."""
-    comptime Rows: KernelArgument & TrivialRegisterPassable
-    """Where decoded tokens go: the pointers of the output tensors."""
+    comptime Rows: OutputRows
+    """Where decoded tokens go."""
 
     @staticmethod
     def rows_of(outputs: OutputTensors) -> Self.Rows:
@@ -123,7 +154,9 @@ trait TokenFormat:
     @staticmethod
     def encode_lane[
         input_type: DType, is_scaled: Bool
-    ](elements: SIMD[input_type, Self.lane_elements], input_scale: Float32) -> LaneWire:
+    ](
+        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32, lane: Int
+    ) -> LaneWire:
         """Encodes what one GPU lane holds; all lanes of the warp call it.
 
         Parameters:
@@ -133,6 +166,7 @@ trait TokenFormat:
         Args:
             elements: The lane's elements; zeros behind the token's end.
             input_scale: Factor of every element; read if `is_scaled`.
+            lane: This lane.
 
         Returns:
             The lane's part of the wire format.
@@ -165,13 +199,13 @@ trait TokenFormat:
         ...
 
     @staticmethod
-    def place_scales(rows: Self.Rows, row: Int, step: Int, scales: LaneBytes):
+    def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
         """Puts 16 bytes of scales into the output.
 
         Args:
             rows: The output tensors.
             row: The row that the token takes there.
-            step: Which 16 bytes of the message's scales.
+            vector: Which 16 bytes of the message's scales.
             scales: The bytes.
         """
         pass

@@ -365,7 +365,7 @@ def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) 
             Format.rows_of(
                 OutputTensors(
                     _at[UInt8](given.rows),
-                    _at[Float32](given.scales),
+                    _at[UInt8](given.scales),
                     REGION.expert_capacity(),
                     _at[Int32](0),
                     _at[Float32](0),

@@ -4,7 +4,17 @@
 Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd, emit_phase
-from groups import BF16, BY_EXPERT, combine_group, dispatch_group, FP8, ROWS, TOP_K
+from groups import (
+    BF16,
+    BY_EXPERT,
+    combine_group,
+    dispatch_group,
+    FP8,
+    MXFP8_ROWS,
+    MXFP8_TILES,
+    ROWS,
+    TOP_K,
+)
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.device.phase import InputScales, Phase
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
@@ -48,6 +58,8 @@ def main() raises:
     emit_both[Dispatch[BF16, shared=True], "dispatch_async"]("bf16_shared")
     emit_both[Dispatch[FP8], "dispatch_async"]("fp8")
     emit_both[Dispatch[FP8], "dispatch_async", InputScales(scale_of)]("fp8_scaled")
+    emit_both[Dispatch[MXFP8_ROWS], "dispatch_async"]("mxfp8")
+    emit_both[Dispatch[MXFP8_TILES], "dispatch_wait"]("mxfp8_tiles")
     emit_both[Dispatch[BF16], "dispatch_wait"]("bf16")
     emit_both[Dispatch[BF16, padded=True], "dispatch_wait"]("bf16_padded")
     emit_both[Dispatch[BF16, shared=True], "dispatch_wait"]("bf16_shared")

@@ -13,6 +13,8 @@ from groups import (
     FP8,
     HIDDEN,
     MANY,
+    MXFP8_ROWS,
+    MXFP8_TILES,
     N_EXPERTS,
     N_RANKS,
     ROWS,
@@ -92,6 +94,9 @@ def main() raises:
     emit_phase[Dispatch[FP8, SUMS, padded=True], "dispatch"]("fp8_sums_padded")
     emit_phase[Dispatch[BF16, SUMS, MANY], "dispatch"]("bf16_sums_chunks")
     emit_phase[Dispatch[FP8, ROWS, MANY, shared=True], "dispatch"]("fp8_shared_chunks")
+    emit_phase[Dispatch[MXFP8_ROWS], "dispatch_async"]("mxfp8")
+    emit_phase[Dispatch[MXFP8_ROWS], "dispatch_wait"]("mxfp8")
+    emit_phase[Dispatch[MXFP8_TILES, ROWS, MANY], "dispatch"]("mxfp8_tiles_chunks")
     emit_phase[AllGather, "dispatch"]("bf16_sums_metadata_chunks")
     emit_phase[Dispatch[BF16, SUMS, n_experts=2 * N_EXPERTS], "dispatch"](
         "bf16_sums_many"

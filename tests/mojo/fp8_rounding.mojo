@@ -3,7 +3,7 @@
 
 Prints OK, or raises. Run by `checks.mojo`.
 """
-from max_ep.formats.blockwise_fp8 import encode_e4m3fn
+from max_ep.formats.casts import encode_e4m3fn
 from std.memory import bitcast
 from std.testing import assert_true
 

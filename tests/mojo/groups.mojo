@@ -3,8 +3,11 @@
 
 A large model, on eight GPUs unless said otherwise.
 """
+from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.mxfp8 import MXFP8
 from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
+from max_ep.formats.scale_layouts import InTiles, RowByRow
 from max_ep.layout import Addressing, Group, message_bytes, plain_token_bytes, Returns
 from max_ep.token_format import TokenFormat
 from std.sys import size_of
@@ -20,6 +23,8 @@ comptime MANY = 4096
 comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
 comptime F32 = Float32TokenFormat[HIDDEN, TOP_K]
 comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
+comptime MXFP8_ROWS = BlockScaledTokenFormat[MXFP8, RowByRow, HIDDEN, TOP_K]
+comptime MXFP8_TILES = BlockScaledTokenFormat[MXFP8, InTiles, HIDDEN, TOP_K]
 comptime BY_EXPERT = Addressing.BY_EXPERT
 comptime BY_RANK = Addressing.BY_RANK
 comptime ROWS = Returns.ROWS

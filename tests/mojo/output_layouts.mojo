@@ -18,8 +18,8 @@ from max_ep import (
 )
 from max_ep.cpu.plan import hash_src_info
 from max_ep.flags import next_generation
-from max_ep.formats.blockwise_fp8 import ScaledRows
 from max_ep.formats.plain import PlainRows
+from max_ep.formats.scale_layouts import TransposedRows
 from max_ep.layout import Addressing, combine_msg_bytes, Group, Returns
 from max_ep.token_format import SharedRows, TokenFormat
 from ranks import Matrix, Ranks, tensor, vector
@@ -91,7 +91,7 @@ def check_padded_rows_behind_the_counts() raises:
         ep_dispatch_wait_kernel_api[
             FP8, 1, MAX_TOKENS, N_RANKS, 1, "cpu", output_layout="padded"
         ](
-            ScaledRows(tokens.ptr, scales.ptr, CAPACITY),
+            TransposedRows(tokens.ptr, scales.ptr.unsafe_bitcast[UInt8](), CAPACITY),
             recv_counts,
             recv_ranges,
             src_info,

@@ -196,7 +196,7 @@ def main() raises:
     check_format[PlainTokenFormat[DType.float32, 36, 2]](144)
     check_format[BlockwiseFP8TokenFormat[128, 1]](128 + 16)
     check_format[BlockwiseFP8TokenFormat[640, 32, True]](
-        scaled_token_bytes(640, 1, 128)
+        scaled_token_bytes(640, 8, 128, 4)
     )
     check_format[WithMetadataTokenFormat[DType.bfloat16, 80, 3, 5]](160, 5)
     check_format[WithMetadataTokenFormat[DType.float32, 4, 32, 40]](16, 40)

@@ -208,6 +208,15 @@ struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
     var is_streaming: Bool
 
     @always_inline
+    def of_pair[group: Group, //](self, pair: Int, rank: CpuRank[group]) -> Self:
+        """Finds where the rows of a pair's expert go."""
+        var outputs = self
+        var expert = pair // group.n_ranks
+        var first_row = rank.counters.pair_row(group.pair(expert, 0))
+        outputs.rows = self.rows.of_expert(expert, first_row)
+        return outputs
+
+    @always_inline
     def place(self, message: BytePointer, row: Int, token_idx: Int, k: Int):
         """Puts the token of a message into a row."""
         Self.token_fmt_type.decode(message, self.rows, row, self.is_streaming)
@@ -264,7 +273,7 @@ def _place_messages[
             )
             var flag = message_flag(message, token_fmt_type.msg_bytes)[]
             var token_idx, k = divmod(count_of(flag), group.top_k)
-            outputs.place(message, at.row, token_idx, k)
+            outputs.of_pair(at.pair, rank).place(message, at.row, token_idx, k)
 
     for_each_chunk(n_rows, token_fmt_type.msg_bytes, decode_rows)
 
@@ -316,9 +325,10 @@ def _place_choice[
     # An older entry is of a choice that has no expert here this time.
     var is_here = generation_of(entry[]) == rank.generation
     var row = Int(NO_ROW)
+    var pair = 0
     if is_here:
         var local_expert = expert_of_entry(entry[]) - rank.expert_id(0)
-        var pair = group.pair(local_expert, src_rank)
+        pair = group.pair(local_expert, src_rank)
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
     comptime if group.has_sums():
         var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
@@ -330,7 +340,7 @@ def _place_choice[
     if not is_here:
         return
     var token = recv_buf.unsafe_offset(group.token_offset(src_rank, token_idx))
-    outputs.place(token, row, token_idx, k)
+    outputs.of_pair(pair, rank).place(token, row, token_idx, k)
     for j in range(router_top_k):
         var metadata = flag_at(
             recv_buf, group.metadata_offset(src_rank, token_idx, j, router_top_k)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoding a token with a warp: some steps at once, each 16 bytes a lane."""
-import max.gpu.primitives.warp as warp
-from std.memory import bitcast
-
 from ..token_format import LaneBytes, TokenFormat
 from .warp import ACCESSES_IN_FLIGHT
 
@@ -13,7 +10,7 @@ comptime ENCODED_IN_FLIGHT = 3
 @always_inline
 def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token that a lane encodes at once, in registers."""
-    return ENCODED_IN_FLIGHT if token_fmt_type.has_scales else ACCESSES_IN_FLIGHT
+    return ENCODED_IN_FLIGHT if token_fmt_type.scale_vectors > 0 else ACCESSES_IN_FLIGHT
 
 
 @always_inline
@@ -29,12 +26,7 @@ def encode_steps[
     """Encodes some steps of a token."""
     comptime for i in range(in_flight):
         var wire = token_fmt_type.encode_lane[input_type, is_scaled](
-            elements[i], input_scale
+            elements[i], input_scale, lane
         )
         values[i] = wire.values
-        comptime if token_fmt_type.has_scales:
-            comptime for block in range(4):
-                var from_lane = UInt32(lane // 32 * 32 + 8 * block)
-                scales[i][block] = bitcast[DType.uint32](
-                    warp.shuffle_idx(wire.scale, from_lane)
-                )
+        scales[i] = wire.scales

@@ -126,13 +126,20 @@ The reader restores it. Data that happens to have this word there is sent with
 
 
 comptime _SENTINEL_STAND_IN = UInt32(0x7FFF_FFFF)
-"""NaN in bfloat16, float32 and float8_e4m3fn, as `SENTINEL` is."""
+"""NaN in bfloat16, float32 and float8_e4m3fn, as `SENTINEL` is. Other types flip bits
+on the way, so that `SENTINEL` is what they do not have."""
 
 
 @always_inline
-def avoid_sentinel(bytes: LaneBytes) -> LaneBytes:
-    """Replaces a `SENTINEL` in data, so that the data does not look missing."""
+def avoid_sentinel[flip: UInt32 = 0](bytes: LaneBytes) -> LaneBytes:
+    """Makes data that does not look missing: flips bits, and replaces a `SENTINEL`.
+
+    Parameters:
+        flip: Bits of the last word that change (`TokenFormat.values_flip`).
+    """
     var sent = bytes
+    comptime if flip != 0:
+        sent[3] ^= flip
     if sent[3] == SENTINEL:
         sent[3] = _SENTINEL_STAND_IN
     return sent

@@ -78,11 +78,18 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             if slot >= Int(pair_counts[unsafe_offset=pair]):
                 continue
             var row = Int(pair_rows[unsafe_offset=pair]) + slot
-            if not self._receive_message(pair, slot, row):
+            var rows = self.dispatched.rows
+            comptime if Self.Format.Rows.depend_on_expert:
+                var expert = pair // group.n_ranks
+                var first_row = pair_rows[unsafe_offset=group.pair(expert, 0)]
+                rows = rows.of_expert(expert, Int(first_row))
+            if not self._receive_message(rows, pair, slot, row):
                 return
 
     @always_inline
-    def _receive_message(self, pair: Int, slot: Int, row: Int) -> Bool:
+    def _receive_message(
+        self, rows: Self.Format.Rows, pair: Int, slot: Int, row: Int
+    ) -> Bool:
         """Waits for a message and copies it to its row, with one warp."""
         comptime group = Self.group
         var lane = self.block.lane
@@ -109,11 +116,9 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                     unsafe_offset=count_of(word)
                 ] = own_row(row)
         copy_warp[Self.Format.value_bytes](
-            Self.Format.row_values(self.dispatched.rows, row), message, lane
+            Self.Format.row_values(rows, row), message, lane
         )
-        Self.Format.decode_scales_lane(
-            message, self.dispatched.rows, row, lane, WARP_SIZE
-        )
+        Self.Format.decode_scales_lane(message, rows, row, lane, WARP_SIZE)
         return True
 
     # ------------------------------------------------------------------ counts

@@ -393,10 +393,19 @@ def _store_encoded[
         var vector = first + i * WARP_SIZE + lane
         if vector < n_vectors:
             store16(bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN), values[i])
-            comptime if Format.has_scales:
-                # Eight lanes share a scale: 32 have 16 bytes of them.
-                if lane % 32 == 0:
-                    store16(
-                        bytes_at(to).unsafe_offset(Format.value_bytes + vector // 2),
-                        scales[i],
-                    )
+            comptime n = Format.scale_vectors
+            comptime scales_bytes = Format.n_scale_vectors * MESSAGE_ALIGN
+            comptime if n > 0:
+                # Of 32 lanes the first ones have the scales.
+                var has_scales = lane % 32 == 0
+                comptime if n > 1:
+                    has_scales = lane % 32 < n
+                if has_scales:
+                    var at = vector // 2
+                    comptime if n > 1:
+                        at = (vector // 32 * n + lane % 32) * MESSAGE_ALIGN
+                    if n == 1 or at < scales_bytes:
+                        store16(
+                            bytes_at(to).unsafe_offset(Format.value_bytes + at),
+                            scales[i],
+                        )

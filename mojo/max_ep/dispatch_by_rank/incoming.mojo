@@ -90,9 +90,9 @@ struct _LaneVectors(TrivialRegisterPassable):
 
     @always_inline
     def await_all[
-        n: Int, //
+        n: Int, //, flip: UInt32
     ](self, mut loaded: Array[LaneBytes, n], src_rank: Int, block: Block[...]) -> Bool:
-        """Waits until inline ones are there, and puts `SENTINEL` back."""
+        """Waits until inline ones are there, flips back, and puts `SENTINEL` back."""
         # All that are missing are polled again at once.
         var wait = Wait(block.deadline)
         while True:
@@ -119,6 +119,8 @@ struct _LaneVectors(TrivialRegisterPassable):
             if self.has(i):
                 # I3: whoever writes here next has seen a later done word.
                 store16(self.at(i), LaneBytes(SENTINEL))
+                comptime if flip != 0:
+                    loaded[i][3] ^= flip
         return True
 
 
@@ -155,7 +157,7 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
     var values: Array[LaneBytes, Self.in_flight]
     """A vector of each step."""
     var scales: Array[LaneBytes, 1]
-    """The scales of step `lane`, if there are any."""
+    """Vector `lane` of the scales of these steps, if there are any."""
 
     @always_inline
     def __init__(out self):
@@ -177,12 +179,12 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
     @staticmethod
     @always_inline
     def _scales(token: Token, first: Int, end: Int, lane: Int) -> _LaneVectors:
-        comptime n_steps = n_steps_of[Self.Format]()
+        comptime n = Self.Format.scale_vectors
         var end_here = min(end, first + Self.in_flight)
         return _LaneVectors(
             token.bytes.unsafe_offset(Self.Format.value_bytes),
-            first + lane,
-            UInt32(min(end_here, n_steps)),
+            first * n + lane,
+            UInt32(min(end_here * n, Self.Format.n_scale_vectors)),
             1,
         )
 
@@ -192,7 +194,7 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
         Self._values(token, first, end, lane).load[Self.are_all_inline](
             self.values, token.is_inline
         )
-        comptime if Self.Format.has_scales:
+        comptime if Self.Format.scale_vectors > 0:
             Self._scales(token, first, end, lane).load[Self.are_all_inline](
                 self.scales, token.is_inline
             )
@@ -202,14 +204,14 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
         mut self, token: Token, first: Int, end: Int, block: Block[...]
     ) -> Bool:
         """Waits for the loaded steps of an inline token."""
-        var are_there = Self._values(token, first, end, block.lane).await_all(
-            self.values, token.src_rank, block
-        )
-        comptime if Self.Format.has_scales:
+        var are_there = Self._values(token, first, end, block.lane).await_all[
+            Self.Format.values_flip
+        ](self.values, token.src_rank, block)
+        comptime if Self.Format.scale_vectors > 0:
             are_there = (
-                Self._scales(token, first, end, block.lane).await_all(
-                    self.scales, token.src_rank, block
-                )
+                Self._scales(token, first, end, block.lane).await_all[
+                    Self.Format.scales_flip
+                ](self.scales, token.src_rank, block)
                 and are_there
             )
         return are_there
@@ -223,6 +225,7 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
             var vector, is_in_chunk = vector_of_lane[n_vectors](first + i, end, lane)
             if is_in_chunk:
                 store16(to.unsafe_offset(vector * MESSAGE_ALIGN), self.values[i])
-        comptime if Self.Format.has_scales:
-            if lane < Self.in_flight and first + lane < end:
-                Self.Format.place_scales(rows, row, first + lane, self.scales[0])
+        comptime n = Self.Format.scale_vectors
+        comptime if n > 0:
+            if lane < Self.in_flight * n and first * n + lane < end * n:
+                Self.Format.place_scales(rows, row, first * n + lane, self.scales[0])

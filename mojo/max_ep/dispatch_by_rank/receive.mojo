@@ -240,14 +240,26 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             var is_shared_left = is_shared
             while rest != 0 or is_shared_left:
                 var row = token.idx
+                var rows = self.dispatched.rows
                 if rest != 0:
                     var k = count_trailing_zeros(rest)
                     rest &= rest - 1
                     row = Int(warp.shuffle_idx(to.row, k))
+                    comptime if Self.Format.Rows.depend_on_expert:
+                        rows = self._rows_of_pair(
+                            Int(warp.shuffle_idx(Int32(to.pair), k))
+                        )
                 else:
                     is_shared_left = False
-                steps.place(self.dispatched.rows, row, first, chunk.end, lane)
+                steps.place(rows, row, first, chunk.end, lane)
         return True
+
+    @always_inline
+    def _rows_of_pair(self, pair: Int) -> Self.Format.Rows:
+        """Finds where the rows of a pair's expert go."""
+        var expert = pair // Self.group.n_ranks
+        var first_row = self.shared.row_of_pair(Self.group.pair(expert, 0))
+        return self.dispatched.rows.of_expert(expert, Int(first_row))
 
     @always_inline
     def _record_row(self, token: Token, row: Int32):

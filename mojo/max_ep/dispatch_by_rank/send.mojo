@@ -114,10 +114,10 @@ def _store_steps[
 
     @always_inline
     @__parameter
-    def store(offset: Int, bytes: LaneBytes):
+    def store[flip: UInt32](offset: Int, bytes: LaneBytes):
         var p = bytes_at(to).unsafe_offset(offset)
         comptime if is_inline:
-            store_relaxed_sys_16(p, avoid_sentinel(bytes))
+            store_relaxed_sys_16(p, avoid_sentinel[flip](bytes))
         else:
             store16(p, bytes)
 
@@ -126,10 +126,19 @@ def _store_steps[
         var step = first + i
         var vector, is_in_chunk = vector_of_lane[n_vectors](step, end, lane)
         if is_in_chunk:
-            store(vector * MESSAGE_ALIGN, values[i])
-            comptime if Format.has_scales:
-                if lane == 0:
-                    store(Format.value_bytes + step * MESSAGE_ALIGN, scales[i])
+            store[Format.values_flip](vector * MESSAGE_ALIGN, values[i])
+            comptime n = Format.scale_vectors
+            comptime if n > 0:
+                # Lane `j` has the j-th 16 bytes of the step.
+                var has_scales = lane == 0
+                var of_token = step
+                comptime if n > 1:
+                    of_token = step * n + lane
+                    has_scales = lane < n and of_token < Format.n_scale_vectors
+                if has_scales:
+                    store[Format.scales_flip](
+                        Format.value_bytes + of_token * MESSAGE_ALIGN, scales[i]
+                    )
 
 
 @fieldwise_init

@@ -9,13 +9,13 @@ from std.memory import bitcast
 from std.sys import size_of
 
 from ..cpu_copy import copy_bytes
-from ..kernel_argument import KernelArgument, unused
+from ..kernel_argument import unused
 from ..layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
-from ..token_format import BytePointer, LaneWire, OutputTensors, TokenFormat
+from ..token_format import BytePointer, LaneWire, OutputRows, OutputTensors, TokenFormat
 
 
 @fieldwise_init
-struct PlainRows(KernelArgument, TrivialRegisterPassable):
+struct PlainRows(OutputRows):
     """Output tensors of a format without scales."""
 
     var tokens: BytePointer
@@ -54,7 +54,7 @@ struct PlainTokenFormat[
     """All of them are values."""
     comptime lane_elements = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
     """Elements of 16 bytes."""
-    comptime has_scales = False
+    comptime scale_vectors = 0
     """There are none."""
     comptime router_top_k = Self.router_top_k_
     """Choices of the router for a token, in an all-gather."""
@@ -110,7 +110,9 @@ struct PlainTokenFormat[
     @always_inline
     def encode_lane[
         input_type: DType, is_scaled: Bool
-    ](elements: SIMD[input_type, Self.lane_elements], input_scale: Float32) -> LaneWire:
+    ](
+        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32, lane: Int
+    ) -> LaneWire:
         """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`."""
         comptime if Self.wire_type == input_type and not is_scaled:
             return LaneWire(bitcast[DType.uint32, 4](elements), 0)

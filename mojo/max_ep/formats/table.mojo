@@ -1,30 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """All token formats, by the names that ops take (`max_ep/formats.py`)."""
 from ..token_format import TokenFormat
-from .blockwise_fp8 import BlockwiseFP8TokenFormat
+from .block_scaled import BlockNumbers, BlockScaledTokenFormat
+from .blockwise_fp8 import BlockwiseFP8
+from .mxfp8 import MXFP8
 from .plain import PlainTokenFormat
+from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows
 
-comptime FORMAT_NAMES: Array[StaticString, 4] = [
+comptime FORMAT_NAMES: Array[StaticString, 5] = [
     "bfloat16",
     "float32",
     "blockwise_fp8",
     "blockwise_fp8_power_of_two",
+    "mxfp8",
 ]
 """The names; `launch.mojo` refuses any other when an op is compiled."""
 
+comptime _NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name == "mxfp8" else (
+    BlockwiseFP8[name == "blockwise_fp8_power_of_two"]
+)
+
+comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
+    RowByRow if scales == "rows" else TransposedRows
+)
+
 comptime FormatOf[
-    name: StaticString, hidden_size: Int, top_k: Int, router_top_k: Int = 0
+    name: StaticString,
+    hidden_size: Int,
+    top_k: Int,
+    router_top_k: Int = 0,
+    scales: StaticString = "transposed",
 ]: TokenFormat = PlainTokenFormat[
     DType.bfloat16 if name == "bfloat16" else DType.float32,
     hidden_size,
     top_k,
     max(router_top_k, 0),
-] if router_top_k > 0 or not name.startswith(
-    "blockwise_fp8"
-) else BlockwiseFP8TokenFormat[
-    hidden_size, top_k, name == "blockwise_fp8_power_of_two"
-]
-"""The format of a name; in an all-gather `router_top_k` is above 0."""
+] if router_top_k > 0 or name == "bfloat16" or name == "float32" else (
+    BlockScaledTokenFormat[_NumbersOf[name], _RowsOf[scales], hidden_size, top_k]
+)
+"""The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
+where scales go: transposed, rows or tiles."""
 
 
 def has_format(name: StaticString) -> Bool:

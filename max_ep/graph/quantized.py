@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized rows as experts without quantized matmuls take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from max.dtype import DType
+from max.graph import StaticDim, TensorValue, ops
+
+from ..config import EPConfig
+from ..formats import BY_SHORT_NAME, TokenFormat
+
+
+def dequantize(rows: TensorValue, scales: TensorValue, config: EPConfig) -> TensorValue:
+    """Multiplies the rows that a quantizing dispatch delivers by their scales.
+
+    The numbers are those of ``config.token_format.dequantize``, in NumPy. On GPUs,
+    where it has not been run yet, MAX's own matmuls take rows and scales as they are;
+    our bfloat16 ones (``max_ep.experts``) want the result cast.
+
+    Args:
+        rows: As dispatch delivers them: ``[n_rows, hidden]``, or with
+            ``output_layout="padded"`` ``[n_local_experts, capacity, hidden]``.
+        scales: As dispatch delivers them, with ``scale_layout="rows"`` or
+            ``"transposed"``.
+        config: The group.
+
+    Returns:
+        float32 ``[..., hidden]``; behind the last row that arrived undefined.
+
+    Raises:
+        TypeError: If the dtypes are not those.
+        ValueError: If the config has no scales, or has them in tiles. If there is not
+            one for each block of each row, or the graph does not know how many
+            elements a row has.
+    """
+    if not config.is_quantized or config.scale_layout == "tiles":
+        raise ValueError(
+            f"dequantize with dispatch_dtype={config.dispatch_dtype} and scale_layout="
+            f"{config.scale_layout!r}: it takes scales in the layout 'rows' or "
+            "'transposed'"
+        )
+    is_transposed = config.scale_layout == "transposed"
+    return _dequantize(rows, scales, config.token_format, is_transposed)
+
+
+def dequantize_blockwise_fp8(rows: TensorValue, scales: TensorValue) -> TensorValue:
+    """Multiplies the FP8 rows that dispatch delivers by their transposed scales.
+
+    :func:`dequantize` without the group's config: rows are ``[n_rows, hidden]``, scales
+    float32 ``[hidden / 128, n_rows]``, or ``[n_local_experts, capacity, hidden]`` and
+    ``[n_local_experts, hidden / 128, capacity]``.
+    """
+    return _dequantize(rows, scales, BY_SHORT_NAME["fp8"], True)
+
+
+def _dequantize(
+    rows: TensorValue,
+    scales: TensorValue,
+    token_format: TokenFormat,
+    is_transposed: bool,
+) -> TensorValue:
+    """Checks rows and scales, and multiplies them."""
+    block = token_format.scale_block
+    for what, value, dtype in (
+        ("rows", rows, token_format.dtype),
+        ("scales", scales, token_format.scale_dtype),
+    ):
+        of_cpu = DType.uint8 if dtype.size_in_bytes == 1 else dtype
+        if value.dtype not in (dtype, of_cpu):
+            raise TypeError(
+                f"{what} are {value.dtype}; {token_format.short_name} dispatch "
+                f"delivers {of_cpu} on CPU and {dtype} on GPUs"
+            )
+    shape = list(rows.shape)
+    hidden = shape[-1] if len(shape) > 1 else None
+    known = int(hidden) if isinstance(hidden, StaticDim) else 0
+    n_blocks = known // block if known % block == 0 else 0
+    outer, n_rows = shape[:-2], shape[-2:-1]
+    by_row = [*outer, *n_rows, n_blocks]
+    want = [*outer, n_blocks, *n_rows] if is_transposed else by_row
+    if n_blocks == 0 or list(scales.shape) != want:
+        of_row = [f"hidden / {block}", "n_rows"][:: 1 if is_transposed else -1]
+        raise ValueError(
+            f"rows are {rows.shape} and scales {scales.shape}; for rows [..., n_rows, "
+            f"hidden], hidden a multiple of {block}, give scales [..., "
+            f"{', '.join(of_row)}], as dispatch delivers them"
+        )
+    values = ops.reshape(_widen(rows, token_format.widen_values), [*by_row, block])
+    factors = _widen(scales, token_format.widen_scales)
+    if is_transposed:
+        factors = ops.transpose(factors, -1, -2)
+    return ops.reshape(values * ops.unsqueeze(factors, -1), rows.shape)
+
+
+def _widen(
+    value: TensorValue, widen: Callable[[np.ndarray], np.ndarray] | None
+) -> TensorValue:
+    """Makes float32 of values or scales; of bits, with a table of all there are."""
+    if value.dtype != DType.uint8 or widen is None:
+        return value.cast(DType.float32)
+    of_bits = widen(np.arange(256, dtype=np.uint8))
+    table = ops.constant(of_bits, DType.float32, value.device)
+    return ops.gather(table, value.cast(DType.int32), axis=0)

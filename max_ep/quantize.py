@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of number formats, in NumPy: casts, quantization and what undoes it.
+
+NumPy has no type of 8 bits or fewer but integers: values and scales are kept as bits,
+`uint8`. `quantize_*` are the definitions of the formats, with each rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+FP8_MAX = np.float32(448)
+"""Largest finite float8_e4m3fn."""
+
+FP8_MIN_AMAX = np.float32(1e-4)
+"""Floor of a block's `amax`, so that a block of zeros has a usable scale."""
+
+
+def typed(name: str, x: np.ndarray, dtype: type) -> np.ndarray:
+    """Returns `x` as an array; a silent cast would hide a second rounding."""
+    x = np.asarray(x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be {np.dtype(dtype)}, got {x.dtype}")
+    return x
+
+
+def float8_e4m3fn_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widens float8_e4m3fn bits (`uint8`, any shape) to float32; exact.
+
+    4 exponent bits, bias 7, 3 mantissa bits, no infinity; `0x7f` and `0xff` are NaN.
+    """
+    bits = typed("bits", bits, np.uint8)
+    exponent = (bits >> 3).astype(np.int32) & 15
+    steps = (bits & 7) + 8.0 * (exponent > 0)
+    x = np.ldexp(steps, np.maximum(exponent, 1) - 10).astype(np.float32)
+    x = np.where((bits & 0x7F) == 0x7F, np.float32(np.nan), x)
+    return np.where(bits & 0x80, -x, x)
+
+
+def float32_to_float8_e4m3fn(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 to float8_e4m3fn bits, to nearest, ties to even.
+
+    Beyond +-448, infinity too, is +-448 (`0x7e`, `0xfe`). Every NaN is `0x7f`.
+    """
+    x = typed("x", x, np.float32)
+    magnitude = np.where(np.isnan(x), 0, np.minimum(np.abs(x), FP8_MAX))
+    # In [2**e, 2**(e + 1)) values are 2**(e - 3) apart; below 2**-6 they stay
+    # 2**-9 apart (subnormals). `steps` counts them, in [0, 16]; 16 is the first
+    # value of the next `e`, and the sum below carries into it.
+    e = np.frexp(np.maximum(magnitude, 2.0**-6))[1] - 1
+    steps = np.rint(np.ldexp(magnitude, 3 - e))
+    bits = ((e + 6) * 8 + steps).astype(np.uint8)
+    bits = np.where(np.signbit(x), bits | np.uint8(0x80), bits)
+    return np.where(np.isnan(x), np.uint8(0x7F), bits)
+
+
+def quantize_blockwise_fp8(
+    x: np.ndarray, power_of_two_scales: bool = False, block: int = 128
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes finite float32 tokens to float8_e4m3fn with a float32 scale a block.
+
+    The numbers are those of DeepEP's low-latency dispatch, each operation
+    rounded once to float32:
+
+        amax = max(|x|, 1e-4)
+        values = e4m3fn(x * (448 / amax));  scale = amax / 448
+
+    With `power_of_two_scales` (its `round_scale`) `scale` is rounded up to a
+    power of two, and `values = e4m3fn(x * (1 / scale))`. DeepEP's kernel has
+    `amax * (1 / 448)` where its tests and this divide: a plain scale may differ
+    from the kernel's in the last bit.
+
+    `x` is `[n, hidden]`. Returns values, bits `uint8` `[n, hidden]`, and scales,
+    float32 `[n, hidden / block]`.
+    """
+    blocks = in_blocks(x, block)
+    amax = np.maximum(np.abs(blocks).max(axis=2, keepdims=True), FP8_MIN_AMAX)
+    scales = amax / FP8_MAX
+    factors = FP8_MAX / amax
+    if power_of_two_scales:
+        mantissa, exponent = np.frexp(scales)  # mantissa in [0.5, 1)
+        scales = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+        factors = 1 / scales
+    values = float32_to_float8_e4m3fn(blocks * factors)
+    return values.reshape(x.shape), scales[:, :, 0]
+
+
+def dequantize_blockwise_fp8(
+    values: np.ndarray, scales: np.ndarray, block: int = 128
+) -> np.ndarray:
+    """Multiplies float8_e4m3fn bits `[n, hidden]` by their scales, in float32.
+
+    Scales are float32 `[n, hidden / block]`, the transpose of what dispatch delivers.
+    """
+    n, hidden = values.shape
+    scales = typed("scales", scales, np.float32)
+    if scales.shape != (n, hidden // block):
+        raise ValueError(
+            f"scales of {n} rows must be [{n}, {hidden // block}], got "
+            f"{list(scales.shape)}; those that dispatch delivers stand transposed: "
+            "pass scales.T"
+        )
+    x = float8_e4m3fn_to_float32(values).reshape(*scales.shape, block)
+    return (x * scales[:, :, np.newaxis]).reshape(values.shape)
+
+
+def float8_e8m0fnu_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widens float8_e8m0fnu bits (`uint8`, any shape) to float32; exact.
+
+    Powers of two, from 2**-127 to 2**127; 255 is NaN.
+    """
+    bits = typed("bits", bits, np.uint8)
+    x = np.ldexp(np.float32(1), np.minimum(bits, 254).astype(np.int32) - 127)
+    return np.where(bits == 255, np.float32(np.nan), x)
+
+
+def quantize_mxfp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes float32 tokens to float8_e4m3fn with a float8_e8m0fnu scale a block.
+
+    Of each 32 elements, as the OCP Microscaling specification has them:
+
+        scale = max(|x|) / 448, rounded up to a power of two, in [2**-127, 2**120]
+        values = e4m3fn(x / scale)
+
+    If one is NaN, the scale and all values are. An infinity has the largest scale, and
+    becomes 448 times that: infinity in float32.
+
+    `x` is `[n, hidden]`. Returns values, bits `uint8` `[n, hidden]`, and scales, bits
+    `uint8` `[n, hidden / 32]`.
+    """
+    blocks = in_blocks(x, 32)
+    amax = np.abs(blocks).max(axis=2)
+    mantissa, exponent = np.frexp(amax.astype(np.float64) / 448)  # mantissa in [0.5, 1)
+    exponent = np.where(amax > 0, exponent - (mantissa == 0.5), -127)
+    exponent = np.where(np.isfinite(amax), np.clip(exponent, -127, 120), 120)
+    scales = np.where(np.isnan(amax), 255, exponent + 127).astype(np.uint8)
+    values = float32_to_float8_e4m3fn(np.ldexp(blocks, -exponent[:, :, np.newaxis]))
+    values = np.where(np.isnan(amax)[:, :, np.newaxis], np.uint8(0x7F), values)
+    return values.reshape(x.shape), scales
+
+
+def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    """Shows float32 `[n, hidden]` as `[n, hidden / block, block]`."""
+    n, hidden = typed("x", x, np.float32).shape
+    if hidden % block != 0:
+        raise ValueError(f"hidden={hidden} is not a multiple of block={block}")
+    return x.reshape(n, hidden // block, block)
+
+
+def scales_of_tiles(
+    tiles: np.ndarray, row_offsets: np.ndarray, n_blocks: int
+) -> np.ndarray:
+    """Takes the scales `[n_rows, n_blocks]` of packed rows out of tiles.
+
+    Tiles, `[n_tiles, ceil(n_blocks / 4), 32, 4, 4]`, hold 128 rows and 4 blocks each.
+    Expert `e`, whose rows are `[row_offsets[e], row_offsets[e + 1])`, begins with tile
+    `row_offsets[e] // 128 + e`. Row `r` of a tile is at `[r % 32, r // 32]`.
+    """
+    bounds = row_offsets.astype(np.int64)
+    expert = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    row_of_expert = np.arange(bounds[-1]) - bounds[expert]
+    tile = bounds[expert] // 128 + expert + row_of_expert // 128
+    row = row_of_expert % 128
+    by_row = tiles[tile, :, row % 32, row // 32]
+    return by_row.reshape(len(by_row), 4 * tiles.shape[1])[:, :n_blocks]

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockScaledTokenFormat: small values, and a scale for each block of elements.
+
+What a format's numbers are stands in a struct of its own (`BlockNumbers`); how they
+travel stands here.
+"""
+import max.gpu.primitives.warp as warp
+from std.bit import log2_floor
+from std.memory import bitcast
+from std.sys import size_of
+
+from ..cpu_copy import copy_bytes
+from ..layout import MESSAGE_ALIGN, scaled_token_bytes
+from ..token_format import BytePointer, LaneBytes, LaneWire, OutputTensors, TokenFormat
+from .casts import WIDTH
+from .scale_layouts import ScaledRows
+
+
+@fieldwise_init
+struct BlockScale(TrivialRegisterPassable):
+    """The scale of a block."""
+
+    var bits: UInt32
+    """As it travels."""
+    var factor: Float32
+    """What elements are multiplied by, in float32, before they are rounded."""
+
+
+trait BlockNumbers:
+    """The numbers of a block-scaled format.
+
+    amax   = largest magnitude of the block, at least `least`
+    scale  = scale_of(amax)
+    values = values_of(x * scale.factor)
+    """
+
+    comptime block: Int
+    """Elements that share a scale."""
+    comptime value_bits: Int
+    """Bits of a value: 8, or 4 with the first of two in the lower half of a byte."""
+    comptime scale_type: DType
+    """An unsigned integer of the scale's size: uint32 or uint8."""
+    comptime magnitude_type: DType
+    """What `magnitude` returns."""
+    comptime least: Scalar[Self.magnitude_type]
+    """Floor of the largest magnitude."""
+    comptime values_flip: UInt32 = 0
+    """See `TokenFormat.values_flip`."""
+    comptime scales_flip: UInt32 = 0
+    """See `TokenFormat.scales_flip`."""
+
+    @staticmethod
+    def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[Self.magnitude_type, WIDTH]:
+        """Takes magnitudes, as numbers that compare as they do."""
+        ...
+
+    @staticmethod
+    def scale_of(amax: Scalar[Self.magnitude_type]) -> BlockScale:
+        """Makes the scale of a block from its largest magnitude."""
+        ...
+
+    @staticmethod
+    def values_of(
+        x: SIMD[DType.float32, WIDTH]
+    ) -> SIMD[DType.uint8, 2 * Self.value_bits]:
+        """Rounds elements to values, and packs them."""
+        ...
+
+
+struct BlockScaledTokenFormat[
+    Numbers: BlockNumbers, Rows_: ScaledRows, hidden_size_: Int, top_k_: Int
+](TokenFormat):
+    """Quantizes on sending.
+
+    Parameters:
+        Numbers: What values and scales are.
+        Rows_: Where scales go at the receiver.
+        hidden_size_: Elements of a token, a multiple of the block.
+        top_k_: Experts of a token.
+    """
+
+    comptime hidden_size = Self.hidden_size_
+    """Elements of a token."""
+    comptime top_k = Self.top_k_
+    """Experts of a token."""
+    comptime hidden_multiple = max(Self.block, MESSAGE_ALIGN * 8 // Self.value_bits)
+    """Whole blocks, and 16 bytes of values."""
+    comptime token_bytes = scaled_token_bytes(
+        Self.hidden_size, Self.value_bits, Self.block, Self.scale_bytes
+    )
+    """Bytes of values and scales."""
+    comptime value_bytes = Self.hidden_size * Self.value_bits // 8
+    """Bytes of the values."""
+    comptime lane_elements = MESSAGE_ALIGN * 8 // Self.value_bits
+    """Elements of 16 bytes."""
+    comptime scale_vectors = 8 // Self.word_lanes
+    """16 bytes of scales for 32 lanes."""
+    comptime values_flip = Self.Numbers.values_flip
+    """See `TokenFormat`."""
+    comptime scales_flip = Self.Numbers.scales_flip
+    """See `TokenFormat`."""
+    comptime Rows = Self.Rows_
+    """Output tensors of values and scales."""
+
+    comptime block = Self.Numbers.block
+    """Elements that share a scale."""
+    comptime value_bits = Self.Numbers.value_bits
+    """Bits of a value."""
+    comptime scale_type = Self.Numbers.scale_type
+    """Bits of a scale."""
+    comptime scale_bytes = size_of[Scalar[Self.scale_type]]()
+    """Bytes of a scale."""
+    comptime n_blocks = Self.hidden_size_ // Self.block
+    """Scales of one token."""
+    comptime block_lanes = max(1, Self.block // Self.lane_elements)
+    """GPU lanes that share one block."""
+    comptime lane_blocks = max(1, Self.lane_elements // Self.block)
+    """Blocks that one GPU lane holds."""
+    comptime word_lanes = 4 // Self.scale_bytes * Self.block_lanes // Self.lane_blocks
+    """GPU lanes whose scales fill a word of 32 bits."""
+
+    @staticmethod
+    @always_inline
+    def rows_of(outputs: OutputTensors) -> Self.Rows:
+        """Takes values and scales; see `TokenFormat.rows_of`."""
+        return Self.Rows.of(outputs)
+
+    @staticmethod
+    @always_inline
+    def _scales_of(
+        message: BytePointer,
+    ) -> Pointer[Scalar[Self.scale_type], MutUntrackedOrigin]:
+        return message.unsafe_offset(Self.value_bytes).unsafe_bitcast[
+            Scalar[Self.scale_type]
+        ]()
+
+    @staticmethod
+    @always_inline
+    def encode[
+        input_type: DType, is_scaled: Bool
+    ](
+        message: BytePointer,
+        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        input_scale: Float32,
+    ):
+        """Quantizes a token; see `BlockNumbers`."""
+        comptime n_parts = Self.block // WIDTH
+        comptime part_bytes = 2 * Self.value_bits
+        var scales = Self._scales_of(message)
+        for block in range(Self.n_blocks):
+            var parts = Array[SIMD[DType.float32, WIDTH], n_parts](fill=0)
+            var largest = SIMD[Self.Numbers.magnitude_type, WIDTH](Self.Numbers.least)
+            comptime for part in range(n_parts):
+                var x = token.unsafe_load[width=WIDTH](
+                    block * Self.block + part * WIDTH
+                ).cast[DType.float32]()
+                comptime if is_scaled:
+                    x *= input_scale
+                parts[part] = x
+                largest = max(largest, Self.Numbers.magnitude(x))
+            var scale = Self.Numbers.scale_of(largest.reduce_max())
+            comptime for part in range(n_parts):
+                message.unsafe_store(
+                    (block * n_parts + part) * part_bytes,
+                    Self.Numbers.values_of(parts[part] * scale.factor),
+                )
+            scales[unsafe_offset=block] = scale.bits.cast[Self.scale_type]()
+
+    @staticmethod
+    @always_inline
+    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
+        """Copies values and scales; nothing is dequantized."""
+        copy_bytes(
+            dest=Self.row_values(rows, row),
+            src=message,
+            count=Self.value_bytes,
+            is_streaming=is_streaming,
+        )
+        Self.decode_scales_lane(message, rows, row, 0, 1)
+
+    @staticmethod
+    @always_inline
+    def encode_lane[
+        input_type: DType, is_scaled: Bool
+    ](
+        elements: SIMD[input_type, Self.lane_elements], input_scale: Float32, lane: Int
+    ) -> LaneWire:
+        """Quantizes what one GPU lane holds; see `TokenFormat.encode_lane`."""
+        comptime n_parts = Self.lane_elements // WIDTH
+        comptime part_bytes = 2 * Self.value_bits
+        var x = elements.cast[DType.float32]()
+        comptime if is_scaled:
+            x *= input_scale
+        var values = SIMD[DType.uint8, MESSAGE_ALIGN](0)
+        var word: UInt32 = 0
+        comptime for block in range(Self.lane_blocks):
+            comptime of_block = range(
+                block * n_parts // Self.lane_blocks,
+                (block + 1) * n_parts // Self.lane_blocks,
+            )
+            var amax = Self.Numbers.least
+            comptime for part in of_block:
+                var some = x.slice[WIDTH, offset=part * WIDTH]()
+                amax = max(Self.Numbers.magnitude(some).reduce_max(), amax)
+            comptime for i in range(log2_floor(Self.block_lanes)):
+                amax = max(amax, warp.shuffle_xor(amax, UInt32(1 << i)))
+            var scale = Self.Numbers.scale_of(amax)
+            word |= scale.bits << UInt32(8 * Self.scale_bytes * block)
+            comptime for part in of_block:
+                var some = x.slice[WIDTH, offset=part * WIDTH]()
+                values = values.insert[offset=part * part_bytes](
+                    Self.Numbers.values_of(some * scale.factor)
+                )
+        return LaneWire(
+            bitcast[DType.uint32, 4](values), Self._gather_scales(word, lane)
+        )
+
+    @staticmethod
+    @always_inline
+    def _gather_scales(of_lane: UInt32, lane: Int) -> LaneBytes:
+        """Puts the scales of 32 lanes together, as `LaneWire.scales` has them."""
+        comptime n_bits = 8 * Self.scale_bytes * Self.lane_blocks
+        comptime n_vectors = Self.scale_vectors
+        var word = of_lane
+        comptime if n_bits < 32:
+            word <<= UInt32(lane // Self.block_lanes * n_bits % 32)
+            comptime for i in range(
+                log2_floor(Self.block_lanes), log2_floor(Self.word_lanes)
+            ):
+                word |= warp.shuffle_xor(word, UInt32(1 << i))
+        var vector: LaneBytes = 0
+        comptime for i in range(4):
+            var from_lane = lane // 32 * 32 + Self.word_lanes * i
+            comptime if n_vectors > 1:
+                from_lane += lane % n_vectors * (32 // n_vectors)
+            vector[i] = warp.shuffle_idx(word, UInt32(from_lane))
+        return vector
+
+    @staticmethod
+    @always_inline
+    def is_identity[input_type: DType]() -> Bool:
+        """Returns whether tokens travel as they are given."""
+        return False
+
+    @staticmethod
+    @always_inline
+    def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
+        """Puts 16 bytes of scales into the output."""
+        comptime n = MESSAGE_ALIGN // Self.scale_bytes
+        rows.place[Self.n_blocks](
+            rows.first_scale[Self.n_blocks](row),
+            vector * n,
+            bitcast[Self.scale_type, n](scales),
+        )
+
+    @staticmethod
+    @always_inline
+    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
+        """Points to where the values of a row go."""
+        return rows.values().unsafe_offset(row * Self.value_bytes)
+
+    @staticmethod
+    @always_inline
+    def decode_scales_lane(
+        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
+    ):
+        """Copies one GPU lane's part of a message's scales."""
+        # One float32, or the four bytes that stand together in a tile.
+        comptime n = 4 // Self.scale_bytes
+        var scales = Self._scales_of(message)
+        var start = rows.first_scale[Self.n_blocks](row)
+        for first in range(lane * n, Self.n_blocks, n_lanes * n):
+            rows.place[Self.n_blocks](
+                start, first, scales.unsafe_load[width=n, alignment=4](first)
+            )

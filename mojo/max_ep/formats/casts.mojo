@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts from float32 to the types of values and scales, the same bits everywhere.
+
+`max_ep/reference.py` has the same casts in NumPy.
+"""
+from std.math import isnan
+from std.memory import bitcast
+from std.sys import is_nvidia_gpu
+
+comptime FP8_MAX = Float32(448)
+"""Largest finite float8_e4m3fn."""
+comptime WIDTH = 16
+"""Elements that are cast at once."""
+
+
+@always_inline
+def encode_e4m3fn[
+    width: SIMDLength, //
+](x: SIMD[DType.float32, width]) -> SIMD[DType.uint8, width]:
+    """Rounds to float8_e4m3fn, to nearest even and saturating.
+
+    The same bits as `cast[DType.float8_e4m3fn]`, which is scalar on CPU.
+    """
+    comptime Bits = SIMD[DType.uint32, width]
+    # The distance of subnormals is 2**-9: adding 2**14 leaves just that many
+    # bits of fraction, and rounds to nearest even on the way.
+    comptime magic = Float32(16384)
+    # The minimum also keeps the multiplication that made `x` from being fused
+    # with this addition.
+    var magnitude = min(abs(x), SIMD[DType.float32, width](FP8_MAX))
+    var subnormal = bitcast[DType.uint32](magnitude + magic) - Bits(
+        bitcast[DType.uint32](magic)
+    )
+    # Normal numbers: 20 bits of fraction go, half of the last place is added
+    # before (less one where the last place is even), the bias changes by 120.
+    var bits = bitcast[DType.uint32](magnitude)
+    bits += Bits(0x7_FFFF) + ((bits >> 20) & 1)
+    var normal = (bits >> 20) - Bits(120 << 3)
+    var is_subnormal = magnitude.lt(SIMD[DType.float32, width](0.015625))
+    var sign = (bitcast[DType.uint32](x) >> 24) & 0x80
+    var result = is_subnormal.select(subnormal, normal) | sign
+    return isnan(x).select(Bits(0x7F), result).cast[DType.uint8]()
+
+
+@always_inline
+def to_e4m3fn(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, WIDTH]:
+    """Rounds to float8_e4m3fn by the quickest way the device has."""
+    comptime if is_nvidia_gpu():
+        return bitcast[DType.uint8, WIDTH](x.cast[DType.float8_e4m3fn]())
+    else:
+        return encode_e4m3fn(x)
+
+
+@always_inline
+def bits_of_magnitude[
+    width: SIMDLength, //
+](x: SIMD[DType.float32, width]) -> SIMD[DType.uint32, width]:
+    """Takes the bits of `|x|`. They are ordered as numbers are, a NaN above all."""
+    return bitcast[DType.uint32](x) & 0x7FFF_FFFF
+
+
+@always_inline
+def is_nan_of_bits(magnitude: UInt32) -> Bool:
+    """Returns whether the bits of a magnitude are those of a NaN."""
+    return magnitude > 0x7F80_0000
+
+
+@always_inline
+def power_of_e8m0(e8m0: UInt32) -> Float32:
+    """Makes the power of two that a scale divides by; NaN for the NaN, 255.
+
+    Args:
+        e8m0: At most 253, or 255: the reciprocals are not subnormal.
+    """
+    var bits = (UInt32(254) - e8m0) << 23
+    return bitcast[DType.float32](bits if e8m0 != 255 else UInt32(0x7FC0_0000))

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8: float8_e4m3fn values, a float8_e8m0fnu scale for 32 elements.
+
+    amax   = max(|x|)
+    scale  = amax / 448, rounded up to a power of two, in [2**-127, 2**120]
+    value  = float8_e4m3fn(x / scale)                nearest even, saturating
+
+A block with a NaN has the scale NaN, and values that are all NaN. An infinity becomes
+448 times the largest scale, which is above all of float32. The oracle is
+`quantize_mxfp8` in `reference.py`.
+"""
+from .block_scaled import BlockNumbers, BlockScale
+from .casts import bits_of_magnitude, is_nan_of_bits, power_of_e8m0, to_e4m3fn, WIDTH
+
+
+struct MXFP8(BlockNumbers):
+    """The numbers of MXFP8."""
+
+    comptime block = 32
+    """Elements that share one scale."""
+    comptime value_bits = 8
+    """A byte."""
+    comptime scale_type = DType.uint8
+    """The exponent of a power of two, 127 more than it is."""
+    comptime magnitude_type = DType.uint32
+    """The bits of float32: the largest of them is that of a NaN, if there is one."""
+    comptime least = UInt32(0)
+    """No floor: a block of zeros has the smallest scale."""
+    comptime scales_flip = UInt32(0x0101_0101)
+    """Four NaN become four times 2**127, which no block has as its scale."""
+
+    @staticmethod
+    @always_inline
+    def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint32, WIDTH]:
+        """Takes the bits of magnitudes."""
+        return bits_of_magnitude(x)
+
+    @staticmethod
+    @always_inline
+    def scale_of(amax: UInt32) -> BlockScale:
+        """Makes the scale of a block: 448 is 1.75 * 2**8."""
+        var above = max((amax + 0x1F_FFFF) >> 23, 8) - 8
+        var e8m0 = UInt32(255) if is_nan_of_bits(amax) else above
+        return {e8m0, power_of_e8m0(e8m0)}
+
+    @staticmethod
+    @always_inline
+    def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 16]:
+        """Rounds to float8_e4m3fn."""
+        return to_e4m3fn(x)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the scales of dispatched rows go: row by row, transposed, or in tiles.
+
+On the wire they stand row by row. A format is compiled for one of these.
+"""
+from std.math import ceildiv
+from std.sys import size_of
+
+from ..token_format import BytePointer, OutputRows, OutputTensors
+
+
+trait ScaledRows(OutputRows):
+    """Output tensors of values and scales."""
+
+    @staticmethod
+    def of(outputs: OutputTensors) -> Self:
+        """Takes them from those of the op."""
+        ...
+
+    def values(self) -> BytePointer:
+        """Points to the values, `[n_rows]` of the format's `value_bytes`."""
+        ...
+
+    def first_scale[n_blocks: Int](self, row: Int) -> Int:
+        """Locates the scale of a row's first block.
+
+        Parameters:
+            n_blocks: Scales of a row.
+
+        Args:
+            row: The row.
+
+        Returns:
+            Which scale of the tensor it is.
+        """
+        ...
+
+    def place[
+        scale_type: DType, n: Int, //, n_blocks: Int
+    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+        """Puts some scales of a row where they belong.
+
+        Parameters:
+            scale_type: An unsigned integer of the scale's size.
+            n: How many; those behind the last block of the row are left out.
+            n_blocks: Scales of a row.
+
+        Args:
+            start: What `first_scale` says of the row.
+            first: The block that the first of them is of, a multiple of `n`.
+            scales: Their bits.
+        """
+        ...
+
+
+@fieldwise_init
+struct TransposedRows(ScaledRows):
+    """One row's scales stand apart, as FP8 matmuls read them.
+
+    Scales: `[n_groups][n_blocks][rows_per_group]`.
+    """
+
+    var tokens: BytePointer
+    """Values, `[n_rows_max][hidden_size]` of one byte each."""
+    var scales: BytePointer
+    """Scales."""
+    var rows_per_group: Int
+    """Rows whose scales stand together: all of them where rows are packed,
+    those of one expert where they are padded."""
+
+    @staticmethod
+    @always_inline
+    def of(outputs: OutputTensors) -> Self:
+        """Takes them from those of the op."""
+        return {outputs.tokens, outputs.scales, outputs.scales_columns}
+
+    @always_inline
+    def values(self) -> BytePointer:
+        """Points to the values."""
+        return self.tokens
+
+    @always_inline
+    def first_scale[n_blocks: Int](self, row: Int) -> Int:
+        """Locates the scale of a row's first block."""
+        var group, row_in_group = divmod(row, self.rows_per_group)
+        return group * n_blocks * self.rows_per_group + row_in_group
+
+    @always_inline
+    def place[
+        scale_type: DType, n: Int, //, n_blocks: Int
+    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+        """Puts some scales of a row where they belong."""
+        var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
+        comptime for i in range(n):
+            if n == 1 or first + i < n_blocks:
+                to[unsafe_offset=start + (first + i) * self.rows_per_group] = scales[i]
+
+
+@fieldwise_init
+struct RowByRow(ScaledRows):
+    """Scales: `[n_rows_max][n_blocks]`."""
+
+    var tokens: BytePointer
+    """Values."""
+    var scales: BytePointer
+    """Scales."""
+
+    @staticmethod
+    @always_inline
+    def of(outputs: OutputTensors) -> Self:
+        """Takes them from those of the op."""
+        return {outputs.tokens, outputs.scales}
+
+    @always_inline
+    def values(self) -> BytePointer:
+        """Points to the values."""
+        return self.tokens
+
+    @always_inline
+    def first_scale[n_blocks: Int](self, row: Int) -> Int:
+        """Locates the scale of a row's first block."""
+        return row * n_blocks
+
+    @always_inline
+    def place[
+        scale_type: DType, n: Int, //, n_blocks: Int
+    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+        """Puts some scales of a row where they belong."""
+        var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
+        comptime if n_blocks % n == 0:
+            to.unsafe_store[alignment=n * size_of[Scalar[scale_type]]()](
+                start + first, scales
+            )
+        else:
+            comptime for i in range(n):
+                if first + i < n_blocks:
+                    to[unsafe_offset=start + first + i] = scales[i]
+
+
+@fieldwise_init
+struct InTiles(ScaledRows):
+    """Scales of one byte in tiles of 128 rows and 4 blocks, as MAX's block-scaled
+    matmuls read them.
+
+    Scales: `[n_tiles][ceildiv(n_blocks, 4)][32][4][4]`. Each expert begins with a
+    tile of its own: local expert `e`, whose rows begin at `first_row`, with tile
+    `first_row // 128 + e`. Row `r` of a tile is at `[r % 32][r // 32]`. Scales of
+    blocks that there are not are 0; those of such rows are left as they are.
+    """
+
+    var tokens: BytePointer
+    """Values."""
+    var scales: BytePointer
+    """Scales."""
+    var shift: Int
+    """From a row to its place in the tiles: the same for all rows of an expert."""
+
+    comptime depend_on_expert = True
+    """Each expert has tiles of its own."""
+
+    @staticmethod
+    @always_inline
+    def of(outputs: OutputTensors) -> Self:
+        """Takes them from those of the op."""
+        return {outputs.tokens, outputs.scales, 0}
+
+    @always_inline
+    def of_expert(self, local_expert: Int, first_row: Int) -> Self:
+        """Finds where the tiles of an expert begin."""
+        return {self.tokens, self.scales, 128 * local_expert - first_row % 128}
+
+    @always_inline
+    def values(self) -> BytePointer:
+        """Points to the values."""
+        return self.tokens
+
+    @always_inline
+    def first_scale[n_blocks: Int](self, row: Int) -> Int:
+        """Locates the scale of a row's first block."""
+        var tile, row_in_tile = divmod(row + self.shift, 128)
+        var inner = row_in_tile % 32 * 4 + row_in_tile // 32
+        return (tile * ceildiv(n_blocks, 4) * 128 + inner) * 4
+
+    @always_inline
+    def place[
+        scale_type: DType, n: Int, //, n_blocks: Int
+    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+        """Puts some scales of a row where they belong."""
+        comptime assert size_of[Scalar[scale_type]]() == 1, "tiles hold bytes"
+        var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
+        comptime for i in range(0, n, 4):
+            if first + i < n_blocks:
+                var four = SIMD[scale_type, 4](0)
+                comptime for j in range(4):
+                    if first + i + j < n_blocks:
+                        four[j] = scales[i + j]
+                to.unsafe_store[alignment=4](start + (first + i) * 128, four)

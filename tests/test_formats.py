@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized formats: the oracle's against torch, and dequantization in a graph.
+
+What dispatch delivers goes through it in ``graphs/moe_layer.py --format``.
+"""
+
+import numpy as np
+import pytest
+import torch
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, Module, TensorType
+from test_reference import assert_same_bits
+
+from max_ep import EPConfig, dequantize, dequantize_blockwise_fp8
+from max_ep.formats import FORMATS, TokenFormat
+from max_ep.quantize import (
+    float8_e8m0fnu_to_float32,
+    quantize_mxfp8,
+    scales_of_tiles,
+)
+from max_ep.reference import dequantize_blockwise_fp8 as oracle
+from max_ep.reference import quantize_blockwise_fp8
+
+CPU_DEVICE = DeviceRef.CPU()
+HIDDEN = 256
+PADDED = (3, 5)
+"""Local experts, and rows of each."""
+
+
+def fp8_tokens() -> np.ndarray:
+    """Float32 `[n, 384]` with blocks of all magnitudes, zeros, tiny ones."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(97, 3, 128))
+    x *= 10.0 ** rng.uniform(-6, 6, size=(97, 3, 1))
+    x[5] = 0
+    x[6, 1] = 1e-5  # below the floor of amax
+    x[7] = np.float32(1e-4)  # the floor itself
+    x[8] = 448  # scale exactly 1
+    x[9] = np.nextafter(np.float32(448), np.float32(1e9))
+    x[10, :, 0] = -1e30
+    x[11] = -0.0
+    # Values that land next to ties, so that every rounding before shows.
+    ties = rng.choice(np.arange(17, 28, 2), (48, 3, 128)) * 16.0
+    x[12:60] = ties * (x[12:60, :, :1] / 448)
+    x[12:60, :, 0] *= 448 / ties[:, :, 0]
+    return x.reshape(97, 384).astype(np.float32)
+
+
+def quantize_with_torch(x: np.ndarray, is_power_of_two: bool) -> tuple:
+    blocks = torch.from_numpy(x).unflatten(1, (-1, 128))
+    amax = blocks.abs().amax(dim=2).clamp(1e-4)
+    scales = amax / 448.0
+    # Not `448.0 / amax`: that torch computes as `amax.reciprocal() * 448.0`.
+    factors = torch.tensor(448.0) / amax
+    if is_power_of_two:
+        # log2 is near enough but for values next to a power of two.
+        exponent = torch.ceil(torch.log2(scales.double()))
+        scales, factors = (torch.exp2(e).float() for e in (exponent, -exponent))
+    values = (blocks * factors.unsqueeze(2)).clamp(-448, 448)
+    values = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    return values.flatten(1).numpy(), scales.numpy()
+
+
+@pytest.mark.parametrize("is_power_of_two", [False, True])
+def test_blockwise_fp8_is_torchs(is_power_of_two):
+    """To bytes and scales, and from them."""
+    x = fp8_tokens()
+    values, scales = quantize_blockwise_fp8(x, is_power_of_two)
+    want_values, want_scales = quantize_with_torch(x, is_power_of_two)
+    assert_same_bits(scales, want_scales)
+    assert_same_bits(values, want_values)
+    wide = torch.from_numpy(values).view(torch.float8_e4m3fn).float()
+    want = wide * torch.from_numpy(scales).repeat_interleave(128, 1)
+    assert_same_bits(oracle(values, scales), want.numpy())
+
+
+def test_blockwise_fp8_shapes():
+    values, scales = quantize_blockwise_fp8(np.zeros((0, 256), np.float32))
+    assert (values.shape, scales.shape) == ((0, 256), (0, 2))
+    assert oracle(values, scales).shape == (0, 256)
+    x = np.arange(64, dtype=np.float32).reshape(2, 32)
+    assert quantize_blockwise_fp8(x, block=16)[1].shape == (2, 2)
+    with pytest.raises(ValueError, match="hidden=200"):
+        quantize_blockwise_fp8(np.zeros((1, 200), np.float32))
+    values, scales = quantize_blockwise_fp8(np.ones((3, 256), np.float32))
+    with pytest.raises(ValueError, match=r"\[3, 2\], got \[2, 3\].*pass scales.T"):
+        oracle(values, scales.T)  # as dispatch delivers them
+
+
+# ----------------------------------------------------------- microscaling formats
+
+QUANTIZED = {f.short_name: f for f in FORMATS if f.is_quantized}
+formats = pytest.mark.parametrize("name", QUANTIZED)
+
+
+def test_float8_e8m0fnu_is_torchs():
+    bits = np.arange(256, dtype=np.uint8)
+    want = torch.from_numpy(bits).view(torch.float8_e8m0fnu).float().numpy()
+    assert_same_bits(float8_e8m0fnu_to_float32(bits)[:255], want[:255])
+    assert np.isnan(float8_e8m0fnu_to_float32(bits)[255]) and np.isnan(want[255])
+
+
+def mx_tokens() -> np.ndarray:
+    """Float32 `[n, 96]` of all magnitudes, with what is next to a change of scale."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(64, 3, 32)) * 2.0 ** rng.integers(-140, 120, (64, 3, 1))
+    x = x.astype(np.float32)
+    for i, largest in enumerate((1, 1.75, 448, 1.5, 2.0**-119, 1.75 * 2.0**-119)):
+        near = np.float32(largest) * np.float32([0.5, -1, 1, 0.3])
+        x[3 * i : 3 * i + 3] = rng.choice(near, (3, 3, 32))
+        x[3 * i + 1, :, 7] = np.nextafter(np.float32(largest), np.float32(np.inf))
+        x[3 * i + 2, :, 7] = np.nextafter(np.float32(largest), np.float32(0))
+        x[3 * i + 1 : 3 * i + 3][np.abs(x[3 * i + 1 : 3 * i + 3]) == largest] = 0
+    x[20], x[21], x[22, 1] = 0, -0.0, np.float32(1e-45)
+    x[23] = np.finfo(np.float32).max
+    return x.reshape(64, 96)
+
+
+def test_mxfp8_is_torchs():
+    """Torch casts to both types; its scales are powers of two already."""
+    x = mx_tokens()
+    values, scales = quantize_mxfp8(x)
+    blocks = torch.from_numpy(x).unflatten(1, (-1, 32)).double()
+    amax = blocks.abs().amax(dim=2)
+    exponent = torch.ceil(torch.log2(amax / 448)).clamp(-127, 120)
+    as_types = torch.exp2(exponent).float().to(torch.float8_e8m0fnu)
+    assert_same_bits(scales, as_types.view(torch.uint8).numpy())
+    want = (blocks * torch.exp2(-exponent)[..., None]).float().clamp(-448, 448)
+    want = want.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert_same_bits(values, want.flatten(1).numpy())
+    assert 0 in scales and 247 in scales
+
+
+def test_mxfp8_of_what_is_exact():
+    """Values of the format are what they were, and the largest is 448."""
+    x = np.zeros((2, 64), np.float32)
+    x[0, :32] = np.arange(32) - 16
+    x[0, 40], x[1, 3], x[1, 40] = 448 * 2.0**100, -480, 448
+    values, scales = quantize_mxfp8(x)
+    assert (scales == [[127 - 4, 227], [128, 127]]).all()
+    assert_same_bits(QUANTIZED["mxfp8"].dequantize(values, scales), x)
+    assert values[1, 40] == 0x7E and values[0, 40] == 0x7E
+
+
+def test_mxfp8_of_what_is_not_finite():
+    """A NaN makes its block NaN. An infinity stays one; the rest of its block is as
+    far from 0 as before."""
+    x = np.ones((3, 64), np.float32)
+    x[0, 5], x[1, 5], x[2, 5], x[2, 6] = np.nan, -np.inf, np.inf, -np.nan
+    values, scales = quantize_mxfp8(x)
+    assert (scales == [[255, 119], [247, 119], [255, 119]]).all()
+    assert (values[[0, 2], :32] == 0x7F).all()
+    with np.errstate(over="ignore"):
+        wide = QUANTIZED["mxfp8"].dequantize(values, scales)
+    assert np.isnan(wide[[0, 2], :32]).all() and (wide[:, 32:] == 1).all()
+    assert wide[1, 5] == -np.inf and (np.delete(wide[1, :32], 5) == 0).all()
+
+
+@formats
+def test_shapes_of_formats(name):
+    token_format = QUANTIZED[name]
+    block = token_format.scale_block
+    for n in (0, 3):
+        values, scales = token_format.quantize(np.ones((n, 2 * block), np.float32))
+        assert scales.shape == (n, 2)
+        assert token_format.dequantize(values, scales).shape == (n, 2 * block)
+    with pytest.raises(ValueError, match=f"block={block}"):
+        token_format.quantize(np.ones((1, block + 1), np.float32))
+
+
+def test_tiles_are_those_of_the_picture():
+    """Every scale of two experts once, with the second in a tile of its own."""
+    offsets, n_blocks = np.uint32([0, 130, 131]), 5
+    tiles = np.arange(4 * 2 * 32 * 4 * 4).reshape(4, 2, 32, 4, 4)
+    got = scales_of_tiles(tiles, offsets, n_blocks)
+    assert got.shape == (131, 5) and len(np.unique(got)) == got.size
+    assert got[0, 0] == tiles[0, 0, 0, 0, 0] and got[33, 4] == tiles[0, 1, 1, 1, 0]
+    assert got[128, 2] == tiles[1, 0, 0, 0, 2] and got[130, 3] == tiles[2, 0, 0, 0, 3]
+
+
+# ------------------------------------------------------------ dequantize in graphs
+
+
+def config_of(token_format: TokenFormat, layout: str = "auto", **more) -> EPConfig:
+    make = token_format.make_quant_config
+    return EPConfig(
+        dispatch_dtype=token_format.dtype,
+        dispatch_quant_config=make() if make else None,
+        scale_layout=layout,
+        **dict(combine_dtype=DType.float32, hidden_size=HIDDEN, top_k=1, n_experts=3)
+        | dict(max_tokens_per_rank=5, n_gpus_per_node=1, n_nodes=1, target="cpu")
+        | more,
+    )
+
+
+CONFIGS = {
+    (name, layout): config_of(f, layout)
+    for name, f in QUANTIZED.items()
+    for layout in f.scale_layouts
+    if layout != "tiles"
+}
+
+
+def types(rows: list, scales: list) -> list[TensorType]:
+    return [
+        TensorType(DType.uint8, rows, CPU_DEVICE),
+        TensorType(DType.float32, scales, CPU_DEVICE),
+    ]
+
+
+def add_graphs(module: Module) -> None:
+    """Adds both layouts."""
+    of_both = [
+        *types(["n_rows", HIDDEN], [HIDDEN // 128, "n_rows"]),
+        *types([*PADDED, HIDDEN], [PADDED[0], HIDDEN // 128, PADDED[1]]),
+    ]
+    with Graph("dequantize", input_types=of_both, module=module) as graph:
+        packed, scales, padded, more = (value.tensor for value in graph.inputs)
+        graph.output(
+            dequantize_blockwise_fp8(packed, scales),
+            dequantize_blockwise_fp8(padded, more),
+        )
+    of_all = []
+    for (name, layout), config in CONFIGS.items():
+        n, n_scales = f"{name}_{layout}", config.n_scales
+        shape = [n, n_scales] if layout == "rows" else [n_scales, n]
+        of_all += [
+            TensorType(DType.uint8, [n, config.row_columns], CPU_DEVICE),
+            TensorType(config.scales_dtype, shape, CPU_DEVICE),
+        ]
+    with Graph("dequantize_all", input_types=of_all, module=module) as graph:
+        values = iter(value.tensor for value in graph.inputs)
+        given = zip(values, values, CONFIGS.values())
+        graph.output(*(dequantize(*of_one) for of_one in given))
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 7])
+def test_dequantize_is_the_oracles(one_module, n_rows):
+    """Every format and layout, of any bits."""
+    rng = np.random.default_rng(n_rows)
+    given, want = [], []
+    for (name, layout), config in CONFIGS.items():
+        rows = rng.integers(0, 256, (n_rows, config.row_columns), np.uint8)
+        # On CPU, MAX's own ops make 0 of what is subnormal.
+        scales = rng.integers(16, 256, (n_rows, config.n_scales), np.uint8)
+        if config.scales_dtype == DType.float32:
+            scales = rng.standard_normal(scales.shape).astype(np.float32)
+        with np.errstate(all="ignore"):
+            want.append(QUANTIZED[name].dequantize(rows, scales))
+        given += [rows, np.ascontiguousarray(scales if layout == "rows" else scales.T)]
+    for got, y in zip(one_module.models["dequantize_all"].execute(*given), want):
+        np.testing.assert_array_equal(got.to_numpy(), y)
+
+
+def test_rows_are_the_oracles(one_module):
+    """All 256 values, NaN among them, in both layouts; no rows, too."""
+    model = one_module.models["dequantize"]
+    rng = np.random.default_rng(0)
+    padded = rng.integers(0, 256, (*PADDED, HIDDEN), np.uint8)
+    more = rng.standard_normal((PADDED[0], PADDED[1], 2)).astype(np.float32)
+    for n_rows in (0, 1, 7):
+        packed = np.tile(np.arange(256, dtype=np.uint8), (n_rows, 1))
+        scales = rng.standard_normal((n_rows, 2)).astype(np.float32)
+        got, got_padded = model.execute(
+            packed,
+            np.ascontiguousarray(scales.T),
+            padded,
+            np.ascontiguousarray(more.transpose(0, 2, 1)),
+        )
+        np.testing.assert_array_equal(got.to_numpy(), oracle(packed, scales))
+        want = [oracle(rows, of_rows) for rows, of_rows in zip(padded, more)]
+        np.testing.assert_array_equal(got_padded.to_numpy(), np.stack(want))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "rows", "scales", "error", "says"),
+    [
+        (("float32", "float32"), ["n", 256], [2, "n"], TypeError, "rows are .*float32"),
+        (("uint8", "bfloat16"), ["n", 256], [2, "n"], TypeError, "scales are .*bfloat"),
+        (("uint8", "float32"), ["n", 256], ["n", 2], ValueError, r"hidden / 128, n_ro"),
+        (("uint8", "float32"), ["n", "k"], [2, "n"], ValueError, r"hidden / 128, n_ro"),
+        (("uint8", "float32"), ["n", 64], [0, "n"], ValueError, r"hidden / 128, n_ro"),
+        (("uint8", "float32"), ["n", 200], [1, "n"], ValueError, r"a multiple of 128"),
+        (("uint8", "float32"), [256], [2], ValueError, r"hidden / 128, n_ro"),
+        (("uint8", "float32"), [3, 5, 256], [2, 5], ValueError, r"hidden / 128, n_ro"),
+    ],
+)
+def test_refusals(dtypes, rows, scales, error, says):
+    given = [
+        TensorType(DType[dtype], shape, CPU_DEVICE)
+        for dtype, shape in zip(dtypes, (rows, scales))
+    ]
+    with Graph("refused", input_types=given) as graph:
+        with pytest.raises(error, match=says):
+            dequantize_blockwise_fp8(*(value.tensor for value in graph.inputs))
+
+
+def test_rows_of_gpus_are_float8():
+    """As far as a graph goes that is not run."""
+    gpu = DeviceRef.GPU(0)
+    given = [
+        TensorType(DType.float8_e4m3fn, ["n_rows", HIDDEN], gpu),
+        TensorType(DType.float32, [HIDDEN // 128, "n_rows"], gpu),
+    ]
+    with Graph("of_gpu", input_types=given) as graph:
+        rows = dequantize_blockwise_fp8(*(value.tensor for value in graph.inputs))
+        graph.output(rows)
+    assert (rows.dtype, rows.device) == (DType.float32, gpu)
+    assert list(rows.shape) == list(given[0].shape)
+
+
+def test_what_is_not_dequantized():
+    plain = config_of(FORMATS[0], combine_dtype=DType.bfloat16)
+    tiles = config_of(QUANTIZED["mxfp8"], "tiles")
+    for config in (plain, tiles):
+        with pytest.raises(ValueError, match="'rows' or 'transposed'"):
+            dequantize(None, None, config)
