@@ -343,6 +343,37 @@ def test_own_tokens_are_read_after_a_barrier(it):
     assert not it.shown(copied & it.kernel.reach(staged, met))
 
 
+# By what a launch does; `rows` and `sums`: what its combine sends.
+FAILURES = {
+    "dispatch sends": "DROPPED NOT_READ",
+    "dispatch receives": "TOO_MANY_ROWS NO_COUNT NO_MESSAGE",
+    "rows sends": "NOTHING_DISPATCHED TOO_MANY_ROWS BAD_SOURCE NOT_READ",
+    "rows receives": "BAD_N_TOKENS TOO_MANY_ROWS NO_MESSAGE WRONG_EXPERT OVERTAKEN",
+    "sums sends": "NOTHING_DISPATCHED TOO_MANY_ROWS NOT_READ",
+    "sums receives": "BAD_N_TOKENS NO_MESSAGE OVERTAKEN",
+}
+
+
+@kernels("sm_90a", but="clear")
+def test_what_a_launch_refuses(it):
+    """Each guard is there: it records a failure of its own."""
+    source = (mojo_dir() / "max_ep/failures.mojo").read_text()
+    codes = re.findall(r"comptime (\w+) = Int32\((\d+)\)", source)
+    names = {code: name for name, code in codes}
+    recorded = re.findall(r"\.cas\.b32\s[^\n]*, (\d+);", it.text)
+    what = "dispatch" if it.is_dispatch else "sums" if it.is_by_rank else "rows"
+    wanted = {"WRONG_COUNTERS"}
+    if it.sends:
+        wanted |= set(FAILURES[f"{what} sends"].split())
+    if it.receives:
+        wanted |= set(FAILURES[f"{what} receives"].split())
+    if what == "sums" and not it.sends:
+        wanted |= {"TOO_MANY_ROWS", "OTHER_ROWS"}
+    if not it.sends and it.is_dispatch and not it.is_by_rank and it.has("shared"):
+        wanted.add("NOT_SENT")
+    assert {names[code] for code in recorded} == wanted
+
+
 @kernels("by_expert sm_90a.combine")
 def test_rows_that_may_change_are_sent(it):
     """Then own rows go the way of the others, and the wait does not read where they
