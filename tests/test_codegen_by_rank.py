@@ -125,6 +125,24 @@ def test_many_choices_are_counted_before_they_are_entered(it):
     assert written and read
     assert not read & it.kernel.reach(adds | written, met)
     assert not (counts_on | written) & it.kernel.reach(read, met, rounds.body)
+    # Zeros are there before anybody counts, all counts before they are published, and
+    # whether one has given up.
+    met |= it.kernel.find_kind("barrier")
+    zeroed = shared & it.kernel.find_kind("store") - rounds.body
+    gave_up = it.kernel.find_kind("store release block")
+    gave_up = {i for i in gave_up if adds & it.kernel.reach([i])}
+    asked = it.kernel.find_kind("load acquire block")
+    assert zeroed and gave_up
+    assert not it.shown(adds & it.kernel.reach(zeroed, met))
+    published = it.kernel.find(
+        lambda op: op.kind == "store relaxed system" and op.n_bytes == 8
+    )
+    counts = it.kernel.find(lambda op: op.kind == "load" and op.n_bytes == 4) & shared
+    later = it.kernel.reach(counts_on)
+    loops = it.kernel.smallest_loops(published - rounds.body)
+    (last,) = (x.entry for x in loops if x.entry in later and x.body & counts)
+    assert last not in it.kernel.reach(counts_on, met)
+    assert not it.shown(asked & it.kernel.reach(gave_up, met))
 
 
 @kernels("by_rank.*(dispatch|combine)(_async)?\\.")

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reader of assembly: what `test_codegen*.py` say of kernels rests on it."""
+
+import pytest
+from assembly import Kernel, parse_amdgcn, parse_ptx
+
+
+def ptx(*lines: str) -> Kernel:
+    return parse_ptx("\n{\n" + ";\n".join(lines) + ";\nret;\n}\n")
+
+
+def amd(*lines: str) -> Kernel:
+    return parse_amdgcn("\n".join(f"\t{line}" for line in (*lines, "s_endpgm")), 0)
+
+
+def ordered(kernel: Kernel) -> list[str]:
+    return [op.kind for op in kernel.ops if op.order]
+
+
+def test_the_reader_sees_orders():
+    """What it says about single instructions; else all of the above says nothing."""
+    kernel = ptx(
+        *("@%p1 st.release.sys.b64 [%rd1], %rd2", "$L: ld.volatile.b64 %rd1, [%rd2]"),
+        *("@!%p1 bra $L", "st.relaxed.gpu.global.b64 [%rd1], %rd2"),
+    )
+    kinds = ["store release system", "load volatile", "store relaxed device"]
+    assert ordered(kernel) == kinds
+    (loop,) = kernel.loops()
+    assert (loop.entry, loop.body) == (1, {1, 2})
+
+    store = "flat_store_dwordx2 v[0:1], v[2:3] sc0 sc1"
+    load = "flat_load_dwordx2 v[0:1], v[2:3] sc0 sc1"
+    wait, back, inv = "s_waitcnt vmcnt(0)", "buffer_wbl2 sc0 sc1", "buffer_inv sc0 sc1"
+    other = "global_store_dword v[0:1], v2, off"
+    assert ordered(amd(back, wait, store)) == ["store release system"]
+    assert ordered(amd(load, wait, inv)) == ["load acquire system"]
+    for weak in ([wait, back, store], [back, store], [back, wait, other, store]):
+        assert ordered(amd(*weak)) == ["store relaxed system"]
+    for weak in ([load, inv], [load, other, wait, inv], [load, wait, "buffer_inv sc1"]):
+        assert ordered(amd(*weak)) == ["load relaxed system"]
+    jumped = parse_amdgcn(f"\t{back}\n\t{wait}\n.LBB0_1:\n\t{store}\n\ts_endpgm", 0)
+    assert ordered(jumped) == ["store relaxed system"]
+
+
+def test_the_reader_sees_inline_assembly():
+    """128 bits in braces, and the wait for the launch before."""
+    kernel = ptx(
+        "griddepcontrol.wait",
+        "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [%rd1]",
+        "mov.b128 {%rd2, %rd3}, word; }",
+        "{ .reg .b128 word; st.relaxed.sys.global.b128 [%rd3], word; }",
+    )
+    assert [(op.kind, op.n_bytes) for op in kernel.ops if op.what] == [
+        ("launch_wait", 0),
+        ("load relaxed system", 16),
+        ("store relaxed system", 16),
+    ]
+    assert not kernel.reach_from_start(kernel.find_kind("launch_wait"))
+
+
+@pytest.mark.parametrize(
+    "read, line",
+    [
+        (ptx, "cp.async.ca.shared.global [%r1], [%rd1], 16"),
+        (ptx, "multimem.st.relaxed.sys.global.u32 [%rd1], %r1"),
+        (ptx, "mbarrier.arrive.shared.b64 %rd2, [%rd1]"),
+        (ptx, "call.uni (retval0), f, (param0)"),
+        (amd, "global_unheard_of_dword v[0:1], v2, off"),
+        (amd, "s_swappc_b64 s[30:31], s[4:5]"),
+    ],
+)
+def test_the_reader_refuses_what_it_cannot_read(read, line):
+    """Else an access would be overlooked, and what is awaited before it."""
+    with pytest.raises(AssertionError, match=line.split()[0].partition(".")[0]):
+        read(line)
+
+
+def test_the_reader_says_what_it_cannot_compute():
+    """Halves of words, signed differences, choices; not what is after a branch."""
+    kernel = ptx(
+        *("ld.acquire.sys.b64 %rd1, [%rd2]", "mov.b64 {_, %r1}, %rd1"),
+        *("sub.s32 %r2, %r1, %r9", "setp.gt.s32 %p1, %r2, -1"),
+        *("selp.b32 %r3, 7, 8, %p1", "mul.lo.s32 %r5, %r3, 2", "@%p1 bra $L"),
+        *("add.s32 %r4, %r3, 1", "$L: bra $M", "$M: exit"),
+    )
+    for upper, r3 in ((4, 8), (5, 7), (6, 7)):
+        found = kernel.run(0, {"%rd1": upper << 32 | 99, "%r9": 5})
+        assert found["%r1"] == upper and found["%r3"] == r3
+        assert "%r4" not in found and "%r5" not in found
+    assert kernel.value("%r4", {"%r3": 8}) == 9
+    for unknown in ("%r1", "%r5", "%r6"):
+        assert kernel.value(unknown, {"%r3": 8}) is None
+
+
+@pytest.mark.parametrize("first", ["mov.pred %p1, -1", "setp.eq.b32 %p1, %r1, 0"])
+def test_the_reader_follows_predicates(first):
+    """`while True: if is_waiting: load; is_waiting = False; store`: no store before."""
+    kernel = ptx(
+        *(first, "$L: not.pred %p2, %p1", "@%p2 bra $S"),
+        *("ld.acquire.sys.b64 %rd1, [%rd2]", "mov.pred %p1, 0"),
+        *("$S: st.global.b64 [%rd3], %rd4", "bra $L"),
+    )
+    loaded, stored = kernel.find_kind("load acquire system"), kernel.find_kind("store")
+    assert stored <= kernel.reach_from_start(loaded)
+    is_sure = first.startswith("mov")
+    assert (stored <= kernel.reach_knowing({}, loaded)) != is_sure
+    assert not stored & kernel.reach_knowing({} if is_sure else {"%p1": True}, loaded)
+    assert stored <= kernel.reach_knowing({}, ())
