@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from cases import BF16, Case, Expected, Inputs
@@ -31,6 +32,18 @@ def run_in_child(code: str, *arguments: str) -> str:
     """Runs Python code that may crash in a process of its own; returns its output."""
     command = sys.executable, "-c", code, *arguments
     return printed(*command, PYTHONPATH=WHERE_WE_IMPORT)
+
+
+@contextlib.contextmanager
+def raises(error: type[Exception], words: str) -> Iterator[Any]:
+    """Expects an error whose text has all the words; `; ` stands between them."""
+    import pytest  # members of groups import this file, and may have none
+
+    with pytest.raises(error) as caught:
+        yield caught
+    text = str(caught.value)
+    missing = [word for word in words.split("; ") if word not in text]
+    assert not missing, f"the error does not say {missing}; it says: {text}"
 
 
 def to_buffer(array: np.ndarray, device: Device | None = None) -> Buffer:

@@ -15,6 +15,7 @@ from harness import (
     assert_same_bits,
     building,
     flatten,
+    raises,
     run_in_child,
     take_outputs,
     to_buffer,
@@ -34,7 +35,6 @@ from test_refusals import (
     TWO,
     dispatch_all,
     ids_of,
-    raises,
     refused,
     tensor,
 )

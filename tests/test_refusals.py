@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np  # noqa: F401, for the tables
 import pytest
 from cases import BF16, CASES, F32
+from harness import raises
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 from max.nn.quant_config import QuantFormat
@@ -24,16 +25,6 @@ SUMS_TWO = dataclasses.replace(TWO, protocol="by_rank", combine_mode="sums")
 SUMS = SUMS_TWO.config()
 ROWS = TWO.max_rows
 FP8 = dataclasses.replace(CASES["fp8"], n_ranks=1)  # hidden 256
-
-
-@contextlib.contextmanager
-def raises(error: type[Exception], words: str) -> Iterator[pytest.ExceptionInfo]:
-    """Expects an error whose text has all the words; `; ` stands between them."""
-    with pytest.raises(error) as caught:
-        yield caught
-    text = str(caught.value)
-    missing = [word for word in words.split("; ") if word not in text]
-    assert not missing, f"the error does not say {missing}; it says: {text}"
 
 
 # --------------------------------------------------------------------- EPConfig
