@@ -24,6 +24,8 @@ from .graph.builders import call_ep_watch as call_ep_watch
 from .graph.manager import EPBatchManager as EPBatchManager
 from .graph.quantized import dequantize as dequantize
 from .graph.quantized import dequantize_blockwise_fp8 as dequantize_blockwise_fp8
+from .graph.routing import Replicas as Replicas
+from .graph.routing import balance_ids as balance_ids
 from .graph.routing import softmax_top_k as softmax_top_k
 from .launch import LaunchError as LaunchError
 from .launch import launch as launch

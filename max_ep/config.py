@@ -16,6 +16,7 @@ from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig
 
+from .balance_checks import check_fields
 from .formats import PLAIN_DTYPES, TokenFormat, format_of, on_target
 from .limits import (
     COMBINE_MODES,
@@ -62,7 +63,8 @@ class EPConfig:
     top_k: int
     """Experts of a token, ``[1, min(32, n_experts)]``."""
     n_experts: int
-    """Experts of the group; the ranks need not divide it."""
+    """Experts of the group; the ranks need not divide it. With ``eplb_enabled`` they
+    are the physical ones: each replica counts."""
     max_tokens_per_rank: int
     """Most tokens that one rank dispatches at a time."""
     n_gpus_per_node: int
@@ -85,10 +87,18 @@ class EPConfig:
     use_allreduce: bool = False
     max_batch_size: int = 0
     eplb_enabled: bool = False
+    """Balanced experts: the graph takes ``eplb_log2phy`` and ``eplb_logcnt`` too. The
+    four fields that follow are for that only."""
     num_moe_layers: int = 0
+    """MoE layers: rows of the tables."""
     max_replicas: int = 1
+    """The most replicas of an expert: columns of ``eplb_log2phy``."""
     eplb_phy2log_plan: Any = None
+    """The first placement, ``[num_moe_layers, n_experts]``: the logical expert of each
+    physical one. With it :meth:`EPCommInitializer.set_eplb_placement` may be left out.
+    """
     num_logical_experts: int = 0
+    """Experts that the router knows; 0: ``n_experts``."""
 
     target: str = "auto"
     """Device kind of the tensors: ``"cpu"``, ``"gpu"``, or ``"auto"``: what this
@@ -140,6 +150,7 @@ class EPConfig:
         if self.target == "auto":
             self.target = "gpu" if accelerator_count() > 0 else "cpu"
         _check_sizes(self)
+        check_fields(self)
         _check_dtypes(self)
         _check_hidden_size(self)
         _check_scale_layout(self)
@@ -321,13 +332,14 @@ class EPConfig:
         return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
 
 
-# Fields of MAX's EPConfig that ask for something max_ep does not do.
+# Fields of MAX's EPConfig that ask for something max_ep does not do, and why.
 _REFUSED = {
-    "nvfp4_dyn_global_scales": "NVFP4 dispatch",
-    "fuse_ffn_combine_send": "the fused FFN",
-    "fused_moe_ready": "the fused FFN",
-    "use_allreduce": "all-reduce mode",
-    "eplb_enabled": "expert load balancing",
+    "nvfp4_dyn_global_scales": "max_ep has no NVFP4 dispatch",
+    "fuse_ffn_combine_send": "combine sends rows that stand in memory, not those of a "
+    "matmul under way",
+    "fused_moe_ready": "max_ep has no launch that does dispatch, experts and combine; "
+    "use ep_dispatch and ep_combine",
+    "use_allreduce": "max_ep has no all-reduce mode; give each rank tokens of its own",
 }
 
 
@@ -343,11 +355,10 @@ def _check_choices(config: EPConfig) -> None:
         if value not in choices:
             names = ", ".join(repr(name) for name in choices)
             raise ValueError(f"{field}={value!r} is unknown; there are {names}")
-    for field, what in _REFUSED.items():
+    for field, why in _REFUSED.items():
         if getattr(config, field):
             raise ValueError(
-                f"{field}={getattr(config, field)!r} is not supported: max_ep "
-                f"has no {what}"
+                f"{field}={getattr(config, field)!r} is not supported: {why}"
             )
     if config.fused_shared_expert and config.is_padded:
         raise ValueError(

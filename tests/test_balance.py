@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balanced experts: the planner, moving weights, and the command. No graph runs here;
-the ops are in test_router.py and test_round_trip.py."""
+"""Balanced experts: the planner, moving weights, a layer, and the command. The ops
+alone are in test_router.py."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
 
+from graphs.moe_layer import CONFIG, HIDDEN_SIZE, MOE_DIM
+from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.balance import Placement, moves, plan, rebalance, unbalanced
 from max_ep.cli import main
+from max_ep.graph.moe import ExpertWeights, moe_layer
 from max_ep.reference import balance_ids
 from max_ep.stats import Statistics
 
@@ -175,6 +181,119 @@ def test_what_cannot_be_planned():
     swapped = Placement(one.phy2log[:, ::-1], 2)
     with pytest.raises(ValueError, match="contiguous"):
         list(rebalance(strided, one, swapped, 100))
+
+
+# ---------------------------------------------------------------------- a layer
+
+N_RANKS = CONFIG.n_ranks
+LAYER, MOST = 1, 3
+BALANCED = replace(
+    CONFIG,
+    n_experts=CONFIG.n_experts + 4,
+    eplb_enabled=True,
+    num_moe_layers=2,
+    max_replicas=MOST,
+    num_logical_experts=CONFIG.n_experts,
+)
+
+
+def two_layers() -> Graph:
+    """Builds an MoE layer of the same tokens, without and with balanced experts."""
+    cpu, f32 = DeviceRef.CPU(), CONFIG.combine_dtype
+    types: list = [TensorType(f32, [f"n_{r}", HIDDEN_SIZE], cpu) for r in range(4)]
+    types += [TensorType(f32, [CONFIG.n_experts, HIDDEN_SIZE], cpu)]
+    managers = [EPBatchManager(config) for config in (CONFIG, BALANCED)]
+    for manager in managers:
+        n = manager.config.n_local_experts
+        for shape in ([n, 2 * MOE_DIM, HIDDEN_SIZE], [n, HIDDEN_SIZE, MOE_DIM]):
+            types += [TensorType(f32, shape, cpu)] * N_RANKS
+        types += manager.input_types()
+    with Graph("balanced_moe", input_types=types) as graph:
+        values = iter(graph.inputs)
+        x = [next(values).tensor for _ in range(N_RANKS)]
+        router, outputs = next(values).tensor, []
+        for manager in managers:
+            weights = [next(values).tensor for _ in range(2 * N_RANKS)]
+            experts = map(ExpertWeights, weights[:N_RANKS], weights[N_RANKS:])
+            manager.fetch_buffers([next(values) for _ in manager.input_types()])
+            results, ids = moe_layer(manager, x, router, list(experts), LAYER)
+            outputs += [*results, *ids]
+        graph.output(*outputs)
+    return graph
+
+
+def test_a_layer_gives_the_same(session):
+    """Bit for bit, with any placement, and at each step from one to another."""
+    rng = np.random.default_rng(5)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5
+
+    x = [10 * draw(n, HIDDEN_SIZE) for n in (64, 17, 0, 40)]
+    router = draw(CONFIG.n_experts, HIDDEN_SIZE)
+    experts = [
+        draw(CONFIG.n_experts, *shape)
+        for shape in ((2 * MOE_DIM, HIDDEN_SIZE), (HIDDEN_SIZE, MOE_DIM))
+    ]
+    old, new = (
+        plan(rng.integers(1, 90, (2, CONFIG.n_experts)), 4, 4, max_replicas=MOST)
+        for _ in range(2)
+    )
+    plain = [part for weights in experts for part in np.split(weights, N_RANKS)]
+    moved = [
+        list(zip(*(np.split(w[row], N_RANKS) for w in experts))) for row in old.phy2log
+    ]
+    model = session.load(two_layers())
+    config = replace(BALANCED, eplb_phy2log_plan=old.phy2log)
+    with EPCommInitializer(CONFIG) as comm, EPCommInitializer(config) as balanced:
+        comm.ep_init(session)
+        balanced.ep_init(session)
+
+        def check() -> None:
+            own = [of_rank[kind] for kind in range(2) for of_rank in moved[LAYER]]
+            given = [*x, router, *plain, *comm.model_inputs(), *own]
+            outputs = model.execute(*given, *balanced.model_inputs())
+            arrays = [output.to_numpy() for output in outputs]
+            for got, want in zip(arrays[2 * N_RANKS :], arrays):
+                np.testing.assert_array_equal(got, want)
+
+        check()
+        for placement in rebalance(moved, old, new, 80_000):
+            tables = placement.log2phy(MOST), placement.logcnt
+            balanced.set_eplb_placement(*([table] * N_RANKS for table in tables))
+            check()
+        assert placement.phy2log.tolist() == new.phy2log.tolist()
+        with pytest.raises(ValueError, match="log2phy has 1 tables; .* 4 local ranks"):
+            balanced.set_eplb_placement([tables[0]], [tables[1]])
+        with pytest.raises(ValueError, match=r"logcnt has a table .* int32 \[2, 16\]"):
+            balanced.set_eplb_placement(*([tables[0]] * N_RANKS for _ in range(2)))
+        with pytest.raises(ValueError, match=r"\[0, 0\]; they must be in \[1, max_r"):
+            balanced.set_eplb_placement(*([0 * t] * N_RANKS for t in tables))
+        with pytest.raises(ValueError, match=r"in \[0, 99\]; .* n_experts=20"):
+            wrong = np.where(tables[0] == 19, 99, tables[0])
+            balanced.set_eplb_placement(*([t] * N_RANKS for t in (wrong, tables[1])))
+
+
+def test_a_placement_is_needed():
+    with pytest.raises(ValueError, match="eplb_enabled=True"):
+        EPCommInitializer(CONFIG).set_eplb_placement([], [])
+    manager = EPBatchManager(BALANCED)
+    tree = manager.input_tree()
+    assert list(tree)[-2:] == ["eplb_log2phy", "eplb_logcnt"]
+    shapes = [2, 16, MOST], [2, 16]
+    for name, shape in zip(list(tree)[-2:], shapes):
+        want = BufferType(DType.int32, shape, DeviceRef.CPU())
+        assert tree[name] == (want,) * N_RANKS
+    with Graph("placed", input_types=manager.input_types()) as graph:
+        comm = manager.comm_buffers(graph.inputs)
+        assert list(comm.eplb_log2phy) == list(comm.eplb_logcnt) == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="device_id=4"):
+            manager.eplb_replicas(4, 0)
+    manager = EPBatchManager(CONFIG)
+    with Graph("not_placed", input_types=manager.input_types()) as graph:
+        assert manager.comm_buffers(graph.inputs).eplb_log2phy is None
+        with pytest.raises(ValueError, match="EPConfig.eplb_enabled=True"):
+            manager.eplb_replicas(0, 0)
 
 
 # ------------------------------------------------------------------ the command

@@ -77,9 +77,12 @@ def test_gpus_that_are_missing_are_named(session, monkeypatch):
         EPCommInitializer(TWO.config(target="gpu")).ep_init(session)
 
 
-def test_eplb_placement_is_refused():
-    with raises(ValueError, "EPLB"):
-        EPCommInitializer(TWO.config()).set_eplb_placement([], [])
+def test_balanced_experts_need_a_placement(session):
+    balanced = dict(eplb_enabled=True, num_moe_layers=1)
+    with EPCommInitializer(TWO.config(**balanced)) as comm:
+        comm.ep_init(session)
+        with raises(ValueError, "eplb_enabled=True; set_eplb_placement; phy2log_plan"):
+            comm.model_inputs()
 
 
 def test_several_processes_need_a_node_id(session, monkeypatch):

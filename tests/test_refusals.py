@@ -53,7 +53,7 @@ NARROW_BLOCKS, BF16_SCALES = (
 )
 
 
-# The last five are fields of MAX's EPConfig that ask for what there is not.
+# The last four are fields of MAX's EPConfig that ask for what there is not.
 BAD_CONFIGS = """
 hidden_size=81 | 81; 162 bytes; multiple of 16
 hidden_size=4, dispatch_dtype=F32 | hidden_size=4; combine_dtype; multiple of 8
@@ -93,12 +93,24 @@ output_layout="ragged" | 'ragged'; 'packed'; 'padded'
 **OF_FP8 | dict(dispatch_quant_config=NVFP4) | NVFP4; BLOCKSCALED_FP8
 **OF_FP8 | dict(dispatch_quant_config=NARROW_BLOCKS) | (1, 64); (1, 128)
 **OF_FP8 | dict(dispatch_quant_config=BF16_SCALES) | bfloat16; float32
+eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
+**BALANCED | dict(max_replicas=0) | max_replicas=0; >= 1
+**BALANCED | dict(num_logical_experts=2) | num_logical_experts=2; top_k=3; n_experts=5
+**BALANCED | dict(num_logical_experts=6) | num_logical_experts=6; n_experts=5
+**BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3]] | [1, 4]; [2, 5]; num_moe_layers
+**BALANCED, eplb_phy2log_plan=[[0, 1, 2, 2, 0]] * 2 | [2, 5]; 3 logical; experts=4
+**BALANCED, eplb_phy2log_plan=[[0, 1, 2, 4, 0]] * 2 | each logical expert of [0, 5)
+**BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3, 0], [0, 1, 2, 0, 0]] | each logical
+**BALANCED | dict(max_replicas=1, **PLANNED) | 2 replicas; max_replicas=1
 nvfp4_dyn_global_scales=True | nvfp4_dyn_global_scales
 fuse_ffn_combine_send=True | fuse_ffn_combine_send
 fused_moe_ready=True | fused_moe_ready
 use_allreduce=True | use_allreduce; all-reduce
-eplb_enabled=True | eplb_enabled; load balancing
 """
+BALANCED = dict(
+    eplb_enabled=True, num_moe_layers=2, num_logical_experts=4, max_replicas=2
+)
+PLANNED = dict(eplb_phy2log_plan=[[0, 1, 2, 3, 0]] * 2)
 PADDED = dict(output_layout="padded")
 AS_SUMS = dict(combine_mode="sums", protocol="auto")
 OF_FP8 = dict(dispatch_dtype=FP8_E4M3, dispatch_quant_config=QUANT)

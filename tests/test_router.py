@@ -13,12 +13,13 @@ import pytest
 import torch
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Dim, Graph, Module, TensorType
+from max.graph import BufferType, DeviceRef, Dim, Graph, Module, TensorType
 from transformers import MiniMaxM2Config, Qwen3MoeConfig
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from max_ep import reference, softmax_top_k
+from max_ep import Replicas, balance_ids, reference, softmax_top_k
+from max_ep.balance import plan
 from max_ep.extension import run_mojo
 from max_ep.graph import routing
 from max_ep.serve.minimax_m2 import MiniMaxM2Gate
@@ -45,11 +46,55 @@ def choice_graph(name: str, device: DeviceRef, **where: Module) -> Graph:
     return graph
 
 
+LAYERS, PHYSICAL, MOST = 2, 53, 5
+"""A placement of the 40 experts of `all_of_softmax`; its table has gaps."""
+
+
+def balance_graph(device: DeviceRef, **where: Module) -> Graph:
+    """Builds the op of a router with a placement, and the op of ids alone."""
+    dtype, n_experts, top_k, renormalize = CHOICES["all_of_softmax"]
+    types = [
+        TensorType(dtype, ["n_tokens", n_experts], device),
+        TensorType(DType.int32, ["n_tokens", top_k], device),
+        BufferType(DType.int32, [LAYERS, n_experts, MOST], device),
+        BufferType(DType.int32, [LAYERS, n_experts], device),
+    ]
+    with Graph("balance", input_types=types, **where) as graph:
+        logits, ids, *tables = graph.inputs
+        first, last = (Replicas(*tables, layer) for layer in range(LAYERS))
+        chosen = softmax_top_k(logits.tensor, top_k, renormalize, last)
+        graph.output(*chosen, balance_ids(ids.tensor, first))
+        with pytest.raises(ValueError, match="layer=2 .* num_moe_layers=2"):
+            balance_ids(ids.tensor, Replicas(*tables, LAYERS))
+        with pytest.raises(TypeError, match="takes int32"):
+            balance_ids(logits.tensor, first)
+    return graph
+
+
+def check_balance(model: Model, n_tokens: int, device: str) -> None:
+    """Compares both ops with the oracle, bit for bit but for weights."""
+    dtype, n_experts, top_k, renormalize = CHOICES["all_of_softmax"]
+    rng = np.random.default_rng(n_tokens)
+    counts = rng.integers(1, 900, (LAYERS, n_experts))
+    placement = plan(counts, 4, PHYSICAL - n_experts, top_k=top_k)
+    tables = placement.log2phy(MOST), placement.logcnt
+    logits = draw_logits(n_experts, dtype)[:n_tokens]
+    ids = rng.integers(-3, n_experts + 3, (n_tokens, top_k)).astype(np.int32)
+    given = [torch.from_numpy(array).to(device) for array in (logits, ids, *tables)]
+    chosen, weights, balanced = (out.to_numpy() for out in model.execute(*given))
+    want_ids, want = reference.softmax_top_k(logits, top_k, renormalize)
+    of_first, of_last = ([table[layer] for table in tables] for layer in range(LAYERS))
+    np.testing.assert_array_equal(chosen, reference.balance_ids(want_ids, *of_last))
+    np.testing.assert_allclose(weights, want, rtol=5e-6)
+    np.testing.assert_array_equal(balanced, reference.balance_ids(ids, *of_first))
+
+
 def add_graphs(module: Module) -> None:
     """Adds routers of given logits."""
     cpu = DeviceRef.CPU()
     for name in CHOICES:
         choice_graph(name, cpu, module=module)
+    balance_graph(cpu, module=module)
     types = [
         TensorType(DType.float32, ["n_tokens", N_EXPERTS], cpu),
         TensorType(DType.float32, [N_EXPERTS], cpu),
@@ -143,6 +188,18 @@ def test_choice_on_a_gpu_is_the_oracles(choices_on_gpu, name, n_tokens):
     check_choice(choices_on_gpu[name], name, n_tokens, "cuda")
 
 
+@pytest.mark.parametrize("n_tokens", COUNTS)
+def test_replicas_are_the_oracles(one_module, n_tokens):
+    check_balance(one_module.models["balance"], n_tokens, "cpu")
+
+
+@pytest.mark.gpu(1)
+def test_replicas_on_a_gpu_are_the_oracles(gpu_session):
+    model = gpu_session.load(balance_graph(DeviceRef.GPU(0)))
+    for n_tokens in COUNTS:
+        check_balance(model, n_tokens, "cuda")
+
+
 @pytest.fixture(scope="module")
 def choices_on_gpu(gpu_session: InferenceSession) -> dict[str, Model]:
     gpu = DeviceRef.GPU(0)
@@ -197,10 +254,13 @@ def test_gpu_assembly(tmp_path):
     run_mojo("run", "-I", ".", str(PROGRAM), str(tmp_path))
     texts = {path.stem: path.read_text() for path in tmp_path.glob("*.s")}
     amd = texts.pop("gfx942.bf16_128_8")
-    assert len(texts) == 3 and f"sm_90a.f32_{routing.MAX_GPU_EXPERTS}_32" in texts
+    of_ids = texts.pop("sm_90a.balance_ids")
+    assert [len(re.findall(rf"{op}\.global", of_ids)) for op in ("ld", "st")] == [3, 1]
+    assert len(texts) == 4 and f"sm_90a.f32_{routing.MAX_GPU_EXPERTS}_32" in texts
     for name, text in texts.items():
         n_experts, top_k = map(int, name.split("_")[-2:])
-        assert len(re.findall(r"ld\.global", text)) == n_experts // 32
+        n_of_tables = 2 * ("balanced" in name)
+        assert len(re.findall(r"ld\.global", text)) == n_experts // 32 + n_of_tables
         assert len(re.findall(r"redux\.sync\.max", text)) == 2 * top_k
         assert len(re.findall(r"st\.global", text)) == 2
         assert ".local" not in text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from weakref import ref
 
@@ -40,6 +40,15 @@ class EPCommBuffers:
     """Receive buffers, of the same shape."""
     recv_count_ptrs: list[TensorValue]
     """Counts, of the same shape."""
+    eplb_log2phy: dict[int, BufferValue] | None = None
+    """With balanced experts, of each local rank the physical experts of each logical
+    one, int32 ``[num_moe_layers, num_logical_experts, max_replicas]``."""
+    eplb_logcnt: dict[int, BufferValue] | None = None
+    """How many those are, int32 ``[num_moe_layers, num_logical_experts]``."""
+
+
+_INPUTS = [field.name for field in fields(EPCommBuffers)]
+"""Names of the inputs, in their order."""
 
 
 def input_tree(
@@ -54,12 +63,23 @@ def input_tree(
     pointers = (
         TensorType(DType.uint64, [config.n_ranks], DeviceRef.CPU()),
     ) * NUM_GROUPS
-    return OrderedDict(
+    tree: OrderedDict[str, tuple[TensorType | BufferType, ...]] = OrderedDict(
         atomic_counters=counters,
         send_buf_ptrs=pointers,
         recv_buf_ptrs=pointers,
         recv_count_ptrs=pointers,
     )
+    if config.eplb_enabled:
+        sizes = [config.num_moe_layers, config.num_logical_experts]
+        for name, shape in (
+            ("eplb_log2phy", [*sizes, config.max_replicas]),
+            ("eplb_logcnt", sizes),
+        ):
+            tree[name] = tuple(
+                BufferType(DType.int32, shape, config.device(i))
+                for i in range(config.n_gpus_per_node)
+            )
+    return tree
 
 
 def input_types(config: EPConfig) -> list[TensorType | BufferType]:
@@ -71,28 +91,31 @@ def buffers_of_inputs(
     config: EPConfig, input_vals: Iterable[Value[Any]]
 ) -> EPCommBuffers:
     """Sorts a graph's EP inputs, which :func:`input_types` declares in this order."""
-    values = list(input_vals)
-    wanted = input_types(config)
+    values, tree = list(input_vals), input_tree(config)
+    wanted = [t for types in tree.values() for t in types]
     if len(values) != len(wanted):
         raise ValueError(
             f"fetch_buffers got {len(values)} values, input_types() declares "
             f"{len(wanted)}; pass exactly the graph inputs of those types"
         )
-    n = NUM_GROUPS * config.n_gpus_per_node
-    for i, value in enumerate(values):
-        expected = BufferValue if i < n else TensorValue
+    for i, (value, type_) in enumerate(zip(values, wanted)):
+        expected = BufferValue if isinstance(type_, BufferType) else TensorValue
         if not isinstance(value, expected):
             raise TypeError(
                 f"EP input {i} is a {type(value).__name__}, it must be a "
                 f"{expected.__name__}; pass the graph inputs in the order "
                 "of input_types()"
             )
-    per_group = config.n_gpus_per_node
-    counters = [values[i : i + per_group] for i in range(0, n, per_group)]
-    send, recv, counts = (
-        values[i : i + NUM_GROUPS] for i in range(n, len(values), NUM_GROUPS)
+    rest = iter(values)
+    counters, *pointers, log2phy, logcnt = (
+        [next(rest) for _ in tree.get(name, ())] for name in _INPUTS
     )
-    return EPCommBuffers(counters, send, recv, counts)
+    per_group = config.n_gpus_per_node
+    return EPCommBuffers(
+        [counters[i : i + per_group] for i in range(0, len(counters), per_group)],
+        *pointers,
+        *(dict(enumerate(x)) if x else None for x in (log2phy, logcnt)),
+    )
 
 
 class BoundBuffers:

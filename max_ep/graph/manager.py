@@ -46,6 +46,7 @@ from .builders import (
 )
 from .checks import check_all_ranks, check_phase, refuse_if_in_turn
 from .order import OpOrder
+from .routing import Replicas, balance_ids
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
 
@@ -80,7 +81,8 @@ class EPBatchManager:
 
         ``atomic_counters``: ``[NUM_GROUPS][n_gpus_per_node]`` buffers, flat;
         ``send_buf_ptrs``, ``recv_buf_ptrs``, ``recv_count_ptrs``: one host tensor
-        ``[n_ranks]`` a group.
+        ``[n_ranks]`` a group; with ``eplb_enabled`` ``eplb_log2phy`` and
+        ``eplb_logcnt``, one buffer a local rank.
         """
         return input_tree(self.config)
 
@@ -130,6 +132,27 @@ class EPBatchManager:
     def recv_count_ptrs(self) -> list[TensorValue]:
         """Counts, one tensor a group."""
         return self._fetched().recv_count_ptrs
+
+    def eplb_replicas(self, device_id: int, layer: int | TensorValue) -> Replicas:
+        """Returns where the experts of an MoE layer are, with balanced experts.
+
+        For :meth:`ep_balance_ids`, ``softmax_top_k`` and ``balance_ids``.
+        """
+        comm = self._fetched()
+        if comm.eplb_log2phy is None or comm.eplb_logcnt is None:
+            raise ValueError(
+                "there is no placement of experts: set EPConfig.eplb_enabled=True"
+            )
+        self.config.device(device_id)  # raises if there is no such rank
+        return Replicas(
+            comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id], layer
+        )
+
+    def ep_balance_ids(
+        self, topk_ids: TensorValue, device_id: int, layer: int | TensorValue
+    ) -> TensorValue:
+        """Replaces a rank's logical experts by physical ones; see ``balance_ids``."""
+        return balance_ids(topk_ids, self.eplb_replicas(device_id, layer))
 
     def _counter(self, device_id: int) -> BufferValue:
         self.config.device(device_id)  # raises if there is no such rank

@@ -46,15 +46,19 @@ def through_experts(
     ids: Sequence[TensorValue],
     weights: Sequence[TensorValue],
     experts: Callable[[int, tuple[TensorValue, ...]], TensorValue],
+    layer: int = 0,
 ) -> list[TensorValue]:
     """Dispatches, runs experts, and combines, on all ranks of this process.
 
     Of each rank, ``xs`` are tokens ``[n_tokens, hidden_size]``, ``ids`` and ``weights``
     the router's ``[n_tokens, top_k]``. ``experts`` makes a rank's expert rows of what
-    dispatch delivered to it. Returns the weighted sums of each rank's tokens.
+    dispatch delivered to it. With ``eplb_enabled``, ``ids`` are of logical experts, and
+    ``layer`` is that of the placement. Returns the weighted sums of each rank's tokens.
     """
     ranks = list(range(len(xs)))
     ids = [value.cast(DType.int32) for value in ids]
+    if manager.config.eplb_enabled:
+        ids = [manager.ep_balance_ids(ids[rank], rank, layer) for rank in ranks]
     weights = [value.cast(DType.float32) for value in weights]
     # With sums, the ranks of the experts weight the rows.
     of_dispatch, of_combine = (
@@ -70,12 +74,14 @@ def moe_layer(
     x: Sequence[TensorValue],
     router: TensorValue,
     experts: Sequence[ExpertWeights],
+    layer: int = 0,
 ) -> tuple[list[TensorValue], list[TensorValue]]:
     """Runs the layer on all ranks of this process.
 
     ``x`` and ``router`` are as in :func:`route`. Where dispatch quantizes,
-    experts get its rows in float32 again, and ``combine_dtype`` is float32. Returns the
-    results of each rank, ``[n_tokens, hidden_size]``, and its ``topk_ids``.
+    experts get its rows in float32 again, and ``combine_dtype`` is float32. With
+    ``eplb_enabled``, ``layer`` is that of the placement. Returns the results of each
+    rank, ``[n_tokens, hidden_size]``, and its ``topk_ids``, of logical experts.
     """
     config = manager.config
     routed = [route(tokens, router, config.top_k) for tokens in x]
@@ -90,4 +96,4 @@ def moe_layer(
         own = experts[rank]
         return grouped_swiglu(rows, own.gate_up, own.down, *groups[:2])
 
-    return through_experts(manager, x, ids, weights, run_experts), ids
+    return through_experts(manager, x, ids, weights, run_experts, layer), ids

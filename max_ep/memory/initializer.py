@@ -11,6 +11,8 @@ from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 
+from ..balance import Placement
+from ..balance_checks import check_tables
 from ..cache import compile_once
 from ..config import EPConfig
 from ..extension import run_mojo
@@ -53,6 +55,7 @@ class EPCommInitializer:
         self._regions: list[int] = []
         self._counters: list[list[Buffer]] = []
         self._pointers: np.ndarray | None = None
+        self._placement: list[Buffer] = []
 
     def __enter__(self) -> EPCommInitializer:
         return self
@@ -109,6 +112,11 @@ class EPCommInitializer:
         # [group][send, recv, counts][rank]; 0: not reached by an address.
         addresses = np.array(regions, np.uint64)
         self._pointers = (offsets[:, :, None] + addresses) * (addresses != 0)
+        has_plan = config.eplb_enabled and config.eplb_phy2log_plan is not None
+        if has_plan and not self._placement:
+            plan = Placement(config.eplb_phy2log_plan, config.n_ranks)
+            tables = plan.log2phy(config.max_replicas), plan.logcnt
+            self.set_eplb_placement(*([t] * config.n_gpus_per_node for t in tables))
 
     def _find_node_id(self) -> int:
         if self.config.n_nodes == 1:
@@ -257,14 +265,21 @@ class EPCommInitializer:
 
         Raises:
             RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
+            ValueError: If experts are balanced and there is no placement.
         """
         self._check_open("model_inputs")
         assert self._pointers is not None
-        return [buffer for group in self._counters for buffer in group] + [
+        if self.config.eplb_enabled and not self._placement:
+            raise ValueError(
+                "eplb_enabled=True needs a placement: call set_eplb_placement(log2phy, "
+                "logcnt), or give EPConfig an eplb_phy2log_plan"
+            )
+        inputs = [buffer for group in self._counters for buffer in group] + [
             Buffer.from_numpy(self._pointers[group, kind])
             for kind in (_SEND, _RECV, _COUNTS)
             for group in range(NUM_GROUPS)
         ]
+        return inputs + self._placement
 
     def reset(self) -> None:
         """Puts all ranks back before generation 1, after a run that failed.
@@ -291,8 +306,48 @@ class EPCommInitializer:
     def set_eplb_placement(
         self, log2phy: Sequence[Buffer], logcnt: Sequence[Buffer]
     ) -> None:
-        """Exists in MAX's class; expert load balancing is not supported."""
-        raise ValueError("max_ep has no expert load balancing (EPLB)")
+        """Sets where experts are, for the graphs that run from now on.
+
+        The weights must be there. A captured graph keeps the buffers that it was
+        captured with: change those in place.
+
+        Args:
+            log2phy: Physical experts, int32 ``[num_moe_layers, num_logical_experts,
+                max_replicas]``, one buffer (or NumPy array) a local rank, the same on
+                all ranks.
+            logcnt: How many those are, ``[num_moe_layers, num_logical_experts]``.
+
+        Raises:
+            ValueError: If experts are not balanced, or a table is not of this form.
+        """
+        config = self.config
+        if not config.eplb_enabled:
+            raise ValueError("set_eplb_placement needs EPConfig.eplb_enabled=True")
+        self._devices = self._devices or _devices(config)
+        shape = [config.num_moe_layers, config.num_logical_experts, config.max_replicas]
+        placement = []
+        for name, given, wanted in (
+            ("log2phy", log2phy, shape),
+            ("logcnt", logcnt, shape[:2]),
+        ):
+            if len(given) != config.n_gpus_per_node:
+                raise ValueError(
+                    f"{name} has {len(given)} tables; there must be one for each of "
+                    f"the {config.n_gpus_per_node} local ranks"
+                )
+            for table, device in zip(given, self._rank_devices()):
+                if isinstance(table, np.ndarray):
+                    table = Buffer.from_numpy(np.ascontiguousarray(table)).to(device)
+                if table.dtype != DType.int32 or list(table.shape) != wanted:
+                    raise ValueError(
+                        f"{name} has a table of {table.dtype} {list(table.shape)}; it "
+                        f"must be int32 {wanted}"
+                    )
+                placement.append(table)
+        tables = [table.to(CPU()).to_numpy() for table in placement]
+        for of_rank in zip(tables, tables[config.n_gpus_per_node :]):
+            check_tables(config, *of_rank)
+        self._placement = placement
 
     def close(self) -> None:
         """Frees the memory; graphs that still hold its addresses raise."""

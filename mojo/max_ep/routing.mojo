@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's choice: softmax, the largest, and their weights, in one launch.
 
-What dispatch takes comes out: ids as int32 and weights as float32.
+What dispatch takes comes out: ids as int32 and weights as float32. With balanced
+experts, the ids are those of replicas.
 """
 from max.algorithm import sync_parallelize
 from max.gpu import block_idx, thread_idx, WARP_SIZE
@@ -13,12 +14,42 @@ from std.math import ceildiv, exp
 from std.memory import bitcast
 from std.sys import is_nvidia_gpu, llvm_intrinsic
 
+from .kernel_argument import KernelArgument
 from .layout import MAX_TOP_K
 
 comptime _NUM_THREADS = 128
 comptime _NONE = UInt32(0)
 """Key of what has been chosen, or is no expert."""
 comptime _SIGN = UInt32(1 << 31)
+
+
+comptime _OUT_OF_RANGE = Int32(-2)
+"""What a wrong id becomes; dispatch drops and reports it."""
+
+
+@fieldwise_init
+struct Replicas(KernelArgument, TrivialRegisterPassable):
+    """The physical experts that are replicas of a layer's logical experts."""
+
+    var log2phy: Pointer[Int32, ImmUntrackedOrigin]
+    """Table `[n_logical][max_replicas]`."""
+    var logcnt: Pointer[Int32, ImmUntrackedOrigin]
+    """Replicas of each expert, `[n_logical]`."""
+    var n_logical: Int32
+    """Logical experts."""
+    var max_replicas: Int32
+    """Columns of `log2phy`."""
+
+    @always_inline
+    def physical(self, expert: Int32, choice: Int) -> Int32:
+        """Returns a replica for a choice, `token * top_k + k`; ids below 0 stay."""
+        if expert < 0:
+            return expert
+        if expert >= self.n_logical:
+            return _OUT_OF_RANGE
+        var count = UInt32(max(self.logcnt[unsafe_offset=Int(expert)], 1))
+        var replica = Int32(UInt32(choice) % count)
+        return self.log2phy[unsafe_offset=Int(expert * self.max_replicas + replica)]
 
 
 @always_inline
@@ -44,12 +75,13 @@ def _largest_of_lanes(n: UInt32) -> UInt32:
 
 
 def softmax_top_k_kernel[
-    dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool
+    dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool, balanced: Bool = False
 ](
     ids: Pointer[Int32, MutUntrackedOrigin],
     weights: Pointer[Float32, MutUntrackedOrigin],
     logits: Pointer[Scalar[dtype], ImmUntrackedOrigin],
     n_tokens: Int32,
+    replicas: Replicas,
 ):
     """Chooses with a warp for each token.
 
@@ -60,12 +92,14 @@ def softmax_top_k_kernel[
         n_experts: Experts.
         top_k: How many to choose, at most `MAX_TOP_K`: a lane has one.
         renormalize: Whether a token's weights add up to one.
+        balanced: Whether ids are those of replicas.
 
     Args:
         ids: Result `[n_tokens][top_k]`, by falling logit, equal ones by id.
         weights: Result `[n_tokens][top_k]`.
         logits: `[n_tokens][n_experts]`.
         n_tokens: Tokens.
+        replicas: The layer's replicas, if `balanced`.
     """
     comptime n_mine = ceildiv(n_experts, WARP_SIZE)
     var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
@@ -110,6 +144,8 @@ def softmax_top_k_kernel[
     var mine = exp(my_logit - largest) if lane < top_k else Float32(0)
     var sum = warp.sum(mine if renormalize else others)
     if lane < top_k:
+        comptime if balanced:
+            my_id = replicas.physical(my_id, token * top_k + lane)
         ids[unsafe_offset=token * top_k + lane] = my_id
         weights[unsafe_offset=token * top_k + lane] = mine / sum
 
@@ -152,30 +188,49 @@ def _choose_on_host[
         weights[unsafe_offset=choice] /= sum
 
 
+@fieldwise_init
+struct Router[dtype: DType](TrivialRegisterPassable):
+    """What a router's op is given, and where its choice goes."""
+
+    var ids: Pointer[Int32, MutUntrackedOrigin]
+    """Result `[n_tokens][top_k]`."""
+    var weights: Pointer[Float32, MutUntrackedOrigin]
+    """Result `[n_tokens][top_k]`."""
+    var logits: Pointer[Scalar[Self.dtype], ImmUntrackedOrigin]
+    """Logits `[n_tokens][n_experts]`."""
+    var n_tokens: Int
+    """Tokens."""
+    var replicas: Replicas
+    """The layer's replicas, if experts are balanced."""
+
+
 def launch_softmax_top_k[
-    target: StaticString, dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool
-](
-    ids: Pointer[Int32, MutUntrackedOrigin],
-    weights: Pointer[Float32, MutUntrackedOrigin],
-    logits: Pointer[Scalar[dtype], ImmUntrackedOrigin],
-    n_tokens: Int,
-    context: DeviceContext,
-) raises:
+    target: StaticString,
+    dtype: DType,
+    n_experts: Int,
+    top_k: Int,
+    renormalize: Bool,
+    balanced: Bool,
+](router: Router[dtype], context: DeviceContext) raises:
     """Chooses for all tokens, on CPU or GPU."""
     comptime assert (
         1 <= top_k <= min(n_experts, MAX_TOP_K)
     ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
+    var n_tokens = router.n_tokens
     if n_tokens == 0:
         return
     comptime if is_gpu[target]():
-        comptime kernel = softmax_top_k_kernel[dtype, n_experts, top_k, renormalize]
+        comptime kernel = softmax_top_k_kernel[
+            dtype, n_experts, top_k, renormalize, balanced
+        ]
         var function = context.compile_function[kernel]()
         context.enqueue_function(
             function,
-            ids,
-            weights,
-            logits,
+            router.ids,
+            router.weights,
+            router.logits,
             Int32(n_tokens),
+            router.replicas,
             grid_dim=ceildiv(
                 n_tokens, _NUM_THREADS // context.default_device_info.warp_size
             ),
@@ -188,13 +243,73 @@ def launch_softmax_top_k[
             for token in range(
                 chunk * n_tokens // n_chunks, (chunk + 1) * n_tokens // n_chunks
             ):
+                var first = token * top_k
+                var ids = router.ids.unsafe_offset(first)
                 _choose_on_host[dtype](
-                    ids.unsafe_offset(token * top_k),
-                    weights.unsafe_offset(token * top_k),
-                    logits.unsafe_offset(token * n_experts),
+                    ids,
+                    router.weights.unsafe_offset(first),
+                    router.logits.unsafe_offset(token * n_experts),
                     n_experts,
                     top_k,
                     renormalize,
                 )
+                comptime if balanced:
+                    for k in range(top_k):
+                        ids[unsafe_offset=k] = router.replicas.physical(
+                            ids[unsafe_offset=k], first + k
+                        )
 
         sync_parallelize(run_chunk, n_chunks)
+
+
+def balance_ids_kernel(
+    physical: Pointer[Int32, MutUntrackedOrigin],
+    ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_choices: Int32,
+    replicas: Replicas,
+):
+    """Replaces logical experts by replicas.
+
+    Launch: blocks of `_NUM_THREADS` threads, a thread for each choice.
+
+    Args:
+        physical: Result `[n_tokens][top_k]`.
+        ids: Logical experts `[n_tokens][top_k]`.
+        n_choices: Their number.
+        replicas: The layer's replicas.
+    """
+    var choice = Int(block_idx.x) * _NUM_THREADS + Int(thread_idx.x)
+    if choice < Int(n_choices):
+        physical[unsafe_offset=choice] = replicas.physical(
+            ids[unsafe_offset=choice], choice
+        )
+
+
+def launch_balance_ids[
+    target: StaticString
+](
+    physical: Pointer[Int32, MutUntrackedOrigin],
+    ids: Pointer[Int32, ImmUntrackedOrigin],
+    n_choices: Int,
+    replicas: Replicas,
+    context: DeviceContext,
+) raises:
+    """Replaces all choices of a rank, on CPU or GPU."""
+    if n_choices == 0:
+        return
+    comptime if is_gpu[target]():
+        var function = context.compile_function[balance_ids_kernel]()
+        context.enqueue_function(
+            function,
+            physical,
+            ids,
+            Int32(n_choices),
+            replicas,
+            grid_dim=ceildiv(n_choices, _NUM_THREADS),
+            block_dim=_NUM_THREADS,
+        )
+    else:
+        for choice in range(n_choices):
+            physical[unsafe_offset=choice] = replicas.physical(
+                ids[unsafe_offset=choice], choice
+            )
