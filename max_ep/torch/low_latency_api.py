@@ -122,7 +122,8 @@ class LowLatency:
         # Source of each row, ranges, counts: one allocation.
         n_words = channel.n_table_words
         tables = x.new_empty(n_words, dtype=torch.int32)
-        counts = tables[n_words - n_local :]
+        # The last words; a slice takes the host longer.
+        counts = tables.as_strided((n_local,), (1,), n_words - n_local)
         src_info = tables.data_ptr()
         if use_fp8:
             rows = x.new_empty(channel.rows_shape, dtype=torch.float8_e4m3fn)
@@ -315,8 +316,8 @@ class LowLatency:
         """Checks what a dispatch is given, and finds its channel."""
         if not (isinstance(x, torch.Tensor) and isinstance(topk_idx, torch.Tensor)):
             raise TypeError("max_ep: x and topk_idx must be tensors")
-        key: tuple[Any, ...] = (x.shape, x.dtype, x.device, cap, n_experts, format)
-        key += (topk_idx.shape, topk_idx.dtype, topk_idx.device)
+        about_ids = (topk_idx.shape, topk_idx.dtype, topk_idx.device)
+        key = (x.shape, x.dtype, x.device, cap, n_experts, format, *about_ids)
         channel = self._low_latency_channels.get(key)
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
