@@ -7,7 +7,9 @@ from .config import EPConfig as EPConfig
 from .config import estimate_ep_memory_usage as estimate_ep_memory_usage
 from .extension import extension_path as extension_path
 from .formats import blockwise_fp8_quant_config as blockwise_fp8_quant_config
+from .formats import mxfp4_quant_config as mxfp4_quant_config
 from .formats import mxfp8_quant_config as mxfp8_quant_config
+from .formats import nvfp4_quant_config as nvfp4_quant_config
 from .graph.all_gather import AllGatherConfig as AllGatherConfig
 from .graph.all_gather import AllGatherTokenDispatcher as AllGatherTokenDispatcher
 from .graph.buffers import EPCommBuffers as EPCommBuffers

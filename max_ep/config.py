@@ -54,8 +54,8 @@ class EPConfig:
     """
 
     dispatch_dtype: DType
-    """Dtype on the wire: bfloat16, float32, or float8_e4m3fn with
-    ``dispatch_quant_config``."""
+    """Dtype on the wire: bfloat16, float32, or with ``dispatch_quant_config``
+    float8_e4m3fn, or uint8 for two float4_e2m1fn in a byte."""
     combine_dtype: DType
     """Dtype of expert rows and results: bfloat16 or float32."""
     hidden_size: int
@@ -75,7 +75,8 @@ class EPConfig:
     """This process, ``[0, n_nodes)``; -1: ``ep_init`` finds it out."""
     dispatch_quant_config: QuantConfig | None = None
     """How to quantize: :func:`blockwise_fp8_quant_config`,
-    :func:`mxfp8_quant_config`, or MAX's own config that means the same."""
+    :func:`mxfp8_quant_config`, :func:`nvfp4_quant_config`,
+    :func:`mxfp4_quant_config`, or MAX's own config that means the same."""
     nvfp4_dyn_global_scales: bool = False
     fused_shared_expert: bool = False
     """Every rank also computes a shared expert on its own tokens. They stand in front
@@ -305,7 +306,7 @@ class EPConfig:
     def sizes(self) -> RegionSizes:
         """Returns the sizes of one rank's memory, as Mojo lays it out."""
         return region_sizes(
-            8 * self.dispatch_dtype.size_in_bytes,
+            8 * self.dispatch_dtype.size_in_bytes // self.token_format.values_per_byte,
             self.token_format.scale_block,
             self.token_format.scale_dtype.size_in_bytes,
             self.combine_wire_dtype.size_in_bytes,
@@ -334,7 +335,8 @@ class EPConfig:
 
 # Fields of MAX's EPConfig that ask for something max_ep does not do, and why.
 _REFUSED = {
-    "nvfp4_dyn_global_scales": "max_ep has no NVFP4 dispatch",
+    "nvfp4_dyn_global_scales": "max_ep has scales of blocks and input "
+    "scales of experts, none of tokens",
     "fuse_ffn_combine_send": "combine sends rows that stand in memory, not those of a "
     "matmul under way",
     "fused_moe_ready": "max_ep has no launch that does dispatch, experts and combine; "
@@ -473,12 +475,15 @@ def _check_hidden_size(config: EPConfig) -> None:
         )
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         dtype = getattr(config, field)
-        n_bytes = config.hidden_size * dtype.size_in_bytes if dtype else 0
+        is_packed = field == "dispatch_dtype"
+        n_packed = config.token_format.values_per_byte if is_packed else 1
+        n_bytes = config.hidden_size * dtype.size_in_bytes // n_packed if dtype else 0
         if n_bytes % TOKEN_ALIGN_BYTES != 0:
+            multiple = n_packed * TOKEN_ALIGN_BYTES // dtype.size_in_bytes
             raise ValueError(
                 f"hidden_size={config.hidden_size} of {dtype} ({field}) is {n_bytes} "
                 f"bytes, which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
-                f"to a multiple of {TOKEN_ALIGN_BYTES // dtype.size_in_bytes}"
+                f"to a multiple of {multiple}"
             )
 
 
@@ -554,14 +559,15 @@ def estimate_ep_memory_usage(
     """Returns the bytes of one rank's symmetric region, with ``protocol="auto"``.
 
     The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
-    the last two must have their defaults. Of several formats of one dtype it is the
+    ``use_allreduce`` must be False. Of several formats of one dtype it is the
     first in :data:`max_ep.formats.FORMATS`. A node is a host with GPUs, as there, and
     what SHMEM puts from is not counted. ``max-ep plan`` prints the parts.
     """
-    if dispatch_element_dtype is not None:
+    packed = (None, DType.float4_e2m1fn) if dispatch_dtype == DType.uint8 else (None,)
+    if dispatch_element_dtype not in packed:
         raise ValueError(
-            f"dispatch_element_dtype={dispatch_element_dtype} is for packed "
-            "dtypes, which max_ep does not send"
+            f"dispatch_element_dtype={dispatch_element_dtype} with dispatch_dtype="
+            f"{dispatch_dtype}: packed are float4_e2m1fn, in uint8; pass None"
         )
     make_quant_config = format_of(dispatch_dtype).make_quant_config
     return EPConfig(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from max.dtype import DType
 from max.nn.quant_config import (
+    NVFP4_BLOCK_SIZE,
     InputScaleSpec,
     QuantConfig,
     QuantFormat,
@@ -74,6 +75,16 @@ def mxfp8_quant_config() -> QuantConfig:
     )
 
 
+def nvfp4_quant_config() -> QuantConfig:
+    """Returns the ``dispatch_quant_config`` of NVFP4 dispatch."""
+    return QuantConfig.nvfp4(mlp_quantized_layers=(), attn_quantized_layers=())
+
+
+def mxfp4_quant_config() -> QuantConfig:
+    """Returns the ``dispatch_quant_config`` of MXFP4 dispatch."""
+    return QuantConfig.mxfp4(mlp_quantized_layers=())
+
+
 @dataclass(frozen=True)
 class TokenFormat:
     """How a token travels to its experts."""
@@ -86,6 +97,8 @@ class TokenFormat:
     """``EPConfig.dispatch_dtype``: of the elements on the wire."""
     token_dtypes: tuple[DType, ...]
     """Dtypes that a token may have before it is sent."""
+    values_per_byte: int = 1
+    """2: two values stand in a byte."""
     scale_block: int = 0
     """Elements that share a scale; 0: there are no scales."""
     scale_dtype: DType = DType.float32
@@ -110,7 +123,7 @@ class TokenFormat:
 
     def row_columns(self, hidden_size: int) -> int:
         """Returns how many of ``dtype`` a row of values has."""
-        return hidden_size
+        return hidden_size // self.values_per_byte
 
     def n_scales(self, hidden_size: int) -> int:
         """Returns the scales of a row."""
@@ -190,6 +203,34 @@ FORMATS = (
         make_quant_config=mxfp8_quant_config,
         quantize=quantize.quantize_mxfp8,
         widen_values=quantize.float8_e4m3fn_to_float32,
+        widen_scales=quantize.float8_e8m0fnu_to_float32,
+    ),
+    TokenFormat(
+        "nvfp4",
+        "nvfp4",
+        DType.uint8,
+        PLAIN_DTYPES,
+        values_per_byte=2,
+        scale_block=NVFP4_BLOCK_SIZE,
+        scale_dtype=DType.float8_e4m3fn,
+        scale_layouts=("rows", "transposed", "tiles"),
+        make_quant_config=nvfp4_quant_config,
+        quantize=quantize.quantize_nvfp4,
+        widen_values=quantize.float4_e2m1fn_to_float32,
+        widen_scales=quantize.float8_e4m3fn_to_float32,
+    ),
+    TokenFormat(
+        "mxfp4",
+        "mxfp4",
+        DType.uint8,
+        PLAIN_DTYPES,
+        values_per_byte=2,
+        scale_block=MX_BLOCK,
+        scale_dtype=DType.float8_e8m0fnu,
+        scale_layouts=("rows", "transposed", "tiles"),
+        make_quant_config=mxfp4_quant_config,
+        quantize=quantize.quantize_mxfp4,
+        widen_values=quantize.float4_e2m1fn_to_float32,
         widen_scales=quantize.float8_e8m0fnu_to_float32,
     ),
 )

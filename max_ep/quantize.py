@@ -139,6 +139,80 @@ def quantize_mxfp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values.reshape(x.shape), scales
 
 
+def float4_e2m1fn_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widens pairs of float4_e2m1fn (`uint8` `[..., n]`) to float32 `[..., 2 * n]`.
+
+    The first of a pair is the lower half of the byte.
+    """
+    bits = typed("bits", bits, np.uint8)
+    pairs = np.stack([bits & 15, bits >> 4], axis=-1)
+    magnitudes = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])[pairs & 7]
+    x = np.where(pairs & 8, -magnitudes, magnitudes)
+    return x.reshape(*bits.shape[:-1], 2 * bits.shape[-1])
+
+
+def float32_to_float4_e2m1fn(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 `[..., 2 * n]` to pairs of float4_e2m1fn, `uint8` `[..., n]`.
+
+    To nearest, ties to even; beyond +-6, infinity too, is +-6. Every NaN is 6. What
+    rounds to zero is 0, never -0.
+    """
+    x = typed("x", x, np.float32)
+    magnitude = np.where(np.isnan(x), 6, np.minimum(np.abs(x), 6))
+    e = np.frexp(np.maximum(magnitude, 1))[1] - 1  # values are 2**(e - 1) apart
+    bits = (e * 2 + np.rint(np.ldexp(magnitude, 1 - e))).astype(np.uint8)
+    bits = np.where((x < 0) & (bits > 0), bits | np.uint8(8), bits)
+    return bits[..., ::2] | bits[..., 1::2] << 4
+
+
+def quantize_mxfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes float32 tokens to float4_e2m1fn with a float8_e8m0fnu scale a block.
+
+    Of each 32 elements, as the OCP Microscaling specification has them:
+
+        scale = 2**(floor(log2(max(|x|))) - 2), at least 2**-127
+        values = e2m1fn(x / scale)
+
+    If one is NaN, the scale is, and all values are 6. An infinity has the scale 2**126,
+    and becomes 6 times that: infinity in float32.
+
+    `x` is `[n, hidden]`. Returns values, pairs `uint8` `[n, hidden / 2]`, and scales,
+    bits `uint8` `[n, hidden / 32]`.
+    """
+    blocks = in_blocks(x, 32)
+    amax = np.abs(blocks).max(axis=2)
+    finite = np.where(np.isfinite(amax) & (amax > 0), amax, 1)
+    exponent = np.maximum(np.frexp(finite)[1] - 3, -127)
+    exponent = np.where(amax > 0, np.where(np.isinf(amax), 126, exponent), -127)
+    scales = np.where(np.isnan(amax), 255, exponent + 127).astype(np.uint8)
+    scaled = np.ldexp(blocks, -exponent[:, :, np.newaxis])
+    scaled = np.where(np.isnan(amax)[:, :, np.newaxis], np.float32(np.nan), scaled)
+    return float32_to_float4_e2m1fn(scaled.reshape(x.shape)), scales
+
+
+def quantize_nvfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes float32 tokens to float4_e2m1fn with a float8_e4m3fn scale a block.
+
+    Of each 16 elements, each operation rounded once to float32:
+
+        scale = e4m3fn(max(|x|) / 6)
+        values = e2m1fn(x * (1 / scale)), or 0 if the scale is
+
+    If one is NaN, the scale is, and all values are 6. An infinity has the scale 448 and
+    becomes 6. With an input scale `s`, `x` is what `s` times the token rounds to: then
+    `scale` is `e4m3fn(s * max(|token|) / 6)`.
+
+    `x` is `[n, hidden]`. Returns values, pairs `uint8` `[n, hidden / 2]`, and scales,
+    bits `uint8` `[n, hidden / 16]`.
+    """
+    blocks = in_blocks(x, 16)
+    scales = float32_to_float8_e4m3fn(np.abs(blocks).max(axis=2) / np.float32(6))
+    widened = float8_e4m3fn_to_float32(np.maximum(scales, 1))
+    factors = np.where(scales == 0, np.float32(0), np.float32(1) / widened)
+    scaled = blocks * factors[:, :, np.newaxis]
+    return float32_to_float4_e2m1fn(scaled.reshape(x.shape)), scales
+
+
 def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
     """Shows float32 `[n, hidden]` as `[n, hidden / block, block]`."""
     n, hidden = typed("x", x, np.float32).shape

@@ -158,6 +158,8 @@ _CASES = [
     Case("fp8_scaled_each", 3, 7, 3, 256, 7, "fp8", scales="each"),
     # Neither 16 scales nor 4, and fewer values than a warp holds.
     Case("mxfp8", 3, 7, 3, 96, 7, "mxfp8"),
+    Case("mxfp4", 3, 7, 3, 96, 7, "mxfp4"),
+    Case("nvfp4_scaled_each", 3, 7, 3, 96, 7, "nvfp4", scales="each"),
 ]
 CASES = {case.name: case for case in _CASES}
 
@@ -170,6 +172,7 @@ _LAYOUT_CASES = [
     Case("padded_fp8_each", 3, 7, 3, 1024, 96, "fp8", scales="each", **_PADDED),
     # More rows than a tile has, and tiles that are not full.
     Case("tiles_mxfp8", 2, 5, 3, 1120, 96, "mxfp8", scale_layout="tiles"),
+    Case("tiles_nvfp4", 3, 7, 3, 1120, 7, "nvfp4", scale_layout="tiles"),
     Case("padded_mxfp8", 2, 5, 3, 1024, 9, "mxfp8", F32, scales="each", **_PADDED),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
@@ -230,6 +233,7 @@ ON_REQUEST = (
     "padded_fp8_each smallest_by_rank smallest_sums "
     "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
     "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums "
+    "tiles_nvfp4 tiles_mxfp8_by_rank "
     "last_rank_empty_sums shared_last_rank_empty_sums"
 ).split()
 

@@ -19,6 +19,7 @@ NVIDIA, AMD = "sm_90a", "gfx942"
 BY_EXPERT = """
 dispatch_async.bf16 dispatch_async.bf16_shared
 dispatch_async.fp8 dispatch_async.fp8_scaled dispatch_async.mxfp8
+dispatch_async.nvfp4 dispatch_wait.nvfp4_tiles
 dispatch_wait.bf16 dispatch_wait.bf16_padded dispatch_wait.bf16_shared
 dispatch_wait.fp8 dispatch_wait.fp8_padded dispatch_wait.mxfp8_tiles
 dispatch.bf16 dispatch.bf16_shared dispatch.fp8_padded
@@ -47,6 +48,7 @@ dispatch_wait.fp8_shared_chunks_oversubscribed
 dispatch.bf16 dispatch.fp8_sums_padded dispatch.bf16_sums_chunks
 dispatch.fp8_shared_chunks dispatch.bf16_sums_metadata_chunks
 dispatch_async.mxfp8 dispatch_wait.mxfp8 dispatch.mxfp8_tiles_chunks
+dispatch_async.mxfp4 dispatch.nvfp4_tiles_chunks
 dispatch.bf16_sums_many
 combine_async.bf16 combine_async.f32
 combine_wait.bf16_shared combine_wait.f32_oversubscribed

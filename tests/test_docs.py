@@ -209,8 +209,8 @@ def test_limits_are_those_of_the_sources():
 
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"`top_k` up to {limits.MAX_TOP_K}, up to {limits.MAX_RANKS} ranks" in readme
-    blocks = f"({formats.FP8_BLOCK} elements for FP8, {formats.MX_BLOCK} for MXFP8)"
-    assert blocks in readme
+    sizes = f"({formats.FP8_BLOCK} elements for FP8, {formats.MX_BLOCK} for MXFP8,"
+    assert sizes in readme
     assert limits.TOKEN_ALIGN_BYTES == 16 and "whole 16-byte words" in readme
 
 

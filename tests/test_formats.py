@@ -4,6 +4,7 @@
 What dispatch delivers goes through it in ``graphs/moe_layer.py --format``.
 """
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,10 @@ from test_reference import assert_same_bits
 from max_ep import EPConfig, dequantize, dequantize_blockwise_fp8
 from max_ep.formats import FORMATS, TokenFormat
 from max_ep.quantize import (
+    float4_e2m1fn_to_float32,
     float8_e8m0fnu_to_float32,
+    float32_to_float4_e2m1fn,
+    in_blocks,
     quantize_mxfp8,
     scales_of_tiles,
 )
@@ -154,6 +158,72 @@ def test_mxfp8_of_what_is_not_finite():
         wide = QUANTIZED["mxfp8"].dequantize(values, scales)
     assert np.isnan(wide[[0, 2], :32]).all() and (wide[:, 32:] == 1).all()
     assert wide[1, 5] == -np.inf and (np.delete(wide[1, :32], 5) == 0).all()
+
+
+def test_float4_e2m1fn_is_ml_dtypes():
+    """All values, and floats next to each tie; ours has no -0."""
+    bits = np.arange(256, dtype=np.uint8)[:, np.newaxis]
+    pairs = np.concatenate([bits & 15, bits >> 4], axis=1)
+    want = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert_same_bits(float4_e2m1fn_to_float32(bits), want)
+    ties = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7])
+    x = np.concatenate([ties, np.nextafter(ties, 0), np.nextafter(ties, np.float32(9))])
+    x = np.concatenate([x, -x, np.float32([np.inf, -np.inf, 0, -0.0, 1e-45, 1e38])])
+    got = float32_to_float4_e2m1fn(x)
+    wide = x.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert_same_bits(float4_e2m1fn_to_float32(got), np.where(wide == 0, 0, wide))
+    assert float32_to_float4_e2m1fn(np.float32([np.nan, 1]))[0] == 0x27
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_fp4_is_ml_dtypes(name):
+    """A second computation, with the casts of ml_dtypes."""
+    x = mx_tokens()
+    values, scales = QUANTIZED[name].quantize(x)
+    blocks = in_blocks(x, QUANTIZED[name].scale_block)
+    amax = np.abs(blocks).max(axis=2)
+    if name == "mxfp4":
+        exact = np.log2(np.maximum(amax, np.float32(1e-45)).astype(np.float64))
+        exponent = np.maximum(np.floor(exact) - 2, -127)
+        as_type = np.exp2(exponent).astype(ml_dtypes.float8_e8m0fnu)
+        factors = np.exp2(-exponent)
+    else:
+        exact = np.minimum(amax / np.float32(6), 448)
+        as_type = exact.astype(ml_dtypes.float8_e4m3fn)
+        wide = as_type.astype(np.float32)
+        factors = np.where(wide == 0, 0, 1 / np.where(wide == 0, 1, wide))
+        factors = factors.astype(np.float32)
+    assert_same_bits(scales, as_type.view(np.uint8))
+    want = (blocks * factors[..., np.newaxis]).astype(np.float32)
+    want = want.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    got = float4_e2m1fn_to_float32(values)
+    assert_same_bits(got, np.where(want == 0, 0, want).reshape(x.shape))
+
+
+def test_fp4_of_what_is_exact():
+    """Values of the format are what they were."""
+    steps = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 6])
+    for name, scale in (("mxfp4", np.float32(2.0**100)), ("nvfp4", np.float32(448))):
+        x = np.concatenate([steps * scale, steps * scale, steps / 4, steps / 4])
+        x = x[np.newaxis]
+        values, scales = QUANTIZED[name].quantize(x)
+        assert_same_bits(QUANTIZED[name].dequantize(values, scales), x)
+        halves = np.concatenate([values & 15, values >> 4])
+        assert set(halves.ravel()) == set(range(16)) - {8}
+
+
+def test_fp4_of_what_is_not_finite():
+    """A NaN makes its block NaN; infinities are the largest there is."""
+    x = np.ones((2, 64), np.float32)
+    x[0, 5], x[1, 5] = np.nan, -np.inf
+    for name, largest in (("mxfp4", np.inf), ("nvfp4", 6 * 448)):
+        values, scales = QUANTIZED[name].quantize(x)
+        with np.errstate(over="ignore"):
+            wide = QUANTIZED[name].dequantize(values, scales)
+        n = QUANTIZED[name].scale_block
+        assert np.isnan(wide[0, :n]).all() and (values[0, : n // 2] == 0x77).all()
+        assert wide[1, 5] == -largest and (np.delete(wide[1, :n], 5) == 0).all()
+        assert (np.abs(wide[:, n:] - 1) < 0.05).all()
 
 
 @formats

@@ -71,6 +71,10 @@ def sizes_of(case: Case) -> dict[str, int]:
     token = up(hidden * case.tokens.size_in_bytes, 16)
     if case.wire.startswith("fp8"):  # A byte each, and a float32 scale for each 128.
         token = hidden + up(hidden // 128 * 4, 16)
+    if case.wire.endswith("fp4"):  # Two in a byte, and a byte for each 16 or 32.
+        token = up(hidden // 2, 16) + up(
+            hidden // (16 if case.wire[0] == "n" else 32), 16
+        )
     if case.wire == "mxfp8":  # A byte each, and a byte for each 32.
         token = hidden + up(hidden // 32, 16)
     msg, back = token + 16, up(hidden * sent.size_in_bytes, 16) + 16
@@ -153,6 +157,10 @@ def test_memory_estimate_refuses_what_config_does():
     with pytest.raises(ValueError, match="dispatch_element_dtype.*float4_e2m1fn"):
         dtype = DType.float4_e2m1fn
         estimate(CASES["two_ranks"], dispatch_element_dtype=dtype)
+    packed = dict(dispatch_dtype=DType.uint8, dispatch_element_dtype=dtype)
+    case = CASES["nvfp4_scaled_each"]
+    want = case.config(protocol="auto").estimate_memory_usage()
+    assert estimate(case, **packed) == want
 
 
 def test_processes_and_local_ranks_are_ranks_alike():

@@ -77,6 +77,8 @@ _BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
         (LARGE, "MAX's EP would take", []),
         (f"{LARGE} --combine-mode sums", "dispatch recv", ["4 x 4096 x 8 x 16 B"]),
         (f"{LARGE} --dispatch mxfp8", "on the wire", ["7,392 B", "16 B"]),
+        (f"{LARGE} --dispatch nvfp4", "on the wire", ["4,032 B", "16 B"]),
+        (f"{LARGE} --dispatch mxfp4", "on the wire", ["3,808 B", "16 B"]),
         *(
             (
                 f"{LARGE} --combine-mode sums{partial}",

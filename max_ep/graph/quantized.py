@@ -77,6 +77,7 @@ def _dequantize(
     shape = list(rows.shape)
     hidden = shape[-1] if len(shape) > 1 else None
     known = int(hidden) if isinstance(hidden, StaticDim) else 0
+    known *= token_format.values_per_byte
     n_blocks = known // block if known % block == 0 else 0
     outer, n_rows = shape[:-2], shape[-2:-1]
     by_row = [*outer, *n_rows, n_blocks]
@@ -92,7 +93,8 @@ def _dequantize(
     factors = _widen(scales, token_format.widen_scales)
     if is_transposed:
         factors = ops.transpose(factors, -1, -2)
-    return ops.reshape(values * ops.unsqueeze(factors, -1), rows.shape)
+    wide = values * ops.unsqueeze(factors, -1)
+    return ops.reshape(wide, [*outer, *n_rows, known])
 
 
 def _widen(
@@ -101,6 +103,8 @@ def _widen(
     """Makes float32 of values or scales; of bits, with a table of all there are."""
     if value.dtype != DType.uint8 or widen is None:
         return value.cast(DType.float32)
-    of_bits = widen(np.arange(256, dtype=np.uint8))
+    of_bits = widen(np.arange(256, dtype=np.uint8)[:, np.newaxis])
     table = ops.constant(of_bits, DType.float32, value.device)
-    return ops.gather(table, value.cast(DType.int32), axis=0)
+    wide = ops.gather(table, value.cast(DType.int32), axis=0)
+    *outer, n = value.shape
+    return ops.reshape(wide, [*outer, n * of_bits.shape[1]])

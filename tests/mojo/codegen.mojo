@@ -12,6 +12,8 @@ from groups import (
     FP8,
     MXFP8_ROWS,
     MXFP8_TILES,
+    NVFP4_ROWS,
+    NVFP4_TILES,
     ROWS,
     TOP_K,
 )
@@ -60,6 +62,8 @@ def main() raises:
     emit_both[Dispatch[FP8], "dispatch_async", InputScales(scale_of)]("fp8_scaled")
     emit_both[Dispatch[MXFP8_ROWS], "dispatch_async"]("mxfp8")
     emit_both[Dispatch[MXFP8_TILES], "dispatch_wait"]("mxfp8_tiles")
+    emit_both[Dispatch[NVFP4_ROWS], "dispatch_async"]("nvfp4")
+    emit_both[Dispatch[NVFP4_TILES], "dispatch_wait"]("nvfp4_tiles")
     emit_both[Dispatch[BF16], "dispatch_wait"]("bf16")
     emit_both[Dispatch[BF16, padded=True], "dispatch_wait"]("bf16_padded")
     emit_both[Dispatch[BF16, shared=True], "dispatch_wait"]("bf16_shared")

@@ -13,8 +13,10 @@ from groups import (
     FP8,
     HIDDEN,
     MANY,
+    MXFP4_ROWS,
     MXFP8_ROWS,
     MXFP8_TILES,
+    NVFP4_TILES,
     N_EXPERTS,
     N_RANKS,
     ROWS,
@@ -97,6 +99,8 @@ def main() raises:
     emit_phase[Dispatch[MXFP8_ROWS], "dispatch_async"]("mxfp8")
     emit_phase[Dispatch[MXFP8_ROWS], "dispatch_wait"]("mxfp8")
     emit_phase[Dispatch[MXFP8_TILES, ROWS, MANY], "dispatch"]("mxfp8_tiles_chunks")
+    emit_phase[Dispatch[MXFP4_ROWS], "dispatch_async"]("mxfp4")
+    emit_phase[Dispatch[NVFP4_TILES, ROWS, MANY], "dispatch"]("nvfp4_tiles_chunks")
     emit_phase[AllGather, "dispatch"]("bf16_sums_metadata_chunks")
     emit_phase[Dispatch[BF16, SUMS, n_experts=2 * N_EXPERTS], "dispatch"](
         "bf16_sums_many"

@@ -5,7 +5,9 @@ A large model, on eight GPUs unless said otherwise.
 """
 from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.mxfp4 import MXFP4
 from max_ep.formats.mxfp8 import MXFP8
+from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
 from max_ep.formats.scale_layouts import InTiles, RowByRow
 from max_ep.layout import Addressing, Group, message_bytes, plain_token_bytes, Returns
@@ -25,6 +27,9 @@ comptime F32 = Float32TokenFormat[HIDDEN, TOP_K]
 comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
 comptime MXFP8_ROWS = BlockScaledTokenFormat[MXFP8, RowByRow, HIDDEN, TOP_K]
 comptime MXFP8_TILES = BlockScaledTokenFormat[MXFP8, InTiles, HIDDEN, TOP_K]
+comptime MXFP4_ROWS = BlockScaledTokenFormat[MXFP4, RowByRow, HIDDEN, TOP_K]
+comptime NVFP4_ROWS = BlockScaledTokenFormat[NVFP4, RowByRow, HIDDEN, TOP_K]
+comptime NVFP4_TILES = BlockScaledTokenFormat[NVFP4, InTiles, HIDDEN, TOP_K]
 comptime BY_EXPERT = Addressing.BY_EXPERT
 comptime BY_RANK = Addressing.BY_RANK
 comptime ROWS = Returns.ROWS

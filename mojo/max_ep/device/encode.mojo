@@ -3,14 +3,18 @@
 from ..token_format import LaneBytes, TokenFormat
 from .warp import ACCESSES_IN_FLIGHT
 
-comptime ENCODED_IN_FLIGHT = 3
-"""Steps that fit into the registers with scales (tests/test_codegen.py)."""
+comptime ENCODED_IN_FLIGHT = 48
+"""Elements that fit into the registers with scales (tests/test_codegen.py)."""
 
 
 @always_inline
 def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token that a lane encodes at once, in registers."""
-    return ENCODED_IN_FLIGHT if token_fmt_type.scale_vectors > 0 else ACCESSES_IN_FLIGHT
+    return (
+        ENCODED_IN_FLIGHT
+        // token_fmt_type.lane_elements if token_fmt_type.scale_vectors
+        > 0 else ACCESSES_IN_FLIGHT
+    )
 
 
 @always_inline

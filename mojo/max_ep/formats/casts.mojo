@@ -4,6 +4,7 @@
 `max_ep/reference.py` has the same casts in NumPy.
 """
 from std.math import isnan
+from std.utils.numerics import nan
 from std.memory import bitcast
 from std.sys import is_nvidia_gpu
 
@@ -74,3 +75,40 @@ def power_of_e8m0(e8m0: UInt32) -> Float32:
     """
     var bits = (UInt32(254) - e8m0) << 23
     return bitcast[DType.float32](bits if e8m0 != 255 else UInt32(0x7FC0_0000))
+
+
+@always_inline
+def to_e2m1fn(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, WIDTH // 2]:
+    """Rounds to float4_e2m1fn, to nearest even and saturating at 6; two in a byte.
+
+    What rounds to zero is 0, never -0. A NaN is 6.
+    """
+    comptime Bits = SIMD[DType.uint32, WIDTH]
+    # Below 1 values are 0.5 apart: adding 2**22 leaves just that many bits of fraction.
+    comptime magic = Float32(4194304)
+    # The minimum also keeps the multiplication that made `x` from being fused
+    # with this addition.
+    var magnitude = min(abs(x), SIMD[DType.float32, WIDTH](6))
+    var small = bitcast[DType.uint32](magnitude + magic) - Bits(
+        bitcast[DType.uint32](magic)
+    )
+    # Above, 22 bits of fraction go, and the bias changes by 126.
+    var bits = bitcast[DType.uint32](magnitude)
+    bits += Bits(0x1F_FFFF) + ((bits >> 22) & 1)
+    var values = magnitude.lt(SIMD[DType.float32, WIDTH](1)).select(
+        small, (bits >> 22) - Bits(126 << 1)
+    )
+    values = isnan(x).select(Bits(7), values)
+    var is_negative = x.lt(SIMD[DType.float32, WIDTH](0)) & values.ne(Bits(0))
+    var first, second = is_negative.select(values | 8, values).deinterleave()
+    return (first | (second << 4)).cast[DType.uint8]()
+
+
+@always_inline
+def float_of_e4m3fn(bits: UInt32) -> Float32:
+    """Widens a float8_e4m3fn that is not negative."""
+    if bits == 0x7F:
+        return nan[DType.float32]()
+    if bits < 8:
+        return Float32(bits) * Float32(0.001953125)
+    return bitcast[DType.float32]((bits + (120 << 3)) << 20)

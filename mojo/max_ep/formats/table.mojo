@@ -3,21 +3,27 @@
 from ..token_format import TokenFormat
 from .block_scaled import BlockNumbers, BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8
+from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8
+from .nvfp4 import NVFP4
 from .plain import PlainTokenFormat
 from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows
 
-comptime FORMAT_NAMES: Array[StaticString, 5] = [
+comptime FORMAT_NAMES: Array[StaticString, 7] = [
     "bfloat16",
     "float32",
     "blockwise_fp8",
     "blockwise_fp8_power_of_two",
     "mxfp8",
+    "mxfp4",
+    "nvfp4",
 ]
 """The names; `launch.mojo` refuses any other when an op is compiled."""
 
 comptime _NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name == "mxfp8" else (
-    BlockwiseFP8[name == "blockwise_fp8_power_of_two"]
+    MXFP4 if name
+    == "mxfp4" else NVFP4 if name
+    == "nvfp4" else BlockwiseFP8[name == "blockwise_fp8_power_of_two"]
 )
 
 comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
