@@ -42,8 +42,12 @@ SHAPES = {
     )
 }
 
-DTYPES = ("bfloat16", "fp8")
-"""Formats of dispatch; combine is always bfloat16."""
+DTYPES = ("bfloat16", "fp8", "mxfp8", "nvfp4", "mxfp4")
+"""Formats of dispatch, by the names of ``max_ep.formats``; combine is bfloat16."""
+
+_ROW_OF = {"fp8": (8, 128, 4), "mxfp8": (8, 32, 1), "nvfp4": (4, 16, 1)}
+_ROW_OF["mxfp4"] = (4, 32, 1)
+"""Bits of a value, values of a block, bytes of its scale."""
 
 ROUTINGS = ("uniform", "zipf")
 """``zipf``: expert ``e`` is ``1 / (e + 1)`` as likely as expert 0."""
@@ -103,9 +107,9 @@ class Config:
         return SHAPES[self.shape_name]
 
     @property
-    def is_fp8(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether dispatch quantizes."""
-        return self.dtype == "fp8"
+        return self.dtype != "bfloat16"
 
     @property
     def is_sums(self) -> bool:
@@ -284,7 +288,7 @@ def chain_factor(n_layers: int) -> float:
 
 
 def expert_row(shape: Shape, rank: int) -> np.ndarray:
-    """Makes the row that every expert of a rank returns in an FP8 chain.
+    """Makes the row that every expert of a rank returns in a chain that quantizes.
 
     ``float32 [hidden_size]``, integers in ``[-127, 127]``: weighted sums with powers
     of two are exact.
@@ -324,7 +328,9 @@ def row_bytes(shape: Shape, dtype: str) -> tuple[int, int]:
     combine = 2 * shape.hidden_size
     if dtype == "bfloat16":
         return combine, combine
-    return shape.hidden_size + 4 * shape.hidden_size // FP8_BLOCK, combine
+    bits, block, scale_bytes = _ROW_OF[dtype]
+    n_bytes = shape.hidden_size * bits // 8 + shape.hidden_size // block * scale_bytes
+    return n_bytes, combine
 
 
 def rows_between(shape: Shape, ids: list[np.ndarray], scheme: str) -> np.ndarray:

@@ -3,7 +3,7 @@
 
 Routing comes from the oracle (``bench.cases.routes``) for all rows at every
 size; payload is compared on the device, by torch. What the oracle must compute
-number by number (FP8 bits, float32 sums) is compared for a sample of tokens.
+number by number (quantized bits, float32 sums) is compared for a sample of tokens.
 
 ``exact``: rows in the oracle's order and all numbers bit for bit. Otherwise the
 rows of an expert may stand in any order, and quantized values and sums may
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from max_ep import reference
+from max_ep.formats import BY_SHORT_NAME
 
 from .cases import FP8_BLOCK, TAG_COLUMNS, Shape, expert_row
 
@@ -58,7 +59,7 @@ class Sent:
     """int32 ``[n_tokens, top_k]``."""
     weights: np.ndarray
     """float32 ``[n_tokens, top_k]``."""
-    is_fp8: bool = False
+    is_quantized: bool = False
     """Experts return the row of their rank (``cases.expert_row``), not their input."""
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Sent:
             w = np.where(self._owners == rank, self.weights, 0).astype(np.float64)
             factor = torch.from_numpy(w.sum(axis=1, keepdims=True)).to(device)
             row = from_bits(self.x, device)
-            if self.is_fp8:
+            if self.is_quantized:
                 row = torch.from_numpy(expert_row(self.shape, rank)).to(device)
             parts.append(factor * row.double())
         return parts
@@ -83,7 +84,7 @@ class Sent:
         ids, owners = self.ids[picked], self._owners[picked]
 
         def expert(expert_id: int, rows: np.ndarray) -> np.ndarray:
-            if not self.is_fp8:
+            if not self.is_quantized:
                 return rows
             owner = int(owners[ids == expert_id][0])
             return np.broadcast_to(expert_row(self.shape, owner), rows.shape).copy()
@@ -106,21 +107,28 @@ class Sent:
 class Delivered:
     """What dispatch gave one rank, as torch tensors on its device."""
 
+    dtype: str
+    """One of ``cases.DTYPES``."""
     rows: torch.Tensor
-    """``[max_recv_tokens, hidden_size]`` bfloat16, or uint8 for FP8."""
+    """``[max_recv_tokens, hidden_size]`` bfloat16, or the bytes of quantized values."""
     scales: torch.Tensor | None
-    """``[hidden_size / 128, max_recv_tokens]`` float32 for FP8."""
+    """``[hidden_size / 128, max_recv_tokens]`` float32 for FP8, bytes
+    ``[max_recv_tokens, n_scales]`` for the others that quantize."""
     row_offsets: torch.Tensor
     """``[n_local_experts + 1]``."""
     expert_ids: torch.Tensor
     """``[n_local_experts]``: the local expert of each range."""
 
 
-def token_numbers(rows: torch.Tensor) -> torch.Tensor:
+def token_numbers(rows: torch.Tensor, values_per_byte: int = 1) -> torch.Tensor:
     """Reads the number that each row's signs spell: ``int64 [n_rows]``."""
-    tag = rows[:, :TAG_COLUMNS].contiguous()
-    is_fp8 = tag.dtype == torch.uint8
-    is_negative = tag >= 128 if is_fp8 else tag.view(torch.int16) < 0
+    tag = rows[:, : TAG_COLUMNS // values_per_byte].contiguous()
+    if tag.dtype != torch.uint8:
+        is_negative = tag.view(torch.int16) < 0
+    elif values_per_byte == 1:
+        is_negative = tag >= 128
+    else:  # the first in the lower half
+        is_negative = torch.stack([tag & 8, tag & 128], dim=2).flatten(1) > 0
     power = 1 << torch.arange(TAG_COLUMNS, device=rows.device)
     return (is_negative.long() * power).sum(dim=1)
 
@@ -159,7 +167,8 @@ def check_dispatch(
         return
     own = [first + np.arange(n) for first, n in zip(offsets, counts)]
     at = torch.from_numpy(np.concatenate(own)).to(device)
-    numbers = token_numbers(got.rows[at, :TAG_COLUMNS])
+    token_format = BY_SHORT_NAME[got.dtype]
+    numbers = token_numbers(got.rows[at], token_format.values_per_byte)
     wanted = torch.from_numpy(want_numbers).to(device)
     if exact:
         _require((numbers == wanted).all(), f"{where}: rows out of order")
@@ -173,23 +182,25 @@ def check_dispatch(
         keys(np.arange(len(want_counts)), want_counts, wanted),
     )
     _require(same, f"{where}: an expert has the wrong tokens")
-    for begin in range(0, n_rows, _CHUNK_ROWS):
-        part = slice(begin, begin + _CHUNK_ROWS)
-        x, rows = x_all[numbers[part]], got.rows[at[part]]
-        if got.scales is None:
-            same = rows.view(torch.int16) == x.view(torch.int16)
-            _require(same.all(), f"{where}: a row's payload differs")
-        else:
-            _check_dequantized(where, rows, got.scales[:, at[part]], x)
+    if got.dtype in ("bfloat16", "fp8"):
+        for begin in range(0, n_rows, _CHUNK_ROWS):
+            part = slice(begin, begin + _CHUNK_ROWS)
+            x, rows = x_all[numbers[part]], got.rows[at[part]]
+            if got.scales is None:
+                same = rows.view(torch.int16) == x.view(torch.int16)
+                _require(same.all(), f"{where}: a row's payload differs")
+            else:
+                _check_dequantized(where, rows, got.scales[:, at[part]], x)
     if got.scales is not None and exact:
         picked = torch.linspace(0, n_rows - 1, min(_SAMPLE, n_rows)).long().to(device)
         x = x_all[numbers[picked]].float().cpu().numpy()
-        values, scales = reference.quantize_blockwise_fp8(x)
-        got_values, got_scales = got.rows[picked], got.scales[:, picked].T
+        values, scales = token_format.quantize(x)
+        got_values = got.rows[picked]
+        got_scales = got.scales.T if got.dtype == "fp8" else got.scales
         same = np.array_equal(got_values.cpu().numpy(), values)
-        _require(same, f"{where}: FP8 values differ from the oracle's")
-        same = np.array_equal(got_scales.cpu().numpy(), scales)
-        _require(same, f"{where}: FP8 scales differ from the oracle's")
+        _require(same, f"{where}: quantized values differ from the oracle's")
+        same = np.array_equal(got_scales[picked].cpu().numpy(), scales)
+        _require(same, f"{where}: scales differ from the oracle's")
 
 
 def _check_dequantized(

@@ -123,6 +123,8 @@ def _can_run(peer: str, n_ranks: int, dtype: str) -> bool:
     """MAX's EP needs two ranks, its layer has one, NCCL has nothing to do for one."""
     if peer in _BFLOAT16_ONLY and dtype != "bfloat16":
         return False
+    if peer == "max" and dtype not in ("bfloat16", "fp8"):
+        return False  # its other formats are not for Hopper
     if peer == "max_layer":
         return n_ranks == 1
     return n_ranks > 1 or peer not in ("max", "nccl", "all_gather")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine of max_ep and of MAX's EP: one code builds and runs both.
 
-Experts are the identity. FP8 rows cannot be combined as they are: there every expert
-of a rank returns one given row, the same for all tokens.
+Experts are the identity. Quantized rows cannot be combined as they are: there every
+expert of a rank returns one given row, the same for all tokens.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def library(config: Config) -> ModuleType:
 
 def ep_config(config: Config) -> Any:
     """Returns the library's ``EPConfig``."""
-    from max_ep import blockwise_fp8_quant_config
+    from max_ep.formats import BY_SHORT_NAME
 
-    is_fp8 = config.is_fp8
+    token_format = BY_SHORT_NAME[config.dtype]
+    quant_config = token_format.make_quant_config
     fields: dict[str, Any] = dict(
-        dispatch_dtype=DType.float8_e4m3fn if is_fp8 else DType.bfloat16,
+        dispatch_dtype=token_format.dtype,
         combine_dtype=DType.bfloat16,
         hidden_size=config.shape.hidden_size,
         top_k=config.shape.top_k,
@@ -59,7 +60,7 @@ def ep_config(config: Config) -> Any:
         n_gpus_per_node=config.n_ranks,
         n_nodes=1,
         node_id=0,
-        dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
+        dispatch_quant_config=quant_config() if quant_config else None,
     )
     if config.peer in OURS:
         fields |= dict(target="gpu", timeout_s=5.0, **OURS[config.peer])
@@ -75,14 +76,14 @@ class Peer(GraphPeer):
         Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
         EP inputs. Outputs, each a tensor a rank: the last layer's sums, and other
         work's result. With ``is_check`` the first layer's sums; then for each rank
-        what its dispatch returned without the last element: rows, for FP8 scales, row
-        offsets, expert ids.
+        what its dispatch returned without the last element: rows, scales if it
+        quantizes, row offsets, expert ids.
         """
         config, n = self.config, self.config.n_ranks
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
         manager = library(config).EPBatchManager(ep_config(config))
         inputs = token_types(config, _N_FACTORS)
-        if config.is_fp8:
+        if config.is_quantized:
             n_rows = ep_config(config).get_max_recv_tokens()
             rows = [n_rows, config.shape.hidden_size]
             inputs += types(config, DType.bfloat16, rows)
@@ -124,13 +125,13 @@ class Peer(GraphPeer):
             self.set_up(session)
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
-        """Tokens, ids, weights of each factor; FP8: experts' rows; other work."""
+        """Tokens, ids, weights of each factor; experts' rows; other work."""
         import torch
 
         from .checks import from_bits
 
         inputs = [[from_bits(x) for x in data.x], data.ids, *data.weights]
-        if self.config.is_fp8:
+        if self.config.is_quantized:
             inputs.append(self._expert_rows)
         if "work" in form:
             work = torch.ones(WORK_SHAPE, dtype=torch.bfloat16)
@@ -139,7 +140,7 @@ class Peer(GraphPeer):
 
     @functools.cached_property
     def _expert_rows(self) -> list[Buffer]:
-        """What FP8 experts return: one row a rank, as often as needed."""
+        """What experts return of quantized rows: one row a rank, as often as needed."""
         import torch
 
         n_rows = ep_config(self.config).get_max_recv_tokens()
@@ -165,13 +166,15 @@ class Peer(GraphPeer):
             rows, *scales, offsets, experts = (self.tensor(b, rank) for b in found)
             check_dispatch(
                 where,
-                Delivered(rows, scales[0] if scales else None, offsets, experts),
+                Delivered(
+                    config.dtype, rows, scales[0] if scales else None, offsets, experts
+                ),
                 data.routes.token_numbers[rank],
                 data.routes.row_offsets[rank],
                 stack_tokens(data.x, torch_device(rank)),
                 exact=is_ours,
                 # MAX lets each expert's FP8 rows begin at a multiple of four.
-                filled_to=4 if config.is_fp8 and not is_ours else 1,
+                filled_to=4 if config.is_quantized and not is_ours else 1,
             )
             check_combine(
                 where,
@@ -186,7 +189,7 @@ class Peer(GraphPeer):
         from .checks import check_chain
 
         config = self.config
-        if not config.is_fp8:
+        if not config.is_quantized:
             super().check_chain(case, data, outputs)
             return
         of_last = data.weights[(config.n_layers - 1) % _N_FACTORS]

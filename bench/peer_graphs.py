@@ -112,8 +112,8 @@ class GraphPeer:
         """Returns a rank's inputs as the checks take them."""
         from .checks import Sent
 
-        shape, n, is_fp8 = self.config.shape, self.config.n_ranks, self.config.is_fp8
-        return Sent(shape, n, data.x[rank], data.ids[rank], weights[rank], is_fp8)
+        config, given = self.config, (data.x[rank], data.ids[rank], weights[rank])
+        return Sent(config.shape, config.n_ranks, *given, config.is_quantized)
 
     # -------------------------------------------------------------------- running
 
@@ -139,7 +139,7 @@ class GraphPeer:
         """Returns a result as a torch tensor; FP8 as its bits."""
         import torch
 
-        if buffer.dtype == DType.float8_e4m3fn:
+        if buffer.dtype in (DType.float8_e4m3fn, DType.float8_e8m0fnu):
             buffer = buffer.view(DType.uint8, list(buffer.shape))
         with torch.cuda.device(rank):
             return torch.from_dlpack(buffer)

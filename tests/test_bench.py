@@ -9,9 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import cases, gpu_round_trip, peer_graphs, peer_nccl, report, runs, serving
+from bench import (
+    cases,
+    checks,
+    gpu_round_trip,
+    peer_graphs,
+    peer_nccl,
+    report,
+    runs,
+    serving,
+)
 from bench.cases import Case, Config
 from graphs.serve.checkpoint import make_checkpoint
+from max_ep.formats import BY_SHORT_NAME
 
 DATA = runs.load(report.DATA)
 
@@ -84,7 +94,7 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
         assert form in peer_nccl.LAYERS
         return
     monkeypatch.setitem(cases._LAYERS, 128, 3)
-    dtype = "fp8" if peer == "by_expert" else "bfloat16"
+    dtype = {"by_expert": "fp8", "sums": "nvfp4"}.get(peer, "bfloat16")
     n_ranks = 1 if peer == "max_layer" else 2
     built = peer_graphs.peer_of(Config(peer, n_ranks, "h4096_e8_k2", dtype, 128))
     timed = built.graph(form, is_check=False)
@@ -94,6 +104,33 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
         assert len(checked.inputs) == len(timed.inputs)
         assert len(timed.output_types) == n_ranks + n_work
         assert len(checked.output_types) > 2 * n_ranks
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_delivered_rows_are_compared(dtype):
+    """Those of the oracle pass; one that is another's, or a changed byte, does not."""
+    shape = cases.Shape("small", 256, 4, 2, "")
+    x = cases.tokens(shape, 1, 6)
+    routes = cases.routes(shape, cases.expert_ids(shape, "uniform", 1, 6))
+    numbers, offsets = routes.token_numbers[0], routes.row_offsets[0]
+    all_tokens = checks.stack_tokens(x, "cpu")
+    rows, scales = all_tokens[numbers], None
+    if dtype != "bfloat16":
+        values, scales = BY_SHORT_NAME[dtype].quantize(rows.float().numpy())
+        rows = torch.from_numpy(values)
+        scales = torch.from_numpy(scales.T.copy() if dtype == "fp8" else scales)
+
+    def check(rows: torch.Tensor) -> None:
+        experts = torch.arange(4)
+        got = checks.Delivered(dtype, rows, scales, torch.from_numpy(offsets), experts)
+        checks.check_dispatch("here", got, numbers, offsets, all_tokens, exact=True)
+
+    check(rows)
+    with pytest.raises(checks.CheckError, match="out of order"):
+        check(rows.flip(0))
+    rows.view(torch.uint8)[3, -1] ^= 1
+    with pytest.raises(checks.CheckError, match="differ|is off"):
+        check(rows)
 
 
 @pytest.mark.parametrize("peer", ["sums", "all_gather"])
