@@ -330,6 +330,15 @@ def test_shared_words_are_read_after_a_meeting(it):
     assert written and not it.shown(read & kernel.reach(written, met))
 
 
+@kernels("sm_90a", but="clear")
+def test_words_of_a_block_are_zero_before_they_are_used(it):
+    """One warp zeroes them; then all warps meet."""
+    used = it.kernel.find(lambda op: op.scope == "block")
+    met = it.kernel.find_kind("barrier")
+    assert used or it.is_by_rank and it.sends and not it.receives
+    assert not it.shown(used & it.kernel.reach_from_start(met))
+
+
 @kernels("by_expert.*dispatch.bf16_shared")
 def test_own_tokens_are_read_after_a_barrier(it):
     """I4: what the sending warps have staged is there when others copy it."""
