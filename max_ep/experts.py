@@ -46,11 +46,7 @@ def grouped_matmul(
         ValueError: If the inner sizes differ, or do not fit the kernel.
     """
     _check("grouped_matmul", rows, weights)
-    if row_offsets.dtype != DType.uint32 or expert_ids.dtype != DType.int32:
-        raise TypeError(
-            f"row_offsets ({row_offsets.dtype}) must be uint32 and expert_ids "
-            f"({expert_ids.dtype}) int32, as dispatch gives them"
-        )
+    _check_groups(row_offsets, expert_ids)
     return _rows_of(
         "grouped_matmul", weights.shape[1], rows, weights, row_offsets, expert_ids
     )
@@ -85,6 +81,26 @@ def fused_silu(rows: TensorValue, row_offsets: TensorValue) -> TensorValue:
     return _rows_of("fused_silu", rows.shape[1] // 2, rows, row_offsets)
 
 
+def grouped_gate_up(
+    rows: TensorValue,
+    gate_up: TensorValue,
+    row_offsets: TensorValue,
+    expert_ids: TensorValue,
+) -> TensorValue:
+    """Computes ``silu(x @ gate.T) * (x @ up.T)``, on GPUs in one op.
+
+    The arguments are those of :func:`grouped_swiglu`. Returns ``[n_rows, moe_dim]``;
+    rows behind ``row_offsets[-1]`` are undefined.
+    """
+    if rows.device.is_cpu():
+        both = grouped_matmul(rows, gate_up, row_offsets, expert_ids)
+        return fused_silu(both, row_offsets)
+    _check("grouped_gate_up", rows, gate_up)
+    _check_groups(row_offsets, expert_ids)
+    moe_dim = gate_up.shape[1] // 2
+    return _rows_of("grouped_gate_up", moe_dim, rows, gate_up, row_offsets, expert_ids)
+
+
 def grouped_swiglu(
     rows: TensorValue,
     gate_up: TensorValue,
@@ -98,8 +114,7 @@ def grouped_swiglu(
     ``[n_local_experts, 2 * moe_dim, hidden_size]``, gate first, and ``down``
     ``[n_local_experts, hidden_size, moe_dim]``. Returns ``[n_rows, hidden_size]``.
     """
-    both = grouped_matmul(rows, gate_up, row_offsets, expert_ids)
-    activated = fused_silu(both, row_offsets)
+    activated = grouped_gate_up(rows, gate_up, row_offsets, expert_ids)
     return grouped_matmul(activated, down, row_offsets, expert_ids)
 
 
@@ -118,6 +133,15 @@ def _rows_of(
     load_ops(Graph.current, PACKAGE)
     result = TensorType(rows.dtype, [rows.shape[0], n_columns], rows.device)
     return ops.custom(f"max_ep.{op}", rows.device, [rows, *more], [result])[0].tensor
+
+
+def _check_groups(row_offsets: TensorValue, expert_ids: TensorValue) -> None:
+    """Refuses other dtypes than dispatch gives."""
+    if row_offsets.dtype != DType.uint32 or expert_ids.dtype != DType.int32:
+        raise TypeError(
+            f"row_offsets ({row_offsets.dtype}) must be uint32 and expert_ids "
+            f"({expert_ids.dtype}) int32, as dispatch gives them"
+        )
 
 
 def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:

@@ -4,10 +4,14 @@
 What it computes is compared with torch in tests/test_experts_gpu.py.
 """
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from assembly import nvidia_resources
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 
@@ -15,13 +19,15 @@ from max_ep import experts
 from max_ep.extension import run_mojo
 from max_ep.serve import hopper
 
-PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_experts.mojo"
+PROGRAMS = Path(__file__).resolve().parent / "mojo"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assembly")
-    printed = run_mojo("run", "-I", ".", str(PROGRAM), str(folder))
+    printed = run_mojo(
+        "run", "-I", ".", str(PROGRAMS / "codegen_experts.mojo"), str(folder)
+    )
     (folder / "printed").write_text(printed)
     return folder
 
@@ -33,16 +39,90 @@ def test_python_refuses_what_the_kernel_cannot_take(folder):
     assert [int(n) for n in taken] == wanted
 
 
-def test_hopper_assembly(folder):
-    """Loads of 16 bytes, `mma`, and no spills."""
-    kernels = [path.read_text() for path in folder.glob("*.s")]
-    assert len(kernels) == 2
-    for text in kernels:
+def test_few_rows_assembly(folder):
+    """Loads of 16 bytes, and `mma`."""
+    kernels = [*folder.glob("*.grouped_matmul*.s"), *folder.glob("*.linear.s")]
+    assert len(kernels) == 3
+    for path in kernels:
+        text = path.read_text()
         loads = re.findall(r"ld\.global\.nc(?:\.\w+)*?((?:\.v\d)?\.b\d+) ", text)
         wide = [width for width in loads if width == ".v4.b32"]
         assert len(wide) > 20 and set(loads) <= {".v4.b32", ".b32"}
         assert "mma.sync.aligned.m16n8k16.row.col.f32" in text
-        assert ".local" not in text
+
+
+def test_hopper_assembly(folder):
+    """Copies to one and to both blocks, `wgmma` of 256 and 128 columns, and stores of
+    16 bytes."""
+    kernels = [path.read_text() for path in folder.glob("*.wgmma*.s")]
+    assert len(kernels) == 2
+    for text in kernels:
+        copies = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d.*?(multicast)?[: ]", text)
+        assert {("4", ""), ("2", "")} <= set(copies)
+        assert text.count("multicast::cluster") == 2
+        for columns in (256, 128):
+            one = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+            assert text.count(one) == 4
+        stores = re.findall(r"st\.global((?:\.v\d)?\.b\d+)", text)
+        assert stores and set(stores) == {".v4.b32"}
+
+
+def test_no_registers_are_spilled(folder):
+    cubins = list(folder.glob("*.cubin"))
+    assert len(cubins) == 5
+    for path in cubins:
+        n_registers, stack_bytes = nvidia_resources(path.read_bytes())
+        assert stack_bytes == 0 and ".local" not in path.with_suffix(".s").read_text()
+        # Three warpgroups of the one kernel, three blocks of four warps of the others.
+        assert n_registers * 3 * 128 <= 2**16
+
+
+def test_each_tile_is_computed_once():
+    printed = run_mojo("run", "-I", ".", str(PROGRAMS / "expert_tiles.mojo"))
+    assert printed.strip() == "OK"
+
+
+OPS = """
+import os
+from max.driver import (
+    Accelerator, set_virtual_device_api, set_virtual_device_count,
+    set_virtual_device_target_arch,
+)
+set_virtual_device_api("cuda")
+set_virtual_device_target_arch("sm_90a")
+set_virtual_device_count(1)
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+from max_ep.experts import grouped_swiglu
+
+gpu, bf16 = DeviceRef.GPU(0), DType.bfloat16
+types = [
+    TensorType(bf16, ["n_rows", 512], gpu),
+    TensorType(bf16, [8, 512, 512], gpu),
+    TensorType(bf16, [8, 512, 256], gpu),
+    TensorType(DType.uint32, [9], gpu),
+    TensorType(DType.int32, [8], gpu),
+]
+with Graph("experts", input_types=types) as graph:
+    graph.output(grouped_swiglu(*(value.tensor for value in graph.inputs)))
+InferenceSession(devices=[Accelerator(0)]).compile(graph)
+print("compiled", flush=True)
+os._exit(0)
+"""
+"""Compiles SwiGLU experts. Virtual devices are for a whole process."""
+
+
+@pytest.mark.skipif("MAX_EP_ALL_CASES" not in os.environ, reason="slow")
+def test_ops_compile_for_hopper():
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", OPS],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert "compiled" in done.stdout, done.stderr[-2000:]
 
 
 BF16, F32 = DType.bfloat16, DType.float32
@@ -54,6 +134,8 @@ BF16, F32 = DType.bfloat16, DType.float32
         ("grouped_matmul", [F32, F32], [2, 32, 64], TypeError, "takes bfloat16"),
         ("grouped_matmul", [BF16, BF16], [2, 24, 64], ValueError, r"are \[2, 24, 64\]"),
         ("grouped_matmul", [BF16, BF16], [2, 32, 96], ValueError, r"are \[2, 32, 96\]"),
+        ("grouped_gate_up", [F32, F32], [2, 32, 64], TypeError, "takes bfloat16"),
+        ("grouped_gate_up", [BF16, BF16], [2, 24, 64], ValueError, r"are \[2, 24, 64"),
         ("linear", [F32, F32], [32, 64], TypeError, "linear takes.*MAX's linear"),
         ("linear", [BF16, F32], [32, 64], TypeError, "weights DType.float32"),
         ("linear", [BF16, BF16], [24, 64], ValueError, r"are \[24, 64\]"),
@@ -66,7 +148,7 @@ def test_refusals(op, dtypes, weights, error, says):
         TensorType(dtypes[0], ["n_rows", 64], gpu),
         TensorType(dtypes[1], weights, gpu),
     ]
-    if op == "grouped_matmul":
+    if op.startswith("grouped"):
         types += [TensorType(DType.uint32, [3], gpu), TensorType(DType.int32, [2], gpu)]
     with Graph("refused", input_types=types) as graph:
         with pytest.raises(error, match=says):

@@ -12,7 +12,7 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep.experts import grouped_matmul, linear
+from max_ep.experts import grouped_gate_up, grouped_matmul, linear
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.gpu(1)
 
 N_EXPERTS = 6
 EXPERT_IDS = [3, 0, 5, 1, 2]
-SHAPES = {"wide": (1536, 2048), "narrow": (48, 64)}
+# A kernel for Hopper takes n in multiples of 256, in twos where it can.
+SHAPES = {"wide": (1536, 2048), "odd": (768, 128), "narrow": (48, 64)}
+OPS = {"": grouped_matmul, "_gate_up": grouped_gate_up}
 # Of attention's output and of a router; the last one's k is no multiple of 256.
 LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd": (256, 2112)}
 
@@ -36,9 +38,10 @@ def make_graphs() -> Iterator[tuple[str, Graph]]:
             TensorType(DType.uint32, ["n_offsets"], gpu),
             TensorType(DType.int32, ["n_groups"], gpu),
         ]
-        with Graph(f"grouped_matmul_{name}", input_types=types) as graph:
-            graph.output(grouped_matmul(*(value.tensor for value in graph.inputs)))
-        yield name, graph
+        for end, op in OPS.items():
+            with Graph(f"experts_{name}{end}", input_types=types) as graph:
+                graph.output(op(*(value.tensor for value in graph.inputs)))
+            yield f"{name}{end}", graph
     for name, (n, k) in LINEARS.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
@@ -65,22 +68,25 @@ def multiply() -> Iterator[Callable]:
     yield run
 
 
+@pytest.mark.parametrize("end", OPS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "rows", [[1, 0, 0, 0, 0], [8, 9, 0, 1, 7], [32, 33, 64, 65, 3], [700, 0, 1, 257, 5]]
 )
-def test_each_group_has_its_product(multiply, shape, rows):
-    check_groups(multiply, shape, rows, EXPERT_IDS)
+def test_each_group_has_its_product(multiply, shape, end, rows):
+    check_groups(multiply, shape, end, rows, EXPERT_IDS)
 
 
-@pytest.mark.parametrize("n_groups", [31, 32, 33, 128])
-def test_so_have_many_groups(multiply, n_groups):
-    """A warp counts their chunks, 32 groups at a time."""
+@pytest.mark.parametrize("shape", ["odd", "narrow"])
+@pytest.mark.parametrize("n_groups", [31, 32, 33, 128, 400])
+def test_so_have_many_groups(multiply, shape, n_groups):
+    """A warp adds up their tiles, 32 groups at a time; a block has 384 threads."""
     rows = [(0, 1, 70, 9, 130)[i % 5] for i in range(n_groups)]
-    check_groups(multiply, "narrow", rows, [i % N_EXPERTS for i in range(n_groups)])
+    expert_ids = [i % N_EXPERTS for i in range(n_groups)]
+    check_groups(multiply, shape, "", rows, expert_ids)
 
 
-def check_groups(multiply, shape, rows, expert_ids):
+def check_groups(multiply, shape, end, rows, expert_ids):
     import torch
 
     n, k = SHAPES[shape]
@@ -90,17 +96,25 @@ def check_groups(multiply, shape, rows, expert_ids):
     weights = torch.randn(N_EXPERTS, n, k, device=device).bfloat16()
     ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
     y = multiply(
-        shape,
+        shape + end,
         x,
         weights,
         ends.view(torch.uint32).cuda(),
         torch.tensor(expert_ids, dtype=torch.int32, device=device),
     )
-    assert y.shape == (sum(rows) + n_behind, n)
+    assert y.shape == (sum(rows) + n_behind, n // 2 if end else n)
     for i, expert in enumerate(expert_ids):
-        begin, end = int(ends[i]), int(ends[i + 1])
-        want = x[begin:end].double() @ weights[expert].double().T
-        check_product(y[begin:end], want, k)
+        begin, until = int(ends[i]), int(ends[i + 1])
+        want = x[begin:until].double() @ weights[expert].double().T
+        if end:
+            gate, up = want.tensor_split(2, dim=1)
+            want = torch.nn.functional.silu(gate) * up
+            # An error of a sum is multiplied by the other factor.
+            off = (y[begin:until].double() - want).abs()
+            error = k**0.5 * 1e-5 * (1 + gate.abs() + up.abs())
+            assert bool((off <= want.abs() * 2**-8 + error).all())
+        else:
+            check_product(y[begin:until], want, k)
 
 
 def check_product(y: torch.Tensor, want: torch.Tensor, k: int) -> None:
@@ -125,18 +139,19 @@ def test_a_linear_layer_is_the_product(multiply, shape, n_rows):
     check_product(y, x.double() @ weight.double().T, k)
 
 
-def test_offsets_of_a_failed_dispatch_reach_nothing(multiply):
+@pytest.mark.parametrize("shape", ["odd", "narrow"])
+def test_offsets_of_a_failed_dispatch_reach_nothing(multiply, shape):
     """Groups behind the rows, and of experts that there are not, have no product."""
     import torch
 
-    n, k = SHAPES["narrow"]
+    n, k = SHAPES[shape]
     torch.manual_seed(0)
     x = torch.randn(9, k, device="cuda").bfloat16()
     weights = torch.randn(N_EXPERTS, n, k, device="cuda").bfloat16()
     # The first group is right; the second ends, the others begin behind all rows.
     ends = torch.tensor([0, 4, 2**31 - 1, 2**30, 2**31 - 1, 77], dtype=torch.int32)
     experts = torch.tensor([3, 0, -1, 2**31 - 1, 2], dtype=torch.int32)
-    y = multiply("narrow", x, weights, ends.view(torch.uint32).cuda(), experts.cuda())
+    y = multiply(shape, x, weights, ends.view(torch.uint32).cuda(), experts.cuda())
     for begin, end, expert in ((0, 4, 3), (4, 9, 0)):
         want = x[begin:end].double() @ weights[expert].double().T
         check_product(y[begin:end], want, k)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands in MAX's modules while a model is built, of that on Hopper what shows."""
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 from max.graph.graph import default_custom_extensions
 from max.nn import linear as max_linear
 from max.nn import stacked_linear as max_stacked_linear
+from max.nn.activation import GatedActivation
 from max.nn.attention import multi_latent_attention as max_latent_attention
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.moe import moe as max_moe
@@ -142,6 +144,59 @@ def test_only_what_is_wrong_is_replaced(
                 graph.output(multiply(x, weight))
         assert ("max_ep.gpu_linear" in str(graph)) == (is_wrong and has_op)
         assert ("concat" in str(graph)) == (is_wrong and not has_op)
+
+
+class Experts(max_moe.MoE):
+    """A layer of MAX without router, whose weights are inputs of the graph."""
+
+    gate_up_proj = down_proj = None
+
+    def __init__(self, gate_up, down, **options):
+        usual = dict(activation=GatedActivation(), interleaved_gate_up=False)
+        weights = dict(gate_up_proj=gate_up, down_proj=down, moe_dim=64)
+        vars(self).update(usual | options | weights)
+
+
+def experts_graph(dtype=DType.bfloat16, **options) -> str:
+    """Builds what the experts of a layer of MAX do with dispatched rows."""
+    gpu, cpu = DeviceRef.GPU(0), DeviceRef.CPU()
+    types = [
+        TensorType(dtype, [3, 128, 64], gpu),
+        TensorType(dtype, [3, 64, 64], gpu),
+        TensorType(DType.uint32, [], cpu),
+        TensorType(dtype, ["n_rows", 64], gpu),
+        TensorType(DType.uint32, [4], gpu),
+        TensorType(DType.int32, [3], gpu),
+        TensorType(DType.uint32, [2], cpu),
+    ]
+    with Graph("experts", input_types=types) as graph:
+        with using_max_ep():
+            gate_up, down, n_rows, *dispatched = (v.tensor for v in graph.inputs)
+            layer = Experts(gate_up, down, **options)
+            rows = hopper.experts_anywhere(layer, dispatched, dispatched[0], n_rows)
+            graph.output(rows)
+    return str(graph)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "ops"),
+    [
+        ("sm_90a", {}, ["max_ep.grouped_gate_up", "max_ep.grouped_matmul"]),
+        ("sm_90a", dict(interleaved_gate_up=True), 2 * ["max_ep.grouped_matmul"]),
+        (
+            "sm_90a",
+            dict(activation=GatedActivation("gelu_tanh")),
+            2 * ["max_ep.grouped_matmul"],
+        ),
+        ("sm_90a", dict(dtype=DType.float32), []),
+        ("sm_100a", {}, []),
+    ],
+)
+def test_experts_are_swiglu_in_two_matmuls(monkeypatch, architecture, options, ops):
+    """Others, and layers with another activation, run as in MAX."""
+    monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
+    found = re.findall(r"max_ep\.grouped_\w+", experts_graph(**options))
+    assert found == ops
 
 
 @pytest.mark.parametrize(

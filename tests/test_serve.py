@@ -261,7 +261,8 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     }
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
     assert "max_ep.grouped_matmul" in ops
-    assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
+    for op in ("max_ep.gpu_linear", "max_ep.grouped_gate_up"):
+        assert (op in ops) == ("gpu" in where)
 
 
 def test_several_gpus_go_through_our_layers():

@@ -17,6 +17,7 @@ from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
 from .. import softmax_top_k
 from ..graph.moe import through_experts
+from .hopper import experts_anywhere
 
 
 def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
@@ -46,7 +47,7 @@ def forward_layers(
     about_n_rows = n_rows.cast(DType.uint32)
 
     def experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
-        return shards[rank]._local_ep_compute(dispatched, xs[rank], about_n_rows)
+        return experts_anywhere(shards[rank], dispatched, xs[rank], about_n_rows)
 
     results = through_experts(manager, xs, ids, weights, experts)
     if shards[0].has_shared_experts and not manager.config.fused_shared_expert:

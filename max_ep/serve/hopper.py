@@ -18,13 +18,15 @@ from max.dtype import DType
 from max.graph import DeviceRef, TensorValue, ops
 from max.nn import linear as max_linear
 from max.nn import stacked_linear as max_stacked_linear
+from max.nn.activation import GatedActivation
 from max.nn.attention import multi_latent_attention as max_latent_attention
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.kv_cache import PagedCacheValues
 from max.nn.linear import linear
+from max.nn.moe import MoE
 from max.nn.moe import moe as max_moe
 
-from ..experts import fits_gpu, grouped_matmul
+from ..experts import fits_gpu, grouped_matmul, grouped_swiglu
 from ..experts import linear as our_linear
 
 TILE_ROWS = 128
@@ -57,6 +59,36 @@ def grouped_matmul_anywhere(
         return grouped_matmul(hidden_states, weight, expert_start_indices, expert_ids)
     return grouped_matmul_ragged(
         hidden_states, weight, expert_start_indices, expert_ids, expert_usage_stats
+    )
+
+
+def experts_anywhere(
+    layer: MoE,
+    dispatched: tuple[TensorValue, ...],
+    x: TensorValue,
+    n_rows: TensorValue,
+) -> TensorValue:
+    """Runs the experts of a layer of MAX on dispatched rows.
+
+    SwiGLU experts run in two matmuls of ours, others as MAX runs them. ``n_rows`` says
+    MAX about how many rows there are.
+    """
+    if _is_swiglu(layer) and _is_concerned(dispatched[0]):
+        gate_up, down = layer.gate_up_proj, layer.down_proj
+        if fits_gpu(gate_up) and fits_gpu(down):
+            rows, row_offsets, expert_ids, *_ = dispatched
+            return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
+    computed = layer._local_ep_compute(dispatched, x, n_rows)
+    assert computed is not None
+    return computed
+
+
+def _is_swiglu(layer: MoE) -> bool:
+    """Whether its experts have plain SwiGLU and no quantized weights."""
+    return (
+        type(layer)._local_ep_compute is MoE._local_ep_compute
+        and layer.activation == GatedActivation()
+        and not layer.interleaved_gate_up
     )
 
 

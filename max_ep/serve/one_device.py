@@ -32,6 +32,7 @@ from .. import EPBatchManager
 from ..experts import grouped_swiglu
 from ..graph.moe import through_experts
 from .forward import route
+from .hopper import experts_anywhere
 
 
 class OneDeviceMoe(MoE):
@@ -71,9 +72,7 @@ class OneDeviceMoe(MoE):
             )
             return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
         n_rows = ops.shape_to_tensor(rows.shape)[0].cast(DType.uint32)
-        computed = self._local_ep_compute(dispatched, rows, n_rows)
-        assert computed is not None
-        return computed
+        return experts_anywhere(self, dispatched, rows, n_rows)
 
 
 def _slices(values: TensorValue, n: int) -> list[TensorValue]:

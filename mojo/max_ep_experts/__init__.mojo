@@ -7,8 +7,14 @@ docs/decisions/0016-matmuls-on-hopper.md.
 
     product         what a matmul of groups reads and writes
     cpu             the ops on the CPU
+    groups          how a kernel finds the work of a group
+    tiles           tiles of clusters of two blocks on Hopper, and their order
+    ring            the stages in shared memory between producer and consumers
+    copies          how rows and weights get there
+    wgmma           groups of rows, each with its weight, on Hopper
     tile            a warp's tile of a product on a GPU
-    grouped_matmul  groups of rows, each with its weight, on a GPU
+    grouped_matmul  the same groups, of sizes that wgmma does not take
+    launch          which of the two
     linear          few rows and one weight, on a GPU
     ops, linear_op  the MAX ops
 """

@@ -6,8 +6,32 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
 from .cpu import cpu_fused_silu, cpu_grouped_matmul
-from .grouped_matmul import launch_grouped_matmul
+from .launch import launch
 from .product import GroupedProduct
+
+
+@always_inline
+def _product[
+    dtype: DType
+](
+    y: OutputTensor[dtype=dtype, rank=2, ...],
+    x: InputTensor[dtype=dtype, rank=2, ...],
+    weights: InputTensor[dtype=dtype, rank=3, ...],
+    row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+    expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
+) -> GroupedProduct[dtype]:
+    return GroupedProduct[dtype](
+        y={unsafe_from_address = Int(y.unsafe_ptr())},
+        x={unsafe_from_address = Int(x.unsafe_ptr())},
+        weights={unsafe_from_address = Int(weights.unsafe_ptr())},
+        row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
+        expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
+        n_groups=row_offsets.dim_size(0) - 1,
+        n_rows=x.dim_size(0),
+        n_experts=weights.dim_size(0),
+        n=weights.dim_size(1),
+        k=weights.dim_size(2),
+    )
 
 
 @extensibility.register("max_ep.grouped_matmul")
@@ -30,23 +54,35 @@ struct GroupedMatmul:
         expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var product = GroupedProduct[y.dtype](
-            y={unsafe_from_address = Int(y.unsafe_ptr())},
-            x={unsafe_from_address = Int(x.unsafe_ptr())},
-            weights={unsafe_from_address = Int(weights.unsafe_ptr())},
-            row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
-            expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
-            n_groups=row_offsets.dim_size(0) - 1,
-            n_rows=x.dim_size(0),
-            n_experts=weights.dim_size(0),
-            n=weights.dim_size(1),
-            k=weights.dim_size(2),
-        )
+        var product = _product(y, x, weights, row_offsets, expert_ids)
         comptime if is_gpu[target]():
             comptime assert y.dtype == DType.bfloat16, "max_ep: bfloat16 only"
-            launch_grouped_matmul(rebind[GroupedProduct[DType.bfloat16]](product), ctx)
+            launch[swiglu=False](rebind[GroupedProduct[DType.bfloat16]](product), ctx)
         else:
             cpu_grouped_matmul(product)
+
+
+@extensibility.register("max_ep.grouped_gate_up")
+struct GroupedGateUp:
+    """Computes `silu(x @ gate.T) * (x @ up.T)` of each expert's rows, on GPUs.
+
+    The arguments are those of `grouped_matmul`; a weight is gate, then up.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+        x: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+        weights: InputTensor[dtype=DType.bfloat16, rank=3, ...],
+        row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
+        var product = _product(y, x, weights, row_offsets, expert_ids)
+        launch[swiglu=True](product, ctx)
 
 
 @extensibility.register("max_ep.fused_silu")

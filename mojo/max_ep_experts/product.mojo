@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a matmul of groups reads and writes."""
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
 comptime In[dtype: DType] = Pointer[Scalar[dtype], ImmUntrackedOrigin]
 comptime Out[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
@@ -8,15 +9,18 @@ comptime Bf16Out = Out[DType.bfloat16]
 
 
 @fieldwise_init
-struct GroupedProduct[dtype: DType](TrivialRegisterPassable):
+struct GroupedProduct[dtype: DType](DevicePassable, TrivialRegisterPassable):
     """`y[r] = x[r] @ weights[expert_ids[g]].T` for every row `r` of a group `g`.
 
     Group `g` has the rows `[row_offsets[g], row_offsets[g + 1])`. Rows behind the
     last group stay untouched. Products and sums are float32.
+
+    With SwiGLU a weight has `n / 2` rows of gate, then as many of up, and `y` has
+    `n / 2` columns: `silu(x[r] @ gate.T) * (x[r] @ up.T)`.
     """
 
     var y: Out[Self.dtype]
-    """`[n_rows][n]`."""
+    """`[n_rows][n]`, with SwiGLU `[n_rows][n / 2]`."""
     var x: In[Self.dtype]
     """`[n_rows][k]`; 16-byte aligned on GPUs."""
     var weights: In[Self.dtype]
@@ -32,6 +36,36 @@ struct GroupedProduct[dtype: DType](TrivialRegisterPassable):
     var n_experts: Int
     """Number of weights."""
     var n: Int
-    """Columns of `y`."""
+    """Rows of a weight."""
     var k: Int
     """Columns of `x`."""
+
+    comptime device_type: AnyType = Self
+    """What a kernel gets: the same bytes."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in MAX's errors about kernel arguments."""
+        return "max_ep_experts.GroupedProduct"
+
+    @always_inline
+    def begin(self, group: Int) -> UInt32:
+        """Returns a group's first row, which need not exist."""
+        return self.row_offsets[unsafe_offset=group]
+
+    @always_inline
+    def size(self, group: Int) -> UInt32:
+        """Returns how many rows of a group can be computed.
+
+        The offsets of a failed dispatch are undefined: rows behind `n_rows` do not
+        count, and a group of an unknown expert has none.
+        """
+        var begin = self.begin(group)
+        var end = min(self.begin(group + 1), UInt32(self.n_rows))
+        var expert = UInt32(self.expert_ids[unsafe_offset=group])
+        return end - begin if begin < end and expert < UInt32(self.n_experts) else 0

@@ -8,6 +8,7 @@ and passes them as the elements that the instruction wants from it.
 
 from max.gpu import WARP_SIZE, thread_idx
 from max.gpu.compute.mma import mma
+from std.math import exp, recip
 
 from .product import Bf16In, Bf16Out
 
@@ -27,13 +28,22 @@ comptime Sums[n_tiles: Int] = Array[SIMD[DType.float32, 4], n_tiles]
 
 
 @always_inline
+def silu(x: Float32) -> Float32:
+    """Returns `x * sigmoid(x)`."""
+    return x * recip(1 + exp(-x))
+
+
+@always_inline
 def _load(row: Bf16In, offset: Int) -> SIMD[DType.bfloat16, 8]:
     return row.unsafe_load[width=8, alignment=16](offset)
 
 
 @fieldwise_init
-struct Tile(Copyable, Movable):
-    """Some tokens of a group, and 16 columns of its weights."""
+struct Tile[swiglu: Bool = False](Copyable, Movable):
+    """Some tokens of a group, and 16 rows of its weight.
+
+    These are 16 columns of the result, with SwiGLU 8: 8 rows of gate and of up.
+    """
 
     var y: Bf16Out
     """Results `[..., n]`."""
@@ -67,6 +77,8 @@ struct Tile(Copyable, Movable):
         var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
         var upper = self.weight.unsafe_offset((self.column + high) * self.k + 8 * low)
         var lower = upper.unsafe_offset(8 * self.k)
+        comptime if Self.swiglu:
+            lower = upper.unsafe_offset(self.n * self.k)
         var tokens = Array[Bf16In, n_tiles](fill=self.x.unsafe_offset(8 * low))
         comptime for tile in range(n_tiles):
             # Behind the last token, load the last one again; it is not stored.
@@ -101,12 +113,18 @@ struct Tile(Copyable, Movable):
         """Stores the lane's results."""
         var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
         comptime for tile in range(n_tiles):
-            comptime for i in range(4):
-                var token = self.begin + TOKENS * tile + 2 * low + i % 2
+            comptime for i in range(2):
+                var token = self.begin + TOKENS * tile + 2 * low + i
+                var upper, lower = sums[tile][i], sums[tile][i + 2]
+                var at = token * self.n + self.column + high
                 if token < self.end:
-                    self.y[
-                        unsafe_offset=token * self.n + self.column + high + 8 * (i // 2)
-                    ] = sums[tile][i].cast[DType.bfloat16]()
+                    comptime if Self.swiglu:
+                        self.y[unsafe_offset=at] = (silu(upper) * lower).cast[
+                            DType.bfloat16
+                        ]()
+                    else:
+                        self.y[unsafe_offset=at] = upper.cast[DType.bfloat16]()
+                        self.y[unsafe_offset=at + 8] = lower.cast[DType.bfloat16]()
 
     @always_inline
     def multiply[n_tiles: Int, n_loads: Int](self):

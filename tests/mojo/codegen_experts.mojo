@@ -8,10 +8,14 @@ from emitting import emit
 from max_ep_experts.grouped_matmul import grouped_matmul_kernel
 from max_ep_experts.linear import FEW_ROWS, linear_kernel
 from max_ep_experts.tile import COLUMNS, K_STEP
+from max_ep_experts.wgmma import wgmma_kernel
 
 
 def main() raises:
     """Runs the command line."""
-    emit[grouped_matmul_kernel]("grouped_matmul")
+    comptime for swiglu in range(2):
+        comptime end = ".swiglu" if swiglu == 1 else ""
+        emit[grouped_matmul_kernel[swiglu == 1]](String("grouped_matmul", end))
+        emit[wgmma_kernel[swiglu == 1]](String("wgmma", end))
     emit[linear_kernel]("linear")
     print(COLUMNS, K_STEP, FEW_ROWS)
