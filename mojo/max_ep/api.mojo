@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launchers that Mojo programs call: thin faces over `launch.mojo`.
+"""The launchers that Mojo programs call: thin wrappers over `launch.mojo`.
 
 Names, parameters and arguments are those of MAX's `shmem.ep` (its public
-documentation). Parameters of ours stand behind them, with defaults. Each checks what
-it is given before anything is sent, and takes rank and time-out from the counters.
-A launcher raises if an argument does not fit (nothing is sent then), if a peer is
-late, or if ids were out of range (everything else is sent then). Fused, all ranks must
-run at the same time.
+documentation). Our own parameters come last and have defaults. A launcher checks its
+arguments before anything is sent. Rank and time-out come from the counters.
+A launcher raises if an argument does not fit (then nothing is sent), if a peer is
+late, or if ids were out of range (then everything else is sent). All ranks must run
+the fused forms at the same time.
 
 Parameters:
 

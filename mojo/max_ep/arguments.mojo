@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher is given: tensors, checked and turned into pointers.
+"""Arguments of a launcher: tensors, checked and turned into pointers.
 
-Nothing is sent before all of it is checked.
+All checks come before the first send.
 """
 from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPLocalSyncCounters: the local words that launches keep between launches.
+"""EPLocalSyncCounters: what a rank keeps between launches.
 
-They live in this rank's own memory; no peer sees them. Words, all Int32:
+The words are in this rank's own memory. No peer accesses them. All are Int32:
 
     [0, N_HEADER_WORDS)   who this rank is, the four generations, tallies, the
                           failure record of GPU launches

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU launch that cannot go on leaves behind, and how the host says it.
+"""Failure records of GPU launches, and the error that the host raises for them.
 
-A kernel cannot raise. It records the failure in the failure record of its rank's
-counters, unless one of the same code or a higher one is there, and ends. If it
-was fatal, launches that follow on that rank do nothing (combine fills its result
-with NaN). `EPCommInitializer.check` raises what `raise_failure` makes of it.
+A kernel cannot raise. It writes the failure record in its rank's counters, unless one
+with the same code or a higher one is there, and ends. After a fatal failure later
+launches of that rank do nothing (combine fills its result with NaN).
+`EPCommInitializer.check` reads the record, and `raise_failure` writes the error.
 
     word 0  code     1  phase           2  missing rank     3  expert id, or row
     4, 5    generation wanted, found    6, 7  two numbers, by the code

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every atomic of the project: publish a flag, await a flag, with a deadline.
+"""All atomics of the project: publish a flag, await a flag, with a deadline.
 
 A flag is one UInt64, written by one rank only and never reset:
 
     bits 63..32  generation that wrote it (0 = nothing was ever written)
     bits 31..0   a count
 
-A reader accepts a flag only if its generation *equals* the one it waits for,
-so an old flag can never be taken for a new one, and the generation may wrap.
+A reader accepts a flag only if its generation *equals* the one it waits for.
+So an old flag is never accepted as a new one, and the generation may wrap.
 Done words of GPU ranks may run ahead, and are accepted then (`is_not_before`).
 """
 from std.atomic import Atomic, fence, Ordering

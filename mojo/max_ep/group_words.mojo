@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an op's parameters become its group and format, when the op is compiled.
+"""Parses an op's parameter `group` into its `Group` and token format, at compile time.
 
-The parameter `group` is words such as "n_experts=256 n_ranks=8 by_rank sums"; Python
-writes them in `max_ep/graph/ops.py`.
+It is a string such as "n_experts=256 n_ranks=8 by_rank sums". `max_ep/graph/ops.py`
+writes it.
 """
 from max.gpu.host.info import is_gpu
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KernelArgument: a struct that a kernel gets as it is."""
+"""KernelArgument: a struct that is passed to a kernel bit for bit."""
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of

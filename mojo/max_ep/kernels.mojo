@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of MAX's `ep_comm`, by their names and argument lists.
 
-Each makes a phase of its arguments and runs it. Our launchers do not use them: they
-start `phase_kernel` (`device/phase.mojo`). Launch: `grid_dim` in `[1, n_sms]`,
-`block_dim = num_threads`, three warps or more. Parameters that MAX's kernels do not have
-come last and have defaults.
+They are for callers of MAX's kernels. Our own launchers start `phase_kernel`
+(`device/phase.mojo`); the kernels' code is in the folders of the four phases. Launch:
+`grid_dim` in `[1, n_sms]`, `block_dim = num_threads`, three warps or more. Parameters
+that MAX's kernels do not have come last and have defaults.
 
 Parameters:
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches a phase on one rank, on a GPU or on the CPU.
 
-`device/phase.mojo` decides the grid.
+`n_blocks` in `device/phase.mojo` decides the grid.
 """
 from max.gpu.host.info import is_gpu
 from std.sys import size_of

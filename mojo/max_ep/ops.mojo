@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MAX custom ops: tensors in, launch out, no logic.
+"""The MAX custom ops: each launches a phase on its tensors, without logic of its own.
 
-What an op knows of its group stands in one parameter, `group`, written by
-`max_ep/graph/ops.py`: words such as `n_experts=256`, `by_rank`, `sums`, `padded`.
+The parameter `group` describes the group: words such as `n_experts=256`, `by_rank`,
+`sums`, `padded`. `max_ep/graph/ops.py` writes it, `group_words.mojo` parses it.
 
-Every op takes `order`, a mutable tensor it never touches: MAX runs ops that
-share a mutable tensor in graph order, and ops that do not concurrently.
+Every op takes `order`, a mutable tensor that it never accesses. MAX runs ops that
+share a mutable tensor in graph order, and other ops concurrently.
 
-The ops that receive a dispatch have eight results, whatever the format: rows,
-scales, `row_offsets`, `expert_ids`, `src_info`, and of an all-gather routing map,
-probabilities and number of rows. Those that a format or layout has not are empty.
+The ops that receive a dispatch have eight results in every format: rows, scales,
+`row_offsets`, `expert_ids`, `src_info`, and for an all-gather routing map,
+probabilities and number of rows. Results that a format or layout lacks are empty.
 """
 import extensibility
 from extensibility import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's choice: softmax, the largest, and their weights, in one launch.
+"""The router's top-k: softmax, the largest logits, and their weights, in one launch.
 
-What dispatch takes comes out: ids as int32 and weights as float32. With balanced
+Results are the inputs of dispatch: int32 ids and float32 weights. With balanced
 experts, the ids are those of replicas.
 """
 from max.algorithm import sync_parallelize

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MAX custom ops of a router's choice, and of balanced experts.
+"""The MAX custom ops of the router's top-k, and of balanced experts.
 
-Those that read a placement take its tables of all layers, and the layer on the host.
+Ops that read a placement take the tables of all layers, and the layer on the host.
 """
 import extensibility
 from extensibility import (

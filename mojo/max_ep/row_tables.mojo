@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row is whose: the order of dispatched rows, and the tables that say so.
+"""The order of dispatched rows, and the output tables that describe it.
 
     packed   [this rank's tokens | ] expert 0 | expert 1 | ...     no gaps
     padded   expert 0 .... | expert 1 .... | ...     each `expert_capacity` rows
 
-In both, the rows of an expert stand by source rank, token, k. With a fused
+In both, the rows of an expert are sorted by source rank, token, k. With a fused
 shared expert (packed only) this rank's own tokens come first, as group 0, and
-local expert `e` is group `e + 1`; without, it is group `e`. `dispatch_wait` asks
-here where rows begin, and records it in the pair rows of `EPLocalSyncCounters`;
-everything after it goes by those, so it need not know the order.
+local expert `e` is group `e + 1`; otherwise it is group `e`. `dispatch_wait` asks
+`RowTables` where rows start, and records it in the pair rows of
+`EPLocalSyncCounters`. Later launches read only that record.
 """
 from .kernel_argument import KernelArgument
 from .layout import Group
@@ -32,28 +32,28 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
-        """Says where the rows of an expert begin."""
+        """Returns the first row of an expert."""
         comptime if Self.group.is_padded:
             return local_expert * Self.group.expert_capacity()
         return n_rows
 
     @always_inline
     def n_rows_needed(self, n_rows: Int) -> Int:
-        """Says how many rows the tensors must hold."""
+        """Counts the rows that the tensors must hold."""
         comptime if Self.group.is_padded:
             return self.first_row(Self.group.n_local_experts(), 0)
         return n_rows
 
     @always_inline
     def write_pair(self, pair: Int, begin: Int, count: Int):
-        """Notes the rows of a pair, if the tables have them."""
+        """Writes the rows of a pair, if the tables have them."""
         comptime if Self.group.is_padded:
             self.expert_ids[unsafe_offset=2 * pair] = Int32(begin)
             self.expert_ids[unsafe_offset=2 * pair + 1] = Int32(count)
 
     @always_inline
     def write_expert(self, local_expert: Int, first_row: Int, count: Int):
-        """Notes the rows of an expert."""
+        """Writes the rows of an expert."""
         comptime if Self.group.is_padded:
             self.row_offsets[unsafe_offset=local_expert] = UInt32(count)
         else:
@@ -63,7 +63,7 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def write_ends(self, n_rows: Int):
-        """Notes the shared expert's group, if there is one, and the end."""
+        """Writes the shared expert's group, if there is one, and the end."""
         comptime if not Self.group.is_padded:
             comptime if Self.group.fused_shared_expert:
                 self._write_group(0, 0)
@@ -71,7 +71,7 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def write_no_rows(self, first: Int, step: Int):
-        """Says that there are no rows; `first`, `step`: whose experts."""
+        """Writes that experts `first`, `first + step`, ... have no rows."""
         for local_expert in range(first, Self.group.n_local_experts(), step):
             for src_rank in range(Self.group.n_ranks):
                 self.write_pair(Self.group.pair(local_expert, src_rank), 0, 0)

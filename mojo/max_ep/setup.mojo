@@ -125,10 +125,10 @@ def init[
     setup: TileTensor[DType.int64, ...],
     context: DeviceContext,
 ) raises:
-    """Clears flags and counters and says where the buffers stand.
+    """Clears flags and counters, and returns the addresses of the buffers.
 
-    No peer may know the region yet, or none may be in a launch. On GPU the
-    clearing is only started.
+    No peer may know the region yet, or none may be in a launch. On GPUs this only
+    starts the clearing.
     """
     var words = setup.ptr
     if Int(setup.dim[0]()) != N_SETUP_WORDS:

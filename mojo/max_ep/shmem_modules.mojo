@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes kernels known to SHMEM before they are launched.
+"""Registers kernels with SHMEM before they are launched.
 
-NVSHMEM's device functions read a state that is part of each CUDA module and
-is filled in by the host thread that has joined SHMEM for the device; any other
-thread has no state of its own to fill in. MAX runs ops on threads of its own, so
-an op asks Python (`shmem.py`) to have it done there. What they share is a
+NVSHMEM's device functions read a state in each CUDA module. Only the host thread that
+has joined SHMEM for the device can initialize it. MAX runs ops on other threads, so an
+op calls Python (`shmem.py`), which does it on the right thread. The callback is in a
 table, whose address is in the environment:
 
     word 0   address of `int64 register(int64 device_id, uint64 CUmodule)`
@@ -22,7 +21,7 @@ comptime _Register = def(Int64, UInt64) thin abi("C") -> Int64
 
 
 def register_module(function: DeviceFunction, context: DeviceContext) raises:
-    """Has the module of a kernel registered, unless it is."""
+    """Registers the module of a kernel, unless it is registered."""
     var address = getenv(TABLE_VARIABLE)
     if not address:
         raise Error(

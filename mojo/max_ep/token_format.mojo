@@ -43,7 +43,7 @@ struct OutputTensors(TrivialRegisterPassable):
     var probs: Pointer[Float32, MutUntrackedOrigin]
     """All-gather: `[n_rows][router_top_k]`."""
     var n_gathered: Pointer[Int32, MutUntrackedOrigin]
-    """All-gather: `[1]`, rows that there are."""
+    """All-gather: `[1]`, number of rows."""
 
 
 trait OutputRows(KernelArgument, TrivialRegisterPassable):
@@ -89,20 +89,20 @@ trait TokenFormat:
     comptime lane_elements: Int
     """Elements whose values fill 16 bytes."""
     comptime scale_vectors: Int
-    """Scales follow the values; so many times 16 bytes belong to the values of 32
+    """Scales follow the values. This many times 16 bytes belong to the values of 32
     lanes. 0: there are none."""
     comptime n_scale_vectors: Int = (
         Self.token_bytes - Self.value_bytes
     ) // MESSAGE_ALIGN
     """16 bytes of scales of a token."""
     comptime values_flip: UInt32 = 0
-    """What the last word of 16 inline bytes of values is changed by (xor) on the way,
+    """Bits (xor) that change in the last word of 16 inline bytes of values on the way,
     so that no value looks as if it had not arrived (`SENTINEL`)."""
     comptime scales_flip: UInt32 = 0
     """The same for 16 bytes of scales."""
     comptime router_top_k: Int = 0
-    """Choices of the router that a token carries to every rank, in an all-gather;
-    0: its choices say where it goes."""
+    """All-gather: choices of the router in a token's routing metadata; 0: no
+    all-gather."""
     comptime Rows: OutputRows
     """Where decoded tokens go."""
 
@@ -230,7 +230,7 @@ trait TokenFormat:
     def place_metadata(
         rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
     ):
-        """Puts a choice that a token carries into the output.
+        """Puts a choice of the routing metadata into the output.
 
         Args:
             rows: The output tensors.
@@ -246,24 +246,24 @@ trait TokenFormat:
     def end_metadata(
         rows: Self.Rows, n_rows: Int, n_rows_max: Int, worker: Int, n_workers: Int
     ):
-        """Says how many rows there are; those behind choose nothing.
+        """Writes the number of rows; rows after the last one get no choices.
 
         Args:
             rows: The output tensors.
-            n_rows: Rows that there are.
+            n_rows: Number of rows.
             n_rows_max: Rows that the output tensors hold.
-            worker: Which of those that share the work.
-            n_workers: How many they are.
+            worker: Index of this thread among those that share the work.
+            n_workers: Number of these threads.
         """
         pass
 
 
 @fieldwise_init
 struct SharedRows(KernelArgument, TrivialRegisterPassable):
-    """Expert rows of this rank that combine adds where they stand.
+    """Expert rows of this rank that combine reads in place, since they are not sent.
 
-    Those of a fused shared expert, and on GPUs or with sums those
-    that this rank's own experts made of its own tokens: neither is sent.
+    Those of a fused shared expert, and on GPUs or with sums those that this rank's
+    experts made of its own tokens.
     """
 
     var rows: BytePointer

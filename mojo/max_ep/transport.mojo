@@ -5,9 +5,9 @@
 into this process (it is this process's own memory, or POSIX shared memory),
 so a put is a store. On GPUs the ranks of one host are reached by stores to
 mapped addresses too; those of other hosts by SHMEM (`use_shmem`): a message is
-laid ready in symmetric memory, and put with its flag as the signal.
+staged in symmetric memory, and put with its flag as the signal.
 
-The SHMEM functions stand in the bitcode of NVSHMEM, which is built into the
+The SHMEM functions are in the bitcode of NVSHMEM, which is built into the
 package by `mojo precompile --bitcode-libs` (`extension.py`); names and argument
 order: https://docs.nvidia.com/nvshmem/api/gen/api/signal.html.
 """
@@ -42,9 +42,9 @@ def put_message_warp(
     choice: Int,
     rank: Int,
 ):
-    """Starts to put a message, and its flag behind it, with a whole warp.
+    """Starts to put a message, and then its flag, with a whole warp.
 
-    The bytes may be overwritten when the receiver says that it has read them.
+    The bytes may be overwritten once the receiver has published that it read them.
     """
     # ORDER: SHMEM delivers the signal after the message; pairs with the ACQUIRE
     # in `load_acquire_sys`. The warp's syncs inside order the lanes' writes before.
@@ -61,7 +61,7 @@ def put_message_warp(
 
 @always_inline
 def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
-    """Puts a word behind all that this thread has read and written."""
+    """Puts a word after everything that this thread has read and written."""
     order_before_put()
     external_call["nvshmemx_signal_op", NoneType](
         BytePointer(unsafe_from_address=Int(to)),
@@ -79,7 +79,7 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
 
     @always_inline
     def __init__(out self, addresses: Pointer[UInt64, MutUntrackedOrigin]):
-        """Looks at addresses that somebody else owns."""
+        """Borrows addresses; the caller keeps them alive."""
         self.addresses = addresses
 
     @always_inline

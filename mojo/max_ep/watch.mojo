@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a rank waits for each peer: an op of its own, and its launch.
+"""Measures how long a rank waits for each peer: an op, and its launch.
 
-The op runs between the async and the wait of a direction, polls words that the
-wait will poll, and writes nothing but times. So dispatch and combine are the same
-code with and without it. What is polled of a peer:
+The op runs between the async and the wait of a direction. It polls words that the
+wait will poll, and writes only times. So dispatch and combine are the same code with
+and without it. It polls for each peer:
 
     dispatch        the count of each pair of it
     combine on CPU  the count of each of its experts
     combine on GPU  the flag of each row that it sends back; with sums the
                     first 16 bytes of each of its partial sums
 
-The time of a peer runs from the start of the watch until the last of these was
-there, and is `NEVER` if time was up first, or if the counters do not allow a
-launch. The wait that follows has its own time, and says who is missing.
+The time of a peer runs from the start of the watch until the last of these has
+arrived. It is `NEVER` after a time-out, or if the counters do not allow a launch. The
+wait that follows has its own deadline, and names the missing rank.
 """
 from layout import TileTensor
 from max.gpu import barrier, block_idx, thread_idx

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C ABI: one rank of a group, its tensors by address, a queue of the caller's.
+"""The C ABI, which PyTorch calls: one rank, tensors by address, the caller's stream.
 
-A library is one configuration, given by `-D` when it is built
-(`max_ep/torch/library.py`). Rows are padded, tokens are addressed by rank, and
-combine returns rows. Handles, addresses and queues are integers; 0 is success, and
-`max_ep_last_error` says what else happened.
+A library is built for one configuration, given by `-D` (`max_ep/torch/library.py`).
+Rows are padded, tokens are addressed by rank, and combine returns rows. Handles,
+addresses and queues are integers. 0 is success; otherwise `max_ep_last_error` has the
+error.
 
     TARGET              cpu or gpu
     FORMAT              a name of `formats/table.mojo`: what dispatch sends
@@ -152,7 +152,7 @@ struct Rank(Movable):
     def __init__(
         out self, device: Int, rank: Int, timeout_ms: Int, region: Int, words: Int
     ) raises:
-        """Takes a rank's memory as it is."""
+        """Keeps a rank's memory, without clearing it."""
         comptime if is_gpu[TARGET]():
             self.context = DeviceContext(device_id=device)
             _load_kernels(self.context)
@@ -239,8 +239,8 @@ def _write(text: String, address: Int, size: Int) -> Int32:
 
 @export
 def max_ep_size(what: Int32) abi("C") -> Int64:
-    """Says how large something is: 0 a region, in bytes; 1 the counters, in int32
-    words; 2 the first of these in the failure record; 3 the words of that."""
+    """Returns a size: 0 a region, in bytes; 1 the counters, in int32 words; 2 the
+    offset of the failure record in the counters; 3 the words of that record."""
     var sizes = [
         REGION.region_bytes(),
         local_sync_counters_words(REGION),

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine of rows, for GPU ranks.
 
-Every row of another rank's token goes back to the place of its choice,
-`[token][k]`, on its source rank, and announces itself there by the flag in its
-source info. The source knows from its own dispatch which choices come back, and
-where the rows of its own experts are. It waits for the former, reads the latter
-where they are (or, if those may change, in its own recv buffer), and adds the rows
-of a token as `cpu/combine.mojo` does:
+Every row of another rank's token returns to the place of its choice, `[token][k]`, on
+its source rank. The flag in its source info announces it there. The source knows from
+its own dispatch which choices come back, and where the rows of its own experts are. It
+waits for the former. It reads the latter in place, or in its own recv buffer if the
+caller may overwrite them. It adds the rows of a token as `cpu/combine.mojo` does:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
     result = acc, rounded to the combine dtype
     result = result + shared[token], rounded again    with a fused shared expert
 
 After the send phase: every row is on its way to its source. After the receive
-phase: the result is there, and every owner knows that its rows have been read. A
-launch that fails fills what it cannot compute with NaN.
+phase: the result is complete, and every owner knows that its rows have been read. A
+launch that fails writes NaN where it has no result.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from std.utils.numerics import nan

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp adds up the rows of a token: own ones where they are, others as they
-arrive.
-"""
+"""How a warp adds up the rows of a token: its own in place, others as they arrive."""
 import max.gpu.primitives.warp as warp
 from max.gpu import grid_dim, syncwarp, WARP_SIZE
 from std.math import ceildiv, fma
@@ -20,7 +18,7 @@ from ..token_format import BytePointer, LaneBytes, SharedRows
 from .roles import NEXT_CHUNK, RECEIVE
 
 comptime ROWS_IN_FLIGHT = 8
-"""Rows of a token whose loads a lane has under way at once."""
+"""Rows of a token that a lane loads at once."""
 
 comptime _Choices = SIMD[DType.int32, ROWS_IN_FLIGHT]
 comptime _Weights = SIMD[DType.float32, ROWS_IN_FLIGHT]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What warps of a block of `CombineRows` agree on: phases, control words, how many."""
+"""Phases, control words and roles of the warps of a block of `CombineRows`."""
 
 comptime SEND = 2
 """The send phase, a position in `failures.PHASES`."""

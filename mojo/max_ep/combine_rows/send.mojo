@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp sends expert rows back to the places of their choices.
 
-Rows of own tokens are not sent, unless they may change before the receive phase: it
-reads them where they are.
+The receive phase reads the rows of own tokens in place. They are sent only if they may
+change before it.
 """
 from max.gpu import barrier, syncwarp, thread_idx
 from std.sys import size_of

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a combine of sums refuses: a check that fails records why and marks its rank
-as broken.
+"""Checks of a combine of sums: a failed check is recorded and marks the rank as broken.
 
-Checks use what earlier launches have left in the counters; they do not wait.
+Checks read what earlier launches have left in the counters. They do not wait.
 """
 from ..counters import EPLocalSyncCounters
 from ..device.block import Block

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial sums: how rows and partial sums are spread over lanes, and added.
+"""Partial sums: how rows and partial sums are distributed over lanes, and added.
 
 The send phase adds up this rank's rows of a peer's token and sends the sum. The receive
 phase adds up this rank's rows of its own token, then the partial sums of other ranks.

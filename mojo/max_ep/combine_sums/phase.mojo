@@ -14,13 +14,13 @@ the token's rank, which adds at most `n_ranks` of them:
 Weights and rows of a token are those that dispatch has recorded. Every 16 bytes of
 a partial sum are their own flag; the reader puts `SENTINEL` back.
 
-Rows and partial sums are added by `partials.mojo`; sums are sent by `send.mojo` and
-received by `receive.mojo`; what a launch refuses is in `checks.mojo`.
+`partials.mojo` adds rows and partial sums, `send.mojo` sends sums, `receive.mojo`
+receives them, and `checks.mojo` refuses a launch.
 
 After the send phase: every partial sum is on its way. After the receive phase: the
-result is complete. That the partial sums were read is published by the next launch of
-this rank (`publish_earlier_reads`), or, if this one only receives and ranks may share
-a GPU, at its end. A launch that fails fills what it cannot compute with NaN.
+result is complete. The next launch of this rank publishes that the partial sums were
+read (`publish_earlier_reads`). A launch that only receives publishes it at its own end
+if ranks may share a GPU. A launch that fails writes NaN where it has no result.
 """
 from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp adds up tokens from own rows and partial sums.
 
-The order is fixed (`phase.mojo`), whichever arrives first: a partial sum is awaited when
-the order gets to it. Each 16 bytes are polled until they arrive; then `SENTINEL` is
-restored.
+The order of additions is fixed (`phase.mojo`) and does not depend on arrival. A warp
+polls the 16 bytes of a partial sum when it needs them, and then restores `SENTINEL`.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
@@ -19,7 +18,7 @@ from .partials import n_rows_at_once, PartialFormat, sum_split
 from .roles import NEXT_SUM, receive_schedule, SavedRoutes
 
 comptime MAX_PREFETCHED = 8
-"""Vectors of partial sums that a lane has under way while it adds rows."""
+"""Vectors of partial sums that a lane loads while it adds rows."""
 
 
 @fieldwise_init

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phases, control words and roles of the warps of a block of `CombineSums`.
 
-Each warp may send, and then takes part in adding up. The last three warps also do what
-is done once for each block or launch (`phase.mojo`).
+Each warp may send, and then takes part in adding up. The last three warps also do the
+work that is done once per block or launch (`phase.mojo`).
 
-And what dispatch has recorded about a token, one choice a lane. If tokens are few, the
-record that a warp reads first depends on no earlier launch, so it is loaded while the
-launch reads its header.
+`SavedRoutes` is the record that dispatch made of a token, one choice per lane. With
+few tokens a warp can load its first record while the launch reads its header.
 """
 from ..counters import EPLocalSyncCounters, NO_ROW
 from ..device.schedule import Schedule

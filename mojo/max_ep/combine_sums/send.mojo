@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp sends partial sums to the ranks of the tokens.
 
-A token of which this rank has no row is left out. Own tokens are never sent: what
-this rank adds to them is added by the receive phase.
+Tokens without a row on this rank are skipped. Own tokens are never sent: the receive
+phase adds this rank's rows to them.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 

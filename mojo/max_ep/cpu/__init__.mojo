@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine of CPU ranks.
 
-A launch is its caller, workers that copy, and the caller again. Only the caller
-waits and publishes: counts announce what the workers have written.
+The calling thread waits, MAX's worker threads copy, then the calling thread publishes
+counts that announce what the workers have written. Workers never wait or publish.
 """

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine of CPU ranks, of rows and of sums.
 
-Rows: every row goes back to the place of its choice, `[token][k]`, on its source
-rank, which adds the rows of a token in choice order:
+Rows: every row returns to the place of its choice, `[token][k]`, on its source rank.
+That rank adds the rows of a token in choice order:
 
     acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
     result = acc, rounded to the combine dtype
     result = result + shared[token], rounded again    with a fused shared expert
 
-Sums: a rank that holds some of a token's experts adds their rows so, and sends
-that sum, rounded once to the partial dtype. The source starts with its own sum,
-which is not sent and not rounded, and adds those of the other ranks in order of
-rank. Rows and weights are found by what `dispatch_wait` has recorded.
+Sums: each owner (a rank that holds experts of the token) adds its rows likewise, and
+sends that sum, rounded once to the partial dtype. The source starts with its own sum,
+which is not sent and not rounded, and adds those of the other ranks in order of rank.
+`dispatch_wait` has recorded the rows and weights.
 
 Choices without a row (id `-1`) are skipped. Rows of the shared expert are not
-sent. After `combine_async`: everything is with its source, and counts announce
-it. After `combine_wait`: the result is there, and every owner may overwrite what
-it sent.
+sent. After `combine_async`: all rows or sums have reached their sources, and counts
+announce them. After `combine_wait`: the result is complete, and every owner may
+overwrite what it sent.
 """
 from std.math import fma
 from std.sys import size_of

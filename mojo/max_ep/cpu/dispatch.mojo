@@ -6,15 +6,14 @@ of its choices. With input scales, which may differ from expert to expert, it is
 encoded for each choice.
 
 By rank: a token is encoded into this rank's own recv buffer and copied once to
-each rank that has an expert of it; its place is its own number. An entry for
-each choice names its expert and its position there. If combine returns sums,
-the router weight travels beside the entry, and `dispatch_wait` records weights
-and rows for it. In an all-gather each token chooses every rank, and carries what
-the router chose.
+each rank that has an expert of it. The token's index is its place. An entry for
+each choice holds its expert and its position there. If combine returns sums, the
+router weight follows the entry, and `dispatch_wait` records weights and rows for
+combine. In an all-gather each token chooses every rank, and carries routing metadata.
 
 After `dispatch_async`: every peer has this generation's tokens, and counts that
-announce them. After `dispatch_wait`: the rows stand in the order of `plan.mojo`,
-the same bits in both protocols, and every source may overwrite its tokens.
+announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, the
+same bits in both protocols, and every source may overwrite its tokens.
 """
 from ..arguments import DispatchedRows, GivenTokens
 from ..counters import NO_ROW, relative_rank, Word

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which place a choice takes, on its sender and on its receiver.
+"""The position of each choice, on its sender and on its receiver.
 
-Positions are in token order, and rows stand by local expert, source rank, token,
-choice, so a result never depends on timing.
+Positions are in token order, and rows are sorted by local expert, source rank, token,
+choice. So results do not depend on timing.
 """
 from ..counters import EPLocalSyncCounters, Word
 from ..flags import await_generation

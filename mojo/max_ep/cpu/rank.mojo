@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CpuRank: what a launch of a CPU rank knows, and its wait before it writes."""
+"""CpuRank: the state of a launch on a CPU rank, and its wait for done words (I3).
+
+Waits for counts are in `plan.mojo` and `combine.mojo`. All waits of CPU ranks poll in
+`await_generation` (`flags.mojo`).
+"""
 from ..arguments import Call
 from ..counters import EPLocalSyncCounters
 from ..flags import (
@@ -25,7 +29,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     var op: StaticString
     var my_rank: Int
     var last: UInt32
-    """The generation that this op ended last."""
+    """The generation of this op's previous launch."""
     var generation: UInt32
     var counters: EPLocalSyncCounters[Self.group.n_experts]
     var recv_bufs: PeerBuffers[Self.group.n_ranks]

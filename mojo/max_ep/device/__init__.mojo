@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPU phases share: a warp, a block, the schedule of their work."""
+"""Code that all GPU phases share: blocks, warps, schedules, launches."""

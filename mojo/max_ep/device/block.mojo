@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block of a GPU launch: how it begins, waits, fails, publishes and ends.
 
-A launch is a grid of blocks that are all resident at once: in the fused forms some
-wait for what others send. Dispatch by rank and combine of sums advance the generations
-at their start, as soon as every block has read the old ones. The next launch of the
-rank publishes that this one has read its messages (`publish_earlier_reads`): by then
-all its blocks have ended, so they need not be counted.
+All blocks of a launch are resident at once, because in the fused forms blocks wait for
+blocks of other ranks. Dispatch by rank and combine of sums advance the generations at
+their start, as soon as every block has read the old ones. The next launch of the rank
+publishes that this one has read its messages (`publish_earlier_reads`). By then all
+its blocks have ended, so nobody needs to count them.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import (
@@ -48,7 +48,7 @@ from .warp import any_lane, bytes_at
 
 @fieldwise_init
 struct Block[group: Group](TrivialRegisterPassable):
-    """What each warp of a block needs from the start of a launch to its end."""
+    """The state of a block during a launch, the same in each of its warps."""
 
     var lane: Int
     var warp_idx: Int
@@ -264,7 +264,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_readers[is_combine: Bool](self, phase: Int) -> Bool:
-        """Waits so for by-rank ranks, unless an earlier launch has seen it."""
+        """Waits likewise for by-rank ranks, unless an earlier launch has seen it."""
         var generation = self._sent[is_combine]()
         var drained = self.before.dispatch_drained
         comptime if is_combine:

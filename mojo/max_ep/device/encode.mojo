@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding a token with a warp: some steps at once, each 16 bytes a lane."""
+"""Encodes a token with a warp, several steps at once. A step is 16 bytes per lane."""
 from ..token_format import LaneBytes, TokenFormat
 from .warp import ACCESSES_IN_FLIGHT
 

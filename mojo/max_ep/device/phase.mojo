@@ -25,8 +25,8 @@ trait Phase(Copyable, KernelArgument):
 
     comptime group: Group
     comptime overlaps_previous: Bool
-    """Whether its blocks may begin before the kernel before it has ended: it then
-    waits for that end by itself (`await_launch_before`)."""
+    """Whether its blocks may begin before the previous kernel has ended. It then waits
+    for that end itself (`await_launch_before`)."""
 
     def run[sends: Bool, receives: Bool](self):
         """Does this block's part; all threads of the grid call it.
@@ -72,7 +72,7 @@ def phase_kernel[
 
 @always_inline
 def n_sms_of_device() -> Int:
-    """Counts the multiprocessors of the kind of device that is compiled for.
+    """Counts the multiprocessors of the device that the kernel is compiled for.
 
     A launch has at most one block on each, so that all are resident at once.
     """
@@ -83,8 +83,7 @@ def n_sms_of_device() -> Int:
 def n_blocks[group: Group](context: DeviceContext) raises -> Int:
     """Decides the grid: a block for each multiprocessor, at most `n_sms`.
 
-    A device may have fewer multiprocessors than its kind: another product, or a
-    part of one.
+    The actual device may have fewer multiprocessors than the one compiled for.
     """
     var n = min(
         n_sms_of_device(), context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
@@ -100,7 +99,7 @@ struct Queue(Copyable):
     var context: DeviceContext
     """The device."""
     var external: Optional[DeviceStream]
-    """A queue of somebody else; None: the context's own."""
+    """A caller's queue; None: the context's own."""
 
     @implicit
     def __init__(out self, context: DeviceContext):
@@ -116,7 +115,7 @@ struct Queue(Copyable):
         )
 
     def stream(self) raises -> DeviceStream:
-        """Returns it as MAX has queues."""
+        """Returns the stream that launches go to."""
         if self.external:
             return self.external.value()
         return self.context.stream()
@@ -125,7 +124,7 @@ struct Queue(Copyable):
 def enqueue[
     P: Phase, //, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P, queue: Queue) raises:
-    """Launches a phase; waits for nothing."""
+    """Launches a phase, and returns at once."""
     comptime kernel = phase_kernel[P, sends, receives, input_scales]
     var function = queue.context.compile_function[kernel]()
     comptime if P.group.use_shmem:

@@ -20,7 +20,7 @@ def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
 
 @always_inline
 def vector_of_lane[n_vectors: Int](step: Int, end: Int, lane: Int) -> Tuple[Int, Bool]:
-    """Says which 16 bytes of a token are a lane's in a step; in 32 bits."""
+    """Returns which 16 bytes of a token a lane moves in a step; in 32 bits."""
     var vector = UInt32(step) * UInt32(WARP_SIZE) + UInt32(lane)
     var is_in_chunk = UInt32(step) < UInt32(end)
     comptime if n_vectors % WARP_SIZE != 0:
@@ -91,7 +91,7 @@ comptime InlineSplit[n_steps: Int] = Split[n_steps, 14, 7]
 """How inline tokens are split. Sender and receiver may split them differently."""
 
 comptime FlaggedSplit[n_steps: Int] = Split[n_steps, N_CHUNKS, N_CHUNKS]
-"""How tokens are split whose chunks have flags."""
+"""How tokens with a flag for each chunk are split."""
 
 
 @always_inline

@@ -2,7 +2,7 @@
 """When a launch may start, and which of its blocks starts or ends last.
 
 Launches overlap by programmatic dependent launch. The header of the rank's counters
-says whether a launch is in order.
+shows whether a launch is in order.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import barrier, grid_dim, lane_id, warp_id, WARP_SIZE
@@ -64,7 +64,7 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 @always_inline
 def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
-    """Finds out which rank a launch is for."""
+    """Returns the rank of a launch."""
     return Int(my_rank) if my_rank >= 0 else counters.my_rank()
 
 

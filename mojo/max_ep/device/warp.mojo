@@ -147,12 +147,12 @@ def avoid_sentinel[flip: UInt32 = 0](bytes: LaneBytes) -> LaneBytes:
 
 @always_inline
 def divmod_32(a: Int, b: Int) -> Tuple[Int, Int]:
-    """Divides numbers that fit into 32 bits, which is quicker."""
+    """Divides numbers that fit into 32 bits, which is faster."""
     var quotient = UInt32(a) // UInt32(b)
     return (Int(quotient), Int(UInt32(a) - quotient * UInt32(b)))
 
 
 @always_inline
 def in_32_bits(n: Int) -> Int:
-    """Takes the lower half of a number that fits there, which is quicker."""
+    """Returns the lower 32 bits of a number that fits into them, which is faster."""
     return Int(Int32(n))

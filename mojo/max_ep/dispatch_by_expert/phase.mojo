@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch by expert, for GPU ranks: the portable one, of AMD and SHMEM too.
+"""Dispatch by expert, for GPU ranks: the portable dispatch, also for AMD and SHMEM.
 
-The same messages in the same slots, and the same rows, as `cpu/dispatch.mojo`
-makes; other flags announce them. The count of a pair is published as soon as it is
-known; each message then announces itself by the flag in its source info, so
-receiving goes on while the wire is busy.
+Messages, slots and rows are those of `cpu/dispatch.mojo`. Other flags announce them.
+The count of a pair is published as soon as it is known. Each message then announces
+itself by the flag in its source info, so receiving overlaps with the transfer.
 
 Roles of a block's warps: the first finds the slots of the choices (`send.mojo`), the
 next ones send, the last reads the counts (`receive.mojo`); each then takes part in
 receiving.
 
-After the send phase: every peer has this generation's counts, and gets its messages.
-After the receive phase: this rank's rows stand by local expert, source rank, token,
-choice, and every source knows that they have been read.
+After the send phase: every peer has this generation's counts, and messages are on
+their way. After the receive phase: this rank's rows are sorted by local expert, source
+rank, token, choice, and every source knows that they have been read.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The receive phase of dispatch by expert: counts, then messages as they arrive.
 
-The last warp of a block waits for the counts of all pairs, which say where every row
-stands. All warps then copy messages into rows, slot by slot over all pairs.
+The last warp of a block waits for the counts of all pairs, from which the place of
+every row follows. All warps then copy messages into rows, slot by slot over all pairs.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
@@ -225,7 +225,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def _lay_out_rows(self, pair_rows: SharedInts, pair_counts: SharedInts):
-        """Says where the rows of each pair stand; the first block records it."""
+        """Computes the first row of each pair; the first block records it."""
         comptime group = Self.group
         var is_first_block = block_idx.x == 0
         var first_of_lane = self.block.lane

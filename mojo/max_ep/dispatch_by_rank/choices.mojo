@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices of this rank's tokens: where their ids and weights are read.
+"""The choices of this rank's tokens: where their ids and weights are read from.
 
-The lanes of each index warp hold the ids of up to `N_LANE_CHOICES` choices. The
-shared memory of each block holds those of up to `N_SHARED_CHOICES`. More are read
-from global memory.
+Up to `N_LANE_CHOICES` ids are in the registers of each index warp, up to
+`N_SHARED_CHOICES` in the shared memory of each block, and more in global memory.
 """
 from max.gpu import block_dim, block_idx, grid_dim, lane_id, thread_idx, WARP_SIZE
 from std.math import ceildiv

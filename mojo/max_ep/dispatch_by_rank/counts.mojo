@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where received tokens go: numbers of tokens and counts of all ranks, and the rows
-that follow from them.
+"""Token numbers and counts of all ranks, and the row positions computed from them.
 
-Each of these words holds its generation. A wait for several polls all that are missing
-at once: one after another would cost a round trip to memory each.
+Each of these words holds its generation. A wait for several words polls all missing
+ones at once, because polling one after another would cost a memory latency each.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, syncwarp, WARP_SIZE

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries: a word for each (token, choice) that says where it goes.
+"""Entries: a word for each (token, choice) with its destination.
 
     63         32 31       16 15         0
     | generation | expert id | position |
 
-It has the form of a flag (`flags.mojo`), so one access reads or writes it whole,
-and it says which generation it is of. Expert and position have
-`ENTRY_FIELD_BITS` each; `EPConfig` refuses what does not fit. If combine
-sends sums, a second word of the same form follows:
+It has the form of a flag (`flags.mojo`): one access reads or writes it whole, and it
+holds its generation. Expert and position have `ENTRY_FIELD_BITS` each; `EPConfig`
+refuses sizes that do not fit. If combine sends sums, a second word follows:
 
     63         32 31                  0
     | generation | router weight      |
 
-The routing metadata of a choice, in an all-gather, is two such words:
-expert id, which may be any 32 bits, and probability.
+In an all-gather, the routing metadata of a choice is two such words: expert id, which
+may be any 32 bits, and probability.
 """
 from std.memory import bitcast
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of many choices: entries and counts, by blocks.
 
-Each block but the last has a run of choices. It counts, for each expert, all that
-come before the run, and publishes the run's entries. The last counts all choices,
-and publishes the counts. A block costs a walk over the choices before its own.
+Each block but the last has a contiguous run of choices. It counts, for each expert, the
+choices before the run, and publishes the run's entries. The last block counts all
+choices, and publishes the counts. A block reads all choices before its own.
 """
 from max.gpu import block_idx, grid_dim, named_barrier, WARP_SIZE
 from std.math import ceildiv

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of few choices: entries and counts, one by one.
 
-A warp counts the choices before a choice that are of the same expert, and publishes
-its entry; or all of an expert, and publishes its count.
+To publish the entry of a choice, a warp counts the earlier choices of the same expert.
+To publish the count of an expert, it counts all its choices.
 
-Up to `N_LANE_CHOICES` ids are held by the lanes of each index warp, which counts before
+Up to `N_LANE_CHOICES` ids are in the registers of each index warp, which counts before
 the launch has read its header. More ids are in shared memory. While a block copies them
 there, it counts the choices of up to four experts, and publishes those counts before
-any token: queued behind tokens they would arrive late. An entry, or
-the count of another expert, costs a walk over ids, 128 of them at a time.
+any token: queued behind tokens they would arrive late. For an entry, or the count of
+another expert, a warp scans the ids, 128 at a time.
 """
 from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
 

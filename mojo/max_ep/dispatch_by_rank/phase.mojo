@@ -3,8 +3,8 @@
 
 Each token goes once to each rank that has an expert of it; in an all-gather, to each
 rank. An entry for each choice goes to every rank. Entries, counts and numbers of
-tokens say which generation they are of: none of them waits for another store. Rows
-and tables are those of dispatch by expert, bit for bit.
+tokens hold their generation, so they need no order between their stores. Rows and
+tables are those of dispatch by expert, bit for bit.
 
 How a token announces itself depends on how many its source sends:
 
@@ -12,14 +12,14 @@ How a token announces itself depends on how many its source sends:
   receiver puts `SENTINEL` back.
 * more: each of `N_CHUNKS` chunks has a flag, published after it.
 
-`roles.mojo` says which warp does what. Index warps publish entries and counts
+`roles.mojo` lists the roles of warps. Index warps publish entries and counts
 (`index_small.mojo`, `index_large.mojo`, `publish.mojo`), then read counts
 (`counts.mojo`). The others send tokens (`send.mojo`) and receive them
 (`receive.mojo`).
 
-After the send phase every rank gets entries, counts and tokens. After the receive
-phase rows stand as those of dispatch by expert. The next launch publishes that they
-have been read (`publish_earlier_reads`), or this one at its end if ranks share a GPU.
+After the send phase entries, counts and tokens are on their way to every rank. After
+the receive phase the rows are complete. The next launch publishes that they have been
+read (`publish_earlier_reads`), or this one at its end if ranks share a GPU.
 """
 from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
@@ -166,7 +166,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
 
     @always_inline
     def _write_nothing(self):
-        """Says in the outputs that there are no rows."""
+        """Writes outputs without rows."""
         comptime num_threads = Self.group.num_threads
         if block_idx.x == 0:
             self.dispatched.tables.write_no_rows(Int(thread_idx.x), num_threads)

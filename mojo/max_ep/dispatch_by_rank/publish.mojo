@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dispatch publishes apart from tokens: entries, counts, numbers of tokens, metadata.
+"""Publishes entries, counts, numbers of tokens and routing metadata.
 
-Each word says its generation. None is ordered with another.
+Each word holds its generation. Their stores are not ordered with each other.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.memory import bitcast
@@ -20,7 +20,8 @@ from .roles import N_INDEX_WARPS, SEND
 
 @always_inline
 def nth_peer(my_rank: Int, n: Int, n_ranks: Int) -> Int:
-    """Numbers all ranks from the next on: sources begin with different ones."""
+    """Numbers all ranks from the next one on, so that sources start at different ones.
+    """
     var rank = my_rank + 1 + n
     return rank - (n_ranks if rank >= n_ranks else 0)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp of dispatch makes rows of tokens, as they arrive.
 
-It awaits the entries of a token, which say where on this rank it goes, and each of its
-chunks; the rows of pairs (`counts.mojo`) only when there is something to place. It
-puts `SENTINEL` back where the data was its own flag.
+It awaits the entries of a token, which hold its destination on this rank, and each of
+its chunks. It awaits the row positions (`counts.mojo`) only before it places something.
+It restores `SENTINEL` in inline tokens.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE

@@ -3,8 +3,8 @@
 
 The first warp publishes how many tokens this rank sends, and reads the numbers of
 the others. The last `N_INDEX_WARPS` write entries and counts; the last
-`n_counting_warps` of these then read the counts of all ranks. Those between send.
-All but the index warps receive; these do, too, where work is taken from a counter.
+`n_counting_warps` of these then read the counts of all ranks. The warps between send.
+All but the index warps receive. If work is taken from a counter, index warps do, too.
 """
 from ..device.schedule import Schedule
 from ..layout import Group, N_CHUNKS

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockScaledTokenFormat: small values, and a scale for each block of elements.
 
-What a format's numbers are stands in a struct of its own (`BlockNumbers`); how they
-travel stands here.
+A struct that implements `BlockNumbers` defines a format's values and scales. This file
+defines how they are laid out on the wire and delivered.
 """
 import max.gpu.primitives.warp as warp
 from std.bit import log2_floor

@@ -8,8 +8,8 @@ All in float32:
     scale  = amax / FP8_MAX
 
 With `power_of_two_scales`, `scale` is rounded up to a power of two and the
-values are `x * (1 / scale)`. Definition: DeepEP's low-latency dispatch, which
-the seeds describe; the oracle is `quantize_blockwise_fp8` in `reference.py`.
+values are `x * (1 / scale)`. This is the definition of DeepEP's low-latency
+dispatch. The oracle is `quantize_blockwise_fp8` in `max_ep/quantize.py`.
 """
 from std.memory import bitcast
 

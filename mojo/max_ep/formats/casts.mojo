@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts from float32 to the types of values and scales, the same bits everywhere.
 
-`max_ep/reference.py` has the same casts in NumPy.
+`max_ep/quantize.py` has the same casts in NumPy.
 """
 from std.math import isnan
 from std.utils.numerics import nan

@@ -7,7 +7,7 @@
 
 A block with a NaN has the scale NaN, and values that are all NaN. An infinity becomes
 448 times the largest scale, which is above all of float32. The oracle is
-`quantize_mxfp8` in `reference.py`.
+`quantize_mxfp8` in `max_ep/quantize.py`.
 """
 from .block_scaled import BlockNumbers, BlockScale
 from .casts import bits_of_magnitude, is_nan_of_bits, power_of_e8m0, to_e4m3fn, WIDTH

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PlainTokenFormat: elements as they are, or cast once to the type on the wire.
 
-In an all-gather each token goes to every rank, so its choices do not say where. What
-the router chose travels after it (`Group.metadata_offset`), and is delivered beside it
-as a routing map and probabilities.
+In an all-gather each token goes to every rank. Its routing metadata follows it in the
+message (`Group.metadata_offset`) and is delivered as a routing map and probabilities.
 """
 from std.memory import bitcast
 from std.sys import size_of
@@ -25,7 +24,7 @@ struct PlainRows(OutputRows):
     var probs: Pointer[Float32, MutUntrackedOrigin]
     """All-gather: probabilities, `[n_rows_max][router_top_k]`; behind the last row, 0."""
     var n_gathered: Pointer[Int32, MutUntrackedOrigin]
-    """All-gather: `[1]`, rows that there are."""
+    """All-gather: `[1]`, number of rows."""
 
     def __init__(out self, tokens: BytePointer):
         """Takes the tensor of a dispatch that is no all-gather."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the scales of dispatched rows go: row by row, transposed, or in tiles.
+"""Where the scales of dispatched rows are placed: by row, transposed, or in tiles.
 
-On the wire they stand row by row. A format is compiled for one of these.
+On the wire a token's scales follow its values. A format is compiled for one layout.
 """
 from std.math import ceildiv
 from std.sys import size_of
