@@ -28,7 +28,7 @@ import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
+from max.graph import BufferValue, DeviceRef, Graph, TensorType, TensorValue, ops
 from max.nn.quant_config import (
     InputScaleSpec,
     QuantConfig,
@@ -42,6 +42,9 @@ HIDDEN_SIZE, N_EXPERTS, TOP_K, MAX_TOKENS, FP8_BLOCK = 1024, 16, 4, 64, 128
 FORMS = ("split", "fused", "all")
 """Async and wait; one op a rank; one call for all ranks."""
 OUTPUTS = ("sums", "rows", "scales", "row_offsets", "expert_ids")
+PHY2LOG = [*range(N_EXPERTS), 3, 0, 7, 0, 1, 2, 3, 0]
+"""With ``--balanced``, the logical expert of each physical one; 3 and 0 are busy."""
+MAX_REPLICAS = PHY2LOG.count(0)
 EXACT_RUNS, RANDOM_RUN = ("uniform", "crowded"), "random"
 """Times each graph runs: which experts are chosen, what tokens and weights are."""
 
@@ -67,21 +70,34 @@ def fp8_quant_config() -> QuantConfig:
 
 
 def ep_config(
-    ep: ModuleType, n_ranks: int, *, is_fp8: bool = False, has_shared: bool = False
+    ep: ModuleType,
+    n_ranks: int,
+    *,
+    is_fp8: bool = False,
+    has_shared: bool = False,
+    is_balanced: bool = False,
 ) -> Any:
     """Makes the package's ``EPConfig``."""
+    balanced = dict(
+        eplb_enabled=True,
+        num_moe_layers=1,
+        max_replicas=MAX_REPLICAS,
+        eplb_phy2log_plan=np.array([PHY2LOG]),
+        num_logical_experts=N_EXPERTS,
+    )
     return ep.EPConfig(
         dispatch_dtype=DType.float8_e4m3fn if is_fp8 else DType.bfloat16,
         combine_dtype=DType.bfloat16,
         hidden_size=HIDDEN_SIZE,
         top_k=TOP_K,
-        n_experts=N_EXPERTS,
+        n_experts=len(PHY2LOG) if is_balanced else N_EXPERTS,
         max_tokens_per_rank=MAX_TOKENS,
         n_gpus_per_node=n_ranks,
         n_nodes=1,
         node_id=0,
         dispatch_quant_config=fp8_quant_config() if is_fp8 else None,
         fused_shared_expert=has_shared,
+        **(balanced if is_balanced else {}),
     )
 
 
@@ -144,6 +160,23 @@ def experts(dispatched: tuple[TensorValue, ...], factors: TensorValue) -> Tensor
     return ops.cast(values * ops.unsqueeze(factor, 1), DType.bfloat16)
 
 
+def balance(ids: TensorValue, tables: list[BufferValue]) -> TensorValue:
+    """Replaces logical experts by replicas, in plain ops that serve both packages.
+
+    Args:
+        ids: Experts ``[n, TOP_K]`` int32.
+        tables: ``eplb_log2phy`` and ``eplb_logcnt`` of the rank.
+    """
+    log2phy, logcnt = (ops.buffer_load(table)[0] for table in tables)
+    n, device = ids.shape[0], ids.device
+    token = ops.range(0, n, 1, out_dim=n, dtype=DType.int32, device=device)
+    k = ops.range(0, TOP_K, 1, dtype=DType.int32, device=device)
+    choice = ops.unsqueeze(token, 1) * TOP_K + k
+    replica = choice % ops.gather(logcnt, ids, axis=0)
+    places = ids * MAX_REPLICAS + replica
+    return ops.gather(ops.reshape(log2phy, [-1]), places, axis=0)
+
+
 def build(
     ep: ModuleType,
     form: str,
@@ -153,6 +186,7 @@ def build(
     weights_dtype: DType = DType.float32,
     is_fp8: bool = False,
     has_shared: bool = False,
+    is_balanced: bool = False,
 ) -> Graph:
     """Builds a round trip of all ranks.
 
@@ -161,7 +195,8 @@ def build(
     then the EP inputs. Outputs, each a tensor a rank: the sums; what dispatch gave,
     without its statistics.
     """
-    config = ep_config(ep, n_ranks, is_fp8=is_fp8, has_shared=has_shared)
+    kind = dict(is_fp8=is_fp8, has_shared=has_shared, is_balanced=is_balanced)
+    config = ep_config(ep, n_ranks, **kind)
     manager = ep.EPBatchManager(config)
     ranks = range(n_ranks)
     types: list[Any] = []
@@ -171,16 +206,19 @@ def build(
         (weights_dtype, TOP_K),
     ):
         types += [TensorType(dtype, [f"n_{r}", width], device_of(r)) for r in ranks]
-    n_groups = [N_EXPERTS // n_ranks + int(has_shared)]
+    n_groups = [config.n_experts // n_ranks + int(has_shared)]
     types += [TensorType(DType.float32, n_groups, device_of(r)) for r in ranks]
     name = f"changed_import_{form}_{n_ranks}"
-    name += "_fp8" * is_fp8 + "_shared" * has_shared
+    name += "_fp8" * is_fp8 + "_shared" * has_shared + "_balanced" * is_balanced
     with Graph(name, input_types=[*types, *manager.input_types()]) as graph:
         values = [value.tensor for value in graph.inputs[: len(types)]]
         manager.fetch_buffers(graph.inputs[len(types) :])
         x, ids, weights, factors = (
             values[i : i + n_ranks] for i in range(0, len(values), n_ranks)
         )
+        if is_balanced:  # the tables are the last inputs, those of a kind together
+            tables = [value.buffer for value in graph.inputs[-2 * n_ranks :]]
+            ids = [balance(ids[r], tables[r::n_ranks]) for r in ranks]
         dispatched = dispatch(manager, form, x, ids)
         rows = [experts(*pair) for pair in zip(dispatched, factors)]
         sums = combine(manager, form, rows, weights)
@@ -193,7 +231,11 @@ def build(
 
 
 def make_inputs(
-    run: str, counts: list[int], *, has_shared: bool = False
+    run: str,
+    counts: list[int],
+    *,
+    has_shared: bool = False,
+    is_balanced: bool = False,
 ) -> list[list[np.ndarray]]:
     """Makes what the ranks are given.
 
@@ -205,6 +247,7 @@ def make_inputs(
         run: One of :data:`EXACT_RUNS`, or :data:`RANDOM_RUN`.
         counts: Tokens of each rank.
         has_shared: Whether there is a factor for a shared expert.
+        is_balanced: Whether there is a factor for each physical expert.
 
     Returns:
         Lists with an array a rank: tokens, ids, weights, factors; all but ids
@@ -225,7 +268,8 @@ def make_inputs(
         tokens.append(widen(narrow(x.astype(np.float32))))
         ids.append(chosen.astype(np.int32))
         weights.append(widen(narrow(w.astype(np.float32))))
-    factors = np.arange(1, N_EXPERTS + 1, dtype=np.float32).reshape(len(counts), -1)
+    experts = PHY2LOG if is_balanced else range(N_EXPERTS)
+    factors = 1 + np.array(experts, np.float32).reshape(len(counts), -1)
     shared = np.full((len(counts), int(has_shared)), 3, np.float32)
     return [tokens, ids, weights, list(np.hstack([shared, factors]))]
 
@@ -256,17 +300,35 @@ def to_numpy(buffer: Buffer) -> np.ndarray:
     return buffer.to_numpy().copy()
 
 
-def rows_of_experts(ids: list[np.ndarray], has_shared: bool = False) -> np.ndarray:
+def placement_tables() -> list[np.ndarray]:
+    """Makes ``log2phy`` and ``logcnt`` of :data:`PHY2LOG`, one layer."""
+    logcnt = np.bincount(PHY2LOG).astype(np.int32)
+    log2phy = np.full((N_EXPERTS, MAX_REPLICAS), -1, np.int32)
+    for expert, places in enumerate(log2phy):
+        places[: logcnt[expert]] = np.flatnonzero(np.equal(PHY2LOG, expert))
+    return [log2phy[None], logcnt[None]]
+
+
+def rows_of_experts(
+    ids: list[np.ndarray], has_shared: bool = False, is_balanced: bool = False
+) -> np.ndarray:
     """Counts the rows that the experts of each rank must get.
 
     Args:
         ids: int32 ``[n_tokens, TOP_K]`` of each rank.
         has_shared: Whether each rank has a shared expert; it comes first.
+        is_balanced: Whether replicas get them.
 
     Returns:
         int64 ``[n_ranks, n_groups]``, by expert.
     """
-    chosen = np.bincount(np.concatenate(ids).ravel(), minlength=N_EXPERTS)
+    n_experts = N_EXPERTS
+    if is_balanced:
+        (log2phy,), (logcnt,) = placement_tables()
+        n_experts = len(PHY2LOG)
+        choices = [np.arange(x.size).reshape(x.shape) for x in ids]
+        ids = [log2phy[x, c % logcnt[x]] for x, c in zip(ids, choices)]
+    chosen = np.bincount(np.concatenate(ids).ravel(), minlength=n_experts)
     n_tokens = [[len(x)] * has_shared for x in ids]
     return np.hstack([n_tokens, chosen.reshape(len(ids), -1)]).astype(np.int64)
 
@@ -329,6 +391,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, help="of each rank")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--shared-expert", action="store_true", help="a fused one")
+    parser.add_argument("--balanced", action="store_true", help="with replicas")
     parser.add_argument("--bfloat16-weights", action="store_true")
     parser.add_argument("--save", help="an .npz of all outputs")
     options = parser.parse_args()
@@ -347,7 +410,8 @@ def main() -> None:
         if (n_gpus or form != "fused")
         and (form != "split" or not options.shared_expert)
     ]
-    kind = {"is_fp8": options.fp8, "has_shared": options.shared_expert}
+    more = {"has_shared": options.shared_expert, "is_balanced": options.balanced}
+    kind = {"is_fp8": options.fp8, **more}
     dtypes = [DType.bfloat16, DType.int32, DType.float32, DType.float32]
     if options.bfloat16_weights:
         dtypes[2] = DType.bfloat16
@@ -356,6 +420,9 @@ def main() -> None:
     session = InferenceSession(devices=devices if n_gpus else [CPU()])
     comm = ep.EPCommInitializer(ep_config(ep, n_ranks, **kind))
     comm.ep_init(session)
+    if options.balanced:
+        tables = [Buffer.from_numpy(table) for table in placement_tables()]
+        comm.set_eplb_placement(*([t.to(d) for d in devices] for t in tables))
     saved = {"counts": np.array(counts)}
     for form in forms:
         graph = build(
@@ -369,9 +436,9 @@ def main() -> None:
         model = session.load(graph)
         dispatch_digest, combine_digest = hashlib.sha256(), hashlib.sha256()
         for run in (*EXACT_RUNS, RANDOM_RUN):
-            inputs = make_inputs(run, counts, has_shared=options.shared_expert)
+            inputs = make_inputs(run, counts, **more)
             found = execute(model, comm, inputs, dtypes, devices)
-            n_rows = rows_of_experts(inputs[1], options.shared_expert)
+            n_rows = rows_of_experts(inputs[1], **more)
             for rank, (sums, *dispatched) in enumerate(found):
                 names = OUTPUTS if options.fp8 else OUTPUTS[:2] + OUTPUTS[3:]
                 for name, array in zip(names, [sums, *dispatched]):

@@ -20,14 +20,17 @@ from max.driver import accelerator_count
 from graphs.changed_import import (
     EXACT_RUNS,
     FP8_BLOCK,
+    MAX_REPLICAS,
     N_EXPERTS,
     OUTPUTS,
+    PHY2LOG,
     RANDOM_RUN,
     make_inputs,
     narrow,
     widen,
 )
 from max_ep import reference
+from max_ep.balance import Placement
 
 MAX, OURS = "max.nn.comm.ep", "max_ep"
 
@@ -48,14 +51,22 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return widen(reference.float32_to_bfloat16(x))
 
 
-def wanted(run: str, counts: list[int], is_fp8: bool, has_shared: bool) -> list[dict]:
+def wanted(
+    run: str, counts: list[int], is_fp8: bool, has_shared: bool, is_balanced: bool
+) -> list[dict]:
     """Asks the oracle for each rank's arrays, by their names in `OUTPUTS`."""
-    given = make_inputs(run, counts, has_shared=has_shared)
-    tokens, ids, weights, factors = given
+    more = dict(has_shared=has_shared, is_balanced=is_balanced)
+    tokens, ids, weights, factors = make_inputs(run, counts, **more)
+    n_experts = N_EXPERTS
+    if is_balanced:
+        placement = Placement(np.array([PHY2LOG]), len(counts))
+        (log2phy,), (logcnt,) = placement.log2phy(MAX_REPLICAS), placement.logcnt
+        ids = [reference.balance_ids(x, log2phy, logcnt) for x in ids]
+        n_experts = len(PHY2LOG)
     results = reference.dispatch(
         tokens if is_fp8 else [narrow(x) for x in tokens],
         ids,
-        N_EXPERTS,
+        n_experts,
         quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
         shared_expert=has_shared,
     )
@@ -73,12 +84,12 @@ def wanted(run: str, counts: list[int], is_fp8: bool, has_shared: bool) -> list[
     return [vars(result) | {"sums": x} for result, x in zip(results, sums)]
 
 
-def check(saved: dict, forms: list[str], *, is_fp8: bool, has_shared: bool) -> None:
+def check(saved: dict, forms: list[str], *, is_fp8: bool, **kind: bool) -> None:
     """Compares all that one package has saved with the oracle."""
     saved, counts = dict(saved), saved["counts"].tolist()
     del saved["counts"]
     for run in (*EXACT_RUNS, RANDOM_RUN):
-        for rank, want in enumerate(wanted(run, counts, is_fp8, has_shared)):
+        for rank, want in enumerate(wanted(run, counts, is_fp8, **kind)):
             n = len(want["rows"])
             for form in forms:
                 for name in (x for x in OUTPUTS if is_fp8 or x != "scales"):
@@ -93,6 +104,7 @@ ARGUMENTS = {
     "fp8": "--fp8 --forms fused all",
     "bfloat16_weights": "--bfloat16-weights --forms split",
     "shared_expert": "--shared-expert --forms fused",
+    "balanced": "--balanced --forms fused all",
     "silent_rank": "--tokens 17 0 --forms fused",
     "four_bfloat16": "--forms split fused all",
     "four_fp8": "--fp8 --forms fused",
@@ -102,7 +114,8 @@ ARGUMENTS = {
 def check_ours(saved: dict, arguments: str) -> None:
     words = arguments.partition("--forms")[2].split()
     forms = [word for word in words if not word.startswith("--")]
-    kind = dict(is_fp8="--fp8" in arguments, has_shared="--shared" in arguments)
+    options = dict(is_fp8="--fp8", has_shared="--shared", is_balanced="--balanced")
+    kind = {name: option in arguments for name, option in options.items()}
     check(saved, forms, **kind)
 
 
@@ -130,7 +143,10 @@ HAS_SPLIT = accelerator_count() > 0 or "MAX_EP_ALL_CASES" in os.environ
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--bfloat16-weights --shared-expert --forms all", *["--forms split"] * HAS_SPLIT],
+    [
+        "--balanced --bfloat16-weights --shared-expert --forms all",
+        *["--forms split"] * HAS_SPLIT,
+    ],
 )
 def test_max_ep_alone(arguments, tmp_path):
     """Ours, on what there is: two ranks of the CPU where there is no GPU. One bit that
