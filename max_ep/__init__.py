@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert-parallel dispatch and combine for MAX graphs.
 
-It has the names of ``max.nn.comm.ep``, and some more: ``__init__.pyi`` says which, and
-where they come from. They are imported when they are asked for: ``max_ep.torch`` and
-the command line load no MAX.
+It has the names of ``max.nn.comm.ep`` and some of its own; ``__init__.pyi`` lists them.
+They are imported on first use, so ``max_ep.torch`` and the command line load no MAX.
 """
 
 import ast

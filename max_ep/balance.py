@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balanced experts: a placement of replicas, made from what each expert received.
+"""Balanced experts: a placement of replicas, from measured loads of the experts.
 
-Experts that receive much get replicas, and replicas are spread over ranks so that all
-ranks compute about as many rows. A *logical* expert is the router's, a *physical* one
-is a place for weights on a rank, as in MAX. Choice ``k`` of token ``n`` goes to replica
-``(n * top_k + k) % count``. Only NumPy is needed here.
+Busy experts get replicas, and replicas are spread over ranks so that all ranks compute
+about as many rows. The router selects *logical* experts; a *physical* expert is a place
+for weights on a rank, as in MAX. Choice ``k`` of token ``n`` goes to replica
+``(n * top_k + k) % count``. This file needs NumPy only.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Placement:
 
     @staticmethod
     def load(path: str | Path) -> Placement:
-        """Reads what :meth:`save` wrote; a ``ValueError`` says that it is another."""
+        """Reads what :meth:`save` wrote. Raises a ``ValueError`` for other files."""
         try:
             with np.load(path) as file:
                 return Placement(file["phy2log"], int(file["n_ranks"]))

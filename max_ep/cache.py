@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept between runs; of several processes one makes it, the others wait.
+"""Files that are kept between runs. One process makes a file, the others wait for it.
 
-MAX keeps compiled graphs in a cache of its own. Processes that start together find
-nothing there and would all compile: :func:`compile_once` makes them wait for the first.
+MAX has its own cache of compiled graphs. Processes that start together would all find
+it empty and compile; :func:`compile_once` makes them wait for the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cache_dir() -> Path:
 
 
 def kept(target: Path, make: Callable[[Path], None]) -> Path:
-    """Returns a file of the cache; one process makes it if there is none.
+    """Returns a file of the cache; if it is missing, one process makes it.
 
     ``make`` writes it, to a path of the same name in another folder.
     """
@@ -54,10 +54,10 @@ def kept(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def compile_once() -> None:
-    """Lets processes of this host compile a graph once, from now on in this one.
+    """From now on, compiles a graph in one of the processes of this host only.
 
-    The first that calls ``InferenceSession.load`` or ``compile`` for a graph compiles
-    it, the others wait, say so on stderr, and find it in MAX's cache.
+    The first process that calls ``InferenceSession.load`` or ``compile`` for a graph
+    compiles it. The others wait, say so on stderr, and find it in MAX's cache.
     :func:`max_ep.launch` calls this in its processes, and so does an
     ``EPCommInitializer`` of a group of several.
     """
@@ -85,10 +85,10 @@ def compile_once() -> None:
 
 @contextmanager
 def one_at_a_time(lock: Path, what: str) -> Iterator[None]:
-    """Lets one process run the block; those that waited for it go on together.
+    """Lets one process run the block; the waiting ones then go on together.
 
-    The lock is the kernel's (``flock``): the end of its holder, in whatever way, frees
-    it. Its file says who works, or ``done``. If there can be no lock, nobody waits.
+    The lock is a ``flock``: the kernel frees it when its holder ends. The file holds
+    the holder, or ``done``. Where locks are not available, nobody waits.
     """
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

@@ -40,9 +40,9 @@ class EPConfig:
     """Sizes of an expert-parallel group; the same on every rank.
 
     The fields up to ``num_logical_experts`` are those of
-    ``max.nn.comm.ep.EPConfig`` in MAX 26.7, with the same names and meanings. Some of
-    them ask for what max_ep does not do; those must have their default. The fields
-    behind them are max_ep's own.
+    ``max.nn.comm.ep.EPConfig`` in MAX 26.7, with the same names and meanings. Fields
+    of features that max_ep does not support must have their defaults. The other fields
+    are max_ep's own.
 
     A *rank* is one of ``n_gpus_per_node * n_nodes`` members. Each process drives
     ``n_gpus_per_node`` of them; ``n_nodes=1`` puts all ranks into one process. With
@@ -192,7 +192,7 @@ class EPConfig:
 
     @property
     def token_format(self) -> TokenFormat:
-        """How a token travels to its experts."""
+        """Wire format of a token on the way to its experts."""
         return format_of(self.dispatch_dtype, self.dispatch_quant_config)
 
     @property
@@ -233,12 +233,12 @@ class EPConfig:
 
     @property
     def is_by_rank(self) -> bool:
-        """Whether a rank gets a token once, for all of its experts there."""
+        """Whether dispatch sends a token once per rank, for all its experts there."""
         return self.protocol == "by_rank"
 
     @property
     def axes(self) -> tuple[str, str]:
-        """How dispatch addresses a token and what combine returns, as Mojo names it."""
+        """How dispatch addresses a token and what combine returns, in Mojo's words."""
         addressing = "to_all" if self.router_top_k else self.protocol
         return addressing, self.combine_mode
 
@@ -281,7 +281,7 @@ class EPConfig:
 
     @property
     def timeout_ms(self) -> int:
-        """How long a launch may wait; 0 where no time would help.
+        """How long a launch may wait; 0 where waiting cannot help.
 
         Ranks that run one after another all send before any waits, so a wait is met at
         once or never. On a GPU of its own a single rank may use the fused forms, in

@@ -103,7 +103,7 @@ def build_layer(config: EPConfig, manager: EPBatchManager, module: Module) -> No
 
 
 def compile_graphs(session: InferenceSession, config: EPConfig) -> dict[str, Model]:
-    """Compiles the layer and the set-up of memory, in about the time of one graph."""
+    """Compiles the graphs of layer and memory set-up together."""
     with ThreadPoolExecutor() as pool:
         packages = [pool.submit(extension_path, name) for name in ("max_ep", PACKAGE)]
         config.sizes()  # asks Mojo, meanwhile

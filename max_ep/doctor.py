@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``max-ep doctor``: what this machine has, what would be used, what is missing."""
+"""``max-ep doctor``: checks the machine, and names what is missing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _missing_for_serving() -> list[str]:
 
 
 def run_doctor() -> int:
-    """Prints a line for each thing that matters; 0 if graphs on CPU can run, else 1."""
+    """Prints a line per check; returns 0 if graphs can run on CPU, else 1."""
     from max.driver import Accelerator, accelerator_count
 
     from .cache import cache_dir

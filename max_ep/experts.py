@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls of experts and layers, where MAX has none or a wrong one.
+"""Matmuls of experts and layers for the CPU, and for bfloat16 on Hopper.
 
-That is on the CPU, and on Hopper in bfloat16: there MAX's grouped matmul does not
-compile, and its ``linear`` writes behind its result
-(docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
+On Hopper MAX's grouped matmul does not compile, and its ``linear`` writes past the end
+of its result (docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Finds the Mojo sources, precompiles them once, and runs Mojo programs.
 
 A checkout holds the sources in ``mojo/``; the wheel carries the same folder as
-``max_ep/_mojo``. Precompiled packages are kept under the hash of the sources and the
-compiler's version, so that MAX's own compile cache, which goes by path, hits as well.
+``max_ep/_mojo``. The path of a precompiled package contains a hash of the sources and
+the compiler's version. MAX's compile cache is keyed by the path, so it hits too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mojo_dir() -> Path:
 
 @functools.cache
 def sources_hash() -> str:
-    """Returns a name for the state of sources and compiler."""
+    """Returns a hash of the sources and the compiler."""
     digest = hashlib.sha256(metadata.version("mojo-compiler").encode())
     for source in sorted(mojo_dir().rglob("*.mojo")):
         digest.update(str(source.relative_to(mojo_dir())).encode())
@@ -75,12 +75,11 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
             GPU ranks on several hosts (``EPConfig.uses_shmem``).
 
     Returns:
-        Path of a ``.mojoc`` file. The first call on a machine compiles it,
-        which takes seconds, and so does one that finds it deleted; other
-        processes wait for it.
+        Path of a ``.mojoc`` file. If it is missing, the call compiles it, which takes
+        seconds; other processes wait.
 
     Raises:
-        RuntimeError: If it cannot be kept, or not be compiled.
+        RuntimeError: If it cannot be compiled, or not be written to the cache.
     """
     folder, options = cache_dir() / sources_hash(), []
     if with_shmem:
@@ -96,7 +95,7 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
 
 
 def load_ops(graph: Graph, package: str = "max_ep", with_shmem: bool = False) -> None:
-    """Makes the ops of an :func:`extension_path` known to a graph, once."""
+    """Loads the ops of an :func:`extension_path` into a graph, once."""
     path = extension_path(package, with_shmem)
     if path not in graph.kernel_libraries_paths:
         graph._import_kernels([path])

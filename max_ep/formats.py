@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token formats: what dispatch can put on the wire.
+"""Token formats: how dispatch encodes tokens on the wire.
 
 :data:`FORMATS` is the only table of them in Python. Configuration, checks, graph
 builders, ``max-ep plan``, the memory estimate and the tests' oracle ask it. A new

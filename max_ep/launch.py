@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts one process a node on this machine and watches over them."""
+"""Starts and supervises one process per node on this machine."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def launch(
 ) -> list[Any]:
     """Runs ``function(node_id, *args)`` in ``n_nodes`` processes.
 
-    The processes form a group: an ``EPCommInitializer`` in each finds its peers by
-    itself. One process compiles a graph, the others wait for it. They are spawned (a
-    fork of a process that has used MAX hangs), so ``function`` must be importable and
+    The processes form a group: the ``EPCommInitializer`` of each finds its peers. One
+    process compiles a graph, the others wait for it. Processes are spawned, because a
+    fork of a process that has used MAX hangs. So ``function`` must be importable and
     ``args`` picklable, and a script must call this under
-    ``if __name__ == "__main__":``, for each process imports it.
+    ``if __name__ == "__main__":``, because each process imports it.
 
     Args:
         function: What each process does.

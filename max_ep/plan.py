@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``max-ep plan``: what a configuration costs, before anything is allocated."""
+"""``max-ep plan``: memory of a configuration, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _in_options(error: str, names: Mapping[str, str]) -> str:
 
 
 def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
-    """Prints the protocol and the bytes of every buffer; 2 for what cannot be.
+    """Prints the protocol and the bytes of every buffer; returns 2 for invalid sizes.
 
     ``options`` has fields of ``EPConfig``, ``names`` what the command line calls them.
     """

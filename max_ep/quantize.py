@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of number formats, in NumPy: casts, quantization and what undoes it.
+"""The oracle of number formats, in NumPy: casts, quantization and dequantization.
 
 NumPy has no type of 8 bits or fewer but integers: values and scales are kept as bits,
 `uint8`. `quantize_*` are the definitions of the formats, with each rounding.

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle: what dispatch and combine mean, in NumPy.
 
-Whatever runs them, by whichever protocol, is right if it does what stands here, bit for
-bit. All ranks are in one process and nothing is sent: a list with one entry a rank
-stands for the group.
+Every implementation and protocol must give these results, bit for bit. Here all ranks
+are in one process and nothing is sent: a list with one entry per rank is the group.
 
     tokens, topk_ids  --dispatch-->  rows by expert  --experts-->  expert rows
     sums, not yet rounded  <--combine, with topk_weights--  expert rows
 
-`combine_sums` is what `EPConfig.combine_mode="sums"` does instead. NumPy has no
-bfloat16: it is kept as bits, `uint16`. This file needs NumPy only, and is one file so
-that the definition can be read in one go. What quantized tokens are stands in
-`quantize.py`.
+`combine_sums` is the combine of `EPConfig.combine_mode="sums"`. NumPy has no bfloat16:
+its bits are kept as `uint16`. This file needs NumPy only, and holds the whole
+definition except the number formats (`quantize.py`).
 """
 
 from __future__ import annotations
@@ -345,7 +343,7 @@ def moe(
     shared_fn: Callable[[np.ndarray], np.ndarray] | None = None,
     round_sum: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> np.ndarray:
-    """Computes a mixture of experts without ranks, to check a whole layer.
+    """Computes an MoE layer without ranks, to check a whole layer.
 
     `expert_fn` maps an expert id and its tokens, float32 `[m, hidden]`, to float32
     `[m, hidden]`, and is called once for each expert with tokens; `shared_fn` maps all

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``max-ep serve MODEL``: looks at machine and model, and starts ``max serve``.
+"""``max-ep serve MODEL``: checks machine and model, and starts ``max serve``.
 
-It loads no MAX: what cannot be served is refused in a moment.
+It loads no MAX, so it refuses an unsupported model at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waited for whom, and which experts got how much: saved, printed, drawn.
+"""Waits of each rank for each peer, and received rows: saved, printed, drawn.
 
 The numbers come from ``EPBatchManager.ep_watch`` and ``ep_received``, which a graph
 puts among its outputs; ``graphs/who_waits.py`` shows how.
@@ -70,7 +70,7 @@ class Statistics:
 
     @staticmethod
     def load(path: str | Path) -> Statistics:
-        """Reads what :meth:`save` wrote; a ``ValueError`` says that it is another."""
+        """Reads what :meth:`save` wrote. Raises a ``ValueError`` for other files."""
         try:
             with np.load(path) as file:
                 saved = dict(file)

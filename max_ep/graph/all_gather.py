@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather and reduce-scatter of tokens, for experts that permute nothing.
+"""All-gather and reduce-scatter of tokens, for experts that need no permutation.
 
-``AllGatherTokenDispatcher`` has the surface of Megatron-core's
+``AllGatherTokenDispatcher`` has the interface of Megatron-core's
 ``InferenceCUDAGraphTokenDispatcher``
 (``megatron/core/transformer/moe/token_dispatcher_inference.py``): every rank gets
 all tokens, and its experts work on them with the routing map, as fused MoE
 kernels do. All metadata stays on the device.
 
-An all-gather is a dispatch in which each rank is an expert and each token chooses
-all of them, and carries what the router chose for it; the reduce-scatter is the
-combine of it.
+An all-gather is a dispatch in which each rank is an expert and each token chooses all
+of them. Its routing metadata travels with it. The reduce-scatter is the combine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group's buffers in a graph: the inputs that it declares, and their values.
 
-Their memory is :class:`EPCommInitializer`'s, whose ``model_inputs()`` come in
-the order of :func:`input_tree`.
+:class:`EPCommInitializer` owns their memory. Its ``model_inputs()`` are in the order of
+:func:`input_tree`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graph builders of single ops: ``call_ep_*``, as in MAX's ``ep_kernels``.
 
-They keep no state. ``EPBatchManager`` builds on them and checks the order of the
-calls; use these only where it does not fit. All take the ``config`` of the group,
-``atomic_counter``, this rank's counters, and of one direction ``send_buf_ptrs``,
-``recv_buf_ptrs`` and ``recv_count_ptrs``: the addresses of all ranks' send buffers,
-receive buffers and counts, ``[n_ranks]`` uint64 on the host. They raise a
-``TypeError`` for a dtype that does not fit, and a ``ValueError`` for a shape, a device
-or a combination.
+They keep no state. ``EPBatchManager`` calls them and checks the order of the calls; use
+these only where it does not fit. All take the ``config`` of the group and
+``atomic_counter``, this rank's counters. ``send_buf_ptrs``, ``recv_buf_ptrs`` and
+``recv_count_ptrs`` are the addresses of all ranks' send buffers, receive buffers and
+counts of one direction, ``[n_ranks]`` uint64 on the host. They raise a ``TypeError``
+for a wrong dtype, and a ``ValueError`` for a wrong shape, device or combination.
 """
 
 from __future__ import annotations

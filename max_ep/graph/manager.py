@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """EPBatchManager: EP ops of one graph, in an order that can run.
 
-Each method checks the order (``order.py``), has ``builders.py`` build an op, and keeps
-what later ones need. Combine needs what dispatch left, and MAX has one class for both.
+Each method checks the order (``order.py``), calls ``builders.py``, and keeps what later
+ops need. One class does dispatch and combine, because combine needs values of dispatch,
+and MAX has one class for both.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _DISPATCH, _COMBINE = range(NUM_GROUPS)
 class EPBatchManager:
     """Builds the dispatch and combine ops of a graph.
 
-    The surface of ``max.nn.comm.ep.EPBatchManager``: declare
+    The interface of ``max.nn.comm.ep.EPBatchManager``: declare
     :meth:`input_types` as the graph's last inputs, hand their values to
     :meth:`fetch_buffers`, then dispatch and combine. All EP ops of a graph on
     CPU run in the order in which they are built.

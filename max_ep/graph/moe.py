@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A routed MoE layer: router, dispatch, SwiGLU experts, combine.
 
-Each step is one call, to be copied and changed. ``graphs/moe_layer.py`` is a
-whole program around it.
+Each step is one call that you can copy and change. ``graphs/moe_layer.py`` is a program
+that uses it.
 """
 
 from __future__ import annotations

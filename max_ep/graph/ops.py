@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EP ops as a graph takes them: name, order, parameters, values, result types.
+"""Adds the EP ops to a graph: name, order, parameters, values, result types.
 
 This is the only file that knows how ``mojo/max_ep/ops.mojo`` names and types them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized rows as experts without quantized matmuls take them."""
+"""Dequantizes rows, for experts without quantized matmuls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's choice, as dispatch takes it."""
+"""The router's top-k, as inputs of dispatch."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank owns, how its peers find it, and how large it is."""
+"""Symmetric memory: how it is sized, allocated and mapped by peers."""

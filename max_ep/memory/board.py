@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A board in shared memory on which the processes of a group read each other's notes.
+"""Exchanges small messages between the processes of a group, through shared memory.
 
-What all ranks must know before a launch goes this way: which call comes next with
-which sizes, how many tokens each sends. Every wait is bounded and names who is missing.
+Ranks exchange what all must know before a launch: the next call and its sizes, and how
+many tokens each sends. Every wait is bounded and names the missing rank.
 """
 
 from __future__ import annotations

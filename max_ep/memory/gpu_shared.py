@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU memory of one process that the others of the host map: the driver's own calls.
+"""GPU memory of one process that other processes of the host map, by driver calls.
 
-Memory of ``cuMemCreate`` is handed on as a file descriptor through a unix socket. It
-lives as long as somebody maps it, so a peer that dies leaves nothing dangling, and it
-does not depend on how torch's allocator is set.
+The handle of ``cuMemCreate`` is passed as a file descriptor through a unix socket. The
+memory exists as long as a process maps it, so a peer that dies leaves no dangling
+mapping. It does not depend on the settings of torch's allocator.
 """
 
 from __future__ import annotations

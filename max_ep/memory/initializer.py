@@ -76,7 +76,7 @@ class EPCommInitializer:
                 (``memory.setup_graph.setup_graph``).
 
         Raises:
-            MemoryError: If the memory is not to be had.
+            MemoryError: If the memory cannot be allocated.
             TimeoutError: If a process of the group does not come in time.
             ValueError: If a process has another configuration, or GPUs are missing.
             RuntimeError: If called twice.

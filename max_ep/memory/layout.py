@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Mojo for sizes; the formulas live in ``layout.mojo`` alone.
+"""Asks Mojo for sizes; the formulas are in ``layout.mojo`` only.
 
 ``layout_query.mojo`` runs once for each configuration. The answers are kept beside the
 precompiled package, under the hash of the sources.

@@ -2,10 +2,10 @@
 """NVSHMEM's host side: symmetric memory of GPU ranks on several hosts.
 
 The NVSHMEM that MAX ships keeps all its host state in thread-local variables: a thread
-is a PE (SHMEM's word for a rank). Whoever allocates, frees or registers kernels must be
-the thread that joined. Joining, allocating and freeing are collective, so the threads
-of one process must be in them at the same time. MAX says nothing about the threads that
-ops run on, so each local rank gets a thread here that does nothing else.
+is a PE (SHMEM's word for a rank). Only the thread that joined may allocate, free or
+register kernels. Joining, allocating and freeing are collective, so the threads of one
+process must make these calls at the same time. MAX does not specify the threads that
+ops run on, so each local rank has its own thread here.
 
 Processes find each other through MPI (``mpirun`` starts them), and rank = ``mpi_rank *
 n_gpus_per_node + local rank``. Needs the extra ``max_ep[shmem]``; see decision 0010.

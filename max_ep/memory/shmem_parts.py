@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SHMEM needs on a machine, and whether it is there: see ``shmem.py``."""
+"""Finds what SHMEM needs on a machine; see ``shmem.py``."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
 `LocalMemory` serves ranks of one process, `SharedMemory` one process a node through
 POSIX shared memory. Each process creates a segment, named after group and node,
 prepares its regions, marks it ready, and maps its peers' segments. Once all peers have
-mapped it, it removes the segment's *name*: the memory then goes with the last mapping,
-however the processes end. A process that dies before leaves its name. The next group of
-that name replaces it, and no peer maps it.
+mapped it, it removes the segment's *name*: the memory is then freed with the last
+mapping, however the processes end. A process that dies earlier leaves its name. The
+next group of that name replaces it, and no peer maps it.
 
 This file needs nothing but Python: tests' processes load it without MAX.
 """

@@ -69,8 +69,8 @@ class Buffer(LowLatency, Normal):
             group: The ranks; it carries names and addresses, no data.
             num_nvl_bytes: On GPUs a hint for how many tokens the normal calls hold
                 memory at first.
-            num_rdma_bytes: Kept.
-            low_latency_mode: Kept: both modes work in any case.
+            num_rdma_bytes: Ignored.
+            low_latency_mode: Ignored: both modes always work.
             num_qps_per_rank: Ignored.
             allow_nvlink_for_low_latency_mode: Ignored.
             allow_mnnvl: Ignored.
@@ -192,7 +192,7 @@ class Buffer(LowLatency, Normal):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Takes a number, which must be even; kernels do not heed it."""
+        """Takes an even number, and ignores it."""
         if new_num_sms % 2 != 0:
             refuse("new_num_sms", f"={new_num_sms} is odd")
         Buffer.num_sms = new_num_sms
@@ -210,14 +210,14 @@ class Buffer(LowLatency, Normal):
     get_combine_config = get_dispatch_config
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Not there: a region holds flags that only kernels may write."""
+        """Not supported: a region holds flags that only kernels may write."""
         raise NotImplementedError(
             "max_ep: get_local_buffer_tensor; combine takes rows from any tensor, and "
             "get_next_low_latency_combine_buffer returns one for zero_copy"
         )
 
     def low_latency_update_mask_buffer(self, *_: Any, **__: Any) -> None:
-        """Not there: a group does not go on without a rank."""
+        """Not supported: a group cannot continue without a rank."""
         raise NotImplementedError(
             "max_ep: masks of ranks; check() names a rank that is missing, and reset() "
             "makes the others usable again"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symmetric memory with the kernels of one configuration, on one rank.
 
-A channel has regions that are used in turn, so that what one has received stays valid
-while another is used. All ranks open the same channels in the same order.
+A channel alternates between its regions, so received data stays valid while another
+region is used. All ranks open the same channels in the same order.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Channel:
 
 
 class TorchSymmetricMemory:
-    """The same through ``torch.distributed._symmetric_memory``, where it is wished."""
+    """Symmetric memory of ``torch.distributed._symmetric_memory``."""
 
     def __init__(self, group: Any, n_bytes: int, device: int) -> None:
         """Allocates this rank's block."""
@@ -225,7 +225,7 @@ class TorchSymmetricMemory:
 
 
 class Communicator:
-    """What a rank knows of its group, and the channels it has opened."""
+    """The group of a rank, and the channels that it has opened."""
 
     def __init__(
         self, board: Board, device: torch.device, group: Any, memory: str

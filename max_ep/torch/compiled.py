@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-latency calls as operators, for ``torch.compile``: with fakes, in order.
+"""The low-latency calls as custom operators for ``torch.compile``, with fakes.
 
-``Buffer``'s methods come here while they are compiled. An operator takes and returns
-tensors only. So what a handle knows besides is kept by the address of its tables, which
-live until combine.
+``Buffer``'s methods call these under ``torch.compile``. An operator takes and returns
+tensors only. So the other fields of a handle are stored under the address of its
+tables, which live until combine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepEP's low-latency calls: padded rows of each expert, in a fixed order.
 
-A dispatch takes the next of two regions, and its handle remembers which. So two
-batches may be in flight: dispatch A, dispatch B, combine A, combine B.
+Dispatches alternate between two regions, and a handle holds its region. So two batches
+may be in flight: dispatch A, dispatch B, combine A, combine B.
 """
 
 from __future__ import annotations

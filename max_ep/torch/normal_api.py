@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepEP's normal calls: one row for each pair of a token and a rank.
 
-The kernels know experts only, so here each rank is one expert, and a token's choices
-are its ranks. A dispatch is two: rows, and in a channel of their own what goes with
-each row (scales, expert ids, router weights). Combine goes back through the latter.
+The kernels route by expert, so here each rank is one expert, and a token's choices are
+its ranks. A call makes two dispatches in two channels: rows, and words that go with
+each row (scales, expert ids, router weights). Combine uses the second channel.
 
-A kernel combines what it received last. If another dispatch came between, combine
-first repeats that of its handle, without rows. So any handle may be combined at any
-time, in a backward pass too.
+A kernel combines the last dispatch that it received. After another dispatch, combine
+first repeats the dispatch of its handle, without rows. So any handle may be combined at
+any time, also in a backward pass.
 """
 
 from __future__ import annotations
