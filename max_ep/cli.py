@@ -45,7 +45,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="run a text through MoE layers on four CPU ranks")
     plan = commands.add_parser(
-        "plan", help="show which protocol is taken, and what each buffer takes"
+        "plan", help="show the protocol, and the bytes of each buffer"
     )
     # Each `dest` is a field of EPConfig.
     for option, dest, text in (
@@ -65,13 +65,13 @@ def _run(arguments: Sequence[str] | None) -> int:
         metavar="FORMAT",
         type=_token_format,
         default="bfloat16",
-        help="format to the experts, by its short name in max_ep/formats.py: "
-        "bfloat16, float32, fp8 (default: %(default)s)",
+        help="format to the experts, by its short name in max_ep/formats.py, such as "
+        "bfloat16, fp8 or mxfp8 (default: %(default)s)",
     )
     plain = ("bfloat16", "float32")
     for option, dest, choices, text in (
         ("--combine", "combine_dtype", plain, "format on the way back"),
-        ("--layout", "output_layout", OUTPUT_LAYOUTS, "how dispatched rows stand"),
+        ("--layout", "output_layout", OUTPUT_LAYOUTS, "layout of dispatched rows"),
         ("--protocol", "protocol", ("auto", *PROTOCOLS), "how tokens are addressed"),
         ("--combine-mode", "combine_mode", COMBINE_MODES, "what combine sends"),
     ):
@@ -92,7 +92,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         help="with a fused shared expert (EPConfig.fused_shared_expert)",
     )
     stats = commands.add_parser(
-        "stats", help="show who waited for whom, and which experts got how much"
+        "stats", help="show waits for each peer, and rows of each expert"
     )
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
     stats.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
