@@ -25,11 +25,57 @@ comptime _STAGE_BYTES = Int(BM + BN) * ROW_BYTES
 comptime _FULL = N_STAGES * _STAGE_BYTES
 comptime _EMPTY = _FULL + 8 * N_STAGES
 comptime _TILES = _EMPTY + 8 * N_STAGES
-comptime _TABLES = _TILES + size_of[BlockTile]() * N_STAGES
+comptime _NEXT = _TILES + size_of[BlockTile]() * N_STAGES
+comptime _TABLES = _NEXT + NextTile.BYTES
 comptime RING_BYTES = _ALIGNMENT + _TABLES + 2 * 4 * (MAX_GROUPS + 1)
 """Bytes of shared memory."""
 comptime _N_READERS = 2 * 8
 """Warps of both blocks that read a stage."""
+
+
+@fieldwise_init
+struct NextTile(TrivialRegisterPassable):
+    """The next tile, which one thread finds while another loads the tile before."""
+
+    comptime BYTES = 16 + (size_of[BlockTile]() + 7) // 8 * 8
+    """Bytes of shared memory."""
+
+    var base: UInt32
+    """Address in shared memory."""
+    var parity: UInt32
+    """Parity of the number of tiles before."""
+
+    @always_inline
+    def given(self) -> Smem[SharedMemBarrier]:
+        """Returns the barrier that completes when the tile is there."""
+        return {unsafe_from_address = Int(self.base)}
+
+    @always_inline
+    def taken(self) -> Smem[SharedMemBarrier]:
+        """Returns the barrier that completes when the tile was read."""
+        return {unsafe_from_address = Int(self.base + 8)}
+
+    @always_inline
+    def tile(self) -> Smem[BlockTile]:
+        """Returns the tile."""
+        return {unsafe_from_address = Int(self.base + 16)}
+
+    @always_inline
+    def give(mut self, tile: BlockTile):
+        """Writes a tile when the one before was read."""
+        self.taken()[].wait(self.parity ^ 1)
+        self.tile()[] = tile
+        _ = self.given()[].arrive()
+        self.parity ^= 1
+
+    @always_inline
+    def take(mut self) -> BlockTile:
+        """Reads the tile when it is there."""
+        self.given()[].wait(self.parity)
+        var tile = self.tile()[]
+        _ = self.taken()[].arrive()
+        self.parity ^= 1
+        return tile
 
 
 @fieldwise_init
@@ -80,6 +126,11 @@ struct Ring(TrivialRegisterPassable):
         )
 
     @always_inline
+    def next_tile(self) -> NextTile:
+        """Returns the tile that is to be loaded next."""
+        return NextTile(self.base + UInt32(_NEXT), 0)
+
+    @always_inline
     def table(self, i: Int) -> Smem[UInt32]:
         """Returns the first or the second table of `MAX_GROUPS + 1` counts."""
         return self.place[UInt32](UInt32(_TABLES + i * 4 * (MAX_GROUPS + 1)))
@@ -90,6 +141,8 @@ struct Ring(TrivialRegisterPassable):
         comptime for stage in range(N_STAGES):
             Self(self.base, UInt32(stage), 0).full()[].init(Int32(1))
             self.empty(UInt32(stage))[].init(Int32(_N_READERS))
+        self.next_tile().given()[].init(Int32(1))
+        self.next_tile().taken()[].init(Int32(1))
         fence_mbarrier_init()
 
     @always_inline

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matmul of groups for Hopper.
 
-In a block one thread, the producer, copies 64 elements of k at a time into a ring of
-stages in shared memory; two warpgroups, the consumers, multiply 64 rows each. Blocks are
-in clusters of two, which share rows or weights: one copy goes to both.
+In a block one thread finds the tiles; one, the producer, copies 64 elements of k at a time
+into a ring of stages in shared memory; two warpgroups, the consumers, multiply 64 rows
+each. Blocks are in clusters of two, which share rows or weights: one copy goes to both.
 """
 from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
@@ -33,7 +33,7 @@ from std.utils import StaticTuple
 from .copies import HALF, load_stage, map_of_rows, map_of_weights, SWIZZLE
 from .groups import add_up, count, Smem
 from .product import Bf16Out, GroupedProduct
-from .ring import MAX_GROUPS, Ring, RING_BYTES
+from .ring import MAX_GROUPS, NextTile, Ring, RING_BYTES
 from .tile import K_STEP, silu
 from .tiles import BlockTile, BM, BN, n_odd, n_pairs, Schedule
 
@@ -135,21 +135,31 @@ def _store[
 
 
 @always_inline
+def _find(var schedule: Schedule, var next: NextTile, rank: UInt32):
+    """Finds the tiles, with one thread, each while the one before is loaded."""
+    while True:
+        var tile = schedule.next(rank)
+        next.give(tile)
+        if tile.n_rows == 0:
+            return
+
+
+@always_inline
 def _produce[
     swiglu: Bool
 ](
     x: TMADescriptor,
     weights: TMADescriptor,
     product: GroupedProduct[DType.bfloat16],
-    var schedule: Schedule,
     var ring: Ring,
     rank: UInt32,
 ):
     """Loads the stages of each tile, with one thread."""
     comptime width: UInt32 = 2 if swiglu else 1
     var n_steps = UInt32(product.k // K_STEP)
+    var next = ring.next_tile()
     while True:
-        var tile = schedule.next(rank)
+        var tile = next.take()
         var eight = tile.expert * UInt32(product.n // 8) + tile.column // (8 * width)
         ring.await_empty()
         ring.tile()[] = tile
@@ -237,6 +247,8 @@ def wgmma_kernel[
     if thread < _WARPGROUP:
         warpgroup_reg_dealloc[40]()
         if thread == 0:
+            _produce[swiglu](x, weights, product, ring, rank)
+        elif thread == WARP_SIZE:
             var schedule = Schedule(
                 product,
                 ring.table(0),
@@ -244,7 +256,7 @@ def wgmma_kernel[
                 UInt32(block_idx.x) // 2,
                 UInt32(grid_dim.x) // 2,
             )
-            _produce[swiglu](x, weights, product, schedule^, ring, rank)
+            _find(schedule^, ring.next_tile(), rank)
     else:
         warpgroup_reg_alloc[232]()
         _consume[swiglu](product, ring, UInt32(thread // _WARPGROUP - 1))
