@@ -39,7 +39,7 @@ def call_ep_init(
     *,
     setup: TensorValue,
 ) -> tuple[TensorValue, TensorValue]:
-    """Prepares a rank's region and counters; nobody may use them yet.
+    """Initializes a rank's region and counters; nobody may use them yet.
 
     Args:
         atomic_counter_group_0: The rank's counters.

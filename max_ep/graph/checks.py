@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What graph builders check: dtypes, shapes, devices, and forms that can run.
+"""Checks of graph builders: dtypes, shapes, devices, and forms that can run.
 
 Each error says what was given, what is needed, and what to do.
 """

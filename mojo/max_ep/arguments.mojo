@@ -61,7 +61,7 @@ def mapped_buffers[
 ](buffers: PeerBuffers[group.n_ranks]) -> Array[
     Pointer[T, MutUntrackedOrigin], group.n_mapped()
 ]:
-    """Makes kernel arguments of the buffers that pointers reach."""
+    """Makes kernel arguments of mapped buffers."""
     var first_rank = buffers.first_mapped()
     var result = Array[Pointer[T, MutUntrackedOrigin], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
@@ -73,7 +73,7 @@ def mapped_buffers[
 
 @fieldwise_init
 struct Buffers[group: Group](Copyable, KernelArgument):
-    """What a kernel reaches of the group's memory."""
+    """The group's buffers that a kernel can access."""
 
     var recv_bufs: Array[BytePointer, Self.group.n_mapped()]
     """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
@@ -86,7 +86,7 @@ struct Buffers[group: Group](Copyable, KernelArgument):
 
 
 def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
-    """Refuses, when an op is compiled, what the phases cannot do."""
+    """Checks, at compile time, that the phases support a group."""
     comptime assert (
         is_cpu[target]() or is_gpu[target]()
     ), "max_ep: there are kernels for targets 'cpu' and 'gpu'"
@@ -110,7 +110,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
 def check_dispatch[
     group: Group, Format: TokenFormat, target: StaticString, has_input_scales: Bool
 ]():
-    """Refuses, when an op is compiled, what dispatch cannot do."""
+    """Checks, at compile time, that dispatch supports a group and format."""
     check_group[group, target, Format.hidden_multiple]()
     comptime assert (
         not group.is_by_rank() or not has_input_scales
@@ -134,7 +134,7 @@ def check_dispatch[
 
 
 def check_size(op: StaticString, what: String, size: Int, wanted: Int) raises:
-    """Compares a size of a tensor with what it must be."""
+    """Checks one size of a tensor."""
     if size != wanted:
         raise Error(t"max_ep: {op}: {what} are {size}, not {wanted}.", _NEXT)
 
@@ -146,7 +146,7 @@ def check_shape(
     n_rows: Int,
     n_columns: Int,
 ) raises:
-    """Compares both sizes of a tensor with what they must be."""
+    """Checks both sizes of a tensor."""
     var sizes = (Int(tensor.dim[0]()), Int(tensor.dim[1]()))
     if sizes[0] != n_rows:
         check_size(op, String("rows of ", what), sizes[0], n_rows)
@@ -180,7 +180,7 @@ struct Call[group: Group](TrivialRegisterPassable):
         recv_ptrs: TileTensor[DType.uint64, ...],
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
-        """Checks counters and buffers; raises if they are another group's."""
+        """Checks counters and buffers; raises if they belong to another group."""
         var call = Self.of_wait[target](op, atomic_counters, recv_ptrs, recv_count_ptrs)
         call.send_bufs = _peer_buffers[Self.group, target](op, "send_ptrs", send_ptrs)
         return call

@@ -38,13 +38,13 @@ comptime NO_EXPERT = Int32(-1)
 
 @always_inline
 def own_row(row: Int) -> Int32:
-    """Stands for the row of a choice whose expert is on its own rank."""
+    """Encodes the row of a choice whose expert is on the token's rank."""
     return NO_EXPERT - 1 - Int32(row)
 
 
 @always_inline
 def row_of_own(choice: Int32) -> Int:
-    """Reads the row; negative if the choice has none on its own rank."""
+    """Decodes `own_row`; negative if the choice has no row on the token's rank."""
     return Int(NO_EXPERT - 1 - choice)
 
 
@@ -55,19 +55,19 @@ have `row_elsewhere` in its place where they know the rank."""
 
 @always_inline
 def row_elsewhere(rank: Int) -> Int32:
-    """Names the rank of a choice of this rank's that has its row there."""
+    """Encodes the rank that has the row of one of this rank's choices."""
     return NO_ROW - 1 - Int32(rank)
 
 
 @always_inline
 def rank_elsewhere(row: Int32) -> Int:
-    """Reads which rank has the row."""
+    """Decodes `row_elsewhere`."""
     return Int(NO_ROW - 1 - row)
 
 
 @always_inline
 def relative_rank(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
-    """Counts the sources from a rank on: itself is 0, the one after it 1.
+    """Numbers the sources relative to a rank: itself is 0, the next one 1.
 
     So a launch finds what it has recorded of the first ones before it has read which
     rank it is.
@@ -78,19 +78,19 @@ def relative_rank(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
 
 @always_inline
 def rank_of_relative(my_rank: Int, source: Int, n_ranks: Int) -> Int:
-    """Finds the rank of a source that is counted so."""
+    """Returns the rank of a source from its `relative_rank`."""
     var rank = my_rank + source
     return rank - n_ranks if rank >= n_ranks else rank
 
 
 comptime N_HEADER_WORDS = 32
-"""Words in front of the pairs."""
+"""Words before the pairs."""
 comptime N_FAILURE_WORDS = 8
 """Words of the failure record."""
 
 
 struct Word:
-    """The words of the header, by what they say."""
+    """The words of the header."""
 
     comptime MAGIC = 0
     """`COUNTERS_MAGIC`."""
@@ -115,7 +115,7 @@ struct Word:
     comptime N_TOKENS = 16
     """Tokens of the last two dispatches, by the parity of the generation."""
     comptime COMBINE_OF = 18
-    """Which dispatch the last `combine_async` answered."""
+    """Generation of the dispatch that the last `combine_async` answered."""
     comptime BROKEN = 19
     """Not 0 once a launch on a GPU has failed: later ones do nothing.
     By expert the last block of the launch sets it, and it does not change while
@@ -130,7 +130,7 @@ struct Word:
     comptime COMBINE_DRAINED = 30
     """GPU: the last generation of combine that all ranks are known to have read."""
     comptime MOST_RECEIVED = 31
-    """GPU: tokens of the source that had most in the last dispatch."""
+    """GPU: the most tokens of any source in the last dispatch."""
 
 
 @always_inline
@@ -154,7 +154,7 @@ def local_sync_counters_words(group: Group) -> Int:
 
 @always_inline
 def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
-    """States what a word must be if the words are those of a launch."""
+    """Returns the value of a word that a launch expects."""
     var wanted = found
     if i == Word.MAGIC:
         wanted = COUNTERS_MAGIC
@@ -167,7 +167,7 @@ def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
 
 @always_inline
 def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int32:
-    """States a word before the first generation."""
+    """Returns the value of a word before the first generation."""
     if i == Word.MAGIC:
         return COUNTERS_MAGIC
     if i == Word.MY_RANK:
@@ -182,7 +182,7 @@ def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int3
 
 
 def name_of_word(i: Int) -> String:
-    """Names a word for which `wanted_word` can want another value."""
+    """Names a word that `wanted_word` checks."""
     var names: Array[StaticString, N_GROUP_WORDS] = [
         "n_experts",
         "n_ranks",
@@ -199,7 +199,7 @@ def name_of_word(i: Int) -> String:
 
 @fieldwise_init
 struct LaunchHeader(TrivialRegisterPassable):
-    """What the header of a rank's counters says when a launch begins."""
+    """The header of a rank's counters when a launch begins."""
 
     var my_rank: Int
     """`MY_RANK`, as the fields that follow are words of their names."""
@@ -220,13 +220,13 @@ struct LaunchHeader(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def my_rank_of(word: Int32) -> Int:
-        """Hands the rank alone to all lanes of a warp."""
+        """Broadcasts only the rank to all lanes of a warp."""
         return Int(warp.shuffle_idx(word, UInt32(Word.MY_RANK)))
 
     @staticmethod
     @always_inline
     def of(word: Int32) -> Self:
-        """Hands the header that a warp has read to all of its lanes."""
+        """Broadcasts the header that a warp has read to all its lanes."""
 
         # All lanes take part in a shuffle, so all words are taken here, where
         # all lanes come.
@@ -283,13 +283,13 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
 
     @always_inline
     def __init__(out self, words: Pointer[Int32, MutUntrackedOrigin]):
-        """Takes words that somebody else owns."""
+        """Borrows words; the caller keeps them alive."""
         self.words = words
 
     @staticmethod
     @always_inline
     def total_size(group: Group) -> Int:
-        """States the size; Python asks for it through `layout_query.mojo`."""
+        """Returns the number of words; Python asks through `layout_query.mojo`."""
         return local_sync_counters_words(group)
 
     def matches_layout(self, group: Group) -> Bool:
@@ -329,7 +329,7 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
 
     @always_inline
     def set_broken(self):
-        """Records that launches of this rank can no longer go on."""
+        """Marks this rank as broken: later launches do nothing."""
         self.at(Word.BROKEN)[] = 1
 
     @always_inline

@@ -14,7 +14,7 @@ from .flags import fetch_max, generation_of, raise_missing, Waiter
 
 
 struct Failure:
-    """What has failed: codes, the worst last."""
+    """Failure codes, the worst last."""
 
     comptime DROPPED = Int32(1)
     """Some ids were dropped; everything else went on. Numbers: token, `k`."""
@@ -23,7 +23,7 @@ struct Failure:
     comptime BAD_N_TOKENS = Int32(3)
     """`router_weights` are for another number of tokens. Numbers: given, sent."""
     comptime TOO_MANY_ROWS = Int32(4)
-    """The outputs are too small. Numbers: rows that arrived, rows there are."""
+    """The outputs are too small. Numbers: rows that arrived, rows that fit."""
     comptime NOTHING_DISPATCHED = Int32(5)
     """Combine came before any dispatch."""
     comptime NO_COUNT = Int32(6)
@@ -57,7 +57,7 @@ comptime PHASES: Array[StaticString, 4] = [
 
 @always_inline
 def is_fatal(code: Int32) -> Bool:
-    """Returns whether launches of this rank can no longer go on."""
+    """Returns whether later launches of this rank do nothing."""
     return code > Failure.DROPPED
 
 
@@ -73,7 +73,7 @@ def record_failure(
     a: Int = 0,
     b: Int = 0,
 ):
-    """Records a failure, unless one as bad is recorded."""
+    """Records a failure, unless one of the same or a higher code is recorded."""
     if not fetch_max(record, code):
         return
     record[unsafe_offset=1] = Int32(phase)
@@ -88,7 +88,7 @@ def record_failure(
 def raise_failure(
     record: Array[Int32, N_FAILURE_WORDS], my_rank: Int, timeout_ms: Int
 ) raises:
-    """Raises what the failure record says, if it says anything."""
+    """Raises the error of a failure record, if it holds a failure."""
     var code = record[0]
     if code == 0:
         return

@@ -48,19 +48,19 @@ def next_generation(generation: UInt32) -> UInt32:
 
 @always_inline
 def flag_word(generation: UInt32, count: Int) -> UInt64:
-    """Puts a flag together."""
+    """Makes a flag of generation and count."""
     return (UInt64(generation) << 32) | UInt64(count)
 
 
 @always_inline
 def count_of(word: UInt64) -> Int:
-    """Takes the count out of a flag."""
+    """Returns the count of a flag."""
     return Int(word & 0xFFFF_FFFF)
 
 
 @always_inline
 def generation_of(word: UInt64) -> UInt32:
-    """Takes the generation out of a flag."""
+    """Returns the generation of a flag."""
     return UInt32(word >> 32)
 
 
@@ -80,7 +80,7 @@ def message_flag(
 
 @fieldwise_init
 struct Waiter(TrivialRegisterPassable):
-    """Who waits for whom, where: what an error about a wait has to say."""
+    """Who waits for whom, and where: the facts that a time-out error prints."""
 
     var phase: StaticString
     """The op that waits, such as `dispatch_wait`."""
@@ -95,7 +95,7 @@ struct Waiter(TrivialRegisterPassable):
 
 @always_inline
 def publish(flag: FlagPointer, generation: UInt32, count: Int):
-    """Publishes that everything this thread wrote before is in place."""
+    """Publishes everything that this thread wrote before."""
     # ORDER: RELEASE, system scope. Pairs with the ACQUIRE in `load_acquire_sys`. Makes
     # visible: all bytes this thread wrote before, and those of the worker
     # threads it joined before. Weaker would let a reader see the new flag
@@ -105,7 +105,7 @@ def publish(flag: FlagPointer, generation: UInt32, count: Int):
 
 @always_inline
 def drain_stores():
-    """Puts this thread's streaming stores before all its later stores."""
+    """Orders this thread's streaming stores before all its later stores."""
     # ORDER: SEQUENTIAL, system scope. Pairs with no load: it makes weakly
     # ordered non-temporal stores (x86 does not order them with a release)
     # ordinary ones, which the join of the workers and the RELEASE in
@@ -147,7 +147,7 @@ struct Deadline(TrivialRegisterPassable):
 def await_generation(
     flag: FlagPointer, generation: UInt32, deadline: Deadline, who: Waiter
 ) raises -> Int:
-    """Waits until a flag carries a generation, or raises naming the culprit."""
+    """Waits until a flag has a generation, or raises and names the missing rank."""
     var spins = 0
     while True:
         var word = load_acquire_sys(flag)
@@ -206,7 +206,7 @@ def _block_scope() -> StaticString:
 
 @always_inline
 def store_relaxed_sys(flag: FlagPointer, generation: UInt32, count: Int):
-    """Publishes a count, and nothing but it."""
+    """Publishes a count, which announces no other data."""
     # ORDER: RELAXED, system scope. Pairs with the RELAXED in `load_relaxed_sys`.
     # Makes visible: itself. Generation and count are one word, and each
     # message that is counted announces itself, so nothing this rank wrote
@@ -217,7 +217,7 @@ def store_relaxed_sys(flag: FlagPointer, generation: UInt32, count: Int):
 
 @always_inline
 def load_relaxed_sys(flag: FlagPointer) -> UInt64:
-    """Reads a flag once, for its own count only."""
+    """Reads a flag once; its count announces no other data."""
     # ORDER: RELAXED, system scope. Pairs with the RELAXED in `store_relaxed_sys`.
     # Makes visible: itself. What is read by means of the count is awaited by
     # its own flag.
@@ -226,7 +226,7 @@ def load_relaxed_sys(flag: FlagPointer) -> UInt64:
 
 @always_inline
 def load_relaxed_sys_2(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
-    """Reads two neighbouring flags at once, each for its own count only."""
+    """Reads two adjacent flags at once; their counts announce no other data."""
     comptime assert is_nvidia_gpu(), "two accesses in one instruction, in PTX"
     # ORDER: RELAXED, system scope, as two accesses of 64 bits, in any order. Each
     # pairs with the RELAXED in `store_relaxed_sys`. Makes visible: itself.
@@ -255,7 +255,7 @@ struct DeviceDeadline(TrivialRegisterPassable):
     """The time by which one GPU launch must have met all its waits."""
 
     var end_ns: UInt64
-    """When it is up, by the clock that all multiprocessors share."""
+    """The deadline, by the clock that all multiprocessors share."""
 
     @staticmethod
     @always_inline
@@ -274,7 +274,7 @@ struct Wait(TrivialRegisterPassable):
 
     var deadline: DeviceDeadline
     var n_polls: Int
-    """Polls that found nothing yet."""
+    """Polls without success so far."""
 
     @always_inline
     def __init__(out self, deadline: DeviceDeadline):
@@ -284,7 +284,7 @@ struct Wait(TrivialRegisterPassable):
 
     @always_inline
     def has_expired(mut self) -> Bool:
-        """Counts a poll that found nothing; returns whether to give up."""
+        """Counts a poll without success; returns whether to give up."""
         self.n_polls += 1
         return self.n_polls % POLLS_PER_CLOCK_READ == 0 and self.deadline.has_passed()
 
@@ -302,7 +302,7 @@ def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
 
 @always_inline
 def arrive_in_block(counter: SharedWord):
-    """Publishes to the block that one more warp has completed its writes."""
+    """Publishes this warp's writes to the block, and counts the warp."""
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `load_acquire_block`.
     # Makes visible: what this warp wrote before. Warps that arrive later add to the
     # same word, so a reader of the final number sees the writes of all of them.
@@ -346,7 +346,7 @@ def arrive_on_gpu(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
 
 @always_inline
 def fetch_max(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
-    """Raises a word of this rank to a value."""
+    """Increases a word of this rank to at least a value."""
     comptime Record = Atomic[Int32, scope=_device_scope()]
     # ORDER: RELAXED, device scope. Pairs with none: the host and later launches
     # read the failure record after this one has ended, its last block after
@@ -381,7 +381,7 @@ def order_before_put():
 def store_relaxed_sys_16(
     p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]
 ):
-    """Stores 16 bytes that a reader sees all at once."""
+    """Stores 16 bytes in one access."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     var low = (UInt64(bytes[1]) << 32) | UInt64(bytes[0])
     var high = (UInt64(bytes[3]) << 32) | UInt64(bytes[2])
@@ -403,7 +403,7 @@ def store_relaxed_sys_16(
 
 @always_inline
 def load_relaxed_sys_16(p: Pointer[UInt8, MutUntrackedOrigin]) -> SIMD[DType.uint32, 4]:
-    """Reads, all at once, 16 bytes that a peer may be writing."""
+    """Reads 16 bytes that a peer may be writing, in one access."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     # ORDER: RELAXED, system scope, one access of 128 bits. Pairs with the
     # RELAXED in `store_relaxed_sys_16`. Makes visible: itself.

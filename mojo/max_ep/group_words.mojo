@@ -12,12 +12,12 @@ from .token_format import TokenFormat
 
 
 def has_word(words: StaticString, word: StaticString) -> Bool:
-    """Returns whether a word is among words that are separated by spaces."""
+    """Returns whether a space-separated list contains a word."""
     return String(" ", word, " ") in String(" ", words, " ")
 
 
 def number_in(words: StaticString, name: StaticString) -> Int:
-    """Reads the number behind `name=` in such words; -1: no such."""
+    """Reads the number after `name=` in a space-separated list; -1 if it is missing."""
     var all = String(" ", words, " ")
     var begin = all.find(String(" ", name, "="))
     if begin < 0:

@@ -61,7 +61,7 @@ comptime FLAG_BYTES = 8
 comptime ENTRY_BYTES = 8
 """Bytes of a word of an entry (`dispatch_by_rank/entries.mojo`)."""
 comptime METADATA_BYTES = 2 * ENTRY_BYTES
-"""Bytes of routing metadata for one choice: two words, as an entry's."""
+"""Bytes of routing metadata for one choice: two words of the form of an entry's."""
 comptime N_CHUNKS = 4
 """Chunks of a token that GPU ranks send by rank, each with a flag."""
 
@@ -72,7 +72,7 @@ rank on GPUs)."""
 comptime MAX_RANKS = 128
 """Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
 comptime N_GROUP_WORDS = 7
-"""Numbers that the layout of a region depends on (`Group.words`)."""
+"""Words that the layout of a region depends on (`Group.words`)."""
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
 
@@ -159,7 +159,7 @@ def source_info_offset(msg_bytes: Int) -> Int:
 
 
 struct Group(TrivialRegisterPassable):
-    """All that is known of a group at compile time: one value for one op.
+    """The compile-time facts about a group, for one op.
 
     Its methods are the layout of the region. Offsets are in bytes: those of an item
     count from the start of its buffer, those of a buffer from the start of the
@@ -256,7 +256,7 @@ struct Group(TrivialRegisterPassable):
         )
 
     def words(self) -> Array[Int32, N_GROUP_WORDS]:
-        """Lists what the layout depends on, as the counters keep it."""
+        """Lists the numbers that the layout depends on, as the counters keep them."""
         return [
             Int32(self.n_experts),
             Int32(self.n_ranks),
@@ -278,7 +278,7 @@ struct Group(TrivialRegisterPassable):
         return 0
 
     def is_by_rank(self) -> Bool:
-        """Returns whether a token goes to a rank once, into its own place."""
+        """Returns whether dispatch sends a token once per rank."""
         return (
             self.addressing == Addressing.BY_RANK
             or self.addressing == Addressing.TO_ALL
@@ -414,17 +414,17 @@ struct Group(TrivialRegisterPassable):
     # --------------------------------------------- inside SHMEM's put buffers
 
     def dispatch_put_offset(self, choice: Int) -> Int:
-        """Locates where a dispatch message waits to be put to another host."""
+        """Locates a dispatch message in the put buffer, for another host."""
         return choice * self.dispatch_msg_bytes
 
     def combine_put_offset(self, src_rank: Int, choice: Int) -> Int:
-        """Locates where a combine message waits to be put to another host."""
+        """Locates a combine message in the put buffer, for another host."""
         return (src_rank * self.n_choices() + choice) * self.combine_msg_bytes
 
     def put_bytes(self) -> Int:
         """Counts the bytes of both put buffers, dispatch's first.
 
-        They stand behind the region, and only where SHMEM is used.
+        They follow the region, and exist only if SHMEM is used.
         """
         return self.combine_put_from_region_end() + round_up(
             self.combine_put_offset(self.n_ranks, 0), BUFFER_ALIGN

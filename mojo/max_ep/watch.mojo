@@ -57,7 +57,7 @@ def _awaited_generation[is_combine: Bool](counters: EPLocalSyncCounters) -> UInt
 
 @always_inline
 def _n_counts[group: Group, is_combine: Bool](my_rank: Int, peer_rank: Int) -> Int:
-    """Says how many counts a peer publishes."""
+    """Counts the counts that a peer publishes."""
     var owner = peer_rank if is_combine else my_rank
     return n_experts_on_rank(group.n_experts, group.n_ranks, owner)
 
@@ -134,7 +134,7 @@ def _is_there[
     choices: Pointer[Int32, MutUntrackedOrigin],
     generation: UInt32,
 ) -> Bool:
-    """Returns whether an item has come, or never will."""
+    """Returns whether an item has arrived, or never will."""
     comptime n_local_experts = group.n_local_experts()
     comptime if not is_combine:
         var offset = _count_offset[group, False](peer_rank, item)

@@ -34,7 +34,7 @@ from .rank import CpuRank, write_source_info
 
 
 struct _Terms[dtype: DType, n_max: Int](Movable):
-    """Rows that are to be added, and the weight of each."""
+    """Rows to add, and their weights."""
 
     var rows: Array[Int, Self.n_max]
     var weights: Array[Float32, Self.n_max]
@@ -127,7 +127,7 @@ def _for_columns[hidden_size: Int, F: def[width: Int](Int) -> None](work: F):
 def cpu_combine_async[
     group: Group, //, dtype: DType, partial_dtype: DType
 ](given: GivenRows, rank: CpuRank[group]) raises:
-    """Sends expert rows, or sums of them, to where their tokens came from."""
+    """Sends expert rows, or sums of them, to the ranks of their tokens."""
     _check_rows(given.rows.n_rows, given.src_info, rank)
     # Nobody waits for a rank without experts, so their done words run ahead of
     # it; it writes nothing.

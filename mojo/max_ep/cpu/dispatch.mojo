@@ -151,7 +151,7 @@ def _write_entry[
     choice: Int,
     rank: CpuRank[group],
 ):
-    """Writes the entry of a choice, and what its token carries."""
+    """Writes the entry of a choice, and its routing metadata."""
     comptime router_top_k = token_fmt_type.router_top_k
     var recv_buf = rank.recv_bufs[plan.rank_of(choice)]
     # I1: only this rank writes the entries of its number.
@@ -181,7 +181,7 @@ def _write_entry[
 def _publish_counts[
     group: Group, //
 ](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]):
-    """Announces this generation to every rank."""
+    """Publishes this generation's counts to every rank."""
     # I2: numbers and counts are published after all they announce. A rank
     # without tokens publishes zeros: its peers wait for every pair.
     comptime if group.is_by_rank():

@@ -15,7 +15,7 @@ comptime _NO_POSITION = Int32(-1)
 
 
 struct SendPlan[group: Group](Movable):
-    """Which place each choice takes among those of its expert."""
+    """The position of each choice among the choices of its expert."""
 
     var ids: Pointer[Int32, ImmUntrackedOrigin]
     var positions: List[Int32]
@@ -84,7 +84,7 @@ struct SendPlan[group: Group](Movable):
 
 @fieldwise_init
 struct Arrived(TrivialRegisterPassable):
-    """What has arrived in a generation of dispatch."""
+    """The rows that have arrived in a generation of dispatch."""
 
     var n_shared: Int
     var n_rows: Int
@@ -93,7 +93,7 @@ struct Arrived(TrivialRegisterPassable):
 def lay_out_rows[
     group: Group, //
 ](tables: RowTables[group], n_rows_max: Int, rank: CpuRank[group]) raises -> Arrived:
-    """Waits for the counts of all pairs, and says where their rows go."""
+    """Waits for the counts of all pairs, and computes where their rows go."""
     var counters = rank.counters
     var n_shared = 0
     comptime if group.fused_shared_expert:
@@ -137,7 +137,7 @@ def lay_out_rows[
 
 
 struct RowCursor(TrivialRegisterPassable):
-    """Walks the rows of all pairs in order, over the gaps between them."""
+    """Iterates over the rows of all pairs in order, skipping gaps."""
 
     var pair: Int
     var slot: Int
@@ -145,14 +145,14 @@ struct RowCursor(TrivialRegisterPassable):
     var _n_before: Int
 
     def __init__(out self):
-        """Stands before the first row."""
+        """Starts before the first row."""
         self.pair = 0
         self.slot = 0
         self.row = 0
         self._n_before = 0
 
     def advance(mut self, i: Int, counters: EPLocalSyncCounters):
-        """Goes on to the row that has `i` others before it."""
+        """Advances to row `i`, not counting gaps."""
         while self._n_before + counters.pair_count(self.pair) <= i:
             self._n_before += counters.pair_count(self.pair)
             self.pair += 1

@@ -67,7 +67,7 @@ struct Choice(TrivialRegisterPassable):
 
     @always_inline
     def is_expert[group: Group](self) -> Bool:
-        """Says whether the id is that of an expert."""
+        """Returns whether the id is that of an expert."""
         return self.id >= 0 and self.id < Int32(group.n_experts)
 
 
@@ -111,12 +111,12 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def are_in_lanes(self) -> Bool:
-        """Says whether the lanes of each index warp hold all ids."""
+        """Returns whether the registers of each index warp hold all ids."""
         return self.n_choices <= N_LANE_CHOICES
 
     @always_inline
     def are_shared(self) -> Bool:
-        """Says whether the ids are in shared memory."""
+        """Returns whether the ids are in shared memory."""
         return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
 
     @always_inline

@@ -65,7 +65,7 @@ def pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
 
 
 struct SharedCounts[group: Group](TrivialRegisterPassable):
-    """What a receiving block knows of all sources, in shared memory."""
+    """Token numbers and row positions of all sources, in shared memory of a block."""
 
     var block: Block[Self.group]
     var tables: RowTables[Self.group]

@@ -66,7 +66,7 @@ struct _LaneVectors(TrivialRegisterPassable):
 
     @always_inline
     def has(self, i: Int) -> Bool:
-        """Says whether there is one."""
+        """Returns whether this lane has that vector."""
         return UInt32(self.first + i * self.stride) < self.end
 
     @always_inline

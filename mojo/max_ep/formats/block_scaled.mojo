@@ -21,9 +21,9 @@ struct BlockScale(TrivialRegisterPassable):
     """The scale of a block."""
 
     var bits: UInt32
-    """As it travels."""
+    """Its bits on the wire."""
     var factor: Float32
-    """What elements are multiplied by, in float32, before they are rounded."""
+    """Factor of the elements, in float32, before they are rounded."""
 
 
 trait BlockNumbers:

@@ -45,7 +45,7 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     comptime scale_type = DType.uint32
     """The bits of float32."""
     comptime magnitude_type = DType.float32
-    """As it is."""
+    """No conversion."""
     comptime least = FP8_MIN_AMAX
     """Floor of a block's `amax`."""
 

@@ -148,7 +148,7 @@ struct PlainTokenFormat[
     def end_metadata(
         rows: Self.Rows, n_rows: Int, n_rows_max: Int, worker: Int, n_workers: Int
     ):
-        """Says how many rows there are; those behind choose nothing."""
+        """Writes the number of rows; rows after the last one get no choices."""
         comptime if Self.router_top_k == 0:
             return
         if worker == 0:

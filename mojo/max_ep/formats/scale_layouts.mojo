@@ -55,7 +55,7 @@ trait ScaledRows(OutputRows):
 
 @fieldwise_init
 struct TransposedRows(ScaledRows):
-    """One row's scales stand apart, as FP8 matmuls read them.
+    """Transposed scales, as FP8 matmuls read them.
 
     Scales: `[n_groups][n_blocks][rows_per_group]`.
     """
