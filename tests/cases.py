@@ -234,7 +234,7 @@ ON_REQUEST = (
     "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
     "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums "
     "tiles_nvfp4 tiles_mxfp8_by_rank "
-    "last_rank_empty_sums shared_last_rank_empty_sums"
+    "last_rank_empty_sums"
 ).split()
 
 ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES

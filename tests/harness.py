@@ -54,7 +54,8 @@ def to_buffer(array: np.ndarray, device: Device | None = None) -> Buffer:
     return buffer.to(device) if device is not None else buffer
 
 
-_BITS = {BF16: DType.uint16, DType.float8_e4m3fn: DType.uint8}
+_BYTES = (DType.float8_e4m3fn, DType.float8_e8m0fnu)
+_BITS = {BF16: DType.uint16} | dict.fromkeys(_BYTES, DType.uint8)
 
 
 def to_numpy(buffer: Buffer) -> np.ndarray:

@@ -70,7 +70,6 @@ class Region:
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
         self._arguments = ctypes.create_string_buffer(_EIGHT.size)
-        self._next_check = 0.0
         self.turn: object = None  # of the last dispatch
         # Of a call that has only sent, and whether that was a dispatch.
         self.hook: Callable[[], None] | None = None
@@ -100,9 +99,9 @@ class Region:
     def _launch(self, function: Callable[..., int], what: int, place: int) -> None:
         """Raises if the communicator has failed; looks at a GPU now and then."""
         self.comm.raise_failure()
-        if self.comm.is_gpu and time.monotonic() > self._next_check:
+        if self.comm.is_gpu and time.monotonic() > self.comm.next_check:
             if not self.comm.is_capturing():
-                self.check()
+                self.comm.check_regions()
         if function(self.handle, self.comm.stream(), what, place):
             self._raise()
 
@@ -110,7 +109,6 @@ class Region:
         """Raises if a launch on a GPU has failed; does not wait for launches."""
         if not self.comm.is_gpu or not self.handle:
             return
-        self._next_check = time.monotonic() + _CHECK_EVERY_S
         with torch.cuda.stream(self.comm.side_stream):
             record = self._record.cpu()
         if record[0] != 0:
@@ -238,6 +236,7 @@ class Communicator:
         self.is_gpu = device.type == "cuda"
         self.failure = ""  # what calls raise
         self.has_ended = False  # so that reset() cannot help
+        self.next_check = 0.0
         self.channels: dict[Settings, Channel] = {}
         self._group = group
         self._memory = memory
@@ -395,6 +394,11 @@ class Communicator:
         """Waits for the device, and raises if a launch has failed."""
         self.raise_failure()
         self.synchronize()
+        self.check_regions()
+
+    def check_regions(self) -> None:
+        """Raises if a launch has failed; does not wait for launches."""
+        self.next_check = time.monotonic() + _CHECK_EVERY_S
         for channel in self.channels.values():
             for region in channel.regions:
                 region.check()
