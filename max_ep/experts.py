@@ -118,7 +118,7 @@ def grouped_swiglu(
 
 
 def fits_gpu(weight: TensorValue) -> bool:
-    """Returns whether GPUs take ``n`` and ``k`` of a weight ``[..., n, k]``."""
+    """Returns whether the GPU kernels support a weight ``[..., n, k]``."""
     n, k = weight.shape[-2:]
     if not (isinstance(n, StaticDim) and isinstance(k, StaticDim)):
         return False

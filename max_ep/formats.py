@@ -135,7 +135,7 @@ class TokenFormat:
         return self.is_quantized and self.scale_dtype == DType.float32
 
     def op_name(self, power_of_two_scales: bool) -> str:
-        """Returns the name with the rounding of scales, as ops take it."""
+        """Returns the format's name in ops, with the rounding of scales."""
         is_rounded = self.has_float_scales and power_of_two_scales
         return self.name + ("_power_of_two" if is_rounded else "")
 
@@ -241,8 +241,10 @@ BY_SHORT_NAME = {token_format.short_name: token_format for token_format in FORMA
 
 
 def on_target(dtype: DType, target: str) -> DType:
-    """Returns what stands for a dtype on ``"cpu"`` or ``"gpu"``: MAX has no tensors of
-    float8 on CPU, so there uint8 holds its bits."""
+    """Returns the dtype of tensors that hold ``dtype`` on ``"cpu"`` or ``"gpu"``.
+
+    MAX has no tensors of float8 on CPU: there uint8 holds the bits.
+    """
     return DType.uint8 if target == "cpu" and dtype.size_in_bytes == 1 else dtype
 
 

@@ -19,7 +19,7 @@ from .limits import SOURCE_INFO_BYTES
 
 
 def human(n_bytes: int) -> str:
-    """Writes a number of bytes for people."""
+    """Formats a number of bytes, such as ``28.08 MiB``."""
     amount = float(n_bytes)
     for prefix in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024 or prefix == "GiB":

@@ -214,7 +214,7 @@ def quantize_nvfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
-    """Shows float32 `[n, hidden]` as `[n, hidden / block, block]`."""
+    """Views float32 `[n, hidden]` as `[n, hidden / block, block]`."""
     n, hidden = typed("x", x, np.float32).shape
     if hidden % block != 0:
         raise ValueError(f"hidden={hidden} is not a multiple of block={block}")
@@ -224,7 +224,7 @@ def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
 def scales_of_tiles(
     tiles: np.ndarray, row_offsets: np.ndarray, n_blocks: int
 ) -> np.ndarray:
-    """Takes the scales `[n_rows, n_blocks]` of packed rows out of tiles.
+    """Extracts the scales `[n_rows, n_blocks]` of packed rows from tiles.
 
     Tiles, `[n_tiles, ceil(n_blocks / 4), 32, 4, 4]`, hold 128 rows and 4 blocks each.
     Expert `e`, whose rows are `[row_offsets[e], row_offsets[e + 1])`, begins with tile

@@ -30,7 +30,7 @@ from ..limits import NUM_GROUPS
 
 @dataclass
 class EPCommBuffers:
-    """The graph values of one group's buffers, to hand on as one thing."""
+    """The graph values of one group's buffers."""
 
     atomic_counters: list[list[BufferValue]]
     """Counters, ``[NUM_GROUPS][n_gpus_per_node]``."""
@@ -119,7 +119,7 @@ def buffers_of_inputs(
 
 
 class BoundBuffers:
-    """Buffers that are values of one graph: another cannot have them."""
+    """Buffers as values of one graph; other graphs cannot use them."""
 
     def __init__(self, comm: EPCommBuffers) -> None:
         """Takes values of the graph that is being built, if any."""

@@ -24,7 +24,7 @@ def check_value(
     shape: list[int | None],
     device: DeviceRef | None,
 ) -> None:
-    """Raises unless a value has dtype, shape and device; None: any size, anywhere."""
+    """Raises unless a value has this dtype, shape and device; None: any."""
     if not isinstance(value, (TensorValue, BufferValue)):
         raise TypeError(
             f"{what} is a {type(value).__name__}; pass a graph value (a "
@@ -250,7 +250,7 @@ def check_phase(phase: str) -> None:
 
 
 def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
-    """Raises if a rank cannot wait for peers that run after it."""
+    """Raises if a rank would wait for peers that run after it."""
     if not config.runs_ranks_in_turn:
         return
     if config.target == "gpu":

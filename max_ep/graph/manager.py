@@ -78,7 +78,7 @@ class EPBatchManager:
     # ------------------------------------------------------------------- buffers
 
     def input_tree(self) -> OrderedDict[str, tuple[TensorType | BufferType, ...]]:
-        """Names the EP inputs of the graph, in the order it declares them.
+        """Returns the EP inputs of the graph by name, in their order.
 
         ``atomic_counters``: ``[NUM_GROUPS][n_gpus_per_node]`` buffers, flat;
         ``send_buf_ptrs``, ``recv_buf_ptrs``, ``recv_count_ptrs``: one host tensor
@@ -135,7 +135,7 @@ class EPBatchManager:
         return self._fetched().recv_count_ptrs
 
     def eplb_replicas(self, device_id: int, layer: int | TensorValue) -> Replicas:
-        """Returns where the experts of an MoE layer are, with balanced experts.
+        """Returns the placement of an MoE layer's experts, with balanced experts.
 
         For :meth:`ep_balance_ids`, ``softmax_top_k`` and ``balance_ids``.
         """
@@ -289,7 +289,7 @@ class EPBatchManager:
     # ------------------------------------------------------------------ statistics
 
     def ep_watch(self, phase: str, device_id: int) -> TensorValue:
-        """Measures how long a rank waits for each peer, in front of the wait.
+        """Measures how long a rank waits for each peer, before the wait.
 
         The async op of ``phase`` (``"dispatch"`` or ``"combine"``) comes before it, and
         the wait behind. Fused forms have no wait to be watched. Returns ``[n_ranks]``

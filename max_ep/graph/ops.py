@@ -52,7 +52,7 @@ def call_op(
     out_types: Sequence[TensorType] = (),
     **parameters: bool | str | DType,
 ) -> list[TensorValue]:
-    """Adds one EP op to the current graph, behind those before it."""
+    """Adds an EP op to the current graph, after the earlier ones."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
     if name.startswith("dispatch"):
         rounded = config.fp8_power_of_two_scales
@@ -97,7 +97,7 @@ def _group(config: EPConfig) -> str:
 
 
 def placeholder(device: DeviceRef, *shape: int) -> TensorValue:
-    """Returns the tensor that stands for an input that is not given."""
+    """Returns an empty tensor for an input that is not given."""
     return ops.constant(np.zeros(shape, np.float32), DType.float32, device)
 
 
@@ -142,7 +142,7 @@ def _scales_shape(config: EPConfig) -> list[int]:
 def dispatch_results(
     config: EPConfig, results: list[TensorValue]
 ) -> tuple[TensorValue, ...]:
-    """Gives what the dispatch ops deliver its shapes and order."""
+    """Brings the results of a dispatch op into their shapes and order."""
     tokens, scales, offsets, ids, src_info, *gathered = results
     rows = [tokens, scales] if config.is_quantized else [tokens]
     if config.scale_layout == "tiles":
@@ -162,5 +162,5 @@ def dispatch_results(
 
 
 def combine_type(config: EPConfig, num_tokens: Dim, device: DeviceRef) -> TensorType:
-    """Returns the type of what the combine ops deliver."""
+    """Returns the type of the result of a combine op."""
     return TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order of the EP ops while a graph is built.
+"""Checks the order of EP ops while a graph is built.
 
 Ranks that run one after another must all send before one of them waits, and all
 wait before one sends again.
@@ -21,7 +21,7 @@ class OpOrder:
         self._waited = [0] * n_local_ranks
 
     def send(self, device_id: int) -> None:
-        """Counts a rank's send; refuses one that writes what nobody waited for."""
+        """Counts a rank's send; refuses it before the wait for the previous one."""
         ranks, sent = self._others(device_id), self._sent[device_id]
         if unread := [rank for rank in ranks if self._waited[rank] < sent]:
             raise ValueError(
@@ -33,7 +33,7 @@ class OpOrder:
         self._sent[device_id] += 1
 
     def check_wait(self, device_id: int, op: str) -> None:
-        """Refuses an op that waits for what no op before it sends."""
+        """Refuses a wait before its send."""
         ranks, waited = self._others(device_id), self._waited[device_id]
         if self._sent[device_id] <= waited:
             raise ValueError(
@@ -54,7 +54,7 @@ class OpOrder:
         self._waited[device_id] += 1
 
     def send_and_wait(self, device_ids: Iterable[int]) -> None:
-        """Counts what one op, or one call for all ranks, sends and waits for."""
+        """Counts a fused op, or one call for all ranks."""
         for device_id in device_ids:
             self.send(device_id)
         for device_id in device_ids:

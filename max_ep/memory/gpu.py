@@ -11,7 +11,7 @@ from max.dtype import DType
 
 
 def out_of_reach(devices: Sequence[Device]) -> list[str]:
-    """Names the pairs of GPUs of which one cannot access the other's memory."""
+    """Returns the pairs of GPUs without peer access."""
     ids = {device.id: device for device in devices}
     return [
         f"GPU {first} and GPU {second}"

@@ -34,7 +34,7 @@ def setup_model(session: InferenceSession, config: EPConfig) -> Model:
 
 
 def setup_graph(config: EPConfig, module: Module | None = None) -> Graph:
-    """Builds the graph that runs ``max_ep.init`` for one rank on each device.
+    """Builds the graph that runs ``max_ep.init`` for one rank per device.
 
     With other graphs of one ``module`` it compiles in about the time of one.
     """

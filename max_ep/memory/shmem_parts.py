@@ -49,7 +49,7 @@ def host_library_dir() -> Path | None:
 
 
 def missing_parts() -> list[str]:
-    """Says what SHMEM lacks on this machine; nothing if it can be used."""
+    """Returns what SHMEM lacks on this machine; empty if it can be used."""
     missing = []
     if bitcode_path() is None:
         missing.append(f"the device bitcode of {BITCODE_PACKAGE}")

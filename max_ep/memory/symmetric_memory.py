@@ -400,7 +400,7 @@ def _lock(handle: int) -> bool:
 
 
 def remove_leftovers(prefix: str) -> None:
-    """Removes the names of groups that begin so and whose processes were killed.
+    """Removes the names of groups with a prefix whose processes were killed.
 
     A lock ends with its process. One can ask for it where the process cannot be seen,
     in another container.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MoE models served by MAX with dispatch and combine of max_ep.
 
-``max serve --custom-architectures max_ep.serve ...`` is all it takes; see
+Run ``max serve --custom-architectures max_ep.serve ...``; see
 docs/serving.md, and what to install there.
 """
 

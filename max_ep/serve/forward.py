@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs MoE layers on several GPUs: router, dispatch, experts, combine.
 
-MAX gives the router's weights to combine, so one row comes back for each expert of a
-token. Here dispatch gets them where combine returns sums: one row a rank comes back.
+MAX passes the router's weights to combine, so one row returns for each expert of a
+token. Where combine returns sums, dispatch takes them: one sum per rank returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of MAX 26.7 is wrong on Hopper in bfloat16, and what replaces it.
+"""Replacements for ops of MAX 26.7 that are wrong on Hopper in bfloat16.
 
-MAX's grouped matmul does not compile, and its matmul writes behind its result
+MAX's grouped matmul does not compile, and its matmul writes past its result
 (docs/decisions/0016-matmuls-on-hopper.md). Its latent attention gets short prompts
 wrong (docs/decisions/0017-serving.md). On the CPU it compiles a matmul for minutes
 (docs/decisions/0006-cpu-ranks.md). Each function here takes MAX's arguments, and calls

@@ -57,7 +57,7 @@ def using_max_ep(*modules: ModuleType) -> Iterator[None]:
 
 
 class ExpertParallelModel:
-    """Stands in front of a pipeline model of MAX."""
+    """Base class in front of a pipeline model of MAX."""
 
     max_modules: ClassVar[tuple[ModuleType, ...]] = ()
     """Modules of MAX in which names are replaced; see :func:`using_max_ep`."""
@@ -130,7 +130,7 @@ def _summary(config: EPConfig) -> str:
 
 
 class ExpertParallelBatches:
-    """Stands in front of a batch processor of MAX."""
+    """Base class in front of a batch processor of MAX."""
 
     inputs_type: type
     """The model's inputs, with a field ``ep_inputs``."""

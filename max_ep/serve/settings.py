@@ -163,7 +163,7 @@ def _timeout_s() -> float:
 
 
 def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
-    """Returns what a rank's MoE layers need beside weights and symmetric memory.
+    """Returns the bytes of a rank's MoE layers, without weights and symmetric memory.
 
     That is the rows it may receive: as dispatched, as gate and up, as their product,
     and as results. Layers run one after another and share these bytes.

@@ -76,7 +76,7 @@ class Region:
         self.hook_is_of_dispatch = False
 
     def connect(self, addresses: list[int]) -> None:
-        """Takes where every rank's part is."""
+        """Stores the address of every rank's part."""
         regions = (ctypes.c_uint64 * len(addresses))(*addresses)
         self.library.connect(self.handle, addressof(regions))
 
@@ -171,11 +171,11 @@ class Channel:
         self._n_taken = 0
 
     def next_region(self) -> Region:
-        """Returns the region whose turn it is."""
+        """Returns the next region."""
         return self.regions[(self._n_taken + 1) % len(self.regions)]
 
     def take(self, region: Region) -> object:
-        """Takes that region; returns an object that stands for this turn."""
+        """Takes the next region; returns an object that identifies this use."""
         self._n_taken += 1
         region.turn = object()
         return region.turn
@@ -261,7 +261,7 @@ class Communicator:
             raise RuntimeError(self.failure)
 
     def end(self, why: str) -> None:
-        """Makes calls raise; the memory is gone."""
+        """Makes later calls raise; the memory is freed."""
         self.failure, self.has_ended = why, True
 
     def exchange(self, what: str, note: Any = None) -> list[Any]:
@@ -344,7 +344,7 @@ class Communicator:
         return EventOverlap(event, used)
 
     def keep(self, tensors: Sequence[torch.Tensor | None], *streams: Any) -> None:
-        """Lets the allocator know what streams use; none: the current one."""
+        """Records for the allocator which streams use tensors; default: the current one."""
         for stream in streams or (torch.cuda.current_stream(self.device),):
             for tensor in tensors:
                 if tensor is not None:

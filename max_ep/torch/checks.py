@@ -33,7 +33,7 @@ def check_tensor(
     shape: tuple[int | None, ...],
     any_strides: bool = False,
 ) -> None:
-    """Raises unless a tensor is as a kernel takes it; None: any size."""
+    """Raises unless a tensor has this dtype and shape; None: any size."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"max_ep: {name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype != dtype:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepEP's small classes: events, and sizes of buffers."""
+"""DeepEP's helper classes: events, and sizes of buffers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration, as ``api.mojo`` names its parts."""
+    """A configuration, with the names of ``api.mojo``."""
 
     target: str  # "cpu", or a GPU's architecture such as "sm_90a"
     format: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles, and what comes with the rows of a low-latency dispatch: one int32 tensor.
+"""Handles, and the tables of a low-latency dispatch in one int32 tensor.
 
 Token and choice of each row ``[n_local, n_ranks * cap, 2]``, first row and rows of each
 source ``[n_local, n_ranks, 2]``, rows of each expert ``[n_local]``.
@@ -14,9 +14,9 @@ import torch
 
 
 class LazyTuple(Sequence[Any]):
-    """Reads as a tuple; its items are made when they are asked for.
+    """Behaves like a tuple; its items are made on first access.
 
-    It is none: `torch.compile` would take the items for those of the tuple.
+    It is not a tuple, because `torch.compile` would read the items of that tuple.
     """
 
     def items(self) -> tuple[Any, ...]:
@@ -34,14 +34,14 @@ class LazyTuple(Sequence[Any]):
 
 
 def scales_of_rows(scales: torch.Tensor) -> torch.Tensor:
-    """Shows scales ``[n_local, n, capacity]`` as ``[n_local, capacity, n]``."""
+    """Views scales ``[n_local, n, capacity]`` as ``[n_local, capacity, n]``."""
     if scales.shape[1] == 1:  # dense, so that it can be viewed as bytes
         return scales.view(scales.shape[0], scales.shape[2], 1)
     return scales.transpose(1, 2)
 
 
 def n_table_words(n_local: int, n_ranks: int, cap: int) -> int:
-    """Returns how large it is."""
+    """Returns the number of words of that tensor."""
     return n_local * (2 * n_ranks * cap + 2 * n_ranks + 1)
 
 
