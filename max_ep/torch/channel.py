@@ -344,7 +344,7 @@ class Communicator:
         return EventOverlap(event, used)
 
     def keep(self, tensors: Sequence[torch.Tensor | None], *streams: Any) -> None:
-        """Records for the allocator which streams use tensors; default: the current one."""
+        """Records for the allocator which streams use tensors; none: the current."""
         for stream in streams or (torch.cuda.current_stream(self.device),):
             for tensor in tensors:
                 if tensor is not None:
