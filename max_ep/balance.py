@@ -64,7 +64,7 @@ class Placement:
         return np.stack(of_layers).astype(np.int32)
 
     def log2phy(self, max_replicas: int = 0) -> np.ndarray:
-        """Returns the physical experts of each logical one; -1 behind the last.
+        """Returns the physical experts of each logical one; -1 after the last.
 
         They are int32 ``[n_layers, n_logical, max_replicas]``; 0: as many as needed.
         """

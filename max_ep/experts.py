@@ -38,7 +38,7 @@ def grouped_matmul(
         expert_ids: ``[n_local_experts]`` int32, from dispatch.
 
     Returns:
-        ``[n_rows, n]``; rows behind ``row_offsets[-1]`` are undefined.
+        ``[n_rows, n]``; rows from ``row_offsets[-1]`` on are undefined.
 
     Raises:
         TypeError: If the dtypes are not those.
@@ -75,7 +75,7 @@ def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
 def fused_silu(rows: TensorValue, row_offsets: TensorValue) -> TensorValue:
     """Computes ``silu(gate) * up`` of rows that hold gate, then up, on the CPU.
 
-    Returns ``[n_rows, moe_dim]``; rows behind ``row_offsets[-1]`` are undefined.
+    Returns ``[n_rows, moe_dim]``; rows from ``row_offsets[-1]`` on are undefined.
     """
     return _rows_of("fused_silu", rows.shape[1] // 2, rows, row_offsets)
 
@@ -89,7 +89,7 @@ def grouped_gate_up(
     """Computes ``silu(x @ gate.T) * (x @ up.T)``, on GPUs in one op.
 
     The arguments are those of :func:`grouped_swiglu`. Returns ``[n_rows, moe_dim]``;
-    rows behind ``row_offsets[-1]`` are undefined.
+    rows from ``row_offsets[-1]`` on are undefined.
     """
     if rows.device.is_cpu():
         both = grouped_matmul(rows, gate_up, row_offsets, expert_ids)

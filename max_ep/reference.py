@@ -55,7 +55,7 @@ def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
 class DispatchResult:
     """What dispatch delivers to one rank.
 
-    The tensors of MAX's `ep_dispatch_wait`, without the rows behind those that arrived,
+    The tensors of MAX's `ep_dispatch_wait`, without the rows after those that arrived,
     and `src_ranks`, which a rank knows from the peers' counts.
     """
 
@@ -153,7 +153,7 @@ def dispatch(
 class PaddedResult:
     """What dispatch delivers to one rank whose experts have rows of their own.
 
-    As DeepEP's low-latency dispatch, `packed_recv_*`. Rows behind `recv_counts` are
+    As DeepEP's low-latency dispatch, `packed_recv_*`. Rows after `recv_counts` are
     undefined; here they are zero.
     """
 

@@ -124,7 +124,7 @@ def call_ep_dispatch_wait(
         ``output_scales`` ``[hidden_size / 128, max_recv_tokens]`` float32,
         ``row_offsets`` ``[n_local_experts + 1]`` uint32, ``expert_ids``
         ``[n_local_experts]`` int32, ``src_info`` ``[max_recv_tokens, 2]``
-        int32 (token, choice). Rows behind ``row_offsets[-1]`` are undefined.
+        int32 (token, choice). Rows from ``row_offsets[-1]`` on are undefined.
 
         With ``fused_shared_expert`` there are ``max_tokens_per_rank`` more rows. This
         rank's own tokens come first, in the wire's format, with choice -1. They are
@@ -138,11 +138,11 @@ def call_ep_dispatch_wait(
         ``[n_local_experts]`` int32, ``src_info`` ``[n_local_experts, capacity,
         2]`` int32 and ``recv_ranges`` ``[n_local_experts, n_ranks, 2]`` int32:
         of each source rank's rows the first, within the expert's, and how many.
-        Rows behind ``recv_counts`` are undefined.
+        Rows after ``recv_counts`` are undefined.
 
         With :class:`AllGatherConfig`, behind ``output_tokens``: the routing map
         ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32,
-        and the number of tokens of all ranks, ``[1]`` int32. Behind the last token
+        and the number of tokens of all ranks, ``[1]`` int32. After the last token
         the routing map is -1, and probabilities are 0.
     """
     if num_tokens is not None:

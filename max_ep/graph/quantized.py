@@ -28,7 +28,7 @@ def dequantize(rows: TensorValue, scales: TensorValue, config: EPConfig) -> Tens
         config: The group.
 
     Returns:
-        float32 ``[..., hidden]``; behind the last row that arrived undefined.
+        float32 ``[..., hidden]``; rows after the last received one are undefined.
 
     Raises:
         TypeError: If the dtypes are not those.

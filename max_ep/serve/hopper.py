@@ -106,7 +106,7 @@ def linear_anywhere(
 
 
 def product_anywhere(x: TensorValue, other: Any) -> TensorValue:
-    """Replaces ``x @ other``: on whole tiles, where MAX's writes behind its result."""
+    """Replaces ``x @ other``: on whole tiles, where MAX writes past its result."""
     are_matrices = x.rank == 2 and getattr(other, "rank", None) == 2
     if are_matrices and _is_concerned(x):
         return product_of_whole_tiles(x, other)

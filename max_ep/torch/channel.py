@@ -175,7 +175,7 @@ class Channel:
         return self.regions[(self._n_taken + 1) % len(self.regions)]
 
     def take(self, region: Region) -> object:
-        """Takes the next region; returns an object that identifies this use."""
+        """Marks a region as used; returns an object that identifies this use."""
         self._n_taken += 1
         region.turn = object()
         return region.turn

@@ -66,7 +66,7 @@ class NormalHandle(LazyTuple):
     cap: int
     """Tokens of a rank that the channels hold."""
     n_scales: int
-    """Scales of a row, as int32 words; behind them ids and weights."""
+    """Scales of a row, as int32 words; then ids and weights."""
     top_k: int
     n_words: int
     """All words that go with a row: whole 16 bytes."""

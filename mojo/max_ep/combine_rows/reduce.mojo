@@ -120,7 +120,7 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
 
     @always_inline
     def _batch(self, first: Int) -> Tuple[_Choices, _Weights]:
-        """Hands some choices and weights to all lanes; none behind the last."""
+        """Hands some choices and weights to all lanes; none after the last."""
         comptime assert WARP_SIZE % ROWS_IN_FLIGHT == 0, "no lane to ask"
         var choices = _Choices(NO_EXPERT)
         var weights = _Weights(0)

@@ -198,7 +198,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
         comptime n_weights = min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
         var n_of_own = Array[UInt32, n_own](fill=0)
         for first in range(me, self.n_choices, n_at_once * num_threads):
-            # All loads at once; there is nothing behind the last choice.
+            # All loads at once; there is nothing after the last choice.
             var ids = Array[Int32, n_at_once](fill=0)
             var weights = Array[Float32, n_weights](fill=0)
             comptime for i in range(n_at_once):

@@ -20,9 +20,9 @@ struct PlainRows(OutputRows):
     var tokens: BytePointer
     """Rows, `[n_rows_max][hidden_size]` in the wire's element type."""
     var expert_ids: Pointer[Int32, MutUntrackedOrigin]
-    """All-gather: routing map, `[n_rows_max][router_top_k]`; behind the last row, -1."""
+    """All-gather: routing map, `[n_rows_max][router_top_k]`; after the last row, -1."""
     var probs: Pointer[Float32, MutUntrackedOrigin]
-    """All-gather: probabilities, `[n_rows_max][router_top_k]`; behind the last row, 0."""
+    """All-gather: probabilities, `[n_rows_max][router_top_k]`; after the last row, 0."""
     var n_gathered: Pointer[Int32, MutUntrackedOrigin]
     """All-gather: `[1]`, number of rows."""
 

@@ -42,7 +42,7 @@ trait ScaledRows(OutputRows):
 
         Parameters:
             scale_type: An unsigned integer of the scale's size.
-            n: How many; those behind the last block of the row are left out.
+            n: How many; those after the last block of the row are left out.
             n_blocks: Scales of a row.
 
         Args:
