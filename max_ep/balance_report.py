@@ -28,7 +28,8 @@ def run_balance(options: argparse.Namespace) -> int:
                 raise ValueError(
                     f"{options.current} is for {len(before.phy2log)} layers, "
                     f"{before.phy2log.shape[1]} experts and {before.n_ranks} ranks, "
-                    f"the statistics for {n_layers}, {n_experts} and {n_ranks}"
+                    f"the statistics for {n_layers}, {n_experts} and {n_ranks}; if "
+                    "they were measured without replicas, omit --current"
                 )
             n_replicas = n_experts - before.n_logical
             counts = before.logical_counts(counts)

@@ -86,7 +86,7 @@ class Region:
         self._launch(self.library.dispatch, form, addressof(self._arguments))
 
     def combine(self, form: int, *arguments: int) -> None:
-        """Likewise, with the fields of ``CombineArguments``."""
+        """Launches a combine, with the fields of ``CombineArguments``."""
         _FIVE.pack_into(self._arguments, 0, *arguments)
         self._launch(self.library.combine, form, addressof(self._arguments))
 

@@ -190,7 +190,7 @@ class LowLatency:
             use_logfmt: Not supported.
             zero_copy: Whether rows are in ``get_next_low_latency_combine_buffer``.
             async_finish: As in dispatch.
-            return_recv_hook: Likewise.
+            return_recv_hook: As in dispatch.
             out: bfloat16 ``[n_tokens, hidden]``, for the result; None: a new one.
             combine_wait_recv_cost_stats: As in dispatch.
 

@@ -183,7 +183,7 @@ class Normal:
             is_token_in_rank: bool ``[n_tokens, n_ranks]``.
             num_tokens_per_expert: int32 ``[n_experts]``.
             topk_idx: int64 ``[n_tokens, top_k]``, to be sent with the tokens.
-            topk_weights: float32 ``[n_tokens, top_k]``, likewise.
+            topk_weights: float32 ``[n_tokens, top_k]``; sent with ``topk_idx``.
             expert_alignment: The counts returned are rounded up to multiples of it.
             num_worst_tokens: Rows to return; the host then waits for nothing, and the
                 counts are empty. At least ``n_ranks`` times the most tokens of a rank.

@@ -96,7 +96,7 @@ def _at[T: AnyType](address: Int) -> Pointer[T, MutUntrackedOrigin]:
 
 @always_inline
 def _imm[T: AnyType](address: Int) -> Pointer[T, ImmUntrackedOrigin]:
-    """Likewise, for reading."""
+    """Takes an address for reading."""
     return {unsafe_from_address = Int(_at[T](address))}
 
 

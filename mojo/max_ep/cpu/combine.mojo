@@ -8,8 +8,8 @@ That rank adds the rows of a token in choice order:
     result = acc, rounded to the combine dtype
     result = result + shared[token], rounded again    with a fused shared expert
 
-Sums: each owner (a rank that holds experts of the token) adds its rows likewise, and
-sends that sum, rounded once to the partial dtype. The source starts with its own sum,
+Sums: each owner (a rank that holds experts of the token) adds its rows in the same
+way, and sends that sum, rounded once to the partial dtype. The source starts with its own sum,
 which is not sent and not rounded, and adds those of the other ranks in order of rank.
 `dispatch_wait` has recorded the rows and weights.
 

@@ -264,7 +264,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_readers[is_combine: Bool](self, phase: Int) -> Bool:
-        """Waits likewise for by-rank ranks, unless an earlier launch has seen it."""
+        """Waits for readers by rank, unless an earlier launch has seen them done."""
         var generation = self._sent[is_combine]()
         var drained = self.before.dispatch_drained
         comptime if is_combine:
