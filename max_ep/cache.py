@@ -119,9 +119,9 @@ def _take(fd: int, what: str) -> bool:
                 return False
             fcntl.flock(fd, fcntl.LOCK_UN)
         now = time.monotonic()
-        if now > report_at:
+        # Empty while the holder writes its name.
+        if now > report_at and (maker := os.pread(fd, 64, 0).decode()):
             report_at = now + _REPORT_EVERY_S
-            maker = os.pread(fd, 64, 0).decode()
             _report(f"{maker} to compile {what} ({now - begin:.0f} s)")
         if now - begin > _PATIENCE_S:
             _report(f"{what} no longer, and compiles it, too")

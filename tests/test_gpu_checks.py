@@ -75,7 +75,8 @@ def test_dispatched_rows(filled_to):
     rows = torch.full((begins[-1] + 3, SHAPE.hidden_size), 7, dtype=torch.bfloat16)
     for begin, part in zip(begins, parts):
         rows[begin : begin + len(part)] = x_all[torch.from_numpy(part)]
-    good = Delivered(rows, None, torch.from_numpy(begins), torch.from_numpy(order))
+    tables = torch.from_numpy(begins), torch.from_numpy(order)
+    good = Delivered("bfloat16", rows, None, *tables)
 
     def check(got: Delivered, filled_to: int = filled_to) -> None:
         expected = numbers, routes.row_offsets[0], x_all
