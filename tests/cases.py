@@ -233,7 +233,7 @@ ON_REQUEST = (
     "padded_fp8_each smallest_by_rank smallest_sums "
     "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
     "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums "
-    "tiles_nvfp4 tiles_mxfp8_by_rank "
+    "mxfp8 mxfp4 mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank "
     "last_rank_empty_sums"
 ).split()
 
@@ -253,7 +253,6 @@ def features(case: Case) -> set[tuple]:
         ranks=case.n_ranks if case.n_ranks in (1, 5) else "some",
         last_rank="full" if n_last == case.n_local_experts else n_last > 0,
         top_k=case.top_k if case.top_k in (1, MAX_TOP_K) else "some",
-        wire=(case.wire, case.tokens),
         scales=case.scales,
         layout=(case.output_layout, case.fused_shared_expert, case.is_quantized),
         scale_layout=case.scale_layout if case.is_quantized else None,
@@ -262,7 +261,11 @@ def features(case: Case) -> set[tuple]:
         layout=(case.output_layout, case.fused_shared_expert),
         dtype=(case.combine, case.sends_rows_back, case.partial_dtype),
     )
+    # The numbers of a block-scaled format do not depend on the protocol.
+    is_block_scaled = case.wire in ("mxfp8", "nvfp4", "mxfp4")
+    wire_of = "all" if is_block_scaled else case.protocol
     return {
+        (wire_of, "wire", case.wire, case.tokens),
         *((case.protocol, *of) for of in of_dispatch.items()),
         *((case.combine_mode, case.protocol, *of) for of in of_combine.items()),
     }

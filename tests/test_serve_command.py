@@ -106,7 +106,7 @@ def test_refusals(gpus, config, words, text, machine, tmp_path, capsys):
 
 
 def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["serve", str(tmp_path)]) == 1
     assert "has no config.json" in capsys.readouterr().err
     assert cli.main(["serve", "nobody/nothing"]) == 1

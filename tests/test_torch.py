@@ -22,16 +22,20 @@ from max_ep import LaunchError, cli, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("all_cores")
-slow = pytest.mark.skipif(
-    "MAX_EP_ALL_CASES" not in os.environ, reason="slow; make test-all has it"
-)
+ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
+slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
 
+# Each number of ranks compiles kernels of its own for them.
+NORMAL = ["normal"] * ALL_CASES
 HEALTHY = ["low_latency", "in_flight", "compiled", "normal", "arguments"]
 RUNS = {
-    1: (["low_latency", "in_flight"], ["bf16"]),
+    1: (["low_latency", "in_flight", *NORMAL], ["bf16"]),
     2: ([*HEALTHY, "normal_fp8"], ["bf16", "round", "ue8m0"]),
-    4: (["low_latency", "stopped", "other_arguments", "late"], ["bf16", "fp8"]),
-    8: (["low_latency", "normal"], ["bf16"]),
+    4: (
+        ["low_latency", *NORMAL, "stopped", "other_arguments", "late"],
+        ["bf16", "fp8"],
+    ),
+    8: (["low_latency", *NORMAL], ["bf16"]),
 }
 
 
@@ -153,7 +157,7 @@ def test_no_max_is_loaded() -> None:
     assert subprocess.run(program, env=dict(os.environ)).returncode == 0
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=slow) for n in (1, 4))])
 def test_misuse(on_cpu: None, n_ranks: int, tmp_path: Path) -> None:
     before = segments()
     launch(torch_misuse.member, n_ranks, (n_ranks, str(tmp_path / "store")))
