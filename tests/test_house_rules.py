@@ -260,6 +260,7 @@ RETIRED = {
     r"(?i)\bexpert_slots\b": "by_expert",
     r"(?i)\brank_slots\b": "by_rank",
     r"(?i)\bun-?reduced\b|\breduced combine\b|\bis_reduced\b": "rows, sums",
+    r"(?i)\broom for\b": "hold, fit",
     r"(?i)\blikewise\b": "in the same way, or the thing itself",
     r"\b(hence|thereby|wherein|whence|ought|in vain)\b": "plain English",
 }

@@ -253,7 +253,7 @@ def test_many_experts_share_a_bar():
 
 
 def test_many_ranks_stand_one_below_another():
-    """24 ranks need 24 columns of 9 characters; a line has room for eight."""
+    """24 ranks need 24 columns of 9 characters; eight fit in a line."""
     ns = np.full((1, 24, 24), 12_345_600)
     lines = Statistics(ns, ns, np.ones((1, 24, 2), np.int32), 48).text().splitlines()
     assert max(map(len, lines)) <= 80
@@ -273,7 +273,7 @@ def test_what_does_not_fit_together():
 
 
 def test_experts_that_there_are_not():
-    """Three on two ranks: the second has room for two, and one."""
+    """Three on two ranks: the second holds two at most, and has one."""
     good = some_statistics()
     said = Statistics(good.dispatch_ns, good.combine_ns, good.received, 3).text()
     assert "received: 18 rows, 3 experts, the fullest has 1.3 times the mean" in said

@@ -14,7 +14,7 @@ comptime _N_WARPS = 4
 comptime _BLOCKS_PER_SM = 3
 """Blocks of a multiprocessor that the registers allow."""
 comptime MAX_GROUPS = 3840
-"""Groups that shared memory has room for."""
+"""Groups whose counts fit in shared memory."""
 
 
 def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16]):

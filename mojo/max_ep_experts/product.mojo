@@ -32,7 +32,7 @@ struct GroupedProduct[dtype: DType](DevicePassable, TrivialRegisterPassable):
     var n_groups: Int
     """Number of groups."""
     var n_rows: Int
-    """Rows that `x` and `y` have room for."""
+    """Rows of `x` and of `y`, used or not."""
     var n_experts: Int
     """Number of weights."""
     var n: Int

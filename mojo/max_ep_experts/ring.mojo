@@ -16,7 +16,7 @@ from .tiles import BlockTile, BM, BN
 
 comptime N_STAGES = 4
 comptime MAX_GROUPS = 2048
-"""Groups that the two tables have room for."""
+"""Groups whose counts fit in each of the two tables."""
 comptime ROW_BYTES = K_STEP * 2
 """Bytes of a row of a stage: what a swizzle spans."""
 comptime _ALIGNMENT = 1024
