@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from max_ep import reference
-
-FP8_BLOCK = 128
-"""Channels that share one float32 scale on the wire."""
+from max_ep.formats import BY_SHORT_NAME
 
 TAG_COLUMNS = 16
 """Leading columns of a token whose signs spell its number in the group."""
@@ -44,10 +42,6 @@ SHAPES = {
 
 DTYPES = ("bfloat16", "fp8", "mxfp8", "nvfp4", "mxfp4")
 """Formats of dispatch, by the names of ``max_ep.formats``; combine is bfloat16."""
-
-_ROW_OF = {"fp8": (8, 128, 4), "mxfp8": (8, 32, 1), "nvfp4": (4, 16, 1)}
-_ROW_OF["mxfp4"] = (4, 32, 1)
-"""Bits of a value, values of a block, bytes of its scale."""
 
 ROUTINGS = ("uniform", "zipf")
 """``zipf``: expert ``e`` is ``1 / (e + 1)`` as likely as expert 0."""
@@ -325,12 +319,10 @@ def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
 
 def row_bytes(shape: Shape, dtype: str) -> tuple[int, int]:
     """Returns the bytes of a row in dispatch and in combine: elements and scales."""
-    combine = 2 * shape.hidden_size
-    if dtype == "bfloat16":
-        return combine, combine
-    bits, block, scale_bytes = _ROW_OF[dtype]
-    n_bytes = shape.hidden_size * bits // 8 + shape.hidden_size // block * scale_bytes
-    return n_bytes, combine
+    of, hidden = BY_SHORT_NAME[dtype], shape.hidden_size
+    values = of.row_columns(hidden) * of.dtype.size_in_bytes
+    scales = of.n_scales(hidden) * of.scale_dtype.size_in_bytes
+    return values + scales, 2 * hidden
 
 
 def rows_between(shape: Shape, ids: list[np.ndarray], scheme: str) -> np.ndarray:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from max_ep import reference
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_SHORT_NAME, FP8_BLOCK
 
-from .cases import FP8_BLOCK, TAG_COLUMNS, Shape, expert_row
+from .cases import TAG_COLUMNS, Shape, expert_row
 
 _CHUNK_ROWS = 8192
 _SAMPLE = 32

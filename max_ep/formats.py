@@ -37,41 +37,38 @@ MX_BLOCK = 32
 
 def blockwise_fp8_quant_config() -> QuantConfig:
     """Returns the ``dispatch_quant_config`` of blockwise FP8 dispatch."""
-    return QuantConfig(
-        input_scale=InputScaleSpec(
-            granularity=ScaleGranularity.BLOCK,
-            origin=ScaleOrigin.DYNAMIC,
-            dtype=DType.float32,
-            block_size=(1, FP8_BLOCK),
-        ),
-        weight_scale=WeightScaleSpec(
-            granularity=ScaleGranularity.BLOCK,
-            dtype=DType.float32,
-            block_size=(FP8_BLOCK, FP8_BLOCK),
-        ),
-        mlp_quantized_layers=set(),
-        attn_quantized_layers=set(),
-        format=QuantFormat.BLOCKSCALED_FP8,
-    )
+    blocks = (1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)
+    return _quant_config(QuantFormat.BLOCKSCALED_FP8, DType.float32, *blocks)
 
 
 def mxfp8_quant_config() -> QuantConfig:
     """Returns the ``dispatch_quant_config`` of MXFP8 dispatch."""
+    blocks = (1, MX_BLOCK), (1, MX_BLOCK)
+    return _quant_config(QuantFormat.MXFP8, DType.float8_e8m0fnu, *blocks)
+
+
+def _quant_config(
+    format: QuantFormat,
+    scale_dtype: DType,
+    input_block: tuple[int, int],
+    weight_block: tuple[int, int],
+) -> QuantConfig:
+    """Makes a config of blocks whose scales are computed when tokens are sent."""
     return QuantConfig(
         input_scale=InputScaleSpec(
             granularity=ScaleGranularity.BLOCK,
             origin=ScaleOrigin.DYNAMIC,
-            dtype=DType.float8_e8m0fnu,
-            block_size=(1, MX_BLOCK),
+            dtype=scale_dtype,
+            block_size=input_block,
         ),
         weight_scale=WeightScaleSpec(
             granularity=ScaleGranularity.BLOCK,
-            dtype=DType.float8_e8m0fnu,
-            block_size=(1, MX_BLOCK),
+            dtype=scale_dtype,
+            block_size=weight_block,
         ),
         mlp_quantized_layers=set(),
         attn_quantized_layers=set(),
-        format=QuantFormat.MXFP8,
+        format=format,
     )
 
 
@@ -103,8 +100,6 @@ class TokenFormat:
     """Elements that share a scale; 0: there are no scales."""
     scale_dtype: DType = DType.float32
     """Of the scales."""
-    scale_layouts: tuple[str, ...] = ()
-    """``EPConfig.scale_layout`` that it can have, the default first."""
     make_quant_config: Callable[[], QuantConfig] | None = None
     """Makes the ``dispatch_quant_config`` that it needs; None: it takes none."""
     quantize: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
@@ -128,6 +123,13 @@ class TokenFormat:
     def n_scales(self, hidden_size: int) -> int:
         """Returns the scales of a row."""
         return hidden_size // self.scale_block if self.is_quantized else 0
+
+    @property
+    def scale_layouts(self) -> tuple[str, ...]:
+        """Each ``EPConfig.scale_layout`` that it can have, the default first."""
+        if self.has_float_scales:
+            return ("transposed", "rows")
+        return ("rows", "transposed", "tiles") if self.is_quantized else ()
 
     @property
     def has_float_scales(self) -> bool:
@@ -156,7 +158,7 @@ class TokenFormat:
             if given is not None:
                 raise ValueError(
                     f"dispatch_quant_config given with dispatch_dtype={self.dtype}; "
-                    "pass None, or dispatch_dtype=float8_e4m3fn"
+                    "pass None, or the dispatch_dtype that it quantizes to"
                 )
             return
         maker = f"max_ep.{self.make_quant_config.__name__}()"
@@ -187,7 +189,6 @@ FORMATS = (
         DType.float8_e4m3fn,
         PLAIN_DTYPES,
         scale_block=FP8_BLOCK,
-        scale_layouts=("transposed", "rows"),
         make_quant_config=blockwise_fp8_quant_config,
         quantize=quantize.quantize_blockwise_fp8,
         widen_values=quantize.float8_e4m3fn_to_float32,
@@ -199,7 +200,6 @@ FORMATS = (
         PLAIN_DTYPES,
         scale_block=MX_BLOCK,
         scale_dtype=DType.float8_e8m0fnu,
-        scale_layouts=("rows", "transposed", "tiles"),
         make_quant_config=mxfp8_quant_config,
         quantize=quantize.quantize_mxfp8,
         widen_values=quantize.float8_e4m3fn_to_float32,
@@ -213,7 +213,6 @@ FORMATS = (
         values_per_byte=2,
         scale_block=NVFP4_BLOCK_SIZE,
         scale_dtype=DType.float8_e4m3fn,
-        scale_layouts=("rows", "transposed", "tiles"),
         make_quant_config=nvfp4_quant_config,
         quantize=quantize.quantize_nvfp4,
         widen_values=quantize.float4_e2m1fn_to_float32,
@@ -227,7 +226,6 @@ FORMATS = (
         values_per_byte=2,
         scale_block=MX_BLOCK,
         scale_dtype=DType.float8_e8m0fnu,
-        scale_layouts=("rows", "transposed", "tiles"),
         make_quant_config=mxfp4_quant_config,
         quantize=quantize.quantize_mxfp4,
         widen_values=quantize.float4_e2m1fn_to_float32,

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from max_ep import cli
+from max_ep.serve_command import _SUPPORTED
 
 QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
@@ -111,6 +114,24 @@ def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, capsys):
     assert "has no config.json" in capsys.readouterr().err
     assert cli.main(["serve", "nobody/nothing"]) == 1
     assert "the Hugging Face hub does not give it" in capsys.readouterr().err
+
+
+def test_what_is_supported_is_said_once():
+    """The documents' table, the command's, and what MAX registers."""
+    from max_ep.serve import ARCHITECTURES
+
+    assert {a.name for a in ARCHITECTURES} == set(_SUPPORTED)
+    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    rows = re.findall(
+        r"^\| (\S+) \| (yes|no)\b(.*)\| (yes|no)\b(.*)\| (yes|no)\b", page, re.M
+    )
+    said = {name.replace("-", "").lower(): (a, b, c) for name, a, _, b, _, c in rows}
+    assert said == {
+        name.removesuffix("ForCausalLM").lower(): tuple(
+            "yes" if goes else "no" for goes in astuple(support)
+        )
+        for name, support in _SUPPORTED.items()
+    }
 
 
 def test_no_max_is_loaded():

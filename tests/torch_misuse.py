@@ -92,21 +92,18 @@ def handles(buffer: Buffer) -> None:
     layout = layout_of(buffer, ids)
     received, *_, of_normal, _ = buffer.dispatch(x, **layout)
     other = open_buffer()
-    for call in (
-        lambda: other.combine(received, of_normal),
-        lambda: other.dispatch(x, handle=of_normal),
-        lambda: combine(other, rows, second),
+    for where, normal, low_latency, said in (
+        (other, of_normal, second, "handle is of another Buffer"),
+        (buffer, second, of_normal, "handle is not one that"),
     ):
-        with pytest.raises(ValueError, match="handle is of another Buffer"):
-            call()
+        for call in (
+            lambda b=where, h=normal: b.combine(received, h),
+            lambda b=where, h=normal: b.dispatch(x, handle=h),
+            lambda b=where, h=low_latency: combine(b, rows, h),
+        ):
+            with pytest.raises(ValueError, match=said):
+                call()
     other.destroy()
-    for call in (
-        lambda: buffer.combine(received, second),
-        lambda: buffer.dispatch(x, handle=second),
-        lambda: combine(buffer, rows, of_normal),
-    ):
-        with pytest.raises(ValueError, match="handle is not one that"):
-            call()
     buffer.reset()
     with pytest.raises(ValueError, match="handle is too old: .* or reset()"):
         combine(buffer, rows, second)
