@@ -122,7 +122,12 @@ def fits_gpu(weight: TensorValue) -> bool:
     n, k = weight.shape[-2:]
     if not (isinstance(n, StaticDim) and isinstance(k, StaticDim)):
         return False
-    return int(n) % GPU_COLUMNS == 0 and int(k) % GPU_K_STEP == 0
+    return gpu_takes(int(n), int(k))
+
+
+def gpu_takes(n: int, k: int) -> bool:
+    """Returns whether the GPU kernels support weights of ``n`` rows, ``k`` columns."""
+    return n % GPU_COLUMNS == 0 and k % GPU_K_STEP == 0
 
 
 def _rows_of(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers: the op's choice against the oracle, and both against transformers.
 
-And MiniMax-M2's in plain ops, which CPUs have.
+And MiniMax-M2's in plain ops, which CPUs have. The tests on GPUs need no package of
+``max[serve]``.
 """
 
 import re
@@ -14,15 +15,11 @@ import torch
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Dim, Graph, Module, TensorType
-from transformers import MiniMaxM2Config, Qwen3MoeConfig
-from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from max_ep import Replicas, balance_ids, reference, softmax_top_k
 from max_ep.balance import plan
 from max_ep.extension import run_mojo
 from max_ep.graph import routing
-from max_ep.serve.minimax_m2 import MiniMaxM2Gate
 
 N_EXPERTS, TOP_K = 12, 4
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_routing.mojo"
@@ -91,6 +88,8 @@ def check_balance(model: Model, n_tokens: int, device: str) -> None:
 
 def add_graphs(module: Module) -> None:
     """Adds routers of given logits."""
+    from max_ep.serve.minimax_m2 import MiniMaxM2Gate
+
     cpu = DeviceRef.CPU()
     for name in CHOICES:
         choice_graph(name, cpu, module=module)
@@ -111,6 +110,9 @@ def add_graphs(module: Module) -> None:
 
 def test_router_is_that_of_transformers(one_module):
     """Choices are made with the bias, and weighed without it."""
+    from transformers import MiniMaxM2Config
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(300, N_EXPERTS)).astype(np.float32)
     # As large as the differences of scores, so that it matters.
@@ -207,6 +209,9 @@ def choices_on_gpu(gpu_session: InferenceSession) -> dict[str, Model]:
 
 
 def test_oracles_choice_is_that_of_transformers():
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
     logits = draw_logits(128, DType.float32)[:100]
     for renormalize in (False, True):
         config = Qwen3MoeConfig(

@@ -393,6 +393,18 @@ def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt():
     assert planned == 4 * of_a_rank
 
 
+@pytest.mark.parametrize(
+    "target, moe_dim, n_held", [("gpu", 64, 64), ("gpu", 96, 288), ("cpu", 64, 192)]
+)
+def test_the_plan_has_gate_and_up_where_they_are_stored(target, moe_dim, n_held):
+    """On GPUs one kernel multiplies them, if it takes their sizes."""
+    config = SimpleNamespace(
+        target=target, n_output_rows=10, dispatch_dtype=DType.bfloat16
+    )
+    shape = MoeShape(hidden_size=128, n_experts=16, top_k=4, moe_dim=moe_dim)
+    assert activation_bytes(config, shape) == 10 * (2 * 128 + n_held) * 2
+
+
 def test_gpus_that_do_not_divide_the_experts():
     """There ``--ep-size`` follows from the GPUs: others must be served on."""
     flags = _flags(64, True)

@@ -188,7 +188,7 @@ def make_checkpoint(
     tokenizer.save_pretrained(folder)
     common = dict(
         vocab_size=len(tokenizer),
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

@@ -16,6 +16,7 @@ from max.dtype import DType
 from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
 from .. import EPConfig
+from ..experts import gpu_takes
 from ..limits import MAX_TIMEOUT_S, PROTOCOLS
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
@@ -165,8 +166,11 @@ def _timeout_s() -> float:
 def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
     """Returns the bytes of a rank's MoE layers, without weights and symmetric memory.
 
-    That is the rows it may receive: as dispatched, as gate and up, as their product,
-    and as results. Layers run one after another and share these bytes.
+    That is the rows it may receive: as dispatched, as products of gate and up, and as
+    results. Where one kernel has all of SwiGLU, on GPUs, gate and up are not stored.
+    Layers run one after another and share these bytes.
     """
-    per_row = 2 * shape.hidden_size + 3 * shape.moe_dim
+    sizes = (2 * shape.moe_dim, shape.hidden_size), (shape.hidden_size, shape.moe_dim)
+    is_one_kernel = config.target == "gpu" and all(gpu_takes(*size) for size in sizes)
+    per_row = 2 * shape.hidden_size + (1 if is_one_kernel else 3) * shape.moe_dim
     return config.n_output_rows * per_row * config.dispatch_dtype.size_in_bytes
