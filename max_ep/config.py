@@ -26,6 +26,7 @@ from .limits import (
     MAX_RANKS,
     MAX_TIMEOUT_S,
     MAX_TOP_K,
+    ON_TIMEOUT,
     OUTPUT_LAYOUTS,
     PROTOCOLS,
     SCALE_LAYOUTS,
@@ -122,6 +123,11 @@ class EPConfig:
     timeout_s: float = 30.0
     """How long a launch waits for its peers before it fails. Where all ranks of the
     group run one after another, nothing waits (``timeout_ms`` is 0)."""
+    on_timeout: str = "raise"
+    """What a wait does that is not met in time. ``"raise"``: it fails. ``"mask"``: the
+    missing rank is masked, and the others go on without its experts and its tokens
+    (docs/fault_tolerance.md). Rows of combine then take ``n_ranks`` times the memory.
+    """
     fp8_power_of_two_scales: bool = False
     """Round FP8 scales up to powers of two."""
     ranks_per_gpu: int = 1
@@ -232,6 +238,11 @@ class EPConfig:
         return self.combine_mode == "sums"
 
     @property
+    def masks(self) -> bool:
+        """Whether ranks mask a peer that is late."""
+        return self.on_timeout == "mask"
+
+    @property
     def is_by_rank(self) -> bool:
         """Whether dispatch sends a token once per rank, for all its experts there."""
         return self.protocol == "by_rank"
@@ -317,6 +328,7 @@ class EPConfig:
             self.top_k,
             *self.axes,
             self.router_top_k,
+            self.on_timeout,
         )
 
     def get_max_recv_tokens(self) -> int:
@@ -352,6 +364,7 @@ def _check_choices(config: EPConfig) -> None:
         ("combine_mode", COMBINE_MODES),
         ("output_layout", OUTPUT_LAYOUTS),
         ("scale_layout", ("auto", *SCALE_LAYOUTS)),
+        ("on_timeout", ON_TIMEOUT),
     ):
         value = getattr(config, field)
         if value not in choices:
@@ -431,6 +444,10 @@ def _check_sizes(config: EPConfig) -> None:
             "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
         )
     n_pairs = config.n_local_experts * config.n_ranks
+    if config.masks and (config.uses_shmem or config.router_top_k):
+        raise ValueError(
+            "on_timeout='mask' is for one host, and not for an all-gather; pass 'raise'"
+        )
     if config.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
         raise ValueError(
             f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "
@@ -541,46 +558,3 @@ def _check_protocol(config: EPConfig) -> None:
             f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
             "combine_mode='rows')"
         )
-
-
-def estimate_ep_memory_usage(
-    *,
-    hidden_size: int,
-    dispatch_dtype: DType,
-    combine_dtype: DType,
-    max_tokens_per_rank: int,
-    n_experts: int,
-    n_nodes: int,
-    n_gpus_per_node: int,
-    top_k: int,
-    use_allreduce: bool = False,
-    dispatch_element_dtype: DType | None = None,
-) -> int:
-    """Returns the bytes of one rank's symmetric region, with ``protocol="auto"``.
-
-    The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
-    ``use_allreduce`` must be False. Of several formats of one dtype it is the
-    first in :data:`max_ep.formats.FORMATS`. A node is a host with GPUs, as there, and
-    what SHMEM puts from is not counted. ``max-ep plan`` prints the parts.
-    """
-    packed = (None, DType.float4_e2m1fn) if dispatch_dtype == DType.uint8 else (None,)
-    if dispatch_element_dtype not in packed:
-        raise ValueError(
-            f"dispatch_element_dtype={dispatch_element_dtype} with dispatch_dtype="
-            f"{dispatch_dtype}: packed are float4_e2m1fn, in uint8; pass None"
-        )
-    make_quant_config = format_of(dispatch_dtype).make_quant_config
-    return EPConfig(
-        dispatch_dtype=dispatch_dtype,
-        combine_dtype=combine_dtype,
-        hidden_size=hidden_size,
-        top_k=top_k,
-        n_experts=n_experts,
-        max_tokens_per_rank=max_tokens_per_rank,
-        n_gpus_per_node=n_gpus_per_node,
-        n_nodes=n_nodes,
-        use_allreduce=use_allreduce,
-        dispatch_quant_config=make_quant_config() if make_quant_config else None,
-        target="cpu",
-        protocol="by_expert" if n_nodes > 1 else "auto",
-    ).estimate_memory_usage()

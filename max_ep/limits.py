@@ -19,6 +19,9 @@ OUTPUT_LAYOUTS = ("packed", "padded")
 SCALE_LAYOUTS = ("transposed", "rows", "tiles")
 """How the scales of dispatched rows may stand."""
 
+ON_TIMEOUT = ("raise", "mask")
+"""What a wait does that is not met in time."""
+
 # Tests compare these with `layout.mojo`.
 MAX_TOP_K = 32
 """Largest ``top_k``."""

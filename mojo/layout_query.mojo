@@ -4,9 +4,14 @@
 Arguments: bits of a dispatched element, elements that share a scale (0: there are
 no scales), bytes of a scale, bytes of a combine element, hidden_size, n_experts,
 n_ranks, max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), returns
-(rows, sums), router_top_k. Prints a line `name value` for each size.
+(rows, sums), router_top_k, on_timeout (raise, mask). Prints a line `name value` for each size.
 """
-from max_ep.counters import local_sync_counters_words, N_FAILURE_WORDS, Word
+from max_ep.counters import (
+    local_sync_counters_words,
+    masked_word,
+    N_FAILURE_WORDS,
+    Word,
+)
 from max_ep.layout import (
     Addressing,
     Group,
@@ -44,8 +49,10 @@ def main() raises:
         combine_msg_bytes=message_bytes(plain_token_bytes(hidden_size, Int(args[4]))),
         addressing=addressing,
         returns=Returns.SUMS if args[11] == "sums" else Returns.ROWS,
+        masks=args[13] == "mask",
     )
     print("counters_words", local_sync_counters_words(group))
+    print("masked_word", masked_word(group))
     print("failure_word", Word.FAILURE)
     print("n_failure_words", N_FAILURE_WORDS)
     print("setup_words", N_SETUP_WORDS)

@@ -118,7 +118,10 @@ def test_sizes_are_those_of_the_picture(name):
         "n_failure_words": ("N_FAILURE_WORDS", "max_ep/counters.mojo"),
     }
     want |= {field: mojo_constant(*where) for field, where in constants.items()}
-    rest = {field: sizes.pop(field) for field in ("counters_words", "protocol")}
+    rest = {
+        field: sizes.pop(field)
+        for field in ("counters_words", "masked_word", "protocol")
+    }
     assert rest and sizes == want
     assert cfg.n_local_experts == want["n_local_experts"]
     assert cfg.get_max_recv_tokens() == case.max_rows
@@ -210,6 +213,13 @@ def test_counters_hold_every_pair(n_ranks):
     assert sums.counters_words == case.config().sizes().counters_words + (
         case.n_ranks * (1 + 2 * n_choices)
     )
+    # Masks: a word a rank, and one. Rows have places of their own for each owner.
+    masks = case.config(on_timeout="mask").sizes()
+    plain = case.config().sizes()
+    assert masks.masked_word == plain.counters_words
+    assert masks.counters_words == plain.counters_words + case.n_ranks + 1
+    assert masks.combine_recv_bytes == case.n_ranks * plain.combine_recv_bytes
+    assert masks.combine_counts_bytes == plain.combine_counts_bytes + 8 * case.n_ranks
     for n_experts, n_words in words_of.items():
         n_pairs = up(n_experts, n_ranks)
         assert header + 2 * (n_pairs + 1) <= n_words, (n_experts, n_ranks)

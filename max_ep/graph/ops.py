@@ -88,6 +88,7 @@ def _group(config: EPConfig) -> str:
     flags = {
         "padded": config.is_padded,
         "fused_shared_expert": config.fused_shared_expert,
+        "masks": config.masks,
         "shares_gpu": config.ranks_per_gpu > 1,
         "scales_in_rows": config.scale_layout == "rows",
         "scales_in_tiles": config.scale_layout == "tiles",

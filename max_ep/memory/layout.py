@@ -21,6 +21,7 @@ class RegionSizes:
     """Sizes of one rank's memory, in bytes unless the name says otherwise."""
 
     counters_words: int  # int32 words of EPLocalSyncCounters
+    masked_word: int  # first of the mask: of n_ranks, if on_timeout is "mask"
     failure_word: int  # first of them in the failure record
     n_failure_words: int  # words of the failure record
     setup_words: int  # int64 words that max_ep.init takes

@@ -24,6 +24,10 @@ The words are in this rank's own memory. No peer accesses them. All are Int32:
                           choices the row here, or that there is none, and the
                           router weight. Sources are counted from this rank on
                           (`relative_rank`)
+    masked [n_ranks], begin of the step
+                          if ranks mask (`Group.masks`): not 0 for each rank that
+                          this one has masked; CPU: when its last `dispatch_async`
+                          began, in ms
 """
 import max.gpu.primitives.warp as warp
 
@@ -144,12 +148,17 @@ def _received_word(group: Group) -> Int:
     return _choices_word(group.n_experts) + 3 * group.n_choices()
 
 
-def local_sync_counters_words(group: Group) -> Int:
-    """Counts the words of `EPLocalSyncCounters`."""
+def masked_word(group: Group) -> Int:
+    """Locates the mask: where the words of a group that does not mask end."""
     var n_words = _received_word(group)
     if group.has_sums():
         n_words += group.n_ranks * (1 + 2 * group.n_choices())
     return n_words
+
+
+def local_sync_counters_words(group: Group) -> Int:
+    """Counts the words of `EPLocalSyncCounters`."""
+    return masked_word(group) + (group.n_ranks + 1 if group.masks else 0)
 
 
 @always_inline
@@ -369,6 +378,21 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
     def slots(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the slots of this dispatch's choices."""
         return self.at(_choices_word(group.n_experts) + 2 * group.n_choices())
+
+    @always_inline
+    def is_masked(self, group: Group, rank: Int) -> Bool:
+        """Reads whether this rank has masked another one."""
+        return group.masks and self.masked(group, rank)[] != 0
+
+    @always_inline
+    def masked(self, group: Group, rank: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to a rank's word of the mask."""
+        return self.at(masked_word(group) + rank)
+
+    @always_inline
+    def step_began_ms(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to when the last `dispatch_async` began."""
+        return self.at(masked_word(group) + group.n_ranks)
 
     @always_inline
     def received_tokens(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:

@@ -58,6 +58,7 @@ def group_of(
         n_ranks_per_node=per_node,
         use_shmem=on_gpu and per_node < n_ranks,
         n_sms=number_in(words, "n_sms"),
+        masks=has_word(words, "masks"),
     )
 
 

@@ -35,6 +35,13 @@ generation and router weight, and combine recv holds partial sums instead of row
 
     | combine recv     [n_ranks][max_tokens_per_rank]     of combine msg   |
 
+If ranks mask a peer that is late (`Group.masks`), each owner has places of its own for
+rows, which a late store of another cannot hit, and the combine counts end with the
+heartbeats:
+
+    | combine recv     [n_ranks][max_tokens_per_rank][top_k]               |
+    | combine counts   as above, then heartbeats [n_ranks] UInt64          |
+
 Peers write everything but the dispatch send buffer. A message is the encoded token
 (or expert row) followed by a source info of `SOURCE_INFO_BYTES`. In an all-gather,
 routing metadata stands between them: for each choice two words, generation and
@@ -73,6 +80,8 @@ comptime MAX_RANKS = 128
 """Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
 comptime N_GROUP_WORDS = 7
 """Words that the layout of a region depends on (`Group.words`)."""
+comptime MASKS_BIT = 8
+"""Added to the number of the protocol if ranks mask (`Group.protocol`)."""
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
 
@@ -200,6 +209,8 @@ struct Group(TrivialRegisterPassable):
     """Threads of a GPU block."""
     var n_sms: Int
     """Most multiprocessors of a GPU that a launch may use; 0: all."""
+    var masks: Bool
+    """Whether a rank that is late is masked, and the others go on without it."""
 
     def __init__(
         out self,
@@ -221,6 +232,7 @@ struct Group(TrivialRegisterPassable):
         wide_ids: Bool = False,
         num_threads: Int = 512,
         n_sms: Int = 0,
+        masks: Bool = False,
     ):
         """Describes a group; `n_ranks_per_node` 0: one node has all ranks."""
         self.n_experts = n_experts
@@ -240,6 +252,7 @@ struct Group(TrivialRegisterPassable):
         self.wide_ids = wide_ids
         self.num_threads = num_threads
         self.n_sms = n_sms
+        self.masks = masks
 
     @staticmethod
     def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:
@@ -253,6 +266,7 @@ struct Group(TrivialRegisterPassable):
             combine_msg_bytes=Int(words[5]),
             addressing=addressing_of(Int(words[6])),
             returns=returns_of(Int(words[6])),
+            masks=Int(words[6]) & MASKS_BIT != 0,
         )
 
     def words(self) -> Array[Int32, N_GROUP_WORDS]:
@@ -268,7 +282,11 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the pair of axes, as the counters keep it; 0: any."""
+        """Numbers the axes, as the counters keep them; 0: any."""
+        return self._axes() + (MASKS_BIT if self.masks else 0)
+
+    def _axes(self) -> Int:
+        """Numbers how dispatch addresses and what combine returns."""
         if self.addressing == Addressing.BY_EXPERT:
             return 1
         if self.addressing == Addressing.TO_ALL:
@@ -393,9 +411,14 @@ struct Group(TrivialRegisterPassable):
 
     # -------------------------------------------------- inside combine buffers
 
-    def combine_message_offset(self, token_idx: Int, k: Int) -> Int:
-        """Locates the row of a choice."""
-        return (token_idx * self.top_k + k) * self.combine_msg_bytes
+    def combine_message_offset(
+        self, token_idx: Int, k: Int, owner_rank: Int = 0
+    ) -> Int:
+        """Locates the row of a choice; only if ranks mask, each owner has its own."""
+        var place = token_idx * self.top_k + k
+        if self.masks:
+            place += owner_rank * self.n_choices()
+        return place * self.combine_msg_bytes
 
     def partial_offset(self, owner_rank: Int, token_idx: Int) -> Int:
         """Locates the partial sum of an owner, the rank of the experts."""
@@ -410,6 +433,10 @@ struct Group(TrivialRegisterPassable):
     def combine_done_offset(self, reader_rank: Int) -> Int:
         """Locates the done word of a reader, in the combine counts buffer."""
         return self.combine_count_offset(self.n_experts + reader_rank)
+
+    def heartbeat_offset(self, rank: Int) -> Int:
+        """Locates the heartbeat of a rank, in the combine counts buffer."""
+        return self.combine_done_offset(self.n_ranks + rank)
 
     # --------------------------------------------- inside SHMEM's put buffers
 
@@ -458,10 +485,14 @@ struct Group(TrivialRegisterPassable):
         """Counts the bytes of the combine recv buffer."""
         if self.has_sums():
             return self.partial_offset(self.n_ranks, 0)
+        if self.masks:
+            return self.combine_message_offset(0, 0, self.n_ranks)
         return self.combine_message_offset(self.max_tokens_per_rank, 0)
 
     def combine_counts_bytes(self) -> Int:
         """Counts the bytes of the combine counts buffer."""
+        if self.masks:
+            return self.heartbeat_offset(self.n_ranks)
         return self.combine_done_offset(self.n_ranks)
 
     # ------------------------------------------------- where the buffers begin
@@ -517,15 +548,17 @@ struct Group(TrivialRegisterPassable):
 
 def addressing_of(protocol: Int) -> Addressing:
     """Reads the first axis of a protocol's number; see `Group.protocol`."""
-    if protocol == 0:
+    var axes = protocol % MASKS_BIT
+    if axes == 0:
         return Addressing.ANY
-    if protocol == 1:
+    if axes == 1:
         return Addressing.BY_EXPERT
-    return Addressing.TO_ALL if protocol == 5 else Addressing.BY_RANK
+    return Addressing.TO_ALL if axes == 5 else Addressing.BY_RANK
 
 
 def returns_of(protocol: Int) -> Returns:
     """Reads the second axis of a protocol's number."""
-    if protocol == 0:
+    var axes = protocol % MASKS_BIT
+    if axes == 0:
         return Returns.ANY
-    return Returns.SUMS if protocol == 3 or protocol == 5 else Returns.ROWS
+    return Returns.SUMS if axes == 3 or axes == 5 else Returns.ROWS

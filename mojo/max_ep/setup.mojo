@@ -109,7 +109,8 @@ def clear_kernel(
     if group.has_sums():
         _fill(recv, 0, group.combine_recv_bytes(), SENTINEL)
     else:
-        _clear_flags(recv, group.n_choices(), group.combine_msg_bytes)
+        var msg_bytes = group.combine_msg_bytes
+        _clear_flags(recv, group.combine_recv_bytes() // msg_bytes, msg_bytes)
 
 
 # ----------------------------------------------------------------------- the op

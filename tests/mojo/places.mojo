@@ -126,10 +126,11 @@ def check(group: Group) raises:
                 var partial = group.partial_offset(owner, t)
                 c.take(recv + partial, group.combine_msg_bytes)
     else:
-        for t in range(group.max_tokens_per_rank):
-            for k in range(group.top_k):
-                var row = group.combine_message_offset(t, k)
-                c.take(recv + row, group.combine_msg_bytes)
+        for owner in range(group.n_ranks if group.masks else 1):
+            for t in range(group.max_tokens_per_rank):
+                for k in range(group.top_k):
+                    var row = group.combine_message_offset(t, k, owner)
+                    c.take(recv + row, group.combine_msg_bytes)
     c.buffer(recv, group.combine_recv_bytes())
     counts = group.combine_counts_offset()
     assert_equal(
@@ -140,6 +141,8 @@ def check(group: Group) raises:
         c.take(counts + group.combine_count_offset(expert), FLAG_BYTES)
     for reader in range(group.n_ranks):
         c.take(counts + group.combine_done_offset(reader), FLAG_BYTES)
+    for rank in range(group.n_ranks if group.masks else 0):
+        c.take(counts + group.heartbeat_offset(rank), FLAG_BYTES)
     c.buffer(counts, group.combine_counts_bytes())
 
     # SHMEM's put buffers follow the region.
@@ -178,8 +181,8 @@ def main() raises:
                     (Addressing.BY_RANK, Returns.SUMS),
                     (Addressing.TO_ALL, Returns.SUMS),
                 ]:
-                    check(
-                        Group(
+                    for masks in [False, True]:
+                        var group = Group(
                             n_experts=n_experts,
                             n_ranks=n_ranks,
                             max_tokens_per_rank=max_tokens,
@@ -188,8 +191,12 @@ def main() raises:
                             combine_msg_bytes=96,
                             addressing=axes[0],
                             returns=axes[1],
+                            masks=masks,
                         )
-                    )
+                        check(group)
+                        assert_equal(
+                            Group.of(group.words()).region_bytes(), group.region_bytes()
+                        )
     check_format[PlainTokenFormat[DType.bfloat16, 8, 3]](16)
     check_format[BF16TokenFormat[80, 3]](plain_token_bytes(80, 2))
     check_format[Float32TokenFormat[4, 1]](16)
