@@ -10,11 +10,12 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from max_ep.extension import mojo_dir
-from max_ep.torch import EventOverlap, api, channel, library
+from max_ep.torch import EventOverlap, api, channel, dequantize, library
 from max_ep.torch.channel import Communicator
 
 API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
@@ -41,6 +42,43 @@ def test_c_structs_are_what_python_packs(name: str) -> None:
     kinds = re.findall(r"^    var \w+: (\w+)$", text, re.MULTILINE)
     packed = {"Dispatch": channel._EIGHT, "Combine": channel._FIVE}[name]
     assert set(kinds) == {"Int"} and 8 * len(kinds) == packed.size
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "mxfp4"])
+def test_dequantize_is_the_oracles(name: str) -> None:
+    """All bits of values and of 8-bit scales, and scales that stand transposed."""
+    from max_ep.formats import BY_SHORT_NAME
+
+    wire = BY_SHORT_NAME[name]
+    rng = np.random.default_rng(3)
+    bits = rng.permuted(np.tile(np.arange(256, dtype=np.uint8), (12, 2)), axis=1)
+    shape = 12, 512 * wire.values_per_byte // wire.scale_block
+    scales = rng.normal(size=shape).astype(np.float32)
+    if wire.widen_scales:
+        scales = np.resize(rng.permutation(256), shape).astype(np.uint8)
+    given = torch.from_numpy(scales.T.copy()).T
+    if wire.widen_scales:
+        given = given.view(getattr(torch, wire.scale_dtype.name))
+    rows = torch.from_numpy(bits)
+    rows = rows if wire.values_per_byte == 2 else rows.view(torch.float8_e4m3fn)
+    with np.errstate(over="ignore"):
+        want = wire.dequantize(bits, scales)
+    got = dequantize(rows.reshape(3, 4, -1), given.reshape(3, 4, -1))
+    assert got.dtype == torch.float32 and got.shape == (3, 4, want.shape[1])
+    np.testing.assert_array_equal(got.reshape(want.shape).numpy(), want)
+    with pytest.raises(ValueError, match="there must be one for"):
+        dequantize(rows, given[:, 1:])
+    with pytest.raises(TypeError, match="dequantize takes"):
+        dequantize(rows, given.double())
+
+
+def test_dequantize_takes_packed_scales() -> None:
+    """Four UE8M0 in a word, as ``Buffer`` gives them with ``use_ue8m0``."""
+    rows = torch.randn(6, 1024).to(torch.float8_e4m3fn)
+    exponents = torch.randint(100, 150, (6, 8), dtype=torch.uint8)
+    packed = exponents.view(torch.int32).T.contiguous().T
+    want = dequantize(rows, torch.exp2(exponents.float() - 127))
+    assert torch.equal(dequantize(rows, packed), want)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "86401", "soon", ""])
