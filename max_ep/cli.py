@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``max-ep``: demo, plan, stats, balance, build, serve, doctor."""
+"""The command ``max-ep``: demo, plan, stats, balance, build, serve, who, doctor."""
 
 from __future__ import annotations
 
@@ -145,6 +145,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     serve.add_argument("--gpus", type=int, help="default: all; 0: the CPU")
     serve.add_argument("--ranks", type=int, help="ranks on the CPU (default: 4)")
     serve.add_argument("--dry-run", action="store_true", help="only print the command")
+    who = commands.add_parser("who", help="show which rank waits for which, in a hang")
+    who.add_argument(
+        "target",
+        metavar="PID|GROUP",
+        nargs="?",
+        help="a process of the group, or its name (default: all groups)",
+    )
     commands.add_parser("doctor", help="check this machine")
     options, others = parser.parse_known_args(arguments)
     if others and options.command != "serve":
@@ -172,6 +179,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         from .torch.library import run_build
 
         return run_build(options)
+    if options.command == "who":
+        from .who import run_who
+
+        return run_who(options)
     if options.command == "serve":
         from .serve_command import run_serve
 

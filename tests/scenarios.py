@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from harness import assert_same_bits, to_numpy
 from max.engine import InferenceSession
 from processes import (
@@ -37,6 +38,7 @@ from processes import (
 from max_ep import EPConfig
 from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
 from max_ep.memory.symmetric_memory import SharedMemory
+from max_ep.who import groups_of, waits_of_segments
 
 
 def _two_hundred_generations(member: Member, _: str) -> None:
@@ -196,6 +198,59 @@ def _stopped(member: Member, _: str) -> list[float]:
     return seconds
 
 
+MISSING_RANK = 2
+WHO_S = 1.5
+"""How long the rank is missing: others look at it meanwhile."""
+
+
+def _who_waits(member: Member, _: str) -> dict[str, str]:
+    """Rank 2 does not call, then is stopped; rank 0 looks from another thread."""
+    said: dict[str, str] = {}
+
+    def look(when: str) -> None:
+        time.sleep(WHO_S / 2)
+        said[when] = str(member.comm.who_waits())
+        said[f"{when} from outside"] = _printed_by_who(member.comm._memory.group)
+
+    def look_meanwhile(when: str) -> threading.Thread | None:
+        looker = threading.Thread(target=look, args=(when,))
+        looker.start() if member.rank == 0 else None
+        return looker if member.rank == 0 else None
+
+    member.phases(1, lambda _: None)
+    looker = look_meanwhile("does not call")
+    time.sleep(WHO_S if member.rank == MISSING_RANK else 0)
+    member.dispatch_async(2)
+    rows, src_info = member.dispatch_wait(2)
+    if looker:
+        looker.join()
+    looker = look_meanwhile("is stopped")
+    if member.rank == MISSING_RANK:
+        pid = os.getpid()
+        command = f"kill -STOP {pid}; sleep {WHO_S}; kill -CONT {pid}"
+        subprocess.run(command, shell=True)
+    member.combine_async(2, rows, src_info)
+    member.combine_wait(2, 2)
+    if looker:
+        looker.join()
+    return said
+
+
+def _after_close(member: Member, _: str) -> None:
+    """A run after `close` raises; its counters are not read where they were."""
+    member.phases(1, lambda _: None)
+    inputs = member.comm.model_inputs()
+    member.comm.close()
+    with pytest.raises(ValueError, match="was freed"):
+        member.engine.models[f"dispatch_wait_{SMALL.name}"].execute(*inputs)
+
+
+def _printed_by_who(target: str) -> str:
+    """Returns what `max-ep who` prints."""
+    groups = groups_of(target)
+    return "".join(str(waits_of_segments(name, groups[name])) for name in groups)
+
+
 SCENARIOS: dict[str, Callable[[Member, str], Any]] = {
     "two_hundred_generations": _two_hundred_generations,
     **{f"soak_{graph}": _soak for graph in _SOAKED},
@@ -208,6 +263,8 @@ SCENARIOS: dict[str, Callable[[Member, str], Any]] = {
     "dispatch_only": _one_phase_only,
     "combine_only": _one_phase_only,
     "stopped": _stopped,
+    "who_waits": _who_waits,
+    "after_close": _after_close,
 }
 
 

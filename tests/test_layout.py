@@ -98,7 +98,12 @@ def sizes_of(case: Case) -> dict[str, int]:
         * back,
         "combine_counts_bytes": (case.n_experts + n) * 8,
     }
-    answer["region_bytes"] = sum(up(n_bytes, 256) for n_bytes in answer.values())
+    at = [0]
+    for n_bytes in answer.values():
+        at.append(at[-1] + up(n_bytes, 256))
+    answer |= dict(
+        dispatch_counts_offset=at[2], combine_counts_offset=at[4], region_bytes=at[5]
+    )
     answer |= dict(dispatch_msg_bytes=msg, combine_msg_bytes=back)
     put = up(n_choices * msg, 256)
     put_bytes = put + up(n * n_choices * back, 256)
@@ -116,6 +121,8 @@ def test_sizes_are_those_of_the_picture(name):
         "setup_words": ("N_SETUP_WORDS", "max_ep/setup.mojo"),
         "failure_word": ("FAILURE", "max_ep/counters.mojo"),
         "n_failure_words": ("N_FAILURE_WORDS", "max_ep/counters.mojo"),
+        "generations_word": ("DISPATCH_SENT", "max_ep/counters.mojo"),
+        "launch_word": ("LAUNCH", "max_ep/counters.mojo"),
     }
     want |= {field: mojo_constant(*where) for field, where in constants.items()}
     rest = {

@@ -76,6 +76,31 @@ def test_stopped_process_stopped(four):
         assert n_waits >= 3, f"rank {rank}: {seconds}"
 
 
+@pytest.mark.parametrize("where", ["", " from outside"])
+@pytest.mark.parametrize(
+    "when, phase, after",
+    [
+        ("does not call", "dispatch_wait", "combine_wait 1"),
+        ("is stopped", "combine_wait", "dispatch_wait 2"),
+    ],
+)
+def test_who_waits_names_the_missing_rank(four, where, when, phase, after):
+    """While it hangs; the process that is stopped takes no part."""
+    assert_well([outcomes["who_waits"] for outcomes in four])
+    _, _, *lines = four[0]["who_waits"].value[when + where].splitlines()
+    table, said = lines[:N_RANKS], " ".join(lines[N_RANKS:])
+    missing = scenarios.MISSING_RANK
+    for rank, line in enumerate(table):
+        assert len(line) <= 80
+        phase_of_rank = after.replace(" ", r" +") if rank == missing else f"{phase} +2"
+        blamed = "-" if rank == missing else str(missing)
+        pattern = rf" +{rank}  (after )?{phase_of_rank} +\d\.\d s  {blamed}"
+        assert re.match(pattern, line), line
+    assert f"Rank {missing} keeps others waiting: it is in no EP launch" in said
+    assert f"since {after}, " in said
+    assert ("is stopped" in said) == (when == "is stopped")
+
+
 def test_two_processes_of_two_ranks(graphs):
     assert_well(launch(scenarios.run_two_by_two, 2, (graphs,), timeout_s=120))
 

@@ -24,6 +24,8 @@ from max_ep.memory import symmetric_memory
 from max_ep.memory.symmetric_memory import (
     LocalMemory,
     SharedMemory,
+    process_state,
+    segments_of,
     shared_memory_free,
     unlink_group,
 )
@@ -110,6 +112,51 @@ def make(group, node_id, n_nodes=2, n_local_ranks=1, fingerprint="hidden_size=8"
 def connect_all(memories, timeout_s=TIMEOUT_S):
     with ThreadPoolExecutor(len(memories)) as pool:
         return list(pool.map(lambda memory: memory.connect(timeout_s), memories))
+
+
+def test_segments_show_who_died_and_who_closed(group, start):
+    """Without their names, which are gone; from any process that maps them."""
+    peer = start(
+        f"""
+        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "x", 100, dict(sense=7))
+        memory.connect({TIMEOUT_S})
+        memory.status[:4] = b"peer"
+        say("mapped")
+        sys.stdin.readline()
+        """
+    )
+    mine = SharedMemory(group, 0, 2, 1, REGION_BYTES, "x", 100, dict(sense=7))
+    mine.connect(TIMEOUT_S)
+    assert peer.hear() == "mapped" and names_of(group) == []
+
+    def seen(pid: int) -> dict[int, tuple]:
+        segments = [s for s in segments_of(pid) if s.group == group]
+        assert all(s.facts == {"sense": 7} for s in segments)
+        return {
+            s.node_id: (
+                process_state(s.pid, s.started),
+                s.is_closed,
+                s.memory[s.first_byte :][:4],
+            )
+            for s in segments
+        }
+
+    empty = bytes(4)
+    both = {0: ("", False, empty), 1: ("", False, b"peer")}
+    assert seen(os.getpid()) == seen(peer.process.pid) == both
+    peer.process.send_signal(signal.SIGSTOP)
+    while seen(os.getpid())[1][0] != "is stopped":
+        time.sleep(0.01)
+    peer.kill()
+    assert seen(os.getpid())[1] == ("is dead", False, b"peer")
+    status = mine.status
+    segments = segments_of(os.getpid())
+    mine.close()
+    status[:4] = b"kept"
+    (left,) = [s for s in segments if s.group == group and s.node_id == 0]
+    assert (
+        left.memory[:8] == b"max_ep_2" and left.memory[left.first_byte :][:4] == b"kept"
+    )
 
 
 def read(address: int, n: int = 8) -> bytes:

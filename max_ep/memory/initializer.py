@@ -17,6 +17,7 @@ from ..cache import compile_once
 from ..config import EPConfig
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
+from ..who import Facts, Waits, groups_of, waits_of_segments
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory
 from .setup_graph import setup_model
@@ -95,11 +96,7 @@ class EPCommInitializer:
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
             self._regions = self._memory.local_addresses()
-            shape, devices = [sizes.counters_words], self._rank_devices()
-            self._counters = [
-                [Buffer.zeros(shape, DType.int32, device) for device in devices]
-                for _ in range(NUM_GROUPS)
-            ]
+            self._counters = self._allocate_counters()
             offsets = self._prepare_ranks(was_used=False)
             regions = self._memory.connect(config.timeout_s)
         except BaseException:
@@ -170,7 +167,58 @@ class EPCommInitializer:
             config.n_gpus_per_node,
             region_bytes,
             self._fingerprint(),
+            self._facts().status_bytes,
+            self._facts().as_dict(),
         )
+
+    def _allocate_counters(self) -> list[list[Buffer]]:
+        """Makes zeroed counters of each group and rank. Those that ops use stand in
+        shared memory, where there is some: other processes look at them."""
+        shape, devices = [self.config.sizes().counters_words], self._rank_devices()
+        counters = [
+            [Buffer.zeros(shape, DType.int32, device) for device in devices]
+            for _ in range(NUM_GROUPS)
+        ]
+        if isinstance(self._memory, SharedMemory):
+            words = np.frombuffer(self._memory.status, np.int32)
+            for rank, of_rank in enumerate(np.split(words, len(devices))):
+                counters[0][rank] = Buffer.from_numpy(of_rank[: shape[0]])
+        return counters
+
+    def _facts(self) -> Facts:
+        """Returns what a reader of the memory must know."""
+        config, sizes = self.config, self.config.sizes()
+        return Facts(
+            config.n_ranks,
+            config.n_experts,
+            config.n_local_experts,
+            config.n_gpus_per_node,
+            sizes.dispatch_counts_offset,
+            sizes.combine_counts_offset,
+            sizes.region_bytes,
+            -(-sizes.counters_words * 4 // 256) * 256,
+            sizes.generations_word,
+            sizes.launch_word,
+        )
+
+    def who_waits(self) -> Waits:
+        """Says what each rank does and whom it waits for, also while a launch hangs.
+
+        For another thread of the process; ``max-ep who`` does the same for another
+        process. ``print`` it.
+
+        Raises:
+            RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
+            NotImplementedError: If ranks are not CPU processes.
+        """
+        self._check_open("who_waits")
+        if not isinstance(self._memory, SharedMemory):
+            raise NotImplementedError(
+                "EPCommInitializer.who_waits reads groups of CPU processes. Ranks of "
+                "one CPU process never wait; on GPUs check() names who is missing"
+            )
+        group = self._memory.group
+        return waits_of_segments(group, groups_of(str(os.getpid()))[group])
 
     def _fingerprint(self) -> str:
         """Returns what must be the same in all processes."""

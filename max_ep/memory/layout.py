@@ -24,6 +24,8 @@ class RegionSizes:
     masked_word: int  # first of the mask: of n_ranks, if on_timeout is "mask"
     failure_word: int  # first of them in the failure record
     n_failure_words: int  # words of the failure record
+    generations_word: int  # first of the four generations
+    launch_word: int  # what a CPU rank does; two words on: since when
     setup_words: int  # int64 words that max_ep.init takes
     protocol: int  # as layout.mojo numbers it
     n_local_experts: int
@@ -34,6 +36,8 @@ class RegionSizes:
     dispatch_counts_bytes: int
     combine_recv_bytes: int
     combine_counts_bytes: int
+    dispatch_counts_offset: int  # in the region
+    combine_counts_offset: int
     region_bytes: int
     dispatch_put_bytes: int  # of put_bytes
     put_bytes: int  # behind the region, where SHMEM is used

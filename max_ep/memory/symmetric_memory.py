@@ -24,11 +24,12 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _PAGE = 4096
 _CREATED = b"max_ep_0"
 _READY = b"max_ep_1"
+_CLOSED = b"max_ep_2"
 # Header of a segment: state, length of the JSON that names the owner. Then, in
 # the last bytes of the page, one byte a node.
 _MAPPED, _OBJECTS = 1, 2  # "I have mapped this", "we do not agree"
@@ -87,10 +88,12 @@ class _Owner:
     pid: int
     started: str  # distinguishes a reused pid
     fingerprint: str
+    # For those who look at the ranks: `max_ep.who.Facts`.
+    facts: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def myself(fingerprint: str) -> _Owner:
-        return _Owner(os.getpid(), _start_time(os.getpid()), fingerprint)
+    def myself(fingerprint: str, facts: dict[str, int] | None = None) -> _Owner:
+        return _Owner(os.getpid(), _start_time(os.getpid()), fingerprint, facts or {})
 
     def is_alive(self) -> bool:
         try:
@@ -102,16 +105,30 @@ class _Owner:
         return _start_time(self.pid) == self.started
 
 
-def _start_time(pid: int) -> str:
-    """Returns when a process started, "" where the system does not say."""
+def _stat(pid: int) -> list[str]:
+    """Returns what the system says of a process, from its state on."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             # The command, in brackets, may hold spaces; field 22 is the start.
-            fields = stat.read().rpartition(")")[2].split()
+            return stat.read().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
+
+
+def _start_time(pid: int) -> str:
+    """Returns when a process started, "" where the system does not say."""
+    fields = _stat(pid)
     # A zombie has ended; only its parent has not noticed yet.
-    return "" if fields[0] == "Z" else fields[19]
+    return "" if not fields or fields[0] == "Z" else fields[19]
+
+
+def process_state(pid: int, started: str) -> str:
+    """Says what is wrong with a process; "": it runs, or the system does not say."""
+    if not started:
+        return ""
+    if _start_time(pid) != started:
+        return "is dead"
+    return "is stopped" if _stat(pid)[:1] in (["T"], ["t"]) else ""
 
 
 def _segment_name(group: str, node_id: int) -> str:
@@ -152,7 +169,7 @@ def _write_owner(memory: mmap.mmap, owner: _Owner) -> None:
 def _read_owner(memory: mmap.mmap) -> _Owner | None:
     """Returns the owner of a segment, None while it is being created."""
     state, length = _HEADER.unpack_from(memory)
-    if state not in (_CREATED, _READY):
+    if state not in (_CREATED, _READY, _CLOSED):
         return None
     start = _HEADER.size
     return _Owner(**json.loads(bytes(memory[start : start + length])))
@@ -183,11 +200,15 @@ class SharedMemory:
         n_local_ranks: int,
         region_bytes: int,
         fingerprint: str,
+        status_bytes: int = 0,
+        facts: dict[str, int] | None = None,
     ) -> None:
         """Creates this process's segment, zeroed and not yet marked ready.
 
         No other group alive on this machine may have the name ``group``; all of its
-        processes must give the same ``fingerprint``.
+        processes must give the same ``fingerprint``. Between the header and the
+        regions stand ``status_bytes`` of each rank, which only their rank uses, and
+        which others read by means of ``facts``.
         """
         if n_nodes > _PAGE - _MAPPED_AT:
             raise ValueError(f"n_nodes={n_nodes} is above {_PAGE - _MAPPED_AT}")
@@ -196,14 +217,18 @@ class SharedMemory:
                 f"group={group!r} names a file: pass 1 to {_GROUP_BYTES} bytes "
                 "without '/'"
             )
-        self._group, self._node_id, self._n_nodes = group, node_id, n_nodes
+        self.group, self._node_id, self._n_nodes = group, node_id, n_nodes
         self._n_local_ranks, self._region_bytes = n_local_ranks, region_bytes
-        self._owner = _Owner.myself(fingerprint)
+        self._status_bytes = n_local_ranks * status_bytes
+        self._regions_byte = _PAGE + -(-self._status_bytes // _PAGE) * _PAGE
+        self._owner = _Owner.myself(fingerprint, facts)
         self._name = _segment_name(group, node_id)
         self._is_named = False
         self._mine: mmap.mmap | None = None
+        self.status: mmap.mmap | None = None
+        """What is between header and regions; stays mapped while it is used."""
         self._peers: dict[int, mmap.mmap] = {}
-        self._create(_PAGE + n_local_ranks * region_bytes)
+        self._create(self._regions_byte + n_local_ranks * region_bytes)
 
     def _create(self, n_bytes: int) -> None:
         # One that has no owner yet gets a moment to be created.
@@ -230,6 +255,9 @@ class SharedMemory:
             # Now: a full file system must fail here, not with a SIGBUS in a kernel.
             os.posix_fallocate(handle, 0, n_bytes)
             self._mine = mmap.mmap(handle, n_bytes)  # keeps the lock until it is closed
+            if self._status_bytes:
+                n = self._status_bytes
+                self.status = mmap.mmap(handle, n, offset=_PAGE)
             _lock(handle)
             _write_owner(self._mine, self._owner)
         except OSError as error:
@@ -248,7 +276,7 @@ class SharedMemory:
 
     def _taken_by(self, who: str) -> RuntimeError:
         return RuntimeError(
-            f"max_ep: node {self._node_id} of group {self._group!r} is already taken "
+            f"max_ep: node {self._node_id} of group {self.group!r} is already taken "
             f"by {who}; give each group a name of its own and each process its own "
             "node_id"
         )
@@ -259,7 +287,7 @@ class SharedMemory:
         return self._regions(self._mine)
 
     def _regions(self, memory: mmap.mmap) -> list[int]:
-        base = _address(memory) + _PAGE
+        base = _address(memory) + self._regions_byte
         return [base + i * self._region_bytes for i in range(self._n_local_ranks)]
 
     def connect(self, timeout_s: float) -> list[int]:
@@ -283,7 +311,7 @@ class SharedMemory:
         return addresses
 
     def _attach(self, node: int, deadline: float, timeout_s: float) -> mmap.mmap:
-        name = _segment_name(self._group, node)
+        name = _segment_name(self.group, node)
         found = "no segment of that name"
 
         def try_to_map() -> mmap.mmap | None:
@@ -306,7 +334,7 @@ class SharedMemory:
                 memory.close()
                 self._object()
                 raise ValueError(
-                    f"max_ep: node {node} of group {self._group!r} has another "
+                    f"max_ep: node {node} of group {self.group!r} has another "
                     f"configuration: {owner.fingerprint}; this node "
                     f"({self._node_id}): {self._owner.fingerprint}"
                 )
@@ -320,7 +348,7 @@ class SharedMemory:
         if memory is None:
             raise TimeoutError(
                 f"max_ep: node {self._node_id} waited {timeout_s} s for node "
-                f"{node} of group {self._group!r} to start: {found}. Start all "
+                f"{node} of group {self.group!r} to start: {found}. Start all "
                 f"{self._n_nodes} processes, or raise EPConfig.timeout_s"
             )
         return memory
@@ -340,13 +368,13 @@ class SharedMemory:
         if not _poll(lambda: not missing(), deadline):
             raise TimeoutError(
                 f"max_ep: node {self._node_id} waited {timeout_s} s for nodes "
-                f"{missing()} of group {self._group!r} to map its memory"
+                f"{missing()} of group {self.group!r} to map its memory"
             )
 
     def _object(self) -> None:
         """Shows the peers that are there why this process will not come."""
         for node in range(self._n_nodes):
-            memory = _open(_segment_name(self._group, node))
+            memory = _open(_segment_name(self.group, node))
             if memory is not None:
                 memory[_MAPPED_AT + self._node_id] = _OBJECTS
                 memory.close()
@@ -356,7 +384,7 @@ class SharedMemory:
         for node in range(self._n_nodes):
             if node != self._node_id and self._mine[_MAPPED_AT + node] == _OBJECTS:
                 raise ValueError(
-                    f"max_ep: node {node} of group {self._group!r} has another "
+                    f"max_ep: node {node} of group {self.group!r} has another "
                     "configuration than the rest and has left; its own error "
                     f"shows both. This node ({self._node_id}): "
                     f"{self._owner.fingerprint}"
@@ -367,6 +395,9 @@ class SharedMemory:
         if self._is_named:
             _unlink(self._name)
             self._is_named = False
+        elif self._mine is not None:
+            self._mine[: len(_CLOSED)] = _CLOSED
+        self.status = None
         for memory in [*self._peers.values(), self._mine]:
             if memory is not None:
                 memory.close()
@@ -417,6 +448,60 @@ def remove_leftovers(prefix: str) -> None:
                             _unlink(f"/{name}")
                 finally:
                     os.close(handle)
+
+
+@dataclass
+class Segment:
+    """A segment of some group, mapped for reading."""
+
+    group: str
+    node_id: int
+    memory: mmap.mmap
+    pid: int
+    started: str
+    is_closed: bool
+    facts: dict[str, int]
+
+    @property
+    def regions_byte(self) -> int:
+        """Where the regions begin."""
+        n_bytes = self.facts["n_local_ranks"] * self.facts["status_bytes"]
+        return _PAGE + -(-n_bytes // _PAGE) * _PAGE
+
+    first_byte = _PAGE
+    """Where the status of the ranks begins."""
+
+
+def segments_of(pid: int) -> list[Segment]:
+    """Returns the segments that a process holds, its own and its peers'.
+
+    Their names are gone; the system still leads to them through the process, also if
+    it is stopped.
+    """
+    found = {}
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{number}"
+        with contextlib.suppress(OSError):
+            name = os.path.basename(os.readlink(path)).removesuffix(" (deleted)")
+            if not name.startswith("max_ep-"):
+                continue
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                place = os.fstat(handle).st_ino
+                if place not in found and os.fstat(handle).st_size >= _PAGE:
+                    memory = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+                    found[place] = name.removeprefix("max_ep-"), memory
+            finally:
+                os.close(handle)
+    segments = []
+    for name, memory in found.values():
+        owner = _read_owner(memory)
+        if owner is not None:
+            group, _, node_id = name.rpartition("-")
+            is_closed = memory[: len(_CLOSED)] == _CLOSED
+            who = owner.pid, owner.started, is_closed, owner.facts
+            segments.append(Segment(group, int(node_id), memory, *who))
+    return segments
 
 
 def unlink_group(group: str, n_nodes: int) -> None:

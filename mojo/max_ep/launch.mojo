@@ -5,6 +5,7 @@
 """
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
+from std.time import perf_counter_ns
 
 from .arguments import (
     Call,
@@ -33,6 +34,15 @@ comptime RANK_OF_COUNTERS = Int32(-1)
 """A launch finds its rank in the counters, in device memory."""
 
 
+def _record(call: Call, launch: Int):
+    """Records what this CPU rank does from now on: 1 + the number of the phase that
+    begins; negative: of the one that has ended."""
+    call.counters.at(Word.LAUNCH_SINCE).unsafe_bitcast[Int64]()[] = Int64(
+        perf_counter_ns()
+    )
+    call.counters.at(Word.LAUNCH)[] = Int32(launch)
+
+
 def launch_dispatch[
     input_type: DType,
     group: Group,
@@ -51,13 +61,17 @@ def launch_dispatch[
     check_dispatch[group, Format, target, Bool(input_scales)]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
+            _record(call, 1)
             cpu_dispatch_async[Format, input_scales](
                 given, CpuRank(call, "dispatch_async", Word.DISPATCH_SENT)
             )
+            _record(call, -1)
         comptime if form.receives:
+            _record(call, 2)
             cpu_dispatch_wait(
                 dispatched, CpuRank(call, "dispatch_wait", Word.DISPATCH_RECEIVED)
             )
+            _record(call, -2)
     elif group.is_by_rank():
         enqueue[form.sends, form.receives](
             DispatchByRank(given, dispatched, call.buffers()), queue
@@ -90,15 +104,19 @@ def launch_combine[
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
+            _record(call, 3)
             cpu_combine_async[dtype, partial_dtype](
                 given, CpuRank(call, "combine_async", Word.COMBINE_SENT)
             )
+            _record(call, -3)
         comptime if form.receives:
+            _record(call, 4)
             cpu_combine_wait[partial_dtype](
                 combined,
                 given.rows,
                 CpuRank(call, "combine_wait", Word.COMBINE_RECEIVED),
             )
+            _record(call, -4)
     elif group.has_sums():
         enqueue[form.sends, form.receives](
             CombineSums[group, dtype, partial_dtype](
