@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs over `deep_ep`: the calls of vLLM, SGLang, Megatron-core, and DeepEP.
+"""Programs over `deep_ep`: the calls of vLLM, SGLang and Megatron-core.
 
 The engines are not installed: each class stands for one of theirs and makes its calls
 with its arguments. Experts double their rows.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_member import CAP, E, H, K, open_group, tokens_of, want_doubled
+from torch_member import CAP, E, H, open_group, tokens_of, want_doubled
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "integrations/deep_ep"))
 
@@ -194,70 +194,9 @@ class LikeMegatron:
         return outs
 
 
-def like_deep_ep(group: Any) -> None:
-    """The low-latency test of DeepEP: all options, two dispatches for a combine."""
-    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
-    device = deep_ep.Buffer(group)._comm.device
-    buffer = deep_ep.Buffer(
-        group, num_rdma_bytes=1 << 20, low_latency_mode=True, explicitly_destroy=True
-    )
-    x = torch.full((CAP, 512), rank - 128.0, device=device).bfloat16()
-    x[:, -128:] = torch.arange(CAP, device=device)[:, None]
-    _, ids, weights = (t.to(device) for t in tokens_of(rank, -rank))
-    assert len(ids) == CAP
-    all_ids = torch.empty(n_ranks * CAP, K, dtype=ids.dtype)
-    dist.all_gather_into_tensor(all_ids, ids.cpu(), group=group)
-    all_ids = all_ids.view(n_ranks, CAP, K)
-    for times, (hooked, is_fp8, is_packed) in enumerate(
-        [(False, False, False), (True, True, True), (False, True, True)]
-    ):
-        for _ in range(times % 2 + 1):
-            stats = torch.zeros(E // n_ranks, dtype=torch.int, device=device)
-            rows, counts, handle, event, hook = buffer.low_latency_dispatch(
-                x, ids, CAP, E, use_fp8=is_fp8, round_scale=is_packed,
-                use_ue8m0=is_packed, cumulative_local_expert_recv_stats=stats,
-                async_finish=not hooked, return_recv_hook=hooked,
-            )  # fmt: skip
-            hook() if hooked else event.current_stream_wait()
-        made = cast_back(rows[0], rows[1].contiguous()) if is_fp8 else rows.clone()
-        for i in range(E // n_ranks):
-            n, sources, ranges = int(counts[i]), handle[0][i], handle[1][i]
-            expert = rank * (E // n_ranks) + i
-            assert n == stats[i] == (all_ids == expert).sum()
-            assert n == (ranges & (2**32 - 1)).sum()
-            own = made[i, :n]
-            assert torch.equal(own[:, 0], own[:, :-128].amax(1))
-            torch.testing.assert_close(
-                own[:, -1].float(), sources[:n].float(), rtol=2**-3, atol=0
-            )
-            for j in range(n_ranks):
-                begin, count = int(ranges[j] >> 32), int(ranges[j] & (2**32 - 1))
-                assert count == (all_ids[j] == expert).sum()
-                torch.testing.assert_close(
-                    own[begin : begin + count, :-128].float(),
-                    torch.full((count, 512 - 128), j - 128.0, device=device),
-                    rtol=2**-3,
-                    atol=0,
-                )
-        for zero_copy in (False, True):
-            if zero_copy:
-                buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = made
-            out = torch.empty(CAP, 512, dtype=torch.bfloat16, device=device)
-            y, event, hook = buffer.low_latency_combine(
-                made, ids, weights, handle, use_logfmt=False, zero_copy=zero_copy,
-                async_finish=not hooked, return_recv_hook=hooked, out=out,
-            )  # fmt: skip
-            hook() if hooked else event.current_stream_wait()
-            want = x * weights.masked_fill(ids == -1, 0).sum(1).view(-1, 1)
-            x2, y2 = want.double() + 1, y.double() + 1
-            assert 1 - 2 * (x2 * y2).sum() / (x2 * x2 + y2 * y2).sum() < 9e-4
-    buffer.destroy()
-
-
 def member(rank: int, n_ranks: int, store: str) -> None:
     open_group(rank, n_ranks, store)
     group = dist.group.WORLD
-    like_deep_ep(group)
     for program in (
         LikeVllm(group),
         LikeSglang(group, True),

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and offsets, computed here a second time from the picture.
+"""Sizes of which Python asks Mojo, and constants that both have.
 
-`layout.mojo` is the one home of these facts; Python asks it. Here the picture
-in its docstring is computed independently, and the constants that Python and
-Mojo both have are compared.
+`mojo/places.mojo` walks through the picture in `layout.mojo`, place by place.
 """
 
 import numpy as np
@@ -16,15 +14,11 @@ from max_ep import (
     AllGatherTokenDispatcher,
     EPBatchManager,
     EPCommInitializer,
-    blockwise_fp8_quant_config,
     estimate_ep_memory_usage,
     formats,
     limits,
     quantize,
 )
-
-ALL_CASES = CASES | LARGE_CASES | BY_RANK_CASES | SUMS_CASES
-case_names = pytest.mark.parametrize("name", ALL_CASES)
 
 # ------------------------------------------------------------------- constants
 
@@ -65,78 +59,24 @@ def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def sizes_of(case: Case) -> dict[str, int]:
-    """Computes what `layout_query.mojo` answers, from the picture in `layout.mojo`."""
-    sent, hidden = case.partial_dtype or case.combine, case.hidden_size
-    token = up(hidden * case.tokens.size_in_bytes, 16)
-    if case.wire.startswith("fp8"):  # A byte each, and a float32 scale for each 128.
-        token = hidden + up(hidden // 128 * 4, 16)
-    if case.wire.endswith("fp4"):  # Two in a byte, and a byte for each 16 or 32.
-        token = up(hidden // 2, 16) + up(
-            hidden // (16 if case.wire[0] == "n" else 32), 16
-        )
-    if case.wire == "mxfp8":  # A byte each, and a byte for each 32.
-        token = hidden + up(hidden // 32, 16)
-    msg, back = token + 16, up(hidden * sent.size_in_bytes, 16) + 16
-    n_local, n = up(case.n_experts, case.n_ranks) // case.n_ranks, case.n_ranks
-    n_tokens, n_choices = (
-        case.max_tokens_per_rank,
-        case.max_tokens_per_rank * case.top_k,
-    )
-    send, recv, n_counts = n_tokens * msg, n_local * n * n_tokens * msg, n_local * n + n
-    if case.protocol == "by_rank":
-        entries = up(n * n_choices * (16 if case.combines_sums else 8), 256)
-        inline = up(n * min(n_tokens, 256) * msg, 256)
-        tokens = up(n * n_tokens * msg, 256)
-        send, recv = 0, entries + tokens + inline + n * n_tokens * 4 * 8
-        n_counts += n
-    answer = {
-        "dispatch_send_bytes": send,
-        "dispatch_recv_bytes": recv,
-        "dispatch_counts_bytes": n_counts * 8,
-        "combine_recv_bytes": (n * n_tokens if case.combines_sums else n_choices)
-        * back,
-        "combine_counts_bytes": (case.n_experts + n) * 8,
-    }
-    at = [0]
-    for n_bytes in answer.values():
-        at.append(at[-1] + up(n_bytes, 256))
-    answer |= dict(
-        dispatch_counts_offset=at[2], combine_counts_offset=at[4], region_bytes=at[5]
-    )
-    answer |= dict(dispatch_msg_bytes=msg, combine_msg_bytes=back)
-    put = up(n_choices * msg, 256)
-    put_bytes = put + up(n * n_choices * back, 256)
-    more = dict(n_local_experts=n_local, dispatch_put_bytes=put, put_bytes=put_bytes)
-    return answer | more
-
-
-@case_names
-def test_sizes_are_those_of_the_picture(name):
-    """Where each place is, `mojo/places.mojo` checks."""
-    case = ALL_CASES[name]
-    cfg, want = case.config(), sizes_of(case)
-    sizes = dict(vars(cfg.sizes()))
-    constants = {
-        "setup_words": ("N_SETUP_WORDS", "max_ep/setup.mojo"),
-        "failure_word": ("FAILURE", "max_ep/counters.mojo"),
-        "n_failure_words": ("N_FAILURE_WORDS", "max_ep/counters.mojo"),
-        "generations_word": ("DISPATCH_SENT", "max_ep/counters.mojo"),
-        "launch_word": ("LAUNCH", "max_ep/counters.mojo"),
-    }
-    want |= {field: mojo_constant(*where) for field, where in constants.items()}
-    rest = {
-        field: sizes.pop(field)
-        for field in ("counters_words", "masked_word", "protocol")
-    }
-    assert rest and sizes == want
-    assert cfg.n_local_experts == want["n_local_experts"]
-    assert cfg.get_max_recv_tokens() == case.max_rows
-    assert cfg.estimate_memory_usage() == want["region_bytes"]
-    # MAX's function of this name has no protocol, so ours answers for "auto".
-    if case.token_format == formats.format_of(case.token_format.dtype):
-        auto = case.config(protocol="auto", combine_mode="rows", partial_dtype=None)
-        assert estimate(case) == auto.estimate_memory_usage()
+def test_sizes_that_python_uses():
+    for case in (CASES | LARGE_CASES | BY_RANK_CASES | SUMS_CASES).values():
+        config = case.config()
+        assert config.n_local_experts == case.n_local_experts
+        assert config.sizes().n_local_experts == case.n_local_experts
+        assert config.get_max_recv_tokens() == case.max_rows
+        # MAX's function of this name has no protocol, so ours answers for "auto".
+        if case.token_format == formats.format_of(case.token_format.dtype):
+            auto = case.config(protocol="auto", combine_mode="rows", partial_dtype=None)
+            assert estimate(case) == auto.estimate_memory_usage()
+    for field, name, path in (
+        ("setup_words", "N_SETUP_WORDS", "max_ep/setup.mojo"),
+        ("failure_word", "FAILURE", "max_ep/counters.mojo"),
+        ("n_failure_words", "N_FAILURE_WORDS", "max_ep/counters.mojo"),
+        ("generations_word", "DISPATCH_SENT", "max_ep/counters.mojo"),
+        ("launch_word", "LAUNCH", "max_ep/counters.mojo"),
+    ):
+        assert getattr(config.sizes(), field) == mojo_constant(name, path)
 
 
 def estimate(case: Case, **changes: object) -> int:
@@ -157,7 +97,7 @@ def estimate(case: Case, **changes: object) -> int:
 def test_several_hosts_are_estimated_as_gpus():
     """`"auto"` differs there: SHMEM has `by_expert` only."""
     case = CASES["last_rank_empty"]
-    want = sizes_of(case)["region_bytes"]
+    want = case.config().estimate_memory_usage()
     assert estimate(case, n_nodes=2, n_gpus_per_node=2) == want
 
 
@@ -266,11 +206,8 @@ def test_addresses_are_those_of_the_picture(session, name):
     ):
         assert (there - base == at).all()
         at += up(n_bytes, 256)
+    assert (counts - base == sizes.dispatch_counts_offset).all()
+    assert (combine_counts - base == sizes.combine_counts_offset).all()
     assert (base % mojo_constant("BUFFER_ALIGN") == 0).all()
     apart = np.diff(np.sort(base))
     assert (apart >= sizes.region_bytes).all(), f"regions overlap: {base}"
-
-
-def test_the_quant_config_has_the_block_of_the_kernels():
-    block = blockwise_fp8_quant_config().input_scale.block_size
-    assert block == (1, mojo_constant("FP8_BLOCK", FP8_SOURCE))

@@ -6,18 +6,14 @@ with it twice: an expected value comes from torch, from `fractions.Fraction`, or
 from loops that say the same in another way.
 """
 
-import ast
 import math
-import sys
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from max_ep import quantize, reference
 from max_ep.reference import (
     bfloat16_to_float32,
     combine,
@@ -49,10 +45,8 @@ def rounded(x: np.ndarray) -> np.ndarray:
 def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
     """Compares bit for bit, so that -0.0 is not 0.0; any NaN equals any NaN."""
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    kind = f"u{got.itemsize}"
-    is_same = np.ascontiguousarray(got).view(kind) == np.ascontiguousarray(want).view(
-        kind
-    )
+    bits, wanted = (np.ascontiguousarray(x).view(f"u{x.itemsize}") for x in (got, want))
+    is_same = bits == wanted
     if got.dtype.kind == "f":
         is_same |= np.isnan(got) & np.isnan(want)
     where = tuple(map(tuple, np.argwhere(~is_same)[:1]))
@@ -156,24 +150,6 @@ def naive_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 ULP = 2.0**-23
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    "a, b, c, want",
-    [
-        # Each sum is nearer to a tie than float64 can hold, and the tie goes the other
-        # way: 1 + 1.5 ulp less 2**-70, 1 + 0.5 ulp and 2**-70,
-        ((1 + ULP) * 2**-12, (1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
-        ((1 + ULP) * 2**-12, -(1 - ULP) * 2**-12, 1 + ULP, 1 + ULP),
-        # and a product that is the tie 1.25 + 2.5 ulp, and 2**-63.
-        (1 + 2 * ULP, 1.25, 2**-63, 1.25 + 3 * ULP),
-    ],
-)
-def test_fma_where_rounding_twice_is_wrong(a, b, c, want, sign):
-    a, b, c, want = f32(a), f32(sign * b), f32(sign * c), f32(sign * want)
-    assert_same_bits(fma(a, b, c), want)
-    assert naive_fma(a, b, c) != want
-
-
 def fma_samples() -> dict[str, tuple]:
     """Draws factors and addends, by kind."""
     rng = np.random.default_rng(3)
@@ -222,20 +198,15 @@ def test_fma_of_zeros_infinities_and_nan_is_ieee():
 # (n_tokens of each rank, n_experts, top_k, routing)
 CASES = {
     "one_rank": ([7], 4, 2, "random"),
-    "two_ranks": ([5, 8], 6, 2, "random"),
     "four_ranks": ([16, 16, 16, 16], 32, 8, "random"),
-    "uneven_7_on_3": ([4, 7, 5], 7, 3, "random"),
     "uneven_7_on_5": ([4, 7, 5, 1, 2], 7, 3, "random"),  # last rank: none
     "fewer_experts_than_ranks": ([3, 3, 3, 3], 2, 2, "random"),
     "one_expert": ([3, 2], 1, 1, "random"),
-    "empty_rank": ([6, 0, 3], 9, 4, "random"),
     "empty_first_rank": ([0, 3], 4, 2, "random"),
     "no_tokens": ([0, 0], 4, 2, "random"),
     "all_to_one": ([9, 9, 9], 6, 1, "one"),
-    "half_masked": ([11, 6], 8, 4, "masked"),
     "all_masked": ([5, 5], 8, 4, "none"),
     "masked_empty_uneven": ([0, 13, 7, 2], 11, 5, "masked"),
-    "top_1": ([8, 8], 16, 1, "random"),
     "top_32": ([5, 6], 40, 32, "random"),
     "top_all": ([4, 4, 4], 9, 9, "random"),
     "same_expert_twice": ([6, 5], 3, 5, "repeated"),
@@ -297,12 +268,7 @@ def rows_in_order(c, rank: int, local_expert: int) -> list[tuple[int, int, int]]
     ]
 
 
-@pytest.mark.parametrize(
-    "n_experts, n_ranks, want",
-    [(8, 4, 2), (7, 3, 3), (7, 5, 2), (1, 4, 1), (256, 8, 32), (5, 1, 5)],
-)
-def test_n_local_experts(n_experts, n_ranks, want):
-    assert n_local_experts(n_experts, n_ranks) == want
+def test_sizes_below_one_are_refused():
     for bad in ((0, 1), (4, 0), (-1, 2)):
         with pytest.raises(ValueError, match=f"n_ranks={bad[1]}"):
             n_local_experts(*bad)
@@ -368,10 +334,8 @@ def test_an_id_out_of_range_is_named(wrong_id):
 
 def test_shapes_that_do_not_fit_are_refused():
     ids = [np.zeros((4, 2), np.int32), np.zeros((3, 2), np.int32)]
-    tokens, halves = (
-        make_tokens([4, 3]),
-        [t.astype(np.float16) for t in make_tokens([4, 3])],
-    )
+    tokens = make_tokens([4, 3])
+    halves = [t.astype(np.float16) for t in tokens]
     quantized = dict(quantize=quantize_blockwise_fp8)
     for error, words, bad_tokens, bad_ids, more in (
         (ValueError, "n_tokens", make_tokens([4, 4]), ids, {}),
@@ -566,27 +530,3 @@ def test_moe_refuses_what_dispatch_refuses():
     ):
         with pytest.raises(error, match=words):
             moe(tokens, bad_ids, bad_weights, None)  # no expert is called
-
-
-def test_moe_calls_each_expert_once_with_its_tokens_in_order():
-    ids = np.array([[2, 0], [-1, 2], [0, 5]], np.int32)
-    (tokens,) = make_tokens([3])
-    calls = []
-    given = tokens, ids, np.ones((3, 2), np.float32)
-    moe(*given, lambda expert_id, x: calls.append((expert_id, x.copy())) or x)
-    assert [expert_id for expert_id, _ in calls] == [0, 2, 5]
-    for (_, x), token_idx in zip(calls, [[0, 2], [0, 1], [2]]):
-        assert_same_bits(x, tokens[token_idx])
-
-
-def test_reference_needs_numpy_only():
-    modules = set()
-    texts = [Path(file).read_text() for file in (reference.__file__, quantize.__file__)]
-    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module != "quantize":
-            assert node.level == 0
-            modules.add(node.module)
-    others = {m.split(".")[0] for m in modules} - set(sys.stdlib_module_names)
-    assert others == {"numpy"}

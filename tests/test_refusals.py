@@ -74,6 +74,7 @@ timeout_s="5" | timeout_s='5'; number of seconds
 target="tpu" | 'tpu'; 'cpu'; 'gpu'
 protocol="by_node" | 'by_node'; 'auto'; 'by_rank'; 'by_expert'
 protocol="by_rank", target="gpu", n_nodes=2 | target='gpu'; n_nodes=2; by_expert
+target="gpu", n_nodes=2, ranks_per_gpu=2 | n_nodes=2; pass ranks_per_gpu=1
 combine_mode="tokens" | 'tokens'; 'rows'; 'sums'
 combine_mode="sums" | combine_mode='sums'; protocol='by_expert'; 'by_rank'
 **AS_SUMS, partial_dtype=F16 | partial_dtype; float16; bfloat16 or float32
@@ -88,8 +89,6 @@ dispatch_quant_config=QUANT | dispatch_quant_config; bfloat16; pass None
 output_layout="ragged" | 'ragged'; 'packed'; 'padded'
 **PADDED, fused_shared_expert=True | fused_shared_expert; output_layout='packed'; add it
 **OF_FP8, hidden_size=80 | hidden_size=80; 128; FP8; pad
-**OF_FP8, hidden_size=192 | hidden_size=192; 128; FP8; pad
-**OF_FP8, hidden_size=8 | hidden_size=8; 128; FP8; pad
 **OF_FP8 | dict(dispatch_quant_config=NVFP4) | NVFP4; BLOCKSCALED_FP8
 **OF_FP8 | dict(dispatch_quant_config=NARROW_BLOCKS) | (1, 64); (1, 128)
 **OF_FP8 | dict(dispatch_quant_config=BF16_SCALES) | bfloat16; float32

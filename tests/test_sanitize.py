@@ -19,6 +19,7 @@ exit ${STATUS:-$status}
 """
 CLEAN = "ERROR SUMMARY: 0 errors"
 CLEAN_RACES = "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+SHOWS_MODE = "import os; print(os.environ['MODULAR_DEBUG_DEVICE_ALLOCATOR'])"
 
 
 def sanitize(folder, check, test="pass", **variables):
@@ -34,56 +35,52 @@ def sanitize(folder, check, test="pass", **variables):
 
 
 @pytest.mark.parametrize(
-    "check, summary, pool",
+    "check, words, variables",
     [
-        ("memcheck", CLEAN, "0"),
-        ("racecheck", CLEAN_RACES, "on"),
+        ("memcheck", "--tool=memcheck; pool 0; nothing found; 1 passed", {}),
+        (
+            "racecheck",
+            "--tool=racecheck; pool on; nothing found; 1 passed",
+            dict(SUMMARY=CLEAN_RACES),
+        ),
+        ("poison", "poison-all", dict(test=SHOWS_MODE)),
+        ("redzone", "out-of-bounds", dict(test=SHOWS_MODE)),
+        (
+            "control",
+            "synccheck finds",
+            dict(SKIP_TARGET="1", SUMMARY=CLEAN.replace("0", "1")),
+        ),
     ],
 )
-def test_nothing_found(tmp_path, check, summary, pool):
-    done = sanitize(tmp_path, check, SUMMARY=summary)
+def test_what_passes(tmp_path, check, words, variables):
+    done = sanitize(tmp_path, check, **variables)
     assert done.returncode == 0, done.stderr
-    for words in (f"option --tool={check}", f"pool {pool}", "nothing found; 1 passed"):
-        assert words in done.stdout
+    assert all(word in done.stdout for word in words.split("; ")), done.stdout
 
 
 @pytest.mark.parametrize(
-    "what, variables",
+    "check, what, variables",
     [
-        ("findings", dict(SUMMARY="ERROR SUMMARY: 2 errors")),
+        ("memcheck", "findings", dict(SUMMARY="ERROR SUMMARY: 2 errors")),
+        ("racecheck", "findings", dict(SUMMARY=CLEAN_RACES.replace("0 w", "1 w"))),
+        ("memcheck", "has not said", dict(SUMMARY="")),
+        ("memcheck", "ended with 99", dict(STATUS="99")),
         (
-            "findings",
-            dict(SUMMARY="RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"),
+            "memcheck",
+            "did not pass: 1 failed",
+            dict(test="assert False", STATUS="0"),
         ),
-        ("has not said", dict(SUMMARY="")),
-        ("ended with 99", dict(STATUS="99")),
-        ("did not pass: 1 failed", dict(test="assert False", STATUS="0")),
-        ("come to their end", dict(test="import os; os._exit(0)")),
-        ("come to their end", dict(SKIP_TARGET="1")),
+        ("memcheck", "come to their end", dict(test="import os; os._exit(0)")),
+        ("memcheck", "come to their end", dict(SKIP_TARGET="1")),
+        (
+            "redzone",
+            "a write outside",
+            dict(test="print('MemoryManager detected a device buffer overflow')"),
+        ),
+        ("control", "memcheck did not find the overrun", dict(SKIP_TARGET="1")),
     ],
 )
-def test_what_fails(tmp_path, what, variables):
-    done = sanitize(tmp_path, "memcheck", **variables)
+def test_what_fails(tmp_path, check, what, variables):
+    done = sanitize(tmp_path, check, **variables)
     assert done.returncode == 1
     assert what in done.stderr
-
-
-def test_max_guards(tmp_path):
-    ours = "import os; print(os.environ['MODULAR_DEBUG_DEVICE_ALLOCATOR'])"
-    done = sanitize(tmp_path, "poison", test=ours)
-    assert done.returncode == 0 and "poison-all" in done.stdout
-    done = sanitize(tmp_path, "redzone", test=ours)
-    assert done.returncode == 0 and "out-of-bounds" in done.stdout
-    said = "print('MemoryManager detected a device buffer overflow after')"
-    done = sanitize(tmp_path, "redzone", test=said)
-    assert done.returncode == 1 and "a write outside" in done.stderr
-
-
-def test_control_wants_the_planted_errors_found(tmp_path):
-    done = sanitize(tmp_path, "control", SKIP_TARGET="1")
-    assert done.returncode == 1
-    assert "memcheck did not find the overrun" in done.stderr
-    done = sanitize(
-        tmp_path, "control", SKIP_TARGET="1", SUMMARY=CLEAN.replace("0", "1")
-    )
-    assert done.returncode == 0 and "synccheck finds" in done.stdout

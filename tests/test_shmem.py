@@ -119,13 +119,6 @@ def test_mojo_and_python_agree(tmp_path):
     assert f"_SIGNAL_SET = Int32({number})\n" in transport
 
 
-def test_one_rank_on_each_gpu():
-    with pytest.raises(ValueError, match="pass ranks_per_gpu=1"):
-        CASES["two_ranks"].config(
-            target="gpu", n_nodes=2, n_gpus_per_node=2, ranks_per_gpu=2
-        )
-
-
 def test_put_buffers_are_counted():
     """A choice's message, and a row for each choice of each rank."""
     case = CASES["two_ranks"]

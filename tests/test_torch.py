@@ -43,83 +43,70 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("max_ep-torch")}
 
 
-def run(n_ranks: int, folder: Path, on_gpu: bool = False) -> list[dict]:
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors are."""
+    if request.param == "cpu":
+        monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cpu")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "n_ranks, place",
+    [
+        *((n, "cpu") for n in RUNS),
+        *(pytest.param(n, "gpu", marks=pytest.mark.gpu(1)) for n in (1, 2, 4)),
+    ],
+    indirect=["place"],
+)
+def test_scenarios(n_ranks: int, place: str, tmp_path: Path) -> None:
+    """Of four ranks also a peer that is stopped, has other arguments, or is late."""
     names, kinds = RUNS[n_ranks]
-    if on_gpu:
-        names = [*names, "captured"]
-    arguments = (n_ranks, str(folder / "store"), names, kinds)
+    names = [*names, *["captured"] * (place == "gpu")]
+    arguments = (n_ranks, str(tmp_path / "store"), names, kinds)
+    before = segments()
     outcomes = launch(torch_member.member, n_ranks, arguments, timeout_s=600)
     for rank, outcome in enumerate(outcomes):
         for name, (error, _) in outcome.items():
             assert not error, f"rank {rank}, {name}:\n{error}"
         assert "was destroyed" in outcome["destroyed"][1]
-    return outcomes
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cpu")
-
-
-@pytest.mark.parametrize("n_ranks", [1, 2, 8])
-def test_cpu(on_cpu: None, n_ranks: int, tmp_path: Path) -> None:
-    run(n_ranks, tmp_path)
-
-
-def check_faults(outcomes: list[dict]) -> None:
-    for rank, outcome in enumerate(outcomes):
-        text = outcome["other_arguments"][1]
-        culprit = 0 if rank == 1 else 1
+        if n_ranks != 4:
+            continue
+        text, culprit = outcome["other_arguments"][1], 0 if rank == 1 else 1
         assert re.match(rf"max_ep: rank {culprit} calls .*tokens=", text.lower()), text
         if rank != 1:
             text = outcome["late"][1]
             assert re.search(r"timed out after 3000 ms waiting .* from rank 1", text)
             assert "Buffer.reset()" in text and "EPC" not in text, text
-
-
-def test_cpu_of_four(on_cpu: None, tmp_path: Path) -> None:
-    """Also a peer that is stopped, has other arguments, or does not come."""
-    before = segments()
-    check_faults(run(4, tmp_path))
     assert segments() <= before
 
 
-def check_killed(folder: Path, phase: str) -> None:
+@pytest.mark.parametrize("phase", torch_member.PHASES)
+def test_killed(place: str, phase: str, tmp_path: Path) -> None:
     """The survivor ends by its time-out and names the dead; the next run works."""
     before = segments()
     with pytest.raises(LaunchError) as caught:
-        launch(torch_member.killed, 2, (str(folder / phase), phase), timeout_s=300)
+        launch(torch_member.killed, 2, (str(tmp_path / phase), phase), timeout_s=300)
     text = caught.value.failures[0]
     assert re.search(r"timed out after 3000 ms waiting .* from rank 1", text), text
     assert caught.value.failures[1] == "died without a result (exit code -9)"
     assert segments() <= before
 
 
-@pytest.mark.parametrize("phase", torch_member.PHASES)
-def test_killed(on_cpu: None, phase: str, tmp_path: Path) -> None:
-    check_killed(tmp_path, phase)
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("n_ranks", [1, 2, 4])
-def test_one_gpu_or_more(n_ranks: int, tmp_path: Path) -> None:
-    outcomes = run(n_ranks, tmp_path, on_gpu=True)
-    if n_ranks == 4:
-        check_faults(outcomes)
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("phase", torch_member.PHASES)
-def test_killed_on_gpu(phase: str, tmp_path: Path) -> None:
-    check_killed(tmp_path, phase)
-
-
-def test_deep_ep(on_cpu: None, tmp_path: Path) -> None:
-    """Programs of vLLM, SGLang, Megatron-core and DeepEP, as far as they call it."""
+def test_deep_ep(place: str, tmp_path: Path) -> None:
+    """Programs of vLLM, SGLang and Megatron-core, as far as they call it."""
     launch(deep_ep_programs.member, 2, (2, str(tmp_path / "store")), timeout_s=600)
 
 
-def test_torch_moe(on_cpu: None) -> None:
+@pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=slow) for n in (1, 4))])
+def test_misuse(place: str, n_ranks: int, tmp_path: Path) -> None:
+    before = segments()
+    launch(torch_misuse.member, n_ranks, (n_ranks, str(tmp_path / "store")))
+    assert segments() <= before
+
+
+@pytest.mark.parametrize("place", ["cpu"], indirect=True)
+def test_torch_moe(place: str) -> None:
     """The command of the documents, with 2 ranks in place of 4."""
     page = (ROOT / "docs/pytorch.md").read_text()
     command = "torchrun --nproc-per-node 4 graphs/torch_moe.py"
@@ -142,7 +129,7 @@ def test_build_ahead(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(command.split()) == 0
     path = Path(capsys.readouterr().out.strip())
     assert path.is_file() and "sm_90a" in path.name
-    # Those of the normal calls of `test_cpu` with 2 ranks.
+    # Those of the normal calls of `test_scenarios` with 2 ranks.
     sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 2048"
     words = f"build --torch cpu {sizes} --dispatch normal".split()
     assert cli.main(words) == 0
@@ -155,10 +142,3 @@ def test_no_max_is_loaded() -> None:
     # MAX has changed the environment behind Python's back: not as it is inherited.
     program = [sys.executable, "-c", program]
     assert subprocess.run(program, env=dict(os.environ)).returncode == 0
-
-
-@pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=slow) for n in (1, 4))])
-def test_misuse(on_cpu: None, n_ranks: int, tmp_path: Path) -> None:
-    before = segments()
-    launch(torch_misuse.member, n_ranks, (n_ranks, str(tmp_path / "store")))
-    assert segments() <= before

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels of `kernels.mojo` with the lists of MAX's `ep_comm` alone.
-
-Takes a folder, see `emitting.mojo`. Parameters and arguments stand in MAX's order and
-nothing of ours follows; one is called by name, too. Run by tests/test_mojo.py, which
-runs `launchers.mojo` for the launchers.
+"""Compiles a kernel of `kernels.mojo` with the names of MAX's `ep_comm`, and without
+what has a default. Takes a folder, see `emitting.mojo`. Run by tests/test_mojo.py;
+`seeds_gpu.mojo` has all kernels with MAX's lists alone.
 """
 from emitting import emit
 from layout import Coord, row_major, TileTensor
 from max_ep import BF16TokenFormat, EPLocalSyncCounters, TokenFormat
 from max_ep.flags import FlagPointer
-from max_ep.kernels import (
-    combine_async_kernel,
-    combine_wait_kernel,
-    dispatch_async_kernel,
-    dispatch_wait_kernel,
-)
+from max_ep.kernels import dispatch_async_kernel
 from max_ep.token_format import BytePointer
 
 comptime BF16 = DType.bfloat16
@@ -29,30 +22,10 @@ comptime Format: TokenFormat = BF16TokenFormat[HIDDEN, TOP_K]
 comptime MatrixLayout = type_of(row_major(Coord(Int64(0), Int64(0))))
 
 
-@__parameter
-def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
-    return Scalar[dtype](expert_id)
-
-
 # fmt: off
 comptime with_defaults = dispatch_async_kernel[
     BF16, N_THREADS, MatrixLayout, MatrixLayout, N_SMS, N_EXPERTS, N_RANKS,
     MAX_TOKENS, N_RANKS, Format,
-]
-comptime with_scales = dispatch_async_kernel[
-    BF16, N_THREADS, MatrixLayout, MatrixLayout, N_SMS, N_EXPERTS, N_RANKS,
-    MAX_TOKENS, N_RANKS, Format, scale_of, False,
-]
-comptime wait = dispatch_wait_kernel[
-    N_THREADS, N_SMS, N_EXPERTS, N_RANKS, MAX_TOKENS, N_RANKS, Format, False
-]
-comptime combine_async = combine_async_kernel[
-    BF16, N_THREADS, N_SMS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
-    N_RANKS, False,
-]
-comptime combine_wait = combine_wait_kernel[
-    BF16, N_THREADS, N_SMS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
-    N_RANKS, False,
 ]
 # fmt: on
 
@@ -95,7 +68,3 @@ def main() raises:
     """Compiles the kernels."""
     emit[call_as_max_does, links=False]("dispatch_async.by_name")
     emit[with_defaults, links=False]("dispatch_async.defaults")
-    emit[with_scales]("dispatch_async.scales")
-    emit[wait]("dispatch_wait.one_node")
-    emit[combine_async]("combine_async.one_node")
-    emit[combine_wait]("combine_wait.one_node")
