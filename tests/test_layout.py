@@ -166,7 +166,7 @@ def test_counters_hold_every_pair(n_ranks):
     assert masks.masked_word == plain.counters_words
     assert masks.counters_words == plain.counters_words + case.n_ranks + 1
     assert masks.combine_recv_bytes == case.n_ranks * plain.combine_recv_bytes
-    assert masks.combine_counts_bytes == plain.combine_counts_bytes + 8 * case.n_ranks
+    assert masks.dispatch_counts_bytes == plain.dispatch_counts_bytes + 8 * case.n_ranks
     for n_experts, n_words in words_of.items():
         n_pairs = up(n_experts, n_ranks)
         assert header + 2 * (n_pairs + 1) <= n_words, (n_experts, n_ranks)

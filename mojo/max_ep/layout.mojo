@@ -36,11 +36,11 @@ generation and router weight, and combine recv holds partial sums instead of row
     | combine recv     [n_ranks][max_tokens_per_rank]     of combine msg   |
 
 If ranks mask a peer that is late (`Group.masks`), each owner has places of its own for
-rows, which a late store of another cannot hit, and the combine counts end with the
-heartbeats:
+rows, which a late store of another cannot hit, and the dispatch counts end with the
+heartbeats. Combine finds them there, for it knows the sizes of both:
 
+    | dispatch counts  as above, then heartbeats [n_ranks] UInt64          |
     | combine recv     [n_ranks][max_tokens_per_rank][top_k]               |
-    | combine counts   as above, then heartbeats [n_ranks] UInt64          |
 
 Peers write everything but the dispatch send buffer. A message is the encoded token
 (or expert row) followed by a source info of `SOURCE_INFO_BYTES`. In an all-gather,
@@ -409,6 +409,12 @@ struct Group(TrivialRegisterPassable):
         """Locates a source's number of tokens, among the dispatch counts."""
         return self.dispatch_done_offset(self.n_ranks + src_rank)
 
+    def heartbeat_offset(self, rank: Int) -> Int:
+        """Locates the heartbeat of a rank, in the dispatch counts buffer."""
+        if self.is_by_rank():
+            return self.dispatch_n_tokens_offset(self.n_ranks + rank)
+        return self.dispatch_done_offset(self.n_ranks + rank)
+
     # -------------------------------------------------- inside combine buffers
 
     def combine_message_offset(
@@ -433,10 +439,6 @@ struct Group(TrivialRegisterPassable):
     def combine_done_offset(self, reader_rank: Int) -> Int:
         """Locates the done word of a reader, in the combine counts buffer."""
         return self.combine_count_offset(self.n_experts + reader_rank)
-
-    def heartbeat_offset(self, rank: Int) -> Int:
-        """Locates the heartbeat of a rank, in the combine counts buffer."""
-        return self.combine_done_offset(self.n_ranks + rank)
 
     # --------------------------------------------- inside SHMEM's put buffers
 
@@ -477,6 +479,8 @@ struct Group(TrivialRegisterPassable):
 
     def dispatch_counts_bytes(self) -> Int:
         """Counts the bytes of the dispatch counts buffer."""
+        if self.masks:
+            return self.heartbeat_offset(self.n_ranks)
         if self.is_by_rank():
             return self.dispatch_n_tokens_offset(self.n_ranks)
         return self.dispatch_done_offset(self.n_ranks)
@@ -491,8 +495,6 @@ struct Group(TrivialRegisterPassable):
 
     def combine_counts_bytes(self) -> Int:
         """Counts the bytes of the combine counts buffer."""
-        if self.masks:
-            return self.heartbeat_offset(self.n_ranks)
         return self.combine_done_offset(self.n_ranks)
 
     # ------------------------------------------------- where the buffers begin

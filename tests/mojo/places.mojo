@@ -117,6 +117,8 @@ def check(group: Group) raises:
     if group.is_by_rank():
         for src in range(group.n_ranks):
             c.take(counts + group.dispatch_n_tokens_offset(src), FLAG_BYTES)
+    for rank in range(group.n_ranks if group.masks else 0):
+        c.take(counts + group.heartbeat_offset(rank), FLAG_BYTES)
     c.buffer(counts, group.dispatch_counts_bytes())
 
     recv = group.combine_recv_offset()
@@ -141,8 +143,6 @@ def check(group: Group) raises:
         c.take(counts + group.combine_count_offset(expert), FLAG_BYTES)
     for reader in range(group.n_ranks):
         c.take(counts + group.combine_done_offset(reader), FLAG_BYTES)
-    for rank in range(group.n_ranks if group.masks else 0):
-        c.take(counts + group.heartbeat_offset(rank), FLAG_BYTES)
     c.buffer(counts, group.combine_counts_bytes())
 
     # SHMEM's put buffers follow the region.
