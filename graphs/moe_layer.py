@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MoE layer over four ranks: router, dispatch, SwiGLU experts, combine.
 
-    python graphs/moe_layer.py [--shared-expert] [--sums] [--format mxfp8]
+    python graphs/moe_layer.py [--shared-expert] [--sums] [--allreduce] [--format mxfp8]
 
 The layer is ``max_ep.graph.moe.moe_layer``; with ``--shared-expert`` every token
 also goes through one expert of its own rank, computed beside the routed ones
 and added; with ``--sums`` combine sends partial sums instead of rows
 (``EPConfig.combine_mode``); with ``--format`` dispatch quantizes tokens, and the
-experts get them in float32 again. The result is compared with that of
-``max_ep.reference.moe`` for the same quantized tokens, and for the tokens themselves.
+experts get them in float32 again; with ``--allreduce`` every rank has all tokens, and
+what the ranks' experts make of them is added up (``EPConfig.use_allreduce``). The
+result is compared with that of ``max_ep.reference.moe`` for the same quantized tokens,
+and for the tokens themselves.
 """
 
 import argparse
+import functools
+import operator
 from dataclasses import replace
 
 import numpy as np
@@ -52,7 +56,8 @@ def shared_expert(
 def build(config: EPConfig, has_shared_expert: bool) -> Graph:
     """Builds the layer for all ranks."""
     n_local = config.n_local_experts
-    types = [TensorType(F32, [f"n_{r}", HIDDEN_SIZE], CPU_DEVICE) for r in range(4)]
+    rows = ["n"] * 4 if config.use_allreduce else [f"n_{r}" for r in range(4)]
+    types = [TensorType(F32, [n, HIDDEN_SIZE], CPU_DEVICE) for n in rows]
     types += [TensorType(F32, [N_EXPERTS, HIDDEN_SIZE], CPU_DEVICE)]
     types += [TensorType(F32, [n_local, 2 * MOE_DIM, HIDDEN_SIZE], CPU_DEVICE)] * 4
     types += [TensorType(F32, [n_local, HIDDEN_SIZE, MOE_DIM], CPU_DEVICE)] * 4
@@ -67,9 +72,12 @@ def build(config: EPConfig, has_shared_expert: bool) -> Graph:
         x, router = values[:4], values[4]
         experts = [ExpertWeights(*pair) for pair in zip(values[5:9], values[9:13])]
         routed, topk_ids = moe_layer(manager, x, router, experts)
+        if config.use_allreduce:
+            # On GPUs: ops.allreduce.sum(routed, signal_buffers).
+            routed = [functools.reduce(operator.add, routed)]
         if has_shared_expert:
             routed = [y + shared_expert(t, *values[13:]) for y, t in zip(routed, x)]
-        graph.output(*routed, *topk_ids)
+        graph.output(*routed, *topk_ids[: len(routed)])
     return graph
 
 
@@ -86,6 +94,7 @@ def main() -> None:
     parser.add_argument("--sums", action="store_true")
     formats = [name for name, f in BY_SHORT_NAME.items() if f.is_quantized]
     parser.add_argument("--format", choices=formats)
+    parser.add_argument("--allreduce", action="store_true")
     options = parser.parse_args()
     has_shared_expert, config = options.shared_expert, CONFIG
     if options.sums:
@@ -98,6 +107,8 @@ def main() -> None:
             dispatch_quant_config=token_format.make_quant_config(),
         )
 
+    config = replace(config, use_allreduce=options.allreduce)
+
     rng = np.random.default_rng(7)
 
     def draw(*shape: int) -> np.ndarray:
@@ -105,6 +116,8 @@ def main() -> None:
         return values.astype(np.float32)
 
     x = [draw(n, HIDDEN_SIZE) * 10 for n in (64, 17, 0, 40)]  # uneven on purpose
+    if options.allreduce:
+        x = x[:1] * N_RANKS
     router = draw(N_EXPERTS, HIDDEN_SIZE)
     gate_up = draw(N_EXPERTS, 2 * MOE_DIM, HIDDEN_SIZE)
     down = draw(N_EXPERTS, HIDDEN_SIZE, MOE_DIM)
@@ -116,10 +129,12 @@ def main() -> None:
         comm.ep_init(session)
         weights = [*np.split(gate_up, N_RANKS), *np.split(down, N_RANKS), *shared]
         outputs = model.execute(*x, router, *weights, *comm.model_inputs())
-    y = np.concatenate([output.to_numpy() for output in outputs[:4]])
-    ids = np.concatenate([output.to_numpy() for output in outputs[4:]])
+    n = len(outputs) // 2
+    y, ids = (
+        np.concatenate([a.to_numpy() for a in o]) for o in (outputs[:n], outputs[n:])
+    )
 
-    tokens = np.concatenate(x)
+    tokens = np.concatenate(x[:n])
     logits = tokens @ router.T
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     top = np.take_along_axis(p, ids, axis=1)

@@ -18,6 +18,11 @@ def check_fields(config: EPConfig) -> None:
     if not (config.eplb_enabled and config.num_logical_experts):
         config.num_logical_experts = config.n_experts
     if not config.eplb_enabled:
+        if config.eplb_phy2log_plan is not None:
+            raise ValueError(
+                "eplb_phy2log_plan is given with eplb_enabled=False: nobody would use "
+                "it; pass eplb_enabled=True, or leave the plan out"
+            )
         return
     for field in ("num_moe_layers", "max_replicas"):
         value = getattr(config, field)

@@ -87,6 +87,10 @@ class EPConfig:
     moe_dim: int = 0
     fused_moe_ready: bool = False
     use_allreduce: bool = False
+    """Every rank has all tokens, as with tensor-parallel attention. Dispatch gives a
+    rank the rows of its own experts and sends nothing; combine returns what they add to
+    each token. The caller adds up the ranks' results, as with ``ops.allreduce.sum``.
+    One process."""
     max_batch_size: int = 0
     eplb_enabled: bool = False
     """Balanced experts: the graph takes ``eplb_log2phy`` and ``eplb_logcnt`` too. The
@@ -179,6 +183,16 @@ class EPConfig:
         return math.ceil(self.n_experts / self.n_ranks)
 
     @property
+    def exchange_ranks(self) -> int:
+        """Ranks among which a launch exchanges tokens."""
+        return 1 if self.use_allreduce else self.n_ranks
+
+    @property
+    def exchange_experts(self) -> int:
+        """Experts of those ranks."""
+        return self.n_local_experts if self.use_allreduce else self.n_experts
+
+    @property
     def is_padded(self) -> bool:
         """Whether each local expert has rows of its own."""
         return self.output_layout == "padded"
@@ -186,7 +200,7 @@ class EPConfig:
     @property
     def expert_capacity(self) -> int:
         """The most rows one local expert can receive."""
-        return self.n_ranks * self.max_tokens_per_rank
+        return self.exchange_ranks * self.max_tokens_per_rank
 
     @property
     def n_output_rows(self) -> int:
@@ -286,6 +300,8 @@ class EPConfig:
     @property
     def runs_ranks_in_turn(self) -> bool:
         """Whether ranks of one process run one after another on a device."""
+        if self.use_allreduce:
+            return False  # No rank needs another.
         if self.target == "cpu":
             return self.n_gpus_per_node > 1
         return self.ranks_per_gpu > 1
@@ -322,8 +338,8 @@ class EPConfig:
             self.token_format.scale_dtype.size_in_bytes,
             self.combine_wire_dtype.size_in_bytes,
             self.hidden_size,
-            self.n_experts,
-            self.n_ranks,
+            self.exchange_experts,
+            self.exchange_ranks,
             self.max_tokens_per_rank,
             self.top_k,
             *self.axes,
@@ -337,7 +353,7 @@ class EPConfig:
         Tensors may have more: ``n_output_rows``.
         """
         per_token = min(self.top_k, self.n_local_experts)
-        return self.n_ranks * self.max_tokens_per_rank * per_token
+        return self.exchange_ranks * self.max_tokens_per_rank * per_token
 
     def estimate_memory_usage(self) -> int:
         """Returns the bytes of one rank's symmetric region, of both buffer groups."""
@@ -349,11 +365,10 @@ class EPConfig:
 _REFUSED = {
     "nvfp4_dyn_global_scales": "max_ep has scales of blocks and input "
     "scales of experts, none of tokens",
-    "fuse_ffn_combine_send": "combine sends rows that stand in memory, not those of a "
-    "matmul under way",
+    "fuse_ffn_combine_send": "combine reads the experts' rows where they are and adds "
+    "them up before it sends; use ep_combine, with combine_mode='sums'",
     "fused_moe_ready": "max_ep has no launch that does dispatch, experts and combine; "
     "use ep_dispatch and ep_combine",
-    "use_allreduce": "max_ep has no all-reduce mode; give each rank tokens of its own",
 }
 
 
@@ -443,11 +458,26 @@ def _check_sizes(config: EPConfig) -> None:
             f"ranks_per_gpu={config.ranks_per_gpu} with n_nodes={config.n_nodes}: "
             "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
         )
-    n_pairs = config.n_local_experts * config.n_ranks
-    if config.masks and (config.uses_shmem or config.router_top_k):
+    sends_to_some = not (config.router_top_k or config.use_allreduce)
+    if config.masks and (config.uses_shmem or not sends_to_some):
         raise ValueError(
-            "on_timeout='mask' is for one host, and not for an all-gather; pass 'raise'"
+            "on_timeout='mask' is for one host, and neither for an all-gather nor for "
+            "use_allreduce=True; pass 'raise'"
         )
+    is_uneven = config.n_experts % config.n_ranks != 0
+    if config.use_allreduce and (
+        config.n_nodes > 1
+        or is_uneven
+        or config.fused_shared_expert
+        or config.router_top_k
+    ):
+        raise ValueError(
+            f"use_allreduce=True with n_nodes={config.n_nodes}, n_experts="
+            f"{config.n_experts}, fused_shared_expert={config.fused_shared_expert}: it "
+            "needs n_nodes=1 and experts that the ranks divide. All ranks would add a "
+            "fused shared expert: compute it beside the routed ones, on one rank"
+        )
+    n_pairs = config.n_local_experts * config.exchange_ranks
     if config.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
         raise ValueError(
             f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "

@@ -24,10 +24,10 @@ def estimate_ep_memory_usage(
 ) -> int:
     """Returns the bytes of one rank's symmetric region, with ``protocol="auto"``.
 
-    The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``;
-    ``use_allreduce`` must be False. Of several formats of one dtype it is the
-    first in :data:`max_ep.formats.FORMATS`. A node is a host with GPUs, as there, and
-    what SHMEM puts from is not counted. ``max-ep plan`` prints the parts.
+    The arguments are those of ``max.nn.comm.ep.ep_config.estimate_ep_memory_usage``. Of
+    several formats of one dtype it is the first in :data:`max_ep.formats.FORMATS`. A
+    node is a host with GPUs, as there, and what SHMEM puts from is not counted.
+    ``max-ep plan`` prints the parts.
     """
     packed = (None, DType.float4_e2m1fn) if dispatch_dtype == DType.uint8 else (None,)
     if dispatch_element_dtype not in packed:

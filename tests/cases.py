@@ -56,6 +56,7 @@ class Case:
     protocol: str = field(default="by_expert", repr=False)
     combine_mode: str = field(default="rows", repr=False)
     partial_dtype: DType | None = field(default=None, repr=False)
+    use_allreduce: bool = field(default=False, repr=False)
 
     @property
     def token_format(self) -> TokenFormat:
@@ -83,10 +84,14 @@ class Case:
         return n_local_experts(self.n_experts, self.n_ranks)
 
     @property
+    def n_senders(self) -> int:
+        return 1 if self.use_allreduce else self.n_ranks
+
+    @property
     def max_rows(self) -> int:
         """The most rows one rank can get."""
         per_token = min(self.top_k, self.n_local_experts)
-        return self.n_ranks * self.max_tokens_per_rank * per_token
+        return self.n_senders * self.max_tokens_per_rank * per_token
 
     @property
     def is_padded(self) -> bool:
@@ -95,7 +100,7 @@ class Case:
     @property
     def capacity(self) -> int:
         """The most rows one expert can get."""
-        return self.n_ranks * self.max_tokens_per_rank
+        return self.n_senders * self.max_tokens_per_rank
 
     @property
     def rows_shape(self) -> list[int]:
@@ -126,6 +131,7 @@ class Case:
             protocol=self.protocol,
             combine_mode=self.combine_mode,
             partial_dtype=self.partial_dtype,
+            use_allreduce=self.use_allreduce,
         )
         return EPConfig(**(fields | changes))
 
@@ -174,6 +180,8 @@ _LAYOUT_CASES = [
     Case("tiles_mxfp8", 2, 5, 3, 1120, 96, "mxfp8", scale_layout="tiles"),
     Case("tiles_nvfp4", 3, 7, 3, 1120, 7, "nvfp4", scale_layout="tiles"),
     Case("padded_mxfp8", 2, 5, 3, 1024, 9, "mxfp8", F32, scales="each", **_PADDED),
+    # Fewer experts on a rank than a token chooses.
+    Case("allreduce", 3, 6, 3, 80, 7, scales="each", use_allreduce=True),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
 ]
@@ -426,6 +434,8 @@ def widen(bits: np.ndarray) -> np.ndarray:
 
 def expected(case: Case, given: Inputs) -> Expected:
     """Asks the oracle."""
+    if case.use_allreduce:
+        return _each_rank_alone(case, given)
     results = _packed_dispatch(case, given)
     dispatched = _in_layout(case, results)
     if given.expert_rows is None:
@@ -447,6 +457,28 @@ def expected(case: Case, given: Inputs) -> Expected:
     else:
         sums = combine(rows, results, given.weights, round_sum)
     return Expected(dispatched, [narrow(x, case.combine) for x in sums])
+
+
+def _each_rank_alone(case: Case, given: Inputs) -> Expected:
+    """Asks the oracle about each rank, with the experts that are there."""
+    n_local = case.n_local_experts
+    alone = replace(case, n_ranks=1, n_experts=n_local, use_allreduce=False)
+    both = Expected([], [])
+    for rank in range(case.n_ranks):
+        first = rank * n_local
+        ids, here = given.ids[rank] - first, slice(rank, rank + 1)
+        scales, rows = given.input_scales, given.expert_rows
+        of_rank = Inputs(
+            given.tokens[here],
+            [np.where((ids >= 0) & (ids < n_local), ids, -1)],
+            given.weights[here],
+            None if scales is None else scales[first : first + n_local],
+            None if rows is None else rows[here],
+        )
+        want = expected(alone, of_rank)
+        both.dispatch += want.dispatch
+        both.combine += want.combine
+    return both
 
 
 def expected_dispatch(

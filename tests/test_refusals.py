@@ -53,7 +53,7 @@ NARROW_BLOCKS, BF16_SCALES = (
 )
 
 
-# The last four are fields of MAX's EPConfig that ask for what there is not.
+# The last three are fields of MAX's EPConfig that ask for what there is not.
 BAD_CONFIGS = """
 hidden_size=81 | 81; 162 bytes; multiple of 16
 hidden_size=4, dispatch_dtype=F32 | hidden_size=4; combine_dtype; multiple of 8
@@ -92,6 +92,10 @@ output_layout="ragged" | 'ragged'; 'packed'; 'padded'
 **OF_FP8 | dict(dispatch_quant_config=NVFP4) | NVFP4; BLOCKSCALED_FP8
 **OF_FP8 | dict(dispatch_quant_config=NARROW_BLOCKS) | (1, 64); (1, 128)
 **OF_FP8 | dict(dispatch_quant_config=BF16_SCALES) | bfloat16; float32
+**PLANNED | eplb_phy2log_plan; eplb_enabled=False; leave the plan out
+use_allreduce=True | use_allreduce; n_experts=5; ranks divide
+use_allreduce=True, n_experts=6, n_nodes=2, n_gpus_per_node=1 | use_allreduce; n_nodes=2
+use_allreduce=True, n_experts=6, fused_shared_expert=True | fused_shared_expert; beside
 eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 **BALANCED | dict(max_replicas=0) | max_replicas=0; >= 1
 **BALANCED | dict(num_logical_experts=2) | num_logical_experts=2; top_k=3; n_experts=5
@@ -102,9 +106,8 @@ eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 **BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3, 0], [0, 1, 2, 0, 0]] | each logical
 **BALANCED | dict(max_replicas=1, **PLANNED) | 2 replicas; max_replicas=1
 nvfp4_dyn_global_scales=True | nvfp4_dyn_global_scales
-fuse_ffn_combine_send=True | fuse_ffn_combine_send
+fuse_ffn_combine_send=True | fuse_ffn_combine_send; use ep_combine; 'sums'
 fused_moe_ready=True | fused_moe_ready
-use_allreduce=True | use_allreduce; all-reduce
 """
 BALANCED = dict(
     eplb_enabled=True, num_moe_layers=2, num_logical_experts=4, max_replicas=2

@@ -407,6 +407,6 @@ def call_ep_watch(
     """
     check_phase(phase)
     pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
-    types = [TensorType(DType.int64, [config.n_ranks], atomic_counter.device)]
+    types = [TensorType(DType.int64, [config.exchange_ranks], atomic_counter.device)]
     which = {"is_combine": phase == "combine"}
     return ops.call_op("watch", config, atomic_counter, pointers, types, **which)[0]

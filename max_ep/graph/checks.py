@@ -81,7 +81,8 @@ def check_buffers(
     check_value(counter, "atomic_counter", DType.int32, [words], None)
     kinds = ("send_buf_ptrs", "recv_buf_ptrs", "recv_count_ptrs")[-len(pointers) :]
     for what, value in zip(kinds, pointers):
-        check_value(value, what, DType.uint64, [config.n_ranks], DeviceRef.CPU())
+        shape = [config.exchange_ranks]
+        check_value(value, what, DType.uint64, shape, DeviceRef.CPU())
     return list(pointers)
 
 
@@ -208,10 +209,10 @@ def scales_for_op(
         )
     check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]
-    if not isinstance(n, StaticDim) or int(n) not in (1, config.n_experts):
+    if not isinstance(n, StaticDim) or int(n) not in (1, config.exchange_experts):
         raise ValueError(
             f"input_scales has shape [{n}], it must be [1] or "
-            f"[n_experts={config.n_experts}]"
+            f"[n_experts={config.exchange_experts}]"
         )
     return input_scales
 

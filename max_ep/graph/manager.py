@@ -47,7 +47,7 @@ from .builders import (
 )
 from .checks import check_all_ranks, check_phase, refuse_if_in_turn
 from .order import OpOrder
-from .routing import Replicas, balance_ids
+from .routing import Replicas, balance_ids, own_ids
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
 
@@ -161,10 +161,27 @@ class EPBatchManager:
         # combine needs what dispatch recorded there.
         return self.atomic_counters[_DISPATCH][device_id]
 
-    def _pointers(self, group: int) -> tuple[TensorValue, ...]:
+    def _pointers(
+        self, group: int, device_id: int | None = None
+    ) -> tuple[TensorValue, ...]:
         comm = self._fetched()
         kinds = comm.send_buf_ptrs, comm.recv_buf_ptrs, comm.recv_count_ptrs
-        return tuple(of_kind[group] for of_kind in kinds)
+        of_group = tuple(of_kind[group] for of_kind in kinds)
+        if device_id is None or not self.config.use_allreduce:
+            return of_group
+        return tuple(pointers[device_id : device_id + 1] for pointers in of_group)
+
+    def _of_own_experts(
+        self, device_id: int, topk_ids: TensorValue, input_scales: TensorValue | None
+    ) -> tuple[TensorValue, TensorValue | None]:
+        """Returns ids and input scales as the launch of a rank takes them."""
+        config = self.config
+        if not config.use_allreduce or topk_ids.dtype != DType.int32:
+            return topk_ids, input_scales
+        first, n_local = device_id * config.n_local_experts, config.n_local_experts
+        if input_scales is not None and input_scales.shape[0] == config.n_experts:
+            input_scales = input_scales[first : first + n_local]
+        return own_ids(topk_ids, first, n_local, config.n_experts), input_scales
 
     # ------------------------------------------------------------------ dispatch
 
@@ -187,11 +204,12 @@ class EPBatchManager:
                 float32, or bfloat16, which is widened. Otherwise None:
                 :meth:`ep_combine_wait` takes it.
         """
+        topk_ids, input_scales = self._of_own_experts(device_id, topk_ids, input_scales)
         call_ep_dispatch_async(
             input_tokens,
             topk_ids,
             self._counter(device_id),
-            *self._pointers(_DISPATCH),
+            *self._pointers(_DISPATCH, device_id),
             self.config,
             input_scales,
             router_weight,
@@ -214,7 +232,7 @@ class EPBatchManager:
         self._check_receive("ep_dispatch_wait", device_id)
         self._order[_DISPATCH].wait(device_id)
         results = call_ep_dispatch_wait(
-            counter, *self._pointers(_DISPATCH)[1:], self.config
+            counter, *self._pointers(_DISPATCH, device_id)[1:], self.config
         )
         return self._keep_src_info(device_id, results)
 
@@ -237,11 +255,12 @@ class EPBatchManager:
             "ep_dispatch_all, or ep_dispatch_async and ep_dispatch_wait",
         )
         self._check_receive("ep_dispatch", device_id)
+        topk_ids, input_scales = self._of_own_experts(device_id, topk_ids, input_scales)
         results = call_ep_dispatch(
             input_tokens,
             topk_ids,
             self._counter(device_id),
-            *self._pointers(_DISPATCH),
+            *self._pointers(_DISPATCH, device_id),
             self.config,
             input_scales,
             router_weight,
@@ -270,6 +289,18 @@ class EPBatchManager:
             input_scales=input_scales,
             router_weights=router_weights,
         )
+        if self.config.use_allreduce:
+            none = [None] * len(device_ids)
+            return [
+                self.ep_dispatch(*of_rank)
+                for of_rank in zip(
+                    input_tokens,
+                    topk_ids,
+                    device_ids,
+                    input_scales or none,
+                    router_weights or none,
+                )
+            ]
         for device_id in device_ids:
             self._check_receive("ep_dispatch_all", device_id)
         results = call_distributed_ep_dispatch(
@@ -299,7 +330,9 @@ class EPBatchManager:
         group = _COMBINE if phase == "combine" else _DISPATCH
         counter = self._counter(device_id)
         self._order[group].check_wait(device_id, f"ep_watch({phase!r})")
-        return call_ep_watch(phase, counter, *self._pointers(group)[1:], self.config)
+        return call_ep_watch(
+            phase, counter, *self._pointers(group, device_id)[1:], self.config
+        )
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         """Counts the rows that each expert of a rank got.
@@ -357,7 +390,7 @@ class EPBatchManager:
             input_tokens,
             self._dispatched(device_id),
             self._counter(device_id),
-            *self._pointers(_COMBINE),
+            *self._pointers(_COMBINE, device_id),
             self.config,
         )
         self._order[_COMBINE].send(device_id)
@@ -376,7 +409,7 @@ class EPBatchManager:
         self._order[_COMBINE].wait(device_id)
         return call_ep_combine_wait(
             counter,
-            *self._pointers(_COMBINE)[1:],
+            *self._pointers(_COMBINE, device_id)[1:],
             self.config,
             self._num_tokens[device_id],
             router_weight,
@@ -405,7 +438,7 @@ class EPBatchManager:
             input_tokens,
             self._dispatched(device_id),
             self._counter(device_id),
-            *self._pointers(_COMBINE),
+            *self._pointers(_COMBINE, device_id),
             self.config,
             self._num_tokens[device_id],
             router_weight,
@@ -425,6 +458,9 @@ class EPBatchManager:
         """
         lists = {"input_tokens": input_tokens, "router_weights": router_weights}
         check_all_ranks(self.config, device_ids, **lists)
+        if self.config.use_allreduce:
+            weights = router_weights or [None] * len(device_ids)
+            return [*map(self.ep_combine, input_tokens, weights, device_ids)]
         results = call_distributed_ep_combine(
             input_tokens,
             [self._dispatched(i) for i in device_ids],

@@ -53,7 +53,8 @@ def through_experts(
     Of each rank, ``xs`` are tokens ``[n_tokens, hidden_size]``, ``ids`` and ``weights``
     the router's ``[n_tokens, top_k]``. ``experts`` makes a rank's expert rows of what
     dispatch delivered to it. With ``eplb_enabled``, ``ids`` are of logical experts, and
-    ``layer`` is that of the placement. Returns the weighted sums of each rank's tokens.
+    ``layer`` is that of the placement. Returns the weighted sums of each rank's tokens;
+    with ``use_allreduce`` of the rows of the rank's own experts.
     """
     ranks = list(range(len(xs)))
     ids = [value.cast(DType.int32) for value in ids]

@@ -73,11 +73,11 @@ def call_op(
 def _group(config: EPConfig) -> str:
     """Describes the group to an op, in the words that ``ops.mojo`` reads."""
     numbers = {
-        "n_experts": config.n_experts,
-        "n_ranks": config.n_ranks,
+        "n_experts": config.exchange_experts,
+        "n_ranks": config.exchange_ranks,
         # Those whose memory is mapped.
         "n_ranks_per_node": (
-            config.n_gpus_per_node if config.uses_shmem else config.n_ranks
+            config.n_gpus_per_node if config.uses_shmem else config.exchange_ranks
         ),
         "max_tokens_per_rank": config.max_tokens_per_rank,
         "top_k": config.top_k,
@@ -89,7 +89,7 @@ def _group(config: EPConfig) -> str:
         "padded": config.is_padded,
         "fused_shared_expert": config.fused_shared_expert,
         "masks": config.masks,
-        "shares_gpu": config.ranks_per_gpu > 1,
+        "shares_gpu": config.ranks_per_gpu > 1 and not config.use_allreduce,
         "scales_in_rows": config.scale_layout == "rows",
         "scales_in_tiles": config.scale_layout == "tiles",
     }
@@ -113,7 +113,7 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
     router_top_k = config.router_top_k
     offsets, ids = [n_groups + 1], [n_groups]
     if config.is_padded:
-        offsets, ids = [n_local], [n_local * config.n_ranks, 2]
+        offsets, ids = [n_local], [n_local * config.exchange_ranks, 2]
     offsets_dtype = DType.int32 if config.is_padded else DType.uint32
     routing = [n_rows if router_top_k else 0, router_top_k]
     return [

@@ -69,6 +69,24 @@ def balance_ids(topk_ids: TensorValue, replicas: Replicas) -> TensorValue:
     return ids.tensor
 
 
+def own_ids(
+    topk_ids: TensorValue, first: int, n_local: int, n_experts: int
+) -> TensorValue:
+    """Numbers the choices of a rank's own experts from 0, and drops others.
+
+    Those of other ranks become -1, "no expert". Ids that no expert has become -2, which
+    dispatch reports.
+    """
+
+    def all_of(value: int) -> TensorValue:
+        return ops.constant(value, DType.int32, topk_ids.device)
+
+    local = topk_ids - first
+    is_own = ops.logical_and(local >= 0, local < n_local)
+    is_known = ops.logical_and(topk_ids >= -1, topk_ids < n_experts)
+    return ops.where(is_own, local, ops.where(is_known, all_of(-1), all_of(-2)))
+
+
 def softmax_top_k(
     logits: TensorValue,
     top_k: int,

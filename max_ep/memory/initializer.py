@@ -248,11 +248,11 @@ class EPCommInitializer:
                 rank = device * per_device + i
                 setup = [
                     self._regions[rank],
-                    config.node_id * config.n_gpus_per_node + rank,
+                    0 if config.use_allreduce else self._rank_of(rank),
                     config.timeout_ms,
                     int(was_used),
-                    config.n_experts,
-                    config.n_ranks,
+                    config.exchange_experts,
+                    config.exchange_ranks,
                     config.max_tokens_per_rank,
                     config.top_k,
                     sizes.dispatch_msg_bytes,
@@ -270,6 +270,10 @@ class EPCommInitializer:
         """Returns where each local rank runs."""
         per_device = self.config.n_gpus_per_node // len(self._devices)
         return [device for device in self._devices for _ in range(per_device)]
+
+    def _rank_of(self, local_rank: int) -> int:
+        """Returns a local rank's number in the group."""
+        return self.config.node_id * self.config.n_gpus_per_node + local_rank
 
     def _check_open(self, method: str) -> None:
         if self._pointers is None:
@@ -303,7 +307,7 @@ class EPCommInitializer:
             words = counters.to(CPU()).to_numpy()
             record = words[sizes.failure_word :][: sizes.n_failure_words]
             if record[0] != 0:
-                my_rank = self.config.node_id * self.config.n_gpus_per_node + rank
+                my_rank = self._rank_of(rank)
                 texts.append(_failure_text(my_rank, self.config.timeout_ms, *record))
         if texts:
             raise RuntimeError("\n".join(texts))

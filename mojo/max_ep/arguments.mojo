@@ -94,8 +94,8 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         1 <= group.n_ranks and group.n_ranks <= MAX_RANKS
     ), "max_ep: n_ranks must be in [1, MAX_RANKS]"
     comptime assert (
-        1 <= group.top_k and group.top_k <= MAX_TOP_K and group.top_k <= group.n_experts
-    ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
+        1 <= group.top_k and group.top_k <= MAX_TOP_K
+    ), "max_ep: top_k must be in [1, MAX_TOP_K]"
     comptime assert (
         group.hidden_size % hidden_multiple == 0
     ), "max_ep: hidden_size must be a multiple of 16 bytes, of 128 for FP8"
