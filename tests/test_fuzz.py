@@ -17,12 +17,19 @@ from hypothesis import strategies as st
 from max.dtype import DType
 from max.graph import Module
 
-from max_ep import EPConfig, blockwise_fp8_quant_config
+from max_ep import (
+    EPConfig,
+    blockwise_fp8_quant_config,
+    mxfp4_quant_config,
+    mxfp8_quant_config,
+    nvfp4_quant_config,
+)
+from max_ep.formats import BY_SHORT_NAME
 from max_ep.limits import PROTOCOLS
 
-# Its first three groups have both protocols, both modes of combine, FP8 and a shared
-# expert, padded rows, and few ranks.
-SEED = int(os.environ.get("MAX_EP_FUZZ_SEED", "542"))
+# Its first three groups have both protocols, both modes of combine, FP8, MXFP8, NVFP4,
+# all layouts of scales, a shared expert, padded rows, and few ranks.
+SEED = int(os.environ.get("MAX_EP_FUZZ_SEED", "1763"))
 N_EXAMPLES = int(os.environ.get("MAX_EP_FUZZ_EXAMPLES", "40"))
 N_CASES = int(os.environ.get("MAX_EP_FUZZ_CASES", "3"))  # about ten seconds each
 MOST_RANKS = 6
@@ -47,10 +54,12 @@ def drawn_cases() -> dict[str, Case]:
 
 
 def _drawn_case(rng: np.random.Generator, name: str) -> Case:
-    wire = str(rng.choice(["bfloat16", "bfloat16", "float32", "fp8", "fp8_pow2"]))
+    wires = ["bfloat16", "bfloat16", "float32", "fp8", "fp8_pow2"]
+    wire = str(rng.choice([*wires, "mxfp8", "nvfp4", "mxfp4"]))
     tokens = F32 if wire == "float32" or rng.random() < 0.2 else BF16
     wire = "float32" if wire == "bfloat16" and tokens == F32 else wire
-    step = 128 if wire.startswith("fp8") else 16 // tokens.size_in_bytes
+    step = BY_SHORT_NAME[wire.removesuffix("_pow2")].scale_block
+    step = max(step, 32) if step else 16 // tokens.size_in_bytes
     n_experts = int(rng.integers(1, 41))
     case = Case(
         name,
@@ -64,11 +73,14 @@ def _drawn_case(rng: np.random.Generator, name: str) -> Case:
         combine=[BF16, F32][rng.integers(2)],
         scales=[None, None, "one", "each"][rng.integers(4)],
         output_layout=["packed", "packed", "padded"][rng.integers(3)],
+        scale_layout=["auto", "rows", "transposed", "tiles"][rng.integers(4)],
         fused_shared_expert=bool(rng.random() < 0.25),
         protocol=str(rng.choice(PROTOCOLS)),
         combine_mode=["rows", "sums"][rng.integers(2)],
         partial_dtype=[None, BF16, F32][rng.integers(3)],
     )
+    if not case.is_quantized:
+        case = replace(case, scale_layout="auto")
     if case.combine_mode == "rows":
         case = replace(case, partial_dtype=None)
     if case.protocol != "by_expert" or case.fused_shared_expert:
@@ -146,7 +158,7 @@ def test_a_bad_id_harms_one_run(added, load, data):
     assert_well(added, load)
 
 
-_DTYPES = [BF16, F32, DType.float16, DType.float8_e4m3fn, DType.int32]
+_DTYPES = [BF16, F32, DType.float16, DType.float8_e4m3fn, DType.uint8, DType.int32]
 _PLAIN = dict(
     dispatch_dtype=BF16,
     combine_dtype=BF16,
@@ -169,8 +181,15 @@ _CHANGES: dict[str, list] = dict(
     n_nodes=[-1, 0, 1, 2],
     target=["cpu", "gpu", "tpu"],
     node_id=[-2, -1, 0, 1],
-    dispatch_quant_config=[blockwise_fp8_quant_config()],
+    dispatch_quant_config=[
+        blockwise_fp8_quant_config(),
+        mxfp8_quant_config(),
+        nvfp4_quant_config(),
+        mxfp4_quant_config(),
+    ],
     fp8_power_of_two_scales=[False, True],
+    scale_layout=["auto", "rows", "transposed", "tiles", "loose"],
+    use_allreduce=[False, True],
     output_layout=["packed", "padded", "loose"],
     fused_shared_expert=[False, True],
     protocol=[*PROTOCOLS, "auto", "by_node"],
@@ -210,6 +229,8 @@ def test_any_configuration(arguments):
         BF16 if config.is_quantized else config.dispatch_dtype,
         config.combine_dtype,
         output_layout=config.output_layout,
+        scale_layout=config.scale_layout,
+        use_allreduce=config.use_allreduce,
         fused_shared_expert=config.fused_shared_expert,
     )
     with building("any", case, config) as (manager, ranks, graph):
