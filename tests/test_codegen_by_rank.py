@@ -105,6 +105,7 @@ def test_numbers_of_tokens_are_handed_on(it):
     waits = {i for i in awaited if not arrived & it.kernel.reach([i])}
     for loop in loops:
         assert loop.entry not in it.kernel.reach_from_start(waits)
+        assert loop.entry not in it.kernel.reach(waits, met), "lanes go apart"
 
 
 @kernels("by_rank.*dispatch(_async)?\\..*_chunks")
