@@ -183,18 +183,37 @@ def machine(gpu: str, n: int) -> str:
     return f"{NUMBERS[n]} {gpu.split()[1]}{'s' * (n > 1)}"
 
 
-def serving_table(rows: list[dict]) -> list[str]:
-    """Lays out rows of ``bench.serving``."""
+def serving_tables(rows: list[dict]) -> list[str]:
+    """Lays out rows of ``bench.serving``: prompts, then clients."""
+
+    def spread(row: dict, name: str) -> str:
+        low, median, high = row[name]
+        return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+    columns = ["server", "prompt, tokens", "cold, ms (quartiles)", "cached, ms"]
+    columns += ["execution by the log, ms", "commit"]
+    cells = [
+        [SERVING_PEERS[row["peer"]], str(row["prompt"])]
+        + [spread(row, f"{name}_ms") for name in ("cold", "cached", "execution")]
+        + [row["run"]]
+        for row in rows
+        if "prompt" in row
+    ]
+    of_prompts = table(columns, cells) if cells else []
     columns = ["server", "clients", "a step, ms (quartiles)", "first token, ms"]
     columns += ["between tokens, ms", "tokens/s", "commit"]
     cells = []
     for row in rows:
-        low, median, high = row["step_ms"]
-        step = f"{median:.2f} ({low:.2f} to {high:.2f})"
-        cells.append([SERVING_PEERS[row["peer"]], str(row["clients"]), step])
-        times = [f"{row['first_ms']:.1f}", f"{row['between_ms']:.2f}"]
-        cells[-1] += [*times, f"{row['tokens_per_s']:.0f}", row["run"]]
-    return table(columns, cells)
+        if "clients" not in row:
+            continue
+        cells.append([SERVING_PEERS[row["peer"]], str(row["clients"])])
+        cells[-1].append(spread(row, "step_ms"))
+        for name, n_digits in (("first_ms", 1), ("between_ms", 2)):
+            theirs = row.get(f"foreign_{name}")
+            foreign = f"; {theirs:.{n_digits}f}" if theirs else ""
+            cells[-1].append(f"{row[name]:.{n_digits}f}{foreign}")
+        cells[-1] += [f"{row['tokens_per_s']:.0f}", row["run"]]
+    return [*of_prompts, *table(columns, cells)]
 
 
 def _serving_section(data: dict) -> list[str]:
@@ -208,7 +227,7 @@ def _serving_section(data: dict) -> list[str]:
         "servers have max_ep's matmuls, without which they do not compile on Hopper. "
         "Greedy tokens of each server are compared with those of transformers.",
         "",
-        *serving_table(data["serving"]),
+        *serving_tables(data["serving"]),
     ]
 
 

@@ -60,7 +60,7 @@ def _key(data: dict, kind: str, row: dict) -> tuple:
     """Returns what a row is of: its machine, and all of it that is no time."""
     run = data["runs"].get(row.get("run"), {})
     names = ("peer", "form", "ranks", "shape", "dtype", "routing", "tokens", "wire")
-    names += ("clients", "table", "system")
+    names += ("clients", "prompt", "table", "system")
     machine = run.get("gpu", run.get("cpu"))
     return kind, machine, *(row.get(name) for name in names)
 

@@ -7,199 +7,250 @@
 Peers: ``max_ep``; ``max_expert_parallel`` and ``max_tensor_parallel``, MAX's own; on
 one GPU MAX has only the latter. Both of MAX's have our matmuls on Hopper, without
 which they do not compile (``bench/max_on_hopper.py``). The model has random weights
-and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48). Before a
-peer is timed it answers some prompts greedily. When all servers have stopped, these
-tokens are compared with transformers', and only then are rows written.
+and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48).
 
-All servers start at once. In each round one after another is timed, and the others are
-idle. A row is one number of clients. Each client asks, waits for the whole answer,
-streamed, and asks again; the first request of each is not counted. Time to first token
-and time between tokens are medians over requests, of tokens that have a text;
-throughput is all generated tokens over wall time. A step is what the server's log says
-of each decoding of one token for all clients, or for more than seven of eight: the
-median and the quartiles.
+All servers start at once. In each round one after another is timed, each round begins
+with another, and the others are idle. Prompts are random tokens and are not repeated,
+but for the one that measures the prefix cache. Clients run in processes of their own.
+
+A *prefill* is a long prompt of which one token is asked: *cold* is the first time,
+*cached* the second. To *decode*, each client asks, waits for the whole answer,
+streamed, and asks again; what comes before all clients have their second answer, or
+after the first client is done, does not count for the throughput. A step is what the
+server's log says of each decoding of one token for more than seven of eight clients.
+With ``--foreign`` the same load comes once from ``max benchmark``, too.
+
+Before a peer is timed it answers some prompts greedily. When all servers have stopped,
+these tokens are compared with transformers', and only then are rows written.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import json
+import os
 import random
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from graphs.serve.checkpoint import make_checkpoint
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
-from . import runs
-from .report import serving_table
-
-_ON_HOPPER = ("--custom-architectures", "bench.max_on_hopper")
 PEERS = ("max_ep", "max_expert_parallel", "max_tensor_parallel")
-_PROMPT_WORDS = 64
-_N_TOKENS = 64
-_REQUESTS = 4
+_ON_HOPPER = ("--custom-architectures", "bench.max_on_hopper")
+_PROMPT, _ANSWER, _REQUESTS = 128, 64, 4
+"""Tokens of a request that decodes, and how many each client sends."""
+_PREFILLS = 4
+_N_PROCESSES = 4
+_VOCABULARY = range(10, 500)
 _EVERY_BATCH = {"MAX_SERVE_SCHEDULER_STATS_LOG_INTERVAL_S": "0"}
 """Lets a server log each batch."""
-_STEP = re.compile(
-    r"(?:Completed|Executed) TG batch with (\d+) reqs .*?Execution: ([\d.]+)(ms|us|s)\b"
-)
+_BATCH = r"(?:Completed|Executed) {} batch with (\d+) reqs .*?Execution: ([\d.]+)(\w+)"
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+_seeds = count()
 
 
-def peer_flags(peer: str, n_gpus: int, *, is_captured: bool) -> list[str]:
+def peer_flags(peer: str, n_gpus: int) -> list[str]:
     """Returns the flags of ``max serve`` for a peer."""
     how = CUSTOM_ARCHITECTURES if peer == "max_ep" else _ON_HOPPER
-    flags = [*device_flags(n_gpus, 0), *how]
+    flags = [*device_flags(n_gpus, 4), *how]
     if peer == "max_tensor_parallel":
         devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
         flags = ["--devices", devices, "--quantization-encoding", "bfloat16", *how]
-    return [*flags, CAPTURED_DECODE] if is_captured else flags
+    return [*flags, CAPTURED_DECODE] if n_gpus else flags
 
 
-def _seed(client: int, request: int) -> int:
-    return 1000 * client + request
+async def ask(
+    port: int, model: str, n_prompt: int, n_answer: int, seed: int
+) -> list[float]:
+    """Asks for greedy tokens; returns when it asked, and when each token came."""
+    prompt = random.Random(seed).choices(_VOCABULARY, k=n_prompt)
+    fields = {"model": model, "prompt": prompt, "max_tokens": n_answer, "stream": True}
+    fields |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = json.dumps(fields).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+    times = [time.perf_counter()]
+    writer.write(head.encode() + body)
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            (choice,) = json.loads(line[6:])["choices"]
+            times += [time.perf_counter()] * len(choice["token_ids"])
+    writer.close()
+    if len(times) != 1 + n_answer:
+        raise RuntimeError(f"{len(times) - 1} of {n_answer} tokens came")
+    return times
 
 
-def _prompt(seed: int) -> str:
-    draw = random.Random(seed)
-    return " ".join(str(draw.randint(0, 999)) for _ in range(_PROMPT_WORDS))
+def _clients(port: int, model: str, n: tuple[int, int], of_each: list) -> list:
+    """Is a process of clients; each asks with its seeds, one after another."""
+
+    async def client(seeds: list[int]) -> list[list[float]]:
+        return [await ask(port, model, *n, seed) for seed in seeds]
+
+    async def all_clients() -> list[list[list[float]]]:
+        return await asyncio.gather(*map(client, of_each))
+
+    return asyncio.run(all_clients())
 
 
-def _ask(server: Server, seed: int) -> tuple[float, float, int]:
-    """Times one request: first token, between tokens, and how many had a text."""
-    begin = last = time.perf_counter()
-    first, n = 0.0, 0
-    for _ in server.stream(_prompt(seed), _N_TOKENS):
-        last = time.perf_counter()
-        first = first or last - begin
-        n += 1
-    return first, (last - begin - first) / max(1, n - 1), n
+def run_clients(
+    pool: ProcessPoolExecutor, server: Server, n: tuple[int, int], seeds: list
+) -> tuple[list, str]:
+    """Returns the times of each client's requests, and what the server logged."""
+    n_before = server.log.stat().st_size
+    parts = [part for i in range(_N_PROCESSES) if (part := seeds[i::_N_PROCESSES])]
+    jobs = [pool.submit(_clients, server.port, server.model, n, p) for p in parts]
+    clients = [times for job in jobs for times in job.result()]
+    time.sleep(0.2)  # for the log
+    return clients, server.log.read_bytes()[n_before:].decode(errors="replace")
 
 
-def _check_silent(server: Server, seed: int) -> None:
-    """Raises if an answer without a text has not all of its tokens, either.
-
-    The end of an answer has no text, and requests ignore it: a model of random
-    weights may say nothing else.
-    """
-    answer = server.complete(_prompt(seed), _N_TOKENS, return_token_ids=True)
-    n = len(answer["token_ids"])
-    if n != _N_TOKENS:
-        raise RuntimeError(f"{server.log.stem}: an answer of {n} tokens")
+def batches_of(log: str, kind: str, n_least: int) -> list[float]:
+    """Finds the time of each batch of at least so many requests; milliseconds."""
+    found = re.findall(_BATCH.format(kind), log)
+    return [float(t) * _MS[suffix] for n, t, suffix in found if int(n) >= n_least]
 
 
-def steps_of(log: str, n_clients: int) -> list[float]:
-    """Finds the steps that decode a token of nearly each request; milliseconds."""
-    return [
-        float(time_) * _MS[suffix]
-        for n, time_, suffix in _STEP.findall(log)
-        if int(n) > n_clients * 7 // 8
-    ]
+def prefill(pool: ProcessPoolExecutor, server: Server, n_prompt: int) -> dict:
+    """Times prompts of which one token is asked, each a second time; milliseconds."""
+    twice = [seed for seed in [next(_seeds) for _ in range(_PREFILLS)] for _ in "12"]
+    ((*requests,),), log = run_clients(pool, server, (n_prompt, 1), [twice])
+    waits = [1e3 * (came - asked) for asked, came in requests]
+    # Of two batches a prompt, those that encode all of it take longer.
+    longest = sorted(batches_of(log, "CE", 1))[_PREFILLS:]
+    return {"cold_ms": waits[::2], "cached_ms": waits[1::2], "execution_ms": longest}
 
 
-def measure(server: Server, n_clients: int) -> tuple[list, float, list[float]]:
-    """Lets clients ask for a while.
-
-    Returns what :func:`_ask` says of each request, how long all took, seconds, and
-    what :func:`steps_of` finds.
-    """
-
-    def client(number: int) -> list[tuple[float, float, int]]:
-        return [_ask(server, _seed(number, i)) for i in range(_REQUESTS)]
-
-    with ThreadPoolExecutor(n_clients) as pool:
-        list(pool.map(lambda number: _ask(server, -number), range(n_clients)))
-        n_before = server.log.stat().st_size
-        begin = time.perf_counter()
-        answers = [a for each in pool.map(client, range(n_clients)) for a in each]
-        wall_s = time.perf_counter() - begin
-    with server.log.open("rb") as log:
-        log.seek(n_before)
-        said = log.read().decode(errors="replace")
-    for index, (_, _, n) in enumerate(answers):
-        if n < 2:
-            number, i = divmod(index, _REQUESTS)
-            _check_silent(server, _seed(number, i))
-    return answers, wall_s, steps_of(said, n_clients)
-
-
-def row_of(peer: str, n_clients: int, rounds: list[tuple]) -> dict:
-    """Sums up what :func:`measure` says of all rounds."""
-    answers = [answer for answers, _, _ in rounds for answer in answers]
-    heard = [answer for answer in answers if answer[2] > 1]
-    steps = [step for _, _, steps in rounds for step in steps]
-    if len(steps) < 2:
-        raise RuntimeError(f"{peer}: no steps of {n_clients} requests in its log")
-    tokens_per_s = len(answers) * _N_TOKENS / sum(wall_s for _, wall_s, _ in rounds)
+def decode(pool: ProcessPoolExecutor, server: Server, n_clients: int) -> dict:
+    """Times clients that ask at once. Rates are tokens a second, times milliseconds."""
+    seeds = [[next(_seeds) for _ in range(1 + _REQUESTS)] for _ in range(n_clients)]
+    clients, log = run_clients(pool, server, (_PROMPT, _ANSWER), seeds)
+    counted = [times for requests in clients for times in requests[1:]]
+    begin = max(requests[1][1] for requests in clients)
+    end = min(requests[-1][-1] for requests in clients)
+    if end <= begin:
+        raise RuntimeError("the clients were not served at the same time")
+    came = sum(begin < at <= end for times in counted for at in times[1:])
     return {
-        "peer": peer,
-        "clients": n_clients,
-        "first_ms": round(1e3 * statistics.median(a[0] for a in heard), 3),
-        "between_ms": round(1e3 * statistics.median(a[1] for a in heard), 3),
-        "tokens_per_s": round(tokens_per_s),
-        "step_ms": [round(q, 4) for q in statistics.quantiles(steps, n=4)],
-        "steps": len(steps),
+        "first_ms": [1e3 * (times[1] - times[0]) for times in counted],
+        "between_ms": [1e3 * (t[-1] - t[1]) / (_ANSWER - 1) for t in counted],
+        "tokens_per_s": [came / (end - begin)],
+        "step_ms": batches_of(log, "TG", n_clients * 7 // 8 + 1),
     }
+
+
+def foreign(server: Server, n_clients: int, folder: Path) -> dict:
+    """Lets ``max benchmark`` send the same load."""
+    out = folder / "foreign.json"
+    flags = f"--random-input-len {_PROMPT} --random-output-len {_ANSWER}".split()
+    # It leaves the first and the last request of each client out.
+    flags += f"--num-prompts {(2 + _REQUESTS) * n_clients}".split()
+    flags += f"--max-concurrency {n_clients} --seed {next(_seeds)}".split()
+    flags += "--endpoint /v1/completions --dataset-name random".split()
+    flags += [f"--no-collect-{what}-stats" for what in ("gpu", "cpu", "server")]
+    flags += ["--port", str(server.port), "--result-filename", str(out)]
+    command = [server.command[0], "benchmark", "--model", server.model, *flags]
+    # The environment of this process, without what MAX puts into it for itself.
+    quiet = {"env": dict(os.environ), "stdout": subprocess.DEVNULL}
+    subprocess.run(command, check=True, cwd=folder, **quiet)
+    said = json.loads(out.read_text())
+    names = {"first_ms": "median_ttft_ms", "between_ms": "median_tpot_ms"}
+    return {f"foreign_{name}": [said[key]] for name, key in names.items()}
+
+
+def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
+    """Sums up all rounds: quartiles, or of a few values the median."""
+    row: dict[str, Any] = {"peer": peer, size: n}
+    for name in rounds[0]:
+        values = [value for found in rounds for value in found.get(name, [])]
+        if name in ("step_ms", "cold_ms", "cached_ms", "execution_ms"):
+            if len(values) < 2:
+                raise RuntimeError(f"{peer}: its log has no {name} of {n} {size}")
+            row[name] = [round(q, 4) for q in statistics.quantiles(values, n=4)]
+        else:
+            row[name] = round(statistics.median(values), 3)
+    return row
 
 
 def main() -> None:
     """Runs the command line."""
+    from graphs.serve.checkpoint import make_checkpoint
+
+    from . import runs
+    from .report import serving_tables
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--gpus", type=int, required=True, help="0: the CPU")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens to prefill")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--foreign", action="store_true", help="max benchmark, too")
     parser.add_argument("--size", default="large")
     parser.add_argument("--model", type=Path, help="a checkpoint that is there")
-    parser.add_argument(
-        "--flags", nargs=argparse.REMAINDER, default=[], help="last: for max serve"
-    )
     parser.add_argument("--mefs", type=Path, help="PEER folders, precompiled graphs")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
     parser.add_argument("--out", type=Path, help="a file for `bench.report --add`")
-    parser.add_argument("--launched", action="store_true", help="no captured graphs")
-    parser.add_argument("--unchecked", action="store_true", help="for profiles")
     args = parser.parse_args()
-    model = args.model or Path(tempfile.mkdtemp()) / "model"
+    model = args.model or args.logs / "model"
     if not model.exists():
-        make_checkpoint(model, args.size, "bfloat16")
-    limits = ["--max-length", "512", "--max-batch-size", str(max(args.clients))]
+        make_checkpoint(model, args.size, "bfloat16" if args.gpus else "float32")
+    limits = ["--max-length", "8192", "--max-batch-size", str(max(args.clients))]
     # What requests need is little; the pools of all servers fit the GPU.
     limits += "--max-batch-input-tokens 4096 --device-memory-utilization 0.85".split()
     env = {POOL_VARIABLE: str(int(93 / len(args.peers))), **_EVERY_BATCH}
-    with contextlib.ExitStack() as all_servers:
+    with contextlib.ExitStack() as stack:
         servers = {}
         for peer in args.peers:
-            of_peer = peer_flags(peer, args.gpus, is_captured=not args.launched)
-            flags = [*limits, *of_peer, *args.flags]
+            flags = [*limits, *peer_flags(peer, args.gpus)]
             if args.mefs:
                 flags += ["--precompiled-mefs", str(args.mefs / peer)]
             log = args.logs / f"serving_{peer}.log"
-            servers[peer] = all_servers.enter_context(Server(model, flags, log, env))
+            servers[peer] = stack.enter_context(Server(model, flags, log, env))
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
-        answers = {
-            peer: _tests().ask_greedily(server, model, 8, 16)
-            for peer, server in servers.items()
-            if not args.unchecked
-        }
-        found = {(peer, n): [] for peer in servers for n in args.clients}
-        for _ in range(args.rounds):
-            for (peer, n_clients), rounds in found.items():
-                rounds.append(measure(servers[peer], n_clients))
-                print(row_of(peer, n_clients, rounds[-1:]), flush=True)
+        greedy = _tests().ask_greedily
+        answers = {peer: greedy(s, model, 8, 16) for peer, s in servers.items()}
+        processes = ProcessPoolExecutor(_N_PROCESSES, get_context("spawn"))
+        pool = stack.enter_context(processes)
+        list(pool.map(time.sleep, [1] * _N_PROCESSES))  # starts all of them
+        found: dict[tuple[str, str, int], list[dict]] = {}
+
+        def add(peer: str, size: str, n: int, values: dict) -> None:
+            found.setdefault((peer, size, n), []).append(values)
+            print(row_of(peer, size, n, [values]), flush=True)
+
+        for i in range(args.rounds):
+            for j in range(len(args.peers)):
+                peer = args.peers[(i + j) % len(args.peers)]
+                add(
+                    peer,
+                    "prompt",
+                    args.prompt,
+                    prefill(pool, servers[peer], args.prompt),
+                )
+                for n in args.clients:
+                    values = decode(pool, servers[peer], n)
+                    if args.foreign and i == 0:
+                        values |= foreign(servers[peer], n, args.logs)
+                    add(peer, "clients", n, values)
     _check(answers, model)
-    rows = [row_of(*which, rounds) for which, rounds in found.items()]
+    rows = [row_of(*key, rounds) for key, rounds in found.items()]
     commit = runs.commit()
-    print("\n".join(serving_table([{**row, "run": commit} for row in rows])))
+    print("\n".join(serving_tables([{**row, "run": commit} for row in rows])))
     if args.out:
         run = runs.about("bench.serving", **runs.gpus(args.gpus))
         runs.save(args.out, "serving", commit, run, rows)
@@ -214,8 +265,6 @@ def _tests() -> Any:
 
 def _check(answers: dict[str, list[Any]], model: Path) -> None:
     """Compares what peers answered with transformers; prints a tally of each."""
-    if not answers:
-        return
     tests = _tests()
     reference = tests.Reference(model, in_bfloat16=True, counts_ties=False)
     wrong = []

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU benchmark without a GPU: its tables, and children that hang or die."""
 
+import asyncio
+import json
 import re
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -156,33 +163,71 @@ def test_steps_are_read_from_the_server_s_log():
     log += line.format("TG", 64, "CE", 64, "30.00ms")  # not a decoding
     log += "05:18:53.000 INFO: Enqueued TG batch with 64 reqs | Pending: 0 reqs\n"
     log += "05:18:54.000 INFO: Executed TG batch with 64 reqs | Execution: 1.20s |\n"
-    assert serving.steps_of(log, 64) == [2.86, 0.9805, 1200.0]
-    assert serving.steps_of(log, 1) == [2.86, 0.9805, 2.0, 1200.0]
+    assert serving.batches_of(log, "TG", 57) == [2.86, 0.9805, 1200.0]
+    assert serving.batches_of(log, "TG", 1) == [2.86, 0.9805, 2.0, 1200.0]
+    assert serving.batches_of(log, "CE", 1) == [30.0]
 
 
-@pytest.mark.parametrize("n_ids", [64, 3])
-def test_answers_without_text_are_asked_for_their_tokens(tmp_path, n_ids):
-    """Of four requests of a client one has no text: has it its tokens?"""
-    log = tmp_path / "peer.log"
-    log.write_text("TG batch with 1 reqs | Execution: 9.00ms |\n")
-    silent = serving._prompt(serving._seed(0, 2))
+class _Peer:
+    """Answers as ``max serve`` does, and one token too few if a prompt comes again."""
 
-    def stream(prompt: str, n: int) -> list[str]:
-        return [] if prompt == silent else ["a"] * n
+    def __init__(self, log: Path) -> None:
+        self.log, self.model, self.asked = log, "m", []
+        self.log.write_text("")
 
-    def complete(prompt: str, n: int, return_token_ids: bool) -> dict:
-        assert prompt == silent and return_token_ids
-        return {"token_ids": [2] * n_ids}
+    async def answer(self, reader: Any, writer: Any) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        n_bytes = int(re.search(r"Content-Length: (\d+)", head)[1])
+        asked = json.loads(await reader.readexactly(n_bytes))
+        is_new = asked["prompt"] not in self.asked
+        self.asked.append(asked["prompt"])
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(asked["max_tokens"] - (not is_new)):
+            choice = {"token_ids": [7], "text": ""}
+            event = json.dumps({"choices": [choice]})
+            await asyncio.sleep(0.001)
+            writer.write(f"1f\r\ndata: {event}\n\n\r\n".encode())
+        writer.write(b"data: [DONE]\n\n")
+        writer.close()
 
-    server = SimpleNamespace(log=log, stream=stream, complete=complete)
-    if n_ids < 64:
-        with pytest.raises(RuntimeError, match="peer: an answer of 3 tokens"):
-            serving.measure(server, 1)
-        return
-    answers, wall_s, steps = serving.measure(server, 1)
-    assert [n for _, _, n in answers] == [64, 64, 0, 64] and steps == []
-    row = serving.row_of("peer", 1, [(answers, 2.0, [1.0, 2.0, 3.0])])
-    assert row["tokens_per_s"] == 4 * 64 / 2 and row["step_ms"] == [1.0, 2.0, 3.0]
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[_Peer]:
+    loop, peer = asyncio.new_event_loop(), _Peer(tmp_path / "peer.log")
+    served = asyncio.start_server(peer.answer, "127.0.0.1", 0)
+    peer.port = loop.run_until_complete(served).sockets[0].getsockname()[1]
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield peer
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_clients_repeat_no_prompt_and_count_tokens(peer):
+    """Tokens without a text, too; an answer that lacks one is refused."""
+    with ThreadPoolExecutor(4) as pool:
+        found = serving.decode(pool, peer, 5)
+        assert {len(prompt) for prompt in peer.asked} == {128}
+        assert len(peer.asked) == 5 * (1 + 4)
+        assert len(found["first_ms"]) == len(found["between_ms"]) == 5 * 4
+        assert found["tokens_per_s"][0] > 0 and found["step_ms"] == []
+        with pytest.raises(RuntimeError, match="0 of 1 tokens came"):
+            serving.prefill(pool, peer, 64)  # asks twice
+
+
+def test_rows_are_medians_and_quartiles():
+    rounds = [
+        {"step_ms": [1.0, 2.0], "first_ms": [3.0]},
+        {"step_ms": [3.0], "first_ms": [5]},
+    ]
+    assert serving.row_of("max", "clients", 4, rounds) == {
+        "peer": "max",
+        "clients": 4,
+        "step_ms": [1.0, 2.0, 3.0],
+        "first_ms": 4.0,
+    }
+    with pytest.raises(RuntimeError, match="its log has no step_ms of 4 clients"):
+        serving.row_of("max", "clients", 4, [{"step_ms": [1.0]}])
 
 
 def test_commands_that_are_saved_name_no_folder(monkeypatch):

@@ -51,10 +51,10 @@ class Server:
             env: Environment variables to be set beside the present ones.
             command: What starts a server; the model follows.
         """
-        self.model, self.log, self._port = str(model), log, free_port()
+        self.model, self.log, self.port = str(model), log, free_port()
         beside = Path(sys.executable).with_name(command[0])
         program = str(beside) if beside.exists() else command[0]
-        flags = [*flags, "--port", str(self._port)]
+        flags = [*flags, "--port", str(self.port)]
         self.command = [program, *command[1:], self.model, *flags]
         quiet = {"HF_HUB_OFFLINE": "1", "MAX_SERVE_DISABLE_TELEMETRY": "1"}
         with log.open("w") as output:
@@ -125,18 +125,6 @@ class Server:
         with self._open("/v1/completions", body) as answer:
             return json.load(answer)["choices"][0]
 
-    def stream(self, prompt: str, max_tokens: int) -> Iterator[str]:
-        """Asks for a greedy completion, and yields its pieces as they come.
-
-        Args:
-            prompt: Text.
-            max_tokens: Tokens to be generated.
-        """
-        body = self._body(max_tokens, prompt=prompt, stream=True)
-        for choice in self._events("/v1/completions", body):
-            if choice.get("text"):
-                yield choice["text"]
-
     def chat(self, content: str, max_tokens: int) -> Iterator[str]:
         """Asks for an answer, and yields its pieces as they come.
 
@@ -192,7 +180,7 @@ class Server:
 
     def _open(self, path: str, body: dict | None, timeout_s: float = 300) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
+            f"http://127.0.0.1:{self.port}{path}",
             None if body is None else json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
