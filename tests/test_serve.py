@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from children import HERE, WHERE_WE_IMPORT, ran
@@ -31,8 +32,15 @@ from serving import NOISES, TOLERANCES, Reference, ask_greedily, prompts
 from graphs.serve.checkpoint import DEEPSEEK_SIZES, SIZES, make_checkpoint
 from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
+from max_ep.balance import Placement, plan
 from max_ep.serve import deepseek_v3, forward, minimax_m2, model, planner, qwen3_moe
-from max_ep.serve.settings import MoeShape, activation_bytes, serving_config
+from max_ep.serve.settings import (
+    PLACEMENT_VARIABLE,
+    MoeShape,
+    activation_bytes,
+    place_experts,
+    serving_config,
+)
 from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
 READY_S = 900
@@ -56,6 +64,9 @@ class Served:
         self.reference = Reference(model, dtype == "bfloat16", noises=noises)
 
 
+PLACEMENT = plan(np.outer([1, 2], 1000 / np.arange(1, 17)), 4, 4, top_k=4)
+"""Of two layers, 16 experts, four ranks: 20 places."""
+
 # GPUs, ranks of the CPU, size of the model, flags.
 WHERE = {
     "four_ranks_of_the_cpu": (0, 4, "tiny"),
@@ -68,6 +79,7 @@ WHERE = {
 }
 
 if ALL_CASES:
+    WHERE["four_ranks_of_the_cpu_placed"] = (0, 4, "tiny", PLACEMENT_VARIABLE)
     # MAX's compiler takes two minutes for it, and once it wanted more than 17 GB.
     for n in (1, 2, 4):
         WHERE[f"{n}_ranks_of_the_cpu_minimax"] = (0, n, "minimax_tiny")
@@ -93,8 +105,12 @@ def served(request, tmp_path_factory):
         flags += ["--device-memory-utilization", "0.2"]
     if n_gpus and COMPILED:
         flags += ["--precompiled-mefs", f"{COMPILED}/{size}_{n_gpus}"]
-    pool = {POOL_VARIABLE: "30"}
-    server = Server(folder / "model", flags, folder / "server.log", pool)
+    variables = {POOL_VARIABLE: "30"}
+    if PLACEMENT_VARIABLE in flags:  # three of the 16 experts have replicas
+        flags.remove(PLACEMENT_VARIABLE)
+        variables[PLACEMENT_VARIABLE] = str(folder / "placement.npz")
+        PLACEMENT.save(folder / "placement.npz")
+    server = Server(folder / "model", flags, folder / "server.log", variables)
     try:
         server.wait_until_ready(READY_S, print)
         yield Served(server, folder / "model", dtype, size)
@@ -372,6 +388,33 @@ def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
     runtime = SimpleNamespace(ep_size=4, max_batch_input_tokens=n_tokens)
     runtime.enable_chunked_prefill = cuts_prompts
     return SimpleNamespace(model=model, runtime=runtime)
+
+
+def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
+    """Each place has the weights of its logical expert, in each layer with experts."""
+    PLACEMENT.save(tmp_path / "plan.npz")
+    monkeypatch.setenv(PLACEMENT_VARIABLE, str(tmp_path / "plan.npz"))
+    shape = MoeShape.of(HUGGINGFACE)
+    config = serving_config(_flags(256, True), shape, DType.float32)
+    assert (config.n_experts, config.num_logical_experts) == (20, 16)
+    dense = {"embed.weight": "e", "layers.0.mlp.down_proj.weight": "d"}
+    weights = {
+        f"layers.{layer}.mlp.experts.{e}.{name}.weight": (layer, e, name)
+        for layer in (1, 10)
+        for e in range(16)
+        for name in ("up_proj", "down_proj")
+    }
+    assert place_experts(dense | weights, config) == dense | {
+        f"layers.{layer}.mlp.experts.{p}.{name}.weight": (layer, int(e), name)
+        for layer, row in zip((1, 10), PLACEMENT.phy2log)
+        for p, e in enumerate(row)
+        for name in ("up_proj", "down_proj")
+    }
+    with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
+        place_experts(dense, config)
+    Placement(PLACEMENT.phy2log, 2).save(tmp_path / "plan.npz")
+    with pytest.raises(ValueError, match="16 experts on 2 ranks.*served are 16 on 4"):
+        serving_config(_flags(256, True), shape, DType.float32)
 
 
 def _planner() -> planner.ExpertParallelPlanner:

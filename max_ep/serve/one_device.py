@@ -33,19 +33,25 @@ from ..experts import grouped_swiglu
 from ..graph.moe import through_experts
 from .forward import route
 from .hopper import experts_anywhere
+from .settings import place_experts
 
 
 class OneDeviceMoe(MoE):
     """MAX's MoE layer, with dispatch and combine between ranks of one device."""
 
-    def __init__(self, manager: EPBatchManager, gate_dtype: DType, **kwargs: Any):
-        """Makes MAX's ``MoE`` of these ``kwargs``, with a router of ``gate_dtype``."""
+    def __init__(
+        self, manager: EPBatchManager, layer: int, gate_dtype: DType, **kwargs: Any
+    ) -> None:
+        """Makes MAX's ``MoE`` of these ``kwargs``, with a router of ``gate_dtype``.
+
+        Of the layers with experts this is number ``layer``.
+        """
         super().__init__(**kwargs)
-        self._manager = manager
+        self._manager, self._layer = manager, layer
         self.gate = self.gate_cls(
             devices=self.devices,
             hidden_dim=self.hidden_dim,
-            num_experts=self.num_experts,
+            num_experts=manager.config.num_logical_experts,
             num_experts_per_token=self.num_experts_per_token,
             dtype=gate_dtype,
         )
@@ -54,7 +60,8 @@ class OneDeviceMoe(MoE):
         """Runs the layer on ``[n_tokens, hidden_dim]``."""
         n_ranks = self._manager.config.n_gpus_per_node
         slices = [_slices(values, n_ranks) for values in (x, *route(self.gate, x))]
-        sums = through_experts(self._manager, *slices, self._experts_of)
+        experts = self._experts_of, self._layer
+        sums = through_experts(self._manager, *slices, *experts)
         whole = sums[0] if len(sums) == 1 else ops.concat(sums)
         result = ops.rebind(whole, x.shape).cast(x.dtype)
         return result + self.shared_experts(x) if self.has_shared_experts else result
@@ -134,6 +141,7 @@ class OneDeviceDecoder(Transformer):
                 return MLP(dtype, None, *sizes, config.devices)
             return OneDeviceMoe(
                 self._manager,
+                layer=layer_idx - sum(i < layer_idx for i in dense_layers),
                 gate_dtype=getattr(config, "gate_dtype", None) or dtype,
                 devices=config.devices,
                 hidden_dim=hidden,
@@ -180,7 +188,7 @@ class OneDeviceDecoder(Transformer):
     def graph_specs(self, model: Any, name: str) -> dict[str, GraphSpec]:
         """Loads a pipeline model's weights, and returns what MAX compiles."""
         self.load_state_dict(
-            model.state_dict,
+            place_experts(model.state_dict, self.config.ep_config),
             override_quantization_encoding=True,
             weight_alignment=1,
             strict=not model.huggingface_config.tie_word_embeddings,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from max.dtype import DType
 from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
 from .. import EPConfig
+from ..balance import Placement
 from ..experts import gpu_takes
 from ..limits import MAX_TIMEOUT_S, PROTOCOLS
 
@@ -24,6 +26,10 @@ PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
 
 TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 """Environment variable for :attr:`EPConfig.timeout_s`, seconds; unset or empty: 30."""
+
+PLACEMENT_VARIABLE = "MAX_EP_PLACEMENT"
+"""Environment variable for a file of :meth:`Placement.save`; unset or empty: experts
+have no replicas."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,63 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         protocol=_protocol(),
         timeout_s=_timeout_s(),
     )
+    config = _placed(config, n if not on_cpu else 1)
     return replace(config, combine_mode="sums") if config.is_by_rank else config
+
+
+def _placed(config: EPConfig, n_gpus: int) -> EPConfig:
+    """Gives experts the replicas of the placement that the environment names."""
+    path = os.environ.get(PLACEMENT_VARIABLE)
+    if not path:
+        return config
+    placement = Placement.load(path)
+    have = placement.n_ranks, placement.n_logical
+    is_uneven = placement.phy2log.shape[1] % config.n_ranks != 0
+    if n_gpus > 1 or is_uneven or have != (config.n_ranks, config.n_experts):
+        raise ValueError(
+            f"{PLACEMENT_VARIABLE}={path} has {have[1]} experts on {have[0]} ranks, "
+            f"{placement.phy2log.shape[1]} with replicas; served are "
+            f"{config.n_experts} on {config.n_ranks}. It must be of the same, for one "
+            "device, and all ranks have as many replicas: plan again (max-ep balance)"
+        )
+    return replace(
+        config,
+        n_experts=placement.phy2log.shape[1],
+        num_logical_experts=placement.n_logical,
+        num_moe_layers=len(placement.phy2log),
+        max_replicas=int(placement.logcnt.max()),
+        eplb_enabled=True,
+        eplb_phy2log_plan=placement.phy2log,
+    )
+
+
+def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any]:
+    """Names the weights of experts by their physical ones; replicas share arrays."""
+    if not config.eplb_enabled:
+        return state_dict
+    experts: dict[int, dict[int, list[tuple[str, str]]]] = {}
+    placed = {}
+    for name in state_dict:
+        found = re.fullmatch(r"(.*?\blayers\.(\d+)\..*\bexperts\.)(\d+)(\..*)", name)
+        if found is None:
+            placed[name] = state_dict[name]
+            continue
+        before, layer, expert, after = found.groups()
+        of_layer = experts.setdefault(int(layer), {})
+        of_layer.setdefault(int(expert), []).append((before, after))
+    if len(experts) != config.num_moe_layers:
+        raise ValueError(
+            f"{PLACEMENT_VARIABLE} has {config.num_moe_layers} layers, and "
+            f"{len(experts)} of the model have experts"
+        )
+    for of_layer, row in zip(
+        (of_layer for _, of_layer in sorted(experts.items())), config.eplb_phy2log_plan
+    ):
+        for physical, logical in enumerate(row):
+            for before, after in of_layer[int(logical)]:
+                weight = state_dict[f"{before}{logical}{after}"]
+                placed[f"{before}{physical}{after}"] = weight
+    return placed
 
 
 def _protocol() -> str:
