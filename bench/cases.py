@@ -54,6 +54,8 @@ OURS = {
     "rows": {"protocol": "by_rank", "combine_mode": "rows"},
     "by_expert": {"protocol": "by_expert", "combine_mode": "rows"},
 }
+# What ranks that mask a late peer cost while none is late.
+OURS |= {f"{x}_masks": OURS[x] | {"on_timeout": "mask"} for x in ("sums", "rows")}
 """Peers that are an ``EPBatchManager`` of this library: what ``EPConfig`` says."""
 
 FORMS = {
@@ -78,6 +80,7 @@ _SCHEMES = {
     "all_gather": ("gather", "gather"),
     "all_to_all": ("dedup", "dedup"),
 }
+_SCHEMES |= {f"{name}_masks": _SCHEMES[name] for name in ("sums", "rows")}
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
@@ -108,7 +111,7 @@ class Config:
     @property
     def is_sums(self) -> bool:
         """Whether the router weights go with dispatch."""
-        return self.peer == "sums"
+        return self.peer in ("sums", "sums_masks")
 
     @property
     def n_layers(self) -> int:

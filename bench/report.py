@@ -24,6 +24,8 @@ PEERS = {
     "sums": "max_ep by_rank, sums",
     "rows": "max_ep by_rank, rows",
     "by_expert": "max_ep by_expert, rows",
+    "sums_masks": "max_ep by_rank, sums, on_timeout mask",
+    "rows_masks": "max_ep by_rank, rows, on_timeout mask",
     "all_gather": "max_ep AllGatherTokenDispatcher",
     "max": "MAX EP",
     "max_layer": "MAX, no expert parallelism",

@@ -22,6 +22,7 @@ from .limits import (
     COMBINE_MODES,
     GROUP_VARIABLE,
     MAX_GPU_PAIRS,
+    MAX_MASKING_GPUS,
     MAX_OF_ENTRY,
     MAX_RANKS,
     MAX_TIMEOUT_S,
@@ -574,6 +575,13 @@ def _refusal_by_rank(config: EPConfig) -> str:
 
 def _check_protocol(config: EPConfig) -> None:
     """Checks that the protocol can do what the other fields ask for."""
+    if config.masks and config.target == "gpu":
+        if not config.is_by_rank or config.n_ranks > MAX_MASKING_GPUS:
+            raise ValueError(
+                f"on_timeout='mask' on GPUs with protocol={config.protocol!r} and "
+                f"{config.n_ranks} ranks: it is for 'by_rank', and at most "
+                f"{MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
+            )
     if not config.is_by_rank:
         if config.combines_sums:
             raise ValueError(

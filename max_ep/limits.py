@@ -39,6 +39,9 @@ MAX_GPU_PAIRS = 3840
 """Most ``n_local_experts * n_ranks`` on GPUs: a launch keeps 12 bytes for each in
 the 48 KiB of shared memory that every block has."""
 
+MAX_MASKING_GPUS = 32
+"""Most ranks on GPUs with ``on_timeout="mask"``: a lane of a warp reads one word."""
+
 MAX_TIMEOUT_S = 24 * 3600
 """Longest ``timeout_s``: a day."""
 

@@ -75,6 +75,7 @@ target="tpu" | 'tpu'; 'cpu'; 'gpu'
 protocol="by_node" | 'by_node'; 'auto'; 'by_rank'; 'by_expert'
 protocol="by_rank", target="gpu", n_nodes=2 | target='gpu'; n_nodes=2; by_expert
 target="gpu", n_nodes=2, ranks_per_gpu=2 | n_nodes=2; pass ranks_per_gpu=1
+on_timeout="mask", target="gpu" | on_timeout='mask' on GPUs; protocol='by_expert'
 combine_mode="tokens" | 'tokens'; 'rows'; 'sums'
 combine_mode="sums" | combine_mode='sums'; protocol='by_expert'; 'by_rank'
 **AS_SUMS, partial_dtype=F16 | partial_dtype; float16; bfloat16 or float32

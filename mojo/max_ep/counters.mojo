@@ -27,12 +27,17 @@ The words are in this rank's own memory. No peer accesses them. All are Int32:
     masked [n_ranks], begin of the step
                           if ranks mask (`Group.masks`): not 0 for each rank that
                           this one has masked; CPU: when its last `dispatch_async`
-                          began, in ms
+                          began, in ms; GPU: when it last sent heartbeats, in ms
+    decided [n_pairs + n_ranks], heard [n_ranks]
+                          GPU, if ranks mask, 64 bits each: the counts and numbers of
+                          tokens that the first block took; the last heartbeat of
+                          each rank, and when it was seen, in ms
 """
 import max.gpu.primitives.warp as warp
 
 from .kernel_argument import KernelArgument
-from .layout import Group, MAX_RANKS, N_GROUP_WORDS
+from .flags import FlagPointer
+from .layout import Group, MAX_RANKS, N_GROUP_WORDS, round_up
 
 comptime COUNTERS_MAGIC = 0x6D657031
 """Value of the magic word once `max_ep.init` has run."""
@@ -161,9 +166,18 @@ def masked_word(group: Group) -> Int:
     return n_words
 
 
+@always_inline
+def _decided_word(group: Group) -> Int:
+    """Locates the decided counts, which are flags of 64 bits."""
+    var n_words = masked_word(group)
+    return round_up(n_words + group.n_ranks + 1, 2) if group.masks else n_words
+
+
 def local_sync_counters_words(group: Group) -> Int:
     """Counts the words of `EPLocalSyncCounters`."""
-    return masked_word(group) + (group.n_ranks + 1 if group.masks else 0)
+    return _decided_word(group) + (
+        2 * (2 * group.n_ranks + group.n_pairs()) if group.masks else 0
+    )
 
 
 @always_inline
@@ -398,6 +412,17 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
     def step_began_ms(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to when the last `dispatch_async` began."""
         return self.at(masked_word(group) + group.n_ranks)
+
+    @always_inline
+    def decided(self, group: Group, place: Int) -> FlagPointer:
+        """Points to what the first block has decided of a count, then of a number of
+        tokens (GPU): the flag that it took, with a count of 0 if none came."""
+        return self.at(_decided_word(group) + 2 * place).unsafe_bitcast[UInt64]()
+
+    @always_inline
+    def heard(self, group: Group, rank: Int) -> FlagPointer:
+        """Points to the last heartbeat of a rank, and when it was seen (GPU)."""
+        return self.decided(group, group.n_pairs() + group.n_ranks + rank)
 
     @always_inline
     def received_tokens(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:

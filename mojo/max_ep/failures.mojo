@@ -62,6 +62,12 @@ def is_fatal(code: Int32) -> Bool:
 
 
 @always_inline
+def is_missing(code: Int32) -> Bool:
+    """Returns whether a peer is late, which ranks that mask do not record."""
+    return Failure.NO_COUNT <= code and code <= Failure.NOT_READ
+
+
+@always_inline
 def record_failure(
     record: Pointer[Int32, MutUntrackedOrigin],
     code: Int32,

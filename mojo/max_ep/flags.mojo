@@ -264,6 +264,11 @@ struct DeviceDeadline(TrivialRegisterPassable):
         return Self(global_perf_counter_ns() + UInt64(timeout_ms) * 1_000_000)
 
     @always_inline
+    def now_ns(self) -> UInt64:
+        """Reads the clock."""
+        return global_perf_counter_ns()
+
+    @always_inline
     def has_passed(self) -> Bool:
         """Reads the clock."""
         return global_perf_counter_ns() > self.end_ns
@@ -281,6 +286,11 @@ struct Wait(TrivialRegisterPassable):
         """Begins a wait."""
         self.deadline = deadline
         self.n_polls = 0
+
+    @always_inline
+    def is_to_be_settled(self) -> Bool:
+        """Returns whether to read more than the word: after few of the polls."""
+        return self.n_polls == 1 or self.n_polls % POLLS_PER_CLOCK_READ == 0
 
     @always_inline
     def has_expired(mut self) -> Bool:
@@ -341,6 +351,31 @@ def arrive_on_gpu(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
         Atomic[Int32, scope=_device_scope()].fetch_add[
             ordering=Ordering.ACQUIRE_RELEASE
         ](counter, 1)
+    )
+
+
+@always_inline
+def load_relaxed_gpu[
+    T: DType
+](word: Pointer[Scalar[T], MutUntrackedOrigin]) -> Scalar[T]:
+    """Reads a word of this rank that another block may be writing."""
+    # ORDER: RELAXED, device scope. Pairs with the RELAXED in `store_relaxed_gpu`.
+    # Makes visible: itself.
+    return Atomic[Scalar[T], scope=_device_scope()].load[ordering=Ordering.RELAXED](
+        word
+    )
+
+
+@always_inline
+def store_relaxed_gpu[
+    T: DType
+](word: Pointer[Scalar[T], MutUntrackedOrigin], value: Scalar[T]):
+    """Publishes a word to this rank's other blocks: a mask, a decided count."""
+    # ORDER: RELAXED, device scope. Pairs with the RELAXED in `load_relaxed_gpu`.
+    # Makes visible: itself. It announces no other data: a count that was decided
+    # stands in the word, with its generation, and a mask only says to wait no longer.
+    Atomic[Scalar[T], scope=_device_scope()].store[ordering=Ordering.RELAXED](
+        word, value
     )
 
 

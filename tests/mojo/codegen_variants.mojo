@@ -18,6 +18,7 @@ from groups import (
     on_hosts,
     ROWS,
     SUMS,
+    that_masks,
     TOP_K,
 )
 from max_ep.combine_rows.phase import CombineRows
@@ -122,6 +123,18 @@ def from_torch() raises:
     emit_combine[CombineRows[back, DType.bfloat16, True]]("torch")
 
 
+def masking() raises:
+    """Compiles what ranks run that mask a peer that is late."""
+    comptime sums = that_masks(dispatch_group[BF16](BY_RANK, SUMS))
+    emit_dispatch[DispatchByRank[sums, BF16, DType.bfloat16]]("masks_sums")
+    comptime rows = that_masks(dispatch_group[FP8](BY_RANK, ROWS, MANY))
+    emit_dispatch[DispatchByRank[rows, FP8, DType.bfloat16]]("masks_rows")
+    comptime sums_back = that_masks(combine_group[DType.bfloat16](SUMS))
+    emit_combine[CombineSums[sums_back, DType.bfloat16, DType.bfloat16]]("masks")
+    comptime rows_back = that_masks(combine_group[DType.bfloat16](ROWS, MANY))
+    emit_combine[CombineRows[rows_back, DType.bfloat16]]("masks")
+
+
 def main() raises:
     """Compiles what has no other program."""
     by_expert[BF16, 1, FEW, padded=True, shared=True]("expert_1_padded_shared")
@@ -142,3 +155,4 @@ def main() raises:
     all_gather[FEW]("few")
     all_gather[MANY]("many")
     from_torch()
+    masking()

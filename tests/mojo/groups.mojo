@@ -101,3 +101,10 @@ def on_hosts(n_hosts: Int, group: Group) -> Group:
     spread.n_ranks_per_node = group.n_ranks // n_hosts
     spread.use_shmem = n_hosts > 1
     return spread
+
+
+def that_masks(group: Group) -> Group:
+    """Makes the ranks of a group mask a peer that is late."""
+    var masking = group
+    masking.masks = True
+    return masking

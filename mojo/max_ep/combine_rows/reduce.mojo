@@ -12,7 +12,7 @@ from ..counters import NO_EXPERT, row_of_own, Word
 from ..device.block import Block
 from ..device.warp import any_lane, in_32_bits, load16, store16
 from ..failures import Failure, is_fatal
-from ..flags import count_of, generation_of, message_flag, next_generation
+from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
 from .roles import NEXT_CHUNK, RECEIVE
@@ -136,12 +136,21 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
             var row = row_of_own(choice)
             if row >= 0:
                 return self.expert_rows.unsafe_offset(row * Self.row_bytes)
-        return self.received.unsafe_offset(Self.group.combine_message_offset(0, k))
+        return self.received.unsafe_offset(place_of[Self.group](k, choice))
 
     @staticmethod
     @always_inline
     def _wide(bytes: LaneBytes) -> Self.Sum:
         return bitcast[Self.dtype, Self.width](bytes).cast[DType.float32]()
+
+
+@always_inline
+def place_of[group: Group](k: Int, choice: Int32) -> Int:
+    """Locates the row of a token's choice, from that of the token on."""
+    var owner_rank = 0
+    comptime if group.masks:
+        owner_rank = Int(choice) // group.n_local_experts()
+    return group.combine_message_offset(0, k, owner_rank)
 
 
 @always_inline
@@ -222,17 +231,25 @@ def reduce_tokens[
         if choice >= 0 and not is_broken:
             var expert = Int(choice)
             var owner_rank = expert // group.n_local_experts()
-            var word = block.await_message(
-                message_flag(
-                    rows.unsafe_offset(group.combine_message_offset(0, lane)),
-                    group.combine_msg_bytes,
-                ),
-                received,
-                RECEIVE,
-                owner_rank,
-                expert,
-            )
+            var word: UInt64 = 0
+            if not block.is_masked(owner_rank):
+                word = block.await_message(
+                    message_flag(
+                        rows.unsafe_offset(place_of[group](lane, choice)),
+                        group.combine_msg_bytes,
+                    ),
+                    received,
+                    RECEIVE,
+                    owner_rank,
+                    expert,
+                )
             is_broken = generation_of(word) != received
+            comptime if group.masks:
+                if is_broken:
+                    # Its rank is masked: the token is combined without it.
+                    choice = NO_EXPERT
+                    is_broken = False
+                    word = flag_word(received, expert)
             if not is_broken and count_of(word) != expert:
                 block.fail(
                     Failure.WRONG_EXPERT,

@@ -66,6 +66,9 @@ def send_rows[
         var local_expert, source = divmod(sent_pair, n_sources)
         var src_rank = rank_of_relative(block.my_rank, first + source, group.n_ranks)
         var pair = group.pair(local_expert, src_rank)
+        # What dispatch has recorded of a source may be incomplete if it was masked.
+        if block.was_masked(src_rank):
+            continue
         if slot >= Int(pairs.counts[unsafe_offset=pair]):
             continue
         var row = Int(pairs.rows[unsafe_offset=pair]) + slot
@@ -85,7 +88,7 @@ def send_rows[
             return
         # I4: a choice has one expert, so one writer.
         var expert_id = block.my_rank * group.n_local_experts() + local_expert
-        var offset = UInt64(group.combine_message_offset(token_idx, k))
+        var offset = UInt64(group.combine_message_offset(token_idx, k, block.my_rank))
         var message = block.recv_bufs[unsafe_offset=src_rank] + offset
         var put_to: UInt64 = 0
         comptime if group.use_shmem:

@@ -174,6 +174,9 @@ struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: In
                 )
                 are_there = are_there and is_there
                 var part = bitcast[Self.partial_dtype, n](bytes).cast[DType.float32]()
+                comptime if block.group.masks:
+                    if not is_there:
+                        part = 0
                 comptime for j in range(n):
                     sum[i * n + j] += part[j]
         return are_there
@@ -198,7 +201,7 @@ def _await_16(
     var bytes = first_loaded
     var wait = Wait(block.deadline)
     while bytes[3] == SENTINEL:
-        if wait.has_expired():
+        if block.gives_up(wait, owner_rank):
             block.fail(
                 Failure.NO_MESSAGE,
                 RECEIVE,

@@ -31,7 +31,7 @@ from ..device.block import Block
 from ..device.phase import Phase
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
-from ..device.start import await_launch_before, header_word, is_last_block
+from ..device.start import await_launch_before, header_word, is_last_block, mask_word
 from ..device.warp import in_32_bits
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
@@ -83,6 +83,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)
+        var mask = mask_word[group](counters)
         var n_rows = rows_delivered[group](counters)
         var prefetched = first.saved_routes[group](counters)
         var recv_bufs = share_addresses[group.n_ranks, False](self.buffers.recv_bufs, 0)
@@ -90,7 +91,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
             self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
         )
         var block = Block[group].begin[N_CONTROL](
-            word, counters, recv_bufs, dispatch_counts, code
+            word, mask, counters, recv_bufs, dispatch_counts, code
         )
         var is_refused = not block.can_go
         comptime if sends:

@@ -78,6 +78,9 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             if is_broken:
                 row = NO_ROW
             var owner = rank_elsewhere(row)
+            comptime if Self.group.masks:
+                if owner >= 0 and block.is_masked(owner):
+                    owner = -1
             var owners: UInt32 = 0
             comptime if prefetches:
                 owners = any_of_lanes(UInt32(1) << UInt32(owner) if owner >= 0 else 0)
@@ -134,7 +137,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                             sum, loaded, partial_sum, share, last_owner, block
                         )
                         is_there = is_there and came
-                if any_lane(not is_there):
+                if not Self.group.masks and any_lane(not is_there):
                     block.counters.set_broken()
                     is_broken = True
                     owner = -1

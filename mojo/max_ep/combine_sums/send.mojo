@@ -63,6 +63,9 @@ def send_partials[
             if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue
             var src_rank = rank_of_relative(my_rank, source, group.n_ranks)
+            # What dispatch has recorded of a source may be incomplete if it was masked.
+            if block.was_masked(src_rank):
+                continue
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(
                 block.recv_bufs[unsafe_offset=src_rank]

@@ -21,7 +21,7 @@ from max.gpu import (
 
 from ..arguments import Buffers
 from ..counters import EPLocalSyncCounters, LaunchHeader, Word
-from ..failures import Failure, record_failure
+from ..failures import Failure, is_missing, record_failure
 from ..flags import (
     arrive_on_gpu,
     count_of,
@@ -32,17 +32,25 @@ from ..flags import (
     FlagPointer,
     generation_of,
     is_not_before,
+    load_acquire_block,
     load_acquire_sys,
+    load_relaxed_gpu,
+    load_relaxed_sys,
     next_generation,
+    POLLS_PER_CLOCK_READ,
     publish,
     SharedWord,
+    store_relaxed_gpu,
+    store_relaxed_sys,
+    store_release_block,
     Wait,
 )
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
+from .liveness import Liveness
 from .shared import share_addresses, shared_words, SharedAddresses
-from .start import is_in_order, rank_of
+from .start import is_in_order, mask_word, rank_of
 from .warp import any_lane, bytes_at
 
 
@@ -66,6 +74,9 @@ struct Block[group: Group](TrivialRegisterPassable):
     """Receive buffers of all ranks, of dispatch or of combine."""
     var counts: SharedAddresses
     """Counts buffers of all ranks: those of dispatch; in `CombineRows`, of combine."""
+    var masked: SharedWord
+    """If ranks mask, a word of each, not 0 if it is masked; then one with the bits of
+    those that were when the launch began."""
 
     @staticmethod
     @always_inline
@@ -73,17 +84,19 @@ struct Block[group: Group](TrivialRegisterPassable):
         n_control: Int
     ](
         word: Int32,
+        mask: Int32,
         counters: EPLocalSyncCounters[Self.group.n_experts],
         recv_bufs: SharedAddresses,
         counts: SharedAddresses,
         phase: Int,
     ) -> Self:
-        """Sets a block up; all its threads call it, with their `header_word`.
+        """Sets a block up; all its threads call it, with `header_word` and `mask_word`.
 
         Addresses that were shared before are visible afterwards.
         """
         comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
         var control = shared_words[n_control + 1]()
+        var masked = _shared_mask[Self.group](control)
         var lane = Int(lane_id())
         var warp_idx = Int(warp_id())
         var header = LaunchHeader.of(word)
@@ -96,6 +109,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         elif warp_idx == 1:
             for i in range(lane, n_control, WARP_SIZE):
                 control[unsafe_offset=i] = 0
+            _share_mask[Self.group](masked, mask)
         barrier()
         return Self(
             lane,
@@ -108,6 +122,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             counters,
             recv_bufs,
             counts,
+            masked,
         )
 
     @staticmethod
@@ -123,6 +138,10 @@ struct Block[group: Group](TrivialRegisterPassable):
         var control = shared_words[n_control]()
         if thread_idx.x < n_control:
             control[unsafe_offset=thread_idx.x] = 0
+        var masked = _shared_mask[Self.group](control)
+        comptime if Self.group.masks:
+            if warp_id() == 0:
+                _share_mask[Self.group](masked, mask_word[Self.group](counters))
         var header = LaunchHeader.read(counters)
         comptime n_ranks = Self.group.n_ranks
         comptime use_shmem = Self.group.use_shmem
@@ -137,6 +156,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             counters,
             share_addresses[n_ranks, use_shmem](buffers.recv_bufs, rank),
             share_addresses[n_ranks, use_shmem](buffers.counts, rank),
+            masked,
         )
 
     # ------------------------------------------------- what follows from the header
@@ -209,6 +229,10 @@ struct Block[group: Group](TrivialRegisterPassable):
         b: Int = 0,
     ):
         """Records that a peer's word or message is missing or wrong."""
+        comptime if Self.group.masks:
+            # The peer is masked.
+            if is_missing(code):
+                return
         record_failure(
             self.counters.at(Word.FAILURE),
             code,
@@ -234,6 +258,69 @@ struct Block[group: Group](TrivialRegisterPassable):
         """Records what this rank was given and cannot take."""
         self.fail(code, phase, self.my_rank, expert_or_row, generation, 0, a, b)
 
+    # -------------------------------------------------------------------------- mask
+
+    @always_inline
+    def is_masked(self, rank: Int) -> Bool:
+        """Returns whether a rank is masked, as far as this block knows."""
+        comptime if not Self.group.masks:
+            return False
+        return load_acquire_block(self.masked.unsafe_offset(rank)) != 0
+
+    @always_inline
+    def was_masked(self, rank: Int) -> Bool:
+        """Returns whether a rank was masked when the launch began."""
+        comptime if not Self.group.masks:
+            return False
+        return (self.masked[unsafe_offset=Self.group.n_ranks] >> UInt32(rank)) & 1 != 0
+
+    @always_inline
+    def gives_up(self, mut wait: Wait, rank: Int) -> Bool:
+        """Counts a poll without success; returns whether to wait no longer for a rank.
+
+        If ranks mask, it is masked from then on.
+        """
+        wait.n_polls += 1
+        comptime if Self.group.masks:
+            if wait.n_polls == 1:
+                return self.is_masked(rank)
+        if wait.n_polls % POLLS_PER_CLOCK_READ != 0:
+            return False
+        comptime if Self.group.masks:
+            return self.is_lost(rank)
+        return wait.deadline.has_passed()
+
+    @always_inline
+    def is_lost(self, rank: Int) -> Bool:
+        """Returns whether a rank is masked now; masks it if its time is over."""
+        var clock = Liveness[Self.group](self.counters, self.deadline, self.before)
+        var masked = self.counters.masked(Self.group, rank)
+        if load_relaxed_gpu(masked) == 0:
+            self.send_heartbeats(clock)
+            var beat = load_relaxed_sys(self._heartbeat(self.my_rank, rank))
+            if not clock.is_silent(rank, generation_of(beat)):
+                return False
+            store_relaxed_gpu(masked, 1)
+        store_release_block(self.masked.unsafe_offset(rank), 1)
+        return True
+
+    @always_inline
+    def send_heartbeats(self, clock: Liveness[Self.group]):
+        """Says to every rank that this one lives and waits, now and then."""
+        if not clock.is_time_for_heartbeats():
+            return
+        for rank in range(Self.group.n_ranks):
+            store_relaxed_sys(self._heartbeat(rank, self.my_rank), clock.now_ms(), 0)
+
+    @always_inline
+    def _heartbeat(self, reader: Int, rank: Int) -> FlagPointer:
+        """Points to the heartbeat of a rank on a reader's rank."""
+        var offset = Self.group.heartbeat_offset(rank)
+        # `CombineRows` has the counts of combine.
+        comptime if Self.group.combine_msg_bytes > 0 and not Self.group.has_sums():
+            offset += Self.group.dispatch_counts_from_combine_counts()
+        return self.flag(reader, offset)
+
     # ------------------------------------------------------------------------- waits
 
     @always_inline
@@ -252,10 +339,10 @@ struct Block[group: Group](TrivialRegisterPassable):
             var word = load_acquire_sys(flag)
             var wait = Wait(self.deadline)
             while not is_not_before(_read_of[is_combine](word), generation):
-                if wait.has_expired():
+                if self.gives_up(wait, rank):
                     var found = flag_word(_read_of[is_combine](word), 0)
                     self.fail(Failure.NOT_READ, phase, rank, -1, generation, found)
-                    is_met = False
+                    is_met = Self.group.masks
                     break
                 word = load_acquire_sys(flag)
         # Makes what each lane has acquired visible to all lanes of the warp.
@@ -291,7 +378,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         var word = load_acquire_sys(flag)
         var wait = Wait(self.deadline)
         while generation_of(word) != generation:
-            if wait.has_expired():
+            if self.gives_up(wait, missing_rank):
                 self.fail(
                     Failure.NO_MESSAGE, phase, missing_rank, expert_id, generation, word
                 )
@@ -372,7 +459,9 @@ struct Block[group: Group](TrivialRegisterPassable):
                 var word = load_acquire_sys(
                     flag_at(my_counts, Self.group.dispatch_done_offset(rank))
                 )
-                if not is_not_before(_read_of[is_combine](word), generation):
+                if not is_not_before(
+                    _read_of[is_combine](word), generation
+                ) and not self.is_masked(rank):
                     is_met = False
             syncwarp()
             if not any_lane(not is_met):
@@ -382,6 +471,30 @@ struct Block[group: Group](TrivialRegisterPassable):
                         generation,
                     )
                 return
+
+
+@always_inline
+def _shared_mask[group: Group](control: SharedWord) -> SharedWord:
+    """Allocates the mask of a block, if ranks mask."""
+    comptime if group.masks:
+        return shared_words[group.n_ranks + 1]()
+    return control
+
+
+@always_inline
+def _share_mask[group: Group](masked: SharedWord, word: Int32):
+    """Fills the mask of a block, with one warp; a block barrier must follow."""
+    comptime if group.masks:
+        var lane = Int(lane_id())
+        var is_masked = word != 0 and lane < group.n_ranks
+        var bits = warp.vote[DType.uint32](is_masked)
+        if lane < group.n_ranks:
+            masked[unsafe_offset=lane] = 1 if is_masked else 0
+        elif lane == group.n_ranks:
+            masked[unsafe_offset=lane] = bits
+        comptime if group.n_ranks == WARP_SIZE:
+            if lane == 0:
+                masked[unsafe_offset=WARP_SIZE] = bits
 
 
 @always_inline

@@ -63,6 +63,22 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 
 @always_inline
+def mask_word[group: Group](counters: EPLocalSyncCounters[group.n_experts]) -> Int32:
+    """Issues the load of a lane's word of the mask; it overlaps that of the header."""
+    comptime if not group.masks:
+        return 0
+    comptime assert group.n_ranks <= WARP_SIZE, "a lane has one word"
+    var rank = min(Int(lane_id()), group.n_ranks - 1)
+    # Assembly, as in `header_word`.
+    return inlined_assembly[
+        "ld.global.b32 $0, [$1];",
+        Int32,
+        constraints="=r,l,~{memory}",
+        has_side_effect=True,
+    ](counters.masked(group, rank))
+
+
+@always_inline
 def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
     """Returns the rank of a launch."""
     return Int(my_rank) if my_rank >= 0 else counters.my_rank()

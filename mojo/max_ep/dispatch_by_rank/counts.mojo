@@ -12,15 +12,19 @@ from ..counters import relative_rank, Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, max_of_lanes
-from ..failures import Failure
+from ..device.liveness import Liveness
+from ..failures import Failure, record_failure
 from ..flags import (
     arrive_in_block,
     count_of,
     flag_at,
+    flag_word,
     generation_of,
     load_acquire_block,
+    load_relaxed_gpu,
     load_relaxed_sys,
     load_relaxed_sys_2,
+    store_relaxed_gpu,
     store_release_block,
     Wait,
 )
@@ -120,6 +124,63 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         return row
 
     @always_inline
+    def has_row(self, pair: Int, position: Int32) -> Bool:
+        """Returns whether a pair has so many rows."""
+        return self.pair_rows[unsafe_offset=pair] + position < (
+            self.pair_rows[unsafe_offset=pair + 1]
+        )
+
+    @always_inline
+    def _settle(self, wait: Wait, word: UInt64, src_rank: Int, place: Int) -> UInt64:
+        """Returns what to take of a source whose word was not found.
+
+        All blocks must take the same, for they lay out the same rows. The first block
+        decides, and masks the source. Others take a word that comes early, then what
+        the first has decided. `place`: that of `EPLocalSyncCounters.decided`.
+        """
+        var block = self.block
+        var generation = block.dispatch_receiving()
+        var none = flag_word(generation, 0)
+        if block.was_masked(src_rank):
+            return none
+        if wait.n_polls == 1:
+            return word
+        if block_idx.x == 0:
+            return none if block.is_lost(src_rank) else word
+        var clock = Liveness[Self.group](block.counters, block.deadline, block.before)
+        block.send_heartbeats(clock)
+        if not clock.is_late():
+            return word
+        if clock.is_too_late():
+            record_failure(
+                block.counters.at(Word.FAILURE),
+                Failure.NO_COUNT,
+                RECEIVE,
+                src_rank,
+                -1,
+                generation,
+                word,
+            )
+            block.counters.set_broken()
+            return none
+        return load_relaxed_gpu(block.counters.decided(Self.group, place))
+
+    @always_inline
+    def _decide(self, word: UInt64, src_rank: Int, place: Int) -> UInt64:
+        """Returns what to take of a word that is there; the first block publishes it.
+
+        A rank that was masked may be late, and its words of this generation come now.
+        """
+        comptime if not Self.group.masks:
+            return word
+        var taken = word
+        if self.block.was_masked(src_rank):
+            taken = flag_word(self.block.dispatch_receiving(), 0)
+        if block_idx.x == 0:
+            store_relaxed_gpu(self.block.counters.decided(Self.group, place), taken)
+        return taken
+
+    @always_inline
     def _read_numbers(self) -> Bool:
         """Waits for the numbers of tokens of all sources, with one warp."""
         var generation = self.block.dispatch_receiving()
@@ -130,14 +191,22 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var flag = flag_at(my_counts, Self.group.dispatch_n_tokens_offset(src_rank))
             var word = load_relaxed_sys(flag)
             var wait = Wait(self.block.deadline)
+            var place = Self.group.n_pairs() + src_rank
             while generation_of(word) != generation:
-                if wait.has_expired():
+                comptime if Self.group.masks:
+                    wait.n_polls += 1
+                    if wait.is_to_be_settled():
+                        word = self._settle(wait, word, src_rank, place)
+                        if generation_of(word) == generation:
+                            break
+                if not Self.group.masks and wait.has_expired():
                     self.block.fail(
                         Failure.NO_COUNT, RECEIVE, src_rank, -1, generation, word
                     )
                     is_late = True
                     break
                 word = load_relaxed_sys(flag)
+            word = self._decide(word, src_rank, place)
             var n = 0 if is_late else count_of(word)
             self.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
             most = max(most, Int32(n))
@@ -204,13 +273,22 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                         flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                     )
             var missing = -1
+            comptime if Self.group.masks:
+                wait.n_polls += 1
             comptime for i in range(_PAIRS_OF_LANE):
                 is_missing[i] = is_missing[i] and generation_of(words[i]) != generation
+                comptime if Self.group.masks:
+                    if is_missing[i] and wait.is_to_be_settled():
+                        var pair = pair_of_lane(first, i, self.block.lane)
+                        words[i] = self._settle(
+                            wait, words[i], pair % Self.group.n_ranks, pair
+                        )
+                        is_missing[i] = generation_of(words[i]) != generation
                 if is_missing[i]:
                     missing = i
             if missing < 0:
                 break
-            if wait.has_expired():
+            if not Self.group.masks and wait.has_expired():
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
                     Failure.NO_COUNT,
@@ -224,6 +302,11 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                     ),
                 )
                 break
+        comptime if Self.group.masks:
+            comptime for i in range(_PAIRS_OF_LANE):
+                var pair = pair_of_lane(first, i, self.block.lane)
+                if pair < n_pairs:
+                    words[i] = self._decide(words[i], pair % Self.group.n_ranks, pair)
         var is_late = False
         comptime for i in range(_PAIRS_OF_LANE):
             is_late = is_late or is_missing[i]

@@ -38,7 +38,7 @@ def await_words[
     while True:
         if bytes[1] == generation:
             return bytes
-        if wait.has_expired():
+        if block.gives_up(wait, src_rank):
             block.fail(
                 Failure.NO_MESSAGE,
                 RECEIVE,
@@ -102,7 +102,7 @@ struct _LaneVectors(TrivialRegisterPassable):
                     is_missing = True
             if not is_missing:
                 break
-            if wait.has_expired():
+            if block.gives_up(wait, src_rank):
                 block.fail(
                     Failure.NO_MESSAGE,
                     RECEIVE,

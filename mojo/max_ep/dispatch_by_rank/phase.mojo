@@ -28,7 +28,7 @@ from ..counters import Word
 from ..device.block import Block
 from ..device.phase import Phase
 from ..device.shared import share_addresses
-from ..device.start import await_launch_before, header_word, is_last_block
+from ..device.start import await_launch_before, header_word, is_last_block, mask_word
 from ..device.warp import in_32_bits
 from ..layout import Group
 from ..token_format import TokenFormat
@@ -110,6 +110,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
         var lane_index = LaneIndex[Self.group](choices)
         await_launch_before()
         var word = header_word(self.buffers.counters)
+        var mask = mask_word[Self.group](self.buffers.counters)
         comptime if sends:
             # What depends on the arguments alone, if tokens are few.
             sender.prefetch()
@@ -124,7 +125,12 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
             choices.share()
             sender.find_receivers(word)
         var block = Block[Self.group].begin[N_CONTROL](
-            word, self.buffers.counters, recv_bufs, counts, SEND if sends else RECEIVE
+            word,
+            mask,
+            self.buffers.counters,
+            recv_bufs,
+            counts,
+            SEND if sends else RECEIVE,
         )
         if not block.can_go:
             comptime if receives:

@@ -163,6 +163,9 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 and position != NO_POSITION
             ):
                 row = row_elsewhere(expert // n_local_experts)
+        comptime if Self.group.masks:
+            # Its source is masked: the choice has no row.
+            is_late = False
         return _Destination(
             is_late,
             is_here,
@@ -213,6 +216,9 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 flag, self.block.dispatch_receiving(), RECEIVE, token.src_rank, -1
             )
             if any_lane(generation_of(word) != self.block.dispatch_receiving()):
+                comptime if Self.group.masks:
+                    # Rows of a lost source stay: nobody reads what experts make of them.
+                    return True
                 self.block.counters.set_broken()
                 return False
 
@@ -223,6 +229,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             if token.is_inline:
                 is_there = steps.await_inline(token, first, chunk.end, self.block)
             if any_lane(not is_there):
+                comptime if Self.group.masks:
+                    return True
                 self.block.counters.set_broken()
                 return False
             # Awaited only now, so that loading the chunk does not wait for the counts.
@@ -231,12 +239,19 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     return False
                 has_pair_rows = True
             if first == chunk.begin:
+                comptime if Self.group.masks:
+                    # A pair whose count did not come in time has no rows.
+                    to.has_row = to.has_row and self.shared.has_row(
+                        to.pair, to.position
+                    )
                 if to.has_row:
                     to.row = self.shared.row_of_pair(to.pair) + to.position
                 if chunk.idx == 0 and not self._record(token, to, wanted, is_shared):
                     self.block.counters.set_broken()
                     return False
             var rest = wanted
+            comptime if Self.group.masks:
+                rest = warp.vote[DType.uint32](to.has_row)
             var is_shared_left = is_shared
             while rest != 0 or is_shared_left:
                 var row = token.idx

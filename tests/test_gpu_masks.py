@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU ranks that mask a peer: what the others get is the oracle's, without it.
+
+A rank whose ops are left out of the graph is one that has died.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import PROTOCOLS, Case, Inputs, expected, in_protocols, make_inputs
+from harness import (
+    assert_round_trip,
+    building,
+    flatten,
+    fused_round_trip,
+    round_trip,
+    take_outputs,
+    to_numpy,
+)
+from max.driver import CPU, Buffer
+
+from max_ep import EPCommInitializer, EPConfig
+from max_ep.graph.order import OpOrder
+
+BY_RANK = [suffix for suffix in PROTOCOLS if suffix]
+
+
+def without(case: Case, given: Inputs, dead: int) -> Inputs:
+    """What is left of some inputs: no tokens of a rank, no choices of its experts."""
+    first, n_local = dead * case.n_local_experts, case.n_local_experts
+    ids = [
+        np.where((x >= first) & (x < first + n_local), -1, x).astype(x.dtype)
+        for x in given.ids
+    ]
+    lists = [[*x] for x in (given.tokens, ids, given.weights)]
+    for of_ranks in lists:
+        of_ranks[dead] = of_ranks[dead][:0]
+    return Inputs(*lists, given.input_scales, given.expert_rows)
+
+
+def set_mask(comm: EPCommInitializer, device_id: int, rank: int, value: int) -> None:
+    """Writes a word of a rank's mask."""
+    counters = comm._counters[0][device_id]
+    words = counters.to(CPU()).to_numpy().copy()
+    words[comm.config.sizes().masked_word + rank] = value
+    counters.inplace_copy_from(Buffer.from_numpy(words).to(counters.device))
+    counters.device.synchronize()
+
+
+def masks(comm: EPCommInitializer) -> list[list[int]]:
+    """Reads the mask of each local rank."""
+    first, n = comm.config.sizes().masked_word, comm.config.n_ranks
+    return [to_numpy(c)[first : first + n].tolist() for c in comm._counters[0]]
+
+
+class Steps:
+    """A captured step of some of a case's ranks: the last ones have died."""
+
+    def __init__(
+        self, session, case: Case, config: EPConfig, n_alive: int, build: Callable
+    ) -> None:
+        self.case, self.config, self.n_alive = case, config, n_alive
+        name = f"masks_{case.name}_{build.__name__}_{config.ranks_per_gpu}"
+        with building(name, case, config) as (manager, ranks, graph):
+            built = build(manager, ranks[:n_alive])
+            graph.output(*(v for rank in built for v in rank))
+        self.model = session.load(graph)
+
+    def check(self, comm: EPCommInitializer, routing: str, dead: int) -> float:
+        """Runs a step and compares it with the oracle; returns how long it took."""
+        given = make_inputs(self.case, routing)
+        inputs = flatten(given, self.config) + comm.model_inputs()
+        begin = time.monotonic()
+        outputs = self.model.execute(*inputs)
+        comm.check()
+        taken = time.monotonic() - begin
+        of_alive = replace(self.case, n_ranks=self.n_alive)
+        got = take_outputs(of_alive, iter(outputs))
+        want = expected(self.case, without(self.case, given, dead))
+        want.dispatch = want.dispatch[: self.n_alive]
+        want.combine = want.combine[: self.n_alive]
+        where = f"{self.case.name}, {routing}"
+        assert_round_trip(where, got, want)
+        return taken
+
+
+def cases_of(n_ranks: int, n_tokens: int) -> dict[str, Case]:
+    return in_protocols([Case("masks", n_ranks, 2 * n_ranks + 1, 3, 512, n_tokens)])
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("n_tokens", [7, 300])
+@pytest.mark.parametrize("suffix", BY_RANK)
+def test_ranks_of_one_gpu_go_on(gpu_session, monkeypatch, suffix, n_tokens):
+    """Of three, the last never launches: the others mask it, at once for nothing can
+    come while they wait. Then the host has them mask another: a living one."""
+    monkeypatch.setattr(OpOrder, "_others", lambda _, device_id: [device_id])
+    case = cases_of(3, n_tokens)[f"masks{suffix}"]
+    config = case.config(target="gpu", ranks_per_gpu=3, on_timeout="mask")
+    steps = Steps(gpu_session, case, config, 2, round_trip)
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
+        for routing in ("uniform", "full", "zipf", "masked"):
+            steps.check(comm, routing, dead=2)
+            assert masks(comm) == [[0, 0, 1], [0, 0, 1], [0, 0, 0]]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("suffix", BY_RANK)
+def test_the_host_masks(gpu_session, monkeypatch, suffix):
+    """Before the first step, in which all ranks take part but the masked one."""
+    monkeypatch.setattr(OpOrder, "_others", lambda _, device_id: [device_id])
+    case = cases_of(3, 7)[f"masks{suffix}"]
+    config = case.config(target="gpu", ranks_per_gpu=3, on_timeout="mask")
+    alive = Steps(gpu_session, case, config, 3, round_trip)
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
+        for rank in range(2):
+            set_mask(comm, rank, 2, 1)
+        alive.n_alive = 2  # What the third gets is not looked at.
+        given = make_inputs(case, "full")
+        for _ in range(3):
+            inputs = flatten(given, config) + comm.model_inputs()
+            outputs = alive.model.execute(*inputs)
+            comm.check()
+            got = take_outputs(case, iter(outputs))[:2]
+            want = expected(case, without(case, given, 2))
+            want.dispatch, want.combine = want.dispatch[:2], want.combine[:2]
+            assert_round_trip(f"{case.name}, host", got, want)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("n_tokens", [7, 300])
+@pytest.mark.parametrize("build", [round_trip, fused_round_trip])
+@pytest.mark.parametrize("suffix", BY_RANK)
+def test_a_missing_peer_is_masked(gpu_session, suffix, build, n_tokens):
+    """Rank 0 waits once as long as the time-out, then never."""
+    case = cases_of(2, n_tokens)[f"masks{suffix}"]
+    config = case.config(target="gpu", timeout_s=0.5, on_timeout="mask")
+    steps = Steps(gpu_session, case, config, 1, build)
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
+        taken = [steps.check(comm, "full", dead=1)]
+        assert masks(comm) == [[0, 1], [0, 0]]
+        taken += [steps.check(comm, r, dead=1) for r in ("uniform", "zipf", "full")]
+        print(f"seconds: {taken}")
+        assert 0.5 <= taken[0] < 1.5 and max(taken[1:]) < 0.25
