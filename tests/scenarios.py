@@ -24,6 +24,7 @@ from processes import (
     ALL_GATHER,
     GROUPS,
     N_RANKS,
+    PHASED,
     SMALL,
     Engine,
     Member,
@@ -157,7 +158,7 @@ def _one_phase_only(member: Member, name: str) -> dict[str, list[float]]:
     """Only dispatches, or combines one dispatch again and again, each time other rows.
     Nothing but the done words keeps a fast rank back."""
     times: dict[str, list[float]] = {"sent": [], "looked": []}
-    is_combine = name == "combine_only"
+    is_combine = name.startswith("combine_only")
     if is_combine:
         member.dispatch_async(2)
         rows, src_info = member.dispatch_wait(2)
@@ -260,8 +261,8 @@ SCENARIOS: dict[str, Callable[[Member, str], Any]] = {
     **{n: _back_to_back for n in GROUPS if n.startswith("large")},
     **{n: _with_delays for n in GROUPS if n.startswith(("few", "shared"))},
     ALL_GATHER: _all_gather,
-    "dispatch_only": _one_phase_only,
-    "combine_only": _one_phase_only,
+    **{f"dispatch_only_{n}": _one_phase_only for n in PHASED},
+    **{f"combine_only_{n}": _one_phase_only for n in PHASED},
     "stopped": _stopped,
     "who_waits": _who_waits,
     "after_close": _after_close,
@@ -286,7 +287,8 @@ def run_scenarios(
     for name in names:
         # Where one failed, some processes come from there later than others.
         meet(notes, name, node_id, N_RANKS)
-        case = GROUPS.get(name.removeprefix("soak_").removeprefix("delays_"), SMALL)
+        group = name.removeprefix("soak_").removeprefix("delays_")
+        case = GROUPS.get(group.rpartition("_only_")[2], SMALL)
         config = config_of(case, node_id)
         if name == ALL_GATHER:
             config = dispatcher_of(node_id).config

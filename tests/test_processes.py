@@ -9,12 +9,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import scenarios
 from children import ran
-from processes import N_RANKS, names_of
+from in_turn import Group
+from processes import N_RANKS, PHASED, Engine, names_of
 from scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
 
 from max_ep import LaunchError, launch
@@ -56,7 +57,7 @@ def test_scenario(four, name):
     assert_well([outcomes[name] for outcomes in four])
 
 
-@pytest.mark.parametrize("name", ["dispatch_only", "combine_only"])
+@pytest.mark.parametrize("name", [n for n in SCENARIOS if "_only_" in n])
 def test_fast_rank_waits_for_slow_reader(four, name):
     """Nobody has sent a generation before the slow rank looked at the last."""
     assert_well([outcomes[name] for outcomes in four])
@@ -200,3 +201,76 @@ def test_time_limit_kills(tmp_path):
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
         assert names_of(group) == []
+
+
+# ------------------------------------------------------- replays, in one process
+
+
+@pytest.fixture(scope="module")
+def engine(graphs: str) -> Engine:
+    return Engine(graphs)
+
+
+@pytest.fixture(scope="module", params=PHASED)
+def in_turn(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Group]:
+    """The ranks in one process, of each protocol."""
+    group = Group(engine, PHASED[request.param])
+    yield group
+    group.comm.close()
+
+
+@pytest.fixture
+def group(in_turn: Group) -> Group:
+    in_turn.comm.reset()
+    return in_turn
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "D1 D1 D2 D3 C3",  # dispatch replayed without combine
+        "D1 C1 C1 C1 D2 C2",  # combine replayed
+        "D1 C1 D2 C2 D1 C1 D2 C2",  # two models of a group, alternately
+        "D1 C1 D2 D3 C3 C3 D1 D1 C1",
+        "D1 d2 C1 w2 C2",  # the next tokens travel while rows come back
+    ],
+)
+def test_orders_that_work(group, steps):
+    """To the bit, whatever ran before."""
+    group.do(steps)
+
+
+@pytest.mark.parametrize(
+    "steps, refused, words",
+    [
+        ("D1", "d2 d3", "dispatch_async on rank 0 again, before its dispatch_wait"),
+        ("D1", "w1", "dispatch_wait on rank 0 before its dispatch_async"),
+        ("D1 c1", "c1", "combine_async on rank 0 again, before its combine_wait"),
+        ("D1 C1", "v1", "combine_wait on rank 0 before its combine_async"),
+        ("D1", "v1", "combine_wait on rank 0 before its combine_async"),
+        ("", "w1", "dispatch_wait on rank 0 before its dispatch_async"),
+    ],
+)
+def test_orders_that_are_refused(group, steps, refused, words):
+    """At once, also where ranks are processes that could wait."""
+    group.do(steps)
+    with pytest.raises(ValueError, match=words):
+        group.do(refused)
+
+
+def test_rows_of_an_earlier_dispatch(group):
+    """Graph A dispatches, graph B dispatches, graph A combines."""
+    group.do("D1")
+    received = [rank.received for rank in group.ranks]
+    group.do("D2")
+    for rank, kept in zip(group.ranks, received):
+        rank.received = kept
+    with pytest.raises(ValueError, match="is not that of this rank's last dispatch_"):
+        group.do("c1")
+
+
+def test_combine_before_any_dispatch(group):
+    group.do("D1")
+    group.comm.reset()
+    with pytest.raises(ValueError, match="nothing was dispatched to this rank yet"):
+        group.do("c1")

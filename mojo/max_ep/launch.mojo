@@ -27,6 +27,7 @@ from .cpu.rank import CpuRank
 from .device.phase import enqueue, InputScales, Queue
 from .dispatch_by_expert.phase import DispatchByExpert
 from .dispatch_by_rank.phase import DispatchByRank
+from .failures import PHASES
 from .layout import Group, MESSAGE_ALIGN
 from .token_format import TokenFormat
 
@@ -34,9 +35,32 @@ comptime RANK_OF_COUNTERS = Int32(-1)
 """A launch finds its rank in the counters, in device memory."""
 
 
+def _begin(call: Call, launch: Int) raises:
+    """Records which phase this CPU rank begins: 1 + its number. Refuses one that would
+    wait for its own rank: it can never be met."""
+    var phases = materialize[PHASES]()
+    var phase = phases[launch - 1]
+    var place = String(t"max_ep: {phase} on rank {call.counters.my_rank()}")
+    var first = Word.DISPATCH_SENT if launch < 3 else Word.COMBINE_SENT
+    var sent = call.counters.generation(first)
+    var is_read = sent == call.counters.generation(first + 1)
+    if launch % 2 == 1 and not is_read:
+        raise Error(
+            t"{place} again, before its {phases[launch]} has read generation {sent}."
+            t" Wait on every rank before sending again; after a run that raised,"
+            t" call EPCommInitializer.reset() (or restart the group)."
+        )
+    if launch % 2 == 0 and is_read:
+        raise Error(
+            t"{place} before its {phases[launch - 2]}: after generation {sent} this"
+            t" rank has sent nothing. Send first, and wait once for what was sent."
+        )
+    _record(call, launch)
+
+
 def _record(call: Call, launch: Int):
-    """Records what this CPU rank does from now on: 1 + the number of the phase that
-    begins; negative: of the one that has ended."""
+    """Records, for other processes, what this CPU rank does from now on; negative:
+    this phase has ended."""
     call.counters.at(Word.LAUNCH_SINCE).unsafe_bitcast[Int64]()[] = Int64(
         perf_counter_ns()
     )
@@ -61,13 +85,13 @@ def launch_dispatch[
     check_dispatch[group, Format, target, Bool(input_scales)]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
-            _record(call, 1)
+            _begin(call, 1)
             cpu_dispatch_async[Format, input_scales](
                 given, CpuRank(call, "dispatch_async", Word.DISPATCH_SENT)
             )
             _record(call, -1)
         comptime if form.receives:
-            _record(call, 2)
+            _begin(call, 2)
             cpu_dispatch_wait(
                 dispatched, CpuRank(call, "dispatch_wait", Word.DISPATCH_RECEIVED)
             )
@@ -104,13 +128,13 @@ def launch_combine[
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
-            _record(call, 3)
+            _begin(call, 3)
             cpu_combine_async[dtype, partial_dtype](
                 given, CpuRank(call, "combine_async", Word.COMBINE_SENT)
             )
             _record(call, -3)
         comptime if form.receives:
-            _record(call, 4)
+            _begin(call, 4)
             cpu_combine_wait[partial_dtype](
                 combined,
                 given.rows,
