@@ -18,6 +18,7 @@ from .graph.builders import call_distributed_ep_dispatch as call_distributed_ep_
 from .graph.builders import call_ep_combine as call_ep_combine
 from .graph.builders import call_ep_combine_async as call_ep_combine_async
 from .graph.builders import call_ep_combine_wait as call_ep_combine_wait
+from .graph.builders import call_ep_degraded as call_ep_degraded
 from .graph.builders import call_ep_dispatch as call_ep_dispatch
 from .graph.builders import call_ep_dispatch_async as call_ep_dispatch_async
 from .graph.builders import call_ep_dispatch_wait as call_ep_dispatch_wait
@@ -32,5 +33,6 @@ from .graph.routing import softmax_top_k as softmax_top_k
 from .launch import LaunchError as LaunchError
 from .launch import launch as launch
 from .memory.initializer import EPCommInitializer as EPCommInitializer
+from .memory.membership import RankExpelled as RankExpelled
 
 __version__: str

@@ -335,6 +335,30 @@ def balance_ids(
     return np.where(topk_ids < 0, topk_ids, physical).astype(np.int32)
 
 
+def degraded(
+    topk_ids: np.ndarray, topk_weights: np.ndarray, n_experts: int, masked: Sequence
+) -> tuple[np.ndarray, np.ndarray]:
+    """Says which tokens have a choice on a masked rank, and what share the others have.
+
+    Args:
+        topk_ids: int32 `[n_tokens, top_k]`; ids outside `[0, n_experts)` do not count.
+        topk_weights: float32 `[n_tokens, top_k]`.
+        n_experts: Experts of the group.
+        masked: Whether each rank is masked, `[n_ranks]`.
+    """
+    is_expert = (topk_ids >= 0) & (topk_ids < n_experts)
+    owners = np.where(is_expert, topk_ids, 0) // n_local_experts(n_experts, len(masked))
+    is_lost = is_expert & np.asarray(masked, bool)[owners]
+    all_of = np.zeros(len(topk_ids), np.float32)
+    live = all_of.copy()
+    for k in range(topk_ids.shape[1]):
+        all_of += np.where(is_expert[:, k], topk_weights[:, k], 0)
+        live += np.where(is_expert[:, k] & ~is_lost[:, k], topk_weights[:, k], 0)
+    flags = is_lost.any(axis=1)
+    share = np.divide(live, all_of, out=np.ones_like(live), where=flags & (all_of > 0))
+    return flags, share
+
+
 def moe(
     tokens: np.ndarray,
     topk_ids: np.ndarray,

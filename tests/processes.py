@@ -35,6 +35,7 @@ from max_ep import (
     EPConfig,
     call_ep_combine_async,
     call_ep_combine_wait,
+    call_ep_degraded,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
     extension_path,
@@ -229,9 +230,10 @@ def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
         graph.output(*first, *second, *sums)
 
 
-def _add_phases(module: Module, case: Case) -> None:
-    """Adds graphs of one op each: whatever happens, happens between them."""
-    config = config_of(case, 0)
+def add_phases(module: Module, case: Case, **changes: Any) -> None:
+    """Adds graphs of one op each: whatever happens, happens between them. If ranks
+    mask, the last also says which tokens are degraded."""
+    config = config_of(case, 0, **changes)
     is_sums = config.combines_sums
     cpu, n_rows = DeviceRef.CPU(), config.get_max_recv_tokens()
     tokens, ids, weights, _ = _inputs(config)
@@ -250,15 +252,19 @@ def _add_phases(module: Module, case: Case) -> None:
         call_ep_combine_async(rows, src_info, counter, *ep._pointers(1), config)
         return ()
 
-    def combine_wait(ep, counter, weights, rows):  # noqa: ANN001, ANN202
-        given = counter, *ep._pointers(1)[1:], config, weights.shape[0]
-        return (call_ep_combine_wait(*given, None if is_sums else weights, rows),)
+    def combine_wait(ep, counter, weights, rows, ids=None):  # noqa: ANN001, ANN202
+        given = counter, *ep._pointers(1)[1:], config
+        sent = None if is_sums else weights
+        sums = call_ep_combine_wait(*given, weights.shape[0], sent, rows)
+        if ids is None:
+            return (sums,)
+        return (sums, *call_ep_degraded(*given, ids, weights))
 
     for build, types in (
         (dispatch_async, [tokens, ids, weights]),
         (dispatch_wait, []),
         (combine_async, [rows, src_info]),
-        (combine_wait, [weights, rows]),
+        (combine_wait, [weights, rows, *([ids] if config.masks else [])]),
     ):
         ep = EPBatchManager(config)
         name = f"{build.__name__}_{case.name}"
@@ -331,7 +337,7 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     _add_round_trip(module, "two_by_two", two_by_two, all_round_trip)
     for name, case in GROUPS.items():
         if name in PHASED:
-            _add_phases(module, case)
+            add_phases(module, case)
         elif name.startswith("large"):
             _add_back_to_back(module, name, config_of(case, 0))
         else:
@@ -386,10 +392,12 @@ class Member:
         config: EPConfig,
         case: Case = SMALL,
         group: str | None = None,
+        setup: Model | None = None,
     ) -> None:
         self.engine, self.case, self.config = engine, case, config
-        self.comm = engine.join(config, group)
-        self.comm.ep_init(engine.session)
+        self.comm = engine.join(config, group) if setup is None else None
+        self.comm = self.comm or EPCommInitializer(config, group)
+        self.comm.ep_init(engine.session, setup)
         self.rank = config.node_id * config.n_gpus_per_node
         self.ranks = range(self.rank, self.rank + config.n_gpus_per_node)
         self._sent_rows: Buffer | None = None
@@ -474,9 +482,15 @@ class Member:
         src_info: Buffer,
     ) -> None:
         """Sends back rows, given as bits, as the experts of a generation do."""
-        rows = apply_experts(self.case, generation, self.rank, bounds, widen(rows))
-        self._sent_rows = to_buffer(narrow(rows, BF16))
+        self._sent_rows = self.expert_rows(generation, bounds, rows)
         self.run_phase("combine_async", self._sent_rows, src_info)
+
+    def expert_rows(
+        self, generation: int, bounds: DispatchResult, rows: np.ndarray
+    ) -> Buffer:
+        """Makes of rows, given as bits, what the experts of a generation do."""
+        rows = apply_experts(self.case, generation, self.rank, bounds, widen(rows))
+        return to_buffer(narrow(rows, BF16))
 
     def combine_wait(self, generation: int, expert_generation: int) -> None:
         want = self.oracle(generation)

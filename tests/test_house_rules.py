@@ -20,8 +20,8 @@ from max_ep.extension import mojo_dir
 LAYERS = (
     "kernel_argument layout flags cpu_copy counters failures row_tables token_format "
     "formats transport shmem_modules arguments device dispatch_by_expert "
-    "dispatch_by_rank combine_rows combine_sums kernels cpu setup launch watch api "
-    "group_words ops routing routing_ops"
+    "dispatch_by_rank combine_rows combine_sums kernels cpu setup launch watch "
+    "degraded api group_words ops routing routing_ops"
 ).split()
 
 

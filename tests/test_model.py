@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from model import worlds
+from model import faults, worlds
 from model.exploration import Machine, Result
 from model.launches import World
 from model.memory import UNPUBLISHED, Step
@@ -154,3 +154,15 @@ def test_a_trace_can_be_read():
     assert "violated: nothing is overwritten before its reader is done" in trace
     assert "begins launch 2: dispatch" in trace
     assert "on rank" in trace and "; combine to sums: " in trace
+
+
+@pytest.mark.parametrize("world", range(len(faults.worlds())))
+def test_masks_hold(world):
+    """Every time-out, death and late store; no result is wrong without the flag."""
+    faults.worlds()[world].explore()
+
+
+@pytest.mark.parametrize("mutation, world", faults.MUTATIONS.items())
+def test_mutations_of_masks_are_noticed(mutation, world):
+    with pytest.raises(faults.Wrong):
+        replace(faults.worlds()[world], mutation=mutation).explore()

@@ -335,7 +335,7 @@ def test_memory_of_a_reused_pid_is_replaced(group):
     with pytest.raises(TimeoutError):
         memory.connect(0.0)
     memory = make(group, 1)
-    owner = memory._owner
+    owner = memory.owner
     symmetric_memory._write_owner(
         memory._mine, type(owner)(1, "before the system started", owner.fingerprint)
     )
@@ -379,7 +379,7 @@ def test_who_has_not_said_its_name_yet_is_not_replaced(group):
         os.ftruncate(handle, symmetric_memory._PAGE)
         memory = mmap.mmap(handle, 0)
         os.close(handle)
-        symmetric_memory._write_owner(memory, symmetric_memory._Owner.myself(""))
+        symmetric_memory._write_owner(memory, symmetric_memory.Owner.myself(""))
         return memory
 
     with ThreadPoolExecutor(1) as pool:

@@ -25,6 +25,7 @@ from .checks import (
     check_buffers,
     check_phase,
     check_send,
+    check_value,
     refuse_if_in_turn,
     rows_for_op,
     scales_for_op,
@@ -381,6 +382,42 @@ def call_distributed_ep_combine(
     ]
 
 
+def call_ep_degraded(
+    atomic_counter: BufferValue,
+    recv_buf_ptrs: TensorValue,
+    recv_count_ptrs: TensorValue,
+    config: EPConfig,
+    topk_ids: TensorValue,
+    router_weights: TensorValue,
+) -> tuple[TensorValue, TensorValue]:
+    """Flags the tokens whose result lacks an expert because its rank is masked.
+
+    It belongs behind the combine of these tokens, before the next dispatch. Needs
+    ``on_timeout="mask"``. MAX has no such op.
+
+    Args:
+        topk_ids: Those that dispatch took.
+        router_weights: The weights of these choices, float32 or bfloat16.
+
+    Returns:
+        ``degraded`` ``[n_tokens]`` bool: whether a choice of the token is on a masked
+        rank; ``live_share`` ``[n_tokens]`` float32: the part of the token's weights
+        that its other choices have. A result divided by it is renormalized.
+    """
+    if not config.masks:
+        raise ValueError("ep_degraded needs EPConfig.on_timeout='mask'")
+    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
+    device, n_tokens = atomic_counter.device, topk_ids.shape[0]
+    check_value(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
+    dtypes, shape = (DType.float32, DType.bfloat16), [None, config.top_k]
+    check_value(router_weights, "router_weights", dtypes, shape, device)
+    weights = graph_ops.cast(router_weights, DType.float32)
+    types = [TensorType(t, [n_tokens], device) for t in (DType.bool, DType.float32)]
+    values = [topk_ids, weights, *pointers]
+    degraded, share = ops.call_op("degraded", config, atomic_counter, values, types)
+    return degraded, share
+
+
 # --------------------------------------------------------------------- measuring
 
 
@@ -406,6 +443,11 @@ def call_ep_watch(
         first bytes of each of its sums), -1 if time was up before.
     """
     check_phase(phase)
+    if config.masks:
+        raise ValueError(
+            "ep_watch with on_timeout='mask': a rank that watches gives no heartbeat, "
+            "and its peers would mask it; watch with on_timeout='raise'"
+        )
     pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
     types = [TensorType(DType.int64, [config.exchange_ranks], atomic_counter.device)]
     which = {"is_combine": phase == "combine"}

@@ -40,6 +40,7 @@ from .builders import (
     call_ep_combine,
     call_ep_combine_async,
     call_ep_combine_wait,
+    call_ep_degraded,
     call_ep_dispatch,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
@@ -472,6 +473,18 @@ class EPBatchManager:
         )
         self._order[_COMBINE].send_and_wait(device_ids)
         return results
+
+    def ep_degraded(
+        self, topk_ids: TensorValue, router_weight: TensorValue, device_id: int
+    ) -> tuple[TensorValue, TensorValue]:
+        """Flags tokens that lack an expert because its rank is masked.
+
+        It belongs behind the rank's combine. Returns ``degraded`` ``[n_tokens]`` bool
+        and ``live_share`` ``[n_tokens]`` float32, see :func:`call_ep_degraded`.
+        """
+        counter = self._counter(device_id)
+        where = self._pointers(_COMBINE)[1:]
+        return call_ep_degraded(counter, *where, self.config, topk_ids, router_weight)
 
     def _dispatched(self, device_id: int) -> TensorValue:
         self._counter(device_id)  # raises if there are no buffers

@@ -20,6 +20,7 @@ from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from ..who import Facts, Waits, groups_of, waits_of_segments
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory
+from .masked_ranks import MaskedRanks
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
@@ -28,7 +29,7 @@ _SEND, _RECV, _COUNTS = range(3)
 _Memory = LocalMemory | SharedMemory | GpuMemory | GpuSharedMemory | ShmemMemory
 
 
-class EPCommInitializer:
+class EPCommInitializer(MaskedRanks):
     """Allocates the memory of this process's ranks and joins the group.
 
     Use it as a context manager, or call :meth:`close`; the memory is also
@@ -71,6 +72,9 @@ class EPCommInitializer:
     def ep_init(self, session: InferenceSession, setup: Model | None = None) -> None:
         """Allocates the memory, waits for the other processes and joins them.
 
+        With ``on_timeout="mask"``, a process of a group that already runs waits until
+        the others call :meth:`reconcile`, and joins them then.
+
         Args:
             session: Compiles and runs the set-up graph.
             setup: That graph's model, if it was compiled with others
@@ -97,18 +101,15 @@ class EPCommInitializer:
         try:
             self._regions = self._memory.local_addresses()
             self._counters = self._allocate_counters()
-            offsets = self._prepare_ranks(was_used=False)
-            regions = self._memory.connect(config.timeout_s)
+            self._offsets = self._prepare_ranks(was_used=False)
+            if config.uses_shmem:
+                # What is sent to other hosts is put from behind the region.
+                put = sizes.region_bytes
+                self._offsets[:, _SEND] = put, put + sizes.dispatch_put_bytes
+            self._meet_peers()
         except BaseException:
             self.close()
             raise
-        if config.uses_shmem:
-            # What is sent to other hosts is put from behind the region.
-            put = sizes.region_bytes
-            offsets[:, _SEND] = put, put + sizes.dispatch_put_bytes
-        # [group][send, recv, counts][rank]; 0: not reached by an address.
-        addresses = np.array(regions, np.uint64)
-        self._pointers = (offsets[:, :, None] + addresses) * (addresses != 0)
         has_plan = config.eplb_enabled and config.eplb_phy2log_plan is not None
         if has_plan and not self._placement:
             plan = Placement(config.eplb_phy2log_plan, config.n_ranks)
@@ -229,8 +230,17 @@ class EPCommInitializer:
         ).split()
         return ", ".join(f"{name}={getattr(self.config, name)}" for name in fields)
 
-    def _prepare_ranks(self, *, was_used: bool) -> np.ndarray:
+    def _prepare_ranks(
+        self,
+        *,
+        was_used: bool,
+        readmitted: int = -1,
+        generations: Sequence[int] = (0, 0),
+    ) -> np.ndarray:
         """Runs ``max_ep.init`` on every local rank; fresh regions are zero.
+
+        With a rank that is ``readmitted``, clears only what that one has written.
+        ``generations`` are those that dispatch and combine of the group have run.
 
         Returns offsets of the buffers in a region, ``[NUM_GROUPS, 3]`` uint64.
         """
@@ -258,6 +268,8 @@ class EPCommInitializer:
                     sizes.dispatch_msg_bytes,
                     sizes.combine_msg_bytes,
                     sizes.protocol,
+                    readmitted,
+                    *generations,
                 ]
                 inputs += [group[rank] for group in self._counters]
                 inputs.append(np.array(setup, np.int64))
@@ -413,6 +425,9 @@ class EPCommInitializer:
                 self._synchronize()
         finally:
             self._counters = []
+            if self._members is not None:
+                members, self._members = self._members, None
+                members.close()
             if self._memory is not None:
                 memory, self._memory = self._memory, None
                 memory.close()

@@ -82,7 +82,7 @@ class LocalMemory:
 
 
 @dataclass
-class _Owner:
+class Owner:
     """Who made a segment, and for what."""
 
     pid: int
@@ -92,8 +92,8 @@ class _Owner:
     facts: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def myself(fingerprint: str, facts: dict[str, int] | None = None) -> _Owner:
-        return _Owner(os.getpid(), _start_time(os.getpid()), fingerprint, facts or {})
+    def myself(fingerprint: str, facts: dict[str, int] | None = None) -> Owner:
+        return Owner(os.getpid(), _start_time(os.getpid()), fingerprint, facts or {})
 
     def is_alive(self) -> bool:
         try:
@@ -135,12 +135,17 @@ def _segment_name(group: str, node_id: int) -> str:
     return f"/max_ep-{group}-{node_id}"
 
 
-def _unlink(name: str) -> None:
+def members_name(group: str) -> str:
+    """Names the notes of a group's processes (``membership.py``)."""
+    return f"/max_ep-{group}-members"
+
+
+def unlink(name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         _posixshmem.shm_unlink(name)
 
 
-def _exists(name: str) -> bool:
+def exists(name: str) -> bool:
     try:
         os.close(_posixshmem.shm_open(name, os.O_RDWR))
     except FileNotFoundError:
@@ -156,23 +161,23 @@ def _open_owned(name: str) -> mmap.mmap | None | bool:
             return memory
         memory.close()
         return False
-    return False if _exists(name) else None
+    return False if exists(name) else None
 
 
-def _write_owner(memory: mmap.mmap, owner: _Owner) -> None:
+def _write_owner(memory: mmap.mmap, owner: Owner) -> None:
     text = json.dumps(owner.__dict__).encode()
     memory[_HEADER.size : _HEADER.size + len(text)] = text
     _HEADER.pack_into(memory, 0, b"", len(text))
     memory[: len(_CREATED)] = _CREATED  # last: others wait for this
 
 
-def _read_owner(memory: mmap.mmap) -> _Owner | None:
+def _read_owner(memory: mmap.mmap) -> Owner | None:
     """Returns the owner of a segment, None while it is being created."""
     state, length = _HEADER.unpack_from(memory)
     if state not in (_CREATED, _READY, _CLOSED):
         return None
     start = _HEADER.size
-    return _Owner(**json.loads(bytes(memory[start : start + length])))
+    return Owner(**json.loads(bytes(memory[start : start + length])))
 
 
 def _open(name: str) -> mmap.mmap | None:
@@ -221,14 +226,19 @@ class SharedMemory:
         self._n_local_ranks, self._region_bytes = n_local_ranks, region_bytes
         self._status_bytes = n_local_ranks * status_bytes
         self._regions_byte = _PAGE + -(-self._status_bytes // _PAGE) * _PAGE
-        self._owner = _Owner.myself(fingerprint, facts)
+        self.owner = Owner.myself(fingerprint, facts)
         self._name = _segment_name(group, node_id)
         self._is_named = False
         self._mine: mmap.mmap | None = None
         self.status: mmap.mmap | None = None
         """What is between header and regions; stays mapped while it is used."""
         self._peers: dict[int, mmap.mmap] = {}
-        self._create(self._regions_byte + n_local_ranks * region_bytes)
+        self.handle = -1
+        """Descriptor by which a process that joins later maps this segment."""
+        self._create(self._size())
+
+    def _size(self) -> int:
+        return self._regions_byte + self._n_local_ranks * self._region_bytes
 
     def _create(self, n_bytes: int) -> None:
         # One that has no owner yet gets a moment to be created.
@@ -243,7 +253,7 @@ class SharedMemory:
             if owner is not None and owner.is_alive():
                 raise self._taken_by(f"process {owner.pid}")
         if stale is not None:
-            _unlink(self._name)
+            unlink(self._name)
         try:
             handle = _posixshmem.shm_open(
                 self._name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600
@@ -259,7 +269,8 @@ class SharedMemory:
                 n = self._status_bytes
                 self.status = mmap.mmap(handle, n, offset=_PAGE)
             _lock(handle)
-            _write_owner(self._mine, self._owner)
+            _write_owner(self._mine, self.owner)
+            self.handle = os.dup(handle)
         except OSError as error:
             self.close()
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -303,8 +314,7 @@ class SharedMemory:
         except BaseException:
             self.close()
             raise
-        _unlink(self._name)
-        self._is_named = False
+        self.withdraw()
         addresses = []
         for node in range(self._n_nodes):
             addresses += self._regions(self._peers.get(node, self._mine))
@@ -330,13 +340,13 @@ class SharedMemory:
                 found = "its segment is that of an earlier group"
             elif not owner.is_alive():
                 found = f"only what the dead process {owner.pid} left behind"
-            elif owner.fingerprint != self._owner.fingerprint:
+            elif owner.fingerprint != self.owner.fingerprint:
                 memory.close()
                 self._object()
                 raise ValueError(
                     f"max_ep: node {node} of group {self.group!r} has another "
                     f"configuration: {owner.fingerprint}; this node "
-                    f"({self._node_id}): {self._owner.fingerprint}"
+                    f"({self._node_id}): {self.owner.fingerprint}"
                 )
             else:
                 memory[_MAPPED_AT + self._node_id] = _MAPPED
@@ -371,6 +381,32 @@ class SharedMemory:
                 f"{missing()} of group {self.group!r} to map its memory"
             )
 
+    def map(self, node: int, path: str) -> list[int]:
+        """Maps a process's segment by its descriptor, in place of an earlier one.
+
+        Returns the addresses of its regions. No launch may be under way.
+        """
+        handle = os.open(path, os.O_RDWR)
+        try:
+            memory = mmap.mmap(handle, 0)
+        finally:
+            os.close(handle)
+        old = self._peers.pop(node, None)
+        if old is not None:
+            old.close()
+        self._peers[node] = memory
+        return self._regions(memory)
+
+    def reserve(self, node: int) -> list[int]:
+        """Returns addresses for a node that is not there: of nobody's memory."""
+        self._peers[node] = mmap.mmap(-1, self._size())
+        return self._regions(self._peers[node])
+
+    def withdraw(self) -> None:
+        """Removes the segment's name: who joins is mapped by its descriptor."""
+        unlink(self._name)
+        self._is_named = False
+
     def _object(self) -> None:
         """Shows the peers that are there why this process will not come."""
         for node in range(self._n_nodes):
@@ -387,13 +423,13 @@ class SharedMemory:
                     f"max_ep: node {node} of group {self.group!r} has another "
                     "configuration than the rest and has left; its own error "
                     f"shows both. This node ({self._node_id}): "
-                    f"{self._owner.fingerprint}"
+                    f"{self.owner.fingerprint}"
                 )
 
     def close(self) -> None:
         """Gives the memory back; peers keep theirs until they close."""
         if self._is_named:
-            _unlink(self._name)
+            unlink(self._name)
             self._is_named = False
         elif self._mine is not None:
             self._mine[: len(_CLOSED)] = _CLOSED
@@ -403,6 +439,9 @@ class SharedMemory:
                 memory.close()
         self._peers = {}
         self._mine = None
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
 
 
 def _poll(ask: Callable[[], object], deadline: float):  # noqa: ANN202
@@ -445,7 +484,7 @@ def remove_leftovers(prefix: str) -> None:
                 try:
                     with mmap.mmap(handle, 0) as memory:
                         if _read_owner(memory) is not None and _lock(handle):
-                            _unlink(f"/{name}")
+                            unlink(f"/{name}")
                 finally:
                     os.close(handle)
 
@@ -507,4 +546,5 @@ def segments_of(pid: int) -> list[Segment]:
 def unlink_group(group: str, n_nodes: int) -> None:
     """Removes the names that a group's processes may have left."""
     for node in range(n_nodes):
-        _unlink(_segment_name(group, node))
+        unlink(_segment_name(group, node))
+    unlink(members_name(group))

@@ -32,6 +32,7 @@ from .arguments import (
     GivenTokens,
     RouterWeights,
 )
+from .degraded import launch_degraded
 from .device.phase import InputScales
 from .formats.table import has_format
 from .group_words import CombineGroup, DispatchGroup, FormatOfOp
@@ -420,6 +421,45 @@ struct Combine:
                 router_weights.to_tile_tensor(),
                 rows,
             ),
+            ctx,
+        )
+
+
+@extensibility.register("max_ep.degraded")
+struct Degraded:
+    """Flags the tokens that lack an expert because its rank is masked."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        group: StaticString,
+        combine_dtype: DType,
+        partial_dtype: DType,
+    ](
+        degraded: OutputTensor[dtype=DType.bool, rank=1, ...],
+        live_share: OutputTensor[dtype=DType.float32, rank=1, ...],
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        topk_ids: Int32Matrix,
+        router_weights: Float32Matrix,
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank."""
+        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
+        var call = Call[members].of_wait[target](
+            "degraded",
+            atomic_counters.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+        )
+        launch_degraded[target](
+            call,
+            degraded.to_tile_tensor(),
+            live_share.to_tile_tensor(),
+            topk_ids.to_tile_tensor(),
+            _weights_of(router_weights),
             ctx,
         )
 

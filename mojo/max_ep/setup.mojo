@@ -7,17 +7,18 @@ from max.gpu.host.info import is_gpu
 from std.memory import unsafe_memset_zero
 
 from .arguments import mut_
-from .counters import local_sync_counters_words, word_after_init
+from .counters import local_sync_counters_words, masked_word, Word, word_after_init
 from .cpu.rank import write_source_info
 from .device.warp import SENTINEL
-from .flags import message_flag
-from .layout import Group, N_GROUP_WORDS
+from .flags import flag_at, flag_word, message_flag
+from .layout import Group, n_experts_on_rank, N_GROUP_WORDS
 from .token_format import BytePointer
 
-comptime N_SETUP_WORDS = 11
+comptime N_SETUP_WORDS = 14
 """Int64 words of `setup`: region address, rank, time-out in ms, whether the
 memory was used before (1) or is zero (0), then the seven fields of
-`Group` in order."""
+`Group` in order; a peer that is readmitted (-1: none, this rank begins), and the
+last generations of dispatch and of combine that the group has run."""
 
 
 def _clear_cpu(region: BytePointer, group: Group, was_used: Bool):
@@ -39,6 +40,45 @@ def _clear_cpu(region: BytePointer, group: Group, was_used: Bool):
     if group.is_by_rank():
         # An entry is of the generation that it says, however old it is.
         clear(group.dispatch_recv_offset(), group.entry_offset(group.n_ranks, 0))
+
+
+def _set_done(
+    region: BytePointer, group: Group, rank: Int, generations: Tuple[UInt32, UInt32]
+):
+    """Lets a region say that a rank has read everything of some generations."""
+    var counts = region.unsafe_offset(group.dispatch_counts_offset())
+    var done = flag_at(counts, group.dispatch_done_offset(rank))
+    done[] = flag_word(generations[0], 0)
+    counts = region.unsafe_offset(group.combine_counts_offset())
+    flag_at(counts, group.combine_done_offset(rank))[] = flag_word(generations[1], 0)
+
+
+def _clear_places_of(region: BytePointer, group: Group, rank: Int):
+    """Clears every flag that another rank wrote into a region in host memory."""
+    var counts = region.unsafe_offset(group.dispatch_counts_offset())
+    for local_expert in range(group.n_local_experts()):
+        var pair = group.pair(local_expert, rank)
+        flag_at(counts, group.dispatch_count_offset(pair))[] = 0
+    flag_at(counts, group.heartbeat_offset(rank))[] = 0
+    if group.is_by_rank():
+        flag_at(counts, group.dispatch_n_tokens_offset(rank))[] = 0
+        var recv = region.unsafe_offset(group.dispatch_recv_offset())
+        var first = group.entry_offset(rank, 0)
+        unsafe_memset_zero(
+            recv.unsafe_offset(first), group.entry_offset(rank + 1, 0) - first
+        )
+    counts = region.unsafe_offset(group.combine_counts_offset())
+    for expert in range(n_experts_on_rank(group.n_experts, group.n_ranks, rank)):
+        var expert_id = rank * group.n_local_experts() + expert
+        flag_at(counts, group.combine_count_offset(expert_id))[] = 0
+    var messages = region.unsafe_offset(group.combine_recv_offset())
+    var first = group.combine_message_offset(0, 0, rank)
+    var end = group.combine_message_offset(0, 0, rank + 1)
+    if group.has_sums():
+        first = group.partial_offset(rank, 0)
+        end = group.partial_offset(rank + 1, 0)
+    for at in range(first, end, group.combine_msg_bytes):
+        write_source_info(messages.unsafe_offset(at), group.combine_msg_bytes, 0, 0)
 
 
 # ------------------------------------------------------------------- GPU ranks
@@ -129,7 +169,8 @@ def init[
     """Clears flags and counters, and returns the addresses of the buffers.
 
     No peer may know the region yet, or none may be in a launch. On GPUs this only
-    starts the clearing.
+    starts the clearing. With a peer that is readmitted, clears only what that peer has
+    written here, and the mask of it.
     """
     var words = setup.ptr
     if Int(setup.dim[0]()) != N_SETUP_WORDS:
@@ -148,6 +189,8 @@ def init[
         or Int(counters_group_1.dim[0]()) < n_words
     ):
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
+    var readmitted = Int(words[unsafe_offset=11])
+    var generations = (UInt32(words[unsafe_offset=12]), UInt32(words[unsafe_offset=13]))
     comptime if is_gpu[target]():
         context.enqueue_function[clear_kernel](
             BytePointer(unsafe_from_address=region),
@@ -160,10 +203,24 @@ def init[
             block_dim=256,
         )
     else:
+        var bytes = BytePointer(unsafe_from_address=region)
         for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
+            if readmitted >= 0:
+                counters[unsafe_offset=masked_word(group) + readmitted] = 0
+                continue
             for i in range(n_words):
                 counters[unsafe_offset=i] = word_after_init(i, rank, timeout_ms, group)
-        _clear_cpu({unsafe_from_address = region}, group, was_used)
+            for i in range(2):
+                var dispatch, combine = generations[0], generations[1]
+                counters[unsafe_offset=Word.DISPATCH_SENT + i] = Int32(dispatch)
+                counters[unsafe_offset=Word.COMBINE_SENT + i] = Int32(combine)
+        if readmitted >= 0:
+            _clear_places_of(bytes, group, readmitted)
+            _set_done(bytes, group, readmitted, generations)
+        else:
+            _clear_cpu(bytes, group, was_used)
+            for reader in range(group.n_ranks):
+                _set_done(bytes, group, reader, generations)
     mut_(my_rank)[] = Int32(rank)
     var offsets = [
         group.dispatch_send_offset(),

@@ -189,6 +189,9 @@ struct Rank(Movable):
             Int64(REGION.dispatch_msg_bytes),
             Int64(REGION.combine_msg_bytes),
             Int64(REGION.protocol()),
+            -1,
+            0,
+            0,
         ]
         var rank_word = Int32(0)
         var n_words = local_sync_counters_words(REGION)

@@ -54,6 +54,9 @@ def set_up[
         group.dispatch_msg_bytes,
         group.combine_msg_bytes,
         group.protocol(),
+        -1,
+        0,
+        0,
     ]
     for i in range(N_SETUP_WORDS):
         setup.ptr[unsafe_offset=i] = Int64(words[i])

@@ -24,7 +24,7 @@ from std.sys import size_of
 from ..arguments import CombinedTokens, GivenRows
 from ..counters import NO_ROW, rank_of_relative, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
-from ..flags import await_generation, count_of, generation_of, message_flag, publish
+from ..flags import count_of, generation_of, message_flag, publish
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
@@ -141,6 +141,8 @@ def cpu_combine_async[
     for local_expert in range(rank.n_experts()):
         var offset = group.combine_count_offset(rank.expert_id(local_expert))
         for src_rank in range(group.n_ranks):
+            if rank.is_masked(src_rank):
+                continue
             publish(
                 rank.flag(src_rank, offset),
                 rank.generation,
@@ -207,8 +209,10 @@ def _send_rows[
             var k = Int(src_info[unsafe_offset=2 * at.row + 1])
             # I4: a choice has one expert, so one writer.
             var src_rank = at.pair % group.n_ranks
+            if rank.is_masked(src_rank):
+                continue
             var message = rank.recv_bufs[src_rank].unsafe_offset(
-                group.combine_message_offset(token_idx, k)
+                group.combine_message_offset(token_idx, k, rank.my_rank)
             )
             copy_bytes(
                 dest=message,
@@ -250,6 +254,8 @@ def _send_sums[
                 continue
             # I4: only this rank writes the sums of its number.
             var src_rank = rank_of_relative(rank.my_rank, source, group.n_ranks)
+            if rank.is_masked(src_rank):
+                continue
             var message = rank.recv_bufs[src_rank].unsafe_offset(
                 group.partial_offset(rank.my_rank, i - first)
             )
@@ -284,6 +290,8 @@ def cpu_combine_wait[
     comptime has_sums = group.has_sums()
     comptime sent_dtype = partial_dtype if has_sums else dtype
     comptime n_places = group.n_ranks if has_sums else group.top_k
+    # If ranks mask, each owner has a place for the row of a choice.
+    comptime n_owners = group.n_ranks if group.masks and not has_sums else 1
     comptime bytes_per_token = min(group.top_k, n_places) * group.combine_msg_bytes
     comptime if has_sums:
         _check_unsent_rows(n_tokens, expert_rows.n_rows, rank)
@@ -301,10 +309,14 @@ def cpu_combine_wait[
                 own = _own_terms[dtype](expert_rows, 0, token_idx, rank)
             var received = _Terms[sent_dtype, n_places]()
             var n_found = own.n
-            for i in range(n_places):
-                var offset = group.combine_message_offset(token_idx, i)
+            for place in range(n_places * n_owners):
+                var i, owner = divmod(place, n_owners)
+                var offset = group.combine_message_offset(token_idx, i, owner)
                 comptime if has_sums:
-                    offset = group.partial_offset(i, token_idx)
+                    owner = i
+                    offset = group.partial_offset(owner, token_idx)
+                if rank.is_masked(owner):
+                    continue
                 var message = rank.recv_buf().unsafe_offset(offset)
                 var flag = message_flag(message, group.combine_msg_bytes)[]
                 # I8: what an older generation left is skipped.
@@ -355,21 +367,23 @@ def cpu_combine_wait[
     rank.counters.set_generation(Word.COMBINE_RECEIVED, rank.generation)
     var done = group.combine_done_offset(rank.my_rank)
     for owner_rank in range(group.n_ranks):
-        publish(rank.flag(owner_rank, done), rank.generation, 0)
+        if not rank.is_masked(owner_rank):
+            publish(rank.flag(owner_rank, done), rank.generation, 0)
     # AFTER: the result is complete; every owner may overwrite what it sent.
 
 
 def _await_rows[group: Group, //](rank: CpuRank[group]) raises -> Int:
     """Waits for every expert's count; returns how many rows they announce."""
+    for expert_id in range(group.n_experts):
+        rank.await_flag(
+            rank.my_flag(group.combine_count_offset(expert_id)),
+            rank.generation,
+            rank.waiter(expert_id // group.n_local_experts(), "rows", expert_id),
+        )
     var n_rows = 0
     for expert_id in range(group.n_experts):
         var owner_rank = expert_id // group.n_local_experts()
-        n_rows += await_generation(
-            rank.my_flag(group.combine_count_offset(expert_id)),
-            rank.generation,
-            rank.deadline,
-            rank.waiter(owner_rank, "rows", expert_id),
-        )
+        n_rows += rank.count_from(owner_rank, group.combine_count_offset(expert_id))
     return n_rows
 
 

@@ -27,14 +27,7 @@ from ..dispatch_by_rank.entries import (
     weight_of_word,
     weight_word,
 )
-from ..flags import (
-    count_of,
-    flag_at,
-    generation_of,
-    load_acquire_sys,
-    message_flag,
-    publish,
-)
+from ..flags import count_of, flag_at, generation_of, message_flag, publish
 from ..layout import Group
 from ..token_format import BytePointer, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
@@ -91,7 +84,7 @@ def cpu_dispatch_async[
             for k in range(group.top_k):
                 var choice = group.choice(token_idx, k)
                 var dst_rank = plan.rank_of(choice)
-                if dst_rank < 0:
+                if dst_rank < 0 or rank.is_masked(dst_rank):
                     continue
                 # I1: only this rank writes the slots of pair (_, my_rank), and
                 # the tokens of its number.
@@ -187,9 +180,12 @@ def _publish_counts[
     comptime if group.is_by_rank():
         var offset = group.dispatch_n_tokens_offset(rank.my_rank)
         for dst_rank in range(group.n_ranks):
-            publish(rank.flag(dst_rank, offset), rank.generation, n_tokens)
+            if not rank.is_masked(dst_rank):
+                publish(rank.flag(dst_rank, offset), rank.generation, n_tokens)
     for expert_id in range(group.n_experts):
         var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
+        if rank.is_masked(dst_rank):
+            continue
         var offset = group.dispatch_count_offset(group.pair(local_expert, rank.my_rank))
         publish(rank.flag(dst_rank, offset), rank.generation, plan.counts[expert_id])
     rank.counters.set_generation(Word.DISPATCH_SENT, rank.generation)
@@ -254,7 +250,8 @@ def cpu_dispatch_wait[
     )
     var done = group.dispatch_done_offset(rank.my_rank)
     for src_rank in range(group.n_ranks):
-        publish(rank.flag(src_rank, done), rank.generation, 0)
+        if not rank.is_masked(src_rank):
+            publish(rank.flag(src_rank, done), rank.generation, 0)
     # AFTER: rows are complete, and every source may overwrite its tokens here.
 
 
@@ -287,7 +284,7 @@ def _place_tokens[
     if rank.n_experts() > 0:
         for src_rank in range(group.n_ranks):
             var offset = group.dispatch_n_tokens_offset(src_rank)
-            n_tokens_of[src_rank] = count_of(load_acquire_sys(rank.my_flag(offset)))
+            n_tokens_of[src_rank] = rank.count_from(src_rank, offset)
     comptime if group.has_sums():
         for src_rank in range(group.n_ranks):
             var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)

@@ -5,7 +5,6 @@ Positions are in token order, and rows are sorted by local expert, source rank, 
 choice. So results do not depend on timing.
 """
 from ..counters import EPLocalSyncCounters, Word
-from ..flags import await_generation
 from ..layout import Group
 from ..row_tables import RowTables
 from .rank import CpuRank
@@ -104,6 +103,17 @@ def lay_out_rows[
             )
         n_shared = Int(counters.n_tokens_of(rank.generation)[])
 
+    # Before any row has a place: a source that is masked for a count that is late has
+    # no rows at all.
+    for local_expert in range(rank.n_experts()):
+        for src_rank in range(group.n_ranks):
+            var pair = group.pair(local_expert, src_rank)
+            rank.await_flag(
+                rank.my_flag(group.dispatch_count_offset(pair)),
+                rank.generation,
+                rank.waiter(src_rank, "count", rank.expert_id(local_expert)),
+            )
+
     var n_rows = n_shared
     var largest_pair = 0
     for local_expert in range(group.n_local_experts()):
@@ -113,12 +123,7 @@ def lay_out_rows[
             var pair = group.pair(local_expert, src_rank)
             var count = 0
             if local_expert < rank.n_experts():
-                count = await_generation(
-                    rank.my_flag(group.dispatch_count_offset(pair)),
-                    rank.generation,
-                    rank.deadline,
-                    rank.waiter(src_rank, "count", rank.expert_id(local_expert)),
-                )
+                count = rank.count_from(src_rank, group.dispatch_count_offset(pair))
             counters.set_pair_rows(pair, first_row + n_expert_rows, count)
             tables.write_pair(pair, n_expert_rows, count)
             largest_pair = max(largest_pair, count)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a group goes on without some of its ranks, and takes them in again.
+
+The part of :class:`EPCommInitializer` that masks ranks, and agrees with the other
+processes (``membership.py``) on who is out and who is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from max.driver import CPU, Buffer
+
+from ..config import EPConfig
+from ..limits import NUM_GROUPS
+from .membership import Decision, Membership, RankExpelled
+from .symmetric_memory import SharedMemory
+
+
+class MaskedRanks:
+    """Addresses of all ranks, and the masks of those of this process."""
+
+    config: EPConfig
+    _memory: Any
+    _counters: list[list[Buffer]]
+    _pointers: np.ndarray | None = None
+    _offsets: np.ndarray
+    """Of the buffers in a region, ``[NUM_GROUPS, 3]``."""
+    _members: Membership | None = None
+
+    def _meet_peers(self) -> None:
+        """Finds the memory of all ranks, as one that begins or as one that joins."""
+        config, memory = self.config, self._memory
+        self._pointers = np.zeros((NUM_GROUPS, 3, config.n_ranks), np.uint64)
+        if not (config.masks and isinstance(memory, SharedMemory)):
+            self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
+            return
+        place = memory.group, config.node_id, config.n_nodes
+        self._members = Membership.of_running(*place, memory.owner, config.timeout_s)
+        if self._members is not None:
+            memory.withdraw()
+            self._join()
+            return
+        if config.node_id == 0:
+            # The others find it: they wait for this process to connect.
+            Membership.create(memory.group, config.n_nodes)
+        self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
+        self._members = Membership(*place, memory.owner, config.timeout_s)
+        self._members.begin(memory.handle)
+
+    def _point_to(self, ranks: Sequence[int], regions: Sequence[int]) -> None:
+        """Writes ranks' addresses into the table that the graphs' inputs share."""
+        # [group][send, recv, counts][rank]; 0: not reached by an address.
+        addresses = np.array(regions, np.uint64)
+        pointers = (self._offsets[:, :, None] + addresses) * (addresses != 0)
+        assert self._pointers is not None
+        self._pointers[:, :, list(ranks)] = pointers
+
+    def _mask_words(self) -> slice:
+        if not self.config.masks:
+            raise ValueError("masks of ranks need EPConfig.on_timeout='mask'")
+        first = self.config.sizes().masked_word
+        return slice(first, first + self.config.n_ranks)
+
+    def _nodes(self, ranks: Iterable[int]) -> set[int]:
+        return {rank // self.config.n_gpus_per_node for rank in ranks}
+
+    def _ranks(self, nodes: Iterable[int]) -> list[int]:
+        n = self.config.n_gpus_per_node
+        return [
+            rank for node in sorted(nodes) for rank in range(node * n, node * n + n)
+        ]
+
+    def active_ranks(self) -> list[int]:
+        """Returns the ranks that no rank of this process masks. No run may go on."""
+        words = self._mask_words()
+        self._check_open("active_ranks")
+        self._synchronize()
+        masked = np.zeros(self.config.n_ranks, bool)
+        for counters in self._counters[0]:
+            masked |= counters.to(CPU()).to_numpy()[words] != 0
+        return np.flatnonzero(~masked).tolist()
+
+    def mask(self, *ranks: int) -> None:
+        """Masks ranks for the ranks of this process: they no longer wait for them.
+
+        Peers learn it from :meth:`reconcile`, or by their own time-out. A rank does not
+        mask itself. No run may go on.
+        """
+        words = self._mask_words()
+        self._check_open("mask")
+        if not set(ranks) <= set(range(self.config.n_ranks)):
+            raise ValueError(f"ranks={ranks} must be in [0, {self.config.n_ranks})")
+        self._synchronize()
+        first = self.config.node_id * self.config.n_gpus_per_node
+        for group in self._counters:
+            for i, counters in enumerate(group):
+                mask = counters.to(CPU()).to_numpy()[words].copy()
+                mask[[rank for rank in ranks if rank != first + i]] = 1
+                counters[words].inplace_copy_from(
+                    Buffer.from_numpy(mask).to(counters.device)
+                )
+        self._synchronize()
+
+    def readmit(self, rank: int) -> None:
+        """Takes a masked rank in again, where all ranks are in this process.
+
+        All must have run the same launches. With several processes
+        :meth:`reconcile` does it.
+        """
+        self._mask_words()
+        self._check_open("readmit")
+        if self.config.n_nodes > 1:
+            raise RuntimeError(
+                "readmit works where all ranks are in one process; with several, the "
+                "new process calls ep_init(), or an expelled one rejoin(), and all "
+                "others reconcile()"
+            )
+        self._readmit([rank], self._generations())
+
+    def _generations(self) -> list[int]:
+        """Returns what dispatch has sent and received, and combine."""
+        first = self.config.sizes().generations_word
+        words = self._counters[0][0].to(CPU()).to_numpy()[first : first + 4]
+        return [int(word) % 2**32 for word in words]
+
+    def _readmit(self, ranks: Sequence[int], generations: list[int]) -> None:
+        for rank in ranks:
+            self._prepare_ranks(
+                was_used=True,
+                readmitted=rank,
+                generations=(generations[0], generations[2]),
+            )
+
+    def reconcile(self) -> list[int]:
+        """Agrees with the other processes on who goes on, between two steps.
+
+        All processes call it after the same step. A process that was killed, is late,
+        or is masked by a lower rank that stays is out; processes that wait in
+        :meth:`ep_init` or :meth:`rejoin` are in from the next step on.
+
+        Returns:
+            The active ranks, the same in all processes.
+
+        Raises:
+            RankExpelled: If the others go on without this process. It can launch
+                nothing before it has called :meth:`rejoin`.
+        """
+        masked = set(range(self.config.n_ranks)) - set(self.active_ranks())
+        if self._members is None:
+            return self.active_ranks()
+        try:
+            decision = self._members.reconcile(self._nodes(masked), self._generations())
+        except RankExpelled:
+            assert self._pointers is not None
+            self._pointers[:] = 0
+            raise
+        for node in decision.joined:
+            self._map(node)
+            self._readmit(self._ranks([node]), decision.generations)
+        self._go_on_with(decision)
+        return self.active_ranks()
+
+    def rejoin(self) -> list[int]:
+        """Joins the group again after :class:`RankExpelled`; returns active ranks.
+
+        Waits until the other processes call :meth:`reconcile`.
+        """
+        self._mask_words()
+        self._check_open("rejoin")
+        if self._members is None or self._pointers.any():
+            raise RuntimeError("rejoin is for a process that was expelled")
+        self._join()
+        return self.active_ranks()
+
+    def _join(self) -> None:
+        assert isinstance(self._memory, SharedMemory) and self._members is not None
+        decision = self._members.join(self._memory.handle)
+        generations = decision.generations[0], decision.generations[2]
+        self._prepare_ranks(was_used=True, generations=generations)
+        mine = self._ranks([self.config.node_id])
+        self._point_to(mine, self._memory.local_addresses())
+        for node in set(range(self.config.n_nodes)) - {self.config.node_id}:
+            self._map(node, is_there=node in decision.members)
+        self._go_on_with(decision)
+
+    def _map(self, node: int, *, is_there: bool = True) -> None:
+        """Finds a process's memory; where there is none, stands in nobody's."""
+        assert isinstance(self._memory, SharedMemory) and self._members is not None
+        if is_there:
+            regions = self._memory.map(node, self._members.handle_of(node))
+        else:
+            regions = self._memory.reserve(node)
+        self._point_to(self._ranks([node]), regions)
+
+    def _go_on_with(self, decision: Decision) -> None:
+        """Masks who is out, and does not begin before those who are in can."""
+        assert self._members is not None
+        out = set(range(self.config.n_nodes)) - set(decision.members)
+        if decision.joined:
+            out |= set(self._members.meet())
+        self.mask(*self._ranks(out))
