@@ -6,7 +6,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # What `sanitize` looks for: see tests/sanitize.sh.
 CHECK ?= memcheck
-# What `fuzz` draws from; a failure shows it.
+# How many ranks `faults` kills or stops.
+FAULTS ?= 1000
+# What `fuzz` and `faults` draw from; a failure shows it.
 SEED ?= $(shell date +%s)
 
 BIN := .venv/bin
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 ALLOW ?= machine
 RENAME ?=
 
-.PHONY: demo serve test test-all test-gpu same-code fuzz sanitize bench lint docs \
+.PHONY: demo serve test test-all test-gpu same-code fuzz faults sanitize bench lint docs \
 	format clean
 
 demo: .venv/.installed
@@ -44,6 +46,10 @@ same-code: .venv/.installed-dev
 fuzz: .venv/.installed-dev
 	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FUZZ_CASES=16 MAX_EP_FUZZ_EXAMPLES=400 \
 		$(BIN)/python -m pytest tests/test_fuzz.py
+
+faults: .venv/.installed-dev
+	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FAULTS=$(FAULTS) \
+		$(BIN)/python -m pytest tests/test_faults.py -k seed
 
 sanitize: .venv/.installed-dev
 	PYTHON=$(BIN)/python tests/sanitize.sh $(CHECK)

@@ -482,15 +482,9 @@ class Member:
         src_info: Buffer,
     ) -> None:
         """Sends back rows, given as bits, as the experts of a generation do."""
-        self._sent_rows = self.expert_rows(generation, bounds, rows)
-        self.run_phase("combine_async", self._sent_rows, src_info)
-
-    def expert_rows(
-        self, generation: int, bounds: DispatchResult, rows: np.ndarray
-    ) -> Buffer:
-        """Makes of rows, given as bits, what the experts of a generation do."""
         rows = apply_experts(self.case, generation, self.rank, bounds, widen(rows))
-        return to_buffer(narrow(rows, BF16))
+        self._sent_rows = to_buffer(narrow(rows, BF16))
+        self.run_phase("combine_async", self._sent_rows, src_info)
 
     def combine_wait(self, generation: int, expert_generation: int) -> None:
         want = self.oracle(generation)

@@ -107,8 +107,8 @@ class MaskedRanks:
     def readmit(self, rank: int) -> None:
         """Takes a masked rank in again, where all ranks are in this process.
 
-        All must have run the same launches. With several processes
-        :meth:`reconcile` does it.
+        As :meth:`reset`, but ranks that are masked stay so. With several processes
+        :meth:`reconcile` takes ranks in.
         """
         self._mask_words()
         self._check_open("readmit")
@@ -118,21 +118,15 @@ class MaskedRanks:
                 "new process calls ep_init(), or an expelled one rejoin(), and all "
                 "others reconcile()"
             )
-        self._readmit([rank], self._generations())
+        left = set(range(self.config.n_ranks)) - set(self.active_ranks()) - {rank}
+        self.reset()
+        self.mask(*left)
 
     def _generations(self) -> list[int]:
         """Returns what dispatch has sent and received, and combine."""
         first = self.config.sizes().generations_word
         words = self._counters[0][0].to(CPU()).to_numpy()[first : first + 4]
         return [int(word) % 2**32 for word in words]
-
-    def _readmit(self, ranks: Sequence[int], generations: list[int]) -> None:
-        for rank in ranks:
-            self._prepare_ranks(
-                was_used=True,
-                readmitted=rank,
-                generations=(generations[0], generations[2]),
-            )
 
     def reconcile(self) -> list[int]:
         """Agrees with the other processes on who goes on, between two steps.
@@ -150,6 +144,8 @@ class MaskedRanks:
         """
         masked = set(range(self.config.n_ranks)) - set(self.active_ranks())
         if self._members is None:
+            if self.config.n_nodes > 1:
+                raise RuntimeError("reconcile is for CPU ranks; restart the group")
             return self.active_ranks()
         try:
             decision = self._members.reconcile(self._nodes(masked), self._generations())
@@ -159,7 +155,12 @@ class MaskedRanks:
             raise
         for node in decision.joined:
             self._map(node)
-            self._readmit(self._ranks([node]), decision.generations)
+            for rank in self._ranks([node]):
+                self._prepare_ranks(
+                    was_used=True,
+                    readmitted=rank,
+                    generations=decision.generations[::2],
+                )
         self._go_on_with(decision)
         return self.active_ranks()
 
@@ -178,8 +179,7 @@ class MaskedRanks:
     def _join(self) -> None:
         assert isinstance(self._memory, SharedMemory) and self._members is not None
         decision = self._members.join(self._memory.handle)
-        generations = decision.generations[0], decision.generations[2]
-        self._prepare_ranks(was_used=True, generations=generations)
+        self._prepare_ranks(was_used=True, generations=decision.generations[::2])
         mine = self._ranks([self.config.node_id])
         self._point_to(mine, self._memory.local_addresses())
         for node in set(range(self.config.n_nodes)) - {self.config.node_id}:

@@ -228,9 +228,9 @@ class Membership:
         )
         deadline, n_polls = time.monotonic() + self._timeout_s, 0
         while (decision := self._decided()) is None or decision.epoch < epoch:
-            is_late = time.monotonic() > deadline
-            if not (awaited := self._awaited()) or is_late:
-                if len(awaited) > len(self._present()):
+            late_s = time.monotonic() - deadline
+            if not (awaited := self._awaited()) or late_s > 0:
+                if len(awaited) > len(self._present()) or late_s > self._timeout_s:
                     self.publish(epoch=epoch - 1)
                     raise TimeoutError(
                         f"max_ep: reconcile: node {self._node} waited "
@@ -252,7 +252,10 @@ class Membership:
 
     def _decide(self, epoch: int) -> None:
         """Writes the decision, unless another process has."""
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # another one is about to decide
         try:
             decided = self._decided()
             if decided is not None and decided.epoch >= epoch:
@@ -312,7 +315,6 @@ class Membership:
     def close(self) -> None:
         """Leaves; the last one removes the notes."""
         note = self.note(self._node)
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
         if note is not None and note.owner == self._note.owner:
             self.publish(state=GONE)
         if not any(note.is_alive() for note in self.notes()):
