@@ -76,6 +76,7 @@ def ep_config(
     is_fp8: bool = False,
     has_shared: bool = False,
     is_balanced: bool = False,
+    adds_up: bool = False,
 ) -> Any:
     """Makes the package's ``EPConfig``."""
     balanced = dict(
@@ -97,6 +98,7 @@ def ep_config(
         node_id=0,
         dispatch_quant_config=fp8_quant_config() if is_fp8 else None,
         fused_shared_expert=has_shared,
+        use_allreduce=adds_up,
         **(balanced if is_balanced else {}),
     )
 
@@ -119,14 +121,19 @@ def dispatch(
 
 
 def combine(
-    manager: Any, form: str, rows: list[TensorValue], weights: list[TensorValue]
+    manager: Any,
+    form: str,
+    rows: list[TensorValue],
+    weights: list[TensorValue],
+    ids: list[TensorValue],
 ) -> list[TensorValue]:
     """Combines on all ranks."""
     ranks = list(range(len(rows)))
     if form == "all":
         return manager.ep_combine_all(rows, weights, ranks)
     if form == "fused":
-        return [manager.ep_combine(rows[rank], weights[rank], rank) for rank in ranks]
+        # In all-reduce mode MAX takes the ids again.
+        return [manager.ep_combine(rows[r], weights[r], r, ids[r]) for r in ranks]
     for rank in ranks:
         manager.ep_combine_async(rows[rank], device_id=rank)
     return [manager.ep_combine_wait(weights[rank], device_id=rank) for rank in ranks]
@@ -187,6 +194,7 @@ def build(
     is_fp8: bool = False,
     has_shared: bool = False,
     is_balanced: bool = False,
+    adds_up: bool = False,
 ) -> Graph:
     """Builds a round trip of all ranks.
 
@@ -196,6 +204,7 @@ def build(
     without its statistics.
     """
     kind = dict(is_fp8=is_fp8, has_shared=has_shared, is_balanced=is_balanced)
+    kind["adds_up"] = adds_up
     config = ep_config(ep, n_ranks, **kind)
     manager = ep.EPBatchManager(config)
     ranks = range(n_ranks)
@@ -210,6 +219,7 @@ def build(
     types += [TensorType(DType.float32, n_groups, device_of(r)) for r in ranks]
     name = f"changed_import_{form}_{n_ranks}"
     name += "_fp8" * is_fp8 + "_shared" * has_shared + "_balanced" * is_balanced
+    name += "_allreduce" * adds_up
     with Graph(name, input_types=[*types, *manager.input_types()]) as graph:
         values = [value.tensor for value in graph.inputs[: len(types)]]
         manager.fetch_buffers(graph.inputs[len(types) :])
@@ -221,7 +231,7 @@ def build(
             ids = [balance(ids[r], tables[r::n_ranks]) for r in ranks]
         dispatched = dispatch(manager, form, x, ids)
         rows = [experts(*pair) for pair in zip(dispatched, factors)]
-        sums = combine(manager, form, rows, weights)
+        sums = combine(manager, form, rows, weights, ids)
         kept = [value for kind in list(zip(*dispatched))[:-1] for value in kind]
         graph.output(*sums, *kept)
     return graph
@@ -236,6 +246,7 @@ def make_inputs(
     *,
     has_shared: bool = False,
     is_balanced: bool = False,
+    adds_up: bool = False,
 ) -> list[list[np.ndarray]]:
     """Makes what the ranks are given.
 
@@ -248,6 +259,7 @@ def make_inputs(
         counts: Tokens of each rank.
         has_shared: Whether there is a factor for a shared expert.
         is_balanced: Whether there is a factor for each physical expert.
+        adds_up: Whether all ranks have the tokens of rank 0.
 
     Returns:
         Lists with an array a rank: tokens, ids, weights, factors; all but ids
@@ -268,6 +280,8 @@ def make_inputs(
         tokens.append(widen(narrow(x.astype(np.float32))))
         ids.append(chosen.astype(np.int32))
         weights.append(widen(narrow(w.astype(np.float32))))
+    if adds_up:
+        tokens, ids, weights = ([x[0]] * len(x) for x in (tokens, ids, weights))
     experts = PHY2LOG if is_balanced else range(N_EXPERTS)
     factors = 1 + np.array(experts, np.float32).reshape(len(counts), -1)
     shared = np.full((len(counts), int(has_shared)), 3, np.float32)
@@ -310,7 +324,10 @@ def placement_tables() -> list[np.ndarray]:
 
 
 def rows_of_experts(
-    ids: list[np.ndarray], has_shared: bool = False, is_balanced: bool = False
+    ids: list[np.ndarray],
+    has_shared: bool = False,
+    is_balanced: bool = False,
+    adds_up: bool = False,
 ) -> np.ndarray:
     """Counts the rows that the experts of each rank must get.
 
@@ -318,6 +335,7 @@ def rows_of_experts(
         ids: int32 ``[n_tokens, TOP_K]`` of each rank.
         has_shared: Whether each rank has a shared expert; it comes first.
         is_balanced: Whether replicas get them.
+        adds_up: Whether each rank keeps its own tokens.
 
     Returns:
         int64 ``[n_ranks, n_groups]``, by expert.
@@ -328,7 +346,8 @@ def rows_of_experts(
         n_experts = len(PHY2LOG)
         choices = [np.arange(x.size).reshape(x.shape) for x in ids]
         ids = [log2phy[x, c % logcnt[x]] for x, c in zip(ids, choices)]
-    chosen = np.bincount(np.concatenate(ids).ravel(), minlength=n_experts)
+    sent = ids[:1] if adds_up else ids
+    chosen = np.bincount(np.concatenate(sent).ravel(), minlength=n_experts)
     n_tokens = [[len(x)] * has_shared for x in ids]
     return np.hstack([n_tokens, chosen.reshape(len(ids), -1)]).astype(np.int64)
 
@@ -392,6 +411,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--shared-expert", action="store_true", help="a fused one")
     parser.add_argument("--balanced", action="store_true", help="with replicas")
+    parser.add_argument("--allreduce", action="store_true", help="use_allreduce")
     parser.add_argument("--bfloat16-weights", action="store_true")
     parser.add_argument("--save", help="an .npz of all outputs")
     options = parser.parse_args()
@@ -407,10 +427,11 @@ def main() -> None:
     forms = options.forms or [
         form
         for form in FORMS
-        if (n_gpus or form != "fused")
+        if (n_gpus or form != "fused" or options.allreduce)
         and (form != "split" or not options.shared_expert)
     ]
     more = {"has_shared": options.shared_expert, "is_balanced": options.balanced}
+    more["adds_up"] = options.allreduce
     kind = {"is_fp8": options.fp8, **more}
     dtypes = [DType.bfloat16, DType.int32, DType.float32, DType.float32]
     if options.bfloat16_weights:
@@ -423,6 +444,8 @@ def main() -> None:
     if options.balanced:
         tables = [Buffer.from_numpy(table) for table in placement_tables()]
         comm.set_eplb_placement(*([t.to(d) for d in devices] for t in tables))
+    if options.allreduce:
+        counts = counts[:1] * n_ranks
     saved = {"counts": np.array(counts)}
     for form in forms:
         graph = build(

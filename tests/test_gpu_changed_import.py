@@ -52,10 +52,15 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def wanted(
-    run: str, counts: list[int], is_fp8: bool, has_shared: bool, is_balanced: bool
+    run: str,
+    counts: list[int],
+    is_fp8: bool,
+    has_shared: bool,
+    is_balanced: bool,
+    adds_up: bool,
 ) -> list[dict]:
     """Asks the oracle for each rank's arrays, by their names in `OUTPUTS`."""
-    more = dict(has_shared=has_shared, is_balanced=is_balanced)
+    more = dict(has_shared=has_shared, is_balanced=is_balanced, adds_up=adds_up)
     tokens, ids, weights, factors = make_inputs(run, counts, **more)
     n_experts = N_EXPERTS
     if is_balanced:
@@ -63,13 +68,24 @@ def wanted(
         (log2phy,), (logcnt,) = placement.log2phy(MAX_REPLICAS), placement.logcnt
         ids = [reference.balance_ids(x, log2phy, logcnt) for x in ids]
         n_experts = len(PHY2LOG)
-    results = reference.dispatch(
-        tokens if is_fp8 else [narrow(x) for x in tokens],
-        ids,
-        n_experts,
-        quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
-        shared_expert=has_shared,
-    )
+    sent = tokens if is_fp8 else [narrow(x) for x in tokens]
+
+    def dispatch(*tokens_and_ids: list[np.ndarray], n: int = n_experts) -> list:
+        return reference.dispatch(
+            *tokens_and_ids,
+            n,
+            quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
+            shared_expert=has_shared,
+        )
+
+    if adds_up:
+        n, results = n_experts // len(counts), []
+        for rank in range(len(counts)):
+            own = ids[rank] - rank * n
+            ids[rank] = np.where((own >= 0) & (own < n), own, -1)
+            results += dispatch([sent[rank]], [ids[rank]], n=n)
+    else:
+        results = dispatch(sent, ids)
     expert_rows = []
     for result, of_rank in zip(results, factors):
         if is_fp8:
@@ -79,7 +95,13 @@ def wanted(
             values = widen(result.rows)
         factor = np.repeat(of_rank, np.diff(result.row_offsets.astype(int)))
         expert_rows.append(rounded(values * factor[:, np.newaxis]))
-    sums = reference.combine(expert_rows, results, weights, rounded)
+    if adds_up:
+        sums = [
+            reference.combine([rows], [result], [w], rounded)[0]
+            for rows, result, w in zip(expert_rows, results, weights)
+        ]
+    else:
+        sums = reference.combine(expert_rows, results, weights, rounded)
     sums = map(reference.float32_to_bfloat16, sums)
     return [vars(result) | {"sums": x} for result, x in zip(results, sums)]
 
@@ -105,6 +127,7 @@ ARGUMENTS = {
     "bfloat16_weights": "--bfloat16-weights --forms split",
     "shared_expert": "--shared-expert --forms fused",
     "balanced": "--balanced --forms fused all",
+    "allreduce": "--allreduce --forms fused",
     "silent_rank": "--tokens 17 0 --forms fused",
     "four_bfloat16": "--forms split fused all",
     "four_fp8": "--fp8 --forms fused",
@@ -115,6 +138,7 @@ def check_ours(saved: dict, arguments: str) -> None:
     words = arguments.partition("--forms")[2].split()
     forms = [word for word in words if not word.startswith("--")]
     options = dict(is_fp8="--fp8", has_shared="--shared", is_balanced="--balanced")
+    options["adds_up"] = "--allreduce"
     kind = {name: option in arguments for name, option in options.items()}
     check(saved, forms, **kind)
 
@@ -145,7 +169,7 @@ HAS_SPLIT = accelerator_count() > 0 or "MAX_EP_ALL_CASES" in os.environ
     "arguments",
     [
         "--balanced --bfloat16-weights --shared-expert --forms all",
-        *["--forms split"] * HAS_SPLIT,
+        *["--forms split", "--balanced --allreduce --forms fused"] * HAS_SPLIT,
     ],
 )
 def test_max_ep_alone(arguments, tmp_path):
