@@ -188,3 +188,18 @@ def ask_greedily(
         logprobs = answer["logprobs"]["token_logprobs"] if with_logprobs else None
         answers.append(Answer(asked, answer["token_ids"], logprobs))
     return answers
+
+
+def wrong_answers(answers: dict[str, list[Answer]], model: Path) -> list[str]:
+    """Compares bfloat16 servers' answers with transformers; prints a tally of each."""
+    reference = Reference(model, in_bfloat16=True, counts_ties=False)
+    wrong = []
+    for name, of_server in answers.items():
+        reference.tally = Tally()
+        try:
+            for asked, served, _ in of_server:
+                reference.check(asked, served, TOLERANCES["bfloat16"])
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+        print(f"{name}: {reference.tally}", flush=True)
+    return wrong

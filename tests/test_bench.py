@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -215,7 +216,7 @@ def test_clients_repeat_no_prompt_and_count_tokens(peer):
             serving.prefill(pool, peer, 64)  # asks twice
 
 
-def test_rows_are_medians_and_quartiles():
+def test_rows_are_medians_and_quartiles(capsys):
     rounds = [
         {"step_ms": [1.0, 2.0], "first_ms": [3.0]},
         {"step_ms": [3.0], "first_ms": [5]},
@@ -226,8 +227,9 @@ def test_rows_are_medians_and_quartiles():
         "step_ms": [1.0, 2.0, 3.0],
         "first_ms": 4.0,
     }
-    with pytest.raises(RuntimeError, match="its log has no step_ms of 4 clients"):
-        serving.row_of("max", "clients", 4, [{"step_ms": [1.0]}])
+    row = serving.row_of("max", "clients", 4, [{"step_ms": [1.0]}])
+    assert np.isnan(row["step_ms"]).all()
+    assert "its log has no step_ms of 4 clients" in capsys.readouterr().out
 
 
 def test_commands_that_are_saved_name_no_folder(monkeypatch):
@@ -237,7 +239,7 @@ def test_commands_that_are_saved_name_no_folder(monkeypatch):
     assert runs.about("bench.serving")["command"] == wanted
 
 
-def test_a_peers_wrong_answer_leaves_no_table(tmp_path, capsys):
+def test_a_peers_wrong_answer_is_found(tmp_path, capsys):
     """And the tallies of all peers are printed."""
     make_checkpoint(tmp_path, "tiny", "bfloat16")
     tests = serving._tests()
@@ -247,7 +249,6 @@ def test_a_peers_wrong_answer_leaves_no_table(tmp_path, capsys):
     right, wrong = (
         [tests.Answer(asked, [int(f())], None)] for f in (logits.argmax, logits.argmin)
     )
-    serving._check({"max_ep": right}, tmp_path)
-    with pytest.raises(SystemExit, match="no table; max: "):
-        serving._check({"max": wrong, "max_ep": right}, tmp_path)
-    assert capsys.readouterr().out.count("Tally(n_tokens=1") == 3
+    found = tests.wrong_answers({"max": wrong, "max_ep": right}, tmp_path)
+    assert len(found) == 1 and found[0].startswith("max: ")
+    assert capsys.readouterr().out.count("Tally(n_tokens=1") == 2
