@@ -9,19 +9,33 @@ stopped or were killed are seen, too. ``docs/troubleshooting.md`` shows the outp
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import socket
 import sys
 import textwrap
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .memory.symmetric_memory import Segment, process_state, segments_of
+from .memory.symmetric_memory import (
+    Segment,
+    process_state,
+    segments_of,
+)
+
+if TYPE_CHECKING:
+    from .config import EPConfig
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
 _N_HEADER_WORDS = 32
+_SOURCE_INFO_BYTES = 16
 _LINE = 80
 
 
@@ -39,10 +53,29 @@ class Facts:
     status_bytes: int
     generations_word: int
     launch_word: int
+    protocol: int
+    max_tokens_per_rank: int
+    top_k: int
+    combine_msg_bytes: int
+    combine_recv_offset: int
+    n_tokens_word: int
+    combine_of_word: int
+    choices_word: int
 
-    def as_dict(self) -> dict[str, int]:
-        """Returns what a segment's owner writes into its header."""
-        return asdict(self)
+    @classmethod
+    def of(cls, config: EPConfig) -> Facts:
+        """Takes them from a configuration; Mojo knows where words are."""
+        sizes = vars(config.sizes())
+        known = {f.name: sizes[f.name] for f in fields(cls) if f.name in sizes}
+        return cls(
+            n_ranks=config.n_ranks,
+            n_experts=config.n_experts,
+            n_local_ranks=config.n_gpus_per_node,
+            max_tokens_per_rank=config.max_tokens_per_rank,
+            top_k=config.top_k,
+            status_bytes=-(-sizes["counters_words"] * 4 // 256) * 256,
+            **known,
+        )
 
 
 @dataclass
@@ -95,9 +128,10 @@ class Waits:
         if not culprits:
             return (
                 f"Ranks {_listed(waiting)} wait for each other: they do not run the "
-                "same EP ops in the same order."
+                "same EP ops in the same order, or GPU ranks have not begun combine."
             )
         said = [wait.text() for wait in self.ranks if wait.rank == culprits[0]]
+        said.append("its memory cannot be read from here")
         also = f" (and {_listed(culprits[1:])} too)" if culprits[1:] else ""
         return f"Rank {culprits[0]} keeps others waiting{also}: {said[0]}."
 
@@ -190,7 +224,7 @@ def missing_ranks(
     if not is_dispatch:
         offset = facts.combine_counts_offset
     flags = region[offset:].view(np.uint64)[: first + n] >> np.uint64(32)
-    n_mine = max(0, min(n_local, facts.n_experts - rank * n_local))
+    n_mine = _experts_of(facts, rank)
     if phase == 0:  # done words, of ranks with experts
         readers = range(-(-facts.n_experts // n_local))
         return [r for r in readers if flags[first + r] != last]
@@ -203,7 +237,159 @@ def missing_ranks(
     return sorted({e // n_local for e in np.flatnonzero(~has_come).tolist()})
 
 
+# --------------------------------------------------------------------- on a GPU
+
+
+class Words(Protocol):
+    """Reads the memory of a GPU rank: ``memory.gpu_copy.GpuWords``."""
+
+    def counters(self, first: int, n: int) -> np.ndarray:
+        """Reads words of the counters, int32."""
+
+    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
+        """Reads flags of the region, ``pitch`` bytes from one to the next."""
+
+
+_BY_EXPERT, _SUMS, _ALL, _MASKS = 1, 3, 5, 8  # as `Group.protocol` of layout.mojo
+
+
+def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
+    """Reads what a GPU rank does, from what its kernels leave in any case.
+
+    They store no time, and none for this. ``is_running``: something is missing that
+    the rank's last launch, or its next, waits for.
+    """
+    header = words.counters(0, _N_HEADER_WORDS)
+    generations = header[facts.generations_word :][:4].view(np.uint32).tolist()
+    sent, received, combine_sent, combine_received = generations
+    n, n_local = facts.n_ranks, facts.n_local_experts
+    is_by_rank = facts.protocol & ~_MASKS != _BY_EXPERT
+    n_pairs, n_mine = n_local * n, _experts_of(facts, rank)
+    flags = words.flags(facts.dispatch_counts_offset, n_pairs + (1 + is_by_rank) * n)
+    flags = flags >> np.uint64(32)
+    read, counts = flags[n_pairs:][:n], flags[:n_pairs].reshape(n_local, n)[:n_mine]
+    if is_by_rank:  # numbers of tokens go to every rank
+        counts = np.vstack([counts, flags[n_pairs + n :]])
+    else:  # the generation advances when a launch ends
+        sent = max([sent, *counts[:, rank].tolist()])
+    if sent == 0:
+        return RankWait(rank)
+    missing = np.flatnonzero((counts != sent).any(axis=0)).tolist()
+    if rank in missing:
+        late = _late(read, sent - 1)
+        return RankWait(rank, PHASES[0], sent, bool(late), None, late)
+    if missing:
+        return RankWait(rank, PHASES[1], sent, True, None, missing)
+    if facts.protocol & ~_MASKS in (_SUMS, _ALL):
+        if header[facts.combine_of_word].view(np.uint32) != received:
+            return RankWait(rank, PHASES[1], sent)
+        # A combine begins by publishing that its rank has read the dispatch.
+        late = [r for r in _late(read, received) if r != rank]
+        return RankWait(rank, PHASES[3], combine_sent, bool(late), None, late)
+    if header[facts.combine_of_word].view(np.uint32) == received:
+        return RankWait(rank, PHASES[3], combine_received)
+    late = _owners_of_missing_rows(
+        facts, header, received, next_generation(combine_received), words
+    )
+    if late:
+        return RankWait(rank, PHASES[3], combine_received + 1, True, None, late)
+    return RankWait(rank, PHASES[1], sent)
+
+
+def _late(read: np.ndarray, generation: int) -> list[int]:
+    """Returns the ranks whose done word has not reached a generation."""
+    behind = (generation - read.astype(np.int64)) & 0xFFFF_FFFF
+    return np.flatnonzero((behind != 0) & (behind < 2**31)).tolist()
+
+
+def _owners_of_missing_rows(
+    facts: Facts, header: np.ndarray, dispatched: int, generation: int, words: Words
+) -> list[int]:
+    """Returns the ranks that have a row of this rank's tokens and have not sent it."""
+    half = dispatched & 1
+    n = int(header[facts.n_tokens_word + half]) * facts.top_k
+    n_places = facts.max_tokens_per_rank * facts.top_k
+    choices = words.counters(facts.choices_word + half * n_places, n)
+    pitch = facts.combine_msg_bytes
+    late = []
+    # Negative: no row, or one that is here.
+    owners = np.where(choices < 0, -1, choices // facts.n_local_experts)
+    for owner in sorted(set(owners[owners >= 0].tolist())):
+        first = facts.combine_recv_offset + pitch - _SOURCE_INFO_BYTES
+        if facts.protocol & _MASKS:
+            first += owner * n_places * pitch
+        flags = words.flags(first, n, pitch) >> np.uint64(32)
+        if (flags[owners == owner] != generation).any():
+            late.append(owner)
+    return late
+
+
+def _experts_of(facts: Facts, rank: int) -> int:
+    n_local = facts.n_local_experts
+    return max(0, min(n_local, facts.n_experts - rank * n_local))
+
+
 # -------------------------------------------------------------------- other processes
+
+
+class Answers(threading.Thread):
+    """Answers ``max-ep who`` for the GPU ranks of this process, until it ends."""
+
+    _of_process: Answers | None = None
+    _asked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @classmethod
+    def ask(cls, initializer: Any) -> None:
+        """Has those who want to know call ``who_waits`` of an initializer."""
+        cls._asked.add(initializer)
+        if cls._of_process is None:
+            cls._of_process = cls(daemon=True, name="max_ep who")
+            cls._of_process.start()
+
+    def run(self) -> None:
+        """Writes a line of JSON for each group to whoever connects."""
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(_SOCKET + str(os.getpid()))
+            listener.listen()
+            while True:
+                asking, _ = listener.accept()
+                with asking, contextlib.suppress(OSError):
+                    for initializer in list(self._asked):
+                        with contextlib.suppress(RuntimeError):  # closed meanwhile
+                            said = asdict(initializer.who_waits())
+                            asking.sendall(json.dumps(said).encode() + b"\n")
+
+
+_SOCKET = "\0max_ep-who-"
+
+
+def answers_of(pid: int, timeout_s: float = 5) -> list[Waits]:
+    """Asks a process for its GPU ranks. Raises ``OSError`` if it does not answer."""
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.settimeout(timeout_s)
+        asked.connect(_SOCKET + str(pid))
+        lines = asked.makefile().read().splitlines()
+    answers = [json.loads(line) for line in lines]
+    return [Waits(a["group"], [RankWait(**r) for r in a["ranks"]]) for a in answers]
+
+
+def gpu_groups(pids: Sequence[int]) -> dict[str, Waits]:
+    """Asks processes, and puts the ranks of a group together."""
+    groups: dict[str, Waits] = {}
+    for pid in pids:
+        try:
+            answers = answers_of(pid)
+        except ConnectionRefusedError:
+            continue  # it has no GPU ranks
+        except TimeoutError:
+            state = process_state(pid) or "does not answer"
+            print(f"max-ep who: process {pid} {state}", file=sys.stderr)
+            continue
+        for waits in answers:
+            found = groups.setdefault(waits.group, Waits(waits.group, []))
+            found.ranks += waits.ranks
+            found.ranks.sort(key=lambda wait: wait.rank)
+    return groups
 
 
 def waits_of_segments(group: str, segments: Iterable[Segment]) -> Waits:
@@ -229,6 +415,14 @@ def waits_of_segments(group: str, segments: Iterable[Segment]) -> Waits:
     return Waits(group, ranks)
 
 
+def processes_of(target: str | None) -> tuple[list[int], str | None]:
+    """Returns the processes to look at, and the beginning of a group's name."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    if target is not None and target.isdecimal() and int(target) in pids:
+        return [int(target)], None
+    return pids, target
+
+
 def groups_of(target: str | None) -> dict[str, list[Segment]]:
     """Finds groups of CPU processes of this machine, with their segments.
 
@@ -238,9 +432,7 @@ def groups_of(target: str | None) -> dict[str, list[Segment]]:
     Raises:
         ValueError: If this process may not look into that one.
     """
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    if target is not None and target.isdecimal() and int(target) in pids:
-        pids, target = [int(target)], None
+    pids, target = processes_of(target)
     groups: dict[str, dict[tuple[int, bool], Segment]] = {}
     for pid in pids:
         try:
@@ -271,14 +463,15 @@ def run_who(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"max-ep who: {error}", file=sys.stderr)
         return 1
-    if not groups:
+    found = [waits_of_segments(group, groups[group]) for group in groups]
+    pids, group = processes_of(options.target)
+    found += [w for w in gpu_groups(pids).values() if w.group.startswith(group or "")]
+    if not found:
         print(
-            f"max-ep who: no group of CPU processes {options.target or ''} found here. "
-            "Ranks of one process never wait; for others call "
-            "EPCommInitializer.who_waits() in a thread of the process",
+            f"max-ep who: no group of {options.target or 'any process'} found here. "
+            "CPU ranks of one process never wait",
             file=sys.stderr,
         )
         return 1
-    tables = [str(waits_of_segments(group, groups[group])) for group in groups]
-    print("\n\n".join(tables))
+    print("\n\n".join(map(str, found)))
     return 0

@@ -7,6 +7,7 @@ n_ranks, max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), re
 (rows, sums), router_top_k, on_timeout (raise, mask). Prints a line `name value` for each size.
 """
 from max_ep.counters import (
+    choices_word,
     local_sync_counters_words,
     masked_word,
     N_FAILURE_WORDS,
@@ -57,6 +58,9 @@ def main() raises:
     print("n_failure_words", N_FAILURE_WORDS)
     print("generations_word", Word.DISPATCH_SENT)
     print("launch_word", Word.LAUNCH)
+    print("n_tokens_word", Word.N_TOKENS)
+    print("combine_of_word", Word.COMBINE_OF)
+    print("choices_word", choices_word(group.n_experts))
     print("setup_words", N_SETUP_WORDS)
     print("protocol", group.protocol())
     print("n_local_experts", group.n_local_experts())
@@ -68,6 +72,7 @@ def main() raises:
     print("combine_recv_bytes", group.combine_recv_bytes())
     print("combine_counts_bytes", group.combine_counts_bytes())
     print("dispatch_counts_offset", group.dispatch_counts_offset())
+    print("combine_recv_offset", group.combine_recv_offset())
     print("combine_counts_offset", group.combine_counts_offset())
     print("region_bytes", group.region_bytes())
     print("dispatch_put_bytes", group.combine_put_from_region_end())

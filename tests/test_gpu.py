@@ -7,6 +7,7 @@ with random delays between them, eager and as captured graphs.
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from harness import (
     Groups,
     assert_dispatched,
     assert_round_trip,
+    assert_same_bits,
     building,
     flatten,
     fused_round_trip,
@@ -60,6 +62,7 @@ from max_ep import (
     call_ep_dispatch_wait,
 )
 from max_ep.graph.ops import order_buffer
+from max_ep.who import gpu_groups
 
 LARGE = in_protocols(
     [
@@ -400,6 +403,70 @@ def test_1000_replays_with_delays(gpu_session, case, build):
                 assert_round_trip(f"replay {i}", got, wants[which])
 
 
+def graphs_of_orders(case: Case, config: EPConfig) -> Iterator[tuple[str, Graph]]:
+    """A graph that dispatches, one that combines what it is given, and one of both."""
+    with building(f"{case.name}_dispatch", case, config) as (manager, ranks, graph):
+        dispatched = []
+        for i, x in enumerate(ranks):
+            weights = weights_of(config, x)[0]
+            d = manager.ep_dispatch(x.tokens, x.ids, i, router_weight=weights)
+            dispatched += [d[0], manager._src_info[i]]
+        graph.output(*dispatched)
+    yield "D", graph
+    manager, types = EPBatchManager(config), input_types(case, "", config)
+    given = [value.type for value in dispatched]
+    declared = [*types, *given, *manager.input_types()]
+    with Graph(f"{case.name}_combine", input_types=declared) as graph:
+        values = iter(graph.inputs)
+        ranks = take_inputs(case, values)
+        rows = [next(values).tensor for _ in given]
+        manager.fetch_buffers(list(values))
+        results = []
+        for i, x in enumerate(ranks):
+            manager._src_info[i] = rows[2 * i + 1]
+            manager._num_tokens[i] = x.tokens.shape[0]
+            results.append(manager.ep_combine(rows[2 * i], weights_of(config, x)[1], i))
+        graph.output(*results)
+    yield "C", graph
+    with building(f"{case.name}_both", case, config) as (manager, ranks, graph):
+        graph.output(*(of_rank[-1] for of_rank in fused_round_trip(manager, ranks)))
+    yield "B", graph
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("suffix", PROTOCOLS)
+def test_captured_graphs_in_any_order(gpu_session, suffix):
+    """Dispatch without combine, combine again, and a second model in between."""
+    case = in_protocols([Case("orders", 2, 5, 3, 512, 7)])[f"orders{suffix}"]
+    config = case.config(target="gpu", timeout_s=2)
+    models = {k: gpu_session.load(g) for k, g in graphs_of_orders(case, config)}
+    given = make_inputs(case, "full")
+    wants = expected(case, given).combine
+    with EPCommInitializer(config) as comm:
+        comm.ep_init(gpu_session)
+        inputs = {k: flatten(given, config) for k in models}
+        buffers = comm.model_inputs()
+        dispatched = models["D"].execute(*inputs["D"], *buffers)
+        inputs["C"] += dispatched
+        models["C"].execute(*inputs["C"], *buffers)
+        comm.check()
+        models["B"].execute(*inputs["B"], *buffers)
+        outputs = {}
+        for number, (k, model) in enumerate(models.items()):
+            outputs[k] = model.capture(number, *inputs[k], *buffers)
+        comm.check()
+        for step, k in enumerate("BDCBDDCCBBDCCCDDDB"):
+            if k == "C":  # of the rows that the last dispatch has delivered
+                for to, rows in zip(dispatched, outputs["D"]):
+                    to.inplace_copy_from(rows)
+            number = list(models).index(k)
+            models[k].replay(number, *inputs[k], *buffers)
+            comm.check()
+            if k != "D":
+                for got, want in zip(outputs[k], wants):
+                    assert_same_bits(f"step {step} ({k})", to_numpy(got), want)
+
+
 # -------------------------------------------------------------------- failures
 
 
@@ -418,9 +485,10 @@ def fails(comm: EPCommInitializer, words: str) -> Iterator[None]:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("suffix", PROTOCOLS)
 def test_a_missing_peer_is_named(gpu_session, suffix):
-    """Rank 1 does not send: rank 0 ends its wait, and says who is missing."""
+    """Rank 1 does not send: rank 0 ends its wait, and says who is missing. While its
+    kernel waits, another stream reads whom it waits for."""
     case = in_protocols([Case("missing", 2, 5, 3, 512, 7)])[f"missing{suffix}"]
-    config = case.config(target="gpu", timeout_s=0.5)
+    config = case.config(target="gpu", timeout_s=1)
     with building(case.name, case, config) as (manager, ranks, graph):
         given = ranks[0]
         with_tokens, with_rows = weights_of(config, given)
@@ -430,10 +498,16 @@ def test_a_missing_peer_is_named(gpu_session, suffix):
     with EPCommInitializer(config) as comm:
         comm.ep_init(gpu_session)
         inputs = flatten(make_inputs(case, "full"), config) + comm.model_inputs()
-        waited = "timed out after 500 ms; waiting for count; generation 1"
+        waited = "timed out after 1000 ms; waiting for count; generation 1"
         with fails(comm, f"dispatch_wait on rank 0; {waited}; from rank 1"):
             (result,) = model.execute(*inputs)
+            waits = comm.who_waits()
+            (answered,) = gpu_groups([os.getpid()]).values()
         assert_nan(to_numpy(result))
+        for seen in (waits, answered):
+            of_rank_0, of_rank_1 = seen.ranks
+            assert (of_rank_0.phase, of_rank_0.missing) == ("dispatch_wait", [1])
+            assert of_rank_1.phase == "" and seen.culprits() == [1]
         comm.reset()
         comm.check()
 

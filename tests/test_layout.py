@@ -75,6 +75,8 @@ def test_sizes_that_python_uses():
         ("n_failure_words", "N_FAILURE_WORDS", "max_ep/counters.mojo"),
         ("generations_word", "DISPATCH_SENT", "max_ep/counters.mojo"),
         ("launch_word", "LAUNCH", "max_ep/counters.mojo"),
+        ("n_tokens_word", "N_TOKENS", "max_ep/counters.mojo"),
+        ("combine_of_word", "COMBINE_OF", "max_ep/counters.mojo"),
     ):
         assert getattr(config.sizes(), field) == mojo_constant(name, path)
 

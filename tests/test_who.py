@@ -4,16 +4,48 @@
 `test_processes.py` looks at processes that hang.
 """
 
+import os
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from max_ep.cli import main
-from max_ep.who import PHASES, Facts, RankWait, Waits, cpu_wait
+from max_ep.who import (
+    PHASES,
+    Answers,
+    Facts,
+    RankWait,
+    Waits,
+    cpu_wait,
+    gpu_groups,
+    gpu_wait,
+)
 
 # 3 ranks with 2, 2 and 1 experts; counts of dispatch, then of combine.
 N_RANKS, N_EXPERTS, N_LOCAL = 3, 5, 2
 N_PAIRS = N_LOCAL * N_RANKS
-FACTS = Facts(N_RANKS, N_EXPERTS, N_LOCAL, 1, 256, 512, 1024, 256, 3, 28)
+FACTS = Facts(
+    n_ranks=N_RANKS,
+    n_experts=N_EXPERTS,
+    n_local_experts=N_LOCAL,
+    n_local_ranks=1,
+    dispatch_counts_offset=256,
+    combine_counts_offset=512,
+    combine_recv_offset=1024,
+    region_bytes=2048,
+    status_bytes=256,
+    generations_word=3,
+    launch_word=28,
+    protocol=2,
+    max_tokens_per_rank=4,
+    top_k=2,
+    combine_msg_bytes=48,
+    n_tokens_word=16,
+    combine_of_word=18,
+    choices_word=32,
+)
 LAST = 6
 """The last generation of every phase."""
 
@@ -66,6 +98,109 @@ def test_missing_ranks(phase, rank, changed, missing):
     assert wait.is_running and wait.since_s == 3
 
 
+class GpuMemory:
+    """What a rank leaves in dispatch 7 by rank, once it has all counts. It sent 3
+    tokens, to experts 0 and 3, 4 and 1 (its own), 2 and none."""
+
+    def __init__(self) -> None:
+        self.header = np.zeros(32, np.int32)
+        self.header[FACTS.generations_word :][:4] = 7, 7, 6, 6
+        self.header[FACTS.combine_of_word] = 6
+        self.header[FACTS.n_tokens_word + 1] = 3
+        self.choices = np.zeros(16, np.int32)
+        self.choices[8:14] = 0, 3, 4, -3, 2, -1
+        self.region = memory_of()
+        self.dispatch = self.region[FACTS.dispatch_counts_offset :].view(np.uint64)
+        self.dispatch[:N_PAIRS] = 7 << 32
+        self.dispatch[N_PAIRS + N_RANKS :][:N_RANKS] = 7 << 32 | 3
+
+    def counters(self, first: int, n: int) -> np.ndarray:
+        return np.concatenate([self.header, self.choices])[first : first + n].copy()
+
+    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
+        return self.region[offset:].view(np.uint64)[: n * pitch // 8 : pitch // 8]
+
+    def send_row(self, choice: int) -> None:
+        start = FACTS.combine_recv_offset + (choice + 1) * FACTS.combine_msg_bytes
+        self.region[start - 16 :].view(np.uint64)[0] = 7 << 32
+
+
+SUMS = replace(FACTS, protocol=3)
+BY_EXPERT = replace(FACTS, protocol=1)
+
+
+def gpu(steps: str = "", facts: Facts = FACTS, rank: int = 0) -> tuple:
+    memory = GpuMemory()
+    exec(steps, {"m": memory, "N": N_PAIRS, "R": N_RANKS, "W": FACTS})
+    wait = gpu_wait(facts, rank, memory)
+    return wait.phase, wait.generation, wait.is_running, wait.missing
+
+
+@pytest.mark.parametrize(
+    "facts, steps, want",
+    [
+        # A count of source 1; its number of tokens alone; by expert the generation
+        # advances when the launch ends.
+        (FACTS, "m.dispatch[1] = 6 << 32", ("dispatch_wait", 7, True, [1])),
+        (FACTS, "m.dispatch[N + R + 2] = 6 << 32", ("dispatch_wait", 7, True, [2])),
+        (
+            BY_EXPERT,
+            "m.header[3:5] = 6; m.dispatch[1] = 0",
+            ("dispatch_wait", 7, True, [1]),
+        ),
+        # Its own counts are not out: rank 2 has not read dispatch 6.
+        (
+            FACTS,
+            "m.dispatch[:N] = 6 << 32; m.dispatch[N + 2] = 5 << 32",
+            ("dispatch_async", 7, True, [2]),
+        ),
+        # Rows of choices 0 (its own choice of expert 0 is coded), 1 of rank 1, 2, 4.
+        (
+            FACTS,
+            "m.choices[8] = -2; m.send_row(1); m.send_row(4)",
+            ("combine_wait", 7, True, [2]),
+        ),
+        (
+            FACTS,
+            "m.choices[8] = -2; m.send_row(1); m.send_row(2)",
+            ("combine_wait", 7, True, [1]),
+        ),
+        (FACTS, "m.header[5:7] = 7; m.header[18] = 7", ("combine_wait", 7, False, [])),
+        # Sums: rank 1 has begun its combine, and so has read dispatch 7.
+        (SUMS, "", ("dispatch_wait", 7, False, [])),
+        (
+            SUMS,
+            "m.header[5:7] = 7; m.header[18] = 7; m.dispatch[N + 1] = 7 << 32",
+            ("combine_wait", 7, True, [2]),
+        ),
+        (FACTS, "m.header[3:7] = 0; m.dispatch[:] = 0", ("", 0, False, [])),
+    ],
+)
+def test_gpu_ranks(facts, steps, want):
+    assert gpu(steps, facts) == want
+
+
+def test_gpu_processes_answer():
+    """A process answers for its ranks, from a thread; a closed group says nothing."""
+
+    class Initializer:
+        def who_waits(self) -> Waits:
+            return waits_of([1], [])
+
+    class Closed:
+        def who_waits(self) -> Waits:
+            raise RuntimeError("before ep_init, or after close()")
+
+    mine, closed = Initializer(), Closed()
+    for initializer in (mine, closed):
+        Answers.ask(initializer)
+    deadline = time.monotonic() + 10
+    while (found := gpu_groups([os.getpid()])) == {} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found == {"g": waits_of([1], [])}
+    assert "Rank 1 keeps others waiting" in str(found["g"])
+
+
 def waits_of(*missing: list[int]) -> Waits:
     return Waits(
         "g", [RankWait(i, PHASES[1], 4, True, 1.0, m) for i, m in enumerate(missing)]
@@ -94,4 +229,4 @@ def test_culprit(missing, culprits, said):
 
 def test_who_without_a_group(capsys):
     assert main(["who", "no-such-group"]) == 1
-    assert "no group of CPU processes no-such-group found" in capsys.readouterr().err
+    assert "no group of no-such-group found" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
@@ -17,8 +18,17 @@ from ..cache import compile_once
 from ..config import EPConfig
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
-from ..who import Facts, Waits, groups_of, waits_of_segments
+from ..who import (
+    Answers,
+    Facts,
+    RankWait,
+    Waits,
+    gpu_wait,
+    groups_of,
+    waits_of_segments,
+)
 from .gpu import GpuMemory
+from .gpu_copy import GpuWords
 from .gpu_shared import GpuSharedMemory
 from .masked_ranks import MaskedRanks
 from .setup_graph import setup_model
@@ -110,6 +120,8 @@ class EPCommInitializer(MaskedRanks):
         except BaseException:
             self.close()
             raise
+        if config.target == "gpu":
+            Answers.ask(self)
         has_plan = config.eplb_enabled and config.eplb_phy2log_plan is not None
         if has_plan and not self._placement:
             plan = Placement(config.eplb_phy2log_plan, config.n_ranks)
@@ -161,6 +173,7 @@ class EPCommInitializer(MaskedRanks):
         if config.target == "gpu":
             place = (group, config.node_id, config.n_nodes, config.timeout_s)
             return GpuSharedMemory.join(*place, region_bytes, self._fingerprint())
+        facts = Facts.of(config)
         return SharedMemory(
             group,
             config.node_id,
@@ -168,8 +181,8 @@ class EPCommInitializer(MaskedRanks):
             config.n_gpus_per_node,
             region_bytes,
             self._fingerprint(),
-            self._facts().status_bytes,
-            self._facts().as_dict(),
+            facts.status_bytes,
+            asdict(facts),
         )
 
     def _allocate_counters(self) -> list[list[Buffer]]:
@@ -186,40 +199,27 @@ class EPCommInitializer(MaskedRanks):
                 counters[0][rank] = Buffer.from_numpy(of_rank[: shape[0]])
         return counters
 
-    def _facts(self) -> Facts:
-        """Returns what a reader of the memory must know."""
-        config, sizes = self.config, self.config.sizes()
-        return Facts(
-            config.n_ranks,
-            config.n_experts,
-            config.n_local_experts,
-            config.n_gpus_per_node,
-            sizes.dispatch_counts_offset,
-            sizes.combine_counts_offset,
-            sizes.region_bytes,
-            -(-sizes.counters_words * 4 // 256) * 256,
-            sizes.generations_word,
-            sizes.launch_word,
-        )
-
     def who_waits(self) -> Waits:
         """Says what each rank does and whom it waits for, also while a launch hangs.
 
-        For another thread of the process; ``max-ep who`` does the same for another
-        process. ``print`` it.
+        For another thread; ``max-ep who`` does the same from another process.
+        ``print`` it. CPU ranks of one process run in turn and never wait.
 
         Raises:
             RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
-            NotImplementedError: If ranks are not CPU processes.
         """
         self._check_open("who_waits")
-        if not isinstance(self._memory, SharedMemory):
-            raise NotImplementedError(
-                "EPCommInitializer.who_waits reads groups of CPU processes. Ranks of "
-                "one CPU process never wait; on GPUs check() names who is missing"
-            )
-        group = self._memory.group
-        return waits_of_segments(group, groups_of(str(os.getpid()))[group])
+        if isinstance(self._memory, SharedMemory):
+            group = self._memory.group
+            return waits_of_segments(group, groups_of(str(os.getpid()))[group])
+        first = self.config.node_id * self.config.n_gpus_per_node
+        waits = [RankWait(first + i) for i in range(self.config.n_gpus_per_node)]
+        if self.config.target == "gpu" and not self.config.use_allreduce:
+            for i, device in enumerate(self._rank_devices()):
+                counters = self._counters[0][i]._data_ptr()
+                with GpuWords(device.id, counters, self._regions[i]) as words:
+                    waits[i] = gpu_wait(Facts.of(self.config), first + i, words)
+        return Waits(self._group or f"of process {os.getpid()}", waits)
 
     def _fingerprint(self) -> str:
         """Returns what must be the same in all processes."""

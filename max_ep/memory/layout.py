@@ -26,6 +26,9 @@ class RegionSizes:
     n_failure_words: int  # words of the failure record
     generations_word: int  # first of the four generations
     launch_word: int  # what a CPU rank does; two words on: since when
+    n_tokens_word: int
+    combine_of_word: int
+    choices_word: int
     setup_words: int  # int64 words that max_ep.init takes
     protocol: int  # as layout.mojo numbers it
     n_local_experts: int
@@ -37,6 +40,7 @@ class RegionSizes:
     combine_recv_bytes: int
     combine_counts_bytes: int
     dispatch_counts_offset: int  # in the region
+    combine_recv_offset: int
     combine_counts_offset: int
     region_bytes: int
     dispatch_put_bytes: int  # of put_bytes

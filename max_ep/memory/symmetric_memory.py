@@ -122,11 +122,9 @@ def _start_time(pid: int) -> str:
     return "" if not fields or fields[0] == "Z" else fields[19]
 
 
-def process_state(pid: int, started: str) -> str:
+def process_state(pid: int, started: str | None = None) -> str:
     """Says what is wrong with a process; "": it runs, or the system does not say."""
-    if not started:
-        return ""
-    if _start_time(pid) != started:
+    if started and _start_time(pid) != started:
         return "is dead"
     return "is stopped" if _stat(pid)[:1] in (["T"], ["t"]) else ""
 

@@ -148,14 +148,14 @@ struct Word:
 
 
 @always_inline
-def _choices_word(n_experts: Int) -> Int:
+def choices_word(n_experts: Int) -> Int:
     """Locates the choices; a rank has at most n_experts + n_ranks - 1 pairs."""
     return N_HEADER_WORDS + 2 * (n_experts + MAX_RANKS + 1)
 
 
 @always_inline
 def _received_word(group: Group) -> Int:
-    return _choices_word(group.n_experts) + 3 * group.n_choices()
+    return choices_word(group.n_experts) + 3 * group.n_choices()
 
 
 def masked_word(group: Group) -> Int:
@@ -389,14 +389,14 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
     ) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the experts of a dispatch's choices."""
         return self.at(
-            _choices_word(group.n_experts)
+            choices_word(group.n_experts)
             + Int(generation & UInt32(1)) * group.n_choices()
         )
 
     @always_inline
     def slots(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to the slots of this dispatch's choices."""
-        return self.at(_choices_word(group.n_experts) + 2 * group.n_choices())
+        return self.at(choices_word(group.n_experts) + 2 * group.n_choices())
 
     @always_inline
     def is_masked(self, group: Group, rank: Int) -> Bool:
