@@ -22,6 +22,7 @@ from .graph.builders import call_ep_degraded as call_ep_degraded
 from .graph.builders import call_ep_dispatch as call_ep_dispatch
 from .graph.builders import call_ep_dispatch_async as call_ep_dispatch_async
 from .graph.builders import call_ep_dispatch_wait as call_ep_dispatch_wait
+from .graph.builders import call_ep_dropped as call_ep_dropped
 from .graph.builders import call_ep_init as call_ep_init
 from .graph.builders import call_ep_watch as call_ep_watch
 from .graph.manager import EPBatchManager as EPBatchManager

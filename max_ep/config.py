@@ -17,6 +17,7 @@ from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig
 
 from .balance_checks import check_fields
+from .config_checks import check_hidden_size, check_max_output_rows
 from .formats import PLAIN_DTYPES, TokenFormat, format_of, on_target
 from .limits import (
     COMBINE_MODES,
@@ -32,7 +33,6 @@ from .limits import (
     PROTOCOLS,
     SCALE_LAYOUTS,
     TARGETS,
-    TOKEN_ALIGN_BYTES,
 )
 from .memory.layout import RegionSizes, region_sizes
 
@@ -146,6 +146,12 @@ class EPConfig:
     ``row_offsets``. ``"padded"``: each local expert has ``expert_capacity`` rows of
     its own, with ``recv_counts``, as in DeepEP's low-latency mode."""
 
+    max_output_rows: int | None = None
+    """The most rows of routed experts that a rank's tensors hold; None: enough for any
+    routing. What does not fit is dropped by a fixed rule, and counted
+    (:meth:`EPBatchManager.ep_dropped`,
+    docs/decisions/0028-a-cap-on-dispatched-rows.md). Packed rows of CPU ranks."""
+
     scale_layout: str = "auto"
     """How the scales of quantized rows stand. ``"rows"``: as the rows do.
     ``"transposed"``: with one row's scales apart, as FP8 matmuls take them.
@@ -163,8 +169,9 @@ class EPConfig:
             self.target = "gpu" if accelerator_count() > 0 else "cpu"
         _check_sizes(self)
         check_fields(self)
+        check_max_output_rows(self)
         _check_dtypes(self)
-        _check_hidden_size(self)
+        check_hidden_size(self)
         _check_scale_layout(self)
         if self.protocol == "auto":
             works = self.combines_sums or not _refusal_by_rank(self)
@@ -354,7 +361,8 @@ class EPConfig:
         Tensors may have more: ``n_output_rows``.
         """
         per_token = min(self.top_k, self.n_local_experts)
-        return self.exchange_ranks * self.max_tokens_per_rank * per_token
+        most = self.exchange_ranks * self.max_tokens_per_rank * per_token
+        return min(most, self.max_output_rows or most)
 
     def estimate_memory_usage(self) -> int:
         """Returns the bytes of one rank's symmetric region, of both buffer groups."""
@@ -511,28 +519,6 @@ def _check_dtypes(config: EPConfig) -> None:
                 "float32, or None for combine_dtype"
             )
     config.token_format.check_quant_config(config.dispatch_quant_config)
-
-
-def _check_hidden_size(config: EPConfig) -> None:
-    """Checks that rows are made of whole 16-byte vectors and whole blocks."""
-    block = config.token_format.scale_block
-    if block and config.hidden_size % block != 0:
-        raise ValueError(
-            f"hidden_size={config.hidden_size} must be a multiple of {block} for "
-            f"{config.token_format.short_name.upper()} dispatch; pad it"
-        )
-    for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
-        dtype = getattr(config, field)
-        is_packed = field == "dispatch_dtype"
-        n_packed = config.token_format.values_per_byte if is_packed else 1
-        n_bytes = config.hidden_size * dtype.size_in_bytes // n_packed if dtype else 0
-        if n_bytes % TOKEN_ALIGN_BYTES != 0:
-            multiple = n_packed * TOKEN_ALIGN_BYTES // dtype.size_in_bytes
-            raise ValueError(
-                f"hidden_size={config.hidden_size} of {dtype} ({field}) is {n_bytes} "
-                f"bytes, which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
-                f"to a multiple of {multiple}"
-            )
 
 
 def _check_scale_layout(config: EPConfig) -> None:

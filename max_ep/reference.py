@@ -149,6 +149,46 @@ def dispatch(
     return results
 
 
+def kept_rows(counts: np.ndarray, max_rows: int) -> np.ndarray:
+    """Says how many rows of each pair a rank keeps, `EPConfig.max_output_rows`.
+
+    `counts` are `[n_local_experts, n_ranks]`: rows of each expert from each source. If
+    all do not fit, a pair keeps at most `T`, the largest number with which all fit, and
+    the first pairs that have more keep one more, until `max_rows` are kept.
+    """
+    if counts.sum() <= max_rows:
+        return counts.copy()
+    level = max(t for t in range(max_rows + 1) if counts.clip(0, t).sum() <= max_rows)
+    kept = counts.clip(0, level)
+    kept.flat[np.flatnonzero(counts > level)[: max_rows - kept.sum()]] += 1
+    return kept
+
+
+def drop_rows(result: DispatchResult, n_ranks: int, max_rows: int) -> DispatchResult:
+    """Drops the rows of a rank that do not fit; a pair keeps its first ones.
+
+    A shared expert's rows, which come first, are neither counted nor dropped.
+    """
+    is_routed = result.src_info[:, 1] >= 0
+    group_of = np.repeat(result.expert_ids, np.diff(result.row_offsets.astype(int)))
+    n_groups = len(result.expert_ids)
+    pair_of = group_of * n_ranks + result.src_ranks
+    counts = np.bincount(pair_of[is_routed], minlength=n_groups * n_ranks)
+    kept = kept_rows(counts, max_rows)
+    # Rows of a pair stand one after another.
+    position = np.arange(len(pair_of)) - np.searchsorted(pair_of, pair_of)
+    stays = ~is_routed | (position < kept[pair_of])
+    sizes = np.bincount(group_of[stays], minlength=n_groups)
+    return DispatchResult(
+        rows=result.rows[stays],
+        scales=None if result.scales is None else result.scales[:, stays].copy(),
+        row_offsets=np.cumsum([0, *sizes]).astype(np.uint32),
+        expert_ids=result.expert_ids,
+        src_info=result.src_info[stays],
+        src_ranks=result.src_ranks[stays],
+    )
+
+
 @dataclass
 class PaddedResult:
     """What dispatch delivers to one rank whose experts have rows of their own.

@@ -25,6 +25,7 @@ from max_ep.reference import (
     combine,
     combine_sums,
     dispatch,
+    drop_rows,
     float32_to_bfloat16,
     n_local_experts,
     pad,
@@ -57,6 +58,7 @@ class Case:
     combine_mode: str = field(default="rows", repr=False)
     partial_dtype: DType | None = field(default=None, repr=False)
     use_allreduce: bool = field(default=False, repr=False)
+    max_output_rows: int | None = field(default=None, repr=False)
 
     @property
     def token_format(self) -> TokenFormat:
@@ -91,7 +93,8 @@ class Case:
     def max_rows(self) -> int:
         """The most rows one rank can get."""
         per_token = min(self.top_k, self.n_local_experts)
-        return self.n_senders * self.max_tokens_per_rank * per_token
+        most = self.n_senders * self.max_tokens_per_rank * per_token
+        return min(most, self.max_output_rows or most)
 
     @property
     def is_padded(self) -> bool:
@@ -132,6 +135,7 @@ class Case:
             combine_mode=self.combine_mode,
             partial_dtype=self.partial_dtype,
             use_allreduce=self.use_allreduce,
+            max_output_rows=self.max_output_rows,
         )
         return EPConfig(**(fields | changes))
 
@@ -503,13 +507,16 @@ def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
             quantize = functools.partial(quantize, power_of_two_scales=True)
     tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
     if given.input_scales is None:
-        return dispatch(
+        results = dispatch(
             tokens,
             given.ids,
             case.n_experts,
             quantize=quantize,
             shared_expert=case.fused_shared_expert,
         )
+        if case.max_output_rows is None:
+            return results
+        return [drop_rows(r, case.n_ranks, case.max_output_rows) for r in results]
 
     # The oracle knows no input scales: route first, then scale and encode
     # every row by the expert it stands for.

@@ -418,6 +418,40 @@ def call_ep_degraded(
     return degraded, share
 
 
+def call_ep_dropped(
+    atomic_counter: BufferValue,
+    recv_buf_ptrs: TensorValue,
+    recv_count_ptrs: TensorValue,
+    config: EPConfig,
+    topk_ids: TensorValue,
+) -> tuple[TensorValue, TensorValue]:
+    """Counts what did not fit into ``EPConfig.max_output_rows``.
+
+    It belongs behind the combine of these tokens, before the next dispatch. MAX has no
+    such op.
+
+    Args:
+        topk_ids: Those that dispatch took, ``[n_tokens, top_k]``.
+
+    Returns:
+        ``of_tokens`` ``[n_tokens]`` int32: choices of each token whose row is not in
+        its result; ``of_experts`` ``[n_local_experts]`` int32: rows of each that this
+        rank dropped.
+    """
+    if config.max_output_rows is None:
+        raise ValueError("ep_dropped needs EPConfig.max_output_rows")
+    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
+    device, shape = atomic_counter.device, [None, config.top_k]
+    check_value(topk_ids, "topk_ids", DType.int32, shape, device)
+    numbers = topk_ids.shape[0], config.n_local_experts
+    types = [TensorType(DType.int32, [n], device) for n in numbers]
+    values = [topk_ids, *pointers]
+    of_tokens, of_experts = ops.call_op(
+        "dropped", config, atomic_counter, values, types
+    )
+    return of_tokens, of_experts
+
+
 # --------------------------------------------------------------------- measuring
 
 

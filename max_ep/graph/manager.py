@@ -44,6 +44,7 @@ from .builders import (
     call_ep_dispatch,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
+    call_ep_dropped,
     call_ep_watch,
 )
 from .checks import check_all_ranks, check_phase, refuse_if_in_turn
@@ -485,6 +486,19 @@ class EPBatchManager:
         counter = self._counter(device_id)
         where = self._pointers(_COMBINE)[1:]
         return call_ep_degraded(counter, *where, self.config, topk_ids, router_weight)
+
+    def ep_dropped(
+        self, topk_ids: TensorValue, device_id: int
+    ) -> tuple[TensorValue, TensorValue]:
+        """Counts what did not fit into ``EPConfig.max_output_rows``.
+
+        It belongs behind the rank's combine. Returns ``[n_tokens]`` int32, the choices
+        of each token that its result lacks, and ``[n_local_experts]`` int32, the rows
+        of each expert that this rank dropped; see :func:`call_ep_dropped`.
+        """
+        counter = self._counter(device_id)
+        where = self._pointers(_COMBINE, device_id)[1:]
+        return call_ep_dropped(counter, *where, self.config, topk_ids)
 
     def _dispatched(self, device_id: int) -> TensorValue:
         self._counter(device_id)  # raises if there are no buffers

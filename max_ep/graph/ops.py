@@ -89,6 +89,7 @@ def _group(config: EPConfig) -> str:
         "padded": config.is_padded,
         "fused_shared_expert": config.fused_shared_expert,
         "masks": config.masks,
+        "drops_rows": config.max_output_rows is not None,
         "shares_gpu": config.ranks_per_gpu > 1 and not config.use_allreduce,
         "scales_in_rows": config.scale_layout == "rows",
         "scales_in_tiles": config.scale_layout == "tiles",

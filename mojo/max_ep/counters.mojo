@@ -32,6 +32,9 @@ The words are in this rank's own memory. No peer accesses them. All are Int32:
                           GPU, if ranks mask, 64 bits each: the counts and numbers of
                           tokens that the first block took; the last heartbeat of
                           each rank, and when it was seen, in ms
+    rows found [max_tokens_per_rank], rows dropped [n_local_experts]
+                          CPU: rows that came back of each token in the last combine,
+                          and rows that did not fit in the last dispatch
 """
 import max.gpu.primitives.warp as warp
 
@@ -159,7 +162,7 @@ def _received_word(group: Group) -> Int:
 
 
 def masked_word(group: Group) -> Int:
-    """Locates the mask: where the words of a group that does not mask end."""
+    """Locates the mask, of a group that masks."""
     var n_words = _received_word(group)
     if group.has_sums():
         n_words += group.n_ranks * (1 + 2 * group.n_choices())
@@ -173,11 +176,15 @@ def _decided_word(group: Group) -> Int:
     return round_up(n_words + group.n_ranks + 1, 2) if group.masks else n_words
 
 
-def local_sync_counters_words(group: Group) -> Int:
-    """Counts the words of `EPLocalSyncCounters`."""
+def _found_word(group: Group) -> Int:
     return _decided_word(group) + (
         2 * (2 * group.n_ranks + group.n_pairs()) if group.masks else 0
     )
+
+
+def local_sync_counters_words(group: Group) -> Int:
+    """Counts the words of `EPLocalSyncCounters`."""
+    return _found_word(group) + group.max_tokens_per_rank + group.n_local_experts()
 
 
 @always_inline
@@ -412,6 +419,18 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
     def step_began_ms(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
         """Points to when the last `dispatch_async` began."""
         return self.at(masked_word(group) + group.n_ranks)
+
+    def rows_found(
+        self, group: Group, token_idx: Int
+    ) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to how many rows of a token the last combine added."""
+        return self.at(_found_word(group) + token_idx)
+
+    def rows_dropped(
+        self, group: Group, local_expert: Int
+    ) -> Pointer[Int32, MutUntrackedOrigin]:
+        """Points to how many rows of an expert did not fit in the last dispatch."""
+        return self.rows_found(group, group.max_tokens_per_rank + local_expert)
 
     @always_inline
     def decided(self, group: Group, place: Int) -> FlagPointer:

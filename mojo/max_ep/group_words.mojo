@@ -59,6 +59,7 @@ def group_of(
         use_shmem=on_gpu and per_node < n_ranks,
         n_sms=number_in(words, "n_sms"),
         masks=has_word(words, "masks"),
+        drops_rows=has_word(words, "drops_rows"),
     )
 
 

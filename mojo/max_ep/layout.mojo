@@ -211,6 +211,8 @@ struct Group(TrivialRegisterPassable):
     """Most multiprocessors of a GPU that a launch may use; 0: all."""
     var masks: Bool
     """Whether a rank that is late is masked, and the others go on without it."""
+    var drops_rows: Bool
+    """Whether rows that do not fit into the outputs are dropped (CPU)."""
 
     def __init__(
         out self,
@@ -233,6 +235,7 @@ struct Group(TrivialRegisterPassable):
         num_threads: Int = 512,
         n_sms: Int = 0,
         masks: Bool = False,
+        drops_rows: Bool = False,
     ):
         """Describes a group; `n_ranks_per_node` 0: one node has all ranks."""
         self.n_experts = n_experts
@@ -253,6 +256,7 @@ struct Group(TrivialRegisterPassable):
         self.num_threads = num_threads
         self.n_sms = n_sms
         self.masks = masks
+        self.drops_rows = drops_rows
 
     @staticmethod
     def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:

@@ -34,6 +34,7 @@ from .arguments import (
 )
 from .degraded import launch_degraded
 from .device.phase import InputScales
+from .dropped import launch_dropped
 from .formats.table import has_format
 from .group_words import CombineGroup, DispatchGroup, FormatOfOp
 from .kernel_argument import unused
@@ -492,3 +493,39 @@ struct Watch:
             recv_count_ptrs.to_tile_tensor(),
         )
         launch_watch[target, is_combine](call, waits_ns.to_tile_tensor(), ctx)
+
+
+@extensibility.register("max_ep.dropped")
+struct Dropped:
+    """Counts what did not fit; changes nothing."""
+
+    @staticmethod
+    def execute[
+        target: StaticString,
+        group: StaticString,
+        combine_dtype: DType,
+        partial_dtype: DType,
+    ](
+        of_tokens: OutputTensor[dtype=DType.int32, rank=1, ...],
+        of_experts: OutputTensor[dtype=DType.int32, rank=1, ...],
+        atomic_counters: WordsTensor,
+        order: WordsTensor,
+        topk_ids: Int32Matrix,
+        recv_ptrs: PointersTensor,
+        recv_count_ptrs: PointersTensor,
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op on one rank."""
+        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
+        var call = Call[members].of_wait[target](
+            "dropped",
+            atomic_counters.to_tile_tensor(),
+            recv_ptrs.to_tile_tensor(),
+            recv_count_ptrs.to_tile_tensor(),
+        )
+        launch_dropped[target](
+            call,
+            of_tokens.to_tile_tensor(),
+            of_experts.to_tile_tensor(),
+            topk_ids.to_tile_tensor(),
+        )

@@ -349,8 +349,10 @@ def cpu_combine_wait[
 
     for_each_chunk(n_tokens, bytes_per_token, reduce_tokens)
     var n_found = 0
-    for n in found:
-        n_found += n
+    for token_idx in range(n_tokens):
+        n_found += found[token_idx]
+        comptime if group.drops_rows:
+            rank.counters.rows_found(group, token_idx)[] = Int32(found[token_idx])
     if n_found != n_rows:
         comptime if has_sums:
             raise rank.error(

@@ -325,6 +325,9 @@ def _place_choice[
     if is_here:
         var local_expert = expert_of_entry(entry[]) - rank.expert_id(0)
         pair = group.pair(local_expert, src_rank)
+        comptime if group.drops_rows:
+            is_here = position_of_entry(entry[]) < rank.counters.pair_count(pair)
+    if is_here:
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
     comptime if group.has_sums():
         var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)

@@ -5,6 +5,7 @@ Positions are in token order, and rows are sorted by local expert, source rank, 
 choice. So results do not depend on timing.
 """
 from ..counters import EPLocalSyncCounters, Word
+from ..kept_rows import keep_rows
 from ..layout import Group
 from ..row_tables import RowTables
 from .rank import CpuRank
@@ -113,6 +114,12 @@ def lay_out_rows[
                 rank.generation,
                 rank.waiter(src_rank, "count", rank.expert_id(local_expert)),
             )
+    var counts = List[Int](length=rank.n_pairs, fill=0)
+    for pair in range(rank.n_experts() * group.n_ranks):
+        var offset = group.dispatch_count_offset(pair)
+        counts[pair] = rank.count_from(pair % group.n_ranks, offset)
+    comptime if group.drops_rows:
+        _drop_rows(counts, n_rows_max, rank)
 
     var n_rows = n_shared
     var largest_pair = 0
@@ -121,9 +128,7 @@ def lay_out_rows[
         var n_expert_rows = 0
         for src_rank in range(group.n_ranks):
             var pair = group.pair(local_expert, src_rank)
-            var count = 0
-            if local_expert < rank.n_experts():
-                count = rank.count_from(src_rank, group.dispatch_count_offset(pair))
+            var count = counts[pair]
             counters.set_pair_rows(pair, first_row + n_expert_rows, count)
             tables.write_pair(pair, n_expert_rows, count)
             largest_pair = max(largest_pair, count)
@@ -139,6 +144,23 @@ def lay_out_rows[
             t" declare them with EPConfig.n_output_rows rows."
         )
     return Arrived(n_shared, n_rows)
+
+
+def _drop_rows[
+    group: Group, //
+](mut counts: List[Int], n_rows_max: Int, rank: CpuRank[group]):
+    """Reduces the counts to the rows that fit, and records how many do not."""
+    var announced = counts.copy()
+    comptime n_shared_max = (
+        group.max_tokens_per_rank if group.fused_shared_expert else 0
+    )
+    keep_rows(counts, n_rows_max - n_shared_max)
+    for local_expert in range(group.n_local_experts()):
+        var n_dropped = 0
+        for src_rank in range(group.n_ranks):
+            var pair = group.pair(local_expert, src_rank)
+            n_dropped += announced[pair] - counts[pair]
+        rank.counters.rows_dropped(group, local_expert)[] = Int32(n_dropped)
 
 
 struct RowCursor(TrivialRegisterPassable):
