@@ -61,6 +61,7 @@ class Facts:
     n_tokens_word: int
     combine_of_word: int
     choices_word: int
+    masked_word: int
 
     @classmethod
     def of(cls, config: EPConfig) -> Facts:
@@ -180,7 +181,7 @@ def cpu_wait(
     Args:
         facts: Of its group.
         rank: The rank.
-        header: First words of its counters, int32.
+        header: Its counters, int32.
         region: Its region, uint8.
         now_ns: The monotonic clock.
     """
@@ -196,7 +197,11 @@ def cpu_wait(
     wait = RankWait(rank, PHASES[number], generation, is_running)
     wait.since_s = max(0, now_ns - since_ns) / 1e9
     if is_running:
-        wait.missing = missing_ranks(facts, rank, number, last, region)
+        late = missing_ranks(facts, rank, number, last, region)
+        is_masked = np.zeros(facts.n_ranks, bool)
+        if facts.protocol & _MASKS:
+            is_masked = header[facts.masked_word :][: facts.n_ranks] != 0
+        wait.missing = [r for r in late if not is_masked[r]]
     return wait
 
 
@@ -404,7 +409,7 @@ def waits_of_segments(group: str, segments: Iterable[Segment]) -> Waits:
         memory = np.frombuffer(segment.memory, np.uint8)[segment.first_byte :]
         for i in range(facts.n_local_ranks):
             rank = segment.node_id * facts.n_local_ranks + i
-            header = memory[i * facts.status_bytes :][: 4 * _N_HEADER_WORDS]
+            header = memory[i * facts.status_bytes :][: facts.status_bytes]
             start = segment.regions_byte - segment.first_byte + i * facts.region_bytes
             region = memory[start : start + facts.region_bytes]
             wait = cpu_wait(

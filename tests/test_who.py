@@ -45,6 +45,7 @@ FACTS = Facts(
     n_tokens_word=16,
     combine_of_word=18,
     choices_word=32,
+    masked_word=32,
 )
 LAST = 6
 """The last generation of every phase."""
@@ -57,7 +58,9 @@ def memory_of() -> np.ndarray:
     return region
 
 
-def look(rank: int, phase: str, changed: dict[tuple[str, int], int]) -> RankWait:
+def look(
+    rank: int, phase: str, changed: dict[tuple[str, int], int], protocol: int = 2
+) -> RankWait:
     """Looks at a rank that is in a phase; some flags are of other generations."""
     region = memory_of()
     flags = {
@@ -66,11 +69,13 @@ def look(rank: int, phase: str, changed: dict[tuple[str, int], int]) -> RankWait
     }
     for (buffer, place), generation in changed.items():
         flags[buffer][place] = generation << 32
-    header = np.zeros(32, np.int32)
+    header = np.zeros(32 + N_RANKS, np.int32)
+    header[FACTS.masked_word + 1] = 1
     header[FACTS.generations_word :][:4] = LAST
     header[FACTS.launch_word] = 1 + PHASES.index(phase)
     header[FACTS.launch_word + 2 :][:2].view(np.int64)[0] = 10**9
-    return cpu_wait(FACTS, rank, header, region, now_ns=4 * 10**9)
+    facts = replace(FACTS, protocol=protocol)
+    return cpu_wait(facts, rank, header, region, now_ns=4 * 10**9)
 
 
 def arrived(buffer: str, places: range, but: int = -1) -> dict[tuple[str, int], int]:
@@ -199,6 +204,12 @@ def test_gpu_processes_answer():
         time.sleep(0.01)
     assert found == {"g": waits_of([1], [])}
     assert "Rank 1 keeps others waiting" in str(found["g"])
+
+
+def test_nobody_waits_for_a_masked_rank():
+    """The mask of rank 1 stands there in any case; only groups that mask read it."""
+    assert look(0, "dispatch_wait", {}).missing == [0, 1, 2]
+    assert look(0, "dispatch_wait", {}, protocol=2 + 8).missing == [0, 2]
 
 
 def waits_of(*missing: list[int]) -> Waits:
