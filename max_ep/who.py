@@ -354,7 +354,10 @@ class Answers(threading.Thread):
     def run(self) -> None:
         """Writes a line of JSON for each group to whoever connects."""
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(_SOCKET + str(os.getpid()))
+            try:
+                listener.bind(_SOCKET + str(os.getpid()))
+            except OSError:  # a container with the same network has this pid, too
+                return
             listener.listen()
             while True:
                 asking, _ = listener.accept()

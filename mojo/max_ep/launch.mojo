@@ -36,8 +36,11 @@ comptime RANK_OF_COUNTERS = Int32(-1)
 
 
 def _begin(call: Call, launch: Int) raises:
-    """Records which phase this CPU rank begins: 1 + its number. Refuses one that would
-    wait for its own rank: it can never be met."""
+    """Records which phase this CPU rank begins: 1 + its number.
+
+    Refuses a wait for what this rank has not sent, which can never be met, and a send
+    before this rank has read: its own tokens may stand where the next ones go.
+    """
     var phases = materialize[PHASES]()
     var phase = phases[launch - 1]
     var place = String(t"max_ep: {phase} on rank {call.counters.my_rank()}")

@@ -51,16 +51,6 @@ def cpu_dispatch_async[
     comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
     var n_tokens = given.n_tokens
     rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
-    # A rank without experts is not among those readers, but its dispatch_wait
-    # may still read its own tokens where they were encoded.
-    comptime if is_by_rank or group.fused_shared_expert:
-        if rank.counters.generation(Word.DISPATCH_RECEIVED) != rank.last:
-            raise rank.error(
-                " again, before its dispatch_wait, which still has to read its"
-                " own tokens. Wait on every rank before sending again; after a"
-                " run that raised, call EPCommInitializer.reset() (or restart"
-                " the group)."
-            )
     rank.counters.n_tokens_of(rank.generation)[] = Int32(n_tokens)
 
     var ids = given.topk_ids

@@ -97,11 +97,6 @@ def lay_out_rows[
     var counters = rank.counters
     var n_shared = 0
     comptime if group.fused_shared_expert:
-        if counters.generation(Word.DISPATCH_SENT) != rank.generation:
-            raise rank.error(
-                " before its dispatch_async: the shared expert's tokens are not"
-                " there. Send first."
-            )
         n_shared = Int(counters.n_tokens_of(rank.generation)[])
 
     # Before any row has a place: a source that is masked for a count that is late has

@@ -189,16 +189,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
                 continue
             # I3: no slot is written before its last reader is done with it.
             var done = self.my_flag(done_offset + reader_rank * FLAG_BYTES)
-            if (
-                reader_rank == self.my_rank
-                and generation_of(load_acquire_sys(done)) != self.last
-                and self.deadline.timeout_ms > 0
-            ):
-                raise self.error(
-                    t" again, before this rank has waited for what was sent"
-                    t" last (generation {self.last}); wait on every rank before"
-                    t" sending again."
-                )
             var who = self.waiter(reader_rank, "word that it has read")
             self.await_flag(done, self.last, who)
 
