@@ -501,22 +501,26 @@ def _in_layout(
 
 
 def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
+    results = _all_rows(case, given)
+    if case.max_output_rows is None:
+        return results
+    return [drop_rows(r, case.n_ranks, case.max_output_rows) for r in results]
+
+
+def _all_rows(case: Case, given: Inputs) -> list[DispatchResult]:
     quantize = case.token_format.quantize
     if quantize:
         if case.has_rounded_scales:
             quantize = functools.partial(quantize, power_of_two_scales=True)
     tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
     if given.input_scales is None:
-        results = dispatch(
+        return dispatch(
             tokens,
             given.ids,
             case.n_experts,
             quantize=quantize,
             shared_expert=case.fused_shared_expert,
         )
-        if case.max_output_rows is None:
-            return results
-        return [drop_rows(r, case.n_ranks, case.max_output_rows) for r in results]
 
     # The oracle knows no input scales: route first, then scale and encode
     # every row by the expert it stands for.

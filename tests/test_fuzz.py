@@ -79,6 +79,9 @@ def _drawn_case(rng: np.random.Generator, name: str) -> Case:
         combine_mode=["rows", "sums"][rng.integers(2)],
         partial_dtype=[None, BF16, F32][rng.integers(3)],
     )
+    if not case.is_padded and rng.random() < 0.3:
+        most = int(rng.integers(1, case.max_rows + 1))
+        case = replace(case, max_output_rows=most)
     if not case.is_quantized:
         case = replace(case, scale_layout="auto")
     if case.combine_mode == "rows":
@@ -197,6 +200,7 @@ _CHANGES: dict[str, list] = dict(
     partial_dtype=[None, *_DTYPES],
     ranks_per_gpu=[-1, 0, 1, 2, 4],
     n_sms=[-1, 0, 1, 64],
+    max_output_rows=[None, -1, 1, 9, 1000],
     timeout_s=[-1.0, 0.0, 0.001, 1.0, 1e9],
 )
 
@@ -232,6 +236,7 @@ def test_any_configuration(arguments):
         scale_layout=config.scale_layout,
         use_allreduce=config.use_allreduce,
         fused_shared_expert=config.fused_shared_expert,
+        max_output_rows=config.max_output_rows,
     )
     with building("any", case, config) as (manager, ranks, graph):
         graph.output(*(v for rank in round_trip(manager, ranks) for v in rank))
