@@ -154,20 +154,24 @@ def test_counters_hold_every_pair(n_ranks):
     # one, for each choice, follow.
     case = CASES["two_ranks"]
     n_choices = case.max_tokens_per_rank * case.top_k
+    # Last, rows found of each token, and dropped of each local expert.
+    n_last = case.max_tokens_per_rank + case.n_local_experts
     assert case.config().sizes().counters_words == (
-        words_of[case.n_experts] + 3 * n_choices
+        words_of[case.n_experts] + 3 * n_choices + n_last
     )
     # Sums: of each rank its tokens, and a row and a weight a choice.
     sums = case.config(combine_mode="sums", protocol="auto").sizes()
     assert sums.counters_words == case.config().sizes().counters_words + (
         case.n_ranks * (1 + 2 * n_choices)
     )
-    # Masks: a word a rank, and one. Rows have places of their own for each owner.
+    # Masks: a word a rank, and one; then 64 bits for each pair, and two for each rank.
+    # Rows have places of their own for each owner.
     masks = case.config(on_timeout="mask").sizes()
     plain = case.config().sizes()
-    n_last = case.max_tokens_per_rank + plain.n_local_experts
     assert masks.masked_word == plain.counters_words - n_last
-    assert masks.counters_words == plain.counters_words + case.n_ranks + 1
+    decided = up(masks.masked_word + case.n_ranks + 1, 2)
+    n_pairs = case.n_local_experts * case.n_ranks
+    assert masks.counters_words == decided + 2 * (n_pairs + 2 * case.n_ranks) + n_last
     assert masks.combine_recv_bytes == case.n_ranks * plain.combine_recv_bytes
     assert masks.dispatch_counts_bytes == plain.dispatch_counts_bytes + 8 * case.n_ranks
     for n_experts, n_words in words_of.items():
