@@ -441,7 +441,7 @@ def groups_of(target: str | None) -> dict[str, list[Segment]]:
         ValueError: If this process may not look into that one.
     """
     pids, target = processes_of(target)
-    groups: dict[str, dict[tuple[int, bool], Segment]] = {}
+    groups: dict[str, dict[int, list[Segment]]] = {}
     for pid in pids:
         try:
             found = segments_of(pid)
@@ -452,16 +452,17 @@ def groups_of(target: str | None) -> dict[str, list[Segment]]:
         for segment in found:
             if segment.facts and segment.group.startswith(target or ""):
                 of_group = groups.setdefault(segment.group, {})
-                of_group.setdefault((segment.node_id, segment.is_closed), segment)
-    # A process that has joined again has closed an earlier segment of this name.
+                of_group.setdefault(segment.node_id, []).append(segment)
     return {
-        group: [
-            segment
-            for (node_id, is_closed), segment in found.items()
-            if not (is_closed and (node_id, False) in found)
-        ]
-        for group, found in groups.items()
+        group: [min(found, key=_is_of_the_past) for found in by_node.values()]
+        for group, by_node in groups.items()
     }
+
+
+def _is_of_the_past(segment: Segment) -> bool:
+    """Whether a segment may have a successor: its process has closed it, or is dead."""
+    state = process_state(segment.pid, segment.started)
+    return segment.is_closed or state == "is dead"
 
 
 def run_who(options: argparse.Namespace) -> int:
