@@ -20,7 +20,7 @@ def trade(group: str, rank: int, n_ranks: int, folder: Path, timeout_s: float) -
     """Hands a file's descriptor to all others, as if it were GPU memory."""
     memory = GpuSharedMemory.__new__(GpuSharedMemory)
     memory._board = Board(group, rank, n_ranks, 10.0)
-    memory._n_bytes = 1
+    memory._n_bytes, memory._absent = 1, set()
     file = os.open(folder / str(rank), os.O_RDWR | os.O_CREAT)
     try:
         if timeout_s == 0:  # a rank that does not come

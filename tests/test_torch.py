@@ -17,6 +17,7 @@ import deep_ep_programs
 import pytest
 import torch_member
 import torch_misuse
+import torch_shrink
 
 from max_ep import LaunchError, cli, launch
 
@@ -142,3 +143,17 @@ def test_no_max_is_loaded() -> None:
     # MAX has changed the environment behind Python's back: not as it is inherited.
     program = [sys.executable, "-c", program]
     assert subprocess.run(program, env=dict(os.environ)).returncode == 0
+
+
+def test_shrink(place: str, tmp_path: Path) -> None:
+    """Ranks fail at the first dispatch, combine and clean; the rest goes on, and waits
+    once for each that it has not masked."""
+    timeout_s = 2.0 if place == "cpu" else 5.0
+    n, store = torch_shrink.N_RANKS, str(tmp_path / "store")
+    done = launch(torch_shrink.member, n, (store, timeout_s))
+    times = [done[rank] for rank in (0, 4)]
+    assert [len(x) for x in done] == [7, 0, 0, 0, 6]
+    for of_rank in times:
+        *fast, updated, cleaned = of_rank[:6]
+        assert max(fast) < timeout_s, of_rank
+        assert min(updated, cleaned) >= timeout_s, of_rank

@@ -44,12 +44,16 @@ class Board:
         )
         self._notes = self._memory.connect(timeout_s)
 
-    def exchange(self, what: str, note: Any = None) -> list[Any]:
+    def exchange(
+        self, what: str, note: Any = None, absent: set[int] | None = None
+    ) -> list[Any]:
         """Returns every rank's note.
 
         Args:
             what: The call, with all that ranks must agree on.
             note: Anything that JSON takes.
+            absent: Ranks that are not waited for; if given, one that does not come is
+                added, and its note is None.
 
         Raises:
             TimeoutError: If a rank does not come; names it.
@@ -65,7 +69,17 @@ class Board:
         header[1], header[2] = len(body), zlib.crc32(body)
         header[0] = self.n_exchanges
         deadline = time.monotonic() + self.timeout_s
-        found = [self._read(peer, what, deadline) for peer in range(self.n_ranks)]
+        found = []
+        for peer in range(self.n_ranks):
+            if peer not in (absent or ()):
+                try:
+                    found.append(self._read(peer, what, deadline))
+                    continue
+                except TimeoutError:
+                    if absent is None:
+                        raise
+                    absent.add(peer)
+            found.append((what, None))
         for peer, (theirs, _) in enumerate(found):
             if theirs != what:
                 raise ValueError(

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import socket
 import time
+from collections.abc import Collection
 from typing import Any
 
 from .board import Board
@@ -80,6 +81,7 @@ class GpuSharedMemory:
         self._device = device
         self._n_bytes = -(-n_bytes // _GRANULARITY) * _GRANULARITY
         self._mapped: list[tuple[int, int]] = []
+        self._absent: set[int] = set()
         _use_context(device)
         handle, what = _U64(), _Properties()
         what.type, what.handle_types = _PINNED, _POSIX_DESCRIPTOR
@@ -123,8 +125,12 @@ class GpuSharedMemory:
         """Returns the address of this rank's block."""
         return [self._mine]
 
-    def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's block, in this process."""
+    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
+        """Returns the address of every rank's block, in this process.
+
+        Ranks that are ``absent`` are not waited for; in place of theirs stands its own.
+        """
+        self._absent = {*absent}
         descriptor = ctypes.c_int()
         kind = ctypes.c_int(_POSIX_DESCRIPTOR)
         export = (ctypes.byref(descriptor), self._handle, kind, _U64(0))
@@ -152,10 +158,12 @@ class GpuSharedMemory:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
             box.bind(f"\0{board.name}.{board.rank}")
             box.setblocking(False)
-            board.exchange("map GPU memory", self._n_bytes)  # all listen
+            absent = self._absent or None
+            board.exchange("map GPU memory", self._n_bytes, absent)  # all listen
             try:
                 self._trade(box, descriptor, received, timeout_s)
-                board.exchange("have GPU memory")  # nobody binds the name again before
+                # Nobody binds the name again before.
+                board.exchange("have GPU memory", None, absent)
             except BaseException:
                 for descriptor in received.values():
                     socket.close(descriptor)
@@ -174,7 +182,8 @@ class GpuSharedMemory:
         board = self._board
         right = array.array("i", [descriptor])
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right)]
-        to_send = [peer for peer in range(board.n_ranks) if peer != board.rank]
+        gone = {board.rank, *self._absent}
+        to_send = [peer for peer in range(board.n_ranks) if peer not in gone]
         to_receive = set(to_send)
         deadline = time.monotonic() + timeout_s
         while to_send or to_receive:

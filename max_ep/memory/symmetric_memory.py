@@ -23,7 +23,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 _PAGE = 4096
@@ -227,6 +227,7 @@ class SharedMemory:
         self.owner = Owner.myself(fingerprint, facts)
         self._name = _segment_name(group, node_id)
         self._is_named = False
+        self._absent = {node_id}
         self._mine: mmap.mmap | None = None
         self.status: mmap.mmap | None = None
         """What is between header and regions; stays mapped while it is used."""
@@ -299,14 +300,18 @@ class SharedMemory:
         base = _address(memory) + self._regions_byte
         return [base + i * self._region_bytes for i in range(self._n_local_ranks)]
 
-    def connect(self, timeout_s: float) -> list[int]:
-        """Marks the regions ready, maps the peers', and returns all addresses."""
+    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
+        """Marks the regions ready, maps the peers', and returns all addresses.
+
+        Nodes that are ``absent`` are not waited for; in place of theirs stand its own.
+        """
         assert self._mine is not None
         deadline = time.monotonic() + timeout_s
         self._mine[: len(_READY)] = _READY
+        self._absent = {self._node_id, *absent}
         try:
             for node in range(self._n_nodes):
-                if node != self._node_id:
+                if node not in self._absent:
                     self._peers[node] = self._attach(node, deadline, timeout_s)
             self._wait_until_mapped(deadline, timeout_s)
         except BaseException:
@@ -370,7 +375,7 @@ class SharedMemory:
             return [
                 node
                 for node in range(self._n_nodes)
-                if node != self._node_id and not mine[_MAPPED_AT + node]
+                if node not in self._absent and not mine[_MAPPED_AT + node]
             ]
 
         if not _poll(lambda: not missing(), deadline):

@@ -75,7 +75,8 @@ class Buffer(LowLatency, Normal):
             allow_nvlink_for_low_latency_mode: Ignored.
             allow_mnnvl: Ignored.
             explicitly_destroy: Whether only :meth:`destroy` frees the memory.
-            enable_shrink: Not supported.
+            enable_shrink: Whether the low-latency calls mask a rank that is late, and
+                go on without it (docs/fault_tolerance.md).
             comm: Of mpi4py, instead of ``group``.
             timeout_s: How long a rank waits for another, at most a day; None:
                 ``MAX_EP_TIMEOUT_S``, or 30.
@@ -85,14 +86,9 @@ class Buffer(LowLatency, Normal):
                 symmetric memory), on GPUs; None: ``MAX_EP_TORCH_MEMORY``.
 
         Raises:
-            NotImplementedError: For ranks on several hosts, or ``enable_shrink``.
+            NotImplementedError: For ranks on several hosts.
             TimeoutError: If a rank does not come; names it.
         """
-        if enable_shrink:
-            raise NotImplementedError(
-                "max_ep: enable_shrink: a group does not go on without a rank; check() "
-                "names the one that is missing"
-            )
         if group is None and comm is None:
             refuse("group", "is None; pass a torch.distributed group, or comm=")
         self.group = group
@@ -127,7 +123,7 @@ class Buffer(LowLatency, Normal):
                 )
         remove_leftovers(_NAME)  # of processes that were killed
         board = Board(f"{_NAME}{all_[0][1]}", self.rank, self.group_size, timeout_s)
-        self._comm = Communicator(board, where, group, memory)
+        self._comm = Communicator(board, where, group, memory, enable_shrink)
         self._low_latency_channels = {}
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
         # change keeps them in order.
@@ -215,16 +211,6 @@ class Buffer(LowLatency, Normal):
             "max_ep: get_local_buffer_tensor; combine takes rows from any tensor, and "
             "get_next_low_latency_combine_buffer returns one for zero_copy"
         )
-
-    def low_latency_update_mask_buffer(self, *_: Any, **__: Any) -> None:
-        """Not supported: a group cannot continue without a rank."""
-        raise NotImplementedError(
-            "max_ep: masks of ranks; check() names a rank that is missing, and reset() "
-            "makes the others usable again"
-        )
-
-    low_latency_query_mask_buffer = low_latency_update_mask_buffer
-    low_latency_clean_mask_buffer = low_latency_update_mask_buffer
 
 
 def _seconds(timeout_s: Any) -> float:

@@ -12,7 +12,7 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof
 from dataclasses import replace
@@ -30,7 +30,7 @@ from .tables import n_table_words
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which part of dispatch or combine a launch does; see ``max_ep_c/api.mojo``."""
 
-_REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS = range(4)
+_REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS, _MASKED_WORD = range(5)
 _TEXT_BYTES = 4000
 _CHECK_EVERY_S = 0.1
 _RESET = "Call Buffer.reset() in every process, or restart the group."
@@ -58,6 +58,8 @@ class Region:
         self.counters = torch.zeros(n_words, dtype=torch.int32, device=device)
         first = library.size(_FAILURE_WORD)
         self._record = self.counters[first : first + library.size(_N_FAILURE_WORDS)]
+        first = library.size(_MASKED_WORD)
+        self.masked = self.counters[first : first + comm.n_ranks]
         if comm.is_gpu:
             torch.cuda.synchronize(device)  # the library clears on a stream of its own
         self.handle = library.open(
@@ -162,9 +164,13 @@ class Channel:
             (mine,) = self.memory.local_addresses()
             for i in range(n_regions):
                 self.regions.append(Region(library, comm, mine + i * n_bytes, n_words))
-            bases = self.memory.connect(comm.timeout_s)
+            bases = self.memory.connect(comm.timeout_s, comm.absent)
+            for rank in comm.absent:
+                bases[rank] = comm.scratch(n_regions * n_bytes)
             for i, region in enumerate(self.regions):
                 region.connect([base + i * n_bytes for base in bases])
+                for rank in comm.absent:
+                    region.masked[rank] = 1
         except BaseException:
             self.close()
             raise
@@ -211,8 +217,10 @@ class TorchSymmetricMemory:
         """Returns the address of this rank's block."""
         return [self._block.data_ptr()]
 
-    def connect(self, timeout_s: float) -> list[int]:
+    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
         """Returns the address of every rank's block; torch's own time-out applies."""
+        if absent:
+            raise NotImplementedError('max_ep: enable_shrink needs memory="vmm"')
         found = self._symmetric.rendezvous(self._block, self._group.group_name)
         self._rendezvous = found
         return list(found.buffer_ptrs)
@@ -226,10 +234,22 @@ class Communicator:
     """The group of a rank, and the channels that it has opened."""
 
     def __init__(
-        self, board: Board, device: torch.device, group: Any, memory: str
+        self,
+        board: Board,
+        device: torch.device,
+        group: Any,
+        memory: str,
+        masks: bool = False,
     ) -> None:
-        """Takes the board of the group, this rank's device, and the kind of memory."""
+        """Takes the board of the group, this rank's device, and the kind of memory.
+
+        ``masks``: whether the others go on without a rank that is late.
+        """
         self.board = board
+        self.masks = masks
+        self.absent: set[int] = set()  # ranks that did not come when a channel opened
+        self._masked: torch.Tensor | None = None  # of the region used last
+        self._scratch: list[torch.Tensor] = []
         self.rank, self.n_ranks = board.rank, board.n_ranks
         self.timeout_s = board.timeout_s
         self.device = device
@@ -265,10 +285,13 @@ class Communicator:
         self.failure, self.has_ended = why, True
 
     def exchange(self, what: str, note: Any = None) -> list[Any]:
-        """Returns every rank's note; after a time-out calls raise."""
+        """Returns every rank's note; after a time-out calls raise.
+
+        If ranks mask, one that does not come is absent from then on.
+        """
         self.raise_failure()
         try:
-            return self.board.exchange(what, note)
+            return self.board.exchange(what, note, self.absent if self.masks else None)
         except TimeoutError as error:
             self.failure = f"{error}. {_RESET}"
             raise TimeoutError(self.failure) from None
@@ -369,6 +392,46 @@ class Communicator:
             **fields,
         )
 
+    def scratch(self, n_bytes: int) -> int:
+        """Returns the address of memory for what is written to absent ranks."""
+        self._scratch.append(
+            torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        )
+        return self._scratch[-1].data_ptr()
+
+    def _masks(self) -> list[torch.Tensor]:
+        """Returns the masks of all regions."""
+        return [
+            region.masked
+            for settings, channel in self.channels.items()
+            if settings.masks
+            for region in channel.regions
+        ]
+
+    def share_mask(self, region: Region) -> None:
+        """Takes over, before a dispatch, whom the region used last has masked."""
+        last, self._masked = self._masked, region.masked
+        if last is not None and last is not region.masked:
+            torch.maximum(region.masked, last, out=region.masked)
+
+    def masked(self) -> torch.Tensor:
+        """Returns which ranks are masked, as a new ``int32 [n_ranks]``."""
+        found = torch.zeros(self.n_ranks, dtype=torch.int32, device=self.device)
+        self.stream()  # what is read comes after the launches
+        for mask in self._masks():
+            torch.maximum(found, mask, out=found)
+        for rank in self.absent:
+            found[rank] = 1
+        return found
+
+    def set_mask(self, ranks: Collection[int], value: int) -> None:
+        """Masks ranks, or waits for them again."""
+        self.stream()
+        for mask in self._masks():
+            for rank in ranks:
+                mask[rank] = value
+        self.absent -= set() if value else set(ranks)
+
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
         """Returns channels; opens those that are new, with all other ranks."""
         new = [settings for settings in wanted if settings not in self.channels]
@@ -378,6 +441,9 @@ class Communicator:
                     "max_ep: the first call with new sizes builds kernels and "
                     "allocates memory; make it once before the capture"
                 )
+            if self.masks:
+                dead = self.masked().nonzero().flatten().tolist()
+                self.absent.update(rank for rank in dead if rank != self.rank)
             about = [" ".join(replace(s, target="").defines()) for s in new]
             self.exchange("the first " + "; ".join(about).replace("-D ", ""))
             try:

@@ -60,6 +60,7 @@ class Settings:
     tokens: int
     shares_gpu: bool = True
     wide_ids: bool = False
+    masks: bool = False
 
     def defines(self) -> list[str]:
         """Returns the compiler's options."""

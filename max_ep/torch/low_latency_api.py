@@ -57,6 +57,7 @@ class LowLatency:
 
     _comm: Communicator
     _low_latency_channels: dict[tuple[Any, ...], Channel]
+    _latest: Channel | None = None
 
     def low_latency_dispatch(
         self,
@@ -118,6 +119,9 @@ class LowLatency:
             check_tensor(self._comm, name, stats, torch.int32, (n_local,))
         self._check_waits(dispatch_wait_recv_cost_stats)
         region = channel.next_region()
+        if self._comm.masks:
+            self._latest = channel
+            self._comm.share_mask(region)
 
         # Source of each row, ranges, counts: one allocation.
         n_words = channel.n_table_words
@@ -249,6 +253,8 @@ class LowLatency:
 
     def _check_waits(self, waits_ns: torch.Tensor | None) -> None:
         if waits_ns is not None:
+            if self._comm.masks:
+                refuse("wait_recv_cost_stats", "cannot be had with enable_shrink")
             shape = (self._comm.n_ranks,)
             name = "wait_recv_cost_stats"
             check_tensor(self._comm, name, waits_ns, torch.int64, shape)
@@ -351,6 +357,7 @@ class LowLatency:
             top_k=top_k,
             tokens=cap,
             wide_ids=True,
+            masks=comm.masks,
         )
         (channel,) = comm.open([settings], _N_REGIONS)
         self._low_latency_channels[key] = channel
@@ -366,7 +373,56 @@ class LowLatency:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Does nothing: the two modes share no memory, so none has to be cleaned."""
+        """Does nothing: the two modes share no memory, so none has to be cleaned.
+
+        With ``enable_shrink`` all ranks meet here, and those that do not come are
+        masked: a dispatch without tokens.
+        """
+        channel = self._latest
+        if channel is not None and self._comm.masks:
+            settings = channel.settings
+            given = dict(device=self._comm.device)
+            x = torch.empty((0, settings.hidden), dtype=torch.bfloat16, **given)
+            ids = torch.empty((0, settings.top_k), dtype=torch.int64, **given)
+            use_fp8 = settings.format != FORMATS["bfloat16"]
+            self.low_latency_dispatch(
+                x,
+                ids,
+                settings.tokens,
+                settings.experts,
+                use_fp8=use_fp8,
+                round_scale=settings.format == FORMATS["fp8-round"],
+            )
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Says which ranks are masked: 1 for each, into int32 ``[n_ranks]``."""
+        comm = self._comm_that_masks()
+        shape = (comm.n_ranks,)
+        check_tensor(comm, "mask_status", mask_status, torch.int32, shape)
+        mask_status.copy_(comm.masked())
+
+    def low_latency_update_mask_buffer(
+        self, rank_to_mask: int, mask: bool = False
+    ) -> None:
+        """Masks a rank, or waits for it again from the next call on.
+
+        A rank that has missed calls is masked again: only :meth:`Buffer.reset`, in all
+        processes, takes it in.
+        """
+        comm = self._comm_that_masks()
+        if not 0 <= rank_to_mask < comm.n_ranks or rank_to_mask == comm.rank:
+            refuse("rank_to_mask", f"={rank_to_mask} is not another rank of the group")
+        comm.set_mask([rank_to_mask], int(mask))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Waits for all ranks again from the next call on."""
+        comm = self._comm_that_masks()
+        comm.set_mask(range(comm.n_ranks), 0)
+
+    def _comm_that_masks(self) -> Communicator:
+        if not self._comm.masks:
+            refuse("enable_shrink", "is not set: this Buffer masks no ranks")
+        return self._comm
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

@@ -14,6 +14,7 @@ error.
     EXPERTS, RANKS, TOP_K, TOKENS      of the group; TOKENS: the most of a rank
     SHARES_GPU          whether ranks may share a GPU
     WIDE_IDS            whether ids are int64
+    MASKS               whether a rank that is late is masked, and the others go on
 """
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceContext
@@ -30,6 +31,7 @@ from max_ep.combine_rows.phase import CombineRows
 from max_ep.counters import (
     EPLocalSyncCounters,
     local_sync_counters_words,
+    masked_word,
     N_FAILURE_WORDS,
     Word,
 )
@@ -74,6 +76,7 @@ def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) ->
         is_padded=True,
         shares_gpu=is_defined["SHARES_GPU"](),
         wide_ids=WIDE_IDS,
+        masks=is_defined["MASKS"](),
     )
 
 
@@ -243,12 +246,14 @@ def _write(text: String, address: Int, size: Int) -> Int32:
 @export
 def max_ep_size(what: Int32) abi("C") -> Int64:
     """Returns a size: 0 a region, in bytes; 1 the counters, in int32 words; 2 the
-    offset of the failure record in the counters; 3 the words of that record."""
+    offset of the failure record in the counters; 3 the words of that record; 4 the
+    offset of the mask in the counters."""
     var sizes = [
         REGION.region_bytes(),
         local_sync_counters_words(REGION),
         Word.FAILURE,
         N_FAILURE_WORDS,
+        masked_word(REGION),
     ]
     return Int64(sizes[Int(what)])
 
