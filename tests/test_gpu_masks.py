@@ -20,9 +20,8 @@ from harness import (
     take_outputs,
     to_numpy,
 )
-from max.driver import CPU, Buffer
 
-from max_ep import EPCommInitializer, EPConfig
+from max_ep import EPCommInitializer, EPConfig, reference
 from max_ep.graph.order import OpOrder
 
 BY_RANK = [suffix for suffix in PROTOCOLS if suffix]
@@ -39,15 +38,6 @@ def without(case: Case, given: Inputs, dead: int) -> Inputs:
     for of_ranks in lists:
         of_ranks[dead] = of_ranks[dead][:0]
     return Inputs(*lists, given.input_scales, given.expert_rows)
-
-
-def set_mask(comm: EPCommInitializer, device_id: int, rank: int, value: int) -> None:
-    """Writes a word of a rank's mask."""
-    counters = comm._counters[0][device_id]
-    words = counters.to(CPU()).to_numpy().copy()
-    words[comm.config.sizes().masked_word + rank] = value
-    counters.inplace_copy_from(Buffer.from_numpy(words).to(counters.device))
-    counters.device.synchronize()
 
 
 def masks(comm: EPCommInitializer) -> list[list[int]]:
@@ -96,7 +86,7 @@ def cases_of(n_ranks: int, n_tokens: int) -> dict[str, Case]:
 @pytest.mark.parametrize("suffix", BY_RANK)
 def test_ranks_of_one_gpu_go_on(gpu_session, monkeypatch, suffix, n_tokens):
     """Of three, the last never launches: the others mask it, at once for nothing can
-    come while they wait. Then the host has them mask another: a living one."""
+    come while they wait."""
     monkeypatch.setattr(OpOrder, "_others", lambda _, device_id: [device_id])
     case = cases_of(3, n_tokens)[f"masks{suffix}"]
     config = case.config(target="gpu", ranks_per_gpu=3, on_timeout="mask")
@@ -110,26 +100,53 @@ def test_ranks_of_one_gpu_go_on(gpu_session, monkeypatch, suffix, n_tokens):
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("suffix", BY_RANK)
-def test_the_host_masks(gpu_session, monkeypatch, suffix):
-    """Before the first step, in which all ranks take part but the masked one."""
-    monkeypatch.setattr(OpOrder, "_others", lambda _, device_id: [device_id])
+def test_the_host_masks_and_readmits(gpu_session, suffix):
+    """A living rank, between replays of a captured graph. Tokens are flagged."""
     case = cases_of(3, 7)[f"masks{suffix}"]
     config = case.config(target="gpu", ranks_per_gpu=3, on_timeout="mask")
-    alive = Steps(gpu_session, case, config, 3, round_trip)
+    with building(f"masks_host{suffix}", case, config) as (manager, ranks, graph):
+        built = round_trip(manager, ranks)
+        flags = [
+            manager.ep_degraded(given.ids, given.weights, i)[0]
+            for i, given in enumerate(ranks)
+        ]
+        graph.output(*(v for rank in built for v in rank), *flags)
+    model = gpu_session.load(graph)
+    given = make_inputs(case, "uniform", counts=[case.max_tokens_per_rank] * 3)
     with EPCommInitializer(config) as comm:
         comm.ep_init(gpu_session)
-        for rank in range(2):
-            set_mask(comm, rank, 2, 1)
-        alive.n_alive = 2  # What the third gets is not looked at.
-        given = make_inputs(case, "full")
-        for _ in range(3):
-            inputs = flatten(given, config) + comm.model_inputs()
-            outputs = alive.model.execute(*inputs)
+        arguments = [*flatten(given, config), *comm.model_inputs()]
+        model.execute(*arguments)
+        captured = model.capture(1, *arguments)
+
+        def check(n_alive: int) -> None:
+            model.replay(1, *arguments)
             comm.check()
-            got = take_outputs(case, iter(outputs))[:2]
-            want = expected(case, without(case, given, 2))
-            want.dispatch, want.combine = want.dispatch[:2], want.combine[:2]
-            assert_round_trip(f"{case.name}, host", got, want)
+            outputs = iter(captured)
+            got = take_outputs(case, outputs)[:n_alive]
+            left = given if n_alive == 3 else without(case, given, 2)
+            want = expected(case, left)
+            want.dispatch, want.combine = (
+                of[:n_alive] for of in (want.dispatch, want.combine)
+            )
+            assert_round_trip(f"{case.name}, {n_alive} alive", got, want)
+            for rank in range(n_alive):
+                is_degraded, _ = reference.degraded(
+                    given.ids[rank],
+                    given.weights[rank],
+                    case.n_experts,
+                    [rank >= n_alive for rank in range(3)],
+                )
+                assert (to_numpy(next(outputs)) == is_degraded).all()
+
+        for _ in range(2):
+            check(3)
+            assert comm.active_ranks() == [0, 1, 2]
+            comm.mask(2)
+            assert comm.active_ranks() == [0, 1]
+            for _ in range(3):
+                check(2)
+            comm.readmit(2)
 
 
 @pytest.mark.gpu(2)

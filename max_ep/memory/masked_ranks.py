@@ -75,13 +75,16 @@ class MaskedRanks:
 
     def active_ranks(self) -> list[int]:
         """Returns the ranks that no rank of this process masks. No run may go on."""
-        words = self._mask_words()
+        self._mask_words()
         self._check_open("active_ranks")
+        return np.flatnonzero(~self._masks().any(axis=0)).tolist()
+
+    def _masks(self) -> np.ndarray:
+        """Reads whom each rank of this process masks."""
+        words = self._mask_words()
         self._synchronize()
-        masked = np.zeros(self.config.n_ranks, bool)
-        for counters in self._counters[0]:
-            masked |= counters.to(CPU()).to_numpy()[words] != 0
-        return np.flatnonzero(~masked).tolist()
+        counters = [group.to(CPU()).to_numpy() for group in self._counters[0]]
+        return np.array([of_rank[words] != 0 for of_rank in counters])
 
     def mask(self, *ranks: int) -> None:
         """Masks ranks for the ranks of this process: they no longer wait for them.
@@ -118,9 +121,10 @@ class MaskedRanks:
                 "new process calls ep_init(), or an expelled one rejoin(), and all "
                 "others reconcile()"
             )
-        left = set(range(self.config.n_ranks)) - set(self.active_ranks()) - {rank}
+        # Whom the rank itself masks does not count: nobody has answered it.
+        others = np.delete(self._masks(), rank, axis=0).any(axis=0)
         self.reset()
-        self.mask(*left)
+        self.mask(*(set(np.flatnonzero(others).tolist()) - {rank}))
 
     def _generations(self) -> list[int]:
         """Returns what dispatch has sent and received, and combine."""

@@ -250,6 +250,12 @@ def is_not_before(found: UInt32, generation: UInt32) -> Bool:
     return (found - generation).cast[DType.int32]() >= 0
 
 
+@always_inline
+def gpu_clock_ns() -> UInt64:
+    """Reads the clock that all multiprocessors share."""
+    return global_perf_counter_ns()
+
+
 @fieldwise_init
 struct DeviceDeadline(TrivialRegisterPassable):
     """The time by which one GPU launch must have met all its waits."""
@@ -262,11 +268,6 @@ struct DeviceDeadline(TrivialRegisterPassable):
     def after(timeout_ms: Int) -> Self:
         """Starts the clock."""
         return Self(global_perf_counter_ns() + UInt64(timeout_ms) * 1_000_000)
-
-    @always_inline
-    def now_ns(self) -> UInt64:
-        """Reads the clock."""
-        return global_perf_counter_ns()
 
     @always_inline
     def has_passed(self) -> Bool:
@@ -286,11 +287,6 @@ struct Wait(TrivialRegisterPassable):
         """Begins a wait."""
         self.deadline = deadline
         self.n_polls = 0
-
-    @always_inline
-    def is_to_be_settled(self) -> Bool:
-        """Returns whether to read more than the word: after few of the polls."""
-        return self.n_polls == 1 or self.n_polls % POLLS_PER_CLOCK_READ == 0
 
     @always_inline
     def has_expired(mut self) -> Bool:

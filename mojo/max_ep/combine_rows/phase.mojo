@@ -23,7 +23,7 @@ from ..counters import Word
 from ..device.block import Block
 from ..device.phase import Phase
 from ..device.shared import own_of
-from ..device.start import await_launch_before, can_start, is_last_block
+from ..device.start import await_launch_before, can_start, is_last_block, mask_word
 from ..device.warp import in_32_bits
 from ..failures import Failure
 from ..layout import Group
@@ -63,10 +63,11 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Phase)
         comptime group = Self.group
         comptime if Self.overlaps_previous:
             await_launch_before()
+        var mask = mask_word[group](self.buffers.counters)
         if not can_start[group](self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
-        var block = Block[group].set_up[N_CONTROL](self.buffers, self.my_rank)
+        var block = Block[group].set_up[N_CONTROL](self.buffers, self.my_rank, mask)
         comptime if sends:
             if block.before.dispatch_received == 0:
                 block.refuse(Failure.NOTHING_DISPATCHED, SEND, block.combine_sending())

@@ -67,7 +67,7 @@ def send_rows[
         var src_rank = rank_of_relative(block.my_rank, first + source, group.n_ranks)
         var pair = group.pair(local_expert, src_rank)
         # What dispatch has recorded of a source may be incomplete if it was masked.
-        if block.was_masked(src_rank):
+        if block.is_masked(src_rank):
             continue
         if slot >= Int(pairs.counts[unsafe_offset=pair]):
             continue

@@ -104,10 +104,16 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                     sum, self.expert_rows, share, row, saved.weight
                 )
                 var is_there = True
+                comptime if prefetches and Self.group.masks:
+                    owners = Format.await_partials[Self.group](
+                        loaded, recv_buf, token_idx, share, owners, block
+                    )
                 comptime if prefetches:
                     comptime for rank in range(Self.group.n_ranks):
                         if (owners >> UInt32(rank)) & 1 != 0:
-                            var came = Format.add_partial[rank * n_vectors](
+                            var came = Format.add_partial[
+                                rank * n_vectors, is_there=Self.group.masks
+                            ](
                                 sum,
                                 loaded,
                                 recv_buf.unsafe_offset(

@@ -64,7 +64,7 @@ def send_partials[
                 continue
             var src_rank = rank_of_relative(my_rank, source, group.n_ranks)
             # What dispatch has recorded of a source may be incomplete if it was masked.
-            if block.was_masked(src_rank):
+            if block.is_masked(src_rank):
                 continue
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(

@@ -32,25 +32,19 @@ from ..flags import (
     FlagPointer,
     generation_of,
     is_not_before,
-    load_acquire_block,
     load_acquire_sys,
-    load_relaxed_gpu,
-    load_relaxed_sys,
     next_generation,
     POLLS_PER_CLOCK_READ,
     publish,
     SharedWord,
-    store_relaxed_gpu,
-    store_relaxed_sys,
-    store_release_block,
     Wait,
 )
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
-from .liveness import Liveness
+from .liveness import Clock, is_lost, is_lost_called
 from .shared import share_addresses, shared_words, SharedAddresses
-from .start import is_in_order, mask_word, rank_of
+from .start import is_in_order, mask_of, rank_of
 from .warp import any_lane, bytes_at
 
 
@@ -74,9 +68,8 @@ struct Block[group: Group](TrivialRegisterPassable):
     """Receive buffers of all ranks, of dispatch or of combine."""
     var counts: SharedAddresses
     """Counts buffers of all ranks: those of dispatch; in `CombineRows`, of combine."""
-    var masked: SharedWord
-    """If ranks mask, a word of each, not 0 if it is masked; then one with the bits of
-    those that were when the launch began."""
+    var mask: UInt32
+    """Bits of the ranks that were masked when the launch began."""
 
     @staticmethod
     @always_inline
@@ -96,7 +89,6 @@ struct Block[group: Group](TrivialRegisterPassable):
         """
         comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
         var control = shared_words[n_control + 1]()
-        var masked = _shared_mask[Self.group](control)
         var lane = Int(lane_id())
         var warp_idx = Int(warp_id())
         var header = LaunchHeader.of(word)
@@ -109,7 +101,6 @@ struct Block[group: Group](TrivialRegisterPassable):
         elif warp_idx == 1:
             for i in range(lane, n_control, WARP_SIZE):
                 control[unsafe_offset=i] = 0
-            _share_mask[Self.group](masked, mask)
         barrier()
         return Self(
             lane,
@@ -122,12 +113,14 @@ struct Block[group: Group](TrivialRegisterPassable):
             counters,
             recv_bufs,
             counts,
-            masked,
+            mask_of[Self.group](mask),
         )
 
     @staticmethod
     @always_inline
-    def set_up[n_control: Int](buffers: Buffers[Self.group], my_rank: Int32) -> Self:
+    def set_up[
+        n_control: Int
+    ](buffers: Buffers[Self.group], my_rank: Int32, mask: Int32 = 0) -> Self:
         """Sets up a block of a portable phase; a block barrier must follow.
 
         Every warp calls it, once it knows that the launch `can_start`. If `my_rank` is
@@ -138,10 +131,6 @@ struct Block[group: Group](TrivialRegisterPassable):
         var control = shared_words[n_control]()
         if thread_idx.x < n_control:
             control[unsafe_offset=thread_idx.x] = 0
-        var masked = _shared_mask[Self.group](control)
-        comptime if Self.group.masks:
-            if warp_id() == 0:
-                _share_mask[Self.group](masked, mask_word[Self.group](counters))
         var header = LaunchHeader.read(counters)
         comptime n_ranks = Self.group.n_ranks
         comptime use_shmem = Self.group.use_shmem
@@ -156,7 +145,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             counters,
             share_addresses[n_ranks, use_shmem](buffers.recv_bufs, rank),
             share_addresses[n_ranks, use_shmem](buffers.counts, rank),
-            masked,
+            mask_of[Self.group](mask),
         )
 
     # ------------------------------------------------- what follows from the header
@@ -262,17 +251,10 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def is_masked(self, rank: Int) -> Bool:
-        """Returns whether a rank is masked, as far as this block knows."""
-        comptime if not Self.group.masks:
-            return False
-        return load_acquire_block(self.masked.unsafe_offset(rank)) != 0
-
-    @always_inline
-    def was_masked(self, rank: Int) -> Bool:
         """Returns whether a rank was masked when the launch began."""
         comptime if not Self.group.masks:
             return False
-        return (self.masked[unsafe_offset=Self.group.n_ranks] >> UInt32(rank)) & 1 != 0
+        return (self.mask >> UInt32(rank)) & 1 != 0
 
     @always_inline
     def gives_up(self, mut wait: Wait, rank: Int) -> Bool:
@@ -282,44 +264,20 @@ struct Block[group: Group](TrivialRegisterPassable):
         """
         wait.n_polls += 1
         comptime if Self.group.masks:
-            if wait.n_polls == 1:
-                return self.is_masked(rank)
+            if self.is_masked(rank):
+                return True
         if wait.n_polls % POLLS_PER_CLOCK_READ != 0:
             return False
         comptime if Self.group.masks:
-            return self.is_lost(rank)
+            comptime if Self.group.dispatch_msg_bytes > 0:
+                return is_lost_called[Self.group](self.clock(), rank)
+            return is_lost[Self.group](self.clock(), rank)
         return wait.deadline.has_passed()
 
     @always_inline
-    def is_lost(self, rank: Int) -> Bool:
-        """Returns whether a rank is masked now; masks it if its time is over."""
-        var clock = Liveness[Self.group](self.counters, self.deadline, self.before)
-        var masked = self.counters.masked(Self.group, rank)
-        if load_relaxed_gpu(masked) == 0:
-            self.send_heartbeats(clock)
-            var beat = load_relaxed_sys(self._heartbeat(self.my_rank, rank))
-            if not clock.is_silent(rank, generation_of(beat)):
-                return False
-            store_relaxed_gpu(masked, 1)
-        store_release_block(self.masked.unsafe_offset(rank), 1)
-        return True
-
-    @always_inline
-    def send_heartbeats(self, clock: Liveness[Self.group]):
-        """Says to every rank that this one lives and waits, now and then."""
-        if not clock.is_time_for_heartbeats():
-            return
-        for rank in range(Self.group.n_ranks):
-            store_relaxed_sys(self._heartbeat(rank, self.my_rank), clock.now_ms(), 0)
-
-    @always_inline
-    def _heartbeat(self, reader: Int, rank: Int) -> FlagPointer:
-        """Points to the heartbeat of a rank on a reader's rank."""
-        var offset = Self.group.heartbeat_offset(rank)
-        # `CombineRows` has the counts of combine.
-        comptime if Self.group.combine_msg_bytes > 0 and not Self.group.has_sums():
-            offset += Self.group.dispatch_counts_from_combine_counts()
-        return self.flag(reader, offset)
+    def clock(self) -> Clock[Self.group]:
+        """Describes the time of the launch to what is read after many polls."""
+        return Clock[Self.group](self.counters.words, self.counts, self.deadline.end_ns)
 
     # ------------------------------------------------------------------------- waits
 
@@ -471,30 +429,6 @@ struct Block[group: Group](TrivialRegisterPassable):
                         generation,
                     )
                 return
-
-
-@always_inline
-def _shared_mask[group: Group](control: SharedWord) -> SharedWord:
-    """Allocates the mask of a block, if ranks mask."""
-    comptime if group.masks:
-        return shared_words[group.n_ranks + 1]()
-    return control
-
-
-@always_inline
-def _share_mask[group: Group](masked: SharedWord, word: Int32):
-    """Fills the mask of a block, with one warp; a block barrier must follow."""
-    comptime if group.masks:
-        var lane = Int(lane_id())
-        var is_masked = word != 0 and lane < group.n_ranks
-        var bits = warp.vote[DType.uint32](is_masked)
-        if lane < group.n_ranks:
-            masked[unsafe_offset=lane] = 1 if is_masked else 0
-        elif lane == group.n_ranks:
-            masked[unsafe_offset=lane] = bits
-        comptime if group.n_ranks == WARP_SIZE:
-            if lane == 0:
-                masked[unsafe_offset=WARP_SIZE] = bits
 
 
 @always_inline

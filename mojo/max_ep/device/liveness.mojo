@@ -5,18 +5,25 @@ A rank that waits for a dead one is late for others, who must not mask it, too. 
 rank that waits sends heartbeats, and a rank is masked only if nothing has come of it,
 and no heartbeat, for `timeout_ms`. Between its launches a rank sends none.
 
-All this is read after some dozens of polls without success, never before.
+All this is read after some dozens of polls without success, never before. A dispatch calls
+it, so that the code of its many waits stays short. A combine has no registers for a call.
 """
-from ..counters import EPLocalSyncCounters, LaunchHeader
+from ..counters import EPLocalSyncCounters
 from ..flags import (
     count_of,
-    DeviceDeadline,
+    flag_at,
     flag_word,
+    FlagPointer,
     generation_of,
+    gpu_clock_ns,
     load_relaxed_gpu,
+    load_relaxed_sys,
     store_relaxed_gpu,
+    store_relaxed_sys,
 )
 from ..layout import Group
+from .shared import SharedAddresses
+from .warp import bytes_at
 
 comptime _NS_PER_MS = UInt64(1_000_000)
 comptime _BEATS_PER_TIMEOUT = 8
@@ -27,74 +34,120 @@ comptime _UNDECIDED_MS = UInt64(2_000)
 """How much longer the other blocks wait for what the first decides."""
 
 
-struct Liveness[group: Group](TrivialRegisterPassable):
-    """A reading of the clock, and what the rank knows of its peers."""
+@fieldwise_init
+struct Clock[group: Group](TrivialRegisterPassable):
+    """The time of a launch, and what the rank knows of its peers."""
 
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
-    var now_ns: UInt64
+    var words: Pointer[Int32, MutUntrackedOrigin]
+    """The rank's counters."""
+    var counts: SharedAddresses
+    """Counts buffers of all ranks, as in `Block`."""
     var end_ns: UInt64
     """The deadline of the launch."""
-    var timeout_ms: Int
 
     @always_inline
-    def __init__(
-        out self,
-        counters: EPLocalSyncCounters[Self.group.n_experts],
-        deadline: DeviceDeadline,
-        header: LaunchHeader,
-    ):
-        """Reads the clock."""
-        self.counters = counters
-        self.now_ns = deadline.now_ns()
-        self.end_ns = deadline.end_ns
-        self.timeout_ms = header.timeout_ms
-
-    @always_inline
-    def now_ms(self) -> UInt32:
-        """Returns the time in ms; it wraps."""
-        return UInt32((self.now_ns // _NS_PER_MS) & 0xFFFF_FFFF)
+    def _counters(self) -> EPLocalSyncCounters[Self.group.n_experts]:
+        return {self.words}
 
     @always_inline
     def _timeout_ns(self) -> UInt64:
-        return UInt64(self.timeout_ms) * _NS_PER_MS
+        return UInt64(self._counters().timeout_ms()) * _NS_PER_MS
 
     @always_inline
-    def is_time_for_heartbeats(self) -> Bool:
-        """Returns whether the rank's last ones are old; says that it sends some."""
-        var sent = self.counters.step_began_ms(Self.group)
-        var age = self.now_ms() - load_relaxed_gpu(sent).cast[DType.uint32]()
-        if age < UInt32(max(1, self.timeout_ms // _BEATS_PER_TIMEOUT)):
-            return False
-        store_relaxed_gpu(sent, self.now_ms().cast[DType.int32]())
-        return True
+    def _heartbeat(self, reader: Int, rank: Int) -> FlagPointer:
+        """Points to the heartbeat of a rank on a reader's rank."""
+        var offset = Self.group.heartbeat_offset(rank)
+        # `CombineRows` has the counts of combine.
+        comptime if Self.group.combine_msg_bytes > 0 and not Self.group.has_sums():
+            offset += Self.group.dispatch_counts_from_combine_counts()
+        return flag_at(bytes_at(self.counts[unsafe_offset=reader]), offset)
 
     @always_inline
-    def is_silent(self, rank: Int, beat: UInt32) -> Bool:
-        """Returns whether a rank's time is over; `beat`: its heartbeat."""
-        var heard = self.counters.heard(Self.group, rank)
+    def send_heartbeats(self, now_ns: UInt64):
+        """Says to every rank that this one lives and waits, if its last ones are old.
+        """
+        var now_ms = _ms_of(now_ns)
+        var sent = self._counters().step_began_ms(Self.group)
+        var age = now_ms - load_relaxed_gpu(sent).cast[DType.uint32]()
+        if age < UInt32(max(1, self._counters().timeout_ms() // _BEATS_PER_TIMEOUT)):
+            return
+        store_relaxed_gpu(sent, now_ms.cast[DType.int32]())
+        for rank in range(Self.group.n_ranks):
+            store_relaxed_sys(
+                self._heartbeat(rank, self._counters().my_rank()), now_ms, 0
+            )
+
+    @always_inline
+    def is_silent(self, rank: Int, now_ns: UInt64) -> Bool:
+        """Returns whether a rank's time is over."""
+        var now_ms = _ms_of(now_ns)
+        var beat = generation_of(
+            load_relaxed_sys(self._heartbeat(self._counters().my_rank(), rank))
+        )
+        var heard = self._counters().heard(Self.group, rank)
         var last = load_relaxed_gpu(heard)
         if generation_of(last) != beat:
-            store_relaxed_gpu(heard, flag_word(beat, Int(self.now_ms())))
-            last = flag_word(beat, Int(self.now_ms()))
-        if self.now_ns <= self.end_ns:
+            last = flag_word(beat, Int(now_ms))
+            store_relaxed_gpu(heard, last)
+        if now_ns <= self.end_ns:
             return False
-        var age = self.now_ms() - UInt32(count_of(last))
         return (
-            age >= UInt32(self.timeout_ms)
-            or self.now_ns > self.end_ns + (_MOST_TIMEOUTS - 1) * self._timeout_ns()
+            now_ms - UInt32(count_of(last)) >= UInt32(self._counters().timeout_ms())
+            or now_ns > self.end_ns + (_MOST_TIMEOUTS - 1) * self._timeout_ns()
         )
 
     @always_inline
-    def is_late(self) -> Bool:
-        """Returns whether half of the launch's time is over.
-
-        From then on only the first block takes counts; the others wait for what it
-        decides. What they took before, it sees long before it gives up.
-        """
-        return self.now_ns > self.end_ns - self._timeout_ns() // 2
+    def is_late(self, now_ns: UInt64) -> Bool:
+        """Returns whether half of the launch's time is over."""
+        return now_ns > self.end_ns - self._timeout_ns() // 2
 
     @always_inline
-    def is_too_late(self) -> Bool:
+    def is_too_late(self, now_ns: UInt64) -> Bool:
         """Returns whether the first block must have decided."""
         var rest = (2 * _MOST_TIMEOUTS - 1) * self._timeout_ns()
-        return self.now_ns > self.end_ns + rest + _UNDECIDED_MS * _NS_PER_MS
+        return now_ns > self.end_ns + rest + _UNDECIDED_MS * _NS_PER_MS
+
+
+@always_inline
+def _ms_of(ns: UInt64) -> UInt32:
+    """Returns a time in ms; it wraps."""
+    return UInt32((ns // _NS_PER_MS) & 0xFFFF_FFFF)
+
+
+@always_inline
+def is_lost[group: Group](clock: Clock[group], rank: Int) -> Bool:
+    """Returns whether a rank is masked now; masks it if its time is over."""
+    var masked = clock._counters().masked(group, rank)
+    if load_relaxed_gpu(masked) != 0:
+        return True
+    var now_ns = gpu_clock_ns()
+    clock.send_heartbeats(now_ns)
+    if not clock.is_silent(rank, now_ns):
+        return False
+    store_relaxed_gpu(masked, 1)
+    return True
+
+
+@no_inline
+def is_lost_called[group: Group](clock: Clock[group], rank: Int) -> Bool:
+    """Does the same in a function of its own."""
+    return is_lost[group](clock, rank)
+
+
+comptime UNDECIDED = UInt64(0)
+"""What `decided_of` returns as long as there is no decision; no flag."""
+comptime NEVER_DECIDED = UInt64(1)
+"""What it returns if the first block has failed to decide."""
+
+
+@no_inline
+def decided_of[group: Group](clock: Clock[group], place: Int) -> UInt64:
+    """Reads what the first block has decided of a count, once half of the launch's time
+    is over; called by the others."""
+    var now_ns = gpu_clock_ns()
+    clock.send_heartbeats(now_ns)
+    if not clock.is_late(now_ns):
+        return UNDECIDED
+    if clock.is_too_late(now_ns):
+        return NEVER_DECIDED
+    return load_relaxed_gpu(clock._counters().decided(group, place))

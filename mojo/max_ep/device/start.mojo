@@ -79,6 +79,14 @@ def mask_word[group: Group](counters: EPLocalSyncCounters[group.n_experts]) -> I
 
 
 @always_inline
+def mask_of[group: Group](word: Int32) -> UInt32:
+    """Collects the bits of masked ranks from the words of a warp's lanes."""
+    comptime if not group.masks:
+        return 0
+    return warp.vote[DType.uint32](word != 0 and Int(lane_id()) < group.n_ranks)
+
+
+@always_inline
 def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
     """Returns the rank of a launch."""
     return Int(my_rank) if my_rank >= 0 else counters.my_rank()

@@ -12,7 +12,7 @@ from ..counters import relative_rank, Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, max_of_lanes
-from ..device.liveness import Liveness
+from ..device.liveness import decided_of, is_lost_called, NEVER_DECIDED, UNDECIDED
 from ..failures import Failure, record_failure
 from ..flags import (
     arrive_in_block,
@@ -21,9 +21,9 @@ from ..flags import (
     flag_word,
     generation_of,
     load_acquire_block,
-    load_relaxed_gpu,
     load_relaxed_sys,
     load_relaxed_sys_2,
+    POLLS_PER_CLOCK_READ,
     store_relaxed_gpu,
     store_release_block,
     Wait,
@@ -131,29 +131,23 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         )
 
     @always_inline
-    def _settle(self, wait: Wait, word: UInt64, src_rank: Int, place: Int) -> UInt64:
-        """Returns what to take of a source whose word was not found.
+    def _settle(self, src_rank: Int, place: Int) -> UInt64:
+        """Returns what to take in place of a word that has not come for long.
 
         All blocks must take the same, for they lay out the same rows. The first block
         decides, and masks the source. Others take a word that comes early, then what
         the first has decided. `place`: that of `EPLocalSyncCounters.decided`.
         """
-        var block = self.block
-        var generation = block.dispatch_receiving()
-        var none = flag_word(generation, 0)
-        if block.was_masked(src_rank):
-            return none
-        if wait.n_polls == 1:
-            return word
+        var clock = self.block.clock()
+        var generation = self.block.dispatch_receiving()
         if block_idx.x == 0:
-            return none if block.is_lost(src_rank) else word
-        var clock = Liveness[Self.group](block.counters, block.deadline, block.before)
-        block.send_heartbeats(clock)
-        if not clock.is_late():
-            return word
-        if clock.is_too_late():
+            if is_lost_called[Self.group](clock, src_rank):
+                return flag_word(generation, 0)
+            return UNDECIDED
+        var word = decided_of[Self.group](clock, place)
+        if word == NEVER_DECIDED:
             record_failure(
-                block.counters.at(Word.FAILURE),
+                self.block.counters.at(Word.FAILURE),
                 Failure.NO_COUNT,
                 RECEIVE,
                 src_rank,
@@ -161,24 +155,15 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 generation,
                 word,
             )
-            block.counters.set_broken()
-            return none
-        return load_relaxed_gpu(block.counters.decided(Self.group, place))
+            self.block.counters.set_broken()
+            return flag_word(generation, 0)
+        return word
 
     @always_inline
-    def _decide(self, word: UInt64, src_rank: Int, place: Int) -> UInt64:
-        """Returns what to take of a word that is there; the first block publishes it.
-
-        A rank that was masked may be late, and its words of this generation come now.
-        """
-        comptime if not Self.group.masks:
-            return word
-        var taken = word
-        if self.block.was_masked(src_rank):
-            taken = flag_word(self.block.dispatch_receiving(), 0)
+    def _publish_decision(self, word: UInt64, place: Int):
+        """Publishes what the first block took, for blocks that are late."""
         if block_idx.x == 0:
-            store_relaxed_gpu(self.block.counters.decided(Self.group, place), taken)
-        return taken
+            store_relaxed_gpu(self.block.counters.decided(Self.group, place), word)
 
     @always_inline
     def _read_numbers(self) -> Bool:
@@ -190,13 +175,16 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         for src_rank in range(self.block.lane, Self.group.n_ranks, WARP_SIZE):
             var flag = flag_at(my_counts, Self.group.dispatch_n_tokens_offset(src_rank))
             var word = load_relaxed_sys(flag)
+            # A rank that was masked may be late, and its words may come now.
+            if self.block.is_masked(src_rank):
+                word = flag_word(generation, 0)
             var wait = Wait(self.block.deadline)
             var place = Self.group.n_pairs() + src_rank
             while generation_of(word) != generation:
                 comptime if Self.group.masks:
                     wait.n_polls += 1
-                    if wait.is_to_be_settled():
-                        word = self._settle(wait, word, src_rank, place)
+                    if wait.n_polls % POLLS_PER_CLOCK_READ == 0:
+                        word = self._settle(src_rank, place)
                         if generation_of(word) == generation:
                             break
                 if not Self.group.masks and wait.has_expired():
@@ -206,7 +194,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                     is_late = True
                     break
                 word = load_relaxed_sys(flag)
-            word = self._decide(word, src_rank, place)
+            comptime if Self.group.masks:
+                self._publish_decision(word, place)
             var n = 0 if is_late else count_of(word)
             self.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
             most = max(most, Int32(n))
@@ -264,6 +253,11 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
         comptime for i in range(_PAIRS_OF_LANE):
             is_missing[i] = pair_of_lane(first, i, self.block.lane) < n_pairs
+        if self.block.mask != 0:
+            comptime for i in range(_PAIRS_OF_LANE):
+                var pair = pair_of_lane(first, i, self.block.lane)
+                if self.block.is_masked(pair % Self.group.n_ranks):
+                    is_missing[i] = False
         var wait = Wait(self.block.deadline)
         while True:
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
@@ -273,21 +267,24 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                         flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                     )
             var missing = -1
-            comptime if Self.group.masks:
-                wait.n_polls += 1
             comptime for i in range(_PAIRS_OF_LANE):
                 is_missing[i] = is_missing[i] and generation_of(words[i]) != generation
-                comptime if Self.group.masks:
-                    if is_missing[i] and wait.is_to_be_settled():
-                        var pair = pair_of_lane(first, i, self.block.lane)
-                        words[i] = self._settle(
-                            wait, words[i], pair % Self.group.n_ranks, pair
-                        )
-                        is_missing[i] = generation_of(words[i]) != generation
                 if is_missing[i]:
                     missing = i
             if missing < 0:
                 break
+            comptime if Self.group.masks:
+                wait.n_polls += 1
+                if wait.n_polls % POLLS_PER_CLOCK_READ == 0:
+                    var pair = pair_of_lane(first, missing, self.block.lane)
+                    var word = self._settle(pair % Self.group.n_ranks, pair)
+                    if generation_of(word) == generation:
+                        comptime for i in range(_PAIRS_OF_LANE):
+                            if i == missing:
+                                words[i] = word
+                                is_missing[i] = False
+                        # Then at once the next one.
+                        wait.n_polls -= 1
             if not Self.group.masks and wait.has_expired():
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
@@ -305,8 +302,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         comptime if Self.group.masks:
             comptime for i in range(_PAIRS_OF_LANE):
                 var pair = pair_of_lane(first, i, self.block.lane)
+                if self.block.mask != 0 and self.block.is_masked(
+                    pair % Self.group.n_ranks
+                ):
+                    words[i] = flag_word(generation, 0)
                 if pair < n_pairs:
-                    words[i] = self._decide(words[i], pair % Self.group.n_ranks, pair)
+                    self._publish_decision(words[i], pair)
         var is_late = False
         comptime for i in range(_PAIRS_OF_LANE):
             is_late = is_late or is_missing[i]
