@@ -148,7 +148,7 @@ def test_no_max_is_loaded() -> None:
 def test_shrink(place: str, tmp_path: Path) -> None:
     """Ranks fail at the first dispatch, combine and clean; the rest goes on, and waits
     once for each that it has not masked."""
-    timeout_s = 2.0 if place == "cpu" else 5.0
+    timeout_s = 2.0
     n, store = torch_shrink.N_RANKS, str(tmp_path / "store")
     done = launch(torch_shrink.member, n, (store, timeout_s))
     times = [done[rank] for rank in (0, 4)]
