@@ -30,6 +30,9 @@ _POLL_S, _SPINS = 0.0005, 200
 _JOIN_S = 600.0
 """How long a process waits to be let in."""
 
+_MEET_S = 10.0
+"""How long members wait, at least, for one that was let in and is alive."""
+
 MEMBER, JOINING, GONE = "member", "joining", "gone"
 
 
@@ -134,7 +137,7 @@ class Membership:
         members = cls(group, node, n_nodes, owner, timeout_s)
         old = members.note(node)
         if old is not None and old.is_alive():
-            members.close()
+            members._release()
             raise RuntimeError(
                 f"max_ep: node {node} of group {group!r} has a process that is alive, "
                 f"{old.owner['pid']}, and can still write: end it, or let it rejoin()"
@@ -143,13 +146,13 @@ class Membership:
             if note.state != MEMBER or not note.is_alive():
                 continue
             if note.owner["fingerprint"] != owner.fingerprint:
-                members.close()
+                members._release()
                 raise ValueError(
                     f"max_ep: group {group!r} runs with another configuration: "
                     f"{note.owner['fingerprint']}; this process: {owner.fingerprint}"
                 )
             return members
-        members.close()
+        members._release()
         return None
 
     # ---------------------------------------------------------------------- notes
@@ -296,7 +299,7 @@ class Membership:
         """Waits until all have carried out a decision; returns who has not come."""
         epoch = self.decision.epoch
         self.publish(ready=epoch)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + max(self._timeout_s, _MEET_S)
         missing = self.decision.members
         while True:
             notes = {node: self.note(node) for node in missing}
@@ -319,5 +322,8 @@ class Membership:
             self.publish(state=GONE)
         if not any(note.is_alive() for note in self.notes()):
             unlink(self._name)
+        self._release()
+
+    def _release(self) -> None:
         self._memory.close()
         os.close(self._handle)
