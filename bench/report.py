@@ -218,19 +218,28 @@ def serving_tables(rows: list[dict]) -> list[str]:
     return [*of_prompts, *table(columns, cells)]
 
 
-def _serving_section(data: dict) -> list[str]:
-    return [
-        "## Serving, two H200s",
+def _serving_sections(data: dict) -> list[str]:
+    groups: dict[tuple, list[dict]] = {}
+    for row in data["serving"]:
+        run = data["runs"][row["run"]]
+        key = run["gpu"], run["n_gpus"], run["layers"]
+        groups.setdefault(key, []).append(row)
+    lines = [
+        "## Serving",
         "",
-        "`max serve` of Qwen3-30B-A3B's sizes: 48 layers, hidden 2048, top-8 of 128 "
-        "experts, random weights, bfloat16, decode through captured graphs. Each "
-        "client sends some 130 tokens and takes 64. A step decodes one token for all "
-        "clients. max_ep spreads experts over the GPUs and replicates attention; MAX's "
-        "servers have max_ep's matmuls, without which they do not compile on Hopper. "
-        "Greedy tokens of each server are compared with those of transformers.",
+        "`max serve` of Qwen3-30B-A3B's sizes: hidden 2048, top-8 of 128 experts, "
+        "random weights, bfloat16, decode through captured graphs. Each client sends "
+        "some 130 tokens and takes 64. A step decodes one token for all clients. On "
+        "several GPUs max_ep spreads experts and replicates attention. MAX's servers "
+        "have max_ep's matmuls, without which they do not compile on Hopper. Greedy "
+        "tokens of each server are compared with those of transformers. After a "
+        "semicolon: what `max benchmark` measures.",
         "",
-        *serving_tables(data["serving"]),
     ]
+    for (gpu, n, n_layers), rows in groups.items():
+        lines += [f"### {machine(gpu, n)}, {n_layers} layers", ""]
+        lines += serving_tables(rows)
+    return lines
 
 
 def cpu_table(rows: list[dict]) -> list[str]:
@@ -315,7 +324,7 @@ def _runs_section(data: dict) -> list[str]:
 
 def page(data: dict) -> str:
     """Makes the page of runs and rows."""
-    lines = [INTRO, *_gpu_sections(data), *_serving_section(data)]
+    lines = [INTRO, *_gpu_sections(data), *_serving_sections(data)]
     lines += [*_cpu_section(data), *_other_systems(data), METHOD, *_runs_section(data)]
     return "\n".join(lines).rstrip("\n") + "\n"
 

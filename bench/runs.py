@@ -62,7 +62,8 @@ def _key(data: dict, kind: str, row: dict) -> tuple:
     names = ("peer", "form", "ranks", "shape", "dtype", "routing", "tokens", "wire")
     names += ("clients", "prompt", "table", "system")
     machine = run.get("gpu", run.get("cpu"))
-    return kind, machine, *(row.get(name) for name in names)
+    model = "layers" in run and (run["layers"], run["n_gpus"])  # that is served
+    return kind, machine, model, *(row.get(name) for name in names)
 
 
 # ------------------------------------------------------------------ of this run

@@ -251,7 +251,9 @@ def main() -> None:
     commit = runs.commit()
     print("\n".join(serving_tables([{**row, "run": commit} for row in rows])))
     if args.out:
-        run = runs.about("bench.serving", **runs.gpus(args.gpus))
+        config = json.loads((model / "config.json").read_text())
+        more = {**runs.gpus(args.gpus), "layers": config["num_hidden_layers"]}
+        run = runs.about("bench.serving", **more)
         runs.save(args.out, "serving", commit, run, rows)
 
 
