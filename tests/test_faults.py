@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank dies, or is stopped: the others go on, and take it in again.
+
+Every result is compared with the oracle, bit for bit, and so are the flags of tokens.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import (
+    ALL,
+    MASKING,
+    PHASES,
+    Fault,
+    Group,
+    RankStep,
+    Step,
+    check,
+    compile_graphs,
+    lost_ranks,
+)
+from processes import N_RANKS, config_of, names_of
+
+from max_ep import EPCommInitializer
+from max_ep.memory.membership import Note, decide
+from max_ep.memory.setup_graph import SETUP_GRAPH
+
+pytestmark = pytest.mark.usefixtures("all_cores")
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+*_, BY_RANK, SUMS = MASKING
+
+
+@pytest.fixture(scope="module")
+def group(session, tmp_path_factory) -> Iterator[Group]:
+    """Four processes that all tests of this file share."""
+    path = tmp_path_factory.mktemp("faults") / "faults.mef"
+    models = compile_graphs(path, session)
+    name = f"faults-{os.getpid()}"
+    members = Group(str(path), name)
+    members.models = models
+    try:
+        for protocol in MASKING:
+            assert members.step(protocol, ALL) == []
+        yield members
+    finally:
+        members.close()
+    assert names_of(name) == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stopped_rank_is_masked_and_rejoins(group, phase):
+    """It finishes its step alone, later, with its own tokens right or flagged."""
+    group.survive(SUMS, Fault(PHASES.index(phase), STOP, phase))
+    group.survive(BY_RANK, Fault(0, STOP, phase))
+
+
+@pytest.mark.parametrize("phase", PHASES[1:3])
+def test_a_killed_rank_is_masked_and_restarts(group, phase):
+    group.survive(BY_RANK, Fault(3, KILL, phase))
+
+
+def test_two_at_once(group):
+    """In different phases: one time-out is enough for both."""
+    faults = Fault(0, STOP, "dispatch_wait"), Fault(2, STOP, "combine_wait")
+    group.survive(next(iter(MASKING)), *faults)
+    faults = Fault(1, KILL, "dispatch_async"), Fault(2, STOP, "combine_async")
+    group.survive(SUMS, *faults)
+
+
+@pytest.mark.parametrize("name", MASKING)
+def test_ranks_of_one_process(group, session, name):
+    """One is masked, or does not come, from any phase on; and is taken in again."""
+    case = MASKING[name]
+    sizes = dict(n_nodes=1, n_gpus_per_node=N_RANKS, on_timeout="mask")
+    with EPCommInitializer(config_of(case, 0, **sizes)) as comm:
+        comm.ep_init(session, group.models[SETUP_GRAPH])
+
+        def step(generation: int, missing: int = -1, phase: str = PHASES[0]) -> None:
+            inputs = comm.model_inputs()
+
+            def run_on(rank: int) -> Callable:
+                mine = [inputs[rank], inputs[N_RANKS + rank], *inputs[2 * N_RANKS :]]
+
+                def run_op(op: str, *given: Any) -> list:
+                    return group.models[f"{op}_{name}"].execute(*given, *mine)
+
+                return run_op
+
+            ranks = [RankStep(run_on(r), case, r, generation) for r in ALL]
+            for now in PHASES:
+                is_missing = PHASES.index(now) >= PHASES.index(phase)
+                for rank in ALL:
+                    if not (is_missing and rank == missing):
+                        ranks[rank].run(now)
+            for rank in set(ALL) - {missing}:
+                results = ranks[rank].results
+                check(name, generation, rank, Step(0, *results, lost_ranks(comm)))
+
+        step(1)
+        assert comm.active_ranks() == ALL
+        for i, phase in enumerate(PHASES):
+            step(3 * i + 2, 2, phase)
+            step(3 * i + 3, 2)
+            assert comm.active_ranks() == [0, 1, 3]
+            comm.readmit(2)
+            step(3 * i + 4)
+            assert comm.active_ranks() == ALL
+        comm.mask(0, 3)
+        assert comm.active_ranks() == [1, 2]
+        comm.readmit(0)
+        assert comm.active_ranks() == [0, 1, 2]
+
+
+@pytest.mark.skipif(
+    "MAX_EP_FAULTS" not in os.environ, reason="a soak: MAX_EP_FAULTS=1000"
+)
+def test_faults_of_a_seed(group):
+    """One or two ranks, in any phase or at any time; `MAX_EP_FUZZ_SEED` draws."""
+    seed = int(os.environ.get("MAX_EP_FUZZ_SEED", 1))
+    for i in range(int(os.environ["MAX_EP_FAULTS"])):
+        rng = np.random.default_rng([seed, i])
+        faults = []
+        for rank in rng.permutation(4)[: 1 + int(rng.integers(4) == 0)]:
+            at = PHASES[rng.integers(4)] if rng.integers(2) else None
+            how = KILL if rng.integers(3) == 0 else STOP
+            faults.append(Fault(int(rank), how, at, rng.random() * 0.03))
+        group.survive(list(MASKING)[rng.integers(3)], *faults)
+
+
+def note(masked: list[int], generations: list[int] | None = None) -> Note:
+    return Note({}, -1, masked=masked, generations=generations or [3, 3, 3, 3])
+
+
+@pytest.mark.parametrize(
+    "notes, joining, members, joined",
+    [
+        ({0: [], 1: [], 2: []}, [], [0, 1, 2], []),
+        ({0: [2], 1: [2]}, [], [0, 1], []),
+        # One is masked by one: the lower of the two stays.
+        ({0: [2], 1: [], 2: [0]}, [], [0, 1], []),
+        # Was stopped, and masks all: the others stay.
+        ({0: [1, 2], 1: [0], 2: [0]}, [], [1, 2], []),
+        # Who masks one that stays does not stay.
+        ({0: [], 1: [0, 2], 2: [1]}, [], [0, 2], []),
+        # Who is expelled expels nobody.
+        ({0: [1], 1: [2], 2: []}, [], [0, 2], []),
+        ({0: [2], 1: [2]}, [2], [0, 1, 2], [2]),
+    ],
+)
+def test_the_rule(notes, joining, members, joined):
+    found = decide(7, [0, 1, 2], {n: note(m) for n, m in notes.items()}, joining)
+    assert (found.epoch, found.members, found.joined) == (7, members, joined)
+    assert found.generations == [3, 3, 3, 3]
+
+
+def test_who_ran_something_else_is_expelled():
+    notes = {0: note([]), 1: note([], [2, 2, 2, 2]), 2: note([])}
+    assert decide(1, [0, 1, 2], notes, []).members == [0, 2]
