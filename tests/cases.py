@@ -149,8 +149,7 @@ class Case:
 
 
 _CASES = [
-    # name, ranks, experts, top_k, hidden, tokens. These three share all but
-    # the ranks: the same tokens must give the same results.
+    # name, ranks, experts, top_k, hidden, tokens.
     Case("one_rank", 1, 5, 3, 80, 7),
     Case("two_ranks", 2, 5, 3, 80, 7),  # 3 and 2 experts
     Case("last_rank_empty", 4, 5, 3, 80, 7),  # 2, 2, 1 and 0 experts
@@ -239,14 +238,16 @@ SUMS_CASES = {
 }
 """By rank, with combine adding up on the ranks of the experts."""
 
-# Each takes seconds to compile for CPU ranks, and has only `features` of others.
+# Each takes ten seconds to compile for CPU ranks, and has only `features` of others, or
+# of `FORM_CASES` in test_round_trip.py.
 ON_REQUEST = (
     "uneven_7_on_3 smallest fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
     "padded_fp8_each smallest_by_rank smallest_sums "
     "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
     "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums "
     "mxfp8 mxfp4 mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank "
-    "last_rank_empty_sums"
+    "last_rank_empty_sums one_rank last_rank_empty nvfp4_scaled_each shared_fp8 "
+    "one_rank_by_rank fp8_by_rank"
 ).split()
 
 ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES

@@ -158,32 +158,23 @@ COUNTS = [[TOKENS] * 4, [2, 5, 1, 4], [0, TOKENS, 3, 0], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_everything_is_gathered_in_rank_order(layer, counts):
+def test_a_layer_is_the_dense_one(layer, counts):
+    """Everything is gathered in rank order, and results are those of torch on one rank.
+    Twice, for what the first run left must not matter."""
     counts = counts[: layer.n_ranks]
-    ran = run(layer, counts, sum(counts))
-    n, total = sum(counts), layer.n_ranks * TOKENS
+    n_all, total = sum(counts), layer.n_ranks * TOKENS
     assert layer.dispatcher.global_tokens == total
-    for rank in range(layer.n_ranks):
-        assert ran.tokens[rank].shape == (total, HIDDEN)
-        np.testing.assert_array_equal(
-            ran.tokens[rank][:n], np.concatenate(ran.given.tokens)
-        )
-        for got, want, none in (
-            (ran.probs[rank], ran.given.probs, 0),
-            (ran.ids[rank], ran.given.ids, -1),
-        ):
-            assert got.shape == (total, TOP_K)
-            np.testing.assert_array_equal(got[:n], np.concatenate(want))
-            assert (got[n:] == none).all()
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_results_are_those_of_a_dense_layer(layer, counts):
-    """In torch, on one rank; twice, for what the first run left must not matter."""
-    counts = counts[: layer.n_ranks]
     for seed in (1, 2):
         ran = run(layer, counts, seed)
         for rank, n in enumerate(counts):
+            for got, want, width, none in (
+                (ran.tokens[rank], ran.given.tokens, HIDDEN, None),
+                (ran.probs[rank], ran.given.probs, TOP_K, 0),
+                (ran.ids[rank], ran.given.ids, TOP_K, -1),
+            ):
+                assert got.shape == (total, width)
+                np.testing.assert_array_equal(got[:n_all], np.concatenate(want))
+                assert none is None or (got[n_all:] == none).all()
             x = torch.from_numpy(bfloat16_to_float32(ran.given.tokens[rank])).double()
             ids = torch.from_numpy(ran.given.ids[rank]).double()
             probs = torch.from_numpy(ran.given.probs[rank]).double()

@@ -395,12 +395,9 @@ ROWS_OF | m.ep_dispatch_async(x.tokens, x.weights, 0) | topk_ids; float32; \
 ids of the experts; weights where they belong
 ROWS_OF | m.ep_dispatch_async(x.tokens, [[0, 1, 2]], 0) | topk_ids; list; graph value
 ROWS_OF | send(2) | device_id=2; [0, n_gpus_per_node=2)
-ROWS_OF | send(-1) | device_id=-1; [0, n_gpus_per_node=2)
 ROWS_OF | wait(-1) | device_id=-1
-ROWS_OF | c.device(2) | device_id=2; n_gpus_per_node=2
 ROWS_OF | m.ep_dispatch_all(*all[:2], [0]) | device_ids=[0]; all 2 ranks
 ROWS_OF | m.ep_dispatch_all(*all[:2], [0, 0]) | device_ids=[0, 0]; all 2 ranks
-ROWS_OF | m.ep_dispatch_all(*all[:2], [1, 2]) | device_ids=[1, 2]; all 2 ranks
 ROWS_OF | m.ep_dispatch_all(all[0], [x.ids], [0, 1]) | topk_ids; 1 tensors; \
 2 local ranks
 ROWS_OF | m.ep_dispatch_all(*all, [x.scales]) | input_scales; 1 tensors; 2 local ranks

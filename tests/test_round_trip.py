@@ -33,25 +33,15 @@ from harness import (
     all_round_trip,
     assert_dispatched,
     assert_round_trip,
-    assert_same_bits,
     fused_round_trip,
     round_trip,
     run_in_child,
-    weights_of,
 )
 from kernels import counter_word
 from max.graph import DeviceRef, Module
 
 from max_ep import (
     EPCommInitializer,
-    call_distributed_ep_combine,
-    call_distributed_ep_dispatch,
-    call_ep_combine,
-    call_ep_combine_async,
-    call_ep_combine_wait,
-    call_ep_dispatch,
-    call_ep_dispatch_async,
-    call_ep_dispatch_wait,
 )
 
 CPU = DeviceRef.CPU()
@@ -70,19 +60,13 @@ def add_graphs(module: Module) -> dict[str, Groups]:
 
 
 @pytest.fixture(scope="module")
-def small(added) -> Groups:
-    """All small cases in one graph."""
-    return added["small"]
-
-
-@pytest.fixture(scope="module")
-def run_small(small):
+def run_small(added):
     """Runs all cases with a routing and data, once for all tests."""
 
     @functools.cache
     def run(routing: str, data: str) -> SimpleNamespace:
         given = {n: make_inputs(c, routing, data) for n, c in SMALL_CASES.items()}
-        got = small.run(given)
+        got = added["small"].run(given)
         # Computed after the run: what the run damaged cannot look right.
         return SimpleNamespace(given=given, got=got)
 
@@ -91,8 +75,8 @@ def run_small(small):
 
 def test_cases_on_request_have_no_feature_of_their_own():
     """Without `MAX_EP_ALL_CASES` no feature goes untested."""
-    swept = ALL_SMALL_CASES.keys() - set(ON_REQUEST)
-    others = set().union(*(features(ALL_SMALL_CASES[name]) for name in swept))
+    swept = [c for n, c in ALL_SMALL_CASES.items() if n not in ON_REQUEST]
+    others = set().union(*map(features, [*swept, *FORM_CASES.values()]))
     for name in ON_REQUEST:
         assert not features(ALL_SMALL_CASES[name]) - others, name
 
@@ -178,37 +162,6 @@ def test_expert_rows_at_any_address(one_module):
     assert "same bits" in run_in_child(_UNALIGNED, str(one_module.path))
 
 
-# ------------------------------------------------------------ number of ranks
-
-
-SPLITS = {
-    "one_rank": [[7], [6], [3]],
-    "two_ranks": [[4, 3], [0, 6], [2, 1]],
-    "last_rank_empty": [[3, 0, 2, 2], [1, 2, 2, 1], [0, 0, 0, 3]],
-}
-
-
-@pytest.mark.parametrize("i", range(3))
-def test_combine_does_not_depend_on_the_number_of_ranks(small, i):
-    """The same tokens, experts and weights on 1, 2 and 4 ranks."""
-    whole = make_inputs(CASES["one_rank"], "uniform", counts=SPLITS["one_rank"][i])
-    given = {n: make_inputs(c, "all_silent") for n, c in SMALL_CASES.items()}
-    for name, splits in SPLITS.items():
-        bounds = np.cumsum(splits[i])[:-1]
-        given[name] = Inputs(
-            tokens=np.split(whole.tokens[0], bounds),
-            ids=np.split(whole.ids[0], bounds),
-            weights=np.split(whole.weights[0], bounds),
-            input_scales=None,
-            expert_rows=None,
-        )
-    got = small.run(given)
-    want = expected(CASES["one_rank"], whole).combine[0]
-    for name, splits in SPLITS.items():
-        result = np.concatenate([rank.result for rank in got[name]])
-        assert_same_bits(f"{name}, tokens of the ranks {splits[i]}", result, want)
-
-
 # -------------------------------------------------- forms, layers, generations
 
 TWO = CASES["two_ranks"]
@@ -230,92 +183,35 @@ FORM_CASES = {
 }
 
 
-def call_ep_round_trip(manager, case, ranks, how):
-    """Builds what `harness.round_trip` builds from the `call_ep_*` functions."""
-    config, counters = manager.config, manager.atomic_counters[0]
-    to, back = manager._pointers(0), manager._pointers(1)
-    tokens, ids = [x.tokens for x in ranks], [x.ids for x in ranks]
-    scales = [x.input_scales for x in ranks]
-    sent, weights = zip(*(weights_of(config, x) for x in ranks))
-    each = list(zip(tokens, ids, counters, scales, sent))
-    if how == "split":
-        for x, chosen, counter, scale, w in each:
-            call_ep_dispatch_async(x, chosen, counter, *to, config, scale, w)
-        dispatched = [call_ep_dispatch_wait(c, *to[1:], config) for c in counters]
-    elif how == "fused":
-        dispatched = [
-            call_ep_dispatch(x, chosen, counter, *to, config, scale, w)
-            for x, chosen, counter, scale, w in each
-        ]
-    else:
-        more = scales if case.scales else None, list(sent) if sent[0] else None
-        given = tokens, ids, counters, *to, config
-        dispatched = call_distributed_ep_dispatch(*given, *more)
-
-    rows = [x.rows_of(d) for d, x in zip(dispatched, ranks)]
-    infos = [d[-2] if case.is_padded else d[-1] for d in dispatched]
-    n_tokens = [x.shape[0] for x in tokens]
-    if how == "split":
-        for x, info, counter in zip(rows, infos, counters):
-            call_ep_combine_async(x, info, counter, *back, config)
-        results = [
-            call_ep_combine_wait(counter, *back[1:], config, n, w, x)
-            for counter, n, w, x in zip(counters, n_tokens, weights, rows)
-        ]
-    elif how == "fused":
-        results = [
-            call_ep_combine(x, info, counter, *back, config, n, w)
-            for x, info, counter, n, w in zip(rows, infos, counters, n_tokens, weights)
-        ]
-    else:
-        given = rows, infos, counters, *back, config, n_tokens
-        weighed = list(weights) if weights[0] else None
-        results = call_distributed_ep_combine(*given, weighed)
-    if case.is_padded:
-        return [[*d, d[-2], result] for d, result in zip(dispatched, results)]
-    # The manager gives stats, these functions do not: keep the order of
-    # `take_outputs` with something in their place.
-    return [[*d[:-1], d[-2], d[-1], result] for d, result in zip(dispatched, results)]
-
-
 FORMS = {
-    "two_ranks": ["async_wait", "all", "call_split", "call_distributed"],
-    "one": ["fused", "call_split", "call_fused", "call_distributed"],
-    "one_fp8": ["fused", "all", "call_fused"],
-    "by_rank": ["all"],
-    "sums": ["all", "call_split"],
-    "sums_padded": ["fused", "call_fused"],
-    "padded": ["fused", "call_fused"],
-    "padded_three": ["all", "call_split", "call_distributed"],
-    "shared": ["fused", "call_fused"],
-    "shared_three": ["all", "call_split", "call_distributed"],
+    "two_ranks": [round_trip, all_round_trip],
+    "one": [fused_round_trip],
+    "one_fp8": [fused_round_trip, all_round_trip],
+    "by_rank": [all_round_trip],
+    "sums": [all_round_trip],
+    "sums_padded": [fused_round_trip],
+    "padded": [fused_round_trip],
+    "padded_three": [all_round_trip],
+    "shared": [fused_round_trip],
+    "shared_three": [all_round_trip],
 }
-"""`async_wait`, the form of the small cases, only where layers follow each other."""
+"""`round_trip`, the form of the small cases, only where layers follow each other."""
 
 
 def build_forms(managers: dict, ranks: dict) -> dict:
     """Builds every form of every group, and layers of `TWO`.
 
     Each form is one generation of its group's one set of buffers. `layer_2` takes the
-    results of `async_wait` as its tokens, but routing and weights of its own. `other`
+    results of `round_trip` as its tokens, but routing and weights of its own. `other`
     is a second set of buffers, and its steps stand between those of `between`, which
     uses the first set.
     """
-    built = {}
-    for name, forms in FORMS.items():
-        case, given = FORM_CASES[name], (managers[name], ranks[name])
-        for form in forms:
-            if form == "async_wait":
-                made = round_trip(*given)
-            elif form == "all":
-                made = all_round_trip(*given)
-            elif form == "fused":
-                made = fused_round_trip(*given)
-            else:
-                manager, how = managers[name], form.removeprefix("call_")
-                made = call_ep_round_trip(manager, case, ranks[name], how)
-            built[name, form] = made
-    first = built["two_ranks", "async_wait"]
+    built = {
+        (name, form.__name__): form(managers[name], ranks[name])
+        for name, forms in FORMS.items()
+        for form in forms
+    }
+    first = built["two_ranks", "round_trip"]
     second = [
         RankInputs(r[-1], x.ids, x.weights) for r, x in zip(first, ranks["second"])
     ]
@@ -355,7 +251,7 @@ def make_forms(routing: str, counts: list[int] | None = None) -> dict[str, Input
 def check_forms(where: str, given: dict, got: dict) -> None:
     """Compares every form with the oracle."""
     wants = {n: expected(c, given[n]) for n, c in (FORM_CASES | LAYERS).items()}
-    results = [r.result for r in got["two_ranks", "async_wait"]]
+    results = [r.result for r in got["two_ranks", "round_trip"]]
     after = given["second"]
     after = Inputs(results, after.ids, after.weights, None, None)
     for (name, form), received in got.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from assembly import parse_ptx
-from cases import Case, expected, make_inputs
+from cases import ALL_SMALL_CASES, Case, expected, make_inputs
 from harness import (
     Groups,
     assert_round_trip,
@@ -31,15 +31,13 @@ from max_ep.stats import Statistics
 PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_watch.mojo"
 KERNELS = ["combine", "combine_sums", "dispatch"]
 
-SUMS = {"protocol": "by_rank", "combine_mode": "sums"}
+# Those of two ranks, whose ops are compiled anyway.
 N_RANKS = 2
+EARLY = ALL_SMALL_CASES["two_ranks"]
 CASES = {
-    case.name: case
-    for case in (
-        Case("by_expert", N_RANKS, 5, 3, 80, 7, fused_shared_expert=True),
-        Case("padded", N_RANKS, 5, 3, 128, 7, "fp8", output_layout="padded"),
-        Case("sums", N_RANKS, 5, 3, 80, 7, **SUMS),
-    )
+    "by_expert": EARLY,
+    "padded": ALL_SMALL_CASES["padded_fp8"],
+    "sums": ALL_SMALL_CASES["shared_fp8_sums"],
 }
 
 
@@ -77,9 +75,6 @@ PLACES = [
     pytest.param("one_gpu", marks=pytest.mark.gpu(1), id="one_gpu"),
     pytest.param("two_gpus", marks=pytest.mark.gpu(2), id="two_gpus"),
 ]
-
-
-EARLY = Case("early", N_RANKS, 5, 3, 80, 7)
 
 
 def add_early(place: str, module: Module | None = None) -> Graph:

@@ -18,6 +18,7 @@ import pytest
 import torch_member
 import torch_misuse
 import torch_shrink
+from torch_member import PHASES
 
 from max_ep import LaunchError, cli, launch
 
@@ -55,7 +56,8 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.parametrize(
     "n_ranks, place",
     [
-        *((n, "cpu") for n in RUNS),
+        *((n, "cpu") for n in (1, 2, 4)),
+        pytest.param(8, "cpu", marks=slow),
         *(pytest.param(n, "gpu", marks=pytest.mark.gpu(1)) for n in (1, 2, 4)),
     ],
     indirect=["place"],
@@ -82,8 +84,16 @@ def test_scenarios(n_ranks: int, place: str, tmp_path: Path) -> None:
     assert segments() <= before
 
 
-@pytest.mark.parametrize("phase", torch_member.PHASES)
-def test_killed(place: str, phase: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "phase, place",
+    [
+        *((p, "cpu") for p in ("dispatch_wait", "combine")),
+        *(pytest.param(p, "cpu", marks=slow) for p in ("dispatch", "combine_wait")),
+        *(pytest.param(p, "gpu", marks=pytest.mark.gpu(1)) for p in PHASES),
+    ],
+    indirect=["place"],
+)
+def test_killed(phase: str, place: str, tmp_path: Path) -> None:
     """The survivor ends by its time-out and names the dead; the next run works."""
     before = segments()
     with pytest.raises(LaunchError) as caught:
