@@ -136,6 +136,10 @@ class FaultMember(Member):
     def reconcile(self) -> list[int]:
         return self.comm.reconcile()
 
+    def mask(self, rank: int) -> list[int]:
+        self.comm.mask(rank)
+        return self.comm.active_ranks()
+
     def rejoin(self) -> list[int]:
         self.comm.rejoin()
         return self.comm.active_ranks()

@@ -72,6 +72,20 @@ def test_two_at_once(group):
     group.survive(SUMS, *faults)
 
 
+def test_one_rank_masks_another(group):
+    """The others wait for neither: each is right, or flagged, and then they agree."""
+    assert group.ask([1], BY_RANK, "mask", 3) == [[0, 1, 2]]
+    assert group.step(BY_RANK, ALL) == []
+    *active, expelled = group.ask(ALL, BY_RANK, "reconcile")
+    assert active == 3 * [[0, 1, 2]] and "RankExpelled" in expelled
+    group.pipes[3].send((BY_RANK, "step", 1, None))
+    assert "was freed" in group.answer(3)
+    group.pipes[3].send((BY_RANK, "rejoin"))
+    group.admit(BY_RANK, [0, 1, 2], 3)
+    group.expect(3, ALL)
+    assert group.step(BY_RANK, ALL) == []
+
+
 @pytest.mark.parametrize("name", MASKING)
 def test_ranks_of_one_process(group, session, name):
     """One is masked, or does not come, from any phase on; and is taken in again."""
