@@ -24,7 +24,6 @@ from max.engine import InferenceSession, Model
 from max.graph import Module
 from processes import (
     BF16,
-    N_RANKS,
     SMALL,
     Engine,
     Member,
@@ -45,7 +44,8 @@ TIMEOUT_S = 2.0
 SLACK_S = 1.0
 """How much longer than the time-out a step may take that loses ranks."""
 
-MASKING = in_protocols([replace(SMALL, name="masking")])
+N_RANKS = int(os.environ.get("MAX_EP_FAULT_RANKS", 4))
+MASKING = in_protocols([replace(SMALL, name="masking", n_ranks=N_RANKS)])
 if not {"MAX_EP_ALL_CASES", "MAX_EP_FAULTS"} & set(os.environ):
     del MASKING["masking"]  # by expert: slow to compile
 

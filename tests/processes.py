@@ -68,7 +68,7 @@ GROUPS = PHASED | in_protocols([LARGE, SHARED]) | {FEW_EXPERTS.name: FEW_EXPERTS
 
 def config_of(case: Case, node_id: int, **changes: Any) -> EPConfig:
     """A process of one rank, unless changed."""
-    one_each = dict(n_nodes=N_RANKS, n_gpus_per_node=1, timeout_s=10.0)
+    one_each = dict(n_nodes=case.n_ranks, n_gpus_per_node=1, timeout_s=10.0)
     return case.config(node_id=node_id, **(one_each | changes))
 
 
@@ -81,7 +81,7 @@ def inputs_of(case: Case, generation: int, silent_rank: int | None = None) -> In
     by a silent rank, or to it.
     """
     given = Inputs([], [], [], None, None)
-    for rank in range(N_RANKS):
+    for rank in range(case.n_ranks):
         rng = np.random.default_rng([1, generation, rank])
         n_tokens = int(rng.integers(1, case.max_tokens_per_rank + 1))
         experts = np.arange(case.n_experts, dtype=np.int32)
@@ -91,7 +91,7 @@ def inputs_of(case: Case, generation: int, silent_rank: int | None = None) -> In
         if generation % 7 == 3:
             n_tokens, share_masked = case.max_tokens_per_rank, 0.0
             experts = experts[: case.top_k]
-        elif generation % 7 == 5 or generation % N_RANKS == rank:
+        elif generation % 7 == 5 or generation % case.n_ranks == rank:
             n_tokens = 0
         tokens = rng.standard_normal((n_tokens, case.hidden_size), np.float32)
         tokens[:, 0], tokens[:, 1] = rank, generation % 256

@@ -14,6 +14,7 @@ import pytest
 from faults import (
     ALL,
     MASKING,
+    N_RANKS,
     PHASES,
     Fault,
     Group,
@@ -23,7 +24,7 @@ from faults import (
     compile_graphs,
     lost_ranks,
 )
-from processes import N_RANKS, config_of, names_of
+from processes import config_of, names_of
 
 from max_ep import EPCommInitializer
 from max_ep.memory.membership import Note, decide
@@ -134,13 +135,14 @@ def test_ranks_of_one_process(group, session, name):
     "MAX_EP_FAULTS" not in os.environ, reason="a soak: MAX_EP_FAULTS=1000"
 )
 def test_faults_of_a_seed(group):
-    """One or two ranks, in any phase or at any time; `MAX_EP_FUZZ_SEED` draws."""
+    """One or two ranks, in any phase or at any time; `MAX_EP_FUZZ_SEED` draws, of
+    `MAX_EP_FAULT_RANKS`."""
     seed = int(os.environ.get("MAX_EP_FUZZ_SEED", 1))
     for i in range(int(os.environ["MAX_EP_FAULTS"])):
         rng = np.random.default_rng([seed, i])
         faults = []
-        for rank in rng.permutation(4)[: 1 + int(rng.integers(4) == 0)]:
-            at = PHASES[rng.integers(4)] if rng.integers(2) else None
+        for rank in rng.permutation(N_RANKS)[: 1 + int(rng.integers(4) == 0)]:
+            at = PHASES[rng.integers(len(PHASES))] if rng.integers(2) else None
             how = KILL if rng.integers(3) == 0 else STOP
             faults.append(Fault(int(rank), how, at, rng.random() * 0.03))
         group.survive(list(MASKING)[rng.integers(3)], *faults)

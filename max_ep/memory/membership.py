@@ -24,8 +24,13 @@ from typing import Any
 
 from .symmetric_memory import Owner, exists, members_name, unlink
 
-_SLOT = 4096
+_SLOT = 8192
+_COUNTER = struct.Struct("<Q")  # writes of a slot; the last is in this one's half
+_HALF = (_SLOT - _COUNTER.size) // 2
 _HEADER = struct.Struct("<II")  # bytes, checksum
+_MOST_BYTES = _HALF - _HEADER.size
+_READS = 1000
+"""Reads of a slot: it may be written twice during one of them."""
 _POLL_S, _SPINS = 0.0005, 200
 _JOIN_S = 600.0
 """How long a process waits to be let in."""
@@ -158,23 +163,32 @@ class Membership:
     # ---------------------------------------------------------------------- notes
 
     def _read(self, slot: int) -> Any:
-        """Reads a slot; None: nothing was written, or it is being written."""
-        at = slot * _SLOT
-        n_bytes, checksum = _HEADER.unpack_from(self._memory, at)
-        body = self._memory[at + _HEADER.size : at + _HEADER.size + n_bytes]
-        whole = n_bytes > 0 and zlib.crc32(body) == checksum
-        return json.loads(body) if whole else None
+        """Reads what was written last to a slot; None: nothing was."""
+        for _ in range(_READS):
+            (n_written,) = _COUNTER.unpack_from(self._memory, slot * _SLOT)
+            if n_written == 0:
+                return None
+            at = slot * _SLOT + _COUNTER.size + n_written % 2 * _HALF
+            n_bytes, checksum = _HEADER.unpack_from(self._memory, at)
+            body = self._memory[at + _HEADER.size : at + _HEADER.size + n_bytes]
+            if n_bytes <= _MOST_BYTES and zlib.crc32(body) == checksum:
+                return json.loads(body)
+        raise RuntimeError(f"max_ep: the notes of {self._name} are damaged")
 
     def _write(self, slot: int, value: Any) -> None:
+        """Writes a slot, beside what was written last: that can be read meanwhile."""
         body = json.dumps(asdict(value)).encode()
-        if len(body) > _SLOT - _HEADER.size:
+        if len(body) > _MOST_BYTES:
             raise ValueError(f"max_ep: {len(body)} bytes are too many for a note")
-        at = slot * _SLOT
+        (n_written,) = _COUNTER.unpack_from(self._memory, slot * _SLOT)
+        n_written += 1
+        at = slot * _SLOT + _COUNTER.size + n_written % 2 * _HALF
         self._memory[at + _HEADER.size : at + _HEADER.size + len(body)] = body
         _HEADER.pack_into(self._memory, at, len(body), zlib.crc32(body))
+        _COUNTER.pack_into(self._memory, slot * _SLOT, n_written)
 
     def note(self, node: int) -> Note | None:
-        """Returns the note of a process, or None: not there, or not complete."""
+        """Returns the note of a process; None: it has written none."""
         found = self._read(1 + node)
         return None if found is None else Note(**found)
 
