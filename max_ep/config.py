@@ -159,6 +159,10 @@ class EPConfig:
     its block-scaled matmuls take them; packed rows only. ``"auto"``: ``"transposed"``
     for blockwise FP8, otherwise ``"rows"`` (docs/formats.md)."""
 
+    tokens_are_quantized: bool = False
+    """Tokens are given as pairs of values and scales, as ``dispatch_quant_config`` has
+    them, and are sent as they are."""
+
     router_top_k: ClassVar[int] = 0
     """In an all-gather (``AllGatherConfig``), router choices that travel with a token
     to all ranks; 0: this is no all-gather."""
@@ -519,6 +523,11 @@ def _check_dtypes(config: EPConfig) -> None:
                 "float32, or None for combine_dtype"
             )
     config.token_format.check_quant_config(config.dispatch_quant_config)
+    if config.tokens_are_quantized and not config.is_quantized:
+        raise ValueError(
+            f"tokens_are_quantized=True with dispatch_dtype={config.dispatch_dtype}, "
+            "which has no scales; pass False, or a dtype that dispatch quantizes to"
+        )
 
 
 def _check_scale_layout(config: EPConfig) -> None:

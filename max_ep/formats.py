@@ -136,8 +136,10 @@ class TokenFormat:
         """Whether scales are float32, so that they can be rounded."""
         return self.is_quantized and self.scale_dtype == DType.float32
 
-    def op_name(self, power_of_two_scales: bool) -> str:
+    def op_name(self, power_of_two_scales: bool, is_forwarded: bool = False) -> str:
         """Returns the format's name in ops, with the rounding of scales."""
+        if is_forwarded:
+            return f"{self.name}_forwarded"
         is_rounded = self.has_float_scales and power_of_two_scales
         return self.name + ("_power_of_two" if is_rounded else "")
 

@@ -59,6 +59,8 @@ class Case:
     partial_dtype: DType | None = field(default=None, repr=False)
     use_allreduce: bool = field(default=False, repr=False)
     max_output_rows: int | None = field(default=None, repr=False)
+    forwards: bool = field(default=False, repr=False)
+    """Whether tokens are quantized before they are given."""
 
     @property
     def token_format(self) -> TokenFormat:
@@ -136,6 +138,7 @@ class Case:
             partial_dtype=self.partial_dtype,
             use_allreduce=self.use_allreduce,
             max_output_rows=self.max_output_rows,
+            tokens_are_quantized=self.forwards,
         )
         return EPConfig(**(fields | changes))
 
@@ -173,6 +176,7 @@ _CASES = [
 CASES = {case.name: case for case in _CASES}
 
 _PADDED = dict(output_layout="padded")
+_TILES = dict(scale_layout="tiles")
 _SHARED = dict(fused_shared_expert=True)
 _LAYOUT_CASES = [
     Case("padded_last_rank_empty", 3, 4, 3, 80, 7, **_PADDED),  # 2, 2 and 0
@@ -185,6 +189,10 @@ _LAYOUT_CASES = [
     Case("padded_mxfp8", 2, 5, 3, 1024, 9, "mxfp8", F32, scales="each", **_PADDED),
     # Fewer experts on a rank than a token chooses.
     Case("allreduce", 3, 6, 3, 80, 7, scales="each", use_allreduce=True),
+    # Scales of 4 bytes, of 1, and not of whole words.
+    Case("forwarded_fp8", 2, 5, 3, 384, 9, "fp8", forwards=True),
+    Case("forwarded_mxfp4", 3, 7, 3, 96, 7, "mxfp4", forwards=True, **_PADDED),
+    Case("forwarded_nvfp4", 2, 5, 3, 1120, 9, "nvfp4", forwards=True, **_TILES),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
 ]
@@ -248,6 +256,12 @@ ON_REQUEST = (
     "mxfp8 mxfp4 mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank "
     "last_rank_empty_sums one_rank last_rank_empty nvfp4_scaled_each shared_fp8 "
     "one_rank_by_rank fp8_by_rank"
+    "padded_fp8_each smallest_by_rank smallest_sums two_ranks_by_rank "
+    "last_rank_empty_by_rank five_ranks_top_1_by_rank fp8_pow2_by_rank "
+    "fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums mxfp8 mxfp4 "
+    "mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank last_rank_empty_sums "
+    "forwarded_fp8_by_rank forwarded_mxfp4 forwarded_nvfp4 forwarded_fp8 "
+    "forwarded_nvfp4_by_rank"
 ).split()
 
 ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES

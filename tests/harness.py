@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cases import BF16, Case, Expected, Inputs
+from cases import BF16, Case, Expected, Inputs, widen
 from children import WHERE_WE_IMPORT, printed
 from max import driver
 from max.driver import Buffer, Device
@@ -71,7 +71,7 @@ def to_numpy(buffer: Buffer) -> np.ndarray:
 class RankInputs:
     """Graph inputs of one rank."""
 
-    tokens: TensorValue
+    tokens: TensorValue | tuple[TensorValue, TensorValue]
     ids: TensorValue
     weights: TensorValue
     input_scales: TensorValue | None = None
@@ -95,8 +95,13 @@ def input_types(
         n = f"{prefix or case.name}_t{rank}"
         place = CPU if config is None else config.device(rank)
         rows = [f"{n}_{what}" if numbers_differ else n for what in range(3)]
+        tokens = [(case.tokens, case.hidden_size)]
+        if case.forwards:
+            used = config or case.config()
+            tokens = [(used.output_dtype, used.row_columns)]
+            tokens += [(used.scales_dtype, used.n_scales)]
         types += [
-            TensorType(case.tokens, [rows[0], case.hidden_size], place),
+            *(TensorType(dtype, [rows[0], n], place) for dtype, n in tokens),
             TensorType(DType.int32, [rows[1], case.top_k], place),
             TensorType(DType.float32, [rows[2], case.top_k], place),
         ]
@@ -113,7 +118,10 @@ def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
     """Takes the inputs of all ranks of a case from an iterator."""
     ranks = []
     for _ in range(case.n_ranks):
-        given = RankInputs(*(next(values).tensor for _ in range(3)))
+        tokens = next(values).tensor
+        if case.forwards:
+            tokens = tokens, next(values).tensor
+        given = RankInputs(tokens, *(next(values).tensor for _ in range(2)))
         if case.scales is not None:
             given.input_scales = next(values).tensor
         if not case.sends_rows_back:
@@ -126,7 +134,7 @@ def flatten(given: Inputs, config: EPConfig | None = None) -> list[Buffer]:
     """Lists the inputs of all ranks in the order of `input_types`."""
     buffers = []
     for rank in range(len(given.tokens)):
-        arrays = [given.tokens[rank], given.ids[rank], given.weights[rank]]
+        arrays = [given.ids[rank], given.weights[rank]]
         if given.input_scales is not None:
             arrays.append(given.input_scales)
         if given.expert_rows is not None:
@@ -134,6 +142,13 @@ def flatten(given: Inputs, config: EPConfig | None = None) -> list[Buffer]:
         device = None
         if config is not None and config.target == "gpu":
             device = driver.Accelerator(config.device(rank).id)
+        tokens = [to_buffer(given.tokens[rank], device)]
+        if config is not None and config.tokens_are_quantized:
+            bits = config.token_format.quantize(widen(given.tokens[rank]))
+            tokens = [to_buffer(array, device) for array in bits]
+            for i, dtype in enumerate((config.output_dtype, config.scales_dtype)):
+                tokens[i] = tokens[i].view(dtype, tuple(tokens[i].shape))
+        buffers += tokens
         buffers += [to_buffer(array, device) for array in arrays]
     return buffers
 

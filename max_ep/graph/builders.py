@@ -22,6 +22,7 @@ from ..extension import load_ops
 from ..limits import NUM_GROUPS
 from . import ops
 from .checks import (
+    Tokens,
     check_buffers,
     check_phase,
     check_send,
@@ -29,6 +30,7 @@ from .checks import (
     refuse_if_in_turn,
     rows_for_op,
     scales_for_op,
+    tokens_for_op,
     weights_for_op,
 )
 
@@ -71,7 +73,7 @@ def call_ep_init(
 
 
 def call_ep_dispatch_async(
-    input_tokens: TensorValue,
+    input_tokens: Tokens,
     topk_ids: TensorValue,
     atomic_counter: BufferValue,
     send_buf_ptrs: TensorValue,
@@ -86,7 +88,8 @@ def call_ep_dispatch_async(
     Args:
         input_tokens: ``[n_tokens, hidden_size]`` of ``config.dispatch_dtype``
             (bfloat16 or float32 where dispatch quantizes), with
-            ``n_tokens <= config.max_tokens_per_rank``.
+            ``n_tokens <= config.max_tokens_per_rank``. With ``tokens_are_quantized`` a
+            pair of values and scales, row by row, of the dtypes that dispatch delivers.
         topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``. Those of one token
             are distinct; ``-1`` means "no expert". Others are dropped and counted, and
             the op reports them. With :class:`AllGatherConfig`,
@@ -155,7 +158,7 @@ def call_ep_dispatch_wait(
 
 
 def call_ep_dispatch(
-    input_tokens: TensorValue,
+    input_tokens: Tokens,
     topk_ids: TensorValue,
     atomic_counter: BufferValue,
     send_buf_ptrs: TensorValue,
@@ -194,7 +197,7 @@ def call_ep_dispatch(
 
 def _given_to_dispatch(
     config: EPConfig,
-    input_tokens: TensorValue,
+    input_tokens: Tokens,
     topk_ids: TensorValue,
     input_scales: TensorValue | None,
     router_weights: TensorValue | None,
@@ -202,6 +205,7 @@ def _given_to_dispatch(
 ) -> list[TensorValue]:
     """Checks what a dispatch sends; returns it as its ops take it."""
     device = atomic_counter.device
+    input_tokens = tokens_for_op(config, input_tokens, device)
     check_send(config, input_tokens, topk_ids, device)
     scales = scales_for_op(config, input_scales, device)
     n_tokens = input_tokens.shape[0]
@@ -210,7 +214,7 @@ def _given_to_dispatch(
 
 
 def call_distributed_ep_dispatch(
-    input_tokens: Sequence[TensorValue],
+    input_tokens: Sequence[Tokens],
     topk_ids: Sequence[TensorValue],
     atomic_counters: Sequence[BufferValue],
     send_buf_ptrs: TensorValue,

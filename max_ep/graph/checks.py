@@ -86,15 +86,44 @@ def check_buffers(
     return list(pointers)
 
 
+Tokens = TensorValue | tuple[TensorValue, TensorValue]
+"""Tokens of a rank, or with ``tokens_are_quantized`` their values and scales."""
+
+
+def n_tokens_of(given: Tokens) -> Dim:
+    """Returns how many tokens are given."""
+    return (given if isinstance(given, TensorValue) else given[0]).shape[0]
+
+
+def tokens_for_op(config: EPConfig, given: Tokens, device: DeviceRef) -> TensorValue:
+    """Checks tokens; returns them as the ops take them, quantized ones joined."""
+    is_pair = isinstance(given, (tuple, list))
+    if is_pair != config.tokens_are_quantized:
+        raise TypeError(
+            f"input_tokens are {'a pair' if is_pair else 'one tensor'} with "
+            f"tokens_are_quantized={config.tokens_are_quantized}: dispatch takes "
+            "(values, scales) exactly if that is set"
+        )
+    if not is_pair:
+        shape = [None, config.hidden_size]
+        dtypes = config.token_format.token_dtypes
+        check_value(given, "input_tokens", dtypes, shape, device)
+        return given
+    values, scales = given
+    shape = [None, config.row_columns]
+    check_value(values, "values of input_tokens", config.output_dtype, shape, device)
+    shape = [None, config.n_scales]
+    check_value(scales, "scales of input_tokens", config.scales_dtype, shape, device)
+    check_same_rows("values of input_tokens", values, "scales", scales)
+    return ops.join_quantized(config, values, scales)
+
+
 def check_send(
     config: EPConfig,
     input_tokens: TensorValue,
     topk_ids: TensorValue,
     device: DeviceRef,
 ) -> None:
-    shape = [None, config.hidden_size]
-    dtypes = config.token_format.token_dtypes
-    check_value(input_tokens, "input_tokens", dtypes, shape, device)
     check_n_tokens(config, "input_tokens", input_tokens.shape[0])
     shape = [None, config.n_given_choices]
     if isinstance(topk_ids, TensorValue) and topk_ids.dtype.is_float():
@@ -193,6 +222,11 @@ def scales_for_op(
     """Checks input scales; returns them, or an empty tensor where there are none."""
     if input_scales is None:
         return ops.placeholder(device, 0)
+    if config.tokens_are_quantized:
+        raise ValueError(
+            "input_scales with tokens_are_quantized=True: such tokens are sent as they "
+            "are; pass None"
+        )
     if config.combines_sums:
         raise ValueError(
             "input_scales are factors of experts, which combine_mode='sums' does "

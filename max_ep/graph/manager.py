@@ -47,7 +47,7 @@ from .builders import (
     call_ep_dropped,
     call_ep_watch,
 )
-from .checks import check_all_ranks, check_phase, refuse_if_in_turn
+from .checks import Tokens, check_all_ranks, check_phase, n_tokens_of, refuse_if_in_turn
 from .order import OpOrder
 from .routing import Replicas, balance_ids, own_ids
 
@@ -189,7 +189,7 @@ class EPBatchManager:
 
     def ep_dispatch_async(
         self,
-        input_tokens: TensorValue,
+        input_tokens: Tokens,
         topk_ids: TensorValue,
         device_id: int,
         input_scales: TensorValue | None = None,
@@ -198,7 +198,8 @@ class EPBatchManager:
         """Starts sending a rank's tokens to their experts.
 
         Args:
-            input_tokens: ``[n_tokens, hidden_size]`` of ``dispatch_dtype``.
+            input_tokens: ``[n_tokens, hidden_size]`` of ``dispatch_dtype``; see
+                :func:`call_ep_dispatch_async`.
             topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``.
             device_id: The local rank, ``[0, n_gpus_per_node)``.
             input_scales: ``[1]`` or ``[n_experts]`` float32 factors, or None.
@@ -217,7 +218,7 @@ class EPBatchManager:
             router_weight,
         )
         self._order[_DISPATCH].send(device_id)
-        self._num_tokens[device_id] = input_tokens.shape[0]
+        self._num_tokens[device_id] = n_tokens_of(input_tokens)
 
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
         """Completes receiving.
@@ -240,7 +241,7 @@ class EPBatchManager:
 
     def ep_dispatch(
         self,
-        input_tokens: TensorValue,
+        input_tokens: Tokens,
         topk_ids: TensorValue,
         device_id: int,
         input_scales: TensorValue | None = None,
@@ -268,12 +269,12 @@ class EPBatchManager:
             router_weight,
         )
         self._order[_DISPATCH].send_and_wait([device_id])
-        self._num_tokens[device_id] = input_tokens.shape[0]
+        self._num_tokens[device_id] = n_tokens_of(input_tokens)
         return self._keep_src_info(device_id, results)
 
     def ep_dispatch_all(
         self,
-        input_tokens: Sequence[TensorValue],
+        input_tokens: Sequence[Tokens],
         topk_ids: Sequence[TensorValue],
         device_ids: list[int],
         input_scales: Sequence[TensorValue] | None = None,
@@ -316,7 +317,7 @@ class EPBatchManager:
         )
         self._order[_DISPATCH].send_and_wait(device_ids)
         for device_id, tokens in zip(device_ids, input_tokens):
-            self._num_tokens[device_id] = tokens.shape[0]
+            self._num_tokens[device_id] = n_tokens_of(tokens)
         return [self._keep_src_info(i, r) for i, r in zip(device_ids, results)]
 
     # ------------------------------------------------------------------ statistics

@@ -25,6 +25,7 @@ from max.graph import (
 
 from ..config import EPConfig
 from ..extension import load_ops
+from ..limits import SOURCE_INFO_BYTES
 
 _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
     WeakKeyDictionary()
@@ -55,8 +56,9 @@ def call_op(
     """Adds an EP op to the current graph, after the earlier ones."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
     if name.startswith("dispatch"):
-        rounded = config.fp8_power_of_two_scales
-        parameters["format"] = config.token_format.op_name(rounded)
+        parameters["format"] = config.token_format.op_name(
+            config.fp8_power_of_two_scales, config.tokens_are_quantized
+        )
     else:
         parameters["combine_dtype"] = config.combine_dtype
         parameters["partial_dtype"] = config.combine_wire_dtype
@@ -96,6 +98,26 @@ def _group(config: EPConfig) -> str:
     }
     words = [*config.axes, *(f"{name}={number}" for name, number in numbers.items())]
     return " ".join([*words, *(name for name, is_set in flags.items() if is_set)])
+
+
+def join_quantized(
+    config: EPConfig, values: TensorValue, scales: TensorValue
+) -> TensorValue:
+    """Joins values and scales to tokens as they are sent, bytes."""
+    load_ops(Graph.current, with_shmem=config.uses_shmem)
+    sizes = config.sizes()
+    n_bytes = sizes.dispatch_msg_bytes - SOURCE_INFO_BYTES
+    (joined,) = ops.custom(
+        "max_ep.join_quantized",
+        device=values.device,
+        values=[values, scales],
+        out_types=[TensorType(DType.uint8, [values.shape[0], n_bytes], values.device)],
+        parameters={
+            "hidden_size": config.hidden_size,
+            "format": config.token_format.op_name(False, True),
+        },
+    )
+    return joined.tensor
 
 
 def placeholder(device: DeviceRef, *shape: int) -> TensorValue:

@@ -35,7 +35,8 @@ from .arguments import (
 from .degraded import launch_degraded
 from .device.phase import InputScales
 from .dropped import launch_dropped
-from .formats.table import has_format
+from .formats.forwarded import launch_join, QuantizedTokens
+from .formats.table import has_format, NumbersOf
 from .group_words import CombineGroup, DispatchGroup, FormatOfOp
 from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
@@ -99,6 +100,31 @@ struct Init:
             counters_group_0.to_tile_tensor(),
             counters_group_1.to_tile_tensor(),
             setup.to_tile_tensor(),
+            ctx,
+        )
+
+
+@extensibility.register("max_ep.join_quantized")
+struct JoinQuantized:
+    """Joins values and scales to tokens that dispatch forwards."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, hidden_size: Int, format: StaticString
+    ](
+        joined: OutputTensor[dtype=DType.uint8, rank=2, ...],
+        values: InputTensor[rank=2, ...],
+        scales: InputTensor[rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op; see the launcher of its name."""
+        launch_join[target, NumbersOf[format], hidden_size](
+            QuantizedTokens(
+                _bytes_of(joined),
+                _bytes_of(values),
+                _bytes_of(scales),
+                Int32(values.dim_size(0)),
+            ),
             ctx,
         )
 

@@ -86,6 +86,8 @@ trait TokenFormat:
     """Bytes of a message: token and source info."""
     comptime value_bytes: Int
     """Bytes of the values of a token, without scales; a multiple of 16."""
+    comptime row_bytes: Int = Self.value_bytes
+    """Bytes of them that go to the row; scales of quantized tokens may follow."""
     comptime lane_elements: Int
     """Elements whose values fill 16 bytes."""
     comptime scale_vectors: Int
@@ -194,7 +196,7 @@ trait TokenFormat:
             row: The row.
 
         Returns:
-            `[value_bytes]`.
+            `[row_bytes]`.
         """
         ...
 

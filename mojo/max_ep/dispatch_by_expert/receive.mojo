@@ -115,7 +115,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 self.block.counters.choices(self.generation, group)[
                     unsafe_offset=count_of(word)
                 ] = own_row(row)
-        copy_warp[Self.Format.value_bytes](
+        copy_warp[Self.Format.row_bytes](
             Self.Format.row_values(rows, row), message, lane
         )
         Self.Format.decode_scales_lane(message, rows, row, lane, WARP_SIZE)
@@ -267,7 +267,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             if token_idx * schedule.n_per_token % n_blocks != Int(block_idx.x):
                 continue
             var token = staged[group](recv_buf, token_idx)
-            copy_warp[Self.Format.value_bytes](
+            copy_warp[Self.Format.row_bytes](
                 Self.Format.row_values(self.dispatched.rows, token_idx), token, lane
             )
             Self.Format.decode_scales_lane(

@@ -223,7 +223,15 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
         var to = Self.Format.row_values(rows, row)
         comptime for i in range(Self.in_flight):
             var vector, is_in_chunk = vector_of_lane[n_vectors](first + i, end, lane)
-            if is_in_chunk:
+            comptime n_row_vectors = Self.Format.row_bytes // MESSAGE_ALIGN
+            var is_of_row = is_in_chunk
+            comptime if n_row_vectors < n_vectors:
+                is_of_row = is_in_chunk and vector < n_row_vectors
+                if is_in_chunk and not is_of_row:
+                    Self.Format.place_scales(
+                        rows, row, vector - n_row_vectors, self.values[i]
+                    )
+            if is_of_row:
                 store16(to.unsafe_offset(vector * MESSAGE_ALIGN), self.values[i])
         comptime n = Self.Format.scale_vectors
         comptime if n > 0:

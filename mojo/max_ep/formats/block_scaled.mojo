@@ -48,6 +48,19 @@ trait BlockNumbers:
     """See `TokenFormat.values_flip`."""
     comptime scales_flip: UInt32 = 0
     """See `TokenFormat.scales_flip`."""
+    comptime forwarded_flip: UInt32 = 0
+    """`TokenFormat.values_flip` of what is neither four bytes of values nor of scales,
+    after `known_values` and `known_scales`."""
+
+    @staticmethod
+    def known_values(bits: UInt32) -> UInt32:
+        """Replaces, in four bytes of values, those that `values_of` does not make."""
+        ...
+
+    @staticmethod
+    def known_scales(bits: UInt32) -> UInt32:
+        """Replaces, in four bytes of scales, those that `scale_of` does not make."""
+        ...
 
     @staticmethod
     def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[Self.magnitude_type, WIDTH]:

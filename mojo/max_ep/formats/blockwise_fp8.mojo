@@ -14,7 +14,7 @@ dispatch. The oracle is `quantize_blockwise_fp8` in `max_ep/quantize.py`.
 from std.memory import bitcast
 
 from .block_scaled import BlockNumbers, BlockScale, BlockScaledTokenFormat
-from .casts import FP8_MAX, to_e4m3fn, WIDTH
+from .casts import FP8_MAX, one_nan_e4m3fn, to_e4m3fn, WIDTH
 from .scale_layouts import TransposedRows
 
 comptime FP8_BLOCK = 128
@@ -48,6 +48,18 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     """No conversion."""
     comptime least = FP8_MIN_AMAX
     """Floor of a block's `amax`."""
+
+    @staticmethod
+    @always_inline
+    def known_values(bits: UInt32) -> UInt32:
+        """NaN has one form."""
+        return one_nan_e4m3fn(bits)
+
+    @staticmethod
+    @always_inline
+    def known_scales(bits: UInt32) -> UInt32:
+        """NaN has one form."""
+        return 0x7FC0_0000 if (bits & 0x7FFF_FFFF) > 0x7F80_0000 else bits
 
     @staticmethod
     @always_inline

@@ -112,3 +112,28 @@ def float_of_e4m3fn(bits: UInt32) -> Float32:
     if bits < 8:
         return Float32(bits) * Float32(0.001953125)
     return bitcast[DType.float32]((bits + (120 << 3)) << 20)
+
+
+@always_inline
+def one_nan_e4m3fn(bits: UInt32) -> UInt32:
+    """Clears the sign of each NaN among four float8_e4m3fn."""
+    var are_nan = ((bits & 0x7F7F_7F7F) + 0x0101_0101) & 0x8080_8080
+    return bits & ~are_nan
+
+
+@always_inline
+def one_zero_e2m1fn(bits: UInt32) -> UInt32:
+    """Clears the sign of each zero among eight float4_e2m1fn."""
+    var magnitudes = bits & 0x7777_7777
+    return magnitudes | (bits & (magnitudes + 0x7777_7777) & 0x8888_8888)
+
+
+@always_inline
+def without_largest_e8m0(bits: UInt32) -> UInt32:
+    """Replaces each 2**127 among four float8_e8m0fnu by 2**126."""
+    # A byte of `rest` is 0 exactly where one of `bits` is 0xFE.
+    var rest = bits ^ 0xFEFE_FEFE
+    var are_not = ((rest & 0x7F7F_7F7F) + 0x7F7F_7F7F) | rest
+    var are_largest = ~are_not & 0x8080_8080
+    # 0xFE to 0xFD: its lowest two bits change.
+    return bits ^ (are_largest >> 7) ^ (are_largest >> 6)

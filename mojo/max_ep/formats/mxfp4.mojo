@@ -9,7 +9,15 @@ What rounds to zero is 0, never -0. A block with a NaN has the scale NaN, and va
 that are all 6. The oracle is `quantize_mxfp4` in `quantize.py`.
 """
 from .block_scaled import BlockNumbers, BlockScale
-from .casts import bits_of_magnitude, is_nan_of_bits, power_of_e8m0, to_e2m1fn, WIDTH
+from .casts import (
+    bits_of_magnitude,
+    is_nan_of_bits,
+    one_zero_e2m1fn,
+    power_of_e8m0,
+    to_e2m1fn,
+    WIDTH,
+    without_largest_e8m0,
+)
 
 
 struct MXFP4(BlockNumbers):
@@ -29,6 +37,20 @@ struct MXFP4(BlockNumbers):
     """Between eight -0, which no token has, and the sentinel."""
     comptime scales_flip = UInt32(0x0101_0101)
     """Four NaN become four times 2**127, which no block has as its scale."""
+    comptime forwarded_flip = UInt32(0x7777_7701)
+    """Values have no -0, and scales no 0xFE."""
+
+    @staticmethod
+    @always_inline
+    def known_values(bits: UInt32) -> UInt32:
+        """-0 becomes 0."""
+        return one_zero_e2m1fn(bits)
+
+    @staticmethod
+    @always_inline
+    def known_scales(bits: UInt32) -> UInt32:
+        """2**127 becomes 2**126."""
+        return without_largest_e8m0(bits)
 
     @staticmethod
     @always_inline

@@ -10,7 +10,15 @@ A block with a NaN has the scale NaN, and values that are all NaN. An infinity b
 `quantize_mxfp8` in `max_ep/quantize.py`.
 """
 from .block_scaled import BlockNumbers, BlockScale
-from .casts import bits_of_magnitude, is_nan_of_bits, power_of_e8m0, to_e4m3fn, WIDTH
+from .casts import (
+    bits_of_magnitude,
+    is_nan_of_bits,
+    one_nan_e4m3fn,
+    power_of_e8m0,
+    to_e4m3fn,
+    WIDTH,
+    without_largest_e8m0,
+)
 
 
 struct MXFP8(BlockNumbers):
@@ -28,6 +36,20 @@ struct MXFP8(BlockNumbers):
     """No floor: a block of zeros has the smallest scale."""
     comptime scales_flip = UInt32(0x0101_0101)
     """Four NaN become four times 2**127, which no block has as its scale."""
+    comptime forwarded_flip = UInt32(1)
+    """Values have no byte 0xFF, and scales no 0xFE."""
+
+    @staticmethod
+    @always_inline
+    def known_values(bits: UInt32) -> UInt32:
+        """NaN has one form."""
+        return one_nan_e4m3fn(bits)
+
+    @staticmethod
+    @always_inline
+    def known_scales(bits: UInt32) -> UInt32:
+        """2**127 becomes 2**126."""
+        return without_largest_e8m0(bits)
 
     @staticmethod
     @always_inline

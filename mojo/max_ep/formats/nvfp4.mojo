@@ -15,7 +15,14 @@ a NaN has the scale NaN, and values that are all 6. The oracle is `quantize_nvfp
 from std.memory import bitcast
 
 from .block_scaled import BlockNumbers, BlockScale
-from .casts import bits_of_magnitude, encode_e4m3fn, float_of_e4m3fn, to_e2m1fn, WIDTH
+from .casts import (
+    bits_of_magnitude,
+    encode_e4m3fn,
+    float_of_e4m3fn,
+    one_zero_e2m1fn,
+    to_e2m1fn,
+    WIDTH,
+)
 
 
 struct NVFP4(BlockNumbers):
@@ -33,6 +40,20 @@ struct NVFP4(BlockNumbers):
     """No floor: a block of zeros has the scale 0."""
     comptime values_flip = UInt32(0x7777_7777)
     """Between eight -0, which no token has, and the sentinel."""
+    comptime forwarded_flip = UInt32(0x7777_7777)
+    """Values have no -0, and scales no sign."""
+
+    @staticmethod
+    @always_inline
+    def known_values(bits: UInt32) -> UInt32:
+        """-0 becomes 0."""
+        return one_zero_e2m1fn(bits)
+
+    @staticmethod
+    @always_inline
+    def known_scales(bits: UInt32) -> UInt32:
+        """They have no sign."""
+        return bits & 0x7F7F_7F7F
 
     @staticmethod
     @always_inline

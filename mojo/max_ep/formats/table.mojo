@@ -3,13 +3,14 @@
 from ..token_format import TokenFormat
 from .block_scaled import BlockNumbers, BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8
+from .forwarded import ForwardedTokenFormat
 from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 from .plain import PlainTokenFormat
 from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows
 
-comptime FORMAT_NAMES: Array[StaticString, 7] = [
+comptime FORMAT_NAMES: Array[StaticString, 11] = [
     "bfloat16",
     "float32",
     "blockwise_fp8",
@@ -17,14 +18,21 @@ comptime FORMAT_NAMES: Array[StaticString, 7] = [
     "mxfp8",
     "mxfp4",
     "nvfp4",
+    "blockwise_fp8_forwarded",
+    "mxfp8_forwarded",
+    "mxfp4_forwarded",
+    "nvfp4_forwarded",
 ]
 """The names; `launch.mojo` refuses any other when an op is compiled."""
 
-comptime _NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name == "mxfp8" else (
-    MXFP4 if name
-    == "mxfp4" else NVFP4 if name
-    == "nvfp4" else BlockwiseFP8[name == "blockwise_fp8_power_of_two"]
+comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
+    "mxfp8"
+) else (
+    MXFP4 if name.startswith("mxfp4") else NVFP4 if name.startswith(
+        "nvfp4"
+    ) else BlockwiseFP8[name == "blockwise_fp8_power_of_two"]
 )
+"""The numbers of a quantizing format."""
 
 comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
     RowByRow if scales == "rows" else TransposedRows
@@ -42,7 +50,11 @@ comptime FormatOf[
     top_k,
     max(router_top_k, 0),
 ] if router_top_k > 0 or name == "bfloat16" or name == "float32" else (
-    BlockScaledTokenFormat[_NumbersOf[name], _RowsOf[scales], hidden_size, top_k]
+    ForwardedTokenFormat[
+        NumbersOf[name], _RowsOf[scales], hidden_size, top_k
+    ] if name.endswith("_forwarded") else BlockScaledTokenFormat[
+        NumbersOf[name], _RowsOf[scales], hidden_size, top_k
+    ]
 )
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
 where scales go: transposed, rows or tiles."""
