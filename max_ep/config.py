@@ -80,6 +80,8 @@ class EPConfig:
     :func:`mxfp8_quant_config`, :func:`nvfp4_quant_config`,
     :func:`mxfp4_quant_config`, or MAX's own config that means the same."""
     nvfp4_dyn_global_scales: bool = False
+    """With NVFP4: each token has a scale of its own, of which dispatch delivers the
+    inverse behind the scales of blocks, bfloat16 ``[n_rows]``."""
     fused_shared_expert: bool = False
     """Every rank also computes a shared expert on its own tokens. They stand in front
     of its dispatched rows, and combine adds what the expert made of them
@@ -225,7 +227,8 @@ class EPConfig:
     @property
     def token_format(self) -> TokenFormat:
         """Wire format of a token on the way to its experts."""
-        return format_of(self.dispatch_dtype, self.dispatch_quant_config)
+        found = format_of(self.dispatch_dtype, self.dispatch_quant_config)
+        return found.with_row_scales() if self.nvfp4_dyn_global_scales else found
 
     @property
     def is_quantized(self) -> bool:
@@ -357,6 +360,7 @@ class EPConfig:
             *self.axes,
             self.router_top_k,
             self.on_timeout,
+            self.token_format.row_scale_bytes,
         )
 
     def get_max_recv_tokens(self) -> int:
@@ -376,8 +380,6 @@ class EPConfig:
 
 # Fields of MAX's EPConfig that ask for something max_ep does not do, and why.
 _REFUSED = {
-    "nvfp4_dyn_global_scales": "max_ep has scales of blocks and input "
-    "scales of experts, none of tokens",
     "fuse_ffn_combine_send": "combine reads the experts' rows where they are and adds "
     "them up before it sends; use ep_combine, with combine_mode='sums'",
     "fused_moe_ready": "max_ep has no launch that does dispatch, experts and combine; "
@@ -523,11 +525,7 @@ def _check_dtypes(config: EPConfig) -> None:
                 "float32, or None for combine_dtype"
             )
     config.token_format.check_quant_config(config.dispatch_quant_config)
-    if config.tokens_are_quantized and not config.is_quantized:
-        raise ValueError(
-            f"tokens_are_quantized=True with dispatch_dtype={config.dispatch_dtype}, "
-            "which has no scales; pass False, or a dtype that dispatch quantizes to"
-        )
+    config.token_format.check_options(config)
 
 
 def _check_scale_layout(config: EPConfig) -> None:

@@ -9,7 +9,8 @@ format is one file in ``mojo/max_ep/formats`` and one entry here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from max.dtype import DType
@@ -24,6 +25,9 @@ from max.nn.quant_config import (
 )
 
 from . import quantize
+
+if TYPE_CHECKING:
+    from .config import EPConfig
 
 PLAIN_DTYPES = (DType.bfloat16, DType.float32)
 """Dtypes of expert rows and results, and of tokens before a format encodes them."""
@@ -111,6 +115,9 @@ class TokenFormat:
     widen_scales: Callable[[np.ndarray], np.ndarray] | None = None
     """Oracle: makes float32 of the bits of scales. None: they are float32."""
 
+    row_scale_bytes: int = 0
+    """16: a scale of the whole token follows those of the blocks."""
+
     @property
     def is_quantized(self) -> bool:
         """Whether rows come with scales."""
@@ -153,6 +160,34 @@ class TokenFormat:
         factors = self.widen_scales(scales) if self.widen_scales else scales
         blocks = x.reshape(*scales.shape, self.scale_block)
         return (blocks * factors[..., np.newaxis]).reshape(x.shape)
+
+    def with_row_scales(self) -> TokenFormat:
+        """Returns NVFP4 with a scale of each token, or the format as it is."""
+        if self.name != "nvfp4":
+            return self
+        return replace(
+            self,
+            name="nvfp4_dynamic",
+            row_scale_bytes=16,
+            quantize=lambda x: quantize.quantize_nvfp4_dynamic(x)[:2],
+        )
+
+    def check_options(self, config: EPConfig) -> None:
+        """Raises a ``ValueError`` if a config asks for what the format has not."""
+        if config.nvfp4_dyn_global_scales and not self.row_scale_bytes:
+            raise ValueError(
+                f"nvfp4_dyn_global_scales=True with {self.short_name} dispatch; it "
+                "needs dispatch_quant_config=max_ep.nvfp4_quant_config()"
+            )
+        if config.tokens_are_quantized and (
+            not self.is_quantized or self.row_scale_bytes
+        ):
+            raise ValueError(
+                f"tokens_are_quantized=True with {self.short_name} dispatch and "
+                f"nvfp4_dyn_global_scales={config.nvfp4_dyn_global_scales}: they "
+                "are pairs of values and scales of blocks; pass False, or a "
+                "dispatch_quant_config without scales of whole tokens"
+            )
 
     def check_quant_config(self, given: QuantConfig | None) -> None:
         """Raises a ``ValueError`` unless a quantization config fits the format."""

@@ -213,6 +213,27 @@ def quantize_nvfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return float32_to_float4_e2m1fn(scaled.reshape(x.shape)), scales
 
 
+def quantize_nvfp4_dynamic(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Quantizes float32 tokens to NVFP4, each with a scale of its own.
+
+    Each operation rounded once to float32:
+
+        row_max = max(|x|) of the token, at least 1e-30
+        values, scales = NVFP4 of x * (2688 / row_max)
+        row_scale = bfloat16(row_max / 2688)
+
+    A token with a NaN or an infinity becomes NaN. Returns values and scales as
+    :func:`quantize_nvfp4`, and row scales, float32 ``[n]``.
+    """
+    with np.errstate(invalid="ignore"):
+        row_max = np.maximum(np.abs(x).max(axis=1), np.float32(1e-30))
+        values, scales = quantize_nvfp4(x * (np.float32(2688) / row_max)[:, np.newaxis])
+    inverse = (row_max / np.float32(2688)).view(np.uint32)
+    rounded = (inverse + 0x7FFF + ((inverse >> 16) & 1)) & np.uint32(0xFFFF0000)
+    rounded = np.where(np.isnan(row_max), inverse, rounded)
+    return values, scales, rounded.view(np.float32)
+
+
 def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
     """Views float32 `[n, hidden]` as `[n, hidden / block, block]`."""
     n, hidden = typed("x", x, np.float32).shape

@@ -4,7 +4,7 @@
 Arguments: bits of a dispatched element, elements that share a scale (0: there are
 no scales), bytes of a scale, bytes of a combine element, hidden_size, n_experts,
 n_ranks, max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), returns
-(rows, sums), router_top_k, on_timeout (raise, mask). Prints a line `name value` for each size.
+(rows, sums), router_top_k, on_timeout (raise, mask), bytes of a token's own scale. Prints a line `name value` for each size.
 """
 from max_ep.counters import (
     choices_word,
@@ -36,6 +36,7 @@ def main() raises:
         token_bytes = scaled_token_bytes(
             hidden_size, value_bits, scale_block, Int(args[3])
         )
+        token_bytes += Int(args[14])
     var addressing = Addressing.BY_EXPERT
     if args[10] == "by_rank":
         addressing = Addressing.BY_RANK

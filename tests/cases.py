@@ -18,6 +18,7 @@ from max.dtype import DType
 from max_ep import EPConfig
 from max_ep.formats import BY_SHORT_NAME, TokenFormat
 from max_ep.limits import MAX_TOP_K
+from max_ep.quantize import quantize_nvfp4_dynamic
 from max_ep.reference import (
     DispatchResult,
     PaddedResult,
@@ -59,12 +60,14 @@ class Case:
     partial_dtype: DType | None = field(default=None, repr=False)
     use_allreduce: bool = field(default=False, repr=False)
     max_output_rows: int | None = field(default=None, repr=False)
+    row_scales: bool = field(default=False, repr=False)
     forwards: bool = field(default=False, repr=False)
     """Whether tokens are quantized before they are given."""
 
     @property
     def token_format(self) -> TokenFormat:
-        return BY_SHORT_NAME[self.wire.removesuffix("_pow2")]
+        found = BY_SHORT_NAME[self.wire.removesuffix("_pow2")]
+        return found.with_row_scales() if self.row_scales else found
 
     @property
     def is_quantized(self) -> bool:
@@ -139,6 +142,7 @@ class Case:
             use_allreduce=self.use_allreduce,
             max_output_rows=self.max_output_rows,
             tokens_are_quantized=self.forwards,
+            nvfp4_dyn_global_scales=self.row_scales,
         )
         return EPConfig(**(fields | changes))
 
@@ -193,6 +197,7 @@ _LAYOUT_CASES = [
     Case("forwarded_fp8", 2, 5, 3, 384, 9, "fp8", forwards=True),
     Case("forwarded_mxfp4", 3, 7, 3, 96, 7, "mxfp4", forwards=True, **_PADDED),
     Case("forwarded_nvfp4", 2, 5, 3, 1120, 9, "nvfp4", forwards=True, **_TILES),
+    Case("row_scales", 2, 5, 3, 1120, 9, "nvfp4", row_scales=True, **_TILES),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
 ]
@@ -261,7 +266,7 @@ ON_REQUEST = (
     "fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums mxfp8 mxfp4 "
     "mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank last_rank_empty_sums "
     "forwarded_fp8_by_rank forwarded_mxfp4 forwarded_nvfp4 forwarded_fp8 "
-    "forwarded_nvfp4_by_rank"
+    "forwarded_nvfp4_by_rank row_scales packed_scales"
 ).split()
 
 ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
@@ -529,13 +534,20 @@ def _all_rows(case: Case, given: Inputs) -> list[DispatchResult]:
             quantize = functools.partial(quantize, power_of_two_scales=True)
     tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
     if given.input_scales is None:
-        return dispatch(
+        results = dispatch(
             tokens,
             given.ids,
             case.n_experts,
             quantize=quantize,
             shared_expert=case.fused_shared_expert,
         )
+        if case.row_scales:
+            of_tokens = [quantize_nvfp4_dynamic(x)[2] for x in tokens]
+            for result in results:
+                where = zip(result.src_ranks, result.src_info[:, 0])
+                scales = np.array([of_tokens[r][t] for r, t in where], np.float32)
+                result.row_scales = float32_to_bfloat16(scales)
+        return results
 
     # The oracle knows no input scales: route first, then scale and encode
     # every row by the expert it stands for.

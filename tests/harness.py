@@ -226,6 +226,7 @@ def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]
     names = [
         "rows",
         *["scales"] * case.is_quantized,
+        *["row_scales"] * case.row_scales,
         *(PADDED if case.is_padded else PACKED),
     ]
     layout = case.config().scale_layout
@@ -394,6 +395,8 @@ def assert_dispatched(where: str, got: Sequence, want: Sequence) -> None:
         assert_same_bits(f"{here}: rows", g.rows[:n], w.rows)
         if w.scales is not None:
             assert_same_bits(f"{here}: scales", g.scales.T[:n], w.scales.T)
+        if hasattr(w, "row_scales"):
+            assert_same_bits(f"{here}: row scales", g.row_scales[:n], w.row_scales)
 
 
 def assert_round_trip(where: str, got: Sequence, want: Expected) -> None:

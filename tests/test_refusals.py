@@ -53,7 +53,7 @@ NARROW_BLOCKS, BF16_SCALES = (
 )
 
 
-# The last three are fields of MAX's EPConfig that ask for what there is not.
+# The last two are fields of MAX's EPConfig that ask for what there is not.
 BAD_CONFIGS = """
 hidden_size=81 | 81; 162 bytes; multiple of 16
 hidden_size=4, dispatch_dtype=F32 | hidden_size=4; combine_dtype; multiple of 8
@@ -98,6 +98,7 @@ tokens_are_quantized=True | tokens_are_quantized; bfloat16
 use_allreduce=True | use_allreduce; n_experts=5; ranks divide
 use_allreduce=True, n_experts=6, n_nodes=2, n_gpus_per_node=1 | use_allreduce; n_nodes=2
 use_allreduce=True, n_experts=6, fused_shared_expert=True | fused_shared_expert; beside
+nvfp4_dyn_global_scales=True | nvfp4_dyn_global_scales; nvfp4_quant_config()
 eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 **BALANCED | dict(max_replicas=0) | max_replicas=0; >= 1
 **BALANCED | dict(num_logical_experts=2) | num_logical_experts=2; top_k=3; n_experts=5
@@ -110,7 +111,6 @@ eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 max_output_rows=0 | max_output_rows=0; >= 1, or None
 max_output_rows=9, target="gpu" | max_output_rows=9; target='gpu'; leave it out
 max_output_rows=9, **PADDED | max_output_rows=9; 'padded'; packed
-nvfp4_dyn_global_scales=True | nvfp4_dyn_global_scales
 fuse_ffn_combine_send=True | fuse_ffn_combine_send; use ep_combine; 'sums'
 fused_moe_ready=True | fused_moe_ready
 """

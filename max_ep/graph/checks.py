@@ -108,6 +108,8 @@ def tokens_for_op(config: EPConfig, given: Tokens, device: DeviceRef) -> TensorV
         shape = [None, config.hidden_size]
         dtypes = config.token_format.token_dtypes
         check_value(given, "input_tokens", dtypes, shape, device)
+        if config.nvfp4_dyn_global_scales:
+            return ops.quantize_dynamic(config, given)
         return given
     values, scales = given
     shape = [None, config.row_columns]
@@ -222,10 +224,10 @@ def scales_for_op(
     """Checks input scales; returns them, or an empty tensor where there are none."""
     if input_scales is None:
         return ops.placeholder(device, 0)
-    if config.tokens_are_quantized:
+    if config.tokens_are_quantized or config.nvfp4_dyn_global_scales:
         raise ValueError(
-            "input_scales with tokens_are_quantized=True: such tokens are sent as they "
-            "are; pass None"
+            "input_scales with tokens_are_quantized or nvfp4_dyn_global_scales: such "
+            "tokens have their scales; pass None"
         )
     if config.combines_sums:
         raise ValueError(

@@ -350,7 +350,8 @@ class EPBatchManager:
                 "of a rank: what ep_dispatch_wait or ep_dispatch returned, or one of "
                 "those of ep_dispatch_all"
             )
-        counts = dispatched[2 if self.config.is_quantized else 1]
+        config = self.config
+        counts = dispatched[1 + config.is_quantized + config.nvfp4_dyn_global_scales]
         if self.config.is_padded:
             return counts
         offsets = ops.cast(counts, DType.int32)

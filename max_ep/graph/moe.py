@@ -93,7 +93,8 @@ def moe_layer(
         rows, *groups = dispatched
         if config.is_quantized:
             scales, *groups = groups
-            rows = dequantize(rows, scales, config)
+            row_scales = groups.pop(0) if config.nvfp4_dyn_global_scales else None
+            rows = dequantize(rows, scales, config, row_scales)
         own = experts[rank]
         return grouped_swiglu(rows, own.gate_up, own.down, *groups[:2])
 

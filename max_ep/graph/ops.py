@@ -105,19 +105,36 @@ def join_quantized(
 ) -> TensorValue:
     """Joins values and scales to tokens as they are sent, bytes."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
-    sizes = config.sizes()
-    n_bytes = sizes.dispatch_msg_bytes - SOURCE_INFO_BYTES
     (joined,) = ops.custom(
         "max_ep.join_quantized",
         device=values.device,
         values=[values, scales],
-        out_types=[TensorType(DType.uint8, [values.shape[0], n_bytes], values.device)],
+        out_types=[_sent_type(config, values)],
         parameters={
             "hidden_size": config.hidden_size,
             "format": config.token_format.op_name(False, True),
         },
     )
     return joined.tensor
+
+
+def quantize_dynamic(config: EPConfig, tokens: TensorValue) -> TensorValue:
+    """Quantizes tokens, each with a scale of its own, as they are sent: bytes."""
+    load_ops(Graph.current, with_shmem=config.uses_shmem)
+    (joined,) = ops.custom(
+        "max_ep.quantize_dynamic",
+        device=tokens.device,
+        values=[tokens],
+        out_types=[_sent_type(config, tokens)],
+        parameters={"hidden_size": config.hidden_size},
+    )
+    return joined.tensor
+
+
+def _sent_type(config: EPConfig, tokens: TensorValue) -> TensorType:
+    """Returns the type of tokens as they are sent."""
+    n_bytes = config.sizes().dispatch_msg_bytes - SOURCE_INFO_BYTES
+    return TensorType(DType.uint8, [tokens.shape[0], n_bytes], tokens.device)
 
 
 def placeholder(device: DeviceRef, *shape: int) -> TensorValue:
@@ -139,6 +156,7 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
         offsets, ids = [n_local], [n_local * config.exchange_ranks, 2]
     offsets_dtype = DType.int32 if config.is_padded else DType.uint32
     routing = [n_rows if router_top_k else 0, router_top_k]
+    probs = [n_rows, 1] if config.nvfp4_dyn_global_scales else routing
     return [
         TensorType(config.output_dtype, [n_rows, config.row_columns], device),
         TensorType(config.scales_dtype, _scales_shape(config), device),
@@ -146,7 +164,7 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
         TensorType(DType.int32, ids, device),
         TensorType(DType.int32, [n_rows, 2], device),
         TensorType(DType.int32, routing, device),
-        TensorType(DType.float32, routing, device),
+        TensorType(DType.float32, probs, device),
         TensorType(DType.int32, [1 if router_top_k else 0], device),
     ]
 
@@ -169,20 +187,24 @@ def dispatch_results(
     """Brings the results of a dispatch op into their shapes and order."""
     tokens, scales, offsets, ids, src_info, *gathered = results
     rows = [tokens, scales] if config.is_quantized else [tokens]
+    of_rows = []
+    if config.nvfp4_dyn_global_scales:
+        shape = [config.n_local_experts, -1] if config.is_padded else [-1]
+        of_rows = [gathered[1].reshape(shape).cast(DType.bfloat16)]
     if config.scale_layout == "tiles":
         # Local expert `e` begins with tile `row_offsets[e] // 128 + e`.
         experts = np.arange(config.n_local_experts, dtype=np.uint32)
         scales_offsets = ops.constant(experts, DType.uint32, tokens.device)
         tiles = scales.reshape(config.scale_tiles)
-        return (tokens, tiles, offsets, scales_offsets, ids, src_info)
+        return (tokens, tiles, *of_rows, offsets, scales_offsets, ids, src_info)
     if not config.is_padded:
         rest = gathered if config.router_top_k else []
-        return (*rows, *rest, offsets, ids, src_info)
+        return (*rows, *of_rows, *rest, offsets, ids, src_info)
     *rows, ids, src_info = (
         value.reshape([config.n_local_experts, -1, value.shape[-1]])
         for value in (*rows, ids, src_info)
     )
-    return (*rows, offsets, src_info, ids)
+    return (*rows, *of_rows, offsets, src_info, ids)
 
 
 def combine_type(config: EPConfig, num_tokens: Dim, device: DeviceRef) -> TensorType:

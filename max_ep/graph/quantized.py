@@ -13,7 +13,12 @@ from ..config import EPConfig
 from ..formats import BY_SHORT_NAME, TokenFormat
 
 
-def dequantize(rows: TensorValue, scales: TensorValue, config: EPConfig) -> TensorValue:
+def dequantize(
+    rows: TensorValue,
+    scales: TensorValue,
+    config: EPConfig,
+    row_scales: TensorValue | None = None,
+) -> TensorValue:
     """Multiplies the rows that a quantizing dispatch delivers by their scales.
 
     The numbers are those of ``config.token_format.dequantize``, in NumPy. On GPUs,
@@ -26,6 +31,7 @@ def dequantize(rows: TensorValue, scales: TensorValue, config: EPConfig) -> Tens
         scales: As dispatch delivers them, with ``scale_layout="rows"`` or
             ``"transposed"``.
         config: The group.
+        row_scales: With ``nvfp4_dyn_global_scales``, as dispatch delivers them.
 
     Returns:
         float32 ``[..., hidden]``; rows after the last received one are undefined.
@@ -43,7 +49,15 @@ def dequantize(rows: TensorValue, scales: TensorValue, config: EPConfig) -> Tens
             "'transposed'"
         )
     is_transposed = config.scale_layout == "transposed"
-    return _dequantize(rows, scales, config.token_format, is_transposed)
+    wide = _dequantize(rows, scales, config.token_format, is_transposed)
+    if config.nvfp4_dyn_global_scales != (row_scales is not None):
+        raise ValueError(
+            "row_scales are needed exactly with nvfp4_dyn_global_scales="
+            f"{config.nvfp4_dyn_global_scales}: what dispatch delivers behind scales"
+        )
+    if row_scales is None:
+        return wide
+    return wide * ops.unsqueeze(row_scales.cast(DType.float32), -1)
 
 
 def dequantize_blockwise_fp8(rows: TensorValue, scales: TensorValue) -> TensorValue:

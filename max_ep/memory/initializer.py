@@ -227,6 +227,7 @@ class EPCommInitializer(MaskedRanks):
             "dispatch_dtype combine_dtype hidden_size top_k n_experts "
             "max_tokens_per_rank n_gpus_per_node n_nodes protocol combine_mode "
             "combine_wire_dtype fp8_power_of_two_scales tokens_are_quantized "
+            "nvfp4_dyn_global_scales "
             "router_top_k on_timeout"
         ).split()
         return ", ".join(f"{name}={getattr(self.config, name)}" for name in fields)

@@ -35,7 +35,7 @@ from .arguments import (
 from .degraded import launch_degraded
 from .device.phase import InputScales
 from .dropped import launch_dropped
-from .formats.forwarded import launch_join, QuantizedTokens
+from .formats.forwarded import launch_join, launch_quantize, QuantizedTokens
 from .formats.table import has_format, NumbersOf
 from .group_words import CombineGroup, DispatchGroup, FormatOfOp
 from .kernel_argument import unused
@@ -125,6 +125,27 @@ struct JoinQuantized:
                 _bytes_of(scales),
                 Int32(values.dim_size(0)),
             ),
+            ctx,
+        )
+
+
+@extensibility.register("max_ep.quantize_dynamic")
+struct QuantizeDynamic:
+    """Quantizes tokens to NVFP4, each with a scale of its own, for dispatch."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, hidden_size: Int
+    ](
+        joined: OutputTensor[dtype=DType.uint8, rank=2, ...],
+        tokens: InputTensor[rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op; see the launcher of its name."""
+        launch_quantize[target, tokens.dtype, hidden_size](
+            _bytes_of(joined),
+            {unsafe_from_address = Int(tokens.unsafe_ptr())},
+            tokens.dim_size(0),
             ctx,
         )
 

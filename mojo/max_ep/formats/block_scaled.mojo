@@ -157,27 +157,41 @@ struct BlockScaledTokenFormat[
         input_scale: Float32,
     ):
         """Quantizes a token; see `BlockNumbers`."""
+        for block in range(Self.n_blocks):
+            Self.encode_block[input_type, is_scaled](message, token, input_scale, block)
+
+    @staticmethod
+    @always_inline
+    def encode_block[
+        input_type: DType, is_scaled: Bool
+    ](
+        message: BytePointer,
+        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        input_scale: Float32,
+        block: Int,
+    ):
+        """Quantizes a block of a token, with one thread."""
         comptime n_parts = Self.block // WIDTH
         comptime part_bytes = 2 * Self.value_bits
-        var scales = Self._scales_of(message)
-        for block in range(Self.n_blocks):
-            var parts = Array[SIMD[DType.float32, WIDTH], n_parts](fill=0)
-            var largest = SIMD[Self.Numbers.magnitude_type, WIDTH](Self.Numbers.least)
-            comptime for part in range(n_parts):
-                var x = token.unsafe_load[width=WIDTH](
-                    block * Self.block + part * WIDTH
-                ).cast[DType.float32]()
-                comptime if is_scaled:
-                    x *= input_scale
-                parts[part] = x
-                largest = max(largest, Self.Numbers.magnitude(x))
-            var scale = Self.Numbers.scale_of(largest.reduce_max())
-            comptime for part in range(n_parts):
-                message.unsafe_store(
-                    (block * n_parts + part) * part_bytes,
-                    Self.Numbers.values_of(parts[part] * scale.factor),
-                )
-            scales[unsafe_offset=block] = scale.bits.cast[Self.scale_type]()
+        var parts = Array[SIMD[DType.float32, WIDTH], n_parts](fill=0)
+        var largest = SIMD[Self.Numbers.magnitude_type, WIDTH](Self.Numbers.least)
+        comptime for part in range(n_parts):
+            var x = token.unsafe_load[width=WIDTH](
+                block * Self.block + part * WIDTH
+            ).cast[DType.float32]()
+            comptime if is_scaled:
+                x *= input_scale
+            parts[part] = x
+            largest = max(largest, Self.Numbers.magnitude(x))
+        var scale = Self.Numbers.scale_of(largest.reduce_max())
+        comptime for part in range(n_parts):
+            message.unsafe_store(
+                (block * n_parts + part) * part_bytes,
+                Self.Numbers.values_of(parts[part] * scale.factor),
+            )
+        Self._scales_of(message)[unsafe_offset=block] = scale.bits.cast[
+            Self.scale_type
+        ]()
 
     @staticmethod
     @always_inline

@@ -52,6 +52,66 @@ trait ScaledRows(OutputRows):
         """
         ...
 
+    @always_inline
+    def place_row_scale(self, row: Int, scale: Float32):
+        """Puts the scale of a whole row where it belongs.
+
+        Args:
+            row: The row.
+            scale: Its scale.
+        """
+        pass
+
+
+@fieldwise_init
+struct WithRowScales[Rows: ScaledRows](ScaledRows):
+    """Scales of blocks where `Rows` has them, and one of each row.
+
+    Parameters:
+        Rows: Where scales of blocks go.
+    """
+
+    var rows: Self.Rows
+    """Values and scales of blocks."""
+    var row_scales: Pointer[Float32, MutUntrackedOrigin]
+    """Scales of rows, `[n_rows_max]`."""
+
+    comptime depend_on_expert = Self.Rows.depend_on_expert
+    """As those of blocks."""
+
+    @staticmethod
+    @always_inline
+    def of(outputs: OutputTensors) -> Self:
+        """Takes them from those of the op; `probs` is for all-gathers otherwise."""
+        return {Self.Rows.of(outputs), outputs.probs}
+
+    @always_inline
+    def of_expert(self, local_expert: Int, first_row: Int) -> Self:
+        """Finds where the rows of an expert go."""
+        return {self.rows.of_expert(local_expert, first_row), self.row_scales}
+
+    @always_inline
+    def values(self) -> BytePointer:
+        """Points to the values."""
+        return self.rows.values()
+
+    @always_inline
+    def first_scale[n_blocks: Int](self, row: Int) -> Int:
+        """Locates the scale of a row's first block."""
+        return self.rows.first_scale[n_blocks](row)
+
+    @always_inline
+    def place[
+        scale_type: DType, n: Int, //, n_blocks: Int
+    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+        """Puts some scales of a row where they belong."""
+        self.rows.place[n_blocks](start, first, scales)
+
+    @always_inline
+    def place_row_scale(self, row: Int, scale: Float32):
+        """Puts the scale of a whole row where it belongs."""
+        self.row_scales[unsafe_offset=row] = scale
+
 
 @fieldwise_init
 struct TransposedRows(ScaledRows):

@@ -8,9 +8,9 @@ from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 from .plain import PlainTokenFormat
-from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows
+from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows, WithRowScales
 
-comptime FORMAT_NAMES: Array[StaticString, 11] = [
+comptime FORMAT_NAMES: Array[StaticString, 12] = [
     "bfloat16",
     "float32",
     "blockwise_fp8",
@@ -22,6 +22,7 @@ comptime FORMAT_NAMES: Array[StaticString, 11] = [
     "mxfp8_forwarded",
     "mxfp4_forwarded",
     "nvfp4_forwarded",
+    "nvfp4_dynamic",
 ]
 """The names; `launch.mojo` refuses any other when an op is compiled."""
 
@@ -52,7 +53,10 @@ comptime FormatOf[
 ] if router_top_k > 0 or name == "bfloat16" or name == "float32" else (
     ForwardedTokenFormat[
         NumbersOf[name], _RowsOf[scales], hidden_size, top_k
-    ] if name.endswith("_forwarded") else BlockScaledTokenFormat[
+    ] if name.endswith("_forwarded") else ForwardedTokenFormat[
+        NVFP4, WithRowScales[_RowsOf[scales]], hidden_size, top_k, has_row_scale=True
+    ] if name
+    == "nvfp4_dynamic" else BlockScaledTokenFormat[
         NumbersOf[name], _RowsOf[scales], hidden_size, top_k
     ]
 )
