@@ -158,7 +158,8 @@ class EPConfig:
     """How the scales of quantized rows stand. ``"rows"``: as the rows do.
     ``"transposed"``: with one row's scales apart, as FP8 matmuls take them.
     ``"tiles"``: in MAX's tiles of 128 rows and 4 blocks, with ``scales_offsets``, as
-    its block-scaled matmuls take them; packed rows only. ``"auto"``: ``"transposed"``
+    its block-scaled matmuls take them; packed rows only. ``"packed"``: exponents, four
+    in an int32, transposed, as DeepEP's UE8M0. ``"auto"``: ``"transposed"``
     for blockwise FP8, otherwise ``"rows"`` (docs/formats.md)."""
 
     tokens_are_quantized: bool = False
@@ -243,6 +244,8 @@ class EPConfig:
     @property
     def scales_dtype(self) -> DType:
         """Dtype of the scales of dispatched rows: uint8 for those of 8 bits on CPU."""
+        if self.scale_layout == "packed":
+            return DType.int32
         return on_target(self.token_format.scale_dtype, self.target)
 
     @property

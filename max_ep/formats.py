@@ -135,7 +135,7 @@ class TokenFormat:
     def scale_layouts(self) -> tuple[str, ...]:
         """Each ``EPConfig.scale_layout`` that it can have, the default first."""
         if self.has_float_scales:
-            return ("transposed", "rows")
+            return ("transposed", "rows", "packed")
         return ("rows", "transposed", "tiles") if self.is_quantized else ()
 
     @property
@@ -179,6 +179,13 @@ class TokenFormat:
                 f"nvfp4_dyn_global_scales=True with {self.short_name} dispatch; it "
                 "needs dispatch_quant_config=max_ep.nvfp4_quant_config()"
             )
+        if config.scale_layout == "packed" and self.has_float_scales:
+            if not config.fp8_power_of_two_scales or config.hidden_size % 512 != 0:
+                raise ValueError(
+                    "scale_layout='packed' has four exponents in a word: pass "
+                    "fp8_power_of_two_scales=True and a hidden_size that 512 divides, "
+                    f"not {config.hidden_size}"
+                )
         if config.tokens_are_quantized and (
             not self.is_quantized or self.row_scale_bytes
         ):

@@ -16,7 +16,7 @@ COMBINE_MODES = ("rows", "sums")
 OUTPUT_LAYOUTS = ("packed", "padded")
 """How the rows of a rank may stand in the outputs of dispatch."""
 
-SCALE_LAYOUTS = ("transposed", "rows", "tiles")
+SCALE_LAYOUTS = ("transposed", "rows", "tiles", "packed")
 """How the scales of dispatched rows may stand."""
 
 ON_TIMEOUT = ("raise", "mask")

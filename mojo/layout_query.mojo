@@ -4,7 +4,8 @@
 Arguments: bits of a dispatched element, elements that share a scale (0: there are
 no scales), bytes of a scale, bytes of a combine element, hidden_size, n_experts,
 n_ranks, max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), returns
-(rows, sums), router_top_k, on_timeout (raise, mask), bytes of a token's own scale. Prints a line `name value` for each size.
+(rows, sums), router_top_k, on_timeout (raise, mask), bytes of a token's own scale.
+Prints a line `name value` for each size.
 """
 from max_ep.counters import (
     choices_word,

@@ -197,6 +197,7 @@ _LAYOUT_CASES = [
     Case("forwarded_fp8", 2, 5, 3, 384, 9, "fp8", forwards=True),
     Case("forwarded_mxfp4", 3, 7, 3, 96, 7, "mxfp4", forwards=True, **_PADDED),
     Case("forwarded_nvfp4", 2, 5, 3, 1120, 9, "nvfp4", forwards=True, **_TILES),
+    Case("packed_scales", 2, 5, 3, 1024, 9, "fp8_pow2", scale_layout="packed"),
     Case("row_scales", 2, 5, 3, 1120, 9, "nvfp4", row_scales=True, **_TILES),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
@@ -255,16 +256,11 @@ SUMS_CASES = {
 # of `FORM_CASES` in test_round_trip.py.
 ON_REQUEST = (
     "uneven_7_on_3 smallest fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
-    "padded_fp8_each smallest_by_rank smallest_sums "
-    "two_ranks_by_rank last_rank_empty_by_rank five_ranks_top_1_by_rank "
-    "fp8_pow2_by_rank fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums "
-    "mxfp8 mxfp4 mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank "
-    "last_rank_empty_sums one_rank last_rank_empty nvfp4_scaled_each shared_fp8 "
-    "one_rank_by_rank fp8_by_rank"
     "padded_fp8_each smallest_by_rank smallest_sums two_ranks_by_rank "
     "last_rank_empty_by_rank five_ranks_top_1_by_rank fp8_pow2_by_rank "
     "fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums mxfp8 mxfp4 "
-    "mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank last_rank_empty_sums "
+    "mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank last_rank_empty_sums one_rank "
+    "last_rank_empty nvfp4_scaled_each shared_fp8 one_rank_by_rank fp8_by_rank "
     "forwarded_fp8_by_rank forwarded_mxfp4 forwarded_nvfp4 forwarded_fp8 "
     "forwarded_nvfp4_by_rank row_scales packed_scales"
 ).split()

@@ -237,6 +237,12 @@ def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]
         got = SimpleNamespace(**{name: to_numpy(next(outputs)) for name in names})
         if layout == "rows":
             got.scales = got.scales.swapaxes(-1, -2)
+        if layout == "packed":
+            bits = got.scales[..., np.newaxis].view(np.uint8).swapaxes(-1, -2)
+            *outer, n_words, _, n_rows = bits.shape
+            exponents = np.minimum(bits, 254).astype(np.int32)  # of no row: any
+            got.scales = np.ldexp(np.float32(1), exponents - 127)
+            got.scales = got.scales.reshape(*outer, 4 * n_words, n_rows)
         if layout == "tiles":
             assert (got.scales_offsets == np.arange(case.n_local_experts)).all()
             n_blocks = case.token_format.n_scales(case.hidden_size)

@@ -90,6 +90,7 @@ dispatch_quant_config=QUANT | dispatch_quant_config; bfloat16; pass None
 output_layout="ragged" | 'ragged'; 'packed'; 'padded'
 **PADDED, fused_shared_expert=True | fused_shared_expert; output_layout='packed'; add it
 tokens_are_quantized=True | tokens_are_quantized; bfloat16
+**OF_FP8, hidden_size=512, scale_layout="packed" | 'packed'; fp8_power_of_two_scales
 **OF_FP8, hidden_size=80 | hidden_size=80; 128; FP8; pad
 **OF_FP8 | dict(dispatch_quant_config=NVFP4) | NVFP4; BLOCKSCALED_FP8
 **OF_FP8 | dict(dispatch_quant_config=NARROW_BLOCKS) | (1, 64); (1, 128)

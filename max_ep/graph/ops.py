@@ -95,6 +95,7 @@ def _group(config: EPConfig) -> str:
         "shares_gpu": config.ranks_per_gpu > 1 and not config.use_allreduce,
         "scales_in_rows": config.scale_layout == "rows",
         "scales_in_tiles": config.scale_layout == "tiles",
+        "scales_packed": config.scale_layout == "packed",
     }
     words = [*config.axes, *(f"{name}={number}" for name, number in numbers.items())]
     return " ".join([*words, *(name for name, is_set in flags.items() if is_set)])
@@ -172,6 +173,8 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
 def _scales_shape(config: EPConfig) -> list[int]:
     """Returns the sizes of the scales, in two dimensions."""
     n_rows, n_scales = config.n_output_rows, config.n_scales
+    if config.scale_layout == "packed":
+        n_scales //= 4
     if config.scale_layout == "tiles":
         return [math.prod(config.scale_tiles[:-1]), config.scale_tiles[-1]]
     if config.scale_layout == "rows":

@@ -42,7 +42,7 @@ def dequantize(
             one for each block of each row, or the graph does not know how many
             elements a row has.
     """
-    if not config.is_quantized or config.scale_layout == "tiles":
+    if config.scale_layout not in ("rows", "transposed"):
         raise ValueError(
             f"dequantize with dispatch_dtype={config.dispatch_dtype} and scale_layout="
             f"{config.scale_layout!r}: it takes scales in the layout 'rows' or "

@@ -69,7 +69,9 @@ comptime FormatOfOp[format: StaticString, group: StaticString] = FormatOf[
     number_in(group, "top_k"),
     number_in(group, "router_top_k"),
     "tiles" if has_word(group, "scales_in_tiles") else (
-        "rows" if has_word(group, "scales_in_rows") else "transposed"
+        "rows" if has_word(group, "scales_in_rows") else (
+            "packed" if has_word(group, "scales_packed") else "transposed"
+        )
     ),
 ]
 """The format of a dispatch op."""

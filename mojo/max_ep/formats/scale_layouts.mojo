@@ -157,6 +157,48 @@ struct TransposedRows(ScaledRows):
 
 
 @fieldwise_init
+struct PackedExponents(ScaledRows):
+    """The exponents of float32 scales that are powers of two, four in a word, transposed
+    as `TransposedRows`. DeepEP calls it UE8M0.
+
+    Scales: `[n_groups][n_blocks / 4][rows_per_group][4]` bytes.
+    """
+
+    var rows: TransposedRows
+    """Values, and bytes of scales."""
+
+    @staticmethod
+    @always_inline
+    def of(outputs: OutputTensors) -> Self:
+        """Takes them from those of the op."""
+        return {TransposedRows.of(outputs)}
+
+    @always_inline
+    def values(self) -> BytePointer:
+        """Points to the values."""
+        return self.rows.values()
+
+    @always_inline
+    def first_scale[n_blocks: Int](self, row: Int) -> Int:
+        """Locates the word of a row's first blocks."""
+        return self.rows.first_scale[n_blocks // 4](row)
+
+    @always_inline
+    def place[
+        scale_type: DType, n: Int, //, n_blocks: Int
+    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+        """Puts the exponents of some scales of a row where they belong."""
+        comptime assert scale_type == DType.uint32 and n_blocks % 4 == 0
+        var exponents = (scales >> 23).cast[DType.uint8]()
+        comptime for i in range(n):
+            var word, byte = divmod(first + i, 4)
+            if n == 1 or first + i < n_blocks:
+                self.rows.scales[
+                    unsafe_offset=4 * (start + word * self.rows.rows_per_group) + byte
+                ] = exponents[i]
+
+
+@fieldwise_init
 struct RowByRow(ScaledRows):
     """Scales: `[n_rows_max][n_blocks]`."""
 

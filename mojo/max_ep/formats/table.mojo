@@ -8,7 +8,14 @@ from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 from .plain import PlainTokenFormat
-from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows, WithRowScales
+from .scale_layouts import (
+    InTiles,
+    PackedExponents,
+    RowByRow,
+    ScaledRows,
+    TransposedRows,
+    WithRowScales,
+)
 
 comptime FORMAT_NAMES: Array[StaticString, 12] = [
     "bfloat16",
@@ -36,7 +43,9 @@ comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
 """The numbers of a quantizing format."""
 
 comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
-    RowByRow if scales == "rows" else TransposedRows
+    RowByRow if scales
+    == "rows" else PackedExponents if scales
+    == "packed" else TransposedRows
 )
 
 comptime FormatOf[
@@ -61,7 +70,7 @@ comptime FormatOf[
     ]
 )
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
-where scales go: transposed, rows or tiles."""
+where scales go: transposed, rows, tiles or packed."""
 
 
 def has_format(name: StaticString) -> Bool:
