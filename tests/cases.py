@@ -262,7 +262,7 @@ ON_REQUEST = (
     "mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank last_rank_empty_sums one_rank "
     "last_rank_empty nvfp4_scaled_each shared_fp8 one_rank_by_rank fp8_by_rank "
     "forwarded_fp8_by_rank forwarded_mxfp4 forwarded_nvfp4 forwarded_fp8 "
-    "forwarded_nvfp4_by_rank row_scales packed_scales"
+    "forwarded_nvfp4_by_rank row_scales"
 ).split()
 
 ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
