@@ -267,7 +267,7 @@ CONFIGS = {
     (name, layout): config_of(f, layout)
     for name, f in QUANTIZED.items()
     for layout in f.scale_layouts
-    if layout != "tiles"
+    if layout in ("rows", "transposed")
 }
 
 
