@@ -3,6 +3,7 @@
 
 Prints OK, or raises. Run by tests/test_experts.py.
 """
+from max_ep_experts.launch import is_hopper
 from max_ep_experts.product import GroupedProduct
 from max_ep_experts.tiles import BM, BN, n_odd, n_pairs, Schedule
 from max_ep_experts.wgmma import eight_columns
@@ -137,6 +138,8 @@ def check_columns[swiglu: Bool]() raises:
 def main() raises:
     """Runs the checks."""
     seed(17)
+    assert_true(is_hopper["sm_90a"]() and is_hopper["nvidia:sm_90a"]())
+    assert_true(not is_hopper["nvidia:sm_100a"]() and not is_hopper["amdgpu:gfx942"]())
     check_columns[False]()
     check_columns[True]()
     check_random_groups()
