@@ -149,6 +149,9 @@ def serve(node_id: int, graphs: str, group: str, pipe: Connection) -> None:
     """Is a member of a group for each protocol: does what it is asked, and answers."""
     os.environ[GROUP_VARIABLE] = group
     engine, members = Engine(graphs), {}
+    # The time-out is for those that are late, not for slow starters.
+    pipe.send(LOADED)
+    pipe.recv()
     try:
         for name, case in MASKING.items():
             config = config_of(case, node_id, timeout_s=TIMEOUT_S, on_timeout="mask")
@@ -168,7 +171,7 @@ def serve(node_id: int, graphs: str, group: str, pipe: Connection) -> None:
         member.comm.close()
 
 
-HERE = "here"
+LOADED, HERE = "loaded", "here"
 ALL = list(range(N_RANKS))
 
 
@@ -199,19 +202,23 @@ class Group:
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Connection] = {}
         self.generation = 0
-        for rank in ALL:
-            self.start(rank)
+        self.start(*ALL)
         for rank in ALL:
             self.expect(rank, HERE)
 
-    def start(self, rank: int) -> None:
-        """Starts the process of a rank, which says that it is here once it is."""
-        self.pipes[rank], theirs = self._context.Pipe()
-        self.processes[rank] = self._context.Process(
-            target=serve, args=(rank, *self._given, theirs), daemon=True
-        )
-        self.processes[rank].start()
-        theirs.close()
+    def start(self, *ranks: int) -> None:
+        """Starts processes, which join, and say that they are here once they are."""
+        for rank in ranks:
+            self.pipes[rank], theirs = self._context.Pipe()
+            self.processes[rank] = self._context.Process(
+                target=serve, args=(rank, *self._given, theirs), daemon=True
+            )
+            self.processes[rank].start()
+            theirs.close()
+        for rank in ranks:
+            self.expect(rank, LOADED)
+        for rank in ranks:
+            self.pipes[rank].send("join")
 
     def expect(self, rank: int, answer: Any) -> None:
         got = self.answer(rank)
