@@ -49,7 +49,7 @@ dispatch.bf16 dispatch.fp8_sums_padded dispatch.bf16_sums_chunks
 dispatch.fp8_shared_chunks dispatch.bf16_sums_metadata_chunks
 dispatch_async.mxfp8 dispatch_wait.mxfp8 dispatch.mxfp8_tiles_chunks
 dispatch_async.mxfp4 dispatch.nvfp4_tiles_chunks
-dispatch.bf16_sums_many
+dispatch.bf16_sums_many dispatch.bf16_sums_masks combine.bf16_masks
 combine_async.bf16 combine_async.f32
 combine_wait.bf16_shared combine_wait.f32_oversubscribed
 combine.bf16 combine.bf16_shared combine.f32
@@ -107,6 +107,11 @@ class Compiled:
         # put back; all other ordinary accesses of 16 bytes, and all accesses of them.
         relaxed = "store relaxed system"
         self.inline_stores = find(lambda op: op.kind == relaxed and op.n_bytes == 16)
+        # To each rank of eight, after the words of 256 pairs and two of each rank.
+        beat = f"+{8 * (256 + 2 * 8)}]"
+        self.heartbeats = find(
+            lambda op: op.kind == relaxed and op.n_bytes == 8 and beat in op.text
+        )
         polled = "load relaxed system"
         self.inline_polls = find(lambda op: op.kind == polled and ".b128" in op.text)
         end = "{-1, -1, -1, -1}"

@@ -21,6 +21,7 @@ from groups import (
     N_RANKS,
     ROWS,
     SUMS,
+    that_masks,
     TOP_K,
 )
 from max_ep.combine_sums.phase import CombineSums
@@ -77,6 +78,18 @@ comptime Combine[
 ]
 
 
+comptime MaskingDispatch = DispatchByRank[
+    that_masks(dispatch_group[BF16](BY_RANK, SUMS, shares_gpu=False)),
+    BF16,
+    DType.bfloat16,
+]
+comptime MaskingCombine = CombineSums[
+    that_masks(combine_group[DType.bfloat16](SUMS, shares_gpu=False)),
+    DType.bfloat16,
+    DType.bfloat16,
+]
+
+
 def main() raises:
     """Compiles what the test names."""
     emit_phase[Dispatch[BF16], "dispatch_async"]("bf16")
@@ -105,6 +118,8 @@ def main() raises:
     emit_phase[Dispatch[BF16, SUMS, n_experts=2 * N_EXPERTS], "dispatch"](
         "bf16_sums_many"
     )
+    emit_phase[MaskingDispatch, "dispatch"]("bf16_sums_masks")
+    emit_phase[MaskingCombine, "combine"]("bf16_masks")
     emit_phase[Combine[DType.bfloat16], "combine_async"]("bf16")
     emit_phase[Combine[DType.float32, MANY], "combine_async"]("f32")
     emit_phase[Combine[DType.bfloat16, shared=True], "combine_wait"]("bf16_shared")

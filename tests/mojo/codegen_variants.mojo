@@ -133,6 +133,9 @@ def masking() raises:
     emit_combine[CombineSums[sums_back, DType.bfloat16, DType.bfloat16]]("masks")
     comptime rows_back = that_masks(combine_group[DType.bfloat16](ROWS, MANY))
     emit_combine[CombineRows[rows_back, DType.bfloat16]]("masks")
+    emit_phase[CombineRows[rows_back, DType.bfloat16, True], "combine_wait"](
+        "masks_keeps"
+    )
 
 
 def main() raises:

@@ -50,7 +50,8 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
     """Where rows arrive for this token."""
     var expert_rows: BytePointer
     var choice: Int32
-    """What `EPLocalSyncCounters.choices` says of the lane's choice."""
+    """What `EPLocalSyncCounters.choices` says of the lane's choice. If ranks mask, a row
+    that has arrived has the rank that sent it here, in place of its expert."""
     var weight: Float32
 
     @always_inline
@@ -136,7 +137,11 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
             var row = row_of_own(choice)
             if row >= 0:
                 return self.expert_rows.unsafe_offset(row * Self.row_bytes)
-        return self.received.unsafe_offset(place_of[Self.group](k, choice))
+        comptime if Self.group.masks:
+            return self.received.unsafe_offset(
+                Self.group.combine_message_offset(0, k, Int(choice))
+            )
+        return self.received.unsafe_offset(Self.group.combine_message_offset(0, k))
 
     @staticmethod
     @always_inline
@@ -145,12 +150,17 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
 
 
 @always_inline
-def place_of[group: Group](k: Int, choice: Int32) -> Int:
-    """Locates the row of a token's choice, from that of the token on."""
-    var owner_rank = 0
+def _choice_or_sender[
+    group: Group, own_are_sent: Bool
+](choice: Int32, my_rank: Int) -> Int32:
+    """Replaces a choice by the rank that sent its row, if ranks mask: each has places of
+    its own."""
     comptime if group.masks:
-        owner_rank = Int(choice) // group.n_local_experts()
-    return group.combine_message_offset(0, k, owner_rank)
+        if choice >= 0:
+            return choice // Int32(group.n_local_experts())
+        if own_are_sent and row_of_own(choice) >= 0:
+            return Int32(my_rank)
+    return choice
 
 
 @always_inline
@@ -235,7 +245,9 @@ def reduce_tokens[
             if not block.is_masked(owner_rank):
                 word = block.await_message(
                     message_flag(
-                        rows.unsafe_offset(place_of[group](lane, choice)),
+                        rows.unsafe_offset(
+                            group.combine_message_offset(0, lane, owner_rank)
+                        ),
                         group.combine_msg_bytes,
                     ),
                     received,
@@ -264,7 +276,12 @@ def reduce_tokens[
                 is_broken = True
         is_broken = any_lane(is_broken)
         syncwarp()
-        Rows(rows, expert_rows.rows, choice, weight).reduce(
+        Rows(
+            rows,
+            expert_rows.rows,
+            _choice_or_sender[group, own_are_sent](choice, block.my_rank),
+            weight,
+        ).reduce(
             output_tokens.unsafe_offset(token_idx * row_bytes),
             expert_rows.rows.unsafe_offset(token_idx * row_bytes),
             is_broken,

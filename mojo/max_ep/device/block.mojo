@@ -42,7 +42,7 @@ from ..flags import (
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
-from .liveness import Clock, is_lost, is_lost_called
+from .liveness import Clock, is_lost
 from .shared import share_addresses, shared_words, SharedAddresses
 from .start import is_in_order, mask_of, rank_of
 from .warp import any_lane, bytes_at
@@ -269,8 +269,6 @@ struct Block[group: Group](TrivialRegisterPassable):
         if wait.n_polls % POLLS_PER_CLOCK_READ != 0:
             return False
         comptime if Self.group.masks:
-            comptime if Self.group.dispatch_msg_bytes > 0:
-                return is_lost_called[Self.group](self.clock(), rank)
             return is_lost[Self.group](self.clock(), rank)
         return wait.deadline.has_passed()
 

@@ -5,8 +5,7 @@ A rank that waits for a dead one is late for others, who must not mask it, too. 
 rank that waits sends heartbeats, and a rank is masked only if nothing has come of it,
 and no heartbeat, for `timeout_ms`. Between its launches a rank sends none.
 
-All this is read after some dozens of polls without success, never before. A dispatch calls
-it, so that the code of its many waits stays short. A combine has no registers for a call.
+All this is read after some dozens of polls without success, never before.
 """
 from ..counters import EPLocalSyncCounters
 from ..flags import (
@@ -128,19 +127,13 @@ def is_lost[group: Group](clock: Clock[group], rank: Int) -> Bool:
     return True
 
 
-@no_inline
-def is_lost_called[group: Group](clock: Clock[group], rank: Int) -> Bool:
-    """Does the same in a function of its own."""
-    return is_lost[group](clock, rank)
-
-
 comptime UNDECIDED = UInt64(0)
 """What `decided_of` returns as long as there is no decision; no flag."""
 comptime NEVER_DECIDED = UInt64(1)
 """What it returns if the first block has failed to decide."""
 
 
-@no_inline
+@always_inline
 def decided_of[group: Group](clock: Clock[group], place: Int) -> UInt64:
     """Reads what the first block has decided of a count, once half of the launch's time
     is over; called by the others."""

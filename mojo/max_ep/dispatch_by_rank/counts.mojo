@@ -12,7 +12,7 @@ from ..counters import relative_rank, Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, max_of_lanes
-from ..device.liveness import decided_of, is_lost_called, NEVER_DECIDED, UNDECIDED
+from ..device.liveness import decided_of, is_lost, NEVER_DECIDED, UNDECIDED
 from ..failures import Failure, record_failure
 from ..flags import (
     arrive_in_block,
@@ -141,7 +141,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var clock = self.block.clock()
         var generation = self.block.dispatch_receiving()
         if block_idx.x == 0:
-            if is_lost_called[Self.group](clock, src_rank):
+            if is_lost[Self.group](clock, src_rank):
                 return flag_word(generation, 0)
             return UNDECIDED
         var word = decided_of[Self.group](clock, place)
