@@ -331,8 +331,7 @@ def arguments(buffer: Buffer) -> None:
         (NotImplementedError, "logfmt", combine, (x, ids, x, None, True), {}),
         (NotImplementedError, "several hosts", buffer.dispatch, (x, None, x, x), {}),
         (ValueError, "needs a handle", buffer.dispatch, (x,), {}),
-        (NotImplementedError, "shrink", open_buffer, (None,), dict(enable_shrink=True)),
-        (NotImplementedError, "masks", buffer.low_latency_query_mask_buffer, (x,), {}),
+        (ValueError, "masks", buffer.low_latency_query_mask_buffer, (x,), {}),
     ):
         if name == "x has" and len(x) == 0:
             continue

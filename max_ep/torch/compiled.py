@@ -53,17 +53,7 @@ def _dispatch(
 
 
 @_dispatch.register_fake
-def _(
-    order: torch.Tensor,
-    key: str,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    cap: int,
-    n_experts: int,
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
     n_ranks, hidden = BUFFERS[key].group_size, x.shape[1]
     n_local, capacity = n_experts // n_ranks, n_ranks * cap
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
@@ -97,14 +87,7 @@ def _combine(
 
 
 @_combine.register_fake
-def _(
-    order: torch.Tensor,
-    key: str,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    tables: torch.Tensor,
-) -> torch.Tensor:
+def _(order, key, x, topk_idx, topk_weights, tables):
     return x.new_empty((topk_idx.shape[0], x.shape[2]))
 
 
