@@ -117,6 +117,86 @@ def grouped_swiglu(
     return grouped_matmul(activated, down, row_offsets, expert_ids)
 
 
+def grouped_matmul_fp8(
+    rows: TensorValue,
+    row_scales: TensorValue,
+    weights: TensorValue,
+    weight_scales: TensorValue,
+    row_offsets: TensorValue,
+    expert_ids: TensorValue,
+) -> TensorValue:
+    """Multiplies each expert's rows with its weights in blockwise FP8, on Hopper.
+
+    Args:
+        rows: ``[n_rows, k]`` in float8_e4m3fn, ``k`` a multiple of 128, as dispatch
+            delivers them with ``blockwise_fp8_quant_config()``.
+        row_scales: Their scales, ``[k / 128, n_rows]``: ``scale_layout="transposed"``.
+        weights: ``[n_local_experts, n, k]`` of the same dtype, ``n`` a multiple of 256.
+        weight_scales: Their float32 scales, ``[n_local_experts, n / 128, k / 128]``.
+        row_offsets: As in :func:`grouped_matmul`.
+        expert_ids: As in :func:`grouped_matmul`.
+
+    Returns:
+        ``[n_rows, n]`` in bfloat16.
+
+    Raises:
+        TypeError: If the dtypes are not those.
+        ValueError: If the sizes do not fit.
+    """
+    result = TensorType(DType.bfloat16, [rows.shape[0], weights.shape[1]], rows.device)
+    inputs = rows, row_scales, weights, weight_scales, row_offsets, expert_ids
+    return _fp8("grouped_matmul_fp8", inputs, [result])[0]
+
+
+def grouped_gate_up_fp8(
+    rows: TensorValue,
+    row_scales: TensorValue,
+    gate_up: TensorValue,
+    gate_up_scales: TensorValue,
+    row_offsets: TensorValue,
+    expert_ids: TensorValue,
+) -> tuple[TensorValue, TensorValue]:
+    """Computes ``silu(x @ gate.T) * (x @ up.T)``, quantized like a dispatched token.
+
+    The arguments are those of :func:`grouped_matmul_fp8`, and so are the results:
+    ``[n_rows, moe_dim]`` and their scales.
+    """
+    n_rows, moe_dim = rows.shape[0], gate_up.shape[1] // 2
+    results = [
+        TensorType(rows.dtype, [n_rows, moe_dim], rows.device),
+        TensorType(DType.float32, [moe_dim // 128, n_rows], rows.device),
+    ]
+    inputs = rows, row_scales, gate_up, gate_up_scales, row_offsets, expert_ids
+    activated, scales = _fp8("grouped_gate_up_fp8", inputs, results)
+    return activated, scales
+
+
+def _fp8(
+    op: str, inputs: tuple[TensorValue, ...], results: list[TensorType]
+) -> list[TensorValue]:
+    """Adds an op of blockwise FP8; refuses what it cannot multiply."""
+    rows, row_scales, weights, weight_scales, row_offsets, expert_ids = inputs
+    _check_groups(row_offsets, expert_ids)
+    for value in (rows, weights):
+        if value.dtype != DType.float8_e4m3fn:
+            raise TypeError(f"{op} takes float8_e4m3fn; given {value.dtype}")
+    for scales in (row_scales, weight_scales):
+        if scales.dtype != DType.float32:
+            raise TypeError(f"{op} takes scales in float32; given {scales.dtype}")
+    n_experts, n, k = map(int, weights.shape)
+    blocks = [n_experts, n // 128, k // 128]
+    if n % 256 or k % 128 or rows.shape[1] != k or list(weight_scales.shape) != blocks:
+        raise ValueError(
+            f"{op} takes rows of k elements, weights [n_experts, n, k] and scales "
+            "[n_experts, n / 128, k / 128], n a multiple of 256 and k of 128; given "
+            f"{rows.shape[1]}, {[n_experts, n, k]} and "
+            f"{[int(size) for size in weight_scales.shape]}"
+        )
+    load_ops(Graph.current, PACKAGE)
+    made = ops.custom(f"max_ep.{op}", rows.device, list(inputs), results)
+    return [value.tensor for value in made]
+
+
 def fits_gpu(weight: TensorValue) -> bool:
     """Returns whether the GPU kernels support a weight ``[..., n, k]``."""
     n, k = weight.shape[-2:]

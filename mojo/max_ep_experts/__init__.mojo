@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of experts and dense layers where MAX has none, or a wrong one.
 
-On the CPU in any float type, on Hopper in bfloat16. Nothing here knows expert
+On the CPU in any float type, on Hopper in bfloat16 and blockwise FP8. Nothing here knows expert
 parallelism. Why not MAX's: docs/decisions/0006-cpu-ranks.md and
 docs/decisions/0016-matmuls-on-hopper.md.
 
@@ -12,9 +12,10 @@ docs/decisions/0016-matmuls-on-hopper.md.
     ring            the stages in shared memory between producer and consumers
     copies          how rows and weights get there
     wgmma           groups of rows, each with its weight, on Hopper
+    fp8             the same with rows and weights in blockwise FP8
     tile            a warp's tile of a product on a GPU
     grouped_matmul  the same groups, of sizes that wgmma does not take
     launch          which of the two
     linear          few rows and one weight, on a GPU
-    ops, linear_op  the MAX ops
+    ops, linear_op, fp8_ops  the MAX ops
 """

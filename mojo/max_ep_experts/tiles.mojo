@@ -79,6 +79,7 @@ struct Schedule(Copyable):
         odds: Smem[UInt32],
         cluster: UInt32,
         n_clusters: UInt32,
+        may_be_narrow: Bool = True,
     ):
         """Begins; tiles are narrow if narrow ones, twice as many, fit one wave."""
         self.product = product
@@ -89,7 +90,8 @@ struct Schedule(Copyable):
         self.n_clusters = n_clusters
         self.first = 0
         self.first_odd = 0
-        self.narrow = 2 * self.tiles_before(product.n_groups) <= n_clusters
+        var n_narrow = 2 * self.tiles_before(product.n_groups)
+        self.narrow = may_be_narrow and n_narrow <= n_clusters
 
     @always_inline
     def n_columns(self) -> UInt32:

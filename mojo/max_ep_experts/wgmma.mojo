@@ -37,9 +37,9 @@ from .ring import MAX_GROUPS, NextTile, Ring, RING_BYTES
 from .tile import K_STEP, silu
 from .tiles import BlockTile, BM, BN, n_odd, n_pairs, Schedule
 
-comptime _WARPGROUP = 128
-comptime _N_THREADS = 3 * _WARPGROUP
-comptime _Sums[columns: Int] = StaticTuple[Float32, columns // 2]
+comptime WARPGROUP = 128
+comptime N_THREADS = 3 * WARPGROUP
+comptime Sums[columns: Int] = StaticTuple[Float32, columns // 2]
 """A thread's part of 64 rows: of each of two rows, two adjacent columns of every 8."""
 
 
@@ -53,11 +53,11 @@ def _descriptor(p: Smem[BFloat16]) -> WGMMADescriptor[DType.bfloat16]:
 @always_inline
 def _multiply[
     columns: Int
-](mut ring: Ring, warpgroup: UInt32, n_steps: UInt32) -> _Sums[columns]:
+](mut ring: Ring, warpgroup: UInt32, n_steps: UInt32) -> Sums[columns]:
     """Multiplies a warpgroup's rows with so many columns, along k."""
     comptime k_of_one = 16
     comptime size_of_one: Int = k_of_one * 2
-    var sums = _Sums[columns](fill=0)
+    var sums = Sums[columns](fill=0)
     var last = UInt32(0)
     for step in range(n_steps):
         ring.await_full()
@@ -87,7 +87,7 @@ def _multiply[
 
 
 @always_inline
-def _skip(mut ring: Ring, n_steps: UInt32):
+def skip_tile(mut ring: Ring, n_steps: UInt32):
     """Goes on to the next tile where a warpgroup has no rows."""
     for _ in range(n_steps):
         ring.await_full()
@@ -98,7 +98,7 @@ def _skip(mut ring: Ring, n_steps: UInt32):
 @always_inline
 def eight_columns[
     columns: Int, swiglu: Bool, block: Int, half: Int
-](sums: _Sums[columns]) -> SIMD[DType.bfloat16, 8]:
+](sums: Sums[columns]) -> SIMD[DType.float32, 8]:
     """Returns 8 adjacent columns of the block-th 32 that four lanes have.
 
     `half` is which of the lane's two rows. The order is that of `copies.mojo`.
@@ -113,16 +113,16 @@ def eight_columns[
         else:
             v[2 * i] = sums[first]
             v[2 * i + 1] = sums[first + 1]
-    return v.cast[DType.bfloat16]()
+    return v
 
 
 @always_inline
 def _store[
     columns: Int, swiglu: Bool
-](y: Bf16Out, n: Int, tile: BlockTile, warpgroup: UInt32, sums: _Sums[columns]):
+](y: Bf16Out, n: Int, tile: BlockTile, warpgroup: UInt32, sums: Sums[columns]):
     """Stores a warpgroup's rows, which are `n` elements apart, 16 bytes at a time."""
     comptime width: UInt32 = 2 if swiglu else 1
-    var thread = UInt32(thread_idx.x) % UInt32(_WARPGROUP)
+    var thread = UInt32(thread_idx.x) % UInt32(WARPGROUP)
     var warp, lane = divmod(thread, UInt32(WARP_SIZE))
     var column = tile.column // width + 8 * (lane % 4)
     comptime for half in range(2):
@@ -131,11 +131,11 @@ def _store[
         comptime for block in range(columns // Int(32 * width)):
             var v = eight_columns[columns, swiglu, block, half](sums)
             if row < tile.n_rows:
-                to.unsafe_store[alignment=16](32 * block, v)
+                to.unsafe_store[alignment=16](32 * block, v.cast[DType.bfloat16]())
 
 
 @always_inline
-def _find(var schedule: Schedule, var next: NextTile, rank: UInt32):
+def find_tiles(var schedule: Schedule, var next: NextTile, rank: UInt32):
     """Finds the tiles, with one thread, each while the one before is loaded."""
     while True:
         var tile = schedule.next(rank)
@@ -145,7 +145,7 @@ def _find(var schedule: Schedule, var next: NextTile, rank: UInt32):
 
 
 @always_inline
-def _produce[
+def load_tiles[
     swiglu: Bool
 ](
     x: TMADescriptor,
@@ -186,7 +186,7 @@ def _consume[
         if tile.n_rows == 0:
             return
         if warpgroup * HALF >= tile.n_rows:
-            _skip(ring, n_steps)
+            skip_tile(ring, n_steps)
         elif tile.n_columns == BN:
             var sums = _multiply[Int(BN)](ring, warpgroup, n_steps)
             _store[Int(BN), swiglu](product.y, n, tile, warpgroup, sums)
@@ -196,7 +196,7 @@ def _consume[
 
 
 @always_inline
-def _count(product: GroupedProduct[DType.bfloat16], ring: Ring):
+def count_tiles(product: GroupedProduct[DType.bfloat16], ring: Ring):
     """Counts pairs and odd chunks before each group, with the block."""
 
     @always_inline
@@ -216,7 +216,7 @@ def _count(product: GroupedProduct[DType.bfloat16], ring: Ring):
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](_N_THREADS),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](N_THREADS),
     `nvvm.cluster_dim`=StaticTuple[Int32, 3](2, 1, 1),
 )
 @__llvm_arg_metadata(x, `nvvm.grid_constant`)
@@ -228,7 +228,7 @@ def wgmma_kernel[
 
     Only the device knows the rows of each group, so the grid fills the GPU once.
 
-    Launch: an even grid, clusters of two, `_N_THREADS` threads, `RING_BYTES`.
+    Launch: an even grid, clusters of two, `N_THREADS` threads, `RING_BYTES`.
 
     Args:
         x: The map of the product's `x`.
@@ -242,12 +242,12 @@ def wgmma_kernel[
     var rank = UInt32(block_rank_in_cluster())
     if thread == 0:
         ring.initialize()
-    _count(product, ring)
+    count_tiles(product, ring)
     cluster_sync()
-    if thread < _WARPGROUP:
+    if thread < WARPGROUP:
         warpgroup_reg_dealloc[40]()
         if thread == 0:
-            _produce[swiglu](x, weights, product, ring, rank)
+            load_tiles[swiglu](x, weights, product, ring, rank)
         elif thread == WARP_SIZE:
             var schedule = Schedule(
                 product,
@@ -256,10 +256,10 @@ def wgmma_kernel[
                 UInt32(block_idx.x) // 2,
                 UInt32(grid_dim.x) // 2,
             )
-            _find(schedule^, ring.next_tile(), rank)
+            find_tiles(schedule^, ring.next_tile(), rank)
     else:
         warpgroup_reg_alloc[232]()
-        _consume[swiglu](product, ring, UInt32(thread // _WARPGROUP - 1))
+        _consume[swiglu](product, ring, UInt32(thread // WARPGROUP - 1))
     # Nobody leaves while the other block may still write or arrive here.
     syncwarp()
     cluster_sync()
@@ -292,7 +292,7 @@ def launch_wgmma[
         map_of_weights[swiglu](product, context),
         product,
         grid_dim=2 * n_clusters,
-        block_dim=_N_THREADS,
+        block_dim=N_THREADS,
         cluster_dim=Dim(2, 1, 1),
         shared_mem_bytes=RING_BYTES,
     )

@@ -5,6 +5,7 @@ Prints what they take at a time, as `n` and `k`, and whole tiles of MAX's. Run b
 tests/test_experts.py.
 """
 from emitting import emit
+from max_ep_experts.fp8 import fp8_kernel
 from max_ep_experts.grouped_matmul import grouped_matmul_kernel
 from max_ep_experts.linear import FEW_ROWS, linear_kernel
 from max_ep_experts.tile import COLUMNS, K_STEP
@@ -17,5 +18,6 @@ def main() raises:
         comptime end = ".swiglu" if swiglu == 1 else ""
         emit[grouped_matmul_kernel[swiglu == 1]](String("grouped_matmul", end))
         emit[wgmma_kernel[swiglu == 1]](String("wgmma", end))
+        emit[fp8_kernel[swiglu == 1]](String("fp8", end))
     emit[linear_kernel]("linear")
     print(COLUMNS, K_STEP, FEW_ROWS)
