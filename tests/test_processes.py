@@ -188,7 +188,7 @@ def test_every_failure_is_reported(tmp_path):
 
 
 def test_time_limit_kills(tmp_path):
-    limit_s = 6.0
+    limit_s = 15.0  # processes import for seconds where cores are busy
     begin = time.monotonic()
     with pytest.raises(LaunchError) as caught:
         launch(scenarios.sleep_for_long, 3, (str(tmp_path),), timeout_s=limit_s)
