@@ -1,14 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some checks of ``EPConfig``: of its hidden size, and of a cap on rows."""
+"""The checks of ``EPConfig``, in the order in which it makes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .limits import TOKEN_ALIGN_BYTES
+from max.dtype import DType
+
+from .formats import PLAIN_DTYPES
+from .limits import (
+    COMBINE_MODES,
+    MAX_GPU_PAIRS,
+    MAX_MASKING_GPUS,
+    MAX_OF_ENTRY,
+    MAX_RANKS,
+    MAX_TIMEOUT_S,
+    MAX_TOP_K,
+    ON_TIMEOUT,
+    OUTPUT_LAYOUTS,
+    PROTOCOLS,
+    SCALE_LAYOUTS,
+    TARGETS,
+    TOKEN_ALIGN_BYTES,
+)
 
 if TYPE_CHECKING:
     from .config import EPConfig
+
+# Fields of MAX's EPConfig that ask for something max_ep does not do, and why.
+_REFUSED = {
+    "fuse_ffn_combine_send": "combine reads the experts' rows where they are and adds "
+    "them up before it sends; use ep_combine, with combine_mode='sums'",
+    "fused_moe_ready": "max_ep has no launch that does dispatch, experts and combine; "
+    "use ep_dispatch and ep_combine",
+}
+
+
+def check_choices(config: EPConfig) -> None:
+    """Checks fields of few values, and refuses what max_ep does not do."""
+    for field, choices in (
+        ("target", ("auto", *TARGETS)),
+        ("protocol", ("auto", *PROTOCOLS)),
+        ("combine_mode", COMBINE_MODES),
+        ("output_layout", OUTPUT_LAYOUTS),
+        ("scale_layout", ("auto", *SCALE_LAYOUTS)),
+        ("on_timeout", ON_TIMEOUT),
+    ):
+        value = getattr(config, field)
+        if value not in choices:
+            names = ", ".join(repr(name) for name in choices)
+            raise ValueError(f"{field}={value!r} is unknown; there are {names}")
+    for field, why in _REFUSED.items():
+        if getattr(config, field):
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} is not supported: {why}"
+            )
+    if config.fused_shared_expert and config.is_padded:
+        raise ValueError(
+            "fused_shared_expert=True needs output_layout='packed': among padded rows "
+            "the shared expert's have no place. Compute it beside the routed experts "
+            "and add it, as graphs/moe_layer.py does"
+        )
+
+
+def check_sizes(config: EPConfig) -> None:
+    """Checks numbers, and that they fit each other."""
+    for field in (
+        "hidden_size",
+        "top_k",
+        "n_experts",
+        "max_tokens_per_rank",
+        "n_gpus_per_node",
+        "n_nodes",
+        "ranks_per_gpu",
+    ):
+        value = getattr(config, field)
+        if not isinstance(value, int) or value < 1:
+            kind = type(value).__name__
+            of_type = "" if kind == "int" else f" of Python's type int, not {kind}"
+            raise ValueError(f"{field}={value!r} must be an integer >= 1{of_type}")
+    if not isinstance(config.n_sms, int) or config.n_sms < 0:
+        raise ValueError(
+            f"n_sms={config.n_sms!r} must be an integer >= 0; 0 is all there are"
+        )
+    if not isinstance(config.node_id, int) or not -1 <= config.node_id < config.n_nodes:
+        raise ValueError(
+            f"node_id={config.node_id!r} must be an integer in [0, n_nodes="
+            f"{config.n_nodes}), or -1"
+        )
+    is_number = isinstance(config.timeout_s, (int, float))
+    if not is_number or not 0 < config.timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s={config.timeout_s!r} must be a number of seconds, above 0 and "
+            "at most a day"
+        )
+    if config.top_k > MAX_TOP_K:
+        raise ValueError(
+            f"top_k={config.top_k} is above {MAX_TOP_K}, the most a token may have"
+        )
+    if config.top_k > config.n_experts:
+        raise ValueError(
+            f"top_k={config.top_k} is above n_experts={config.n_experts}: a "
+            "token's experts are distinct"
+        )
+    if config.n_ranks > MAX_RANKS:
+        raise ValueError(
+            f"n_gpus_per_node * n_nodes = {config.n_ranks} ranks, at most "
+            f"{MAX_RANKS} are supported"
+        )
+    if config.n_gpus_per_node % config.ranks_per_gpu != 0:
+        raise ValueError(
+            f"ranks_per_gpu={config.ranks_per_gpu} must divide n_gpus_per_node="
+            f"{config.n_gpus_per_node}, the ranks of this process"
+        )
+    is_apart = config.target == "gpu" and config.n_nodes > 1
+    if is_apart and not config.uses_shmem and config.n_gpus_per_node > 1:
+        raise ValueError(
+            f"n_gpus_per_node={config.n_gpus_per_node} with n_nodes={config.n_nodes} "
+            "processes of one host: each has one rank; pass n_gpus_per_node=1"
+        )
+    if config.uses_shmem and config.ranks_per_gpu > 1:
+        raise ValueError(
+            f"ranks_per_gpu={config.ranks_per_gpu} with n_nodes={config.n_nodes}: "
+            "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
+        )
+    sends_to_some = not (config.router_top_k or config.use_allreduce)
+    if config.masks and (config.uses_shmem or not sends_to_some):
+        raise ValueError(
+            "on_timeout='mask' is for one host, and neither for an all-gather nor for "
+            "use_allreduce=True; pass 'raise'"
+        )
+    is_uneven = config.n_experts % config.n_ranks != 0
+    if config.use_allreduce and (
+        config.n_nodes > 1
+        or is_uneven
+        or config.fused_shared_expert
+        or config.router_top_k
+    ):
+        raise ValueError(
+            f"use_allreduce=True with n_nodes={config.n_nodes}, n_experts="
+            f"{config.n_experts}, fused_shared_expert={config.fused_shared_expert}: it "
+            "needs n_nodes=1 and experts that the ranks divide. All ranks would add a "
+            "fused shared expert: compute it beside the routed ones, on one rank"
+        )
+    n_pairs = config.n_local_experts * config.exchange_ranks
+    if config.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
+        raise ValueError(
+            f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "
+            f"{MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
+        )
 
 
 def check_max_output_rows(config: EPConfig) -> None:
@@ -24,6 +164,35 @@ def check_max_output_rows(config: EPConfig) -> None:
             f"{config.output_layout!r}: only CPU ranks drop rows that do not fit, and "
             "only packed ones, of no all-gather; leave it out"
         )
+
+
+def check_dtypes(config: EPConfig) -> None:
+    """Checks dtypes, and the format that follows from them."""
+    for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
+        value = getattr(config, field)
+        if not isinstance(value, DType | None):
+            raise ValueError(
+                f"{field}={value!r} is a {type(value).__name__}, it must be a "
+                "max.dtype.DType, as DType.bfloat16"
+            )
+    if config.combine_dtype not in PLAIN_DTYPES:
+        raise ValueError(
+            f"combine_dtype={config.combine_dtype} must be bfloat16 or float32"
+        )
+    if config.partial_dtype is not None:
+        if not config.combines_sums:
+            raise ValueError(
+                f"partial_dtype={config.partial_dtype} with combine_mode="
+                f"{config.combine_mode!r}, which sends no partial sums; leave it out, "
+                "or pass combine_mode='sums'"
+            )
+        if config.partial_dtype not in PLAIN_DTYPES:
+            raise ValueError(
+                f"partial_dtype={config.partial_dtype} must be bfloat16 or "
+                "float32, or None for combine_dtype"
+            )
+    config.token_format.check_quant_config(config.dispatch_quant_config)
+    config.token_format.check_options(config)
 
 
 def check_hidden_size(config: EPConfig) -> None:
@@ -46,3 +215,66 @@ def check_hidden_size(config: EPConfig) -> None:
                 f"bytes, which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
                 f"to a multiple of {multiple}"
             )
+
+
+def check_scale_layout(config: EPConfig) -> None:
+    """Chooses the layout of scales, and checks that there can be one."""
+    layouts = config.token_format.scale_layouts
+    if config.scale_layout == "auto":
+        config.scale_layout = layouts[0] if layouts else "auto"
+        return
+    if config.scale_layout not in layouts:
+        names = ", ".join(repr(name) for name in ("auto", *layouts))
+        raise ValueError(
+            f"scale_layout={config.scale_layout!r} with "
+            f"{config.token_format.short_name} dispatch, which has {names}"
+        )
+    if config.scale_layout == "tiles" and (
+        config.is_padded or config.fused_shared_expert
+    ):
+        raise ValueError(
+            f"scale_layout='tiles' with output_layout={config.output_layout!r} and "
+            f"fused_shared_expert={config.fused_shared_expert}: MAX's matmuls take "
+            "tiles for packed rows of routed experts only; pass 'rows'"
+        )
+
+
+def refusal_by_rank(config: EPConfig) -> str:
+    """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
+    if config.uses_shmem:
+        return (
+            f"with target='gpu' and n_nodes={config.n_nodes}: it reaches the GPUs of "
+            "one host only"
+        )
+    if config.is_on_amd:
+        return "with target='gpu' on AMD GPUs: its kernels are for NVIDIA GPUs"
+    for field in ("n_experts", "max_tokens_per_rank"):
+        n = getattr(config, field)
+        if n > MAX_OF_ENTRY:
+            return f"with {field}={n}: it takes at most {MAX_OF_ENTRY}"
+    return ""
+
+
+def check_protocol(config: EPConfig) -> None:
+    """Checks that the protocol can do what the other fields ask for."""
+    if config.masks and config.target == "gpu":
+        if not config.is_by_rank or config.n_ranks > MAX_MASKING_GPUS:
+            raise ValueError(
+                f"on_timeout='mask' on GPUs with protocol={config.protocol!r} and "
+                f"{config.n_ranks} ranks: it is for 'by_rank', and at most "
+                f"{MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
+            )
+    if not config.is_by_rank:
+        if config.combines_sums:
+            raise ValueError(
+                f"combine_mode='sums' with protocol={config.protocol!r}: the rank of "
+                "an expert can add up a token's rows only with protocol='by_rank'; "
+                "pass that, or 'auto', or combine_mode='rows'"
+            )
+        return
+    refusal = refusal_by_rank(config)
+    if refusal:
+        raise ValueError(
+            f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
+            "combine_mode='rows')"
+        )
