@@ -11,6 +11,7 @@ from max.dtype import DType
 from max.graph import Dim, Graph, StaticDim, TensorType, TensorValue, ops
 
 from .extension import load_ops
+from .formats import FP8_BLOCK
 
 PACKAGE = "max_ep_experts"
 """The Mojo package with the ops."""
@@ -20,6 +21,8 @@ GPU_COLUMNS = 16
 """On GPUs ``n`` of a weight is a multiple of it."""
 GPU_K_STEP = 64
 """On GPUs ``k`` of a weight is a multiple of it."""
+FP8_COLUMNS = 256
+"""In FP8 ``n`` of a weight is a multiple of it."""
 
 
 def grouped_matmul(
@@ -164,7 +167,7 @@ def grouped_gate_up_fp8(
     n_rows, moe_dim = rows.shape[0], gate_up.shape[1] // 2
     results = [
         TensorType(rows.dtype, [n_rows, moe_dim], rows.device),
-        TensorType(DType.float32, [moe_dim // 128, n_rows], rows.device),
+        TensorType(DType.float32, [moe_dim // FP8_BLOCK, n_rows], rows.device),
     ]
     inputs = rows, row_scales, gate_up, gate_up_scales, row_offsets, expert_ids
     activated, scales = _fp8("grouped_gate_up_fp8", inputs, results)
@@ -184,11 +187,13 @@ def _fp8(
         if scales.dtype != DType.float32:
             raise TypeError(f"{op} takes scales in float32; given {scales.dtype}")
     n_experts, n, k = map(int, weights.shape)
-    blocks = [n_experts, n // 128, k // 128]
-    if n % 256 or k % 128 or rows.shape[1] != k or list(weight_scales.shape) != blocks:
+    blocks = [n_experts, n // FP8_BLOCK, k // FP8_BLOCK]
+    are_whole = n % FP8_COLUMNS == k % FP8_BLOCK == 0
+    if not are_whole or rows.shape[1] != k or list(weight_scales.shape) != blocks:
         raise ValueError(
             f"{op} takes rows of k elements, weights [n_experts, n, k] and scales "
-            "[n_experts, n / 128, k / 128], n a multiple of 256 and k of 128; given "
+            f"[n_experts, n / {FP8_BLOCK}, k / {FP8_BLOCK}], n a multiple of "
+            f"{FP8_COLUMNS} and k of {FP8_BLOCK}; given "
             f"{rows.shape[1]}, {[n_experts, n, k]} and "
             f"{[int(size) for size in weight_scales.shape]}"
         )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from .limits import SOURCE_INFO_BYTES
 from .memory.symmetric_memory import (
     Segment,
     process_state,
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from .config import EPConfig
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
-_N_HEADER_WORDS = 32
-_SOURCE_INFO_BYTES = 16
+N_HEADER_WORDS = 32
 _LINE = 80
 
 
@@ -199,7 +199,7 @@ def cpu_wait(
     if is_running:
         late = missing_ranks(facts, rank, number, last, region)
         is_masked = np.zeros(facts.n_ranks, bool)
-        if facts.protocol & _MASKS:
+        if facts.protocol & MASKS:
             is_masked = header[facts.masked_word :][: facts.n_ranks] != 0
         wait.missing = [r for r in late if not is_masked[r]]
     return wait
@@ -255,7 +255,7 @@ class Words(Protocol):
         """Reads flags of the region, ``pitch`` bytes from one to the next."""
 
 
-_BY_EXPERT, _SUMS, _ALL, _MASKS = 1, 3, 5, 8  # as `Group.protocol` of layout.mojo
+BY_EXPERT, SUMS, TO_ALL, MASKS = 1, 3, 5, 8  # as `Group.protocol` of layout.mojo
 
 
 def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
@@ -264,11 +264,11 @@ def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
     They store no time, and none for this. ``is_running``: something is missing that
     the rank's last launch, or its next, waits for.
     """
-    header = words.counters(0, _N_HEADER_WORDS)
+    header = words.counters(0, N_HEADER_WORDS)
     generations = header[facts.generations_word :][:4].view(np.uint32).tolist()
     sent, received, combine_sent, combine_received = generations
     n, n_local = facts.n_ranks, facts.n_local_experts
-    is_by_rank = facts.protocol & ~_MASKS != _BY_EXPERT
+    is_by_rank = facts.protocol & ~MASKS != BY_EXPERT
     n_pairs, n_mine = n_local * n, _experts_of(facts, rank)
     flags = words.flags(facts.dispatch_counts_offset, n_pairs + (1 + is_by_rank) * n)
     flags = flags >> np.uint64(32)
@@ -285,7 +285,7 @@ def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
         return RankWait(rank, PHASES[0], sent, bool(late), None, late)
     if missing:
         return RankWait(rank, PHASES[1], sent, True, None, missing)
-    if facts.protocol & ~_MASKS in (_SUMS, _ALL):
+    if facts.protocol & ~MASKS in (SUMS, TO_ALL):
         if header[facts.combine_of_word].view(np.uint32) != received:
             return RankWait(rank, PHASES[1], sent)
         # A combine begins by publishing that its rank has read the dispatch.
@@ -293,11 +293,10 @@ def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
         return RankWait(rank, PHASES[3], combine_sent, bool(late), None, late)
     if header[facts.combine_of_word].view(np.uint32) == received:
         return RankWait(rank, PHASES[3], combine_received)
-    late = _owners_of_missing_rows(
-        facts, header, received, next_generation(combine_received), words
-    )
+    awaited = next_generation(combine_received)
+    late = _owners_of_missing_rows(facts, header, received, awaited, words)
     if late:
-        return RankWait(rank, PHASES[3], combine_received + 1, True, None, late)
+        return RankWait(rank, PHASES[3], awaited, True, None, late)
     return RankWait(rank, PHASES[1], sent)
 
 
@@ -320,8 +319,8 @@ def _owners_of_missing_rows(
     # Negative: no row, or one that is here.
     owners = np.where(choices < 0, -1, choices // facts.n_local_experts)
     for owner in sorted(set(owners[owners >= 0].tolist())):
-        first = facts.combine_recv_offset + pitch - _SOURCE_INFO_BYTES
-        if facts.protocol & _MASKS:
+        first = facts.combine_recv_offset + pitch - SOURCE_INFO_BYTES
+        if facts.protocol & MASKS:
             first += owner * n_places * pitch
         flags = words.flags(first, n, pitch) >> np.uint64(32)
         if (flags[owners == owner] != generation).any():

@@ -60,7 +60,7 @@ combine.bf16 combine.bf16_shared combine.f32
 def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
     """Reads `comptime NAME = value` from a Mojo source."""
     text = (mojo_dir() / path).read_text()
-    values = re.findall(rf"^ *comptime {name} = (.*)$", text, re.MULTILINE)
+    values = re.findall(rf"^ *comptime {name}(?:: \w+)? = (.*)$", text, re.MULTILINE)
     assert len(values) == 1, f"{path}: `comptime {name}` stands {len(values)} times"
     return float(re.sub(r"^Float32\((.*)\)$", r"\1", values[0]))
 

@@ -15,15 +15,18 @@ from max_ep import (
     EPBatchManager,
     EPCommInitializer,
     estimate_ep_memory_usage,
+    experts,
     formats,
     limits,
     quantize,
+    who,
 )
 
 # ------------------------------------------------------------------- constants
 
 
 FP8_SOURCE = "max_ep/formats/blockwise_fp8.mojo"
+EXPERTS_SOURCE = "max_ep_experts/fp8.mojo"
 
 
 @pytest.mark.parametrize(
@@ -36,11 +39,28 @@ FP8_SOURCE = "max_ep/formats/blockwise_fp8.mojo"
         (formats.FP8_BLOCK, "FP8_BLOCK", FP8_SOURCE),
         (quantize.FP8_MAX, "FP8_MAX", "max_ep/formats/casts.mojo"),
         (quantize.FP8_MIN_AMAX, "FP8_MIN_AMAX", FP8_SOURCE),
+        # The experts' matmul quantizes as dispatch does.
+        (formats.FP8_BLOCK, "BLOCK", EXPERTS_SOURCE),
+        (quantize.FP8_MAX, "FP8_MAX", EXPERTS_SOURCE),
+        (quantize.FP8_MIN_AMAX, "FP8_MIN_AMAX", EXPERTS_SOURCE),
+        (experts.FP8_COLUMNS, "BN", "max_ep_experts/tiles.mojo"),
+        (who.N_HEADER_WORDS, "N_HEADER_WORDS", "max_ep/counters.mojo"),
+        (who.MASKS, "MASKS_BIT", "max_ep/layout.mojo"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_python_and_mojo_agree(value, name, path):
     assert np.float32(value) == np.float32(mojo_constant(name, path))
+
+
+def test_protocols_have_the_numbers_that_who_knows():
+    case = CASES["two_ranks"]
+    by_expert = case.config(protocol="by_expert", combine_mode="rows")
+    assert by_expert.sizes().protocol == who.BY_EXPERT
+    sums = case.config(combine_mode="sums", protocol="auto")
+    assert sums.sizes().protocol == who.SUMS
+    all_ranks = AllGatherTokenDispatcher(80, 5, 7, n_gpus_per_node=3, target="cpu")
+    assert all_ranks.config.sizes().protocol == who.TO_ALL
 
 
 def test_entries_hold_what_the_config_lets_through():

@@ -11,6 +11,7 @@ from children import printed
 from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
 from max_ep.memory import layout
+from max_ep.who import PHASES
 
 PROGRAMS = Path(__file__).resolve().parent / "mojo"
 
@@ -62,13 +63,13 @@ def failure_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
     [
         # code, phase, missing rank, expert or row, wanted, found, two numbers
         ("0 0 0 0 0 0 0 0", []),
-        ("1 0 1 99 7 0 4 2", ["dispatch_async", "token 4, k 2: expert 99"]),
-        ("2 2 1 5 7 0 4 9", ["combine_async", "row 5: token 4, k 9", "src_info"]),
+        ("1 0 1 99 7 0 4 2", ["token 4, k 2: expert 99"]),
+        ("2 2 1 5 7 0 4 9", ["row 5: token 4, k 9", "src_info"]),
         ("6 1 3 4 7 6 0 0", ["count for expert 4 of generation 7 from rank 3"]),
         ("8 2 3 -1 7 6 0 0", ["word that it has read of generation 7 from rank 3"]),
         ("10 3 1 5 7 7 4 2", ["row of token 4, k 2", "expert 5: rank 1 has combined"]),
         ("11 3 1 -1 7 0 0 0", ["two dispatches", "combine before the second"]),
-        ("12 1 1 -1 7 0 0 0", ["dispatch_wait", "before its dispatch_async"]),
+        ("12 1 1 -1 7 0 0 0", ["before its dispatch_async"]),
         ("9 3 -1 12 0 0 2 3", ["another EPConfig", "top_k: 2 there, 3 in the graph"]),
     ],
 )
@@ -76,7 +77,8 @@ def test_failure_records_in_words(failure_text, record, words):
     """What `EPCommInitializer.check` says of a rank's record."""
     said = failure_text(f"1 5000 {record}")
     assert said.startswith("max_ep: ") == bool(words)
-    for word in words + ["on rank 1: "] * bool(words):
+    phase = PHASES[int(record.split()[1])]
+    for word in words + [f"{phase} on rank 1: "] * bool(words):
         assert word in said
 
 

@@ -136,8 +136,9 @@ class MaskedRanks:
         """Agrees with the other processes on who goes on, between two steps.
 
         All processes call it after the same step. A process that was killed, is late,
-        or is masked by a lower rank that stays is out; processes that wait in
-        :meth:`ep_init` or :meth:`rejoin` are in from the next step on.
+        or is masked by one that stays is out (``membership.decide`` has the rule).
+        Processes that wait in :meth:`ep_init` or :meth:`rejoin` are in from the next
+        step on.
 
         Returns:
             The active ranks, the same in all processes.

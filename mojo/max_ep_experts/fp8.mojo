@@ -53,8 +53,8 @@ from .wgmma import (
 comptime FP8 = DType.float8_e4m3fn
 comptime BLOCK = 128
 """Elements of a scale, in rows and in both directions of weights."""
-comptime _LARGEST = Float32(448)
-comptime _LEAST_AMAX = Float32(1e-4)
+comptime FP8_MAX = Float32(448)
+comptime FP8_MIN_AMAX = Float32(1e-4)
 """As in the format `blockwise_fp8`."""
 
 
@@ -215,7 +215,7 @@ def _store_quantized(
     comptime for half in range(2):
         var at = row + UInt32(8 * half)
         var values = Array[SIMD[DType.float32, 8], n_blocks](fill=0)
-        var amax = _LEAST_AMAX
+        var amax = FP8_MIN_AMAX
         comptime for block in range(n_blocks):
             values[block] = eight_columns[Int(BN), True, block, half](sums)
             amax = max(amax, abs(values[block]).reduce_max())
@@ -226,10 +226,10 @@ def _store_quantized(
             var to = Int(tile.begin + at)
             var column = first + 8 * (lane % 4)
             comptime for block in range(n_blocks):
-                var v = (values[block] * (_LARGEST / amax)).cast[FP8]()
+                var v = (values[block] * (FP8_MAX / amax)).cast[FP8]()
                 y.unsafe_store[alignment=8](to * n + Int(column) + 32 * block, v)
             if lane % 4 == 0:
-                y_scales[unsafe_offset=to] = amax / _LARGEST
+                y_scales[unsafe_offset=to] = amax / FP8_MAX
 
 
 @always_inline

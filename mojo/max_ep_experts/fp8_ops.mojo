@@ -30,7 +30,13 @@ def _launch[
         or weight_scales.dim_size(1) * BLOCK != n
         or weight_scales.dim_size(2) * BLOCK != k
     ):
-        raise Error("max_ep: scales are not those of 128 elements each")
+        raise Error(
+            t"max_ep: rows [{x.dim_size(0)}, {k}] and weights of n={n} need scales"
+            t" [{k // BLOCK}, {x.dim_size(0)}] and [n_experts, {n // BLOCK},"
+            t" {k // BLOCK}]; given [{x_scales.dim_size(0)}, {x_scales.dim_size(1)}]"
+            t" and [n_experts, {weight_scales.dim_size(1)},"
+            t" {weight_scales.dim_size(2)}]"
+        )
     var product = GroupedProduct[DType.bfloat16](
         y={unsafe_from_address = y},
         x={unsafe_from_address = Int(x.unsafe_ptr())},
