@@ -47,6 +47,7 @@ def plan(capsys, monkeypatch):
             "python graphs/moe_layer.py --shared-expert --sums --format mxfp8",
             "agree with the plain MoE",
         ),
+        ("python graphs/moe_layer.py --allreduce", "agree with the plain MoE"),
         ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
     ],
 )
