@@ -20,10 +20,8 @@ from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, ops
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from . import reference
 from .config import EPConfig
 from .experts import PACKAGE
 from .extension import extension_path
@@ -128,55 +126,33 @@ def run_layer(
 def plain_moe(x: np.ndarray, weights: LayerWeights) -> np.ndarray:
     """Computes the same layer without ranks."""
     normed = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + _EPSILON)
-    logits = normed @ weights.router.T
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    ids = np.argsort(-p, axis=1, kind="stable")[:, :TOP_K]
-    top = np.take_along_axis(p, ids, axis=1)
-    top /= top.sum(axis=1, keepdims=True)
-    result = x.copy()
-    for expert in range(N_EXPERTS):
-        tokens, choice = np.nonzero(ids == expert)
-        gate, up = np.split(normed[tokens] @ weights.gate_up[expert].T, 2, axis=1)
-        y = (gate / (1 + np.exp(-gate)) * up) @ weights.down[expert].T
-        result[tokens] += top[tokens, choice, None] * y
-    return result
+    ids, top = reference.softmax_top_k(normed @ weights.router.T, TOP_K)
+
+    def expert(i: int, rows: np.ndarray) -> np.ndarray:
+        gate, up = np.split(rows @ weights.gate_up[i].T, 2, axis=1)
+        return (gate / (1 + np.exp(-gate)) * up) @ weights.down[i].T
+
+    return x + reference.moe(normed, ids, top.astype(np.float32), expert)
 
 
-def _spread_tables(console: Console, topk_ids: list[np.ndarray]) -> None:
+def _show_spread(topk_ids: list[np.ndarray]) -> None:
     """Prints how the tokens of the last layer spread."""
     n_local = N_EXPERTS // N_RANKS
-    to_rank = np.array(
-        [[(ids // n_local == dst).sum() for dst in range(N_RANKS)] for ids in topk_ids]
-    )
-    table = Table(title="Rows from rank to rank, last layer", title_justify="left")
-    table.add_column("from \\ to")
-    for dst in range(N_RANKS):
-        table.add_column(f"rank {dst}", justify="right")
-    table.add_column("tokens", justify="right")
-    for src in range(N_RANKS):
-        cells = [str(n) for n in to_rank[src]]
-        table.add_row(f"rank {src}", *cells, str(len(topk_ids[src])))
-    table.add_section()
-    table.add_row("received", *(str(n) for n in to_rank.sum(axis=0)), "")
-    console.print(table)
-
+    print("\nRows from rank (line) to rank (column), last layer:")
+    for src, ids in enumerate(topk_ids):
+        to_rank = np.bincount(ids.ravel() // n_local, minlength=N_RANKS)
+        print(f"  rank {src}  " + "".join(f"{n:>8}" for n in to_rank))
     load = np.bincount(np.concatenate(topk_ids).ravel(), minlength=N_EXPERTS)
     blocks = " ▁▂▃▄▅▆▇█"
-    console.print("Rows of each expert, last layer:")
-    for rank in range(N_RANKS):
-        part = load[rank * n_local : (rank + 1) * n_local]
+    print("\nRows of each expert, last layer:")
+    for rank, part in enumerate(np.split(load, N_RANKS)):
         bars = "".join(blocks[-(-8 * n // load.max())] for n in part)
-        console.print(f"  rank {rank}  |{bars}|  {part.min()} to {part.max()}")
-    console.print(
-        f"  busiest expert: {load.max() / load.mean():.2f} times the mean of "
-        f"{load.mean():.0f} rows"
-    )
+        print(f"  rank {rank}  |{bars}|  {part.min()} to {part.max()}")
+    print(f"  the busiest has {load.max() / load.mean():.2f} times the mean\n")
 
 
 def run_demo() -> int:
     """Runs the demo; returns 0 if the result agrees with the plain MoE, else 1."""
-    console = Console()
     begin = time.perf_counter()
     text = resources.files("max_ep").joinpath("data/declaration.txt").read_text()
     tokens = embed(text)
@@ -192,44 +168,29 @@ def run_demo() -> int:
         n_nodes=1,
         target="cpu",
     )
-    console.print(
+    print(
         f"{len(tokens)} words of the Declaration of Independence, {N_LAYERS} MoE "
-        f"layers, {N_EXPERTS} experts top-{TOP_K} on {N_RANKS} ranks (CPU)"
+        f"layers, {N_EXPERTS} experts top-{TOP_K} on {N_RANKS} ranks (CPU)\n"
+        "compile (half a minute the first time)",
+        flush=True,
     )
     layers = [LayerWeights.random(seed) for seed in range(N_LAYERS)]
-    progress = Progress(
-        TextColumn("{task.description:<44}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
     session = InferenceSession(devices=[CPU()])
-    with progress, EPCommInitializer(config) as comm:
-        task = progress.add_task(
-            "compile (half a minute the first time)", total=N_LAYERS + 2
-        )
-        models = compile_graphs(session, config)
-        progress.update(task, advance=1, description="symmetric memory")
+    models = compile_graphs(session, config)
+    with EPCommInitializer(config) as comm:
         comm.ep_init(session, models[SETUP_GRAPH])
-        progress.update(task, advance=1)
-        x = np.split(tokens, N_RANKS)
+        x, expected = np.split(tokens, N_RANKS), tokens
         topk_ids: list[np.ndarray] = []
         for i, weights in enumerate(layers):
-            progress.update(task, description=f"layer {i}: dispatch, experts, combine")
+            print(f"layer {i}: dispatch, experts, combine", flush=True)
             x, topk_ids = run_layer(models[_LAYER], comm, x, weights)
-            progress.update(task, advance=1)
-        progress.update(task, description="done")
-    _spread_tables(console, topk_ids)
-
-    expected = tokens
-    for weights in layers:
-        expected = plain_moe(expected, weights)
+            expected = plain_moe(expected, weights)
+    _show_spread(topk_ids)
     difference = float(np.abs(np.concatenate(x) - expected).max())
     agrees = difference <= TOLERANCE
-    seconds = time.perf_counter() - begin
-    console.print(
+    print(
         f"{'OK' if agrees else 'WRONG'}: largest difference from a plain MoE is "
-        f"{difference:.1e} (allowed {TOLERANCE:.0e}); {seconds:.1f} s in all"
+        f"{difference:.1e} (allowed {TOLERANCE:.0e}); "
+        f"{time.perf_counter() - begin:.1f} s in all"
     )
     return 0 if agrees else 1

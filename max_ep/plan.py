@@ -9,9 +9,6 @@ import sys
 from collections.abc import Mapping
 
 from max.nn.comm.ep import ep_config as max_ep_config
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from .config import EPConfig
 from .formats import BY_SHORT_NAME
@@ -61,22 +58,16 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
         print(f"max-ep plan: {_in_options(str(error), names)}", file=sys.stderr)
         return 2
     sizes = config.sizes()
-    console = Console()
-    table = Table(
-        title=f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, "
-        f"combine {config.combine_mode}",
-        title_justify="left",
-        box=box.HORIZONTALS,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
+    print(
+        f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, combine "
+        f"{config.combine_mode}"
     )
-    # A cell has its own line breaks: rich would divide a shape anywhere.
-    for column, side in (("buffer", "left"), ("shape", "left"), ("bytes", "right")):
-        table.add_column(column, justify=side, no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
 
     def row(name: str, shape: str, n_bytes: int) -> None:
-        table.add_row(name, shape, f"{n_bytes:,}", human(n_bytes))
+        first, *more = shape.split("\n")
+        print(f"{name:<22}{first:<27}{n_bytes:>18,}{human(n_bytes):>13}")
+        for line in more:
+            print(f"{'':22}{line}")
 
     n_ranks, n_local = config.n_ranks, sizes.n_local_experts
     tokens, top_k = config.max_tokens_per_rank, config.top_k
@@ -95,23 +86,21 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
     )
     row("combine recv", f"{of_token} x {back} B", sizes.combine_recv_bytes)
     row("combine counts, done", "UInt64", sizes.combine_counts_bytes)
-    table.add_section()
+    print()
     row("symmetric region", "aligned", sizes.region_bytes)
     row("local counters", "Int32", 4 * sizes.counters_words)
     n_rows = config.n_output_rows
     rows = f"{n_local} x {config.expert_capacity}" if config.is_padded else f"{n_rows}"
     row(
-        f"dispatch output\n(graph), {config.output_layout}",
-        f"{rows} x {config.hidden_size}",
+        "dispatch output",
+        f"{rows} x {config.hidden_size}\n{config.output_layout}, in the graph",
         n_rows * config.hidden_size * config.output_dtype.size_in_bytes,
     )
-    console.print(table)
-    console.print(
-        f"A token takes {message - SOURCE_INFO_BYTES:,} B on the wire to its experts, "
-        f"and a header of {SOURCE_INFO_BYTES} B."
-    )
+    header = SOURCE_INFO_BYTES
+    token = f"{message - header:,} B on the wire to its experts"
+    print(f"\nA token takes {token}, and a header of {header} B.")
     if config.n_ranks == 1:
-        console.print("MAX's EP needs two ranks or more.")
+        print("MAX's EP needs two ranks or more.")
         return 0
     theirs = max_ep_config.NUM_GROUPS * max_ep_config.estimate_ep_memory_usage(
         hidden_size=config.hidden_size,
@@ -123,8 +112,5 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
         n_gpus_per_node=config.n_ranks,
         top_k=config.top_k,
     )
-    console.print(
-        f"MAX's EP would take {theirs:,} B ({human(theirs)}) a rank: "
-        f"{max_ep_config.NUM_GROUPS} buffer groups, by its own estimate."
-    )
+    print(f"MAX's EP would take {theirs:,} B ({human(theirs)}), by its own estimate.")
     return 0
