@@ -34,7 +34,7 @@ OPS = {"": grouped_matmul, "_gate_up": grouped_gate_up}
 FP8_SHAPES = {"wide": (1536, 2048), "odd": (768, 128)}
 FP8_OPS = {"_fp8": grouped_matmul_fp8, "_gate_up_fp8": grouped_gate_up_fp8}
 # Of attention's output and of a router; the last one's k is no multiple of 256.
-LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd": (256, 2112)}
+LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 
 
 def make_graphs() -> Iterator[tuple[str, Graph]]:
@@ -81,7 +81,9 @@ def multiply() -> Iterator[Callable]:
     import torch
 
     session = InferenceSession(devices=[CPU(), Accelerator()])
-    graphs = dict(make_graphs())
+    made = list(make_graphs())
+    graphs = dict(made)
+    assert len(graphs) == len(made), "two graphs have one name"
 
     @functools.cache
     def model_of(name: str) -> Model:
