@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the assembly of a GPU kernel: its memory accesses and the ways through it.
 
-PTX (NVIDIA) and what LLVM's AMDGPU back end prints become the same thing, a list
-of operations with their successors, in the same words. So what a test says about
-the protocol, it says once. It is checked against what the compiler promises; what
-the hardware makes of that, only a test on a GPU can show.
+PTX becomes a list of operations with their successors. It is checked against what the
+compiler promises; what the hardware makes of that, only a test on a GPU can show.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Op:
     scope: str = ""  # block, device, system; empty if it has no order
     is_read_only: bool = False  # Whether a cache may serve it that is not kept coherent
     predicate: str = ""
-    """PTX: the register that says whether it runs, with `!` if it must not be set."""
+    """The register that says whether it runs, with `!` if it must not be set."""
     successors: list[int] = field(default_factory=list)
 
     @property
@@ -55,7 +53,7 @@ class Op:
 
     @property
     def result(self) -> str:
-        """PTX: what it sets: a register, or several; empty if nothing."""
+        """What it sets: a register, or several; empty if nothing."""
         found = re.match(r"\S+\s+(%\w+(?:\|%\w+)?|\{[^}]*\}),", self.text)
         return found[1] if found else ""
 
@@ -416,98 +414,6 @@ def parse_ptx(text: str) -> Kernel:
         op.successors = [i + 1] if goes_on[i] else []
         if target:
             op.successors += [labels[t] for t in tables.get(target, [target])]
-    return Kernel(ops)
-
-
-_AMD_ACCESS = re.compile(
-    r"(?P<space>global|flat|scratch|buffer|ds)_"
-    r"(?P<what>load|store|read2?|write2?|atomic)"
-    r"(?:st64)?_(?P<type>\w+)"
-)
-_AMD_SPACES = {"flat": "generic", "scratch": "local", "buffer": "local", "ds": "shared"}
-_AMD_WHAT = {"read": "load", "write": "store"}
-_AMD_BYTES = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "dword": 4}
-_AMD_BITS = {"system": "sc0 sc1", "device": "sc1"}
-
-
-def _amd_op(text: str) -> Op:
-    name = text.split()[0]
-    if name == "s_barrier":
-        return Op(text, "barrier")
-    found = _AMD_ACCESS.match(name)
-    if not found:
-        known = re.match(
-            r"ds_(bpermute|permute|swizzle)_|ds_add_|buffer_(inv|wbl2)", name
-        )
-        assert known or not re.match(r"(global|flat|scratch|buffer|ds)_", name), text
-        return Op(text, "atomic" if name.startswith("ds_add") else "", space="shared")
-    space = _AMD_SPACES.get(found["space"], found["space"])
-    what = found["what"].removesuffix("2")
-    what = _AMD_WHAT.get(what, what)
-    if space == "shared":
-        # The LDS keeps the order of a block's accesses; nothing says more.
-        return Op(text, what, space=space)
-    if what == "atomic":
-        # Its `sc0` asks for the old value.
-        return Op(text, what, 4, space, "relaxed", "device")
-    size, _, n = found["type"].partition("x")
-    n_bytes = _AMD_BYTES[size] * int(n or 1)
-    scope = next((s for s, b in _AMD_BITS.items() if re.search(rf"\b{b}\b", text)), "")
-    return Op(text, what, n_bytes, space, "relaxed" if scope else "", scope)
-
-
-def _comes_next(ops: Iterable[Op], instruction: str) -> bool:
-    """Says whether a wait for memory comes, then an instruction, before accesses."""
-    has_waited = False
-    for op in ops:
-        if op.what or "branch" in op.text:
-            return False
-        if op.text == instruction:
-            return has_waited
-        has_waited |= "vmcnt(0)" in op.text
-    return False
-
-
-def _strengthen(ops: list[Op], starts: Collection[int]) -> None:
-    """Finds release and acquire among relaxed accesses, by what is around them.
-    Release: caches are written back, and that is waited for, before the store. Acquire:
-    the load is waited for, then caches are emptied. In either, no other access is
-    between, and no way in or out."""
-    for i, op in enumerate(ops):
-        if op.order != "relaxed":
-            continue
-        begin = max((start for start in starts if start <= i), default=0)
-        end = min((start for start in starts if start > i), default=len(ops))
-        bits = _AMD_BITS[op.scope]
-        is_release = _comes_next(reversed(ops[begin:i]), f"buffer_wbl2 {bits}")
-        is_acquire = _comes_next(ops[i + 1 : end], f"buffer_inv {bits}")
-        if op.what != "load" and is_release:
-            op.order = "release"
-        if op.what != "store" and is_acquire:
-            op.order = "acq_rel" if op.order == "release" else "acquire"
-
-
-def parse_amdgcn(text: str, record_offset: int) -> Kernel:
-    """Reads the assembly of one kernel for an AMD GPU. At `record_offset` words are
-    stored 16 bytes at once, though one by one in the source: they are taken for what
-    they are."""
-    ops: list[Op] = []
-    labels: dict[str, int] = {}
-    for line in text.partition(".section")[0].splitlines():
-        line = line.partition(";")[0].rstrip()
-        if found := re.match(r"(\.LBB\w+):", line):
-            labels[found[1]] = len(ops)
-        elif re.match(r"\t[a-z]", line):
-            ops.append(_amd_op(" ".join(line.split())))
-            if re.search(rf"s\[\d+:\d+\] offset:{record_offset}$", ops[-1].text):
-                ops[-1].n_bytes = 4
-    for i, op in enumerate(ops):
-        name, _, target = op.text.partition(" ")
-        assert not re.match(r"s_(call|swappc|setpc)", name), op.text
-        op.successors = [i + 1] if name not in ("s_branch", "s_endpgm") else []
-        if name.startswith(("s_branch", "s_cbranch")):
-            op.successors.append(labels[target])
-    _strengthen(ops, set(labels.values()))
     return Kernel(ops)
 
 

@@ -44,13 +44,14 @@ finds.
 """
 
 ONE_MODULE = (
-    "test_round_trip test_errors test_gather test_stats test_fuzz test_subgraph "
+    "test_round_trip test_gather test_stats test_fuzz test_subgraph "
     "test_hopper test_router test_formats"
 ).split()
 """Files that one process runs, for their graphs are compiled together."""
 
-CODEGEN = ["test_codegen", "test_codegen_by_rank"]
-"""Files that one process runs, for they read the same kernels."""
+OTHERS = [["test_codegen", "test_codegen_by_rank"], ["test_processes", "test_errors"]]
+"""Files that one process runs, for they read the same kernels, or run the same
+graphs."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,7 +62,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            for group in (ONE_MODULE, CODEGEN):
+            for group in (ONE_MODULE, *OTHERS):
                 if Path(file).stem in group:
                     return group[0]
             return file
@@ -207,8 +208,16 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
 
 
 @pytest.fixture(scope="session")
+def engine(graphs: str) -> Any:
+    """These graphs in this process."""
+    from processes import Engine
+
+    return Engine(graphs)
+
+
+@pytest.fixture(scope="session")
 def by_expert() -> dict:
-    """The compiled GPU kernels by expert, by `target.name`."""
+    """The compiled GPU kernels by expert, by name."""
     from kernels import compile_kernels
 
     return compile_kernels("codegen.mojo", False)
@@ -224,6 +233,6 @@ def by_rank() -> dict:
 
 @pytest.fixture
 def it(request: pytest.FixtureRequest) -> Any:
-    """One of the compiled kernels: `protocol target.name`."""
+    """One of the compiled kernels: `protocol name`."""
     protocol, name = request.param.split()
     return request.getfixturevalue(protocol)[name]

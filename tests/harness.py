@@ -6,15 +6,12 @@ cases, with open token counts, and run for every routing.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from cases import BF16, Case, Expected, Inputs, widen
-from children import WHERE_WE_IMPORT, printed
 from max import driver
 from max.driver import Buffer, Device
 from max.dtype import DType
@@ -26,24 +23,6 @@ from max_ep.quantize import scales_of_tiles
 from max_ep.reference import PaddedResult
 
 CPU = DeviceRef.CPU()
-
-
-def run_in_child(code: str, *arguments: str) -> str:
-    """Runs Python code that may crash in a process of its own; returns its output."""
-    command = sys.executable, "-c", code, *arguments
-    return printed(*command, PYTHONPATH=WHERE_WE_IMPORT)
-
-
-@contextlib.contextmanager
-def raises(error: type[Exception], words: str) -> Iterator[Any]:
-    """Expects an error whose text has all the words; `; ` stands between them."""
-    import pytest  # members of groups import this file, and may have none
-
-    with pytest.raises(error) as caught:
-        yield caught
-    text = str(caught.value)
-    missing = [word for word in words.split("; ") if word not in text]
-    assert not missing, f"the error does not say {missing}; it says: {text}"
 
 
 def to_buffer(array: np.ndarray, device: Device | None = None) -> Buffer:

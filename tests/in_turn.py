@@ -5,10 +5,14 @@ A graph that is run again does what a captured graph does that is replayed. A st
 
     D1   dispatch of the tokens of generation 1 on all ranks; d1, w1: async or wait only
     C1   combine of the last dispatch, which was of these tokens; c1, v1: the same
+    r    reset
 """
 
-from cases import Case
-from processes import N_RANKS, Engine, Member
+import numpy as np
+from cases import Case, Inputs, expected, make_inputs
+from harness import assert_same_bits, to_buffer, to_numpy
+from max.driver import Buffer
+from processes import N_RANKS, Engine, Member, check_dispatched
 
 from max_ep import EPCommInitializer
 
@@ -16,13 +20,13 @@ from max_ep import EPCommInitializer
 class InTurn(Member):
     """One of the ranks of this process."""
 
-    def __init__(self, engine: Engine, case: Case, rank: int, comm) -> None:  # noqa: ANN001
-        self.engine, self.case, self.config = engine, case, comm.config
-        self.comm, self.rank = comm, rank
+    def __init__(self, group: "Group", rank: int) -> None:
+        self.engine, self.case = group.engine, group.case
+        self.group, self.config, self.rank = group, group.comm.config, rank
         self._sent_rows = self.received = None
 
     def run(self, graph: str, *inputs) -> list:  # noqa: ANN002
-        buffers = self.comm.model_inputs()
+        buffers = self.group.buffers or self.group.comm.model_inputs()
         counters = [buffers[self.rank], buffers[N_RANKS + self.rank]]
         model = self.engine.models[graph]
         return model.execute(*inputs, *counters, *buffers[2 * N_RANKS :])
@@ -43,17 +47,57 @@ class InTurn(Member):
 class Group:
     """All ranks of a group, which is in the state before generation 1."""
 
+    buffers: list[Buffer] | None = None
+    """Those of another initializer, if it is to use them."""
+
     def __init__(self, engine: Engine, case: Case) -> None:
+        self.engine, self.case = engine, case
         self.comm = EPCommInitializer(case.config())
         self.comm.ep_init(engine.session)
-        self.ranks = [InTurn(engine, case, r, self.comm) for r in range(N_RANKS)]
+        self.ranks = [InTurn(self, rank) for rank in range(N_RANKS)]
 
     def do(self, steps: str) -> None:
         """Does steps on all ranks, and compares what comes out with the oracle."""
         experts = 0
         for step in steps.split():
+            if step == "r":
+                self.comm.reset()
+                continue
             what, generation = step[0], int(step[1:])
             experts += what in "Cc"
             for half in {"D": "dw", "C": "cv"}.get(what, what):
                 for rank in self.ranks:
                     rank.step(half, generation, experts)
+
+    def send(self, given: Inputs) -> None:
+        """Dispatches whatever is given; so the next three, whose experts do nothing."""
+        for rank, *of_rank in zip(self.ranks, given.tokens, given.ids, given.weights):
+            rank.run_phase("dispatch_async", *map(to_buffer, of_rank))
+
+    def receive(self) -> list[list[Buffer]]:
+        return [list(rank.run_phase("dispatch_wait")) for rank in self.ranks]
+
+    def send_back(self, received: list[list[Buffer]]) -> None:
+        for rank, (rows, *_, src_info) in zip(self.ranks, received):
+            rank.run_phase("combine_async", rows, src_info)
+
+    def add_up(self, given: Inputs, received: list[list[Buffer]]) -> list[np.ndarray]:
+        of_ranks = zip(self.ranks, given.weights, received)
+        outputs = [r.run_phase("combine_wait", w, got[0]) for r, w, got in of_ranks]
+        return [to_numpy(output) for (output,) in outputs]
+
+    def round_trip(self, given: Inputs) -> None:
+        self.send(given)
+        received = self.receive()
+        self.send_back(received)
+        got, want = self.add_up(given, received), expected(self.case, given)
+        for rank in range(N_RANKS):
+            check_dispatched(f"rank {rank}", received[rank], want.dispatch[rank])
+            assert_same_bits(f"rank {rank}: sums", got[rank], want.combine[rank])
+
+    def check_next_run(self) -> None:
+        """After `reset` the same buffers are as good as new."""
+        self.comm.reset()
+        for routing in ("full", "masked", "uniform"):
+            self.round_trip(make_inputs(self.case, routing))
+        self.comm.reset()

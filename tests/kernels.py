@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from assembly import Kernel, parse_amdgcn, parse_ptx
+from assembly import Kernel, parse_ptx
 
 from max_ep.cache import cache_dir
 from max_ep.extension import mojo_dir, run_mojo, sources_hash
@@ -72,9 +72,8 @@ def counter_word(name: str) -> int:
 
 @dataclass
 class Compiled:
-    """A kernel for a target, and what to expect of it."""
+    """A kernel for NVIDIA, and what to expect of it."""
 
-    target: str
     name: str
     is_by_rank: bool
     text: str
@@ -156,7 +155,7 @@ class Compiled:
         return [self.kernel.ops[i].text for i in sorted(places)]
 
     def header_words(self) -> dict[str, int]:
-        """PTX: returns the registers that hold a word of the counters' header. By rank
+        """Returns the registers that hold a word of the counters' header. By rank
         the lanes of a warp have a word each, and hand them out."""
         shuffle = r"shfl\.sync\.idx\.b32\s+(%r\d+), %r\d+, (\d+), 31, -1"
         load = r"ld\.global\.b32\s+(%r\d+), \[%rd\d+\+(\d+)\]"
@@ -183,9 +182,9 @@ def generation(word: str) -> int:
     return 1000 * counter_word(f"{word.upper()}")
 
 
-def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
+def compiled(program: str) -> Path:
     """Runs a program that compiles kernels, if none has been run for these sources;
-    returns them by `target.name`."""
+    returns its folder."""
     programs = Path(__file__).resolve().parent / "mojo"
     sources = [programs / name for name in (program, "emitting.mojo", "groups.mojo")]
     state = sources_hash() + "".join(source.read_text() for source in sources)
@@ -196,23 +195,21 @@ def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
         made = tempfile.mkdtemp(dir=folder.parent)
         run_mojo("run", "-I", ".", str(programs / program), made)
         os.rename(made, folder)
-    # Words that the compiler stores 16 bytes at once, though one by one in the source.
-    record = 4 * (counter_word("FAILURE") + 1)
+    return folder
+
+
+def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
+    """Returns the kernels for NVIDIA of a program, by name."""
     kernels = {}
-    for path in sorted(folder.glob("*.s")):
-        target, _, name = path.stem.partition(".")
-        text, is_ptx = path.read_text(), target == NVIDIA
-        kernel = parse_ptx(text) if is_ptx else parse_amdgcn(text, record)
-        cubin = path.with_suffix(".cubin").read_bytes() if is_ptx else b""
-        kernels[path.stem] = Compiled(target, name, is_by_rank, text, kernel, cubin)
+    for path in sorted(compiled(program).glob(f"{NVIDIA}.*.s")):
+        name, text = path.stem.removeprefix(f"{NVIDIA}."), path.read_text()
+        cubin = path.with_suffix(".cubin").read_bytes()
+        kernels[name] = Compiled(name, is_by_rank, text, parse_ptx(text), cubin)
     return kernels
 
 
-EVERY = [
-    *(f"by_expert {target}.{name}" for target in (NVIDIA, AMD) for name in BY_EXPERT),
-    *(f"by_expert {NVIDIA}.{name}" for name in OVERLAPPED),
-    *(f"by_rank {NVIDIA}.{name}" for name in BY_RANK),
-]
+EVERY = [f"by_expert {name}" for name in BY_EXPERT + OVERLAPPED]
+EVERY += [f"by_rank {name}" for name in BY_RANK]
 
 
 def kernels(pattern: str = "", but: str = "$^") -> pytest.MarkDecorator:

@@ -235,10 +235,13 @@ def add_phases(module: Module, case: Case, **changes: Any) -> None:
     mask, the last also says which tokens are degraded."""
     config = config_of(case, 0, **changes)
     is_sums = config.combines_sums
-    cpu, n_rows = DeviceRef.CPU(), config.get_max_recv_tokens()
-    tokens, ids, weights, _ = _inputs(config)
-    rows = TensorType(BF16, [n_rows, config.hidden_size], cpu)
-    src_info = TensorType(DType.int32, [n_rows, 2], cpu)
+    cpu = DeviceRef.CPU()
+    # Sizes are left open, so that tests may give wrong ones.
+    tokens = TensorType(BF16, ["n", "hidden_size"], cpu)
+    ids = TensorType(DType.int32, ["n_ids", "top_k"], cpu)
+    weights = TensorType(DType.float32, ["n_weights", config.top_k], cpu)
+    rows = TensorType(BF16, ["n_rows", config.hidden_size], cpu)
+    src_info = TensorType(DType.int32, ["n_rows", 2], cpu)
 
     def dispatch_async(ep, counter, tokens, ids, weights):  # noqa: ANN001, ANN202
         given = tokens, ids, counter, *ep._pointers(0), config

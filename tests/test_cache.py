@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from max.engine import InferenceSession
 from max.graph import Graph
 
@@ -78,23 +77,6 @@ def test_who_is_killed_frees_the_lock(tmp_path, monkeypatch, capfd):
     assert "waits for process of the test" in capfd.readouterr().err
 
 
-def test_who_fails_lets_the_next_try(tmp_path):
-    tries: list[int] = []
-
-    def make(path: Path) -> None:
-        tries.append(1)
-        if len(tries) < 3:
-            raise ValueError("no")
-        path.write_text("made")
-
-    with ThreadPoolExecutor(4) as pool:
-        answers = [
-            pool.submit(cache.kept, tmp_path / "file", make).exception for _ in range(4)
-        ]
-        assert sum(answer(TIMEOUT_S) is not None for answer in answers) == 2
-    assert len(tries) == 3
-
-
 def test_nobody_waits_for_ever(tmp_path, monkeypatch, capfd):
     """A process that is stopped keeps its lock."""
     monkeypatch.setattr(cache, "_PATIENCE_S", 0.1)
@@ -135,15 +117,3 @@ def test_graphs_are_compiled_one_after_another(tmp_path, monkeypatch):
             ["second", "first"],
         ]
     assert len(list((tmp_path / "graphs").iterdir())) == 2
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_without_a_lock_nobody_waits(tmp_path, is_there):
-    lock = tmp_path / "folder"
-    if is_there:
-        lock.mkdir()
-    else:
-        (tmp_path / "file").touch()
-        lock = tmp_path / "file" / "lock"
-    with cache.one_at_a_time(lock, "it"), cache.one_at_a_time(lock, "it"):
-        pass

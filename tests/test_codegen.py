@@ -15,9 +15,9 @@ from kernels import (
     AMD,
     BY_EXPERT,
     BY_RANK,
-    NVIDIA,
     OVERLAPPED,
     Compiled,
+    compiled,
     generation,
     kernels,
     mojo_constant,
@@ -35,17 +35,16 @@ COUNTERS = "max_ep/counters.mojo"
 # Local memory that a thread uses since its registers do not suffice, in bytes, at
 # most. It should be none, and is for all others.
 SPILLED = {
-    (NVIDIA, "dispatch_async.fp8_scaled"): 104,
-    (NVIDIA, "dispatch_wait.fp8_shared_chunks_oversubscribed"): 8,
-    (NVIDIA, "dispatch.mxfp8_tiles_chunks"): 8,
+    "dispatch_async.fp8_scaled": 104,
+    "dispatch_wait.fp8_shared_chunks_oversubscribed": 8,
+    "dispatch.mxfp8_tiles_chunks": 8,
 }
 
 
 def test_all_variants_are_compiled(by_expert, by_rank):
     """And all of each is looked at: what is never reached would pass any test."""
-    wanted = {f"{target}.{n}" for target in (NVIDIA, AMD) for n in BY_EXPERT}
-    assert set(by_expert) == wanted | {f"{NVIDIA}.{n}" for n in OVERLAPPED}
-    assert set(by_rank) == {f"{NVIDIA}.{n}" for n in BY_RANK}
+    assert set(by_expert) == set(BY_EXPERT + OVERLAPPED)
+    assert set(by_rank) == set(BY_RANK)
     for x in (*by_expert.values(), *by_rank.values()):
         assert len(x.kernel.reach_from_start([])) == len(x.kernel.ops), x.name
 
@@ -91,7 +90,7 @@ def test_device_scope(it):
     assert set(ordered) == relaxed | {"atomic acq_rel device"}
 
 
-@kernels("sm_90a")
+@kernels()
 def test_block_scope(it):
     """Warps hand work on in shared memory by release and acquire, as PTX shows."""
     kinds = {op.kind for op in it.kernel.ops if op.scope == "block"}
@@ -103,7 +102,7 @@ def test_block_scope(it):
     assert kinds - {"atomic relaxed block"} == (expected if it.is_dispatch else set())
 
 
-@kernels("sm_90a")
+@kernels()
 def test_every_wait_looks_at_the_clock(it):
     """A loop that waits for a peer has a deadline; what records readers polls less."""
     polls = it.kernel.find_kind("load acquire system", "load relaxed system")
@@ -143,7 +142,7 @@ def asked_generations(it: Compiled, place: int) -> set[tuple[str, str]]:
 WORDS = ("sent", "received")
 
 
-@kernels("sm_90a")
+@kernels()
 def test_waits_are_for_the_right_generation(it):
     """I3: done words must have reached what was sent last; flags equal the next."""
     other = "combine" if it.is_dispatch else "dispatch"
@@ -160,7 +159,7 @@ def test_waits_are_for_the_right_generation(it):
     assert set().union(*asked) == expected
 
 
-@kernels("by_rank sm_90a.dispatch(_wait)?\\.")
+@kernels("by_rank dispatch(_wait)?\\.")
 def test_counts_are_of_the_next_generation(it):
     """What is compared at once; of several words one may be compared later."""
     polls = it.kernel.find(
@@ -170,7 +169,7 @@ def test_counts_are_of_the_next_generation(it):
     assert asked == {("equals", "dispatch_received + 1")}
 
 
-@kernels("sm_90a")
+@kernels()
 def test_generations_that_are_published(it):
     """A done word is of what was read; by rank, of both directions and before."""
     read = [generation(f"{phase}_received") for phase in ("dispatch", "combine")]
@@ -196,11 +195,8 @@ def test_payload_is_written_before_its_flag(it):
         released = loop.find_kind("store release system")
         assert released <= loop.reach_in_round(written)
         assert not it.shown(loop.reach_in_round(released) & written)
-        if it.target == NVIDIA:
-            # The lanes that wrote it meet those that publish it. In an AMD wave all
-            # go in step, and a release waits for what all have stored.
-            met = it.kernel.find_kind("warp_barrier")
-            assert not released & it.kernel.reach(written, met)
+        met = it.kernel.find_kind("warp_barrier")
+        assert not released & it.kernel.reach(written, met)
 
 
 @kernels("by_expert")
@@ -217,7 +213,7 @@ def test_message_is_read_after_its_flag(it):
         assert not it.shown(awaited & loop.reach_in_round(read))
         if it.is_dispatch:
             assert not it.shown(read & loop.reach_from_entry(awaited))
-        elif it.target == NVIDIA:
+        else:
             met = loop.find_kind("warp_barrier")
             assert not it.shown(read & loop.reach_from_entry(met))
 
@@ -240,7 +236,7 @@ def unclear(it: Compiled) -> dict[str, bool]:
     return values
 
 
-@kernels("sm_90a.*(dispatch|combine)(_async)?\\.")
+@kernels("(dispatch|combine)(_async)?\\.")
 def test_peers_are_written_after_their_readers_are_done(it):
     """I3: a warp votes that all done words are there before it writes to a peer. Only
     PTX shows a vote. Each lane awaits some of the words, so a warp barrier must carry
@@ -284,12 +280,11 @@ def test_done_words_come_last(it):
     met = {i for i in barriers if not it.is_by_rank or i in kernel.reach(barriers)}
     assert met and not done & kernel.reach_from_start(met)
     assert not it.shown((it.moved | arrived) & kernel.reach(done))
-    if it.target == NVIDIA:
-        unmet = kernel.reach(arrived, kernel.find_kind("warp_barrier"))
-        assert not it.shown(done & unmet)
+    unmet = kernel.reach(arrived, kernel.find_kind("warp_barrier"))
+    assert not it.shown(done & unmet)
 
 
-@kernels("by_expert sm_90a.dispatch")
+@kernels("by_expert dispatch")
 def test_warps_hand_on_what_is_there(it):
     """Slots, and the rows of all pairs, are stored before they are handed on."""
     awaited = it.block_polls
@@ -317,7 +312,7 @@ def test_warps_hand_on_what_is_there(it):
         assert len(unmet) == 1 < len(stored)
 
 
-@kernels("sm_90a", but="chunks$|clear")
+@kernels(but="chunks$|clear")
 def test_shared_words_are_read_after_a_meeting(it):
     """What one lane has written another reads after a barrier or a vote. In a loop a
     lane also reads what it has written itself; elsewhere an exchange may do, too."""
@@ -336,7 +331,7 @@ def test_shared_words_are_read_after_a_meeting(it):
     assert written and not it.shown(read & kernel.reach(written, met))
 
 
-@kernels("by_expert sm_90a.dispatch(_wait)?\\.")
+@kernels("by_expert dispatch(_wait)?\\.")
 def test_a_word_is_stored_again_after_a_meeting(it):
     """Zeros, where rows do not fit, over what another lane has stored."""
     stored: dict[str, set[int]] = {}
@@ -353,7 +348,7 @@ def test_a_word_is_stored_again_after_a_meeting(it):
             assert not it.shown((places - {place}) & it.kernel.reach([place], met))
 
 
-@kernels("sm_90a", but="clear")
+@kernels(but="clear")
 def test_words_of_a_block_are_zero_before_they_are_used(it):
     """One warp zeroes them; then all warps meet."""
     used = it.kernel.find(lambda op: op.scope == "block")
@@ -385,7 +380,7 @@ FAILURES = {
 }
 
 
-@kernels("sm_90a", but="clear")
+@kernels(but="clear")
 def test_what_a_launch_refuses(it):
     """Each guard is there: it records a failure of its own."""
     source = (mojo_dir() / "max_ep/failures.mojo").read_text()
@@ -408,7 +403,7 @@ def test_what_a_launch_refuses(it):
     assert {names[code] for code in recorded} == wanted
 
 
-@kernels("by_expert sm_90a.combine")
+@kernels("by_expert combine")
 def test_rows_that_may_change_are_sent(it):
     """Then own rows go the way of the others, and the wait does not read where they
     were given."""
@@ -454,7 +449,7 @@ def test_payload_moves_by_16_bytes(it):
     assert kinds == ({"load"} if reads_scales else set()), it.shown(narrow)
 
 
-@kernels("sm_90a")
+@kernels()
 def test_only_tokens_are_read_as_constants(it):
     """That cache hears of no other writer. By rank, where launches overlap: none."""
     tokens: set[int] = set()
@@ -470,7 +465,7 @@ IDS_BYTES = 16 * 1024
 """Ids of few choices, in shared memory, by rank."""
 
 
-@kernels("sm_90a", but="many|clear")
+@kernels(but="many|clear")
 def test_shared_memory_suffices(it):
     """So much for each pair and each rank that `MAX_GPU_PAIRS` of them fit."""
     sizes = re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", it.text)
@@ -493,17 +488,12 @@ def test_shared_memory_suffices(it):
 def test_no_local_memory(it):
     """No array that is indexed at run time, and no spilled registers but known ones."""
     local = it.kernel.find(lambda op: op.space == "local")
-    known = SPILLED.get((it.target, it.name), 0)
-    if it.target == NVIDIA:
-        assert not it.shown(local) and ".local" not in it.text
-        n_registers, stack_bytes = nvidia_resources(it.cubin)
-        # The assembler may spill a little to get by with half of the registers.
-        has_half = n_registers * n_threads() <= NVIDIA_REGISTERS // 2
-        assert stack_bytes <= max(known, 16 if has_half and not it.is_by_rank else 0)
-    else:
-        resources = amd_resources(it.text)
-        assert not local and not resources["vgpr_spill_count"]
-        assert resources["private_segment_fixed_size"] == known
+    assert not it.shown(local) and ".local" not in it.text
+    n_registers, stack_bytes = nvidia_resources(it.cubin)
+    # The assembler may spill a little to get by with half of the registers.
+    has_half = n_registers * n_threads() <= NVIDIA_REGISTERS // 2
+    known = SPILLED.get(it.name, 0)
+    assert stack_bytes <= max(known, 16 if has_half and not it.is_by_rank else 0)
 
 
 def n_threads() -> int:
@@ -515,13 +505,26 @@ def n_threads() -> int:
 def test_block_is_resident(it):
     """The registers of a multiprocessor suffice for a block of `NUM_THREADS`."""
     has_bound = it.sends or it.receives
-    if it.target == NVIDIA:
-        assert (f"\n.maxntid {n_threads()}\n" in it.text) == has_bound
-        n_registers, _ = nvidia_resources(it.cubin)
-        assert n_registers * n_threads() <= NVIDIA_REGISTERS
-    else:
-        resources = amd_resources(it.text)
-        assert resources["wavefront_size"] == 64
-        if has_bound:
-            assert resources["max_flat_workgroup_size"] == n_threads()
-        assert resources["vgpr_count"] <= AMD_REGISTERS_OF_TWO_WAVES
+    assert (f"\n.maxntid {n_threads()}\n" in it.text) == has_bound
+    n_registers, _ = nvidia_resources(it.cubin)
+    assert n_registers * n_threads() <= NVIDIA_REGISTERS
+
+
+@kernels("by_expert", but="overlapped")
+def test_amd_has_the_same_scopes(it):
+    """Caches are written back by releases and emptied by acquires, as far as a scope
+    reaches; no registers are spilled."""
+    text = (compiled("codegen.mojo") / f"{AMD}.{it.name}.s").read_text()
+    for bits, scope in (("sc0 sc1", "system"), ("sc1", "device")):
+        kinds = {op.order for op in it.kernel.ops if op.scope == scope}
+        has_both = "acq_rel" in kinds
+        for instruction, order in (("wbl2", "release"), ("inv", "acquire")):
+            found = re.search(rf"buffer_{instruction} {bits}\n", text)
+            assert bool(found) == (has_both or order in kinds), (instruction, bits)
+    resources = amd_resources(text)
+    assert not resources["vgpr_spill_count"]
+    assert resources["private_segment_fixed_size"] == 0
+    assert resources["wavefront_size"] == 64
+    if it.sends or it.receives:
+        assert resources["max_flat_workgroup_size"] == n_threads()
+    assert resources["vgpr_count"] <= AMD_REGISTERS_OF_TWO_WAVES

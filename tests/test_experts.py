@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from assembly import nvidia_resources
+from errors import raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 
@@ -144,55 +145,33 @@ def test_ops_compile_for_hopper(tmp_path):
 BF16, F32 = DType.bfloat16, DType.float32
 
 
-@pytest.mark.parametrize(
-    ("op", "dtypes", "weights", "error", "says"),
-    [
-        ("grouped_matmul", [F32, F32], [2, 32, 64], TypeError, "takes bfloat16"),
-        ("grouped_matmul", [BF16, BF16], [2, 24, 64], ValueError, r"are \[2, 24, 64\]"),
-        ("grouped_matmul", [BF16, BF16], [2, 32, 96], ValueError, r"are \[2, 32, 96\]"),
-        ("grouped_gate_up", [F32, F32], [2, 32, 64], TypeError, "takes bfloat16"),
-        ("grouped_gate_up", [BF16, BF16], [2, 24, 64], ValueError, r"are \[2, 24, 64"),
-        ("linear", [F32, F32], [32, 64], TypeError, "linear takes.*MAX's linear"),
-        ("linear", [BF16, F32], [32, 64], TypeError, "weights DType.float32"),
-        ("linear", [BF16, BF16], [24, 64], ValueError, r"are \[24, 64\]"),
-        ("linear", [BF16, BF16], [32, 128], ValueError, r"64 columns.*need 128"),
-    ],
-)
-def test_refusals(op, dtypes, weights, error, says):
-    gpu = DeviceRef.GPU(0)
-    types = [
-        TensorType(dtypes[0], ["n_rows", 64], gpu),
-        TensorType(dtypes[1], weights, gpu),
-    ]
-    if op.startswith("grouped"):
-        types += [TensorType(DType.uint32, [3], gpu), TensorType(DType.int32, [2], gpu)]
-    with Graph("refused", input_types=types) as graph:
-        with pytest.raises(error, match=says):
-            getattr(experts, op)(*(value.tensor for value in graph.inputs))
-
-
 F8 = DType.float8_e4m3fn
 
 
-@pytest.mark.parametrize(
-    ("rows", "weights", "scales", "error", "says"),
-    [
-        (BF16, [2, 256, 128], [2, 2, 1], TypeError, "float8_e4m3fn; given DType.bf"),
-        (F8, [2, 128, 128], [2, 1, 1], ValueError, "n a multiple of 256"),
-        (F8, [2, 256, 256], [2, 2, 2], ValueError, r"given 128, \[2, 256, 256\]"),
-        (F8, [2, 256, 128], [2, 2, 2], ValueError, "n / 128, k / 128"),
-    ],
-)
-def test_fp8_refusals(rows, weights, scales, error, says):
+@refused("""
+"grouped_matmul", [F32, F32], [2, 32, 64] | takes bfloat16
+"grouped_matmul", [BF16, BF16], [2, 24, 64] | are [2, 24, 64]
+"grouped_matmul", [BF16, BF16], [2, 32, 96] | are [2, 32, 96]
+"grouped_gate_up", [F32, F32], [2, 32, 64] | takes bfloat16
+"grouped_gate_up", [BF16, BF16], [2, 24, 64] | are [2, 24, 64]
+"linear", [F32, F32], [32, 64] | linear takes; MAX's linear
+"linear", [BF16, F32], [32, 64] | weights DType.float32
+"linear", [BF16, BF16], [24, 64] | are [24, 64]
+"linear", [BF16, BF16], [32, 128] | 64 columns; need 128
+"grouped_matmul_fp8", [BF16, F8], [2, 256, 128], [2, 2, 1] | e4m3fn; given DType.bf
+"grouped_matmul_fp8", [F8, F8], [2, 128, 128], [2, 1, 1] | n a multiple of 256
+"grouped_matmul_fp8", [F8, F8], [2, 256, 256], [2, 2, 2] | given 128, [2, 256, 256]
+"grouped_matmul_fp8", [F8, F8], [2, 256, 128], [2, 2, 2] | n / 128, k / 128
+""")
+def test_refusals(arguments, words):
+    op, dtypes, weights, *scales = eval(arguments, globals())
     gpu = DeviceRef.GPU(0)
-    types = [
-        TensorType(rows, ["n_rows", 128], gpu),
-        TensorType(F32, [1, "n_rows"], gpu),
-        TensorType(F8, weights, gpu),
-        TensorType(F32, scales, gpu),
-        TensorType(DType.uint32, [3], gpu),
-        TensorType(DType.int32, [2], gpu),
-    ]
+    types = [TensorType(dtypes[0], ["n_rows", 128 if scales else 64], gpu)]
+    types += [TensorType(F32, [1, "n_rows"], gpu)] * len(scales)
+    types += [TensorType(dtypes[1], weights, gpu)]
+    types += [TensorType(F32, of_weights, gpu) for of_weights in scales]
+    if op.startswith("grouped"):
+        types += [TensorType(DType.uint32, [3], gpu), TensorType(DType.int32, [2], gpu)]
     with Graph("refused", input_types=types) as graph:
-        with pytest.raises(error, match=says):
-            experts.grouped_matmul_fp8(*(value.tensor for value in graph.inputs))
+        with raises((TypeError, ValueError), words):
+            getattr(experts, op)(*(value.tensor for value in graph.inputs))

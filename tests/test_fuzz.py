@@ -11,19 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from cases import BF16, F32, Case, Inputs, expected, make_inputs
-from harness import Groups, assert_round_trip, building, round_trip
+from harness import Groups, assert_round_trip
 from hypothesis import assume, example, given, seed, settings
 from hypothesis import strategies as st
-from max.dtype import DType
 from max.graph import Module
 
-from max_ep import (
-    EPConfig,
-    blockwise_fp8_quant_config,
-    mxfp4_quant_config,
-    mxfp8_quant_config,
-    nvfp4_quant_config,
-)
 from max_ep.formats import BY_SHORT_NAME
 from max_ep.limits import PROTOCOLS
 
@@ -159,84 +151,3 @@ def test_a_bad_id_harms_one_run(added, load, data):
     with pytest.raises(Exception, match=f"token {token}, k {k}: expert {bad}\\b"):
         added.run(all_given)
     assert_well(added, load)
-
-
-_DTYPES = [BF16, F32, DType.float16, DType.float8_e4m3fn, DType.uint8, DType.int32]
-_PLAIN = dict(
-    dispatch_dtype=BF16,
-    combine_dtype=BF16,
-    hidden_size=128,
-    top_k=2,
-    n_experts=8,
-    max_tokens_per_rank=7,
-    n_gpus_per_node=2,
-    n_nodes=1,
-    target="cpu",
-)
-_CHANGES: dict[str, list] = dict(
-    dispatch_dtype=_DTYPES,
-    combine_dtype=_DTYPES,
-    hidden_size=[-8, 0, 1, 8, 80, 100, 128, 384, 1 << 20],
-    top_k=[-1, 0, 1, 2, 8, 32, 33, 1000],
-    n_experts=[-1, 0, 1, 2, 7, 8, 40, 256, 70000],
-    max_tokens_per_rank=[-1, 0, 1, 7, 128, 4096, 65535, 65536],
-    n_gpus_per_node=[-1, 0, 1, 2, 3, 4, 8, 64],
-    n_nodes=[-1, 0, 1, 2],
-    target=["cpu", "gpu", "tpu"],
-    node_id=[-2, -1, 0, 1],
-    dispatch_quant_config=[
-        blockwise_fp8_quant_config(),
-        mxfp8_quant_config(),
-        nvfp4_quant_config(),
-        mxfp4_quant_config(),
-    ],
-    fp8_power_of_two_scales=[False, True],
-    scale_layout=["auto", "rows", "transposed", "tiles", "loose"],
-    use_allreduce=[False, True],
-    output_layout=["packed", "padded", "loose"],
-    fused_shared_expert=[False, True],
-    protocol=[*PROTOCOLS, "auto", "by_node"],
-    combine_mode=["rows", "sums", "none"],
-    partial_dtype=[None, *_DTYPES],
-    ranks_per_gpu=[-1, 0, 1, 2, 4],
-    n_sms=[-1, 0, 1, 64],
-    max_output_rows=[None, -1, 1, 9, 1000],
-    timeout_s=[-1.0, 0.0, 0.001, 1.0, 1e9],
-)
-
-
-@st.composite
-def configurations(draw: st.DrawFn) -> dict:
-    """Draws arguments of `EPConfig`: plain ones, of which up to four are changed."""
-    names = draw(st.lists(st.sampled_from(list(_CHANGES)), max_size=4, unique=True))
-    return _PLAIN | {name: draw(st.sampled_from(_CHANGES[name])) for name in names}
-
-
-@seed(SEED)
-@settings(fuzzed, max_examples=4 * N_EXAMPLES)
-@given(arguments=configurations())
-def test_any_configuration(arguments):
-    """It is refused in words that name an argument, or a graph can be built."""
-    try:
-        config = EPConfig(**arguments)
-    except (ValueError, TypeError) as error:
-        assert any(name in str(error) for name in arguments), (arguments, error)
-        return
-    if config.n_nodes > 1:  # the graph needs a node_id
-        return
-    sizes = "n_experts top_k hidden_size max_tokens_per_rank".split()
-    case = Case(
-        "any",
-        config.n_gpus_per_node,
-        *(getattr(config, name) for name in sizes),
-        config.token_format.short_name,
-        BF16 if config.is_quantized else config.dispatch_dtype,
-        config.combine_dtype,
-        output_layout=config.output_layout,
-        scale_layout=config.scale_layout,
-        use_allreduce=config.use_allreduce,
-        fused_shared_expert=config.fused_shared_expert,
-        max_output_rows=config.max_output_rows,
-    )
-    with building("any", case, config) as (manager, ranks, graph):
-        graph.output(*(v for rank in round_trip(manager, ranks) for v in rank))

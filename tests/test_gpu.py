@@ -32,6 +32,7 @@ from cases import (
     in_protocols,
     make_inputs,
 )
+from errors import raises
 from harness import (
     Groups,
     assert_dispatched,
@@ -41,7 +42,6 @@ from harness import (
     flatten,
     fused_round_trip,
     input_types,
-    raises,
     round_trip,
     take_inputs,
     take_outputs,
@@ -228,36 +228,25 @@ def with_few_sms(case: Case) -> EPConfig:
     return case.config(target="gpu", timeout_s=5, n_sms=2)
 
 
-_LARGE_OF_TWO = [
-    *("large", "large_fp8", "large_padded", "large_shared", "large_mixed"),
-    "large_experts",
-]
 LARGE_PLACES = {
-    f"{place}{suffix}": (n_gpus, config, build, [f"{name}{suffix}" for name in names])
-    for place, n_gpus, config, build, names in [
-        ("one_gpu", 1, Case.on_one_gpu, round_trip, _LARGE_OF_TWO),
-        ("two_gpus_fused", 2, Case.on_gpus, fused_round_trip, _LARGE_OF_TWO),
-        ("two_gpus_few_sms", 2, with_few_sms, fused_round_trip, _LARGE_OF_TWO),
-        (
-            "four_gpus_fused",
-            4,
-            Case.on_gpus,
-            fused_round_trip,
-            ["large_four", "large_four_fp8"],
-        ),
-    ]
-    for suffix in PROTOCOLS
+    "one_gpu": (1, Case.on_one_gpu, round_trip, 2),
+    "two_gpus_fused": (2, Case.on_gpus, fused_round_trip, 2),
+    "two_gpus_few_sms": (2, with_few_sms, fused_round_trip, 2),
+    "four_gpus_fused": (4, Case.on_gpus, fused_round_trip, 4),
 }
 
 
+@pytest.mark.parametrize("suffix", PROTOCOLS)
 @pytest.mark.parametrize(
     "place",
     [pytest.param(p, marks=pytest.mark.gpu(v[0])) for p, v in LARGE_PLACES.items()],
 )
-def test_large_launches(gpu_session, place):
-    _, config, build, names = LARGE_PLACES[place]
-    cases = {n: LARGE[n] for n in names}
-    groups = Groups(gpu_session, f"large_{place}", cases, config=config, build=build)
+def test_large_launches(gpu_session, place, suffix):
+    _, config, build, n_ranks = LARGE_PLACES[place]
+    of_place = {n: c for n, c in LARGE.items() if c.n_ranks == n_ranks}
+    cases = {n: c for n, c in of_place.items() if is_of(c, PROTOCOLS[suffix])}
+    name = f"large_{place}{suffix}"
+    groups = Groups(gpu_session, name, cases, config=config, build=build)
     try:
         for routing in ("uniform", "full", "zipf", "masked", "all_masked"):
             given = {n: make_inputs(c, routing) for n, c in cases.items()}
@@ -282,11 +271,6 @@ REPLAYED = in_protocols(
         Case("four", 4, 10, 3, 512, 7),
     ]
 )
-
-
-def async_then_wait(manager: EPBatchManager, ranks: list) -> list:
-    """A round trip with nothing between async and wait, not even a delay."""
-    return round_trip(manager, ranks)
 
 
 # Each phase: which delay it has, and which of its arguments is the rank.
@@ -325,21 +309,15 @@ class Delayed:
         return call
 
 
+# Of `sends` nothing is between async and wait, not even a delay.
+@pytest.mark.parametrize("form", ["split", "sends", "fused"])
 @pytest.mark.parametrize(
-    "case, build",
-    [
-        pytest.param(
-            case,
-            build,
-            marks=pytest.mark.gpu(case.n_ranks),
-            id=f"{case.name}-{build.__name__}",
-        )
-        for case in REPLAYED.values()
-        for build in (round_trip, async_then_wait, fused_round_trip)
-    ],
+    "name",
+    [pytest.param(n, marks=pytest.mark.gpu(c.n_ranks)) for n, c in REPLAYED.items()],
 )
-def test_1000_replays_with_delays(gpu_session, case, build):
+def test_1000_replays_with_delays(gpu_session, name, form):
     """A captured graph, replayed with other tokens, routings and delays."""
+    case, build = REPLAYED[name], fused_round_trip if form == "fused" else round_trip
     config = case.config(target="gpu", timeout_s=5)
     manager = EPBatchManager(config)
     ranks = range(case.n_ranks)
@@ -354,7 +332,7 @@ def test_1000_replays_with_delays(gpu_session, case, build):
     types += [BufferType(DType.int32, [N_DELAYS], config.device(r)) for r in ranks]
     types += manager.input_types()
     with Graph(
-        f"replays_{case.name}_{build.__name__}",
+        f"replays_{name}_{form}",
         input_types=types,
         custom_extensions=[DELAYS_PACKAGE],
     ) as graph:
@@ -362,8 +340,7 @@ def test_1000_replays_with_delays(gpu_session, case, build):
         delays = [v.buffer for v in values[n_given : n_given + case.n_ranks]]
         manager.fetch_buffers(values[n_given + case.n_ranks :])
         given_values = take_inputs(case, iter(values[:n_given]))
-        late = Delayed(manager, delays, build is async_then_wait)
-        built = build(late, given_values)
+        built = build(Delayed(manager, delays, form == "sends"), given_values)
         graph.output(*[v for rank in built for v in rank])
     model = gpu_session.load(graph)
     rng = np.random.default_rng(5)

@@ -6,13 +6,11 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import conftest
 import pytest
 from children import ROOT, ran
 from mojo.run import subprocess_run_mojo
-from test_docs import MOJO_FILES, PAGES, PYTHON_FILES, name_of
+from test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 
 from max_ep.extension import mojo_dir
 
@@ -137,22 +135,13 @@ def test_serving_and_matmuls_stand_apart():
         assert not [name for name in imported if "max_ep" in name], name_of(path)
 
 
-@pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES, *PAGES], ids=name_of)
+NAMED_FILES = [*MOJO_FILES, *PYTHON_FILES, *PAGES, *sorted(DOCS.rglob("*.json"))]
+
+
+@pytest.mark.parametrize("path", NAMED_FILES, ids=name_of)
 def test_no_machine_is_named(path):
     found = re.findall(r"(?<![\w.])/(?:work|root|home)/\w+", path.read_text())
     assert not found
-
-
-def test_processes_of_a_test_run_have_cores_of_their_own(monkeypatch):
-    """Fails if two of the processes share a core while one is idle."""
-    taken = []
-    monkeypatch.setattr(conftest, "ALL_CORES", {3, 5, 7, 9, 11})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: taken.append(cores))
-    for i in range(2):
-        worker = dict(workerid=f"gw{i}", workercount=2, testrunuid="")
-        ini = SimpleNamespace(addinivalue_line=lambda *_: None, workerinput=worker)
-        conftest.pytest_configure(ini)
-    assert sorted(sum(taken, [])) == [3, 5, 7, 9, 11] and all(taken)
 
 
 MOST_LINES = 600
@@ -212,12 +201,6 @@ def python_widths(text: str) -> dict[str, int]:
             names = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             widths[node.name] = sum(n.arg not in ("self", "cls") for n in names)
     return widths
-
-
-def test_widths_are_counted():
-    text = "def f[a: Int, //, b: T[c, d]](mut self, x: P[u, v], *, y: Int = g(1, 2)):"
-    assert mojo_widths(text + "\n    pass") == {"f": 4}
-    assert python_widths("def f(self, a, *, b=g(1, 2)): pass") == {"f": 2}
 
 
 def test_functions_are_narrow():

@@ -24,16 +24,8 @@ def test_programs_without_a_gpu():
     assert run("checks.mojo").split() == 5 * ["OK"]
 
 
-def test_a_kernel_with_the_names_of_max(tmp_path):
-    """All kernels with MAX's lists alone are in `seeds_gpu.mojo`, the launchers in
-    `launchers.mojo`."""
-    run_mojo("run", "-I", ".", str(PROGRAMS / "seeds.mojo"), str(tmp_path))
-    found = sorted(path.name for path in tmp_path.glob("*.s"))
-    assert found == [f"sm_90a.dispatch_async.{x}.s" for x in ("by_name", "defaults")]
-
-
 def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
-    """With factors that a closure captures, too; a GPU runs this program below."""
+    """By MAX's names, and with factors that a closure captures; a GPU runs it below."""
     source, target = str(PROGRAMS / "seeds_gpu.mojo"), str(tmp_path / "seeds_gpu.o")
     how = ("--emit", "object", "--target-accelerator", "sm_90a")
     run_mojo("build", *how, "-I", ".", source, "-o", target)

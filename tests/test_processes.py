@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import scenarios
 from children import ran
+from errors import raises, refused
 from in_turn import Group
 from processes import N_RANKS, PHASED, Engine, names_of
 from scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
@@ -152,17 +153,19 @@ def test_results_are_in_order():
     assert len(groups) == 1 and len(groups.pop()) >= 16
 
 
-def test_what_cannot_be_launched_is_said(tmp_path):
-    """A function that is not importable, and a script that starts itself again."""
-    with pytest.raises(ValueError, match="lambda.*top of a module"):
-        launch(lambda node_id: node_id, 2)
-    with pytest.raises(ValueError, match="n_nodes=0: pass how many"):
-        launch(scenarios.multiply, 0, (10,))
-    with pytest.raises(ValueError, match="lambda.*args that can be pickled"):
-        launch(scenarios.multiply, 2, (lambda: 10,))
-    for args in ("abc", 10):
-        with pytest.raises(TypeError, match=f"args={args!r} must be a sequence of arg"):
-            launch(scenarios.multiply, 2, args=args)
+@refused("""
+lambda node_id: node_id, 2 | lambda; top of a module
+scenarios.multiply, 0, (10,) | n_nodes=0: pass how many
+scenarios.multiply, 2, (lambda: 10,) | lambda; args that can be pickled
+scenarios.multiply, 2, "abc" | args='abc' must be a sequence of arg
+scenarios.multiply, 2, 10 | args=10 must be a sequence of arg
+""")
+def test_what_cannot_be_launched_is_said(arguments, words):
+    with raises((ValueError, TypeError), words):
+        eval(f"launch({arguments})", globals())
+
+
+def test_a_script_that_starts_itself_again_is_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import max_ep\n\nmax_ep.launch(print, 2)\n")
     done = ran(sys.executable, script)
@@ -206,11 +209,6 @@ def test_time_limit_kills(tmp_path):
 # ------------------------------------------------------- replays, in one process
 
 
-@pytest.fixture(scope="module")
-def engine(graphs: str) -> Engine:
-    return Engine(graphs)
-
-
 @pytest.fixture(scope="module", params=PHASED)
 def in_turn(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Group]:
     """The ranks in one process, of each protocol."""
@@ -240,22 +238,21 @@ def test_orders_that_work(group, steps):
     group.do(steps)
 
 
-@pytest.mark.parametrize(
-    "steps, refused, words",
-    [
-        ("D1", "d2 d3", "dispatch_async on rank 0 again, before its dispatch_wait"),
-        ("D1", "w1", "dispatch_wait on rank 0 before its dispatch_async"),
-        ("D1 c1", "c1", "combine_async on rank 0 again, before its combine_wait"),
-        ("D1 C1", "v1", "combine_wait on rank 0 before its combine_async"),
-        ("D1", "v1", "combine_wait on rank 0 before its combine_async"),
-        ("", "w1", "dispatch_wait on rank 0 before its dispatch_async"),
-    ],
-)
-def test_orders_that_are_refused(group, steps, refused, words):
+@refused("""
+D1, d2 d3 | dispatch_async on rank 0 again, before its dispatch_wait
+D1, w1 | dispatch_wait on rank 0 before its dispatch_async
+D1 c1, c1 | combine_async on rank 0 again, before its combine_wait
+D1 C1, v1 | combine_wait on rank 0 before its combine_async
+D1, v1 | combine_wait on rank 0 before its combine_async
+, w1 | dispatch_wait on rank 0 before its dispatch_async
+D1 r, c1 | nothing was dispatched to this rank yet
+""")
+def test_orders_that_are_refused(group, arguments, words):
     """At once, also where ranks are processes that could wait."""
+    steps, last = arguments.split(", ")
     group.do(steps)
-    with pytest.raises(ValueError, match=words):
-        group.do(refused)
+    with raises(ValueError, words):
+        group.do(last)
 
 
 def test_rows_of_an_earlier_dispatch(group):
@@ -266,11 +263,4 @@ def test_rows_of_an_earlier_dispatch(group):
     for rank, kept in zip(group.ranks, received):
         rank.received = kept
     with pytest.raises(ValueError, match="is not that of this rank's last dispatch_"):
-        group.do("c1")
-
-
-def test_combine_before_any_dispatch(group):
-    group.do("D1")
-    group.comm.reset()
-    with pytest.raises(ValueError, match="nothing was dispatched to this rank yet"):
         group.do("c1")

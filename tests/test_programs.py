@@ -8,14 +8,13 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 from children import ROOT, printed
+from errors import refused
 
 from max_ep.cli import main
-from max_ep.stats import Statistics
 
 BIN = Path(sys.executable).parent
 
@@ -95,6 +94,25 @@ def test_plan_shows_sizes(plan, options, line, words):
     assert all(word in said for word in words), said
 
 
+@refused("""
+--dispatch fp8 --hidden 100 | --hidden 100 must be a multiple of 128
+--ranks 0 | --ranks 0 must be an integer >= 1
+--ranks 400 | --ranks 400, at most 128
+--tokens 0 | --tokens 0 must be
+--top-k 9 | --top-k 9 is above --experts 8
+--hidden 7 | --hidden 7 of bfloat16 (--dispatch) is 14 bytes
+--partial float32 | --partial float32 with --combine-mode rows
+--shared-expert --layout padded | --shared-expert needs --layout packed
+--tokens 70000 --protocol by_rank | --protocol by_rank with --tokens 7
+""")
+def test_plan_names_the_option_that_cannot_be(capsys, arguments, words):
+    given = "--ranks 4 --experts 8 --top-k 2 --hidden 128 --tokens 1"
+    assert main(["plan", *given.split(), *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("max-ep plan: ") and words in error
+    assert "=" not in error.replace(">=", "")
+
+
 def test_sums_combine_is_as_exact_as_decided():
     """What docs/decisions/0011-combine-sums.md says of 2 and of 8 ranks."""
     from bench.combine_error import measure
@@ -106,61 +124,14 @@ def test_sums_combine_is_as_exact_as_decided():
         assert 1 - m["n_partials"] / m["n_rows"] > saved
 
 
-def test_plan_fits_a_line(monkeypatch, capsys):
-    """Large numbers are neither cut nor divided."""
-    monkeypatch.setenv("COLUMNS", "80")
-    command = "plan --ranks 128 --experts 256 --top-k 8 --hidden 7168 --tokens 65535"
-    for options, shape in (
-        ("--combine-mode sums", "128 x 65535 x 8 x 16 B,"),
-        ("--protocol by_expert --layout padded", "2 x 128 x 65535 x 14352 B"),
-    ):
-        assert main([*command.split(), *options.split()]) == 0
-        printed = capsys.readouterr().out
-        assert "…" not in printed and f" {shape} " in printed
-        assert max(map(len, printed.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ("--dispatch fp8 --hidden 100", "--hidden 100 must be a multiple of 128"),
-        ("--ranks 0", "--ranks 0 must be an integer >= 1"),
-        ("--ranks 400", "--ranks 400, at most 128"),
-        ("--tokens 0", "--tokens 0 must be"),
-        ("--top-k 9", "--top-k 9 is above --experts 8"),
-        ("--hidden 7", "--hidden 7 of bfloat16 (--dispatch) is 14 bytes"),
-        ("--partial float32", "--partial float32 with --combine-mode rows"),
-        ("--shared-expert --layout padded", "--shared-expert needs --layout packed"),
-        ("--tokens 70000 --protocol by_rank", "--protocol by_rank with --tokens 7"),
-    ],
-)
-def test_plan_names_the_option_that_cannot_be(capsys, options, says):
-    given = "--ranks 4 --experts 8 --top-k 2 --hidden 128 --tokens 1"
-    assert main(["plan", *given.split(), *options.split()]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("max-ep plan: ") and says in error
-    assert "=" not in error.replace(">=", "")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "--help",
-        "stats waits.npz",
-    ],
-)
-def test_output_that_nobody_reads_ends_quietly(tmp_path, command):
+def test_output_that_nobody_reads_ends_quietly():
     """As in `max-ep doctor | head -1`: for all commands in one place."""
-    zeros = np.zeros((1, 2, 2), np.int64)
-    Statistics(zeros, zeros, zeros.astype(np.int32), 4).save(tmp_path / "waits.npz")
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [str(BIN / "max-ep"), *command.split()],
-        cwd=tmp_path,
+        [str(BIN / "max-ep"), "--help"],
         stdout=writer,
         stderr=subprocess.PIPE,
-        text=True,
         # Buffered: the last words are written when Python ends.
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
     )
@@ -171,17 +142,8 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path, command):
 def test_doctor_finds_a_machine_that_can_run():
     printed = run("max-ep doctor")
     assert "FAIL" not in printed
-    for what in (
-        "max",
-        "mojo",
-        "shared memory",
-        "compile cache",
-        "serving",
-        "cpu",
-        "torch",
-    ):
-        assert what in printed
-    assert "by_rank" in printed
+    words = "max; mojo; shared memory; compile cache; serving; cpu; torch; by_rank"
+    assert [word for word in words.split("; ") if word not in printed] == []
 
 
 def test_doctor_names_what_serving_lacks(monkeypatch, capsys):
@@ -200,44 +162,21 @@ def test_doctor_names_what_serving_lacks(monkeypatch, capsys):
     assert all(len(line) <= 80 or len(line[22:].split()) == 1 for line in lines)
 
 
-class FakeGpu:
-    """GPU 2 reads no other's memory."""
-
-    def __init__(self, index: int) -> None:
-        self.id = index
-
-    def can_access(self, other: "FakeGpu") -> bool:
-        return self.id != 2
-
-
-def test_doctor_names_gpus_out_of_reach(monkeypatch, capsys):
-    import max.driver
-
-    from max_ep import doctor
-
-    monkeypatch.setattr(max.driver, "Accelerator", FakeGpu)
-    for n_gpus, said in (
-        (2, "ok   peer access      each GPU reaches"),
-        (3, "note peer access      ranks of one host need it; without: GPU 0 and"),
-    ):
-        monkeypatch.setattr(max.driver, "accelerator_count", lambda n=n_gpus: n)
-        assert doctor.run_doctor() == 0
-        assert said in capsys.readouterr().out
-
-
 def test_gpus_out_of_reach_are_refused(monkeypatch):
+    """GPU 2 reads no other's memory."""
     from max_ep.memory import gpu as gpu_memory
 
     def enable_all_peer_access() -> None:
         raise RuntimeError("peer access is not supported")
 
     monkeypatch.setattr(gpu_memory, "enable_all_peer_access", enable_all_peer_access)
+    gpus = [SimpleNamespace(id=i, can_access=lambda _, i=i: i != 2) for i in range(3)]
     for n_ranks, says in (
         (3, r"GPU 0 and GPU 2; GPU 1 and GPU 2 \(peer access is.*ranks_per_gpu"),
         (2, r"not the ranks' own, but another .*CUDA_VISIBLE_DEVICES"),
     ):
         with pytest.raises(RuntimeError, match=says):
-            gpu_memory.GpuMemory([FakeGpu(i) for i in range(n_ranks)], 64)  # type: ignore
+            gpu_memory.GpuMemory(gpus[:n_ranks], 64)  # type: ignore
 
 
 def test_wheel_carries_the_mojo_sources(tmp_path):
@@ -286,25 +225,6 @@ def demo() -> Iterator[ModuleType]:
 def test_demo_agrees_with_a_plain_moe(demo, capsys):
     assert demo.run_demo() == 0
     assert "OK" in capsys.readouterr().out
-
-
-def test_demo_compares_with_what_torch_computes():
-    import torch
-
-    from max_ep.demo import HIDDEN_SIZE, N_EXPERTS, TOP_K, LayerWeights, plain_moe
-
-    weights = LayerWeights.random(7)
-    router, gate_up, down = map(torch.from_numpy, vars(weights).values())
-    x = torch.randn(50, HIDDEN_SIZE, generator=torch.Generator().manual_seed(8))
-    normed = torch.nn.functional.rms_norm(x, [HIDDEN_SIZE], eps=1e-6)
-    top, ids = torch.topk(torch.softmax(normed @ router.T, dim=1), TOP_K, dim=1)
-    top, result = top / top.sum(dim=1, keepdim=True), x.clone()
-    for expert in range(N_EXPERTS):
-        rows, choice = torch.nonzero(ids == expert, as_tuple=True)
-        gate, up = (normed[rows] @ gate_up[expert].T).chunk(2, dim=1)
-        y = (torch.nn.functional.silu(gate) * up) @ down[expert].T
-        result.index_add_(0, rows, top[rows, choice, None] * y)
-    assert np.allclose(plain_moe(x.numpy(), weights), result, atol=1e-5)
 
 
 def test_demo_notices_a_wrong_result(demo, monkeypatch):

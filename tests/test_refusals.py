@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np  # noqa: F401, for the tables
 import pytest
 from cases import BF16, CASES, F32
-from harness import raises
+from errors import raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 from max.nn.quant_config import QuantFormat
@@ -28,12 +28,6 @@ FP8 = dataclasses.replace(CASES["fp8"], n_ranks=1)  # hidden 256
 
 
 # --------------------------------------------------------------------- EPConfig
-
-
-def refused(table: str) -> pytest.MarkDecorator:
-    """Runs a test with each line of a table: arguments, `|`, words of the error."""
-    rows = [line.rsplit(" | ", 1) for line in table.strip().splitlines()]
-    return pytest.mark.parametrize("arguments, words", rows)
 
 
 def arguments_of(text: str) -> dict:
@@ -238,10 +232,6 @@ class Calls:
             self.back_to(rank)
 
 
-def dispatch_all(manager: EPBatchManager, x: SimpleNamespace) -> list:
-    return Calls(manager, x).dispatch()
-
-
 def error_of(words: str) -> type[Exception]:
     """A `TypeError` for a wrong element type or kind, a `ValueError` for all else."""
     kinds = r"(float|int)(16|32|64)|graph value|Tensor|BufferValue|tuple of|uint8;"
@@ -349,6 +339,7 @@ MORE_TYPES = dict(
     narrow=tensor(BF16, "t", 3),
     flat=tensor(F32, "t", 80),
     cube=tensor(BF16, 3, 4, 80),
+    blocks=tensor(BF16, 3, 13, 80),
 )
 EXPERT_FUSED = TWO.config(fused_shared_expert=True)
 PADDED_ROWS = TWO.config(output_layout="padded")
@@ -430,6 +421,8 @@ m.atomic_counters[0], x.bad_pointers, recv, counts, c, [n] * 2, [x.weights] * 2)
 send_buf_ptrs; [3]; [2]
 ROWS_OF | call_ep_combine_wait(counter, recv, counts, c, n, x.ids, x.rows) | \
 router_weights; int32; float32
+PADDED_ROWS | dispatch(); back_to(0) | input_tokens; [42, 80]; [3, 14, 80]
+PADDED_ROWS | dispatch(); m.ep_combine_async(x.blocks, 0) | [3, 13, 80]; [3, 14, 80]
 """
 ROWS_OF = TWO.config()
 _ORDERS = [line.split(" | ", 2) for line in ORDERS.strip().splitlines()]
@@ -453,21 +446,6 @@ def test_fp8_is_made_of_bfloat16_and_float32_and_not_combined_as_it_is():
             rows, *_ = manager.ep_dispatch(x.tokens, x.ids, 0)
             with raises(TypeError, "uint8; FP8; max_ep.dequantize; scales"):
                 manager.ep_combine_async(rows, 0)
-
-
-@pytest.mark.parametrize(
-    "shape", [[ROWS, 80], [3, 13, 80], [2, 14, 80], [42, 80]], ids=str
-)
-def test_padded_combine_takes_padded_rows(shape):
-    """The rows of packed dispatch are no padded rows, nor are too few rows."""
-    with building(PADDED_ROWS, rows=tensor(BF16, *shape)) as (manager, x):
-        words = f"input_tokens; {shape}; [3, 14, 80]"
-        check_last("dispatch(); back_to(0)", words, manager, x)
-
-
-def test_rows_of_one_rank_are_counted():
-    with building() as (manager, x):
-        assert manager.ep_received(dispatch_all(manager, x)[0]).shape == [3]
 
 
 def test_manager_before_fetch_buffers():
@@ -505,21 +483,10 @@ def test_buffers_of_another_group():
             other.ep_dispatch_async(x.tokens, x.ids, 0)
 
 
-def test_what_follows_the_waits_of_sums():
-    with building(SUMS) as (manager, x):
-        calls = Calls(manager, x)
-        calls.dispatch()
-        calls.backs()
-        calls.sends()
-        for rank in range(2):
-            calls.sum_up(rank)
-        calls.wait(0)
-
-
 def test_a_second_graph_starts_anew():
     """What was built in one graph does not count in the next."""
     with building() as (manager, x):
-        dispatch_all(manager, x)
+        Calls(manager, x).dispatch()
     # Its buffers can be read while no graph is being built.
     assert len(manager.recv_buf_ptrs) == 2
     declared = [*GOOD_TYPES.values(), *manager.input_types()]

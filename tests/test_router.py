@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from errors import raises, refused
 from max.dtype import DType
-from max.engine import InferenceSession, Model
-from max.graph import BufferType, DeviceRef, Dim, Graph, Module, TensorType
+from max.engine import Model
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from max_ep import Replicas, balance_ids, reference, softmax_top_k
 from max_ep.balance import plan
@@ -177,35 +178,28 @@ def check_choice(model: Model, name: str, n_tokens: int, device: str) -> None:
 COUNTS = [0, 1, 3, 5, 301]
 
 
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
+)
+def models(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """The compiled ops, by name, and where they run."""
+    if request.param == "cpu":
+        made = request.getfixturevalue("one_module").models
+        return SimpleNamespace(device="cpu", **made)
+    load, gpu = request.getfixturevalue("gpu_session").load, DeviceRef.GPU(0)
+    made = {f"choose_{name}": load(choice_graph(name, gpu)) for name in CHOICES}
+    return SimpleNamespace(device="cuda", balance=load(balance_graph(gpu)), **made)
+
+
 @pytest.mark.parametrize("n_tokens", COUNTS)
 @pytest.mark.parametrize("name", CHOICES)
-def test_choice_is_the_oracles(one_module, name, n_tokens):
-    check_choice(one_module.models[f"choose_{name}"], name, n_tokens, "cpu")
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("n_tokens", COUNTS)
-@pytest.mark.parametrize("name", CHOICES)
-def test_choice_on_a_gpu_is_the_oracles(choices_on_gpu, name, n_tokens):
-    check_choice(choices_on_gpu[name], name, n_tokens, "cuda")
+def test_choice_is_the_oracles(models, name, n_tokens):
+    check_choice(getattr(models, f"choose_{name}"), name, n_tokens, models.device)
 
 
 @pytest.mark.parametrize("n_tokens", COUNTS)
-def test_replicas_are_the_oracles(one_module, n_tokens):
-    check_balance(one_module.models["balance"], n_tokens, "cpu")
-
-
-@pytest.mark.gpu(1)
-def test_replicas_on_a_gpu_are_the_oracles(gpu_session):
-    model = gpu_session.load(balance_graph(DeviceRef.GPU(0)))
-    for n_tokens in COUNTS:
-        check_balance(model, n_tokens, "cuda")
-
-
-@pytest.fixture(scope="module")
-def choices_on_gpu(gpu_session: InferenceSession) -> dict[str, Model]:
-    gpu = DeviceRef.GPU(0)
-    return {name: gpu_session.load(choice_graph(name, gpu)) for name in CHOICES}
+def test_replicas_are_the_oracles(models, n_tokens):
+    check_balance(models.balance, n_tokens, models.device)
 
 
 def test_oracles_choice_is_that_of_transformers():
@@ -229,29 +223,21 @@ def test_oracles_choice_is_that_of_transformers():
         np.testing.assert_allclose(weights, want_weights.numpy(), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "top_k", "error", "says"),
-    [
-        (DType.float16, [3, 8], 2, TypeError, "float32 or bfloat16"),
-        (DType.float32, [3, 8], 9, ValueError, "top_k=9 of 8 experts"),
-        (DType.float32, [3, 8], 0, ValueError, "at least 1"),
-        (DType.float32, [3, 64], 33, ValueError, "at most 32"),
-        (DType.float32, [3, Dim("n_experts")], 2, ValueError, "known to the graph"),
-        (DType.float32, [3, 4, 8], 2, ValueError, "n_tokens, n_experts"),
-    ],
-)
-def test_refusals(dtype, shape, top_k, error, says):
-    types = [TensorType(dtype, shape, DeviceRef.CPU())]
-    with Graph("refused", input_types=types) as graph, pytest.raises(error, match=says):
-        softmax_top_k(graph.inputs[0].tensor, top_k)
-
-
-def test_more_experts_than_a_gpu_takes_are_refused():
-    most = routing.MAX_GPU_EXPERTS
-    types = [TensorType(DType.float32, [3, most + 1], DeviceRef.GPU(0))]
+@refused("""
+"float16", [3, 8], 2 | float32 or bfloat16
+"float32", [3, 8], 9 | top_k=9 of 8 experts
+"float32", [3, 8], 0 | at least 1
+"float32", [3, 64], 33 | at most 32
+"float32", [3, "n_experts"], 2 | known to the graph
+"float32", [3, 4, 8], 2 | n_tokens, n_experts
+"float32", [3, routing.MAX_GPU_EXPERTS + 1], 2, DeviceRef.GPU(0) | experts; up to
+""")
+def test_refusals(arguments, words):
+    dtype, shape, top_k, *device = eval(arguments, globals())
+    types = [TensorType(DType[dtype], shape, *(device or [DeviceRef.CPU()]))]
     with Graph("refused", input_types=types) as graph:
-        with pytest.raises(ValueError, match=f"up to {most}"):
-            softmax_top_k(graph.inputs[0].tensor, 2)
+        with raises((TypeError, ValueError), words):
+            softmax_top_k(graph.inputs[0].tensor, top_k)
 
 
 def test_gpu_assembly(tmp_path):

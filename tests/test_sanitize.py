@@ -6,8 +6,8 @@ The checker here is a stand-in that runs its target and says what it is given.
 
 import sys
 
-import pytest
 from children import HERE, ran
+from errors import refused
 
 STAND_IN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do echo "option $1"; shift; done
@@ -34,53 +34,31 @@ def sanitize(folder, check, test="pass", **variables):
     return ran(HERE / "sanitize.sh", check, target, timeout=60, **given)
 
 
-@pytest.mark.parametrize(
-    "check, words, variables",
-    [
-        ("memcheck", "--tool=memcheck; pool 0; nothing found; 1 passed", {}),
-        (
-            "racecheck",
-            "--tool=racecheck; pool on; nothing found; 1 passed",
-            dict(SUMMARY=CLEAN_RACES),
-        ),
-        ("poison", "poison-all", dict(test=SHOWS_MODE)),
-        ("redzone", "out-of-bounds", dict(test=SHOWS_MODE)),
-        (
-            "control",
-            "synccheck finds",
-            dict(SKIP_TARGET="1", SUMMARY=CLEAN.replace("0", "1")),
-        ),
-    ],
-)
-def test_what_passes(tmp_path, check, words, variables):
-    done = sanitize(tmp_path, check, **variables)
+@refused("""
+"memcheck" | --tool=memcheck; pool 0; nothing found; 1 passed
+"racecheck", SUMMARY=CLEAN_RACES | --tool=racecheck; pool on; nothing found; 1 passed
+"poison", test=SHOWS_MODE | poison-all
+"redzone", test=SHOWS_MODE | out-of-bounds
+"control", SKIP_TARGET="1", SUMMARY=CLEAN.replace("0", "1") | synccheck finds
+""")
+def test_what_passes(tmp_path, arguments, words):
+    done = eval(f"sanitize(tmp_path, {arguments})", globals(), dict(tmp_path=tmp_path))
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in words.split("; ")), done.stdout
 
 
-@pytest.mark.parametrize(
-    "check, what, variables",
-    [
-        ("memcheck", "findings", dict(SUMMARY="ERROR SUMMARY: 2 errors")),
-        ("racecheck", "findings", dict(SUMMARY=CLEAN_RACES.replace("0 w", "1 w"))),
-        ("memcheck", "has not said", dict(SUMMARY="")),
-        ("memcheck", "ended with 99", dict(STATUS="99")),
-        (
-            "memcheck",
-            "did not pass: 1 failed",
-            dict(test="assert False", STATUS="0"),
-        ),
-        ("memcheck", "come to their end", dict(test="import os; os._exit(0)")),
-        ("memcheck", "come to their end", dict(SKIP_TARGET="1")),
-        (
-            "redzone",
-            "a write outside",
-            dict(test="print('MemoryManager detected a device buffer overflow')"),
-        ),
-        ("control", "memcheck did not find the overrun", dict(SKIP_TARGET="1")),
-    ],
-)
-def test_what_fails(tmp_path, check, what, variables):
-    done = sanitize(tmp_path, check, **variables)
+@refused("""
+"memcheck", SUMMARY="ERROR SUMMARY: 2 errors" | findings
+"racecheck", SUMMARY=CLEAN_RACES.replace("0 w", "1 w") | findings
+"memcheck", SUMMARY="" | has not said
+"memcheck", STATUS="99" | ended with 99
+"memcheck", test="assert False", STATUS="0" | did not pass: 1 failed
+"memcheck", test="import os; os._exit(0)" | come to their end
+"memcheck", SKIP_TARGET="1" | come to their end
+"redzone", test="print('MemoryManager detected a device buffer')" | a write outside
+"control", SKIP_TARGET="1" | memcheck did not find the overrun
+""")
+def test_what_fails(tmp_path, arguments, words):
+    done = eval(f"sanitize(tmp_path, {arguments})", globals(), dict(tmp_path=tmp_path))
     assert done.returncode == 1
-    assert what in done.stderr
+    assert words in done.stderr

@@ -232,39 +232,6 @@ def test_text():
     ]
 
 
-def test_many_experts_share_a_bar():
-    lines = some_statistics(64).text().splitlines()
-    assert lines[-32].startswith("     0-3")
-    assert lines[-1].split()[:2] == ["124-127", str(127 + 255)]
-
-
-def test_many_ranks_stand_one_below_another():
-    """24 ranks need 24 columns of 9 characters; eight fit in a line."""
-    ns = np.full((1, 24, 24), 12_345_600)
-    lines = Statistics(ns, ns, np.ones((1, 24, 2), np.int32), 48).text().splitlines()
-    assert max(map(len, lines)) <= 80
-    heads = [line.split() for line in lines[1 : 3 * 25 : 25]]
-    assert sum(heads, []) == [str(rank) for rank in range(24)]
-    assert lines[26 + 3].split() == ["2", *["12345.6"] * 8]
-
-
-def test_what_does_not_fit_together():
-    good = some_statistics()
-    with pytest.raises(ValueError, match=r"dispatch_ns has shape \[1, 2, 2\]"):
-        Statistics(good.dispatch_ns[:1], good.combine_ns, good.received, 4)
-    with pytest.raises(ValueError, match=r"received has shape \[2, 2\]"):
-        Statistics(good.dispatch_ns, good.combine_ns, good.received[0], 4)
-    with pytest.raises(ValueError, match="n_experts=5, but received has 2"):
-        Statistics(good.dispatch_ns, good.combine_ns, good.received, 5)
-
-
-def test_experts_that_there_are_not():
-    """Three on two ranks: the second holds two at most, and has one."""
-    good = some_statistics()
-    said = Statistics(good.dispatch_ns, good.combine_ns, good.received, 3).text()
-    assert "received: 18 rows, 3 experts, the fullest has 1.3 times the mean" in said
-
-
 def test_plot(tmp_path):
     some_statistics().save(tmp_path / "saved.npz")
     picture = tmp_path / "plot.png"

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from errors import refused
 
 from max_ep.cli import main
 from max_ep.who import (
@@ -105,7 +106,7 @@ def test_missing_ranks(phase, rank, changed, missing):
 
 class GpuMemory:
     """What a rank leaves in dispatch 7 by rank, once it has all counts. It sent 3
-    tokens, to experts 0 and 3, 4 and 1 (its own), 2 and none."""
+    tokens, to experts 0 and 3, 4 and 1 (its own, so coded), 2 and none."""
 
     def __init__(self) -> None:
         self.header = np.zeros(32, np.int32)
@@ -113,7 +114,7 @@ class GpuMemory:
         self.header[FACTS.combine_of_word] = 6
         self.header[FACTS.n_tokens_word + 1] = 3
         self.choices = np.zeros(16, np.int32)
-        self.choices[8:14] = 0, 3, 4, -3, 2, -1
+        self.choices[8:14] = -2, 3, 4, -3, 2, -1
         self.region = memory_of()
         self.dispatch = self.region[FACTS.dispatch_counts_offset :].view(np.uint64)
         self.dispatch[:N_PAIRS] = 7 << 32
@@ -134,55 +135,31 @@ SUMS = replace(FACTS, protocol=3)
 BY_EXPERT = replace(FACTS, protocol=1)
 
 
-def gpu(steps: str = "", facts: Facts = FACTS, rank: int = 0) -> tuple:
-    memory = GpuMemory()
-    exec(steps, {"m": memory, "N": N_PAIRS, "R": N_RANKS, "W": FACTS})
-    wait = gpu_wait(facts, rank, memory)
-    return wait.phase, wait.generation, wait.is_running, wait.missing
+# By expert the generation advances when the launch ends. Rank 2 has not read dispatch
+# 6. Of sums rank 1 has begun its combine, and so has read dispatch 7.
+GPU_WAITS = """
+FACTS: m.dispatch[1] = 6 << 32 | "dispatch_wait", 7, True, [1]
+FACTS: m.dispatch[N + R + 2] = 6 << 32 | "dispatch_wait", 7, True, [2]
+BY_EXPERT: m.header[3:5] = 6; m.dispatch[1] = 0 | "dispatch_wait", 7, True, [1]
+FACTS: m.dispatch[:N] = 6 << 32; m.dispatch[N + 2] = 5 << 32 | \
+"dispatch_async", 7, True, [2]
+FACTS: m.send_row(1); m.send_row(4) | "combine_wait", 7, True, [2]
+FACTS: m.send_row(1); m.send_row(2) | "combine_wait", 7, True, [1]
+FACTS: m.header[5:7] = 7; m.header[18] = 7 | "combine_wait", 7, False, []
+SUMS: 0 | "dispatch_wait", 7, False, []
+SUMS: m.header[5:7] = 7; m.header[18] = 7; m.dispatch[N + 1] = 7 << 32 | \
+"combine_wait", 7, True, [2]
+FACTS: m.header[3:7] = 0; m.dispatch[:] = 0 | "", 0, False, []
+"""
 
 
-@pytest.mark.parametrize(
-    "facts, steps, want",
-    [
-        # A count of source 1; its number of tokens alone; by expert the generation
-        # advances when the launch ends.
-        (FACTS, "m.dispatch[1] = 6 << 32", ("dispatch_wait", 7, True, [1])),
-        (FACTS, "m.dispatch[N + R + 2] = 6 << 32", ("dispatch_wait", 7, True, [2])),
-        (
-            BY_EXPERT,
-            "m.header[3:5] = 6; m.dispatch[1] = 0",
-            ("dispatch_wait", 7, True, [1]),
-        ),
-        # Its own counts are not out: rank 2 has not read dispatch 6.
-        (
-            FACTS,
-            "m.dispatch[:N] = 6 << 32; m.dispatch[N + 2] = 5 << 32",
-            ("dispatch_async", 7, True, [2]),
-        ),
-        # Rows of choices 0 (its own choice of expert 0 is coded), 1 of rank 1, 2, 4.
-        (
-            FACTS,
-            "m.choices[8] = -2; m.send_row(1); m.send_row(4)",
-            ("combine_wait", 7, True, [2]),
-        ),
-        (
-            FACTS,
-            "m.choices[8] = -2; m.send_row(1); m.send_row(2)",
-            ("combine_wait", 7, True, [1]),
-        ),
-        (FACTS, "m.header[5:7] = 7; m.header[18] = 7", ("combine_wait", 7, False, [])),
-        # Sums: rank 1 has begun its combine, and so has read dispatch 7.
-        (SUMS, "", ("dispatch_wait", 7, False, [])),
-        (
-            SUMS,
-            "m.header[5:7] = 7; m.header[18] = 7; m.dispatch[N + 1] = 7 << 32",
-            ("combine_wait", 7, True, [2]),
-        ),
-        (FACTS, "m.header[3:7] = 0; m.dispatch[:] = 0", ("", 0, False, [])),
-    ],
-)
-def test_gpu_ranks(facts, steps, want):
-    assert gpu(steps, facts) == want
+@refused(GPU_WAITS)
+def test_gpu_ranks(arguments, words):
+    memory, (facts, steps) = GpuMemory(), arguments.split(": ")
+    exec(steps, {"m": memory, "N": N_PAIRS, "R": N_RANKS})
+    wait = gpu_wait(globals()[facts], 0, memory)
+    found = wait.phase, wait.generation, wait.is_running, wait.missing
+    assert found == eval(words)
 
 
 def test_gpu_processes_answer():

@@ -15,6 +15,7 @@ from max_ep import (
     Float32TokenFormat,
 )
 from max_ep.device.phase import InputScales
+from max_ep.flags import FlagPointer
 from max_ep.formats.plain import PlainRows
 from max_ep.kernels import (
     combine_async_kernel,
@@ -23,7 +24,7 @@ from max_ep.kernels import (
     dispatch_wait_kernel,
 )
 from max_ep.layout import Addressing, Group, Returns
-from max_ep.token_format import SharedRows
+from max_ep.token_format import BytePointer, SharedRows
 from ranks import MatrixLayout, set_up, Vector, vector
 from std.testing import assert_equal
 
@@ -50,22 +51,53 @@ comptime group = Group(
 comptime N_WORDS = EPLocalSyncCounters[N_EXPERTS].total_size(group)
 
 # fmt: off
-comptime dispatch_async[scales: InputScales] = dispatch_async_kernel[
-    F32, N_THREADS, MatrixLayout, MatrixLayout, N_BLOCKS, N_EXPERTS, N_RANKS,
-    MAX_TOKENS, N_RANKS, Format, scales, False,
-]
 comptime dispatch_wait = dispatch_wait_kernel[
-    N_THREADS, N_BLOCKS, N_EXPERTS, N_RANKS, MAX_TOKENS, N_RANKS, Format, False
+    N_THREADS, N_BLOCKS, N_EXPERTS, N_RANKS, MAX_TOKENS, N_RANKS, Format
 ]
 comptime combine_async = combine_async_kernel[
-    F32, N_THREADS, N_BLOCKS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
-    N_RANKS, False,
+    F32, N_THREADS, N_BLOCKS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS, N_RANKS
 ]
 comptime combine_wait = combine_wait_kernel[
     F32, N_THREADS, N_BLOCKS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
     N_RANKS, False,
 ]
 # fmt: on
+
+
+def dispatch_async[
+    scales: InputScales
+](
+    input_tokens: TileTensor[F32, MatrixLayout, ImmUntrackedOrigin],
+    topk_ids: TileTensor[DType.int32, MatrixLayout, ImmUntrackedOrigin],
+    send_buf_p: BytePointer,
+    recv_buf_ptrs: Array[BytePointer, N_RANKS],
+    recv_count_ptrs: Array[FlagPointer, N_RANKS],
+    ep_counters: EPLocalSyncCounters[N_EXPERTS],
+    my_rank: Int32,
+):
+    """Names parameters and arguments as MAX does, in MAX's order."""
+    dispatch_async_kernel[
+        input_type=F32,
+        num_threads=N_THREADS,
+        input_tokens_layout=MatrixLayout,
+        topk_ids_layout=MatrixLayout,
+        n_sms=N_BLOCKS,
+        n_experts=N_EXPERTS,
+        n_ranks=N_RANKS,
+        max_tokens_per_rank=MAX_TOKENS,
+        p2p_world_size=N_RANKS,
+        token_fmt_type=Format,
+        input_scales_wrapper=scales,
+        use_shmem=False,
+    ](
+        input_tokens=input_tokens,
+        topk_ids=topk_ids,
+        send_buf_p=send_buf_p,
+        recv_buf_ptrs=recv_buf_ptrs,
+        recv_count_ptrs=recv_count_ptrs,
+        ep_counters=ep_counters,
+        my_rank=my_rank,
+    )
 
 
 def words(buffer: DeviceBuffer[DType.int32]) -> Vector[DType.int32]:
