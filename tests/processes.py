@@ -35,7 +35,6 @@ from max_ep import (
     EPConfig,
     call_ep_combine_async,
     call_ep_combine_wait,
-    call_ep_degraded,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
     extension_path,
@@ -261,7 +260,7 @@ def add_phases(module: Module, case: Case, **changes: Any) -> None:
         sums = call_ep_combine_wait(*given, weights.shape[0], sent, rows)
         if ids is None:
             return (sums,)
-        return (sums, *call_ep_degraded(*given, ids, weights))
+        return (sums, *ep.ep_degraded(ids, weights, 0))
 
     for build, types in (
         (dispatch_async, [tokens, ids, weights]),

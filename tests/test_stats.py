@@ -23,7 +23,7 @@ from harness import (
 from max.graph import Graph, Module, TensorValue
 from test_programs import run
 
-from max_ep import EPBatchManager, EPCommInitializer, call_ep_watch
+from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.cli import main
 from max_ep.extension import run_mojo
 from max_ep.stats import Statistics
@@ -82,18 +82,15 @@ def add_early(place: str, module: Module | None = None) -> Graph:
     seen = []
     with building(f"early_{place}", EARLY, CONFIGS[place](EARLY), module) as started:
         manager, ranks, graph = started
-
-        def look(phase: str, group: int) -> None:
-            given = manager.atomic_counters[0][0], *manager._pointers(group)[1:]
-            seen.append(call_ep_watch(phase, *given, manager.config))
-
+        for order in manager._order:  # It would refuse to look before rank 1 has sent.
+            order._in_turn = False
         for rank, given in enumerate(ranks):
             manager.ep_dispatch_async(given.tokens, given.ids, rank)
-            look("dispatch", 0)
+            seen.append(manager.ep_watch("dispatch", 0))
         rows = [manager.ep_dispatch_wait(rank)[0] for rank in range(N_RANKS)]
         for rank in range(N_RANKS):
             manager.ep_combine_async(rows[rank], rank)
-            look("combine", 1)
+            seen.append(manager.ep_watch("combine", 0))
         sums = [manager.ep_combine_wait(g.weights, r) for r, g in enumerate(ranks)]
         graph.output(*seen, *sums)
     return graph

@@ -12,6 +12,7 @@ for a wrong dtype, and a ``ValueError`` for a wrong shape, device or combination
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, Graph, TensorType, TensorValue
@@ -21,18 +22,8 @@ from ..config import EPConfig
 from ..extension import load_ops
 from ..limits import NUM_GROUPS
 from . import ops
-from .checks import (
-    Tokens,
-    check_buffers,
-    check_phase,
-    check_send,
-    check_value,
-    refuse_if_in_turn,
-    rows_for_op,
-    scales_for_op,
-    tokens_for_op,
-    weights_for_op,
-)
+from .checks import refuse_if_in_turn
+from .ops import Tokens
 
 
 def call_ep_init(
@@ -101,14 +92,9 @@ def call_ep_dispatch_async(
             bfloat16, which is widened. Otherwise None: :func:`call_ep_combine_wait`
             takes them.
     """
-    pointers = check_buffers(
-        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    )
-    given = _given_to_dispatch(
-        config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
-    )
-    scaled = {"has_input_scales": input_scales is not None}
-    ops.call_op("dispatch_async", config, atomic_counter, given + pointers, **scaled)
+    given = input_tokens, topk_ids, input_scales, router_weights
+    pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
+    _dispatch("dispatch_async", config, atomic_counter, pointers, given)
 
 
 def call_ep_dispatch_wait(
@@ -151,10 +137,8 @@ def call_ep_dispatch_wait(
     """
     if num_tokens is not None:
         raise ValueError("num_tokens is for all-reduce mode, which max_ep lacks")
-    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
-    types = ops.dispatch_types(config, atomic_counter.device)
-    results = ops.call_op("dispatch_wait", config, atomic_counter, pointers, types)
-    return ops.dispatch_results(config, results)
+    pointers = recv_buf_ptrs, recv_count_ptrs
+    return _dispatch("dispatch_wait", config, atomic_counter, pointers)
 
 
 def call_ep_dispatch(
@@ -178,39 +162,30 @@ def call_ep_dispatch(
         "call_ep_dispatch",
         "call_ep_dispatch_async of all ranks, then call_ep_dispatch_wait",
     )
-    pointers = check_buffers(
-        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    )
-    given = _given_to_dispatch(
-        config, input_tokens, topk_ids, input_scales, router_weights, atomic_counter
-    )
-    results = ops.call_op(
-        "dispatch",
-        config,
-        atomic_counter,
-        given + pointers,
-        ops.dispatch_types(config, atomic_counter.device),
-        has_input_scales=input_scales is not None,
-    )
-    return ops.dispatch_results(config, results)
+    given = input_tokens, topk_ids, input_scales, router_weights
+    pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
+    return _dispatch("dispatch", config, atomic_counter, pointers, given)
 
 
-def _given_to_dispatch(
+def _dispatch(
+    op: str,
     config: EPConfig,
-    input_tokens: Tokens,
-    topk_ids: TensorValue,
-    input_scales: TensorValue | None,
-    router_weights: TensorValue | None,
-    atomic_counter: BufferValue,
-) -> list[TensorValue]:
-    """Checks what a dispatch sends; returns it as its ops take it."""
-    device = atomic_counter.device
-    input_tokens = tokens_for_op(config, input_tokens, device)
-    check_send(config, input_tokens, topk_ids, device)
-    scales = scales_for_op(config, input_scales, device)
-    n_tokens = input_tokens.shape[0]
-    weights = weights_for_op(config, router_weights, n_tokens, device, "dispatch")
-    return [input_tokens, topk_ids, scales, weights]
+    counter: BufferValue,
+    pointers: Sequence[TensorValue],
+    given: tuple[Any, ...] = (),
+) -> tuple[TensorValue, ...]:
+    """Adds an op that sends what is given, or receives, or both."""
+    values = ops.check_buffers(config, counter, *pointers)
+    more: dict[str, bool] = {}
+    if given:
+        values = ops.dispatch_inputs(config, *given, counter.device) + values
+        more["has_input_scales"] = given[2] is not None
+    if op == "dispatch_async":
+        ops.call_op(op, config, counter, values, **more)
+        return ()
+    types = ops.dispatch_types(config, counter.device)
+    results = ops.call_op(op, config, counter, values, types, **more)
+    return ops.dispatch_results(config, results)
 
 
 def call_distributed_ep_dispatch(
@@ -273,11 +248,9 @@ def call_ep_combine_async(
             :func:`call_ep_combine_wait` reads them where they are.
         src_info: ``src_info`` from that dispatch.
     """
-    pointers = check_buffers(
-        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    )
-    rows = rows_for_op(config, input_tokens, src_info, atomic_counter.device)
-    ops.call_op("combine_async", config, atomic_counter, rows + pointers)
+    pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
+    rows = input_tokens, src_info
+    _combine("combine_async", config, atomic_counter, pointers, rows)
 
 
 def call_ep_combine_wait(
@@ -309,12 +282,9 @@ def call_ep_combine_wait(
         ``partial_dtype`` by itself; these partial sums are added to the own rank's
         in order of rank.
     """
-    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
-    device = atomic_counter.device
-    weights = weights_for_op(config, router_weights, num_tokens, device, "combine")
-    values = [*rows_for_op(config, input_tokens, None, device), weights, *pointers]
-    types = [ops.combine_type(config, num_tokens, device)]
-    return ops.call_op("combine_wait", config, atomic_counter, values, types)[0]
+    rows, sums = (input_tokens, None), (router_weights, num_tokens)
+    pointers = recv_buf_ptrs, recv_count_ptrs
+    return _combine("combine_wait", config, atomic_counter, pointers, rows, sums)[0]
 
 
 def call_ep_combine(
@@ -340,15 +310,27 @@ def call_ep_combine(
         "call_ep_combine",
         "call_ep_combine_async of all ranks, then call_ep_combine_wait",
     )
-    pointers = check_buffers(
-        config, atomic_counter, send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    )
-    device = atomic_counter.device
-    rows = rows_for_op(config, input_tokens, src_info, device)
-    weights = weights_for_op(config, router_weights, num_tokens, device, "combine")
-    types = [ops.combine_type(config, num_tokens, device)]
-    values = [*rows, weights, *pointers]
-    return ops.call_op("combine", config, atomic_counter, values, types)[0]
+    rows, sums = (input_tokens, src_info), (router_weights, num_tokens)
+    pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
+    return _combine("combine", config, atomic_counter, pointers, rows, sums)[0]
+
+
+def _combine(
+    op: str,
+    config: EPConfig,
+    counter: BufferValue,
+    pointers: Sequence[TensorValue],
+    rows: tuple[TensorValue, TensorValue | None],
+    sums: tuple[TensorValue | None, Dim] | None = None,
+) -> list[TensorValue]:
+    """Adds an op that takes rows and their source, and gives sums if asked to."""
+    pointers = ops.check_buffers(config, counter, *pointers)
+    values, types = ops.rows_for_op(config, *rows, counter.device), []
+    if sums is not None:
+        values.append(ops.weights_for_op(config, *sums, counter.device, "combine"))
+        shape = [sums[1], config.hidden_size]
+        types = [TensorType(config.combine_dtype, shape, counter.device)]
+    return ops.call_op(op, config, counter, [*values, *pointers], types)
 
 
 def call_distributed_ep_combine(
@@ -384,109 +366,3 @@ def call_distributed_ep_combine(
         call_ep_combine_wait(counter, *pointers[1:], config, *more, rows)
         for (rows, _, counter), more in zip(given, rest)
     ]
-
-
-def call_ep_degraded(
-    atomic_counter: BufferValue,
-    recv_buf_ptrs: TensorValue,
-    recv_count_ptrs: TensorValue,
-    config: EPConfig,
-    topk_ids: TensorValue,
-    router_weights: TensorValue,
-) -> tuple[TensorValue, TensorValue]:
-    """Flags the tokens whose result lacks an expert because its rank is masked.
-
-    It belongs behind the combine of these tokens, before the next dispatch. Needs
-    ``on_timeout="mask"``. MAX has no such op.
-
-    Args:
-        topk_ids: Those that dispatch took.
-        router_weights: The weights of these choices, float32 or bfloat16.
-
-    Returns:
-        ``degraded`` ``[n_tokens]`` bool: whether a choice of the token is on a masked
-        rank; ``live_share`` ``[n_tokens]`` float32: the part of the token's weights
-        that its other choices have. A result divided by it is renormalized.
-    """
-    if not config.masks:
-        raise ValueError("ep_degraded needs EPConfig.on_timeout='mask'")
-    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
-    device, n_tokens = atomic_counter.device, topk_ids.shape[0]
-    check_value(topk_ids, "topk_ids", DType.int32, [None, config.top_k], device)
-    dtypes, shape = (DType.float32, DType.bfloat16), [None, config.top_k]
-    check_value(router_weights, "router_weights", dtypes, shape, device)
-    weights = graph_ops.cast(router_weights, DType.float32)
-    types = [TensorType(t, [n_tokens], device) for t in (DType.bool, DType.float32)]
-    values = [topk_ids, weights, *pointers]
-    degraded, share = ops.call_op("degraded", config, atomic_counter, values, types)
-    return degraded, share
-
-
-def call_ep_dropped(
-    atomic_counter: BufferValue,
-    recv_buf_ptrs: TensorValue,
-    recv_count_ptrs: TensorValue,
-    config: EPConfig,
-    topk_ids: TensorValue,
-) -> tuple[TensorValue, TensorValue]:
-    """Counts what did not fit into ``EPConfig.max_output_rows``.
-
-    It belongs behind the combine of these tokens, before the next dispatch. MAX has no
-    such op.
-
-    Args:
-        topk_ids: Those that dispatch took, ``[n_tokens, top_k]``.
-
-    Returns:
-        ``of_tokens`` ``[n_tokens]`` int32: choices of each token whose row is not in
-        its result; ``of_experts`` ``[n_local_experts]`` int32: rows of each that this
-        rank dropped.
-    """
-    if config.max_output_rows is None:
-        raise ValueError("ep_dropped needs EPConfig.max_output_rows")
-    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
-    device, shape = atomic_counter.device, [None, config.top_k]
-    check_value(topk_ids, "topk_ids", DType.int32, shape, device)
-    numbers = topk_ids.shape[0], config.n_local_experts
-    types = [TensorType(DType.int32, [n], device) for n in numbers]
-    values = [topk_ids, *pointers]
-    of_tokens, of_experts = ops.call_op(
-        "dropped", config, atomic_counter, values, types
-    )
-    return of_tokens, of_experts
-
-
-# --------------------------------------------------------------------- measuring
-
-
-def call_ep_watch(
-    phase: str,
-    atomic_counter: BufferValue,
-    recv_buf_ptrs: TensorValue,
-    recv_count_ptrs: TensorValue,
-    config: EPConfig,
-) -> TensorValue:
-    """Measures how long a rank waits for each peer; changes nothing.
-
-    It belongs between the async op of a direction and its wait. MAX has no such op.
-    ``EPConfig.timeout_s`` bounds its waiting, and again that of the wait behind it: a
-    peer that is late by less than both is no error.
-
-    Args:
-        phase: ``"dispatch"`` or ``"combine"``.
-
-    Returns:
-        ``[n_ranks]`` int64: nanoseconds from the begin of the watch until all was
-        there that the peer sends (on GPUs with dispatch its counts, with sums the
-        first bytes of each of its sums), -1 if time was up before.
-    """
-    check_phase(phase)
-    if config.masks:
-        raise ValueError(
-            "ep_watch with on_timeout='mask': a rank that watches gives no heartbeat, "
-            "and its peers would mask it; watch with on_timeout='raise'"
-        )
-    pointers = check_buffers(config, atomic_counter, recv_buf_ptrs, recv_count_ptrs)
-    types = [TensorType(DType.int64, [config.exchange_ranks], atomic_counter.device)]
-    which = {"is_combine": phase == "combine"}
-    return ops.call_op("watch", config, atomic_counter, pointers, types, **which)[0]

@@ -9,8 +9,10 @@ and MAX has one class for both.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from max.dtype import DType
@@ -19,6 +21,7 @@ from max.graph import (
     BufferValue,
     DeviceRef,
     Dim,
+    Graph,
     TensorType,
     TensorValue,
     Value,
@@ -26,32 +29,41 @@ from max.graph import (
 )
 
 from ..config import EPConfig
+from ..formats import PLAIN_DTYPES
 from ..limits import NUM_GROUPS
-from .buffers import (
-    BoundBuffers,
-    EPCommBuffers,
-    buffers_of_inputs,
-    input_tree,
-    input_types,
-)
 from .builders import (
-    call_distributed_ep_combine,
-    call_distributed_ep_dispatch,
     call_ep_combine,
     call_ep_combine_async,
     call_ep_combine_wait,
-    call_ep_degraded,
     call_ep_dispatch,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
-    call_ep_dropped,
-    call_ep_watch,
 )
-from .checks import Tokens, check_all_ranks, check_phase, n_tokens_of, refuse_if_in_turn
+from .checks import check_all_ranks, check_value, refuse_if_in_turn
+from .ops import Tokens, call_op, check_buffers, n_tokens_of
 from .order import OpOrder
 from .routing import Replicas, balance_ids, own_ids
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
+
+
+@dataclass
+class EPCommBuffers:
+    """The graph values of one group's buffers."""
+
+    atomic_counters: list[list[BufferValue]]
+    """Counters, ``[NUM_GROUPS][n_gpus_per_node]``."""
+    send_buf_ptrs: list[TensorValue]
+    """Send buffers, ``[NUM_GROUPS]`` tensors of ``[n_ranks]`` uint64."""
+    recv_buf_ptrs: list[TensorValue]
+    """Receive buffers, of the same shape."""
+    recv_count_ptrs: list[TensorValue]
+    """Counts, of the same shape."""
+    eplb_log2phy: dict[int, BufferValue] | None = None
+    """With balanced experts, of each local rank the physical experts of each logical
+    one, int32 ``[num_moe_layers, num_logical_experts, max_replicas]``."""
+    eplb_logcnt: dict[int, BufferValue] | None = None
+    """How many those are, int32 ``[num_moe_layers, num_logical_experts]``."""
 
 
 class EPBatchManager:
@@ -66,7 +78,7 @@ class EPBatchManager:
     def __init__(self, config: EPConfig) -> None:
         """Makes the manager of a group; it has no buffers yet."""
         self.config = config
-        self._buffers: BoundBuffers | None = None
+        self._comm: EPCommBuffers | None = None
         self._start()
 
     def _start(self) -> None:
@@ -87,17 +99,52 @@ class EPBatchManager:
         ``[n_ranks]`` a group; with ``eplb_enabled`` ``eplb_log2phy`` and
         ``eplb_logcnt``, one buffer a local rank.
         """
-        return input_tree(self.config)
+        config = self.config
+        devices = [config.device(i) for i in range(config.n_gpus_per_node)]
+
+        def buffers(*shape: int) -> tuple[BufferType, ...]:
+            return tuple(BufferType(DType.int32, shape, device) for device in devices)
+
+        pointers = TensorType(DType.uint64, [config.n_ranks], DeviceRef.CPU())
+        kinds = "send_buf_ptrs", "recv_buf_ptrs", "recv_count_ptrs"
+        tree: OrderedDict[str, tuple[TensorType | BufferType, ...]] = OrderedDict(
+            atomic_counters=buffers(config.sizes().counters_words) * NUM_GROUPS,
+            **dict.fromkeys(kinds, (pointers,) * NUM_GROUPS),
+        )
+        if config.eplb_enabled:
+            sizes = config.num_moe_layers, config.num_logical_experts
+            tree["eplb_log2phy"] = buffers(*sizes, config.max_replicas)
+            tree["eplb_logcnt"] = buffers(*sizes)
+        return tree
 
     def input_types(self) -> list[TensorType | BufferType]:
         """Returns the types of the EP inputs, to be declared by the graph."""
-        return input_types(self.config)
+        return [t for types in self.input_tree().values() for t in types]
 
     def comm_buffers(self, input_vals: Iterable[Value[Any]]) -> EPCommBuffers:
         """Takes the buffers as :meth:`fetch_buffers`; returns them as one value."""
-        buffers = buffers_of_inputs(self.config, input_vals)
-        self.bind_comm_buffers(buffers)
-        return buffers
+        values, tree = list(input_vals), self.input_tree()
+        wanted = self.input_types()
+        if len(values) != len(wanted):
+            raise ValueError(
+                f"fetch_buffers got {len(values)} values, input_types() declares "
+                f"{len(wanted)}; pass exactly the graph inputs of those types"
+            )
+        for i, (value, type_) in enumerate(zip(values, wanted)):
+            expected = BufferValue if isinstance(type_, BufferType) else TensorValue
+            if not isinstance(value, expected):
+                raise TypeError(
+                    f"EP input {i} is a {type(value).__name__}, it must be a "
+                    f"{expected.__name__}; pass the graph inputs in the order "
+                    "of input_types()"
+                )
+        rest = iter(values)
+        counters, *kinds = ([next(rest) for _ in types] for types in tree.values())
+        n = self.config.n_gpus_per_node
+        by_rank = [dict(enumerate(tables)) for tables in kinds[3:]]
+        comm = EPCommBuffers([counters[:n], counters[n:]], *kinds[:3], *by_rank)
+        self.bind_comm_buffers(comm)
+        return comm
 
     def fetch_buffers(self, _input_vals: Iterable[Value[Any]]) -> None:
         """Takes the graph's inputs that :meth:`input_types` declares, in order."""
@@ -105,16 +152,24 @@ class EPBatchManager:
 
     def bind_comm_buffers(self, comm: EPCommBuffers) -> None:
         """Uses buffers of :meth:`comm_buffers`, as values of the current graph."""
-        self._buffers = BoundBuffers(comm)
+        graph = _current_graph()
+        self._comm, self._graph = comm, graph and ref(graph)
         self._start()
 
     def _fetched(self) -> EPCommBuffers:
-        if self._buffers is None:
+        if self._comm is None:
             raise ValueError(
                 "EPBatchManager has no buffers yet: declare input_types() as "
                 "inputs of the graph and pass their values to fetch_buffers()"
             )
-        return self._buffers.values()
+        graph = _current_graph()
+        if self._graph is not None and graph not in (None, self._graph()):
+            raise ValueError(
+                f"EPBatchManager has the buffers of another graph than {graph.name!r}, "
+                "which is being built: pass the inputs of this one to "
+                "fetch_buffers(), in a subgraph its own"
+            )
+        return self._comm
 
     @property
     def atomic_counters(self) -> list[list[BufferValue]]:
@@ -163,27 +218,13 @@ class EPBatchManager:
         # combine needs what dispatch recorded there.
         return self.atomic_counters[_DISPATCH][device_id]
 
-    def _pointers(
-        self, group: int, device_id: int | None = None
-    ) -> tuple[TensorValue, ...]:
+    def _pointers(self, group: int, device_id: int = 0) -> tuple[TensorValue, ...]:
         comm = self._fetched()
         kinds = comm.send_buf_ptrs, comm.recv_buf_ptrs, comm.recv_count_ptrs
         of_group = tuple(of_kind[group] for of_kind in kinds)
-        if device_id is None or not self.config.use_allreduce:
+        if not self.config.use_allreduce:
             return of_group
         return tuple(pointers[device_id : device_id + 1] for pointers in of_group)
-
-    def _of_own_experts(
-        self, device_id: int, topk_ids: TensorValue, input_scales: TensorValue | None
-    ) -> tuple[TensorValue, TensorValue | None]:
-        """Returns ids and input scales as the launch of a rank takes them."""
-        config = self.config
-        if not config.use_allreduce or topk_ids.dtype != DType.int32:
-            return topk_ids, input_scales
-        first, n_local = device_id * config.n_local_experts, config.n_local_experts
-        if input_scales is not None and input_scales.shape[0] == config.n_experts:
-            input_scales = input_scales[first : first + n_local]
-        return own_ids(topk_ids, first, n_local, config.n_experts), input_scales
 
     # ------------------------------------------------------------------ dispatch
 
@@ -207,18 +248,8 @@ class EPBatchManager:
                 float32, or bfloat16, which is widened. Otherwise None:
                 :meth:`ep_combine_wait` takes it.
         """
-        topk_ids, input_scales = self._of_own_experts(device_id, topk_ids, input_scales)
-        call_ep_dispatch_async(
-            input_tokens,
-            topk_ids,
-            self._counter(device_id),
-            *self._pointers(_DISPATCH, device_id),
-            self.config,
-            input_scales,
-            router_weight,
-        )
-        self._order[_DISPATCH].send(device_id)
-        self._num_tokens[device_id] = n_tokens_of(input_tokens)
+        tokens = input_tokens, topk_ids, input_scales, router_weight
+        self._dispatch(call_ep_dispatch_async, device_id, *tokens)
 
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
         """Completes receiving.
@@ -234,9 +265,8 @@ class EPBatchManager:
         counter = self._counter(device_id)
         self._check_receive("ep_dispatch_wait", device_id)
         self._order[_DISPATCH].wait(device_id)
-        results = call_ep_dispatch_wait(
-            counter, *self._pointers(_DISPATCH, device_id)[1:], self.config
-        )
+        where = self._pointers(_DISPATCH, device_id)[1:]
+        results = call_ep_dispatch_wait(counter, *where, self.config)
         return self._keep_src_info(device_id, results)
 
     def ep_dispatch(
@@ -258,19 +288,33 @@ class EPBatchManager:
             "ep_dispatch_all, or ep_dispatch_async and ep_dispatch_wait",
         )
         self._check_receive("ep_dispatch", device_id)
-        topk_ids, input_scales = self._of_own_experts(device_id, topk_ids, input_scales)
-        results = call_ep_dispatch(
-            input_tokens,
-            topk_ids,
-            self._counter(device_id),
-            *self._pointers(_DISPATCH, device_id),
-            self.config,
-            input_scales,
-            router_weight,
-        )
-        self._order[_DISPATCH].send_and_wait([device_id])
-        self._num_tokens[device_id] = n_tokens_of(input_tokens)
+        tokens = input_tokens, topk_ids, input_scales, router_weight
+        results = self._dispatch(call_ep_dispatch, device_id, *tokens)
+        self._order[_DISPATCH].wait(device_id)
         return self._keep_src_info(device_id, results)
+
+    def _dispatch(
+        self,
+        build: Callable[..., Any],
+        device_id: int,
+        tokens: Tokens,
+        ids: TensorValue,
+        scales: TensorValue | None,
+        weights: TensorValue | None,
+    ) -> Any:
+        """Adds an op that sends tokens, with the choices of a rank's own launch."""
+        config = self.config
+        if config.use_allreduce and ids.dtype == DType.int32:
+            n_local = config.n_local_experts
+            first = device_id * n_local
+            ids = own_ids(ids, first, n_local, config.n_experts)
+            if scales is not None and scales.shape[0] == config.n_experts:
+                scales = scales[first : first + n_local]
+        where = self._counter(device_id), *self._pointers(_DISPATCH, device_id)
+        results = build(tokens, ids, *where, config, scales, weights)
+        self._order[_DISPATCH].send(device_id)
+        self._num_tokens[device_id] = n_tokens_of(tokens)
+        return results
 
     def ep_dispatch_all(
         self,
@@ -292,50 +336,61 @@ class EPBatchManager:
             input_scales=input_scales,
             router_weights=router_weights,
         )
-        if self.config.use_allreduce:
-            none = [None] * len(device_ids)
-            return [
-                self.ep_dispatch(*of_rank)
-                for of_rank in zip(
-                    input_tokens,
-                    topk_ids,
-                    device_ids,
-                    input_scales or none,
-                    router_weights or none,
-                )
-            ]
-        for device_id in device_ids:
-            self._check_receive("ep_dispatch_all", device_id)
-        results = call_distributed_ep_dispatch(
-            input_tokens,
-            topk_ids,
-            [self._counter(i) for i in device_ids],
-            *self._pointers(_DISPATCH),
-            self.config,
-            input_scales,
-            router_weights,
-        )
-        self._order[_DISPATCH].send_and_wait(device_ids)
-        for device_id, tokens in zip(device_ids, input_tokens):
-            self._num_tokens[device_id] = n_tokens_of(tokens)
-        return [self._keep_src_info(i, r) for i, r in zip(device_ids, results)]
+        none = [None] * len(device_ids)
+        more = input_scales or none, router_weights or none
+        given = list(zip(input_tokens, topk_ids, device_ids, *more))
+        if not self.config.runs_ranks_in_turn:
+            return [self.ep_dispatch(*of_rank) for of_rank in given]
+        for of_rank in given:
+            self.ep_dispatch_async(*of_rank)
+        return [self.ep_dispatch_wait(device_id) for device_id in device_ids]
 
     # ------------------------------------------------------------------ statistics
 
     def ep_watch(self, phase: str, device_id: int) -> TensorValue:
-        """Measures how long a rank waits for each peer, before the wait.
+        """Measures how long a rank waits for each peer; changes nothing.
 
         The async op of ``phase`` (``"dispatch"`` or ``"combine"``) comes before it, and
-        the wait behind. Fused forms have no wait to be watched. Returns ``[n_ranks]``
-        int64 nanoseconds, see :func:`call_ep_watch`.
+        the wait behind. Fused forms have no wait to be watched.
+        ``EPConfig.timeout_s`` bounds its waiting, and again that of the wait behind it:
+        a peer that is late by less than both is no error.
+
+        Returns:
+            ``[n_ranks]`` int64: nanoseconds from the begin of the watch until all was
+            there that the peer sends (on GPUs with dispatch its counts, with sums the
+            first bytes of each of its sums), -1 if time was up before.
         """
-        check_phase(phase)
-        group = _COMBINE if phase == "combine" else _DISPATCH
+        if phase not in ("dispatch", "combine"):
+            raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
+        config, is_combine = self.config, phase == "combine"
+        self._counter(device_id)
+        order = self._order[is_combine]
+        order.check_wait(device_id, f"ep_watch({phase!r})")
+        if config.masks:
+            raise ValueError(
+                "ep_watch with on_timeout='mask': a rank that watches gives no "
+                "heartbeat, and its peers would mask it; watch with on_timeout='raise'"
+            )
+        types = [
+            TensorType(DType.int64, [config.exchange_ranks], config.device(device_id))
+        ]
+        which = {"is_combine": is_combine}
+        return self._observe("watch", is_combine, device_id, [], types, **which)[0]
+
+    def _observe(
+        self,
+        op: str,
+        group: int,
+        device_id: int,
+        values: list[TensorValue],
+        types: list[TensorType],
+        **parameters: bool,
+    ) -> list[TensorValue]:
+        """Adds an op that only looks at what a rank has received."""
         counter = self._counter(device_id)
-        self._order[group].check_wait(device_id, f"ep_watch({phase!r})")
-        return call_ep_watch(
-            phase, counter, *self._pointers(group, device_id)[1:], self.config
-        )
+        where = self._pointers(group, device_id)[1:]
+        values = values + check_buffers(self.config, counter, *where)
+        return call_op(op, self.config, counter, values, types, **parameters)
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         """Counts the rows that each expert of a rank got.
@@ -390,13 +445,9 @@ class EPBatchManager:
         ``input_tokens`` are of the shape of ``output_tokens`` and of ``combine_dtype``,
         where the rank's last dispatch put them.
         """
-        call_ep_combine_async(
-            input_tokens,
-            self._dispatched(device_id),
-            self._counter(device_id),
-            *self._pointers(_COMBINE, device_id),
-            self.config,
-        )
+        rows = input_tokens, self._dispatched(device_id), self._counter(device_id)
+        pointers = self._pointers(_COMBINE, device_id)
+        call_ep_combine_async(*rows, *pointers, self.config)
         self._order[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -438,16 +489,11 @@ class EPBatchManager:
             "ep_combine",
             "ep_combine_all, or ep_combine_async and ep_combine_wait",
         )
-        result = call_ep_combine(
-            input_tokens,
-            self._dispatched(device_id),
-            self._counter(device_id),
-            *self._pointers(_COMBINE, device_id),
-            self.config,
-            self._num_tokens[device_id],
-            router_weight,
-        )
-        self._order[_COMBINE].send_and_wait([device_id])
+        rows = input_tokens, self._dispatched(device_id), self._counter(device_id)
+        sums = self.config, self._num_tokens[device_id], router_weight
+        result = call_ep_combine(*rows, *self._pointers(_COMBINE, device_id), *sums)
+        self._order[_COMBINE].send(device_id)
+        self._order[_COMBINE].wait(device_id)
         return result
 
     def ep_combine_all(
@@ -462,45 +508,69 @@ class EPBatchManager:
         """
         lists = {"input_tokens": input_tokens, "router_weights": router_weights}
         check_all_ranks(self.config, device_ids, **lists)
-        if self.config.use_allreduce:
-            weights = router_weights or [None] * len(device_ids)
+        weights = router_weights or [None] * len(device_ids)
+        if not self.config.runs_ranks_in_turn:
             return [*map(self.ep_combine, input_tokens, weights, device_ids)]
-        results = call_distributed_ep_combine(
-            input_tokens,
-            [self._dispatched(i) for i in device_ids],
-            [self._counter(i) for i in device_ids],
-            *self._pointers(_COMBINE),
-            self.config,
-            [self._num_tokens[i] for i in device_ids],
-            router_weights,
-        )
-        self._order[_COMBINE].send_and_wait(device_ids)
-        return results
+        for rows, device_id in zip(input_tokens, device_ids):
+            self.ep_combine_async(rows, device_id)
+        return [*map(self.ep_combine_wait, weights, device_ids)]
 
     def ep_degraded(
         self, topk_ids: TensorValue, router_weight: TensorValue, device_id: int
     ) -> tuple[TensorValue, TensorValue]:
-        """Flags tokens that lack an expert because its rank is masked.
+        """Flags the tokens whose result lacks an expert because its rank is masked.
 
-        It belongs behind the rank's combine. Returns ``degraded`` ``[n_tokens]`` bool
-        and ``live_share`` ``[n_tokens]`` float32, see :func:`call_ep_degraded`.
+        It belongs behind the combine of these tokens, before the next dispatch. Needs
+        ``on_timeout="mask"``.
+
+        Args:
+            topk_ids: Those that dispatch took.
+            router_weight: The weights of these choices, float32 or bfloat16.
+            device_id: The local rank.
+
+        Returns:
+            ``degraded`` ``[n_tokens]`` bool: whether a choice of the token is on a
+            masked rank; ``live_share`` ``[n_tokens]`` float32: the part of the token's
+            weights that its other choices have. A result divided by it is renormalized.
         """
-        counter = self._counter(device_id)
-        where = self._pointers(_COMBINE)[1:]
-        return call_ep_degraded(counter, *where, self.config, topk_ids, router_weight)
+        if not self.config.masks:
+            raise ValueError("ep_degraded needs EPConfig.on_timeout='mask'")
+        device = self._check_choices(topk_ids, device_id)
+        shape = [None, self.config.top_k]
+        check_value(router_weight, "router_weights", PLAIN_DTYPES, shape, device)
+        values = [topk_ids, ops.cast(router_weight, DType.float32)]
+        n_tokens = topk_ids.shape[0]
+        types = [TensorType(t, [n_tokens], device) for t in (DType.bool, DType.float32)]
+        flags, share = self._observe("degraded", _COMBINE, device_id, values, types)
+        return flags, share
 
     def ep_dropped(
         self, topk_ids: TensorValue, device_id: int
     ) -> tuple[TensorValue, TensorValue]:
         """Counts what did not fit into ``EPConfig.max_output_rows``.
 
-        It belongs behind the rank's combine. Returns ``[n_tokens]`` int32, the choices
-        of each token that its result lacks, and ``[n_local_experts]`` int32, the rows
-        of each expert that this rank dropped; see :func:`call_ep_dropped`.
+        It belongs behind the combine of these tokens, before the next dispatch;
+        ``topk_ids`` are those that dispatch took.
+
+        Returns:
+            ``of_tokens`` ``[n_tokens]`` int32: choices of each token whose row is not
+            in its result; ``of_experts`` ``[n_local_experts]`` int32: rows of each that
+            this rank dropped.
         """
-        counter = self._counter(device_id)
-        where = self._pointers(_COMBINE, device_id)[1:]
-        return call_ep_dropped(counter, *where, self.config, topk_ids)
+        if self.config.max_output_rows is None:
+            raise ValueError("ep_dropped needs EPConfig.max_output_rows")
+        device = self._check_choices(topk_ids, device_id)
+        numbers = topk_ids.shape[0], self.config.n_local_experts
+        types = [TensorType(DType.int32, [n], device) for n in numbers]
+        given = _COMBINE, device_id, [topk_ids], types
+        of_tokens, of_experts = self._observe("dropped", *given)
+        return of_tokens, of_experts
+
+    def _check_choices(self, topk_ids: TensorValue, device_id: int) -> DeviceRef:
+        device = self._counter(device_id).device
+        shape = [None, self.config.top_k]
+        check_value(topk_ids, "topk_ids", DType.int32, shape, device)
+        return device
 
     def _dispatched(self, device_id: int) -> TensorValue:
         self._counter(device_id)  # raises if there are no buffers
@@ -511,3 +581,11 @@ class EPBatchManager:
                 "them first"
             )
         return self._src_info[device_id]
+
+
+def _current_graph() -> Graph | None:
+    """Returns the graph that is being built, if any."""
+    try:
+        return Graph.current
+    except LookupError:
+        return None

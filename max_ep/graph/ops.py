@@ -18,6 +18,7 @@ from max.graph import (
     DeviceRef,
     Dim,
     Graph,
+    StaticDim,
     TensorType,
     TensorValue,
     ops,
@@ -25,7 +26,9 @@ from max.graph import (
 
 from ..config import EPConfig
 from ..extension import load_ops
+from ..formats import PLAIN_DTYPES
 from ..limits import SOURCE_INFO_BYTES
+from .checks import check_n_tokens, check_same_rows, check_value, differ
 
 _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
     WeakKeyDictionary()
@@ -101,6 +104,24 @@ def _group(config: EPConfig) -> str:
     return " ".join([*words, *(name for name, is_set in flags.items() if is_set)])
 
 
+def check_buffers(
+    config: EPConfig, counter: BufferValue, *pointers: TensorValue
+) -> list[TensorValue]:
+    """Checks counters and addresses; returns the latter: all kinds, or the last."""
+    if not isinstance(counter, BufferValue):
+        raise TypeError(
+            f"atomic_counter is a {type(counter).__name__}; it must be a "
+            "BufferValue: an input declared by EPBatchManager.input_types()"
+        )
+    words = config.sizes().counters_words
+    check_value(counter, "atomic_counter", DType.int32, [words], None)
+    kinds = ("send_buf_ptrs", "recv_buf_ptrs", "recv_count_ptrs")[-len(pointers) :]
+    for what, value in zip(kinds, pointers):
+        shape = [config.exchange_ranks]
+        check_value(value, what, DType.uint64, shape, DeviceRef.CPU())
+    return list(pointers)
+
+
 def join_quantized(
     config: EPConfig, values: TensorValue, scales: TensorValue
 ) -> TensorValue:
@@ -141,6 +162,170 @@ def _sent_type(config: EPConfig, tokens: TensorValue) -> TensorType:
 def placeholder(device: DeviceRef, *shape: int) -> TensorValue:
     """Returns an empty tensor for an input that is not given."""
     return ops.constant(np.zeros(shape, np.float32), DType.float32, device)
+
+
+Tokens = TensorValue | tuple[TensorValue, TensorValue]
+"""Tokens of a rank, or with ``tokens_are_quantized`` their values and scales."""
+
+
+def n_tokens_of(given: Tokens) -> Dim:
+    """Returns how many tokens are given."""
+    return (given if isinstance(given, TensorValue) else given[0]).shape[0]
+
+
+def tokens_for_op(config: EPConfig, given: Tokens, device: DeviceRef) -> TensorValue:
+    """Checks tokens; returns them as the ops take them, quantized ones joined."""
+    is_pair = isinstance(given, (tuple, list))
+    if is_pair != config.tokens_are_quantized:
+        raise TypeError(
+            f"input_tokens are {'a pair' if is_pair else 'one tensor'} with "
+            f"tokens_are_quantized={config.tokens_are_quantized}: dispatch takes "
+            "(values, scales) exactly if that is set"
+        )
+    if not is_pair:
+        shape = [None, config.hidden_size]
+        dtypes = config.token_format.token_dtypes
+        check_value(given, "input_tokens", dtypes, shape, device)
+        if config.nvfp4_dyn_global_scales:
+            return quantize_dynamic(config, given)
+        return given
+    values, scales = given
+    shape = [None, config.row_columns]
+    check_value(values, "values of input_tokens", config.output_dtype, shape, device)
+    shape = [None, config.n_scales]
+    check_value(scales, "scales of input_tokens", config.scales_dtype, shape, device)
+    check_same_rows("values of input_tokens", values, "scales", scales)
+    return join_quantized(config, values, scales)
+
+
+def dispatch_inputs(
+    config: EPConfig,
+    input_tokens: Tokens,
+    topk_ids: TensorValue,
+    input_scales: TensorValue | None,
+    router_weights: TensorValue | None,
+    device: DeviceRef,
+) -> list[TensorValue]:
+    """Checks what a dispatch sends; returns it as its ops take it."""
+    tokens = tokens_for_op(config, input_tokens, device)
+    n_tokens = tokens.shape[0]
+    check_n_tokens(config, "input_tokens", n_tokens)
+    shape = [None, config.n_given_choices]
+    if isinstance(topk_ids, TensorValue) and topk_ids.dtype.is_float():
+        raise TypeError(
+            f"topk_ids has dtype {topk_ids.dtype}, it must be {DType.int32}: pass the "
+            "ids of the experts here, and the router's weights where they belong"
+        )
+    check_value(topk_ids, "topk_ids", DType.int32, shape, device)
+    check_same_rows("input_tokens", tokens, "topk_ids", topk_ids)
+    scales = scales_for_op(config, input_scales, device)
+    weights = weights_for_op(config, router_weights, n_tokens, device, "dispatch")
+    return [tokens, topk_ids, scales, weights]
+
+
+def rows_for_op(
+    config: EPConfig,
+    input_tokens: TensorValue,
+    src_info: TensorValue | None,
+    device: DeviceRef,
+) -> list[TensorValue]:
+    """Checks expert rows, and src_info if given; returns them in two dimensions."""
+    rows: list[int | None] = [None]
+    if config.is_padded:
+        rows = [config.n_local_experts, config.expert_capacity]
+    is_tensor = isinstance(input_tokens, TensorValue)
+    if config.is_quantized and is_tensor and input_tokens.dtype == config.output_dtype:
+        raise TypeError(
+            f"input_tokens of combine has dtype {input_tokens.dtype}, as the "
+            f"{config.token_format.short_name.upper()} rows that dispatch delivers; "
+            "pass what the experts made of them, in "
+            f"{config.combine_dtype}. max_ep.dequantize(rows, scales, config) makes "
+            "rows for experts; a cast alone leaves the scales out"
+        )
+    shape = [*rows, config.hidden_size]
+    check_value(input_tokens, "input_tokens", config.combine_dtype, shape, device)
+    values = [input_tokens]
+    if src_info is not None:
+        check_value(src_info, "src_info", DType.int32, [*rows, 2], device)
+        have, want = input_tokens.shape[0], src_info.shape[0]
+        if differ(have, want):
+            raise ValueError(
+                f"input_tokens of combine has {have} rows and src_info of the dispatch "
+                f"has {want}; pass the experts' rows of what dispatch delivered, all "
+                f"{want}, each where it was"
+            )
+        values.append(src_info)
+    return [v.reshape([-1, v.shape[-1]]) if config.is_padded else v for v in values]
+
+
+def weights_for_op(
+    config: EPConfig,
+    router_weights: TensorValue | None,
+    num_tokens: Dim,
+    device: DeviceRef,
+    phase: str,
+) -> TensorValue:
+    """Checks router weights; returns them as the ops take them, widened to float32.
+
+    One direction takes them. In the other a tensor stands in their place.
+    """
+    used_by = "dispatch" if config.combines_sums else "combine"
+    if (router_weights is not None) != (phase == used_by):
+        needs, what = ("needs", "those of all tokens")
+        if phase != used_by:
+            needs, what = ("takes no", "None")
+        raise ValueError(
+            f"{phase} with combine_mode={config.combine_mode!r} {needs} router "
+            f"weights: {used_by} takes them; pass {what} to {phase}, or choose another "
+            "EPConfig.combine_mode"
+        )
+    if router_weights is None:
+        return placeholder(device, 1, 1)
+    shape = [None, config.n_given_choices]
+    check_value(router_weights, "router_weights", PLAIN_DTYPES, shape, device)
+    n_rows = router_weights.shape[0]
+    check_n_tokens(config, "router_weights", n_rows)
+    if differ(n_rows, num_tokens):
+        raise ValueError(
+            f"router_weights has {n_rows} rows, num_tokens is {num_tokens}; pass "
+            "the weights of the tokens that were dispatched, a row each"
+        )
+    return ops.cast(router_weights, DType.float32)
+
+
+def scales_for_op(
+    config: EPConfig, input_scales: TensorValue | None, device: DeviceRef
+) -> TensorValue:
+    """Checks input scales; returns them, or an empty tensor where there are none."""
+    if input_scales is None:
+        return placeholder(device, 0)
+    if config.tokens_are_quantized or config.nvfp4_dyn_global_scales:
+        raise ValueError(
+            "input_scales with tokens_are_quantized or nvfp4_dyn_global_scales: such "
+            "tokens have their scales; pass None"
+        )
+    if config.combines_sums:
+        raise ValueError(
+            "input_scales are factors of experts, which combine_mode='sums' does "
+            "not take; scale the tokens before dispatch. If these are the router's "
+            "weights, pass them by name, as router_weight (of all ranks: "
+            "router_weights)"
+        )
+    if config.fused_shared_expert or config.is_by_rank:
+        raise ValueError(
+            "input_scales are factors of experts, and with fused_shared_expert="
+            f"{config.fused_shared_expert} and protocol={config.protocol!r} a token is "
+            "encoded once for several experts; scale the tokens before dispatch, or "
+            "pass protocol='by_expert' without a fused shared expert"
+        )
+    check_value(input_scales, "input_scales", DType.float32, [None], device)
+    n = input_scales.shape[0]
+    if not isinstance(n, StaticDim) or int(n) not in (1, config.exchange_experts):
+        raise ValueError(
+            f"input_scales has shape [{n}], it must be [1] or "
+            f"[n_experts={config.exchange_experts}]"
+        )
+    return input_scales
 
 
 def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
@@ -208,8 +393,3 @@ def dispatch_results(
         for value in (*rows, ids, src_info)
     )
     return (*rows, *of_rows, offsets, src_info, ids)
-
-
-def combine_type(config: EPConfig, num_tokens: Dim, device: DeviceRef) -> TensorType:
-    """Returns the type of the result of a combine op."""
-    return TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)

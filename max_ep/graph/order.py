@@ -53,13 +53,6 @@ class OpOrder:
         self.check_wait(device_id, f"ep_{self._phase}_wait")
         self._waited[device_id] += 1
 
-    def send_and_wait(self, device_ids: Iterable[int]) -> None:
-        """Counts a fused op, or one call for all ranks."""
-        for device_id in device_ids:
-            self.send(device_id)
-        for device_id in device_ids:
-            self.wait(device_id)
-
     def is_under_way(self, device_id: int) -> bool:
         """Returns whether a rank has sent and not waited."""
         return self._sent[device_id] > self._waited[device_id]
