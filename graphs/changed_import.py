@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +50,19 @@ EXACT_RUNS, RANDOM_RUN = ("uniform", "crowded"), "random"
 """Times each graph runs: which experts are chosen, what tokens and weights are."""
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is asked of dispatch and combine."""
+
+    is_fp8: bool = False
+    has_shared: bool = False
+    """A fused shared expert; it comes first."""
+    is_balanced: bool = False
+    """Replicas of experts, of :data:`PHY2LOG`."""
+    adds_up: bool = False
+    """All ranks have the tokens of rank 0, and add up (``use_allreduce``)."""
+
+
 def fp8_quant_config() -> QuantConfig:
     """Asks for float8_e4m3fn with a float32 scale for every 128 channels."""
     return QuantConfig(
@@ -69,15 +83,7 @@ def fp8_quant_config() -> QuantConfig:
     )
 
 
-def ep_config(
-    ep: ModuleType,
-    n_ranks: int,
-    *,
-    is_fp8: bool = False,
-    has_shared: bool = False,
-    is_balanced: bool = False,
-    adds_up: bool = False,
-) -> Any:
+def ep_config(ep: ModuleType, n_ranks: int, kind: Kind) -> Any:
     """Makes the package's ``EPConfig``."""
     balanced = dict(
         eplb_enabled=True,
@@ -87,19 +93,19 @@ def ep_config(
         num_logical_experts=N_EXPERTS,
     )
     return ep.EPConfig(
-        dispatch_dtype=DType.float8_e4m3fn if is_fp8 else DType.bfloat16,
+        dispatch_dtype=DType.float8_e4m3fn if kind.is_fp8 else DType.bfloat16,
         combine_dtype=DType.bfloat16,
         hidden_size=HIDDEN_SIZE,
         top_k=TOP_K,
-        n_experts=len(PHY2LOG) if is_balanced else N_EXPERTS,
+        n_experts=len(PHY2LOG) if kind.is_balanced else N_EXPERTS,
         max_tokens_per_rank=MAX_TOKENS,
         n_gpus_per_node=n_ranks,
         n_nodes=1,
         node_id=0,
-        dispatch_quant_config=fp8_quant_config() if is_fp8 else None,
-        fused_shared_expert=has_shared,
-        use_allreduce=adds_up,
-        **(balanced if is_balanced else {}),
+        dispatch_quant_config=fp8_quant_config() if kind.is_fp8 else None,
+        fused_shared_expert=kind.has_shared,
+        use_allreduce=kind.adds_up,
+        **(balanced if kind.is_balanced else {}),
     )
 
 
@@ -140,15 +146,9 @@ def combine(
 
 
 def experts(dispatched: tuple[TensorValue, ...], factors: TensorValue) -> TensorValue:
-    """Multiplies every row by its expert's factor.
+    """Multiplies every row by its expert's factor, ``[n_groups]`` float32; bfloat16.
 
-    Args:
-        dispatched: What a dispatch gave this rank.
-        factors: ``[n_groups]`` float32; a shared expert's comes first.
-
-    Returns:
-        The rows, bfloat16. Those after the last offset are undefined, as they
-        were.
+    Rows after the last offset are undefined, as they were.
     """
     rows, *scales, row_offsets, expert_ids, _ = dispatched
     n_rows, last = rows.shape[0], int(expert_ids.shape[0]) - 1
@@ -168,12 +168,7 @@ def experts(dispatched: tuple[TensorValue, ...], factors: TensorValue) -> Tensor
 
 
 def balance(ids: TensorValue, tables: list[BufferValue]) -> TensorValue:
-    """Replaces logical experts by replicas, in plain ops that serve both packages.
-
-    Args:
-        ids: Experts ``[n, TOP_K]`` int32.
-        tables: ``eplb_log2phy`` and ``eplb_logcnt`` of the rank.
-    """
+    """Replaces logical experts ``[n, TOP_K]`` int32 by replicas, in plain ops."""
     log2phy, logcnt = (ops.buffer_load(table)[0] for table in tables)
     n, device = ids.shape[0], ids.device
     token = ops.range(0, n, 1, out_dim=n, dtype=DType.int32, device=device)
@@ -189,12 +184,8 @@ def build(
     form: str,
     n_ranks: int,
     device_of: Callable[[int], DeviceRef],
-    *,
-    weights_dtype: DType = DType.float32,
-    is_fp8: bool = False,
-    has_shared: bool = False,
-    is_balanced: bool = False,
-    adds_up: bool = False,
+    kind: Kind,
+    weights_dtype: DType,
 ) -> Graph:
     """Builds a round trip of all ranks.
 
@@ -203,9 +194,7 @@ def build(
     then the EP inputs. Outputs, each a tensor a rank: the sums; what dispatch gave,
     without its statistics.
     """
-    kind = dict(is_fp8=is_fp8, has_shared=has_shared, is_balanced=is_balanced)
-    kind["adds_up"] = adds_up
-    config = ep_config(ep, n_ranks, **kind)
+    config = ep_config(ep, n_ranks, kind)
     manager = ep.EPBatchManager(config)
     ranks = range(n_ranks)
     types: list[Any] = []
@@ -215,24 +204,24 @@ def build(
         (weights_dtype, TOP_K),
     ):
         types += [TensorType(dtype, [f"n_{r}", width], device_of(r)) for r in ranks]
-    n_groups = [config.n_experts // n_ranks + int(has_shared)]
+    n_groups = [config.n_experts // n_ranks + kind.has_shared]
     types += [TensorType(DType.float32, n_groups, device_of(r)) for r in ranks]
-    name = f"changed_import_{form}_{n_ranks}"
-    name += "_fp8" * is_fp8 + "_shared" * has_shared + "_balanced" * is_balanced
-    name += "_allreduce" * adds_up
+    name = f"changed_import_{form}_{n_ranks}" + "_fp8" * kind.is_fp8
+    name += "_shared" * kind.has_shared + "_balanced" * kind.is_balanced
+    name += "_allreduce" * kind.adds_up
     with Graph(name, input_types=[*types, *manager.input_types()]) as graph:
         values = [value.tensor for value in graph.inputs[: len(types)]]
         manager.fetch_buffers(graph.inputs[len(types) :])
         x, ids, weights, factors = (
             values[i : i + n_ranks] for i in range(0, len(values), n_ranks)
         )
-        if is_balanced:  # the tables are the last inputs, those of a kind together
+        if kind.is_balanced:  # the tables are the last inputs, those of a kind together
             tables = [value.buffer for value in graph.inputs[-2 * n_ranks :]]
             ids = [balance(ids[r], tables[r::n_ranks]) for r in ranks]
         dispatched = dispatch(manager, form, x, ids)
         rows = [experts(*pair) for pair in zip(dispatched, factors)]
         sums = combine(manager, form, rows, weights, ids)
-        kept = [value for kind in list(zip(*dispatched))[:-1] for value in kind]
+        kept = [value for values in list(zip(*dispatched))[:-1] for value in values]
         graph.output(*sums, *kept)
     return graph
 
@@ -240,30 +229,13 @@ def build(
 # --------------------------------------------------------------------------- data
 
 
-def make_inputs(
-    run: str,
-    counts: list[int],
-    *,
-    has_shared: bool = False,
-    is_balanced: bool = False,
-    adds_up: bool = False,
-) -> list[list[np.ndarray]]:
-    """Makes what the ranks are given.
+def make_inputs(run: str, counts: list[int], kind: Kind) -> list[list[np.ndarray]]:
+    """Makes what the ranks are given, ``counts`` tokens each: tokens, ids, weights,
+    factors. All but ids are float32 that bfloat16 can hold.
 
     But for the random run, tokens are integers of four bits and an exponent,
     448 the largest of every block, so that FP8 holds them with a scale of 1;
     and weights are sixteenths.
-
-    Args:
-        run: One of :data:`EXACT_RUNS`, or :data:`RANDOM_RUN`.
-        counts: Tokens of each rank.
-        has_shared: Whether there is a factor for a shared expert.
-        is_balanced: Whether there is a factor for each physical expert.
-        adds_up: Whether all ranks have the tokens of rank 0.
-
-    Returns:
-        Lists with an array a rank: tokens, ids, weights, factors; all but ids
-        float32 that bfloat16 can hold.
     """
     rng = np.random.default_rng([len(counts), *run.encode()])
     tokens, ids, weights = [], [], []
@@ -280,11 +252,11 @@ def make_inputs(
         tokens.append(widen(narrow(x.astype(np.float32))))
         ids.append(chosen.astype(np.int32))
         weights.append(widen(narrow(w.astype(np.float32))))
-    if adds_up:
+    if kind.adds_up:
         tokens, ids, weights = ([x[0]] * len(x) for x in (tokens, ids, weights))
-    experts = PHY2LOG if is_balanced else range(N_EXPERTS)
+    experts = PHY2LOG if kind.is_balanced else range(N_EXPERTS)
     factors = 1 + np.array(experts, np.float32).reshape(len(counts), -1)
-    shared = np.full((len(counts), int(has_shared)), 3, np.float32)
+    shared = np.full((len(counts), int(kind.has_shared)), 3, np.float32)
     return [tokens, ids, weights, list(np.hstack([shared, factors]))]
 
 
@@ -323,46 +295,26 @@ def placement_tables() -> list[np.ndarray]:
     return [log2phy[None], logcnt[None]]
 
 
-def rows_of_experts(
-    ids: list[np.ndarray],
-    has_shared: bool = False,
-    is_balanced: bool = False,
-    adds_up: bool = False,
-) -> np.ndarray:
-    """Counts the rows that the experts of each rank must get.
-
-    Args:
-        ids: int32 ``[n_tokens, TOP_K]`` of each rank.
-        has_shared: Whether each rank has a shared expert; it comes first.
-        is_balanced: Whether replicas get them.
-        adds_up: Whether each rank keeps its own tokens.
-
-    Returns:
-        int64 ``[n_ranks, n_groups]``, by expert.
-    """
+def rows_of_experts(ids: list[np.ndarray], kind: Kind) -> np.ndarray:
+    """Counts the rows that the experts of each rank must get, ``[n_ranks, n_groups]``,
+    by expert; ``ids`` are int32 ``[n_tokens, TOP_K]`` of each rank."""
     n_experts = N_EXPERTS
-    if is_balanced:
+    if kind.is_balanced:
         (log2phy,), (logcnt,) = placement_tables()
         n_experts = len(PHY2LOG)
         choices = [np.arange(x.size).reshape(x.shape) for x in ids]
         ids = [log2phy[x, c % logcnt[x]] for x, c in zip(ids, choices)]
-    sent = ids[:1] if adds_up else ids
+    sent = ids[:1] if kind.adds_up else ids
     chosen = np.bincount(np.concatenate(sent).ravel(), minlength=n_experts)
-    n_tokens = [[len(x)] * has_shared for x in ids]
+    n_tokens = [[len(x)] * kind.has_shared for x in ids]
     return np.hstack([n_tokens, chosen.reshape(len(ids), -1)]).astype(np.int64)
 
 
 def by_expert(arrays: list[np.ndarray], n_rows: np.ndarray) -> list[np.ndarray]:
-    """Sorts what dispatch gave a rank.
+    """Sorts the bytes of each expert's rows, of FP8 with their scales.
 
-    Args:
-        arrays: Rows, for FP8 scales, row offsets, expert ids.
-        n_rows: How many each expert must have. MAX lets every expert's FP8 rows
-            begin at a multiple of four; what follows is left out.
-
-    Returns:
-        The bytes of each expert's rows, of FP8 with their scales, in ascending
-        order: uint8 ``[n_rows, n_bytes]``. A shared expert comes first.
+    MAX lets every expert's FP8 rows begin at a multiple of four; what follows the
+    ``n_rows`` that each must have is left out.
     """
     rows, *scales, row_offsets, expert_ids = arrays
     columns = [rows] + [np.ascontiguousarray(scale.T) for scale in scales]
@@ -430,16 +382,14 @@ def main() -> None:
         if (n_gpus or form != "fused" or options.allreduce)
         and (form != "split" or not options.shared_expert)
     ]
-    more = {"has_shared": options.shared_expert, "is_balanced": options.balanced}
-    more["adds_up"] = options.allreduce
-    kind = {"is_fp8": options.fp8, **more}
+    kind = Kind(options.fp8, options.shared_expert, options.balanced, options.allreduce)
     dtypes = [DType.bfloat16, DType.int32, DType.float32, DType.float32]
     if options.bfloat16_weights:
         dtypes[2] = DType.bfloat16
     if options.fp8 and not n_gpus:
         parser.error("--fp8 needs GPUs: MAX has no float8 tensors on a CPU")
     session = InferenceSession(devices=devices if n_gpus else [CPU()])
-    comm = ep.EPCommInitializer(ep_config(ep, n_ranks, **kind))
+    comm = ep.EPCommInitializer(ep_config(ep, n_ranks, kind))
     comm.ep_init(session)
     if options.balanced:
         tables = [Buffer.from_numpy(table) for table in placement_tables()]
@@ -448,20 +398,14 @@ def main() -> None:
         counts = counts[:1] * n_ranks
     saved = {"counts": np.array(counts)}
     for form in forms:
-        graph = build(
-            ep,
-            form,
-            n_ranks,
-            DeviceRef.GPU if n_gpus else lambda rank: DeviceRef.CPU(),
-            weights_dtype=dtypes[2],
-            **kind,
-        )
+        device_of = DeviceRef.GPU if n_gpus else lambda rank: DeviceRef.CPU()
+        graph = build(ep, form, n_ranks, device_of, kind, dtypes[2])
         model = session.load(graph)
         dispatch_digest, combine_digest = hashlib.sha256(), hashlib.sha256()
         for run in (*EXACT_RUNS, RANDOM_RUN):
-            inputs = make_inputs(run, counts, **more)
+            inputs = make_inputs(run, counts, kind)
             found = execute(model, comm, inputs, dtypes, devices)
-            n_rows = rows_of_experts(inputs[1], **more)
+            n_rows = rows_of_experts(inputs[1], kind)
             for rank, (sums, *dispatched) in enumerate(found):
                 names = OUTPUTS if options.fp8 else OUTPUTS[:2] + OUTPUTS[3:]
                 for name, array in zip(names, [sums, *dispatched]):

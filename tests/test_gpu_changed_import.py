@@ -25,6 +25,7 @@ from graphs.changed_import import (
     OUTPUTS,
     PHY2LOG,
     RANDOM_RUN,
+    Kind,
     make_inputs,
     narrow,
     widen,
@@ -51,34 +52,26 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return widen(reference.float32_to_bfloat16(x))
 
 
-def wanted(
-    run: str,
-    counts: list[int],
-    is_fp8: bool,
-    has_shared: bool,
-    is_balanced: bool,
-    adds_up: bool,
-) -> list[dict]:
+def wanted(run: str, counts: list[int], kind: Kind) -> list[dict]:
     """Asks the oracle for each rank's arrays, by their names in `OUTPUTS`."""
-    more = dict(has_shared=has_shared, is_balanced=is_balanced, adds_up=adds_up)
-    tokens, ids, weights, factors = make_inputs(run, counts, **more)
+    tokens, ids, weights, factors = make_inputs(run, counts, kind)
     n_experts = N_EXPERTS
-    if is_balanced:
+    if kind.is_balanced:
         placement = Placement(np.array([PHY2LOG]), len(counts))
         (log2phy,), (logcnt,) = placement.log2phy(MAX_REPLICAS), placement.logcnt
         ids = [reference.balance_ids(x, log2phy, logcnt) for x in ids]
         n_experts = len(PHY2LOG)
-    sent = tokens if is_fp8 else [narrow(x) for x in tokens]
+    sent = tokens if kind.is_fp8 else [narrow(x) for x in tokens]
 
     def dispatch(*tokens_and_ids: list[np.ndarray], n: int = n_experts) -> list:
         return reference.dispatch(
             *tokens_and_ids,
             n,
-            quantize=reference.quantize_blockwise_fp8 if is_fp8 else None,
-            shared_expert=has_shared,
+            quantize=reference.quantize_blockwise_fp8 if kind.is_fp8 else None,
+            shared_expert=kind.has_shared,
         )
 
-    if adds_up:
+    if kind.adds_up:
         n, results = n_experts // len(counts), []
         for rank in range(len(counts)):
             own = ids[rank] - rank * n
@@ -88,14 +81,14 @@ def wanted(
         results = dispatch(sent, ids)
     expert_rows = []
     for result, of_rank in zip(results, factors):
-        if is_fp8:
+        if kind.is_fp8:
             values = reference.float8_e4m3fn_to_float32(result.rows)
             values = values * np.repeat(result.scales.T, FP8_BLOCK, axis=1)
         else:
             values = widen(result.rows)
         factor = np.repeat(of_rank, np.diff(result.row_offsets.astype(int)))
         expert_rows.append(rounded(values * factor[:, np.newaxis]))
-    if adds_up:
+    if kind.adds_up:
         sums = [
             reference.combine([rows], [result], [w], rounded)[0]
             for rows, result, w in zip(expert_rows, results, weights)
@@ -106,15 +99,15 @@ def wanted(
     return [vars(result) | {"sums": x} for result, x in zip(results, sums)]
 
 
-def check(saved: dict, forms: list[str], *, is_fp8: bool, **kind: bool) -> None:
+def check(saved: dict, forms: list[str], kind: Kind) -> None:
     """Compares all that one package has saved with the oracle."""
     saved, counts = dict(saved), saved["counts"].tolist()
     del saved["counts"]
     for run in (*EXACT_RUNS, RANDOM_RUN):
-        for rank, want in enumerate(wanted(run, counts, is_fp8, **kind)):
+        for rank, want in enumerate(wanted(run, counts, kind)):
             n = len(want["rows"])
             for form in forms:
-                for name in (x for x in OUTPUTS if is_fp8 or x != "scales"):
+                for name in (x for x in OUTPUTS if kind.is_fp8 or x != "scales"):
                     got = saved.pop(where := f"{form}/{run}/{rank}/{name}")
                     got = {"rows": got[:n], "scales": got[..., :n]}.get(name, got)
                     assert_same_bits(where, got, want[name])
@@ -137,10 +130,8 @@ ARGUMENTS = {
 def check_ours(saved: dict, arguments: str) -> None:
     words = arguments.partition("--forms")[2].split()
     forms = [word for word in words if not word.startswith("--")]
-    options = dict(is_fp8="--fp8", has_shared="--shared", is_balanced="--balanced")
-    options["adds_up"] = "--allreduce"
-    kind = {name: option in arguments for name, option in options.items()}
-    check(saved, forms, **kind)
+    options = "--fp8", "--shared", "--balanced", "--allreduce"
+    check(saved, forms, Kind(*(option in arguments for option in options)))
 
 
 @pytest.mark.parametrize(
