@@ -183,7 +183,7 @@ class _Membership:
         self.pes = [_Pe(i) for i in range(len(contexts))]
         n = len(contexts)
         join = lambda i: self.pes[i].join(libraries, i, n, contexts[i])  # noqa: E731
-        numbers = self.on_all(60.0, join, "joining SHMEM")
+        numbers = self.run(60.0, join, "joining SHMEM")
         want = [(libraries.rank * n + i, libraries.size * n) for i in range(n)]
         if numbers != want:
             raise RuntimeError(f"max_ep: SHMEM numbers ranks {numbers}, not {want}")
@@ -195,9 +195,9 @@ class _Membership:
         os.environ[_MODULES_VARIABLE] = str(ctypes.addressof(self._table))
         atexit.register(self._leave)
 
-    def on_all(self, timeout_s: float, function, what: str) -> list:
-        """Runs ``function(local_rank)`` on all ranks' threads at once."""
-        futures = [pe.submit(function, i) for i, pe in enumerate(self.pes)]
+    def run(self, timeout_s: float, function, what: str, n: int | None = None) -> list:
+        """Runs ``function(local_rank)`` on all ranks' threads at once, or on ``n``."""
+        futures = [pe.submit(function, i) for i, pe in enumerate(self.pes[:n])]
         try:
             return [future.result(timeout_s) for future in futures]
         except FutureTimeout:
@@ -224,7 +224,7 @@ class _Membership:
     def _leave(self) -> None:
         leave = lambda i: self.pes[i].leave(self.libraries)  # noqa: E731
         try:
-            self.on_all(20.0, leave, "leaving SHMEM")
+            self.run(20.0, leave, "leaving SHMEM")
             self.libraries.mpi.MPI_Finalize()
         except (TimeoutError, RuntimeError) as error:
             print(error, file=sys.stderr)
@@ -260,12 +260,11 @@ class ShmemMemory:
         ``fingerprint`` says what must be the same in all processes.
         """
         global _membership
-        if mpi_rank() != (node_id, n_nodes):
+        rank, size = mpi_rank()
+        if (rank, size) != (node_id, n_nodes):
             raise ValueError(
                 f"node_id={node_id} of n_nodes={n_nodes}, but MPI says that this is "
-                "process {} of {}; start the group with `mpirun -np n_nodes`".format(
-                    *mpi_rank()
-                )
+                f"process {rank} of {size}; start the group with `mpirun -np n_nodes`"
             )
         assert _libraries is not None
         libraries = _libraries
@@ -281,16 +280,15 @@ class ShmemMemory:
         self._timeout_s = timeout_s
         self._addresses: list[int] = []
         what = f"{region_bytes} bytes, {fingerprint}"
-        if not self._on_first(lambda: libraries.all_equal(what.encode()), "joining"):
+        # MPI is called by one thread of a process.
+        compare = lambda _: libraries.all_equal(what.encode())  # noqa: E731
+        if not all(_membership.run(timeout_s, compare, "joining", 1)):
             raise ValueError(
                 "max_ep: the processes of this group have different "
                 f"configurations; this one ({node_id}): {what}"
             )
-        addresses = _membership.on_all(
-            timeout_s,
-            lambda _: libraries.shmem.nvshmem_malloc(region_bytes),
-            "allocating symmetric memory",
-        )
+        allocate = lambda _: libraries.shmem.nvshmem_malloc(region_bytes)  # noqa: E731
+        addresses = _membership.run(timeout_s, allocate, "allocating symmetric memory")
         if not all(addresses):
             raise MemoryError(
                 f"max_ep: SHMEM cannot allocate {region_bytes} bytes a rank. Lower "
@@ -300,26 +298,15 @@ class ShmemMemory:
         self._first_rank = node_id * n_local
         self._n_ranks = n_nodes * n_local
 
-    def _on_first(self, function, what: str):
-        assert _membership is not None
-        # MPI is called by one thread of a process.
-        future = _membership.pes[0].submit(function)
-        try:
-            return future.result(self._timeout_s)
-        except FutureTimeout:
-            raise TimeoutError(
-                f"max_ep: {what} timed out after {self._timeout_s:g} s: another "
-                "process of the group did not come"
-            ) from None
-
     def local_addresses(self) -> list[int]:
         """Returns the address of each local rank's region, valid on its GPU."""
         return self._addresses
 
     def connect(self, timeout_s: float) -> list[int]:
         """Waits for all processes; returns addresses, 0 for ranks reached by puts."""
-        assert _libraries is not None
-        self._on_first(_libraries.barrier, "joining the group")
+        assert _membership is not None
+        barrier = lambda _: _membership.libraries.barrier()  # noqa: E731
+        _membership.run(timeout_s, barrier, "joining the group", 1)
         regions = [0] * self._n_ranks
         for i, address in enumerate(self._addresses):
             regions[self._first_rank + i] = address
@@ -329,9 +316,8 @@ class ShmemMemory:
         """Gives the memory back; collective."""
         if not self._addresses:
             return
-        assert _membership is not None and _libraries is not None
+        assert _membership is not None
         addresses, self._addresses = self._addresses, []
-        free = _libraries.shmem.nvshmem_free
-        _membership.on_all(
-            self._timeout_s, lambda i: free(addresses[i]), "freeing symmetric memory"
-        )
+        shmem = _membership.libraries.shmem
+        free = lambda i: shmem.nvshmem_free(addresses[i])  # noqa: E731
+        _membership.run(self._timeout_s, free, "freeing symmetric memory")
