@@ -251,14 +251,14 @@ AS_FP8 = dict(
 of_cpu(2, top_k=0) | top_k=0
 of_cpu(40) | 40 ranks; 32
 of_cpu(2, dtype=DType.int8) | dtype
-changed(protocol="by_expert", combine_mode="rows") | pass 'by_rank', 'sums'
+changed(protocol="by_expert", combine_mode="rows") | protocol='by_expert'; 'by_rank'
 changed(combine_mode="rows") | 'rows'; 'sums'
 changed(n_experts=4) | n_experts=4; pass 2
 changed(top_k=1) | top_k=1; pass 2
 changed(router_top_k=0) | router_top_k=0; 1 or more
 changed(fused_shared_expert=True) | fused_shared_expert=True; False
 changed(output_layout="padded") | 'padded'; 'packed'
-changed(**AS_FP8) | float8_e4m3fn; 'by_rank', 'sums', and bfloat16 or float32
+changed(**AS_FP8) | is_quantized=True; pass False
 """)
 def test_configs_that_are_no_all_gather(arguments, words):
     changed = functools.partial(replace, of_cpu(2).config)

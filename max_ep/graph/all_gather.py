@@ -41,23 +41,23 @@ class AllGatherConfig(EPConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.is_by_rank and self.combines_sums and not self.is_quantized):
-            raise ValueError(
-                f"an all-gather with protocol={self.protocol!r}, combine_mode="
-                f"{self.combine_mode!r}, dispatch_dtype={self.dispatch_dtype}: pass "
-                "'by_rank', 'sums', and bfloat16 or float32"
-            )
-        if not self.n_experts == self.top_k == self.n_ranks:
-            raise ValueError(
-                f"an all-gather with n_experts={self.n_experts}, top_k={self.top_k}: "
-                f"each rank is an expert, and a token goes to all; pass {self.n_ranks}"
-            )
-        if self.router_top_k < 1 or self.fused_shared_expert or self.is_padded:
-            raise ValueError(
-                f"an all-gather with router_top_k={self.router_top_k}, "
-                f"fused_shared_expert={self.fused_shared_expert}, output_layout="
-                f"{self.output_layout!r}: pass 1 or more, False, and 'packed'"
-            )
+        if self.router_top_k < 1:
+            raise ValueError(f"router_top_k={self.router_top_k} must be 1 or more")
+        for field, wanted in (
+            ("protocol", "by_rank"),
+            ("combine_mode", "sums"),
+            ("n_experts", self.n_ranks),
+            ("top_k", self.n_ranks),
+            ("is_quantized", False),
+            ("fused_shared_expert", False),
+            ("output_layout", "packed"),
+        ):
+            value = getattr(self, field)
+            if value != wanted:
+                raise ValueError(
+                    f"an all-gather with {field}={value!r}: it sends each token to all "
+                    f"ranks, as if each were an expert, and as it is; pass {wanted!r}"
+                )
 
 
 class AllGatherTokenDispatcher:
@@ -74,7 +74,8 @@ class AllGatherTokenDispatcher:
     ``max_tokens_per_rank`` tokens, rank ``r``'s stand at ``r *
     max_tokens_per_rank``. If not, they stand one after another, rank by rank, and
     :attr:`n_gathered` says how many they are; after the last, the routing map is
-    -1, probabilities are 0, and tokens are undefined.
+    -1, probabilities are 0, and tokens are undefined. A wrong dtype raises a
+    ``TypeError``, a wrong shape, device or order of calls a ``ValueError``.
     """
 
     def __init__(
@@ -89,19 +90,13 @@ class AllGatherTokenDispatcher:
     ) -> None:
         """Makes the configuration of the group.
 
-        Args:
-            hidden_size: Elements of a token.
-            top_k: Experts of a token, 1 or more.
-            max_tokens_per_rank: Tokens one rank may have.
-            n_gpus_per_node: Ranks of this process.
-            n_nodes: Processes of the group; at most 32 ranks, no GPUs of other hosts.
-            dtype: Of tokens and sums: bfloat16 or float32.
-            options: Further fields of :class:`EPConfig`: ``node_id``, ``target``,
-                ``timeout_s``, ``n_sms``, ``ranks_per_gpu``.
+        ``hidden_size`` are the elements of a token, ``top_k`` its experts,
+        ``n_gpus_per_node`` the ranks of this process, ``n_nodes`` the processes; at
+        most 32 ranks, no GPUs of other hosts. ``dtype`` of tokens and sums is bfloat16
+        or float32. ``options`` are further fields of :class:`EPConfig`: ``node_id``,
+        ``target``, ``timeout_s``, ``n_sms``, ``ranks_per_gpu``.
         """
         n_ranks = n_gpus_per_node * n_nodes
-        if top_k < 1:
-            raise ValueError(f"top_k={top_k} must be 1 or more")
         if n_ranks > MAX_TOP_K:
             raise ValueError(
                 f"n_gpus_per_node * n_nodes = {n_ranks} ranks; an all-gather has at "
@@ -184,9 +179,6 @@ class AllGatherTokenDispatcher:
             ``[global_tokens, top_k]`` float32 of each local rank. Sets
             :attr:`routing_map` to the gathered one, and :attr:`n_gathered`.
 
-        Raises:
-            TypeError: If a dtype does not fit.
-            ValueError: If a shape, device or number of values does not.
         """
         lists = dict(hidden_states=hidden_states, probs=probs, routing_map=routing_map)
         check_one_a_rank(len(self._ranks), **lists)
@@ -223,19 +215,10 @@ class AllGatherTokenDispatcher:
     def token_combine(self, hidden_states: Sequence[TensorValue]) -> list[TensorValue]:
         """Adds up all ranks' rows of each token, on the token's rank.
 
-        Args:
-            hidden_states: ``[global_tokens, hidden_size]`` of each local rank, with
-                probabilities applied; what follows the last token is not
-                read.
-
-        Returns:
-            ``[local_tokens, hidden_size]`` of each local rank: sums in float32,
-            this rank's row first and then the others in rank order, rounded once.
-
-        Raises:
-            TypeError: If the dtype does not fit.
-            ValueError: If a shape or the number of values does not, or before
-                :meth:`token_dispatch`.
+        ``hidden_states`` are ``[global_tokens, hidden_size]`` of each local rank, with
+        probabilities applied; what follows the last token is not read. Returns
+        ``[local_tokens, hidden_size]``: sums in float32, this rank's row first and then
+        the others in rank order, rounded once.
         """
         check_one_a_rank(len(self._ranks), hidden_states=hidden_states)
         self._of_dispatch("token_combine", self._routing_map)
