@@ -17,11 +17,8 @@ from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig
 
 from . import config_checks as checks
-from .balance_checks import check_fields
 from .formats import TokenFormat, format_of, on_target
-from .limits import (
-    GROUP_VARIABLE,
-)
+from .limits import GROUP_VARIABLE
 from .memory.layout import RegionSizes, region_sizes
 
 
@@ -163,7 +160,7 @@ class EPConfig:
         if self.target == "auto":
             self.target = "gpu" if accelerator_count() > 0 else "cpu"
         checks.check_sizes(self)
-        check_fields(self)
+        checks.check_balance(self)
         checks.check_max_output_rows(self)
         checks.check_dtypes(self)
         checks.check_hidden_size(self)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from max.dtype import DType
 
+from .balance import Placement
 from .formats import PLAIN_DTYPES
 from .limits import (
     COMBINE_MODES,
@@ -63,6 +65,18 @@ def check_choices(config: EPConfig) -> None:
         )
 
 
+def _check_integer(
+    config: EPConfig, field: str, least: int = 1, more: str = ""
+) -> None:
+    value = getattr(config, field)
+    if not isinstance(value, int) or value < least:
+        kind = type(value).__name__
+        of_type = "" if kind == "int" else f" of Python's type int, not {kind}"
+        raise ValueError(
+            f"{field}={value!r} must be an integer >= {least}{more}{of_type}"
+        )
+
+
 def check_sizes(config: EPConfig) -> None:
     """Checks numbers, and that they fit each other."""
     for field in (
@@ -74,15 +88,8 @@ def check_sizes(config: EPConfig) -> None:
         "n_nodes",
         "ranks_per_gpu",
     ):
-        value = getattr(config, field)
-        if not isinstance(value, int) or value < 1:
-            kind = type(value).__name__
-            of_type = "" if kind == "int" else f" of Python's type int, not {kind}"
-            raise ValueError(f"{field}={value!r} must be an integer >= 1{of_type}")
-    if not isinstance(config.n_sms, int) or config.n_sms < 0:
-        raise ValueError(
-            f"n_sms={config.n_sms!r} must be an integer >= 0; 0 is all there are"
-        )
+        _check_integer(config, field)
+    _check_integer(config, "n_sms", 0)
     if not isinstance(config.node_id, int) or not -1 <= config.node_id < config.n_nodes:
         raise ValueError(
             f"node_id={config.node_id!r} must be an integer in [0, n_nodes="
@@ -156,8 +163,7 @@ def check_max_output_rows(config: EPConfig) -> None:
     n_rows = config.max_output_rows
     if n_rows is None:
         return
-    if not isinstance(n_rows, int) or n_rows < 1:
-        raise ValueError(f"max_output_rows={n_rows!r} must be an integer >= 1, or None")
+    _check_integer(config, "max_output_rows", more=", or None")
     if config.target != "cpu" or config.is_padded or config.router_top_k:
         raise ValueError(
             f"max_output_rows={n_rows} with target={config.target!r}, output_layout="
@@ -277,4 +283,54 @@ def check_protocol(config: EPConfig) -> None:
         raise ValueError(
             f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
             "combine_mode='rows')"
+        )
+
+
+def check_balance(config: EPConfig) -> None:
+    """Checks the fields of balanced experts, and puts the first plan into an array."""
+    if not (config.eplb_enabled and config.num_logical_experts):
+        config.num_logical_experts = config.n_experts
+    if not config.eplb_enabled:
+        if config.eplb_phy2log_plan is not None:
+            raise ValueError(
+                "eplb_phy2log_plan is given with eplb_enabled=False: nobody would use "
+                "it; pass eplb_enabled=True, or leave the plan out"
+            )
+        return
+    for field in ("num_moe_layers", "max_replicas"):
+        _check_integer(config, field, more=" with eplb_enabled=True")
+    if not config.top_k <= config.num_logical_experts <= config.n_experts:
+        raise ValueError(
+            f"num_logical_experts={config.num_logical_experts} must be in [top_k="
+            f"{config.top_k}, n_experts={config.n_experts}]: n_experts counts replicas"
+        )
+    if config.eplb_phy2log_plan is None:
+        return
+    placement = Placement(np.asarray(config.eplb_phy2log_plan), config.n_ranks)
+    shape = config.num_moe_layers, config.n_experts
+    if placement.phy2log.shape != shape or (
+        placement.n_logical != config.num_logical_experts
+    ):
+        raise ValueError(
+            f"eplb_phy2log_plan has {list(placement.phy2log.shape)} entries and "
+            f"{placement.n_logical} logical experts; it must have [num_moe_layers, "
+            f"n_experts] = {list(shape)} and num_logical_experts="
+            f"{config.num_logical_experts}"
+        )
+    placement.log2phy(config.max_replicas)  # raises if there are more
+    config.eplb_phy2log_plan = placement.phy2log
+
+
+def check_tables(config: EPConfig, log2phy: np.ndarray, logcnt: np.ndarray) -> None:
+    """Checks that each logical expert has replicas that there are."""
+    if logcnt.min() < 1 or logcnt.max() > config.max_replicas:
+        raise ValueError(
+            f"logcnt has numbers in [{logcnt.min()}, {logcnt.max()}]; they must be in "
+            f"[1, max_replicas={config.max_replicas}]"
+        )
+    used = log2phy[np.arange(config.max_replicas) < logcnt[..., None]]
+    if used.min() < 0 or used.max() >= config.n_experts:
+        raise ValueError(
+            f"log2phy has experts in [{used.min()}, {used.max()}]; they must be in "
+            f"[0, n_experts={config.n_experts})"
         )

@@ -13,9 +13,9 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 
 from ..balance import Placement
-from ..balance_checks import check_tables
 from ..cache import compile_once
 from ..config import EPConfig
+from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from ..who import (
