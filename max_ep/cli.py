@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -157,39 +158,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     if others and options.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(others)}")
 
+    names = {action.dest: action.option_strings[-1] for action in plan._actions}
+    command = options.command
+    where = {"build": "torch.library", "balance": "balance_report"}
+    where["serve"] = "serve_command"
+    given = {"demo": (), "doctor": (), "plan": (options, names)}
+    given["serve"] = options, others
     # Imported late: no command waits for what only another one needs.
-    if options.command == "demo":
-        from .demo import run_demo
-
-        return run_demo()
-    if options.command == "plan":
-        from .plan import run_plan
-
-        names = {action.dest: action.option_strings[-1] for action in plan._actions}
-        return run_plan(options, names)
-    if options.command == "stats":
-        from .stats import run_stats
-
-        return run_stats(options)
-    if options.command == "balance":
-        from .balance_report import run_balance
-
-        return run_balance(options)
-    if options.command == "build":
-        from .torch.library import run_build
-
-        return run_build(options)
-    if options.command == "who":
-        from .who import run_who
-
-        return run_who(options)
-    if options.command == "serve":
-        from .serve_command import run_serve
-
-        return run_serve(options, others)
-    from .doctor import run_doctor
-
-    return run_doctor()
+    module = importlib.import_module(f".{where.get(command, command)}", __package__)
+    return getattr(module, f"run_{command}")(*given.get(command, (options,)))
 
 
 if __name__ == "__main__":
