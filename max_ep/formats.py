@@ -157,6 +157,12 @@ class TokenFormat:
         the product is float32.
         """
         x = self.widen_values(values)
+        wanted = (*x.shape[:-1], x.shape[-1] // self.scale_block)
+        if scales.shape != wanted:
+            raise ValueError(
+                f"scales must be {list(wanted)}, got {list(scales.shape)}; those that "
+                "dispatch delivers may stand transposed: pass scales.T"
+            )
         factors = self.widen_scales(scales) if self.widen_scales else scales
         blocks = x.reshape(*scales.shape, self.scale_block)
         return (blocks * factors[..., np.newaxis]).reshape(x.shape)

@@ -85,25 +85,6 @@ def quantize_blockwise_fp8(
     return values.reshape(x.shape), scales[:, :, 0]
 
 
-def dequantize_blockwise_fp8(
-    values: np.ndarray, scales: np.ndarray, block: int = 128
-) -> np.ndarray:
-    """Multiplies float8_e4m3fn bits `[n, hidden]` by their scales, in float32.
-
-    Scales are float32 `[n, hidden / block]`, the transpose of what dispatch delivers.
-    """
-    n, hidden = values.shape
-    scales = typed("scales", scales, np.float32)
-    if scales.shape != (n, hidden // block):
-        raise ValueError(
-            f"scales of {n} rows must be [{n}, {hidden // block}], got "
-            f"{list(scales.shape)}; those that dispatch delivers stand transposed: "
-            "pass scales.T"
-        )
-    x = float8_e4m3fn_to_float32(values).reshape(*scales.shape, block)
-    return (x * scales[:, :, np.newaxis]).reshape(values.shape)
-
-
 def float8_e8m0fnu_to_float32(bits: np.ndarray) -> np.ndarray:
     """Widens float8_e8m0fnu bits (`uint8`, any shape) to float32; exact.
 

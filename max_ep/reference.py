@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .quantize import dequantize_blockwise_fp8 as dequantize_blockwise_fp8
 from .quantize import float8_e4m3fn_to_float32 as float8_e4m3fn_to_float32
 from .quantize import float32_to_float8_e4m3fn as float32_to_float8_e4m3fn
 from .quantize import quantize_blockwise_fp8 as quantize_blockwise_fp8

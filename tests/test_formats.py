@@ -13,7 +13,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 from test_reference import assert_same_bits
 
-from max_ep import EPConfig, dequantize, dequantize_blockwise_fp8
+from max_ep import EPConfig, dequantize
 from max_ep.formats import FORMATS, TokenFormat
 from max_ep.quantize import (
     float4_e2m1fn_to_float32,
@@ -23,7 +23,6 @@ from max_ep.quantize import (
     quantize_mxfp8,
     scales_of_tiles,
 )
-from max_ep.reference import dequantize_blockwise_fp8 as oracle
 from max_ep.reference import quantize_blockwise_fp8
 
 CPU_DEVICE = DeviceRef.CPU()
@@ -74,7 +73,7 @@ def test_blockwise_fp8_is_torchs(is_power_of_two):
     assert_same_bits(values, want_values)
     wide = torch.from_numpy(values).view(torch.float8_e4m3fn).float()
     want = wide * torch.from_numpy(scales).repeat_interleave(128, 1)
-    assert_same_bits(oracle(values, scales), want.numpy())
+    assert_same_bits(QUANTIZED["fp8"].dequantize(values, scales), want.numpy())
 
 
 # ----------------------------------------------------------- microscaling formats
@@ -232,6 +231,7 @@ CONFIGS = {
     for layout in f.scale_layouts
     if layout in ("rows", "transposed")
 }
+FP8 = CONFIGS["fp8", "transposed"]
 
 
 def add_graphs(module: Module) -> None:
@@ -241,7 +241,7 @@ def add_graphs(module: Module) -> None:
         TensorType(DType.float32, [3, HIDDEN // 128, 5], CPU_DEVICE),
     ]
     with Graph("dequantize_padded", input_types=padded, module=module) as graph:
-        graph.output(dequantize_blockwise_fp8(*(x.tensor for x in graph.inputs)))
+        graph.output(dequantize(*(x.tensor for x in graph.inputs), FP8))
     of_all = []
     for (name, layout), config in CONFIGS.items():
         n, n_scales = f"{name}_{layout}", config.n_scales
@@ -279,7 +279,7 @@ def test_padded_rows_are_the_oracles(one_module):
     rows = rng.integers(0, 256, (3, 5, HIDDEN), np.uint8)
     scales = rng.standard_normal((3, HIDDEN // 128, 5)).astype(np.float32)
     (got,) = one_module.models["dequantize_padded"].execute(rows, scales)
-    want = [oracle(x, of.T.copy()) for x, of in zip(rows, scales)]
+    want = [QUANTIZED["fp8"].dequantize(x, of.T.copy()) for x, of in zip(rows, scales)]
     np.testing.assert_array_equal(got.to_numpy(), np.stack(want))
 
 
@@ -300,7 +300,7 @@ def test_refusals(arguments, words):
     given = eval(arguments, dict(rows=make, scales=make))
     with Graph("refused", input_types=given) as graph:
         with raises((TypeError, ValueError), words):
-            dequantize_blockwise_fp8(*(value.tensor for value in graph.inputs))
+            dequantize(*(value.tensor for value in graph.inputs), FP8)
 
 
 def test_rows_of_gpus_are_float8():
@@ -311,7 +311,7 @@ def test_rows_of_gpus_are_float8():
         TensorType(DType.float32, [HIDDEN // 128, "n_rows"], gpu),
     ]
     with Graph("of_gpu", input_types=given) as graph:
-        rows = dequantize_blockwise_fp8(*(value.tensor for value in graph.inputs))
+        rows = dequantize(*(value.tensor for value in graph.inputs), FP8)
         graph.output(rows)
     assert (rows.dtype, rows.device) == (DType.float32, gpu)
     assert list(rows.shape) == list(given[0].shape)

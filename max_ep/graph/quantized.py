@@ -10,7 +10,6 @@ from max.dtype import DType
 from max.graph import StaticDim, TensorValue, ops
 
 from ..config import EPConfig
-from ..formats import BY_SHORT_NAME, TokenFormat
 
 
 def dequantize(
@@ -48,35 +47,12 @@ def dequantize(
             f"{config.scale_layout!r}: it takes scales in the layout 'rows' or "
             "'transposed'"
         )
-    is_transposed = config.scale_layout == "transposed"
-    wide = _dequantize(rows, scales, config.token_format, is_transposed)
     if config.nvfp4_dyn_global_scales != (row_scales is not None):
         raise ValueError(
             "row_scales are needed exactly with nvfp4_dyn_global_scales="
             f"{config.nvfp4_dyn_global_scales}: what dispatch delivers behind scales"
         )
-    if row_scales is None:
-        return wide
-    return wide * ops.unsqueeze(row_scales.cast(DType.float32), -1)
-
-
-def dequantize_blockwise_fp8(rows: TensorValue, scales: TensorValue) -> TensorValue:
-    """Multiplies the FP8 rows that dispatch delivers by their transposed scales.
-
-    :func:`dequantize` without the group's config: rows are ``[n_rows, hidden]``, scales
-    float32 ``[hidden / 128, n_rows]``, or ``[n_local_experts, capacity, hidden]`` and
-    ``[n_local_experts, hidden / 128, capacity]``.
-    """
-    return _dequantize(rows, scales, BY_SHORT_NAME["fp8"], True)
-
-
-def _dequantize(
-    rows: TensorValue,
-    scales: TensorValue,
-    token_format: TokenFormat,
-    is_transposed: bool,
-) -> TensorValue:
-    """Checks rows and scales, and multiplies them."""
+    token_format, is_transposed = config.token_format, config.scale_layout != "rows"
     block = token_format.scale_block
     for what, value, dtype in (
         ("rows", rows, token_format.dtype),
@@ -108,7 +84,10 @@ def _dequantize(
     if is_transposed:
         factors = ops.transpose(factors, -1, -2)
     wide = values * ops.unsqueeze(factors, -1)
-    return ops.reshape(wide, [*outer, *n_rows, known])
+    wide = ops.reshape(wide, [*outer, *n_rows, known])
+    if row_scales is None:
+        return wide
+    return wide * ops.unsqueeze(row_scales.cast(DType.float32), -1)
 
 
 def _widen(
