@@ -110,30 +110,27 @@ def call_ep_dispatch_wait(
         num_tokens: For MAX's all-reduce mode; must be None.
 
     Returns:
-        ``output_tokens`` ``[max_recv_tokens, hidden_size]``, for FP8
-        ``output_scales`` ``[hidden_size / 128, max_recv_tokens]`` float32,
-        ``row_offsets`` ``[n_local_experts + 1]`` uint32, ``expert_ids``
-        ``[n_local_experts]`` int32, ``src_info`` ``[max_recv_tokens, 2]``
-        int32 (token, choice). Rows from ``row_offsets[-1]`` on are undefined.
+        ``output_tokens`` ``[n_output_rows, hidden_size]``, where dispatch quantizes
+        their scales (docs/formats.md has the layouts), ``row_offsets``
+        ``[n_local_experts + 1]`` uint32, ``expert_ids`` ``[n_local_experts]`` int32,
+        ``src_info`` ``[n_output_rows, 2]`` int32 (token, choice). Rows from
+        ``row_offsets[-1]`` on are undefined.
 
-        With ``fused_shared_expert`` there are ``max_tokens_per_rank`` more rows. This
-        rank's own tokens come first, in the wire's format, with choice -1. They are
-        group 0 of ``row_offsets`` ``[n_local_experts + 2]`` and ``expert_ids``
-        ``[n_local_experts + 1]``; local expert ``e`` is group ``e + 1``.
+        With ``fused_shared_expert`` this rank's own tokens come first, in the wire's
+        format, with choice -1, as group 0 of ``row_offsets`` ``[n_local_experts + 2]``
+        and ``expert_ids`` ``[n_local_experts + 1]``; local expert ``e`` is group
+        ``e + 1``.
 
-        With ``output_layout="padded"`` and ``capacity`` for
-        ``config.expert_capacity``: ``output_tokens`` ``[n_local_experts,
-        capacity, hidden_size]``, for FP8 ``output_scales`` ``[n_local_experts,
-        hidden_size / 128, capacity]`` float32, ``recv_counts``
-        ``[n_local_experts]`` int32, ``src_info`` ``[n_local_experts, capacity,
-        2]`` int32 and ``recv_ranges`` ``[n_local_experts, n_ranks, 2]`` int32:
-        of each source rank's rows the first, within the expert's, and how many.
-        Rows after ``recv_counts`` are undefined.
+        With ``output_layout="padded"``: ``output_tokens`` ``[n_local_experts,
+        expert_capacity, hidden_size]``, scales, ``recv_counts`` ``[n_local_experts]``
+        int32, ``src_info`` ``[n_local_experts, expert_capacity, 2]`` and
+        ``recv_ranges`` ``[n_local_experts, n_ranks, 2]`` int32: of each source rank's
+        rows the first, within the expert's, and how many. Rows after ``recv_counts``
+        are undefined.
 
-        With :class:`AllGatherConfig`, behind ``output_tokens``: the routing map
-        ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32,
-        and the number of tokens of all ranks, ``[1]`` int32. After the last token
-        the routing map is -1, and probabilities are 0.
+        With :class:`AllGatherConfig`, behind ``output_tokens``: routing map
+        ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32
+        (after the last token -1 and 0), and the tokens of all ranks, ``[1]`` int32.
     """
     if num_tokens is not None:
         raise ValueError("num_tokens is for all-reduce mode, which max_ep lacks")

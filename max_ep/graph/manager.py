@@ -238,15 +238,9 @@ class EPBatchManager:
     ) -> None:
         """Starts sending a rank's tokens to their experts.
 
-        Args:
-            input_tokens: ``[n_tokens, hidden_size]`` of ``dispatch_dtype``; see
-                :func:`call_ep_dispatch_async`.
-            topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``.
-            device_id: The local rank, ``[0, n_gpus_per_node)``.
-            input_scales: ``[1]`` or ``[n_experts]`` float32 factors, or None.
-            router_weight: With ``combine_mode="sums"``, ``[n_tokens, top_k]``
-                float32, or bfloat16, which is widened. Otherwise None:
-                :meth:`ep_combine_wait` takes it.
+        ``device_id`` is the local rank, ``[0, n_gpus_per_node)``; the others are those
+        of :func:`call_ep_dispatch_async`. With ``combine_mode="rows"``
+        ``router_weight`` is None: :meth:`ep_combine_wait` takes it.
         """
         tokens = input_tokens, topk_ids, input_scales, router_weight
         self._dispatch(call_ep_dispatch_async, device_id, *tokens)
@@ -254,13 +248,9 @@ class EPBatchManager:
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
         """Completes receiving.
 
-        Returns:
-            ``output_tokens``, for FP8 ``output_scales``, ``row_offsets``,
-            ``expert_ids`` (see :func:`call_ep_dispatch_wait`), and
-            ``expert_usage_stats`` ``[2]`` uint32 on the host: upper bounds of
-            the rows of one expert and of the experts with rows. With
-            ``output_layout="padded"``: ``output_tokens``, for FP8
-            ``output_scales``, ``recv_counts``, ``src_info``, ``recv_ranges``.
+        Returns what :func:`call_ep_dispatch_wait` does, packed rows without
+        ``src_info``, but with ``expert_usage_stats`` ``[2]`` uint32 on the host: upper
+        bounds of the rows of one expert and of the experts with rows.
         """
         counter = self._counter(device_id)
         self._check_receive("ep_dispatch_wait", device_id)
@@ -440,11 +430,7 @@ class EPBatchManager:
     # ------------------------------------------------------------------- combine
 
     def ep_combine_async(self, input_tokens: TensorValue, device_id: int) -> None:
-        """Starts sending expert rows back to their tokens' ranks.
-
-        ``input_tokens`` are of the shape of ``output_tokens`` and of ``combine_dtype``,
-        where the rank's last dispatch put them.
-        """
+        """Starts sending expert rows back; see :func:`call_ep_combine_async`."""
         rows = input_tokens, self._dispatched(device_id), self._counter(device_id)
         pointers = self._pointers(_COMBINE, device_id)
         call_ep_combine_async(*rows, *pointers, self.config)
@@ -454,12 +440,7 @@ class EPBatchManager:
     def ep_combine_wait(
         self, router_weight: TensorValue | None, device_id: int
     ) -> TensorValue:
-        """Completes combine.
-
-        ``router_weight`` is ``[n_tokens, top_k]`` float32, or bfloat16, which is
-        widened; with ``combine_mode="sums"`` None, as dispatch took it. Returns
-        ``[n_tokens, hidden_size]``, see :func:`call_ep_combine_wait`.
-        """
+        """Completes combine; see :func:`call_ep_combine_wait`."""
         counter = self._counter(device_id)
         self._order[_COMBINE].wait(device_id)
         return call_ep_combine_wait(
