@@ -181,15 +181,19 @@ def _read_owner(memory: mmap.mmap) -> Owner | None:
 def _open(name: str) -> mmap.mmap | None:
     """Maps a segment, None if there is none of its full size."""
     try:
-        handle = _posixshmem.shm_open(name, os.O_RDWR)
+        return _map_and_close(_posixshmem.shm_open(name, os.O_RDWR))
     except FileNotFoundError:
         return None
+
+
+def _map_and_close(handle: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap | None:
+    """Maps a file; None if it was just created and has not its size yet."""
     try:
-        if os.fstat(handle).st_size < _PAGE:
-            return None  # just created, not sized yet
-        return mmap.mmap(handle, 0)
+        if os.fstat(handle).st_size >= _PAGE:
+            return mmap.mmap(handle, 0, access=access)
     finally:
         os.close(handle)
+    return None
 
 
 class SharedMemory:
@@ -313,7 +317,11 @@ class SharedMemory:
             for node in range(self._n_nodes):
                 if node not in self._absent:
                     self._peers[node] = self._attach(node, deadline, timeout_s)
-            self._wait_until_mapped(deadline, timeout_s)
+            if not _poll(lambda: not self._unmapped(), deadline):
+                raise TimeoutError(
+                    f"max_ep: node {self._node_id} waited {timeout_s} s for nodes "
+                    f"{self._unmapped()} of group {self.group!r} to map its memory"
+                )
         except BaseException:
             self.close()
             raise
@@ -366,37 +374,22 @@ class SharedMemory:
             )
         return memory
 
-    def _wait_until_mapped(self, deadline: float, timeout_s: float) -> None:
+    def _unmapped(self) -> list[int]:
+        """Lists the nodes that have not mapped this segment."""
         assert self._mine is not None
-        mine = self._mine
-
-        def missing() -> list[int]:
-            self._raise_objections()
-            return [
-                node
-                for node in range(self._n_nodes)
-                if node not in self._absent and not mine[_MAPPED_AT + node]
-            ]
-
-        if not _poll(lambda: not missing(), deadline):
-            raise TimeoutError(
-                f"max_ep: node {self._node_id} waited {timeout_s} s for nodes "
-                f"{missing()} of group {self.group!r} to map its memory"
-            )
+        self._raise_objections()
+        others = set(range(self._n_nodes)) - self._absent
+        return [node for node in others if not self._mine[_MAPPED_AT + node]]
 
     def map(self, node: int, path: str) -> list[int]:
         """Maps a process's segment by its descriptor, in place of an earlier one.
 
         Returns the addresses of its regions. No launch may be under way.
         """
-        handle = os.open(path, os.O_RDWR)
-        try:
-            memory = mmap.mmap(handle, 0)
-        finally:
-            os.close(handle)
-        old = self._peers.pop(node, None)
-        if old is not None:
-            old.close()
+        memory = _map_and_close(os.open(path, os.O_RDWR))
+        assert memory is not None
+        if node in self._peers:
+            self._peers[node].close()
         self._peers[node] = memory
         return self._regions(memory)
 
@@ -525,19 +518,12 @@ def segments_of(pid: int) -> list[Segment]:
         path = f"/proc/{pid}/fd/{number}"
         with contextlib.suppress(OSError):
             name = os.path.basename(os.readlink(path)).removesuffix(" (deleted)")
-            if not name.startswith("max_ep-"):
-                continue
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                place = os.fstat(handle).st_ino
-                if place not in found and os.fstat(handle).st_size >= _PAGE:
-                    memory = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
-                    found[place] = name.removeprefix("max_ep-"), memory
-            finally:
-                os.close(handle)
+            if name.startswith("max_ep-") and os.stat(path).st_ino not in found:
+                memory = _map_and_close(os.open(path, os.O_RDONLY), mmap.ACCESS_READ)
+                found[os.stat(path).st_ino] = name.removeprefix("max_ep-"), memory
     segments = []
     for name, memory in found.values():
-        owner = _read_owner(memory)
+        owner = memory and _read_owner(memory)
         if owner is not None:
             group, _, node_id = name.rpartition("-")
             is_closed = memory[: len(_CLOSED)] == _CLOSED
