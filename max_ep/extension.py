@@ -69,17 +69,10 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     Builders of this library load it into the graph by themselves; pass it to
     ``Graph(custom_extensions=[...])`` when you call the ops by name.
 
-    Args:
-        package: Folder below :func:`mojo_dir`.
-        with_shmem: Whether to build SHMEM's device functions in, for groups of
-            GPU ranks on several hosts (``EPConfig.uses_shmem``).
-
-    Returns:
-        Path of a ``.mojoc`` file. If it is missing, the call compiles it, which takes
-        seconds; other processes wait.
-
-    Raises:
-        RuntimeError: If it cannot be compiled, or not be written to the cache.
+    ``with_shmem`` builds SHMEM's device functions in, for groups of GPU ranks on
+    several hosts (``EPConfig.uses_shmem``). Returns the path of a ``.mojoc`` file. If it
+    is missing, the call compiles it, which takes seconds; other processes wait. A
+    ``RuntimeError`` says why it cannot be compiled, or not be written to the cache.
     """
     folder, options = cache_dir() / sources_hash(), []
     if with_shmem:

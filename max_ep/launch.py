@@ -67,22 +67,16 @@ def launch(
     ``args`` picklable, and a script must call this under
     ``if __name__ == "__main__":``, because each process imports it.
 
-    Args:
-        function: What each process does.
-        n_nodes: How many processes.
-        args: Further arguments, a sequence.
-        timeout_s: After this long the processes are killed.
-
-    Returns:
-        The results, in the order of ``node_id``.
+    After ``timeout_s`` the processes are killed. Returns the results, in the order of
+    ``node_id``.
 
     Raises:
         TypeError: If ``args`` is not a sequence of arguments.
         ValueError: If ``function`` or ``args`` cannot be handed to other processes,
             or there is no process to run.
         LaunchError: If a process raised, was killed, or took too long. The
-            others are given time to notice (their waits are bounded), then
-            killed; nothing of the group stays in shared memory.
+            others are given time to notice, then killed; nothing of the group stays
+            in shared memory.
     """
     if n_nodes < 1:
         raise ValueError(f"launch n_nodes={n_nodes!r}: pass how many processes, >= 1")

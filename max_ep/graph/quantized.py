@@ -37,9 +37,8 @@ def dequantize(
 
     Raises:
         TypeError: If the dtypes are not those.
-        ValueError: If the config has no scales, or has them in tiles. If there is not
-            one for each block of each row, or the graph does not know how many
-            elements a row has.
+        ValueError: If the config has no scales, or in tiles; if there is not one for
+            each block, or the graph does not know how many elements a row has.
     """
     if config.scale_layout not in ("rows", "transposed"):
         raise ValueError(

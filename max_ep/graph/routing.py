@@ -104,8 +104,7 @@ def softmax_top_k(
         logits: ``[n_tokens, n_experts]``, float32 or bfloat16; on GPUs up to 1024
             experts.
         top_k: Experts of a token, up to 32.
-        renormalize: Whether a token's weights are divided by their sum; else they are
-            parts of all experts' softmax.
+        renormalize: Whether a token's weights are divided by their sum.
         replicas: With balanced experts, the layer's placement: ids become those of
             physical experts, as :func:`balance_ids` makes them.
 

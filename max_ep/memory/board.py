@@ -26,14 +26,7 @@ class Board:
     nobody still reads those of `n - 2`, which it overwrites."""
 
     def __init__(self, name: str, rank: int, n_ranks: int, timeout_s: float) -> None:
-        """Creates this rank's part and finds the others'.
-
-        Args:
-            name: Of the group, the same in all its processes.
-            rank: This rank.
-            n_ranks: Ranks of the group.
-            timeout_s: How long any wait may take.
-        """
+        """Creates this rank's part and finds the others'; ``name`` is the group's."""
         self.name = name
         self.rank = rank
         self.n_ranks = n_ranks
@@ -47,17 +40,11 @@ class Board:
     def exchange(
         self, what: str, note: Any = None, absent: set[int] | None = None
     ) -> list[Any]:
-        """Returns every rank's note.
+        """Returns every rank's note, which is anything that JSON takes.
 
-        Args:
-            what: The call, with all that ranks must agree on.
-            note: Anything that JSON takes.
-            absent: Ranks that are not waited for; if given, one that does not come is
-                added, and its note is None.
-
-        Raises:
-            TimeoutError: If a rank does not come; names it.
-            ValueError: If a rank is in another call; names it.
+        ``what`` is the call, with all that ranks must agree on. Ranks that are
+        ``absent`` are not waited for; if given, one that does not come is added, and
+        its note is None. Otherwise a ``TimeoutError`` names it.
         """
         self.n_exchanges += 1
         body = json.dumps([what, note]).encode()

@@ -239,13 +239,9 @@ class EPCommInitializer(MaskedRanks):
         readmitted: int = -1,
         generations: Sequence[int] = (0, 0),
     ) -> np.ndarray:
-        """Runs ``max_ep.init`` on every local rank; fresh regions are zero.
-
-        With a rank that is ``readmitted``, clears only what that one has written.
-        ``generations`` are those that dispatch and combine of the group have run.
-
-        Returns offsets of the buffers in a region, ``[NUM_GROUPS, 3]`` uint64.
-        """
+        """Runs ``max_ep.init`` on every local rank; returns offsets of the buffers in a
+        region, ``[NUM_GROUPS, 3]``. Clears only what a ``readmitted`` rank wrote, and
+        goes on with the ``generations`` that the group has dispatched and combined."""
         assert self._model is not None
         config, sizes = self.config, self.config.sizes()
         offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
@@ -375,16 +371,14 @@ class EPCommInitializer(MaskedRanks):
         """Sets where experts are, for the graphs that run from now on.
 
         The weights must be there. A captured graph keeps the buffers that it was
-        captured with: change those in place.
+        captured with: change those in place. A ``ValueError`` says which table is not
+        of this form.
 
         Args:
             log2phy: Physical experts, int32 ``[num_moe_layers, num_logical_experts,
                 max_replicas]``, one buffer (or NumPy array) a local rank, the same on
                 all ranks.
             logcnt: How many those are, ``[num_moe_layers, num_logical_experts]``.
-
-        Raises:
-            ValueError: If experts are not balanced, or a table is not of this form.
         """
         config = self.config
         if not config.eplb_enabled:
