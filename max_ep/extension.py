@@ -70,8 +70,8 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     ``Graph(custom_extensions=[...])`` when you call the ops by name.
 
     ``with_shmem`` builds SHMEM's device functions in, for groups of GPU ranks on
-    several hosts (``EPConfig.uses_shmem``). Returns the path of a ``.mojoc`` file. If it
-    is missing, the call compiles it, which takes seconds; other processes wait. A
+    several hosts (``EPConfig.uses_shmem``). Returns the path of a ``.mojoc`` file. If
+    it is missing, the call compiles it, which takes seconds; other processes wait. A
     ``RuntimeError`` says why it cannot be compiled, or not be written to the cache.
     """
     folder, options = cache_dir() / sources_hash(), []
