@@ -135,7 +135,9 @@ def run(layer: SimpleNamespace, counts: list[int], seed: int) -> SimpleNamespace
     for n, device in zip(counts, layer.devices):
         x = float32_to_bfloat16(rng.normal(size=(n, HIDDEN)).astype(np.float32))
         p = rng.random((n, TOP_K)).astype(np.float32)
-        ids = rng.permuted(np.tile(np.arange(N_EXPERTS, dtype=np.int32), (n, 1)), 1)
+        ids = rng.permuted(
+            np.tile(np.arange(N_EXPERTS, dtype=np.int32), (n, 1)), axis=1
+        )
         ids = ids[:, :TOP_K]
         ids[rng.random(ids.shape) < 0.2] = -1
         given.tokens.append(x)
