@@ -23,9 +23,9 @@ own recv buffer), and dispatch recv and counts are:
     | dispatch recv    entries [n_ranks][max_tokens_per_rank][top_k]       |
     |                  tokens  [n_ranks][max_tokens_per_rank]              |
     |                                                     of dispatch msg  |
-    |                  inline tokens [n_ranks][n_inline_tokens], GPUs only |
+    |                  inline tokens [n_ranks][n_inline_tokens], for GPUs  |
     |                  chunk flags [n_ranks][max_tokens_per_rank][N_CHUNKS]|
-    |                                                     UInt64, GPUs only|
+    |                                                     UInt64, for GPUs |
     | dispatch counts  as above, then tokens [n_ranks] UInt64              |
     +---------------------------------------------------------------------+
 

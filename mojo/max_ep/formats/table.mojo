@@ -31,7 +31,7 @@ comptime FORMAT_NAMES: Array[StaticString, 12] = [
     "nvfp4_forwarded",
     "nvfp4_dynamic",
 ]
-"""The names; `launch.mojo` refuses any other when an op is compiled."""
+"""The names; the ops refuse any other (`has_format`) when an op is compiled."""
 
 comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
     "mxfp8"
