@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from max_ep.formats import BY_SHORT_NAME
 from max_ep.reference import (
     bfloat16_to_float32,
     combine,
@@ -23,6 +24,8 @@ from max_ep.reference import (
 )
 
 N_EXPERTS, TOP_K, HIDDEN_SIZE, N_TOKENS = 256, 8, 256, 64
+PARTIALS = ("bfloat16", "float32", "fp8", "mxfp8")
+"""What partial sums may be."""
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -33,8 +36,8 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 def measure(n_ranks: int) -> dict[str, float]:
     """Measures one group.
 
-    Returns relative errors of combining ``rows``, and to sums with ``bfloat16`` and
-    ``float32`` partials, all with bfloat16 results; and how many rows and partials of a
+    Returns relative errors of combining ``rows``, and to sums with partials of
+    :data:`PARTIALS`, all with bfloat16 results; and how many rows and partials of a
     token cross between ranks, ``n_rows`` and ``n_partials``.
     """
     rng = np.random.default_rng(1)
@@ -64,32 +67,37 @@ def measure(n_ranks: int) -> dict[str, float]:
         want = np.stack(exact)
         return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
-    def sums_error(round_partial: Callable[[np.ndarray], np.ndarray]) -> float:
-        return error(combine_sums(rows, results, weights, round_partial))
+    def quantize(name: str) -> Callable:
+        form = BY_SHORT_NAME[name]
+        return lambda x: form.widen(*form.quantize(x))
 
+    rounds = {"bfloat16": to_bfloat16, "float32": lambda x: x}
+    rounds |= {name: quantize(name) for name in PARTIALS[2:]}
     owners = [np.sort(x // -(-N_EXPERTS // n_ranks), axis=1) for x in ids]
     is_away = [x != rank for rank, x in enumerate(owners)]
     is_first = [np.diff(x, axis=1, prepend=-1) > 0 for x in owners]
     return {
         "rows": error(combine(rows, results, weights)),
-        "bfloat16": sums_error(to_bfloat16),
-        "float32": sums_error(lambda x: x),
+        **{
+            n: error(combine_sums(rows, results, weights, f)) for n, f in rounds.items()
+        },
         "n_rows": np.mean([x.sum(1) for x in is_away]),
         "n_partials": np.mean([(a & f).sum(1) for a, f in zip(is_away, is_first)]),
     }
 
 
 def main() -> None:
-    """Prints the table of docs/decisions/0011-combine-sums.md."""
-    columns = ["ranks", "rows", "bfloat16 partials", "float32 partials"]
+    """Prints what docs/concepts.md and docs/formats.md say of errors."""
+    columns = ["ranks", "rows", *(f"{name} partials" for name in PARTIALS)]
     columns.append("rows of a token that cross, and partial sums instead")
     print(f"| {' | '.join(columns)} |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| --- " * len(columns) + "|")
     for n_ranks in (2, 4, 8, 16):
         m = measure(n_ranks)
         print(
-            f"| {n_ranks} | {m['rows']:.2e} | {m['bfloat16']:.2e} "
-            f"| {m['float32']:.2e} | {m['n_rows']:.2f}, {m['n_partials']:.2f} |"
+            f"| {n_ranks} | "
+            + " | ".join(f"{m[name]:.2e}" for name in ("rows", *PARTIALS))
+            + f" | {m['n_rows']:.2f}, {m['n_partials']:.2f} |"
         )
 
 

@@ -83,7 +83,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     plan.add_argument(
         "--partial",
         dest="partial_dtype",
-        choices=plain,
+        choices=(*plain, "fp8", "mxfp8"),
         help="format of a partial sum (default: that of --combine)",
     )
     plan.add_argument(

@@ -109,6 +109,10 @@ class EPConfig:
     that holds an expert of it. Sums are fewer bytes, and are rounded differently
     (docs/decisions/0011-combine-sums.md). They need ``"by_rank"``, and *dispatch*
     takes the router weights."""
+    combine_quant_config: QuantConfig | None = None
+    """How to quantize partial sums, with ``combine_mode="sums"``:
+    :func:`blockwise_fp8_quant_config` or :func:`mxfp8_quant_config`; None: they are of
+    ``partial_dtype`` (docs/formats.md)."""
     partial_dtype: DType | None = None
     """Dtype of a partial sum on the wire, with ``combine_mode="sums"``: bfloat16 or
     float32; None: ``combine_dtype``."""
@@ -271,9 +275,22 @@ class EPConfig:
         return addressing, self.combine_mode
 
     @property
+    def partial_format(self) -> TokenFormat | None:
+        """The format of quantized partial sums; None: they are not quantized."""
+        config = self.combine_quant_config
+        return format_of(DType.float8_e4m3fn, config) if config else None
+
+    @property
     def combine_wire_dtype(self) -> DType:
         """Dtype of what combine sends: rows, or partial sums."""
+        if self.partial_format is not None:
+            return self.partial_format.dtype
         return self.combine_dtype if self.partial_dtype is None else self.partial_dtype
+
+    @property
+    def partial_block(self) -> int:
+        """Elements of a partial sum that share a scale; 0: there are no scales."""
+        return self.partial_format.scale_block if self.partial_format else 0
 
     @property
     def n_given_choices(self) -> int:
@@ -349,6 +366,7 @@ class EPConfig:
             self.router_top_k,
             self.on_timeout,
             self.token_format.row_scale_bytes,
+            self.partial_block,
         )
 
     def get_max_recv_tokens(self) -> int:

@@ -197,18 +197,32 @@ def check_dtypes(config: EPConfig) -> None:
                 f"partial_dtype={config.partial_dtype} must be bfloat16 or "
                 "float32, or None for combine_dtype"
             )
+    if config.partial_format is not None:
+        if not config.combines_sums or config.partial_dtype is not None:
+            raise ValueError(
+                f"combine_quant_config with combine_mode={config.combine_mode!r}, "
+                f"partial_dtype={config.partial_dtype}: it quantizes partial sums; "
+                "pass combine_mode='sums' and no partial_dtype, or leave it out"
+            )
+        config.partial_format.check_quant_config(
+            config.combine_quant_config, "combine_quant_config"
+        )
     config.token_format.check_quant_config(config.dispatch_quant_config)
     config.token_format.check_options(config)
 
 
 def check_hidden_size(config: EPConfig) -> None:
     """Checks that rows are made of whole 16-byte vectors and whole blocks."""
-    block = config.token_format.scale_block
-    if block and config.hidden_size % block != 0:
-        raise ValueError(
-            f"hidden_size={config.hidden_size} must be a multiple of {block} for "
-            f"{config.token_format.short_name.upper()} dispatch; pad it"
-        )
+    for token_format, use in (
+        (config.token_format, "dispatch"),
+        (config.partial_format, "partial sums"),
+    ):
+        block = token_format.scale_block if token_format else 0
+        if block and config.hidden_size % block != 0:
+            raise ValueError(
+                f"hidden_size={config.hidden_size} must be a multiple of {block} for "
+                f"{token_format.short_name.upper()} {use}; pad it"
+            )
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         dtype = getattr(config, field)
         is_packed = field == "dispatch_dtype"

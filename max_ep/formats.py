@@ -156,6 +156,13 @@ class TokenFormat:
         The oracle of :func:`max_ep.dequantize`: both are as ``quantize`` makes them,
         the product is float32.
         """
+        x, factors = self.widen(values, scales)
+        return x * factors
+
+    def widen(
+        self, values: np.ndarray, scales: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Makes float32 of values and of scales, and a scale for each value."""
         x = self.widen_values(values)
         wanted = (*x.shape[:-1], x.shape[-1] // self.scale_block)
         if scales.shape != wanted:
@@ -164,8 +171,7 @@ class TokenFormat:
                 "dispatch delivers may stand transposed: pass scales.T"
             )
         factors = self.widen_scales(scales) if self.widen_scales else scales
-        blocks = x.reshape(*scales.shape, self.scale_block)
-        return (blocks * factors[..., np.newaxis]).reshape(x.shape)
+        return x, np.repeat(factors, self.scale_block, axis=-1)
 
     def with_row_scales(self) -> TokenFormat:
         """Returns NVFP4 with a scale of each token, or the format as it is."""
@@ -202,7 +208,9 @@ class TokenFormat:
                 "dispatch_quant_config without scales of whole tokens"
             )
 
-    def check_quant_config(self, given: QuantConfig | None) -> None:
+    def check_quant_config(
+        self, given: QuantConfig | None, field: str = "dispatch_quant_config"
+    ) -> None:
         """Raises a ``ValueError`` unless a quantization config fits the format."""
         if self.make_quant_config is None:
             if given is not None:
@@ -224,9 +232,10 @@ class TokenFormat:
         )
         if have != want:
             raise ValueError(
-                "dispatch_quant_config has format {}, scales of {} for blocks of {}; "
-                "supported is {} with scales of {} for blocks of {}, as {} makes "
-                "it".format(*have, *want, maker)
+                "{} has format {}, scales of {} for blocks of {}; supported is {} with "
+                "scales of {} for blocks of {}, as {} makes it".format(
+                    field, *have, *want, maker
+                )
             )
 
 

@@ -46,6 +46,10 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
     make_quant_config = BY_SHORT_NAME[options.dispatch_dtype].make_quant_config
     for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         fields[name] = fields[name] and BY_SHORT_NAME[fields[name]].dtype
+    partial = BY_SHORT_NAME.get(options.partial_dtype)
+    if partial is not None and partial.make_quant_config is not None:
+        fields["partial_dtype"] = None
+        fields["combine_quant_config"] = partial.make_quant_config()
     try:
         config = EPConfig(
             **fields,

@@ -289,7 +289,7 @@ def combine_sums(
     expert_rows: Sequence[np.ndarray],
     results: Sequence[DispatchResult],
     topk_weights: Sequence[np.ndarray],
-    round_partial: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    round_partial: Callable = lambda x: x,
     round_sum: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> list[np.ndarray]:
     """Adds up a token's rows on each rank of its experts, then these sums.
@@ -308,7 +308,9 @@ def combine_sums(
     rank both are the same, bit for bit.
 
     `round_partial` rounds float32 to what the wire's type holds, as float32; by default
-    the wire has float32. The other arguments and the result are those of `combine`.
+    the wire has float32. If it quantizes, it returns values and a scale for each, both
+    float32, and then `acc = fma(value, scale, acc)`. The other arguments and the result
+    are those of `combine`.
     """
     _check_rows(expert_rows, results)
     _check_weights(results, topk_weights)
@@ -328,7 +330,10 @@ def combine_sums(
             else:
                 from_others.append((has, round_partial(partial[has])))
         for has, partial in from_others:
-            acc[has] += typed("partial", partial, np.float32)
+            if isinstance(partial, tuple):
+                acc[has] = fma(*partial, acc[has])
+            else:
+                acc[has] += typed("partial", partial, np.float32)
         shared = np.flatnonzero(results[rank].src_info[:, 1] == -1)
         if len(shared):
             acc = typed("sum", round_sum(acc), np.float32)

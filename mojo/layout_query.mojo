@@ -4,7 +4,8 @@
 Arguments: bits of a dispatched element, elements that share a scale (0: there are
 no scales), bytes of a scale, bytes of a combine element, hidden_size, n_experts,
 n_ranks, max_tokens_per_rank, top_k, addressing (by_expert, by_rank, to_all), returns
-(rows, sums), router_top_k, on_timeout (raise, mask), bytes of a token's own scale.
+(rows, sums), router_top_k, on_timeout (raise, mask), bytes of a token's own scale,
+elements that share a scale in a partial sum (0: there are no scales).
 Prints a line `name value` for each size.
 """
 from max_ep.counters import (
@@ -16,6 +17,7 @@ from max_ep.counters import (
 )
 from max_ep.layout import (
     Addressing,
+    combine_msg_bytes_of,
     Group,
     message_bytes,
     plain_token_bytes,
@@ -49,7 +51,9 @@ def main() raises:
         max_tokens_per_rank=Int(args[8]),
         top_k=Int(args[9]),
         dispatch_msg_bytes=message_bytes(token_bytes, Int(args[12])),
-        combine_msg_bytes=message_bytes(plain_token_bytes(hidden_size, Int(args[4]))),
+        combine_msg_bytes=combine_msg_bytes_of(
+            hidden_size, Int(args[4]), Int(args[15])
+        ),
         addressing=addressing,
         returns=Returns.SUMS if args[11] == "sums" else Returns.ROWS,
         masks=args[13] == "mask",

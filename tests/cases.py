@@ -58,6 +58,8 @@ class Case:
     protocol: str = field(default="by_expert", repr=False)
     combine_mode: str = field(default="rows", repr=False)
     partial_dtype: DType | None = field(default=None, repr=False)
+    partial: str | None = field(default=None, repr=False)
+    """Short name of the format of quantized partial sums."""
     use_allreduce: bool = field(default=False, repr=False)
     max_output_rows: int | None = field(default=None, repr=False)
     row_scales: bool = field(default=False, repr=False)
@@ -139,6 +141,8 @@ class Case:
             protocol=self.protocol,
             combine_mode=self.combine_mode,
             partial_dtype=self.partial_dtype,
+            combine_quant_config=self.partial
+            and BY_SHORT_NAME[self.partial].make_quant_config(),
             use_allreduce=self.use_allreduce,
             max_output_rows=self.max_output_rows,
             tokens_are_quantized=self.forwards,
@@ -251,6 +255,15 @@ SUMS_CASES = {
     for name, partial_dtype in _PARTIALS.items()
 }
 """By rank, with combine adding up on the ranks of the experts."""
+_SUMS = dict(protocol="by_rank", combine_mode="sums")
+_QUANTIZED_SUMS = [
+    # Neither 16 scales nor 4, and three owners.
+    Case("fp8_sums_back", 4, 7, 4, 384, 7, partial="fp8", **_SUMS),
+    Case(
+        "mxfp8_sums_back", 3, 7, 3, 96, 7, "float32", F32, F32, partial="mxfp8", **_SUMS
+    ),
+]
+SUMS_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
 
 # Each takes ten seconds to compile for CPU ranks, and has only `features` of others, or
 # of `FORM_CASES` in test_round_trip.py.
@@ -288,6 +301,7 @@ def features(case: Case) -> set[tuple]:
     of_combine = dict(
         layout=(case.output_layout, case.fused_shared_expert),
         dtype=(case.combine, case.sends_rows_back, case.partial_dtype),
+        partial=case.partial,
     )
     # The numbers of a block-scaled format do not depend on the protocol.
     is_block_scaled = case.wire in ("mxfp8", "nvfp4", "mxfp4")
@@ -473,6 +487,9 @@ def expected(case: Case, given: Inputs) -> Expected:
     round_sum = rounds_to(case.combine)
     if case.combines_sums:
         round_partial = rounds_to(case.partial_dtype or case.combine)
+        if case.partial is not None:
+            form = BY_SHORT_NAME[case.partial]
+            round_partial = lambda x: form.widen(*form.quantize(x))  # noqa: E731
         sums = combine_sums(rows, results, given.weights, round_partial, round_sum)
     else:
         sums = combine(rows, results, given.weights, round_sum)

@@ -78,7 +78,8 @@ def test_sizes_that_python_uses():
         assert config.get_max_recv_tokens() == case.max_rows
         # MAX's function of this name has no protocol, so ours answers for "auto".
         if case.token_format == formats.format_of(case.token_format.dtype):
-            auto = case.config(protocol="auto", combine_mode="rows", partial_dtype=None)
+            rows = dict(combine_mode="rows", partial_dtype=None)
+            auto = case.config(protocol="auto", combine_quant_config=None, **rows)
             assert estimate(case) == auto.estimate_memory_usage()
     for field, name, path in (
         ("setup_words", "N_SETUP_WORDS", "max_ep/setup.mojo"),

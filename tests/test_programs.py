@@ -85,7 +85,11 @@ _BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
                 "combine recv",
                 [f"{4 * 4096 * msg:,}", f"4 x 4096 x {msg} B"],
             )
-            for partial, msg in (("", _MSG), (" --partial float32", 7168 * 4 + 16))
+            for partial, msg in (
+                ("", _MSG),
+                (" --partial float32", 7168 * 4 + 16),
+                (" --partial fp8", 7168 + 7168 // 32 + 16),
+            )
         ),
     ],
 )
@@ -114,13 +118,14 @@ def test_plan_names_the_option_that_cannot_be(capsys, arguments, words):
 
 
 def test_sums_combine_is_as_exact_as_decided():
-    """What docs/decisions/0011-combine-sums.md says of 2 and of 8 ranks."""
+    """What docs/concepts.md and docs/formats.md say of 2 and of 8 ranks."""
     from bench.combine_error import measure
 
     for n_ranks, most, saved in ((2, 1.25, 0.74), (8, 1.4, 0.33)):
         m = measure(n_ranks)
         assert 1 < m["bfloat16"] / m["rows"] < most
         assert abs(m["float32"] / m["rows"] - 1) < 0.01
+        assert 0.017 < m["fp8"] < m["mxfp8"] < 0.026
         assert 1 - m["n_partials"] / m["n_rows"] > saved
 
 

@@ -10,13 +10,22 @@ from types import SimpleNamespace
 import numpy as np  # noqa: F401, for the tables
 import pytest
 from cases import BF16, CASES, F32
+from children import ROOT
 from errors import raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
+from max.nn.comm.ep import EPConfig as MaxEPConfig
 from max.nn.quant_config import QuantFormat
 
 from max_ep import *  # noqa: F403, for the tables
-from max_ep import EPBatchManager, EPConfig, blockwise_fp8_quant_config
+from max_ep import (
+    EPBatchManager,
+    EPConfig,
+    blockwise_fp8_quant_config,
+    mxfp8_quant_config,
+    nvfp4_quant_config,
+)
+from max_ep.config_checks import _REFUSED
 from max_ep.graph.checks import refuse_if_in_turn
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU(0)
@@ -75,6 +84,10 @@ combine_mode="sums" | combine_mode='sums'; protocol='by_expert'; 'by_rank'
 **AS_SUMS, partial_dtype=F16 | partial_dtype; float16; bfloat16 or float32
 partial_dtype=F32 | partial_dtype=DType.float32; combine_mode='rows'; leave it out
 **PARTIALS_OF_84 | hidden_size=84; partial_dtype; 168 bytes; multiple of 8
+combine_quant_config=QUANT | combine_quant_config; combine_mode='rows'; 'sums'
+**AS_SUMS, combine_quant_config=QUANT, partial_dtype=BF16 | no partial_dtype
+**AS_SUMS, combine_quant_config=QUANT | hidden_size=80; 128; FP8 partial sums; pad
+**AS_SUMS, combine_quant_config=NVFP4 | combine_quant_config has format; NVFP4
 n_sms=-1 | n_sms=-1; >= 0
 combine_dtype=F16 | combine_dtype; float16; bfloat16 or float32
 dispatch_dtype=INT8 | dispatch_dtype; int8; bfloat16; float32; float8_e4m3fn

@@ -89,6 +89,7 @@ def _group(config: EPConfig) -> str:
         "hidden_size": config.hidden_size,
         "router_top_k": config.router_top_k,
         "n_sms": config.n_sms,
+        "partial_block": config.partial_block,
     }
     flags = {
         "padded": config.is_padded,

@@ -60,6 +60,7 @@ def group_of(
         n_sms=number_in(words, "n_sms"),
         masks=has_word(words, "masks"),
         drops_rows=has_word(words, "drops_rows"),
+        partial_block=max(number_in(words, "partial_block"), 0),
     )
 
 
@@ -88,6 +89,6 @@ comptime CombineGroup[
     is_gpu[target](),
     combine_msg_bytes=combine_msg_bytes[
         partial_dtype if has_word(words, "sums") else dtype
-    ](number_in(words, "hidden_size")),
+    ](number_in(words, "hidden_size"), max(number_in(words, "partial_block"), 0)),
 )
 """The group of a combine op."""

@@ -142,9 +142,23 @@ def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
     return token_bytes + router_top_k * METADATA_BYTES + SOURCE_INFO_BYTES
 
 
-def combine_msg_bytes[dtype: DType](hidden_size: Int) -> Int:
+def combine_msg_bytes[dtype: DType](hidden_size: Int, partial_block: Int = 0) -> Int:
     """Counts the bytes of a combine message with elements of a type."""
-    return message_bytes(plain_token_bytes(hidden_size, size_of[Scalar[dtype]]()))
+    return combine_msg_bytes_of(hidden_size, size_of[Scalar[dtype]](), partial_block)
+
+
+def combine_msg_bytes_of(
+    hidden_size: Int, element_bytes: Int, partial_block: Int = 0
+) -> Int:
+    """Counts the bytes of a combine message, with a scale for each block if there are
+    blocks: float32 for 128 elements, or float8_e8m0fnu for 32."""
+    if partial_block == 0:
+        return message_bytes(plain_token_bytes(hidden_size, element_bytes))
+    return message_bytes(
+        scaled_token_bytes(
+            hidden_size, 8 * element_bytes, partial_block, partial_block // 32
+        )
+    )
 
 
 def n_local_experts_of(n_experts: Int, n_ranks: Int) -> Int:
@@ -213,6 +227,8 @@ struct Group(TrivialRegisterPassable):
     """Whether a rank that is late is masked, and the others go on without it."""
     var drops_rows: Bool
     """Whether rows that do not fit into the outputs are dropped (CPU)."""
+    var partial_block: Int
+    """Elements of a partial sum that share a scale; 0: there are no scales."""
 
     def __init__(
         out self,
@@ -236,6 +252,7 @@ struct Group(TrivialRegisterPassable):
         n_sms: Int = 0,
         masks: Bool = False,
         drops_rows: Bool = False,
+        partial_block: Int = 0,
     ):
         """Describes a group; `n_ranks_per_node` 0: one node has all ranks."""
         self.n_experts = n_experts
@@ -257,6 +274,7 @@ struct Group(TrivialRegisterPassable):
         self.n_sms = n_sms
         self.masks = masks
         self.drops_rows = drops_rows
+        self.partial_block = partial_block
 
     @staticmethod
     def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:

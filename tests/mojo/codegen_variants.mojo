@@ -63,6 +63,7 @@ def sums[
     partial: DType = DType.bfloat16,
     shared: Bool = False,
     oversubscribed: Bool = False,
+    block: Int = 0,
 ](name: String) raises:
     """Compiles all kernels that combine to sums."""
     comptime group = combine_group[partial](
@@ -71,6 +72,7 @@ def sums[
         n_ranks=n_ranks,
         fused_shared_expert=shared,
         shares_gpu=oversubscribed,
+        partial_block=block,
     )
     emit_combine[CombineSums[group, DType.bfloat16, partial]](name)
 
@@ -155,6 +157,8 @@ def main() raises:
     sums[1, MANY, shared=True, oversubscribed=True]("sums_1_shared_oversubscribed")
     sums[2, MANY]("sums_2")
     sums[4, FEW, DType.float32, shared=True]("sums_4_f32_shared")
+    sums[2, MANY, DType.float8_e4m3fn, block=128]("sums_2_fp8")
+    sums[4, FEW, DType.float8_e4m3fn, shared=True, block=32]("sums_4_mxfp8_shared")
     all_gather[FEW]("few")
     all_gather[MANY]("many")
     from_torch()

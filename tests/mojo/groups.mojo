@@ -10,9 +10,8 @@ from max_ep.formats.mxfp8 import MXFP8
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
 from max_ep.formats.scale_layouts import InTiles, RowByRow
-from max_ep.layout import Addressing, Group, message_bytes, plain_token_bytes, Returns
+from max_ep.layout import Addressing, combine_msg_bytes, Group, Returns
 from max_ep.token_format import TokenFormat
-from std.sys import size_of
 
 comptime HIDDEN = 7168
 comptime TOP_K = 8
@@ -77,6 +76,7 @@ def combine_group[
     top_k: Int = TOP_K,
     fused_shared_expert: Bool = False,
     shares_gpu: Bool = True,
+    partial_block: Int = 0,
 ) -> Group:
     """Describes the group of a combine: by rank, or of any addressing."""
     return Group(
@@ -85,13 +85,12 @@ def combine_group[
         max_tokens_per_rank=max_tokens,
         top_k=top_k,
         hidden_size=HIDDEN,
-        combine_msg_bytes=message_bytes(
-            plain_token_bytes(HIDDEN, size_of[Scalar[sent_dtype]]())
-        ),
+        combine_msg_bytes=combine_msg_bytes[sent_dtype](HIDDEN, partial_block),
         addressing=Addressing.ANY if returns == Returns.ANY else BY_RANK,
         returns=returns,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
+        partial_block=partial_block,
     )
 
 

@@ -5,7 +5,7 @@ The send phase adds up this rank's rows of a peer's token and sends the sum. The
 phase adds up this rank's rows of its own token, then the partial sums of other ranks.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE
+from max.gpu import syncwarp, WARP_SIZE
 from std.bit import count_trailing_zeros
 from std.math import ceildiv, fma
 from std.memory import bitcast
@@ -23,14 +23,25 @@ from ..device.warp import (
 )
 from ..failures import Failure
 from ..flags import load_relaxed_sys_16, store_relaxed_sys_16, Wait
+from ..formats.quantized_sums import QuantizedSums
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
 from .roles import RECEIVE
 
 
-struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: Int]:
-    """How a lane's share of a row and of a partial sum is laid out and added."""
+struct PartialFormat[
+    combine_dtype: DType, partial_dtype: DType, hidden_size: Int, partial_block: Int = 0
+]:
+    """How a lane's share of a row and of a partial sum is laid out and added.
 
+    With a `partial_block`, partial sums are quantized: all lanes of a warp read the
+    same 16 bytes of scales (`formats/quantized_sums.mojo`).
+    """
+
+    comptime is_quantized = Self.partial_block > 0
+    """Whether a partial sum has scales."""
+    comptime Quantized = QuantizedSums[max(Self.partial_block, 32), Self.hidden_size]
+    """Partial sums with a scale for each block."""
     comptime row_element = size_of[Scalar[Self.combine_dtype]]()
     """Bytes of an element of a row."""
     comptime partial_element = size_of[Scalar[Self.partial_dtype]]()
@@ -39,8 +50,10 @@ struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: In
     """Elements of a lane in one step."""
     comptime n_row_vectors = Self.width * Self.row_element // MESSAGE_ALIGN
     """16 bytes of a row that they fill."""
-    comptime n_partial_vectors = Self.width * Self.partial_element // MESSAGE_ALIGN
-    """16 bytes of a partial sum that they fill."""
+    comptime n_partial_vectors = Self.width * Self.partial_element // MESSAGE_ALIGN + (
+        1 if Self.is_quantized else 0
+    )
+    """16 bytes of a partial sum that they fill, and those of their scales."""
     comptime row_bytes = Self.hidden_size * Self.row_element
     """Bytes of a row."""
     comptime n_shares = Self.hidden_size // Self.width
@@ -82,6 +95,13 @@ struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: In
     @always_inline
     def partial_vector(partial_sum: BytePointer, share: Int, i: Int) -> BytePointer:
         """Locates 16 bytes of a partial sum."""
+        comptime if Self.is_quantized:
+            if i == 1:
+                return partial_sum.unsafe_offset(
+                    Self.Quantized.Format.value_bytes
+                    + share // WARP_SIZE * MESSAGE_ALIGN
+                )
+            return partial_sum.unsafe_offset(share * MESSAGE_ALIGN)
         return partial_sum.unsafe_offset(
             (share * Self.n_partial_vectors + i) * MESSAGE_ALIGN
         )
@@ -98,6 +118,25 @@ struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: In
                 avoid_sentinel(
                     bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
                 ),
+            )
+
+    @staticmethod
+    @always_inline
+    def put_quantized(partial_sum: BytePointer, share: Int, sum: Self.Sum):
+        """Quantizes a share, and sends it; all lanes of a warp call it."""
+        var given = sum
+        comptime if Self.n_shares % WARP_SIZE != 0:
+            if share >= Self.n_shares:
+                given = 0
+        var wire = Self.Quantized.encode_lane(given, share % WARP_SIZE)
+        if share < Self.n_shares:
+            store_relaxed_sys_16(
+                Self.partial_vector(partial_sum, share, 0), avoid_sentinel(wire.values)
+            )
+        if share % WARP_SIZE == 0:
+            store_relaxed_sys_16(
+                Self.partial_vector(partial_sum, share, 1),
+                avoid_sentinel[Self.Quantized.Numbers.scales_flip](wire.scales),
             )
 
     @staticmethod
@@ -218,33 +257,80 @@ struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: In
         """
         comptime n = Self.width // Self.n_partial_vectors
         var are_there = True
+        comptime if Self.is_quantized:
+            are_there = Self._add_quantized[first, is_there](
+                sum, loaded, partial_sum, share, owner_rank, block
+            )
+        else:
+            if share < Self.n_shares:
+                comptime for i in range(Self.n_partial_vectors):
+                    comptime if is_there:
+                        store16(
+                            Self.partial_vector(partial_sum, share, i),
+                            LaneBytes(SENTINEL),
+                        )
+                        var part = bitcast[Self.partial_dtype, n](
+                            loaded[first + i]
+                        ).cast[DType.float32]()
+                        comptime for j in range(n):
+                            sum[i * n + j] += part[j]
+                    else:
+                        var bytes, has_come = _await_16(
+                            Self.partial_vector(partial_sum, share, i),
+                            loaded[first + i],
+                            owner_rank,
+                            block,
+                        )
+                        are_there = are_there and has_come
+                        var part = bitcast[Self.partial_dtype, n](bytes).cast[
+                            DType.float32
+                        ]()
+                        comptime if block.group.masks:
+                            if not has_come:
+                                part = 0
+                        comptime for j in range(n):
+                            sum[i * n + j] += part[j]
+        return are_there
+
+    @staticmethod
+    @always_inline
+    def _add_quantized[
+        n_loaded: Int, //, first: Int, is_there: Bool
+    ](
+        mut sum: Self.Sum,
+        loaded: Array[LaneBytes, n_loaded],
+        partial_sum: BytePointer,
+        share: Int,
+        owner_rank: Int,
+        block: Block[...],
+    ) -> Bool:
+        """Does the same with a quantized partial sum."""
+        var are_there = True
         if share < Self.n_shares:
-            comptime for i in range(Self.n_partial_vectors):
-                comptime if is_there:
-                    store16(
-                        Self.partial_vector(partial_sum, share, i), LaneBytes(SENTINEL)
-                    )
-                    var part = bitcast[Self.partial_dtype, n](loaded[first + i]).cast[
-                        DType.float32
-                    ]()
-                    comptime for j in range(n):
-                        sum[i * n + j] += part[j]
-                else:
-                    var bytes, has_come = _await_16(
+            var bytes = Array[LaneBytes, 2](fill=0)
+            comptime for i in range(2):
+                bytes[i] = loaded[first + i]
+                comptime if not is_there:
+                    var has_come: Bool
+                    bytes[i], has_come = _await_16[restores=False](
                         Self.partial_vector(partial_sum, share, i),
-                        loaded[first + i],
+                        bytes[i],
                         owner_rank,
                         block,
                     )
                     are_there = are_there and has_come
-                    var part = bitcast[Self.partial_dtype, n](bytes).cast[
-                        DType.float32
-                    ]()
-                    comptime if block.group.masks:
-                        if not has_come:
-                            part = 0
-                    comptime for j in range(n):
-                        sum[i * n + j] += part[j]
+            if are_there:
+                store16(Self.partial_vector(partial_sum, share, 0), SENTINEL)
+                bytes[1][3] ^= Self.Quantized.Numbers.scales_flip
+                sum = Self.Quantized.add_values(
+                    sum,
+                    bitcast[DType.uint8, Self.width](bytes[0]),
+                    Self.Quantized.scale_of_lane(bytes[1], share % WARP_SIZE),
+                )
+        # I3, as in `_await_16`. All lanes have read the scales.
+        syncwarp()
+        if are_there and share % WARP_SIZE == 0:
+            store16(Self.partial_vector(partial_sum, share, 1), SENTINEL)
         return are_there
 
     @staticmethod
@@ -260,10 +346,13 @@ struct PartialFormat[combine_dtype: DType, partial_dtype: DType, hidden_size: In
 
 
 @always_inline
-def _await_16(
-    p: BytePointer, first_loaded: LaneBytes, owner_rank: Int, block: Block[...]
-) -> Tuple[LaneBytes, Bool]:
-    """Waits for 16 bytes of a partial sum, and puts `SENTINEL` back."""
+def _await_16[
+    restores: Bool = True
+](p: BytePointer, first_loaded: LaneBytes, owner_rank: Int, block: Block[...]) -> Tuple[
+    LaneBytes, Bool
+]:
+    """Waits for 16 bytes of a partial sum, and puts `SENTINEL` back if it `restores`.
+    """
     var bytes = first_loaded
     var wait = Wait(block.deadline)
     while bytes[3] == SENTINEL:
@@ -279,7 +368,8 @@ def _await_16(
             return (bytes, False)
         bytes = load_relaxed_sys_16(p)
     # I3: whoever writes here next has seen a later done word.
-    store16(p, LaneBytes(SENTINEL))
+    comptime if restores:
+        store16(p, LaneBytes(SENTINEL))
     return (bytes, True)
 
 

@@ -6,7 +6,7 @@ the token's rank, which adds at most `n_ranks` of them:
 
     partial = 0; for k with an expert here: partial = fma(weight[k], row[k],
         partial)                                              in float32
-    sent: partial, rounded once to the partial dtype
+    sent: partial, rounded once to the partial dtype, or quantized
     result = own partial, not rounded; then + those of the other ranks, in
         ascending order; rounded to the combine dtype; with a fused shared
         expert then + shared[token], and rounded again
@@ -79,7 +79,9 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
                 n_senders = n_send_warps(in_32_bits(self.combined.n_tokens), n_warps)
         var first = _First.of[
             group,
-            PartialFormat[Self.dtype, Self.partial_dtype, group.hidden_size].n_steps,
+            PartialFormat[
+                Self.dtype, Self.partial_dtype, group.hidden_size, group.partial_block
+            ].n_steps,
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)

@@ -28,7 +28,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     """A warp that adds up tokens."""
 
     comptime Format = PartialFormat[
-        Self.dtype, Self.partial_dtype, Self.group.hidden_size
+        Self.dtype, Self.partial_dtype, Self.group.hidden_size, Self.group.partial_block
     ]
     """How rows and partial sums are laid out."""
 

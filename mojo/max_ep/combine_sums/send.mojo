@@ -34,7 +34,9 @@ def send_partials[
     block: Block[group],
 ):
     """Sends this warp's share of the partial sums."""
-    comptime Format = PartialFormat[dtype, partial_dtype, group.hidden_size]
+    comptime Format = PartialFormat[
+        dtype, partial_dtype, group.hidden_size, group.partial_block
+    ]
     comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
         var lane = block.lane
@@ -82,5 +84,8 @@ def send_partials[
                     if not block.await_readers[is_combine=True](SEND):
                         return
                     is_waiting = False
-                if share < Format.n_shares:
-                    Format.put_partial(to, share, sum)
+                comptime if Format.is_quantized:
+                    Format.put_quantized(to, share, sum)
+                else:
+                    if share < Format.n_shares:
+                        Format.put_partial(to, share, sum)

@@ -9,8 +9,9 @@ That rank adds the rows of a token in choice order:
     result = result + shared[token], rounded again    with a fused shared expert
 
 Sums: each owner (a rank that holds experts of the token) adds its rows in the same
-way, and sends that sum, rounded once to the partial dtype. The source starts with its own sum,
-which is not sent and not rounded, and adds those of the other ranks in order of rank.
+way, and sends that sum, rounded once to the partial dtype, or quantized
+(`formats/quantized_sums.mojo`). The source starts with its own sum, which is not sent
+and not rounded, and adds those of the other ranks in order of rank.
 `dispatch_wait` has recorded the rows and weights.
 
 Choices without a row (id `-1`) are skipped. Rows of the shared expert are not
@@ -24,6 +25,7 @@ from std.sys import size_of
 from ..arguments import CombinedTokens, GivenRows
 from ..counters import NO_ROW, rank_of_relative, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
+from ..formats.quantized_sums import QuantizedSums
 from ..flags import count_of, generation_of, message_flag, publish
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
@@ -239,9 +241,14 @@ def _send_sums[
     var n_tokens = 0
     for source in range(group.n_ranks):
         n_tokens += Int(n_tokens_of[unsafe_offset=source])
-    var is_streaming = should_stream(n_tokens, msg_bytes)
+    comptime is_quantized = group.partial_block > 0
+    comptime sum_dtype = DType.float32 if is_quantized else partial_dtype
+    var is_streaming = should_stream(n_tokens, msg_bytes) and not is_quantized
 
     def send_sums(begin: Int, end: Int) {imm}:
+        var before_quantized = List[Float32](
+            length=group.hidden_size if is_quantized else 0, fill=0
+        )
         var source = 0
         var first = 0
         for i in range(begin, end):
@@ -259,11 +266,15 @@ def _send_sums[
             var message = rank.recv_bufs[src_rank].unsafe_offset(
                 group.partial_offset(rank.my_rank, i - first)
             )
-            var sums = message.unsafe_bitcast[Scalar[partial_dtype]]()
+            var sums = message.unsafe_bitcast[Scalar[sum_dtype]]()
+            comptime if is_quantized:
+                sums = type_of(sums)(
+                    unsafe_from_address=Int(before_quantized.unsafe_ptr())
+                )
 
             @always_inline
             def store_sum[width: Int](column: Int) {imm}:
-                var sum = terms.add_to[width](0, column).cast[partial_dtype]()
+                var sum = terms.add_to[width](0, column).cast[sum_dtype]()
                 if is_streaming and width > 1:
                     sums.unsafe_store[alignment=MESSAGE_ALIGN, non_temporal=True](
                         column, sum
@@ -272,6 +283,10 @@ def _send_sums[
                     sums.unsafe_store(column, sum)
 
             _for_columns[group.hidden_size](store_sum)
+            comptime if is_quantized:
+                QuantizedSums[group.partial_block, group.hidden_size].encode(
+                    message, before_quantized
+                )
             write_source_info(message, msg_bytes, terms.n, rank.generation)
 
     for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
@@ -336,7 +351,18 @@ def cpu_combine_wait[
             @always_inline
             def store_result[width: Int](column: Int) {imm}:
                 var acc = own.add_to[width](0, column)
-                acc = received.add_to[width](acc, column)
+                comptime if group.partial_block > 0:
+                    comptime Sums = QuantizedSums[
+                        group.partial_block, group.hidden_size
+                    ]
+                    for i in range(received.n):
+                        acc = Sums.add(
+                            acc,
+                            BytePointer(unsafe_from_address=received.rows[i]),
+                            column,
+                        )
+                else:
+                    acc = received.add_to[width](acc, column)
                 comptime if group.fused_shared_expert:
                     var shared = _row[group, dtype](expert_rows, token_idx)
                     acc = acc.cast[dtype]().cast[DType.float32]()

@@ -78,6 +78,35 @@ def power_of_e8m0(e8m0: UInt32) -> Float32:
 
 
 @always_inline
+def float_of_e8m0(e8m0: UInt32) -> Float32:
+    """Widens a scale; NaN for the NaN, 255."""
+    var bits = e8m0 << 23
+    if e8m0 == 0:
+        bits = 0x40_0000
+    if e8m0 == 255:
+        bits = 0x7FC0_0000
+    return bitcast[DType.float32](bits)
+
+
+@always_inline
+def from_e4m3fn[
+    width: Int, //
+](values: SIMD[DType.uint8, width]) -> SIMD[DType.float32, width]:
+    """Widens float8_e4m3fn by the quickest way the device has."""
+    comptime if is_nvidia_gpu():
+        return bitcast[DType.float8_e4m3fn, width](values).cast[DType.float32]()
+    else:
+        comptime Bits = SIMD[DType.uint32, width]
+        var bits = values.cast[DType.uint32]()
+        var magnitude = bits & 0x7F
+        var small = magnitude.cast[DType.float32]() * 0.001953125
+        var normal = bitcast[DType.float32]((magnitude + (120 << 3)) << 20)
+        var x = magnitude.lt(Bits(8)).select(small, normal)
+        x = magnitude.eq(Bits(0x7F)).select(nan[DType.float32](), x)
+        return bitcast[DType.float32](bitcast[DType.uint32](x) | (bits & 0x80) << 24)
+
+
+@always_inline
 def to_e2m1fn(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, WIDTH // 2]:
     """Rounds to float4_e2m1fn, to nearest even and saturating at 6; two in a byte.
 
