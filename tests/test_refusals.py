@@ -140,6 +140,51 @@ def test_config_refuses(arguments, words):
         TWO.config(**arguments_of(arguments))
 
 
+_FULLY_BALANCED = BALANCED | PLANNED
+_BALANCED_FIELDS = (*BALANCED, *PLANNED)
+_OF_MXFP8 = dict(
+    dispatch_dtype=FP8_E4M3, dispatch_quant_config=mxfp8_quant_config(), hidden_size=96
+)
+_OF_NVFP4 = dict(
+    dispatch_dtype=DType.uint8,
+    dispatch_quant_config=nvfp4_quant_config(),
+    hidden_size=96,
+)
+# For each field of MAX's EPConfig a value that is not its default, and what it needs.
+GIVEN = dict.fromkeys(_BALANCED_FIELDS, _FULLY_BALANCED) | dict(
+    dispatch_dtype=_OF_NVFP4,
+    combine_dtype=dict(combine_dtype=F32),
+    hidden_size=dict(hidden_size=160),
+    top_k=dict(top_k=2),
+    n_experts=dict(n_experts=6),
+    max_tokens_per_rank=dict(max_tokens_per_rank=9),
+    n_gpus_per_node=dict(n_gpus_per_node=4),
+    n_nodes=dict(n_nodes=2, n_gpus_per_node=1),
+    node_id=dict(node_id=0),
+    dispatch_quant_config=_OF_MXFP8,
+    nvfp4_dyn_global_scales=_OF_NVFP4 | dict(nvfp4_dyn_global_scales=True),
+    fused_shared_expert=dict(fused_shared_expert=True),
+    moe_dim=dict(moe_dim=64),
+    use_allreduce=dict(use_allreduce=True, n_experts=6),
+    max_batch_size=dict(max_batch_size=8),
+)
+
+
+def test_each_field_of_maxs_config_is_taken_or_refused(monkeypatch):
+    """Fails if MAX has a field that is neither here nor among the refused."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # MAX asks for it with two nodes
+    names = [field.name for field in dataclasses.fields(MaxEPConfig)]
+    assert sorted([*GIVEN, *_REFUSED]) == sorted(names)
+    for name, given in GIVEN.items():
+        config = TWO.config(**given)
+        assert np.array_equal(getattr(config, name), given[name])
+        theirs = MaxEPConfig(**{field: getattr(config, field) for field in names})
+        for field in names:
+            assert np.array_equal(getattr(theirs, field), getattr(config, field)), name
+    guide = (ROOT / "docs/from_max.md").read_text()
+    assert all(f"| `{name}` |" in guide for name in _REFUSED)
+
+
 @refused("""
 n_experts=65535, protocol="by_rank" | 65535; by_expert
 max_tokens_per_rank=65535, protocol="by_rank" | 65535; by_expert
