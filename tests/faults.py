@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of processes that lose ranks and go on: `test_faults.py` drives them.
 
-A member waits for commands; it is stopped or killed at a phase, or whenever the driver
-sends the signal. `max_ep.launch` would end with the first that dies.
+A member waits for commands; it is stopped or killed at a phase, at a line of the
+package's memory/*.py, or whenever the driver sends the signal. `max_ep.launch` would
+end with the first that dies.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from cases import Case, in_protocols, narrow, widen
 from harness import assert_same_bits, to_buffer, to_numpy
 from max.engine import InferenceSession, Model
@@ -37,12 +39,17 @@ from processes import (
 from max_ep import EPCommInitializer, extension_path
 from max_ep.limits import GROUP_VARIABLE
 from max_ep.memory.setup_graph import SETUP_GRAPH, setup_graph
+from max_ep.memory.symmetric_memory import process_state
 from max_ep.reference import degraded
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
-TIMEOUT_S = 2.0
-SLACK_S = 1.0
-"""How much longer than the time-out a step may take that loses ranks."""
+RECONCILE, JOIN = "reconcile", "join"
+"""Faults in these calls: `join` is `ep_init` of a new process, or `rejoin`."""
+
+TIMEOUT_S = float(os.environ.get("MAX_EP_FAULT_TIMEOUT", 2))
+SLACK_S = float(os.environ.get("MAX_EP_FAULT_SLACK", 1))
+"""How much longer than the time-out a call may take that loses ranks; more on a
+machine that is busy otherwise."""
 
 N_RANKS = int(os.environ.get("MAX_EP_FAULT_RANKS", 4))
 MASKING = in_protocols([replace(SMALL, name="masking", n_ranks=N_RANKS)])
@@ -68,8 +75,40 @@ class Fault:
     rank: int
     how: signal.Signals = signal.SIGKILL
     phase: str | None = None
-    """In front of this phase; None: whenever the delay is over."""
+    """In front of this phase, or in `RECONCILE` or `JOIN`; None: in some phase."""
     delay_s: float = 0
+    """When, if no phase and no line says it."""
+    line: int | None = None
+    """After so many lines of memory/*.py: of `RECONCILE` or `JOIN`."""
+
+    @contextlib.contextmanager
+    def strikes(self) -> Iterator[None]:
+        """Counts the lines of what runs in it; strikes at the end at the latest."""
+        left = self.line or 0
+
+        def count(frame: Any, event: str, _: Any) -> Callable:
+            nonlocal left
+            left -= event == "line"
+            if left == 0:
+                os.kill(os.getpid(), self.how)
+                left = -1
+            return count
+
+        def trace(frame: Any, *_: Any) -> Callable | None:
+            return count if "/max_ep/memory/" in frame.f_code.co_filename else None
+
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            if left > 0:
+                os.kill(os.getpid(), self.how)
+
+
+def struck(fault: Fault | None) -> Any:
+    has_line = fault is not None and fault.line is not None
+    return fault.strikes() if has_line else contextlib.nullcontext()
 
 
 def lost_ranks(comm: EPCommInitializer) -> list[int]:
@@ -133,38 +172,41 @@ class FaultMember(Member):
         seconds = time.monotonic() - begin
         return Step(seconds, *step.results, lost_ranks(self.comm))
 
-    def reconcile(self) -> list[int]:
-        return self.comm.reconcile()
+    def reconcile(self, fault: Fault | None) -> tuple[float, list[int]]:
+        begin = time.monotonic()
+        with struck(fault):
+            active = self.comm.reconcile()
+        return time.monotonic() - begin, active
 
     def mask(self, rank: int) -> list[int]:
         self.comm.mask(rank)
         return self.comm.active_ranks()
 
-    def rejoin(self) -> list[int]:
-        self.comm.rejoin()
-        return self.comm.active_ranks()
+    def rejoin(self, fault: Fault | None = None) -> str:
+        with struck(fault):
+            self.comm.rejoin()
+        return HERE
 
 
-def serve(node_id: int, graphs: str, group: str, pipe: Connection) -> None:
+def serve(graphs: str, group: str, pipe: Connection) -> None:
     """Is a member of a group for each protocol: does what it is asked, and answers."""
     os.environ[GROUP_VARIABLE] = group
     engine, members = Engine(graphs), {}
-    # The time-out is for those that are late, not for slow starters.
     pipe.send(LOADED)
-    pipe.recv()
-    try:
-        for name, case in MASKING.items():
-            config = config_of(case, node_id, timeout_s=TIMEOUT_S, on_timeout="mask")
-            given = case, f"{group}-{name}", engine.models[SETUP_GRAPH]
-            members[name] = FaultMember(engine, config, *given)
-        pipe.send(HERE)
-    except Exception:
-        pipe.send(traceback.format_exc())
-        return
+    node_id = pipe.recv()
+
+    def join(fault: Fault | None) -> str:
+        case, setup = MASKING[name], engine.models[SETUP_GRAPH]
+        config = config_of(case, node_id, timeout_s=TIMEOUT_S, on_timeout="mask")
+        with struck(fault):
+            members[name] = FaultMember(engine, config, case, f"{group}-{name}", setup)
+        return HERE
+
     while (request := pipe.recv()) is not None:
         name, command, *args = request
         try:
-            pipe.send(getattr(members[name], command)(*args))
+            called = join if command == "join" else getattr(members[name], command)
+            pipe.send(called(*args))
         except Exception:
             pipe.send(traceback.format_exc())
     for member in members.values():
@@ -172,6 +214,8 @@ def serve(node_id: int, graphs: str, group: str, pipe: Connection) -> None:
 
 
 LOADED, HERE = "loaded", "here"
+START_S = 300
+"""How long a process may take to import MAX, on busy cores."""
 ALL = list(range(N_RANKS))
 
 
@@ -196,29 +240,44 @@ def check(name: str, generation: int, rank: int, step: Step | str) -> None:
 class Group:
     """The driver's view of the processes."""
 
-    def __init__(self, graphs: str, group: str) -> None:
+    def __init__(self, graphs: str, group: str, n_spares: int = 0) -> None:
+        """Of new processes, `n_spares` stand ready to take the place of others."""
         self._given = graphs, group
         self._context = multiprocessing.get_context("spawn")
+        self._spares = [self._spawn() for _ in range(N_RANKS + n_spares)]
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Connection] = {}
+        self.out = {name: set(ALL) for name in MASKING}
+        """Ranks whose process has not joined a group."""
         self.generation = 0
-        self.start(*ALL)
+        self.delays: list[float] = []
+        """By how much calls were longer than the time-out."""
+        # The time-out is for those that are late, not for slow starters.
+        for _, pipe in self._spares[:N_RANKS]:
+            assert pipe.poll(START_S)
         for rank in ALL:
-            self.expect(rank, HERE)
+            self.start(rank, spawns=False)
+        for name in MASKING:
+            assert self.ask(ALL, name, "join", None) == N_RANKS * [HERE]
+            self.out[name] = set()
 
-    def start(self, *ranks: int) -> None:
-        """Starts processes, which join, and say that they are here once they are."""
-        for rank in ranks:
-            self.pipes[rank], theirs = self._context.Pipe()
-            self.processes[rank] = self._context.Process(
-                target=serve, args=(rank, *self._given, theirs), daemon=True
-            )
-            self.processes[rank].start()
-            theirs.close()
-        for rank in ranks:
-            self.expect(rank, LOADED)
-        for rank in ranks:
-            self.pipes[rank].send("join")
+    def _spawn(self) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        given = *self._given, theirs
+        process = self._context.Process(target=serve, args=given, daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def start(self, rank: int, spawns: bool = True) -> None:
+        """Gives a rank a new process, which has joined no group."""
+        if spawns:
+            self._spares.append(self._spawn())
+        self.processes[rank], self.pipes[rank] = self._spares.pop(0)
+        assert self.answer(rank, START_S) == LOADED
+        self.pipes[rank].send(rank)
+        for out in self.out.values():
+            out.add(rank)
 
     def expect(self, rank: int, answer: Any) -> None:
         got = self.answer(rank)
@@ -233,79 +292,145 @@ class Group:
             self.pipes[rank].send((name, command, *args))
         return [self.answer(rank) for rank in ranks]
 
+    def _run(
+        self, name: str, command: str, ranks: list[int], faults: tuple, *args: Any
+    ) -> dict[int, Any]:
+        """Asks ranks, strikes some of them, and returns what the others answer."""
+        at = {fault.rank: fault for fault in faults}
+        for rank in ranks:
+            self.pipes[rank].send((name, command, *args, at.get(rank)))
+        begin = time.monotonic()
+        for fault in sorted(faults, key=lambda fault: fault.delay_s):
+            if fault.line is None and fault.phase not in PHASES:
+                time.sleep(max(0, begin + fault.delay_s - time.monotonic()))
+                os.kill(self.processes[fault.rank].pid, fault.how)
+        return {rank: self.answer(rank) for rank in ranks if rank not in at}
+
     def step(self, name: str, ranks: list[int], *faults: Fault) -> list[int]:
         """Runs the next generation on some ranks, and checks those without a fault.
         Returns the ranks that all of them mask."""
         self.generation += 1
-        at = {fault.rank: fault for fault in faults}
+        steps = self._run(name, "step", ranks, faults, self.generation)
         # A rank that is hit in a later phase is hit when the others have gone on.
         n_waits = len(faults) if any(fault.phase for fault in faults) else 1
-        limit_s = n_waits * TIMEOUT_S + SLACK_S
-        for rank in ranks:
-            self.pipes[rank].send((name, "step", self.generation, at.get(rank)))
-        begin = time.monotonic()
-        for fault in sorted(faults, key=lambda fault: fault.delay_s):
-            if fault.phase is None:
-                time.sleep(max(0, begin + fault.delay_s - time.monotonic()))
-                os.kill(self.processes[fault.rank].pid, fault.how)
-        steps = {rank: self.answer(rank) for rank in ranks if rank not in at}
         for rank, step in steps.items():
             check(name, self.generation, rank, step)
-            assert step.seconds < limit_s, (rank, step.seconds)
+            self.took(rank, step.seconds - (n_waits - 1) * TIMEOUT_S)
         return sorted(set.intersection(*(set(step.masked) for step in steps.values())))
 
+    def reconcile(self, name: str, ranks: list[int], *faults: Fault) -> dict[int, Any]:
+        """Reconciles; returns what each rank without a fault takes for active, or its
+        error."""
+        answers = self._run(name, RECONCILE, ranks, faults)
+        active = {}
+        for rank, got in answers.items():
+            if isinstance(got, str):
+                assert "RankExpelled: max_ep: the group goes on without" in got, got
+                active[rank] = got
+            else:
+                seconds, active[rank] = got
+                self.took(rank, seconds)
+        return active
+
+    def took(self, rank: int, seconds: float) -> None:
+        """Checks how long a call took."""
+        self.delays.append(seconds - TIMEOUT_S)
+        assert seconds < TIMEOUT_S + SLACK_S, (rank, seconds)
+
     def survive(self, name: str, *faults: Fault) -> None:
-        """Loses ranks in a step, goes on without them, takes them in again."""
-        lost = sorted(fault.rank for fault in faults)
-        rest = [rank for rank in ALL if rank not in lost]
-        self.step(name, ALL, *faults)
-        hit = self.generation
-        assert self.step(name, rest) == lost, f"{name}: {faults}"
-        killed = [f.rank for f in faults if f.how == signal.SIGKILL]
-        for rank in killed:
-            self.processes[rank].join()
-        stopped = [rank for rank in lost if rank not in killed]
-        for rank in stopped:
-            os.kill(self.processes[rank].pid, signal.SIGCONT)
-            check(name, hit, rank, self.answer(rank))
-        for rank in stopped:
-            self.pipes[rank].send((name, "reconcile"))
-        got = self.ask(rest, name, "reconcile")
-        assert all(set(stopped).isdisjoint(active) for active in got), got
-        for rank in stopped:
-            error = self.answer(rank)
-            assert "RankExpelled: max_ep: the group goes on without" in error, error
-        there = {other: [r for r in ALL if r not in killed] for other in MASKING}
-        there[name] = rest
-        for rank in stopped:
-            self.pipes[rank].send((name, "rejoin"))
-            self.admit(name, there[name], rank)
-            assert rank in self.answer(rank)
-        for rank in killed:
-            self.start(rank)
-            for other in MASKING:
-                self.admit(other, there[other], rank)
-            self.expect(rank, HERE)
-        for other in MASKING:
+        """Loses ranks, goes on without them, takes them in again."""
+        rest = ALL
+        for is_reconcile in (False, True):
+            struck = [
+                f
+                for f in faults
+                if f.phase != JOIN and (f.phase == RECONCILE) == is_reconcile
+            ]
+            if struck:
+                rest = self.lose(name, rest, *struck)
+        joining = {fault.rank: fault for fault in faults if fault.phase == JOIN}
+        for rank in set(joining) & set(rest):  # is lost first, in no call
+            rest = [r for r in rest if r != rank]
+            if joining[rank].how == signal.SIGKILL:
+                self.processes[rank].kill()
+                self.processes[rank].join()
+            else:
+                self.ask(rest, name, "mask", rank)
+        for other in [name, *(set(MASKING) - {name})]:
+            self.heal(other, joining if other == name else {})
             assert self.step(other, ALL) == []
 
-    def admit(self, name: str, members: list[int], rank: int) -> None:
-        """Reconciles until a rank that waits has joined."""
-        deadline = time.monotonic() + 30
-        active: list[int] = []
-        while rank not in active:
-            if time.monotonic() > deadline:
-                pytest.fail(f"{active} without rank {rank}: {self.answer(rank, 0)}")
-            got = self.ask(members, name, "reconcile")
-            active = got[0]
-            assert all(x == active for x in got), got
-            time.sleep(0.02)
-        members.append(rank)
+    def lose(self, name: str, members: list[int], *faults: Fault) -> list[int]:
+        """Strikes ranks in a step, or in `RECONCILE`; returns the others, which all
+        mask them."""
+        lost = [fault.rank for fault in faults]
+        rest = [rank for rank in members if rank not in lost]
+        if faults[0].phase == RECONCILE:
+            alive = [rank for rank in ALL if self.processes[rank].is_alive()]
+            active = self.reconcile(name, alive, *faults)
+            first = active[rest[0]]
+            assert all(active[rank] == first for rank in rest), active
+            assert set(rest) <= set(first) <= set(members), active
+        else:
+            self.step(name, members, *faults)
+        hit = self.generation
+        others = [rank for rank in ALL if rank not in rest]
+        assert self.step(name, rest) == others, f"{name}: {faults}"
+        for fault in faults:
+            process = self.processes[fault.rank]
+            if fault.how == signal.SIGKILL:
+                process.join()
+                continue
+            os.kill(process.pid, signal.SIGCONT)
+            answer = self.answer(fault.rank)
+            if fault.phase != RECONCILE:
+                check(name, hit, fault.rank, answer)
+            else:
+                assert isinstance(answer, tuple) or "RankExpelled" in answer, answer
+        return rest
+
+    def heal(self, name: str, faults: dict[int, Fault]) -> None:
+        """Reconciles until all ranks are in; strikes some as they join."""
+        faults, active = dict(faults), {}
+        joining: set[int] = set()
+        stopped_at: dict[int, float] = {}
+        deadline = time.monotonic() + 30 + 10 * TIMEOUT_S
+
+        def join(rank: int, command: str) -> None:
+            self.pipes[rank].send((name, command, faults.pop(rank, None)))
+            joining.add(rank)
+
+        while list(active.values()) != len(ALL) * [ALL]:
+            now = time.monotonic()
+            assert now < deadline, (joining, active, self.out)
+            for rank, process in list(self.processes.items()):
+                if not process.is_alive():
+                    self.start(rank)
+                    joining.discard(rank)
+                elif process_state(process.pid) == "is stopped":
+                    if now > stopped_at.setdefault(rank, now) + 1.2 * TIMEOUT_S:
+                        os.kill(process.pid, signal.SIGCONT)
+                        del stopped_at[rank]
+                elif rank in joining and self.pipes[rank].poll():
+                    self.expect(rank, HERE)
+                    joining.discard(rank)
+                    self.out[name].discard(rank)
+                if rank in self.out[name] - joining:
+                    join(rank, "join")
+            members = [r for r in ALL if r not in joining]
+            active = self.reconcile(name, members)
+            for rank, got in active.items():
+                if isinstance(got, str):
+                    join(rank, "rejoin")
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Ends the processes; those that do not answer are killed."""
-        for rank, process in self.processes.items():
-            if process.is_alive():
+        for process, _ in self._spares:
+            self.processes[len(self.processes)] = process
+            process.kill()
+        for rank in ALL:
+            if self.processes[rank].is_alive():
                 self.pipes[rank].send(None)
         for process in self.processes.values():
             process.join(5)

@@ -7,15 +7,18 @@ Every result is compared with the oracle, bit for bit, and so are the flags of t
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from faults import (
     ALL,
+    JOIN,
     MASKING,
     N_RANKS,
     PHASES,
+    RECONCILE,
     Fault,
     Group,
     RankStep,
@@ -27,8 +30,10 @@ from faults import (
 from processes import config_of, names_of
 
 from max_ep import EPCommInitializer
-from max_ep.memory.membership import Note, decide
+from max_ep.memory import membership
+from max_ep.memory.membership import Membership, Note, decide
 from max_ep.memory.setup_graph import SETUP_GRAPH
+from max_ep.memory.symmetric_memory import Owner
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
@@ -42,7 +47,7 @@ def group(session, tmp_path_factory) -> Iterator[Group]:
     path = tmp_path_factory.mktemp("faults") / "faults.mef"
     models = compile_graphs(path, session)
     name = f"faults-{os.getpid()}"
-    members = Group(str(path), name)
+    members = Group(str(path), name, 2 * ("MAX_EP_FAULTS" in os.environ))
     members.models = models
     try:
         for protocol in MASKING:
@@ -77,14 +82,25 @@ def test_one_rank_masks_another(group):
     """The others wait for neither: each is right, or flagged, and then they agree."""
     assert group.ask([1], BY_RANK, "mask", 3) == [[0, 1, 2]]
     assert group.step(BY_RANK, ALL) == []
-    *active, expelled = group.ask(ALL, BY_RANK, "reconcile")
+    *active, expelled = group.reconcile(BY_RANK, ALL).values()
     assert active == 3 * [[0, 1, 2]] and "RankExpelled" in expelled
     group.pipes[3].send((BY_RANK, "step", 1, None))
     assert "was freed" in group.answer(3)
-    group.pipes[3].send((BY_RANK, "rejoin"))
-    group.admit(BY_RANK, [0, 1, 2], 3)
-    group.expect(3, ALL)
+    group.heal(BY_RANK, {})
     assert group.step(BY_RANK, ALL) == []
+
+
+@pytest.mark.parametrize(
+    "how, line", [(KILL, 30), (KILL, 110), (STOP, 60), (STOP, 140)]
+)
+def test_a_rank_is_lost_in_reconcile(group, how, line):
+    group.survive(SUMS, Fault(line % 4, how, RECONCILE, line=line))
+
+
+@pytest.mark.parametrize("how, line", [(KILL, 400), (STOP, 150)])
+def test_a_rank_is_lost_as_it_joins(group, how, line):
+    """And another one in the same reconcile()."""
+    group.survive(BY_RANK, Fault(line % 4, how, JOIN, line=line))
 
 
 @pytest.mark.parametrize("name", MASKING)
@@ -131,21 +147,29 @@ def test_ranks_of_one_process(group, session, name):
         assert comm.active_ranks() == [0, 1, 2]
 
 
+def draw(seed: int, number: int) -> tuple[str, list[Fault]]:
+    """Draws one or two ranks, which are struck in any phase, at any time, in
+    `reconcile()`, or as they join."""
+    rng = np.random.default_rng([seed, number])
+    faults = []
+    for rank in rng.permutation(N_RANKS)[: 1 + int(rng.integers(4) == 0)]:
+        at = [*PHASES, None, None, RECONCILE, RECONCILE, JOIN][rng.integers(9)]
+        how = KILL if rng.integers(3) == 0 else STOP
+        has_line = at == JOIN or (at == RECONCILE and rng.integers(2))
+        line = int(10 ** rng.uniform(0, 3)) if has_line else None
+        faults.append(Fault(int(rank), how, at, rng.random() * 0.03, line))
+    return list(MASKING)[rng.integers(len(MASKING))], faults
+
+
 @pytest.mark.skipif(
     "MAX_EP_FAULTS" not in os.environ, reason="a soak: MAX_EP_FAULTS=1000"
 )
 def test_faults_of_a_seed(group):
-    """One or two ranks, in any phase or at any time; `MAX_EP_FUZZ_SEED` draws, of
-    `MAX_EP_FAULT_RANKS`."""
     seed = int(os.environ.get("MAX_EP_FUZZ_SEED", 1))
-    for i in range(int(os.environ["MAX_EP_FAULTS"])):
-        rng = np.random.default_rng([seed, i])
-        faults = []
-        for rank in rng.permutation(N_RANKS)[: 1 + int(rng.integers(4) == 0)]:
-            at = PHASES[rng.integers(len(PHASES))] if rng.integers(2) else None
-            how = KILL if rng.integers(3) == 0 else STOP
-            faults.append(Fault(int(rank), how, at, rng.random() * 0.03))
-        group.survive(list(MASKING)[rng.integers(3)], *faults)
+    for number in range(int(os.environ["MAX_EP_FAULTS"])):
+        name, faults = draw(seed, number)
+        print(f"{number}: {name}, {faults}", flush=True)
+        group.survive(name, *faults)
 
 
 def note(masked: list[int], generations: list[int] | None = None) -> Note:
@@ -177,3 +201,23 @@ def test_the_rule(notes, joining, members, joined):
 def test_who_ran_something_else_is_expelled():
     notes = {0: note([]), 1: note([], [2, 2, 2, 2]), 2: note([])}
     assert decide(1, [0, 1, 2], notes, []).members == [0, 2]
+
+
+def test_the_first_decision_of_an_epoch_counts(monkeypatch):
+    """Also for one that comes late, and finds only what has not been removed."""
+    monkeypatch.setattr(membership, "_LOG_BYTES", 1 << 13)
+    given = f"log-{os.getpid()}", 0, 1, Owner.myself(""), 2.0
+    Membership.create(given[0], 1)
+    first, other = Membership(*given), Membership(*given)
+    first.begin(-1)
+    for epoch in range(1, 300):
+        first._decide(replace(first.decision, epoch=epoch, joined=[epoch]))
+        os.write(first._handle, b'{"epoch": 1000, "memb')  # was killed
+        first._decide(replace(first.decision, epoch=epoch, joined=[]))
+        assert first.latest().joined == [epoch]
+    assert os.fstat(first._handle).st_blocks * 512 < 1 << 15
+    for late in (other, Membership(*given)):
+        assert (late.latest().epoch, late.latest().joined) == (299, [299])
+        late._release()
+    first.close()
+    assert names_of(given[0]) == []

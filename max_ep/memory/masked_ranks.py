@@ -16,7 +16,7 @@ from max.driver import CPU, Buffer
 from ..config import EPConfig
 from ..limits import NUM_GROUPS
 from .membership import Decision, Membership, RankExpelled
-from .symmetric_memory import SharedMemory
+from .symmetric_memory import Owner, SharedMemory
 
 
 class MaskedRanks:
@@ -188,17 +188,15 @@ class MaskedRanks:
         mine = self._ranks([self.config.node_id])
         self._point_to(mine, self._memory.local_addresses())
         for node in set(range(self.config.n_nodes)) - {self.config.node_id}:
-            self._map(node, is_there=node in decision.members)
+            self._map(node)
         self._go_on_with(decision)
 
-    def _map(self, node: int, *, is_there: bool = True) -> None:
-        """Finds a process's memory; where there is none, stands in nobody's."""
+    def _map(self, node: int) -> None:
+        """Finds a process's memory."""
         assert isinstance(self._memory, SharedMemory) and self._members is not None
-        if is_there:
-            regions = self._memory.map(node, self._members.handle_of(node))
-        else:
-            regions = self._memory.reserve(node)
-        self._point_to(self._ranks([node]), regions)
+        note = self._members.note(node)
+        given = (Owner(**note.owner), note.handle) if note else (None, -1)
+        self._point_to(self._ranks([node]), self._memory.map(node, *given))
 
     def _go_on_with(self, decision: Decision) -> None:
         """Masks who is out, and does not begin before those who are in can."""

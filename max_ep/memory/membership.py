@@ -2,16 +2,18 @@
 """Who is in a group: processes agree, outside of any launch, on who goes on.
 
 Each process has a note in a file of shared memory. Between two steps it writes there
-whom it masks, and waits until the others have done so. The first that need not wait any
-longer decides, under a lock, and writes the decision; everybody takes that one. A
-process that wants to join says so in its note, and is let in by the next decision.
-This file needs nothing but Python.
+whom it masks, and waits until the others have done so. Who need not wait any longer
+appends a decision to the file. The first one of an epoch counts, so nobody holds a lock
+that a process could take along when it is stopped or killed. A process that wants to
+join says so in its note, and is let in by the next decision. This file needs nothing
+but Python.
 """
 
 from __future__ import annotations
 
 import _posixshmem
-import fcntl
+import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -19,7 +21,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .symmetric_memory import Owner, exists, members_name, unlink
@@ -31,12 +33,12 @@ _HEADER = struct.Struct("<II")  # bytes, checksum
 _MOST_BYTES = _HALF - _HEADER.size
 _READS = 1000
 """Reads of a slot: it may be written twice during one of them."""
+_LOG_BYTES = 1 << 20
+"""Decisions are read in parts of this size; older ones are removed."""
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _POLL_S, _SPINS = 0.0005, 200
-_JOIN_S = 600.0
+_JOIN_S, _JOIN_POLL_S = 600.0, 0.005
 """How long a process waits to be let in."""
-
-_MEET_S = 10.0
-"""How long members wait, at least, for one that was let in and is alive."""
 
 MEMBER, JOINING, GONE = "member", "joining", "gone"
 
@@ -56,6 +58,8 @@ class Note:
     handle: int
     """Descriptor of its regions, in its process."""
     state: str = JOINING
+    time_s: float = 0
+    """When it came to the decision; of one that is joining, its last sign of life."""
     epoch: int = 0
     """The decision that it takes part in."""
     masked: list[int] = field(default_factory=list)
@@ -78,6 +82,8 @@ class Decision:
     """Members whose memory is new to the others."""
     generations: list[int] = field(default_factory=list)
     """What each member has run: dispatch sent, received, combine sent, received."""
+    deadline_s: float = 0
+    """Until when members wait for each other."""
 
 
 def decide(
@@ -114,10 +120,11 @@ class Membership:
         self._node, self._n_nodes = node, n_nodes
         self._timeout_s = timeout_s
         self._name = members_name(group)
-        self._handle = _posixshmem.shm_open(self._name, os.O_RDWR)
-        self._memory = mmap.mmap(self._handle, 0)
+        self._handle = _posixshmem.shm_open(self._name, os.O_RDWR | os.O_APPEND)
+        self._log_at = self._read_to = n_nodes * _SLOT
+        self._memory = mmap.mmap(self._handle, self._log_at)
         self._note = Note(asdict(owner), -1)
-        self.decision = Decision(members=list(range(n_nodes)))
+        self._latest = self.decision = Decision(members=list(range(n_nodes)))
 
     @staticmethod
     def create(group: str, n_nodes: int) -> None:
@@ -125,7 +132,7 @@ class Membership:
         unlink(members_name(group))
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
         handle = _posixshmem.shm_open(members_name(group), flags, mode=0o600)
-        os.ftruncate(handle, (1 + n_nodes) * _SLOT)
+        os.ftruncate(handle, n_nodes * _SLOT)
         os.close(handle)
 
     @classmethod
@@ -162,55 +169,67 @@ class Membership:
 
     # ---------------------------------------------------------------------- notes
 
-    def _read(self, slot: int) -> Any:
-        """Reads what was written last to a slot; None: nothing was."""
+    def note(self, node: int) -> Note | None:
+        """Returns the note of a process; None: it has written none."""
         for _ in range(_READS):
-            (n_written,) = _COUNTER.unpack_from(self._memory, slot * _SLOT)
+            (n_written,) = _COUNTER.unpack_from(self._memory, node * _SLOT)
             if n_written == 0:
                 return None
-            at = slot * _SLOT + _COUNTER.size + n_written % 2 * _HALF
+            at = node * _SLOT + _COUNTER.size + n_written % 2 * _HALF
             n_bytes, checksum = _HEADER.unpack_from(self._memory, at)
             body = self._memory[at + _HEADER.size : at + _HEADER.size + n_bytes]
             if n_bytes <= _MOST_BYTES and zlib.crc32(body) == checksum:
-                return json.loads(body)
+                return Note(**json.loads(body))
         raise RuntimeError(f"max_ep: the notes of {self._name} are damaged")
-
-    def _write(self, slot: int, value: Any) -> None:
-        """Writes a slot, beside what was written last: that can be read meanwhile."""
-        body = json.dumps(asdict(value)).encode()
-        if len(body) > _MOST_BYTES:
-            raise ValueError(f"max_ep: {len(body)} bytes are too many for a note")
-        (n_written,) = _COUNTER.unpack_from(self._memory, slot * _SLOT)
-        n_written += 1
-        at = slot * _SLOT + _COUNTER.size + n_written % 2 * _HALF
-        self._memory[at + _HEADER.size : at + _HEADER.size + len(body)] = body
-        _HEADER.pack_into(self._memory, at, len(body), zlib.crc32(body))
-        _COUNTER.pack_into(self._memory, slot * _SLOT, n_written)
-
-    def note(self, node: int) -> Note | None:
-        """Returns the note of a process; None: it has written none."""
-        found = self._read(1 + node)
-        return None if found is None else Note(**found)
 
     def notes(self) -> list[Note]:
         """Returns the notes of all processes."""
         return [note for n in range(self._n_nodes) if (note := self.note(n))]
 
     def publish(self, **fields: Any) -> None:
-        """Changes this process's note."""
+        """Changes this process's note, beside the last: that can be read meanwhile."""
         for name, value in fields.items():
             setattr(self._note, name, value)
-        self._write(1 + self._node, self._note)
-
-    def _decided(self) -> Decision | None:
-        found = self._read(0)
-        return None if found is None else Decision(**found)
+        body = json.dumps(asdict(self._note)).encode()
+        if len(body) > _MOST_BYTES:
+            raise ValueError(f"max_ep: {len(body)} bytes are too many for a note")
+        (n_written,) = _COUNTER.unpack_from(self._memory, self._node * _SLOT)
+        n_written += 1
+        at = self._node * _SLOT + _COUNTER.size + n_written % 2 * _HALF
+        self._memory[at + _HEADER.size : at + _HEADER.size + len(body)] = body
+        _HEADER.pack_into(self._memory, at, len(body), zlib.crc32(body))
+        _COUNTER.pack_into(self._memory, self._node * _SLOT, n_written)
 
     def begin(self, handle: int) -> None:
         """Becomes one of the first members."""
         self.publish(handle=handle, state=MEMBER)
 
     # ------------------------------------------------------------------- decisions
+
+    def latest(self) -> Decision:
+        """Reads on to the last decision. Of those of one epoch the first counts."""
+        while part := os.pread(self._handle, _LOG_BYTES, self._read_to):
+            *lines, rest = part.split(b"\n")
+            for line in lines:
+                self._read_to += len(line) + 1
+                # Its writer was killed, or it is removed in part.
+                with contextlib.suppress(ValueError):
+                    found = Decision(**json.loads(line))
+                    if found.epoch > self._latest.epoch:
+                        self._latest = found
+            if not lines:
+                if rest.strip(b"\0"):
+                    break  # it is being written
+                self._read_to += len(rest)
+        return self._latest
+
+    def _decide(self, decision: Decision) -> None:
+        """Appends a decision, and removes what all have read."""
+        os.write(self._handle, b"\n" + json.dumps(asdict(decision)).encode() + b"\n")
+        n_bytes = self._read_to - _LOG_BYTES - self._log_at
+        if n_bytes > 0:
+            where = ctypes.c_int64(self._log_at), ctypes.c_int64(n_bytes)
+            ctypes.CDLL(None).fallocate(self._handle, _PUNCH_HOLE, *where)
 
     def _present(self) -> dict[int, Note]:
         """Returns the notes of members that take part in the next decision."""
@@ -222,15 +241,26 @@ class Membership:
                     found[node] = note
         return found
 
-    def _awaited(self) -> list[int]:
+    def _awaited(self, present: Iterable[int]) -> list[int]:
         """Returns the members that may still come."""
         awaited = []
-        for node in set(self.decision.members) - set(self._present()):
+        for node in set(self.decision.members) - set(present):
             note = self.note(node)
             # One that is joining is another process than the member was.
             if note is None or (note.state == MEMBER and note.is_alive()):
                 awaited.append(node)
         return awaited
+
+    def _joining(self, now_s: float) -> list[int]:
+        """Returns who waits to be let in: one that is stopped would hold up all."""
+        return [
+            node
+            for node in range(self._n_nodes)
+            if (note := self.note(node))
+            and note.state == JOINING
+            and now_s - note.time_s < self._timeout_s
+            and note.is_alive()
+        ]
 
     def reconcile(self, masked: Iterable[int], generations: list[int]) -> Decision:
         """Takes part in the next decision, and returns it.
@@ -239,21 +269,32 @@ class Membership:
             RankExpelled: If the decision is to go on without this process.
             TimeoutError: If fewer than half of the processes alive have come.
         """
-        epoch = self.decision.epoch + 1
+        epoch, n_polls = self.decision.epoch + 1, 0
         self.publish(
-            epoch=epoch, state=MEMBER, masked=sorted(masked), generations=generations
+            time_s=time.monotonic(),
+            epoch=epoch,
+            state=MEMBER,
+            masked=sorted(masked),
+            generations=generations,
         )
-        deadline, n_polls = time.monotonic() + self._timeout_s, 0
-        while (decision := self._decided()) is None or decision.epoch < epoch:
-            late_s = time.monotonic() - deadline
-            if not (awaited := self._awaited()) or late_s > 0:
-                if len(awaited) > len(self._present()) or late_s > self._timeout_s:
-                    self.publish(epoch=epoch - 1)
-                    raise TimeoutError(
-                        f"max_ep: reconcile: node {self._node} waited "
-                        f"{self._timeout_s} s for nodes {awaited}, which are alive"
-                    )
-                self._decide(epoch)
+        while (decision := self.latest()).epoch < epoch:
+            present, now_s = self._present(), time.monotonic()
+            awaited = self._awaited(present)
+            deadline_s = min(n.time_s for n in present.values()) + self._timeout_s
+            if now_s > deadline_s and len(awaited) > len(present):
+                self.publish(epoch=epoch - 1)
+                raise TimeoutError(
+                    f"max_ep: reconcile: node {self._node} waited "
+                    f"{self._timeout_s} s for nodes {awaited}, which are alive"
+                )
+            if now_s > deadline_s or not awaited:
+                # There must be time left to meet those that join.
+                is_early = now_s < deadline_s - self._timeout_s / 2
+                joining = self._joining(now_s) if is_early else []
+                members = self.decision.members
+                decision = decide(epoch, members, present, joining)
+                self._decide(replace(decision, deadline_s=deadline_s))
+                continue
             n_polls += 1
             time.sleep(_POLL_S if n_polls > _SPINS else 0)
         # One that missed a decision was not in it.
@@ -267,67 +308,38 @@ class Membership:
         self.decision = decision
         return decision
 
-    def _decide(self, epoch: int) -> None:
-        """Writes the decision, unless another process has."""
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return  # another one is about to decide
-        try:
-            decided = self._decided()
-            if decided is not None and decided.epoch >= epoch:
-                return
-            joining = [
-                node
-                for node in range(self._n_nodes)
-                if (n := self.note(node)) and n.state == JOINING and n.is_alive()
-            ]
-            present = self._present()
-            self._write(0, decide(epoch, self.decision.members, present, joining))
-        finally:
-            fcntl.flock(self._handle, fcntl.LOCK_UN)
-
     def join(self, handle: int) -> Decision:
         """Waits until the members let this process in, with new or cleared memory."""
-        decided = self._decided()
-        before = decided.epoch if decided else 0
-        self.publish(handle=handle, state=JOINING)
-        deadline = time.monotonic() + _JOIN_S
+        before, began_s = self.latest().epoch, time.monotonic()
         while True:
-            decision = self._decided()
-            if decision and decision.epoch > before and self._node in decision.joined:
+            now_s = time.monotonic()
+            self.publish(handle=handle, state=JOINING, time_s=now_s)
+            decision = self.latest()
+            if decision.epoch > before and self._node in decision.joined:
                 break
             if not any(n.state == MEMBER and n.is_alive() for n in self.notes()):
                 raise RuntimeError("max_ep: the group ended before this process joined")
-            if time.monotonic() > deadline:
+            if now_s > began_s + _JOIN_S:
                 raise TimeoutError(
                     f"max_ep: node {self._node} waited {_JOIN_S} s for the members to "
                     "call EPCommInitializer.reconcile()"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_JOIN_POLL_S)
         self.decision = decision
         self.publish(epoch=decision.epoch, state=MEMBER, masked=[])
         return decision
 
     def meet(self) -> list[int]:
         """Waits until all have carried out a decision; returns who has not come."""
-        epoch = self.decision.epoch
+        epoch, missing = self.decision.epoch, self.decision.members
         self.publish(ready=epoch)
-        deadline = time.monotonic() + max(self._timeout_s, _MEET_S)
-        missing = self.decision.members
         while True:
             notes = {node: self.note(node) for node in missing}
             missing = [n for n, note in notes.items() if not note or note.ready < epoch]
             alive = [n for n in missing if notes[n] is None or notes[n].is_alive()]
-            if not alive or time.monotonic() > deadline:
+            if not alive or time.monotonic() > self.decision.deadline_s:
                 return missing
             time.sleep(_POLL_S)
-
-    def handle_of(self, node: int) -> str:
-        """Returns the path of a process's memory."""
-        note = self.note(node)
-        assert note is not None
-        return f"/proc/{note.owner['pid']}/fd/{note.handle}"
 
     def close(self) -> None:
         """Leaves; the last one removes the notes."""

@@ -381,22 +381,23 @@ class SharedMemory:
         others = set(range(self._n_nodes)) - self._absent
         return [node for node in others if not self._mine[_MAPPED_AT + node]]
 
-    def map(self, node: int, path: str) -> list[int]:
-        """Maps a process's segment by its descriptor, in place of an earlier one.
+    def map(self, node: int, owner: Owner | None, handle: int) -> list[int]:
+        """Maps a process's segment by its descriptor, in place of an earlier one; if
+        it has ended, or there is none, memory of nobody.
 
         Returns the addresses of its regions. No launch may be under way.
         """
-        memory = _map_and_close(os.open(path, os.O_RDWR))
-        assert memory is not None
+        memory = None
+        if owner is not None and owner.is_alive():
+            with contextlib.suppress(OSError):
+                place = f"/proc/{owner.pid}/fd/{handle}"
+                memory = _map_and_close(os.open(place, os.O_RDWR))
+        if memory is None or _read_owner(memory) != owner:
+            memory = mmap.mmap(-1, self._size())
         if node in self._peers:
             self._peers[node].close()
         self._peers[node] = memory
         return self._regions(memory)
-
-    def reserve(self, node: int) -> list[int]:
-        """Returns addresses for a node that is not there: of nobody's memory."""
-        self._peers[node] = mmap.mmap(-1, self._size())
-        return self._regions(self._peers[node])
 
     def withdraw(self) -> None:
         """Removes the segment's name: who joins is mapped by its descriptor."""
