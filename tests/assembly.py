@@ -19,8 +19,6 @@ from same_code import sections
 
 @dataclass
 class Op:
-    """One instruction."""
-
     text: str
     what: str = ""
     """load, store, atomic, fence, barrier (of the block), some_barrier (of some of its
@@ -63,7 +61,6 @@ class Op:
         return self.text[self.text.index("[") + 1 : self.text.index("]")]
 
     def moves_16(self, what: str) -> bool:
-        """Says whether it is an ordinary access of 16 bytes."""
         return self.is_plain and self.what == what and self.n_bytes == 16
 
 
@@ -86,11 +83,9 @@ class Kernel:
                     self._written_at[register].append(i)
 
     def find(self, where: Callable[[Op], bool]) -> set[int]:
-        """Returns the places of the operations that fulfil a condition."""
         return {i for i, op in enumerate(self.ops) if where(op)}
 
     def find_kind(self, *kinds: str) -> set[int]:
-        """Returns the places of the operations of some kinds."""
         return self.find(lambda op: op.kind in kinds)
 
     def reach(
@@ -299,11 +294,9 @@ class Loop:
     entry: int
 
     def find(self, where: Callable[[Op], bool]) -> set[int]:
-        """Returns the places of the operations that fulfil a condition."""
         return {i for i in self.body if where(self.kernel.ops[i])}
 
     def find_kind(self, *kinds: str) -> set[int]:
-        """Returns the places of the operations of some kinds."""
         return self.find(lambda op: op.kind in kinds)
 
     def reach_in_round(self, starts: Iterable[int]) -> set[int]:
@@ -380,7 +373,6 @@ def _ptx_op(text: str) -> Op:
 
 
 def parse_ptx(text: str) -> Kernel:
-    """Reads the PTX of one kernel."""
     body = text[text.index("\n{\n") + 3 : text.rindex("\n}")]
     body = re.sub(r"//.*", "", body)
     ops: list[Op] = []
@@ -418,7 +410,6 @@ def parse_ptx(text: str) -> Kernel:
 
 
 def amd_resources(text: str) -> dict[str, int]:
-    """Returns the numbers that the metadata of an AMD kernel gives."""
     found = re.findall(r"^ +-? *\.(\w+): +(\d+)$", text, re.M)
     return {name: int(value) for name, value in found}
 

@@ -98,7 +98,6 @@ class Case:
 
     @property
     def max_rows(self) -> int:
-        """The most rows one rank can get."""
         per_token = min(self.top_k, self.n_local_experts)
         most = self.n_senders * self.max_tokens_per_rank * per_token
         return min(most, self.max_output_rows or most)
@@ -151,11 +150,9 @@ class Case:
         return EPConfig(**(fields | changes))
 
     def on_one_gpu(self) -> EPConfig:
-        """All ranks on one GPU, one after another."""
         return self.config(target="gpu", ranks_per_gpu=self.n_ranks)
 
     def on_gpus(self) -> EPConfig:
-        """A GPU for each rank."""
         return self.config(target="gpu", timeout_s=5)
 
 
@@ -358,7 +355,6 @@ def _rng(*names: object) -> np.random.Generator:
 
 
 def token_counts(case: Case, routing: str) -> list[int]:
-    """Says how many tokens each rank has."""
     n, most = case.n_ranks, case.max_tokens_per_rank
     if routing == "full":
         return [most] * n
@@ -449,7 +445,6 @@ def make_inputs(
 
 
 def input_scales(case: Case, rng: np.random.Generator) -> np.ndarray | None:
-    """Draws a case's input scales: float32 `[1]` or `[n_experts]`, if it has any."""
     if case.scales is None:
         return None
     n_scales = 1 if case.scales == "one" else case.n_experts
@@ -462,12 +457,10 @@ def narrow(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """Undoes `narrow`."""
     return bfloat16_to_float32(bits) if bits.dtype == np.uint16 else bits
 
 
 def expected(case: Case, given: Inputs) -> Expected:
-    """Asks the oracle."""
     if case.use_allreduce:
         return _each_rank_alone(case, given)
     results = _packed_dispatch(case, given)
@@ -521,7 +514,6 @@ def _each_rank_alone(case: Case, given: Inputs) -> Expected:
 def expected_dispatch(
     case: Case, given: Inputs
 ) -> list[DispatchResult] | list[PaddedResult]:
-    """Asks the oracle about dispatch alone."""
     return _in_layout(case, _packed_dispatch(case, given))
 
 

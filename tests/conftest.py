@@ -189,7 +189,6 @@ def added(request, one_module):
 
 @pytest.fixture(scope="module")
 def gpu_session():
-    """A session with all GPUs of the machine."""
     from max.driver import CPU, Accelerator, accelerator_count
     from max.engine import InferenceSession
 
@@ -209,7 +208,6 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
 
 @pytest.fixture(scope="session")
 def engine(graphs: str) -> Any:
-    """These graphs in this process."""
     from processes import Engine
 
     return Engine(graphs)
@@ -217,7 +215,6 @@ def engine(graphs: str) -> Any:
 
 @pytest.fixture(scope="session")
 def by_expert() -> dict:
-    """The compiled GPU kernels by expert, by name."""
     from kernels import compile_kernels
 
     return compile_kernels("codegen.mojo", False)
@@ -225,7 +222,6 @@ def by_expert() -> dict:
 
 @pytest.fixture(scope="session")
 def by_rank() -> dict:
-    """The compiled GPU kernels by rank."""
     from kernels import compile_kernels
 
     return compile_kernels("codegen_by_rank.mojo", True)

@@ -58,7 +58,6 @@ if not {"MAX_EP_ALL_CASES", "MAX_EP_FAULTS"} & set(os.environ):
 
 
 def compile_graphs(path: Path, session: InferenceSession) -> dict[str, Model]:
-    """Compiles what members run into one file."""
     module = Module()
     for case in MASKING.values():
         add_phases(module, case, on_timeout="mask")
@@ -70,8 +69,6 @@ def compile_graphs(path: Path, session: InferenceSession) -> dict[str, Model]:
 
 @dataclass
 class Fault:
-    """A rank gets a signal."""
-
     rank: int
     how: signal.Signals = signal.SIGKILL
     phase: str | None = None
@@ -127,8 +124,6 @@ class Step:
 
 
 class RankStep:
-    """A generation of one rank, phase by phase."""
-
     def __init__(
         self, run_op: Callable, case: Case, rank: int, generation: int
     ) -> None:
@@ -159,10 +154,7 @@ class RankStep:
 
 
 class FaultMember(Member):
-    """A process of a group that masks."""
-
     def step(self, generation: int, fault: Fault | None) -> Step:
-        """Runs a generation: dispatch, experts, combine."""
         step = RankStep(self.run_phase, self.case, self.rank, generation)
         begin = time.monotonic()
         for phase in PHASES:
@@ -307,8 +299,6 @@ class Group:
         return {rank: self.answer(rank) for rank in ranks if rank not in at}
 
     def step(self, name: str, ranks: list[int], *faults: Fault) -> list[int]:
-        """Runs the next generation on some ranks, and checks those without a fault.
-        Returns the ranks that all of them mask."""
         self.generation += 1
         steps = self._run(name, "step", ranks, faults, self.generation)
         # A rank that is hit in a later phase is hit when the others have gone on.
@@ -425,7 +415,6 @@ class Group:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Ends the processes; those that do not answer are killed."""
         for process, _ in self._spares:
             self.processes[len(self.processes)] = process
             process.kill()

@@ -48,8 +48,6 @@ def to_numpy(buffer: Buffer) -> np.ndarray:
 
 @dataclass
 class RankInputs:
-    """Graph inputs of one rank."""
-
     tokens: TensorValue | tuple[TensorValue, TensorValue]
     ids: TensorValue
     weights: TensorValue
@@ -94,7 +92,6 @@ def input_types(
 
 
 def take_inputs(case: Case, values: Iterable) -> list[RankInputs]:
-    """Takes the inputs of all ranks of a case from an iterator."""
     ranks = []
     for _ in range(case.n_ranks):
         tokens = next(values).tensor
@@ -291,13 +288,11 @@ class Groups:
             self.start(session, session.load(graph))
 
     def start(self, session: InferenceSession, model: Model) -> None:
-        """Takes the compiled graph and sets up each case's memory."""
         self.model = model
         for comm in self.comms.values():
             comm.ep_init(session)
 
     def inputs(self, given: Mapping[str, Inputs]) -> list[Buffer]:
-        """Lists the inputs of the model."""
         inputs = []
         for name, comm in self.comms.items():
             inputs += flatten(given[name], comm.config) + comm.model_inputs()
@@ -327,7 +322,6 @@ class Groups:
 
 
 def as_bits(array: np.ndarray) -> np.ndarray:
-    """Views an array's elements as unsigned integers."""
     return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 
 
@@ -349,7 +343,6 @@ def assert_same_bits(where: str, got: np.ndarray, want: np.ndarray) -> None:
 
 
 def assert_padded(where: str, got: SimpleNamespace, want: PaddedResult) -> None:
-    """Compares all that dispatch delivers to one rank, expert by expert."""
     assert_same_bits(f"{where}: recv_counts", got.recv_counts, want.recv_counts)
     for name in ("recv_ranges", "src_info", "rows", "scales"):
         need = getattr(want, name)
@@ -366,7 +359,6 @@ def assert_padded(where: str, got: SimpleNamespace, want: PaddedResult) -> None:
 
 
 def assert_dispatched(where: str, got: Sequence, want: Sequence) -> None:
-    """Compares all that dispatch delivers, on every rank."""
     for rank, (g, w) in enumerate(zip(got, want, strict=True)):
         here = f"{where}, rank {rank}"
         if isinstance(w, PaddedResult):

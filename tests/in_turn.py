@@ -18,8 +18,6 @@ from max_ep import EPCommInitializer
 
 
 class InTurn(Member):
-    """One of the ranks of this process."""
-
     def __init__(self, group: "Group", rank: int) -> None:
         self.engine, self.case = group.engine, group.case
         self.group, self.config, self.rank = group, group.comm.config, rank

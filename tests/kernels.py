@@ -16,49 +16,26 @@ from max_ep.extension import mojo_dir, run_mojo, sources_hash
 
 NVIDIA, AMD = "sm_90a", "gfx942"
 
-BY_EXPERT = """
-dispatch_async.bf16 dispatch_async.bf16_shared
-dispatch_async.fp8 dispatch_async.fp8_scaled dispatch_async.mxfp8
-dispatch_async.nvfp4 dispatch_wait.nvfp4_tiles
-dispatch_wait.bf16 dispatch_wait.bf16_padded dispatch_wait.bf16_shared
-dispatch_wait.fp8 dispatch_wait.fp8_padded dispatch_wait.mxfp8_tiles
-dispatch.bf16 dispatch.bf16_shared dispatch.fp8_padded
-combine_async.bf16
-combine_wait.bf16 combine_wait.bf16_shared combine_wait.f32
-combine.bf16 combine.bf16_shared combine.bf16_many
-clear.any
-""".split()
-"""What `mojo/codegen.mojo` compiles for both targets, by kernel and variant."""
+PROGRAMS = Path(__file__).resolve().parent / "mojo"
 
-OVERLAPPED = """
-combine.bf16_overlapped
-combine_async.bf16_overlapped_keeps combine_wait.bf16_overlapped_keeps
-""".split()
-"""Combines of rows by rank, on NVIDIA: they overlap the launch before. `keeps`: the
-rows may change between the phases."""
 
-# With `chunks` a rank may send so many tokens that they go in chunks; `oversubscribed`:
-# ranks share a GPU; `sums`: combine returns sums, whose type is that on the wire;
-# `wide`: ids are int64.
-BY_RANK = """
-dispatch_async.bf16 dispatch_async.bf16_wide dispatch_async.fp8_sums
-dispatch_async.bf16_sums_shared_chunks
-dispatch_wait.bf16_padded_oversubscribed dispatch_wait.fp8_sums
-dispatch_wait.fp8_shared_chunks_oversubscribed
-dispatch.bf16 dispatch.fp8_sums_padded dispatch.bf16_sums_chunks
-dispatch.fp8_shared_chunks dispatch.bf16_sums_metadata_chunks
-dispatch_async.mxfp8 dispatch_wait.mxfp8 dispatch.mxfp8_tiles_chunks
-dispatch_async.mxfp4 dispatch.nvfp4_tiles_chunks
-dispatch.bf16_sums_many dispatch.bf16_sums_masks combine.bf16_masks
-combine_async.bf16 combine_async.f32
-combine_wait.bf16_shared combine_wait.f32_oversubscribed
-combine.bf16 combine.bf16_shared combine.f32
-""".split()
-"""What `mojo/codegen_by_rank.mojo` compiles for NVIDIA."""
+def variants(program: str, how: str = "both|phase") -> list[str]:
+    """Returns what a program compiles, by kernel and variant, and for AMD `both`.
+
+    By rank: with `chunks` a rank may send so many tokens that they go in chunks;
+    `oversubscribed`: ranks share a GPU; `sums`: combine returns sums, whose type is
+    that on the wire; `wide`: ids are int64; `keeps`: rows may change between phases."""
+    text = (PROGRAMS / program).read_text()
+    call = rf'    emit_(?:{how})\[.*?"(\w+)"[^"]*?\]\(\s*"(\w+)"\s*\)'
+    return [".".join(names) for names in re.findall(call, text, re.DOTALL)]
+
+
+BY_EXPERT = [*variants("codegen.mojo"), "clear.any"]
+FOR_AMD = [*variants("codegen.mojo", "both"), "clear.any"]
+BY_RANK = variants("codegen_by_rank.mojo")
 
 
 def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
-    """Reads `comptime NAME = value` from a Mojo source."""
     text = (mojo_dir() / path).read_text()
     values = re.findall(rf"^ *comptime {name}(?:: \w+)? = (.*)$", text, re.MULTILINE)
     assert len(values) == 1, f"{path}: `comptime {name}` stands {len(values)} times"
@@ -148,7 +125,6 @@ class Compiled:
         self.done_polls = kernel.find_kind(acquire) - received
 
     def has(self, word: str) -> bool:
-        """Says whether the variant is of a kind."""
         return word in self.name.partition(".")[2].split("_")
 
     def shown(self, places: set[int]) -> list[str]:
@@ -185,15 +161,14 @@ def generation(word: str) -> int:
 def compiled(program: str) -> Path:
     """Runs a program that compiles kernels, if none has been run for these sources;
     returns its folder."""
-    programs = Path(__file__).resolve().parent / "mojo"
-    sources = [programs / name for name in (program, "emitting.mojo", "groups.mojo")]
+    sources = [PROGRAMS / name for name in (program, "emitting.mojo", "groups.mojo")]
     state = sources_hash() + "".join(source.read_text() for source in sources)
     name = hashlib.sha256(state.encode()).hexdigest()[:16]
     folder = cache_dir() / "codegen" / name
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.mkdtemp(dir=folder.parent)
-        run_mojo("run", "-I", ".", str(programs / program), made)
+        run_mojo("run", "-I", ".", str(PROGRAMS / program), made)
         os.rename(made, folder)
     return folder
 
@@ -208,7 +183,7 @@ def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
     return kernels
 
 
-EVERY = [f"by_expert {name}" for name in BY_EXPERT + OVERLAPPED]
+EVERY = [f"by_expert {name}" for name in BY_EXPERT]
 EVERY += [f"by_rank {name}" for name in BY_RANK]
 
 

@@ -275,7 +275,6 @@ def run_scenarios(
 
 
 def run_two_by_two(node_id: int, graphs: str) -> Outcome:
-    """Runs two processes of two ranks each."""
     config = config_of(SMALL, node_id, n_nodes=2, n_gpus_per_node=2)
     return _run(Engine(graphs), config, "two_by_two", _with_delays, SMALL)
 

@@ -183,7 +183,6 @@ BALANCED = replace(
 
 
 def two_layers() -> Graph:
-    """Builds an MoE layer of the same tokens, without and with balanced experts."""
     cpu, f32 = DeviceRef.CPU(), CONFIG.combine_dtype
     types: list = [TensorType(f32, [f"n_{r}", HIDDEN_SIZE], cpu) for r in range(4)]
     types += [TensorType(f32, [CONFIG.n_experts, HIDDEN_SIZE], cpu)]

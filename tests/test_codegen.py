@@ -10,12 +10,13 @@ kernels by rank promise is in `test_codegen_by_rank.py`.
 
 import re
 
+import pytest
 from assembly import amd_resources, nvidia_resources
 from kernels import (
     AMD,
     BY_EXPERT,
     BY_RANK,
-    OVERLAPPED,
+    FOR_AMD,
     Compiled,
     compiled,
     generation,
@@ -43,7 +44,7 @@ SPILLED = {
 
 def test_all_variants_are_compiled(by_expert, by_rank):
     """And all of each is looked at: what is never reached would pass any test."""
-    assert set(by_expert) == set(BY_EXPERT + OVERLAPPED)
+    assert set(by_expert) == set(BY_EXPERT)
     assert set(by_rank) == set(BY_RANK)
     for x in (*by_expert.values(), *by_rank.values()):
         assert len(x.kernel.reach_from_start([])) == len(x.kernel.ops), x.name
@@ -510,7 +511,7 @@ def test_block_is_resident(it):
     assert n_registers * n_threads() <= NVIDIA_REGISTERS
 
 
-@kernels("by_expert", but="overlapped")
+@pytest.mark.parametrize("it", [f"by_expert {n}" for n in FOR_AMD], indirect=True)
 def test_amd_has_the_same_scopes(it):
     """Caches are written back by releases and emptied by acquires, as far as a scope
     reaches; no registers are spilled."""

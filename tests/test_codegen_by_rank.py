@@ -11,7 +11,6 @@ from kernels import Compiled, counter_word, kernels
 
 
 def ends(it: Compiled) -> set[int]:
-    """Returns where a thread leaves the kernel."""
     return it.kernel.find(lambda op: bool(re.match(r"(ret|exit)\b", op.text)))
 
 

@@ -38,7 +38,6 @@ LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 
 
 def make_graphs() -> Iterator[tuple[str, Graph]]:
-    """Builds a graph for each of ``SHAPES``, ``FP8_SHAPES`` and ``LINEARS``."""
     gpu = DeviceRef.GPU(0)
     for name, (n, k) in FP8_SHAPES.items():
         blocks = [N_EXPERTS, n // 128, k // 128]

@@ -235,7 +235,6 @@ FP8 = CONFIGS["fp8", "transposed"]
 
 
 def add_graphs(module: Module) -> None:
-    """Adds both layouts."""
     padded = [
         TensorType(DType.uint8, [3, 5, HIDDEN], CPU_DEVICE),
         TensorType(DType.float32, [3, HIDDEN // 128, 5], CPU_DEVICE),

@@ -56,7 +56,6 @@ def local_experts(rank: int, n_ranks: int, tokens, probs, ids):
 
 
 def add_layer(place, module=None):
-    """Builds a layer at a place."""
     dispatcher = AllGatherTokenDispatcher(HIDDEN, TOP_K, TOKENS, **PLACES[place])
     config = dispatcher.config
     n_ranks = config.n_ranks
@@ -94,7 +93,6 @@ def of_cpu(n_ranks: int, **changes: object) -> AllGatherTokenDispatcher:
 
 
 def add_graphs(module: Module) -> AllGatherTokenDispatcher:
-    """Adds the graph of this file that needs no GPU."""
     return add_layer("cpu", module)[0]
 
 
@@ -106,7 +104,6 @@ def add_graphs(module: Module) -> AllGatherTokenDispatcher:
     ],
 )
 def layer(request) -> Iterator[SimpleNamespace]:
-    """A compiled layer, with its memory."""
     place = request.param
     session = request.getfixturevalue("gpu_session" if _N_GPUS[place] else "session")
     if place == "cpu":

@@ -90,7 +90,6 @@ ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | in_protocols(_FE
 
 
 def two_on_each(case: Case) -> EPConfig:
-    """Two ranks on each GPU."""
     return case.config(target="gpu", ranks_per_gpu=2, timeout_s=5)
 
 
@@ -112,7 +111,6 @@ PLACES = {
 
 
 def is_of(case: Case, protocol: dict) -> bool:
-    """Says whether a case is of a protocol of `PROTOCOLS`."""
     default = {"protocol": "by_expert", "combine_mode": "rows"}
     wanted = {k: v for k, v in (default | protocol).items() if k in default}
     return all(getattr(case, k) == v for k, v in wanted.items())
@@ -136,7 +134,6 @@ def marked(names: dict[str, list[str]]) -> list:
 
 @pytest.fixture(scope="module")
 def groups_at(gpu_session) -> Iterator[Callable]:
-    """Compiles the cases of a place when they are first asked for."""
     made = {}
 
     def get(place: str) -> Groups:
@@ -189,7 +186,6 @@ def test_dispatch_copies_any_bits(run_at, place, name):
 
 
 def without_signs(rows: np.ndarray) -> np.ndarray:
-    """Clears the sign of each element."""
     bits = rows.view(f"u{rows.itemsize}")
     return bits & (np.iinfo(bits.dtype).max >> 1)
 
@@ -453,7 +449,6 @@ def assert_nan(bits: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def fails(comm: EPCommInitializer, words: str) -> Iterator[None]:
-    """Expects that the launches of a block fail with an error that has all words."""
     yield
     with raises(RuntimeError, words):
         comm.check()

@@ -9,17 +9,18 @@ random tokens too.
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import BF16, F32, Case, Inputs, expected, expected_dispatch
 from children import ROOT, WHERE_WE_IMPORT, printed
 from harness import assert_same_bits
 from max.driver import accelerator_count
 
 from graphs.changed_import import (
     EXACT_RUNS,
-    FP8_BLOCK,
     MAX_REPLICAS,
     N_EXPERTS,
     OUTPUTS,
@@ -30,14 +31,15 @@ from graphs.changed_import import (
     narrow,
     widen,
 )
-from max_ep import reference
 from max_ep.balance import Placement
+from max_ep.formats import BY_SHORT_NAME
+from max_ep.reference import balance_ids, float32_to_bfloat16
 
+QUANTIZED = BY_SHORT_NAME["fp8"]
 MAX, OURS = "max.nn.comm.ep", "max_ep"
 
 
 def run_script(package: str, arguments: str, folder: Path) -> tuple[str, dict]:
-    """Runs the program; returns what it printed and what it saved."""
     path = folder / f"{package}.npz"
     command = [sys.executable, str(ROOT / "graphs/changed_import.py")]
     command += ["--package", package, *arguments.split(), "--save", str(path)]
@@ -47,55 +49,29 @@ def run_script(package: str, arguments: str, folder: Path) -> tuple[str, dict]:
         return said, dict(saved)
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """Rounds to what bfloat16 holds."""
-    return widen(reference.float32_to_bfloat16(x))
-
-
 def wanted(run: str, counts: list[int], kind: Kind) -> list[dict]:
-    """Asks the oracle for each rank's arrays, by their names in `OUTPUTS`."""
     tokens, ids, weights, factors = make_inputs(run, counts, kind)
     n_experts = N_EXPERTS
     if kind.is_balanced:
         placement = Placement(np.array([PHY2LOG]), len(counts))
         (log2phy,), (logcnt,) = placement.log2phy(MAX_REPLICAS), placement.logcnt
-        ids = [reference.balance_ids(x, log2phy, logcnt) for x in ids]
+        ids = [balance_ids(x, log2phy, logcnt) for x in ids]
         n_experts = len(PHY2LOG)
+    sizes = len(counts), n_experts, ids[0].shape[1], tokens[0].shape[1], max(counts)
+    wire = ("fp8", F32) if kind.is_fp8 else ("bfloat16", BF16)
+    more = dict(fused_shared_expert=kind.has_shared, use_allreduce=kind.adds_up)
+    case = Case("changed_import", *sizes, *wire, **more)
     sent = tokens if kind.is_fp8 else [narrow(x) for x in tokens]
-
-    def dispatch(*tokens_and_ids: list[np.ndarray], n: int = n_experts) -> list:
-        return reference.dispatch(
-            *tokens_and_ids,
-            n,
-            quantize=reference.quantize_blockwise_fp8 if kind.is_fp8 else None,
-            shared_expert=kind.has_shared,
-        )
-
-    if kind.adds_up:
-        n, results = n_experts // len(counts), []
-        for rank in range(len(counts)):
-            own = ids[rank] - rank * n
-            ids[rank] = np.where((own >= 0) & (own < n), own, -1)
-            results += dispatch([sent[rank]], [ids[rank]], n=n)
-    else:
-        results = dispatch(sent, ids)
-    expert_rows = []
+    given = Inputs(sent, ids, weights, None, None)
+    ask = expected_dispatch if kind.is_fp8 else lambda *asked: expected(*asked).dispatch
+    results, rows = ask(case, given), []
     for result, of_rank in zip(results, factors):
+        x = widen(result.rows)
         if kind.is_fp8:
-            values = reference.float8_e4m3fn_to_float32(result.rows)
-            values = values * np.repeat(result.scales.T, FP8_BLOCK, axis=1)
-        else:
-            values = widen(result.rows)
+            x = QUANTIZED.dequantize(result.rows, result.scales.T)
         factor = np.repeat(of_rank, np.diff(result.row_offsets.astype(int)))
-        expert_rows.append(rounded(values * factor[:, np.newaxis]))
-    if kind.adds_up:
-        sums = [
-            reference.combine([rows], [result], [w], rounded)[0]
-            for rows, result, w in zip(expert_rows, results, weights)
-        ]
-    else:
-        sums = reference.combine(expert_rows, results, weights, rounded)
-    sums = map(reference.float32_to_bfloat16, sums)
+        rows.append(float32_to_bfloat16(x * factor[:, np.newaxis]))
+    sums = expected(case, replace(given, expert_rows=rows)).combine
     return [vars(result) | {"sums": x} for result, x in zip(results, sums)]
 
 

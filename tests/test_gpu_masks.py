@@ -41,7 +41,6 @@ def without(case: Case, given: Inputs, dead: int) -> Inputs:
 
 
 def masks(comm: EPCommInitializer) -> list[list[int]]:
-    """Reads the mask of each local rank."""
     first, n = comm.config.sizes().masked_word, comm.config.n_ranks
     return [to_numpy(c)[first : first + n].tolist() for c in comm._counters[0]]
 

@@ -76,7 +76,6 @@ def said_length(longest, architecture, dtype=DType.bfloat16):
 
 
 def add_said_lengths(module: Module) -> None:
-    """Adds a graph that says how long prompts are, on Hopper."""
     types = [TensorType(DType.uint32, [1], DeviceRef.CPU())]
     with Graph("said_length", input_types=types, module=module) as graph:
         longest = graph.inputs[0].tensor
@@ -156,7 +155,6 @@ class Experts(max_moe.MoE):
 
 
 def experts_graph(dtype=DType.bfloat16, **options) -> str:
-    """Builds what the experts of a layer of MAX do with dispatched rows."""
     gpu, cpu = DeviceRef.GPU(0), DeviceRef.CPU()
     types = [
         TensorType(dtype, [3, 128, 64], gpu),

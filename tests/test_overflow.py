@@ -31,7 +31,6 @@ CASES = in_protocols([CAPPED]) | {"tight": TIGHT}
 
 
 def add_graphs(module: Module) -> None:
-    """Adds a graph of each case: a round trip, then what did not fit."""
     for case in CASES.values():
         with building(case.name, case, module=module) as (manager, ranks, graph):
             built = [

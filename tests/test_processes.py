@@ -34,13 +34,11 @@ Outcomes = list[dict[str, Outcome]]
 
 
 def launched(function: Callable, *arguments: object, timeout_s: float = 60) -> list:
-    """Runs a function in `N_RANKS` processes."""
     return launch(function, N_RANKS, arguments, timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")
 def four(graphs: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What every scenario did."""
     notes = str(tmp_path_factory.mktemp("four"))
     run = scenarios.run_scenarios
     return launched(run, graphs, list(SCENARIOS), notes, timeout_s=600)

@@ -46,7 +46,6 @@ CPU = DeviceRef.CPU()
 
 
 def add_graphs(module: Module) -> dict[str, Groups]:
-    """Adds all graphs of this file."""
     forms = FORM_CASES | LAYERS
     return dict(
         small=Groups(None, "small_cases", SMALL_CASES, module=module),
@@ -227,7 +226,6 @@ def make_forms(routing: str, counts: list[int] | None = None) -> dict[str, Input
 
 
 def check_forms(where: str, given: dict, got: dict) -> None:
-    """Compares every form with the oracle."""
     wants = {n: expected(c, given[n]) for n, c in (FORM_CASES | LAYERS).items()}
     results = [r.result for r in got["two_ranks", "round_trip"]]
     after = given["second"]

@@ -36,7 +36,6 @@ CHOICES = {
 
 
 def choice_graph(name: str, device: DeviceRef, **where: Module) -> Graph:
-    """Builds the op of given logits."""
     dtype, n_experts, top_k, renormalize = CHOICES[name]
     types = [TensorType(dtype, ["n_tokens", n_experts], device)]
     with Graph(f"choose_{name}", input_types=types, **where) as graph:
@@ -88,7 +87,6 @@ def check_balance(model: Model, n_tokens: int, device: str) -> None:
 
 
 def add_graphs(module: Module) -> None:
-    """Adds routers of given logits."""
     from max_ep.serve.minimax_m2 import MiniMaxM2Gate
 
     cpu = DeviceRef.CPU()

@@ -35,7 +35,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def checkpoint(folder: Path, config: dict, n_bytes: int = 5) -> str:
-    """Writes a model without a tokenizer, whose weights are a hole in a file."""
     folder = folder / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

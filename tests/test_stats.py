@@ -97,7 +97,6 @@ def add_early(place: str, module: Module | None = None) -> Graph:
 
 
 def add_graphs(module: Module) -> Groups:
-    """Adds the graphs of this file that need no GPU."""
     add_early("cpu", module)
     return Groups(None, "watched_cpu", CASES, build=watched_round_trip, module=module)
 

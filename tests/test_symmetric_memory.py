@@ -62,7 +62,6 @@ class Peer:
         return self.process.stdout.readline().strip()
 
     def kill(self) -> None:
-        """Kills it and waits until it is gone."""
         self.process.kill()
         self.end()
 
