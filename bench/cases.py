@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from max_ep import reference
+from max_ep import mxfp8_quant_config, reference
 from max_ep.formats import BY_SHORT_NAME
 
 TAG_COLUMNS = 16
@@ -41,7 +41,7 @@ SHAPES = {
 }
 
 DTYPES = ("bfloat16", "fp8", "mxfp8", "nvfp4", "mxfp4")
-"""Formats of dispatch, by the names of ``max_ep.formats``; combine is bfloat16."""
+"""Formats of dispatch, by the names of ``max_ep.formats``."""
 
 ROUTINGS = ("uniform", "zipf")
 """``zipf``: expert ``e`` is ``1 / (e + 1)`` as likely as expert 0."""
@@ -56,6 +56,7 @@ OURS = {
 }
 # What ranks that mask a late peer cost while none is late.
 OURS |= {f"{x}_masks": OURS[x] | {"on_timeout": "mask"} for x in ("sums", "rows")}
+OURS["sums_mxfp8"] = OURS["sums"] | {"combine_quant_config": mxfp8_quant_config()}
 """Peers that are an ``EPBatchManager`` of this library: what ``EPConfig`` says."""
 
 FORMS = {
@@ -81,6 +82,7 @@ _SCHEMES = {
     "all_to_all": ("dedup", "dedup"),
 }
 _SCHEMES |= {f"{name}_masks": _SCHEMES[name] for name in ("sums", "rows")}
+_SCHEMES["sums_mxfp8"] = _SCHEMES["sums"]
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
@@ -111,7 +113,12 @@ class Config:
     @property
     def is_sums(self) -> bool:
         """Whether the router weights go with dispatch."""
-        return self.peer in ("sums", "sums_masks")
+        return OURS.get(self.peer, {}).get("combine_mode") == "sums"
+
+    @property
+    def combine_wire(self) -> str:
+        """What combine sends, by the names of ``max_ep.formats``."""
+        return "mxfp8" if self.peer == "sums_mxfp8" else "bfloat16"
 
     @property
     def n_layers(self) -> int:
@@ -287,11 +294,11 @@ def chain_factor(n_layers: int) -> float:
 def expert_row(shape: Shape, rank: int) -> np.ndarray:
     """Makes the row that every expert of a rank returns in a chain that quantizes.
 
-    ``float32 [hidden_size]``, integers in ``[-127, 127]``: weighted sums with powers
-    of two are exact.
+    ``float32 [hidden_size]``, integers in ``[-15, 15]``: weighted sums with powers
+    of two are exact, and so are their parts in MXFP8.
     """
     column = np.arange(shape.hidden_size)
-    return ((7 * column + 53 * rank) % 255 - 127).astype(np.float32)
+    return ((7 * column + 53 * rank) % 31 - 15).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -320,12 +327,11 @@ def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
 # ------------------------------------------------------------------------- bytes
 
 
-def row_bytes(shape: Shape, dtype: str) -> tuple[int, int]:
-    """Returns the bytes of a row in dispatch and in combine: elements and scales."""
+def row_bytes(shape: Shape, dtype: str) -> int:
+    """Returns the bytes of a row: elements and scales."""
     of, hidden = BY_SHORT_NAME[dtype], shape.hidden_size
     values = of.row_columns(hidden) * of.dtype.size_in_bytes
-    scales = of.n_scales(hidden) * of.scale_dtype.size_in_bytes
-    return values + scales, 2 * hidden
+    return values + of.n_scales(hidden) * of.scale_dtype.size_in_bytes
 
 
 def rows_between(shape: Shape, ids: list[np.ndarray], scheme: str) -> np.ndarray:
@@ -358,7 +364,8 @@ def wire_bytes(case: Case, ids: list[np.ndarray]) -> int:
     name = case.form if config.peer == "nccl" else config.peer
     schemes = _SCHEMES.get(name, ("slots", "slots"))
     per_rank = np.zeros(n_ranks, np.int64)
-    for scheme, n_bytes in zip(schemes, row_bytes(config.shape, config.dtype)):
+    for scheme, wire in zip(schemes, (config.dtype, config.combine_wire)):
+        n_bytes = row_bytes(config.shape, wire)
         rows = rows_between(config.shape, ids, scheme)
         remote = rows * (1 - np.eye(n_ranks, dtype=rows.dtype))
         # A link is full duplex, so the busier direction counts.

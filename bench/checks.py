@@ -61,6 +61,8 @@ class Sent:
     """float32 ``[n_tokens, top_k]``."""
     is_quantized: bool = False
     """Experts return the row of their rank (``cases.expert_row``), not their input."""
+    combine_wire: str = "bfloat16"
+    """What partial sums are rounded to, a name of ``max_ep.formats``."""
 
     def __post_init__(self) -> None:
         n_local = reference.n_local_experts(self.shape.n_experts, self.n_ranks)
@@ -98,9 +100,14 @@ class Sent:
             sums_of(np.where(owners == rank, ids, -1)) for rank in range(self.n_ranks)
         ]
         sums = on.pop(sums_on_rank)
-        for part in map(reference.float32_to_bfloat16, on):
-            sums = sums + reference.bfloat16_to_float32(part)
-        return sums
+        return sum(map(self.as_sent, on), sums)
+
+    def as_sent(self, part: np.ndarray) -> np.ndarray:
+        """Rounds a partial sum as combine does."""
+        wire = BY_SHORT_NAME[self.combine_wire]
+        if wire.is_quantized:
+            return wire.dequantize(*wire.quantize(part))
+        return reference.bfloat16_to_float32(reference.float32_to_bfloat16(part))
 
 
 @dataclass
@@ -227,14 +234,15 @@ def check_combine(
     """Compares one rank's sums, bfloat16, with the oracle.
 
     ``sums_on_rank``: with sums, the rank whose sums they are. The parts of the others
-    were rounded to bfloat16.
+    were rounded to ``sent.combine_wire``.
     """
     parts = sent.parts(got.device)
     want = sum(parts)
     allowed = 2.0**-6 * (1 + want.abs())
     if sums_on_rank is not None:
         rounded = [part for rank, part in enumerate(parts) if rank != sums_on_rank]
-        allowed += 2.0**-8 * sum(part.abs() for part in rounded)
+        part_error = 2.0**-8 if sent.combine_wire == "bfloat16" else 2.0**-4
+        allowed += part_error * sum(part.abs() for part in rounded)
     close = (got.double() - want).abs() <= allowed
     _require(close.all(), f"{where}: {int((~close).sum())} sums are off")
     if not exact:

@@ -139,7 +139,7 @@ class RoundTrip:
     def bytes_to_move(self) -> int:
         """Returns the token bytes on the wire: a row for each choice, both ways."""
         wire = "fp8" if self.config.is_quantized else "bfloat16"
-        n_bytes = sum(cases.row_bytes(LAYER, wire))
+        n_bytes = sum(cases.row_bytes(LAYER, w) for w in (wire, "bfloat16"))
         return sum(ids.size for ids in self._ids) * n_bytes
 
     def close(self) -> None:

@@ -113,7 +113,8 @@ class GraphPeer:
         from .checks import Sent
 
         config, given = self.config, (data.x[rank], data.ids[rank], weights[rank])
-        return Sent(config.shape, config.n_ranks, *given, config.is_quantized)
+        quantized = config.is_quantized, config.combine_wire
+        return Sent(config.shape, config.n_ranks, *given, *quantized)
 
     # -------------------------------------------------------------------- running
 

@@ -26,6 +26,7 @@ PEERS = {
     "by_expert": "max_ep by_expert, rows",
     "sums_masks": "max_ep by_rank, sums, on_timeout mask",
     "rows_masks": "max_ep by_rank, rows, on_timeout mask",
+    "sums_mxfp8": "max_ep by_rank, sums in MXFP8",
     "all_gather": "max_ep AllGatherTokenDispatcher",
     "max": "MAX EP",
     "max_layer": "MAX, no expert parallelism",
