@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from model import faults, worlds
+from model import agreement, faults, worlds
 from model.exploration import Machine, Result
 from model.launches import World
 from model.memory import UNPUBLISHED, Step
@@ -166,3 +166,15 @@ def test_masks_hold(world):
 def test_mutations_of_masks_are_noticed(mutation, world):
     with pytest.raises(faults.Wrong):
         replace(faults.worlds()[world], mutation=mutation).explore()
+
+
+@pytest.mark.parametrize("world", range(len(agreement.worlds()) if ALL_CASES else 1))
+def test_processes_agree(world):
+    """Killed, stopped for ever, or late: who goes on has taken the same decision."""
+    agreement.worlds()[world].explore()
+
+
+@pytest.mark.parametrize("mutation", agreement.MUTATIONS)
+def test_mutations_of_agreement_are_noticed(mutation):
+    with pytest.raises(agreement.Wrong):
+        replace(agreement.worlds()[0], mutation=mutation).explore()
