@@ -185,7 +185,7 @@ trait TokenFormat:
         Returns:
             Whether an encoded token is the token.
         """
-        ...
+        return False
 
     @staticmethod
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:

@@ -59,7 +59,6 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Phase)
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
-        """Does this block's part, see `Phase`."""
         comptime group = Self.group
         comptime if Self.overlaps_previous:
             await_launch_before()

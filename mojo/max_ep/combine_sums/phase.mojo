@@ -65,7 +65,6 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
-        """Does this block's part, see `Phase`."""
         comptime group = Self.group
         comptime n_warps = group.num_threads // WARP_SIZE
         comptime assert n_warps >= N_WARPS_MIN, "a role has no warp"

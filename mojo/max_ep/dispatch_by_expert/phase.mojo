@@ -53,12 +53,10 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](P
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
-        """Does this block's part, see `Phase`."""
         self.run_scaled[None, sends, receives]()
 
     @always_inline
     def run_scaled[input_scales: InputScales, sends: Bool, receives: Bool](self):
-        """Does this block's part with input scales, see `Phase`."""
         comptime group = Self.group
         comptime has_shared = group.fused_shared_expert
         comptime n_warps = group.num_threads // WARP_SIZE

@@ -78,7 +78,6 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
-        """Does this block's part; all threads of the grid call it."""
         comptime assert Self.n_warps >= N_WARPS_MIN, "a role has no warp"
         comptime has_metadata = Self.Format.router_top_k > 0
         comptime assert (

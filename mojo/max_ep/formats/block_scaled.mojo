@@ -12,7 +12,7 @@ from std.sys import size_of
 from ..cpu_copy import copy_bytes
 from ..layout import MESSAGE_ALIGN, scaled_token_bytes
 from ..token_format import BytePointer, LaneBytes, LaneWire, OutputTensors, TokenFormat
-from .casts import WIDTH
+from .casts import bits_of_magnitude, WIDTH
 from .scale_layouts import ScaledRows
 
 
@@ -40,9 +40,9 @@ trait BlockNumbers:
     """Bits of a value: 8, or 4 with the first of two in the lower half of a byte."""
     comptime scale_type: DType
     """An unsigned integer of the scale's size: uint32 or uint8."""
-    comptime magnitude_type: DType
+    comptime magnitude_type: DType = DType.uint32
     """What `magnitude` returns."""
-    comptime least: Scalar[Self.magnitude_type]
+    comptime least: Scalar[Self.magnitude_type] = 0
     """Floor of the largest magnitude."""
     comptime values_flip: UInt32 = 0
     """See `TokenFormat.values_flip`."""
@@ -63,9 +63,11 @@ trait BlockNumbers:
         ...
 
     @staticmethod
+    @always_inline
     def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[Self.magnitude_type, WIDTH]:
-        """Takes magnitudes, as numbers that compare as they do."""
-        ...
+        """Takes magnitudes, as numbers that compare as they do: the bits of float32, of
+        which those of a NaN are largest."""
+        return rebind[SIMD[Self.magnitude_type, WIDTH]](bits_of_magnitude(x))
 
     @staticmethod
     def scale_of(amax: Scalar[Self.magnitude_type]) -> BlockScale:
@@ -93,34 +95,22 @@ struct BlockScaledTokenFormat[
     """
 
     comptime hidden_size = Self.hidden_size_
-    """Elements of a token."""
     comptime top_k = Self.top_k_
-    """Experts of a token."""
     comptime hidden_multiple = max(Self.block, MESSAGE_ALIGN * 8 // Self.value_bits)
     """Whole blocks, and 16 bytes of values."""
     comptime token_bytes = scaled_token_bytes(
         Self.hidden_size, Self.value_bits, Self.block, Self.scale_bytes
     )
-    """Bytes of values and scales."""
     comptime value_bytes = Self.hidden_size * Self.value_bits // 8
-    """Bytes of the values."""
     comptime lane_elements = MESSAGE_ALIGN * 8 // Self.value_bits
-    """Elements of 16 bytes."""
     comptime scale_vectors = 8 // Self.word_lanes
-    """16 bytes of scales for 32 lanes."""
     comptime values_flip = Self.Numbers.values_flip
-    """See `TokenFormat`."""
     comptime scales_flip = Self.Numbers.scales_flip
-    """See `TokenFormat`."""
     comptime Rows = Self.Rows_
-    """Output tensors of values and scales."""
 
     comptime block = Self.Numbers.block
-    """Elements that share a scale."""
     comptime value_bits = Self.Numbers.value_bits
-    """Bits of a value."""
     comptime scale_type = Self.Numbers.scale_type
-    """Bits of a scale."""
     comptime scale_bytes = size_of[Scalar[Self.scale_type]]()
     """Bytes of a scale."""
     comptime n_blocks = Self.hidden_size_ // Self.block
@@ -135,7 +125,6 @@ struct BlockScaledTokenFormat[
     @staticmethod
     @always_inline
     def rows_of(outputs: OutputTensors) -> Self.Rows:
-        """Takes values and scales; see `TokenFormat.rows_of`."""
         return Self.Rows.of(outputs)
 
     @staticmethod
@@ -212,7 +201,6 @@ struct BlockScaledTokenFormat[
     ](
         elements: SIMD[input_type, Self.lane_elements], input_scale: Float32, lane: Int
     ) -> LaneWire:
-        """Quantizes what one GPU lane holds; see `TokenFormat.encode_lane`."""
         comptime n_parts = Self.lane_elements // WIDTH
         comptime part_bytes = 2 * Self.value_bits
         var x = elements.cast[DType.float32]()
@@ -265,14 +253,7 @@ struct BlockScaledTokenFormat[
 
     @staticmethod
     @always_inline
-    def is_identity[input_type: DType]() -> Bool:
-        """Returns whether tokens travel as they are given."""
-        return False
-
-    @staticmethod
-    @always_inline
     def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
-        """Puts 16 bytes of scales into the output."""
         comptime n = MESSAGE_ALIGN // Self.scale_bytes
         rows.place[Self.n_blocks](
             rows.first_scale[Self.n_blocks](row),
@@ -283,7 +264,6 @@ struct BlockScaledTokenFormat[
     @staticmethod
     @always_inline
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        """Points to where the values of a row go."""
         return rows.values().unsafe_offset(row * Self.value_bytes)
 
     @staticmethod
@@ -291,7 +271,6 @@ struct BlockScaledTokenFormat[
     def decode_scales_lane(
         message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
     ):
-        """Copies one GPU lane's part of a message's scales."""
         # One float32, or the four bytes that stand together in a tile.
         comptime n = 4 // Self.scale_bytes
         var scales = Self._scales_of(message)

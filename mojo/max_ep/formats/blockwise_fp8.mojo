@@ -39,15 +39,11 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     """
 
     comptime block = FP8_BLOCK
-    """Elements that share one scale."""
     comptime value_bits = 8
-    """A byte."""
     comptime scale_type = DType.uint32
     """The bits of float32."""
     comptime magnitude_type = DType.float32
-    """No conversion."""
     comptime least = FP8_MIN_AMAX
-    """Floor of a block's `amax`."""
 
     @staticmethod
     @always_inline
@@ -64,13 +60,11 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     @staticmethod
     @always_inline
     def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.float32, WIDTH]:
-        """Takes magnitudes."""
         return abs(x)
 
     @staticmethod
     @always_inline
     def scale_of(amax: Float32) -> BlockScale:
-        """Makes the scale of a block."""
         var scale = amax / FP8_MAX
         var factor = FP8_MAX / amax
         comptime if Self.power_of_two_scales:
@@ -81,7 +75,6 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     @staticmethod
     @always_inline
     def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 16]:
-        """Rounds to float8_e4m3fn."""
         return to_e4m3fn(x)
 
 

@@ -10,7 +10,6 @@ that are all 6. The oracle is `quantize_mxfp4` in `quantize.py`.
 """
 from .block_scaled import BlockNumbers, BlockScale
 from .casts import (
-    bits_of_magnitude,
     is_nan_of_bits,
     one_zero_e2m1fn,
     power_of_e8m0,
@@ -24,15 +23,9 @@ struct MXFP4(BlockNumbers):
     """The numbers of MXFP4."""
 
     comptime block = 32
-    """Elements that share one scale."""
     comptime value_bits = 4
-    """Half a byte."""
     comptime scale_type = DType.uint8
     """The exponent of a power of two, 127 more than it is."""
-    comptime magnitude_type = DType.uint32
-    """The bits of float32: the largest of them is that of a NaN, if there is one."""
-    comptime least = UInt32(0)
-    """No floor: a block of zeros has the smallest scale."""
     comptime values_flip = UInt32(0x7777_7777)
     """Between eight -0, which no token has, and the sentinel."""
     comptime scales_flip = UInt32(0x0101_0101)
@@ -54,14 +47,7 @@ struct MXFP4(BlockNumbers):
 
     @staticmethod
     @always_inline
-    def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint32, WIDTH]:
-        """Takes the bits of magnitudes."""
-        return bits_of_magnitude(x)
-
-    @staticmethod
-    @always_inline
     def scale_of(amax: UInt32) -> BlockScale:
-        """Makes the scale of a block."""
         var e8m0 = max(amax >> 23, 2) - 2
         if is_nan_of_bits(amax):
             e8m0 = 255
@@ -70,5 +56,4 @@ struct MXFP4(BlockNumbers):
     @staticmethod
     @always_inline
     def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 8]:
-        """Rounds to float4_e2m1fn."""
         return to_e2m1fn(x)

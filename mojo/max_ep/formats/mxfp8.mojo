@@ -11,7 +11,6 @@ A block with a NaN has the scale NaN, and values that are all NaN. An infinity b
 """
 from .block_scaled import BlockNumbers, BlockScale
 from .casts import (
-    bits_of_magnitude,
     is_nan_of_bits,
     one_nan_e4m3fn,
     power_of_e8m0,
@@ -25,15 +24,9 @@ struct MXFP8(BlockNumbers):
     """The numbers of MXFP8."""
 
     comptime block = 32
-    """Elements that share one scale."""
     comptime value_bits = 8
-    """A byte."""
     comptime scale_type = DType.uint8
     """The exponent of a power of two, 127 more than it is."""
-    comptime magnitude_type = DType.uint32
-    """The bits of float32: the largest of them is that of a NaN, if there is one."""
-    comptime least = UInt32(0)
-    """No floor: a block of zeros has the smallest scale."""
     comptime scales_flip = UInt32(0x0101_0101)
     """Four NaN become four times 2**127, which no block has as its scale."""
     comptime forwarded_flip = UInt32(1)
@@ -53,12 +46,6 @@ struct MXFP8(BlockNumbers):
 
     @staticmethod
     @always_inline
-    def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint32, WIDTH]:
-        """Takes the bits of magnitudes."""
-        return bits_of_magnitude(x)
-
-    @staticmethod
-    @always_inline
     def scale_of(amax: UInt32) -> BlockScale:
         """Makes the scale of a block: 448 is 1.75 * 2**8."""
         var above = max((amax + 0x1F_FFFF) >> 23, 8) - 8
@@ -68,5 +55,4 @@ struct MXFP8(BlockNumbers):
     @staticmethod
     @always_inline
     def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 16]:
-        """Rounds to float8_e4m3fn."""
         return to_e4m3fn(x)

@@ -15,29 +15,16 @@ a NaN has the scale NaN, and values that are all 6. The oracle is `quantize_nvfp
 from std.memory import bitcast
 
 from .block_scaled import BlockNumbers, BlockScale
-from .casts import (
-    bits_of_magnitude,
-    encode_e4m3fn,
-    float_of_e4m3fn,
-    one_zero_e2m1fn,
-    to_e2m1fn,
-    WIDTH,
-)
+from .casts import encode_e4m3fn, float_of_e4m3fn, one_zero_e2m1fn, to_e2m1fn, WIDTH
 
 
 struct NVFP4(BlockNumbers):
     """The numbers of NVFP4."""
 
     comptime block = 16
-    """Elements that share one scale."""
     comptime value_bits = 4
-    """Half a byte."""
     comptime scale_type = DType.uint8
     """The bits of float8_e4m3fn, never negative: no scales look like a sentinel."""
-    comptime magnitude_type = DType.uint32
-    """The bits of float32: the largest of them is that of a NaN, if there is one."""
-    comptime least = UInt32(0)
-    """No floor: a block of zeros has the scale 0."""
     comptime values_flip = UInt32(0x7777_7777)
     """Between eight -0, which no token has, and the sentinel."""
     comptime forwarded_flip = UInt32(0x7777_7777)
@@ -57,19 +44,11 @@ struct NVFP4(BlockNumbers):
 
     @staticmethod
     @always_inline
-    def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint32, WIDTH]:
-        """Takes the bits of magnitudes."""
-        return bits_of_magnitude(x)
-
-    @staticmethod
-    @always_inline
     def scale_of(amax: UInt32) -> BlockScale:
-        """Makes the scale of a block."""
         var e4m3 = UInt32(encode_e4m3fn(bitcast[DType.float32](amax) / 6))
         return {e4m3, 1 / float_of_e4m3fn(e4m3) if e4m3 != 0 else Float32(0)}
 
     @staticmethod
     @always_inline
     def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 8]:
-        """Rounds to float4_e2m1fn."""
         return to_e2m1fn(x)

@@ -38,32 +38,22 @@ struct PlainTokenFormat[
     """Sends elements as they are, or cast once to the wire's type."""
 
     comptime hidden_size = Self.hidden_size_
-    """Elements of a token."""
     comptime top_k = Self.top_k_
-    """Experts of a token."""
     comptime hidden_multiple = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
-    """Elements of 16 bytes."""
     comptime token_bytes = plain_token_bytes(
         Self.hidden_size, size_of[Scalar[Self.wire_type]]()
     )
-    """Bytes of the elements."""
     comptime msg_bytes = message_bytes(Self.token_bytes, Self.router_top_k_)
     """Bytes of elements, routing metadata and source info."""
     comptime value_bytes = Self.token_bytes
-    """All of them are values."""
     comptime lane_elements = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
-    """Elements of 16 bytes."""
     comptime scale_vectors = 0
-    """There are none."""
     comptime router_top_k = Self.router_top_k_
-    """Choices of the router for a token, in an all-gather."""
     comptime Rows = PlainRows
-    """Output tensors without scales."""
 
     @staticmethod
     @always_inline
     def rows_of(outputs: OutputTensors) -> Self.Rows:
-        """Takes tokens and routing metadata; see `TokenFormat.rows_of`."""
         return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
 
     @staticmethod
@@ -75,7 +65,6 @@ struct PlainTokenFormat[
         token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
         input_scale: Float32,
     ):
-        """Writes a token in wire format; see `TokenFormat.encode`."""
         comptime if Self.wire_type == input_type and not is_scaled:
             # Read again right away, so never streamed.
             copy_bytes(
@@ -97,7 +86,6 @@ struct PlainTokenFormat[
     @staticmethod
     @always_inline
     def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
-        """Copies the token of a message; see `TokenFormat.decode`."""
         copy_bytes(
             dest=rows.tokens.unsafe_offset(row * Self.token_bytes),
             src=message,
@@ -112,7 +100,6 @@ struct PlainTokenFormat[
     ](
         elements: SIMD[input_type, Self.lane_elements], input_scale: Float32, lane: Int
     ) -> LaneWire:
-        """Encodes what one GPU lane holds; see `TokenFormat.encode_lane`."""
         comptime if Self.wire_type == input_type and not is_scaled:
             return LaneWire(bitcast[DType.uint32, 4](elements), 0)
         else:
@@ -124,13 +111,11 @@ struct PlainTokenFormat[
     @staticmethod
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
-        """Returns whether tokens travel as they are given."""
         return Self.wire_type == input_type
 
     @staticmethod
     @always_inline
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        """Points to where a row goes."""
         return rows.tokens.unsafe_offset(row * Self.value_bytes)
 
     @staticmethod
@@ -138,7 +123,6 @@ struct PlainTokenFormat[
     def place_metadata(
         rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
     ):
-        """Puts a choice into routing map and probabilities."""
         var place = row * Self.router_top_k + k
         rows.expert_ids[unsafe_offset=place] = expert_id
         rows.probs[unsafe_offset=place] = prob
@@ -148,7 +132,6 @@ struct PlainTokenFormat[
     def end_metadata(
         rows: Self.Rows, n_rows: Int, n_rows_max: Int, worker: Int, n_workers: Int
     ):
-        """Writes the number of rows; rows after the last one get no choices."""
         comptime if Self.router_top_k == 0:
             return
         if worker == 0:

@@ -77,7 +77,6 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
     """Scales of rows, `[n_rows_max]`."""
 
     comptime depend_on_expert = Self.Rows.depend_on_expert
-    """As those of blocks."""
 
     @staticmethod
     @always_inline
@@ -87,29 +86,24 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
 
     @always_inline
     def of_expert(self, local_expert: Int, first_row: Int) -> Self:
-        """Finds where the rows of an expert go."""
         return {self.rows.of_expert(local_expert, first_row), self.row_scales}
 
     @always_inline
     def values(self) -> BytePointer:
-        """Points to the values."""
         return self.rows.values()
 
     @always_inline
     def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        """Locates the scale of a row's first block."""
         return self.rows.first_scale[n_blocks](row)
 
     @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
     ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
-        """Puts some scales of a row where they belong."""
         self.rows.place[n_blocks](start, first, scales)
 
     @always_inline
     def place_row_scale(self, row: Int, scale: Float32):
-        """Puts the scale of a whole row where it belongs."""
         self.row_scales[unsafe_offset=row] = scale
 
 
@@ -131,17 +125,14 @@ struct TransposedRows(ScaledRows):
     @staticmethod
     @always_inline
     def of(outputs: OutputTensors) -> Self:
-        """Takes them from those of the op."""
         return {outputs.tokens, outputs.scales, outputs.scales_columns}
 
     @always_inline
     def values(self) -> BytePointer:
-        """Points to the values."""
         return self.tokens
 
     @always_inline
     def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        """Locates the scale of a row's first block."""
         var group, row_in_group = divmod(row, self.rows_per_group)
         return group * n_blocks * self.rows_per_group + row_in_group
 
@@ -149,7 +140,6 @@ struct TransposedRows(ScaledRows):
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
     ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
-        """Puts some scales of a row where they belong."""
         var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
         comptime for i in range(n):
             if n == 1 or first + i < n_blocks:
@@ -170,12 +160,10 @@ struct PackedExponents(ScaledRows):
     @staticmethod
     @always_inline
     def of(outputs: OutputTensors) -> Self:
-        """Takes them from those of the op."""
         return {TransposedRows.of(outputs)}
 
     @always_inline
     def values(self) -> BytePointer:
-        """Points to the values."""
         return self.rows.values()
 
     @always_inline
@@ -210,24 +198,20 @@ struct RowByRow(ScaledRows):
     @staticmethod
     @always_inline
     def of(outputs: OutputTensors) -> Self:
-        """Takes them from those of the op."""
         return {outputs.tokens, outputs.scales}
 
     @always_inline
     def values(self) -> BytePointer:
-        """Points to the values."""
         return self.tokens
 
     @always_inline
     def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        """Locates the scale of a row's first block."""
         return row * n_blocks
 
     @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
     ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
-        """Puts some scales of a row where they belong."""
         var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
         comptime if n_blocks % n == 0:
             to.unsafe_store[alignment=n * size_of[Scalar[scale_type]]()](
@@ -263,7 +247,6 @@ struct InTiles(ScaledRows):
     @staticmethod
     @always_inline
     def of(outputs: OutputTensors) -> Self:
-        """Takes them from those of the op."""
         return {outputs.tokens, outputs.scales, 0}
 
     @always_inline
@@ -273,12 +256,10 @@ struct InTiles(ScaledRows):
 
     @always_inline
     def values(self) -> BytePointer:
-        """Points to the values."""
         return self.tokens
 
     @always_inline
     def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        """Locates the scale of a row's first block."""
         var tile, row_in_tile = divmod(row + self.shift, 128)
         var inner = row_in_tile % 32 * 4 + row_in_tile // 32
         return (tile * ceildiv(n_blocks, 4) * 128 + inner) * 4
@@ -287,7 +268,6 @@ struct InTiles(ScaledRows):
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
     ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
-        """Puts some scales of a row where they belong."""
         comptime assert size_of[Scalar[scale_type]]() == 1, "tiles hold bytes"
         var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
         comptime for i in range(0, n, 4):
