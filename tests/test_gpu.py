@@ -86,7 +86,14 @@ _FEW_RANKS = [
     Case("shared_one", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     Case("shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True),
 ]
+_SUMS = PROTOCOLS["_sums"]
+_QUANTIZED_SUMS = [
+    # Few tokens and many, of whole steps of a warp and not.
+    Case("fp8_sums_two", 2, 12, 8, 2048, 160, partial="fp8", **_SUMS),
+    Case("mxfp8_sums_two", 2, 5, 3, 1120, 7, "mxfp8", F32, partial="mxfp8", **_SUMS),
+]
 ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | in_protocols(_FEW_RANKS)
+ALL_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
 
 
 def two_on_each(case: Case) -> EPConfig:

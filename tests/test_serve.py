@@ -63,8 +63,14 @@ class Served:
         self.reference = Reference(model, dtype == "bfloat16", share_far=share)
 
 
-PLACEMENT = plan(np.outer([1, 2], 1000 / np.arange(1, 17)), 4, 4, top_k=4)
-"""Of two layers, 16 experts, four ranks: 20 places."""
+def placement_of(size: str, n_ranks: int) -> Placement:
+    """Gives the busy experts of a model of two layers replicas, a quarter more."""
+    n, top_k = (SIZES[size][f"num_experts{x}"] for x in ("", "_per_tok"))
+    counts = np.outer([1, 2], 1000 / np.arange(1, n + 1))
+    return plan(counts, n_ranks, n // 4, top_k=top_k)
+
+
+PLACEMENT = placement_of("tiny", 4)
 
 # GPUs, ranks of the CPU, size of the model, flags.
 WHERE = {
@@ -74,6 +80,7 @@ WHERE = {
     "one_gpu_captured": (1, 0, "small", CAPTURED_DECODE),
     "two_gpus": (2, 0, "small"),
     "two_gpus_captured": (2, 0, "small", CAPTURED_DECODE),
+    "two_gpus_placed": (2, 0, "small", PLACEMENT_VARIABLE),
     "two_gpus_deepseek": (2, 0, "deepseek"),
 }
 
@@ -102,13 +109,14 @@ def served(request, tmp_path_factory):
     flags = [*LIMITS, *device_flags(n_gpus, n_cpu_ranks), *CUSTOM_ARCHITECTURES, *more]
     if n_gpus:  # the reference needs room, too
         flags += ["--device-memory-utilization", "0.2"]
+    placed = "_placed" * (PLACEMENT_VARIABLE in more)
     if n_gpus and COMPILED:
-        flags += ["--precompiled-mefs", f"{COMPILED}/{size}_{n_gpus}"]
+        flags += ["--precompiled-mefs", f"{COMPILED}/{size}_{n_gpus}{placed}"]
     variables = {POOL_VARIABLE: "30"}
     if PLACEMENT_VARIABLE in flags:  # three of the 16 experts have replicas
         flags.remove(PLACEMENT_VARIABLE)
         variables[PLACEMENT_VARIABLE] = str(folder / "placement.npz")
-        PLACEMENT.save(folder / "placement.npz")
+        placement_of(size, n_gpus or n_cpu_ranks).save(folder / "placement.npz")
     server = Server(folder / "model", flags, folder / "server.log", variables)
     try:
         server.wait_until_ready(READY_S, print)
@@ -212,6 +220,7 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch):
 
 
 TWO_LAYERS = dict(dispatch=2, combine=2)
+PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 4)
 SPLIT_ON_TWO_RANKS = {
     phase: 4
     for phase in ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
@@ -223,6 +232,8 @@ SPLIT_ON_TWO_RANKS = {
     [
         # One of the two layers has experts, and each GPU dispatches and combines.
         ("two_gpus", "deepseek_tiny", TWO_LAYERS),
+        # Two layers on two GPUs, with replicas of busy experts.
+        pytest.param("two_gpus", "tiny", PLACED, marks=slow),
         # The router is an op of ours.
         ("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2)),
         # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
@@ -237,11 +248,16 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     folders = tmp_path / "model", tmp_path / "mefs"
     command = sys.executable, HERE / "served_graph.py", where, *folders
     how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT)
+    if wanted is PLACED:
+        how[PLACEMENT_VARIABLE] = str(tmp_path / "placement.npz")
+        placement_of("tiny", 2).save(tmp_path / "placement.npz")
     done = ran(*command, timeout=READY_S, **how)
     line = next((x for x in done.stdout.splitlines() if x.startswith("ops: ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
     ops = json.loads(line.removeprefix("ops: "))
-    of_ours = ("max_ep.dispatch", "max_ep.combine", "max_ep.softmax")
+    of_ours = tuple(
+        f"max_ep.{x}" for x in ("dispatch", "combine", "softmax", "balance")
+    )
     assert {op: n for op, n in ops.items() if op.startswith(of_ours)} == {
         f"max_ep.{name}": n for name, n in wanted.items()
     }
@@ -355,6 +371,10 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
     }
     with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
         place_experts(dense, config)
+    other = _planner()
+    other.name, other.takes_placement = "Another", False
+    with pytest.raises(ValueError, match="MAX_EP_PLACEMENT with Another"):
+        other.estimate_activation_memory(_flags(64, False), HUGGINGFACE)
     Placement(PLACEMENT.phy2log, 2).save(tmp_path / "plan.npz")
     with pytest.raises(ValueError, match="16 experts on 2 ranks.*served are 16 on 4"):
         serving_config(_flags(256, True), shape, DType.float32)

@@ -23,7 +23,7 @@ from .planner import ExpertParallelPlanner
 class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):
     """MAX plans latent attention, max_ep plans dispatch and combine."""
 
-    name, on_one_device = "DeepSeek-V3", False
+    name, on_one_device, takes_placement = "DeepSeek-V3", False, False
 
     def estimate_activation_memory(
         self, pipeline_config: Any, huggingface_config: Any

@@ -12,12 +12,23 @@ from typing import Any
 
 from max.dtype import DType
 from max.graph import TensorValue, ops
-from max.nn.moe import MoEGate, forward_moe_sharded_layers
+from max.nn.moe import MoE, MoEGate, forward_moe_sharded_layers
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
 from .. import softmax_top_k
 from ..graph.moe import through_experts
 from .hopper import experts_anywhere
+
+
+class PlacedMoE(MoE):
+    """MAX's MoE layer, with a place for each replica if experts are balanced."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        manager = kwargs.get("ep_batch_manager")
+        if manager is not None and manager.config.eplb_enabled:
+            kwargs["num_experts"] = manager.config.n_experts
+            kwargs["num_logical_experts"] = manager.config.num_logical_experts
+        super().__init__(*args, **kwargs)
 
 
 def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
@@ -36,7 +47,7 @@ def forward_layers(
 ) -> list[TensorValue]:
     """Replaces MAX's ``forward_moe_sharded_layers``; the result on each device.
 
-    Layers without experts are left to MAX. ``eplb``, its load balancing, is None.
+    Layers without experts are left to MAX. ``eplb`` is of its load balancing, None.
     """
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_moe_sharded_layers(shards, xs, *eplb)
@@ -49,7 +60,9 @@ def forward_layers(
     def experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         return experts_anywhere(shards[rank], dispatched, xs[rank], about_n_rows)
 
-    results = through_experts(manager, xs, ids, weights, experts)
+    results = through_experts(
+        manager, xs, ids, weights, experts, getattr(shards[0], "layer_idx", None) or 0
+    )
     if shards[0].has_shared_experts and not manager.config.fused_shared_expert:
         shared = [shard.shared_experts(x) for shard, x in zip(shards, xs)]
         results = [result + more for result, more in zip(results, shared)]

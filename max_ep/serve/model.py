@@ -20,7 +20,7 @@ from max.engine import InferenceSession, Model
 from max.graph.graph import default_custom_extensions_scope
 
 from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
-from .forward import forward_layers
+from .forward import PlacedMoE, forward_layers
 from .hopper import REPLACED, is_hopper
 from .settings import MoeShape, is_on_cpu, n_devices, serving_config, uses_max_ep
 
@@ -28,6 +28,7 @@ _CHECK_EVERY_S = 1.0
 
 _OF_MODELS = {
     "EPBatchManager": EPBatchManager,
+    "MoE": PlacedMoE,
     "forward_moe_sharded_layers": forward_layers,
 }
 """Names that MAX's models import, and what replaces them."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from max.nn.moe import MoE
 from max.nn.rotary_embedding import Llama3RotaryEmbedding
 from max.pipelines.architectures.qwen3 import model as stock
 from max.pipelines.architectures.qwen3 import qwen3 as decoder
@@ -19,6 +20,7 @@ from max.pipelines.lib.graph_specs import GraphSpec
 from .model import ExpertParallelBatches, ExpertParallelModel
 from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
+from .settings import place_experts
 
 
 class Qwen3MoeBatches(ExpertParallelBatches, Qwen3BatchProcessor):
@@ -36,8 +38,22 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
         """Returns the decoder: MAX's on several GPUs, ours on one device."""
         if len(self.devices) > 1:
-            return super().graph_specs(model_config)
+            group = model_config.ep_config
+            if group is not None:
+                self.state_dict = place_experts(self.state_dict, group)
+            specs = super().graph_specs(model_config)
+            for spec in specs.values():
+                _number_layers(spec.module)
+            return specs
         return _one_device_decoder(model_config).graph_specs(self, "qwen3_moe")
+
+
+def _number_layers(model: Any) -> None:
+    """Numbers the layers with experts, as a placement has them."""
+    blocks = [block for block in model.layers if isinstance(block.mlp, MoE)]
+    for number, block in enumerate(blocks):
+        for shard in block.mlp_shards:
+            shard.layer_idx = number
 
 
 def _one_device_decoder(config: Any) -> OneDeviceDecoder:

@@ -142,11 +142,11 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         protocol=_protocol(),
         timeout_s=_timeout_s(),
     )
-    config = _placed(config, n if not on_cpu else 1)
+    config = _placed(config)
     return replace(config, combine_mode="sums") if config.is_by_rank else config
 
 
-def _placed(config: EPConfig, n_gpus: int) -> EPConfig:
+def _placed(config: EPConfig) -> EPConfig:
     """Gives experts the replicas of the placement that the environment names."""
     path = os.environ.get(PLACEMENT_VARIABLE)
     if not path:
@@ -154,12 +154,12 @@ def _placed(config: EPConfig, n_gpus: int) -> EPConfig:
     placement = Placement.load(path)
     have = placement.n_ranks, placement.n_logical
     is_uneven = placement.phy2log.shape[1] % config.n_ranks != 0
-    if n_gpus > 1 or is_uneven or have != (config.n_ranks, config.n_experts):
+    if is_uneven or have != (config.n_ranks, config.n_experts):
         raise ValueError(
             f"{PLACEMENT_VARIABLE}={path} has {have[1]} experts on {have[0]} ranks, "
             f"{placement.phy2log.shape[1]} with replicas; served are "
-            f"{config.n_experts} on {config.n_ranks}. It must be of the same, for one "
-            "device, and all ranks have as many replicas: plan again (max-ep balance)"
+            f"{config.n_experts} on {config.n_ranks}. It must be of the same, and all "
+            "ranks have as many replicas: plan again (max-ep balance)"
         )
     return replace(
         config,
