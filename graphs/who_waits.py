@@ -11,7 +11,6 @@ the same dispatch and combine.
 
 import argparse
 import time
-from dataclasses import replace
 
 import numpy as np
 from max.driver import CPU
@@ -91,20 +90,11 @@ def run_rank(rank: int) -> list[list[np.ndarray]]:
     return kept[1:]  # in the first run some ranks have started later
 
 
-def compile_once() -> None:
-    """Puts what all ranks need into MAX's cache, so that not each compiles it."""
-    session = InferenceSession(devices=[CPU()])
-    session.load(build(0))
-    with EPCommInitializer(replace(config(0), n_nodes=1)) as comm:
-        comm.ep_init(session)
-
-
 def main() -> None:
     """Runs the ranks, and prints or saves what they measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--save", help="a file for max-ep stats")
     options = parser.parse_args()
-    compile_once()
     ranks = launch(run_rank, N_RANKS)
     print(f"{N_TOKENS} tokens on {N_RANKS} ranks: right in {N_RUNS + 1} runs")
     kinds = (np.stack(x, axis=1) for x in _by_kind(ranks))

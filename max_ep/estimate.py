@@ -29,23 +29,17 @@ def estimate_ep_memory_usage(
     node is a host with GPUs, as there, and what SHMEM puts from is not counted.
     ``max-ep plan`` prints the parts.
     """
+    fields = dict(locals())  # all but one are fields of EPConfig
+    element_dtype = fields.pop("dispatch_element_dtype")
     packed = (None, DType.float4_e2m1fn) if dispatch_dtype == DType.uint8 else (None,)
-    if dispatch_element_dtype not in packed:
+    if element_dtype not in packed:
         raise ValueError(
-            f"dispatch_element_dtype={dispatch_element_dtype} with dispatch_dtype="
+            f"dispatch_element_dtype={element_dtype} with dispatch_dtype="
             f"{dispatch_dtype}: packed are float4_e2m1fn, in uint8; pass None"
         )
     make_quant_config = format_of(dispatch_dtype).make_quant_config
     return EPConfig(
-        dispatch_dtype=dispatch_dtype,
-        combine_dtype=combine_dtype,
-        hidden_size=hidden_size,
-        top_k=top_k,
-        n_experts=n_experts,
-        max_tokens_per_rank=max_tokens_per_rank,
-        n_gpus_per_node=n_gpus_per_node,
-        n_nodes=n_nodes,
-        use_allreduce=use_allreduce,
+        **fields,
         dispatch_quant_config=make_quant_config() if make_quant_config else None,
         target="cpu",
         protocol="by_expert" if n_nodes > 1 else "auto",

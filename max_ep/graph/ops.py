@@ -123,41 +123,21 @@ def check_buffers(
     return list(pointers)
 
 
-def join_quantized(
-    config: EPConfig, values: TensorValue, scales: TensorValue
+def as_sent(
+    op: str, config: EPConfig, given: list[TensorValue], **parameters: str
 ) -> TensorValue:
-    """Joins values and scales to tokens as they are sent, bytes."""
+    """Makes tokens as they are sent, bytes."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
-    (joined,) = ops.custom(
-        "max_ep.join_quantized",
-        device=values.device,
-        values=[values, scales],
-        out_types=[_sent_type(config, values)],
-        parameters={
-            "hidden_size": config.hidden_size,
-            "format": config.token_format.op_name(False, True),
-        },
-    )
-    return joined.tensor
-
-
-def quantize_dynamic(config: EPConfig, tokens: TensorValue) -> TensorValue:
-    """Quantizes tokens, each with a scale of its own, as they are sent: bytes."""
-    load_ops(Graph.current, with_shmem=config.uses_shmem)
-    (joined,) = ops.custom(
-        "max_ep.quantize_dynamic",
-        device=tokens.device,
-        values=[tokens],
-        out_types=[_sent_type(config, tokens)],
-        parameters={"hidden_size": config.hidden_size},
-    )
-    return joined.tensor
-
-
-def _sent_type(config: EPConfig, tokens: TensorValue) -> TensorType:
-    """Returns the type of tokens as they are sent."""
     n_bytes = config.sizes().dispatch_msg_bytes - SOURCE_INFO_BYTES
-    return TensorType(DType.uint8, [tokens.shape[0], n_bytes], tokens.device)
+    shape, device = [given[0].shape[0], n_bytes], given[0].device
+    (sent,) = ops.custom(
+        f"max_ep.{op}",
+        device=device,
+        values=given,
+        out_types=[TensorType(DType.uint8, shape, device)],
+        parameters={"hidden_size": config.hidden_size, **parameters},
+    )
+    return sent.tensor
 
 
 def placeholder(device: DeviceRef, *shape: int) -> TensorValue:
@@ -188,7 +168,7 @@ def tokens_for_op(config: EPConfig, given: Tokens, device: DeviceRef) -> TensorV
         dtypes = config.token_format.token_dtypes
         check_value(given, "input_tokens", dtypes, shape, device)
         if config.nvfp4_dyn_global_scales:
-            return quantize_dynamic(config, given)
+            return as_sent("quantize_dynamic", config, [given])
         return given
     values, scales = given
     shape = [None, config.row_columns]
@@ -196,7 +176,8 @@ def tokens_for_op(config: EPConfig, given: Tokens, device: DeviceRef) -> TensorV
     shape = [None, config.n_scales]
     check_value(scales, "scales of input_tokens", config.scales_dtype, shape, device)
     check_same_rows("values of input_tokens", values, "scales", scales)
-    return join_quantized(config, values, scales)
+    kind = config.token_format.op_name(False, True)
+    return as_sent("join_quantized", config, [values, scales], format=kind)
 
 
 def dispatch_inputs(
