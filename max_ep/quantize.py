@@ -55,7 +55,7 @@ def float32_to_float8_e4m3fn(x: np.ndarray) -> np.ndarray:
 
 
 def quantize_blockwise_fp8(
-    x: np.ndarray, power_of_two_scales: bool = False, block: int = 128
+    x: np.ndarray, power_of_two_scales: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Quantizes finite float32 tokens to float8_e4m3fn with a float32 scale a block.
 
@@ -71,9 +71,9 @@ def quantize_blockwise_fp8(
     from the kernel's in the last bit.
 
     `x` is `[n, hidden]`. Returns values, bits `uint8` `[n, hidden]`, and scales,
-    float32 `[n, hidden / block]`.
+    float32 `[n, hidden / 128]`.
     """
-    blocks = in_blocks(x, block)
+    blocks = in_blocks(x, 128)
     amax = np.maximum(np.abs(blocks).max(axis=2, keepdims=True), FP8_MIN_AMAX)
     scales = amax / FP8_MAX
     factors = FP8_MAX / amax

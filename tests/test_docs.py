@@ -77,17 +77,6 @@ def test_site_builds_without_warnings(tmp_path):
         assert page.stem in ("index", *(p.name for p in tmp_path.iterdir()))
 
 
-def test_figures_are_those_of_the_script():
-    sys.path.insert(0, str(DOCS))
-    try:
-        import figures
-    finally:
-        sys.path.remove(str(DOCS))
-    for draw in figures.FIGURES:
-        path = DOCS / "images" / f"{draw.__name__}.svg"
-        assert path.read_text() == draw().svg(), f"run docs/figures.py: {path.name}"
-
-
 def test_readme_example_is_the_program():
     program = (ROOT / "graphs/round_trip.py").read_text()
     examples = blocks(ROOT / "README.md", "python")
