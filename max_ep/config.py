@@ -69,16 +69,13 @@ class EPConfig:
     inverse behind the scales of blocks, bfloat16 ``[n_rows]``."""
     fused_shared_expert: bool = False
     """Every rank also computes a shared expert on its own tokens. They stand in front
-    of its dispatched rows, and combine adds what the expert made of them
-    (docs/decisions/0008-row-layouts-and-a-shared-expert.md)."""
+    of its dispatched rows, and combine adds what the expert made of them."""
     fuse_ffn_combine_send: bool = False
     moe_dim: int = 0
     fused_moe_ready: bool = False
     use_allreduce: bool = False
-    """Every rank has all tokens, as with tensor-parallel attention. Dispatch gives a
-    rank the rows of its own experts and sends nothing; combine returns what they add to
-    each token. The caller adds up the ranks' results, as with ``ops.allreduce.sum``.
-    One process."""
+    """Every rank has all tokens. Dispatch sends nothing; combine returns what the
+    rank's own experts add to each token. The caller adds up the ranks' results."""
     max_batch_size: int = 0
     eplb_enabled: bool = False
     """Balanced experts: the graph takes ``eplb_log2phy`` and ``eplb_logcnt`` too. The
@@ -98,17 +95,13 @@ class EPConfig:
     """Device kind of the tensors: ``"cpu"``, ``"gpu"``, or ``"auto"``: what this
     machine has."""
     protocol: str = "auto"
-    """How dispatch addresses a token. ``"by_rank"`` sends it once to each rank that
-    holds one of its experts; it needs a CPU group or the NVIDIA GPUs of one host, and
-    takes no input scales. ``"by_expert"`` sends it once for each of its experts, and
-    works everywhere. The results are the same, bit for bit. ``"auto"`` is
-    ``"by_rank"`` where that works, otherwise ``"by_expert"``."""
+    """How dispatch addresses a token: ``"by_rank"`` once for each rank that holds one
+    of its experts, ``"by_expert"`` once for each of its experts. The latter works
+    everywhere, with the same results. ``"auto"``: ``"by_rank"`` where that works."""
     combine_mode: str = "rows"
     """What combine sends back. ``"rows"``: every expert row; combine takes the router
-    weights. ``"sums"``: one partial sum of weighted rows for each token and each rank
-    that holds an expert of it. Sums are fewer bytes, and are rounded differently
-    (docs/decisions/0011-combine-sums.md). They need ``"by_rank"``, and *dispatch*
-    takes the router weights."""
+    weights. ``"sums"``: one partial sum of weighted rows for each token and rank, which
+    is rounded by itself; needs ``"by_rank"``, and *dispatch* takes the weights."""
     combine_quant_config: QuantConfig | None = None
     """How to quantize partial sums, with ``combine_mode="sums"``:
     :func:`blockwise_fp8_quant_config` or :func:`mxfp8_quant_config`; None: they are of
@@ -121,9 +114,7 @@ class EPConfig:
     group run one after another, nothing waits (``timeout_ms`` is 0)."""
     on_timeout: str = "raise"
     """What a wait does that is not met in time. ``"raise"``: it fails. ``"mask"``: the
-    missing rank is masked, and the others go on without its experts and its tokens
-    (docs/fault_tolerance.md). Rows of combine then take ``n_ranks`` times the memory.
-    """
+    missing rank is masked, and the others go on (docs/fault_tolerance.md)."""
     fp8_power_of_two_scales: bool = False
     """Round FP8 scales up to powers of two."""
     ranks_per_gpu: int = 1
@@ -144,12 +135,9 @@ class EPConfig:
     docs/decisions/0028-a-cap-on-dispatched-rows.md). Packed rows of CPU ranks."""
 
     scale_layout: str = "auto"
-    """How the scales of quantized rows stand. ``"rows"``: as the rows do.
-    ``"transposed"``: with one row's scales apart, as FP8 matmuls take them.
-    ``"tiles"``: in MAX's tiles of 128 rows and 4 blocks, with ``scales_offsets``, as
-    its block-scaled matmuls take them; packed rows only. ``"packed"``: exponents, four
-    in an int32, transposed, as DeepEP's UE8M0. ``"auto"``: ``"transposed"``
-    for blockwise FP8, otherwise ``"rows"`` (docs/formats.md)."""
+    """How the scales of quantized rows stand: ``"rows"``, ``"transposed"``, ``"tiles"``
+    or ``"packed"`` (docs/formats.md#layouts-of-scales). ``"auto"``: ``"transposed"``
+    for blockwise FP8, otherwise ``"rows"``."""
 
     tokens_are_quantized: bool = False
     """Tokens are given as pairs of values and scales, as ``dispatch_quant_config`` has
