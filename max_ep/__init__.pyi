@@ -4,7 +4,7 @@ from max.nn.comm.ep import (
 )
 
 from .config import EPConfig as EPConfig
-from .estimate import estimate_ep_memory_usage as estimate_ep_memory_usage
+from .config import estimate_ep_memory_usage as estimate_ep_memory_usage
 from .extension import extension_path as extension_path
 from .formats import blockwise_fp8_quant_config as blockwise_fp8_quant_config
 from .formats import mxfp4_quant_config as mxfp4_quant_config
