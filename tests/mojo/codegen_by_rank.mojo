@@ -69,9 +69,14 @@ comptime Combine[
     max_tokens: Int = FEW,
     shared: Bool = False,
     oversubscribed: Bool = False,
+    partial_block: Int = 0,
 ] = CombineSums[
     combine_group[partial_dtype](
-        SUMS, max_tokens, fused_shared_expert=shared, shares_gpu=oversubscribed
+        SUMS,
+        max_tokens,
+        fused_shared_expert=shared,
+        shares_gpu=oversubscribed,
+        partial_block=partial_block,
     ),
     DType.bfloat16,
     partial_dtype,
@@ -129,3 +134,5 @@ def main() raises:
     emit_phase[Combine[DType.bfloat16], "combine"]("bf16")
     emit_phase[Combine[DType.bfloat16, shared=True], "combine"]("bf16_shared")
     emit_phase[Combine[DType.float32, MANY], "combine"]("f32")
+    emit_phase[Combine[DType.float8_e4m3fn, MANY, partial_block=128], "combine"]("fp8")
+    emit_phase[Combine[DType.float8_e4m3fn, partial_block=32], "combine"]("mxfp8")
