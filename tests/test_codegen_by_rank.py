@@ -172,7 +172,7 @@ def test_sentinel_is_put_back_after_data_was_read(it):
     for place in places:
         op = it.kernel.ops[place]
         assert op.moves_16("store"), op.text
-        # A store has room for an offset, which a poll adds to a register before.
+        # A store may add an offset, which a poll has in a register of its own.
         base, _, offset = op.address.partition("+")
         added = rf"add\.s64\s+(%rd\d+), {base}, {offset or '$'};"
         same = {op.address, *re.findall(added, it.text)}
