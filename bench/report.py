@@ -56,7 +56,7 @@ INTRO = """\
 # Performance
 
 `python -m bench.report` makes this page from [performance.json](performance.json). \
-What bounds each size, and what was tried, is in \
+What bounds each size, what was tried, and other systems are in \
 [performance-notes.md](performance-notes.md).
 
 Times are medians in µs of one layer: one dispatch and the combine of what the \
@@ -265,38 +265,6 @@ def _cpu_section(data: dict) -> list[str]:
     ]
 
 
-def _other_systems(data: dict) -> list[str]:
-    lines = [
-        "## Other systems",
-        "",
-        "Measured on H200s of one host before these kernels were written: dispatch and "
-        "combine back to back in one captured graph, hidden 7168, top-8 of 256 "
-        "experts. Their commands are not kept, so compare with care. *Delivers*: "
-        "*expert* is rows sorted by expert, and combine reduces everything; *rank* is "
-        "one row a (token, rank), the caller permutes and reduces; *all* is everything "
-        "everywhere.",
-        "",
-    ]
-    for title in dict.fromkeys(row["table"] for row in data["other_systems"]):
-        rows = [row for row in data["other_systems"] if row["table"] == title]
-        sizes = sorted({int(n) for row in rows for n in row["us"]})
-        columns = [title, "delivers", *map(str, sizes)]
-        cells = [[f"{r['us'].get(str(n), '')}" for n in sizes] for r in rows]
-        both = zip(rows, cells)
-        lines += table(columns, [[r["system"], r["delivers"], *c] for r, c in both], 2)
-    lines += [
-        "Published by others, with networks between hosts: µs of dispatch + combine at "
-        "128 tokens a rank, FP8 dispatch, bfloat16 combine, the same sizes.",
-        "",
-    ]
-    sizes = sorted({int(n) for row in data["published"] for n in row["us"]})
-    cells = [
-        [row["system"], row["source"], *(row["us"].get(str(n), "") for n in sizes)]
-        for row in data["published"]
-    ]
-    return lines + table(["ranks", "source", *map(str, sizes)], cells, 2)
-
-
 def _runs_section(data: dict) -> list[str]:
     lines = [
         "## Runs",
@@ -322,7 +290,7 @@ def _runs_section(data: dict) -> list[str]:
 def page(data: dict) -> str:
     """Makes the page of runs and rows."""
     lines = [INTRO, *_gpu_sections(data), *_serving_sections(data)]
-    lines += [*_cpu_section(data), *_other_systems(data), METHOD, *_runs_section(data)]
+    lines += [*_cpu_section(data), METHOD, *_runs_section(data)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

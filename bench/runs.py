@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = ("gpu", "cpu", "serving", "other_systems", "published")
+KINDS = ("gpu", "cpu", "serving")
 
 
 def load(path: Path) -> dict:
@@ -60,7 +60,7 @@ def _key(data: dict, kind: str, row: dict) -> tuple:
     """Returns what a row is of: its machine, and all of it that is no time."""
     run = data["runs"].get(row.get("run"), {})
     names = ("peer", "form", "ranks", "shape", "dtype", "routing", "tokens", "wire")
-    names += ("clients", "prompt", "table", "system")
+    names += ("clients", "prompt")
     machine = run.get("gpu", run.get("cpu"))
     model = "layers" in run and (run["layers"], run["n_gpus"])  # that is served
     return kind, machine, model, *(row.get(name) for name in names)
