@@ -125,11 +125,13 @@ def sections(elf: bytes) -> Iterator[tuple[bytes, int, bytes]]:
         yield elf[at + name : elf.index(b"\0", at + name)], info, body
 
 
-def machine_code(cubin: bytes, entry: re.Pattern[bytes]) -> tuple[object, object]:
-    """Returns an ELF file's kernel, without names: what runs, and its arguments."""
+def machine_code(path: Path) -> tuple[object, object]:
+    """Returns a kernel's machine code without names: what runs, and its arguments."""
+    entries = ENTRY.findall(path.read_text())
+    entry = re.compile(b"|".join(re.escape(e.encode()) for e in entries))
     runs: list[object] = []
     arguments: list[object] = []
-    for name, info, body in sections(cubin):
+    for name, info, body in sections(path.with_suffix(".cubin").read_bytes()):
         if not name.startswith(DECIDES):
             continue
         name = entry.sub(b"K", name)
@@ -146,12 +148,7 @@ def machine_code(cubin: bytes, entry: re.Pattern[bytes]) -> tuple[object, object
     return sorted(runs, key=str), arguments
 
 
-def mojo_command() -> list[str]:
-    beside = Path(sys.executable).with_name("mojo")
-    found = str(beside) if beside.exists() else shutil.which("mojo")
-    if not found:
-        fail("no mojo beside this python, and none on PATH")
-    return [found]
+MOJO = str(Path(sys.executable).with_name("mojo"))
 
 
 def sources(what: str, into: Path) -> Path:
@@ -176,16 +173,14 @@ def digest(tree: Path, version: str) -> str:
 def compile_one(tree: Path, program: Path, folder: Path) -> str:
     """Runs one program; its files and what it prints end up in a folder."""
     folder.mkdir(parents=True)
-    started = time.monotonic()
     done = subprocess.run(
-        [*mojo_command(), "run", "-I", ".", str(program), str(folder)],
+        [MOJO, "run", "-I", ".", str(program), str(folder)],
         cwd=tree / "mojo",
         capture_output=True,
         text=True,
     )
     if done.returncode:
         return f"{program.name} of {tree}:\n{done.stderr[-4000:]}"
-    print(f"  {program.name}: {time.monotonic() - started:.1f} s", file=sys.stderr)
     return ""
 
 
@@ -197,41 +192,31 @@ def variants(folder: Path) -> dict[str, Path]:
 
 
 def show(base: str, new: str, n_lines: int) -> str:
-    """Returns the start of a diff in which registers have no numbers."""
+    """Returns the start of a diff; registers have no numbers, unless they differ."""
 
     def lines(text: str) -> list[str]:
-        text = re.sub(r"\.reg \.\w+ %\w+<\d+>;\n?", "", text)
         text = REGISTER.sub(lambda m: m[0].rstrip("0123456789"), text)
         return re.sub(r"LABEL\d+", "LABEL", text).splitlines()
 
-    diff = list(difflib.unified_diff(lines(base), lines(new), lineterm="", n=1))[2:]
+    texts = canonical(base), canonical(new)
+    pair = tuple(map(lines, texts))
+    pair = pair if pair[0] != pair[1] else tuple(text.splitlines() for text in texts)
+    diff = list(difflib.unified_diff(*pair, lineterm="", n=1))[2:]
     changed = sum(line[0] in "+-" for line in diff)
-    if not diff:
-        # Only which register or label stands where: then the numbers show it.
-        pair = (canonical(text).splitlines() for text in (base, new))
-        unequal = (two for two in zip(*pair, strict=False) if two[0] != two[1])
-        first = next(unequal, ("", ""))
-        return f"      -{first[0]}\n      +{first[1]}\n      ... other operands"
-    rest = [f"      ... {changed} lines differ"] if len(diff) > n_lines else []
-    return "\n".join([f"      {line}" for line in diff[:n_lines]] + rest)
+    rest = [f"... {changed} lines differ"] if len(diff) > n_lines else []
+    return "\n".join(f"      {line}" for line in diff[:n_lines] + rest)
 
 
 def compare(base: Path, new: Path, n_lines: int) -> tuple[str, str]:
     texts = [normal(path.read_text()) for path in (base, new)]
     if texts[0] == texts[1] or canonical(texts[0]) == canonical(texts[1]):
         return "same", ""
-    cubins = [path.with_suffix(".cubin") for path in (base, new)]
-    if all(path.exists() for path in cubins):
-        codes = []
-        for path, cubin in ((base, cubins[0]), (new, cubins[1])):
-            entries = ENTRY.findall(path.read_text())
-            pattern = re.compile(b"|".join(re.escape(e.encode()) for e in entries))
-            codes.append(machine_code(cubin.read_bytes(), pattern))
-        if codes[0] == codes[1]:
-            return "machine", show(*texts, n_lines)
-        if codes[0][0] == codes[1][0]:
-            return "arguments", show(*texts, n_lines)
-    return "different", show(*texts, n_lines)
+    verdict = "different"
+    if all(path.with_suffix(".cubin").exists() for path in (base, new)):
+        (runs, arguments), (new_runs, new_arguments) = map(machine_code, (base, new))
+        if runs == new_runs:
+            verdict = "machine" if arguments == new_arguments else "arguments"
+    return verdict, show(*texts, n_lines)
 
 
 def main() -> int:
@@ -247,9 +232,7 @@ def main() -> int:
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "same_code"
     )
     args = parser.parse_args()
-    version = subprocess.run(
-        [*mojo_command(), "--version"], stdout=subprocess.PIPE, text=True
-    ).stdout
+    version = subprocess.run([MOJO, "--version"], stdout=subprocess.PIPE, text=True)
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -259,7 +242,7 @@ def main() -> int:
         for i, what in enumerate((args.base, args.new)):
             (unpacked := Path(scratch) / f"tree{i}").mkdir()
             tree = sources(what, unpacked)
-            kept = args.cache / digest(tree, version)
+            kept = args.cache / digest(tree, version.stdout)
             folders.append(kept)
             if kept.is_dir() or kept in [place for _, place in built]:
                 continue
