@@ -13,10 +13,10 @@ from max.pipelines.architectures.qwen3 import model as stock
 from max.pipelines.architectures.qwen3 import qwen3 as decoder
 from max.pipelines.architectures.qwen3.arch import qwen3_moe_arch
 from max.pipelines.architectures.qwen3.batch_processor import Qwen3BatchProcessor
-from max.pipelines.architectures.qwen3.layers.attention import Qwen3Attention
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from max.pipelines.lib.graph_specs import GraphSpec
 
+from .attention import OnePassAttention
 from .model import ExpertParallelBatches, ExpertParallelModel
 from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
@@ -66,7 +66,7 @@ def _one_device_decoder(config: Any) -> OneDeviceDecoder:
             scaling_params=config.rope_scaling_params,
         ),
         attention=partial(
-            Qwen3Attention, dtype=config.dtype, has_bias=config.attention_bias
+            OnePassAttention, dtype=config.dtype, has_bias=config.attention_bias
         ),
         gate_cls=Qwen3MoEGate,
         moe_dim=config.moe_intermediate_size,

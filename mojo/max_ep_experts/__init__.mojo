@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls of experts and dense layers where MAX has none, or a wrong one.
+"""Matmuls of experts and dense layers where MAX has none, or a wrong one, and a pass
+in front of attention.
 
 On the CPU in any float type, on Hopper in bfloat16 and blockwise FP8. Nothing here knows expert
 parallelism. Why not MAX's: docs/decisions/0006-cpu-ranks.md and
@@ -17,5 +18,6 @@ docs/decisions/0016-matmuls-on-hopper.md.
     grouped_matmul  the same groups, of sizes that wgmma does not take
     launch          which of the two
     linear          few rows and one weight, on a GPU
-    ops, linear_op, fp8_ops  the MAX ops
+    heads           what stands between a product and attention, on the CPU, too
+    ops, linear_op, fp8_ops, heads_ops  the MAX ops
 """

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands between the first product of an attention layer and attention, in one pass.
+
+Heads of queries and keys are normalized and rotated by their position; keys and values go
+into the paged KV cache. MAX has four ops for it.
+"""
+from max.algorithm import sync_parallelize
+from max.gpu import block_dim, block_idx, thread_idx
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
+from max.gpu.primitives import warp
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import ceildiv, rsqrt
+
+from .product import In, Out
+
+comptime _N_THREADS = 256
+comptime _FOUR = 4
+"""Elements of a lane in each half of a head."""
+comptime _Four = SIMD[DType.float32, _FOUR]
+
+
+@fieldwise_init
+struct Heads[dtype: DType, size: Int](DevicePassable, TrivialRegisterPassable):
+    """The heads of some tokens: of each token those of queries, keys and values.
+
+    A position rotates element `i` of a head and element `i + size / 2` together.
+    """
+
+    comptime N_LANES = Self.size // (2 * _FOUR)
+    """Lanes that share a head."""
+
+    var q: Out[Self.dtype]
+    """`[n_tokens][n_q][size]`."""
+    var cache: Out[Self.dtype]
+    """`[pages][2][n_layers][page_size][n_kv][size]`, pages `page_stride` apart."""
+    var qkv: In[Self.dtype]
+    """`[n_tokens][n_q + 2 * n_kv][size]`."""
+    var row_offsets: In[DType.uint32]
+    """First token of each sequence, `[n_sequences + 1]`."""
+    var rotary: In[Self.dtype]
+    """`[positions][size / 2]` pairs of cosine and sine."""
+    var lengths: In[DType.uint32]
+    """Tokens of each sequence that are in the cache already."""
+    var pages: In[DType.uint32]
+    """Pages of each sequence, `[n_sequences][max_pages]`."""
+    var q_weight: In[Self.dtype]
+    """`[size]`."""
+    var k_weight: In[Self.dtype]
+    """`[size]`."""
+    var n_tokens: Int
+    var n_sequences: Int
+    var n_q: Int
+    var n_kv: Int
+    var max_pages: Int
+    var page_stride: Int
+    var page_size: Int
+    var n_layers: Int
+    var layer: Int
+    var epsilon: Float32
+
+    comptime device_type: AnyType = Self
+    """What a kernel gets: the same bytes."""
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in MAX's errors about kernel arguments."""
+        return "max_ep_experts.Heads"
+
+    @always_inline
+    def n_heads(self) -> Int:
+        """Returns how many heads a token has."""
+        return self.n_q + 2 * self.n_kv
+
+    @always_inline
+    def load(self, head: Int, lane: Int) -> Tuple[_Four, _Four]:
+        """Returns a lane's elements of a head, counted from that of the first token."""
+        var first = self.qkv.unsafe_offset(head * Self.size + _FOUR * lane)
+        return (
+            first.unsafe_load[width=_FOUR]().cast[DType.float32](),
+            first.unsafe_load[width=_FOUR](Self.size // 2).cast[DType.float32](),
+        )
+
+    @always_inline
+    def sequence_of(self, token: Int) -> Int:
+        """Returns the sequence that has a token."""
+        var sequence, above = 0, self.n_sequences
+        while sequence + 1 < above:
+            var middle = (sequence + above) // 2
+            if Int(self.row_offsets[unsafe_offset=middle]) <= token:
+                sequence = middle
+            else:
+                above = middle
+        return sequence
+
+    @always_inline
+    def store(self, head: Int, lane: Int, var a: _Four, var b: _Four, squares: Float32):
+        """Stores a lane's elements; `squares` is the sum of the squares of the head."""
+        var token, of_token = divmod(head, self.n_heads())
+        var sequence = self.sequence_of(token)
+        var position = (
+            token
+            + Int(self.lengths[unsafe_offset=sequence])
+            - Int(self.row_offsets[unsafe_offset=sequence])
+        )
+        if of_token < self.n_q + self.n_kv:
+            var weight = self.q_weight if of_token < self.n_q else self.k_weight
+            var at = weight.unsafe_offset(_FOUR * lane)
+            var scale = rsqrt(squares / Float32(Self.size) + self.epsilon)
+            a *= scale * at.unsafe_load[width=_FOUR]().cast[DType.float32]()
+            b *= (
+                scale
+                * at.unsafe_load[width=_FOUR](Self.size // 2).cast[DType.float32]()
+            )
+            var pairs = (
+                self.rotary.unsafe_load[width=2 * _FOUR](
+                    position * Self.size + 2 * _FOUR * lane
+                )
+                .cast[DType.float32]()
+                .deinterleave()
+            )
+            var rotated = a * pairs[0] - b * pairs[1]
+            b = a * pairs[1] + b * pairs[0]
+            a = rotated
+        var to = self.q.unsafe_offset((token * self.n_q + of_token) * Self.size)
+        if of_token >= self.n_q:
+            var kind, kv_head = divmod(of_token - self.n_q, self.n_kv)
+            var page, row = divmod(position, self.page_size)
+            var rows = (kind * self.n_layers + self.layer) * self.page_size + row
+            var first = self.page_stride * Int(
+                self.pages[unsafe_offset=sequence * self.max_pages + page]
+            )
+            to = self.cache.unsafe_offset(
+                first + (rows * self.n_kv + kv_head) * Self.size
+            )
+        to.unsafe_store(_FOUR * lane, a.cast[Self.dtype]())
+        to.unsafe_store(Self.size // 2 + _FOUR * lane, b.cast[Self.dtype]())
+
+
+def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size]):
+    """Takes `N_LANES` lanes for each head of each token."""
+    comptime n_lanes = heads.N_LANES
+    var thread = Int(block_idx.x) * Int(block_dim.x) + Int(thread_idx.x)
+    var head, lane = divmod(thread, n_lanes)
+    var n_heads = heads.n_tokens * heads.n_heads()
+    # All lanes of a warp take part in the sum.
+    var a, b = heads.load(min(head, n_heads - 1), lane)
+    var squares = (a * a + b * b).reduce_add()
+    comptime for i in range(5):
+        comptime if 1 << i < n_lanes:
+            squares += warp.shuffle_xor(squares, UInt32(1 << i))
+    if head < n_heads:
+        heads.store(head, lane, a, b, squares)
+
+
+def cpu_heads[dtype: DType, size: Int](heads: Heads[dtype, size]):
+    """Takes a worker for each token."""
+
+    def run_token(token: Int) {imm}:
+        comptime n_lanes = heads.N_LANES
+        for head in range(token * heads.n_heads(), (token + 1) * heads.n_heads()):
+            var squares = Float32(0)
+            comptime for lane in range(n_lanes):
+                var a, b = heads.load(head, lane)
+                squares += (a * a + b * b).reduce_add()
+            comptime for lane in range(n_lanes):
+                var a, b = heads.load(head, lane)
+                heads.store(head, lane, a, b, squares)
+
+    sync_parallelize(run_token, heads.n_tokens)
+
+
+def launch_heads[
+    target: StaticString, dtype: DType, size: Int
+](heads: Heads[dtype, size], context: DeviceContext) raises:
+    """Runs the pass."""
+    if heads.n_tokens == 0:
+        return
+    comptime if is_gpu[target]():
+        comptime per_block = _N_THREADS // heads.N_LANES
+        context.enqueue_function(
+            context.compile_function[heads_kernel[dtype, size]](),
+            heads,
+            grid_dim=ceildiv(heads.n_tokens * heads.n_heads(), per_block),
+            block_dim=_N_THREADS,
+        )
+    else:
+        cpu_heads(heads)
