@@ -78,6 +78,9 @@ def main() raises:
     print("combine_recv_bytes", group.combine_recv_bytes())
     print("combine_counts_bytes", group.combine_counts_bytes())
     print("dispatch_counts_offset", group.dispatch_counts_offset())
+    print(
+        "heartbeats_offset", group.dispatch_counts_offset() + group.heartbeat_offset(0)
+    )
     print("combine_recv_offset", group.combine_recv_offset())
     print("combine_counts_offset", group.combine_counts_offset())
     print("region_bytes", group.region_bytes())

@@ -170,6 +170,10 @@ class FaultMember(Member):
             active = self.comm.reconcile()
         return time.monotonic() - begin, active
 
+    def step_and_reconcile(self, generation: int) -> list[int]:
+        self.step(generation, None)
+        return self.reconcile(None)[1]
+
     def mask(self, rank: int) -> list[int]:
         self.comm.mask(rank)
         return self.comm.active_ranks()
@@ -402,9 +406,10 @@ class Group:
                         os.kill(process.pid, signal.SIGCONT)
                         del stopped_at[rank]
                 elif rank in joining and self.pipes[rank].poll():
-                    self.expect(rank, HERE)
-                    joining.discard(rank)
-                    self.out[name].discard(rank)
+                    with contextlib.suppress(EOFError):  # was just killed
+                        self.expect(rank, HERE)
+                        joining.discard(rank)
+                        self.out[name].discard(rank)
                 if rank in self.out[name] - joining:
                     join(rank, "join")
             members = [r for r in ALL if r not in joining]

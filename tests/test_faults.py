@@ -6,7 +6,9 @@ Every result is compared with the oracle, bit for bit, and so are the flags of t
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -61,8 +63,8 @@ def group(session, tmp_path_factory) -> Iterator[Group]:
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_stopped_rank_is_masked_and_rejoins(group, phase):
     """It finishes its step alone, later, with its own tokens right or flagged."""
-    group.survive(SUMS, Fault(PHASES.index(phase), STOP, phase))
-    group.survive(BY_RANK, Fault(0, STOP, phase))
+    rank = PHASES.index(phase)
+    group.survive([SUMS, BY_RANK][rank % 2], Fault(rank, STOP, phase))
 
 
 @pytest.mark.parametrize("phase", PHASES[1:3])
@@ -221,3 +223,26 @@ def test_the_first_decision_of_an_epoch_counts(monkeypatch):
         late._release()
     first.close()
     assert names_of(given[0]) == []
+
+
+def test_most_must_come():
+    """One that comes too early expels nobody, and calls again."""
+    name = f"most-{os.getpid()}"
+    Membership.create(name, 3)
+    members = [Membership(name, node, 3, Owner.myself(""), 0.2) for node in range(3)]
+    for member in members:
+        member.begin(-1)
+    with pytest.raises(TimeoutError, match=r"waited 0.2 s for nodes \[1, 2\], which"):
+        members[0].reconcile([], [1])
+    begin = time.monotonic()
+
+    def reconcile(member: Membership) -> list[int]:
+        if member is members[2]:  # still waits in a launch
+            time.sleep(0.5)
+        return member.reconcile([], [1], lambda nodes: begin + 0.5).members
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(reconcile, members)) == 3 * [[0, 1, 2]]
+    for member in members:
+        member.close()
+    assert names_of(name) == []

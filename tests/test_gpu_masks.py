@@ -164,3 +164,12 @@ def test_a_missing_peer_is_masked(gpu_session, suffix, build, n_tokens):
         taken += [steps.check(comm, r, dead=1) for r in ("uniform", "zipf", "full")]
         print(f"seconds: {taken}")
         assert 0.5 <= taken[0] < 1.5 and max(taken[1:]) < 0.25
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("suffix", BY_RANK)
+def test_processes_agree(suffix):
+    """A process each, which may share a GPU."""
+    from gpu_agree import run
+
+    run("gpu", cases_of(3, 7)[f"masks{suffix}"])

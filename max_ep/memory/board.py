@@ -35,6 +35,7 @@ class Board:
         self._memory = SharedMemory(
             name, rank, n_ranks, 1, 2 * _NOTE_BYTES, f"ranks={n_ranks}"
         )
+        self.owner = self._memory.owner
         self._notes = self._memory.connect(timeout_s)
 
     def exchange(

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .board import Board
+from .symmetric_memory import Owner
 
 _GRANULARITY = 2 << 20
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
@@ -120,6 +121,19 @@ class GpuSharedMemory:
         access = _Access(_Location(_ON_DEVICE, self._device), _READ_WRITE)
         _call("cuMemSetAccess", address, size, ctypes.byref(access), _SIZE(1))
         return address.value
+
+    handle = -1
+    """No process can map this memory later."""
+
+    @property
+    def group(self) -> str:
+        """Returns the name of the group."""
+        return self._board.name
+
+    @property
+    def owner(self) -> Owner:
+        """Returns who made this memory."""
+        return self._board.owner
 
     def local_addresses(self) -> list[int]:
         """Returns the address of this rank's block."""

@@ -40,6 +40,7 @@ class RegionSizes:
     combine_recv_bytes: int
     combine_counts_bytes: int
     dispatch_counts_offset: int  # in the region
+    heartbeats_offset: int  # of each rank
     combine_recv_offset: int
     combine_counts_offset: int
     region_bytes: int

@@ -7,6 +7,8 @@ processes (``membership.py``) on who is out and who is in.
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,21 +36,22 @@ class MaskedRanks:
         """Finds the memory of all ranks, as one that begins or as one that joins."""
         config, memory = self.config, self._memory
         self._pointers = np.zeros((NUM_GROUPS, 3, config.n_ranks), np.uint64)
-        if not (config.masks and isinstance(memory, SharedMemory)):
-            self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
-            return
-        place = memory.group, config.node_id, config.n_nodes
-        self._members = Membership.of_running(*place, memory.owner, config.timeout_s)
-        if self._members is not None:
-            memory.withdraw()
-            self._join()
-            return
-        if config.node_id == 0:
-            # The others find it: they wait for this process to connect.
-            Membership.create(memory.group, config.n_nodes)
+        agrees = config.masks and config.n_nodes > 1
+        if agrees:
+            place = memory.group, config.node_id, config.n_nodes, memory.owner
+            if isinstance(memory, SharedMemory):
+                self._members = Membership.of_running(*place, config.timeout_s)
+            if self._members is not None:
+                memory.withdraw()
+                self._join()
+                return
+            if config.node_id == 0:
+                # The others find it: they wait for this process to connect.
+                Membership.create(memory.group, config.n_nodes)
         self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
-        self._members = Membership(*place, memory.owner, config.timeout_s)
-        self._members.begin(memory.handle)
+        if agrees:
+            self._members = Membership(*place, config.timeout_s)
+            self._members.begin(memory.handle)
 
     def _point_to(self, ranks: Sequence[int], regions: Sequence[int]) -> None:
         """Writes ranks' addresses into the table that the graphs' inputs share."""
@@ -132,6 +135,16 @@ class MaskedRanks:
         words = self._counters[0][0].to(CPU()).to_numpy()[first : first + 4]
         return [int(word) % 2**32 for word in words]
 
+    def _heard_s(self, nodes: Iterable[int]) -> float:
+        """Returns when the ranks of some nodes have given their last sign of life."""
+        if self.config.target == "gpu":
+            return 0
+        first = self._regions[0] + self.config.sizes().heartbeats_offset
+        beats = (ctypes.c_uint64 * self.config.n_ranks).from_address(first)
+        beats_ms = [beats[rank] >> 32 for rank in self._ranks(nodes)]
+        now_s = time.monotonic()  # after them
+        return now_s - min((int(1000 * now_s) - ms) % 2**32 for ms in beats_ms) / 1000
+
     def reconcile(self) -> list[int]:
         """Agrees with the other processes on who goes on, between two steps.
 
@@ -149,11 +162,10 @@ class MaskedRanks:
         """
         masked = set(range(self.config.n_ranks)) - set(self.active_ranks())
         if self._members is None:
-            if self.config.n_nodes > 1:
-                raise RuntimeError("reconcile is for CPU ranks; restart the group")
             return self.active_ranks()
         try:
-            decision = self._members.reconcile(self._nodes(masked), self._generations())
+            given = self._nodes(masked), self._generations()
+            decision = self._members.reconcile(*given, self._heard_s)
         except RankExpelled:
             assert self._pointers is not None
             self._pointers[:] = 0
@@ -178,6 +190,8 @@ class MaskedRanks:
         self._check_open("rejoin")
         if self._members is None or self._pointers.any():
             raise RuntimeError("rejoin is for a process that was expelled")
+        if self.config.target == "gpu":
+            raise RuntimeError("rejoin is for CPU ranks; restart the group")
         self._join()
         return self.active_ranks()
 

@@ -20,7 +20,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -262,8 +262,16 @@ class Membership:
             and note.is_alive()
         ]
 
-    def reconcile(self, masked: Iterable[int], generations: list[int]) -> Decision:
+    def reconcile(
+        self,
+        masked: Iterable[int],
+        generations: list[int],
+        heard_s: Callable[[list[int]], float] = lambda nodes: 0,
+    ) -> Decision:
         """Takes part in the next decision, and returns it.
+
+        ``heard_s`` says when one of some nodes was last heard of: those that still wait
+        in a launch, for one that has died, are not late.
 
         Raises:
             RankExpelled: If the decision is to go on without this process.
@@ -281,13 +289,16 @@ class Membership:
             present, now_s = self._present(), time.monotonic()
             awaited = self._awaited(present)
             deadline_s = min(n.time_s for n in present.values()) + self._timeout_s
-            if now_s > deadline_s and len(awaited) > len(present):
+            is_late = now_s > deadline_s and (
+                not awaited or now_s > heard_s(awaited) + self._timeout_s
+            )
+            if is_late and len(awaited) > len(present):
                 self.publish(epoch=epoch - 1)
                 raise TimeoutError(
                     f"max_ep: reconcile: node {self._node} waited "
                     f"{self._timeout_s} s for nodes {awaited}, which are alive"
                 )
-            if now_s > deadline_s or not awaited:
+            if is_late or not awaited:
                 # There must be time left to meet those that join.
                 is_early = now_s < deadline_s - self._timeout_s / 2
                 joining = self._joining(now_s) if is_early else []

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three processes with a rank each, of which one is killed: the others agree on it."""
+
+import multiprocessing
+import os
+import time
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from cases import Case, expected, make_inputs
+from harness import assert_round_trip, building, flatten, round_trip, take_outputs
+from max.driver import CPU, Accelerator, accelerator_count
+from max.engine import InferenceSession
+from test_gpu_masks import without
+
+from max_ep import EPCommInitializer
+
+N_RANKS, TIMEOUT_S = 3, 2.0
+
+
+def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> None:
+    """Does what it is asked, and answers."""
+    if target == "gpu" and accelerator_count() >= N_RANKS:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    session = InferenceSession(devices=[Accelerator() if target == "gpu" else CPU()])
+    one_each = dict(n_nodes=N_RANKS, n_gpus_per_node=1, node_id=rank, target=target)
+    config = case.config(**one_each, timeout_s=TIMEOUT_S, on_timeout="mask")
+    one = replace(case, n_ranks=1)
+    with building("agree", one, config) as (manager, ranks, graph):
+        graph.output(*(v for of_rank in round_trip(manager, ranks) for v in of_rank))
+    model = session.load(graph)
+    comm = EPCommInitializer(config, group)
+
+    def join(setup: None) -> list[int]:
+        comm.ep_init(session)
+        return comm.active_ranks()
+
+    def reconcile(_: None) -> list[int]:
+        return comm.reconcile()
+
+    def mask(other: int) -> list[int]:
+        comm.mask(other)
+        return comm.active_ranks()
+
+    def step(dead: int | None) -> list[int]:
+        given = make_inputs(case, "uniform", counts=[case.max_tokens_per_rank] * 3)
+        given = given if dead is None else without(case, given, dead)
+        want = expected(case, given)
+        n = len(flatten(given, config)) // N_RANKS
+        mine = flatten(given)[n * rank : n * rank + n]
+        inputs = [x.to(session.devices[0]) for x in mine]
+        begin = time.monotonic()
+        outputs = model.execute(*inputs, *comm.model_inputs())
+        comm.check()
+        assert time.monotonic() - begin < TIMEOUT_S + 1
+        want.dispatch = want.dispatch[rank : rank + 1]
+        want.combine = want.combine[rank : rank + 1]
+        assert_round_trip(f"rank {rank}", take_outputs(one, iter(outputs)), want)
+        return comm.active_ranks()
+
+    calls = dict(join=join, reconcile=reconcile, mask=mask, step=step)
+    pipe.send("loaded")
+    while (request := pipe.recv()) is not None:
+        name, argument = request
+        try:
+            pipe.send(calls[name](argument))
+        except Exception:
+            pipe.send(traceback.format_exc())
+    comm.close()
+
+
+def run(target: str, case: Case) -> None:
+    """One is killed; then one of the others is masked by hand, and expelled."""
+    context = multiprocessing.get_context("spawn")
+    group, pipes, processes = f"agree-{os.getpid()}", [], []
+    for rank in range(N_RANKS):
+        ours, theirs = context.Pipe()
+        given = rank, target, group, case, theirs
+        processes.append(context.Process(target=member, args=given, daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+
+    def ask(ranks: list[int], name: str, argument: object = None) -> list:
+        for rank in ranks:
+            pipes[rank].send((name, argument))
+        return [pipes[rank].recv() for rank in ranks]
+
+    try:
+        assert [pipe.recv() for pipe in pipes] == N_RANKS * ["loaded"]
+        everybody = list(range(N_RANKS))
+        for call in ("join", "step", "reconcile"):
+            assert ask(everybody, call) == N_RANKS * [everybody], call
+        processes[2].kill()
+        processes[2].join()
+        for call in ("step", "reconcile", "step"):
+            got = ask([0, 1], call, 2)
+            assert got == 2 * [[0, 1]], got
+        assert ask([0], "mask", 1) == [[0]]
+        active, expelled = ask([0, 1], "reconcile")
+        assert active == [0] and "RankExpelled" in expelled, expelled
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
