@@ -211,7 +211,10 @@ def serving_tables(rows: list[dict]) -> list[str]:
             continue
         cells.append([SERVING_PEERS[row["peer"]], str(row["clients"])])
         cells[-1].append(spread(row, "step_ms"))
-        cells[-1] += [f"{row['first_ms']:.1f}", f"{row['between_ms']:.2f}"]
+        for name, n_digits in (("first_ms", 1), ("between_ms", 2)):
+            theirs = row.get(f"foreign_{name}")
+            foreign = f"; {theirs:.{n_digits}f}" if theirs else ""
+            cells[-1].append(f"{row[name]:.{n_digits}f}{foreign}")
         cells[-1] += [f"{row['tokens_per_s']:.0f}", row["run"]]
     return [*of_prompts, *table(columns, cells)]
 
@@ -230,7 +233,8 @@ def _serving_sections(data: dict) -> list[str]:
         "some 130 tokens and takes 64. A step decodes one token for all clients. On "
         "several GPUs max_ep spreads experts and replicates attention. MAX's servers "
         "have max_ep's matmuls, without which they do not compile on Hopper. Greedy "
-        "tokens of each server are compared with those of transformers.",
+        "tokens of each server are compared with those of transformers. After a "
+        "semicolon: what `max benchmark` measures.",
         "",
     ]
     for (gpu, n, n_layers), rows in groups.items():
