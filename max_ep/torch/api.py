@@ -94,7 +94,7 @@ class Buffer(LowLatency, Normal):
         self.group = group
         self.explicitly_destroy = explicitly_destroy
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode = low_latency_mode
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         if group is not None:
             self.rank, self.group_size = (
                 dist.get_rank(group),

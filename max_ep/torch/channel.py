@@ -25,10 +25,13 @@ from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
 from .events import EventHandle, EventOverlap
 from .library import Library, Settings, build_all, load
-from .tables import n_table_words
+from .tables import allocator, dense, n_table_words
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which part of dispatch or combine a launch does; see ``max_ep_c/api.mojo``."""
+
+BLOCK = 128
+"""Elements of a row that share an FP8 scale."""
 
 _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS, _MASKED_WORD = range(5)
 _TEXT_BYTES = 4000
@@ -63,7 +66,7 @@ class Region:
         if comm.is_gpu:
             torch.cuda.synchronize(device)  # the library clears on a stream of its own
         self.handle = library.open(
-            device.index or 0,
+            comm.index,
             comm.rank,
             max(1, int(comm.timeout_s * 1000)),
             address,
@@ -71,7 +74,6 @@ class Region:
         )
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
-        self._arguments = ctypes.create_string_buffer(_EIGHT.size)
         self.turn: object = None  # of the last dispatch
         # Of a call that has only sent, and whether that was a dispatch.
         self.hook: Callable[[], None] | None = None
@@ -84,13 +86,11 @@ class Region:
 
     def dispatch(self, form: int, *arguments: int) -> None:
         """Launches on the current stream, with the fields of ``DispatchArguments``."""
-        _EIGHT.pack_into(self._arguments, 0, *arguments)
-        self._launch(self.library.dispatch, form, addressof(self._arguments))
+        self._launch(self.library.dispatch, form, _EIGHT.pack(*arguments))
 
     def combine(self, form: int, *arguments: int) -> None:
         """Launches a combine, with the fields of ``CombineArguments``."""
-        _FIVE.pack_into(self._arguments, 0, *arguments)
-        self._launch(self.library.combine, form, addressof(self._arguments))
+        self._launch(self.library.combine, form, _FIVE.pack(*arguments))
 
     def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
         """Adds how long each peer is waited for, in ns, to ``int64 [n_ranks]``."""
@@ -98,13 +98,17 @@ class Region:
         self._launch(self.library.watch, is_combine, waits.data_ptr())
         waits_ns += waits.clamp_(min=0)
 
-    def _launch(self, function: Callable[..., int], what: int, place: int) -> None:
+    def _launch(
+        self, function: Callable[..., int], what: int, given: bytes | int
+    ) -> None:
         """Raises if the communicator has failed; looks at a GPU now and then."""
-        self.comm.raise_failure()
-        if self.comm.is_gpu and time.monotonic() > self.comm.next_check:
-            if not self.comm.is_capturing():
-                self.comm.check_regions()
-        if function(self.handle, self.comm.stream(), what, place):
+        comm = self.comm
+        if comm.failure:
+            comm.raise_failure()
+        if comm.is_gpu and time.monotonic() > comm.next_check:
+            if not comm.is_capturing():
+                comm.check_regions()
+        if function(self.handle, comm.stream(), what, given):
             self._raise()
 
     def check(self) -> None:
@@ -150,7 +154,9 @@ class Channel:
         self.settings = settings
         self.n_local = settings.experts // settings.ranks
         capacity = settings.ranks * settings.tokens
-        self.rows_shape = (self.n_local, capacity, settings.hidden)
+        self.rows_layout = dense(self.n_local, capacity, settings.hidden)
+        self.scales_layout = dense(self.n_local, settings.hidden // BLOCK, capacity)
+        self.rows_shape = self.rows_layout[0]
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)
         # Whose rows the region can send back, and whether a graph captured that.
@@ -254,6 +260,8 @@ class Communicator:
         self.timeout_s = board.timeout_s
         self.device = device
         self.is_gpu = device.type == "cuda"
+        self.index = device.index or 0
+        self.empty = allocator(device)
         self.failure = ""  # what calls raise
         self.has_ended = False  # so that reset() cannot help
         self.next_check = 0.0
@@ -304,7 +312,7 @@ class Communicator:
         """
         if not self.is_gpu:
             return -1
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
         if stream != self._last_stream[0]:
             before = self._last_stream[1]
             current = torch.cuda.current_stream(self.device)
@@ -380,8 +388,8 @@ class Communicator:
             name = f"{self.board.name}-{about}"
             return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, "")
         if self._memory == "symm":
-            return TorchSymmetricMemory(self._group, n_bytes, self.device.index)
-        return GpuSharedMemory(self.board, n_bytes, self.device.index)
+            return TorchSymmetricMemory(self._group, n_bytes, self.index)
+        return GpuSharedMemory(self.board, n_bytes, self.index)
 
     def settings(self, **fields: Any) -> Settings:
         """Returns a configuration of this group."""

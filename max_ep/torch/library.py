@@ -30,7 +30,7 @@ _RUNTIME = (
 )
 """What a library needs of the installed ``max-core``; each may need those before."""
 
-I32, I64 = ctypes.c_int32, ctypes.c_int64
+I32, I64, BYTES = ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p
 _FUNCTIONS = {
     "size": (I64, [I32]),
     "open": (I64, [I32, I32, I32, I64, I64]),
@@ -39,8 +39,8 @@ _FUNCTIONS = {
     "close": (None, [I64]),
     "last_error": (I32, [I64, I64, I32]),
     "failure": (I32, [I64, I64, I64, I32]),
-    "dispatch": (I32, [I64, I64, I32, I64]),
-    "combine": (I32, [I64, I64, I32, I64]),
+    "dispatch": (I32, [I64, I64, I32, BYTES]),
+    "combine": (I32, [I64, I64, I32, BYTES]),
     "watch": (I32, [I64, I64, I32, I64]),
 }
 
@@ -152,6 +152,8 @@ FORMATS = {
 }
 """What ``low_latency_dispatch`` sends, by the command line's names."""
 
+_WORDS = 16
+
 
 def up_to(n: int, multiple: int) -> int:
     """Rounds up."""
@@ -159,8 +161,11 @@ def up_to(n: int, multiple: int) -> int:
 
 
 def words_of_row(n_scales: int, top_k: int) -> int:
-    """Counts the int32 that go with a row of the normal calls: whole 16 bytes."""
-    return max(4, up_to(n_scales + 2 * top_k, 4))
+    """Counts the int32 that go with a row of the normal calls.
+
+    In steps, so that few numbers of choices need kernels of their own.
+    """
+    return max(_WORDS, up_to(n_scales + 2 * top_k, _WORDS))
 
 
 def rows_out(row_bytes: int) -> dict[str, Any]:
@@ -177,6 +182,11 @@ def words_out(n_words: int, combine: str, columns: int) -> dict[str, Any]:
     )
 
 
+def weights_back(top_k: int) -> dict[str, Any]:
+    """Describes the channel in which combine brings router weights back."""
+    return words_out(_WORDS, "float32", up_to(top_k, _WORDS))
+
+
 def run_build(options: Any) -> int:
     """Builds the libraries that a first call needs; prints where they are."""
     hidden, top_k = options.hidden, options.top_k
@@ -191,7 +201,7 @@ def run_build(options: Any) -> int:
         wanted = [
             rows_out(2 * hidden),
             words_out(words_of_row(0, top_k), "bfloat16", hidden),
-            words_out(4, "float32", up_to(top_k, 4)),
+            weights_back(top_k),
         ]
     else:
         common |= dict(experts=options.experts, top_k=top_k, wide_ids=True)

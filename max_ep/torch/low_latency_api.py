@@ -15,13 +15,12 @@ import torch
 
 from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY
 from . import compiled
-from .channel import BOTH, RECEIVE, SEND, Channel, Communicator, Region
+from .channel import BLOCK, BOTH, RECEIVE, SEND, Channel, Communicator, Region
 from .checks import check_handle, check_tensor, refuse
 from .events import EventOverlap
 from .library import FORMATS
-from .tables import LazyTuple, scales_of_rows, split_tables
+from .tables import LazyTuple, scales_of_rows, split_tables, view
 
-_BLOCK = 128
 _N_REGIONS = 2
 _MOST_CHOICES = 32
 
@@ -102,17 +101,13 @@ class LowLatency:
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(result[1])
             return *result, compiled.nothing if return_recv_hook else None
-        format = "bfloat16"
-        if use_fp8:
-            format = "fp8-round" if round_scale else "fp8"
-        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * _BLOCK) != 0):
-            refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         channel = self._low_latency_channel(
-            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format
+            (x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts),
+            (use_fp8, round_scale, use_ue8m0),
         )
-        n_local, capacity, hidden = channel.rows_shape
+        n_local, capacity, _ = channel.rows_shape
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
@@ -124,20 +119,18 @@ class LowLatency:
             self._comm.share_mask(region)
 
         # Source of each row, ranges, counts: one allocation.
-        n_words = channel.n_table_words
-        tables = x.new_empty(n_words, dtype=torch.int32)
-        # The last words; a slice takes the host longer.
-        counts = tables.as_strided((n_local,), (1,), n_words - n_local)
+        n_words, empty = channel.n_table_words, self._comm.empty
+        tables = empty((n_words,), (1,), torch.int32)
+        counts = view(tables, (n_local,), (1,), n_words - n_local)
         src_info = tables.data_ptr()
+        dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
+        rows = empty(*channel.rows_layout, dtype)
+        result: Any = rows
+        scales = packed = None
         if use_fp8:
-            rows = x.new_empty(channel.rows_shape, dtype=torch.float8_e4m3fn)
-            shape = (n_local, hidden // _BLOCK, capacity)
-            scales = x.new_empty(shape, dtype=torch.float32)
+            scales = empty(*channel.scales_layout, torch.float32)
             packed = _pack_of(scales) if use_ue8m0 else scales
-            result: Any = (rows, scales_of_rows(packed))
-        else:
-            result = rows = x.new_empty(channel.rows_shape)
-            scales = packed = None
+            result = (rows, scales_of_rows(packed))
         arguments = (
             x.data_ptr(),
             topk_idx.data_ptr(),
@@ -276,12 +269,12 @@ class LowLatency:
         region, launch, arguments = phase
         if region.hook is not None:  # which nobody called
             region.hook()
-        tensors += (waits_ns,)
         in_one = not (return_recv_hook or self._comm.shares_gpu or waits_ns is not None)
 
         if in_one and not async_finish and after is None:
             launch(BOTH, *arguments)
             return EventOverlap(), None
+        tensors += (waits_ns,)
 
         def receive() -> None:
             if waits_ns is not None:
@@ -313,21 +306,29 @@ class LowLatency:
 
     def _low_latency_channel(
         self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        cap: int,
-        n_experts: int,
-        format: str,
+        given: tuple[torch.Tensor, torch.Tensor, int, int],
+        kind: tuple[bool, bool, bool],
     ) -> Channel:
         """Checks what a dispatch is given, and finds its channel."""
+        x, topk_idx, cap, n_experts = given
         if not (isinstance(x, torch.Tensor) and isinstance(topk_idx, torch.Tensor)):
             raise TypeError("max_ep: x and topk_idx must be tensors")
-        about_ids = (topk_idx.shape, topk_idx.dtype, topk_idx.device)
-        key = (x.shape, x.dtype, x.device, cap, n_experts, format, *about_ids)
+        comm = self._comm
+        if comm.is_gpu and torch._C._cuda_getDevice() != comm.index:
+            refuse("the current GPU", f"is not that of this Buffer, {comm.device}")
+        key = (
+            *(x.shape, x.dtype, x.device, cap, n_experts, kind),
+            *(topk_idx.shape, topk_idx.dtype, topk_idx.device),
+        )
         channel = self._low_latency_channels.get(key)
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
-        comm = self._comm
+        use_fp8, round_scale, use_ue8m0 = kind
+        format = "bfloat16"
+        if use_fp8:
+            format = "fp8-round" if round_scale else "fp8"
+        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * BLOCK) != 0):
+            refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         check_tensor(comm, "x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
         check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
@@ -340,7 +341,7 @@ class LowLatency:
         if n_tokens > cap:
             refuse("x", f"has {n_tokens} rows, num_max_dispatch_tokens_per_rank={cap}")
         top_k = topk_idx.shape[1]
-        multiple = 8 if format == "bfloat16" else _BLOCK
+        multiple = 8 if format == "bfloat16" else BLOCK
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
         if n_experts % comm.n_ranks != 0:

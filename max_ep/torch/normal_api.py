@@ -21,7 +21,14 @@ import torch
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
 from .checks import check_handle, check_tensor, refuse
 from .events import Config, EventOverlap
-from .library import Settings, rows_out, up_to, words_of_row, words_out
+from .library import (
+    Settings,
+    rows_out,
+    up_to,
+    weights_back,
+    words_of_row,
+    words_out,
+)
 from .tables import LazyTuple
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -69,7 +76,7 @@ class NormalHandle(LazyTuple):
     """Scales of a row, as int32 words; then ids and weights."""
     top_k: int
     n_words: int
-    """All words that go with a row: whole 16 bytes."""
+    """All words that go with a row."""
     mask: torch.Tensor
     """``is_token_in_rank``."""
     ids: torch.Tensor
@@ -325,14 +332,14 @@ class Normal:
             check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))
-            of_weights = words_out(4, "float32", up_to(top_k, 4))
-            wanted.append(self._settings(handle.cap, of_weights))
+            wanted.append(self._settings(handle.cap, weights_back(top_k)))
         channel, *of_weights = comm.open(wanted, 1)
 
         def work() -> None:
             self._bring_back(channel, handle, x, y)
             if of_weights:
-                padded = torch.nn.functional.pad(topk_weights, (0, -top_k % 4))
+                n_pad = of_weights[0].settings.combine_hidden - top_k
+                padded = torch.nn.functional.pad(topk_weights, (0, n_pad))
                 sums = padded.new_empty((handle.n_sent, padded.shape[1]))
                 self._bring_back(of_weights[0], handle, padded, sums)
                 weights.copy_(sums[:, :top_k])
@@ -423,13 +430,14 @@ class Normal:
     def _enough(self, n_tokens: int, row_bytes: int) -> int:
         """Returns how many tokens of a rank channels hold; never less than before.
 
-        All ranks know the same numbers, so all find the same.
+        All ranks know the same numbers, so all find the same. The first call decides
+        where to start: others of smaller rows find the kernels that are there.
         """
         usual = _GPU_BYTES if self._comm.is_gpu else _CPU_BYTES
         budget = (self._comm.is_gpu and self.num_nvl_bytes) or usual
         fits = max(1, budget // (2 * self._comm.n_ranks * row_bytes))
-        start = min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
-        return max(self._cap, start, 1 << max(0, n_tokens - 1).bit_length())
+        start = self._cap or min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
+        return max(start, 1 << max(0, n_tokens - 1).bit_length())
 
     def _settings(self, cap: int, fields: dict[str, Any]) -> Settings:
         """Describes a channel in which each rank is an expert."""
