@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -439,23 +440,33 @@ def killed(rank: int, store: str, phase: str) -> None:
     check_low_latency(buffer, 0, "bf16", False)
     x, ids, weights = (t.to(buffer._comm.device) for t in tokens_of(rank, 1))
 
+    def look() -> None:
+        while buffer.who_waits().ranks[0].missing != [1]:
+            time.sleep(0.05)
+
     def reach(reached: str) -> None:
         if rank == 1 and reached == phase:
             if buffer._comm.is_gpu:
                 torch.cuda.synchronize()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    while True:
-        reach("dispatch")
-        got, _, handle, _, receive = buffer.low_latency_dispatch(
-            x, ids, CAP, E, use_fp8=False, return_recv_hook=True
-        )
-        reach("dispatch_wait")
-        receive()
-        reach("combine")
-        *_, receive = buffer.low_latency_combine(
-            got, ids, weights, handle, return_recv_hook=True
-        )
-        reach("combine_wait")
-        receive()
-        buffer.check()
+    looks = threading.Thread(target=look, daemon=True)
+    looks.start()
+    try:
+        while True:
+            reach("dispatch")
+            got, _, handle, _, receive = buffer.low_latency_dispatch(
+                x, ids, CAP, E, use_fp8=False, return_recv_hook=True
+            )
+            reach("dispatch_wait")
+            receive()
+            reach("combine")
+            *_, receive = buffer.low_latency_combine(
+                got, ids, weights, handle, return_recv_hook=True
+            )
+            reach("combine_wait")
+            receive()
+            buffer.check()
+    finally:
+        looks.join(1)
+        assert not looks.is_alive(), "who_waits() named nobody"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..limits import MAX_TIMEOUT_S
 from ..memory.board import Board
 from ..memory.symmetric_memory import remove_leftovers
+from ..who import Answers, Waits
 from .channel import Communicator
 from .checks import refuse
 from .compiled import BUFFERS
@@ -131,6 +132,7 @@ class Buffer(LowLatency, Normal):
         self._order = torch.zeros(1, dtype=torch.int32, device=where)
         self._handles = {}
         BUFFERS[self._key] = self
+        Answers.ask(self._comm)
         # Graphics memory of a process that ends by exit() is given back in order.
         self._finish = weakref.finalize(self, Communicator.close, self._comm)
         self._finish.atexit = not explicitly_destroy
@@ -150,6 +152,13 @@ class Buffer(LowLatency, Normal):
         wrong, results become NaN, and a later call raises, or this one.
         """
         self._comm.check()
+
+    def who_waits(self) -> Waits:
+        """Says whom this rank waits for, for another thread, while a call hangs.
+
+        ``max-ep who`` shows all ranks of the machine.
+        """
+        return self._comm.who_waits()
 
     def reset(self) -> None:
         """Makes the memory usable again after an error; all ranks call it.

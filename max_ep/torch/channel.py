@@ -15,14 +15,17 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..memory.board import Board
+from ..memory.gpu_copy import GpuWords
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
+from ..who import Facts, RankWait, Waits, cpu_wait, gpu_wait
 from .events import EventHandle, EventOverlap
 from .library import Library, Settings, build_all, load
 from .tables import allocator, dense, n_table_words
@@ -34,6 +37,7 @@ BLOCK = 128
 """Elements of a row that share an FP8 scale."""
 
 _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS, _MASKED_WORD = range(5)
+_FACTS = 5  # the first of them
 _TEXT_BYTES = 4000
 _CHECK_EVERY_S = 0.1
 _RESET = "Call Buffer.reset() in every process, or restart the group."
@@ -57,6 +61,7 @@ class Region:
         """Clears this rank's part."""
         self.library = library
         self.comm = comm
+        self._address = address
         device = comm.device
         self.counters = torch.zeros(n_words, dtype=torch.int32, device=device)
         first = library.size(_FAILURE_WORD)
@@ -119,6 +124,18 @@ class Region:
             record = self._record.cpu()
         if record[0] != 0:
             self._raise_text(self.library.failure, record.data_ptr())
+
+    def who_waits(self) -> RankWait:
+        """Says whom this rank waits for in this region, also while a launch hangs."""
+        comm, size = self.comm, self.library.size
+        facts = Facts(*(size(_FACTS + i) for i in range(len(fields(Facts)))))
+        if comm.is_gpu:
+            place = comm.device.index, self.counters.data_ptr(), self._address
+            with GpuWords(*place) as words:
+                return gpu_wait(facts, comm.rank, words)
+        region = (ctypes.c_uint8 * facts.region_bytes).from_address(self._address)
+        memory = self.counters.numpy(), np.frombuffer(region, np.uint8)
+        return cpu_wait(facts, comm.rank, *memory, time.monotonic_ns())
 
     def _raise(self) -> None:
         self._raise_text(self.library.last_error)
@@ -469,6 +486,15 @@ class Communicator:
         self.raise_failure()
         self.synchronize()
         self.check_regions()
+
+    def who_waits(self) -> Waits:
+        """Says whom this rank waits for, in the region where it does."""
+        self.raise_failure()
+        found = [RankWait(self.rank)]
+        for channel in list(self.channels.values()):
+            found += [region.who_waits() for region in channel.regions]
+        latest = max(found, key=lambda w: (bool(w.missing), w.is_running, w.generation))
+        return Waits(self.board.name, [latest])
 
     def check_regions(self) -> None:
         """Raises if a launch has failed; does not wait for launches."""

@@ -29,6 +29,7 @@ from max_ep.arguments import (
 )
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.counters import (
+    choices_word,
     EPLocalSyncCounters,
     local_sync_counters_words,
     masked_word,
@@ -247,12 +248,32 @@ def _write(text: String, address: Int, size: Int) -> Int32:
 def max_ep_size(what: Int32) abi("C") -> Int64:
     """Returns a size: 0 a region, in bytes; 1 the counters, in int32 words; 2 the
     offset of the failure record in the counters; 3 the words of that record; 4 the
-    offset of the mask in the counters."""
+    offset of the mask in the counters; then the `Facts` of `max_ep/who.py`, in order.
+    """
     var sizes = [
         REGION.region_bytes(),
         local_sync_counters_words(REGION),
         Word.FAILURE,
         N_FAILURE_WORDS,
+        masked_word(REGION),
+        N_RANKS,
+        REGION.n_experts,
+        REGION.n_local_experts(),
+        1,
+        REGION.dispatch_counts_offset(),
+        REGION.combine_counts_offset(),
+        REGION.region_bytes(),
+        4 * local_sync_counters_words(REGION),
+        Word.DISPATCH_SENT,
+        Word.LAUNCH,
+        REGION.protocol(),
+        REGION.max_tokens_per_rank,
+        TOP_K,
+        REGION.combine_msg_bytes,
+        REGION.combine_recv_offset(),
+        Word.N_TOKENS,
+        Word.COMBINE_OF,
+        choices_word(REGION.n_experts),
         masked_word(REGION),
     ]
     return Int64(sizes[Int(what)])
