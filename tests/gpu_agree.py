@@ -15,6 +15,7 @@ from max.engine import InferenceSession
 from test_gpu_masks import without
 
 from max_ep import EPCommInitializer
+from max_ep.memory.setup_graph import setup_model
 
 N_RANKS, TIMEOUT_S = 3, 2.0
 
@@ -30,10 +31,10 @@ def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> 
     with building("agree", one, config) as (manager, ranks, graph):
         graph.output(*(v for of_rank in round_trip(manager, ranks) for v in of_rank))
     model = session.load(graph)
-    comm = EPCommInitializer(config, group)
+    comm, setup = EPCommInitializer(config, group), setup_model(session, config)
 
-    def join(setup: None) -> list[int]:
-        comm.ep_init(session)
+    def join(_: None) -> list[int]:
+        comm.ep_init(session, setup)
         return comm.active_ranks()
 
     def reconcile(_: None) -> list[int]:
@@ -90,7 +91,8 @@ def run(target: str, case: Case) -> None:
         assert [pipe.recv() for pipe in pipes] == N_RANKS * ["loaded"]
         everybody = list(range(N_RANKS))
         for call in ("join", "step", "reconcile"):
-            assert ask(everybody, call) == N_RANKS * [everybody], call
+            got = ask(everybody, call)
+            assert got == N_RANKS * [everybody], got
         processes[2].kill()
         processes[2].join()
         for call in ("step", "reconcile", "step"):
