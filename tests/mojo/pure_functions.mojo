@@ -34,7 +34,9 @@ from max_ep.flags import (
     is_not_before,
     next_generation,
 )
+from max_ep.formats.quantized_sums import QuantizedSums
 from max_ep.layout import Addressing, Group, N_CHUNKS
+from max_ep.token_format import BytePointer, LaneBytes
 from std.testing import assert_equal, assert_true
 
 comptime NUM_THREADS = 512
@@ -207,6 +209,25 @@ def check_generations() raises:
         assert_true(not is_not_before(generation, next))
 
 
+def check_scales_of_lanes[block: Int]() raises:
+    """Each lane of a warp finds the scale of its block, as a CPU rank does."""
+    comptime Sums = QuantizedSums[block, 512]
+    var sum = List[Float32](length=512, fill=0)
+    for i in range(512):
+        sum[i] = Float32(i + 1) * Float32(1 << (i // block))
+    var message = List[LaneBytes](length=33, fill=0)
+    var bytes = BytePointer(unsafe_from_address=Int(message.unsafe_ptr()))
+    Sums.encode(bytes, sum)
+    for lane in range(32):
+        var values = bytes.unsafe_load[width=16](16 * lane)
+        var scale = Sums.scale_of_lane(message[32], lane)
+        var zero = SIMD[DType.float32, 16](0)
+        var found = Sums.add_values[16](zero, values, scale)
+        assert_equal(found, Sums.add[16](zero, bytes, 16 * lane))
+        assert_true(abs(found[5] / sum[16 * lane + 5] - 1) < 0.07)
+    _ = message^
+
+
 def main() raises:
     """Runs all."""
     check_bundles[28]()
@@ -222,4 +243,6 @@ def main() raises:
     check_split[15]()
     check_split[5]()
     check_what_was_measured()
+    check_scales_of_lanes[128]()
+    check_scales_of_lanes[32]()
     print("OK")
