@@ -174,6 +174,26 @@ def grouped_gate_up_fp8(
     return activated, scales
 
 
+def grouped_swiglu_fp8(
+    rows: TensorValue,
+    row_scales: TensorValue,
+    gate_up: TensorValue,
+    gate_up_scales: TensorValue,
+    down: TensorValue,
+    down_scales: TensorValue,
+    row_offsets: TensorValue,
+    expert_ids: TensorValue,
+) -> TensorValue:
+    """Runs SwiGLU experts in blockwise FP8; weights are those of grouped_swiglu.
+
+    Scales are as in :func:`grouped_matmul_fp8`. Returns ``[n_rows, hidden_size]`` in
+    bfloat16.
+    """
+    groups = row_offsets, expert_ids
+    activated = grouped_gate_up_fp8(rows, row_scales, gate_up, gate_up_scales, *groups)
+    return grouped_matmul_fp8(*activated, down, down_scales, *groups)
+
+
 def _fp8(
     op: str, inputs: tuple[TensorValue, ...], results: list[TensorType]
 ) -> list[TensorValue]:
@@ -188,8 +208,7 @@ def _fp8(
             raise TypeError(f"{op} takes scales in float32; given {scales.dtype}")
     n_experts, n, k = map(int, weights.shape)
     blocks = [n_experts, n // FP8_BLOCK, k // FP8_BLOCK]
-    are_whole = n % FP8_COLUMNS == k % FP8_BLOCK == 0
-    if not are_whole or rows.shape[1] != k or list(weight_scales.shape) != blocks:
+    if not fp8_takes(n, k) or rows.shape[1] != k or list(weight_scales.shape) != blocks:
         raise ValueError(
             f"{op} takes rows of k elements, weights [n_experts, n, k] and scales "
             f"[n_experts, n / {FP8_BLOCK}, k / {FP8_BLOCK}], n a multiple of "
@@ -213,6 +232,11 @@ def fits_gpu(weight: TensorValue) -> bool:
 def gpu_takes(n: int, k: int) -> bool:
     """Returns whether the GPU kernels support weights of ``n`` rows, ``k`` columns."""
     return n % GPU_COLUMNS == 0 and k % GPU_K_STEP == 0
+
+
+def fp8_takes(n: int, k: int) -> bool:
+    """Returns whether the FP8 kernels support weights of ``n`` rows, ``k`` columns."""
+    return n % FP8_COLUMNS == k % FP8_BLOCK == 0
 
 
 def _rows_of(

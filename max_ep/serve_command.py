@@ -174,10 +174,12 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
     support = _SUPPORTED.get(name)
     if support is None:
         raise Refused(f"{name} is not supported; there are {', '.join(_SUPPORTED)}")
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "quantized")
+    quantization = config.get("quantization_config")
+    if quantization and not quantization.get("weight_block_size"):
+        method = quantization.get("quant_method", "quantized")
         raise Refused(
-            f"{name} in {method} is not supported; take a bfloat16 checkpoint"
+            f"{name} in {method} is not supported; take a checkpoint in bfloat16 or "
+            "blockwise FP8"
         )
     places = {
         "the CPU": support.cpu,
@@ -192,9 +194,10 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
         if not gpu.is_hopper:
             raise Refused(f"the matmuls need an H100 or H200, this GPU is {gpu.name}")
     most = sum(gpu.n_bytes for gpu in gpus)
-    if gpus and n_bytes > most:
+    loaded = 2 * n_bytes if quantization else n_bytes  # FP8 becomes bfloat16
+    if gpus and loaded > most:
         raise Refused(
-            f"{_gigabytes(n_bytes)} of weights do not fit into {_gigabytes(most)} "
+            f"{_gigabytes(loaded)} of weights do not fit into {_gigabytes(most)} "
             "of GPU memory"
         )
     names = ("n_routed_experts", "num_experts", "num_local_experts")

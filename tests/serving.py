@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a served model with Hugging Face transformers, token by token."""
 
+import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphs.serve.server import Server
@@ -49,6 +52,32 @@ def prompts(n: int, seed: int = 0) -> list[str]:
 def _of_each(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Picks the value of a token at each position."""
     return values.gather(1, tokens[:, None])[:, 0]
+
+
+def widened(model: Path) -> dict[str, torch.Tensor]:
+    """Reads a checkpoint in blockwise FP8, matrices times their scales; in float32."""
+    stored = load_file(model / "model.safetensors")
+    weights = {}
+    for name, weight in stored.items():
+        scales = stored.get(f"{name}_scale_inv")
+        if scales is not None:
+            each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            n, k = weight.shape
+            weight = weight.float() * each[:n, :k]
+        if not name.endswith("_scale_inv"):
+            weights[name] = weight.float()
+    return weights
+
+
+def write_widened(model: Path, folder: Path) -> Path:
+    """Writes a checkpoint in blockwise FP8 as one that is not; returns ``folder``."""
+    shutil.copytree(model, folder)
+    save_file(widened(model), folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    del config["quantization_config"]
+    config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 class Reference:

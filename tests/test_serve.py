@@ -21,14 +21,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from children import HERE, WHERE_WE_IMPORT, ran
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
+from max.graph.weights import load_weights
 from max.nn.moe import MoEGate
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
-from serving import TOLERANCES, Reference, ask_greedily, prompts
+from safetensors.torch import save_file
+from serving import (
+    TOLERANCES,
+    Reference,
+    ask_greedily,
+    prompts,
+    widened,
+    write_widened,
+)
 
-from graphs.serve.checkpoint import DEEPSEEK_SIZES, SIZES, make_checkpoint
+from graphs.serve.checkpoint import (
+    BLOCKWISE_FP8,
+    DEEPSEEK_SIZES,
+    SIZES,
+    make_checkpoint,
+    quantize_matrices,
+)
 from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.balance import Placement, plan
@@ -54,13 +70,15 @@ COMPILED = os.environ.get("MAX_EP_COMPILED")
 class Served:
     """A server, and what it serves."""
 
-    def __init__(self, server: Server, model: Path, dtype: str, size: str) -> None:
+    def __init__(
+        self, server: Server, model: Path, reference: Path, dtype: str, size: str
+    ) -> None:
         self.server, self.model, self.dtype = server, model, dtype
         # MAX's server returns none on GPUs, nor of a model with thinking tokens.
         self.has_logprobs = dtype == "float32" and size in SIZES
         self.tolerance = TOLERANCES[dtype]
         share = 0.05 if size in DEEPSEEK_SIZES else 0  # as transformers in bfloat16
-        self.reference = Reference(model, dtype == "bfloat16", share_far=share)
+        self.reference = Reference(reference, dtype == "bfloat16", share_far=share)
 
 
 def placement_of(size: str, n_ranks: int) -> Placement:
@@ -71,6 +89,9 @@ def placement_of(size: str, n_ranks: int) -> Placement:
 
 
 PLACEMENT = placement_of("tiny", 4)
+
+FP8 = "fp8"
+"""Among the flags of a server: its checkpoint is in blockwise FP8."""
 
 # GPUs, ranks of the CPU, size of the model, flags.
 WHERE = {
@@ -85,6 +106,7 @@ WHERE = {
 }
 
 if ALL_CASES:
+    WHERE["four_ranks_of_the_cpu_fp8"] = (0, 4, "tiny", FP8)
     WHERE["four_ranks_of_the_cpu_placed"] = (0, 4, "tiny", PLACEMENT_VARIABLE)
     # MAX's compiler takes two minutes for it, and once it wanted more than 17 GB.
     for n in (1, 2, 4):
@@ -105,7 +127,11 @@ def served(request, tmp_path_factory):
     n_gpus, n_cpu_ranks, size, *more = request.param
     folder = tmp_path_factory.mktemp("served")
     dtype = "bfloat16" if n_gpus else "float32"
-    make_checkpoint(folder / "model", size, dtype)
+    reference = folder / "model"
+    make_checkpoint(folder / "model", size, "float8" if FP8 in more else dtype)
+    if FP8 in more:
+        more.remove(FP8)
+        reference = write_widened(folder / "model", folder / "widened")
     flags = [*LIMITS, *device_flags(n_gpus, n_cpu_ranks), *CUSTOM_ARCHITECTURES, *more]
     if n_gpus:  # the reference needs room, too
         flags += ["--device-memory-utilization", "0.2"]
@@ -120,7 +146,7 @@ def served(request, tmp_path_factory):
     server = Server(folder / "model", flags, folder / "server.log", variables)
     try:
         server.wait_until_ready(READY_S, print)
-        yield Served(server, folder / "model", dtype, size)
+        yield Served(server, folder / "model", reference, dtype, size)
     finally:
         server.stop()
         print(server.log_end(200))
@@ -195,6 +221,37 @@ def test_many_at_once_some_cancelled(served):
     print(served.reference.tally)
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_fp8_matrices_are_widened(tmp_path, device):
+    """With their scales, also where the last blocks are smaller; on a GPU experts'
+    stay. Other weights are cast."""
+    dense, expert = "self_attn.q_proj.weight", "mlp.experts.3.up_proj.weight"
+    original = torch.randn(300, 200, dtype=torch.bfloat16)
+    original[128:] *= 100
+    path = tmp_path / "model.safetensors"
+    weights = {f"model.layers.0.{name}": original.clone() for name in (dense, expert)}
+    save_file(weights | {"model.norm.weight": original[0].clone()}, path)
+    quantize_matrices(tmp_path)
+    config = SimpleNamespace(quantization_config=BLOCKWISE_FP8, num_experts=16)
+    config.hidden_size, config.moe_intermediate_size = 256, 128
+    config.num_experts_per_tok = 4
+    encoding = "float32" if device == "cpu" else "bfloat16"
+    specs = [SimpleNamespace(device_type=device)]
+    flags = SimpleNamespace(device_specs=specs, quantization_encoding=encoding)
+    (adapt,) = qwen3_moe.architecture.weight_adapters.values()
+    pipeline = SimpleNamespace(model=flags)
+    loaded = dict(load_weights([path]).items())
+    adapted = adapt(loaded, huggingface_config=config, pipeline_config=pipeline)
+    wanted = widened(tmp_path)[f"model.layers.0.{dense}"].to(getattr(torch, encoding))
+    assert ((wanted - original).abs() <= original.abs() / 12 + 0.02).all()
+    kept = [f"{expert}_scale"] if device == "gpu" else []
+    assert adapted.pop("norm.weight").dtype == getattr(DType, encoding)
+    assert set(adapted) == {f"layers.0.{name}" for name in (dense, expert, *kept)}
+    assert torch.equal(torch.from_dlpack(adapted[f"layers.0.{dense}"]), wanted)
+    dtype = adapted[f"layers.0.{expert}"].dtype
+    assert dtype == (DType.float8_e4m3fn if kept else DType.float32)
+
+
 def test_a_failed_launch_ends_the_next_step(monkeypatch):
     """A replayed step begins as any other: with its inputs."""
 
@@ -236,6 +293,7 @@ SPLIT_ON_TWO_RANKS = {
         pytest.param("two_gpus", "tiny", PLACED, marks=slow),
         # The router is an op of ours.
         ("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2)),
+        ("one_gpu", "tiny_fp8", TWO_LAYERS | dict(softmax_top_k=2)),
         # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
         pytest.param("one_gpu", "minimax_tiny", TWO_LAYERS, marks=slow),
         ("two_ranks_of_the_cpu", "minimax_tiny", SPLIT_ON_TWO_RANKS),
@@ -244,7 +302,7 @@ SPLIT_ON_TWO_RANKS = {
 def test_graph_has_our_ops(tmp_path, where, size, wanted):
     """Each architecture has our dispatch and combine; nothing is compiled."""
     dtype = "bfloat16" if "gpu" in where else "float32"
-    make_checkpoint(tmp_path / "model", size, dtype)
+    make_checkpoint(tmp_path / "model", size, "float8" if "fp8" in size else dtype)
     folders = tmp_path / "model", tmp_path / "mefs"
     command = sys.executable, HERE / "served_graph.py", where, *folders
     how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT)
@@ -262,8 +320,9 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
         f"max_ep.{name}": n for name, n in wanted.items()
     }
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
-    assert "max_ep.grouped_matmul" in ops
-    for op in ("max_ep.gpu_linear", "max_ep.grouped_gate_up"):
+    fp8 = "_fp8" if "fp8" in size else ""
+    assert f"max_ep.grouped_matmul{fp8}" in ops
+    for op in ("max_ep.gpu_linear", f"max_ep.grouped_gate_up{fp8}"):
         assert (op in ops) == ("gpu" in where)
 
 

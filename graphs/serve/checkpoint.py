@@ -4,7 +4,7 @@
     python -m graphs.serve.checkpoint FOLDER
 
 Of Qwen3-MoE, of MiniMax-M2 (``--size minimax_tiny``), or of DeepSeek-V3 (``--size
-deepseek``).
+deepseek``). With ``--dtype float8`` matrices are in blockwise FP8, as published.
 What such a model says has no meaning, but it says it like any other model: the same
 graphs, kernels and memory as those of a trained checkpoint of its size. Its tokens are
 pieces of ASCII, so answers can be read and compared.
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -30,6 +32,7 @@ from transformers import (
 )
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
+_DTYPES = ["float32", "bfloat16", "float8"]
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _THINKING = ["<think>", "</think>"]
 """Of MiniMax-M2, whose thoughts MAX separates from its answers."""
@@ -59,6 +62,17 @@ SIZES = {
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+    ),
+    # The smallest whose experts stay in FP8; its graph can be built.
+    "tiny_fp8": dict(
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
         num_experts=16,
         num_experts_per_tok=4,
     ),
@@ -132,6 +146,14 @@ _YARN = dict(
     mscale_all_dim=1.0,
 )
 
+BLOCKWISE_FP8 = dict(
+    quant_method="fp8",
+    fmt="e4m3",
+    activation_scheme="dynamic",
+    weight_block_size=[128, 128],
+)
+"""As in the config.json of Qwen3's and DeepSeek-V3's checkpoints."""
+
 _READ_BY_MAX = dict(
     moe_layer_freq=1,
     num_nextn_predict_layers=0,
@@ -181,7 +203,7 @@ def make_checkpoint(
         folder: Where to; made if it is not there.
         size: A key of :data:`SIZES`, :data:`MINIMAX_SIZES` or
             :data:`DEEPSEEK_SIZES`.
-        dtype: Dtype of the weights, as torch calls it.
+        dtype: Dtype of the weights, as torch calls it, or float8: blockwise FP8.
         seed: Of the weights.
     """
     tokenizer = make_tokenizer(*(_THINKING if size in MINIMAX_SIZES else ()))
@@ -225,14 +247,35 @@ def make_checkpoint(
         )
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = kind._from_config(config, dtype=getattr(torch, dtype))
+        stored = "bfloat16" if dtype == "float8" else dtype
+        model = kind._from_config(config, dtype=getattr(torch, stored))
         if size in MINIMAX_SIZES:
             _draw_what_is_constant(model)
     model.save_pretrained(folder)
+    if dtype == "float8":
+        quantize_matrices(folder)
+        read_by_max = read_by_max | {"quantization_config": BLOCKWISE_FP8}
     if read_by_max:
         path = folder / "config.json"
         fields = json.loads(path.read_text()) | read_by_max
         path.write_text(json.dumps(fields, indent=2))
+
+
+def quantize_matrices(folder: Path) -> None:
+    """Puts layers' matrices into FP8, with a scale for each 128 x 128 elements."""
+    for path in folder.glob("*.safetensors"):
+        weights = load_file(path)
+        for name, weight in list(weights.items()):
+            if not re.search(r"(_proj|_proj_with_mqa|\.w[123])\.weight$", name):
+                continue
+            n, k = weight.shape
+            padded = torch.nn.functional.pad(weight.float(), (0, -k % 128, 0, -n % 128))
+            blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            scales = blocks.abs().amax((1, 3)).clamp(min=1e-12) / 448
+            values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)
+            weights[name] = values[:n, :k].to(torch.float8_e4m3fn).contiguous()
+            weights[f"{name}_scale_inv"] = scales
+        save_file(weights, path, {"format": "pt"})
 
 
 def _draw_what_is_constant(model: Any) -> None:
@@ -249,7 +292,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     sizes = [*SIZES, *MINIMAX_SIZES, *DEEPSEEK_SIZES]
     parser.add_argument("--size", choices=sizes, default="tiny")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     make_checkpoint(args.folder, args.size, args.dtype, args.seed)

@@ -16,6 +16,7 @@ from max.pipelines.architectures.deepseekV3.memory_planner import (
     DeepseekV3MemoryPlanner,
 )
 
+from .fp8 import widening
 from .model import ExpertParallelModel
 from .planner import ExpertParallelPlanner
 
@@ -48,5 +49,6 @@ architecture = replace(
     deepseekV3_arch,
     pipeline_model=DeepseekV3Model,
     memory_planner=DeepseekV3Planner,
+    weight_adapters=widening(deepseekV3_arch.weight_adapters),
     supported_encodings={"bfloat16"},
 )

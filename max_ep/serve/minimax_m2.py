@@ -24,6 +24,7 @@ from max.pipelines.architectures.minimax_m2.layers.rotary_embedding import (
 )
 from max.pipelines.lib.graph_specs import GraphSpec
 
+from .fp8 import widening
 from .model import ExpertParallelModel
 from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
@@ -82,5 +83,6 @@ architecture = replace(
     pipeline_model=MiniMaxM2Model,
     memory_planner=MiniMaxM2Planner,
     default_encoding="bfloat16",
+    weight_adapters=widening(minimax_m2_arch.weight_adapters),
     supported_encodings={"bfloat16", "float32"},
 )

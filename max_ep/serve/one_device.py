@@ -29,7 +29,7 @@ from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
 from .. import EPBatchManager
-from ..experts import grouped_swiglu
+from ..experts import grouped_swiglu, grouped_swiglu_fp8
 from ..graph.moe import through_experts
 from .forward import route
 from .hopper import experts_anywhere
@@ -70,6 +70,11 @@ class OneDeviceMoe(MoE):
         self, rank: int, dispatched: tuple[TensorValue, ...]
     ) -> TensorValue:
         """Runs the experts of a rank on the rows it received."""
+        if self.quant_config:
+            rows, row_scales, *groups = dispatched
+            gate_up = self.gate_up_proj, self._scales("gate_proj", "up_proj")
+            down = self.down_proj, self._scales("down_proj")
+            return grouped_swiglu_fp8(rows, row_scales, *gate_up, *down, *groups[:2])
         rows, row_offsets, expert_ids, *_ = dispatched
         if self._manager.config.target == "cpu":
             n = self._manager.config.n_local_experts
@@ -80,6 +85,12 @@ class OneDeviceMoe(MoE):
             return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
         n_rows = ops.shape_to_tensor(rows.shape)[0].cast(DType.uint32)
         return experts_anywhere(self, dispatched, rows, n_rows)
+
+    def _scales(self, *names: str) -> TensorValue:
+        """Stacks the scales of all experts' matrices of these names."""
+        scales = [getattr(e, name).weight_scale for e in self.experts for name in names]
+        stacked = ops.stack(scales).reshape((len(self.experts), -1, scales[0].shape[1]))
+        return stacked.to(self.devices[0])
 
 
 def _slices(values: TensorValue, n: int) -> list[TensorValue]:
@@ -131,6 +142,9 @@ class OneDeviceDecoder(Transformer):
             head_dim=config.kv_params.head_dim,
         )
 
+        is_fp8 = config.ep_config.is_quantized
+        experts_dtype = config.ep_config.dispatch_dtype if is_fp8 else dtype
+
         def norm() -> RMSNorm:
             eps = config.rms_norm_eps
             return RMSNorm(hidden, norm_dtype, eps, multiply_before_cast=False)
@@ -149,7 +163,8 @@ class OneDeviceDecoder(Transformer):
                 num_experts_per_token=config.ep_config.top_k,
                 moe_dim=moe_dim,
                 gate_cls=gate_cls,
-                dtype=dtype,
+                dtype=experts_dtype,
+                quant_config=config.ep_config.dispatch_quant_config,
             )
 
         layers = [

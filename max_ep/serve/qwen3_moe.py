@@ -17,6 +17,7 @@ from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from max.pipelines.lib.graph_specs import GraphSpec
 
 from .attention import OnePassAttention
+from .fp8 import widening
 from .model import ExpertParallelBatches, ExpertParallelModel
 from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
@@ -83,5 +84,6 @@ architecture = replace(
     pipeline_model=Qwen3MoeModel,
     batching=Qwen3MoeBatches,
     memory_planner=ExpertParallelPlanner,
+    weight_adapters=widening(qwen3_moe_arch.weight_adapters),
     supported_encodings={"bfloat16", "float32"},
 )

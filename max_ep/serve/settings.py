@@ -16,9 +16,10 @@ from typing import Any
 from max.dtype import DType
 from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
-from .. import EPConfig
+from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
-from ..experts import gpu_takes
+from ..experts import fp8_takes, gpu_takes
+from ..formats import FP8_BLOCK
 from ..limits import MAX_TIMEOUT_S, PROTOCOLS
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
@@ -46,6 +47,8 @@ class MoeShape:
     """Elements between an expert's two matmuls."""
     has_shared_expert: bool = False
     """Whether one expert of the same sizes has all tokens; it goes through dispatch."""
+    has_fp8_blocks: bool = False
+    """Whether matrices are in FP8 with a scale for each 128 x 128 elements."""
 
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
@@ -69,7 +72,25 @@ class MoeShape:
             or huggingface_config.intermediate_size,
             # Two or more are one wider expert, which MAX runs itself.
             has_shared_expert=getattr(huggingface_config, "n_shared_experts", 0) == 1,
+            has_fp8_blocks=fp8_block(huggingface_config) == [FP8_BLOCK] * 2,
         )
+
+
+def fp8_block(huggingface_config: Any) -> list[int] | None:
+    """Returns the sizes of the blocks that have a scale; None: it is not in FP8."""
+    config = getattr(huggingface_config, "quantization_config", None) or {}
+    return config.get("weight_block_size")
+
+
+def keeps_fp8(pipeline_config: Any, shape: MoeShape) -> bool:
+    """Returns whether experts stay in FP8, and tokens are dispatched in it.
+
+    Elsewhere their weights are widened when they load, as those of all other layers.
+    """
+    fits = fp8_takes(2 * shape.moe_dim, shape.hidden_size)
+    fits = fits and fp8_takes(shape.hidden_size, shape.moe_dim)
+    is_gpu = n_devices(pipeline_config) == 1 and not is_on_cpu(pipeline_config)
+    return shape.has_fp8_blocks and fits and is_gpu
 
 
 def uses_max_ep(pipeline_config: Any) -> bool:
@@ -96,7 +117,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
 
     On GPUs a rank is a GPU. On the CPU ``--ep-size`` ranks share it and run one after
     another. Combine returns sums where the protocol can do that. ``dtype`` is that of
-    the model, and on the wire: bfloat16 or float32.
+    the model, and on the wire, unless experts stay in FP8: bfloat16 or float32.
     """
     runtime = pipeline_config.runtime
     degree = pipeline_config.model.data_parallel_degree
@@ -124,8 +145,10 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     if not runtime.enable_chunked_prefill:
         # A whole prompt may come on top of a full batch.
         n_tokens += pipeline_config.model.max_length or 0
+    is_fp8 = keeps_fp8(pipeline_config, shape)
     config = EPConfig(
-        dispatch_dtype=dtype,
+        dispatch_dtype=DType.float8_e4m3fn if is_fp8 else dtype,
+        dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
         combine_dtype=dtype,
         hidden_size=shape.hidden_size,
         top_k=shape.top_k,
@@ -232,6 +255,11 @@ def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
     results. Where one kernel has all of SwiGLU, on GPUs, gate and up are not stored.
     Layers run one after another and share these bytes.
     """
+    if config.is_quantized:
+        # In bytes, and scales of four for a block.
+        in_fp8 = (shape.hidden_size + shape.moe_dim) * (FP8_BLOCK + 4) // FP8_BLOCK
+        results = shape.hidden_size * config.combine_dtype.size_in_bytes
+        return config.n_output_rows * (in_fp8 + results)
     sizes = (2 * shape.moe_dim, shape.hidden_size), (shape.hidden_size, shape.moe_dim)
     is_one_kernel = config.target == "gpu" and all(gpu_takes(*size) for size in sizes)
     per_row = 2 * shape.hidden_size + (1 if is_one_kernel else 3) * shape.moe_dim

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blockwise FP8 checkpoints, as those of DeepSeek-V3 and Qwen3.
+
+Matrices are widened to the model's dtype when they load; on one GPU those of experts
+stay as they are. A matrix ``NAME.weight`` of float8_e4m3fn has
+``NAME.weight_scale_inv``, factors of its blocks of 128 x 128 elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from max.dtype import DType
+from max.graph.weights import WeightData
+from max.pipelines.modeling.config_enums import supported_encoding_dtype
+
+from ..quantize import float8_e4m3fn_to_float32
+from .settings import MoeShape, fp8_block, keeps_fp8
+
+_Adapter = Callable[..., dict[str, WeightData]]
+_SCALES = "_scale_inv"
+"""Behind the name of a weight."""
+
+
+class _Widened:
+    """A weight of a checkpoint, in the model's dtype."""
+
+    def __init__(self, weight: Any, scales: Any, block: list[int], dtype: DType):
+        self._weight, self._scales = weight, scales
+        self._block, self._dtype = block, dtype
+
+    def data(self) -> WeightData:
+        """Returns the matrix, as MAX's weights do."""
+        weight = self._weight.data()
+        scales = self._scales.data().astype(DType.float32)
+        wide = widen(_array(weight, DType.uint8), _array(scales), self._block)
+        return WeightData.from_numpy(wide, weight.name).astype(self._dtype)
+
+
+def _array(data: WeightData, view: DType | None = None) -> np.ndarray:
+    buffer = data.to_buffer()
+    return (buffer.view(view) if view else buffer).to_numpy()
+
+
+def widen(bits: np.ndarray, scales: np.ndarray, block: list[int]) -> np.ndarray:
+    """Multiplies FP8 bits ``[n, k]`` by the scales of their blocks, in float32.
+
+    The last blocks may be smaller.
+    """
+    n, k = bits.shape
+    each = np.repeat(np.repeat(scales, block[0], 0)[:n], block[1], 1)[:, :k]
+    return float8_e4m3fn_to_float32(bits) * each
+
+
+@dataclass
+class _WideningAdapter:
+    """An architecture's weight adapter behind the widening; servers pickle it."""
+
+    adapter: _Adapter
+
+    def __call__(
+        self,
+        weights: dict[str, Any],
+        huggingface_config: Any,
+        pipeline_config: Any,
+        **more: Any,
+    ) -> dict[str, WeightData]:
+        adapt = partial(
+            self.adapter,
+            huggingface_config=huggingface_config,
+            pipeline_config=pipeline_config,
+            **more,
+        )
+        block = fp8_block(huggingface_config)
+        if not block:
+            return adapt(weights)
+        shape = MoeShape.of(huggingface_config)
+        kept = ".experts." if keeps_fp8(pipeline_config, shape) else None
+        encoding = pipeline_config.model.quantization_encoding
+        dtype = supported_encoding_dtype(encoding)
+        for name in [name for name in weights if name.endswith(_SCALES)]:
+            if not (kept and kept in name):
+                of = name.removesuffix(_SCALES)
+                scales = weights.pop(name)
+                weights[of] = _Widened(weights[of], scales, block, dtype)
+        # MAX casts no weights of a checkpoint that has float8, too.
+        return {
+            name: data.astype(dtype) if data.dtype == DType.bfloat16 else data
+            for name, data in adapt(weights).items()
+        }
+
+
+def widening(adapters: Mapping[Any, _Adapter]) -> dict[Any, _Adapter]:
+    """Puts the widening in front of an architecture's weight adapters."""
+    return {key: _WideningAdapter(adapter) for key, adapter in adapters.items()}
