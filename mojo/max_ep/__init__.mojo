@@ -7,10 +7,8 @@ for `ops` (MAX graphs) and `api` (Mojo programs).
 """
 from .api import (
     ep_combine_async_kernel_api,
-    ep_combine_kernel_api,
     ep_combine_wait_kernel_api,
     ep_dispatch_async_kernel_api,
-    ep_dispatch_kernel_api,
     ep_dispatch_wait_kernel_api,
 )
 from .counters import EPLocalSyncCounters

@@ -2,55 +2,61 @@
 """The launchers that Mojo programs call: thin wrappers over `launch.mojo`.
 
 Names, parameters and arguments are those of MAX's `shmem.ep` (its public
-documentation). Our own parameters come last and have defaults. A launcher checks its
-arguments before anything is sent. Rank and time-out come from the counters.
+documentation). Our own parameters come last and have defaults. For what they lack, such
+as sums and fused forms, a program makes a `Group` and a `Call`, and uses `launch.mojo`, as
+ops do.
+
 A launcher raises if an argument does not fit (then nothing is sent), if a peer is
-late, or if ids were out of range (then everything else is sent). All ranks must run
-the fused forms at the same time.
+late, or if ids were out of range (then everything else is sent). Rank and time-out come
+from the counters.
 
-Parameters:
+Parameters, here and in `kernels.mojo`:
 
+    input_type             element type of the tokens
     token_fmt_type         wire format of a token
-    n_experts              experts of the group
-    max_token_per_rank     tokens one rank may send
-    n_gpus_per_node        ranks that one process drives
-    n_nodes                processes of the group
-    target                 device kind of the tensors, `cpu` or `gpu`
     combine_dtype          element type of expert rows and results
     hidden_size, top_k     elements of a row, experts of a token
+    n_experts, n_ranks     of the group
+    max_token_per_rank, max_tokens_per_rank
+                           tokens that a rank may send
+    n_gpus_per_node, p2p_world_size
+                           ranks that one process drives, whose memory is mapped
+    n_nodes                processes of the group
+    target                 device kind of the tensors, `cpu` or `gpu`
     input_scales_wrapper   gives the float32 factor of a token for an expert id, applied
                            before the token is encoded; None: no factor. By expert only
     use_shmem              whether ranks of other nodes are reached through the SHMEM
                            library; CPU ranks map all regions and do not need it
     fused_shared_expert    whether this rank's own tokens come first in its rows
-    output_layout          `packed`, or `padded`: each expert has `expert_capacity` rows
-    addressing, returns    how dispatch addresses a token, what combine returns
-    partial_dtype          element type of a partial sum
-    n_sms                  most multiprocessors of a GPU that it may use; 0: all
-    shares_gpu             whether other ranks may run on this rank's GPU
+    is_padded              whether each expert has `expert_capacity` rows of its own
+    addressing             how dispatch addresses a token
+    num_threads, n_sms     threads of a block, multiprocessors of the device
+    input_tokens_layout, topk_ids_layout
+                           layouts of the two tensors
 
 Arguments:
 
-    atomic_counters        local words, `[EPLocalSyncCounters.total_size()]`
+    atomic_counters, ep_counters
+                           local words, `[EPLocalSyncCounters.total_size()]`
     input_tokens           dispatch: tokens `[n_tokens, hidden_size]`; combine: expert
-                           rows `[n_output_rows, hidden_size]`, where the last dispatch
-                           put them
-    topk_ids               `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert. In
-                           an all-gather `[n_tokens, router_top_k]`, any number
-    router_weights         weights of the shape of `topk_ids`: for dispatch if combine
-                           returns sums, else for combine
-    rows                   the tensors of rows, of `token_fmt_type`
-    row_offsets            packed: first row of each expert, and the end, uint32
-                           `[n_groups + 1]`. Padded: rows of each expert, int32
+                           rows `[n_rows_max, hidden_size]`, where the last dispatch put
+                           them. Aligned to 16 bytes
+    topk_ids               `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert
+    router_weights         `[n_tokens, top_k]`
+    rows, n_rows_max       the tensors of rows, of `token_fmt_type`; rows they hold
+    row_offsets            packed: first row of each group, and the end, uint32
+                           `[n_groups + 1]`. Padded: rows of each local expert, int32
                            `[n_local_experts]`
-    expert_ids             packed: number of each expert, `[n_groups]`. Padded: first
+    expert_ids             packed: number of each group, `[n_groups]`. Padded: first
                            row within the expert's, and rows, of each (expert, source
                            rank), `[n_local_experts * n_ranks, 2]`
-    src_info               token and choice of each row, `[n_output_rows, 2]`; choice
-                           -1: the row of the shared expert
+    src_info               token and choice of each row, `[n_rows_max, 2]`; choice -1: the
+                           row of the shared expert
     output_tokens          results, `[n_tokens, hidden_size]`
-    expert_rows            of `ep_combine_wait_kernel_api`: the expert rows that the
-                           async launcher took, to read those that were not sent
+    n_tokens               tokens that this rank dispatched
+    expert_rows, shared_rows
+                           the expert rows that the async part took: those of own tokens,
+                           and of a fused shared expert, are not sent
     send_ptrs, recv_ptrs, recv_count_ptrs
                            addresses of all ranks' buffers, of dispatch or of combine,
                            `[n_ranks]` each
@@ -80,12 +86,6 @@ from .layout import Addressing, combine_msg_bytes, Group, Returns
 from .token_format import SharedRows, TokenFormat
 
 
-def _check_layout[output_layout: StaticString]():
-    comptime assert (
-        output_layout == "packed" or output_layout == "padded"
-    ), "max_ep: output_layout must be packed or padded"
-
-
 # ------------------------------------------------------------------------ dispatch
 
 
@@ -100,8 +100,6 @@ def ep_dispatch_async_kernel_api[
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
     addressing: Addressing = Addressing.BY_EXPERT,
-    returns: Returns = Returns.ROWS,
-    n_sms: Int = 0,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor,
@@ -110,7 +108,6 @@ def ep_dispatch_async_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
-    router_weights: RouterWeights = unused[RouterWeights](),
 ) raises:
     """Starts sending tokens to their experts."""
     comptime group = Group(
@@ -121,11 +118,10 @@ def ep_dispatch_async_kernel_api[
         hidden_size=token_fmt_type.hidden_size,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=addressing,
-        returns=returns,
+        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
-        n_sms=n_sms,
     )
     var call = Call[group].of[target](
         "dispatch_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
@@ -133,7 +129,7 @@ def ep_dispatch_async_kernel_api[
     launch_dispatch[token_fmt_type, target, Form.ASYNC, input_scales_wrapper](
         call,
         given_tokens[token_fmt_type, target](
-            call, input_tokens, topk_ids, router_weights
+            call, input_tokens, topk_ids, unused[RouterWeights]()
         ),
         unused[DispatchedRows[group, token_fmt_type]](),
         context,
@@ -149,11 +145,8 @@ def ep_dispatch_wait_kernel_api[
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
-    output_layout: StaticString = "packed",
+    is_padded: Bool = False,
     addressing: Addressing = Addressing.BY_EXPERT,
-    returns: Returns = Returns.ROWS,
-    n_sms: Int = 0,
-    shares_gpu: Bool = True,
 ](
     rows: token_fmt_type.Rows,
     row_offsets: TileTensor,
@@ -169,7 +162,6 @@ def ep_dispatch_wait_kernel_api[
     On CPU the send buffer is found from the receive buffer: `max_ep.init` puts both
     into one region.
     """
-    _check_layout[output_layout]()
     comptime group = Group(
         n_experts=n_experts,
         n_ranks=n_gpus_per_node * n_nodes,
@@ -178,13 +170,11 @@ def ep_dispatch_wait_kernel_api[
         hidden_size=token_fmt_type.hidden_size,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=addressing,
-        returns=returns,
-        is_padded=output_layout == "padded",
+        returns=Returns.ROWS,
+        is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
-        shares_gpu=shares_gpu,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
-        n_sms=n_sms,
     )
     var call = Call[group].of_wait[target](
         "dispatch_wait", atomic_counters, recv_ptrs, recv_count_ptrs
@@ -192,64 +182,6 @@ def ep_dispatch_wait_kernel_api[
     launch_dispatch[token_fmt_type, target, Form.WAIT](
         call,
         unused[GivenTokens[DType.bfloat16]](),
-        dispatched_rows[token_fmt_type](call, rows, row_offsets, expert_ids, src_info),
-        context,
-    )
-
-
-def ep_dispatch_kernel_api[
-    token_fmt_type: TokenFormat,
-    n_experts: Int,
-    max_token_per_rank: Int,
-    n_gpus_per_node: Int,
-    n_nodes: Int,
-    target: StaticString,
-    input_scales_wrapper: InputScales = None,
-    use_shmem: Bool = n_nodes > 1,
-    fused_shared_expert: Bool = False,
-    output_layout: StaticString = "packed",
-    addressing: Addressing = Addressing.BY_EXPERT,
-    returns: Returns = Returns.ROWS,
-    n_sms: Int = 0,
-](
-    rows: token_fmt_type.Rows,
-    row_offsets: TileTensor,
-    expert_ids: TileTensor[DType.int32, ...],
-    src_info: TileTensor[DType.int32, ...],
-    atomic_counters: TileTensor[DType.int32, ...],
-    input_tokens: TileTensor,
-    topk_ids: TileTensor[DType.int32, ...],
-    send_ptrs: TileTensor[DType.uint64, ...],
-    recv_ptrs: TileTensor[DType.uint64, ...],
-    recv_count_ptrs: TileTensor[DType.uint64, ...],
-    context: DeviceContext,
-    router_weights: RouterWeights = unused[RouterWeights](),
-) raises:
-    """Sends and receives in one launch: async, then wait."""
-    _check_layout[output_layout]()
-    comptime group = Group(
-        n_experts=n_experts,
-        n_ranks=n_gpus_per_node * n_nodes,
-        max_tokens_per_rank=max_token_per_rank,
-        top_k=token_fmt_type.top_k,
-        hidden_size=token_fmt_type.hidden_size,
-        dispatch_msg_bytes=token_fmt_type.msg_bytes,
-        addressing=addressing,
-        returns=returns,
-        is_padded=output_layout == "padded",
-        fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem and is_gpu[target](),
-        n_sms=n_sms,
-    )
-    var call = Call[group].of[target](
-        "dispatch", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
-    )
-    launch_dispatch[token_fmt_type, target, Form.FUSED, input_scales_wrapper](
-        call,
-        given_tokens[token_fmt_type, target](
-            call, input_tokens, topk_ids, router_weights
-        ),
         dispatched_rows[token_fmt_type](call, rows, row_offsets, expert_ids, src_info),
         context,
     )
@@ -269,9 +201,6 @@ def ep_combine_async_kernel_api[
     target: StaticString,
     use_shmem: Bool = n_nodes > 1,
     addressing: Addressing = Addressing.BY_EXPERT,
-    returns: Returns = Returns.ROWS,
-    partial_dtype: DType = combine_dtype,
-    n_sms: Int = 0,
 ](
     atomic_counters: TileTensor[DType.int32, ...],
     input_tokens: TileTensor[combine_dtype, ...],
@@ -283,8 +212,7 @@ def ep_combine_async_kernel_api[
 ) raises:
     """Starts sending expert rows back to where their tokens came from.
 
-    With sums the weighted rows of a token are added here, and one partial sum of
-    them is sent. Rows of this rank's own tokens are left to the wait.
+    Rows of this rank's own tokens are left to the wait.
     """
     comptime group = Group(
         n_experts=n_experts,
@@ -292,20 +220,17 @@ def ep_combine_async_kernel_api[
         max_tokens_per_rank=max_token_per_rank,
         top_k=top_k,
         hidden_size=hidden_size,
-        combine_msg_bytes=combine_msg_bytes[
-            partial_dtype if returns == Returns.SUMS else combine_dtype
-        ](hidden_size),
+        combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
-        returns=returns,
+        returns=Returns.ROWS,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
-        n_sms=n_sms,
     )
     var call = Call[group].of[target](
         "combine_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
     )
     var given = given_rows(call, input_tokens, src_info)
-    launch_combine[partial_dtype, target, Form.ASYNC](
+    launch_combine[combine_dtype, target, Form.ASYNC](
         call, given, unused[CombinedTokens[combine_dtype]](), context
     )
 
@@ -322,10 +247,6 @@ def ep_combine_wait_kernel_api[
     use_shmem: Bool = n_nodes > 1,
     fused_shared_expert: Bool = False,
     addressing: Addressing = Addressing.BY_EXPERT,
-    returns: Returns = Returns.ROWS,
-    partial_dtype: DType = combine_dtype,
-    n_sms: Int = 0,
-    shares_gpu: Bool = True,
 ](
     output_tokens: TileTensor[combine_dtype, ...],
     atomic_counters: TileTensor[DType.int32, ...],
@@ -337,8 +258,8 @@ def ep_combine_wait_kernel_api[
 ) raises:
     """Completes combine: the weighted sum of each token's expert rows.
 
-    Rows that were not sent are read in `expert_rows`: the shared expert's and, on GPUs
-    or with sums, those that this rank's experts made of its own tokens.
+    Rows that were not sent are read in `expert_rows`: the shared expert's and, on GPUs,
+    those that this rank's experts made of its own tokens.
     """
     comptime group = Group(
         n_experts=n_experts,
@@ -346,77 +267,18 @@ def ep_combine_wait_kernel_api[
         max_tokens_per_rank=max_token_per_rank,
         top_k=top_k,
         hidden_size=hidden_size,
-        combine_msg_bytes=combine_msg_bytes[
-            partial_dtype if returns == Returns.SUMS else combine_dtype
-        ](hidden_size),
+        combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
-        returns=returns,
+        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
-        shares_gpu=shares_gpu,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
-        n_sms=n_sms,
     )
     var call = Call[group].of_wait[target](
         "combine_wait", atomic_counters, recv_ptrs, recv_count_ptrs
     )
     var given = GivenRows(expert_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]())
-    launch_combine[partial_dtype, target, Form.WAIT](
-        call,
-        given,
-        combined_tokens[target](call, output_tokens, router_weights, given),
-        context,
-    )
-
-
-def ep_combine_kernel_api[
-    combine_dtype: DType,
-    hidden_size: Int,
-    top_k: Int,
-    n_experts: Int,
-    max_token_per_rank: Int,
-    n_gpus_per_node: Int,
-    n_nodes: Int,
-    target: StaticString,
-    use_shmem: Bool = n_nodes > 1,
-    fused_shared_expert: Bool = False,
-    addressing: Addressing = Addressing.BY_EXPERT,
-    returns: Returns = Returns.ROWS,
-    partial_dtype: DType = combine_dtype,
-    n_sms: Int = 0,
-](
-    output_tokens: TileTensor[combine_dtype, ...],
-    atomic_counters: TileTensor[DType.int32, ...],
-    input_tokens: TileTensor[combine_dtype, ...],
-    src_info: TileTensor[DType.int32, ...],
-    router_weights: TileTensor[DType.float32, ...],
-    send_ptrs: TileTensor[DType.uint64, ...],
-    recv_ptrs: TileTensor[DType.uint64, ...],
-    recv_count_ptrs: TileTensor[DType.uint64, ...],
-    context: DeviceContext,
-) raises:
-    """Sends rows back and reduces them in one launch: async, then wait."""
-    comptime group = Group(
-        n_experts=n_experts,
-        n_ranks=n_gpus_per_node * n_nodes,
-        max_tokens_per_rank=max_token_per_rank,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        combine_msg_bytes=combine_msg_bytes[
-            partial_dtype if returns == Returns.SUMS else combine_dtype
-        ](hidden_size),
-        addressing=addressing,
-        returns=returns,
-        fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem and is_gpu[target](),
-        n_sms=n_sms,
-    )
-    var call = Call[group].of[target](
-        "combine", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
-    )
-    var given = given_rows(call, input_tokens, src_info)
-    launch_combine[partial_dtype, target, Form.FUSED](
+    launch_combine[combine_dtype, target, Form.WAIT](
         call,
         given,
         combined_tokens[target](call, output_tokens, router_weights, given),

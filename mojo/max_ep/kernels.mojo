@@ -4,53 +4,16 @@
 They are for callers of MAX's kernels. Our own launchers start `phase_kernel`
 (`device/phase.mojo`); the kernels' code is in the folders of the four phases. Launch:
 `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`, three warps or more. Parameters
-that MAX's kernels do not have come last and have defaults.
+that MAX's kernels do not have come last and have defaults. What `api.mojo` does not list:
 
-Parameters:
-
-    input_type            element type of the tokens
-    combine_dtype         element type of expert rows and results
-    num_threads           threads of a block
-    input_tokens_layout, topk_ids_layout
-                          layouts of the two tensors
-    n_sms                 multiprocessors of the device
-    hidden_size, top_k    elements of a row, experts of a token
-    n_experts, n_ranks    of the group
-    max_tokens_per_rank   tokens one rank may send: slots of one pair
-    p2p_world_size        ranks whose memory is reached by pointers
-    token_fmt_type        wire format of a token
-    input_scales_wrapper  gives the factor of a token for an expert id; None: no factor
-    use_shmem             whether the other ranks are reached through SHMEM
-    is_padded             whether each expert's rows stand by themselves
-    fused_shared_expert   whether this rank's own tokens come first in its rows
-
-Arguments:
-
-    input_tokens          dispatch: tokens `[n_tokens, hidden_size]`; combine: expert rows
-                          `[n_rows_max, hidden_size]` in the order of the last dispatch;
-                          rows aligned to 16 bytes
-    topk_ids              `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert
-    rows, n_rows_max      the tensors of rows, and how many rows they hold
-    row_offsets           first row of each group and the end, `[n_groups + 1]`. Padded:
-                          rows of each local expert, `[n_local_experts]`
-    expert_ids            number of each group, `[n_groups]`. Padded: first row and rows
-                          of each pair, `[n_pairs, 2]`
-    src_info              `[n_rows_max, 2]`: token on its source rank, k; for a row of the
-                          shared expert token, -1
-    output_tokens         results, `[n_tokens, hidden_size]`
-    router_weights        `[n_tokens, top_k]`
-    n_tokens              tokens that this rank dispatched
-    shared_rows           the expert rows that `combine_async_kernel` took: those of own
-                          tokens, and of a fused shared expert, are not sent
-    send_buf_p            where messages wait to be put to other nodes, symmetric memory:
-                          `[max_tokens_per_rank * top_k]` dispatch messages, `n_ranks`
-                          times as many of combine. Read with `use_shmem`; to the rest,
-                          tokens and rows go straight from where they are given
-    recv_buf_ptrs         recv buffers of the p2p world, and
-    recv_count_ptrs       its counts buffers; all mapped and peer-writable until every
-                          receiver has returned
-    ep_counters           this rank's local words
-    my_rank               this rank, in `[0, n_ranks)`; -1: as the counters say
+    send_buf_p      where messages wait to be put to other nodes, symmetric memory:
+                    `[max_tokens_per_rank * top_k]` dispatch messages, `n_ranks` times as
+                    many of combine. Read with `use_shmem`; to the rest, tokens and rows
+                    go straight from where they are given
+    recv_buf_ptrs   recv buffers of the p2p world, and
+    recv_count_ptrs its counts buffers; all mapped and peer-writable until every receiver
+                    has returned
+    my_rank         this rank, in `[0, n_ranks)`; -1: as the counters say
 """
 from layout import TensorLayout, TileTensor
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA

@@ -88,7 +88,7 @@ def check_padded_rows_behind_the_counts() raises:
         var recv_ranges = tensor[I32](N_RANKS, 2, UNTOUCHED)
         var src_info = tensor[I32](CAPACITY, 2, UNTOUCHED)
         ep_dispatch_wait_kernel_api[
-            FP8, 1, MAX_TOKENS, N_RANKS, 1, "cpu", output_layout="padded"
+            FP8, 1, MAX_TOKENS, N_RANKS, 1, "cpu", is_padded=True
         ](
             TransposedRows(tokens.ptr, scales.ptr.unsafe_bitcast[UInt8](), CAPACITY),
             recv_counts,
