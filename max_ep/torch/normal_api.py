@@ -13,10 +13,12 @@ any time, also in a backward pass.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
 from .checks import check_handle, check_tensor, refuse
@@ -43,7 +45,6 @@ _GPU_BYTES = 1 << 30
 def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
     """Heeds ``allocate_on_comm_stream``; `torch.compile` calls the method as it is."""
 
-    @torch.compiler.disable
     @functools.wraps(method)
     def call(self: Normal, *args: Any, **options: Any) -> Any:
         # Otherwise the work waits for all of the current stream.
@@ -51,7 +52,15 @@ def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
         with self._comm.allocating(all(options.get(name) for name in wanted)):
             return method(self, *args, **options)
 
-    return call
+    not_compiled = _disable_dynamo(call)
+
+    @functools.wraps(method)
+    def call_or_break(self: Normal, *args: Any, **options: Any) -> Any:
+        # What compiles has imported this, which takes a second.
+        compiles = "torch._dynamo" in sys.modules
+        return (not_compiled if compiles else call)(self, *args, **options)
+
+    return call_or_break
 
 
 class NormalHandle(LazyTuple):
