@@ -12,7 +12,7 @@ Done words of GPU ranks may run ahead, and are accepted then (`is_not_before`).
 """
 from std.atomic import Atomic, fence, Ordering
 from std.sys import _RegisterPackType, inlined_assembly, is_amd_gpu, is_nvidia_gpu
-from std.time import global_perf_counter_ns, perf_counter_ns, sleep
+from std.time import global_perf_counter_ns, perf_counter_ns
 
 from .layout import source_info_offset
 
@@ -142,23 +142,6 @@ struct Deadline(TrivialRegisterPassable):
         if self.timeout_ms == 0:
             return True
         return Int(perf_counter_ns()) - self.start_ns > self.timeout_ms * 1_000_000
-
-
-def await_generation(
-    flag: FlagPointer, generation: UInt32, deadline: Deadline, who: Waiter
-) raises -> Int:
-    """Waits until a flag has a generation, or raises and names the missing rank."""
-    var spins = 0
-    while True:
-        var word = load_acquire_sys(flag)
-        if generation_of(word) == generation:
-            return count_of(word)
-        spins += 1
-        if spins < POLLS_BEFORE_SLEEP and deadline.timeout_ms > 0:
-            continue
-        if deadline.has_passed():
-            raise_missing(generation_of(word), generation, deadline.timeout_ms, who)
-        sleep(SLEEP_SECONDS)
 
 
 def raise_missing(found: UInt32, wanted: UInt32, timeout_ms: Int, who: Waiter) raises:

@@ -35,30 +35,31 @@ comptime RANK_OF_COUNTERS = Int32(-1)
 """A launch finds its rank in the counters, in device memory."""
 
 
-def _begin(call: Call, launch: Int) raises:
-    """Records which phase this CPU rank begins: 1 + its number.
+def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[group]:
+    """Begins a phase of this CPU rank, by its number in `PHASES`, and records that.
 
     Refuses a wait for what this rank has not sent, which can never be met, and a send
     before this rank has read: its own tokens may stand where the next ones go.
     """
     var phases = materialize[PHASES]()
-    var phase = phases[launch - 1]
-    var place = String(t"max_ep: {phase} on rank {call.counters.my_rank()}")
-    var first = Word.DISPATCH_SENT if launch < 3 else Word.COMBINE_SENT
+    var place = String(t"max_ep: {phases[phase]} on rank {call.counters.my_rank()}")
+    # The words of the four phases are in the order of `PHASES`.
+    var first = Word.DISPATCH_SENT + phase // 2 * 2
     var sent = call.counters.generation(first)
     var is_read = sent == call.counters.generation(first + 1)
-    if launch % 2 == 1 and not is_read:
+    if phase % 2 == 0 and not is_read:
         raise Error(
-            t"{place} again, before its {phases[launch]} has read generation {sent}."
+            t"{place} again, before its {phases[phase + 1]} has read generation {sent}."
             t" Wait on every rank before sending again; after a run that raised,"
             t" call EPCommInitializer.reset() (or restart the group)."
         )
-    if launch % 2 == 0 and is_read:
+    if phase % 2 == 1 and is_read:
         raise Error(
-            t"{place} before its {phases[launch - 2]}: after generation {sent} this"
+            t"{place} before its {phases[phase - 1]}: after generation {sent} this"
             t" rank has sent nothing. Send first, and wait once for what was sent."
         )
-    _record(call, launch)
+    _record(call, 1 + phase)
+    return CpuRank(call, phases[phase], Word.DISPATCH_SENT + phase)
 
 
 def _record(call: Call, launch: Int):
@@ -88,16 +89,10 @@ def launch_dispatch[
     check_dispatch[group, Format, target, Bool(input_scales)]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
-            _begin(call, 1)
-            cpu_dispatch_async[Format, input_scales](
-                given, CpuRank(call, "dispatch_async", Word.DISPATCH_SENT)
-            )
+            cpu_dispatch_async[Format, input_scales](given, _begin(call, 0))
             _record(call, -1)
         comptime if form.receives:
-            _begin(call, 2)
-            cpu_dispatch_wait(
-                dispatched, CpuRank(call, "dispatch_wait", Word.DISPATCH_RECEIVED)
-            )
+            cpu_dispatch_wait(dispatched, _begin(call, 1))
             _record(call, -2)
     elif group.is_by_rank():
         enqueue[form.sends, form.receives](
@@ -131,18 +126,10 @@ def launch_combine[
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
-            _begin(call, 3)
-            cpu_combine_async[dtype, partial_dtype](
-                given, CpuRank(call, "combine_async", Word.COMBINE_SENT)
-            )
+            cpu_combine_async[dtype, partial_dtype](given, _begin(call, 2))
             _record(call, -3)
         comptime if form.receives:
-            _begin(call, 4)
-            cpu_combine_wait[partial_dtype](
-                combined,
-                given.rows,
-                CpuRank(call, "combine_wait", Word.COMBINE_RECEIVED),
-            )
+            cpu_combine_wait[partial_dtype](combined, given.rows, _begin(call, 3))
             _record(call, -4)
     elif group.has_sums():
         enqueue[form.sends, form.receives](

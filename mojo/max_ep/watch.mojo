@@ -34,8 +34,8 @@ from .flags import (
     message_flag,
     next_generation,
     POLLS_BEFORE_SLEEP,
+    POLLS_PER_CLOCK_READ,
     SLEEP_SECONDS,
-    Wait,
 )
 from .layout import Group, n_experts_on_rank
 from .token_format import BytePointer
@@ -122,44 +122,6 @@ def watch_cpu[
 # ------------------------------------------------------------------ GPU ranks
 
 
-@always_inline
-def _is_there[
-    group: Group, is_combine: Bool
-](
-    item: Int,
-    peer_rank: Int,
-    my_rank: Int,
-    recv_buf: BytePointer,
-    my_counts: BytePointer,
-    choices: Pointer[Int32, MutUntrackedOrigin],
-    generation: UInt32,
-) -> Bool:
-    """Returns whether an item has arrived, or never will."""
-    comptime n_local_experts = group.n_local_experts()
-    comptime if not is_combine:
-        var offset = _count_offset[group, False](peer_rank, item)
-        return generation_of(load_acquire_sys(flag_at(my_counts, offset))) == generation
-    elif not group.has_sums():
-        # Negative if there is no row, and if it is on this rank.
-        var expert = choices[unsafe_offset=item]
-        if expert < 0 or Int(expert) // n_local_experts != peer_rank:
-            return True
-        var row = recv_buf.unsafe_offset(group.combine_message_offset(0, item))
-        var flag = message_flag(row, group.combine_msg_bytes)
-        return generation_of(load_acquire_sys(flag)) == generation
-    else:
-        # A rank does not send to itself.
-        var is_sent = False
-        for k in range(group.top_k):
-            var expert = choices[unsafe_offset=group.choice(item, k)]
-            if expert != NO_EXPERT:
-                is_sent |= Int(expert) // n_local_experts == peer_rank
-        if not is_sent or peer_rank == my_rank:
-            return True
-        var offset = group.partial_offset(peer_rank, item)
-        return load_relaxed_sys_16(recv_buf.unsafe_offset(offset))[3] != SENTINEL
-
-
 def watch_kernel[
     group: Group, is_combine: Bool
 ](waits_ns: Pointer[Int64, MutUntrackedOrigin], buffers: Buffers[group]):
@@ -198,12 +160,41 @@ def watch_kernel[
         else:
             n_items = Int(counters.n_tokens_of(dispatched)[]) * group.top_k
     var generation = _awaited_generation[is_combine](counters)
+    comptime n_local_experts = group.n_local_experts()
+
+    # Whether an item has arrived, or never will.
+    @always_inline
+    @__parameter
+    def is_there(item: Int) -> Bool:
+        comptime if not is_combine:
+            var offset = _count_offset[group, False](peer_rank, item)
+            var word = load_acquire_sys(flag_at(my_counts, offset))
+            return generation_of(word) == generation
+        elif not group.has_sums():
+            # Negative if there is no row, and if it is on this rank.
+            var expert = choices[unsafe_offset=item]
+            if expert < 0 or Int(expert) // n_local_experts != peer_rank:
+                return True
+            var row = recv_buf.unsafe_offset(group.combine_message_offset(0, item))
+            var flag = message_flag(row, group.combine_msg_bytes)
+            return generation_of(load_acquire_sys(flag)) == generation
+        else:
+            # A rank does not send to itself.
+            var is_sent = False
+            for k in range(group.top_k):
+                var expert = choices[unsafe_offset=group.choice(item, k)]
+                if expert != NO_EXPERT:
+                    is_sent |= Int(expert) // n_local_experts == peer_rank
+            if not is_sent or peer_rank == my_rank:
+                return True
+            var offset = group.partial_offset(peer_rank, item)
+            return load_relaxed_sys_16(recv_buf.unsafe_offset(offset))[3] != SENTINEL
+
     for item in range(Int(thread_idx.x), n_items, WATCH_THREADS):
-        var wait = Wait(deadline)
-        while not _is_there[group, is_combine](
-            item, peer_rank, my_rank, recv_buf, my_counts, choices, generation
-        ):
-            if wait.has_expired():
+        var n_polls = 0
+        while not is_there(item):
+            n_polls += 1
+            if n_polls % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
                 has_expired[unsafe_offset=0] = 1
                 break
     barrier()

@@ -11,7 +11,6 @@ for several that died at once.
 from ..arguments import Call
 from ..counters import EPLocalSyncCounters, Word
 from ..flags import (
-    await_generation,
     count_of,
     Deadline,
     flag_at,
@@ -122,28 +121,35 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
 
     def await_flag(self, flag: FlagPointer, generation: UInt32, who: Waiter) raises:
         """Waits until a rank has published; raises, or masks it, if it is late."""
-        comptime if not Self.group.masks:
-            _ = await_generation(flag, generation, self.deadline, who)
-            return
-        var began = _now_ms()
+        comptime masks = Self.group.masks
+        var began: UInt32 = 0
+        comptime if masks:
+            began = _now_ms()
         var n_polls = 0
         while not self.is_masked(who.missing_rank):
             # Before flag and heartbeat: a rank that is stopped between these lines
             # must not take its own pause for that of another.
-            var now = _now_ms()
+            var now: UInt32 = 0
+            comptime if masks:
+                now = _now_ms()
             var word = load_acquire_sys(flag)
             if generation_of(word) == generation:
                 return
             n_polls += 1
             if n_polls < POLLS_BEFORE_SLEEP and self.deadline.timeout_ms > 0:
                 continue
-            if self._is_late(who.missing_rank, began, now):
-                if who.missing_rank == self.my_rank:
+            var is_late: Bool
+            comptime if masks:
+                is_late = self._is_late(who.missing_rank, began, now)
+            else:
+                is_late = self.deadline.has_passed()
+            if is_late:
+                if not masks or who.missing_rank == self.my_rank:
                     var found = generation_of(word)
                     raise_missing(found, generation, self.deadline.timeout_ms, who)
                 self.counters.masked(Self.group, who.missing_rank)[] = 1
                 return
-            if n_polls % _POLLS_PER_HEARTBEAT == 0:
+            if masks and n_polls % _POLLS_PER_HEARTBEAT == 0:
                 self._give_heartbeat(now)
             sleep(SLEEP_SECONDS)
 

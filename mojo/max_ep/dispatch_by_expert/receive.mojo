@@ -205,7 +205,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 var pair = first + i * WARP_SIZE + lane
                 if pair < end and generation_of(words[i]) != self.generation:
                     missing = pair
-            if wait.has_expired():
+            if self.block.gives_up(wait, missing % group.n_ranks):
                 is_late = missing >= 0
         if is_late:
             self.block.fail(
