@@ -68,14 +68,6 @@ def test_hopper_assembly(folder):
         assert stores and set(stores) == {".v4.b32"}
 
 
-def test_heads_assembly(folder):
-    """No element is loaded or stored by itself, and 16 lanes add their squares."""
-    text = (folder / "sm_90a.heads.s").read_text()
-    assert not re.search(r"\b(ld|st)(\.global)?(\.nc)?\.b16 ", text)
-    assert len(re.findall(r"\bst\S*\.v2\.b32 ", text)) == 2
-    assert text.count("shfl.sync.bfly") == 4
-
-
 def test_fp8_assembly(folder):
     """`wgmma` of 128 columns, twice a stage; values of a row in 8 bytes, or 16."""
     for end, stores in ((".swiglu", ["b32", "v4.b16"]), ("", ["v4.b32"])):

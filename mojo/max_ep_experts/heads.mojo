@@ -11,7 +11,6 @@ from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv, rsqrt
-from std.sys import size_of
 
 from .product import In, Out
 
@@ -79,21 +78,13 @@ struct Heads[dtype: DType, size: Int](DevicePassable, TrivialRegisterPassable):
         return self.n_q + 2 * self.n_kv
 
     @always_inline
-    def load[align: Int](self, of: In[Self.dtype], lane: Int) -> Tuple[_Four, _Four]:
-        """Returns a lane's elements of what is as long as a head."""
-        comptime bytes = align * size_of[Self.dtype]()
-        var first = of.unsafe_offset(_FOUR * lane)
-        return (
-            first.unsafe_load[width=_FOUR, alignment=bytes]().cast[DType.float32](),
-            first.unsafe_load[width=_FOUR, alignment=bytes](Self.size // 2).cast[
-                DType.float32
-            ](),
-        )
-
-    @always_inline
-    def head(self, head: Int, lane: Int) -> Tuple[_Four, _Four]:
+    def load(self, head: Int, lane: Int) -> Tuple[_Four, _Four]:
         """Returns a lane's elements of a head, counted from that of the first token."""
-        return self.load[_FOUR](self.qkv.unsafe_offset(head * Self.size), lane)
+        var first = self.qkv.unsafe_offset(head * Self.size + _FOUR * lane)
+        return (
+            first.unsafe_load[width=_FOUR]().cast[DType.float32](),
+            first.unsafe_load[width=_FOUR](Self.size // 2).cast[DType.float32](),
+        )
 
     @always_inline
     def sequence_of(self, token: Int) -> Int:
@@ -119,13 +110,15 @@ struct Heads[dtype: DType, size: Int](DevicePassable, TrivialRegisterPassable):
         )
         if of_token < self.n_q + self.n_kv:
             var weight = self.q_weight if of_token < self.n_q else self.k_weight
-            var weights = self.load[2](weight, lane)
+            var at = weight.unsafe_offset(_FOUR * lane)
             var scale = rsqrt(squares / Float32(Self.size) + self.epsilon)
-            a *= scale * weights[0]
-            b *= scale * weights[1]
-            comptime pair = 2 * size_of[Self.dtype]()
+            a *= scale * at.unsafe_load[width=_FOUR]().cast[DType.float32]()
+            b *= (
+                scale
+                * at.unsafe_load[width=_FOUR](Self.size // 2).cast[DType.float32]()
+            )
             var pairs = (
-                self.rotary.unsafe_load[width=2 * _FOUR, alignment=pair](
+                self.rotary.unsafe_load[width=2 * _FOUR](
                     position * Self.size + 2 * _FOUR * lane
                 )
                 .cast[DType.float32]()
@@ -145,10 +138,8 @@ struct Heads[dtype: DType, size: Int](DevicePassable, TrivialRegisterPassable):
             to = self.cache.unsafe_offset(
                 first + (rows * self.n_kv + kv_head) * Self.size
             )
-        to = to.unsafe_offset(_FOUR * lane)
-        comptime bytes = _FOUR * size_of[Self.dtype]()
-        to.unsafe_store[alignment=bytes](a.cast[Self.dtype]())
-        to.unsafe_store[alignment=bytes](Self.size // 2, b.cast[Self.dtype]())
+        to.unsafe_store(_FOUR * lane, a.cast[Self.dtype]())
+        to.unsafe_store(Self.size // 2 + _FOUR * lane, b.cast[Self.dtype]())
 
 
 def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size]):
@@ -158,7 +149,7 @@ def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size]):
     var head, lane = divmod(thread, n_lanes)
     var n_heads = heads.n_tokens * heads.n_heads()
     # All lanes of a warp take part in the sum.
-    var a, b = heads.head(min(head, n_heads - 1), lane)
+    var a, b = heads.load(min(head, n_heads - 1), lane)
     var squares = (a * a + b * b).reduce_add()
     comptime for i in range(5):
         comptime if 1 << i < n_lanes:
@@ -175,10 +166,10 @@ def cpu_heads[dtype: DType, size: Int](heads: Heads[dtype, size]):
         for head in range(token * heads.n_heads(), (token + 1) * heads.n_heads()):
             var squares = Float32(0)
             comptime for lane in range(n_lanes):
-                var a, b = heads.head(head, lane)
+                var a, b = heads.load(head, lane)
                 squares += (a * a + b * b).reduce_add()
             comptime for lane in range(n_lanes):
-                var a, b = heads.head(head, lane)
+                var a, b = heads.load(head, lane)
                 heads.store(head, lane, a, b, squares)
 
     sync_parallelize(run_token, heads.n_tokens)

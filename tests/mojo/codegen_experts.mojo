@@ -7,7 +7,6 @@ tests/test_experts.py.
 from emitting import emit
 from max_ep_experts.fp8 import fp8_kernel
 from max_ep_experts.grouped_matmul import grouped_matmul_kernel
-from max_ep_experts.heads import heads_kernel
 from max_ep_experts.linear import FEW_ROWS, linear_kernel
 from max_ep_experts.tile import COLUMNS, K_STEP
 from max_ep_experts.wgmma import wgmma_kernel
@@ -21,5 +20,4 @@ def main() raises:
         emit[wgmma_kernel[swiglu == 1]](String("wgmma", end))
         emit[fp8_kernel[swiglu == 1]](String("fp8", end))
     emit[linear_kernel]("linear")
-    emit[heads_kernel[DType.bfloat16, 128]]("heads")
     print(COLUMNS, K_STEP, FEW_ROWS)
