@@ -16,7 +16,7 @@ from max_ep.extension import mojo_dir
 
 # Each module of the Mojo package may import only from those to its left.
 LAYERS = (
-    "kernel_argument layout flags kept_rows cpu_copy counters failures "
+    "kernel_argument for_each layout flags kept_rows cpu_copy counters failures "
     "row_tables token_format formats transport shmem_modules arguments device "
     "dispatch_by_expert dispatch_by_rank combine_rows combine_sums kernels cpu setup "
     "launch watch degraded dropped api group_words ops routing routing_ops"

@@ -171,18 +171,23 @@ def _dispatch(
     pointers: Sequence[TensorValue],
     given: tuple[Any, ...] = (),
 ) -> tuple[TensorValue, ...]:
-    """Adds an op that sends what is given, or receives, or both."""
-    values = ops.check_buffers(config, counter, *pointers)
-    more: dict[str, bool] = {}
+    """Adds the op in a form that sends what is given, or receives, or both."""
+    device = counter.device
+    addresses = ops.check_buffers(config, counter, *pointers)
     if given:
-        values = ops.dispatch_inputs(config, *given, counter.device) + values
-        more["has_input_scales"] = given[2] is not None
+        values = ops.dispatch_inputs(config, *given, device)
+    else:
+        nothing = ops.placeholder(device, 1, 1)
+        ids = ops.placeholder(device, 1, 1, dtype=DType.int32)
+        values = [nothing, ids, ops.placeholder(device, 0), nothing]
+        addresses.insert(0, addresses[0])
+    types = ops.dispatch_types(config, device)
     if op == "dispatch_async":
-        ops.call_op(op, config, counter, values, **more)
-        return ()
-    types = ops.dispatch_types(config, counter.device)
-    results = ops.call_op(op, config, counter, values, types, **more)
-    return ops.dispatch_results(config, results)
+        types = [TensorType(kind.dtype, [0] * kind.rank, device) for kind in types]
+    more = {"op": op, "has_input_scales": bool(given) and given[2] is not None}
+    values += addresses
+    results = ops.call_op("dispatch", config, counter, values, types, **more)
+    return () if op == "dispatch_async" else ops.dispatch_results(config, results)
 
 
 def call_distributed_ep_dispatch(
@@ -320,14 +325,21 @@ def _combine(
     rows: tuple[TensorValue, TensorValue | None],
     sums: tuple[TensorValue | None, Dim] | None = None,
 ) -> list[TensorValue]:
-    """Adds an op that takes rows and their source, and gives sums if asked to."""
-    pointers = ops.check_buffers(config, counter, *pointers)
-    values, types = ops.rows_for_op(config, *rows, counter.device), []
-    if sums is not None:
-        values.append(ops.weights_for_op(config, *sums, counter.device, "combine"))
-        shape = [sums[1], config.hidden_size]
-        types = [TensorType(config.combine_dtype, shape, counter.device)]
-    return ops.call_op(op, config, counter, [*values, *pointers], types)
+    """Adds the op in a form that takes rows with their source, gives sums, or both."""
+    device = counter.device
+    addresses = ops.check_buffers(config, counter, *pointers)
+    values = ops.rows_for_op(config, *rows, device)
+    if rows[1] is None:
+        values.append(ops.placeholder(device, 1, 1, dtype=DType.int32))
+        addresses.insert(0, addresses[0])
+    if sums is None:
+        weights = ops.placeholder(device, 1, 1)
+    else:
+        weights = ops.weights_for_op(config, *sums, device, "combine")
+    shape = [0 if sums is None else sums[1], config.hidden_size]
+    types = [TensorType(config.combine_dtype, shape, device)]
+    values += [weights, *addresses]
+    return ops.call_op("combine", config, counter, values, types, op=op)
 
 
 def call_distributed_ep_combine(

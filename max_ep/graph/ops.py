@@ -140,9 +140,11 @@ def as_sent(
     return sent.tensor
 
 
-def placeholder(device: DeviceRef, *shape: int) -> TensorValue:
-    """Returns an empty tensor for an input that is not given."""
-    return ops.constant(np.zeros(shape, np.float32), DType.float32, device)
+def placeholder(
+    device: DeviceRef, *shape: int, dtype: DType = DType.float32
+) -> TensorValue:
+    """Returns a tensor for an input that is not given."""
+    return ops.constant(np.zeros(shape, dtype.to_numpy()), dtype, device)
 
 
 Tokens = TensorValue | tuple[TensorValue, TensorValue]

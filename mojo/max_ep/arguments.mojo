@@ -34,6 +34,11 @@ struct Form(TrivialRegisterPassable):
     comptime FUSED = Self(True, True)
     """Both in one launch; all ranks must run at the same time."""
 
+    @staticmethod
+    def of(op: StaticString) -> Self:
+        """Returns the form of an op, which is the end of its name."""
+        return Self(not op.endswith("_wait"), not op.endswith("_async"))
+
 
 # ------------------------------------------------------------------------ pointers
 

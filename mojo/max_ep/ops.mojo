@@ -7,9 +7,9 @@ The parameter `group` describes the group: words such as `n_experts=256`, `by_ra
 Every op takes `order`, a mutable tensor that it never accesses. MAX runs ops that
 share a mutable tensor in graph order, and other ops concurrently.
 
-The ops that receive a dispatch have eight results in every format: rows, scales,
-`row_offsets`, `expert_ids`, `src_info`, and for an all-gather routing map,
-probabilities and number of rows. Results that a format or layout lacks are empty.
+A dispatch has eight results in every format and form: rows, scales, `row_offsets`,
+`expert_ids`, `src_info`, and for an all-gather routing map, probabilities and number of
+rows. Results that a format, layout or form lacks are empty.
 """
 import extensibility
 from extensibility import (
@@ -35,7 +35,8 @@ from .arguments import (
 from .degraded import launch_degraded
 from .device.phase import InputScales
 from .dropped import launch_dropped
-from .formats.forwarded import launch_join, launch_quantize, QuantizedTokens
+from .for_each import for_each
+from .formats.forwarded import JoinWords, QuantizeTokens
 from .formats.table import has_format, NumbersOf
 from .group_words import CombineGroup, DispatchGroup, FormatOfOp
 from .kernel_argument import unused
@@ -118,13 +119,10 @@ struct JoinQuantized:
         ctx: DeviceContext,
     ) raises:
         """Runs the op; see the launcher of its name."""
-        launch_join[target, NumbersOf[format], hidden_size](
-            QuantizedTokens(
-                _bytes_of(joined),
-                _bytes_of(values),
-                _bytes_of(scales),
-                Int32(values.dim_size(0)),
-            ),
+        comptime Join = JoinWords[NumbersOf[format], hidden_size]
+        for_each[target](
+            values.dim_size(0) * Join.words_per_token,
+            Join(_bytes_of(joined), _bytes_of(values), _bytes_of(scales)),
             ctx,
         )
 
@@ -142,134 +140,24 @@ struct QuantizeDynamic:
         ctx: DeviceContext,
     ) raises:
         """Runs the op; see the launcher of its name."""
-        launch_quantize[target, tokens.dtype, hidden_size](
-            _bytes_of(joined),
-            {unsafe_from_address = Int(tokens.unsafe_ptr())},
-            tokens.dim_size(0),
-            ctx,
+        var work = QuantizeTokens[tokens.dtype, hidden_size](
+            _bytes_of(joined), {unsafe_from_address = Int(tokens.unsafe_ptr())}
         )
-
-
-@extensibility.register("max_ep.dispatch_async")
-struct DispatchAsync:
-    """Sends tokens to their experts."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        group: StaticString,
-        format: StaticString,
-        has_input_scales: Bool,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[rank=2, ...],
-        topk_ids: Int32Matrix,
-        input_scales: InputTensor[dtype=DType.float32, rank=1, ...],
-        router_weights: Float32Matrix,
-        send_ptrs: PointersTensor,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-
-        @__parameter
-        @always_inline
-        def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
-            var idx = expert_id if input_scales.dim_size(0) > 1 else 0
-            return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
-
-        comptime assert has_format(format), "max_ep: no format has this name"
-        comptime Format = FormatOfOp[format, group]
-        comptime members = DispatchGroup[target, Format, group]
-        var call = Call[members].of[target](
-            "dispatch_async",
-            atomic_counters.to_tile_tensor(),
-            send_ptrs.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-        )
-        launch_dispatch[
-            Format,
-            target,
-            Form.ASYNC,
-            InputScales(scale_of) if has_input_scales else None,
-        ](
-            call,
-            given_tokens[Format, target](
-                call,
-                input_tokens.to_tile_tensor(),
-                topk_ids.to_tile_tensor(),
-                _weights_of(router_weights),
-            ),
-            unused[DispatchedRows[members, Format]](),
-            ctx,
-        )
-
-
-@extensibility.register("max_ep.dispatch_wait")
-struct DispatchWait:
-    """Completes receiving: rows by expert."""
-
-    @staticmethod
-    def execute[
-        target: StaticString, group: StaticString, format: StaticString
-    ](
-        output_tokens: OutputTensor[rank=2, ...],
-        output_scales: OutputTensor[rank=2, ...],
-        row_offsets: OutputTensor[rank=1, ...],
-        expert_ids: OutputTensor[dtype=DType.int32, ...],
-        src_info: OutputTensor[dtype=DType.int32, rank=2, ...],
-        routing_map: OutputTensor[dtype=DType.int32, rank=2, ...],
-        probs: OutputTensor[dtype=DType.float32, rank=2, ...],
-        n_gathered: OutputTensor[dtype=DType.int32, rank=1, ...],
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        comptime assert has_format(format), "max_ep: no format has this name"
-        comptime Format = FormatOfOp[format, group]
-        comptime members = DispatchGroup[target, Format, group]
-        var call = Call[members].of_wait[target](
-            "dispatch_wait",
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-        )
-        launch_dispatch[Format, target, Form.WAIT](
-            call,
-            unused[GivenTokens[DType.bfloat16]](),
-            dispatched_rows[Format](
-                call,
-                Format.rows_of(
-                    OutputTensors(
-                        _bytes_of(output_tokens),
-                        _bytes_of(output_scales),
-                        output_scales.dim_size(1),
-                        _bytes_of(routing_map).unsafe_bitcast[Int32](),
-                        _bytes_of(probs).unsafe_bitcast[Float32](),
-                        _bytes_of(n_gathered).unsafe_bitcast[Int32](),
-                    )
-                ),
-                row_offsets.to_tile_tensor(),
-                expert_ids.to_tile_tensor(),
-                src_info.to_tile_tensor(),
-            ),
-            ctx,
-        )
+        for_each[target](tokens.dim_size(0), work, ctx)
 
 
 @extensibility.register("max_ep.dispatch")
 struct Dispatch:
-    """Sends and receives in one launch."""
+    """Sends tokens to their experts (`dispatch_async`), completes receiving
+    (`dispatch_wait`), or both in one launch (`dispatch`).
+
+    The first has empty results. The second reads no inputs, and no `send_ptrs`.
+    """
 
     @staticmethod
     def execute[
         target: StaticString,
+        op: StaticString,
         group: StaticString,
         format: StaticString,
         has_input_scales: Bool,
@@ -302,137 +190,57 @@ struct Dispatch:
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
         comptime assert has_format(format), "max_ep: no format has this name"
+        comptime form = Form.of(op)
         comptime Format = FormatOfOp[format, group]
         comptime members = DispatchGroup[target, Format, group]
         var call = Call[members].of[target](
-            "dispatch",
+            op,
             atomic_counters.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        launch_dispatch[
-            Format,
-            target,
-            Form.FUSED,
-            InputScales(scale_of) if has_input_scales else None,
-        ](
-            call,
-            given_tokens[Format, target](
+        var given = unused[GivenTokens[input_tokens.dtype]]()
+        comptime if form.sends:
+            given = given_tokens[Format, target](
                 call,
                 input_tokens.to_tile_tensor(),
                 topk_ids.to_tile_tensor(),
                 _weights_of(router_weights),
-            ),
-            dispatched_rows[Format](
+            )
+        var dispatched = unused[DispatchedRows[members, Format]]()
+        comptime if form.receives:
+            var outputs = OutputTensors(
+                _bytes_of(output_tokens),
+                _bytes_of(output_scales),
+                output_scales.dim_size(1),
+                _bytes_of(routing_map).unsafe_bitcast[Int32](),
+                _bytes_of(probs).unsafe_bitcast[Float32](),
+                _bytes_of(n_gathered).unsafe_bitcast[Int32](),
+            )
+            dispatched = dispatched_rows[Format](
                 call,
-                Format.rows_of(
-                    OutputTensors(
-                        _bytes_of(output_tokens),
-                        _bytes_of(output_scales),
-                        output_scales.dim_size(1),
-                        _bytes_of(routing_map).unsafe_bitcast[Int32](),
-                        _bytes_of(probs).unsafe_bitcast[Float32](),
-                        _bytes_of(n_gathered).unsafe_bitcast[Int32](),
-                    )
-                ),
+                Format.rows_of(outputs),
                 row_offsets.to_tile_tensor(),
                 expert_ids.to_tile_tensor(),
                 src_info.to_tile_tensor(),
-            ),
-            ctx,
-        )
-
-
-@extensibility.register("max_ep.combine_async")
-struct CombineAsync:
-    """Sends expert rows back to where their tokens came from."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        group: StaticString,
-        combine_dtype: DType,
-        partial_dtype: DType,
-    ](
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
-        src_info: Int32Matrix,
-        send_ptrs: PointersTensor,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
-        var call = Call[members].of[target](
-            "combine_async",
-            atomic_counters.to_tile_tensor(),
-            send_ptrs.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-        )
-        var rows = given_rows(
-            call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
-        )
-        launch_combine[partial_dtype, target, Form.ASYNC](
-            call, rows, unused[CombinedTokens[combine_dtype]](), ctx
-        )
-
-
-@extensibility.register("max_ep.combine_wait")
-struct CombineWait:
-    """Completes combine: the weighted sum of each token's rows."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        group: StaticString,
-        combine_dtype: DType,
-        partial_dtype: DType,
-    ](
-        output_tokens: OutputTensor[dtype=combine_dtype, rank=2, ...],
-        atomic_counters: WordsTensor,
-        order: WordsTensor,
-        input_tokens: InputTensor[dtype=combine_dtype, rank=2, ...],
-        router_weights: Float32Matrix,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op on one rank."""
-        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
-        var call = Call[members].of_wait[target](
-            "combine_wait",
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
-        )
-        var rows = GivenRows(
-            SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0)),
-            unused[Pointer[Int32, ImmUntrackedOrigin]](),
-        )
-        launch_combine[partial_dtype, target, Form.WAIT](
-            call,
-            rows,
-            combined_tokens[target](
-                call,
-                output_tokens.to_tile_tensor(),
-                router_weights.to_tile_tensor(),
-                rows,
-            ),
-            ctx,
-        )
+            )
+        comptime scales = InputScales(scale_of) if has_input_scales else None
+        launch_dispatch[Format, target, form, scales](call, given, dispatched, ctx)
 
 
 @extensibility.register("max_ep.combine")
 struct Combine:
-    """Sends rows back and reduces them in one launch."""
+    """Sends rows back (`combine_async`), reduces them (`combine_wait`), or both in one
+    launch (`combine`).
+
+    The first has an empty result. The second reads no `src_info` and no `send_ptrs`.
+    """
 
     @staticmethod
     def execute[
         target: StaticString,
+        op: StaticString,
         group: StaticString,
         combine_dtype: DType,
         partial_dtype: DType,
@@ -449,28 +257,32 @@ struct Combine:
         ctx: DeviceContext,
     ) raises:
         """Runs the op on one rank."""
+        comptime form = Form.of(op)
         comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of[target](
-            "combine",
+            op,
             atomic_counters.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        var rows = given_rows(
-            call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
+        var given = GivenRows(
+            SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0)),
+            unused[Pointer[Int32, ImmUntrackedOrigin]](),
         )
-        launch_combine[partial_dtype, target, Form.FUSED](
-            call,
-            rows,
-            combined_tokens[target](
+        comptime if form.sends:
+            given = given_rows(
+                call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
+            )
+        var combined = unused[CombinedTokens[combine_dtype]]()
+        comptime if form.receives:
+            combined = combined_tokens[target](
                 call,
                 output_tokens.to_tile_tensor(),
                 router_weights.to_tile_tensor(),
-                rows,
-            ),
-            ctx,
-        )
+                given,
+            )
+        launch_combine[partial_dtype, target, form](call, given, combined, ctx)
 
 
 @extensibility.register("max_ep.degraded")

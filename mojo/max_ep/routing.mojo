@@ -14,6 +14,7 @@ from std.math import ceildiv, exp
 from std.memory import bitcast
 from std.sys import is_nvidia_gpu, llvm_intrinsic
 
+from .for_each import Work
 from .kernel_argument import KernelArgument
 from .layout import MAX_TOP_K
 
@@ -262,54 +263,19 @@ def launch_softmax_top_k[
         sync_parallelize(run_chunk, n_chunks)
 
 
-def balance_ids_kernel(
-    physical: Pointer[Int32, MutUntrackedOrigin],
-    ids: Pointer[Int32, ImmUntrackedOrigin],
-    n_choices: Int32,
-    replicas: Replicas,
-):
-    """Replaces logical experts by replicas.
+@fieldwise_init
+struct ToReplicas(Work):
+    """Replaces logical experts by replicas."""
 
-    Launch: blocks of `_NUM_THREADS` threads, a thread for each choice.
+    var physical: Pointer[Int32, MutUntrackedOrigin]
+    """Result `[n_tokens][top_k]`."""
+    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    """Logical experts `[n_tokens][top_k]`."""
+    var replicas: Replicas
+    """The layer's replicas."""
 
-    Args:
-        physical: Result `[n_tokens][top_k]`.
-        ids: Logical experts `[n_tokens][top_k]`.
-        n_choices: Their number.
-        replicas: The layer's replicas.
-    """
-    var choice = Int(block_idx.x) * _NUM_THREADS + Int(thread_idx.x)
-    if choice < Int(n_choices):
-        physical[unsafe_offset=choice] = replicas.physical(
-            ids[unsafe_offset=choice], choice
+    @always_inline
+    def do(self, i: Int):
+        self.physical[unsafe_offset=i] = self.replicas.physical(
+            self.ids[unsafe_offset=i], i
         )
-
-
-def launch_balance_ids[
-    target: StaticString
-](
-    physical: Pointer[Int32, MutUntrackedOrigin],
-    ids: Pointer[Int32, ImmUntrackedOrigin],
-    n_choices: Int,
-    replicas: Replicas,
-    context: DeviceContext,
-) raises:
-    """Replaces all choices of a rank, on CPU or GPU."""
-    if n_choices == 0:
-        return
-    comptime if is_gpu[target]():
-        var function = context.compile_function[balance_ids_kernel]()
-        context.enqueue_function(
-            function,
-            physical,
-            ids,
-            Int32(n_choices),
-            replicas,
-            grid_dim=ceildiv(n_choices, _NUM_THREADS),
-            block_dim=_NUM_THREADS,
-        )
-    else:
-        for choice in range(n_choices):
-            physical[unsafe_offset=choice] = replicas.physical(
-                ids[unsafe_offset=choice], choice
-            )

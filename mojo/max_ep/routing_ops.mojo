@@ -11,8 +11,9 @@ from extensibility import (
 )
 from max.gpu.host import DeviceContext
 
+from .for_each import for_each
 from .kernel_argument import unused
-from .routing import launch_balance_ids, launch_softmax_top_k, Replicas, Router
+from .routing import launch_softmax_top_k, Replicas, Router, ToReplicas
 
 comptime Log2PhyTensor = MutableInputTensor[dtype=DType.int32, rank=3, ...]
 """Physical experts `[n_layers, n_logical, max_replicas]`."""
@@ -116,10 +117,9 @@ struct BalanceIds:
         ctx: DeviceContext,
     ) raises:
         """Runs the op; see the launcher of its name."""
-        launch_balance_ids[target](
+        var work = ToReplicas(
             {unsafe_from_address = Int(physical.unsafe_ptr())},
             {unsafe_from_address = Int(ids.unsafe_ptr())},
-            ids.dim_size(0) * ids.dim_size(1),
             _replicas_of(log2phy, logcnt, layer),
-            ctx,
         )
+        for_each[target](ids.dim_size(0) * ids.dim_size(1), work, ctx)

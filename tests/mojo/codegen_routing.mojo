@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the router's kernel, for NVIDIA and AMD. Run by tests/test_router.py."""
 from emitting import emit, emit_amd
-from max_ep.routing import balance_ids_kernel, softmax_top_k_kernel
+from max_ep.for_each import work_kernel
+from max_ep.routing import softmax_top_k_kernel, ToReplicas
 
 
 def main() raises:
@@ -10,5 +11,5 @@ def main() raises:
     emit[softmax_top_k_kernel[DType.float32, 128, 8, False]]("f32_128_8")
     emit[softmax_top_k_kernel[DType.float32, 1024, 32, True]]("f32_1024_32")
     emit[softmax_top_k_kernel[DType.float32, 128, 8, True, True]]("balanced_f32_128_8")
-    emit[balance_ids_kernel]("balance_ids")
+    emit[work_kernel[ToReplicas]]("balance_ids")
     emit_amd[softmax_top_k_kernel[DType.bfloat16, 128, 8, True]]("bf16_128_8")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same small work for each of many items, on GPU or CPU."""
+from max.gpu import block_idx, lane_id, thread_idx, WARP_SIZE
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu as is_gpu_target
+from std.math import ceildiv
+from std.sys import is_gpu
+
+from .kernel_argument import KernelArgument
+
+comptime _NUM_THREADS = 128
+
+
+trait Work(KernelArgument, TrivialRegisterPassable):
+    """What is done; its fields are the arguments."""
+
+    comptime by_warp: Bool = False
+    """Whether a GPU does an item with a warp (`lane_of_item`), not with a thread."""
+
+    def do(self, i: Int):
+        """Does it for an item.
+
+        Args:
+            i: The item.
+        """
+        ...
+
+
+@always_inline
+def lane_of_item() -> Tuple[Int, Int]:
+    """Returns which of how many lanes this is that do an item together."""
+    comptime if is_gpu():
+        return (Int(lane_id()), WARP_SIZE)
+    return (0, 1)
+
+
+def work_kernel[W: Work](work: W, n_items: Int32):
+    """Does the work of an item with each thread or warp."""
+    var i = Int(block_idx.x) * _NUM_THREADS + Int(thread_idx.x)
+    comptime if W.by_warp:
+        i //= WARP_SIZE
+    if i < Int(n_items):
+        work.do(i)
+
+
+def for_each[
+    W: Work, //, target: StaticString
+](n_items: Int, work: W, context: DeviceContext) raises:
+    """Does the work of all items."""
+    comptime if is_gpu_target[target]():
+        var function = context.compile_function[work_kernel[W]]()
+        var n_threads = n_items
+        comptime if W.by_warp:
+            n_threads *= context.default_device_info.warp_size
+        if n_items > 0:
+            context.enqueue_function(
+                function,
+                work,
+                Int32(n_items),
+                grid_dim=ceildiv(n_threads, _NUM_THREADS),
+                block_dim=_NUM_THREADS,
+            )
+    else:
+        for i in range(n_items):
+            work.do(i)

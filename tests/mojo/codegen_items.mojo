@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the small work around a dispatch, for a GPU that need not be there.
+
+Run by tests/same_code.py alone.
+"""
+from emitting import emit
+from groups import BF16, BY_RANK, dispatch_group, HIDDEN, that_masks
+from max_ep.degraded import FindDegraded
+from max_ep.for_each import work_kernel
+from max_ep.formats.forwarded import JoinWords, QuantizeTokens
+from max_ep.formats.mxfp8 import MXFP8
+
+
+def main() raises:
+    """Compiles what is done with each item."""
+    comptime group = that_masks(dispatch_group[BF16](BY_RANK))
+    emit[work_kernel[FindDegraded[group]]]("degraded")
+    emit[work_kernel[JoinWords[MXFP8, HIDDEN]]]("join")
+    emit[work_kernel[QuantizeTokens[DType.bfloat16, HIDDEN]]]("quantize")
