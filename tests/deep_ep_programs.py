@@ -26,74 +26,47 @@ def cast_back(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype == torch.int:
         exponents = scales.contiguous().view(torch.uint8).to(torch.int)
         scales = (exponents << 23).view(torch.float)
-    return (
-        (x.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2).bfloat16()
-    )
+    wide = x.float().unflatten(-1, (-1, 128)) * scales[..., None]
+    return wide.flatten(-2).bfloat16()
+
+
+Batch = tuple[torch.Tensor, ...]
+"""Tokens, ids and weights of a micro-batch."""
 
 
 class LikeVllm:
     """`DeepEPLLPrepareAndFinalize` of vLLM 0.33.0 with its manager's buffer."""
 
     def __init__(self, group: Any) -> None:
-        hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-            num_max_dispatch_tokens_per_rank=CAP,
-            hidden=H,
-            num_ranks=group.size(),
-            num_experts=E,
-        )
+        n = group.size()
+        sizes = dict(num_max_dispatch_tokens_per_rank=CAP, hidden=H)
+        sizes |= dict(num_ranks=n, num_experts=E)
+        hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(**sizes)
+        how = dict(low_latency_mode=True, num_qps_per_rank=E // n, allow_mnnvl=False)
+        how |= dict(allow_nvlink_for_low_latency_mode=True, enable_shrink=False)
         self.buffer = deep_ep.Buffer(
             group=group,
             num_nvl_bytes=0,
             num_rdma_bytes=hint,
-            low_latency_mode=True,
-            num_qps_per_rank=E // group.size(),
-            allow_nvlink_for_low_latency_mode=True,
-            allow_mnnvl=False,
             explicitly_destroy=True,
-            enable_shrink=False,
+            **how,
         )
-        self.handles: list[Any] = [None, None]
 
-    def prepare_async(self, x: torch.Tensor, ids: torch.Tensor, ubatch: int) -> Any:
-        found = self.buffer.low_latency_dispatch(
-            x,
-            ids,
-            CAP,
-            E,
-            use_fp8=True,
-            round_scale=False,
-            use_ue8m0=False,
-            async_finish=False,
-            return_recv_hook=True,
-        )
-        rows, counts, self.handles[ubatch], _, hook = found
-        return hook, lambda: (cast_back(*rows), counts)
-
-    def finalize_async(
-        self, out: torch.Tensor, y: torch.Tensor, ids: Any, weights: Any, ubatch: int
-    ) -> Any:
-        _, _, hook = self.buffer.low_latency_combine(
-            y,
-            ids,
-            weights,
-            self.handles[ubatch],
-            async_finish=False,
-            zero_copy=False,
-            return_recv_hook=True,
-            out=out,
-        )
-        return hook
-
-    def run(self, batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Two micro-batches in flight."""
-        pending = [self.prepare_async(x, i, u) for u, (x, i, _) in enumerate(batches)]
+        how = dict(async_finish=False, return_recv_hook=True)
+        of_fp8 = dict(use_fp8=True, round_scale=False, use_ue8m0=False)
+        sent = [
+            self.buffer.low_latency_dispatch(x, ids, CAP, E, **of_fp8, **how)
+            for x, ids, _ in batches
+        ]
         outs, hooks = [], []
-        for ubatch, (hook, receiver) in enumerate(pending):
+        for (x, ids, weights), (rows, _, handle, _, hook) in zip(batches, sent):
             hook()
-            x, ids, weights = batches[ubatch]
             outs.append(torch.empty_like(x))
-            given = (outs[-1], receiver()[0] * 2, ids, weights, ubatch)
-            hooks.append(self.finalize_async(*given))
+            given = cast_back(*rows) * 2, ids, weights, handle
+            to = dict(zero_copy=False, out=outs[-1])
+            hooks.append(self.buffer.low_latency_combine(*given, **how, **to)[2])
         for hook in hooks:
             hook()
         return outs
@@ -104,50 +77,32 @@ class LikeSglang:
 
     def __init__(self, group: Any, return_recv_hook: bool) -> None:
         nvl_bytes = rdma_bytes = 0
-        for config in (
-            deep_ep.Buffer.get_dispatch_config(group.size()),
-            deep_ep.Buffer.get_combine_config(group.size()),
-        ):
-            nvl = config.get_nvl_buffer_size_hint(2 * H, group.size())
-            rdma = config.get_rdma_buffer_size_hint(2 * H, group.size())
+        n, of_kind = group.size(), deep_ep.Buffer
+        for config in (of_kind.get_dispatch_config(n), of_kind.get_combine_config(n)):
+            nvl = config.get_nvl_buffer_size_hint(2 * H, n)
+            rdma = config.get_rdma_buffer_size_hint(2 * H, n)
             nvl_bytes, rdma_bytes = max(nvl, nvl_bytes), max(rdma, rdma_bytes)
-        hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(CAP, H, group.size(), E)
-        self.buffer = deep_ep.Buffer(
-            group,
-            nvl_bytes,
-            max(hint, rdma_bytes),
-            low_latency_mode=True,
-            num_qps_per_rank=max(deep_ep.Buffer.num_sms, E // group.size()),
-            allow_mnnvl=True,
-        )
+        hint = of_kind.get_low_latency_rdma_size_hint(CAP, H, n, E)
+        how = dict(low_latency_mode=True, allow_mnnvl=True)
+        how |= dict(num_qps_per_rank=max(deep_ep.Buffer.num_sms, E // n))
+        self.buffer = of_kind(group, nvl_bytes, max(hint, rdma_bytes), **how)
         self.buffer.clean_low_latency_buffer(CAP, H, E)
-        self.return_recv_hook = return_recv_hook
+        self.how = dict(async_finish=not return_recv_hook)
+        self.how |= dict(return_recv_hook=return_recv_hook)
 
     def wait(self, event: Any, hook: Any) -> None:
-        hook() if self.return_recv_hook else event.current_stream_wait()
+        hook() if self.how["return_recv_hook"] else event.current_stream_wait()
 
-    def run(self, batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         outs = []
         for x, ids, weights in batches:
             rows, masked_m, handle, event, hook = self.buffer.low_latency_dispatch(
-                x,
-                ids.to(torch.int64),
-                CAP,
-                E,
-                use_fp8=False,
-                async_finish=not self.return_recv_hook,
-                return_recv_hook=self.return_recv_hook,
+                x, ids.to(torch.int64), CAP, E, use_fp8=False, **self.how
             )
             self.wait(event, hook)
             assert masked_m.dtype == torch.int32 and len(masked_m) == len(rows)
-            y, event, hook = self.buffer.low_latency_combine(
-                x=rows * 2,
-                topk_idx=ids,
-                topk_weights=weights,
-                handle=handle,
-                async_finish=not self.return_recv_hook,
-                return_recv_hook=self.return_recv_hook,
-            )
+            given = dict(x=rows * 2, topk_idx=ids, topk_weights=weights, handle=handle)
+            y, event, hook = self.buffer.low_latency_combine(**given, **self.how)
             self.wait(event, hook)
             outs.append(y)
         return outs
@@ -162,33 +117,25 @@ class LikeMegatron:
         deep_ep.Buffer.set_num_sms(24)
         self.buffer = deep_ep.Buffer(group, hint, 0)
 
-    def run(self, batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         outs = []
         later = dict(async_finish=True, allocate_on_comm_stream=True)
         for x, ids, weights in batches:
-            event = EventOverlap(EventHandle())
-            layout = self.buffer.get_dispatch_layout(
-                ids, E, previous_event=event, **later
+            how = dict(later, previous_event=EventOverlap(EventHandle()))
+            per_rank, per_rdma_rank, per_expert, in_rank, event = (
+                self.buffer.get_dispatch_layout(ids, E, **how)
             )
-            per_rank, per_rdma_rank, per_expert, in_rank, event = layout
+            how = dict(later, previous_event=event, topk_idx=ids, topk_weights=weights)
+            how |= dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank)
+            how |= dict(num_tokens_per_rdma_rank=per_rdma_rank)
             rows, _, row_weights, counts, handle, event = self.buffer.dispatch(
-                x,
-                topk_idx=ids,
-                topk_weights=weights,
-                num_tokens_per_rank=per_rank,
-                num_tokens_per_rdma_rank=per_rdma_rank,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=per_expert,
-                previous_event=event,
-                **later,
+                x, num_tokens_per_expert=per_expert, **how
             )
             event.current_stream_wait()
             assert len(counts) == E // self.buffer.group_size
             made = (rows.float() * 2 * row_weights.sum(1, keepdim=True)).bfloat16()
-            event = EventOverlap(EventHandle())
-            y, _, event = self.buffer.combine(
-                made, handle=handle, previous_event=event, **later
-            )
+            how = dict(later, previous_event=EventOverlap(EventHandle()))
+            y, _, event = self.buffer.combine(made, handle=handle, **how)
             event.current_stream_wait()
             outs.append(y)
         return outs

@@ -29,14 +29,11 @@ slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
 
 # Each number of ranks compiles kernels of its own for them.
 NORMAL = ["normal"] * ALL_CASES
-HEALTHY = ["low_latency", "in_flight", "compiled", "normal", "arguments"]
+HEALTHY = ["low_latency", "compiled", "normal", "normal_fp8"]
 RUNS = {
-    1: (["low_latency", "in_flight", *NORMAL], ["bf16"]),
-    2: ([*HEALTHY, "normal_fp8"], ["bf16", "round", "ue8m0"]),
-    4: (
-        ["low_latency", *NORMAL, "stopped", "other_arguments", "late"],
-        ["bf16", "fp8"],
-    ),
+    1: (["low_latency", *NORMAL], ["bf16"]),
+    2: (HEALTHY, ["bf16", "round", "ue8m0"]),
+    4: (["low_latency", *NORMAL, "stopped", "other_arguments"], ["bf16", "fp8"]),
     8: (["low_latency", *NORMAL], ["bf16"]),
 }
 
@@ -63,7 +60,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     indirect=["place"],
 )
 def test_scenarios(n_ranks: int, place: str, tmp_path: Path) -> None:
-    """Of four ranks also a peer that is stopped, has other arguments, or is late."""
+    """Of four ranks also a peer that is stopped, or has other arguments."""
     names, kinds = RUNS[n_ranks]
     names = [*names, *["captured"] * (place == "gpu")]
     arguments = (n_ranks, str(tmp_path / "store"), names, kinds)
@@ -72,15 +69,10 @@ def test_scenarios(n_ranks: int, place: str, tmp_path: Path) -> None:
     for rank, outcome in enumerate(outcomes):
         for name, (error, _) in outcome.items():
             assert not error, f"rank {rank}, {name}:\n{error}"
-        assert "was destroyed" in outcome["destroyed"][1]
-        if n_ranks != 4:
-            continue
-        text, culprit = outcome["other_arguments"][1], 0 if rank == 1 else 1
-        assert re.match(rf"max_ep: rank {culprit} calls .*tokens=", text.lower()), text
-        if rank != 1:
-            text = outcome["late"][1]
-            assert re.search(r"timed out after 3000 ms waiting .* from rank 1", text)
-            assert "Buffer.reset()" in text and "EPC" not in text, text
+        if n_ranks == 4:
+            text, culprit = outcome["other_arguments"][1], 0 if rank == 1 else 1
+            said = rf"max_ep: rank {culprit} calls .*tokens="
+            assert re.match(said, text.lower()), text
     assert segments() <= before
 
 

@@ -5,48 +5,38 @@ the next one works."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from errors import raises
 from torch_member import (
     CAP,
+    TIMEOUT_S,
     E,
     H,
     check_low_latency,
     doubled,
+    given_to,
+    layout_of,
     open_buffer,
     open_group,
-    tokens_of,
     want_doubled,
 )
 
 from max_ep.torch import Buffer
 
 
-def given(buffer: Buffer, generation: int = 0) -> list[torch.Tensor]:
-    return [t.to(buffer._comm.device) for t in tokens_of(buffer.rank, generation)]
-
-
 def dispatch(buffer: Buffer, **options: Any) -> Any:
-    x, ids, _ = given(buffer)
+    x, ids, _ = given_to(buffer)
     return buffer.low_latency_dispatch(x, ids, CAP, E, use_fp8=False, **options)
 
 
 def combine(buffer: Buffer, rows: Any, handle: Any, **options: Any) -> Any:
-    _, ids, weights = given(buffer)
+    _, ids, weights = given_to(buffer)
     return buffer.low_latency_combine(rows, ids, weights, handle, **options)
-
-
-def layout_of(buffer: Buffer, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, E)
-    return dict(
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=mask,
-        num_tokens_per_expert=per_expert,
-    )
 
 
 def check_works(buffer: Buffer) -> None:
@@ -88,7 +78,7 @@ def handles(buffer: Buffer) -> None:
         combine(buffer, rows, first[2])
     buffer.clean_low_latency_buffer(CAP, H, E)  # cleans nothing that a handle needs
     combine(buffer, rows, second)
-    x, ids, _ = given(buffer)
+    x, ids, _ = given_to(buffer)
     layout = layout_of(buffer, ids)
     received, *_, of_normal, _ = buffer.dispatch(x, **layout)
     other = open_buffer()
@@ -113,7 +103,7 @@ def handles(buffer: Buffer) -> None:
 
 def other_tokens(buffer: Buffer) -> None:
     """A handle of tokens without scales sends others with scales."""
-    x, ids, weights = given(buffer)
+    x, ids, weights = given_to(buffer)
     layout = dict(layout_of(buffer, ids), topk_idx=ids, topk_weights=weights)
     rows, *_, handle, _ = buffer.dispatch(x, **layout)
     scales = torch.rand(len(x), H, device=x.device)[:, : H // 128]
@@ -126,36 +116,59 @@ def other_tokens(buffer: Buffer) -> None:
     assert sums.is_contiguous()
 
 
+# Of normal calls `d` and low-latency calls `l`: refused before others are waited for.
+REFUSED = """
+d(x, **layout, expert_alignment=0) | expert_alignment=0 must be
+d(x, **layout, expert_alignment=1.5) | expert_alignment=1.5 must be
+d(x, **layout, topk_weights=w) | topk_weights are sent with
+d(x, **with_ids, num_worst_tokens=-9) | num_worst_tokens=-9
+d(None, **layout) | x; must be
+d([x], **layout) | x; must be
+d(x, None, x, x) | several hosts
+d(x) | needs a handle
+l(None, ids, CAP, E) | x; must be
+l([x], ids, CAP, E) | x; must be
+l(x.float(), ids, CAP, E) | x must be torch.bf
+l(x, ids.int(), CAP, E) | topk_idx must be
+l(x, ids[:, 0], CAP, E) | topk_idx must be
+l(x[:, :0], ids, CAP, E) | x has 0 columns
+l(x, ids, 1, E) | x has
+l(x, ids, CAP, E, x, use_fp8=False) | stats
+l(x, ids, CAP, E, None, ids, use_fp8=False) | stats
+l(x, ids, CAP, E, async_finish=True, return_recv_hook=True) | exclude each other
+l(x, ids, 0, E) | must be an integer from 1 to 65535
+l(x, ids, -1, E) | must be an integer from 1 to 65535
+l(x, ids, 70000, E) | must be an integer from 1 to 65535
+l(x, ids, 2.0, E) | must be an integer from 1 to 65535
+l(x, ids, None, E) | must be an integer from 1 to 65535
+c(x, ids, ids.float(), (1, 2)) | handle
+c(x, ids, x, None, True) | logfmt
+buffer.low_latency_query_mask_buffer(x) | masks
+"""
+
+
 def arguments(buffer: Buffer) -> None:
-    """Of normal calls: refused before other ranks are waited for."""
-    x, ids, weights = given(buffer)
+    x, ids, weights = given_to(buffer, (4 - buffer.rank) % 4)  # on no rank none
     layout = layout_of(buffer, ids)
+    known = dict(globals(), buffer=buffer, x=x, ids=ids, w=weights, layout=layout)
     with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
-    too_many = dict(layout, num_tokens_per_expert=ids.new_zeros(E + 3).int())
-    for text, options in (
-        ("expert_alignment=0 must be", dict(layout, expert_alignment=0)),
-        ("expert_alignment=1.5 must be", dict(layout, expert_alignment=1.5)),
-        ("topk_weights are sent with", dict(layout, topk_weights=weights)),
-        ("num_worst_tokens=-9", dict(with_ids, num_worst_tokens=-9)),
-        *((("has 11 experts", too_many),) if buffer.group_size > 1 else ()),
-    ):
-        with pytest.raises(ValueError, match=text):
-            buffer.dispatch(x, **options)
-    for n in (0, -1, 70000, 2.0, None):
-        with pytest.raises(ValueError, match="must be an integer from 1 to 65535"):
-            buffer.low_latency_dispatch(x, ids, n, E, use_fp8=False)
-    for bad in (None, [x]):
-        with pytest.raises(TypeError, match="x .*must be"):
-            buffer.dispatch(bad, **layout)
-        with pytest.raises(TypeError, match="x .*must be"):
-            buffer.low_latency_dispatch(bad, ids, CAP, E)
+    known |= dict(with_ids=with_ids, d=buffer.dispatch)
+    known |= dict(l=buffer.low_latency_dispatch, c=buffer.low_latency_combine)
+    for line in REFUSED.strip().splitlines():
+        code, words = line.split(" | ")
+        with raises((TypeError, ValueError, NotImplementedError), words):
+            eval(code, known)
+    if buffer.group_size > 1:
+        too_many = dict(layout, num_tokens_per_expert=ids.new_zeros(E + 3).int())
+        with raises(ValueError, "has 11 experts"):
+            buffer.dispatch(x, **too_many)
     if not buffer._comm.is_gpu:  # whose kernels would end the process
         for expert in (-2, E):
-            with pytest.raises(ValueError, match="topk_idx must be in"):
+            with raises(ValueError, "topk_idx must be in"):
                 buffer.get_dispatch_layout(torch.full((2, 3), expert), E)
     none = torch.full_like(ids, -1)
-    nothing = buffer.dispatch(x, **dict(layout_of(buffer, none), topk_idx=none,
-                                        topk_weights=weights))  # fmt: skip
+    of_none = dict(layout_of(buffer, none), topk_idx=none, topk_weights=weights)
+    nothing = buffer.dispatch(x, **of_none)
     assert nothing[0].shape == (0, H) and sum(nothing[3]) == 0
     assert not buffer.combine(nothing[0], nothing[4])[0].any()
     check_works(buffer)
@@ -176,21 +189,17 @@ def kept(buffer: Buffer) -> None:
             assert tensor.data_ptr() in used, f"argument {i}"
 
     comm.run = remember
-    x, ids, weights = (t[:2].contiguous() for t in given(buffer, (4 - buffer.rank) % 4))
+    x, ids, weights = (
+        t[:2].contiguous() for t in given_to(buffer, (4 - buffer.rank) % 4)
+    )
     stats = torch.zeros(E // buffer.group_size, dtype=torch.int32, device=x.device)
     waits = torch.zeros(buffer.group_size, dtype=torch.int64, device=x.device)
     rows, counts, handle, *_ = buffer.low_latency_dispatch(
         x, ids, CAP, E, stats, waits, False, async_finish=True
     )
     check(x, ids, stats, waits, rows, handle.tables)
-    y = buffer.low_latency_combine(
-        rows,
-        ids,
-        weights,
-        handle,
-        async_finish=True,
-        combine_wait_recv_cost_stats=waits,
-    )[0]
+    how = dict(async_finish=True, combine_wait_recv_cost_stats=waits)
+    y = buffer.low_latency_combine(rows, ids, weights, handle, **how)[0]
     check(rows, weights, waits, y, handle.tables)
     layout = layout_of(buffer, ids)
     scales = torch.rand(len(x), H // 128, device=x.device)
@@ -207,22 +216,26 @@ def kept(buffer: Buffer) -> None:
     del comm.run
 
 
-def late_once(buffer: Buffer) -> None:
+def late(buffer: Buffer) -> None:
     """Rank 1 misses one call of each kind; after `reset` all have the same memory."""
     if buffer.group_size == 1:
         return
-    x, ids, _ = given(buffer)
-    layout = layout_of(buffer, ids)
+    layout = layout_of(buffer, given_to(buffer)[1])
     low_latency = lambda: (dispatch(buffer), buffer.check())  # noqa: E731
-    usual = lambda: buffer.dispatch(x, **layout)  # noqa: E731
-    for miss in (low_latency, usual):
+    usual = lambda: buffer.dispatch(given_to(buffer)[0], **layout)  # noqa: E731
+    for miss, words in (
+        (low_latency, "timed out after 3000 ms; from rank 1; Buffer.reset() in every"),
+        (usual, "rank 1; Buffer.reset() in every process"),
+    ):
         if buffer.rank != 1:
-            with pytest.raises((RuntimeError, TimeoutError), match="rank 1") as caught:
+            begin = time.monotonic()
+            with raises((RuntimeError, TimeoutError), words) as caught:
                 miss()
-            assert "Buffer.reset() in every process" in str(caught.value)
+            assert "EPConfig" not in str(caught.value)
             for again in (low_latency, usual):
-                with pytest.raises(RuntimeError, match=r"Buffer.reset\(\) in every"):
+                with raises(RuntimeError, "Buffer.reset() in every"):
                     again()
+            assert time.monotonic() - begin < TIMEOUT_S + 5
             buffer._cap = 1 << 14  # as if the missing one had come in the end
         buffer.reset()
         assert buffer._cap == 1 << 14
@@ -254,83 +267,66 @@ def no_memory(buffer: Buffer) -> None:
     other.destroy()
 
 
-def ended_calls(buffer: Buffer, hook: Any, received: Any) -> list[Callable[[], Any]]:
-    """All that a Buffer can be asked for."""
-    x, ids, weights = (t.to(received[0].device) for t in tokens_of(buffer.rank, 0))
-    rows, _, handle, *_ = received
-    n, mask = torch.zeros(buffer.group_size), torch.zeros(len(x), buffer.group_size)
-    of_experts = torch.zeros(E, dtype=torch.int32, device=x.device)
-    layout = (n.int().to(x.device), None, mask.bool().to(x.device), of_experts)
-    return [
-        lambda: buffer.low_latency_dispatch(x, ids, CAP, E, use_fp8=False),
-        lambda: buffer.low_latency_dispatch(x, ids, CAP + 1, E, use_fp8=False),
-        lambda: buffer.low_latency_combine(rows, ids, weights, handle),
-        lambda: buffer.get_dispatch_layout(ids, E),
-        lambda: buffer.dispatch(x, None, *layout),
-        lambda: buffer.dispatch(x, None, *layout, num_worst_tokens=CAP * len(n)),
-        buffer.check,
-        buffer.reset,
-        hook,
-    ]
+# After `destroy`, and in a forked process.
+ENDED = """
+low_latency_dispatch(x, ids, CAP, E, use_fp8=False)
+low_latency_dispatch(x, ids, CAP + 1, E, use_fp8=False)
+low_latency_combine(rows, ids, weights, handle)
+get_dispatch_layout(ids, E)
+dispatch(x, **layout)
+dispatch(x, **layout, num_worst_tokens=CAP * len(layout["num_tokens_per_rank"]))
+check()
+reset()
+"""
 
 
 def ended(buffer: Buffer) -> None:
-    """After `destroy`, and in a forked process, calls raise; nothing else happens."""
-    for ends in ("fork", "destroy"):
-        other = open_buffer()
-        received = dispatch(other)
-        waits = torch.zeros(other.group_size, dtype=torch.int64)
-        *_, hook = dispatch(
-            other,
-            return_recv_hook=True,
-            dispatch_wait_recv_cost_stats=waits.to(received[0].device),
-        )
-        calls = ended_calls(other, hook, received)
-        if ends == "destroy":
-            other.destroy()
-            other.destroy()
-        elif child := (0 if other._comm.is_gpu else os.fork()):
-            assert os.waitpid(child, 0)[1] == 0
-            hook()
-            check_works(other)
-            other.destroy()
-            continue
-        elif other._comm.is_gpu:
-            continue  # a forked process has no CUDA
-        text = "was destroyed" if ends == "destroy" else "process that was forked"
-        failed = []
-        for i, call in enumerate(calls):
+    """Calls raise; nothing else happens."""
+    x, ids, weights = given_to(buffer)
+    other = open_buffer()
+    rows, _, handle, *_ = dispatch(other)
+    waits = torch.zeros(other.group_size, dtype=torch.int64, device=x.device)
+    how = dict(return_recv_hook=True, dispatch_wait_recv_cost_stats=waits)
+    *_, hook = dispatch(other, **how)
+    known = dict(globals(), x=x, ids=ids, weights=weights, rows=rows, handle=handle)
+    known["layout"] = layout_of(other, ids)
+    calls = [f"other.{call}" for call in ENDED.strip().splitlines()] + ["hook()"]
+
+    def wrong_calls(words: str) -> list[str]:
+        wrong = [] if not other.is_available() else ["is_available"]
+        for call in calls:
             try:
-                call()
-                failed.append((i, "nothing was raised"))
+                eval(call, known, dict(other=other, hook=hook))
+                wrong.append(call)
             except RuntimeError as error:
-                if text not in str(error):
-                    failed.append((i, str(error)))
-        assert not other.is_available()
-        other.destroy()
-        if ends == "fork":
-            print(failed or "", flush=True)
-            os._exit(len(failed))
-        assert not failed, failed
+                wrong += [] if words in str(error) else [f"{call}: {error}"]
+        return wrong
+
+    if not other._comm.is_gpu:  # a forked process has no CUDA
+        child = os.fork()
+        if child == 0:
+            wrong = wrong_calls("process that was forked")
+            print(wrong or "", flush=True)
+            os._exit(len(wrong))
+        assert os.waitpid(child, 0)[1] == 0
+    hook()
+    check_works(other)
+    *_, hook = dispatch(other, **how)
+    other.destroy()
+    other.destroy()
+    wrong = wrong_calls("was destroyed")
+    assert not wrong, wrong
     check_works(buffer)
 
 
 def member(rank: int, n_ranks: int, store: str) -> None:
     open_group(rank, n_ranks, store)
     buffer = open_buffer()
-    for scenario in (
-        hooks,
-        handles,
-        other_tokens,
-        arguments,
-        kept,
-        late_once,
-        no_memory,
-        ended,
-    ):
+    scenarios = hooks, handles, other_tokens, arguments, kept, late, no_memory, ended
+    for scenario in scenarios:
         scenario(buffer)
-        given_ = given(buffer)
-        got = doubled(buffer, *given_).float()
-        torch.testing.assert_close(got, want_doubled(*given_), rtol=2**-7, atol=2**-7)
+        given = given_to(buffer)
+        got = doubled(buffer, *given).float()
+        torch.testing.assert_close(got, want_doubled(*given), rtol=2**-7, atol=2**-7)
     buffer.destroy()
     dist.destroy_process_group()
