@@ -259,7 +259,7 @@ struct DeviceDeadline(TrivialRegisterPassable):
 
 
 struct Wait(TrivialRegisterPassable):
-    """One wait of a GPU thread: reads the clock after every few polls."""
+    """One wait of a GPU thread; see `Block.gives_up`."""
 
     var deadline: DeviceDeadline
     var n_polls: Int
@@ -270,12 +270,6 @@ struct Wait(TrivialRegisterPassable):
         """Begins a wait."""
         self.deadline = deadline
         self.n_polls = 0
-
-    @always_inline
-    def has_expired(mut self) -> Bool:
-        """Counts a poll without success; returns whether to give up."""
-        self.n_polls += 1
-        return self.n_polls % POLLS_PER_CLOCK_READ == 0 and self.deadline.has_passed()
 
 
 @always_inline

@@ -172,6 +172,11 @@ struct Rank(Movable):
         self.queue_address = -1
         self.error = String()
 
+    def failed(mut self, error: Error) -> Int32:
+        """Keeps what a call says that failed."""
+        self.error = String(error)
+        return 1
+
     def queue_at(mut self, address: Int) raises -> Queue:
         """Finds a queue of the caller's; CPU ranks have none."""
         if address != self.queue_address:
@@ -315,8 +320,7 @@ def max_ep_clear(handle: Int) abi("C") -> Int32:
         rank.clear()
         return 0
     except error:
-        rank.error = String(error)
-        return 1
+        return rank.failed(error)
 
 
 @export
@@ -348,6 +352,8 @@ def max_ep_failure(handle: Int, record: Int, text: Int, size: Int32) abi("C") ->
 
 
 # ------------------------------------------------------------------------ phases
+
+comptime FORMS = [Form.ASYNC, Form.WAIT, Form.FUSED]
 
 
 @fieldwise_init
@@ -417,33 +423,13 @@ def max_ep_dispatch(
     """Dispatches; `arguments` is the address of `DispatchArguments`. Form 1: sends,
     2: receives, 3: both."""
     ref rank = _rank(handle)[]
-    var given = _at[DispatchArguments](arguments)[]
     try:
-        if form == 1:
-            _dispatch[Form.ASYNC](rank, queue, given)
-        elif form == 2:
-            _dispatch[Form.WAIT](rank, queue, given)
-        else:
-            _dispatch[Form.FUSED](rank, queue, given)
+        comptime for i in range(3):
+            if Int(form) == i + 1:
+                _dispatch[FORMS[i]](rank, queue, _at[DispatchArguments](arguments)[])
         return 0
     except error:
-        rank.error = String(error)
-        return 1
-
-
-def _combine[
-    form: Form
-](
-    mut rank: Rank,
-    queue: Int,
-    given: GivenRows,
-    combined: CombinedTokens[COMBINE_DTYPE],
-) raises:
-    """Sends rows, or adds those that came, or both."""
-    # A caller may write over its rows once they are sent.
-    launch_combine[COMBINE_DTYPE, TARGET, form, True](
-        rank.call[COMBINE, 1]("combine"), given, combined, rank.queue_at(queue)
-    )
+        return rank.failed(error)
 
 
 @fieldwise_init
@@ -462,32 +448,36 @@ struct CombineArguments(TrivialRegisterPassable):
     """Float32 `[n_tokens][TOP_K]`."""
 
 
+def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) raises:
+    """Sends rows, or adds those that came, or both."""
+    # A caller may write over its rows once they are sent.
+    launch_combine[COMBINE_DTYPE, TARGET, form, True](
+        rank.call[COMBINE, 1]("combine"),
+        GivenRows(
+            SharedRows(_at[UInt8](given.rows), N_ROWS), _imm[Int32](given.src_info)
+        ),
+        CombinedTokens[COMBINE_DTYPE](
+            _at[Scalar[COMBINE_DTYPE]](given.combined),
+            given.n_tokens,
+            _imm[Float32](given.weights),
+        ),
+        rank.queue_at(queue),
+    )
+
+
 @export
 def max_ep_combine(
     handle: Int, queue: Int, form: Int32, arguments: Int
 ) abi("C") -> Int32:
     """Combines; as `max_ep_dispatch`, with `CombineArguments`."""
     ref rank = _rank(handle)[]
-    var tensors = _at[CombineArguments](arguments)[]
-    var given = GivenRows(
-        SharedRows(_at[UInt8](tensors.rows), N_ROWS), _imm[Int32](tensors.src_info)
-    )
-    var out = CombinedTokens[COMBINE_DTYPE](
-        _at[Scalar[COMBINE_DTYPE]](tensors.combined),
-        tensors.n_tokens,
-        _imm[Float32](tensors.weights),
-    )
     try:
-        if form == 1:
-            _combine[Form.ASYNC](rank, queue, given, out)
-        elif form == 2:
-            _combine[Form.WAIT](rank, queue, given, out)
-        else:
-            _combine[Form.FUSED](rank, queue, given, out)
+        comptime for i in range(3):
+            if Int(form) == i + 1:
+                _combine[FORMS[i]](rank, queue, _at[CombineArguments](arguments)[])
         return 0
     except error:
-        rank.error = String(error)
-        return 1
+        return rank.failed(error)
 
 
 @export
@@ -498,15 +488,11 @@ def max_ep_watch(
     ref rank = _rank(handle)[]
     var waits = _vector[DType.int64](waits_ns, N_RANKS)
     try:
+        var to = rank.queue_at(queue)
         if is_combine == 0:
-            launch_watch[TARGET, False](
-                rank.call[DISPATCH, 0]("watch"), waits, rank.queue_at(queue)
-            )
+            launch_watch[TARGET, False](rank.call[DISPATCH, 0]("watch"), waits, to)
         else:
-            launch_watch[TARGET, True](
-                rank.call[COMBINE, 1]("watch"), waits, rank.queue_at(queue)
-            )
+            launch_watch[TARGET, True](rank.call[COMBINE, 1]("watch"), waits, to)
         return 0
     except error:
-        rank.error = String(error)
-        return 1
+        return rank.failed(error)

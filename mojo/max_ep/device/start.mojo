@@ -22,27 +22,28 @@ def await_launch_before():
     With `Phase.overlaps_previous` the blocks of a kernel may begin before the previous
     kernel has ended, so nothing may be read before this call. Without, it does not wait.
     """
-    let_next_begin()
-    await_kernels_before()
-
-
-@always_inline
-def let_next_begin():
-    """Lets the next kernel begin, once a thread of each block calls this."""
+    # The next kernel may begin once a thread of each block has come here.
     inlined_assembly[
         "griddepcontrol.launch_dependents;",
         NoneType,
         constraints="~{memory}",
         has_side_effect=True,
     ]()
-
-
-@always_inline
-def await_kernels_before():
-    """Waits until the kernels before this one have ended."""
     inlined_assembly[
         "griddepcontrol.wait;", NoneType, constraints="~{memory}", has_side_effect=True
     ]()
+
+
+@always_inline
+def _load_now(word: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
+    """Issues a load here: the compiler would move it to its first use, which is after
+    all loads that are in flight with it."""
+    return inlined_assembly[
+        "ld.global.b32 $0, [$1];",
+        Int32,
+        constraints="=r,l,~{memory}",
+        has_side_effect=True,
+    ](word)
 
 
 @always_inline
@@ -52,14 +53,7 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
     The load overlaps with what the kernel does before `Block.begin`.
     """
     comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
-    # Assembly keeps the load here: the compiler would move it to its first use, which is
-    # after all loads that are in flight with it.
-    return inlined_assembly[
-        "ld.global.b32 $0, [$1];",
-        Int32,
-        constraints="=r,l,~{memory}",
-        has_side_effect=True,
-    ](counters.words.unsafe_offset(Int(lane_id())))
+    return _load_now(counters.at(Int(lane_id())))
 
 
 @always_inline
@@ -68,14 +62,7 @@ def mask_word[group: Group](counters: EPLocalSyncCounters[group.n_experts]) -> I
     comptime if not group.masks:
         return 0
     comptime assert group.n_ranks <= WARP_SIZE, "a lane has one word"
-    var rank = min(Int(lane_id()), group.n_ranks - 1)
-    # Assembly, as in `header_word`.
-    return inlined_assembly[
-        "ld.global.b32 $0, [$1];",
-        Int32,
-        constraints="=r,l,~{memory}",
-        has_side_effect=True,
-    ](counters.masked(group, rank))
+    return _load_now(counters.masked(group, min(Int(lane_id()), group.n_ranks - 1)))
 
 
 @always_inline

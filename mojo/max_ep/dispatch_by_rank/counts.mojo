@@ -187,7 +187,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                         word = self._settle(src_rank, place)
                         if generation_of(word) == generation:
                             break
-                if not Self.group.masks and wait.has_expired():
+                if not Self.group.masks and self.block.gives_up(wait, src_rank):
                     self.block.fail(
                         Failure.NO_COUNT, RECEIVE, src_rank, -1, generation, word
                     )
@@ -285,7 +285,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                                 is_missing[i] = False
                         # Then at once the next one.
                         wait.n_polls -= 1
-            if not Self.group.masks and wait.has_expired():
+            if not Self.group.masks and self.block.gives_up(wait, 0):
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
                     Failure.NO_COUNT,
