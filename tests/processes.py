@@ -12,7 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cases import Case, Inputs, expected, expected_dispatch, in_protocols, narrow, widen
+from cases import (
+    Case,
+    Inputs,
+    expected,
+    expected_dispatch,
+    in_protocols,
+    make_inputs,
+    narrow,
+    token_counts,
+    widen,
+)
 from harness import (
     RankInputs,
     all_round_trip,
@@ -72,37 +82,22 @@ def config_of(case: Case, node_id: int, **changes: Any) -> EPConfig:
 
 
 def inputs_of(case: Case, generation: int, silent_rank: int | None = None) -> Inputs:
-    """Draws what all ranks are given; counts change from generation to generation.
+    """Draws what all ranks are given, for each generation anew.
 
-    Columns 0, 1, 2 of a token hold rank, generation and number. Of every 7 generations,
-    one is full on all ranks with all tokens to the experts of rank 0, and one is empty
-    on all ranks; in the others one rank is empty. Some choices are -1. Nothing is sent
-    by a silent rank, or to it.
+    Of every 7 generations, one is full on all ranks with all tokens to the experts of
+    rank 0, and one is empty on all ranks; in the others one rank is empty, and some
+    choices are -1. Nothing is sent by a silent rank, or to it.
     """
-    given = Inputs([], [], [], None, None)
-    for rank in range(case.n_ranks):
-        rng = np.random.default_rng([1, generation, rank])
-        n_tokens = int(rng.integers(1, case.max_tokens_per_rank + 1))
-        experts = np.arange(case.n_experts, dtype=np.int32)
-        if silent_rank is not None:
-            experts = experts[experts // case.n_local_experts != silent_rank]
-        share_masked = 0.2
-        if generation % 7 == 3:
-            n_tokens, share_masked = case.max_tokens_per_rank, 0.0
-            experts = experts[: case.top_k]
-        elif generation % 7 == 5 or generation % case.n_ranks == rank:
-            n_tokens = 0
-        tokens = rng.standard_normal((n_tokens, case.hidden_size), np.float32)
-        tokens[:, 0], tokens[:, 1] = rank, generation % 256
-        tokens[:, 2] = np.arange(n_tokens)
-        ids = rng.permuted(np.tile(experts, (n_tokens, 1)), axis=1)
-        ids = np.ascontiguousarray(ids[:, : case.top_k])
-        ids[rng.random(ids.shape) < share_masked] = -1
-        if rank == silent_rank:
-            ids[:] = -1
-        given.tokens.append(narrow(tokens, BF16))
-        given.ids.append(ids)
-        given.weights.append(rng.random(ids.shape, np.float32))
+    named = replace(case, name=f"{case.name}/{generation}")
+    routing = {3: "full", 5: "all_silent"}.get(generation % 7, "masked")
+    counts = token_counts(named, routing)
+    if routing == "masked":
+        counts[generation % case.n_ranks] = 0
+    given = make_inputs(named, routing, counts=counts)
+    if silent_rank is not None:
+        given.ids[silent_rank][:] = -1
+        for ids in given.ids:
+            ids[ids // case.n_local_experts == silent_rank] = -1
     return given
 
 
@@ -138,12 +133,10 @@ class Oracle:
     given: Inputs
 
     def inputs(self, rank: int) -> list:
-        """Tokens, ids and weights of a rank."""
         tokens = to_buffer(self.given.tokens[rank])
         return [tokens, self.given.ids[rank], self.given.weights[rank]]
 
     def dispatched(self) -> list[DispatchResult]:
-        """What dispatch gives to each rank."""
         return expected_dispatch(self.case, self.given)
 
     def sums(self, rank: int, expert_generation: int) -> np.ndarray:
@@ -165,7 +158,6 @@ def check_dispatched(where: str, got: list[Buffer], want: DispatchResult) -> Non
 
 
 def names_of(group: str) -> list[str]:
-    """Lists what a group has in the shared-memory file system."""
     return sorted(n for n in os.listdir("/dev/shm") if n.startswith(f"max_ep-{group}"))
 
 
@@ -173,7 +165,6 @@ def names_of(group: str) -> list[str]:
 
 
 def _inputs(config: EPConfig, rank: int = 0) -> list[TensorType]:
-    """Types of tokens, ids, weights and factors of rows."""
     cpu, n = DeviceRef.CPU(), f"n_{rank}"
     return [
         TensorType(BF16, [n, config.hidden_size], cpu),
@@ -284,7 +275,6 @@ ALL_GATHER = "all_gather"
 
 
 def dispatcher_of(node_id: int) -> AllGatherTokenDispatcher:
-    """Makes a process's dispatcher, of the sizes of `SMALL`."""
     where = dict(n_gpus_per_node=1, n_nodes=N_RANKS, node_id=node_id, target="cpu")
     sizes = SMALL.hidden_size, SMALL.top_k, SMALL.max_tokens_per_rank
     return AllGatherTokenDispatcher(*sizes, **where, timeout_s=10.0)
@@ -325,8 +315,8 @@ def check_all_gather(where: str, got: list, given: Inputs, rank: int) -> None:
             assert (have[n:] == none).all(), f"{where}: {what} after the last token"
     # Each part is exact, so the sum is rounded once.
     factor = sum(factor_of(r) for r in range(N_RANKS))
-    want = narrow(widen(given.tokens[rank]) * factor, BF16)
-    assert_same_bits(f"{where}: sums", sums, want)
+    got, want = widen(sums) + 0, narrow(widen(given.tokens[rank]) * factor + 0, BF16)
+    assert_same_bits(f"{where}: sums", narrow(got, BF16), want)  # -0 is 0
 
 
 def compile_graphs(path: Path, session: InferenceSession) -> None:
@@ -419,7 +409,6 @@ class Member:
         return to_buffer(narrow(factors, BF16))
 
     def prepare(self, generation: int) -> list[Prepared]:
-        """Makes the inputs of each own rank, and what must come out."""
         want, prepared = self.oracle(generation), []
         for rank in self.ranks:
             dispatched = want.dispatched()[rank]
@@ -441,7 +430,6 @@ class Member:
             assert_same_bits(f"{where}: sums", to_numpy(sums), want.sums)
 
     def run_phase(self, phase: str, *inputs: Any) -> list[Buffer]:
-        """Runs one of the graphs of one op."""
         return self.run(f"{phase}_{self.case.name}", *inputs)
 
     def phases(self, generation: int, pause: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from cases import F32, Inputs, expected_dispatch, make_inputs
 from children import WHERE_WE_IMPORT, printed
 from errors import raises, refused
+from harness import to_buffer, to_numpy
 from in_turn import Group
 from max.driver import Buffer
 from processes import PHASED, Engine, check_dispatched, names_of
@@ -148,8 +149,10 @@ def test_a_run_that_is_refused(group, given, arguments, words):
     group.check_next_run()
 
 
-def test_an_id_out_of_range_harms_no_other_token(group, given):
+@pytest.mark.parametrize("name", PHASED)
+def test_an_id_out_of_range_harms_no_other_token(groups, given, name):
     """All other choices arrive, as if the bad ones had been -1."""
+    group = groups[name]
     given.ids[3][[0, 3, 6], [2, 0, 1]] = [14, -7, 1_000_000]
     with raises(ValueError, "rank 3; token 0; k 2; 3 of 128"):
         group.send(given)
@@ -157,6 +160,16 @@ def test_an_id_out_of_range_harms_no_other_token(group, given):
     want = expected_dispatch(group.case, given)
     for got, of_rank in zip(group.receive(), want, strict=True):
         check_dispatched("after bad ids", got, of_rank)
+    group.check_next_run()
+
+
+def test_rows_that_have_changed_places(group, given):
+    group.send(given)
+    got = group.receive()
+    src_info = to_numpy(got[0][3])
+    got[0][3] = to_buffer(src_info[[1, 0, *range(2, len(src_info))]])
+    with raises(ValueError, "is not that of this rank's last dispatch_wait"):
+        group.send_back(got)
     group.check_next_run()
 
 
