@@ -138,7 +138,7 @@ def test_ops_compile_for_hopper(tmp_path):
     )
     assert "compiled" in done.stdout, done.stderr[-2000:]
     (model,) = tmp_path.glob("*.mef")
-    kernels = re.findall(rb"\.text\.(max_ep_experts_wgmma\w+)", model.read_bytes())
+    kernels = re.findall(rb"\.text\.(max_ep_experts_hopper\w+)", model.read_bytes())
     assert len(set(kernels)) == 2
 
 

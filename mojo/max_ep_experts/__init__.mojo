@@ -12,10 +12,10 @@ docs/decisions/0016-matmuls-on-hopper.md.
     tiles           tiles of clusters of two blocks on Hopper, and their order
     ring            the stages in shared memory between producer and consumers
     copies          how rows and weights get there
-    wgmma           groups of rows, each with its weight, on Hopper
-    fp8             the same with rows and weights in blockwise FP8
+    hopper          the kernel of groups of rows, each with its weight, on Hopper
+    wgmma, fp8      what it multiplies, in bfloat16 and in blockwise FP8
     tile            a warp's tile of a product on a GPU
-    grouped_matmul  the same groups, of sizes that wgmma does not take
+    grouped_matmul  the same groups, of sizes that hopper does not take
     launch          which of the two
     linear          few rows and one weight, on a GPU
     heads           what stands between a product and attention, on the CPU, too

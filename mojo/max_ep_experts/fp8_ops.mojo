@@ -4,9 +4,12 @@ import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.gpu.host import DeviceContext
 
-from .fp8 import BLOCK, FP8, launch_fp8, ScaledProduct
+from .fp8 import BLOCK, FP8, ScaledProduct
+from .hopper import fits, launch_on_hopper
 from .launch import is_hopper
 from .product import GroupedProduct
+from .ring import MAX_GROUPS
+from .tiles import BN
 
 
 def _launch[
@@ -49,14 +52,20 @@ def _launch[
         n=n,
         k=k // 2,
     )
+    if not fits(product):
+        raise Error(
+            t"max_ep: FP8 matmuls of experts take n in multiples of {BN} and k of"
+            t" {BLOCK}, up to {MAX_GROUPS} experts; given n={n}, k={k} and"
+            t" {product.n_groups} experts"
+        )
     comptime if is_hopper():
-        var scaled = ScaledProduct(
+        var scaled = ScaledProduct[swiglu](
             product,
             {unsafe_from_address = Int(x_scales.unsafe_ptr())},
             {unsafe_from_address = Int(weight_scales.unsafe_ptr())},
             {unsafe_from_address = y_scales},
         )
-        launch_fp8[swiglu](scaled, context, context.stream())
+        launch_on_hopper(scaled, context, context.stream())
     else:
         raise Error("max_ep: FP8 matmuls of experts are for Hopper")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matmul of groups for GPUs, for sizes that `wgmma.mojo` does not take."""
+"""A matmul of groups for GPUs, for sizes that `hopper.mojo` does not take."""
 
 from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream

@@ -4,8 +4,9 @@ from max.gpu.host import DeviceContext
 from std.sys.info import _accelerator_arch
 
 from .grouped_matmul import launch_grouped_matmul
+from .hopper import fits, launch_on_hopper
 from .product import GroupedProduct
-from .wgmma import fits, launch_wgmma
+from .wgmma import Bf16Product
 
 
 def is_hopper[arch: StaticString = _accelerator_arch()]() -> Bool:
@@ -18,7 +19,7 @@ def launch[
 ](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
     """Launches the product; only the device knows how many rows there are."""
     comptime if is_hopper():
-        if fits(product):
-            launch_wgmma[swiglu](product, context, context.stream())
+        if fits(product) and Int(product.y) % 16 == 0:
+            launch_on_hopper(Bf16Product[swiglu](product), context, context.stream())
             return
     launch_grouped_matmul[swiglu](product, context, context.stream())

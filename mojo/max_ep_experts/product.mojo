@@ -8,8 +8,24 @@ comptime Bf16In = In[DType.bfloat16]
 comptime Bf16Out = Out[DType.bfloat16]
 
 
+trait KernelArgument(DevicePassable, TrivialRegisterPassable):
+    """A struct whose bytes on the host are those on the device."""
+
+    comptime device_type: AnyType = Self
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type in MAX's errors about kernel arguments."""
+        return "max_ep_experts.KernelArgument"
+
+
 @fieldwise_init
-struct GroupedProduct[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct GroupedProduct[dtype: DType](KernelArgument):
     """`y[r] = x[r] @ weights[expert_ids[g]].T` for every row `r` of a group `g`.
 
     Group `g` has the rows `[row_offsets[g], row_offsets[g + 1])`. Rows behind the
@@ -39,19 +55,6 @@ struct GroupedProduct[dtype: DType](DevicePassable, TrivialRegisterPassable):
     """Rows of a weight."""
     var k: Int
     """Columns of `x`."""
-
-    comptime device_type: AnyType = Self
-    """What a kernel gets: the same bytes."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in MAX's errors about kernel arguments."""
-        return "max_ep_experts.GroupedProduct"
 
     @always_inline
     def begin(self, group: Int) -> UInt32:

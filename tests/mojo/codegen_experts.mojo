@@ -5,11 +5,12 @@ Prints what they take at a time, as `n` and `k`, and whole tiles of MAX's. Run b
 tests/test_experts.py.
 """
 from emitting import emit
-from max_ep_experts.fp8 import fp8_kernel
+from max_ep_experts.fp8 import ScaledProduct
 from max_ep_experts.grouped_matmul import grouped_matmul_kernel
+from max_ep_experts.hopper import hopper_kernel
 from max_ep_experts.linear import FEW_ROWS, linear_kernel
 from max_ep_experts.tile import COLUMNS, K_STEP
-from max_ep_experts.wgmma import wgmma_kernel
+from max_ep_experts.wgmma import Bf16Product
 
 
 def main() raises:
@@ -17,7 +18,7 @@ def main() raises:
     comptime for swiglu in range(2):
         comptime end = ".swiglu" if swiglu == 1 else ""
         emit[grouped_matmul_kernel[swiglu == 1]](String("grouped_matmul", end))
-        emit[wgmma_kernel[swiglu == 1]](String("wgmma", end))
-        emit[fp8_kernel[swiglu == 1]](String("fp8", end))
+        emit[hopper_kernel[Bf16Product[swiglu == 1]]](String("wgmma", end))
+        emit[hopper_kernel[ScaledProduct[swiglu == 1]]](String("fp8", end))
     emit[linear_kernel]("linear")
     print(COLUMNS, K_STEP, FEW_ROWS)

@@ -3,10 +3,10 @@
 
 Prints OK, or raises. Run by tests/test_experts.py.
 """
+from max_ep_experts.hopper import eight_columns
 from max_ep_experts.launch import is_hopper
 from max_ep_experts.product import GroupedProduct
 from max_ep_experts.tiles import BM, BN, n_odd, n_pairs, Schedule
-from max_ep_experts.wgmma import eight_columns
 from std.random import random_ui64, seed
 from std.testing import assert_equal, assert_true
 from std.utils import StaticTuple
