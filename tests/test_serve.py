@@ -278,10 +278,7 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch):
 
 TWO_LAYERS = dict(dispatch=2, combine=2)
 PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 4)
-SPLIT_ON_TWO_RANKS = {
-    phase: 4
-    for phase in ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
-}
+SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,11 @@ def test_c_abi_is_what_python_declares() -> None:
         for name, arguments, result in re.findall(pattern, API, re.DOTALL)
     }
     assert API.count("@export") == len(exported)
-    assert exported == library._FUNCTIONS
+    declared = {
+        name: (result, [ctypes.c_int64 if a is library.BYTES else a for a in arguments])
+        for name, (result, arguments) in library._FUNCTIONS.items()
+    }
+    assert exported == declared  # bytes go as their address
 
 
 @pytest.mark.parametrize("name", ["Dispatch", "Combine"])
@@ -130,7 +134,7 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Communicator:
     )
     made = Communicator.__new__(Communicator)
     made.failure, made.is_gpu = "", True
-    made.device = torch.device("cuda", 0)
+    made.device, made.index = torch.device("cuda", 0), 0
     made.comm_stream = Stream("comm", 9)
     made._caller, made._last_stream = None, (-1, None)
     Stream.log, Stream.current = [], Stream("A", 0)
