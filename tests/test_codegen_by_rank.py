@@ -159,7 +159,8 @@ def test_inline_data_is_its_own_flag(it):
     in_chunks = set().union(*(loop.body for loop in it.send_loops))
     assert not it.shown(plain - it.sentinel_stores - in_chunks)
     stand_in = re.compile(r"selp\.b32\s+%r\d+, 2147483647, ")
-    assert it.kernel.find(lambda op: bool(stand_in.match(op.text)))
+    replaced = it.kernel.find(lambda op: bool(stand_in.match(op.text)))
+    assert replaced and (it.is_dispatch or len(replaced) == len(it.inline_stores))
 
 
 @kernels("by_rank")
@@ -195,6 +196,15 @@ def test_sentinel_is_put_back_after_data_was_read(it):
     has_entries = it.is_dispatch and it.receives and it.has("sums")
     stay = len(it.receive_loops) * (has_entries + it.has("metadata"))
     assert len(awaited) == len(places) + stay, it.shown(awaited)
+
+
+@kernels("by_rank combine\\.(fp8|mxfp8)")
+def test_scales_of_sums_are_put_back_when_all_lanes_have_read(it):
+    """I3: all lanes read the same 16 bytes, and one of them puts the sentinel back."""
+    met = it.kernel.find_kind("warp_barrier")
+    of_values = it.sentinel_stores & it.kernel.reach(it.inline_polls, met)
+    of_scales = it.sentinel_stores - of_values
+    assert of_scales and len(of_scales) == len(of_values)
 
 
 @kernels("by_rank.*dispatch(_wait)?\\..*_chunks")
