@@ -174,6 +174,11 @@ class FaultMember(Member):
         self.step(generation, None)
         return self.reconcile(None)[1]
 
+    def silent_s(self, _: int) -> float:
+        """Since when one of the other ranks has not been heard of."""
+        others = set(range(N_RANKS)) - {self.rank}
+        return time.monotonic() - self.comm._heard_s(others)
+
     def mask(self, rank: int) -> list[int]:
         self.comm.mask(rank)
         return self.comm.active_ranks()

@@ -82,6 +82,11 @@ def test_two_at_once(group):
 
 def test_one_rank_masks_another(group):
     """The others wait for neither: each is right, or flagged, and then they agree."""
+    assert group.step(BY_RANK, ALL) == []
+    begin = time.monotonic()
+    assert group.step(BY_RANK, ALL) == []
+    silences = group.ask(ALL, BY_RANK, "silent_s", 0)
+    assert 0 <= min(silences) and max(silences) <= time.monotonic() - begin
     assert group.ask([1], BY_RANK, "mask", 3) == [[0, 1, 2]]
     assert group.step(BY_RANK, ALL) == []
     *active, expelled = group.reconcile(BY_RANK, ALL).values()

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from errors import raises
+from max.dtype import DType
 from torch_member import (
     CAP,
     TIMEOUT_S,
     E,
     H,
+    K,
     check_low_latency,
     doubled,
     given_to,
@@ -26,7 +29,9 @@ from torch_member import (
     want_doubled,
 )
 
+from max_ep import EPConfig
 from max_ep.torch import Buffer
+from max_ep.who import Facts
 
 
 def dispatch(buffer: Buffer, **options: Any) -> Any:
@@ -216,6 +221,24 @@ def kept(buffer: Buffer) -> None:
     del comm.run
 
 
+def facts(buffer: Buffer) -> None:
+    """The library says of its memory what EPConfig says; it knows three forms."""
+    if buffer._comm.is_gpu:
+        return
+    dispatch(buffer)
+    (channel,) = (c for c in buffer._comm.channels.values() if c.settings.tokens == CAP)
+    region = channel.regions[0]
+    sizes = dict(hidden_size=H, top_k=K, n_experts=E, max_tokens_per_rank=CAP)
+    sizes |= dict(n_gpus_per_node=1, n_nodes=buffer.group_size)
+    how = dict(target="cpu", protocol="by_rank", output_layout="padded")
+    want = Facts.of(EPConfig(DType.bfloat16, DType.bfloat16, **sizes, **how))
+    # A rank's counters are memory of its own here.
+    assert region.facts() == replace(want, status_bytes=region.facts().status_bytes)
+    assert 4 * len(region.counters) == region.facts().status_bytes
+    assert region.library.dispatch(region.handle, -1, 4, b"") == 1
+    assert region.library.combine(region.handle, -1, 0, b"") == 1
+
+
 def late(buffer: Buffer) -> None:
     """Rank 1 misses one call of each kind; after `reset` all have the same memory."""
     if buffer.group_size == 1:
@@ -322,7 +345,17 @@ def ended(buffer: Buffer) -> None:
 def member(rank: int, n_ranks: int, store: str) -> None:
     open_group(rank, n_ranks, store)
     buffer = open_buffer()
-    scenarios = hooks, handles, other_tokens, arguments, kept, late, no_memory, ended
+    scenarios = (
+        hooks,
+        handles,
+        other_tokens,
+        arguments,
+        kept,
+        facts,
+        late,
+        no_memory,
+        ended,
+    )
     for scenario in scenarios:
         scenario(buffer)
         given = given_to(buffer)

@@ -125,10 +125,14 @@ class Region:
         if record[0] != 0:
             self._raise_text(self.library.failure, record.data_ptr())
 
+    def facts(self) -> Facts:
+        """Returns what a reader of the region must know."""
+        size = self.library.size
+        return Facts(*(size(_FACTS + i) for i in range(len(fields(Facts)))))
+
     def who_waits(self) -> RankWait:
         """Says whom this rank waits for in this region, also while a launch hangs."""
-        comm, size = self.comm, self.library.size
-        facts = Facts(*(size(_FACTS + i) for i in range(len(fields(Facts)))))
+        comm, facts = self.comm, self.facts()
         if comm.is_gpu:
             place = comm.device.index, self.counters.data_ptr(), self._address
             with GpuWords(*place) as words:

@@ -118,7 +118,7 @@ struct JoinQuantized:
         scales: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op; see the launcher of its name."""
+        """Runs the op on one rank."""
         comptime Join = JoinWords[NumbersOf[format], hidden_size]
         for_each[target](
             values.dim_size(0) * Join.words_per_token,
@@ -139,7 +139,7 @@ struct QuantizeDynamic:
         tokens: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op; see the launcher of its name."""
+        """Runs the op on one rank."""
         var work = QuantizeTokens[tokens.dtype, hidden_size](
             _bytes_of(joined), {unsafe_from_address = Int(tokens.unsafe_ptr())}
         )

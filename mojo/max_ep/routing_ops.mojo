@@ -59,7 +59,7 @@ struct SoftmaxTopK:
         logits: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op; see the launcher of its name."""
+        """Runs the op on one rank."""
         var router = Router[logits.dtype](
             {unsafe_from_address = Int(ids.unsafe_ptr())},
             {unsafe_from_address = Int(weights.unsafe_ptr())},
@@ -88,7 +88,7 @@ struct SoftmaxTopKBalanced:
         layer: LayerTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op; see the launcher of its name."""
+        """Runs the op on one rank."""
         var router = Router[logits.dtype](
             {unsafe_from_address = Int(ids.unsafe_ptr())},
             {unsafe_from_address = Int(weights.unsafe_ptr())},
@@ -116,7 +116,7 @@ struct BalanceIds:
         layer: LayerTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op; see the launcher of its name."""
+        """Runs the op on one rank."""
         var work = ToReplicas(
             {unsafe_from_address = Int(physical.unsafe_ptr())},
             {unsafe_from_address = Int(ids.unsafe_ptr())},

@@ -427,7 +427,8 @@ def max_ep_dispatch(
         comptime for i in range(3):
             if Int(form) == i + 1:
                 _dispatch[FORMS[i]](rank, queue, _at[DispatchArguments](arguments)[])
-        return 0
+                return 0
+        raise Error(t"max_ep_dispatch: there is no form {form}")
     except error:
         return rank.failed(error)
 
@@ -475,7 +476,8 @@ def max_ep_combine(
         comptime for i in range(3):
             if Int(form) == i + 1:
                 _combine[FORMS[i]](rank, queue, _at[CombineArguments](arguments)[])
-        return 0
+                return 0
+        raise Error(t"max_ep_combine: there is no form {form}")
     except error:
         return rank.failed(error)
 

@@ -9,10 +9,9 @@ from max.gpu import block_dim, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv, rsqrt
 
-from .product import In, Out
+from .product import In, KernelArgument, Out
 
 comptime _N_THREADS = 256
 comptime _FOUR = 4
@@ -21,7 +20,7 @@ comptime _Four = SIMD[DType.float32, _FOUR]
 
 
 @fieldwise_init
-struct Heads[dtype: DType, size: Int](DevicePassable, TrivialRegisterPassable):
+struct Heads[dtype: DType, size: Int](KernelArgument):
     """The heads of some tokens: of each token those of queries, keys and values.
 
     A position rotates element `i` of a head and element `i + size / 2` together.
@@ -58,19 +57,6 @@ struct Heads[dtype: DType, size: Int](DevicePassable, TrivialRegisterPassable):
     var n_layers: Int
     var layer: Int
     var epsilon: Float32
-
-    comptime device_type: AnyType = Self
-    """What a kernel gets: the same bytes."""
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type in MAX's errors about kernel arguments."""
-        return "max_ep_experts.Heads"
 
     @always_inline
     def n_heads(self) -> Int:
