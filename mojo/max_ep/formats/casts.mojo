@@ -96,14 +96,9 @@ def from_e4m3fn[
     comptime if is_nvidia_gpu():
         return bitcast[DType.float8_e4m3fn, width](values).cast[DType.float32]()
     else:
-        comptime Bits = SIMD[DType.uint32, width]
         var bits = values.cast[DType.uint32]()
-        var magnitude = bits & 0x7F
-        var small = magnitude.cast[DType.float32]() * 0.001953125
-        var normal = bitcast[DType.float32]((magnitude + (120 << 3)) << 20)
-        var x = magnitude.lt(Bits(8)).select(small, normal)
-        x = magnitude.eq(Bits(0x7F)).select(nan[DType.float32](), x)
-        return bitcast[DType.float32](bitcast[DType.uint32](x) | (bits & 0x80) << 24)
+        var magnitude = bitcast[DType.uint32](float_of_e4m3fn(bits & 0x7F))
+        return bitcast[DType.float32](magnitude | (bits & 0x80) << 24)
 
 
 @always_inline
@@ -134,13 +129,15 @@ def to_e2m1fn(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, WIDTH // 2]:
 
 
 @always_inline
-def float_of_e4m3fn(bits: UInt32) -> Float32:
-    """Widens a float8_e4m3fn that is not negative."""
-    if bits == 0x7F:
-        return nan[DType.float32]()
-    if bits < 8:
-        return Float32(bits) * Float32(0.001953125)
-    return bitcast[DType.float32]((bits + (120 << 3)) << 20)
+def float_of_e4m3fn[
+    width: SIMDLength, //
+](bits: SIMD[DType.uint32, width]) -> SIMD[DType.float32, width]:
+    """Widens float8_e4m3fn that are not negative."""
+    comptime Bits = SIMD[DType.uint32, width]
+    var small = bits.cast[DType.float32]() * 0.001953125
+    var normal = bitcast[DType.float32]((bits + (120 << 3)) << 20)
+    var x = bits.lt(Bits(8)).select(small, normal)
+    return bits.eq(Bits(0x7F)).select(nan[DType.float32](), x)
 
 
 @always_inline
