@@ -77,6 +77,10 @@ def test_site_builds_without_warnings(tmp_path):
         assert page.stem in ("index", *(p.name for p in tmp_path.iterdir()))
 
 
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_readme_example_is_the_program():
     program = (ROOT / "graphs/round_trip.py").read_text()
     examples = blocks(ROOT / "README.md", "python")

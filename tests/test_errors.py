@@ -4,6 +4,7 @@
 import ctypes
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,6 +82,17 @@ def test_a_peer_that_does_not_come_is_named(session):
     with raises(TimeoutError, "max_ep: node 0 waited 0.2 s for node 1; Start all 2"):
         EPCommInitializer(config, group="alone").ep_init(session)
     assert names_of("alone") == []
+
+
+def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch):
+    config = TWO.config(n_gpus_per_node=1, n_nodes=2, node_id=0)
+    comm = EPCommInitializer(config, group="fails")
+    comm._model = SimpleNamespace()  # the set-up graph, which does not run
+    monkeypatch.setattr(comm, "_prepare_ranks", lambda **_: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            comm.ep_init(session)
+        assert names_of("fails") == []
 
 
 # ------------------------------------------------------------------- at run time
