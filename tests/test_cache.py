@@ -77,6 +77,23 @@ def test_who_is_killed_frees_the_lock(tmp_path, monkeypatch, capfd):
     assert "waits for process of the test" in capfd.readouterr().err
 
 
+def test_who_fails_lets_the_next_try(tmp_path):
+    tries: list[int] = []
+
+    def make(path: Path) -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise ValueError("no")
+        path.write_text("made")
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [
+            pool.submit(cache.kept, tmp_path / "file", make).exception for _ in range(4)
+        ]
+        assert sum(answer(TIMEOUT_S) is not None for answer in answers) == 2
+    assert len(tries) == 3
+
+
 def test_nobody_waits_for_ever(tmp_path, monkeypatch, capfd):
     """A process that is stopped keeps its lock."""
     monkeypatch.setattr(cache, "_PATIENCE_S", 0.1)

@@ -5,7 +5,9 @@ No MAX here, so a peer is a bare Python process that starts in a moment. Where
 it does not matter that peers are processes, they are threads.
 """
 
+import _posixshmem
 import ctypes
+import mmap
 import os
 import signal
 import subprocess
@@ -456,3 +458,25 @@ make("x" * 201, 0) | group=; 1 to 200 bytes without '/'
 def test_memory_that_cannot_be(arguments, words):
     with raises((MemoryError, ValueError), words):
         eval(arguments, globals())
+
+
+def test_who_has_not_said_its_name_yet_is_not_replaced(group):
+    """A segment is made first, and marked with its owner later."""
+    name = symmetric_memory._segment_name(group, 0)
+    handle = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+
+    def go_on() -> mmap.mmap:
+        time.sleep(0.1)
+        os.ftruncate(handle, symmetric_memory._PAGE)
+        memory = mmap.mmap(handle, 0)
+        os.close(handle)
+        symmetric_memory._write_owner(memory, symmetric_memory.Owner.myself(""))
+        return memory
+
+    with ThreadPoolExecutor(1) as pool:
+        memory = pool.submit(go_on)
+        with pytest.raises(RuntimeError, match="node 0 of .* already taken by process"):
+            make(group, 0)
+        memory.result().close()
+    assert len(names_of(group)) == 1
+    unlink_group(group, 1)
