@@ -255,33 +255,6 @@ def test_fp8_matrices_are_widened(tmp_path, device):
     assert dtype == (DType.float8_e4m3fn if kept else DType.float32)
 
 
-@slow
-def test_ties_are_not_wrong_tokens(tmp_path):
-    """In a model whose experts change with a rounding."""
-    make_checkpoint(tmp_path, "deepseek_tiny", "bfloat16")
-    reference = Reference(tmp_path, in_bfloat16=True, noises=NOISES)
-    torch.manual_seed(0)
-    tolerance = 0.02
-    for _ in range(20):
-        ids = torch.randint(3, 400, (1, 128))
-        exact, rounded = reference.logits(ids)
-        chosen = rounded.argmax(1, keepdim=True)
-        gaps = exact.amax(1) - exact.gather(1, chosen)[:, 0]
-        at = int(gaps.argmax())
-        if gaps[at] > tolerance:
-            break
-    asked, token = ids[0, : at + 1].tolist(), int(chosen[at])
-    reference.check(asked, [token], tolerance)
-    assert reference.tally.n_by_noise == 1
-    # The second choice, where that is hardly less likely.
-    best, second = exact.topk(2, 1).values.T
-    at = int((best - second - 0.1).abs().argmin())
-    assert 0.05 < best[at] - second[at] < 0.15
-    with pytest.raises(AssertionError):
-        wrong = int(exact[at].topk(2).indices[1])
-        reference.check(ids[0, : at + 1].tolist(), [wrong], tolerance)
-
-
 def test_a_failed_launch_ends_the_next_step(monkeypatch):
     """A replayed step begins as any other: with its inputs."""
 
