@@ -49,6 +49,7 @@ SERVING_PEERS = {
     "max_ep": "max_ep",
     "max_expert_parallel": "MAX, expert parallel",
     "max_tensor_parallel": "MAX, tensor parallel",
+    "transformers": "transformers, grouped_mm",
 }
 NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 
@@ -190,6 +191,8 @@ def serving_tables(rows: list[dict]) -> list[str]:
     """Lays out rows of ``bench.serving``: prompts, then clients."""
 
     def spread(row: dict, name: str) -> str:
+        if name not in row:  # transformers is no server
+            return ""
         low, median, high = row[name]
         return f"{median:.2f} ({low:.2f} to {high:.2f})"
 

@@ -6,7 +6,8 @@
 
 Peers: ``max_ep``; ``max_expert_parallel`` and ``max_tensor_parallel``, MAX's own; on
 one GPU MAX has only the latter. Both of MAX's have our matmuls on Hopper, without
-which they do not compile (``bench/max_on_hopper.py``). The model has random weights
+which they do not compile (``bench/max_on_hopper.py``). ``transformers`` is no server:
+its model with grouped matmuls encodes the long prompts. The model has random weights
 and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48).
 
 All servers start at once; in each round one after another is timed, each round another
@@ -45,6 +46,7 @@ from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
 PEERS = ("max_ep", "max_expert_parallel", "max_tensor_parallel")
+_PLAIN = "transformers"
 _ON_HOPPER = ("--custom-architectures", "bench.max_on_hopper")
 _PROMPT, _ANSWER, _REQUESTS = 128, 64, 4
 """Tokens of a request that decodes, and how many each client sends."""
@@ -131,6 +133,24 @@ def prefill(pool: ProcessPoolExecutor, server: Server, n_prompt: int) -> dict:
     return {"cold_ms": waits[::2], "cached_ms": waits[1::2], "execution_ms": longest}
 
 
+def prefill_in_transformers(model: Path, n_prompt: int, device: str) -> dict:
+    """Times prompts in transformers with ``grouped_mm``, without a server."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    how = dict(dtype=torch.bfloat16, experts_implementation="grouped_mm")
+    plain = AutoModelForCausalLM.from_pretrained(model, **how).to(device).eval()
+    times = []
+    for _ in range(3 + 2 * _PREFILLS):
+        prompt = random.Random(next(_seeds)).choices(_VOCABULARY, k=n_prompt)
+        ids = torch.tensor([prompt], device=device)
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            plain(ids, logits_to_keep=1).logits.argmax().item()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return {"execution_ms": times[3:]}
+
+
 def decode(pool: ProcessPoolExecutor, server: Server, n_clients: int) -> dict:
     """Times clients that ask at once. Rates are tokens a second, times milliseconds."""
     seeds = [[next(_seeds) for _ in range(1 + _REQUESTS)] for _ in range(n_clients)]
@@ -192,7 +212,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=int, required=True, help="0: the CPU")
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    choices = [*PEERS, _PLAIN]
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=choices)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, default=4096, help="tokens to prefill")
     parser.add_argument("--rounds", type=int, default=3)
@@ -209,10 +230,17 @@ def main() -> None:
     limits = ["--max-length", "8192", "--max-batch-size", str(max(args.clients))]
     # What requests need is little; the pools of all servers fit the GPU.
     limits += "--max-batch-input-tokens 4096 --device-memory-utilization 0.85".split()
-    env = {POOL_VARIABLE: str(int(93 / len(args.peers))), **_EVERY_BATCH}
+    peers = [peer for peer in args.peers if peer != _PLAIN]
+    env = {POOL_VARIABLE: str(int(93 / len(peers))), **_EVERY_BATCH}
+    found: dict[tuple[str, str, int], list[dict]] = {}
+
+    def add(peer: str, size: str, n: int, values: dict) -> None:
+        found.setdefault((peer, size, n), []).append(values)
+        print(row_of(peer, size, n, [values]), flush=True)
+
     with contextlib.ExitStack() as stack:
         servers = {}
-        for peer in args.peers:
+        for peer in peers:
             flags = [*limits, *peer_flags(peer, args.gpus)]
             if args.mefs:
                 flags += ["--precompiled-mefs", str(args.mefs / peer)]
@@ -225,15 +253,9 @@ def main() -> None:
         processes = ProcessPoolExecutor(_N_PROCESSES, get_context("spawn"))
         pool = stack.enter_context(processes)
         list(pool.map(time.sleep, [1] * _N_PROCESSES))  # starts all of them
-        found: dict[tuple[str, str, int], list[dict]] = {}
-
-        def add(peer: str, size: str, n: int, values: dict) -> None:
-            found.setdefault((peer, size, n), []).append(values)
-            print(row_of(peer, size, n, [values]), flush=True)
-
         for i in range(args.rounds):
-            for j in range(len(args.peers)):
-                peer = args.peers[(i + j) % len(args.peers)]
+            for j in range(len(peers)):
+                peer = peers[(i + j) % len(peers)]
                 add(
                     peer,
                     "prompt",
@@ -242,9 +264,13 @@ def main() -> None:
                 )
                 for n in args.clients:
                     add(peer, "clients", n, decode(pool, servers[peer], n))
-        for peer in args.peers if args.foreign else ():
+        for peer in peers if args.foreign else ():
             n = max(args.clients)
             add(peer, "clients", n, foreign(servers[peer], n, args.logs))
+    if _PLAIN in args.peers:
+        device = "cuda" if args.gpus else "cpu"
+        times = prefill_in_transformers(model, args.prompt, device)
+        add(_PLAIN, "prompt", args.prompt, times)
     if wrong := _tests().wrong_answers(answers, model):
         raise SystemExit("wrong tokens, so no table; " + "; ".join(wrong))
     rows = [row_of(*key, rounds) for key, rounds in found.items()]

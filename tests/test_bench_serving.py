@@ -117,6 +117,14 @@ def test_rows_are_medians_and_quartiles(capsys):
     assert "its log has no step_ms of 4 clients" in capsys.readouterr().out
 
 
+def test_transformers_is_a_peer_without_a_server(tmp_path):
+    make_checkpoint(tmp_path, "tiny", "bfloat16")
+    times = serving.prefill_in_transformers(tmp_path, 32, "cpu")
+    row = serving.row_of("transformers", "prompt", 32, [times])
+    line = report.serving_tables([{**row, "run": "c"}])[2]
+    assert re.match(r"\| transformers, grouped_mm \| 32 \|  \|  \| \d", line)
+
+
 def test_commands_that_are_saved_name_no_folder(monkeypatch):
     given = ["bench", "--out", "/some/folder", "--tokens", "1", "8"]
     monkeypatch.setattr(sys, "argv", given)
