@@ -94,7 +94,7 @@ def dispatch_async_kernel[
         returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem,
+        use_shmem=use_shmem and p2p_world_size < n_ranks,
         num_threads=num_threads,
     )
     DispatchByExpert[group, token_fmt_type, input_type](
@@ -148,7 +148,7 @@ def dispatch_wait_kernel[
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem,
+        use_shmem=use_shmem and p2p_world_size < n_ranks,
         num_threads=num_threads,
     )
     DispatchByExpert[group, token_fmt_type, DType.bfloat16](
@@ -193,7 +193,7 @@ def combine_async_kernel[
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem,
+        use_shmem=use_shmem and p2p_world_size < n_ranks,
         num_threads=num_threads,
     )
     CombineRows[group, combine_dtype](
@@ -240,7 +240,7 @@ def combine_wait_kernel[
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem,
+        use_shmem=use_shmem and p2p_world_size < n_ranks,
         num_threads=num_threads,
     )
     CombineRows[group, combine_dtype](

@@ -59,7 +59,7 @@ comptime combine_async = combine_async_kernel[
 ]
 comptime combine_wait = combine_wait_kernel[
     F32, N_THREADS, N_BLOCKS, HIDDEN, TOP_K, N_EXPERTS, N_RANKS, MAX_TOKENS,
-    N_RANKS, False,
+    N_RANKS,
 ]
 # fmt: on
 
@@ -88,7 +88,6 @@ def dispatch_async[
         p2p_world_size=N_RANKS,
         token_fmt_type=Format,
         input_scales_wrapper=scales,
-        use_shmem=False,
     ](
         input_tokens=input_tokens,
         topk_ids=topk_ids,
