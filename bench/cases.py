@@ -57,10 +57,18 @@ OURS = {
 # What ranks that mask a late peer cost while none is late.
 OURS |= {f"{x}_masks": OURS[x] | {"on_timeout": "mask"} for x in ("sums", "rows")}
 OURS["sums_mxfp8"] = OURS["sums"] | {"combine_quant_config": mxfp8_quant_config()}
+# Dispatch alone: of tokens that are quantized already, and with packed scales.
+OURS["given"] = OURS["sums"] | {"tokens_are_quantized": True}
+OURS["packed"] = OURS["sums"] | {
+    "fp8_power_of_two_scales": True,
+    "scale_layout": "packed",
+}
 """Peers that are an ``EPBatchManager`` of this library: what ``EPConfig`` says."""
 
 FORMS = {
     **dict.fromkeys(OURS, ("fused", "split", "fused_work", "work")),
+    "sums": ("fused", "split", "fused_work", "work", "dispatch"),
+    **dict.fromkeys(("given", "packed"), ("dispatch",)),
     "all_gather": ("all_gather",),
     "max": ("fused", "split"),
     "max_layer": ("fused",),
@@ -70,6 +78,7 @@ FORMS = {
 
 ``fused``: one launch for dispatch and one for combine. ``split``: async, then wait.
 ``work``: async, other work, wait; ``fused_work``: the same work, then fused.
+``dispatch``: the fused dispatch, without combine.
 ``all_gather`` is an ``AllGatherTokenDispatcher``; ``max`` MAX's EP; ``max_layer`` what
 MAX's MoE layer does on one GPU, without expert parallelism; ``nccl`` see
 ``bench.peer_nccl``.
@@ -82,7 +91,7 @@ _SCHEMES = {
     "all_to_all": ("dedup", "dedup"),
 }
 _SCHEMES |= {f"{name}_masks": _SCHEMES[name] for name in ("sums", "rows")}
-_SCHEMES["sums_mxfp8"] = _SCHEMES["sums"]
+_SCHEMES |= dict.fromkeys(("sums_mxfp8", "given", "packed"), _SCHEMES["sums"])
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.

@@ -125,6 +125,15 @@ class Delivered:
     """``[n_local_experts + 1]``."""
     expert_ids: torch.Tensor
     """``[n_local_experts]``: the local expert of each range."""
+    are_scales_packed: bool = False
+    """They are powers of two, and four exponents stand in an int32."""
+
+    def __post_init__(self) -> None:
+        if self.are_scales_packed:
+            n, n_rows = self.scales.shape
+            exponents = self.scales.view(torch.uint8).view(n, n_rows, 4).transpose(1, 2)
+            bits = exponents.reshape(4 * n, n_rows).int() << 23
+            self.scales = bits.view(torch.float32)
 
 
 def token_numbers(rows: torch.Tensor, values_per_byte: int = 1) -> torch.Tensor:
@@ -201,7 +210,8 @@ def check_dispatch(
     if got.scales is not None and exact:
         picked = torch.linspace(0, n_rows - 1, min(_SAMPLE, n_rows)).long().to(device)
         x = x_all[numbers[picked]].float().cpu().numpy()
-        values, scales = token_format.quantize(x)
+        more = {"power_of_two_scales": True} if got.are_scales_packed else {}
+        values, scales = token_format.quantize(x, **more)
         got_values = got.rows[picked]
         got_scales = got.scales.T if got.dtype == "fp8" else got.scales
         same = np.array_equal(got_values.cpu().numpy(), values)

@@ -123,6 +123,8 @@ def _can_run(peer: str, n_ranks: int, dtype: str) -> bool:
     """MAX's EP needs two ranks, its layer has one, NCCL has nothing to do for one."""
     if peer in _BFLOAT16_ONLY and dtype != "bfloat16":
         return False
+    if (peer, dtype) == ("given", "bfloat16") or (peer == "packed" and dtype != "fp8"):
+        return False  # there are no scales, or none that can be packed
     if peer == "max" and dtype not in ("bfloat16", "fp8"):
         return False  # its other formats are not for Hopper
     if peer == "max_layer":

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import Graph, TensorValue, ops
+from max.graph import Graph, TensorType, TensorValue, ops
 
+from max_ep import reference
+from max_ep.formats import BY_SHORT_NAME
 from max_ep.memory.setup_graph import setup_graph
 
 from . import cases as _cases
@@ -46,8 +49,6 @@ def library(config: Config) -> ModuleType:
 
 def ep_config(config: Config) -> Any:
     """Returns the library's ``EPConfig``."""
-    from max_ep.formats import BY_SHORT_NAME
-
     token_format = BY_SHORT_NAME[config.dtype]
     quant_config = token_format.make_quant_config
     fields: dict[str, Any] = dict(
@@ -67,6 +68,13 @@ def ep_config(config: Config) -> Any:
     return library(config).EPConfig(**fields)
 
 
+def _given_types(config: Config) -> list[TensorType]:
+    """Returns the types of quantized tokens: values of each rank, then scales."""
+    ep = ep_config(config)
+    values = types(config, ep.output_dtype, ["n_tokens", ep.row_columns])
+    return values + types(config, ep.scales_dtype, ["n_tokens", ep.n_scales])
+
+
 class Peer(GraphPeer):
     """One configuration of max_ep or of MAX's EP."""
 
@@ -75,14 +83,17 @@ class Peer(GraphPeer):
 
         Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
         EP inputs. Outputs, each a tensor a rank: the last layer's sums, and other
-        work's result. With ``is_check`` the first layer's sums; then for each rank
-        what its dispatch returned without the last element: rows, scales if it
-        quantizes, row offsets, expert ids.
+        work's result; of dispatch alone the last layer's rows of each expert. With
+        ``is_check`` the first layer's sums; then for each rank what its dispatch
+        returned without the last element: rows, scales if it quantizes, row offsets,
+        expert ids.
         """
         config, n = self.config, self.config.n_ranks
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
         manager = library(config).EPBatchManager(ep_config(config))
         inputs = token_types(config, _N_FACTORS)
+        if config.peer == "given":
+            inputs[:n] = _given_types(config)
         if config.is_quantized:
             n_rows = ep_config(config).get_max_recv_tokens()
             rows = [n_rows, config.shape.hidden_size]
@@ -94,6 +105,8 @@ class Peer(GraphPeer):
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
             manager.fetch_buffers(graph.inputs[len(inputs) :])
             x, ids, *rest = (values[i : i + n] for i in range(0, len(values), n))
+            if config.peer == "given":  # values, scales, ids
+                x, ids, rest = list(zip(x, ids)), rest[0], rest[1:]
             weights, rest = rest[:_N_FACTORS], rest[_N_FACTORS:]
             layer = _Layer(manager, form, rest.pop() if "work" in form else [])
             first: list[TensorValue] = []
@@ -102,10 +115,16 @@ class Peer(GraphPeer):
                 of_layer = weights[i % _N_FACTORS]
                 there, back = (of_layer, None) if config.is_sums else (None, of_layer)
                 outputs = layer.dispatch(x, ids, there)
-                x = layer.combine(rest[0] if rest else [o[0] for o in outputs], back)
-                first, kept = first or x, kept or outputs
+                kept = kept or outputs
+                if form == "dispatch" and not is_check:
+                    continue
+                sums = layer.combine(rest[0] if rest else [o[0] for o in outputs], back)
+                first = first or sums
+                x = x if form == "dispatch" else sums
             if is_check:
                 graph.output(*first, *(value for o in kept for value in o[:-1]))
+            elif form == "dispatch":
+                graph.output(*map(manager.ep_received, outputs))
             else:
                 graph.output(*x, *layer.work)
         return graph
@@ -131,12 +150,27 @@ class Peer(GraphPeer):
         from .checks import from_bits
 
         inputs = [[from_bits(x) for x in data.x], data.ids, *data.weights]
+        if self.config.peer == "given":
+            inputs[:1] = self._given(data)
         if self.config.is_quantized:
             inputs.append(self._expert_rows)
         if "work" in form:
             work = torch.ones(WORK_SHAPE, dtype=torch.bfloat16)
             inputs.append([work] * self.config.n_ranks)
         return inputs
+
+    def _given(self, data: Data) -> list[list[Buffer]]:
+        """Quantizes the tokens of each rank: values, then scales."""
+        quantize = BY_SHORT_NAME[self.config.dtype].quantize
+        config, given = ep_config(self.config), []
+        for x in data.x:
+            pair = quantize(reference.bfloat16_to_float32(x))
+            dtypes = config.output_dtype, config.scales_dtype
+            given += [
+                Buffer.from_numpy(a).view(dtype, list(a.shape))
+                for a, dtype in zip(pair, dtypes)
+            ]
+        return [given[::2], given[1::2]]
 
     @functools.cached_property
     def _expert_rows(self) -> list[Buffer]:
@@ -167,7 +201,12 @@ class Peer(GraphPeer):
             check_dispatch(
                 where,
                 Delivered(
-                    config.dtype, rows, scales[0] if scales else None, offsets, experts
+                    config.dtype,
+                    rows,
+                    scales[0] if scales else None,
+                    offsets,
+                    experts,
+                    config.peer == "packed",
                 ),
                 data.routes.token_numbers[rank],
                 data.routes.row_offsets[rank],
@@ -186,9 +225,14 @@ class Peer(GraphPeer):
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares a chain's result with what exact arithmetic gives."""
-        from .checks import check_chain
+        from .checks import check_chain, check_same
 
         config = self.config
+        if case.form == "dispatch":
+            for rank, got in enumerate(outputs):
+                want = np.diff(data.routes.row_offsets[rank])
+                check_same(f"{case.name} rank {rank}", self.tensor(got, rank), want)
+            return
         if not config.is_quantized:
             super().check_chain(case, data, outputs)
             return
@@ -203,7 +247,8 @@ class _Layer:
     """Builds dispatch and combine in one of the forms, for all ranks."""
 
     def __init__(self, manager: Any, form: str, work: list[TensorValue]) -> None:
-        self.manager, self.form = manager, form
+        self.manager = manager
+        self.is_fused = form in ("fused", "fused_work", "dispatch")
         self.work = work
         """Each softmax takes the result of the one before, so all of them run."""
 
@@ -219,7 +264,7 @@ class _Layer:
         """Dispatches; ``weights``: those that go with the tokens."""
         ranks, manager = range(len(x)), self.manager
         more = [{"router_weight": w} for w in weights] if weights else [{}] * len(x)
-        if self.form.startswith("fused"):
+        if self.is_fused:
             self._work()
             return [manager.ep_dispatch(x[i], ids[i], i, **more[i]) for i in ranks]
         for i in ranks:
@@ -233,7 +278,7 @@ class _Layer:
         """Combines; ``weights`` is None if dispatch has them."""
         ranks, manager = range(len(rows)), self.manager
         of = weights or [None] * len(rows)
-        if self.form.startswith("fused"):
+        if self.is_fused:
             self._work()
             return [manager.ep_combine(rows[i], of[i], i) for i in ranks]
         for i in ranks:

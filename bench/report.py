@@ -27,6 +27,8 @@ PEERS = {
     "sums_masks": "max_ep by_rank, sums, on_timeout mask",
     "rows_masks": "max_ep by_rank, rows, on_timeout mask",
     "sums_mxfp8": "max_ep by_rank, sums in MXFP8",
+    "given": "max_ep by_rank, tokens quantized already",
+    "packed": "max_ep by_rank, packed scales",
     "all_gather": "max_ep AllGatherTokenDispatcher",
     "max": "MAX EP",
     "max_layer": "MAX, no expert parallelism",
@@ -37,6 +39,7 @@ FORMS = {
     "split": ", async + wait",
     "work": ", async + work + wait",
     "fused_work": ", work + fused",
+    "dispatch": ", dispatch alone",
     "all_gather": ", all-gather + reduce-scatter",
     "all_to_all": ", all-to-all, one row a (token, rank)",
 }

@@ -67,7 +67,8 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
         assert form in peer_nccl.LAYERS
         return
     monkeypatch.setitem(cases._LAYERS, 128, 3)
-    dtype = {"by_expert": "fp8", "sums": "nvfp4"}.get(peer, "bfloat16")
+    dtypes = {"by_expert": "fp8", "sums": "nvfp4", "given": "mxfp8", "packed": "fp8"}
+    dtype = dtypes.get(peer, "bfloat16")
     n_ranks = 1 if peer == "max_layer" else 2
     built = peer_graphs.peer_of(Config(peer, n_ranks, "h4096_e8_k2", dtype, 128))
     timed = built.graph(form, is_check=False)
