@@ -37,6 +37,7 @@ SHAPES = {
         Shape("h7168_e256_k8", 7168, 256, 8, "DeepSeek-V3"),
         Shape("h4096_e128_k8", 4096, 128, 8, "Qwen3-235B-A22B"),
         Shape("h4096_e8_k2", 4096, 8, 2, "Mixtral 8x7B"),
+        Shape("h2048_e64_k8", 2048, 64, 8, "OLMoE-1B-7B"),
     )
 }
 
@@ -73,6 +74,7 @@ FORMS = {
     "max": ("fused", "split"),
     "max_layer": ("fused",),
     "nccl": ("all_gather", "all_to_all"),
+    "buffer": ("fused", "split"),
 }
 """Peers, and what a layer of each is made of.
 
@@ -80,13 +82,14 @@ FORMS = {
 ``work``: async, other work, wait; ``fused_work``: the same work, then fused.
 ``dispatch``: the fused dispatch, without combine.
 ``all_gather`` is an ``AllGatherTokenDispatcher``; ``max`` MAX's EP; ``max_layer`` what
-MAX's MoE layer does on one GPU, without expert parallelism; ``nccl`` see
-``bench.peer_nccl``.
+MAX's MoE layer does on one GPU, without expert parallelism; ``nccl`` and ``buffer``
+see ``bench.peer_torch``.
 """
 
 _SCHEMES = {
     "sums": ("dedup", "dedup"),
     "rows": ("dedup", "slots"),
+    "buffer": ("dedup", "slots"),
     "all_gather": ("gather", "gather"),
     "all_to_all": ("dedup", "dedup"),
 }
@@ -109,6 +112,8 @@ class Config:
     dtype: str
     max_tokens: int
     """``max_tokens_per_rank``."""
+    target: str = "gpu"
+    """Or ``cpu``, whose ranks run one after another."""
 
     @property
     def shape(self) -> Shape:
@@ -132,7 +137,7 @@ class Config:
     @property
     def n_layers(self) -> int:
         """Layers of the timed graph."""
-        return _LAYERS[self.max_tokens]
+        return 1 if self.target == "cpu" else _LAYERS[self.max_tokens]
 
     @property
     def name(self) -> str:

@@ -4,12 +4,13 @@
 All ranks in one process: dispatch, then combine of the dispatched rows (for FP8 of
 other rows of the combine dtype), through a MAX graph. The roof is ``memcpy`` (NumPy,
 one thread, and all cores) of the bytes that must move: each row once to its expert
-and once back. Results are compared with the oracle before and after timing.
+and once back. Results are compared before and after timing.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import statistics
@@ -20,25 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from max.driver import CPU, Buffer
-from max.dtype import DType
-from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.driver import CPU
+from max.engine import InferenceSession
+from max.graph import Module
 
-from max_ep import (
-    EPBatchManager,
-    EPCommInitializer,
-    EPConfig,
-    extension_path,
-    reference,
-)
-from max_ep.formats import BY_SHORT_NAME
+from max_ep import extension_path
 
-from . import cases, runs
+from . import runs
+from .cases import SHAPES, Case, Config, expert_ids, row_bytes
+from .peer_ep import Peer
 
 WARM_UPS, SAMPLES = 5, 40
-LAYER = cases.Shape("cpu", 2048, 64, 8, model="none")
-PROTOCOLS = ("by_expert", "by_rank")
+SHAPE = "h2048_e64_k8"
+PROTOCOLS = {"by_expert": "by_expert", "by_rank": "rows"}
+"""Columns of the table, and their peers."""
 
 
 @dataclass(frozen=True)
@@ -53,102 +49,12 @@ class Size:
 SIZES = (Size("decode", 8), Size("prefill", 512))
 
 
-class RoundTrip:
-    """One size in one wire format and protocol, ready to run and to check."""
-
-    def __init__(self, module: Module, size: Size, wire: str, protocol: str) -> None:
-        """Adds its graph to a module; `start` does the rest."""
-        n, wire_format = size.n_ranks, BY_SHORT_NAME[wire]
-        make_quant_config = wire_format.make_quant_config
-        self.config = EPConfig(
-            dispatch_dtype=wire_format.dtype,
-            combine_dtype=DType.bfloat16,
-            hidden_size=LAYER.hidden_size,
-            top_k=LAYER.top_k,
-            n_experts=LAYER.n_experts,
-            max_tokens_per_rank=size.n_tokens,
-            n_gpus_per_node=n,
-            n_nodes=1,
-            dispatch_quant_config=make_quant_config() if make_quant_config else None,
-            target="cpu",
-            protocol=protocol,
-        )
-        self._x = cases.tokens(LAYER, n, size.n_tokens)
-        self._ids = cases.expert_ids(LAYER, "uniform", n, size.n_tokens)
-        self._weights = cases.router_weights(LAYER, n, size.n_tokens)
-        # FP8 rows cannot be combined as they are; these stand for the experts'.
-        n_rows = self.config.get_max_recv_tokens()
-        drawn = np.random.default_rng(0).standard_normal(
-            [n_rows, LAYER.hidden_size], "f"
-        )
-        rows = reference.float32_to_bfloat16(drawn)
-        self._expert_rows = [rows] * n if self.config.is_quantized else []
-        self._add_graph(f"round_trip_{wire}_{size.name}_{protocol}", module)
-        self._comm = EPCommInitializer(self.config)
-
-    def start(self, session: InferenceSession, model: Model) -> None:
-        """Takes the compiled graph and sets up the group's memory."""
-        self._model = model
-        self._comm.ep_init(session)
-        self._inputs = [
-            *(_bfloat16(x) for x in self._x),
-            *(Buffer.from_numpy(x) for x in (*self._ids, *self._weights)),
-            *(_bfloat16(x) for x in self._expert_rows),
-            *self._comm.model_inputs(),
-        ]
-
-    def _add_graph(self, name: str, module: Module) -> None:
-        config, n = self.config, self.config.n_ranks
-
-        def types(dtype: DType, *dims: str | int) -> list[TensorType]:
-            return [TensorType(dtype, dims, DeviceRef.CPU())] * n
-
-        inputs = types(DType.bfloat16, "n_tokens", config.hidden_size)
-        inputs += types(DType.int32, "n_tokens", config.top_k)
-        inputs += types(DType.float32, "n_tokens", config.top_k)
-        if config.is_quantized:
-            n_rows = config.get_max_recv_tokens()
-            inputs += types(DType.bfloat16, n_rows, config.hidden_size)
-        manager, ranks = EPBatchManager(config), list(range(n))
-        all_types = [*inputs, *manager.input_types()]
-        with Graph(name, input_types=all_types, module=module) as graph:
-            values = [value.tensor for value in graph.inputs[: len(inputs)]]
-            manager.fetch_buffers(graph.inputs[len(inputs) :])
-            dispatched = manager.ep_dispatch_all(values[:n], values[n : 2 * n], ranks)
-            rows = values[3 * n :] or [outputs[0] for outputs in dispatched]
-            graph.output(*manager.ep_combine_all(rows, values[2 * n : 3 * n], ranks))
-
-    def run(self) -> list[Buffer]:
-        """Runs one generation."""
-        return self._model.execute(*self._inputs)
-
-    def check(self) -> None:
-        """Runs one generation and compares it with the oracle, bit for bit."""
-        found = [y.view(DType.uint16, list(y.shape)).to_numpy() for y in self.run()]
-        dispatched = reference.dispatch(self._x, self._ids, LAYER.n_experts)
-        given = self._expert_rows or [d.rows for d in dispatched]
-        rows = [
-            reference.bfloat16_to_float32(x[: len(d.rows)])
-            for x, d in zip(given, dispatched)
-        ]
-        expected = reference.combine(rows, dispatched, self._weights)
-        for rank, y in enumerate(found):
-            want = reference.float32_to_bfloat16(expected[rank])
-            np.testing.assert_array_equal(y, want, f"rank {rank}")
-
-    def bytes_to_move(self) -> int:
-        """Returns the token bytes on the wire: a row for each choice, both ways."""
-        wire = "fp8" if self.config.is_quantized else "bfloat16"
-        n_bytes = sum(cases.row_bytes(LAYER, w) for w in (wire, "bfloat16"))
-        return sum(ids.size for ids in self._ids) * n_bytes
-
-    def close(self) -> None:
-        """Frees the memory."""
-        self._comm.close()
-
-
-def _bfloat16(bits: np.ndarray) -> Buffer:
-    return Buffer.from_numpy(bits).view(DType.bfloat16, list(bits.shape))
+def bytes_to_move(size: Size, wire: str) -> int:
+    """Returns the token bytes on the wire: a row for each choice, both ways."""
+    shape = SHAPES[SHAPE]
+    ids = expert_ids(shape, "uniform", size.n_ranks, size.n_tokens)
+    n_bytes = sum(row_bytes(shape, w) for w in (wire, "bfloat16"))
+    return sum(of_rank.size for of_rank in ids) * n_bytes
 
 
 def memcpy(n_bytes: int, n_threads: int) -> Callable[[], None]:
@@ -185,23 +91,29 @@ def sample(functions: dict[str, Callable[[], object]]) -> dict[str, list[float]]
 
 def measure(session: InferenceSession, size: Size, wire: str, n_cores: int) -> dict:
     """Measures one row of the table."""
-    module = Module()
-    trips = {p: RoundTrip(module, size, wire, p) for p in PROTOCOLS}
+    module, cases = Module(), {}
+    for name, peer in PROTOCOLS.items():
+        config = Config(peer, size.n_ranks, SHAPE, wire, size.n_tokens, "cpu")
+        cases[name] = Case(config, "split", size.n_tokens, "uniform")
+    peers = {name: Peer(case.config) for name, case in cases.items()}
+    for peer in peers.values():
+        peer.graph("split", is_check=False, module=module)
+    models = session.load_all(module, custom_extensions=[extension_path()])
+    n_bytes = bytes_to_move(size, wire)
+    functions = dict(memcpy_1=memcpy(n_bytes, 1), memcpy_all=memcpy(n_bytes, n_cores))
+    checks = {}
     try:
-        models = session.load_all(module, custom_extensions=[extension_path()])
-        for trip, model in zip(trips.values(), models.values()):
-            trip.start(session, model)
-            trip.check()
-        n_bytes = trips[PROTOCOLS[0]].bytes_to_move()
-        times = sample(
-            {name: trip.run for name, trip in trips.items()}
-            | {"memcpy_1": memcpy(n_bytes, 1), "memcpy_all": memcpy(n_bytes, n_cores)}
-        )
-        for trip in trips.values():
-            trip.check()
+        for (name, peer), model in zip(peers.items(), models.values()):
+            peer.join(session)
+            inputs, checks[name] = peer.start(cases[name])
+            functions[name] = functools.partial(model.execute, *inputs)
+            checks[name](functions[name]())
+        times = sample(functions)
+        for name, check in checks.items():
+            check(functions[name]())
     finally:
-        for trip in trips.values():
-            trip.close()
+        for peer in peers.values():
+            peer.close()
     row = {"shape": size.name, "tokens": size.n_tokens, "wire": wire}
     row["mb"] = n_bytes / 1e6
     for name, values in times.items():

@@ -37,7 +37,8 @@ from pathlib import Path
 from . import runs
 from .cases import DTYPES, FORMS, ROUTINGS, SHAPES, TOKENS, Case, Config, max_tokens_for
 
-_BFLOAT16_ONLY = ("all_gather", "max_layer", "nccl")
+_FROM_TORCH = ("nccl", "buffer")
+_BFLOAT16_ONLY = ("all_gather", "max_layer", *_FROM_TORCH)
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,10 @@ def _compile(config: Config, forms: list[str], arch: str, folder: Path) -> None:
 def _measure(todo: list[Case], options: Options) -> None:
     from .peer_graphs import peer_of
 
-    if todo[0].config.peer == "nccl":
-        from . import peer_nccl
+    if todo[0].config.peer in _FROM_TORCH:
+        from . import peer_torch
 
-        peer_nccl.run(todo, options)
+        peer_torch.run(todo, options)
         return
     peer = peer_of(todo[0].config)
     peer.open(options.mefs)
@@ -197,7 +198,7 @@ def _compile_all(configs: list[Config], options: argparse.Namespace) -> None:
     from .peer_graphs import is_compiled
 
     for config in configs:
-        if config.peer == "nccl":
+        if config.peer in _FROM_TORCH:
             continue
         chosen = options.forms or FORMS[config.peer]
         forms = [form for form in FORMS[config.peer] if form in chosen]

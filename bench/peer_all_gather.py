@@ -15,7 +15,7 @@ from max_ep.memory.setup_graph import setup_graph
 
 from . import cases as _cases
 from .cases import Case
-from .peer_graphs import Data, GraphPeer, token_types, torch_device
+from .peer_graphs import Data, GraphPeer, token_types
 
 
 class Peer(GraphPeer):
@@ -34,9 +34,8 @@ class Peer(GraphPeer):
         """Builds a chain.
 
         Inputs, each a list with one tensor a rank: tokens, ids, probabilities; the EP
-        inputs. Outputs, each a tensor a rank: the last layer's sums, the first
-        layer's, and the tokens it gathered; then of each layer the routing map and the
-        probabilities.
+        inputs. Outputs, each a tensor a rank: the last layer's sums; the first layer's,
+        and the tokens, routing map and probabilities that it gathered.
         """
         config, n = self.config, self.config.n_ranks
         dispatcher = self._dispatcher()
@@ -47,13 +46,12 @@ class Peer(GraphPeer):
             dispatcher.fetch_buffers(graph.inputs[len(inputs) :])
             x, ids, probs = (values[i : i + n] for i in range(0, len(values), n))
             first: list[TensorValue] = []
-            kept: list[TensorValue] = []
             for _ in range(config.n_layers):
                 tokens, all_probs = dispatcher.token_dispatch(x, probs, ids)
                 x = dispatcher.token_combine(tokens)
-                first = first or [*x, *tokens]
-                kept += [*dispatcher.routing_map, *all_probs]
-            graph.output(*x, *first, *kept)
+                gathered = *tokens, *dispatcher.routing_map, *all_probs
+                first = first or [*x, *gathered]
+            graph.output(*x, *first)
         return graph
 
     def set_up(self, session: InferenceSession) -> Any:
@@ -78,15 +76,28 @@ class Peer(GraphPeer):
 
     def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares the first layer."""
+        from .checks import check_same, stack_tokens
+
         n = self.config.n_ranks
-        self._check_gathered(case, data, outputs, n_layers=1)
         self._check_sums(case, data, outputs[n : 2 * n], n_layers=1)
+        tokens = stack_tokens([self._scaled(x) for x in data.x], "cpu")
+        ids, probs = np.concatenate(data.ids), np.concatenate(data.weights[0])
+        for i, (what, want, rest) in enumerate(
+            (("tokens", tokens, None), ("routing map", ids, -1), ("probs", probs, 0))
+        ):
+            for rank in range(n):
+                got = self.tensor(outputs[(2 + i) * n + rank], rank)
+                where, n_there = f"{case.name} rank {rank}: {what}", n * case.n_tokens
+                check_same(where, got[:n_there], want)
+                if rest is not None:
+                    unused = got[n_there:]
+                    check_same(where, unused, unused.new_full(unused.shape, rest))
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
-        """Compares all layers."""
-        layers = self.config.n_layers
-        self._check_gathered(case, data, outputs, layers)
-        self._check_sums(case, data, outputs[: self.config.n_ranks], layers)
+        """Compares the first layer, and the last one's sums."""
+        self.check_layer(case, data, outputs)
+        sums = outputs[: self.config.n_ranks]
+        self._check_sums(case, data, sums, self.config.n_layers)
 
     def _check_sums(
         self, case: Case, data: Data, sums: list[Buffer], n_layers: int
@@ -94,33 +105,8 @@ class Peer(GraphPeer):
         from .checks import check_chain, from_bits
 
         for rank, got in enumerate(sums):
-            x = from_bits(self._scaled(data.x[rank]), torch_device(rank)).double()
+            device = self.torch_device(rank)
+            x = from_bits(self._scaled(data.x[rank]), device).double()
             where = f"{case.name} rank {rank}, {n_layers} layers"
             want = x * float(self.config.n_ranks) ** n_layers
             check_chain(where, self.tensor(got, rank), want)
-
-    def _check_gathered(
-        self, case: Case, data: Data, outputs: list[Buffer], n_layers: int
-    ) -> None:
-        """Compares the first layer's tokens, and maps and probabilities."""
-        from .checks import check_same, stack_tokens
-
-        n = self.config.n_ranks
-        n_there = n * case.n_tokens
-        scaled = [self._scaled(x) for x in data.x]
-        ids, probs = np.concatenate(data.ids), np.concatenate(data.weights[0])
-        for rank in range(n):
-            where = f"{case.name} rank {rank}"
-            got = self.tensor(outputs[2 * n + rank], rank)[:n_there]
-            check_same(f"{where}: tokens", got, stack_tokens(scaled, got.device))
-            for layer in range(n_layers):
-                at = 3 * n + 2 * n * layer + rank
-                for what, i, want, rest in (
-                    ("routing map", at, ids, -1),
-                    ("probabilities", at + n, probs, 0),
-                ):
-                    got = self.tensor(outputs[i], rank)
-                    says = f"{where}, layer {layer}: {what}"
-                    check_same(says, got[:n_there], want)
-                    unused = got[n_there:]
-                    check_same(says, unused, unused.new_full(unused.shape, rest))

@@ -7,10 +7,8 @@ expert of a rank returns one given row, the same for all tokens.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy as np
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import Graph, TensorType, TensorValue, ops
+from max.graph import Graph, Module, TensorType, TensorValue, ops
 
 from max_ep import reference
 from max_ep.formats import BY_SHORT_NAME
@@ -31,7 +29,6 @@ from .peer_graphs import (
     Data,
     GraphPeer,
     token_types,
-    torch_device,
     types,
 )
 
@@ -64,7 +61,7 @@ def ep_config(config: Config) -> Any:
         dispatch_quant_config=quant_config() if quant_config else None,
     )
     if config.peer in OURS:
-        fields |= dict(target="gpu", timeout_s=5.0, **OURS[config.peer])
+        fields |= dict(target=config.target, timeout_s=5.0, **OURS[config.peer])
     return library(config).EPConfig(**fields)
 
 
@@ -78,7 +75,9 @@ def _given_types(config: Config) -> list[TensorType]:
 class Peer(GraphPeer):
     """One configuration of max_ep or of MAX's EP."""
 
-    def graph(self, form: str, *, is_check: bool) -> Graph:
+    def graph(
+        self, form: str, *, is_check: bool, module: Module | None = None
+    ) -> Graph:
         """Builds a chain.
 
         Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
@@ -101,7 +100,8 @@ class Peer(GraphPeer):
         if "work" in form:
             inputs += types(config, DType.bfloat16, WORK_SHAPE)
         name = f"{config.name}_{form}_l{n_layers}"
-        with Graph(name, input_types=[*inputs, *manager.input_types()]) as graph:
+        declared = [*inputs, *manager.input_types()]
+        with Graph(name, input_types=declared, module=module) as graph:
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
             manager.fetch_buffers(graph.inputs[len(inputs) :])
             x, ids, *rest = (values[i : i + n] for i in range(0, len(values), n))
@@ -136,12 +136,9 @@ class Peer(GraphPeer):
         return comm
 
     def compile_set_up(self, session: InferenceSession) -> None:
-        """Compiles its graph; MAX's initializer goes on and finds no memory."""
+        """Compiles its graph. MAX's initializer needs memory: GPU hosts compile it."""
         if self.config.peer in OURS:
             session.load(setup_graph(ep_config(self.config)))
-            return
-        with _no_allocation(), contextlib.suppress(Exception):
-            self.set_up(session)
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
         """Tokens, ids, weights of each factor; experts' rows; other work."""
@@ -210,7 +207,7 @@ class Peer(GraphPeer):
                 ),
                 data.routes.token_numbers[rank],
                 data.routes.row_offsets[rank],
-                stack_tokens(data.x, torch_device(rank)),
+                stack_tokens(data.x, self.torch_device(rank)),
                 exact=is_ours,
                 # MAX lets each expert's FP8 rows begin at a multiple of four.
                 filled_to=4 if config.is_quantized and not is_ours else 1,
@@ -219,8 +216,7 @@ class Peer(GraphPeer):
                 where,
                 self.tensor(sums[rank], rank),
                 self.sent(data, rank, data.weights[0]),
-                exact=is_ours,
-                sums_on_rank=rank if config.is_sums else None,
+                rank if config.is_sums else None,
             )
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
@@ -238,7 +234,7 @@ class Peer(GraphPeer):
             return
         of_last = data.weights[(config.n_layers - 1) % _N_FACTORS]
         for rank in range(config.n_ranks):
-            parts = self.sent(data, rank, of_last).parts(torch_device(rank))
+            parts = self.sent(data, rank, of_last).parts(self.torch_device(rank))
             where = f"{case.name} rank {rank}, {config.n_layers} layers"
             check_chain(where, self.tensor(outputs[rank], rank), sum(parts))
 
@@ -285,35 +281,3 @@ class _Layer:
             manager.ep_combine_async(rows[i], i)
         self._work()
         return [manager.ep_combine_wait(of[i], i) for i in ranks]
-
-
-# ---------------------------------------------- MAX's EP where there is no GPU
-
-
-class _NoBuffer:
-    """Stands in for a device buffer where nothing can be allocated."""
-
-    def __init__(self, dtype: DType, shape: list[int], **more: Any) -> None:
-        self.dtype, self.shape, self.device = dtype, shape, more.get("device")
-
-    def __getattr__(self, name: str) -> Callable[..., _NoBuffer]:
-        return lambda *_, **__: self
-
-
-@contextlib.contextmanager
-def _no_allocation() -> Iterator[None]:
-    """Lets MAX's ``EPCommInitializer`` get as far as compiling its graph.
-
-    Before, it allocates counters and asks for peer access, which virtual devices
-    refuse.
-    """
-    module: Any = importlib.import_module("max.nn.comm.ep.ep_manager")
-    kept = {
-        name: getattr(module, name) for name in ("Buffer", "enable_all_peer_access")
-    }
-    module.Buffer, module.enable_all_peer_access = _NoBuffer, lambda: None
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(module, name, value)

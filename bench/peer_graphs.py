@@ -13,6 +13,7 @@ compile where there is no GPU, once for many token counts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from max.driver import Accelerator, Buffer
+from max.driver import CPU, Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
@@ -103,7 +104,7 @@ class GraphPeer:
 
         layers = self.config.n_layers
         for rank in range(self.config.n_ranks):
-            x = from_bits(data.x[rank], torch_device(rank)).double()
+            x = from_bits(data.x[rank], self.torch_device(rank)).double()
             where = f"{case.name} rank {rank}, {layers} layers"
             want = x * _cases.chain_factor(layers)
             check_chain(where, self.tensor(outputs[rank], rank), want)
@@ -120,15 +121,30 @@ class GraphPeer:
 
     def open(self, mefs: Path | None) -> None:
         """Allocates memory; graphs come from ``mefs``, or are compiled when needed."""
-        self.devices = [Accelerator(i) for i in range(self.config.n_ranks)]
         more = {"precompiled_mefs": _checked_folder(self.config, mefs)} if mefs else {}
         self._session = InferenceSession(devices=self.devices, **more)
         try:
-            self._comm = self.set_up(self._session)
+            self.join(self._session)
         except RuntimeError as e:
             if "no precompiled artifact" not in str(e):
                 raise
-            self._comm = self.set_up(InferenceSession(devices=self.devices))
+            self.join(InferenceSession(devices=self.devices))
+
+    def join(self, session: InferenceSession) -> None:
+        """Allocates memory, of graphs that are compiled elsewhere."""
+        self._comm = self.set_up(session)
+
+    @functools.cached_property
+    def devices(self) -> list[Device]:
+        """One a rank."""
+        n = self.config.n_ranks
+        if self.config.target == "cpu":
+            return [CPU()] * n
+        return [Accelerator(i) for i in range(n)]
+
+    def torch_device(self, rank: int) -> str:
+        """Names where a rank's tensors are."""
+        return "cpu" if self.config.target == "cpu" else f"cuda:{rank}"
 
     def close(self) -> None:
         """Frees what the library lets go of."""
@@ -142,7 +158,8 @@ class GraphPeer:
 
         if buffer.dtype in (DType.float8_e4m3fn, DType.float8_e8m0fnu):
             buffer = buffer.view(DType.uint8, list(buffer.shape))
-        with torch.cuda.device(rank):
+        is_host = buffer.is_host
+        with contextlib.nullcontext() if is_host else torch.cuda.device(rank):
             return torch.from_dlpack(buffer)
 
     def _synchronize(self) -> None:
@@ -185,16 +202,22 @@ class GraphPeer:
         self.check_layer(case, data, outputs)
         torch.cuda.empty_cache()
 
+    def start(self, case: Case) -> tuple[list[Buffer], Callable[[list[Buffer]], None]]:
+        """Returns the inputs of the timed graph, and what compares its outputs."""
+        data = make_data(case, 0, is_exact=True)
+
+        def check(outputs: list[Buffer]) -> None:
+            self._finish()
+            self.check_chain(case, data, outputs)
+
+        return self._inputs(case.form, data), check
+
     def measure(self, case: Case, n_samples: int, n_replays: int) -> dict[str, float]:
         """Checks and times a case: median and p95 in µs a layer."""
         self._check(case, seed=1)
-        data = make_data(case, 0, is_exact=True)
-        inputs, layers = self._inputs(case.form, data), self.config.n_layers
-        model = self._model(case.form)
-        outputs = model.execute(*inputs)
-        self._finish()
-        self.check_chain(case, data, outputs)
-        del outputs
+        inputs, check = self.start(case)
+        model, layers = self._model(case.form), self.config.n_layers
+        check(model.execute(*inputs))
         seconds = self._sample(lambda: model.execute(*inputs), n_samples)
         times = summary("eager_us", "eager_p95", seconds, layers)
         self._n_captures += 1
@@ -211,10 +234,9 @@ class GraphPeer:
                     model.replay(key, *inputs)
 
             model.replay(key, *inputs)
-            self._finish()
-            self.check_chain(case, data, outputs)
+            check(outputs)
             seconds = self._sample(replay, n_samples)
-            self.check_chain(case, data, outputs)
+            check(outputs)
         finally:
             del outputs
             model.release_captured_graph(key)
@@ -245,7 +267,11 @@ class GraphPeer:
 
 def types(config: Config, dtype: DType, dims: list) -> list[TensorType]:
     """Returns one input type a rank."""
-    return [TensorType(dtype, dims, DeviceRef.GPU(i)) for i in range(config.n_ranks)]
+    is_cpu = config.target == "cpu"
+    devices = [
+        DeviceRef.CPU() if is_cpu else DeviceRef.GPU(i) for i in range(config.n_ranks)
+    ]
+    return [TensorType(dtype, dims, device) for device in devices]
 
 
 def token_types(config: Config, n_weights: int) -> list[TensorType]:
@@ -254,11 +280,6 @@ def token_types(config: Config, n_weights: int) -> list[TensorType]:
     inputs = types(config, DType.bfloat16, ["n_tokens", config.shape.hidden_size])
     inputs += types(config, DType.int32, choices)
     return inputs + n_weights * types(config, DType.float32, choices)
-
-
-def torch_device(rank: int) -> str:
-    """Names a rank's GPU."""
-    return f"cuda:{rank}"
 
 
 def _synchronize_torch(n_ranks: int) -> None:

@@ -33,6 +33,7 @@ PEERS = {
     "max": "MAX EP",
     "max_layer": "MAX, no expert parallelism",
     "nccl": "NCCL through torch",
+    "buffer": "max_ep Buffer, from torch",
 }
 FORMS = {
     "fused": "",
@@ -89,8 +90,9 @@ and knows all message sizes in advance.
 - Wire GB/s: bytes that cross a link, of the busiest rank in its busier direction, \
 dispatch and combine together, over the time of a layer. Headers and flags are not \
 counted.
-- Before and after timing the results of the timed graph are compared with the \
-oracle: max_ep bit for bit and in order, MAX as a set of tokens for each expert.
+- Before and after timing the results of the timed graph are compared bit for bit with \
+exact arithmetic. Dispatched rows are compared with the oracle: max_ep's bit for bit \
+and in order, MAX's as a set of tokens for each expert.
 """
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NCCL through torch, one process a GPU.
+"""Layers from torch, one process a GPU: NCCL's, and ``max_ep.torch.Buffer``.
 
-Two ways of moving the tokens of an MoE layer:
+Two ways of moving the tokens of an MoE layer by NCCL:
 
 - ``all_gather``: all-gather of every token to every rank, reduce-scatter
   (average) of what the ranks hold for each token. Nobody filters or sorts.
@@ -10,8 +10,10 @@ Two ways of moving the tokens of an MoE layer:
   one kernel adds each token's rows with the weights of their ranks. The sizes
   of the messages are known in advance, which no router would give the host.
 
-Neither sorts rows by expert: both do less than dispatch and combine. Tokens are
-bfloat16. Chains and timing are those of ``bench.peer_graphs``.
+Neither sorts rows by expert: both do less than dispatch and combine. A layer of
+``Buffer`` is ``low_latency_dispatch`` and ``low_latency_combine``: ``split`` with
+receive hooks, ``fused`` without. Tokens are bfloat16. Chains and timing are those of
+``bench.peer_graphs``.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch.multiprocessing as mp
 from torch.nn.functional import embedding_bag
 
 from max_ep import reference
+from max_ep.torch import Buffer
 
 from . import cases
 from .cases import Case
@@ -85,7 +88,40 @@ class _AllToAll:
         self.x.copy_(sums)
 
 
-LAYERS: dict[str, Any] = {"all_gather": _AllGather, "all_to_all": _AllToAll}
+class _Buffer:
+    """A layer of ``buffer``, without the tokens."""
+
+    def __init__(self, case: Case, rank: int, x: Any) -> None:
+        config, n = case.config, case.config.n_ranks
+        sizes = config.shape, n, case.n_tokens
+        ids = cases.expert_ids(config.shape, case.routing, n, case.n_tokens)[rank]
+        weights = cases.router_weights(*sizes)[rank]
+        self.x = x
+        self._ids = torch.from_numpy(ids).long().to(x.device)
+        self._weights = torch.from_numpy(weights).to(x.device)
+        self._most = config.max_tokens, config.shape.n_experts
+        self._how = dict(return_recv_hook=case.form == "split")
+        self.buffer = Buffer(dist.group.WORLD, low_latency_mode=True)
+
+    def run(self) -> None:
+        rows, _, handle, _, receive = self.buffer.low_latency_dispatch(
+            self.x, self._ids, *self._most, use_fp8=False, **self._how
+        )
+        if receive is not None:
+            receive()
+        *_, receive = self.buffer.low_latency_combine(
+            rows, self._ids, self._weights, handle, out=self.x, **self._how
+        )
+        if receive is not None:
+            receive()
+
+
+LAYERS: dict[tuple[str, str], Any] = {
+    ("nccl", "all_gather"): _AllGather,
+    ("nccl", "all_to_all"): _AllToAll,
+    ("buffer", "fused"): _Buffer,
+    ("buffer", "split"): _Buffer,
+}
 
 
 def run_rank(
@@ -115,7 +151,7 @@ def _measure(case: Case, rank: int, device: Any, options: Any) -> dict:
     layers = case.config.n_layers
     bits = cases.tokens(shape, n, case.n_tokens)[rank]
     given = from_bits(bits, device)
-    layer = LAYERS[case.form](case, rank, given.clone())
+    layer = LAYERS[case.config.peer, case.form](case, rank, given.clone())
 
     def check() -> None:
         layer.x.copy_(given)
@@ -147,6 +183,9 @@ def _measure(case: Case, rank: int, device: Any, options: Any) -> dict:
 
     seconds = _sample(replay, options.samples)
     check()
+    if isinstance(layer, _Buffer):
+        layer.buffer.check()
+        layer.buffer.destroy()
     return summary("us", "p95", seconds, layers * options.replays) | eager
 
 
