@@ -39,14 +39,10 @@ class Tally:
     n_ties: int = 0  # Tokens that are not the reference's first choice, but as good
     worst_gap: float = 0.0
     """Most that the reference likes its first choice better, in logits."""
-    worst_first_gap: float = 0.0
-    """The same, of tokens that follow a prompt, without those of ``n_by_noise``."""
     n_ties_bfloat16: int | None = None
     """Of transformers in bfloat16 after the same tokens, if counted: as ``n_ties``."""
-    worst_gap_bfloat16: float = 0.0  # And as ``worst_gap``
     n_by_noise: int = 0
     """Of ``n_ties``, those beyond the tolerance, but not with some noise."""
-    worst_logprob: float = 0.0  # Largest difference of log-probabilities
 
 
 def prompts(n: int, seed: int = 0) -> list[str]:
@@ -144,14 +140,10 @@ class Reference:
         most = torch.full_like(gaps, tolerance)
         most[0] = min(tolerance, _FIRST_TOLERANCE)
         far = [int(i) for i in (gaps > most).nonzero()[:, 0]]
-        if 0 not in far:
-            tally.worst_first_gap = max(tally.worst_first_gap, float(gaps[0]))
         for other in rounded:
             theirs = best - _of_each(logits, other.argmax(1))
             tally.n_ties_bfloat16 = tally.n_ties_bfloat16 or 0
             tally.n_ties_bfloat16 += int((theirs > 0).sum())
-            worst = max(tally.worst_gap_bfloat16, float(theirs.max()))
-            tally.worst_gap_bfloat16 = worst
         tally.n_by_noise += len(far)
         for seed, noise in enumerate(self._noises if far else ()):
             noisy = self.logits_with_noise(ids, noise, seed)[len(asked) - 1 :]
@@ -162,7 +154,6 @@ class Reference:
         if logprobs is not None:
             mine = _of_each(logits.log_softmax(1), torch.tensor(served))
             off = (mine - torch.tensor(logprobs)).abs()
-            tally.worst_logprob = max(tally.worst_logprob, float(off.max()))
             assert off.max() <= tolerance, (asked, served, off)
 
     def logits_with_noise(

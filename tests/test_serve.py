@@ -488,16 +488,29 @@ def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt():
     assert planned == 4 * of_a_rank
 
 
+BF16_ROWS = 2 * 2 * 128  # as they come, and as they go
+FP8_ROWS = 128 + 4 + 64 + 2 + 2 * 128  # with scales; gate and up in FP8, too
+
+
 @pytest.mark.parametrize(
-    "target, moe_dim, n_held", [("gpu", 64, 64), ("gpu", 96, 288), ("cpu", 64, 192)]
+    "target, moe_dim, is_fp8, n_bytes",
+    [
+        ("gpu", 64, False, BF16_ROWS + 2 * 64),
+        ("gpu", 96, False, BF16_ROWS + 2 * 288),
+        ("cpu", 64, False, BF16_ROWS + 2 * 192),
+        ("gpu", 64, True, FP8_ROWS),
+    ],
 )
-def test_the_plan_has_gate_and_up_where_they_are_stored(target, moe_dim, n_held):
+def test_the_plan_has_gate_and_up_where_they_are_stored(
+    target, moe_dim, is_fp8, n_bytes
+):
     """On GPUs one kernel multiplies them, if it takes their sizes."""
+    how = dict(dispatch_dtype=DType.bfloat16, combine_dtype=DType.bfloat16)
     config = SimpleNamespace(
-        target=target, n_output_rows=10, dispatch_dtype=DType.bfloat16
+        target=target, n_output_rows=10, is_quantized=is_fp8, **how
     )
     shape = MoeShape(hidden_size=128, n_experts=16, top_k=4, moe_dim=moe_dim)
-    assert activation_bytes(config, shape) == 10 * (2 * 128 + n_held) * 2
+    assert activation_bytes(config, shape) == 10 * n_bytes
 
 
 def test_gpus_that_do_not_divide_the_experts():

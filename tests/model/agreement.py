@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .faults import Wrong
+from .faults import Wrong, explore
 
 MUTATIONS = (
     "the last decision of an epoch counts",
@@ -63,21 +63,14 @@ class AgreementWorld:
     mutation: str = ""
 
     def explore(self) -> int:
-        """Goes every way; returns the number of states. Raises `Wrong`."""
         members = frozenset(range(self.members))
         begins = [Process(members=members)] * self.members
         joins = [Process("joins", note="joining")] * self.joining
-        todo = [State((*begins, *joins))]
-        seen = set(todo)
-        while todo:
-            state = todo.pop()
-            after = self._next(state)
-            if not after and any(p.does in ("waits", "meets") for p in state.processes):
-                raise Wrong(f"all wait: {state}")
-            new = [one for one in after if one not in seen]
-            seen.update(new)
-            todo += new
-        return len(seen)
+        return explore(
+            State((*begins, *joins)),
+            self._next,
+            lambda state: any(p.does in ("waits", "meets") for p in state.processes),
+        )
 
     def _next(self, state: State) -> list[State]:
         found = []

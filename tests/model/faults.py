@@ -14,8 +14,9 @@ The one token of a rank chooses another owner in each step.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 DISPATCH_ASYNC, DISPATCH_WAIT, COMBINE_ASYNC, COMBINE_WAIT = range(4)
 MUTATIONS = {
@@ -32,6 +33,21 @@ MUTATIONS = {
 
 class Wrong(Exception):
     """A property that does not hold."""
+
+
+def explore(start: Any, next_of: Callable, waits: Callable) -> int:
+    """Goes every way; returns the number of states. `waits`: whether a state is no
+    end."""
+    todo, seen = [start], {start}
+    while todo:
+        state = todo.pop()
+        after = next_of(state)
+        if not after and waits(state):
+            raise Wrong(f"all wait: {state}")
+        new = [one for one in after if one not in seen]
+        seen.update(new)
+        todo += new
+    return len(seen)
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,6 @@ class FaultWorld:
     slow: tuple = (0, 1, 2)
     """Ranks that may be so slow that others mask them."""
     mutation: str = ""
-    seen: set = field(default_factory=set)
 
     def owner(self, rank: int, step: int) -> int:
         """Says which rank has the expert of a rank's token."""
@@ -80,19 +95,12 @@ class FaultWorld:
     # ------------------------------------------------------------------ exploring
 
     def explore(self) -> int:
-        """Goes every way; returns the number of states. Raises `Wrong`."""
         start = State(tuple(Rank() for _ in range(self.n_ranks)))
-        todo, self.seen = deque([start]), {start}
-        while todo:
-            state = todo.pop()
-            after = self.next_states(state)
-            if not after and any(r.state in ("runs", "agrees") for r in state.ranks):
-                raise Wrong(f"all wait: {state.ranks}")
-            for one in after:
-                if one not in self.seen:
-                    self.seen.add(one)
-                    todo.append(one)
-        return len(self.seen)
+        return explore(
+            start,
+            self.next_states,
+            lambda state: any(r.state in ("runs", "agrees") for r in state.ranks),
+        )
 
     def next_states(self, state: State) -> list[State]:
         found = []
