@@ -6,12 +6,12 @@ What it computes is compared with torch in tests/test_experts_gpu.py.
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from assembly import nvidia_resources
+from children import WHERE_WE_IMPORT, ran
 from errors import raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
@@ -129,13 +129,8 @@ os._exit(0)
 @pytest.mark.skipif("MAX_EP_ALL_CASES" not in os.environ, reason="slow")
 def test_ops_compile_for_hopper(tmp_path):
     """In a graph, whose GPU has another name than that of `mojo build`."""
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", OPS, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    how = dict(PYTHONPATH=WHERE_WE_IMPORT)
+    done = ran(sys.executable, "-c", OPS, tmp_path, **how)
     assert "compiled" in done.stdout, done.stderr[-2000:]
     (model,) = tmp_path.glob("*.mef")
     kernels = re.findall(rb"\.text\.(max_ep_experts_hopper\w+)", model.read_bytes())

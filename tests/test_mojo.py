@@ -29,7 +29,7 @@ def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
     source, target = str(PROGRAMS / "seeds_gpu.mojo"), str(tmp_path / "seeds_gpu.o")
     how = ("--emit", "object", "--target-accelerator", "sm_90a")
     run_mojo("build", *how, "-I", ".", source, "-o", target)
-    # Nobody is reached through SHMEM, whose functions a GPU would look for in vain.
+    # Nobody is reached through SHMEM, whose functions a GPU does not find.
     assert b".entry" in (ptx := Path(target).read_bytes()) and b"nvshmem" not in ptx
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from children import ROOT, ran
 
 from max_ep import cli
 from max_ep.serve_command import _SUPPORTED
@@ -123,7 +123,7 @@ def test_what_is_supported_is_said_once():
     from max_ep.serve import ARCHITECTURES
 
     assert {a.name for a in ARCHITECTURES} == set(_SUPPORTED)
-    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    page = (ROOT / "docs/serving.md").read_text()
     rows = re.findall(
         r"^\| (\S+) \| (yes|no)\b(.*)\| (yes|no)\b(.*)\| (yes|no)\b", page, re.M
     )
@@ -138,7 +138,7 @@ def test_what_is_supported_is_said_once():
 
 def test_no_max_is_loaded():
     program = "import sys, max_ep.serve_command; sys.exit('max' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    assert ran(sys.executable, "-c", program).returncode == 0
 
 
 def test_other_commands_take_no_other_flags(capsys):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,11 +17,11 @@ import pytest
 import torch_member
 import torch_misuse
 import torch_shrink
+from children import ROOT, ran
 from torch_member import PHASES
 
 from max_ep import LaunchError, cli, launch
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("all_cores")
 ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
 slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
@@ -115,13 +114,8 @@ def test_torch_moe(place: str) -> None:
     command = "torchrun --nproc-per-node 4 graphs/torch_moe.py"
     assert command in page
     words = command.replace("4", "2").split()[1:]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=ROOT,
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-    )
+    run = sys.executable, "-m", "torch.distributed.run"
+    done = ran(*run, *words, cwd=ROOT, OMP_NUM_THREADS="1")
     assert "output and gradients are the plain layer's" in done.stdout, done.stderr
 
 
@@ -144,9 +138,7 @@ def test_no_max_is_loaded() -> None:
     """Nor the compiler of torch, which takes a second."""
     slow = "{'max', 'torch._dynamo'}.intersection(sys.modules)"
     program = f"import sys, max_ep.torch; sys.exit(len({slow}))"
-    # MAX has changed the environment behind Python's back: not as it is inherited.
-    program = [sys.executable, "-c", program]
-    assert subprocess.run(program, env=dict(os.environ)).returncode == 0
+    assert ran(sys.executable, "-c", program).returncode == 0
 
 
 def test_shrink(place: str, tmp_path: Path) -> None:
