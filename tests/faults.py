@@ -170,10 +170,6 @@ class FaultMember(Member):
             active = self.comm.reconcile()
         return time.monotonic() - begin, active
 
-    def step_and_reconcile(self, generation: int) -> list[int]:
-        self.step(generation, None)
-        return self.reconcile(None)[1]
-
     def silent_s(self, _: int) -> float:
         """Since when one of the other ranks has not been heard of."""
         others = set(range(N_RANKS)) - {self.rank}

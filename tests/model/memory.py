@@ -94,7 +94,6 @@ OVERWRITTEN = "nothing is overwritten before its reader is done"
 WRONG_GENERATION = "no flag or payload of one generation accepted in another"
 RAN_PAST = "a word waits for its reader"
 ENDS = "every launch ends"
-PROPERTIES = (UNPUBLISHED, OVERWRITTEN, WRONG_GENERATION, RAN_PAST, ENDS)
 
 
 @dataclass(frozen=True)
