@@ -10,14 +10,10 @@ import shutil
 import sys
 import textwrap
 from importlib import metadata
-from pathlib import Path
 
 from .memory.shmem_parts import missing_parts
-from .memory.symmetric_memory import shared_memory_free
-from .plan import human
 
 _WANTED_MAX = "26.7."
-_WANTED_SHARED_MEMORY = 1 << 30
 
 
 def _version(package: str) -> str:
@@ -25,25 +21,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _check_shared_memory() -> tuple[bool, str]:
-    free = shared_memory_free()
-    if free < 0:
-        return True, "size unknown (no /dev/shm); needed for one process a rank"
-    left = sorted(path.name for path in Path("/dev/shm").glob("max_ep-*"))
-    text = f"{human(free)} free in /dev/shm"
-    if left:
-        text += (
-            f"; {len(left)} segments of groups that run or died before they "
-            f"were complete: {', '.join(left[:4])}. If none runs, remove them"
-        )
-    if free < _WANTED_SHARED_MEMORY:
-        text += (
-            ", little for one process a rank; enlarge it with `mount -o "
-            "remount,size=...` or `docker run --shm-size=...`"
-        )
-    return free >= _WANTED_SHARED_MEMORY, text
 
 
 def _missing_for_serving() -> list[str]:
@@ -116,8 +93,6 @@ def run_doctor() -> int:
             "(pip install 'max_ep[shmem]')"
         )
     say("shmem", not missing, text, is_needed=False)
-    is_good, text = _check_shared_memory()
-    say("shared memory", is_good, text, is_needed=False)
     missing = _missing_for_serving() if can_run else ["max"]
     text = "`max serve` can run"
     if missing:

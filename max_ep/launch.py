@@ -15,7 +15,7 @@ from typing import Any
 
 from .cache import compile_once
 from .limits import GROUP_VARIABLE, NODE_VARIABLE
-from .memory.symmetric_memory import unlink_group
+from .memory.symmetric_memory import members_name, unlink
 
 _GRACE_S = 5.0
 
@@ -129,7 +129,7 @@ def launch(
             if process.is_alive():
                 process.kill()
                 process.join()
-        unlink_group(group, n_nodes)
+        unlink(members_name(group))
     if failures:
         raise LaunchError(dict(sorted(failures.items())))
     return [results[node_id] for node_id in range(n_nodes)]

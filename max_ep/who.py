@@ -2,8 +2,9 @@
 """Who waits for whom, read from the ranks' memory while a launch hangs.
 
 No rank takes part: flags in the regions show what has arrived, and the counters of a
-CPU process, which stand in its segment, say which phase runs. So processes that are
-stopped or were killed are seen, too. ``docs/troubleshooting.md`` shows the output.
+CPU rank say which phase runs. A thread of each process answers for all ranks whose
+memory it maps. So CPU processes that are stopped or were killed are seen, too, as long
+as one of their group answers. ``docs/troubleshooting.md`` shows the output.
 """
 
 from __future__ import annotations
@@ -18,21 +19,19 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from .limits import SOURCE_INFO_BYTES
-from .memory.symmetric_memory import (
-    Segment,
-    process_state,
-    segments_of,
-)
+from .memory.meeting import process_state
 
 if TYPE_CHECKING:
     from .config import EPConfig
+    from .memory.symmetric_memory import SharedMemory
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
 N_HEADER_WORDS = 32
@@ -94,6 +93,8 @@ class RankWait:
     """Ranks whose data, or word that they have read, has not come."""
     process: str = ""
     """What is wrong with its process."""
+    pid: int = 0
+    """Of its process; 0: nobody knows."""
 
     def text(self) -> str:
         """Says what the rank does, as a part of a sentence."""
@@ -173,18 +174,36 @@ def _listed(ranks: Sequence[int]) -> str:
 # ------------------------------------------------------------- the words of a rank
 
 
-def cpu_wait(
-    facts: Facts, rank: int, header: np.ndarray, region: np.ndarray, now_ns: int
-) -> RankWait:
-    """Reads what a CPU rank does.
+class Words(Protocol):
+    """Reads the memory of a rank: ``CpuWords``, or ``memory.gpu_copy.GpuWords``."""
 
-    Args:
-        facts: Of its group.
-        rank: The rank.
-        header: Its counters, int32.
-        region: Its region, uint8.
-        now_ns: The monotonic clock.
-    """
+    def counters(self, first: int, n: int) -> np.ndarray:
+        """Reads words of the counters, int32."""
+
+    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
+        """Reads flags of the region, ``pitch`` bytes from one to the next."""
+
+
+@dataclass
+class CpuWords:
+    """The memory of a CPU rank, from two functions that copy ``(at, n_bytes)``."""
+
+    read_counters: Callable[[int, int], bytes]
+    read_region: Callable[[int, int], bytes]
+
+    def counters(self, first: int, n: int) -> np.ndarray:
+        """Reads words of the counters, int32."""
+        return np.frombuffer(self.read_counters(4 * first, 4 * n), np.int32)
+
+    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
+        """Reads flags of the region, ``pitch`` bytes from one to the next."""
+        read = self.read_region(offset, (n - 1) * pitch + 8)
+        return np.frombuffer(read, np.uint64)[:: pitch // 8]
+
+
+def cpu_wait(facts: Facts, rank: int, words: Words, now_ns: int) -> RankWait:
+    """Reads what a CPU rank does, at a time of the monotonic clock."""
+    header = words.counters(0, N_HEADER_WORDS)
     launch = int(header[facts.launch_word])
     if launch == 0:
         return RankWait(rank)
@@ -197,11 +216,10 @@ def cpu_wait(
     wait = RankWait(rank, PHASES[number], generation, is_running)
     wait.since_s = max(0, now_ns - since_ns) / 1e9
     if is_running:
-        late = missing_ranks(facts, rank, number, last, region)
-        is_masked = np.zeros(facts.n_ranks, bool)
+        wait.missing = missing_ranks(facts, rank, number, last, words)
         if facts.protocol & MASKS:
-            is_masked = header[facts.masked_word :][: facts.n_ranks] != 0
-        wait.missing = [r for r in late if not is_masked[r]]
+            is_masked = words.counters(facts.masked_word, facts.n_ranks) != 0
+            wait.missing = [r for r in wait.missing if not is_masked[r]]
     return wait
 
 
@@ -211,24 +229,18 @@ def next_generation(last: int) -> int:
 
 
 def missing_ranks(
-    facts: Facts, rank: int, phase: int, last: int, region: np.ndarray
+    facts: Facts, rank: int, phase: int, last: int, words: Words
 ) -> list[int]:
-    """Returns whose flags have not come that a phase awaits.
+    """Returns whose flags have not come that a phase of a CPU rank awaits.
 
-    Args:
-        facts: Of the group.
-        rank: The rank that waits.
-        phase: Its number in ``PHASES``.
-        last: The generation of this phase's last launch.
-        region: Memory of the rank, uint8. The counts stand as in ``layout.mojo``.
+    ``phase`` is its number in ``PHASES``, ``last`` the generation of its last launch.
+    The counts stand as in ``layout.mojo``.
     """
     n, n_local = facts.n_ranks, facts.n_local_experts
-    is_dispatch = phase < 2
-    first = n_local * n if is_dispatch else facts.n_experts
-    offset = facts.dispatch_counts_offset
-    if not is_dispatch:
-        offset = facts.combine_counts_offset
-    flags = region[offset:].view(np.uint64)[: first + n] >> np.uint64(32)
+    first, offset = n_local * n, facts.dispatch_counts_offset
+    if phase >= 2:
+        first, offset = facts.n_experts, facts.combine_counts_offset
+    flags = words.flags(offset, first + n) >> np.uint64(32)
     n_mine = _experts_of(facts, rank)
     if phase == 0:  # done words, of ranks with experts
         readers = range(-(-facts.n_experts // n_local))
@@ -243,16 +255,6 @@ def missing_ranks(
 
 
 # --------------------------------------------------------------------- on a GPU
-
-
-class Words(Protocol):
-    """Reads the memory of a GPU rank: ``memory.gpu_copy.GpuWords``."""
-
-    def counters(self, first: int, n: int) -> np.ndarray:
-        """Reads words of the counters, int32."""
-
-    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
-        """Reads flags of the region, ``pitch`` bytes from one to the next."""
 
 
 BY_EXPERT, SUMS, TO_ALL, MASKS = 1, 3, 5, 8  # as `Group.protocol` of layout.mojo
@@ -336,8 +338,28 @@ def _experts_of(facts: Facts, rank: int) -> int:
 # -------------------------------------------------------------------- other processes
 
 
+def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
+    """Reads all ranks of a group of CPU processes, in one that maps their memory."""
+    ranks = []
+    for node, owner in sorted(memory.owners.items()):
+        state = process_state(owner.pid, owner.started)
+        if not state and memory.is_closed(node):
+            state = "has closed its memory"
+        for i in range(facts.n_local_ranks):
+            rank = node * facts.n_local_ranks + i
+            words = CpuWords(
+                partial(memory.read_status, node, i),
+                partial(memory.read_region, node, i),
+            )
+            wait = cpu_wait(facts, rank, words, time.monotonic_ns())
+            wait.pid = owner.pid
+            wait.process = f"process {owner.pid} {state}" if state else ""
+            ranks.append(wait)
+    return Waits(memory.group, ranks)
+
+
 class Answers(threading.Thread):
-    """Answers ``max-ep who`` for the GPU ranks of this process, until it ends."""
+    """Answers ``max-ep who`` for the ranks of this process, until it ends."""
 
     _of_process: Answers | None = None
     _asked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -362,7 +384,8 @@ class Answers(threading.Thread):
                 asking, _ = listener.accept()
                 with asking, contextlib.suppress(OSError):
                     for initializer in list(self._asked):
-                        with contextlib.suppress(RuntimeError):  # closed meanwhile
+                        # Closed meanwhile, or before.
+                        with contextlib.suppress(RuntimeError, ValueError):
                             said = asdict(initializer.who_waits())
                             asking.sendall(json.dumps(said).encode() + b"\n")
 
@@ -371,109 +394,55 @@ _SOCKET = "\0max_ep-who-"
 
 
 def answers_of(pid: int, timeout_s: float = 5) -> list[Waits]:
-    """Asks a process for its GPU ranks. Raises ``OSError`` if it does not answer."""
+    """Asks a process for its ranks. Raises ``OSError`` if it does not answer."""
+    if state := process_state(pid):
+        raise TimeoutError(state)
     with socket.socket(socket.AF_UNIX) as asked:
         asked.settimeout(timeout_s)
         asked.connect(_SOCKET + str(pid))
         lines = asked.makefile().read().splitlines()
     answers = [json.loads(line) for line in lines]
-    return [Waits(a["group"], [RankWait(**r) for r in a["ranks"]]) for a in answers]
+    waits = [Waits(a["group"], [RankWait(**r) for r in a["ranks"]]) for a in answers]
+    for wait in (wait for of_group in waits for wait in of_group.ranks):
+        wait.pid = wait.pid or pid
+    return waits
 
 
-def gpu_groups(pids: Sequence[int]) -> dict[str, Waits]:
-    """Asks processes, and puts the ranks of a group together."""
-    groups: dict[str, Waits] = {}
-    for pid in pids:
+def groups_of(target: str | None = None) -> list[Waits]:
+    """Asks all processes of this machine, and puts the ranks of a group together.
+
+    ``target``: a process, or the beginning of a group's name; None: all groups.
+    """
+    groups: dict[str, dict[int, RankWait]] = {}
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         try:
             answers = answers_of(pid)
         except ConnectionRefusedError:
-            continue  # it has no GPU ranks
-        except TimeoutError:
-            state = process_state(pid) or "does not answer"
-            print(f"max-ep who: process {pid} {state}", file=sys.stderr)
+            continue  # it is no process of a group
+        except TimeoutError as error:
+            if str(pid) == target:
+                print(f"max-ep who: process {pid} {error}", file=sys.stderr)
             continue
         for waits in answers:
-            found = groups.setdefault(waits.group, Waits(waits.group, []))
-            found.ranks += waits.ranks
-            found.ranks.sort(key=lambda wait: wait.rank)
-    return groups
-
-
-def waits_of_segments(group: str, segments: Iterable[Segment]) -> Waits:
-    """Reads a group of CPU processes from their segments, which any of them maps."""
-    ranks = []
-    for segment in sorted(segments, key=lambda segment: segment.node_id):
-        facts = Facts(**segment.facts)
-        state = process_state(segment.pid, segment.started)
-        process = f"process {segment.pid} {state}" if state else ""
-        if segment.is_closed and not process:
-            process = f"process {segment.pid} has closed its memory"
-        memory = np.frombuffer(segment.memory, np.uint8)[segment.first_byte :]
-        for i in range(facts.n_local_ranks):
-            rank = segment.node_id * facts.n_local_ranks + i
-            header = memory[i * facts.status_bytes :][: facts.status_bytes]
-            start = segment.regions_byte - segment.first_byte + i * facts.region_bytes
-            region = memory[start : start + facts.region_bytes]
-            wait = cpu_wait(
-                facts, rank, header.view(np.int32), region, time.monotonic_ns()
-            )
-            wait.process = process
-            ranks.append(wait)
-    return Waits(group, ranks)
-
-
-def processes_of(target: str | None) -> tuple[list[int], str | None]:
-    """Returns the processes to look at, and the beginning of a group's name."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    if target is not None and target.isdecimal() and int(target) in pids:
-        return [int(target)], None
-    return pids, target
-
-
-def groups_of(target: str | None) -> dict[str, list[Segment]]:
-    """Finds groups of CPU processes of this machine, with their segments.
-
-    Args:
-        target: A process, or the beginning of a group's name; None: all.
-
-    Raises:
-        ValueError: If this process may not look into that one.
-    """
-    pids, target = processes_of(target)
-    groups: dict[str, dict[int, list[Segment]]] = {}
-    for pid in pids:
-        try:
-            found = segments_of(pid)
-        except OSError as error:
-            if len(pids) == 1:
-                raise ValueError(f"process {pid}: {error.strerror}") from error
-            continue
-        for segment in found:
-            if segment.facts and segment.group.startswith(target or ""):
-                of_group = groups.setdefault(segment.group, {})
-                of_group.setdefault(segment.node_id, []).append(segment)
-    return {
-        group: [min(found, key=_is_of_the_past) for found in by_node.values()]
-        for group, by_node in groups.items()
-    }
-
-
-def _is_of_the_past(segment: Segment) -> bool:
-    """Whether a segment may have a successor: its process has closed it, or is dead."""
-    state = process_state(segment.pid, segment.started)
-    return segment.is_closed or state == "is dead"
+            ranks = groups.setdefault(waits.group, {})
+            for wait in waits.ranks:
+                # Of a process with a successor, which not all have mapped.
+                if wait.rank not in ranks or ranks[wait.rank].process:
+                    ranks[wait.rank] = wait
+    found = [Waits(name, [by[r] for r in sorted(by)]) for name, by in groups.items()]
+    if target is None:
+        return found
+    return [
+        waits
+        for waits in found
+        if waits.group.startswith(target)
+        or target in [str(wait.pid) for wait in waits.ranks]
+    ]
 
 
 def run_who(options: argparse.Namespace) -> int:
     """Runs ``max-ep who``; returns the exit status."""
-    try:
-        groups = groups_of(options.target)
-    except ValueError as error:
-        print(f"max-ep who: {error}", file=sys.stderr)
-        return 1
-    found = [waits_of_segments(group, groups[group]) for group in groups]
-    pids, group = processes_of(options.target)
-    found += [w for w in gpu_groups(pids).values() if w.group.startswith(group or "")]
+    found = groups_of(options.target)
     if not found:
         print(
             f"max-ep who: no group of {options.target or 'any process'} found here. "

@@ -16,7 +16,7 @@ from test_gpu_masks import without
 
 from max_ep import EPCommInitializer
 from max_ep.memory.setup_graph import setup_model
-from max_ep.memory.symmetric_memory import unlink_group
+from max_ep.memory.symmetric_memory import members_name, unlink
 
 N_RANKS, TIMEOUT_S = 3, 2.0
 
@@ -106,4 +106,4 @@ def run(target: str, case: Case) -> None:
         for process in processes:
             process.kill()
             process.join()
-        unlink_group(group, N_RANKS)
+        unlink(members_name(group))

@@ -38,7 +38,7 @@ from processes import (
 from max_ep import EPConfig
 from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
 from max_ep.memory.symmetric_memory import SharedMemory
-from max_ep.who import groups_of, waits_of_segments
+from max_ep.who import groups_of
 
 _CYCLE = 28
 """Generations whose inputs are made in advance; the next `_CYCLE` have them again."""
@@ -207,7 +207,7 @@ def _who_waits(member: Member, _: str) -> dict[str, str]:
         time.sleep(WHO_S / 2)
         said[when] = str(member.comm.who_waits())
         group = member.comm._memory.group
-        (waits,) = (waits_of_segments(name, x) for name, x in groups_of(group).items())
+        (waits,) = groups_of(group)
         said[f"{when} from outside"] = str(waits)
 
     def look_meanwhile(when: str) -> None:
@@ -284,7 +284,6 @@ def _run(engine, config: EPConfig, name: str, scenario: Callable, case) -> Outco
     error = value = member = None
     try:
         member = Member(engine, config, case, group)
-        # launch() removes the names of the group that it made, not of this one.
         assert f"max_ep-{group}-{config.node_id}" not in names_of(group)
         value = scenario(member, name)
     except Exception:

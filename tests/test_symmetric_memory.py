@@ -5,9 +5,7 @@ No MAX here, so a peer is a bare Python process that starts in a moment. Where
 it does not matter that peers are processes, they are threads.
 """
 
-import _posixshmem
 import ctypes
-import mmap
 import os
 import signal
 import subprocess
@@ -21,15 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from errors import raises, refused
 
-from max_ep.memory import symmetric_memory
-from max_ep.memory.symmetric_memory import (
-    LocalMemory,
-    SharedMemory,
-    process_state,
-    segments_of,
-    shared_memory_free,
-    unlink_group,
-)
+from max_ep.memory.meeting import Meeting, process_state
+from max_ep.memory.symmetric_memory import LocalMemory, SharedMemory
 
 REGION_BYTES = 3 * 4096 + 256
 """Not a whole number of pages."""
@@ -37,12 +28,9 @@ REGION_BYTES = 3 * 4096 + 256
 TIMEOUT_S = 10.0
 
 _PRELUDE = """
-import ctypes, importlib.util, os, signal, sys, threading, time
-spec = importlib.util.spec_from_file_location("symmetric_memory", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = module
-spec.loader.exec_module(module)
-SharedMemory, group = module.SharedMemory, sys.argv[2]
+import sys
+from max_ep.memory.symmetric_memory import SharedMemory
+group = sys.argv[1]
 def say(*words):
     print(*words, flush=True)
 """
@@ -52,9 +40,8 @@ class Peer:
     """A process that runs some code; it prints lines, and reads lines."""
 
     def __init__(self, group: str, code: str) -> None:
-        source = symmetric_memory.__file__
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _PRELUDE + textwrap.dedent(code), source, group],
+            [sys.executable, "-c", _PRELUDE + textwrap.dedent(code), group],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -79,9 +66,7 @@ def group() -> Iterator[str]:
     """A name; nothing of that name may be left when a test is done."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     yield name
-    left = names_of(name)
-    unlink_group(name, 8)
-    assert left == []
+    assert names_of(name) == []
 
 
 @pytest.fixture
@@ -99,8 +84,11 @@ def start(group: str) -> Iterator[Callable[[str], Peer]]:
 
 
 def names_of(group: str) -> list[str]:
-    prefix = f"max_ep-{group}-"
-    return sorted(n[len(prefix) :] for n in os.listdir("/dev/shm") if prefix in n)
+    """Lists the nodes of a group that can be met."""
+    with open("/proc/net/unix") as sockets:
+        words = [line.split()[-1] for line in sockets]
+    prefix = f"@max_ep-{group}-"
+    return sorted({w.removeprefix(prefix) for w in words if w.startswith(prefix)})
 
 
 def make(group, node_id, n_nodes=2, n_local_ranks=1, fingerprint="hidden_size=8"):
@@ -114,42 +102,47 @@ def connect_all(memories, timeout_s=TIMEOUT_S):
         return list(pool.map(lambda memory: memory.connect(timeout_s), memories))
 
 
-def test_segments_show_who_died_and_who_closed(group, start):
-    """Without their names, which are gone; from any process that maps them."""
+def test_memory_shows_who_died_and_who_closed(group, start):
+    """Whose process it is, and whether it has closed; status and region as it left
+    them. After `close` all is refused, not read."""
     peer = start(
         f"""
-        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "x", 100, dict(sense=7))
+        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "x", 100)
         memory.connect({TIMEOUT_S})
         memory.status[:4] = b"peer"
         say("mapped")
         sys.stdin.readline()
         """
     )
-    mine = SharedMemory(group, 0, 2, 1, REGION_BYTES, "x", 100, dict(sense=7))
-    mine.connect(TIMEOUT_S)
+    mine = SharedMemory(group, 0, 2, 1, REGION_BYTES, "x", 100)
+    table = mine.connect(TIMEOUT_S)
     assert peer.hear() == "mapped" and names_of(group) == []
 
-    def seen(pid: int) -> dict[int, tuple]:
-        segments = [s for s in segments_of(pid) if s.group == group]
-        assert all(s.facts == {"sense": 7} for s in segments)
-        return {
-            s.node_id: (
-                process_state(s.pid, s.started),
-                s.is_closed,
-                s.memory[s.first_byte :][:4],
-            )
-            for s in segments
-        }
+    def seen(node: int) -> tuple:
+        owner = mine.owners[node]
+        state = process_state(owner.pid, owner.started)
+        return state, mine.is_closed(node), mine.read_status(node, 0, 0, 4)
 
-    empty = bytes(4)
-    both = {0: ("", False, empty), 1: ("", False, b"peer")}
-    assert seen(os.getpid()) == seen(peer.process.pid) == both
+    assert [seen(0), seen(1)] == [("", False, bytes(4)), ("", False, b"peer")]
     peer.process.send_signal(signal.SIGSTOP)
-    while seen(os.getpid())[1][0] != "is stopped":
+    while seen(1)[0] != "is stopped":
         time.sleep(0.01)
     peer.kill()
-    assert seen(os.getpid())[1] == ("is dead", False, b"peer")
+    assert seen(1) == ("is dead", False, b"peer")
+    write(table[1] + 8, b"region")
+    assert mine.read_region(1, 0, 8, 6) == b"region"
     mine.close()
+    with pytest.raises(KeyError):
+        mine.read_status(1, 0, 0, 4)
+
+
+def test_who_has_closed_is_seen(group):
+    memories = [make(group, node) for node in range(2)]
+    connect_all(memories)
+    assert not memories[0].is_closed(1)
+    memories[1].close()
+    assert memories[0].is_closed(1)
+    memories[0].close()
 
 
 def read(address: int, n: int = 8) -> bytes:
@@ -211,6 +204,17 @@ def test_every_rank_has_one_address_for_the_same_bytes(group):
         memory.close()
 
 
+def test_many_meet(group):
+    """All at once; each pair, and each finds the right memory."""
+    memories = [make(group, node, 40) for node in range(40)]
+    for node, memory in enumerate(memories):
+        write(memory.local_addresses()[0], node.to_bytes(8, "little"))
+    for table in connect_all(memories):
+        assert [int.from_bytes(read(a), "little") for a in table] == list(range(40))
+    for memory in memories:
+        memory.close()
+
+
 def test_what_is_given_back(group):
     """No names once connected; peers keep what one of them has given back."""
     name = f"max_ep-{group}"
@@ -229,22 +233,27 @@ def test_what_is_given_back(group):
 
 
 def test_memory_is_taken_when_made(group):
-    """Or a kernel that comes to it gets a bus error. Only the user may open it."""
+    """Or a kernel that comes to it is killed."""
     memory = SharedMemory(group, 0, 2, 1, 64 << 20, "")
-    status = os.stat(f"/dev/shm/max_ep-{group}-0")
+    assert os.fstat(memory.handle).st_blocks * 512 >= 64 << 20
     memory.close()
-    assert status.st_blocks * 512 >= 64 << 20
-    assert status.st_mode & 0o777 == 0o600
-    assert names_of(group) == []
     memory.close()
 
 
 class _SlowMemory(SharedMemory):
-    """Of a process that loses its core just when all peers have answered."""
+    """Of a process that loses its core before it answers, and when all have."""
 
-    def _unmapped(self) -> list[int]:
-        time.sleep(0.05)
-        return super()._unmapped()
+    def connect(self, timeout_s: float) -> list[int]:
+        meet = self._meeting.meet
+
+        def slowly(*arguments):
+            time.sleep(0.02)
+            found = meet(*arguments)
+            time.sleep(0.05)
+            return found
+
+        self._meeting.meet = slowly
+        return super().connect(timeout_s)
 
 
 @pytest.mark.parametrize("slow_node", [0, 1, 2])
@@ -268,78 +277,40 @@ def test_again_and_again_under_one_name(group, slow_node):
         assert list(pool.map(run, range(n_nodes))) == [None] * n_nodes
 
 
-# ------------------------------------------------------------- names left behind
+# --------------------------------------------------------------- who has the name
 
-_JOIN_AND_HANG = f"""
+_HANG = f"""
 memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8")
-def join():
-    try:
-        memory.connect(60)
-        say("connected")
-    except Exception as error:
-        say(type(error).__name__)
-threading.Thread(target=join, daemon=True).start()
-while module._read_owner(memory._mine) is None:
-    time.sleep(0.001)
-say("ready")
-time.sleep(60)
+say("there")
+sys.stdin.readline()
+memory.connect({TIMEOUT_S})
+say("connected")
 """
 
 
 @pytest.fixture
 def hung(start) -> Peer:
-    """Node 1, which has joined, and hangs."""
-    peer = start(_JOIN_AND_HANG)
-    assert peer.hear() == "ready"
+    """Node 1, which is there, and answers once it has read a line."""
+    peer = start(_HANG)
+    assert peer.hear() == "there"
     return peer
 
 
 @pytest.mark.parametrize("is_zombie", [False, True])
-def test_memory_of_the_dead_is_replaced(group, hung, is_zombie):
-    """Also of a killed process whose parent has not looked yet: it still has its pid.
-    What another group has left stays."""
-    other = make(f"{group}-other", 0)
+def test_the_dead_leave_nothing(group, hung, is_zombie):
+    """Nor does a killed process whose parent has not looked yet."""
+    assert names_of(group) == ["1"]  # or this test would show nothing
     if is_zombie:
         os.kill(hung.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, hung.process.pid, os.WEXITED | os.WNOWAIT)
     else:
         hung.kill()
-    assert names_of(group) == ["1", "other-0"]  # or this test would show nothing
     memories = [make(group, node) for node in range(2)]
     tables = connect_all(memories)
     write(tables[0][1], b"to node1")
     assert read(memories[1].local_addresses()[0]) == b"to node1"
-    unlink_group(group, 2)
-    assert names_of(group) == ["other-0"]
-    for memory in [*memories, other]:
+    for memory in memories:
         memory.close()
-
-
-def test_memory_of_a_reused_pid_is_replaced(group):
-    """The pid in the segment lives, but it is another process."""
-    memory = make(group, 1)
-    with pytest.raises(TimeoutError):
-        memory.connect(0.0)
-    memory = make(group, 1)
-    owner = memory.owner
-    symmetric_memory._write_owner(
-        memory._mine, type(owner)(1, "before the system started", owner.fingerprint)
-    )
-    other = make(group, 1)  # must not be refused
-    other.close()
-    memory.close()
-
-
-def test_dead_peer_is_not_mapped(group, hung):
-    hung.kill()
-    memory = make(group, 0)
-    with pytest.raises(
-        TimeoutError,
-        match="node 0 waited 0.3 s for node 1 of group .* to start: only what the "
-        f"dead process {hung.process.pid} left behind",
-    ):
-        memory.connect(0.3)
-    unlink_group(group, 2)
 
 
 def test_living_owner_is_not_replaced(group, hung):
@@ -350,37 +321,23 @@ def test_living_owner_is_not_replaced(group, hung):
         make(group, 1)
     # And it goes on as if nothing had been.
     memory = make(group, 0)
+    hung.process.stdin.write("\n")
+    hung.process.stdin.flush()
     memory.connect(TIMEOUT_S)
     assert hung.hear() == "connected"
     memory.close()
 
 
-def test_who_begins_at_the_same_time_is_not_replaced(group, monkeypatch):
-    """Two processes with one node_id look, find no segment, and create theirs. Fails if
-    a name is removed although nothing was found: the first would wait for peers that
-    map the memory of the second, and remove its name when it gives up."""
-    first = make(group, 0)
-    names = names_of(group)
-    monkeypatch.setattr(symmetric_memory, "_open_owned", lambda name: None)
-    with pytest.raises(RuntimeError, match="node 0 of .* already taken by a process"):
-        make(group, 0)
-    assert names_of(group) == names
-    first.close()
-
-
 # ------------------------------------------------------------------------ errors
 
 
-def test_full_file_system_is_an_error_at_once(group):
-    """Not a bus error in a kernel, later."""
-    stat = os.statvfs("/dev/shm")
-    wanted = stat.f_blocks * stat.f_frsize + 4096
-    free, handles = shared_memory_free(), set(os.listdir("/proc/self/fd"))
-    words = f"no space for {wanted + 4096} bytes .*node 0.*--shm-size"
+def test_too_little_memory_is_an_error_at_once(group):
+    """Before the system kills somebody for it."""
+    wanted, handles = 1 << 45, set(os.listdir("/proc/self/fd"))
+    words = f"no memory for {wanted + 4096} bytes of node 0 .*Lower max_tokens"
     with pytest.raises(MemoryError, match=words):
         SharedMemory(group, 0, 2, 1, wanted, "")
     assert names_of(group) == []
-    assert abs(shared_memory_free() - free) < 64 << 20  # others use it too
     assert set(os.listdir("/proc/self/fd")) == handles
 
 
@@ -393,28 +350,26 @@ def test_peer_that_does_not_come_is_named(group):
     for node_id, wait in zip((0, 2), waits):
         with pytest.raises(
             TimeoutError,
-            match=f"node {node_id} waited 0.5 s for node 1 of group {group!r} to "
-            "start: no segment of that name. Start all 3 processes",
+            match=rf"node {node_id} waited 0.5 s for nodes \[1\] of group {group!r} "
+            "to start: nobody is there. Start all 3 processes",
         ):
             wait.result()
     assert names_of(group) == []
 
 
-@pytest.mark.parametrize(
-    "is_ready, words",
-    [
-        (False, "for node 1 .*: its segment is not ready"),
-        (True, r"for nodes \[1\] of .* to map"),  # it maps nobody
-    ],
-)
-def test_peer_that_hangs_is_named(group, is_ready, words):
-    memory, stuck = make(group, 0), make(group, 1)
-    if is_ready:
-        stuck._mine[: len(symmetric_memory._READY)] = symmetric_memory._READY
-    with pytest.raises(TimeoutError, match=f"node 0 waited 0.2 s {words}"):
-        memory.connect(0.2)
-    stuck.close()
-    assert names_of(group) == []
+def test_peer_that_hangs_is_named(group, hung):
+    """Also if it is stopped. Who waits for it answers others meanwhile: all blame it,
+    and what has come from them is closed."""
+    handles = set(os.listdir("/proc/self/fd"))
+    memories = [make(group, node, 3) for node in (0, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(memory.connect, 0.3) for memory in memories]
+    for wait in waits:
+        with pytest.raises(
+            TimeoutError, match=r"for nodes \[1\] .*\[1\] do not answer"
+        ):
+            wait.result()
+    assert set(os.listdir("/proc/self/fd")) == handles
 
 
 def test_another_configuration_is_refused(group):
@@ -432,51 +387,37 @@ def test_another_configuration_is_refused(group):
     assert names_of(group) == []
 
 
-def test_who_has_mapped_all_hears_of_another_configuration(group):
-    """An objection is no "I have mapped this": its peer will not come."""
-    memory, other = make(group, 0), make(group, 1)
-    other._mine[: len(symmetric_memory._READY)] = symmetric_memory._READY
-    with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(memory.connect, TIMEOUT_S)
-        while not other._mine[symmetric_memory._MAPPED_AT]:
-            time.sleep(0.001)
-        other._object()
-        with pytest.raises(ValueError, match="node 1 of .* has another configuration"):
-            wait.result()
-    other.close()
-    assert names_of(group) == []
+def test_all_that_are_there_hear_of_another_configuration(group):
+    """Not only the two that meet: the others would wait for those until time is up."""
+    memories = [make(group, node, 4) for node in (0, 2, 3)]
+    memories.append(make(group, 1, 4, fingerprint="hidden_size=16"))
+    begin = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(memory.connect, TIMEOUT_S) for memory in memories]
+        errors = [str(wait.exception()) for wait in waits]
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+    for error in errors:
+        assert "another configuration: hidden_size=" in error, errors
+
+
+def test_another_users_process_is_not_met(group, monkeypatch):
+    """It could bind the name first. Nothing is passed to it, and nothing taken."""
+    meetings = [Meeting(group, node, 2, "") for node in range(2)]
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(meeting.meet, 0, 0.2) for meeting in meetings]
+        for wait in waits:
+            assert isinstance(wait.exception(), TimeoutError)
 
 
 @refused("""
 LocalMemory(2, 1 << 50) | cannot map 2 regions of
-make("g", 0, 257) | n_nodes=257 is above 256
-make("", 0) | group=; 1 to 200 bytes without '/'
-make("a/b", 0) | group=; 1 to 200 bytes without '/'
-make("a\\0", 0) | group=; 1 to 200 bytes without '/'
-make("x" * 201, 0) | group=; 1 to 200 bytes without '/'
+make("", 0) | group=; 1 to 80 bytes without '/'
+make("a/b", 0) | group=; 1 to 80 bytes without '/'
+make("a\\0", 0) | group=; 1 to 80 bytes without '/'
+make("x" * 81, 0) | group=; 1 to 80 bytes without '/'
 """)
 def test_memory_that_cannot_be(arguments, words):
     with raises((MemoryError, ValueError), words):
         eval(arguments, globals())
-
-
-def test_who_has_not_said_its_name_yet_is_not_replaced(group):
-    """A segment is made first, and marked with its owner later."""
-    name = symmetric_memory._segment_name(group, 0)
-    handle = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
-
-    def go_on() -> mmap.mmap:
-        time.sleep(0.1)
-        os.ftruncate(handle, symmetric_memory._PAGE)
-        memory = mmap.mmap(handle, 0)
-        os.close(handle)
-        symmetric_memory._write_owner(memory, symmetric_memory.Owner.myself(""))
-        return memory
-
-    with ThreadPoolExecutor(1) as pool:
-        memory = pool.submit(go_on)
-        with pytest.raises(RuntimeError, match="node 0 of .* already taken by process"):
-            make(group, 0)
-        memory.result().close()
-    assert len(names_of(group)) == 1
-    unlink_group(group, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -184,23 +183,3 @@ def test_asynchronous_work_waits(comm: Communicator) -> None:
     Stream.log = []
     comm.run(work, [tensor], False, event)
     assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
-
-
-def test_a_killed_process_leaves_nothing(tmp_path: Any) -> None:
-    """The next Buffer removes the name of memory whose process was killed early."""
-    from max_ep.memory.symmetric_memory import SharedMemory, remove_leftovers
-
-    group = f"torch-test-{os.getpid()}"
-    names = {node: f"max_ep-{group}-{node}" for node in range(2)}
-    child = os.fork()
-    if child == 0:
-        SharedMemory(group, 1, 2, 1, 4096, "")
-        os.kill(os.getpid(), 9)
-    os.waitpid(child, 0)
-    mine = SharedMemory(group, 0, 2, 1, 4096, "")
-    assert set(names.values()) <= set(os.listdir("/dev/shm"))
-    remove_leftovers("torch-test-")
-    left = os.listdir("/dev/shm")
-    mine.close()
-    assert names[0] in left and names[1] not in left
-    assert names[0] not in os.listdir("/dev/shm")

@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 from errors import refused
 
+from max_ep import who
 from max_ep.cli import main
 from max_ep.who import (
     PHASES,
     Answers,
+    CpuWords,
     Facts,
     RankWait,
     Waits,
     cpu_wait,
-    gpu_groups,
     gpu_wait,
+    groups_of,
 )
 
 # 3 ranks with 2, 2 and 1 experts; counts of dispatch, then of combine.
@@ -76,7 +78,12 @@ def look(
     header[FACTS.launch_word] = 1 + PHASES.index(phase)
     header[FACTS.launch_word + 2 :][:2].view(np.int64)[0] = 10**9
     facts = replace(FACTS, protocol=protocol)
-    return cpu_wait(facts, rank, header, region, now_ns=4 * 10**9)
+
+    def reads(memory: np.ndarray):
+        return lambda at, n_bytes: memory.tobytes()[at : at + n_bytes]
+
+    words = CpuWords(reads(header), reads(region))
+    return cpu_wait(facts, rank, words, now_ns=4 * 10**9)
 
 
 def arrived(buffer: str, places: range, but: int = -1) -> dict[tuple[str, int], int]:
@@ -162,7 +169,7 @@ def test_gpu_ranks(arguments, words):
     assert found == eval(words)
 
 
-def test_gpu_processes_answer():
+def test_processes_answer():
     """A process answers for its ranks, from a thread; a closed group says nothing."""
 
     class Initializer:
@@ -177,10 +184,23 @@ def test_gpu_processes_answer():
     for initializer in (mine, closed):
         Answers.ask(initializer)
     deadline = time.monotonic() + 10
-    while (found := gpu_groups([os.getpid()])) == {} and time.monotonic() < deadline:
+    while not (found := groups_of("g")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert found == {"g": waits_of([1], [])}
-    assert "Rank 1 keeps others waiting" in str(found["g"])
+    assert groups_of(str(os.getpid())) == groups_of() == found and not groups_of("h")
+    assert {wait.pid for wait in found[0].ranks} == {os.getpid()}
+    assert "Rank 1 keeps others waiting" in str(found[0])
+
+
+def test_who_has_a_successor_is_not_shown(monkeypatch):
+    """Whoever answers last: not all have mapped the successor's memory."""
+    dead = waits_of([1], [])
+    dead.ranks[1].process, dead.ranks[1].pid = "process 7 is dead", 7
+    well = waits_of([1], [])
+    for order in ([dead, well], [well, dead]):
+        answers = iter([order])
+        monkeypatch.setattr(who, "answers_of", lambda pid, x=answers: next(x, []))
+        (found,) = groups_of()
+        assert [wait.process for wait in found.ranks] == ["", ""]
 
 
 def test_nobody_waits_for_a_masked_rank():

@@ -13,7 +13,7 @@ import time
 import zlib
 from typing import Any
 
-from ..memory.symmetric_memory import SharedMemory
+from .symmetric_memory import SharedMemory
 
 _NOTE_BYTES = 64 << 10
 _HEADER = ctypes.c_uint64 * 3  # number of the exchange, bytes, checksum
@@ -35,7 +35,6 @@ class Board:
         self._memory = SharedMemory(
             name, rank, n_ranks, 1, 2 * _NOTE_BYTES, f"ranks={n_ranks}"
         )
-        self.owner = self._memory.owner
         self._notes = self._memory.connect(timeout_s)
 
     def exchange(

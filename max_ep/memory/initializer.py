@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
@@ -18,15 +17,7 @@ from ..config import EPConfig
 from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
-from ..who import (
-    Answers,
-    Facts,
-    RankWait,
-    Waits,
-    gpu_wait,
-    groups_of,
-    waits_of_segments,
-)
+from ..who import Answers, Facts, RankWait, Waits, gpu_wait, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_copy import GpuWords
 from .gpu_shared import GpuSharedMemory
@@ -120,7 +111,7 @@ class EPCommInitializer(MaskedRanks):
         except BaseException:
             self.close()
             raise
-        if config.target == "gpu":
+        if config.target == "gpu" or config.n_nodes > 1:
             Answers.ask(self)
         has_plan = config.eplb_enabled and config.eplb_phy2log_plan is not None
         if has_plan and not self._placement:
@@ -170,20 +161,12 @@ class EPCommInitializer(MaskedRanks):
                 f"group: pass EPCommInitializer(config, group=...), or set "
                 f"{GROUP_VARIABLE} (max_ep.launch does)"
             )
+        place, same = (group, config.node_id, config.n_nodes), self._fingerprint()
         if config.target == "gpu":
-            place = (group, config.node_id, config.n_nodes, config.timeout_s)
-            return GpuSharedMemory.join(*place, region_bytes, self._fingerprint())
-        facts = Facts.of(config)
-        return SharedMemory(
-            group,
-            config.node_id,
-            config.n_nodes,
-            config.n_gpus_per_node,
-            region_bytes,
-            self._fingerprint(),
-            facts.status_bytes,
-            asdict(facts),
-        )
+            return GpuSharedMemory(*place, region_bytes, same)
+        status_bytes = Facts.of(config).status_bytes
+        n_ranks = config.n_gpus_per_node
+        return SharedMemory(*place, n_ranks, region_bytes, same, status_bytes)
 
     def _allocate_counters(self) -> list[list[Buffer]]:
         """Makes zeroed counters of each group and rank. Those that ops use stand in
@@ -210,8 +193,7 @@ class EPCommInitializer(MaskedRanks):
         """
         self._check_open("who_waits")
         if isinstance(self._memory, SharedMemory):
-            group = self._memory.group
-            return waits_of_segments(group, groups_of(str(os.getpid()))[group])
+            return waits_of_processes(Facts.of(self.config), self._memory)
         first = self.config.node_id * self.config.n_gpus_per_node
         waits = [RankWait(first + i) for i in range(self.config.n_gpus_per_node)]
         if self.config.target == "gpu" and not self.config.use_allreduce:

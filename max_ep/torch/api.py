@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ..limits import MAX_TIMEOUT_S
 from ..memory.board import Board
-from ..memory.symmetric_memory import remove_leftovers
 from ..who import Answers, Waits
 from .channel import Communicator
 from .checks import refuse
@@ -122,7 +121,6 @@ class Buffer(LowLatency, Normal):
                     f"max_ep: rank {peer} has (device, num_nvl_bytes) {theirs[2:]}, "
                     f"this rank ({self.rank}) {mine[2:]}"
                 )
-        remove_leftovers(_NAME)  # of processes that were killed
         board = Board(f"{_NAME}{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, memory, enable_shrink)
         self._low_latency_channels = {}

@@ -18,14 +18,13 @@ from ctypes import addressof
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..memory.board import Board
 from ..memory.gpu_copy import GpuWords
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
-from ..who import Facts, RankWait, Waits, cpu_wait, gpu_wait
+from ..who import CpuWords, Facts, RankWait, Waits, cpu_wait, gpu_wait
 from .events import EventHandle, EventOverlap
 from .library import Library, Settings, build_all, load
 from .tables import allocator, dense, n_table_words
@@ -137,9 +136,12 @@ class Region:
             place = comm.device.index, self.counters.data_ptr(), self._address
             with GpuWords(*place) as words:
                 return gpu_wait(facts, comm.rank, words)
-        region = (ctypes.c_uint8 * facts.region_bytes).from_address(self._address)
-        memory = self.counters.numpy(), np.frombuffer(region, np.uint8)
-        return cpu_wait(facts, comm.rank, *memory, time.monotonic_ns())
+        counters, string_at = self.counters.data_ptr(), ctypes.string_at
+        words = CpuWords(
+            lambda at, n_bytes: string_at(counters + at, n_bytes),
+            lambda at, n_bytes: string_at(self._address + at, n_bytes),
+        )
+        return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
 
     def _raise(self) -> None:
         self._raise_text(self.library.last_error)
@@ -404,13 +406,13 @@ class Communicator:
 
     def allocate(self, n_bytes: int) -> Any:
         """Allocates symmetric memory."""
+        about = f"{self.board.n_exchanges}-{len(self.channels)}"
+        place = f"{self.board.name}-{about}", self.rank, self.n_ranks
         if not self.is_gpu:
-            about = f"{self.board.n_exchanges}-{len(self.channels)}"
-            name = f"{self.board.name}-{about}"
-            return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, "")
+            return SharedMemory(*place, 1, n_bytes, "")
         if self._memory == "symm":
             return TorchSymmetricMemory(self._group, n_bytes, self.index)
-        return GpuSharedMemory(self.board, n_bytes, self.index)
+        return GpuSharedMemory(*place, n_bytes, "", self.index)
 
     def settings(self, **fields: Any) -> Settings:
         """Returns a configuration of this group."""

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of a group on one host meet, and hand each other their memory.
+
+Each process listens at a socket named after group and node. Of two processes the one
+with the higher node calls the other. Both say who they are, and pass the descriptor of
+their memory. The socket ends with its process, and the memory with its last user:
+nothing is left behind, however a process ends. This file needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+_GROUP_BYTES = 80
+"""Longest name of a group; a socket's may have 107 bytes."""
+_MESSAGE_BYTES = 1 << 16
+_POLL_S = 0.002
+
+
+@dataclass
+class Owner:
+    """The process that some memory belongs to."""
+
+    pid: int
+    started: str  # distinguishes a reused pid
+    fingerprint: str
+    """What must be the same in all processes."""
+
+    @staticmethod
+    def myself(fingerprint: str) -> Owner:
+        return Owner(os.getpid(), _start_time(os.getpid()), fingerprint)
+
+    def is_alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return _start_time(self.pid) == self.started
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns what the system says of a process, from its state on."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            # The command, in brackets, may hold spaces; field 22 is the start.
+            return stat.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _start_time(pid: int) -> str:
+    """Returns when a process started, "" where the system does not say."""
+    fields = _stat(pid)
+    # A zombie has ended; only its parent has not noticed yet.
+    return "" if not fields or fields[0] == "Z" else fields[19]
+
+
+def process_state(pid: int, started: str | None = None) -> str:
+    """Says what is wrong with a process; "": it runs, or the system does not say."""
+    if started and _start_time(pid) != started:
+        return "is dead"
+    return "is stopped" if _stat(pid)[:1] in (["T"], ["t"]) else ""
+
+
+class Meeting:
+    """A process that waits for the others of its group."""
+
+    def __init__(
+        self, group: str, node_id: int, n_nodes: int, fingerprint: str
+    ) -> None:
+        """Begins to listen: others may call from now on, and are answered later.
+
+        No other group alive on this machine may have the name ``group``; all of its
+        processes must give the same ``fingerprint``.
+        """
+        if not 0 < len(group.encode()) <= _GROUP_BYTES or set("/\0") & set(group):
+            raise ValueError(
+                f"group={group!r} names a socket: pass 1 to {_GROUP_BYTES} bytes "
+                "without '/'"
+            )
+        self.group, self.node_id, self.n_nodes = group, node_id, n_nodes
+        self.owner = Owner.myself(fingerprint)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        try:
+            self._listener.bind(self._name(node_id))
+            self._listener.listen(n_nodes)
+        except OSError:
+            self._listener.close()
+            raise RuntimeError(
+                f"max_ep: node {node_id} of group {group!r} is already taken by "
+                f"process {self._pid_of(node_id)}; give each group a name of its own "
+                "and each process its own node_id"
+            ) from None
+
+    def _name(self, node: int) -> str:
+        return f"\0max_ep-{self.group}-{node}"
+
+    def _pid_of(self, node: int) -> str:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+            try:
+                line.connect(self._name(node))
+                return str(_credentials(line)[0])
+            except OSError:
+                return "?"
+
+    def meet(
+        self, descriptor: int, timeout_s: float, absent: Collection[int] = ()
+    ) -> dict[int, tuple[Owner, int]]:
+        """Exchanges descriptors with all nodes that are not ``absent``.
+
+        Returns each peer and its descriptor, which the caller closes. The meeting is
+        over then, and the name free.
+        """
+        deadline = time.monotonic() + timeout_s
+        missing = set(range(self.n_nodes)) - {self.node_id, *absent}
+        found: dict[int, tuple[Owner, int]] = {}
+        with self._listener, selectors.DefaultSelector() as lines:
+            lines.register(self._listener, selectors.EVENT_READ)
+            try:
+                while missing:
+                    called = {key.data for key in lines.get_map().values()}
+                    for node in missing - called:
+                        line = node < self.node_id and self._call(node, descriptor)
+                        if line:
+                            lines.register(line, selectors.EVENT_READ, node)
+                    for key, _ in lines.select(_POLL_S):
+                        if key.fileobj is self._listener:
+                            guest, _ = self._listener.accept()
+                            guest.setblocking(False)
+                            lines.register(guest, selectors.EVENT_READ)
+                            continue
+                        lines.unregister(key.fileobj)
+                        self._take(key.fileobj, descriptor, missing, found)
+                    if missing and time.monotonic() > deadline:
+                        raise self._too_late(sorted(missing), timeout_s)
+            except BaseException:
+                for _, theirs in found.values():
+                    os.close(theirs)
+                raise
+            finally:
+                for key in list(lines.get_map().values()):
+                    key.fileobj.close()
+        return found
+
+    def _call(self, node: int, descriptor: int) -> socket.socket | None:
+        """Calls a node; None if it is not there yet, or many are calling it."""
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.setblocking(False)
+        try:
+            line.connect(self._name(node))
+            self._say(line, descriptor)
+            return line
+        except OSError:
+            line.close()
+            return None
+
+    def _say(self, line: socket.socket, descriptor: int) -> None:
+        if _credentials(line)[1] != os.getuid():
+            raise PermissionError("the socket is another user's")
+        text = json.dumps([self.node_id, asdict(self.owner)]).encode()
+        socket.send_fds(line, [text], [descriptor])
+
+    def _take(
+        self,
+        line: socket.socket,
+        descriptor: int,
+        missing: set[int],
+        found: dict[int, tuple[Owner, int]],
+    ) -> None:
+        """Takes what a line brings: nothing, if its process has gone."""
+        cloexec = socket.MSG_CMSG_CLOEXEC
+        theirs: list[int] = []
+        with line:
+            try:
+                text, theirs, *_ = socket.recv_fds(line, _MESSAGE_BYTES, 1, cloexec)
+                if not text or _credentials(line)[1] != os.getuid():
+                    return
+                node, fields = json.loads(text)
+                owner = Owner(**fields)
+                if owner.fingerprint != self.owner.fingerprint:
+                    for peer in range(self.n_nodes):  # nobody waits for this one
+                        if peer != self.node_id and (
+                            call := self._call(peer, descriptor)
+                        ):
+                            call.close()
+                    raise ValueError(
+                        f"max_ep: node {node} of group {self.group!r} has another "
+                        f"configuration: {owner.fingerprint}; this node "
+                        f"({self.node_id}): {self.owner.fingerprint}"
+                    )
+                # One that was met already has gone on to the next group of this name.
+                if node in missing and theirs:
+                    if node > self.node_id:
+                        self._say(line, descriptor)
+                    missing.remove(node)
+                    found[node] = owner, theirs.pop()
+            except OSError:
+                pass
+            finally:
+                for other in theirs:
+                    os.close(other)
+
+    def _too_late(self, missing: list[int], timeout_s: float) -> TimeoutError:
+        there = [node for node in missing if self._pid_of(node) != "?"]
+        found = f"{there} do not answer" if there else "nobody is there"
+        return TimeoutError(
+            f"max_ep: node {self.node_id} waited {timeout_s} s for nodes {missing} of "
+            f"group {self.group!r} to start: {found}. Start all {self.n_nodes} "
+            "processes, or raise EPConfig.timeout_s"
+        )
+
+    def close(self) -> None:
+        """Frees the name."""
+        self._listener.close()
+
+
+def _credentials(line: socket.socket) -> tuple[int, int, int]:
+    """Returns process, user and user group at the other end."""
+    format = struct.Struct("3i")
+    return format.unpack(
+        line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, format.size)
+    )
