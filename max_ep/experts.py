@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls of experts and layers for the CPU, and for bfloat16 on Hopper.
+"""Matmuls of experts and layers for the CPU, and for bfloat16 and FP8 on Hopper.
 
-On Hopper MAX's grouped matmul does not compile, and its ``linear`` writes past the end
-of its result (docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
+Rows and weights in blockwise FP8 are pairs of values and scales. On Hopper MAX's
+grouped matmul does not compile, and its ``linear`` writes past the end of its result
+(docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from max.graph import Dim, Graph, StaticDim, TensorType, TensorValue, ops
 
 from .extension import load_ops
 from .formats import FP8_BLOCK
+
+Quantized = tuple[TensorValue, TensorValue]
+"""Values in float8_e4m3fn and their float32 scales."""
 
 PACKAGE = "max_ep_experts"
 """The Mojo package with the ops."""
@@ -26,8 +30,8 @@ FP8_COLUMNS = 256
 
 
 def grouped_matmul(
-    rows: TensorValue,
-    weights: TensorValue,
+    rows: TensorValue | Quantized,
+    weights: TensorValue | Quantized,
     row_offsets: TensorValue,
     expert_ids: TensorValue,
 ) -> TensorValue:
@@ -35,23 +39,31 @@ def grouped_matmul(
 
     Args:
         rows: ``[n_rows, k]``, sorted by expert, as dispatch delivers them. On GPUs
-            bfloat16, ``k`` a multiple of 64 and ``n`` of 16.
-        weights: ``[n_local_experts, n, k]`` of the same dtype.
+            bfloat16, ``k`` a multiple of 64 and ``n`` of 16; or in FP8, ``k`` a
+            multiple of 128 and ``n`` of 256, with scales ``[k / 128, n_rows]``, as
+            ``blockwise_fp8_quant_config()`` and ``scale_layout="transposed"`` give.
+        weights: ``[n_local_experts, n, k]`` of the same dtype; scales
+            ``[n_local_experts, n / 128, k / 128]``.
         row_offsets: ``[n_local_experts + 1]`` uint32, from dispatch.
         expert_ids: ``[n_local_experts]`` int32, from dispatch.
 
     Returns:
-        ``[n_rows, n]``; rows from ``row_offsets[-1]`` on are undefined.
+        ``[n_rows, n]``, of FP8 in bfloat16; rows from ``row_offsets[-1]`` on are
+        undefined.
 
     Raises:
         TypeError: If the dtypes are not those.
         ValueError: If the inner sizes differ, or do not fit the kernel.
     """
+    groups = row_offsets, expert_ids
+    if isinstance(rows, tuple):
+        values, weight = rows[0], weights[0]
+        shape = [values.shape[0], weight.shape[1]]
+        result = TensorType(DType.bfloat16, shape, values.device)
+        return _fp8("grouped_matmul_fp8", (*rows, *weights, *groups), [result])[0]
     _check("grouped_matmul", rows, weights)
-    _check_groups(row_offsets, expert_ids)
-    return _rows_of(
-        "grouped_matmul", weights.shape[1], rows, weights, row_offsets, expert_ids
-    )
+    _check_groups(*groups)
+    return _rows_of("grouped_matmul", weights.shape[1], rows, weights, *groups)
 
 
 def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
@@ -84,29 +96,38 @@ def fused_silu(rows: TensorValue, row_offsets: TensorValue) -> TensorValue:
 
 
 def grouped_gate_up(
-    rows: TensorValue,
-    gate_up: TensorValue,
+    rows: TensorValue | Quantized,
+    gate_up: TensorValue | Quantized,
     row_offsets: TensorValue,
     expert_ids: TensorValue,
-) -> TensorValue:
+) -> TensorValue | Quantized:
     """Computes ``silu(x @ gate.T) * (x @ up.T)``, on GPUs in one op.
 
-    The arguments are those of :func:`grouped_swiglu`. Returns ``[n_rows, moe_dim]``;
-    rows from ``row_offsets[-1]`` on are undefined.
+    The arguments are those of :func:`grouped_swiglu`. Returns ``[n_rows, moe_dim]``, of
+    FP8 quantized as dispatched rows are; rows from ``row_offsets[-1]`` on are
+    undefined.
     """
+    groups = row_offsets, expert_ids
+    if isinstance(rows, tuple):
+        values, moe_dim = rows[0], gate_up[0].shape[1] // 2
+        n_rows, device = values.shape[0], values.device
+        results = [
+            TensorType(values.dtype, [n_rows, moe_dim], device),
+            TensorType(DType.float32, [moe_dim // FP8_BLOCK, n_rows], device),
+        ]
+        made = _fp8("grouped_gate_up_fp8", (*rows, *gate_up, *groups), results)
+        return made[0], made[1]
     if rows.device.is_cpu():
-        both = grouped_matmul(rows, gate_up, row_offsets, expert_ids)
-        return fused_silu(both, row_offsets)
+        return fused_silu(grouped_matmul(rows, gate_up, *groups), row_offsets)
     _check("grouped_gate_up", rows, gate_up)
-    _check_groups(row_offsets, expert_ids)
-    moe_dim = gate_up.shape[1] // 2
-    return _rows_of("grouped_gate_up", moe_dim, rows, gate_up, row_offsets, expert_ids)
+    _check_groups(*groups)
+    return _rows_of("grouped_gate_up", gate_up.shape[1] // 2, rows, gate_up, *groups)
 
 
 def grouped_swiglu(
-    rows: TensorValue,
-    gate_up: TensorValue,
-    down: TensorValue,
+    rows: TensorValue | Quantized,
+    gate_up: TensorValue | Quantized,
+    down: TensorValue | Quantized,
     row_offsets: TensorValue,
     expert_ids: TensorValue,
 ) -> TensorValue:
@@ -116,82 +137,8 @@ def grouped_swiglu(
     ``[n_local_experts, 2 * moe_dim, hidden_size]``, gate first, and ``down``
     ``[n_local_experts, hidden_size, moe_dim]``. Returns ``[n_rows, hidden_size]``.
     """
-    activated = grouped_gate_up(rows, gate_up, row_offsets, expert_ids)
-    return grouped_matmul(activated, down, row_offsets, expert_ids)
-
-
-def grouped_matmul_fp8(
-    rows: TensorValue,
-    row_scales: TensorValue,
-    weights: TensorValue,
-    weight_scales: TensorValue,
-    row_offsets: TensorValue,
-    expert_ids: TensorValue,
-) -> TensorValue:
-    """Multiplies each expert's rows with its weights in blockwise FP8, on Hopper.
-
-    Args:
-        rows: ``[n_rows, k]`` in float8_e4m3fn, ``k`` a multiple of 128, as dispatch
-            delivers them with ``blockwise_fp8_quant_config()``.
-        row_scales: Their scales, ``[k / 128, n_rows]``: ``scale_layout="transposed"``.
-        weights: ``[n_local_experts, n, k]`` of the same dtype, ``n`` a multiple of 256.
-        weight_scales: Their float32 scales, ``[n_local_experts, n / 128, k / 128]``.
-        row_offsets: As in :func:`grouped_matmul`.
-        expert_ids: As in :func:`grouped_matmul`.
-
-    Returns:
-        ``[n_rows, n]`` in bfloat16.
-
-    Raises:
-        TypeError: If the dtypes are not those.
-        ValueError: If the sizes do not fit.
-    """
-    result = TensorType(DType.bfloat16, [rows.shape[0], weights.shape[1]], rows.device)
-    inputs = rows, row_scales, weights, weight_scales, row_offsets, expert_ids
-    return _fp8("grouped_matmul_fp8", inputs, [result])[0]
-
-
-def grouped_gate_up_fp8(
-    rows: TensorValue,
-    row_scales: TensorValue,
-    gate_up: TensorValue,
-    gate_up_scales: TensorValue,
-    row_offsets: TensorValue,
-    expert_ids: TensorValue,
-) -> tuple[TensorValue, TensorValue]:
-    """Computes ``silu(x @ gate.T) * (x @ up.T)``, quantized like a dispatched token.
-
-    The arguments are those of :func:`grouped_matmul_fp8`, and so are the results:
-    ``[n_rows, moe_dim]`` and their scales.
-    """
-    n_rows, moe_dim = rows.shape[0], gate_up.shape[1] // 2
-    results = [
-        TensorType(rows.dtype, [n_rows, moe_dim], rows.device),
-        TensorType(DType.float32, [moe_dim // FP8_BLOCK, n_rows], rows.device),
-    ]
-    inputs = rows, row_scales, gate_up, gate_up_scales, row_offsets, expert_ids
-    activated, scales = _fp8("grouped_gate_up_fp8", inputs, results)
-    return activated, scales
-
-
-def grouped_swiglu_fp8(
-    rows: TensorValue,
-    row_scales: TensorValue,
-    gate_up: TensorValue,
-    gate_up_scales: TensorValue,
-    down: TensorValue,
-    down_scales: TensorValue,
-    row_offsets: TensorValue,
-    expert_ids: TensorValue,
-) -> TensorValue:
-    """Runs SwiGLU experts in blockwise FP8; weights are those of grouped_swiglu.
-
-    Scales are as in :func:`grouped_matmul_fp8`. Returns ``[n_rows, hidden_size]`` in
-    bfloat16.
-    """
     groups = row_offsets, expert_ids
-    activated = grouped_gate_up_fp8(rows, row_scales, gate_up, gate_up_scales, *groups)
-    return grouped_matmul_fp8(*activated, down, down_scales, *groups)
+    return grouped_matmul(grouped_gate_up(rows, gate_up, *groups), down, *groups)
 
 
 def _fp8(

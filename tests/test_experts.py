@@ -153,10 +153,10 @@ F8 = DType.float8_e4m3fn
 "linear", [BF16, F32], [32, 64] | weights DType.float32
 "linear", [BF16, BF16], [24, 64] | are [24, 64]
 "linear", [BF16, BF16], [32, 128] | 64 columns; need 128
-"grouped_matmul_fp8", [BF16, F8], [2, 256, 128], [2, 2, 1] | e4m3fn; given DType.bf
-"grouped_matmul_fp8", [F8, F8], [2, 128, 128], [2, 1, 1] | n a multiple of 256
-"grouped_matmul_fp8", [F8, F8], [2, 256, 256], [2, 2, 2] | given 128, [2, 256, 256]
-"grouped_matmul_fp8", [F8, F8], [2, 256, 128], [2, 2, 2] | n / 128, k / 128
+"grouped_matmul", [BF16, F8], [2, 256, 128], [2, 2, 1] | e4m3fn; given DType.bf
+"grouped_matmul", [F8, F8], [2, 128, 128], [2, 1, 1] | n a multiple of 256
+"grouped_matmul", [F8, F8], [2, 256, 256], [2, 2, 2] | given 128, [2, 256, 256]
+"grouped_matmul", [F8, F8], [2, 256, 128], [2, 2, 2] | n / 128, k / 128
 """)
 def test_refusals(arguments, words):
     op, dtypes, weights, *scales = eval(arguments, globals())
@@ -169,4 +169,7 @@ def test_refusals(arguments, words):
         types += [TensorType(DType.uint32, [3], gpu), TensorType(DType.int32, [2], gpu)]
     with Graph("refused", input_types=types) as graph:
         with raises((TypeError, ValueError), words):
-            getattr(experts, op)(*(value.tensor for value in graph.inputs))
+            given = [value.tensor for value in graph.inputs]
+            if scales:
+                given[:4] = tuple(given[:2]), tuple(given[2:4])
+            getattr(experts, op)(*given)

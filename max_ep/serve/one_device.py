@@ -29,7 +29,7 @@ from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
 from .. import EPBatchManager
-from ..experts import grouped_swiglu, grouped_swiglu_fp8
+from ..experts import grouped_swiglu
 from ..graph.moe import through_experts
 from .forward import route
 from .hopper import experts_anywhere
@@ -74,7 +74,7 @@ class OneDeviceMoe(MoE):
             rows, row_scales, *groups = dispatched
             gate_up = self.gate_up_proj, self._scales("gate_proj", "up_proj")
             down = self.down_proj, self._scales("down_proj")
-            return grouped_swiglu_fp8(rows, row_scales, *gate_up, *down, *groups[:2])
+            return grouped_swiglu((rows, row_scales), gate_up, down, *groups[:2])
         rows, row_offsets, expert_ids, *_ = dispatched
         if self._manager.config.target == "cpu":
             n = self._manager.config.n_local_experts
