@@ -7,7 +7,7 @@ import ctypes
 
 import numpy as np
 
-from .gpu_shared import _call, _use_context
+from .gpu_shared import _call, use_context
 
 _NON_BLOCKING, _HOST, _DEVICE = 1, 1, 2
 
@@ -35,7 +35,7 @@ class GpuWords:
 
     def __init__(self, device: int, counters: int, region: int) -> None:
         """Takes addresses; nothing is read yet."""
-        _use_context(device)
+        use_context(device)
         self._counters, self._region = counters, region
         self._stream = ctypes.c_void_p()
         _call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)

@@ -46,7 +46,7 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-def _use_context(device: int) -> None:
+def use_context(device: int) -> None:
     """Makes the device's primary context current, if none is."""
     context = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(context))
@@ -92,7 +92,7 @@ class GpuSharedMemory:
         self._n_bytes = -(-n_bytes // _GRANULARITY) * _GRANULARITY
         self._mapped: list[tuple[int, int]] = []
         try:
-            _use_context(device)
+            use_context(device)
             self._handle, what = _U64(), _Properties()
             what.type, what.handle_types = _PINNED, _POSIX_DESCRIPTOR
             what.location = _Location(_ON_DEVICE, device)

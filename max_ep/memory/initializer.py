@@ -141,9 +141,8 @@ class EPCommInitializer(MaskedRanks):
         config = self.config
         devices = self._rank_devices()
         if config.uses_shmem:
-            here = [Buffer(DType.uint8, [1], device) for device in devices]
             return ShmemMemory(
-                [buffer._data_ptr() for buffer in here],
+                config.n_gpus_per_node,
                 config.node_id,
                 config.n_nodes,
                 region_bytes,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import hashlib
 import os
 import queue
@@ -25,7 +24,8 @@ import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from .shmem_parts import check_installed, host_library_dir, mpi_library
+from .gpu_shared import use_context
+from .shmem_parts import check_installed, host_library, mpi_library
 
 _MODULES_VARIABLE = "MAX_EP_SHMEM_MODULES"  # as in shmem_modules.mojo
 _MAX_MODULES = 4096
@@ -40,8 +40,8 @@ class _Libraries:
 
     def __init__(self) -> None:
         check_installed()
-        mpi, folder = mpi_library(), host_library_dir()
-        assert mpi is not None and folder is not None
+        mpi, host = mpi_library(), host_library()
+        assert mpi is not None and host is not None
         # In this order and global: what is loaded already satisfies the next
         # one by its name, without LD_LIBRARY_PATH.
         self.mpi = ctypes.CDLL(str(mpi), mode=ctypes.RTLD_GLOBAL)
@@ -63,21 +63,15 @@ class _Libraries:
         self.mpi.MPI_Comm_size(self.world, ctypes.byref(size))
         self.rank, self.size = rank.value, size.value
         # Where NVSHMEM looks for its plug-ins.
-        os.environ.setdefault("MODULAR_SHMEM_LIB_DIR", str(folder))
-        ctypes.CDLL(str(folder / "nvshmem_bootstrap_mpi.so.3"), mode=ctypes.RTLD_GLOBAL)
-        self.shmem = ctypes.CDLL(str(folder / "libnvshmem_host.so.3"))
+        os.environ.setdefault("MODULAR_SHMEM_LIB_DIR", str(host.parent))
+        plugin = host.with_name("nvshmem_bootstrap_mpi.so.3")
+        ctypes.CDLL(str(plugin), mode=ctypes.RTLD_GLOBAL)
+        self.shmem = ctypes.CDLL(str(host))
         self.shmem.nvshmem_malloc.restype = ctypes.c_void_p
         self.shmem.nvshmem_malloc.argtypes = [ctypes.c_size_t]
         self.shmem.nvshmem_free.argtypes = [ctypes.c_void_p]
         self.shmem.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
         self.shmem.nvshmemx_cumodule_finalize.argtypes = [ctypes.c_void_p]
-
-    @functools.cached_property
-    def cuda(self) -> ctypes.CDLL:
-        """The CUDA driver."""
-        cuda = ctypes.CDLL("libcuda.so.1")
-        cuda.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
-        return cuda
 
     def all_equal(self, what: bytes) -> bool:
         """Returns whether all processes give the same bytes; collective."""
@@ -90,23 +84,6 @@ class _Libraries:
     def barrier(self) -> None:
         """Waits for all processes."""
         self.mpi.MPI_Barrier(self.world)
-
-    def context_of(self, address: int) -> int:
-        """Returns the CUDA context of an allocation."""
-        context, ordinal = ctypes.c_void_p(), ctypes.c_int()
-        pointer = ctypes.c_uint64(address)
-        get = self.cuda.cuPointerGetAttribute
-        if get(ctypes.byref(context), 1, pointer) == 0 and context.value:
-            return context.value
-        # Memory of a pool has no context: take the device's primary one.
-        for status in (
-            get(ctypes.byref(ordinal), 9, pointer),
-            self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal),
-        ):
-            if status != 0:
-                raise RuntimeError(f"max_ep: CUDA error {status} at {address:#x}")
-        assert context.value is not None
-        return context.value
 
 
 class _Pe:
@@ -133,13 +110,9 @@ class _Pe:
         self._jobs.put((future, function, arguments))
         return future
 
-    def join(
-        self, libraries: _Libraries, local: int, n_local: int, context: int
-    ) -> tuple[int, int]:
-        """Joins SHMEM; collective. Returns rank and ranks."""
-        status = libraries.cuda.cuCtxSetCurrent(context)
-        if status:
-            raise RuntimeError(f"max_ep: cuCtxSetCurrent: CUDA error {status}")
+    def join(self, libraries: _Libraries, local: int, n_local: int) -> tuple[int, int]:
+        """Joins SHMEM, on the GPU of its number; collective. Returns rank and ranks."""
+        use_context(local)
         # nvshmemx_init_attr_t, version 1: version, mpi_comm *, then arguments:
         # version, unique id (version, id *, local rank, local ranks).
         attributes = ctypes.create_string_buffer(144)
@@ -178,11 +151,10 @@ class _Pe:
 class _Membership:
     """This process in SHMEM: joined once, left when the process ends."""
 
-    def __init__(self, contexts: list[int], libraries: _Libraries) -> None:
+    def __init__(self, n: int, libraries: _Libraries) -> None:
         self.libraries = libraries
-        self.pes = [_Pe(i) for i in range(len(contexts))]
-        n = len(contexts)
-        join = lambda i: self.pes[i].join(libraries, i, n, contexts[i])  # noqa: E731
+        self.pes = [_Pe(i) for i in range(n)]
+        join = lambda i: self.pes[i].join(libraries, i, n)  # noqa: E731
         numbers = self.run(60.0, join, "joining SHMEM")
         want = [(libraries.rank * n + i, libraries.size * n) for i in range(n)]
         if numbers != want:
@@ -247,7 +219,7 @@ class ShmemMemory:
 
     def __init__(
         self,
-        context_addresses: list[int],
+        n_local: int,
         node_id: int,
         n_nodes: int,
         region_bytes: int,
@@ -256,8 +228,8 @@ class ShmemMemory:
     ) -> None:
         """Joins SHMEM, if this process has not yet, and allocates; collective.
 
-        ``context_addresses`` are some device memory of each local rank's GPU, and
-        ``fingerprint`` says what must be the same in all processes.
+        Each of the ``n_local`` ranks has the GPU of its number. ``fingerprint`` says
+        what must be the same in all processes.
         """
         global _membership
         rank, size = mpi_rank()
@@ -268,10 +240,8 @@ class ShmemMemory:
             )
         assert _libraries is not None
         libraries = _libraries
-        n_local = len(context_addresses)
         if _membership is None:
-            contexts = [libraries.context_of(a) for a in context_addresses]
-            _membership = _Membership(contexts, libraries)
+            _membership = _Membership(n_local, libraries)
         if len(_membership.pes) != n_local:
             raise ValueError(
                 f"n_gpus_per_node={n_local}, but this process joined SHMEM with "

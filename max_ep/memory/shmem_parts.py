@@ -16,14 +16,22 @@ MPI_LIBRARY_VARIABLE = "MAX_EP_MPI_LIBRARY"
 """Environment variable that names Open MPI's ``libmpi.so.40``."""
 
 
+def _find(package: str, path: str) -> Path | None:
+    """Returns a file of an installed namespace package, or None."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec else ()
+    places = [Path(folder, path) for folder in folders]
+    return next((place for place in places if place.is_file()), None)
+
+
 def bitcode_path() -> Path | None:
     """Returns NVSHMEM's device bitcode, or None if it is not installed."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
-        path = Path(folder) / "nvshmem" / "lib" / "libnvshmem_device.bc"
-        if path.is_file():
-            return path
-    return None
+    return _find("nvidia", "nvshmem/lib/libnvshmem_device.bc")
+
+
+def host_library() -> Path | None:
+    """Returns MAX's NVSHMEM host library, or None."""
+    return _find("modular", "lib/libnvshmem_host.so.3")
 
 
 def mpi_library() -> Path | None:
@@ -39,21 +47,12 @@ def mpi_library() -> Path | None:
     return None
 
 
-def host_library_dir() -> Path | None:
-    """Returns the folder of MAX's NVSHMEM host library, or None."""
-    spec = importlib.util.find_spec("modular")
-    for folder in spec.submodule_search_locations if spec else ():
-        if (Path(folder) / "lib" / "libnvshmem_host.so.3").is_file():
-            return Path(folder) / "lib"
-    return None
-
-
 def missing_parts() -> list[str]:
     """Returns what SHMEM lacks on this machine; empty if it can be used."""
     missing = []
     if bitcode_path() is None:
         missing.append(f"the device bitcode of {BITCODE_PACKAGE}")
-    if host_library_dir() is None:
+    if host_library() is None:
         missing.append("MAX's libnvshmem_host.so.3 (package max-shmem-libs)")
     if mpi_library() is None:
         missing.append(f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)")
