@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle of number formats, in NumPy: casts, quantization and dequantization.
 
-NumPy has no type of 8 bits or fewer but integers: values and scales are kept as bits,
-`uint8`. `quantize_*` are the definitions of the formats, with each rounding.
+NumPy has no bfloat16, and no type of 8 bits or fewer but integers: they are kept as
+bits, `uint16` and `uint8`. `quantize_*` define the formats, with each rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +22,21 @@ def typed(name: str, x: np.ndarray, dtype: type) -> np.ndarray:
     if x.dtype != dtype:
         raise TypeError(f"{name} must be {np.dtype(dtype)}, got {x.dtype}")
     return x
+
+
+def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widens bfloat16 bits (`uint16`, any shape) to float32; exact."""
+    bits = typed("bits", bits, np.uint16)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 to bfloat16 bits, to nearest, ties to even; NaN is `0x7fc0`."""
+    x = typed("x", x, np.float32)
+    bits = np.where(np.isnan(x), np.uint32(0x7FC0_0000), x.view(np.uint32))
+    is_odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = bits + np.uint32(0x7FFF) + is_odd
+    return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
 def float8_e4m3fn_to_float32(bits: np.ndarray) -> np.ndarray:
@@ -209,10 +224,8 @@ def quantize_nvfp4_dynamic(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     with np.errstate(invalid="ignore"):
         row_max = np.maximum(np.abs(x).max(axis=1), np.float32(1e-30))
         values, scales = quantize_nvfp4(x * (np.float32(2688) / row_max)[:, np.newaxis])
-    inverse = (row_max / np.float32(2688)).view(np.uint32)
-    rounded = (inverse + 0x7FFF + ((inverse >> 16) & 1)) & np.uint32(0xFFFF0000)
-    rounded = np.where(np.isnan(row_max), inverse, rounded)
-    return values, scales, rounded.view(np.float32)
+    inverse = float32_to_bfloat16(row_max / np.float32(2688))
+    return values, scales, bfloat16_to_float32(inverse)
 
 
 def in_blocks(x: np.ndarray, block: int) -> np.ndarray:

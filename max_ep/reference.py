@@ -15,11 +15,13 @@ definition except the number formats (`quantize.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .quantize import bfloat16_to_float32 as bfloat16_to_float32
 from .quantize import float8_e4m3fn_to_float32 as float8_e4m3fn_to_float32
+from .quantize import float32_to_bfloat16 as float32_to_bfloat16
 from .quantize import float32_to_float8_e4m3fn as float32_to_float8_e4m3fn
 from .quantize import quantize_blockwise_fp8 as quantize_blockwise_fp8
 from .quantize import typed
@@ -33,21 +35,6 @@ def n_local_experts(n_experts: int, n_ranks: int) -> int:
     if n_experts < 1 or n_ranks < 1:
         raise ValueError(f"need n_experts={n_experts}, n_ranks={n_ranks} >= 1")
     return -(-n_experts // n_ranks)
-
-
-def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
-    """Widens bfloat16 bits (`uint16`, any shape) to float32; exact."""
-    bits = typed("bits", bits, np.uint16)
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 to bfloat16 bits, to nearest, ties to even; NaN is `0x7fc0`."""
-    x = typed("x", x, np.float32)
-    bits = np.where(np.isnan(x), np.uint32(0x7FC0_0000), x.view(np.uint32))
-    is_odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = bits + np.uint32(0x7FFF) + is_odd
-    return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
 @dataclass
@@ -267,20 +254,13 @@ def combine(
     """
     _check_rows(expert_rows, results)
     _check_weights(results, topk_weights)
-    all_rows = np.concatenate(list(expert_rows))
+    all_rows, sums = np.concatenate(list(expert_rows)), []
     src_ranks = np.concatenate([r.src_ranks for r in results])
     src_info = np.concatenate([r.src_info for r in results])
-    sums = []
+    of_all = replace(results[0], src_ranks=src_ranks, src_info=src_info)
     for rank, weights in enumerate(topk_weights):
-        mine = np.flatnonzero(src_ranks == rank)
-        row_of_choice = np.full(weights.shape, -1)
-        is_shared = src_info[mine, 1] == -1
-        mine, shared = mine[~is_shared], mine[is_shared]
-        row_of_choice[src_info[mine, 0], src_info[mine, 1]] = mine
-        acc = _weighted_sum(all_rows, row_of_choice, weights)
-        if len(shared):
-            acc = typed("sum", round_sum(acc), np.float32)
-            acc[src_info[shared, 0]] += all_rows[shared]
+        acc, _ = _sum_of_rank(rank, all_rows, of_all, weights)
+        _add_shared_expert(acc, expert_rows[rank], results[rank], round_sum)
         sums.append(acc)
     return sums
 
@@ -316,28 +296,16 @@ def combine_sums(
     _check_weights(results, topk_weights)
     sums = []
     for rank, weights in enumerate(topk_weights):
-        acc, from_others = None, []
-        for owner, (rows, result) in enumerate(zip(expert_rows, results)):
-            mine = np.flatnonzero(
-                (result.src_ranks == rank) & (result.src_info[:, 1] >= 0)
-            )
-            row_of_choice = np.full(weights.shape, -1)
-            row_of_choice[result.src_info[mine, 0], result.src_info[mine, 1]] = mine
-            partial = _weighted_sum(rows, row_of_choice, weights)
-            has = (row_of_choice >= 0).any(axis=1)
-            if owner == rank:
-                acc = partial
+        groups = zip(expert_rows, results)
+        partials = [_sum_of_rank(rank, *group, weights) for group in groups]
+        acc, _ = partials.pop(rank)
+        for partial, has in partials:
+            rounded = round_partial(partial[has])
+            if isinstance(rounded, tuple):
+                acc[has] = fma(*rounded, acc[has])
             else:
-                from_others.append((has, round_partial(partial[has])))
-        for has, partial in from_others:
-            if isinstance(partial, tuple):
-                acc[has] = fma(*partial, acc[has])
-            else:
-                acc[has] += typed("partial", partial, np.float32)
-        shared = np.flatnonzero(results[rank].src_info[:, 1] == -1)
-        if len(shared):
-            acc = typed("sum", round_sum(acc), np.float32)
-            acc[results[rank].src_info[shared, 0]] += expert_rows[rank][shared]
+                acc[has] += typed("partial", rounded, np.float32)
+        _add_shared_expert(acc, expert_rows[rank], results[rank], round_sum)
         sums.append(acc)
     return sums
 
@@ -456,6 +424,28 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         is_magnitude_up = is_inexact & ((lost < 0) != (total < 0))
         bits = (total.view(np.int64) - is_magnitude_up) | is_inexact
         return bits.view(np.float64).astype(np.float32)
+
+
+def _sum_of_rank(
+    rank: int, rows: np.ndarray, result: DispatchResult, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Adds up the rows of a rank's tokens; returns sums, and which tokens have rows."""
+    info = result.src_info
+    mine = np.flatnonzero((result.src_ranks == rank) & (info[:, 1] >= 0))
+    row_of_choice = np.full(weights.shape, -1)
+    row_of_choice[info[mine, 0], info[mine, 1]] = mine
+    has = (row_of_choice >= 0).any(axis=1)
+    return _weighted_sum(rows, row_of_choice, weights), has
+
+
+def _add_shared_expert(
+    acc: np.ndarray, rows: np.ndarray, result: DispatchResult, round_sum: Callable
+) -> None:
+    """Adds what a rank's shared expert, if there is one, made of its tokens."""
+    shared = np.flatnonzero(result.src_info[:, 1] == -1)
+    if len(shared):
+        acc[:] = typed("sum", round_sum(acc), np.float32)
+        acc[result.src_info[shared, 0]] += rows[shared]
 
 
 def _weighted_sum(
