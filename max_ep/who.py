@@ -45,11 +45,8 @@ class Facts:
     n_ranks: int
     n_experts: int
     n_local_experts: int
-    n_local_ranks: int
     dispatch_counts_offset: int
     combine_counts_offset: int
-    region_bytes: int
-    status_bytes: int
     generations_word: int
     launch_word: int
     protocol: int
@@ -70,10 +67,8 @@ class Facts:
         return cls(
             n_ranks=config.n_ranks,
             n_experts=config.n_experts,
-            n_local_ranks=config.n_gpus_per_node,
             max_tokens_per_rank=config.max_tokens_per_rank,
             top_k=config.top_k,
-            status_bytes=-(-sizes["counters_words"] * 4 // 256) * 256,
             **known,
         )
 
@@ -345,8 +340,8 @@ def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
         state = process_state(owner.pid, owner.started)
         if not state and memory.is_closed(node):
             state = "has closed its memory"
-        for i in range(facts.n_local_ranks):
-            rank = node * facts.n_local_ranks + i
+        for i in range(memory.n_local_ranks):
+            rank = node * memory.n_local_ranks + i
             words = CpuWords(
                 partial(memory.read_status, node, i),
                 partial(memory.read_region, node, i),

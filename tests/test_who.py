@@ -33,12 +33,9 @@ FACTS = Facts(
     n_ranks=N_RANKS,
     n_experts=N_EXPERTS,
     n_local_experts=N_LOCAL,
-    n_local_ranks=1,
     dispatch_counts_offset=256,
     combine_counts_offset=512,
     combine_recv_offset=1024,
-    region_bytes=2048,
-    status_bytes=256,
     generations_word=3,
     launch_word=28,
     protocol=2,
@@ -56,7 +53,7 @@ LAST = 6
 
 def memory_of() -> np.ndarray:
     """A region in which the flags of all phases are of generation `LAST`."""
-    region = np.zeros(FACTS.region_bytes, np.uint8)
+    region = np.zeros(2048, np.uint8)
     region[FACTS.dispatch_counts_offset :].view(np.uint64)[:] = LAST << 32 | 17
     return region
 

@@ -163,9 +163,9 @@ class EPCommInitializer(MaskedRanks):
         place, same = (group, config.node_id, config.n_nodes), self._fingerprint()
         if config.target == "gpu":
             return GpuSharedMemory(*place, region_bytes, same)
-        status_bytes = Facts.of(config).status_bytes
-        n_ranks = config.n_gpus_per_node
-        return SharedMemory(*place, n_ranks, region_bytes, same, status_bytes)
+        status_bytes = -(-4 * config.sizes().counters_words // 256) * 256
+        sizes = config.n_gpus_per_node, region_bytes
+        return SharedMemory(*place, *sizes, same, status_bytes)
 
     def _allocate_counters(self) -> list[list[Buffer]]:
         """Makes zeroed counters of each group and rank. Those that ops use stand in

@@ -113,7 +113,7 @@ class SharedMemory:
         """
         self._meeting = Meeting(group, node_id, n_nodes, fingerprint)
         self.group, self.owner, self._node_id = group, self._meeting.owner, node_id
-        self._n_nodes, self._n_local_ranks = n_nodes, n_local_ranks
+        self._n_nodes, self.n_local_ranks = n_nodes, n_local_ranks
         self.region_bytes, self.status_bytes = region_bytes, status_bytes
         n_status = -(-n_local_ranks * status_bytes // _PAGE) * _PAGE
         self._regions_at = _PAGE + n_status
@@ -147,7 +147,7 @@ class SharedMemory:
 
     def _regions(self, node: int) -> list[int]:
         first = _address(self._maps[node]) + self._regions_at
-        return [first + i * self.region_bytes for i in range(self._n_local_ranks)]
+        return [first + i * self.region_bytes for i in range(self.n_local_ranks)]
 
     def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
         """Maps the peers' regions, and returns all addresses.
