@@ -10,19 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from max.dtype import DType
-from max.nn.quant_config import (
-    NVFP4_BLOCK_SIZE,
-    InputScaleSpec,
-    QuantConfig,
-    QuantFormat,
-    ScaleGranularity,
-    ScaleOrigin,
-    WeightScaleSpec,
-)
+from max.nn.quant_config import NVFP4_BLOCK_SIZE, QuantConfig, QuantFormat
 
 from . import quantize
 
@@ -39,51 +31,29 @@ MX_BLOCK = 32
 """The same in the formats of the OCP Microscaling specification."""
 
 
+_NO_LAYERS: dict[str, Any] = dict(mlp_quantized_layers=(), attn_quantized_layers=())
+
+
 def blockwise_fp8_quant_config() -> QuantConfig:
     """Returns the ``dispatch_quant_config`` of blockwise FP8 dispatch."""
-    blocks = (1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)
-    return _quant_config(QuantFormat.BLOCKSCALED_FP8, DType.float32, *blocks)
+    return QuantConfig.blockscaled_fp8(**_NO_LAYERS)
 
 
 def mxfp8_quant_config() -> QuantConfig:
     """Returns the ``dispatch_quant_config`` of MXFP8 dispatch."""
-    blocks = (1, MX_BLOCK), (1, MX_BLOCK)
-    return _quant_config(QuantFormat.MXFP8, DType.float8_e8m0fnu, *blocks)
-
-
-def _quant_config(
-    format: QuantFormat,
-    scale_dtype: DType,
-    input_block: tuple[int, int],
-    weight_block: tuple[int, int],
-) -> QuantConfig:
-    """Makes a config of blocks whose scales are computed when tokens are sent."""
-    return QuantConfig(
-        input_scale=InputScaleSpec(
-            granularity=ScaleGranularity.BLOCK,
-            origin=ScaleOrigin.DYNAMIC,
-            dtype=scale_dtype,
-            block_size=input_block,
-        ),
-        weight_scale=WeightScaleSpec(
-            granularity=ScaleGranularity.BLOCK,
-            dtype=scale_dtype,
-            block_size=weight_block,
-        ),
-        mlp_quantized_layers=set(),
-        attn_quantized_layers=set(),
-        format=format,
-    )
+    config = QuantConfig.mxfp4(**_NO_LAYERS)
+    scales = replace(config.input_scale, dtype=DType.float8_e8m0fnu)
+    return replace(config, format=QuantFormat.MXFP8, input_scale=scales)
 
 
 def nvfp4_quant_config() -> QuantConfig:
     """Returns the ``dispatch_quant_config`` of NVFP4 dispatch."""
-    return QuantConfig.nvfp4(mlp_quantized_layers=(), attn_quantized_layers=())
+    return QuantConfig.nvfp4(**_NO_LAYERS)
 
 
 def mxfp4_quant_config() -> QuantConfig:
     """Returns the ``dispatch_quant_config`` of MXFP4 dispatch."""
-    return QuantConfig.mxfp4(mlp_quantized_layers=())
+    return QuantConfig.mxfp4(**_NO_LAYERS)
 
 
 @dataclass(frozen=True)
