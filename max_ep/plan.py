@@ -9,20 +9,11 @@ import sys
 from collections.abc import Mapping
 
 from max.nn.comm.ep import ep_config as max_ep_config
+from max.support.human_readable_formatter import to_human_readable_bytes as human
 
 from .config import EPConfig
 from .formats import BY_SHORT_NAME
 from .limits import SOURCE_INFO_BYTES
-
-
-def human(n_bytes: int) -> str:
-    """Formats a number of bytes, such as ``28.08 MiB``."""
-    amount = float(n_bytes)
-    for prefix in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or prefix == "GiB":
-            break
-        amount /= 1024
-    return f"{n_bytes} B" if prefix == "B" else f"{amount:.2f} {prefix}"
 
 
 def _in_options(error: str, names: Mapping[str, str]) -> str:
@@ -67,42 +58,26 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
         f"{config.combine_mode}"
     )
 
-    def row(name: str, shape: str, n_bytes: int) -> None:
-        first, *more = shape.split("\n")
-        print(f"{name:<22}{first:<27}{n_bytes:>18,}{human(n_bytes):>13}")
-        for line in more:
-            print(f"{'':22}{line}")
-
-    n_ranks, n_local = config.n_ranks, sizes.n_local_experts
-    tokens, top_k = config.max_tokens_per_rank, config.top_k
-    message, back = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
-    send, recv = f"{tokens} x {message} B", f"{n_local} x {n_ranks} x {tokens} x"
-    recv += f" {message} B"
-    if config.is_by_rank:
-        entry = 16 if config.combines_sums else 8
-        send, recv = "none", f"{n_ranks} x {tokens} x {top_k} x {entry} B,\n"
-        recv += f"{n_ranks} x {tokens} x {message} B,\ninline tokens, flags"
-    row("dispatch send", send, sizes.dispatch_send_bytes)
-    row("dispatch recv", recv, sizes.dispatch_recv_bytes)
-    row("dispatch counts, done", "UInt64", sizes.dispatch_counts_bytes)
-    of_token = (
-        f"{n_ranks} x {tokens}" if config.combines_sums else f"{tokens} x {top_k}"
+    n_rows, shape = config.n_output_rows, f"{config.n_output_rows}"
+    if config.is_padded:
+        shape = f"{sizes.n_local_experts} x {config.expert_capacity}"
+    row_bytes = config.row_columns * config.output_dtype.size_in_bytes
+    for name, n_bytes in {
+        "dispatch send": sizes.dispatch_send_bytes,
+        "dispatch recv": sizes.dispatch_recv_bytes,
+        "dispatch counts, done": sizes.dispatch_counts_bytes,
+        "combine recv": sizes.combine_recv_bytes,
+        "combine counts, done": sizes.combine_counts_bytes,
+        "symmetric region": sizes.region_bytes,
+        "local counters": 4 * sizes.counters_words,
+        f"dispatch output, {shape} x {config.hidden_size}": n_rows * row_bytes,
+    }.items():
+        print(f"{name:<40}{n_bytes:>20,}{human(n_bytes):>14}")
+    n_bytes = sizes.dispatch_msg_bytes - SOURCE_INFO_BYTES
+    print(
+        f"A token takes {n_bytes:,} B on the wire to its experts, and a header of "
+        f"{SOURCE_INFO_BYTES} B."
     )
-    row("combine recv", f"{of_token} x {back} B", sizes.combine_recv_bytes)
-    row("combine counts, done", "UInt64", sizes.combine_counts_bytes)
-    print()
-    row("symmetric region", "aligned", sizes.region_bytes)
-    row("local counters", "Int32", 4 * sizes.counters_words)
-    n_rows = config.n_output_rows
-    rows = f"{n_local} x {config.expert_capacity}" if config.is_padded else f"{n_rows}"
-    row(
-        "dispatch output",
-        f"{rows} x {config.hidden_size}\n{config.output_layout}, in the graph",
-        n_rows * config.hidden_size * config.output_dtype.size_in_bytes,
-    )
-    header = SOURCE_INFO_BYTES
-    token = f"{message - header:,} B on the wire to its experts"
-    print(f"\nA token takes {token}, and a header of {header} B.")
     if config.n_ranks == 1:
         print("MAX's EP needs two ranks or more.")
         return 0
@@ -110,7 +85,7 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
         hidden_size=config.hidden_size,
         dispatch_dtype=config.dispatch_dtype,
         combine_dtype=config.combine_dtype,
-        max_tokens_per_rank=tokens,
+        max_tokens_per_rank=config.max_tokens_per_rank,
         n_experts=config.n_experts,
         n_nodes=1,
         n_gpus_per_node=config.n_ranks,

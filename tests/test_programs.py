@@ -59,6 +59,8 @@ _MSG = 7168 * 2 + 16
 # GPU ranks, 256 inline-flag tokens and 4 flags a token.
 _BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
 
+_WITH_WEIGHTS = _BY_RANK + 4 * 4096 * 8 * 8
+
 
 # Sums: one partial sum for each token from each rank, not one row a choice; an entry
 # has a second word, for the weight.
@@ -69,11 +71,11 @@ _BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
         (SMALL, "dispatch output", [f" {4 * 8 * 2} x 64 "]),
         (f"{SMALL} --shared-expert", "dispatch output", [f" {4 * 8 * 2 + 8} x 64 "]),
         (f"{SMALL} --layout padded", "dispatch output", [f" 4 x {4 * 8} x 64 "]),
-        (f"{LARGE} --protocol by_rank", "recv", [f"{_BY_RANK:,}", "x 8 x 8 B"]),
+        (f"{LARGE} --protocol by_rank", "recv", [f"{_BY_RANK:,}"]),
         (f"{LARGE} --combine-mode sums", "protocol", ["by_rank, combine sums"]),
         (f"{LARGE} --protocol by_expert", "recv", [f"{64 * 4 * 4096 * _MSG:,}"]),
         (LARGE, "MAX's EP would take", []),
-        (f"{LARGE} --combine-mode sums", "dispatch recv", ["4 x 4096 x 8 x 16 B"]),
+        (f"{LARGE} --combine-mode sums", "dispatch recv", [f"{_WITH_WEIGHTS:,}"]),
         (f"{LARGE} --dispatch mxfp8", "on the wire", ["7,392 B", "16 B"]),
         (f"{LARGE} --dispatch nvfp4", "on the wire", ["4,032 B", "16 B"]),
         (f"{LARGE} --dispatch mxfp4", "on the wire", ["3,808 B", "16 B"]),
@@ -81,7 +83,7 @@ _BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * _MSG + 4 * 4096 * 4 * 8
             (
                 f"{LARGE} --combine-mode sums{partial}",
                 "combine recv",
-                [f"{4 * 4096 * msg:,}", f"4 x 4096 x {msg} B"],
+                [f"{4 * 4096 * msg:,}"],
             )
             for partial, msg in (
                 ("", _MSG),
