@@ -26,21 +26,14 @@ CAPTURED_DECODE = "--device-graph-capture"
 _CPU_RANKS = 4
 
 
-@dataclass(frozen=True)
-class _Support:
-    """Where an architecture is served."""
+PLACES = ("the CPU", "one GPU", "several GPUs")
 
-    cpu: bool
-    one_gpu: bool
-    several_gpus: bool
-
-
-_SUPPORTED = {
-    "Qwen3MoeForCausalLM": _Support(cpu=True, one_gpu=True, several_gpus=True),
-    "MiniMaxM2ForCausalLM": _Support(cpu=True, one_gpu=True, several_gpus=False),
-    "DeepseekV3ForCausalLM": _Support(cpu=False, one_gpu=False, several_gpus=True),
+SUPPORTED = {
+    "Qwen3MoeForCausalLM": PLACES,
+    "MiniMaxM2ForCausalLM": PLACES[:2],
+    "DeepseekV3ForCausalLM": PLACES[2:],
 }
-"""The table of docs/serving.md."""
+"""Where an architecture is served: the table of docs/serving.md."""
 
 
 class Refused(ValueError):
@@ -171,9 +164,8 @@ def config_of(model: str) -> tuple[dict[str, Any], int]:
 def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -> int:
     """Returns the number of experts; refuses what cannot be served, in one sentence."""
     name = (config.get("architectures") or ["no architecture"])[0]
-    support = _SUPPORTED.get(name)
-    if support is None:
-        raise Refused(f"{name} is not supported; there are {', '.join(_SUPPORTED)}")
+    if name not in SUPPORTED:
+        raise Refused(f"{name} is not supported; there are {', '.join(SUPPORTED)}")
     quantization = config.get("quantization_config")
     if quantization and not quantization.get("weight_block_size"):
         method = quantization.get("quant_method", "quantized")
@@ -181,15 +173,9 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
             f"{name} in {method} is not supported; take a checkpoint in bfloat16 or "
             "blockwise FP8"
         )
-    places = {
-        "the CPU": support.cpu,
-        "one GPU": support.one_gpu,
-        "several GPUs": support.several_gpus,
-    }
-    wanted = "the CPU" if not gpus else "one GPU" if len(gpus) == 1 else "several GPUs"
-    if not places[wanted]:
-        others = " and ".join(place for place, goes in places.items() if goes)
-        raise Refused(f"{name} is not served on {wanted}, but on {others}")
+    place, places = PLACES[min(len(gpus), 2)], SUPPORTED[name]
+    if place not in places:
+        raise Refused(f"{name} is not served on {place}, but on {' and '.join(places)}")
     for gpu in gpus:
         if not gpu.is_hopper:
             raise Refused(f"the matmuls need an H100 or H200, this GPU is {gpu.name}")

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import sys
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 from children import ROOT, ran
 
 from max_ep import cli
-from max_ep.serve_command import _SUPPORTED
+from max_ep.serve_command import PLACES, SUPPORTED
 
 QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
@@ -122,7 +121,7 @@ def test_what_is_supported_is_said_once():
     """The documents' table, the command's, and what MAX registers."""
     from max_ep.serve import ARCHITECTURES
 
-    assert {a.name for a in ARCHITECTURES} == set(_SUPPORTED)
+    assert {a.name for a in ARCHITECTURES} == set(SUPPORTED)
     page = (ROOT / "docs/serving.md").read_text()
     rows = re.findall(
         r"^\| (\S+) \| (yes|no)\b(.*)\| (yes|no)\b(.*)\| (yes|no)\b", page, re.M
@@ -130,9 +129,9 @@ def test_what_is_supported_is_said_once():
     said = {name.replace("-", "").lower(): (a, b, c) for name, a, _, b, _, c in rows}
     assert said == {
         name.removesuffix("ForCausalLM").lower(): tuple(
-            "yes" if goes else "no" for goes in astuple(support)
+            "yes" if place in places else "no" for place in PLACES
         )
-        for name, support in _SUPPORTED.items()
+        for name, places in SUPPORTED.items()
     }
 
 
