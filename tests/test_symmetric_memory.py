@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from errors import raises, refused
 
-from max_ep.memory.meeting import Meeting, process_state
+from max_ep.memory.meeting import Meeting, Owner, process_state
 from max_ep.memory.symmetric_memory import LocalMemory, SharedMemory
 
 REGION_BYTES = 3 * 4096 + 256
@@ -275,6 +275,37 @@ def test_again_and_again_under_one_name(group, slow_node):
 
     with ThreadPoolExecutor(n_nodes) as pool:
         assert list(pool.map(run, range(n_nodes))) == [None] * n_nodes
+
+
+def test_a_process_that_joins_is_mapped_by_its_descriptor(group, start):
+    """In place of the one that was there. Of a process that has ended, or of another
+    file, memory of nobody: its peers' launches write there."""
+    memories = [make(group, node) for node in range(2)]
+    connect_all(memories)
+    mine = memories[0]
+    write(memories[1].local_addresses()[0], b"the last")
+    peer = start(
+        f"""
+        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8")
+        memory.withdraw()
+        say(memory.handle, memory.owner.started)
+        sys.stdin.readline()
+        """
+    )
+    handle, started = peer.hear().split()
+    owner = Owner(peer.process.pid, started, "hidden_size=8")
+    assert names_of(group) == []
+    (address,) = mine.map(1, owner, int(handle))
+    assert read(address) == bytes(8) and mine.owners[1] == owner
+    write(address, b"replaced")
+    assert read(mine.map(1, owner, int(handle))[0]) == b"replaced"
+    assert read(mine.map(1, owner, 1)[0]) == bytes(8) and 1 not in mine.owners
+    peer.kill()
+    (nobodys,) = mine.map(1, owner, int(handle))
+    write(nobodys, b"anything")
+    assert read(memories[1].local_addresses()[0]) == b"the last"
+    for memory in memories:
+        memory.close()
 
 
 # --------------------------------------------------------------- who has the name
