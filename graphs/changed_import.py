@@ -61,6 +61,8 @@ class Kind:
     """Replicas of experts, of :data:`PHY2LOG`."""
     adds_up: bool = False
     """All ranks have the tokens of rank 0, and add up (``use_allreduce``)."""
+    fuses_send: bool = False
+    """``fuse_ffn_combine_send``, which asks experts, not dispatch or combine."""
 
 
 def fp8_quant_config() -> QuantConfig:
@@ -105,6 +107,7 @@ def ep_config(ep: ModuleType, n_ranks: int, kind: Kind) -> Any:
         dispatch_quant_config=fp8_quant_config() if kind.is_fp8 else None,
         fused_shared_expert=kind.has_shared,
         use_allreduce=kind.adds_up,
+        fuse_ffn_combine_send=kind.fuses_send,
         **(balanced if kind.is_balanced else {}),
     )
 
@@ -364,6 +367,7 @@ def main() -> None:
     parser.add_argument("--shared-expert", action="store_true", help="a fused one")
     parser.add_argument("--balanced", action="store_true", help="with replicas")
     parser.add_argument("--allreduce", action="store_true", help="use_allreduce")
+    parser.add_argument("--fused-send", action="store_true", help="of the experts")
     parser.add_argument("--bfloat16-weights", action="store_true")
     parser.add_argument("--save", help="an .npz of all outputs")
     options = parser.parse_args()
@@ -382,7 +386,13 @@ def main() -> None:
         if (n_gpus or form != "fused" or options.allreduce)
         and (form != "split" or not options.shared_expert)
     ]
-    kind = Kind(options.fp8, options.shared_expert, options.balanced, options.allreduce)
+    kind = Kind(
+        options.fp8,
+        options.shared_expert,
+        options.balanced,
+        options.allreduce,
+        options.fused_send,
+    )
     dtypes = [DType.bfloat16, DType.int32, DType.float32, DType.float32]
     if options.bfloat16_weights:
         dtypes[2] = DType.bfloat16

@@ -71,6 +71,8 @@ class EPConfig:
     """Every rank also computes a shared expert on its own tokens. They stand in front
     of its dispatched rows, and combine adds what the expert made of them."""
     fuse_ffn_combine_send: bool = False
+    """Changes nothing: combine reads the experts' rows where they are
+    (docs/decisions/0029-no-pass-is-left-to-combine.md)."""
     moe_dim: int = 0
     fused_moe_ready: bool = False
     use_allreduce: bool = False

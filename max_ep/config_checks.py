@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
 # Fields of MAX's EPConfig that ask for something max_ep does not do, and why.
 _REFUSED = {
-    "fuse_ffn_combine_send": "combine reads the experts' rows where they are and adds "
-    "them up before it sends; use ep_combine, with combine_mode='sums'",
-    "fused_moe_ready": "max_ep has no launch that does dispatch, experts and combine; "
-    "use ep_dispatch and ep_combine",
+    "fused_moe_ready": "MAX's EP sets it itself, on Blackwell GPUs, where one launch "
+    "does dispatch, experts and combine; use ep_dispatch and ep_combine",
 }
 
 

@@ -97,6 +97,7 @@ ARGUMENTS = {
     "shared_expert": "--shared-expert --forms fused",
     "balanced": "--balanced --forms fused all",
     "allreduce": "--allreduce --forms fused",
+    "fused_send": "--fused-send --forms fused",
     "silent_rank": "--tokens 17 0 --forms fused",
     "four_bfloat16": "--forms split fused all",
     "four_fp8": "--fp8 --forms fused",
@@ -106,7 +107,7 @@ ARGUMENTS = {
 def check_ours(saved: dict, arguments: str) -> None:
     words = arguments.partition("--forms")[2].split()
     forms = [word for word in words if not word.startswith("--")]
-    options = "--fp8", "--shared", "--balanced", "--allreduce"
+    options = "--fp8", "--shared", "--balanced", "--allreduce", "--fused"
     check(saved, forms, Kind(*(option in arguments for option in options)))
 
 
@@ -135,7 +136,7 @@ HAS_SPLIT = accelerator_count() > 0 or "MAX_EP_ALL_CASES" in os.environ
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--balanced --bfloat16-weights --shared-expert --forms all",
+        "--balanced --bfloat16-weights --shared-expert --fused-send --forms all",
         *["--forms split", "--balanced --allreduce --forms fused"] * HAS_SPLIT,
     ],
 )

@@ -119,8 +119,7 @@ eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 max_output_rows=0 | max_output_rows=0; >= 1, or None
 max_output_rows=9, target="gpu" | max_output_rows=9; target='gpu'; leave it out
 max_output_rows=9, **PADDED | max_output_rows=9; 'padded'; packed
-fuse_ffn_combine_send=True | fuse_ffn_combine_send; use ep_combine; 'sums'
-fused_moe_ready=True | fused_moe_ready
+fused_moe_ready=True | fused_moe_ready; Blackwell; use ep_dispatch
 """
 BALANCED = dict(
     eplb_enabled=True, num_moe_layers=2, num_logical_experts=4, max_replicas=2
@@ -164,6 +163,7 @@ GIVEN = dict.fromkeys(_BALANCED_FIELDS, _FULLY_BALANCED) | dict(
     dispatch_quant_config=_OF_MXFP8,
     nvfp4_dyn_global_scales=_OF_NVFP4 | dict(nvfp4_dyn_global_scales=True),
     fused_shared_expert=dict(fused_shared_expert=True),
+    fuse_ffn_combine_send=dict(fuse_ffn_combine_send=True),
     moe_dim=dict(moe_dim=64),
     use_allreduce=dict(use_allreduce=True, n_experts=6),
     max_batch_size=dict(max_batch_size=8),
