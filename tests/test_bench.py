@@ -79,23 +79,27 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
         assert len(checked.output_types) > 2 * n_ranks
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", [*cases.DTYPES, "fp8 packed"])
 def test_delivered_rows_are_compared(dtype):
     """Those of the oracle pass; others' rows, tables, or a changed byte do not."""
-    shape = cases.Shape("small", 256, 4, 2, "")
+    dtype, *packed = dtype.split()
+    shape = cases.Shape("small", 512, 4, 2, "")
     x = cases.tokens(shape, 1, 6)
     routes = cases.routes(shape, cases.expert_ids(shape, "uniform", 1, 6))
     numbers, offsets = routes.token_numbers[0], routes.row_offsets[0]
     all_tokens = checks.stack_tokens(x, "cpu")
     rows, scales = all_tokens[numbers], None
     if dtype != "bfloat16":
-        values, scales = BY_SHORT_NAME[dtype].quantize(rows.float().numpy())
+        more = dict(power_of_two_scales=True) if packed else {}
+        values, scales = BY_SHORT_NAME[dtype].quantize(rows.float().numpy(), **more)
         rows = torch.from_numpy(values)
+        if packed:
+            scales = (scales.view(np.int32) >> 23).astype(np.uint8).view(np.int32)
         scales = torch.from_numpy(scales.T.copy() if dtype == "fp8" else scales)
 
     def check(rows: torch.Tensor, more: int = 0, exact: bool = True) -> None:
         tables = torch.from_numpy(offsets + np.uint32(more)), torch.arange(4)
-        got = checks.Delivered(dtype, rows, scales, *tables)
+        got = checks.Delivered(dtype, rows, scales, *tables, bool(packed))
         checks.check_dispatch("here", got, numbers, offsets, all_tokens, exact=exact)
 
     check(rows)
