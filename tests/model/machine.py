@@ -268,7 +268,7 @@ class Steps:
 
     def start(self) -> State:
         """Makes the first state."""
-        return State([RankState(-1, 0) for _ in range(self.program.n_ranks)], {}, 0)
+        return State([RankState(-1, 0) for _ in range(self.program.n_ranks)], {})
 
     def settle(self, state: State) -> None:
         """Ends launches whose agents are all done, and begins the next ones."""

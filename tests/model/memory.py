@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -148,42 +147,26 @@ class RankState:
         return (self.launch, self.base, tuple(self.pcs), tuple(self.views), self.built)
 
 
+@dataclass
 class State:
     """Where all agents stand, and what all places hold."""
 
-    def __init__(
-        self, ranks: list[RankState], cells: dict[Place, Cell], mark: int
-    ) -> None:
-        self.ranks = ranks
-        self.cells = cells
-        self._mark = mark
+    ranks: list[RankState]
+    cells: dict[Place, Cell]
 
     def copy(self) -> State:
-        return State([r.copy() for r in self.ranks], dict(self.cells), self._mark)
+        return State([r.copy() for r in self.ranks], dict(self.cells))
 
     def put(self, place: Place, cell: Cell | None) -> None:
         """Replaces a cell; `None`: by what the place held at first."""
-        old = self.cells.pop(place, None)
-        if old is not None:
-            self._mark ^= _mark_of(place, old)
+        self.cells.pop(place, None)
         if cell is not None:
             self.cells[place] = cell
-            self._mark ^= _mark_of(place, cell)
 
-    def key(self) -> Any:
-        """What differs between states: 128 random bits a cell, all taken together."""
-        return (self._mark, *(rank.key() for rank in self.ranks))
-
-
-_MARKS: dict[Any, int] = {}
-_CHANCE = random.Random(1)
-
-
-def _mark_of(place: Place, cell: Cell) -> int:
-    mark = _MARKS.get((place, cell))
-    if mark is None:
-        mark = _MARKS[(place, cell)] = _CHANCE.getrandbits(128)
-    return mark
+    def key(self) -> int:
+        """What differs between states."""
+        cells = frozenset(self.cells.items())
+        return hash((cells, *(rank.key() for rank in self.ranks)))
 
 
 def both(bits: int) -> int:
