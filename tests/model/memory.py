@@ -105,13 +105,6 @@ class Message:
     happened: int = 0  # The bit of the step that wrote it; 0: everybody knows of it
     seen: int = 0  # Its bit among what was seen
 
-    def __post_init__(self) -> None:
-        chunks = (self.value, self.truth, self.view, self.happened)
-        object.__setattr__(self, "_hash", hash(chunks))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
-
     def __str__(self) -> str:
         return show_value(self.value if self.truth is None else self.truth)
 
