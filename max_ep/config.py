@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from max.driver import accelerator_api, accelerator_count
@@ -19,7 +20,7 @@ from max.nn.quant_config import QuantConfig
 from . import config_checks as checks
 from .formats import TokenFormat, format_of, on_target
 from .limits import GROUP_VARIABLE
-from .memory.layout import RegionSizes, region_sizes
+from .memory.layout import region_sizes
 
 
 @dataclass
@@ -340,8 +341,8 @@ class EPConfig:
             return DeviceRef.CPU()
         return DeviceRef.GPU(device_id // self.ranks_per_gpu)
 
-    def sizes(self) -> RegionSizes:
-        """Returns the sizes of one rank's memory, as Mojo lays it out."""
+    def sizes(self) -> SimpleNamespace:
+        """Returns the sizes of one rank's memory; ``layout_query.mojo`` lists them."""
         return region_sizes(
             8 * self.dispatch_dtype.size_in_bytes // self.token_format.values_per_byte,
             self.token_format.scale_block,
