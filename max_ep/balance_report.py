@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from .balance import Placement, plan, unbalanced
-from .stats import Statistics, new_figure, run_and_plot
+from .stats import Statistics, draw, new_figure
 
 _BAR = 40
 """Characters of the longest bar."""
@@ -18,43 +19,40 @@ _BAR = 40
 
 def run_balance(options: argparse.Namespace) -> int:
     """Runs ``max-ep balance``; returns the exit status."""
-
-    def show() -> Callable[[str], None]:
-        counts, n_ranks = _counts_of(options.files)
-        n_layers, n_experts = counts.shape
-        if options.current:
-            before = Placement.load(options.current)
-            if (*before.phy2log.shape, before.n_ranks) != (*counts.shape, n_ranks):
-                raise ValueError(
-                    f"{options.current} is for {len(before.phy2log)} layers, "
-                    f"{before.phy2log.shape[1]} experts and {before.n_ranks} ranks, "
-                    f"the statistics for {n_layers}, {n_experts} and {n_ranks}; if "
-                    "they were measured without replicas, omit --current"
-                )
-            n_replicas = n_experts - before.n_logical
-            counts = before.logical_counts(counts)
-        else:
-            before = unbalanced(n_layers, n_experts, n_ranks)
-            n_replicas = options.replicas
-            if n_replicas is None:
-                # An eighth, and as many as all ranks can hold equally.
-                n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
-        after = plan(
-            counts,
-            n_ranks,
-            n_replicas,
-            top_k=options.top_k,
-            n_hosts=options.hosts,
-            max_replicas=options.max_replicas,
-            old=before if options.current else None,
-        )
-        print(text(counts, before, after))
-        if options.out:
-            after.save(options.out)
-            print(f"\n{options.out}")
-        return lambda path: plot(counts, before, after, path)
-
-    return run_and_plot("balance", options.plot, show)
+    counts, n_ranks = _counts_of(options.files)
+    n_layers, n_experts = counts.shape
+    if options.current:
+        before = Placement.load(options.current)
+        if (*before.phy2log.shape, before.n_ranks) != (*counts.shape, n_ranks):
+            raise ValueError(
+                f"{options.current} is for {len(before.phy2log)} layers, "
+                f"{before.phy2log.shape[1]} experts and {before.n_ranks} ranks, "
+                f"the statistics for {n_layers}, {n_experts} and {n_ranks}; if "
+                "they were measured without replicas, omit --current"
+            )
+        n_replicas = n_experts - before.n_logical
+        counts = before.logical_counts(counts)
+    else:
+        before = unbalanced(n_layers, n_experts, n_ranks)
+        n_replicas = options.replicas
+        if n_replicas is None:
+            # An eighth, and as many as all ranks can hold equally.
+            n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
+    after = plan(
+        counts,
+        n_ranks,
+        n_replicas,
+        top_k=options.top_k,
+        n_hosts=options.hosts,
+        max_replicas=options.max_replicas,
+        old=before if options.current else None,
+    )
+    print(text(counts, before, after))
+    if options.out:
+        after.save(options.out)
+        print(f"\n{options.out}")
+    draw(partial(plot, counts, before, after), options.plot)
+    return 0
 
 
 def _counts_of(files: Sequence[str]) -> tuple[np.ndarray, int]:

@@ -166,7 +166,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     given["serve"] = options, others
     # Imported late: no command waits for what only another one needs.
     module = importlib.import_module(f".{where.get(command, command)}", __package__)
-    return getattr(module, f"run_{command}")(*given.get(command, (options,)))
+    try:
+        return getattr(module, f"run_{command}")(*given.get(command, (options,)))
+    except BrokenPipeError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"max-ep {command}: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

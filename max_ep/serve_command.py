@@ -36,10 +36,6 @@ SUPPORTED = {
 """Where an architecture is served: the table of docs/serving.md."""
 
 
-class Refused(ValueError):
-    """The model cannot be served here; the text says why, and what can."""
-
-
 @dataclass(frozen=True)
 class Gpu:
     """A GPU of this machine."""
@@ -56,22 +52,18 @@ def run_serve(options: Any, flags: Sequence[str]) -> int:
         options: ``model``, ``gpus``, ``ranks`` and ``dry_run`` of the command line.
         flags: Further flags, which ``max serve`` gets as they are.
     """
-    try:
-        gpus = gpus_of_machine()
-        n_gpus = len(gpus) if options.gpus is None else options.gpus
-        if not 0 <= n_gpus <= len(gpus):
-            raise Refused(f"--gpus {n_gpus}: this machine has {len(gpus)}")
-        config, n_bytes = config_of(options.model)
-        n_experts = check_supported(config, gpus[:n_gpus], n_bytes)
-        n_ranks = n_gpus or options.ranks
-        if n_ranks is None:
-            n_ranks = _ranks_of_cpu(n_experts)
-        if n_ranks < 1 or n_experts % n_ranks:
-            name = "--gpus" if n_gpus else "--ranks"
-            raise Refused(f"{name} {n_ranks} does not divide {n_experts} experts")
-    except Refused as error:
-        print(f"max-ep serve: {error}", file=sys.stderr)
-        return 1
+    gpus = gpus_of_machine()
+    n_gpus = len(gpus) if options.gpus is None else options.gpus
+    if not 0 <= n_gpus <= len(gpus):
+        raise ValueError(f"--gpus {n_gpus}: this machine has {len(gpus)}")
+    config, n_bytes = config_of(options.model)
+    n_experts = check_supported(config, gpus[:n_gpus], n_bytes)
+    n_ranks = n_gpus or options.ranks
+    if n_ranks is None:
+        n_ranks = _ranks_of_cpu(n_experts)
+    if n_ranks < 1 or n_experts % n_ranks:
+        name = "--gpus" if n_gpus else "--ranks"
+        raise ValueError(f"{name} {n_ranks} does not divide {n_experts} experts")
     where = f"{n_gpus} of {len(gpus)} x {gpus[0].name}" if n_gpus else "the CPU"
     size = _gigabytes(n_bytes) if n_bytes else "unknown size"
     print(f"machine    {where}")
@@ -87,8 +79,7 @@ def run_serve(options: Any, flags: Sequence[str]) -> int:
     beside = Path(sys.executable).with_name("max")
     program = str(beside) if beside.exists() else shutil.which("max")
     if not program:
-        print("max-ep serve: there is no `max`; uv pip install 'max-ep[serve]'")
-        return 1
+        raise ValueError("there is no `max`; uv pip install 'max-ep[serve]'")
     print("MAX compiles the model, the first time for minutes, then loads it.")
     sys.stdout.flush()
     os.execv(program, command)
@@ -139,7 +130,7 @@ def config_of(model: str) -> tuple[dict[str, Any], int]:
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise Refused(f"{model} has no config.json; name a model's folder")
+            raise ValueError(f"{model} has no config.json; name a model's folder")
         config = json.loads((folder / "config.json").read_text())
         files = folder.glob("*.safetensors")
         return config, sum(file.stat().st_size for file in files)
@@ -156,7 +147,7 @@ def config_of(model: str) -> tuple[dict[str, Any], int]:
             return config, 0
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Refused(
+        raise ValueError(
             f"{model} is no folder, and the Hugging Face hub does not give it: {reason}"
         ) from error
 
@@ -165,24 +156,28 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
     """Returns the number of experts; refuses what cannot be served, in one sentence."""
     name = (config.get("architectures") or ["no architecture"])[0]
     if name not in SUPPORTED:
-        raise Refused(f"{name} is not supported; there are {', '.join(SUPPORTED)}")
+        raise ValueError(f"{name} is not supported; there are {', '.join(SUPPORTED)}")
     quantization = config.get("quantization_config")
     if quantization and not quantization.get("weight_block_size"):
         method = quantization.get("quant_method", "quantized")
-        raise Refused(
+        raise ValueError(
             f"{name} in {method} is not supported; take a checkpoint in bfloat16 or "
             "blockwise FP8"
         )
     place, places = PLACES[min(len(gpus), 2)], SUPPORTED[name]
     if place not in places:
-        raise Refused(f"{name} is not served on {place}, but on {' and '.join(places)}")
+        raise ValueError(
+            f"{name} is not served on {place}, but on {' and '.join(places)}"
+        )
     for gpu in gpus:
         if not gpu.is_hopper:
-            raise Refused(f"the matmuls need an H100 or H200, this GPU is {gpu.name}")
+            raise ValueError(
+                f"the matmuls need an H100 or H200, this GPU is {gpu.name}"
+            )
     most = sum(gpu.n_bytes for gpu in gpus)
     loaded = 2 * n_bytes if quantization else n_bytes  # FP8 becomes bfloat16
     if gpus and loaded > most:
-        raise Refused(
+        raise ValueError(
             f"{_gigabytes(loaded)} of weights do not fit into {_gigabytes(most)} "
             "of GPU memory"
         )

@@ -8,7 +8,6 @@ puts among its outputs; ``graphs/who_waits.py`` shows how.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,29 +161,18 @@ def _histogram(rows: np.ndarray) -> list[str]:
 
 def run_stats(options: argparse.Namespace) -> int:
     """Runs ``max-ep stats``; returns the exit status."""
-
-    def show() -> Callable[[str], None]:
-        statistics = Statistics.load(options.file)
-        print(statistics.text())
-        return statistics.plot
-
-    return run_and_plot("stats", options.plot, show)
-
-
-def run_and_plot(
-    command: str, picture: str | None, show: Callable[[], Callable[[str], None]]
-) -> int:
-    """Shows in text, then draws with what ``show`` returns; returns the exit status."""
-    about = ""
-    try:
-        plot = show()
-        if picture:
-            about = f"--plot {picture}: "
-            plot(picture)
-            print(f"\n{picture}")
-    except BrokenPipeError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"max-ep {command}: {about}{error}", file=sys.stderr)
-        return 1
+    statistics = Statistics.load(options.file)
+    print(statistics.text())
+    draw(statistics.plot, options.plot)
     return 0
+
+
+def draw(plot: Callable[[str], None], picture: str | None) -> None:
+    """Draws to the file that ``--plot`` names, if any."""
+    if not picture:
+        return
+    try:
+        plot(picture)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"--plot {picture}: {error}") from error
+    print(f"\n{picture}")

@@ -439,11 +439,9 @@ def run_who(options: argparse.Namespace) -> int:
     """Runs ``max-ep who``; returns the exit status."""
     found = groups_of(options.target)
     if not found:
-        print(
-            f"max-ep who: no group of {options.target or 'any process'} found here. "
-            "CPU ranks of one process never wait",
-            file=sys.stderr,
+        raise ValueError(
+            f"no group of {options.target or 'any process'} found here. CPU ranks of "
+            "one process never wait"
         )
-        return 1
     print("\n\n".join(map(str, found)))
     return 0
