@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gathering
 import numpy as np
 from cases import (
     Case,
@@ -36,7 +37,7 @@ from harness import (
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
 
 from max_ep import (
     AllGatherTokenDispatcher,
@@ -284,45 +285,6 @@ def dispatcher_of(node_id: int) -> AllGatherTokenDispatcher:
     return AllGatherTokenDispatcher(*sizes, **where, timeout_s=10.0)
 
 
-def _add_all_gather(module: Module) -> None:
-    """Adds a graph that gathers, multiplies rows by a factor, and scatters sums."""
-    dispatcher, types = dispatcher_of(0), _inputs(config_of(SMALL, 0))[:3]
-    types.append(TensorType(DType.float32, [1], DeviceRef.CPU()))
-    declared = types + dispatcher.input_types()
-    with Graph(ALL_GATHER, input_types=declared, module=module) as graph:
-        tokens, ids, probs, factor = (v.tensor for v in graph.inputs[:4])
-        dispatcher.fetch_buffers(graph.inputs[4:])
-        (rows,), all_probs = dispatcher.token_dispatch([tokens], [probs], [ids])
-        scaled = ops.cast(ops.cast(rows, DType.float32) * factor, BF16)
-        sums = dispatcher.token_combine([scaled])
-        routes = *all_probs, *dispatcher.routing_map, *dispatcher.n_gathered
-        graph.output(rows, *routes, *sums)
-
-
-def factor_of(rank: int) -> np.float32:
-    """What a rank's experts multiply by: exact, and another for each rank."""
-    return np.float32(2.0**rank)
-
-
-def check_all_gather(where: str, got: list, given: Inputs, rank: int) -> None:
-    """Compares what came out of the graph on a rank, to the bit."""
-    rows, probs, ids, n_gathered, sums = got
-    n = sum(map(len, given.tokens))
-    assert n_gathered.tolist() == [n], where
-    for what, have, want, none in (
-        ("tokens", rows, given.tokens, None),
-        ("routing map", ids, given.ids, -1),
-        ("probabilities", probs, given.weights, 0),
-    ):
-        assert_same_bits(f"{where}: {what}", have[:n], np.concatenate(want))
-        if none is not None:
-            assert (have[n:] == none).all(), f"{where}: {what} after the last token"
-    # Each part is exact, so the sum is rounded once.
-    factor = sum(factor_of(r) for r in range(N_RANKS))
-    got, want = widen(sums) + 0, narrow(widen(given.tokens[rank]) * factor + 0, BF16)
-    assert_same_bits(f"{where}: sums", narrow(got, BF16), want)  # -0 is 0
-
-
 def compile_graphs(path: Path, session: InferenceSession) -> None:
     """Compiles all graphs into one file, and the set-up graph into MAX's cache. One
     module: all graphs compile in about the time of one."""
@@ -338,7 +300,7 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
             _add_back_to_back(module, name, config_of(case, 0))
         else:
             _add_round_trip(module, name, config_of(case, 0), round_trip)
-    _add_all_gather(module)
+    gathering.add_layer(ALL_GATHER, dispatcher_of(0), module)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     with EPCommInitializer(config_of(SMALL, 0, n_nodes=1)) as comm:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gathering
 import numpy as np
 from harness import assert_same_bits, to_numpy
 from max.engine import InferenceSession
@@ -27,11 +28,9 @@ from processes import (
     SMALL,
     Engine,
     Member,
-    check_all_gather,
     check_dispatched,
     config_of,
     dispatcher_of,
-    factor_of,
     names_of,
 )
 
@@ -135,13 +134,12 @@ def _with_delays(member: Member, graph: str) -> None:
 def _all_gather(member: Member, graph: str) -> None:
     """Everything goes to everybody, also from ranks that are late, or have nothing."""
     rng = np.random.default_rng(360 + member.rank)
-    factor = np.array([factor_of(member.rank)])
     for generation in range(1, 31):
         _sleep_at_random(rng)
-        oracle = member.oracle(generation)
-        outputs = member.run(graph, *oracle.inputs(member.rank), factor)
-        where = f"rank {member.rank}, generation {generation} (all-gather)"
-        check_all_gather(where, list(map(to_numpy, outputs)), oracle.given, member.rank)
+        given, rank = member.oracle(generation).given, member.rank
+        outputs = member.run(graph, *gathering.inputs_of(given, rank))
+        where = f"rank {rank}, generation {generation} (all-gather)"
+        gathering.check(where, list(map(to_numpy, outputs)), given, rank)
 
 
 SLOW_RANK = 1
