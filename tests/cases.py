@@ -9,7 +9,7 @@ make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -262,26 +262,7 @@ _QUANTIZED_SUMS = [
 ]
 SUMS_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
 
-# Each takes ten seconds to compile for CPU ranks, and has only `features` of others, or
-# of `FORM_CASES` in test_round_trip.py.
-ON_REQUEST = (
-    "uneven_7_on_3 smallest fp8 fp8_pow2 fp8_of_float32 scaled fp8_scaled_each "
-    "padded_fp8_each smallest_by_rank smallest_sums two_ranks_by_rank "
-    "last_rank_empty_by_rank five_ranks_top_1_by_rank fp8_pow2_by_rank "
-    "fp8_of_float32_by_rank shared_fp8_by_rank fp8_pow2_sums mxfp8 mxfp4 "
-    "mxfp8_by_rank tiles_nvfp4 tiles_mxfp8_by_rank last_rank_empty_sums one_rank "
-    "last_rank_empty nvfp4_scaled_each shared_fp8 one_rank_by_rank fp8_by_rank "
-    "forwarded_fp8_by_rank forwarded_mxfp4 forwarded_nvfp4 forwarded_fp8 "
-    "forwarded_nvfp4_by_rank row_scales"
-).split()
-
-ALL_SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
-SMALL_CASES = {
-    name: case
-    for name, case in ALL_SMALL_CASES.items()
-    if name not in ON_REQUEST or "MAX_EP_ALL_CASES" in os.environ
-}
-"""What is swept on CPU ranks: all with `MAX_EP_ALL_CASES`."""
+SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
 
 
 def features(case: Case) -> set[tuple]:
@@ -294,6 +275,9 @@ def features(case: Case) -> set[tuple]:
         scales=case.scales,
         layout=(case.output_layout, case.fused_shared_expert, case.is_quantized),
         scale_layout=case.scale_layout if case.is_quantized else None,
+        # Whether a launch is spread over workers.
+        spread=case.max_tokens_per_rank > 32 and case.output_layout,
+        allreduce=case.use_allreduce,
     )
     of_combine = dict(
         layout=(case.output_layout, case.fused_shared_expert),
@@ -304,10 +288,27 @@ def features(case: Case) -> set[tuple]:
     is_block_scaled = case.wire in ("mxfp8", "nvfp4", "mxfp4")
     wire_of = "all" if is_block_scaled else case.protocol
     return {
-        (wire_of, "wire", case.wire, case.tokens),
+        (wire_of, "wire", case.wire, case.tokens, case.forwards, case.row_scales),
         *((case.protocol, *of) for of in of_dispatch.items()),
         *((case.combine_mode, case.protocol, *of) for of in of_combine.items()),
     }
+
+
+def covering(cases: dict[str, Case], others: Iterable[Case]) -> dict[str, Case]:
+    """Picks cases that have, with others, each feature once: compiling a case for CPU
+    ranks takes ten seconds. All with `MAX_EP_ALL_CASES`."""
+    if "MAX_EP_ALL_CASES" in os.environ:
+        return cases
+    seen = set().union(*map(features, others))
+    picked: dict[str, Case] = {}
+
+    def new_in(name: str) -> int:
+        return len(features(cases[name]) - seen)
+
+    while new_in(name := max(cases, key=new_in)):
+        picked[name] = cases[name]
+        seen |= features(cases[name])
+    return picked
 
 
 # Large enough that a launch is spread over workers and writes past the caches.

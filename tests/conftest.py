@@ -44,7 +44,7 @@ finds.
 """
 
 ONE_MODULE = (
-    "test_round_trip test_gather test_stats test_fuzz test_subgraph "
+    "test_round_trip test_gather test_stats test_fuzz test_subgraph test_overflow "
     "test_hopper test_router test_formats"
 ).split()
 """Files that one process runs, for their graphs are compiled together."""

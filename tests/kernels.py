@@ -160,7 +160,7 @@ def generation(word: str) -> int:
 
 def compiled(program: str) -> Path:
     """Runs a program that compiles kernels, if none has been run for these sources;
-    returns its folder."""
+    returns its folder, with what it `printed`."""
     sources = [PROGRAMS / name for name in (program, "emitting.mojo", "groups.mojo")]
     state = sources_hash() + "".join(source.read_text() for source in sources)
     name = hashlib.sha256(state.encode()).hexdigest()[:16]
@@ -168,7 +168,8 @@ def compiled(program: str) -> Path:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.mkdtemp(dir=folder.parent)
-        run_mojo("run", "-I", ".", str(PROGRAMS / program), made)
+        said = run_mojo("run", "-I", ".", str(PROGRAMS / program), made)
+        Path(made, "printed").write_text(said)
         os.rename(made, folder)
     return folder
 

@@ -13,6 +13,7 @@ import pytest
 from assembly import nvidia_resources
 from children import WHERE_WE_IMPORT, ran
 from errors import raises, refused
+from kernels import PROGRAMS, compiled
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 
@@ -20,17 +21,10 @@ from max_ep import experts
 from max_ep.extension import run_mojo
 from max_ep.serve import hopper
 
-PROGRAMS = Path(__file__).resolve().parent / "mojo"
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assembly")
-    printed = run_mojo(
-        "run", "-I", ".", str(PROGRAMS / "codegen_experts.mojo"), str(folder)
-    )
-    (folder / "printed").write_text(printed)
-    return folder
+def folder() -> Path:
+    return compiled("codegen_experts.mojo")
 
 
 def test_python_refuses_what_the_kernel_cannot_take(folder):

@@ -8,20 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import (
-    ALL_SMALL_CASES,
     BY_RANK_CASES,
     CASES,
     LARGE_CASES,
     LAYOUT_CASES,
-    ON_REQUEST,
     ROUTINGS,
     SMALL_CASES,
     SUMS_CASES,
     Case,
     Inputs,
+    covering,
     expected,
     expected_dispatch,
-    features,
     make_inputs,
 )
 from harness import (
@@ -42,13 +40,32 @@ from max_ep import (
 
 CPU = DeviceRef.CPU()
 
+TWO = CASES["two_ranks"]
+PADDED_SUMS = dict(output_layout="padded", protocol="by_rank", combine_mode="sums")
+ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
+ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
+FORM_CASES = {
+    "two_ranks": TWO,
+    "one": ONE,
+    "one_fp8": ONE_FP8,
+    # What these have is not swept once more (`covering`).
+    "by_rank": BY_RANK_CASES["top_32_by_rank"],
+    "sums": SUMS_CASES["uneven_7_on_3_sums"],
+    "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
+    "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
+    "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
+    "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
+    "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
+}
+SWEPT = covering(SMALL_CASES, FORM_CASES.values())
+
 # ------------------------------------------------------- cases times routings
 
 
 def add_graphs(module: Module) -> dict[str, Groups]:
     forms = FORM_CASES | LAYERS
     return dict(
-        small=Groups(None, "small_cases", SMALL_CASES, module=module),
+        small=Groups(None, "small_cases", SWEPT, module=module),
         large=Groups(None, "large_cases", LARGE_CASES, module=module),
         forms=Groups(None, "forms", forms, build_all=build_forms, module=module),
     )
@@ -60,7 +77,7 @@ def run_small(added):
 
     @functools.cache
     def run(routing: str, data: str) -> SimpleNamespace:
-        given = {n: make_inputs(c, routing, data) for n, c in SMALL_CASES.items()}
+        given = {n: make_inputs(c, routing, data) for n, c in SWEPT.items()}
         got = added["small"].run(given)
         # Computed after the run: what the run damaged cannot look right.
         return SimpleNamespace(given=given, got=got)
@@ -68,37 +85,29 @@ def run_small(added):
     return run
 
 
-def test_cases_on_request_have_no_feature_of_their_own():
-    """Without `MAX_EP_ALL_CASES` no feature goes untested."""
-    swept = [c for n, c in ALL_SMALL_CASES.items() if n not in ON_REQUEST]
-    others = set().union(*map(features, [*swept, *FORM_CASES.values()]))
-    for name in ON_REQUEST:
-        assert not features(ALL_SMALL_CASES[name]) - others, name
-
-
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("data", ["telling", "random"])
-@pytest.mark.parametrize("name", SMALL_CASES)
+@pytest.mark.parametrize("name", SWEPT)
 def test_round_trip_is_the_oracles(run_small, name, data, routing):
     run = run_small(routing, data)
-    want = expected(SMALL_CASES[name], run.given[name])
+    want = expected(SWEPT[name], run.given[name])
     assert_round_trip(f"{name}, {routing}, {data}", run.got[name], want)
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, c in SMALL_CASES.items() if not c.is_quantized and not c.scales]
+    "name", [n for n, c in SWEPT.items() if not c.is_quantized and not c.scales]
 )
 def test_dispatch_copies_any_bits(run_small, name):
     """NaN payloads and infinities travel as they are; arithmetic comes later."""
     run = run_small("uniform", "any_bits")
-    want = expected_dispatch(SMALL_CASES[name], run.given[name])
+    want = expected_dispatch(SWEPT[name], run.given[name])
     assert_dispatched(f"{name}, any bits", run.got[name], want)
 
 
-@pytest.mark.parametrize("name", SMALL_CASES)
+@pytest.mark.parametrize("name", SWEPT)
 def test_bounds_are_kept_and_reached(run_small, name):
     """Stats are upper bounds; `full` routing fills rank 0, or its fullest expert."""
-    case = SMALL_CASES[name]
+    case = SWEPT[name]
     first = run_small("full", "random").got[name][0]
     if case.is_padded:
         assert first.recv_counts.max() == case.capacity == first.rows.shape[1]
@@ -140,25 +149,6 @@ def test_large_launches(added, routing):
 
 
 # -------------------------------------------------- forms, layers, generations
-
-TWO = CASES["two_ranks"]
-PADDED_SUMS = dict(output_layout="padded", protocol="by_rank", combine_mode="sums")
-ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
-ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
-FORM_CASES = {
-    "two_ranks": TWO,
-    "one": ONE,
-    "one_fp8": ONE_FP8,
-    # Groups of several ranks are those of small cases, whose ops are compiled anyway.
-    "by_rank": BY_RANK_CASES["top_32_by_rank"],
-    "sums": SUMS_CASES["uneven_7_on_3_sums"],
-    "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
-    "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
-    "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
-    "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
-    "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
-}
-
 
 FORMS = {
     "two_ranks": [round_trip, all_round_trip],

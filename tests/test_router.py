@@ -6,24 +6,22 @@ And MiniMax-M2's in plain ops, which CPUs have. The tests on GPUs need no packag
 """
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from errors import raises, refused
+from kernels import compiled
 from max.dtype import DType
 from max.engine import Model
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from max_ep import Replicas, balance_ids, reference, softmax_top_k
 from max_ep.balance import plan
-from max_ep.extension import run_mojo
 from max_ep.graph import routing
 
 N_EXPERTS, TOP_K = 12, 4
-PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_routing.mojo"
 
 # Dtype, experts, choices, whether weights are divided by their sum.
 CHOICES = {
@@ -238,10 +236,10 @@ def test_refusals(arguments, words):
             softmax_top_k(graph.inputs[0].tensor, top_k)
 
 
-def test_gpu_assembly(tmp_path):
+def test_gpu_assembly():
     """A warp has a token's logits in registers, and stores what was chosen once."""
-    run_mojo("run", "-I", ".", str(PROGRAM), str(tmp_path))
-    texts = {path.stem: path.read_text() for path in tmp_path.glob("*.s")}
+    paths = compiled("codegen_routing.mojo").glob("*.s")
+    texts = {path.stem: path.read_text() for path in paths}
     amd = texts.pop("gfx942.bf16_128_8")
     of_ids = texts.pop("sm_90a.balance_ids")
     assert [len(re.findall(rf"{op}\.global", of_ids)) for op in ("ld", "st")] == [3, 1]

@@ -5,12 +5,11 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from assembly import parse_ptx
-from cases import ALL_SMALL_CASES, Case, expected, make_inputs
+from cases import SMALL_CASES, Case, expected, make_inputs
 from harness import (
     Groups,
     assert_round_trip,
@@ -20,24 +19,23 @@ from harness import (
     take_outputs,
     to_numpy,
 )
+from kernels import compiled
 from max.graph import Graph, Module, TensorValue
 from test_programs import run
 
 from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.cli import main
-from max_ep.extension import run_mojo
 from max_ep.stats import Statistics
 
-PROGRAM = Path(__file__).resolve().parent / "mojo" / "codegen_watch.mojo"
 KERNELS = ["combine", "combine_sums", "dispatch"]
 
 # Those of two ranks, whose ops are compiled anyway.
 N_RANKS = 2
-EARLY = ALL_SMALL_CASES["two_ranks"]
+EARLY = SMALL_CASES["two_ranks"]
 CASES = {
     "by_expert": EARLY,
-    "padded": ALL_SMALL_CASES["padded_fp8"],
-    "sums": ALL_SMALL_CASES["shared_fp8_sums"],
+    "padded": SMALL_CASES["padded_fp8"],
+    "sums": SMALL_CASES["shared_fp8_sums"],
 }
 
 
@@ -176,10 +174,9 @@ def test_others_are_compiled_alike():
     assert len(watched) == len(without) + 2 * N_RANKS
 
 
-def test_assembly_writes_nothing_but_times(tmp_path):
+def test_assembly_writes_nothing_but_times():
     """And every loop that looks for a peer's word looks at the clock, too."""
-    run_mojo("run", "-I", ".", str(PROGRAM), str(tmp_path))
-    paths = sorted(tmp_path.glob("*.s"))
+    paths = sorted(compiled("codegen_watch.mojo").glob("*.s"))
     assert [path.name.split(".")[1] for path in paths] == KERNELS
     for path in paths:
         kernel = parse_ptx(path.read_text())
@@ -252,7 +249,7 @@ def test_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     other, empty = tmp_path / "other.npz", tmp_path / "empty"
     np.savez(other, x=np.zeros(3))
     empty.touch()
-    for path in (other, empty, PROGRAM):
+    for path in (other, empty, __file__):
         assert main(["stats", str(path)]) == 1
         assert f"{path} is no file of max_ep.stats" in capsys.readouterr().err
     assert main(["stats", str(tmp_path / "nowhere.npz")]) == 1
