@@ -12,8 +12,8 @@ import re
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib import resources
+from typing import NamedTuple
 
 import numpy as np
 from max.driver import CPU
@@ -40,28 +40,24 @@ _EPSILON = 1e-6
 _LAYER = "demo_layer"
 
 
-@dataclass
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """Weights of one layer, float32."""
 
     router: np.ndarray  # [N_EXPERTS, HIDDEN_SIZE]
     gate_up: np.ndarray  # [N_EXPERTS, 2 * MOE_DIM, HIDDEN_SIZE]
     down: np.ndarray  # [N_EXPERTS, HIDDEN_SIZE, MOE_DIM]
 
-    @staticmethod
-    def random(seed: int) -> LayerWeights:
-        """Draws weights whose outputs keep the size of their inputs."""
-        rng = np.random.default_rng(seed)
 
-        def draw(*shape: int) -> np.ndarray:
-            scale = 1 / np.sqrt(shape[-1])
-            return (rng.standard_normal(shape) * scale).astype(np.float32)
-
-        return LayerWeights(
-            draw(N_EXPERTS, HIDDEN_SIZE),
-            draw(N_EXPERTS, 2 * MOE_DIM, HIDDEN_SIZE),
-            draw(N_EXPERTS, HIDDEN_SIZE, MOE_DIM),
-        )
+def draw_weights(seed: int) -> LayerWeights:
+    """Draws weights whose outputs keep the size of their inputs."""
+    rng = np.random.default_rng(seed)
+    shapes = (
+        (N_EXPERTS, HIDDEN_SIZE),
+        (N_EXPERTS, 2 * MOE_DIM, HIDDEN_SIZE),
+        (N_EXPERTS, HIDDEN_SIZE, MOE_DIM),
+    )
+    drawn = [rng.standard_normal(shape) / np.sqrt(shape[-1]) for shape in shapes]
+    return LayerWeights(*(weight.astype(np.float32) for weight in drawn))
 
 
 def embed(text: str) -> np.ndarray:
@@ -143,12 +139,7 @@ def _show_spread(topk_ids: list[np.ndarray]) -> None:
         to_rank = np.bincount(ids.ravel() // n_local, minlength=N_RANKS)
         print(f"  rank {src}  " + "".join(f"{n:>8}" for n in to_rank))
     load = np.bincount(np.concatenate(topk_ids).ravel(), minlength=N_EXPERTS)
-    blocks = " ▁▂▃▄▅▆▇█"
-    print("\nRows of each expert, last layer:")
-    for rank, part in enumerate(np.split(load, N_RANKS)):
-        bars = "".join(blocks[-(-8 * n // load.max())] for n in part)
-        print(f"  rank {rank}  |{bars}|  {part.min()} to {part.max()}")
-    print(f"  the busiest has {load.max() / load.mean():.2f} times the mean\n")
+    print(f"The busiest expert has {load.max() / load.mean():.2f} times the mean.\n")
 
 
 def run_demo() -> int:
@@ -174,7 +165,7 @@ def run_demo() -> int:
         "compile (half a minute the first time)",
         flush=True,
     )
-    layers = [LayerWeights.random(seed) for seed in range(N_LAYERS)]
+    layers = [draw_weights(seed) for seed in range(N_LAYERS)]
     session = InferenceSession(devices=[CPU()])
     models = compile_graphs(session, config)
     with EPCommInitializer(config) as comm:
