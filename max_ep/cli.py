@@ -28,17 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _STATUS_OF_BROKEN_PIPE
 
 
-def _token_format(name: str) -> str:
-    """Checks a format's name; only ``plan`` waits for the import."""
-    from .formats import BY_SHORT_NAME
-
-    if name in BY_SHORT_NAME:
-        return name
-    raise argparse.ArgumentTypeError(
-        f"{name!r} is unknown; there are {', '.join(BY_SHORT_NAME)}"
-    )
-
-
 def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="max-ep", description="Expert parallelism for MAX graphs."
@@ -64,7 +53,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         "--dispatch",
         dest="dispatch_dtype",
         metavar="FORMAT",
-        type=_token_format,
         default="bfloat16",
         help="format to the experts, by its short name in max_ep/formats.py, such as "
         "bfloat16, fp8 or mxfp8 (default: %(default)s)",

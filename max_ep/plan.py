@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Mapping
 
 from max.nn.comm.ep import ep_config as max_ep_config
@@ -29,10 +28,15 @@ def _in_options(error: str, names: Mapping[str, str]) -> str:
 
 
 def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
-    """Prints the protocol and the bytes of every buffer; returns 2 for invalid sizes.
+    """Prints the protocol and the bytes of every buffer; returns the exit status.
 
     ``options`` has fields of ``EPConfig``, ``names`` what the command line calls them.
     """
+    if options.dispatch_dtype not in BY_SHORT_NAME:
+        raise ValueError(
+            f"--dispatch {options.dispatch_dtype} is unknown; there are "
+            f"{', '.join(BY_SHORT_NAME)}"
+        )
     fields = {name: value for name, value in vars(options).items() if name != "command"}
     make_quant_config = BY_SHORT_NAME[options.dispatch_dtype].make_quant_config
     for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
@@ -50,8 +54,7 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
             dispatch_quant_config=make_quant_config() if make_quant_config else None,
         )
     except ValueError as error:
-        print(f"max-ep plan: {_in_options(str(error), names)}", file=sys.stderr)
-        return 2
+        raise ValueError(_in_options(str(error), names)) from None
     sizes = config.sizes()
     print(
         f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, combine "
