@@ -11,7 +11,7 @@ import sys
 import textwrap
 from importlib import metadata
 
-from .memory.shmem_parts import missing_parts
+from .memory.shmem import missing_parts
 
 _WANTED_MAX = "26.7."
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mojo.run import subprocess_run_mojo
 
 from .cache import cache_dir, kept
-from .memory.shmem_parts import bitcode_path, bitcode_version, check_installed
+from .memory.shmem import bitcode_path, bitcode_version, check_installed
 
 if TYPE_CHECKING:
     from max.graph import Graph

@@ -17,7 +17,7 @@ from children import HERE, WHERE_WE_IMPORT, printed
 from max_ep import EPCommInitializer, extension_path, limits
 from max_ep.extension import mojo_dir, run_mojo
 from max_ep.graph.ops import _group
-from max_ep.memory import shmem, shmem_parts
+from max_ep.memory import shmem
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_parts_are_named(monkeypatch):
     """Before anything is launched, and with the command that fixes it."""
-    monkeypatch.setattr(shmem_parts, "bitcode_path", lambda: None)
+    monkeypatch.setattr(shmem, "bitcode_path", lambda: None)
     monkeypatch.setattr("max_ep.extension.bitcode_path", lambda: None)
     with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13"):
         extension_path("max_ep", with_shmem=True)
-    monkeypatch.setenv(shmem_parts.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
+    monkeypatch.setenv(shmem.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
     config = CASES["two_ranks"].config(target="gpu", n_nodes=2, n_gpus_per_node=1)
     with pytest.raises(RuntimeError) as caught:
         shmem.ShmemMemory(1, 0, 2, 1, "", 1.0)
