@@ -31,6 +31,18 @@ MX_BLOCK = 32
 """The same in the formats of the OCP Microscaling specification."""
 
 
+_WIDEN = {
+    DType.float8_e4m3fn: quantize.float8_e4m3fn_to_float32,
+    DType.float8_e8m0fnu: quantize.float8_e8m0fnu_to_float32,
+    DType.uint8: quantize.float4_e2m1fn_to_float32,  # two in a byte
+}
+
+
+def widen_bits(dtype: DType, bits: np.ndarray) -> np.ndarray:
+    """Makes float32 of the bits of values or scales; those of float32 are returned."""
+    return bits if dtype == DType.float32 else _WIDEN[dtype](bits)
+
+
 _NO_LAYERS: dict[str, Any] = dict(mlp_quantized_layers=(), attn_quantized_layers=())
 
 
@@ -80,11 +92,6 @@ class TokenFormat:
     """Oracle: maps float32 ``[n, hidden]`` to values ``[n, hidden]`` and scales ``[n,
     n_scales]``. None: elements travel as they are. With float32 scales it also takes
     ``power_of_two_scales``."""
-    widen_values: Callable[[np.ndarray], np.ndarray] | None = None
-    """Oracle: makes float32 of the bits of values."""
-    widen_scales: Callable[[np.ndarray], np.ndarray] | None = None
-    """Oracle: makes float32 of the bits of scales. None: they are float32."""
-
     row_scale_bytes: int = 0
     """16: a scale of the whole token follows those of the blocks."""
 
@@ -133,14 +140,14 @@ class TokenFormat:
         self, values: np.ndarray, scales: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Makes float32 of values and of scales, and a scale for each value."""
-        x = self.widen_values(values)
+        x = widen_bits(self.dtype, values)
         wanted = (*x.shape[:-1], x.shape[-1] // self.scale_block)
         if scales.shape != wanted:
             raise ValueError(
                 f"scales must be {list(wanted)}, got {list(scales.shape)}; those that "
                 "dispatch delivers may stand transposed: pass scales.T"
             )
-        factors = self.widen_scales(scales) if self.widen_scales else scales
+        factors = widen_bits(self.scale_dtype, scales)
         return x, np.repeat(factors, self.scale_block, axis=-1)
 
     def with_row_scales(self) -> TokenFormat:
@@ -220,7 +227,6 @@ FORMATS = (
         scale_block=FP8_BLOCK,
         make_quant_config=blockwise_fp8_quant_config,
         quantize=quantize.quantize_blockwise_fp8,
-        widen_values=quantize.float8_e4m3fn_to_float32,
     ),
     TokenFormat(
         "mxfp8",
@@ -231,8 +237,6 @@ FORMATS = (
         scale_dtype=DType.float8_e8m0fnu,
         make_quant_config=mxfp8_quant_config,
         quantize=quantize.quantize_mxfp8,
-        widen_values=quantize.float8_e4m3fn_to_float32,
-        widen_scales=quantize.float8_e8m0fnu_to_float32,
     ),
     TokenFormat(
         "nvfp4",
@@ -244,8 +248,6 @@ FORMATS = (
         scale_dtype=DType.float8_e4m3fn,
         make_quant_config=nvfp4_quant_config,
         quantize=quantize.quantize_nvfp4,
-        widen_values=quantize.float4_e2m1fn_to_float32,
-        widen_scales=quantize.float8_e4m3fn_to_float32,
     ),
     TokenFormat(
         "mxfp4",
@@ -257,8 +259,6 @@ FORMATS = (
         scale_dtype=DType.float8_e8m0fnu,
         make_quant_config=mxfp4_quant_config,
         quantize=quantize.quantize_mxfp4,
-        widen_values=quantize.float4_e2m1fn_to_float32,
-        widen_scales=quantize.float8_e8m0fnu_to_float32,
     ),
 )
 """All formats."""

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from max.dtype import DType
 from max.graph import StaticDim, TensorValue, ops
 
 from ..config import EPConfig
+from ..formats import widen_bits
 
 
 def dequantize(
@@ -78,8 +77,8 @@ def dequantize(
             f"hidden], hidden a multiple of {block}, give scales [..., "
             f"{', '.join(of_row)}], as dispatch delivers them"
         )
-    values = ops.reshape(_widen(rows, token_format.widen_values), [*by_row, block])
-    factors = _widen(scales, token_format.widen_scales)
+    values = ops.reshape(_widen(rows, token_format.dtype), [*by_row, block])
+    factors = _widen(scales, token_format.scale_dtype)
     if is_transposed:
         factors = ops.transpose(factors, -1, -2)
     wide = values * ops.unsqueeze(factors, -1)
@@ -89,13 +88,11 @@ def dequantize(
     return wide * ops.unsqueeze(row_scales.cast(DType.float32), -1)
 
 
-def _widen(
-    value: TensorValue, widen: Callable[[np.ndarray], np.ndarray] | None
-) -> TensorValue:
+def _widen(value: TensorValue, dtype: DType) -> TensorValue:
     """Makes float32 of values or scales; of bits, with a table of all there are."""
-    if value.dtype != DType.uint8 or widen is None:
+    if value.dtype != DType.uint8:
         return value.cast(DType.float32)
-    of_bits = widen(np.arange(256, dtype=np.uint8)[:, np.newaxis])
+    of_bits = widen_bits(dtype, np.arange(256, dtype=np.uint8)[:, np.newaxis])
     table = ops.constant(of_bits, DType.float32, value.device)
     wide = ops.gather(table, value.cast(DType.int32), axis=0)
     *outer, n = value.shape
