@@ -38,8 +38,8 @@ from processes import (
 
 from max_ep import EPCommInitializer, extension_path
 from max_ep.limits import GROUP_VARIABLE
+from max_ep.memory.meeting import process_state
 from max_ep.memory.setup_graph import SETUP_GRAPH, setup_graph
-from max_ep.memory.symmetric_memory import process_state
 from max_ep.reference import degraded
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
