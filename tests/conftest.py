@@ -43,13 +43,7 @@ LONGEST = (
 finds.
 """
 
-ONE_MODULE = (
-    "test_round_trip test_gather test_stats test_fuzz test_subgraph test_overflow "
-    "test_hopper test_router test_formats"
-).split()
-"""Files that one process runs, for their graphs are compiled together."""
-
-OTHERS = [["test_codegen", "test_codegen_by_rank"], ["test_processes", "test_errors"]]
+TOGETHER = [["test_codegen", "test_codegen_by_rank"], ["test_processes", "test_errors"]]
 """Files that one process runs, for they read the same kernels, or run the same
 graphs."""
 
@@ -59,13 +53,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Gives a file, or its group of files, to one of several processes."""
     from xdist.scheduler import LoadFileScheduling
 
+    @functools.cache
+    def group_of(file: str) -> str:
+        if "\ndef add_graphs(" in (config.rootpath / file).read_text():
+            return "one module"  # its graphs are compiled with those of others
+        return next((g[0] for g in TOGETHER if Path(file).stem in g), file)
+
     class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            for group in (ONE_MODULE, *OTHERS):
-                if Path(file).stem in group:
-                    return group[0]
-            return file
+            return group_of(super()._split_scope(nodeid))
 
     return ByGroup(config, log)
 
