@@ -195,6 +195,9 @@ def machine(gpu: str, n: int) -> str:
 def serving_tables(rows: list[dict]) -> list[str]:
     """Lays out rows of ``bench.serving``: prompts, then clients."""
 
+    def name_of(row: dict) -> str:
+        return SERVING_PEERS[row["peer"]] + ", FP8 checkpoint" * ("dtype" in row)
+
     def spread(row: dict, name: str) -> str:
         if name not in row:  # transformers is no server
             return ""
@@ -204,7 +207,7 @@ def serving_tables(rows: list[dict]) -> list[str]:
     columns = ["server", "prompt, tokens", "cold, ms (quartiles)", "cached, ms"]
     columns += ["execution by the log, ms", "commit"]
     cells = [
-        [SERVING_PEERS[row["peer"]], str(row["prompt"])]
+        [name_of(row), str(row["prompt"])]
         + [spread(row, f"{name}_ms") for name in ("cold", "cached", "execution")]
         + [row["run"]]
         for row in rows
@@ -217,7 +220,7 @@ def serving_tables(rows: list[dict]) -> list[str]:
     for row in rows:
         if "clients" not in row:
             continue
-        cells.append([SERVING_PEERS[row["peer"]], str(row["clients"])])
+        cells.append([name_of(row), str(row["clients"])])
         cells[-1].append(spread(row, "step_ms"))
         for name, n_digits in (("first_ms", 1), ("between_ms", 2)):
             theirs = row.get(f"foreign_{name}")

@@ -8,7 +8,8 @@ Peers: ``max_ep``; ``max_expert_parallel`` and ``max_tensor_parallel``, MAX's ow
 one GPU MAX has only the latter. Both of MAX's have our matmuls on Hopper, without
 which they do not compile (``bench/max_on_hopper.py``). ``transformers`` is no server:
 its model with grouped matmuls encodes the long prompts. The model has random weights
-and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48).
+and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48); with
+``--dtype float8`` its matrices are in blockwise FP8.
 
 All servers start at once; in each round one after another is timed, each round another
 first. Prompts are random tokens and never repeat, but where the prefix cache is
@@ -219,6 +220,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--foreign", action="store_true", help="max benchmark, too")
     parser.add_argument("--size", default="large")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float8"])
     parser.add_argument("--model", type=Path, help="a checkpoint that is there")
     parser.add_argument("--mefs", type=Path, help="PEER folders, precompiled graphs")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
@@ -226,7 +228,7 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or args.logs / "model"
     if not model.exists():
-        make_checkpoint(model, args.size, "bfloat16" if args.gpus else "float32")
+        make_checkpoint(model, args.size, args.dtype if args.gpus else "float32")
     limits = ["--max-length", "8192", "--max-batch-size", str(max(args.clients))]
     # What requests need is little; the pools of all servers fit the GPU.
     limits += "--max-batch-input-tokens 4096 --device-memory-utilization 0.85".split()
@@ -271,9 +273,13 @@ def main() -> None:
         device = "cuda" if args.gpus else "cpu"
         times = prefill_in_transformers(model, args.prompt, device)
         add(_PLAIN, "prompt", args.prompt, times)
-    if wrong := _tests().wrong_answers(answers, model):
+    kind, plain = {}, model
+    if args.dtype == "float8":
+        kind = {"dtype": args.dtype}
+        plain = _tests().write_widened(model, args.logs / "widened")
+    if wrong := _tests().wrong_answers(answers, plain):
         raise SystemExit("wrong tokens, so no table; " + "; ".join(wrong))
-    rows = [row_of(*key, rounds) for key, rounds in found.items()]
+    rows = [row_of(*key, rounds) | kind for key, rounds in found.items()]
     commit = runs.commit()
     print("\n".join(serving_tables([{**row, "run": commit} for row in rows])))
     if args.out:
