@@ -15,6 +15,7 @@ from max.engine import InferenceSession
 from test_gpu_masks import without
 
 from max_ep import EPCommInitializer
+from max_ep.limits import GROUP_VARIABLE
 from max_ep.memory.setup_graph import setup_model
 from max_ep.memory.symmetric_memory import members_name, unlink
 
@@ -25,6 +26,7 @@ def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> 
     """Does what it is asked, and answers."""
     if target == "gpu" and accelerator_count() >= N_RANKS:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    os.environ[GROUP_VARIABLE] = group  # as `launch` does: they are on one host
     session = InferenceSession(devices=[Accelerator() if target == "gpu" else CPU()])
     one_each = dict(n_nodes=N_RANKS, n_gpus_per_node=1, node_id=rank, target=target)
     config = case.config(**one_each, timeout_s=TIMEOUT_S, on_timeout="mask")
