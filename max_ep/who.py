@@ -170,7 +170,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 class Words(Protocol):
-    """Reads the memory of a rank: ``CpuWords``, or ``memory.gpu_driver.GpuWords``."""
+    """Reads the memory of a rank: ``CpuWords``, or ``memory.gpu_shared.GpuWords``."""
 
     def counters(self, first: int, n: int) -> np.ndarray:
         """Reads words of the counters, int32."""

@@ -19,7 +19,7 @@ from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from ..who import Answers, Facts, RankWait, Waits, gpu_wait, waits_of_processes
 from .gpu import GpuMemory
-from .gpu_driver import GpuSharedMemory, GpuWords
+from .gpu_shared import GpuSharedMemory, GpuWords
 from .masked_ranks import MaskedRanks
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank

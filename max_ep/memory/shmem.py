@@ -27,7 +27,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from importlib import metadata
 from pathlib import Path
 
-from .gpu_driver import use_context
+from .gpu_shared import use_context
 
 _MODULES_VARIABLE = "MAX_EP_SHMEM_MODULES"  # as in shmem_modules.mojo
 _MAX_MODULES = 4096

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..memory.board import Board
-from ..memory.gpu_driver import GpuSharedMemory, GpuWords
+from ..memory.gpu_shared import GpuSharedMemory, GpuWords
 from ..memory.symmetric_memory import SharedMemory
 from ..who import CpuWords, Facts, RankWait, Waits, cpu_wait, gpu_wait
 from .events import EventHandle, EventOverlap
