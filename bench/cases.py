@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from max_ep import mxfp8_quant_config, reference
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_NAME
 
 TAG_COLUMNS = 16
 """Leading columns of a token whose signs spell its number in the group."""
@@ -343,7 +343,7 @@ def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
 
 def row_bytes(shape: Shape, dtype: str) -> int:
     """Returns the bytes of a row: elements and scales."""
-    of, hidden = BY_SHORT_NAME[dtype], shape.hidden_size
+    of, hidden = BY_NAME[dtype], shape.hidden_size
     values = of.row_columns(hidden) * of.dtype.size_in_bytes
     return values + of.n_scales(hidden) * of.scale_dtype.size_in_bytes
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from max_ep import reference
-from max_ep.formats import BY_SHORT_NAME, FP8_BLOCK
+from max_ep.formats import BY_NAME, FP8_BLOCK
 
 from .cases import TAG_COLUMNS, Shape, expert_row
 
@@ -155,7 +155,7 @@ def check_dispatch(
         return
     own = [first + np.arange(n) for first, n in zip(offsets, counts)]
     at = torch.from_numpy(np.concatenate(own)).to(device)
-    token_format = BY_SHORT_NAME[got.dtype]
+    token_format = BY_NAME[got.dtype]
     numbers = token_numbers(got.rows[at], token_format.values_per_byte)
     wanted = torch.from_numpy(want_numbers).to(device)
     if exact:

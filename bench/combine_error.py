@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_NAME
 from max_ep.reference import (
     bfloat16_to_float32,
     combine,
@@ -68,7 +68,7 @@ def measure(n_ranks: int) -> dict[str, float]:
         return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
     def quantize(name: str) -> Callable:
-        form = BY_SHORT_NAME[name]
+        form = BY_NAME[name]
         return lambda x: form.widen(*form.quantize(x))
 
     rounds = {"bfloat16": to_bfloat16, "float32": lambda x: x}

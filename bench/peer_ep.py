@@ -19,7 +19,7 @@ from max.engine import InferenceSession
 from max.graph import Graph, Module, TensorType, TensorValue, ops
 
 from max_ep import reference
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_NAME
 from max_ep.memory.setup_graph import setup_graph
 
 from . import cases as _cases
@@ -46,7 +46,7 @@ def library(config: Config) -> ModuleType:
 
 def ep_config(config: Config) -> Any:
     """Returns the library's ``EPConfig``."""
-    token_format = BY_SHORT_NAME[config.dtype]
+    token_format = BY_NAME[config.dtype]
     quant_config = token_format.make_quant_config
     fields: dict[str, Any] = dict(
         dispatch_dtype=token_format.dtype,
@@ -158,7 +158,7 @@ class Peer(GraphPeer):
 
     def _given(self, data: Data) -> list[list[Buffer]]:
         """Quantizes the tokens of each rank: values, then scales."""
-        quantize = BY_SHORT_NAME[self.config.dtype].quantize
+        quantize = BY_NAME[self.config.dtype].quantize
         config, given = ep_config(self.config), []
         for x in data.x:
             pair = quantize(reference.bfloat16_to_float32(x))

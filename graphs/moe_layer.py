@@ -26,7 +26,7 @@ from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.experts import linear
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_NAME
 from max_ep.graph.moe import ExpertWeights, moe_layer
 from max_ep.reference import moe
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared-expert", action="store_true")
     parser.add_argument("--sums", action="store_true")
-    formats = [name for name, f in BY_SHORT_NAME.items() if f.is_quantized]
+    formats = [name for name, f in BY_NAME.items() if f.is_quantized]
     parser.add_argument("--format", choices=formats)
     parser.add_argument("--allreduce", action="store_true")
     options = parser.parse_args()
@@ -100,7 +100,7 @@ def main() -> None:
     if options.sums:
         config = replace(CONFIG, combine_mode="sums")
     if options.format:
-        token_format = BY_SHORT_NAME[options.format]
+        token_format = BY_NAME[options.format]
         config = replace(
             config,
             dispatch_dtype=token_format.dtype,

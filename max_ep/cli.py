@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         dest="dispatch_dtype",
         metavar="FORMAT",
         default="bfloat16",
-        help="format to the experts, by its short name in max_ep/formats.py, such as "
+        help="format to the experts, by its name in max_ep/formats.py, such as "
         "bfloat16, fp8 or mxfp8 (default: %(default)s)",
     )
     plain = ("bfloat16", "float32")

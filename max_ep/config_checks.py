@@ -219,7 +219,7 @@ def check_hidden_size(config: EPConfig) -> None:
         if block and config.hidden_size % block != 0:
             raise ValueError(
                 f"hidden_size={config.hidden_size} must be a multiple of {block} for "
-                f"{token_format.short_name.upper()} {use}; pad it"
+                f"{token_format.name.upper()} {use}; pad it"
             )
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         dtype = getattr(config, field)
@@ -245,7 +245,7 @@ def check_scale_layout(config: EPConfig) -> None:
         names = ", ".join(repr(name) for name in ("auto", *layouts))
         raise ValueError(
             f"scale_layout={config.scale_layout!r} with "
-            f"{config.token_format.short_name} dispatch, which has {names}"
+            f"{config.token_format.name} dispatch, which has {names}"
         )
     if config.scale_layout == "tiles" and (
         config.is_padded or config.fused_shared_expert

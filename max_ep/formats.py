@@ -73,15 +73,9 @@ class TokenFormat:
     """How a token travels to its experts."""
 
     name: str
-    """As ops take it (``formats/table.mojo``)."""
-    short_name: str
-    """As the command line takes it."""
+    """As ops (``formats/table.mojo``) and the command line take it."""
     dtype: DType
     """``EPConfig.dispatch_dtype``: of the elements on the wire."""
-    token_dtypes: tuple[DType, ...]
-    """Dtypes that a token may have before it is sent."""
-    values_per_byte: int = 1
-    """2: two values stand in a byte."""
     scale_block: int = 0
     """Elements that share a scale; 0: there are no scales."""
     scale_dtype: DType = DType.float32
@@ -99,6 +93,16 @@ class TokenFormat:
     def is_quantized(self) -> bool:
         """Whether rows come with scales."""
         return self.scale_block > 0
+
+    @property
+    def token_dtypes(self) -> tuple[DType, ...]:
+        """Dtypes that a token may have before it is sent."""
+        return PLAIN_DTYPES if self.is_quantized else (self.dtype,)
+
+    @property
+    def values_per_byte(self) -> int:
+        """Values in a byte, or in an element of more: two float4_e2m1fn are a uint8."""
+        return 2 if self.dtype == DType.uint8 else 1
 
     def row_columns(self, hidden_size: int) -> int:
         """Returns how many of ``dtype`` a row of values has."""
@@ -165,7 +169,7 @@ class TokenFormat:
         """Raises a ``ValueError`` if a config asks for what the format has not."""
         if config.nvfp4_dyn_global_scales and not self.row_scale_bytes:
             raise ValueError(
-                f"nvfp4_dyn_global_scales=True with {self.short_name} dispatch; it "
+                f"nvfp4_dyn_global_scales=True with {self.name} dispatch; it "
                 "needs dispatch_quant_config=max_ep.nvfp4_quant_config()"
             )
         if config.scale_layout == "packed" and self.has_float_scales:
@@ -179,7 +183,7 @@ class TokenFormat:
             not self.is_quantized or self.row_scale_bytes
         ):
             raise ValueError(
-                f"tokens_are_quantized=True with {self.short_name} dispatch and "
+                f"tokens_are_quantized=True with {self.name} dispatch and "
                 f"nvfp4_dyn_global_scales={config.nvfp4_dyn_global_scales}: they "
                 "are pairs of values and scales of blocks; pass False, or a "
                 "dispatch_quant_config without scales of whole tokens"
@@ -217,22 +221,18 @@ class TokenFormat:
 
 
 FORMATS = (
-    TokenFormat("bfloat16", "bfloat16", DType.bfloat16, (DType.bfloat16,)),
-    TokenFormat("float32", "float32", DType.float32, (DType.float32,)),
+    TokenFormat("bfloat16", DType.bfloat16),
+    TokenFormat("float32", DType.float32),
     TokenFormat(
-        "blockwise_fp8",
         "fp8",
         DType.float8_e4m3fn,
-        PLAIN_DTYPES,
         scale_block=FP8_BLOCK,
         make_quant_config=blockwise_fp8_quant_config,
         quantize=quantize.quantize_blockwise_fp8,
     ),
     TokenFormat(
         "mxfp8",
-        "mxfp8",
         DType.float8_e4m3fn,
-        PLAIN_DTYPES,
         scale_block=MX_BLOCK,
         scale_dtype=DType.float8_e8m0fnu,
         make_quant_config=mxfp8_quant_config,
@@ -240,10 +240,7 @@ FORMATS = (
     ),
     TokenFormat(
         "nvfp4",
-        "nvfp4",
         DType.uint8,
-        PLAIN_DTYPES,
-        values_per_byte=2,
         scale_block=NVFP4_BLOCK_SIZE,
         scale_dtype=DType.float8_e4m3fn,
         make_quant_config=nvfp4_quant_config,
@@ -251,10 +248,7 @@ FORMATS = (
     ),
     TokenFormat(
         "mxfp4",
-        "mxfp4",
         DType.uint8,
-        PLAIN_DTYPES,
-        values_per_byte=2,
         scale_block=MX_BLOCK,
         scale_dtype=DType.float8_e8m0fnu,
         make_quant_config=mxfp4_quant_config,
@@ -263,7 +257,7 @@ FORMATS = (
 )
 """All formats."""
 
-BY_SHORT_NAME = {token_format.short_name: token_format for token_format in FORMATS}
+BY_NAME = {token_format.name: token_format for token_format in FORMATS}
 """Formats by the names that the command line takes."""
 
 

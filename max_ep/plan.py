@@ -11,7 +11,7 @@ from max.nn.comm.ep import ep_config as max_ep_config
 from max.support.human_readable_formatter import to_human_readable_bytes as human
 
 from .config import EPConfig
-from .formats import BY_SHORT_NAME
+from .formats import BY_NAME
 from .limits import SOURCE_INFO_BYTES
 
 
@@ -32,16 +32,16 @@ def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
 
     ``options`` has fields of ``EPConfig``, ``names`` what the command line calls them.
     """
-    if options.dispatch_dtype not in BY_SHORT_NAME:
+    if options.dispatch_dtype not in BY_NAME:
         raise ValueError(
             f"--dispatch {options.dispatch_dtype} is unknown; there are "
-            f"{', '.join(BY_SHORT_NAME)}"
+            f"{', '.join(BY_NAME)}"
         )
     fields = {name: value for name, value in vars(options).items() if name != "command"}
-    make_quant_config = BY_SHORT_NAME[options.dispatch_dtype].make_quant_config
+    make_quant_config = BY_NAME[options.dispatch_dtype].make_quant_config
     for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
-        fields[name] = fields[name] and BY_SHORT_NAME[fields[name]].dtype
-    partial = BY_SHORT_NAME.get(options.partial_dtype)
+        fields[name] = fields[name] and BY_NAME[fields[name]].dtype
+    partial = BY_NAME.get(options.partial_dtype)
     if partial is not None and partial.make_quant_config is not None:
         fields["partial_dtype"] = None
         fields["combine_quant_config"] = partial.make_quant_config()

@@ -16,7 +16,7 @@ import numpy as np
 from max.dtype import DType
 
 from max_ep import EPConfig
-from max_ep.formats import BY_SHORT_NAME, TokenFormat
+from max_ep.formats import BY_NAME, TokenFormat
 from max_ep.limits import MAX_TOP_K
 from max_ep.quantize import quantize_nvfp4_dynamic
 from max_ep.reference import (
@@ -46,7 +46,7 @@ class Case:
     top_k: int
     hidden_size: int
     max_tokens_per_rank: int
-    wire: str = "bfloat16"  # short name of a format; `_pow2`: rounded scales
+    wire: str = "bfloat16"  # name of a format; `_pow2`: rounded scales
     tokens: DType = BF16  # What the tokens are before they are sent
     combine: DType = BF16  # What expert rows and results are
     scales: str | None = None
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def token_format(self) -> TokenFormat:
-        found = BY_SHORT_NAME[self.wire.removesuffix("_pow2")]
+        found = BY_NAME[self.wire.removesuffix("_pow2")]
         return found.with_row_scales() if self.row_scales else found
 
     @property
@@ -141,7 +141,7 @@ class Case:
             combine_mode=self.combine_mode,
             partial_dtype=self.partial_dtype,
             combine_quant_config=self.partial
-            and BY_SHORT_NAME[self.partial].make_quant_config(),
+            and BY_NAME[self.partial].make_quant_config(),
             use_allreduce=self.use_allreduce,
             max_output_rows=self.max_output_rows,
             tokens_are_quantized=self.forwards,
@@ -482,7 +482,7 @@ def expected(case: Case, given: Inputs) -> Expected:
     if case.combines_sums:
         round_partial = rounds_to(case.partial_dtype or case.combine)
         if case.partial is not None:
-            form = BY_SHORT_NAME[case.partial]
+            form = BY_NAME[case.partial]
             round_partial = lambda x: form.widen(*form.quantize(x))  # noqa: E731
         sums = combine_sums(rows, results, given.weights, round_partial, round_sum)
     else:

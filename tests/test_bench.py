@@ -19,7 +19,7 @@ from bench import (
     runs,
 )
 from bench.cases import Case, Config
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_NAME
 
 DATA = runs.load(report.DATA)
 
@@ -91,7 +91,7 @@ def test_delivered_rows_are_compared(dtype):
     rows, scales = all_tokens[numbers], None
     if dtype != "bfloat16":
         more = dict(power_of_two_scales=True) if packed else {}
-        values, scales = BY_SHORT_NAME[dtype].quantize(rows.float().numpy(), **more)
+        values, scales = BY_NAME[dtype].quantize(rows.float().numpy(), **more)
         rows = torch.from_numpy(values)
         if packed:
             scales = (scales.view(np.int32) >> 23).astype(np.uint8).view(np.int32)

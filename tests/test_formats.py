@@ -78,7 +78,7 @@ def test_blockwise_fp8_is_torchs(is_power_of_two):
 
 # ----------------------------------------------------------- microscaling formats
 
-QUANTIZED = {f.short_name: f for f in FORMATS if f.is_quantized}
+QUANTIZED = {f.name: f for f in FORMATS if f.is_quantized}
 formats = pytest.mark.parametrize("name", QUANTIZED)
 
 

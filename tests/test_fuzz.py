@@ -15,7 +15,7 @@ from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
 from max.graph import Module
 
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_NAME
 from max_ep.limits import PROTOCOLS
 
 # Its first three groups have both protocols, both modes of combine, FP8, MXFP8, NVFP4,
@@ -48,7 +48,7 @@ def _drawn_case(rng: np.random.Generator, name: str) -> Case:
     wire = str(rng.choice([*wires, "mxfp8", "nvfp4", "mxfp4"]))
     tokens = F32 if wire == "float32" or rng.random() < 0.2 else BF16
     wire = "float32" if wire == "bfloat16" and tokens == F32 else wire
-    step = BY_SHORT_NAME[wire.removesuffix("_pow2")].scale_block
+    step = BY_NAME[wire.removesuffix("_pow2")].scale_block
     step = max(step, 32) if step else 16 // tokens.size_in_bytes
     n_experts = int(rng.integers(1, 41))
     case = Case(

@@ -32,10 +32,10 @@ from graphs.changed_import import (
     widen,
 )
 from max_ep.balance import Placement
-from max_ep.formats import BY_SHORT_NAME
+from max_ep.formats import BY_NAME
 from max_ep.reference import balance_ids, float32_to_bfloat16
 
-QUANTIZED = BY_SHORT_NAME["fp8"]
+QUANTIZED = BY_NAME["fp8"]
 MAX, OURS = "max.nn.comm.ep", "max_ep"
 
 

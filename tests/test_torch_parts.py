@@ -50,9 +50,9 @@ def test_c_structs_are_what_python_packs(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "mxfp4"])
 def test_dequantize_is_the_oracles(name: str) -> None:
     """All bits of values and of 8-bit scales, and scales that stand transposed."""
-    from max_ep.formats import BY_SHORT_NAME
+    from max_ep.formats import BY_NAME
 
-    wire = BY_SHORT_NAME[name]
+    wire = BY_NAME[name]
     rng = np.random.default_rng(3)
     bits = rng.permuted(np.tile(np.arange(256, dtype=np.uint8), (12, 2)), axis=1)
     shape = 12, 512 * wire.values_per_byte // wire.scale_block

@@ -221,7 +221,7 @@ def rows_for_op(
     if config.is_quantized and is_tensor and input_tokens.dtype == config.output_dtype:
         raise TypeError(
             f"input_tokens of combine has dtype {input_tokens.dtype}, as the "
-            f"{config.token_format.short_name.upper()} rows that dispatch delivers; "
+            f"{config.token_format.name.upper()} rows that dispatch delivers; "
             "pass what the experts made of them, in "
             f"{config.combine_dtype}. max_ep.dequantize(rows, scales, config) makes "
             "rows for experts; a cast alone leaves the scales out"

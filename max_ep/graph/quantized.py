@@ -59,7 +59,7 @@ def dequantize(
         of_cpu = DType.uint8 if dtype.size_in_bytes == 1 else dtype
         if value.dtype not in (dtype, of_cpu):
             raise TypeError(
-                f"{what} are {value.dtype}; {token_format.short_name} dispatch "
+                f"{what} are {value.dtype}; {token_format.name} dispatch "
                 f"delivers {of_cpu} on CPU and {dtype} on GPUs"
             )
     shape = list(rows.shape)

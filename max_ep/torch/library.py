@@ -147,8 +147,8 @@ def load(settings: Settings) -> Library:
 
 FORMATS = {
     "bfloat16": "bfloat16",
-    "fp8": "blockwise_fp8",
-    "fp8-round": "blockwise_fp8_power_of_two",
+    "fp8": "fp8",
+    "fp8-round": "fp8_power_of_two",
 }
 """What ``low_latency_dispatch`` sends, by the command line's names."""
 

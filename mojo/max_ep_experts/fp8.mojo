@@ -35,7 +35,7 @@ comptime BLOCK = 128
 """Elements of a scale, in rows and in both directions of weights."""
 comptime FP8_MAX = Float32(448)
 comptime FP8_MIN_AMAX = Float32(1e-4)
-"""As in the format `blockwise_fp8`."""
+"""As in the format `fp8`."""
 
 
 @fieldwise_init

@@ -20,12 +20,12 @@ from .scale_layouts import (
 comptime FORMAT_NAMES: Array[StaticString, 12] = [
     "bfloat16",
     "float32",
-    "blockwise_fp8",
-    "blockwise_fp8_power_of_two",
+    "fp8",
+    "fp8_power_of_two",
     "mxfp8",
     "mxfp4",
     "nvfp4",
-    "blockwise_fp8_forwarded",
+    "fp8_forwarded",
     "mxfp8_forwarded",
     "mxfp4_forwarded",
     "nvfp4_forwarded",
@@ -38,7 +38,7 @@ comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
 ) else (
     MXFP4 if name.startswith("mxfp4") else NVFP4 if name.startswith(
         "nvfp4"
-    ) else BlockwiseFP8[name == "blockwise_fp8_power_of_two"]
+    ) else BlockwiseFP8[name == "fp8_power_of_two"]
 )
 """The numbers of a quantizing format."""
 
