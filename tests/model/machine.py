@@ -346,26 +346,18 @@ class Steps:
                 # Of what launches before have done, all agents are taken to learn.
                 for view in r.views or [r.base]:
                     known &= view | r.base
-        common, local = 0, [0] * len(state.ranks)
-        for place, cell in state.cells.items():
-            bits = cell.reads
+        asked = 0
+        for cell in state.cells.values():
+            asked |= cell.reads
             for m in cell.messages:
-                bits |= m.happened | m.seen
-            if self.program.is_local(place):
-                local[place[1]] |= bits
-            else:
-                common |= bits
-        known &= common
+                asked |= m.happened | m.seen
+        known &= asked
         known &= known >> 1 & ALL_HAPPENED
         known |= known << 1
-        everything = common
-        for r, bits in zip(state.ranks, local):
-            # Nobody asks what a rank knows of the local words of others.
-            keep = both(common | bits) & ~known
+        keep = both(asked) & ~known
+        for r in state.ranks:
             r.base &= keep
             r.views = [view & keep for view in r.views]
-            everything |= bits
-        keep = both(everything) & ~known
         for place, cell in list(state.cells.items()):
             first = 0
             bits = cell.reads
