@@ -50,9 +50,6 @@ BLOCK_WORDS = set(
 )
 """Words in the shared memory of a block."""
 
-OLDER = -1
-"""Stands for every generation that is not the last."""
-
 Token = tuple[int, ...]
 """The expert of each choice of a token, -1: none."""
 
@@ -206,14 +203,6 @@ class World:
         # far the first warp of a block is may be seen late.
         is_done_word = place[0] in ("dispatch_done", "combine_done")
         return place[0] == "INDEXED" or self.target == "gpu" and is_done_word
-
-    def simplify(self, place: Place, value: Any, read: Callable[[Place], Any]) -> Any:
-        kind, rank = place[:2]
-        if kind.endswith("_drained"):
-            # It is only asked whether it is that of the last that was sent.
-            is_last = value == read((kind.replace("drained", "sent"), rank))
-            return value if is_last else OLDER
-        return value
 
     def is_local(self, place: Place) -> bool:
         return place[0] in LOCAL_WORDS

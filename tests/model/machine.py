@@ -310,11 +310,8 @@ class Steps:
             elif self.program.is_local(place):
                 # All that comes after this launch comes after what it did.
                 newest = state.cells[place].messages[-1]
-                value = self.program.simplify(
-                    place, newest.value, lambda p: self._read_newest(state, p)
-                )
-                cell = Cell((Message(value, newest.truth, 0),))
-                is_first = (value, newest.truth) == self.program.initial(place)
+                cell = Cell((Message(newest.value, newest.truth, 0),))
+                is_first = (newest.value, newest.truth) == self.program.initial(place)
                 state.put(place, None if is_first else cell)
         self._forget(state)
         if r.launch == len(self.program.program):
