@@ -132,7 +132,7 @@ def test_memory_shows_who_died_and_who_closed(group, start):
     write(table[1] + 8, b"region")
     assert mine.read_region(1, 0, 8, 6) == b"region"
     mine.close()
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="closed"):
         mine.read_status(1, 0, 0, 4)
 
 

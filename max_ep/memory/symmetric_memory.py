@@ -212,12 +212,11 @@ class SharedMemory:
     def close(self) -> None:
         """Gives the memory back; peers keep theirs until they close."""
         self._meeting.close()
-        if self._node_id in self._maps:
-            self._maps[self._node_id][0] = _IS_CLOSED
         self.status = None
-        for memory in self._maps.values():
+        for node, memory in self._maps.items():
+            if node == self._node_id and not memory.closed:
+                memory[0] = _IS_CLOSED
             memory.close()
-        self._maps = {}
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
