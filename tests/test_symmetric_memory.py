@@ -136,6 +136,20 @@ def test_memory_shows_who_died_and_who_closed(group, start):
         mine.read_status(1, 0, 0, 4)
 
 
+def test_each_rank_has_its_status(group):
+    """What the ranks write to parts of equal size is read from their parts."""
+    memory = SharedMemory(group, 0, 1, 3, REGION_BYTES, "", 256)
+    memory.connect(0.0)
+    assert len(memory.status) == 3 * 256
+    for i in range(3):
+        memory.status[i * 256 : i * 256 + 4] = bytes([i + 1]) * 4
+        write(memory.local_addresses()[i], bytes([i + 7]) * 4)
+    for i in range(3):
+        assert memory.read_status(0, i, 0, 4) == bytes([i + 1]) * 4
+        assert memory.read_region(0, i, 0, 4) == bytes([i + 7]) * 4
+    memory.close()
+
+
 def test_who_has_closed_is_seen(group):
     memories = [make(group, node) for node in range(2)]
     connect_all(memories)

@@ -115,8 +115,8 @@ class SharedMemory:
         self.group, self.owner, self._node_id = group, self._meeting.owner, node_id
         self._n_nodes, self.n_local_ranks = n_nodes, n_local_ranks
         self.region_bytes, self.status_bytes = region_bytes, status_bytes
-        n_status = -(-n_local_ranks * status_bytes // _PAGE) * _PAGE
-        self._regions_at = _PAGE + n_status
+        n_status = n_local_ranks * status_bytes
+        self._regions_at = _PAGE + -(-n_status // _PAGE) * _PAGE
         self._n_bytes = self._regions_at + n_local_ranks * region_bytes
         self._maps: dict[int, mmap.mmap] = {}
         self.owners: dict[int, Owner] = {node_id: self.owner}
