@@ -83,9 +83,14 @@ class Served:
 
 
 def placement_of(size: str, n_ranks: int) -> Placement:
-    """Gives the busy experts of a model of two layers replicas, a quarter more."""
-    n, top_k = (SIZES[size][f"num_experts{x}"] for x in ("", "_per_tok"))
-    counts = np.outer([1, 2], 1000 / np.arange(1, n + 1))
+    """Gives the busy experts of a model replicas, a quarter more."""
+    n_layers, top_k = 2, 8
+    if size in DEEPSEEK_SIZES:
+        sizes = DEEPSEEK_SIZES[size]
+        n, n_layers = sizes["n_routed_experts"], sizes["num_hidden_layers"] - 1
+    else:
+        n, top_k = (SIZES[size][f"num_experts{x}"] for x in ("", "_per_tok"))
+    counts = np.outer(1 + np.arange(n_layers), 1000 / np.arange(1, n + 1))
     return plan(counts, n_ranks, n // 4, top_k=top_k)
 
 
@@ -104,6 +109,7 @@ WHERE = {
     "two_gpus_captured": (2, 0, "small", CAPTURED_DECODE),
     "two_gpus_placed": (2, 0, "small", PLACEMENT_VARIABLE),
     "two_gpus_deepseek": (2, 0, "deepseek"),
+    "two_gpus_deepseek_placed": (2, 0, "deepseek", PLACEMENT_VARIABLE),
 }
 
 if ALL_CASES:
@@ -288,7 +294,7 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
     "where, size, wanted",
     [
         # One of the two layers has experts, and each GPU dispatches and combines.
-        ("two_gpus", "deepseek_tiny", TWO_LAYERS),
+        ("two_gpus", "deepseek_tiny", TWO_LAYERS | dict(balance_ids=2)),
         # Two layers on two GPUs, with replicas of busy experts.
         pytest.param("two_gpus", "tiny", PLACED, marks=slow),
         # The router is an op of ours.
@@ -306,9 +312,9 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     folders = tmp_path / "model", tmp_path / "mefs"
     command = sys.executable, HERE / "served_graph.py", where, *folders
     how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT)
-    if wanted is PLACED:
+    if "balance_ids" in wanted:
         how[PLACEMENT_VARIABLE] = str(tmp_path / "placement.npz")
-        placement_of("tiny", 2).save(tmp_path / "placement.npz")
+        placement_of(size, 2).save(tmp_path / "placement.npz")
     done = ran(*command, timeout=READY_S, **how)
     line = next((x for x in done.stdout.splitlines() if x.startswith("ops: ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
@@ -460,10 +466,10 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
     }
     with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
         place_experts(dense, config)
-    other = _planner()
-    other.name, other.takes_placement = "Another", False
-    with pytest.raises(ValueError, match="MAX_EP_PLACEMENT with Another"):
-        other.estimate_activation_memory(_flags(64, False), HUGGINGFACE)
+    flags = _flags(256, True)
+    flags.runtime.eplb_redundant_experts_per_gpu = 1
+    with pytest.raises(ValueError, match="--eplb-redundant.*MAX_EP_PLACEMENT"):
+        serving_config(flags, shape, DType.float32)
     Placement(PLACEMENT.phy2log, 2).save(tmp_path / "plan.npz")
     with pytest.raises(ValueError, match="16 experts on 2 ranks.*served are 16 on 4"):
         serving_config(_flags(256, True), shape, DType.float32)

@@ -7,8 +7,10 @@ Its shared expert goes through dispatch (``EPConfig.fused_shared_expert``).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
+from max.dtype import DType
+from max.graph import Graph, TensorValue
 from max.pipelines.architectures.deepseekV3 import deepseekV3 as decoder
 from max.pipelines.architectures.deepseekV3 import model as stock
 from max.pipelines.architectures.deepseekV3.arch import deepseekV3_arch
@@ -19,12 +21,13 @@ from max.pipelines.architectures.deepseekV3.memory_planner import (
 from .fp8 import widening
 from .model import ExpertParallelModel
 from .planner import ExpertParallelPlanner
+from .settings import place_experts
 
 
 class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):
     """MAX plans latent attention, max_ep plans dispatch and combine."""
 
-    name, on_one_device, takes_placement = "DeepSeek-V3", False, False
+    name, on_one_device = "DeepSeek-V3", False
 
     def estimate_activation_memory(
         self, pipeline_config: Any, huggingface_config: Any
@@ -39,10 +42,38 @@ class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):
         return ours + attention
 
 
+class NumberedLayer(decoder.DeepseekV3DecoderLayer):
+    """MAX's; its experts know which layer they are.
+
+    Layers share a subgraph, so the number is an input of it.
+    """
+
+    def __call__(
+        self, layer_idx: TensorValue, *args: Any, **more: Any
+    ) -> list[TensorValue]:
+        """Returns the hidden states of each device."""
+        group = self.config.ep_config
+        if group is not None and group.eplb_enabled:
+            # Only the first layers are dense: the frequency of DeepSeek-V3's is 1.
+            number = layer_idx.cast(DType.int32) - self.config.first_k_dense_replace
+            for shard in self.mlp_shards:
+                shard.layer_idx = number
+        return super().__call__(layer_idx, *args, **more)
+
+
 class DeepseekV3Model(ExpertParallelModel, stock.DeepseekV3Model):
     """DeepSeek-V3, its experts spread by max_ep."""
 
     max_modules = (decoder,)
+    max_names: ClassVar = {"DeepseekV3DecoderLayer": NumberedLayer}
+
+    def _build_graph_for_compile(
+        self, session: Any, state_dict: dict[str, Any], model_config: Any
+    ) -> tuple[Graph, dict[str, Any]]:
+        group = model_config.ep_config
+        if group is not None:
+            state_dict = place_experts(state_dict, group)
+        return super()._build_graph_for_compile(session, state_dict, model_config)
 
 
 architecture = replace(

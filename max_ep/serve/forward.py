@@ -47,7 +47,7 @@ def forward_layers(
 ) -> list[TensorValue]:
     """Replaces MAX's ``forward_moe_sharded_layers``; the result on each device.
 
-    Layers without experts are left to MAX. ``eplb`` is of its load balancing, None.
+    Layers without experts are left to MAX. ``eplb`` is for its load balancing.
     """
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_moe_sharded_layers(shards, xs, *eplb)
@@ -60,9 +60,9 @@ def forward_layers(
     def experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         return experts_anywhere(shards[rank], dispatched, xs[rank], about_n_rows)
 
-    results = through_experts(
-        manager, xs, ids, weights, experts, getattr(shards[0], "layer_idx", None) or 0
-    )
+    layer = getattr(shards[0], "layer_idx", None)
+    layer = 0 if layer is None else layer
+    results = through_experts(manager, xs, ids, weights, experts, layer)
     if shards[0].has_shared_experts and not manager.config.fused_shared_expert:
         shared = [shard.shared_experts(x) for shard, x in zip(shards, xs)]
         results = [result + more for result, more in zip(results, shared)]

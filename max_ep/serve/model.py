@@ -37,13 +37,13 @@ _logger = logging.getLogger("max.pipelines.max_ep")  # MAX shows only such names
 
 
 @contextmanager
-def using_max_ep(*modules: ModuleType) -> Iterator[None]:
+def using_max_ep(*modules: ModuleType, **names: Any) -> Iterator[None]:
     """Replaces names in MAX's modules: those of ``hopper.py`` everywhere, and in
-    ``modules``, of models, the manager and the way through MoE layers."""
+    ``modules``, of models, the manager, the way through MoE layers, and ``names``."""
     ours = [
         (module, name, value)
         for module in modules
-        for name, value in _OF_MODELS.items()
+        for name, value in (_OF_MODELS | names).items()
         if hasattr(module, name)
     ]
     ours += REPLACED
@@ -62,6 +62,8 @@ class ExpertParallelModel:
 
     max_modules: ClassVar[tuple[ModuleType, ...]] = ()
     """Modules of MAX in which names are replaced; see :func:`using_max_ep`."""
+    max_names: ClassVar[dict[str, Any]] = {}
+    """Of one model alone, names in these modules and what replaces them."""
 
     ep_comm_initializer: EPCommInitializer | None = None
     _checked_s = 0.0
@@ -73,7 +75,7 @@ class ExpertParallelModel:
         if is_on_cpu(self.pipeline_config) or is_hopper():
             packages.append(extension_path(experts.PACKAGE))
         ops = default_custom_extensions_scope(*packages)
-        with using_max_ep(*self.max_modules), ops:
+        with using_max_ep(*self.max_modules, **self.max_names), ops:
             return super().load_model(session)
 
     @property

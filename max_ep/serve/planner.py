@@ -10,7 +10,6 @@ from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig
 from .settings import (
-    PLACEMENT_VARIABLE,
     MoeShape,
     activation_bytes,
     is_on_cpu,
@@ -32,8 +31,6 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
     """Whether max_ep serves the model on one device."""
     on_several_gpus: ClassVar[bool] = True
     """Whether max_ep serves the model on several GPUs."""
-    takes_placement: ClassVar[bool] = True
-    """Whether its experts can have replicas."""
 
     _always_signal_buffers = True
 
@@ -61,11 +58,6 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
             return 0
         shape = MoeShape.of(huggingface_config)
         config = serving_config(pipeline_config, shape, self._config.dtype)
-        if config.eplb_enabled and not self.takes_placement:
-            raise ValueError(
-                f"{PLACEMENT_VARIABLE} with {self.name}: its layers share a subgraph, "
-                "which does not know which layer it is; unset the variable"
-            )
         _check_fits(config, shape, pipeline_config)
         per_rank = config.estimate_memory_usage() + activation_bytes(config, shape)
         return per_rank * config.n_gpus_per_node

@@ -33,6 +33,15 @@ PLACEMENT_VARIABLE = "MAX_EP_PLACEMENT"
 have no replicas."""
 
 
+_NOT_OURS = {
+    "ep_use_allreduce": "tokens go to the ranks of their experts; leave it out",
+    "eplb_profile": "max_ep counts rows by ep_received; leave it out",
+    "eplb_redundant_experts_per_gpu": "replicas are those of a placement; make one by "
+    f"max-ep balance, and name its file in {PLACEMENT_VARIABLE}",
+}
+"""Flags of MAX that would ask for nothing, and what to use."""
+
+
 @dataclass(frozen=True)
 class MoeShape:
     """The sizes of a model's MoE layers."""
@@ -120,6 +129,9 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     the model, and on the wire, unless experts stay in FP8: bfloat16 or float32.
     """
     runtime = pipeline_config.runtime
+    for flag, why in _NOT_OURS.items():
+        if getattr(runtime, flag, None):
+            raise ValueError(f"--{flag.replace('_', '-')} with max_ep.serve: {why}")
     degree = pipeline_config.model.data_parallel_degree
     n, on_cpu = n_devices(pipeline_config), is_on_cpu(pipeline_config)
     if not on_cpu and n > 1 and degree != n:
