@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from .memory.meeting import process_state
 
 if TYPE_CHECKING:
     from .config import EPConfig
+    from .memory.gpu_shared import GpuWords
     from .memory.symmetric_memory import SharedMemory
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
@@ -169,19 +170,12 @@ def _listed(ranks: Sequence[int]) -> str:
 # ------------------------------------------------------------- the words of a rank
 
 
-class Words(Protocol):
-    """Reads the memory of a rank: ``CpuWords``, or ``memory.gpu_shared.GpuWords``."""
-
-    def counters(self, first: int, n: int) -> np.ndarray:
-        """Reads words of the counters, int32."""
-
-    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
-        """Reads flags of the region, ``pitch`` bytes from one to the next."""
-
-
 @dataclass
 class CpuWords:
-    """The memory of a CPU rank, from two functions that copy ``(at, n_bytes)``."""
+    """The memory of a CPU rank, from two functions that copy ``(at, n_bytes)``.
+
+    Read as :class:`memory.gpu_shared.GpuWords` is.
+    """
 
     read_counters: Callable[[int, int], bytes]
     read_region: Callable[[int, int], bytes]
@@ -196,7 +190,9 @@ class CpuWords:
         return np.frombuffer(read, np.uint64)[:: pitch // 8]
 
 
-def cpu_wait(facts: Facts, rank: int, words: Words, now_ns: int) -> RankWait:
+def cpu_wait(
+    facts: Facts, rank: int, words: CpuWords | GpuWords, now_ns: int
+) -> RankWait:
     """Reads what a CPU rank does, at a time of the monotonic clock."""
     header = words.counters(0, N_HEADER_WORDS)
     launch = int(header[facts.launch_word])
@@ -224,7 +220,7 @@ def next_generation(last: int) -> int:
 
 
 def missing_ranks(
-    facts: Facts, rank: int, phase: int, last: int, words: Words
+    facts: Facts, rank: int, phase: int, last: int, words: CpuWords | GpuWords
 ) -> list[int]:
     """Returns whose flags have not come that a phase of a CPU rank awaits.
 
@@ -255,7 +251,7 @@ def missing_ranks(
 BY_EXPERT, SUMS, TO_ALL, MASKS = 1, 3, 5, 8  # as `Group.protocol` of layout.mojo
 
 
-def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
+def gpu_wait(facts: Facts, rank: int, words: CpuWords | GpuWords) -> RankWait:
     """Reads what a GPU rank does, from what its kernels leave in any case.
 
     They store no time, and none for this. ``is_running``: something is missing that
@@ -304,7 +300,11 @@ def _late(read: np.ndarray, generation: int) -> list[int]:
 
 
 def _owners_of_missing_rows(
-    facts: Facts, header: np.ndarray, dispatched: int, generation: int, words: Words
+    facts: Facts,
+    header: np.ndarray,
+    dispatched: int,
+    generation: int,
+    words: CpuWords | GpuWords,
 ) -> list[int]:
     """Returns the ranks that have a row of this rank's tokens and have not sent it."""
     half = dispatched & 1
