@@ -7,8 +7,8 @@ must compute one by one, are compared for a sample of rows.
 
 ``exact``: rows in the oracle's order and bit for bit. Otherwise the rows of an expert
 may stand in any order, and quantized values may differ by rounding. Sums are compared
-to the bit where they are exact (:func:`check_chain`). Each check raises a
-:class:`CheckError` that begins with ``where``.
+in a chain of layers, where they are exact. Each check raises a :class:`CheckError` that
+begins with ``where``.
 """
 
 from __future__ import annotations
@@ -48,38 +48,15 @@ def stack_tokens(x: Sequence[np.ndarray], device: str | torch.device) -> torch.T
     return torch.cat([from_bits(rank_x, device) for rank_x in x])
 
 
-@dataclass
-class Sent:
-    """What one rank dispatches, and what its experts make of it."""
-
-    shape: Shape
-    n_ranks: int
-    x: np.ndarray
-    """bfloat16 bits ``[n_tokens, hidden_size]``."""
-    ids: np.ndarray
-    """int32 ``[n_tokens, top_k]``."""
-    weights: np.ndarray
-    """float32 ``[n_tokens, top_k]``."""
-    is_quantized: bool = False
-    """Experts return the row of their rank (``cases.expert_row``), not their input."""
-    combine_wire: str = "bfloat16"
-    """What partial sums are rounded to, a name of ``max_ep.formats``."""
-
-    def __post_init__(self) -> None:
-        n_local = reference.n_local_experts(self.shape.n_experts, self.n_ranks)
-        self._owners = self.ids // n_local
-
-    def parts(self, device: str | torch.device) -> list[torch.Tensor]:
-        """Returns what each rank's experts add to the sums: float64."""
-        parts = []
-        for rank in range(self.n_ranks):
-            w = np.where(self._owners == rank, self.weights, 0).astype(np.float64)
-            factor = torch.from_numpy(w.sum(axis=1, keepdims=True)).to(device)
-            row = from_bits(self.x, device)
-            if self.is_quantized:
-                row = torch.from_numpy(expert_row(self.shape, rank)).to(device)
-            parts.append(factor * row.double())
-        return parts
+def expert_sums(
+    shape: Shape, n_ranks: int, ids: np.ndarray, weights: np.ndarray, device: str
+) -> torch.Tensor:
+    """Adds up what experts return that return the row of their rank: float64."""
+    owners = ids // reference.n_local_experts(shape.n_experts, n_ranks)
+    of_rank = [np.where(owners == rank, weights, 0) for rank in range(n_ranks)]
+    factors = torch.from_numpy(np.stack(of_rank).sum(axis=2).T).to(device)
+    rows = np.stack([expert_row(shape, rank) for rank in range(n_ranks)])
+    return factors.double() @ torch.from_numpy(rows).to(device).double()
 
 
 @dataclass
@@ -203,25 +180,6 @@ def _check_dequantized(
     # the scale's own rounding.
     allowed = x.abs() * (2.0**-4 * 1.02) + scale.abs() * 2.0**-9
     _require((error <= allowed).all(), f"{where}: a dequantized row is off")
-
-
-def check_combine(
-    where: str, got: torch.Tensor, sent: Sent, sums_on_rank: int | None = None
-) -> None:
-    """Compares one rank's sums, bfloat16, with float64.
-
-    ``sums_on_rank``: with sums, the rank whose sums they are. The parts of the others
-    were rounded to ``sent.combine_wire``.
-    """
-    parts = sent.parts(got.device)
-    want = sum(parts)
-    allowed = 2.0**-6 * (1 + want.abs())
-    if sums_on_rank is not None:
-        rounded = [part for rank, part in enumerate(parts) if rank != sums_on_rank]
-        part_error = 2.0**-8 if sent.combine_wire == "bfloat16" else 2.0**-4
-        allowed += part_error * sum(part.abs() for part in rounded)
-    close = (got.double() - want).abs() <= allowed
-    _require(close.all(), f"{where}: {int((~close).sum())} sums are off")
 
 
 def check_chain(where: str, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -83,9 +83,8 @@ class Peer(GraphPeer):
         Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
         EP inputs. Outputs, each a tensor a rank: the last layer's sums, and other
         work's result; of dispatch alone the last layer's rows of each expert. With
-        ``is_check`` the first layer's sums; then for each rank what its dispatch
-        returned without the last element: rows, scales if it quantizes, row offsets,
-        expert ids.
+        ``is_check`` for each rank what the first dispatch returned without the last
+        element: rows, scales if it quantizes, row offsets, expert ids.
         """
         config, n = self.config, self.config.n_ranks
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
@@ -109,20 +108,17 @@ class Peer(GraphPeer):
                 x, ids, rest = list(zip(x, ids)), rest[0], rest[1:]
             weights, rest = rest[:_N_FACTORS], rest[_N_FACTORS:]
             layer = _Layer(manager, form, rest.pop() if "work" in form else [])
-            first: list[TensorValue] = []
             kept: list[tuple[TensorValue, ...]] = []
             for i in range(n_layers):
                 of_layer = weights[i % _N_FACTORS]
                 there, back = (of_layer, None) if config.is_sums else (None, of_layer)
                 outputs = layer.dispatch(x, ids, there)
                 kept = kept or outputs
-                if form == "dispatch" and not is_check:
-                    continue
-                sums = layer.combine(rest[0] if rest else [o[0] for o in outputs], back)
-                first = first or sums
-                x = x if form == "dispatch" else sums
+                if form != "dispatch":
+                    rows = rest[0] if rest else [o[0] for o in outputs]
+                    x = layer.combine(rows, back)
             if is_check:
-                graph.output(*first, *(value for o in kept for value in o[:-1]))
+                graph.output(*(value for o in kept for value in o[:-1]))
             elif form == "dispatch":
                 graph.output(*map(manager.ep_received, outputs))
             else:
@@ -184,16 +180,15 @@ class Peer(GraphPeer):
         return made
 
     def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
-        """Compares dispatched rows, and the first layer's sums, with the oracle."""
-        from .checks import Delivered, check_combine, check_dispatch, stack_tokens
+        """Compares dispatched rows with the oracle."""
+        from .checks import Delivered, check_dispatch, stack_tokens
 
         config, n = self.config, self.config.n_ranks
         is_ours = config.peer in OURS
-        sums, kept = outputs[:n], outputs[n:]
-        per_rank = len(kept) // n
+        per_rank = len(outputs) // n
         for rank in range(n):
             where = f"{case.name} rank {rank}"
-            found = kept[rank * per_rank : (rank + 1) * per_rank]
+            found = outputs[rank * per_rank : (rank + 1) * per_rank]
             rows, *scales, offsets, experts = (self.tensor(b, rank) for b in found)
             check_dispatch(
                 where,
@@ -212,16 +207,10 @@ class Peer(GraphPeer):
                 # MAX lets each expert's FP8 rows begin at a multiple of four.
                 filled_to=4 if config.is_quantized and not is_ours else 1,
             )
-            check_combine(
-                where,
-                self.tensor(sums[rank], rank),
-                self.sent(data, rank, data.weights[0]),
-                rank if config.is_sums else None,
-            )
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares a chain's result with what exact arithmetic gives."""
-        from .checks import check_chain, check_same
+        from .checks import check_chain, check_same, expert_sums
 
         config = self.config
         if case.form == "dispatch":
@@ -234,9 +223,11 @@ class Peer(GraphPeer):
             return
         of_last = data.weights[(config.n_layers - 1) % _N_FACTORS]
         for rank in range(config.n_ranks):
-            parts = self.sent(data, rank, of_last).parts(self.torch_device(rank))
+            sizes, given = (config.shape, config.n_ranks), (data.ids, of_last)
+            given = (of_ranks[rank] for of_ranks in given)
+            want = expert_sums(*sizes, *given, self.torch_device(rank))
             where = f"{case.name} rank {rank}, {config.n_layers} layers"
-            check_chain(where, self.tensor(outputs[rank], rank), sum(parts))
+            check_chain(where, self.tensor(outputs[rank], rank), want)
 
 
 class _Layer:

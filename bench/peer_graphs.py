@@ -3,9 +3,9 @@
 
 A peer is a subclass of :class:`GraphPeer`: it builds graphs and compares results.
 The rest is the same for all: a timed graph is a chain of layers, each layer's result
-is the next layer's input. It returns only the last result: MAX copies what a graph
-returns, and rows of 4096 tokens are 940 MB. So what dispatch delivers is compared in
-a second, short graph of the same ops.
+is the next layer's input. It returns only the last result, which is exact: MAX copies
+what a graph returns, and rows of 4096 tokens are 940 MB. So what dispatch delivers is
+compared in a second, short graph of the same ops.
 
 Graphs are built from types alone, with the number of tokens left open. So they
 compile where there is no GPU, once for many token counts.
@@ -52,16 +52,12 @@ class Data:
 
 
 @functools.lru_cache(maxsize=3)
-def make_data(case: Case, seed: int, *, is_exact: bool) -> Data:
-    """Makes the inputs of a case; ``is_exact``: a chain's result is exact."""
+def make_data(case: Case, seed: int) -> Data:
+    """Makes the inputs of a case, of which a chain's result is exact."""
     shape, n = case.config.shape, case.config.n_ranks
     ids = _cases.expert_ids(shape, case.routing, n, case.n_tokens, seed)
-    if is_exact:
-        whole = [_cases.exact_weights(shape, n, i) for i in ids]
-        weights = [[w * np.float32(f) for w in whole] for f in LAYER_FACTORS]
-    else:
-        random = _cases.router_weights(shape, n, case.n_tokens, seed)
-        weights = [random] * len(LAYER_FACTORS)
+    whole = [_cases.exact_weights(shape, n, i) for i in ids]
+    weights = [[w * np.float32(f) for w in whole] for f in LAYER_FACTORS]
     x = _cases.tokens(shape, n, case.n_tokens, seed)
     return Data(x, ids, weights, _cases.routes(shape, ids))
 
@@ -108,14 +104,6 @@ class GraphPeer:
             where = f"{case.name} rank {rank}, {layers} layers"
             want = x * _cases.chain_factor(layers)
             check_chain(where, self.tensor(outputs[rank], rank), want)
-
-    def sent(self, data: Data, rank: int, weights: list[np.ndarray]) -> Any:
-        """Returns a rank's inputs as the checks take them."""
-        from .checks import Sent
-
-        config, given = self.config, (data.x[rank], data.ids[rank], weights[rank])
-        quantized = config.is_quantized, config.combine_wire
-        return Sent(config.shape, config.n_ranks, *given, *quantized)
 
     # -------------------------------------------------------------------- running
 
@@ -194,7 +182,7 @@ class GraphPeer:
         """Runs the short graph eagerly on other inputs and compares its first layer."""
         import torch
 
-        data = make_data(case, seed, is_exact=not self.has_check_graph)
+        data = make_data(case, seed)
         outputs = self._model(case.form, is_check=True).execute(
             *self._inputs(case.form, data)
         )
@@ -204,7 +192,7 @@ class GraphPeer:
 
     def start(self, case: Case) -> tuple[list[Buffer], Callable[[list[Buffer]], None]]:
         """Returns the inputs of the timed graph, and what compares its outputs."""
-        data = make_data(case, 0, is_exact=True)
+        data = make_data(case, 0)
 
         def check(outputs: list[Buffer]) -> None:
             self._finish()
