@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from max.driver import Buffer
 
 from bench import (
     cases,
@@ -137,3 +138,24 @@ def test_sums_of_experts_that_return_a_row():
     bad[5] = bad[int((sums != sums[5]).any(1).int().argmax())]
     with pytest.raises(checks.CheckError, match="here"):
         checks.check_chain("here", bad, sums)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "fp8"])
+def test_a_chain_tells_tokens_apart(wire):
+    """Also of ranks, and where experts return one row for all tokens."""
+    config = Config("by_expert", N_RANKS, "h2048_e64_k8", wire, 8, "cpu")
+    case, peer = Case(config, "split", 8, "uniform"), peer_graphs.peer_of(config)
+    data, sums = peer_graphs.make_data(case, 0), []
+    for x, ids, weights in zip(data.x, data.ids, data.weights[0]):
+        want = checks.from_bits(x).double() * cases.chain_factor(1)
+        if wire == "fp8":
+            want = checks.expert_sums(config.shape, N_RANKS, ids, weights, "cpu")
+        sums.append(want.bfloat16())
+
+    def check(sums: list[torch.Tensor]) -> None:
+        peer.check_chain(case, data, [Buffer.from_dlpack(x) for x in sums])
+
+    check(sums)
+    for wrong in (sums[::-1], [sums[0], sums[1].roll(1, 0)]):
+        with pytest.raises(checks.CheckError, match="elements of the chain differ"):
+            check(wrong)
